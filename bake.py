@@ -1,0 +1,46 @@
+"""Makes projects from this template for its verbs and tests: without questions, network or the user's own defaults."""
+
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from cookiecutter.main import cookiecutter
+
+TEMPLATE = Path(__file__).resolve().parent
+PROJECT = TEMPLATE / "{{cookiecutter.__project_dir}}"
+
+
+def snapshot(folder: Path) -> Path:
+    """Copy what git holds of this template, or would hold: no bake may see a stray `.env`, `.venv` or cache."""
+    if not (TEMPLATE / ".git").exists():
+        return shutil.copytree(
+            TEMPLATE, folder, ignore=shutil.ignore_patterns("build", ".venv", "__pycache__", ".*_cache")
+        )
+    # safe.directory: a checkout that another user owns is read all the same
+    listing = ["git", "-c", "safe.directory=*", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    for name in subprocess.run(listing, cwd=TEMPLATE, check=True, capture_output=True, text=True).stdout.split("\0"):
+        if (source := TEMPLATE / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, folder / name)
+    return folder
+
+
+def bake(folder: Path, **answers: str) -> Path:
+    """A fresh project in `folder`; of what was there only `.venv` stays, so that packages are installed once."""
+    with tempfile.TemporaryDirectory() as scratch:
+        template = snapshot(Path(scratch) / "template")
+        project = cookiecutter(
+            str(template), no_input=True, default_config=True, extra_context=answers, output_dir=scratch
+        )
+        folder.mkdir(parents=True, exist_ok=True)
+        for old in folder.iterdir():
+            if old.name != ".venv":
+                shutil.rmtree(old) if old.is_dir() else old.unlink()
+        shutil.copytree(project, folder, dirs_exist_ok=True)
+    return folder
+
+
+def files(project: Path) -> list[str]:
+    """Every file of a fresh project, by its path inside it."""
+    return sorted(str(path.relative_to(project)) for path in project.rglob("*") if path.is_file())

@@ -1,0 +1,97 @@
+"""The template's own verbs: uv run invoke VERB. The verbs of a generated project are in its own tasks.py."""
+
+import os
+import shlex
+import sys
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+
+from invoke import Context, task
+
+import bake
+
+BUILD = bake.TEMPLATE / "build"
+PYTHON = shlex.quote(sys.executable)
+UV = os.environ.get("UV", "uv")  # set by `uv run`
+# a release that is a week old is on every mirror, and a bad one has been withdrawn by then
+COMMON = "--python-version 3.11 --exclude-newer P7D --no-annotate"
+
+
+@task
+def demo(context: Context) -> None:
+    """Make a project with the default answers in build/demo and run its whole pipeline."""
+    project = _bake(context, "demo")
+    _step(f"running that project's own demo in {project}")
+    _verb(context, project, "demo")
+
+
+@task
+def test(context: Context) -> None:
+    """Run every test: the template's, then those of a project that it makes in build/test."""
+    lint(context)
+    _step("testing the template")
+    context.run(f"{PYTHON} -m pytest")
+    project = _bake(context, "test")
+    _step(f"running that project's own tests in {project}")
+    _verb(context, project, "test")
+
+
+@task
+def lint(context: Context) -> None:
+    """Check the style of the template's Python files and of the project's, as they stand."""
+    _step("checking style")
+    # no cache: it would be baked into the next project; RUF200: a pyproject.toml with Jinja is not TOML yet
+    context.run(f"{PYTHON} -m ruff check --no-cache --ignore RUF200 .")
+    context.run(f"{PYTHON} -m ruff format --no-cache --check .")
+
+
+@task
+def lock(context: Context) -> None:
+    """Compile the project's requirements/*.in to the pins that it installs; versions stand in cookiecutter.json."""
+    project = _bake(context, "lock")
+    _step("compiling local.txt: CPU, Linux and macOS")
+    plain = {name: value for name, value in os.environ.items() if name not in ("UV_FIND_LINKS", "UV_TORCH_BACKEND")}
+    cpu = os.environ if "UV_FIND_LINKS" in os.environ else plain | {"UV_TORCH_BACKEND": "cpu"}
+    _compile(context, project, "local", "--universal --override requirements/local.overrides.txt", cpu)
+    _step("compiling cluster.txt: CUDA, Linux")
+    _compile(context, project, "cluster", "--python-platform x86_64-manylinux_2_28", plain)
+
+
+def _bake(context: Context, name: str) -> Path:
+    """A fresh project in build/NAME. A cluster that an earlier one left running is ended first."""
+    project = BUILD / name
+    if (project / ".cluster" / "local.json").exists():
+        _step(f"ending the cluster of {project}")
+        _verb(context, project, "down")
+    _step(f"making a project in {project}")
+    return bake.bake(project)
+
+
+def _verb(context: Context, project: Path, verb: str) -> None:
+    """Run a verb of the project there; invoke ends with its exit code when it fails."""
+    with context.cd(str(project)):
+        context.run(f"{PYTHON} -m invoke {verb}", pty=sys.stdout.isatty(), in_stream=False)
+
+
+def _compile(context: Context, project: Path, name: str, options: str, variables: Mapping[str, str]) -> None:
+    """Compile one pin file in the project's folder, where its relative paths hold, and take it over."""
+    pins = Path("requirements") / f"{name}.txt"
+    with context.cd(str(project)):
+        context.run(
+            f"{UV} pip compile -q {COMMON} {options} requirements/{name}.in -o {pins}",
+            env=dict(variables),
+            replace_env=True,
+        )
+    text = (project / pins).read_text(encoding="utf-8").replace(_everywhere(project), "")
+    (bake.PROJECT / pins).write_text(text, encoding="utf-8")
+
+
+def _everywhere(project: Path) -> str:
+    """The marker that uv writes behind a package of all the machines compiled for: long, and said once is enough."""
+    machines = tomllib.loads((project / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["uv"]["environments"]
+    return " ; " + " or ".join(f"({machine})" for machine in machines)
+
+
+def _step(title: str) -> None:
+    print(f"==> {title}", flush=True)

@@ -1,0 +1,19 @@
+"""What the tests share: the template as git holds it, and one project with the default answers."""
+
+from pathlib import Path
+
+import pytest
+
+import bake
+
+
+@pytest.fixture(scope="session")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the template without what git ignores."""
+    return bake.snapshot(tmp_path_factory.mktemp("snapshot") / "template")
+
+
+@pytest.fixture(scope="session")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project made with the default answers; not to be changed."""
+    return bake.bake(tmp_path_factory.mktemp("default") / "project")

@@ -1,0 +1,11 @@
+"""Writes project_files.txt anew: the files that a project consists of. To be read in the diff."""
+
+import tempfile
+from pathlib import Path
+
+import bake
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        names = bake.files(bake.bake(Path(folder) / "project"))
+    Path(__file__).with_suffix(".txt").write_text("\n".join(names) + "\n", encoding="utf-8")

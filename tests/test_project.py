@@ -1,0 +1,98 @@
+"""What a project consists of, whatever the answers: its files, all variables replaced, every format well formed."""
+
+import json
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+import bake
+
+ANSWERS = [
+    {},
+    {
+        "instance_type": "p4de.24xlarge",
+        "aws_region": "us-west-2",
+        "max_workers": "64",
+        "base_model": "o-1/Llama_3.1-8B",
+    },
+    {"project_name": "Größe 2", "aws_region": "eu-central-1", "max_workers": "1", "base_model": "s3://models/base"},
+    {"project_name": "我的模型", "aws_region": "ap-northeast-1", "base_model": "/srv/models/llama"},
+    {"project_name": "हिन्दी मॉडल", "project_slug": "hindi-llm", "base_model": "./models/base"},
+    {"project_name": "Yes", "project_slug": "yes"},  # a boolean in YAML, where it stands without quotes
+]
+COPIED = (".py", ".jinja")  # not rendered: Python holds no Jinja, and chat templates are Jinja of their own
+
+
+@pytest.fixture(scope="module", params=ANSWERS, ids=lambda answers: answers.get("project_name", str(len(answers))))
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+    """A project and the answers that made it."""
+    return bake.bake(tmp_path_factory.mktemp("made") / "project", **request.param), request.param
+
+
+def test_no_variable_is_left(made: tuple[Path, dict[str, str]]) -> None:
+    for path in (path for path in made[0].rglob("*") if path.is_file()):
+        text = path.read_text(encoding="utf-8")
+        assert "cookiecutter" not in text, path
+        assert path.suffix in COPIED or not re.search(r"{{|{%|{#", text), path
+
+
+def test_every_file_is_well_formed(made: tuple[Path, dict[str, str]]) -> None:
+    readers = {".toml": tomllib.loads, ".yaml": yaml.safe_load, ".yml": yaml.safe_load, ".json": json.loads}
+    read = [
+        readers[path.suffix](path.read_text(encoding="utf-8")) for path in made[0].rglob("*") if path.suffix in readers
+    ]
+    assert all(read)
+
+
+def test_the_answers_arrive(made: tuple[Path, dict[str, str]]) -> None:
+    project, answers = made
+    cluster = yaml.safe_load((project / "cluster" / "cluster.yaml").read_text(encoding="utf-8"))
+    settings = tomllib.loads((project / "settings.toml").read_text(encoding="utf-8"))
+    workers = cluster["available_node_types"]["a100"]
+    assert isinstance(cluster["cluster_name"], str)
+    assert cluster["cluster_name"] == answers.get("project_slug", cluster["cluster_name"])
+    assert cluster["provider"]["region"] == answers.get("aws_region", "us-east-1")
+    assert workers["node_config"]["InstanceType"] == answers.get("instance_type", "p4d.24xlarge")
+    assert workers["max_workers"] == int(answers.get("max_workers", "2"))
+    assert settings["cluster"]["train"]["model"] == answers.get("base_model", "Qwen/Qwen3-8B")
+
+
+def test_it_has_exactly_these_files(project: Path) -> None:
+    """After a file has come or gone: uv run python -m tests.project_files"""
+    expected = (Path(__file__).parent / "project_files.txt").read_text(encoding="utf-8").split()
+    assert bake.files(project) == expected
+
+
+def test_python_files_are_the_template_s_own(project: Path, template: Path) -> None:
+    source = template / bake.PROJECT.name
+    for path in project.rglob("*.py"):
+        assert path.read_bytes() == (source / path.relative_to(project)).read_bytes()
+
+
+def test_baking_again_keeps_the_environment_and_nothing_else(tmp_path: Path) -> None:
+    project = bake.bake(tmp_path / "project")
+    for stray in (project / ".venv" / "bin" / "python", project / "runs" / "old", project / "stray.txt"):
+        stray.parent.mkdir(parents=True, exist_ok=True)
+        stray.touch()
+    again = bake.files(bake.bake(project))
+    assert ".venv/bin/python" in again
+    assert not {"runs/old", "stray.txt"} & set(again)
+
+
+def test_baking_takes_under_a_second_and_no_network(template: Path, tmp_path: Path) -> None:
+    cut_off = ["unshare", "--map-root-user", "--net"]
+    if not shutil.which("unshare") or subprocess.run([*cut_off, "true"], capture_output=True).returncode:
+        pytest.skip("a process without network needs Linux and user namespaces")
+    command = [*cut_off, sys.executable, "-m", "cookiecutter", str(template), "--no-input", "--default-config"]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run(command, check=True, cwd=tmp_path, env={"HOME": str(tmp_path)})
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    # the processor's time, not the clock's: without network it is all that baking takes, however busy the machine
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1

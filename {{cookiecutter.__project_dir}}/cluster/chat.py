@@ -1,0 +1,114 @@
+"""Talks to the served model from a terminal: what `inv chat` runs."""
+
+import os
+import readline  # noqa: F401  gives input() line editing and a history
+from collections.abc import Iterator
+
+import httpx
+import openai
+from openai.types.chat import ChatCompletionMessageParam
+
+import settings
+from jobs import secrets
+
+HELP = "/system TEXT: who the model shall be   /clear: forget what was said   /quit"
+
+
+class Conversation:
+    """What was said so far, and who is asked next."""
+
+    def __init__(self, client: openai.OpenAI, model: str) -> None:
+        self.client = client
+        self.model = model
+        self.messages: list[ChatCompletionMessageParam] = []
+
+    def answer(self, question: str) -> Iterator[str]:
+        """The model's answer, piece by piece. What was said is remembered, also when the reader stops half-way."""
+        self.messages.append({"role": "user", "content": question})
+        said: list[str] = []
+        try:
+            for chunk in self.client.chat.completions.create(model=self.model, messages=self.messages, stream=True):
+                if chunk.choices and (piece := chunk.choices[0].delta.content):
+                    said.append(piece)
+                    yield piece
+        finally:
+            if said:
+                self.messages.append({"role": "assistant", "content": "".join(said)})
+            else:
+                self.messages.pop()  # a question too long for the model, say, must not spoil the next
+
+    def start_over(self, system: str | None = None) -> None:
+        """Forget all but the system message; a text replaces that too."""
+        if system is None:
+            self.messages = [message for message in self.messages[:1] if message["role"] == "system"]
+        else:
+            self.messages = [{"role": "system", "content": system}]
+
+
+def chat(url: str, message: str = "") -> None:
+    """Ask one question, or converse until /quit when there is none.
+
+    Raises:
+        settings.Refusal: there is no key, the server is away, or it refuses the key.
+    """
+    secrets.load()
+    key = os.environ.get("SERVE_API_KEY")
+    if not key:
+        raise settings.Refusal("SERVE_API_KEY is not set: put the server's key into .env.")
+    client = openai.OpenAI(base_url=url, api_key=key, max_retries=0)
+    try:
+        conversation = Conversation(client, client.models.list().data[0].id)
+        if message:
+            _print_answer(conversation, message)
+        else:
+            _converse(conversation, url)
+    except (openai.APIConnectionError, httpx.TransportError):
+        raise settings.Refusal(f"nothing answers at {url}: serve a model with inv submit serve_llm") from None
+    except openai.AuthenticationError:
+        raise settings.Refusal(
+            f"{url} refuses the SERVE_API_KEY of .env: it was started with another one; inv submit serve_llm again."
+        ) from None
+    except openai.APIError as error:
+        raise settings.Refusal(f"{url} answers: {error.message}") from None
+
+
+def _converse(conversation: Conversation, url: str) -> None:
+    print(f"{conversation.model} at {url}   {HELP}")
+    while True:
+        try:
+            line = input("\n> ").strip()
+        except (EOFError, KeyboardInterrupt):
+            print()
+            return
+        if line == "/quit":
+            return
+        if line.startswith("/"):
+            _obey(conversation, line)
+        elif line:
+            _print_answer_or_reason(conversation, line)
+
+
+def _obey(conversation: Conversation, line: str) -> None:
+    command, _, text = line.partition(" ")
+    if command == "/clear":
+        conversation.start_over()
+    elif command == "/system" and text.strip():
+        conversation.start_over(text.strip())
+    else:
+        print(HELP)
+
+
+def _print_answer(conversation: Conversation, question: str) -> None:
+    for piece in conversation.answer(question):
+        print(piece, end="", flush=True)
+    print()
+
+
+def _print_answer_or_reason(conversation: Conversation, question: str) -> None:
+    """Ctrl-C ends the answer, not the conversation; so does a request that the server refuses."""
+    try:
+        _print_answer(conversation, question)
+    except KeyboardInterrupt:
+        print(" (stopped)")
+    except openai.BadRequestError as error:
+        print(f"{error.message}\n{HELP}")

@@ -1,0 +1,236 @@
+"""The `local` target: a Ray head on this machine's loopback, closed by a token, beside any other Ray here."""
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import requests
+from rich.console import Console
+
+import settings
+from cluster.targets import Connection
+
+STATE = settings.PROJECT / ".cluster"
+FILE = STATE / "local.json"
+TOKEN = STATE / "token"
+LOG = STATE / "ray.log"
+MARK = "RAY_PROJECT_CLUSTER"  # in the environment of every process that the cluster starts
+START_TIMEOUT_S = 90
+
+
+class RaySection(settings.Section):
+    """[local.ray] of settings.toml."""
+
+    num_cpus: int
+    object_store_mib: int
+    working_dir_mib: int
+
+
+class Local:
+    """One Ray node on loopback."""
+
+    name = "local"
+    profile = "local"
+
+    def up(self) -> None:
+        if _is_up():
+            print(f"local is up already: {_state()['dashboard']}")
+            return
+        _clear()  # what a crash left
+        section = settings.load(RaySection, "ray", profile=self.profile)
+        _make_env_file()
+        started = time.monotonic()
+        state = _new_state()
+        process = _start_head(state, section)
+        FILE.write_text(json.dumps(state | {"session": process.pid}))
+        _wait_until_ready(process, state["dashboard"])
+        print(
+            f"local is up after {time.monotonic() - started:.0f} s: {section.num_cpus} logical CPUs, "
+            f"{section.object_store_mib} MiB of object store, dashboard {state['dashboard']}"
+        )
+
+    def connect(self) -> Connection:
+        if not _is_up():
+            raise settings.Refusal("the local cluster is not up; start it with: inv up")
+        return Connection(
+            dashboard=_state()["dashboard"],
+            headers=_headers(),
+            job_variables={
+                "PROFILE": self.profile,
+                "RAY_ADDRESS": _state()["address"],  # without it, parts of Ray Train look for any Ray on this machine
+                "PROJECT_DIR": str(settings.PROJECT),
+                "SECRETS_FILE": str(settings.PROJECT / ".env"),
+            },
+        )
+
+    def down(self) -> list[str]:
+        if not FILE.is_file():
+            print("local is not up: there is nothing to end")
+            return []
+        left = _clear()
+        if not left:
+            print("local is down: none of its processes runs, its temp folder is gone, its token is void")
+        return left
+
+
+def _state() -> dict[str, Any]:
+    return json.loads(FILE.read_text())
+
+
+def _headers() -> dict[str, str]:
+    return {"Authorization": f"Bearer {TOKEN.read_text()}"}
+
+
+def _clear() -> list[str]:
+    """End what the state file names and forget it; returns what is left."""
+    if not FILE.is_file():
+        return []
+    state = _state()
+    _end_processes(state)
+    shutil.rmtree(state["temp"], ignore_errors=True)
+    left = [f"process {process.pid}" for process in _processes(state)]
+    left += [f"folder {state['temp']}"] if Path(state["temp"]).exists() else []
+    if not left:
+        FILE.unlink()
+        TOKEN.unlink(missing_ok=True)
+    return left
+
+
+def _is_up() -> bool:
+    return FILE.is_file() and TOKEN.is_file() and _answers(_state()["dashboard"])
+
+
+def _answers(dashboard: str, path: str = "/api/jobs/") -> bool:
+    try:
+        return requests.get(dashboard + path, headers=_headers(), timeout=5).ok
+    except requests.RequestException:
+        return False
+
+
+def _make_env_file() -> None:
+    """A private .env with a fresh API key, so that nothing is ever served without one."""
+    file = settings.PROJECT / ".env"
+    if file.exists():
+        return
+    text = (settings.PROJECT / ".env.example").read_text()
+    file.touch(mode=0o600)
+    file.write_text(text.replace("SERVE_API_KEY=", f"SERVE_API_KEY={secrets.token_urlsafe(32)}"))
+    print("made .env with a fresh SERVE_API_KEY; secrets go there, and nowhere else")
+
+
+def _new_state() -> dict[str, Any]:
+    """Written before anything is started, so that `down` finds what a killed `up` left."""
+    STATE.mkdir(exist_ok=True)
+    TOKEN.touch(mode=0o600)
+    TOKEN.write_text(secrets.token_hex(32))
+    dashboard_port, gcs_port = _free_ports(2)
+    state = {
+        "id": secrets.token_hex(8),
+        "temp": tempfile.mkdtemp(prefix="ray-"),  # short: a socket's path holds 107 bytes
+        "dashboard": f"http://127.0.0.1:{dashboard_port}",
+        "address": f"127.0.0.1:{gcs_port}",
+    }
+    FILE.write_text(json.dumps(state))
+    return state
+
+
+def _start_head(state: dict[str, Any], section: RaySection) -> subprocess.Popen:
+    """`ray start --block` in a session of its own: it lives on after this verb, until `down`."""
+    client, agent, agent_grpc, metrics, runtime_env = _free_ports(5)
+    command = [
+        *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"),
+        "--node-ip-address=127.0.0.1",
+        "--dashboard-host=127.0.0.1",
+        f"--port={_port(state['address'])}",
+        f"--dashboard-port={_port(state['dashboard'])}",
+        f"--ray-client-server-port={client}",
+        f"--dashboard-agent-listen-port={agent}",
+        f"--dashboard-agent-grpc-port={agent_grpc}",
+        f"--metrics-export-port={metrics}",
+        f"--runtime-env-agent-port={runtime_env}",
+        *("--min-worker-port=0", "--max-worker-port=0"),  # any free port: the default range is shared by all Rays
+        f"--num-cpus={section.num_cpus}",
+        f"--object-store-memory={section.object_store_mib * 2**20}",
+        f"--temp-dir={state['temp']}",
+    ]
+    environment = os.environ | {
+        MARK: state["id"],
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # one node, so Ray binds every port of its own to loopback
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(TOKEN),
+    }
+    environment.pop("RAY_ADDRESS", None)
+    with LOG.open("w") as log:
+        return subprocess.Popen(
+            command, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
+        )
+
+
+def _wait_until_ready(process: subprocess.Popen, dashboard: str) -> None:
+    started = time.monotonic()
+    with Console().status("starting Ray on loopback") as spinner:
+        # the node's agent, which answers for its logs, starts jobs too, and is there some time after the dashboard
+        while not _answers(dashboard, "/api/v0/logs?node_ip=127.0.0.1"):
+            waited = time.monotonic() - started
+            if process.poll() is not None:
+                raise settings.Refusal(f"Ray did not start: read {LOG}, then try again: inv up")
+            if waited > START_TIMEOUT_S:
+                raise settings.Refusal(f"Ray did not answer within {START_TIMEOUT_S} s: read {LOG}, then: inv down")
+            spinner.update(f"starting Ray on loopback: {waited:.0f} s")
+            time.sleep(0.5)
+
+
+def _port(address: str) -> str:
+    return address.rpartition(":")[2]
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on; all are held until the last is found, so that they differ."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [listener.getsockname()[1] for listener in sockets]
+    for listener in sockets:
+        listener.close()
+    return ports
+
+
+def _processes(state: dict[str, Any]) -> list[psutil.Process]:
+    """Every living process of this cluster, and never another's.
+
+    Ray's own share the session that `up` opened (some overwrite their environment with a title); a
+    job's driver opens a session of its own but carries the mark; the rest are children of these.
+    """
+    found: dict[int, psutil.Process] = {}
+    for process in psutil.process_iter():
+        try:
+            if os.getsid(process.pid) == state.get("session") or process.environ().get(MARK) == state["id"]:
+                found |= {member.pid: member for member in [process, *process.children(recursive=True)]}
+        except (psutil.Error, OSError):
+            continue  # it ended meanwhile, or it is somebody else's
+    return [process for process in found.values() if _is_alive(process) and process.pid != os.getpid()]
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _end_processes(state: dict[str, Any], patience_s: float = 5) -> None:
+    for signal_number in (signal.SIGTERM, signal.SIGKILL):
+        processes = _processes(state)
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(signal_number)
+        psutil.wait_procs(processes, timeout=patience_s)

@@ -1,0 +1,175 @@
+"""`inv status`: what a person wants to know of a running cluster, and what is wrong with it, in words."""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import requests
+from rich.console import Console
+from rich.table import Table
+
+import settings
+from cluster.targets import Connection
+
+SHOWN_RESOURCES = ("CPU", "GPU", "memory", "objectStoreMemory")
+BYTES = ("memory", "objectStoreMemory")
+MOST_JOBS = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """What Ray's dashboard answers, as it answers it."""
+
+    nodes: list[dict[str, Any]]
+    load: dict[str, Any]
+    jobs: list[dict[str, Any]]
+    serve: dict[str, Any]
+
+
+def take(connection: Connection) -> Snapshot:
+    """Ask the dashboard; raises requests.RequestException when it does not answer."""
+
+    def get(path: str) -> Any:
+        response = requests.get(connection.dashboard + path, headers=connection.headers, timeout=15)
+        response.raise_for_status()
+        return response.json()
+
+    return Snapshot(
+        nodes=get("/api/v0/nodes")["data"]["result"]["result"],
+        load=get("/api/cluster_status")["data"]["clusterStatus"].get("loadMetricsReport") or {},
+        jobs=[job for job in get("/api/jobs/") if job["submission_id"]],
+        serve=get("/api/serve/applications/"),
+    )
+
+
+def show(snapshot: Snapshot, console: Console) -> None:
+    """Print the tables, then the list of what is wrong."""
+    for table in (_nodes(snapshot), _resources(snapshot), _jobs(snapshot), _applications(snapshot)):
+        if table.row_count:
+            console.print(table)
+    wrong = problems(snapshot)
+    for sentence in wrong:
+        console.print(f"[bold red]✗[/] {sentence}", highlight=False)
+    if not wrong:
+        console.print("[green]✓[/] nothing is wrong")
+
+
+def address(snapshot: Snapshot) -> str:
+    """URL of the application that answers. Raises `settings.Refusal` when none does."""
+    for application in snapshot.serve["applications"].values():
+        if application["status"] == "RUNNING":
+            return _address(snapshot.serve, application)
+    raise settings.Refusal("no model is served; serve one with: inv submit serve_llm")
+
+
+def problems(snapshot: Snapshot) -> list[str]:
+    """What is wrong, one sentence each."""
+    found = [f"node {node['node_ip']} is dead: {node['state_message']}" for node in snapshot.nodes if _dead(node)]
+    found += _unmet_demands(snapshot.load)
+    for job in _latest_jobs(snapshot):
+        if job["status"] == "FAILED":
+            code = (
+                "before it started" if job["driver_exit_code"] is None else f"with exit code {job['driver_exit_code']}"
+            )
+            words = _last_line(job["message"])
+            found.append(f"job {job['submission_id']} failed {code}, its last words: {words}")
+    for name, application in snapshot.serve["applications"].items():
+        if application["status"] in ("DEPLOY_FAILED", "UNHEALTHY"):
+            found.append(f"application {name} is {application['status'].lower()}: {_serve_reason(application)}")
+    return found
+
+
+def _nodes(snapshot: Snapshot) -> Table:
+    table = _table("Nodes", "address", "role", "state", "resources")
+    for node in snapshot.nodes:
+        amounts = [f"{amount:g} {name}" for name, amount in node["resources_total"].items() if name in ("CPU", "GPU")]
+        role = "head" if node["is_head_node"] else "worker"
+        table.add_row(node["node_ip"], role, node["state"].lower(), ", ".join(amounts))
+    return table
+
+
+def _resources(snapshot: Snapshot) -> Table:
+    table = _table("Resources", "resource", "used", "total", "asked for and waiting")
+    waiting = _waiting(snapshot.load)
+    for name in SHOWN_RESOURCES:
+        if name in snapshot.load.get("usage", {}):
+            used, total = snapshot.load["usage"][name]
+            asked = sum(bundle.get(name, 0) * count for bundle, count in waiting)
+            table.add_row(name, _amount(name, used), _amount(name, total), _amount(name, asked) if asked else "")
+    return table
+
+
+def _jobs(snapshot: Snapshot) -> Table:
+    table = _table("Jobs", "id", "state", "started", "took")
+    for job in _latest_jobs(snapshot):
+        started = (job["start_time"] or 0) / 1000
+        ended = (job["end_time"] or time.time() * 1000) / 1000
+        clock = time.strftime("%H:%M:%S", time.localtime(started))
+        table.add_row(job["submission_id"], job["status"].lower(), clock, f"{ended - started:.0f} s")
+    return table
+
+
+def _applications(snapshot: Snapshot) -> Table:
+    table = _table("Serve applications", "name", "state", "address", "deployments")
+    for name, application in snapshot.serve["applications"].items():
+        deployments = [
+            f"{deployment.rpartition(':')[2]} ×{len(details['replicas'])}"
+            for deployment, details in application["deployments"].items()
+        ]
+        table.add_row(
+            name, application["status"].lower(), _address(snapshot.serve, application), ", ".join(deployments)
+        )
+    return table
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column, header_style="dim", overflow="fold")
+    return table
+
+
+def _dead(node: dict[str, Any]) -> bool:
+    # a node that the autoscaler took away on purpose has died as expected
+    return node["state"] == "DEAD" and "expected termination" not in (node["state_message"] or "").lower()
+
+
+def _latest_jobs(snapshot: Snapshot) -> list[dict[str, Any]]:
+    return sorted(snapshot.jobs, key=lambda job: job["start_time"] or 0)[-MOST_JOBS:]
+
+
+def _waiting(load: dict[str, Any]) -> list[tuple[dict[str, float], int]]:
+    """Bundles of resources that wait for a place, each with how many of them wait."""
+    bundles = [(bundle, count) for bundle, count in load.get("resourceDemand", [])]
+    for group, count in load.get("pgDemand", []):
+        bundles += [(bundle, int(number) * count) for bundle, number in group.get("bundles", [])]
+    return bundles
+
+
+def _unmet_demands(load: dict[str, Any]) -> list[str]:
+    found = []
+    for bundle, count in _waiting(load):
+        for name, amount in bundle.items():
+            total = load.get("usage", {}).get(name, [0, 0])[1]
+            if amount > total:
+                found.append(f"{count} × {amount:g} {name} is asked for, and the cluster has {total:g} {name} in all")
+    return found
+
+
+def _address(serve: dict[str, Any], application: dict[str, Any]) -> str:
+    options = serve.get("http_options") or {}
+    return f"http://{options.get('host')}:{options.get('port')}{(application['route_prefix'] or '').rstrip('/')}"
+
+
+def _serve_reason(application: dict[str, Any]) -> str:
+    messages = [application["message"], *(details["message"] for details in application["deployments"].values())]
+    return _last_line("\n".join(filter(None, messages)))
+
+
+def _last_line(text: str | None) -> str:
+    lines = [line.strip() for line in (text or "").splitlines() if line.strip()]
+    return lines[-1][:200] if lines else "no reason given"
+
+
+def _amount(name: str, value: float) -> str:
+    return f"{value / 2**30:.1f} GiB" if name in BYTES else f"{value:g}"

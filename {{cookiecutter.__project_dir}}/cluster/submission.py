@@ -1,0 +1,159 @@
+"""Submits a job script through Ray's Jobs API, follows its log, and stops it."""
+
+import asyncio
+import fnmatch
+import os
+import shlex
+import sys
+import time
+from pathlib import Path
+
+from pydantic import ConfigDict
+from ray.job_submission import JobDetails, JobStatus
+
+import settings
+from cluster.targets import Connection
+
+# Never uploaded. `.env` holds secrets; the rest is large or made again from what is uploaded.
+EXCLUDES = [".env", ".git", ".venv", ".cluster", "data", "models", "runs", "results", "__pycache__", ".*_cache"]
+SECRETS_HOOK = "jobs.secrets.load"
+
+
+class SecretsSection(settings.Section):
+    """[secrets] of settings.toml."""
+
+    names: list[str]
+
+
+class UploadSection(settings.Section):
+    """What of [ray] concerns the upload."""
+
+    model_config = ConfigDict(extra="ignore")
+    working_dir_mib: int
+
+
+def names() -> list[str]:
+    """The jobs of this project: the modules in jobs/ that can be run."""
+    scripts = sorted((settings.PROJECT / "jobs").glob("*.py"))
+    return [script.stem for script in scripts if '__name__ == "__main__"' in script.read_text(encoding="utf-8")]
+
+
+def submit(connection: Connection, job: str, arguments: list[str]) -> str:
+    """Submit `jobs/JOB.py` with its own command line; returns Ray's id of the job.
+
+    Raises:
+        settings.Refusal: no such job, or the project's folder is too large to upload.
+    """
+    if job not in names():
+        raise settings.Refusal(f"there is no job {job!r}; the jobs are: {', '.join(names())}.")
+    profile = connection.job_variables["PROFILE"]
+    _check_size(settings.load(UploadSection, "ray", profile=profile).working_dir_mib)
+    secret_names = settings.load(SecretsSection, "secrets", profile=profile).names
+    runtime_env = {
+        "working_dir": str(settings.PROJECT),
+        "excludes": [f"/{pattern}" if pattern[0] != "_" else pattern for pattern in EXCLUDES],
+        "env_vars": connection.job_variables
+        | {
+            "SECRET_NAMES": ",".join(secret_names),
+            "PYTHONUNBUFFERED": "1",
+            "RAY_LOGGER_LEVEL": "warning",  # the jobs' own lines say what happens
+        },
+        "worker_process_setup_hook": SECRETS_HOOK,
+    }
+    try:
+        return connection.client().submit_job(
+            entrypoint=shlex.join(["python", "-m", f"jobs.{job}", *arguments]),
+            submission_id=f"{job}-{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}",
+            runtime_env=runtime_env,
+            metadata={"job": job},
+        )
+    except RuntimeError as error:  # Ray's client raises nothing finer
+        raise settings.Refusal(f"Ray did not take the job ({error}); look at it with: inv status") from None
+
+
+def follow(connection: Connection, job_id: str) -> int:
+    """Print the job's log as it grows; returns the job's own exit code.
+
+    Ctrl-C asks whether to stop the job or to leave it running (which is what happens where nobody can answer).
+    """
+    try:
+        asyncio.run(_print_log(connection, job_id))
+    except KeyboardInterrupt:
+        return _interrupted(connection, job_id)
+    return _exit_code(_wait_until_ended(connection, job_id))
+
+
+def stop(connection: Connection, job_id: str) -> JobDetails:
+    """Stop a job and return its details; a job that has ended is left as it is."""
+    connection.client().stop_job(job_id)
+    return _wait_until_ended(connection, job_id)
+
+
+def find(connection: Connection, job_id: str) -> str:
+    """`job_id` itself, or the job submitted last when it is empty. Raises `settings.Refusal` when there is none."""
+    jobs = [job for job in connection.client().list_jobs() if job.submission_id]
+    if not jobs:
+        raise settings.Refusal("no job was submitted to this cluster yet; submit one with: inv submit JOB")
+    if not job_id:
+        return max(jobs, key=lambda job: job.start_time or 0).submission_id
+    if job_id not in [job.submission_id for job in jobs]:
+        raise settings.Refusal(f"there is no job {job_id!r} here; list the jobs with: inv status")
+    return job_id
+
+
+async def _print_log(connection: Connection, job_id: str) -> None:
+    async for lines in connection.client().tail_job_logs(job_id):
+        sys.stdout.write(lines)
+        sys.stdout.flush()
+
+
+def _interrupted(connection: Connection, job_id: str) -> int:
+    answer = ""
+    if sys.stdin.isatty():
+        answer = input("\nstop the job, or leave it running? [stop/LEAVE] ")
+    if answer.strip().lower() in ("s", "stop"):
+        print(f"{job_id} is {stop(connection, job_id).status.value.lower()}")
+    else:
+        print(f"\n{job_id} runs on; follow it with: inv logs --job {job_id}   stop it with: inv stop --job {job_id}")
+    return 130  # what shells report for Ctrl-C
+
+
+def _wait_until_ended(connection: Connection, job_id: str, patience_s: float = 60) -> JobDetails:
+    """The log may end before the job's status is written."""
+    client = connection.client()
+    for _ in range(int(patience_s * 5)):
+        details = client.get_job_info(job_id)
+        if details.status.is_terminal():
+            return details
+        time.sleep(0.2)
+    raise settings.Refusal(f"{job_id} has not ended after {patience_s:.0f} s; look at it with: inv status")
+
+
+def _exit_code(details: JobDetails) -> int:
+    if details.status == JobStatus.SUCCEEDED:
+        return 0
+    if details.driver_exit_code is None:  # it never ran: the reason is Ray's
+        print(f"the job did not start: {details.message}", file=sys.stderr)
+    return details.driver_exit_code or 1
+
+
+def _check_size(most_mib: int) -> None:
+    sizes: dict[str, int] = {}
+    for folder, subfolders, files in os.walk(settings.PROJECT):
+        subfolders[:] = [name for name in subfolders if not _excluded(name)]
+        for name in files:
+            if not _excluded(name):
+                file = Path(folder) / name
+                top = file.relative_to(settings.PROJECT).parts[0]
+                sizes[top] = sizes.get(top, 0) + file.lstat().st_size
+    total = sum(sizes.values()) / 2**20
+    if total > most_mib:
+        largest = max(sizes, key=lambda top: sizes[top])
+        raise settings.Refusal(
+            f"the project's folder would upload {total:.0f} MiB, {sizes[largest] / 2**20:.0f} of it in {largest}, "
+            f"and {most_mib} is the most: move it into data/, or raise working_dir_mib in settings.toml."
+        )
+
+
+def _excluded(name: str) -> bool:
+    return any(fnmatch.fnmatch(name, pattern) for pattern in EXCLUDES)

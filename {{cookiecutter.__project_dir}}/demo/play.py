@@ -1,0 +1,232 @@
+"""`inv demo`: the whole pipeline on this machine, and the numbers that show that it works.
+
+Data and a tiny model are made here; everything after that is the project's own verbs and jobs, with the
+real Ray, DeepSpeed and vLLM.
+"""
+
+import json
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import openai
+import psutil
+from dotenv import dotenv_values
+from rich.console import Console
+from rich.table import Table
+
+import settings
+from cluster import status, submission
+from cluster.local import Local
+from cluster.targets import Connection
+from demo import assets
+
+matplotlib.use("Agg")  # draws into a file, on machines without a screen
+from matplotlib import pyplot
+
+STEPS_COMPARED = 30
+# folders and runs of the demo's own: what you have made in this project stays
+DATA, PACKED, MODEL = "data/demo", "data/demo/packed", "models/tiny"
+DDP, DEEPSPEED = "demo_ddp", "demo_deepspeed"
+RESULTS = settings.PROJECT / "results"
+CONSOLE = Console(highlight=False)
+
+
+def play() -> dict[str, Any]:
+    """Run every step and return the result, which is also in results/demo.json.
+
+    Raises:
+        settings.Refusal: a job failed, or the result is not what the demo promises.
+    """
+    times: dict[str, float] = {}
+    with _peak_memory() as memory:
+        with _step(times, "make data and a tiny model"):
+            _make_assets()
+        with _step(times, "start Ray on this machine"):
+            Local().up()
+        connection = Local().connect()
+        training = ["--model", MODEL, "--data", PACKED, "--fresh"]
+        with _step(times, "preprocess"):
+            _submit(connection, "preprocess", "--input", f"{DATA}/*.jsonl", "--output", PACKED, "--model", MODEL)
+        with _step(times, "fine-tune with DDP"):
+            _submit(connection, "finetune_ddp", "--name", DDP, *training)
+        with _step(times, f"first {STEPS_COMPARED} steps again with DeepSpeed"):
+            _submit(
+                connection, "finetune_deepspeed", "--name", DEEPSPEED, *training, "--stop-after", str(STEPS_COMPARED)
+            )
+        questions = assets.questions()
+        with _step(times, "ask the untrained model"):
+            before = ask_with_transformers(settings.PROJECT / MODEL, questions)
+        with _step(times, "serve the trained model with vLLM"):
+            _submit(connection, "serve_llm", "--model", f"runs/{DDP}/model", "--port", str(_free_port()))
+        with _step(times, "ask the trained model"):
+            after = _ask_served(questions, status.address(status.take(connection)))
+    result = _result(questions, before, after) | {"seconds": times, "peak_memory_gib": memory["peak_gib"]}
+    _save(result)
+    _show(result)
+    _check(result)
+    return result
+
+
+def _make_assets() -> None:
+    for folder in (DATA, MODEL):
+        shutil.rmtree(settings.PROJECT / folder, ignore_errors=True)
+    rows = assets.write_data(settings.PROJECT / DATA)
+    parameters = assets.write_model(settings.PROJECT / MODEL)
+    print(f"{rows} question-answer pairs from the standard library")
+    print(f"a Llama of {parameters / 1e6:.1f} million parameters, untrained")
+
+
+def _submit(connection: Connection, job: str, *arguments: str) -> None:
+    job_id = submission.submit(connection, job, list(arguments))
+    if code := submission.follow(connection, job_id):
+        raise settings.Refusal(
+            f"{job} ended with code {code}, for the reason above; look again with: inv logs --job {job_id}"
+        )
+
+
+def ask_with_transformers(folder: Path, questions: list[assets.Fact]) -> list[str]:
+    """Greedy answers of the model in a Hugging Face folder, by transformers itself."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    answers = []
+    for question, _ in questions:
+        prompt = tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        output = model.generate(**prompt, max_new_tokens=32, do_sample=False)
+        answers.append(tokenizer.decode(output[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True))
+    return answers
+
+
+def _ask_served(questions: list[assets.Fact], url: str) -> list[str]:
+    """Greedy answers over the OpenAI API, as any client would ask."""
+    key = dotenv_values(settings.PROJECT / ".env")["SERVE_API_KEY"]
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key=key)
+    model = client.models.list().data[0].id
+    answers = []
+    for question, _ in questions:
+        messages: Any = [{"role": "user", "content": question}]
+        answer = client.chat.completions.create(model=model, messages=messages, temperature=0, max_tokens=32)
+        answers.append(answer.choices[0].message.content or "")
+    return answers
+
+
+def share_right(answers: list[str], questions: list[assets.Fact]) -> float:
+    """Share of the answers, 0 to 1, that are right to the letter."""
+    return sum(answer.strip() == fact.answer for answer, fact in zip(answers, questions, strict=True)) / len(questions)
+
+
+def _result(questions: list[assets.Fact], before: list[str], after: list[str]) -> dict[str, Any]:
+    ddp, deepspeed = (_metrics(run) for run in (DDP, DEEPSPEED))
+    losses = [(a["loss"], b["loss"]) for a, b in zip(ddp, deepspeed, strict=False)][:STEPS_COMPARED]
+    return {
+        "questions": len(questions),
+        "right_before": share_right(before, questions),
+        "right_after": share_right(after, questions),
+        "steps_compared": len(losses),
+        "losses_ddp": [a for a, _ in losses],
+        "losses_deepspeed": [b for _, b in losses],
+        "largest_loss_difference": max(abs(a - b) for a, b in losses),
+        "final_loss": ddp[-1]["loss"],
+        "tokens_per_s": sorted(row["tokens_per_s"] for row in ddp)[len(ddp) // 2],
+        "plot": str(_plot(ddp, deepspeed).relative_to(settings.PROJECT)),
+    }
+
+
+def _metrics(run: str) -> list[dict[str, Any]]:
+    lines = (settings.PROJECT / "runs" / run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [row for row in map(json.loads, lines) if "loss" in row]
+
+
+def _plot(ddp: list[dict[str, Any]], deepspeed: list[dict[str, Any]]) -> Path:
+    figure, axes = pyplot.subplots(figsize=(8, 4.5))
+    axes.plot([row["step"] for row in ddp], [row["loss"] for row in ddp], label="DDP")
+    axes.plot([row["step"] for row in deepspeed], [row["loss"] for row in deepspeed], "--", label="DeepSpeed ZeRO")
+    evaluated = [row for row in ddp if "eval_loss" in row]
+    axes.plot([row["step"] for row in evaluated], [row["eval_loss"] for row in evaluated], "o:", label="DDP, held out")
+    axes.set(xlabel="step", ylabel="loss per trained token (nats)", title="The demo's fine-tuning", yscale="log")
+    axes.legend()
+    RESULTS.mkdir(exist_ok=True)
+    figure.savefig(RESULTS / "losses.png", dpi=120, bbox_inches="tight")
+    return RESULTS / "losses.png"
+
+
+def _save(result: dict[str, Any]) -> None:
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / "demo.json").write_text(json.dumps(result, indent=2) + "\n")
+
+
+def _show(result: dict[str, Any]) -> None:
+    losses = Table(title="Loss of the first steps: the same run, spread in two ways", title_justify="left", box=None)
+    for column in ("step", "DDP", "DeepSpeed", "difference"):
+        losses.add_column(column, justify="right")
+    for step, (a, b) in enumerate(zip(result["losses_ddp"], result["losses_deepspeed"], strict=True), 1):
+        if step == 1 or step % 5 == 0:
+            losses.add_row(str(step), f"{a:.6f}", f"{b:.6f}", f"{abs(a - b):.1e}")
+    CONSOLE.print(losses)
+
+    table = Table(title="Result", title_justify="left", box=None, show_header=False)
+    table.add_row("right answers before training", f"{result['right_before']:.0%} of {result['questions']}")
+    table.add_row(
+        "right answers after, over vLLM", f"{result['right_after']:.0%} (these facts were in the training data)"
+    )
+    table.add_row("largest difference of losses", f"{result['largest_loss_difference']:.1e}, DDP against DeepSpeed")
+    table.add_row("training speed", f"{result['tokens_per_s']:,.0f} tokens/s")
+    table.add_row("peak memory", f"{result['peak_memory_gib']:.1f} GiB")
+    for name, seconds in result["seconds"].items():
+        table.add_row(name, f"{seconds:.0f} s")
+    table.add_row("in all", f"{sum(result['seconds'].values()):.0f} s")
+    table.add_row("plot", result["plot"])
+    CONSOLE.print(table)
+
+
+def _check(result: dict[str, Any]) -> None:
+    """The demo's promise; what does not keep it is an error and not a pretty table."""
+    promises = {
+        "the untrained model knows none of the answers": result["right_before"] == 0,
+        "the trained model knows at least 95 % of them": result["right_after"] >= 0.95,
+        "DDP and DeepSpeed agree within 1e-5": result["largest_loss_difference"] <= 1e-5,
+        f"{STEPS_COMPARED} steps were compared": result["steps_compared"] == STEPS_COMPARED,
+    }
+    for promise, kept in promises.items():
+        if not kept:
+            raise settings.Refusal(f"the demo did not show that {promise}; the numbers are in results/demo.json.")
+
+
+@contextmanager
+def _step(times: dict[str, float], title: str) -> Iterator[None]:
+    CONSOLE.rule(f"[bold]{len(times) + 1}/8 {title}", align="left")
+    started = time.monotonic()
+    yield
+    times[title] = round(time.monotonic() - started, 1)
+
+
+@contextmanager
+def _peak_memory(every_s: float = 0.5) -> Iterator[dict[str, float]]:
+    """The most memory in use on this machine at once, over what was in use at the start (GiB)."""
+    base = psutil.virtual_memory().used
+    seen, done = {"peak_gib": 0.0}, threading.Event()
+
+    def watch() -> None:
+        while not done.wait(every_s):
+            seen["peak_gib"] = max(seen["peak_gib"], (psutil.virtual_memory().used - base) / 2**30)
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    yield seen
+    done.set()
+    watcher.join()
+
+
+def _free_port() -> int:
+    """The demo must not fail because something else has the settings' port."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]

@@ -1,0 +1,65 @@
+"""What a cluster can hold and reach, asked before a job starts that would wait for ever or not find its files."""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import ray
+
+from settings import Refusal
+
+
+class Node(NamedTuple):
+    """A kind of machine: its resources, and how many of it there can be."""
+
+    resources: dict[str, float]
+    count: int
+
+
+def nodes() -> list[Node]:
+    """All the machines that the cluster can ever have.
+
+    A cluster that grows is described by CLUSTER_NODES, set by the verb that submits: a JSON list of
+    {"resources": {"CPU": 96, "GPU": 8}, "count": 4}. Without it, the cluster is what it is now.
+    """
+    if described := os.environ.get("CLUSTER_NODES"):
+        return [Node(node["resources"], node["count"]) for node in json.loads(described)]
+    return [Node(node["Resources"], 1) for node in ray.nodes() if node["Alive"]]
+
+
+def refuse_too_many_workers(workers: int, needs: Mapping[str, float]) -> None:
+    """Refuse more workers than there will ever be room for; each `needs` its resources on one node."""
+    room = sum(
+        node.count * min(int(node.resources.get(name, 0) // need) for name, need in needs.items()) for node in nodes()
+    )
+    if workers > room:
+        each = " and ".join(f"{need:g} {name}" for name, need in needs.items())
+        raise Refusal(
+            f"num_workers = {workers}, with {each} for each, is more than the {room} that this cluster can ever hold; "
+            + (f"use --num-workers {room}." if room else "set cpus_per_worker and use_gpu in [train] to what it has.")
+        )
+
+
+def refuse_workers_on_every_cpu(cpus_of_workers: int) -> None:
+    """Refuse a stream without a CPU of its own: its tasks would wait for the workers, and the workers for them."""
+    cpus = int(sum(node.count * node.resources.get("CPU", 0) for node in nodes()))
+    if cpus_of_workers >= cpus:
+        raise Refusal(
+            f"--stream needs a CPU beside those of the workers, which take {cpus_of_workers} of {cpus}; use a smaller "
+            "--num-workers, or train on preprocessed rows."
+        )
+
+
+def refuse_private_paths(paths: Mapping[str, str], shared_folders: Sequence[str]) -> None:
+    """Refuse, on several nodes, a path that only one of them can read. `paths` are absolute, URIs or hub ids."""
+    if sum(node.count for node in nodes()) == 1:
+        return
+    for key, path in paths.items():
+        if os.path.isabs(path) and not any(Path(path).is_relative_to(folder) for folder in shared_folders):
+            raise Refusal(
+                f"{key} = {path} is on the disk of one node, and this cluster has several; give a URI such as "
+                "s3://bucket/folder (for a model, a hub id), or name the folder that all nodes mount in shared_paths "
+                "of [train]."
+            )

@@ -1,0 +1,225 @@
+"""Turns rows into conversations, and conversations into documents: tokens of which only the assistant's are trained."""
+
+import functools
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jinja2
+import pyarrow as pa
+
+import settings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+COLUMNS = ("messages", "instruction", "response")
+NO_COLUMNS = "neither messages nor instruction and response"
+ROLES = ("system", "developer", "user", "assistant", "tool")
+NOT_TRAINED = -100  # the label that Hugging Face losses skip
+DOCUMENTS = pa.schema(
+    [
+        ("input_ids", pa.list_(pa.int32())),
+        ("labels", pa.list_(pa.int32())),
+        ("cut", pa.bool_()),
+        ("problem", pa.string()),
+    ]
+)
+
+Message = dict[str, Any]
+
+
+class BadRow(Exception):
+    """A row that nothing can be trained on. Its text is the reason, worded alike for all rows of its kind."""
+
+
+class Document(NamedTuple):
+    """A tokenised conversation: `labels` repeats a token where it is trained and is NOT_TRAINED elsewhere."""
+
+    input_ids: list[int]
+    labels: list[int]
+    cut: bool
+
+
+def conversation(row: Mapping[str, Any]) -> list[Message]:
+    """The messages of a row that has `messages`, or `instruction` and `response`.
+
+    Raises:
+        BadRow: the columns are missing, a message is malformed, or the assistant says nothing.
+    """
+    messages = row.get("messages")
+    if messages is None:
+        if row.get("instruction") is None or row.get("response") is None:
+            raise BadRow(NO_COLUMNS)
+        messages = [{"role": "user", "content": row["instruction"]}, {"role": "assistant", "content": row["response"]}]
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise BadRow("messages is not a list of objects")
+    # parquet spells a key that a message lacks as null; a template must not see it
+    messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    if not all(message.get("role") in ROLES for message in messages):
+        raise BadRow(f"a message whose role is none of {', '.join(ROLES)}")
+    if not all(isinstance(message.get("content"), str) for message in messages):
+        raise BadRow("a message whose content is not text")
+    answers = [message["content"] for message in messages if message["role"] == "assistant"]
+    if not answers:
+        raise BadRow("no assistant turn")
+    if not all(answer.strip() for answer in answers):
+        raise BadRow("an empty assistant turn")
+    return messages
+
+
+def canonical(messages: list[Message]) -> bytes:
+    """The conversation as JSON that depends on nothing but its content.
+
+    Raises:
+        BadRow: a text is not Unicode: it holds half of a surrogate pair.
+    """
+    text = json.dumps(messages, sort_keys=True, ensure_ascii=False, separators=(",", ":"), default=str)
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        raise BadRow("text that is not valid Unicode") from None
+
+
+def read_template(path: str | None) -> str | None:
+    """The text of the chat template that the settings name, or None where they name none.
+
+    Raises:
+        Refusal: there is no such file.
+    """
+    if path is None:
+        return None
+    try:
+        return Path(settings.resolve(path)).read_text(encoding="utf-8")
+    except OSError as error:
+        raise settings.Refusal(
+            f"the chat template {path} cannot be read ({error.strerror}); correct chat_template in [preprocess]."
+        ) from None
+
+
+def find_model(model: str) -> str:
+    """The absolute path of a model that is a folder, relative to the project or not; else its hub id, as it is."""
+    folder = settings.resolve(model)
+    return folder if Path(folder).is_dir() else model
+
+
+def load_tokenizer(model: str, chat_template: str | None = None) -> "PreTrainedTokenizerFast":
+    """The tokenizer of a Hugging Face folder or hub id, with `chat_template` (its text) in place of its own.
+
+    Raises:
+        Refusal: it cannot be loaded, cannot map characters to tokens, or has no chat template.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # seconds, spared to workers that only read rows
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(find_model(model))
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise settings.Refusal(
+            f"{model} gives no tokenizer ({reason}); set model in [preprocess] to a folder with one, or to a hub id."
+        ) from None
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise settings.Refusal(f"{model} has a tokenizer without a tokenizer.json, so no mask can be made; convert it.")
+    if not (chat_template or tokenizer.chat_template):
+        raise settings.Refusal(
+            f"{model} has no chat template; set chat_template in [preprocess], for example to "
+            "jobs/chat_templates/chatml.jinja."
+        )
+    tokenizer.chat_template = chat_template or tokenizer.get_chat_template()  # one, where it has several by name
+    return tokenizer
+
+
+def tokenizer_hash(tokenizer: "PreTrainedTokenizerFast") -> str:
+    """SHA-256 of what decides which tokens a text becomes; the chat template has its own hash."""
+    definition = json.loads(tokenizer.backend_tokenizer.to_str())
+    # how the last call padded and cut, not what the tokenizer is
+    definition |= {"truncation": None, "padding": None}
+    return hashlib.sha256(json.dumps(definition, sort_keys=True).encode()).hexdigest()
+
+
+def padding_id(tokenizer: "PreTrainedTokenizerFast") -> int:
+    """The token that fills rows: any would do, as padding is neither trained nor seen by a document."""
+    return next(token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if token is not None)
+
+
+class Tokenize:
+    """Turns a table of rows into a table of documents; made for `Dataset.map_batches(batch_format="pyarrow")`."""
+
+    def __init__(self, model: str, sequence_length: int, chat_template: str | None = None) -> None:
+        """`chat_template` is the text of a template, not its path.
+
+        Raises:
+            Refusal: as `load_tokenizer`, or the template is broken or does not mark what the assistant says.
+        """
+        self.tokenizer = load_tokenizer(model, chat_template)
+        self.sequence_length = sequence_length
+        self._check_generation_marks(model)
+
+    def __call__(self, table: pa.Table) -> pa.Table:
+        """A row for each row of `table`, as DOCUMENTS has it; a bad row has its `problem` and no tokens.
+
+        The rows are as `jobs.rows` reads them, or have `messages`, or `instruction` and `response`.
+        """
+        return pa.Table.from_pylist([self._document_or_problem(row) for row in table.to_pylist()], DOCUMENTS)
+
+    def encode(self, messages: list[Message]) -> Document:
+        """The document of one conversation, cut at its end to `sequence_length` tokens.
+
+        Raises:
+            BadRow: the template refuses the messages, or no trained token is left.
+        """
+        try:
+            tokens, trained = self._apply_template(messages)
+        except (jinja2.TemplateError, TypeError) as error:
+            raise BadRow(f"the chat template refuses it: {error}") from None
+        # the first token has no context of its own: what lies before it in a packed row is another document
+        labels = [
+            token if position and marked else NOT_TRAINED
+            for position, (token, marked) in enumerate(zip(tokens, trained, strict=True))
+        ]
+        labels = labels[: self.sequence_length]
+        if all(label == NOT_TRAINED for label in labels):
+            raise BadRow("no assistant token within sequence_length")
+        return Document(tokens[: self.sequence_length], labels, cut=len(tokens) > self.sequence_length)
+
+    def document(self, row: Mapping[str, Any]) -> Document:
+        """The document of one row, as `encode`; the row is as in `__call__`."""
+        if row.get("problem"):
+            raise BadRow(row["problem"])
+        return self.encode(json.loads(row["row"]) if isinstance(row.get("row"), bytes) else conversation(row))
+
+    def _document_or_problem(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            return self.document(row)._asdict()
+        except BadRow as bad:
+            return {"input_ids": [], "labels": [], "cut": False, "problem": str(bad)}
+
+    def _apply_template(self, messages: list[Message]) -> tuple[list[int], list[int]]:
+        """Token ids, and 1 for each token between generation marks."""
+        encoded = self.tokenizer.apply_chat_template(
+            messages,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            tokenizer_kwargs={"verbose": False},  # it warns of documents that are cut a line later
+        )
+        return encoded["input_ids"], encoded["assistant_masks"]
+
+    def _check_generation_marks(self, model: str) -> None:
+        probe = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
+        try:
+            marks = self._apply_template(probe)[1]
+        except jinja2.TemplateError as error:
+            raise settings.Refusal(
+                f"the chat template for {model} is broken ({error}); correct chat_template in [preprocess]."
+            ) from None
+        if not any(marks):
+            raise settings.Refusal(
+                f"the chat template for {model} does not mark what the assistant says with {{% generation %}}, so "
+                "nothing would be trained; set chat_template in [preprocess] to one that does, for example "
+                "jobs/chat_templates/chatml.jinja."
+            )
+
+
+shared_tokenize = functools.cache(Tokenize)  # loaded once in each worker process

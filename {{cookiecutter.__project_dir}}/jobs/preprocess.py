@@ -1,0 +1,266 @@
+"""Turns conversations into packed rows of tokens: read, shuffled, tokenised, packed and written in a stream.
+
+The shuffle is a global one: rows go to partitions by a hash of seed and content, and each partition is sorted by
+that hash. So the result depends on the input and the settings alone, not on workers, blocks or timing.
+"""
+
+import contextlib
+import errno
+import hashlib
+import json
+import logging
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+from itertools import groupby, islice
+from typing import Any
+
+import ray
+from pydantic import Field, PositiveFloat, PositiveInt
+from ray.data import DataContext
+from ray.exceptions import RayTaskError
+from rich.console import Console
+from rich.text import Text
+
+import settings
+from jobs import cli, rows, shards
+from jobs.conversations import NOT_TRAINED, BadRow, Document, Tokenize, find_model, read_template, tokenizer_hash
+from jobs.nodes import refuse_private_paths
+from jobs.output import Output
+from jobs.progress import Progress, time_left
+from settings import Refusal
+
+HEAD_ROWS = 100  # looked at before anything is started
+PARTS = ("train", "eval")
+
+
+class PreprocessOptions(settings.Section):
+    """The [preprocess] section of settings.toml."""
+
+    input: str
+    """Parquet or JSONL with `messages`, or `instruction` and `response`: a file, folder, glob or s3:// URI."""
+    output: str
+    """Folder or s3:// URI for the packed data."""
+    shared_paths: tuple[str, ...] = ()
+    """Folders that every node mounts; on several nodes, other local paths are refused."""
+    model: str
+    """Hugging Face folder or hub id whose tokenizer and chat template are used."""
+    chat_template: str | None = None
+    """File with a chat template to use instead of the model's; it marks answers with {% generation %}."""
+    sequence_length: PositiveInt
+    """Tokens in each packed row; longer conversations lose their end."""
+    eval_share: float = Field(ge=0, lt=1)
+    """Share of the rows held out for evaluation, 0 to 1, chosen by a hash of the row."""
+    max_bad_share: float = Field(ge=0, le=1)
+    """Share of bad rows, 0 to 1, above which the job fails; fewer are written aside."""
+    seed: int
+    """Seed of the order of the rows."""
+    shard_mib: PositiveFloat = 32
+    """Text in one shard before tokenisation, MiB; about thirty times this is the memory of one task."""
+    show: int = Field(0, ge=0)
+    """Print this many examples first, with the trained tokens in colour."""
+    overwrite: bool = False
+    """Replace a finished data set that was made from something else."""
+
+
+def main(options: PreprocessOptions) -> None:
+    """Turn conversations into packed rows of tokens, of which only the assistant's are trained."""
+    source = rows.find(settings.resolve(options.input))
+    template = read_template(options.chat_template)
+    tokenize = Tokenize(options.model, options.sequence_length, template)
+    _show(rows.head(source, max(options.show, HEAD_ROWS)), options.show, tokenize)
+    plan = shards.Plan(
+        output=settings.resolve(options.output),
+        model=find_model(options.model),
+        chat_template=template,
+        sequence_length=options.sequence_length,
+        eval_share=options.eval_share,
+        seed=options.seed,
+        partitions=_partitions(source, options.shard_mib),
+    )
+    recipe = _recipe(source, plan, tokenize)
+    output = Output(plan.output)
+    if output.holds(recipe):
+        print(f"{plan.output} is already made from this input with these settings; nothing to do.")
+        return
+    cli.connect()
+    paths = {"input": source.name, "output": plan.output, "model": plan.model}
+    refuse_private_paths(paths, options.shared_paths, "preprocess")
+    output.begin(options.overwrite)
+    partitions = _make_shards(source, plan)
+    manifest = recipe | _outcome(partitions)
+    _check(manifest, options, plan)
+    output.finish(manifest)
+    _print_summary(manifest, plan)
+
+
+def _partitions(source: rows.Source, shard_mib: float) -> int:
+    """How many partitions: a power of two, so that about the same input, split into other files, gives as many."""
+    return 1 << int((source.text_size - 1) / (shard_mib * 2**20)).bit_length()
+
+
+def _recipe(source: rows.Source, plan: shards.Plan, tokenize: Tokenize) -> dict[str, Any]:
+    """The part of the manifest that is known beforehand, and decides the rest of it."""
+    tokenizer = tokenize.tokenizer
+    files = json.dumps(source.files)
+    return {
+        "format": 1,
+        "sequence_length": plan.sequence_length,
+        "seed": plan.seed,
+        "eval_share": plan.eval_share,
+        "partitions": plan.partitions,
+        "input": {
+            "name": source.name,
+            "files": len(source.files),
+            "bytes": source.size,
+            "hash": hashlib.sha256(files.encode()).hexdigest(),
+        },
+        "tokenizer": {
+            "model": plan.model,
+            "hash": tokenizer_hash(tokenizer),
+            "vocabulary": len(tokenizer),
+            "chat_template": tokenizer.chat_template,
+        },
+        "chat_template_hash": hashlib.sha256(tokenizer.chat_template.encode()).hexdigest(),
+    }
+
+
+def _outcome(partitions: list[shards.Partition]) -> dict[str, Any]:
+    """The part of the manifest that is known afterwards."""
+    rejected = sum((Counter(partition.rejected) for partition in partitions), Counter())
+    made = {part: [shard for partition in partitions if (shard := getattr(partition, part))] for part in PARTS}
+    hashes = "".join(shard.sha256 for part in PARTS for shard in made[part])
+    return {
+        "rows_read": sum(partition.rows for partition in partitions),
+        "rows_rejected": rejected.total(),
+        "rejected_by_reason": dict(sorted(rejected.items())),
+        **{part: _part(made[part]) for part in PARTS},
+        "content_hash": hashlib.sha256(hashes.encode()).hexdigest(),
+    }
+
+
+def _part(made: list[shards.Shard]) -> dict[str, Any]:
+    counts = ("rows", "documents", "cut_documents", "tokens", "trained_tokens")
+    files = [{"name": shard.name, "rows": shard.rows} for shard in made]
+    return {"files": files} | {count: sum(getattr(shard, count) for shard in made) for count in counts}
+
+
+def _make_shards(source: rows.Source, plan: shards.Plan) -> list[shards.Partition]:
+    _quiet_console()
+    with DataContext.current(_data_context()), Progress(_Line(source.size)) as progress:
+        keyed = rows.dataset(source, progress.report).map_batches(
+            partial(rows.assign, seed=plan.seed, partitions=plan.partitions), batch_size=None, batch_format="pyarrow"
+        )
+        written = keyed.groupby("partition", num_partitions=plan.partitions).map_groups(
+            partial(shards.write, plan=plan, report=progress.report), batch_format="pyarrow"
+        )
+        try:
+            summaries = [shards.Partition.model_validate_json(row["summary"]) for row in written.iter_rows()]
+        except RayTaskError as error:
+            raise _explained(error) from None
+    return sorted(summaries, key=lambda partition: partition.number)
+
+
+def _explained(error: RayTaskError) -> Exception:
+    """What to tell a person about a task that failed: one sentence where the input or a disk is at fault."""
+    if isinstance(error.cause, Refusal):
+        return Refusal(str(error.cause).splitlines()[0])  # Ray adds advice of its own in the lines below
+    if isinstance(error.cause, OSError) and error.cause.errno == errno.ENOSPC:
+        return Refusal(
+            f"no space is left in {tempfile.gettempdir()} on a node: the shuffle keeps the text of the input there, "
+            "compressed; free some, or set TMPDIR to a folder on a larger disk."
+        )
+    return error
+
+
+def _quiet_console() -> None:
+    """Leave Ray Data's log to its file: an error reaches the console as an exception, and once is enough."""
+    for handler in logging.getLogger("ray.data").handlers:
+        if handler.name == "console":
+            handler.setLevel(logging.CRITICAL)
+
+
+def _data_context() -> DataContext:
+    """Ray Data's settings: blocks that are small beside the object store, a shuffle over disks, no progress bars."""
+    context = DataContext.get_current().copy()
+    store = int(min(node["Resources"]["object_store_memory"] for node in ray.nodes() if node["Alive"]))
+    context.target_max_block_size = min(context.target_max_block_size, store // 16)
+    context.shuffle_input_batch_bytes = min(context.shuffle_input_batch_bytes, store // 8)
+    # through the object store, the many small pieces of a shuffle would gather in the memory of this process
+    context.use_disk_based_hash_shuffle = True
+    context.enable_progress_bars = False
+    context.print_on_execution_start = False
+    return context
+
+
+class _Line:
+    """The progress line. All rows are read and shuffled before the first is packed."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._packing_since_s = 0.0
+
+    def __call__(self, totals: dict[str, int], seconds: float) -> str:
+        read, packed, done = (totals.get(name, 0) for name in ("rows_read", "rows_packed", "bytes_read"))
+        if not packed:
+            self._packing_since_s = seconds
+        if done < self._size:
+            speed, left = read / seconds, time_left(done, self._size, seconds)
+            return f"reading: {read:,} rows, {done / self._size:.0%} of the input, {speed:,.0f} rows/s, {left}"
+        if not packed:
+            return f"shuffling: {read:,} rows"
+        seconds -= self._packing_since_s
+        speed, left = packed / seconds, time_left(packed, read, seconds)
+        return f"packing: {packed:,} of {read:,} rows, {speed:,.0f} rows/s, {left}"
+
+
+def _check(manifest: dict[str, Any], options: PreprocessOptions, plan: shards.Plan) -> None:
+    """Refuse a result with too many bad rows, or without training rows."""
+    bad, read = manifest["rows_rejected"], manifest["rows_read"]
+    if bad > options.max_bad_share * read:
+        reasons = "; ".join(f"{reason}: {count:,}" for reason, count in manifest["rejected_by_reason"].items())
+        raise Refusal(
+            f"{bad:,} of {read:,} rows are bad ({reasons}), more than max_bad_share = {options.max_bad_share} allows; "
+            f"see {plan.output}/rejected and correct the input, or pass another --max-bad-share."
+        )
+    if not manifest["train"]["rows"]:
+        raise Refusal(f"no row of {options.input} is left for training; give more rows or a smaller --eval-share.")
+
+
+def _print_summary(manifest: dict[str, Any], plan: shards.Plan) -> None:
+    for part in PARTS:
+        counts = manifest[part]
+        filled = counts["tokens"] / max(1, counts["rows"] * plan.sequence_length)
+        print(
+            f"{part}: {counts['documents']:,} conversations ({counts['cut_documents']:,} cut) in {counts['rows']:,} "
+            f"rows of {plan.sequence_length} tokens: {filled:.1%} filled, {counts['trained_tokens']:,} tokens trained"
+        )
+    print(f"{manifest['rows_rejected']:,} of {manifest['rows_read']:,} rows were bad.")
+    print(f"Written to {plan.output}.")
+
+
+def _show(first: list[dict[str, Any]], count: int, tokenize: Tokenize) -> None:
+    """Print documents with the trained tokens in green."""
+    console = Console(force_terminal=True, soft_wrap=True)  # a submitted job's log is no terminal, its reader has one
+    for number, document in enumerate(islice(_documents(first, tokenize), count), 1):
+        console.print(Text(f"example {number} (green: trained)", style="bold"))
+        console.print(_coloured(document, tokenize))
+
+
+def _documents(first: list[dict[str, Any]], tokenize: Tokenize) -> Iterator[Document]:
+    for row in first:
+        with contextlib.suppress(BadRow):
+            yield tokenize.document(row)
+
+
+def _coloured(document: Document, tokenize: Tokenize) -> Text:
+    text = Text()
+    pairs = zip(document.input_ids, document.labels, strict=True)
+    for trained, run in groupby(pairs, key=lambda pair: pair[1] != NOT_TRAINED):
+        text.append(tokenize.tokenizer.decode([token for token, _ in run]), style="green" if trained else "dim")
+    return text
+
+
+if __name__ == "__main__":
+    cli.run(main, PreprocessOptions, "preprocess")

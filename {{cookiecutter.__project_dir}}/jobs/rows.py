@@ -1,0 +1,247 @@
+"""Reads raw rows, parquet or JSONL, as a Ray dataset that streams.
+
+Not `ray.data.read_json`: with it one broken line fails the whole file, rows of unlike shape fail the block, and
+one large file is read by one task.
+"""
+
+import hashlib
+import io
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, islice
+from pathlib import PurePosixPath
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.fs
+import pyarrow.parquet as pq
+import ray.data
+
+from jobs.conversations import COLUMNS, NO_COLUMNS, BadRow, canonical, conversation
+from settings import Refusal
+
+PIECE_BYTES = 32 * 2**20  # of a file, read by one task
+PARQUET_ROWS = 128  # decoded together: rows can be long
+BATCH_BYTES = 4 * 2**20  # of rows, handed on together
+TEXT_PER_BYTE = {".jsonl": 1, ".parquet": 4}  # text in a byte of a file; conversations compress about fourfold
+ROWS = pa.schema(
+    [
+        ("row", pa.large_binary()),  # the messages as canonical JSON, or what was found where there is a problem
+        ("problem", pa.string()),
+    ]
+)
+
+Found = dict[str, Any] | bytes
+"""A row as it stands in a file: a parquet row, or a line of JSONL."""
+
+
+class File(NamedTuple):
+    """One input file; `changed_ns` is its time of change in ns since 1970."""
+
+    path: str
+    size: int
+    changed_ns: int
+
+    @property
+    def suffix(self) -> str:
+        return PurePosixPath(self.path).suffix
+
+
+class Piece(NamedTuple):
+    """What begins in the bytes [start, stop) of a file: lines, or row groups."""
+
+    path: str
+    start: int
+    stop: int
+
+
+class Source(NamedTuple):
+    """The files that an input names."""
+
+    name: str
+    filesystem: pyarrow.fs.FileSystem
+    files: list[File]
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(file.size for file in self.files)
+
+    @property
+    def text_size(self) -> int:
+        """About how many bytes of text the files hold."""
+        return sum(file.size * TEXT_PER_BYTE[file.suffix] for file in self.files)
+
+    @property
+    def pieces(self) -> list[Piece]:
+        return [
+            Piece(file.path, start, min(start + PIECE_BYTES, file.size))
+            for file in self.files
+            for start in range(0, file.size, PIECE_BYTES)
+        ]
+
+
+def find(name: str) -> Source:
+    """The .parquet and .jsonl files that an absolute path or URI names: a file, a folder's own, or a glob's.
+
+    Raises:
+        Refusal: there is no such file, or it cannot be read.
+    """
+    try:
+        filesystem, path = pyarrow.fs.FileSystem.from_uri(name)
+        found = _list(filesystem, path)
+    except (OSError, pa.ArrowInvalid) as error:
+        raise Refusal(f"{name} cannot be read ({error}); correct input in [preprocess], or pass --input.") from None
+    files = sorted(
+        File(info.path, info.size, info.mtime_ns)
+        for info in found
+        if info.is_file and PurePosixPath(info.path).suffix in TEXT_PER_BYTE
+    )
+    if not files:
+        raise Refusal(f"no .parquet or .jsonl file is at {name}; correct input in [preprocess], or pass --input.")
+    return Source(name, filesystem, files)
+
+
+def head(source: Source, count: int) -> list[dict[str, Any]]:
+    """The first `count` rows, as ROWS has them.
+
+    Raises:
+        Refusal: there is none, or all of them lack the columns.
+    """
+    found = list(islice(chain.from_iterable(_read(source.filesystem, piece) for piece in source.pieces), count))
+    rows = [_checked(row) for row in found]
+    if not rows:
+        raise Refusal(f"{source.name} holds no rows; correct input in [preprocess], or pass --input.")
+    if all(row["problem"] == NO_COLUMNS for row in rows):
+        columns = ", ".join(found[0] if isinstance(found[0], dict) else json.loads(found[0]))
+        raise Refusal(
+            f"the rows of {source.name} have the columns {columns}, but need messages, or instruction and response; "
+            "rename them, or pass another --input."
+        )
+    return rows
+
+
+def dataset(source: Source, report: Callable[..., Any] | None = None) -> ray.data.Dataset:
+    """All rows, as ROWS has them, in no particular order.
+
+    Every task calls `report(rows_read=…, bytes_read=…)` with what it has read: rows, and bytes of the files.
+    """
+
+    def read(pieces: pa.Table) -> Iterator[pa.Table]:
+        for piece in [Piece(**piece) for piece in pieces.to_pylist()]:
+            rows = 0
+            for batch in _batches(map(_checked, _read(source.filesystem, piece))):
+                rows += len(batch)
+                yield batch
+            if report:
+                report(rows_read=rows, bytes_read=piece.stop - piece.start)
+
+    pieces = [piece._asdict() for piece in source.pieces]
+    one_task_each = ray.data.from_items(pieces, override_num_blocks=len(pieces))
+    return one_task_each.map_batches(read, batch_size=None, batch_format="pyarrow")
+
+
+def assign(rows: pa.Table, seed: int, partitions: int) -> pa.Table:
+    """`rows` with their `key`, a hash of seed and content, and the `partition` that the key falls into.
+
+    To order rows by such a key is to shuffle them all, and needs no row to know of another.
+    """
+    keys = [hashlib.blake2b(row, digest_size=16, key=str(seed).encode()).digest() for row in rows["row"].to_pylist()]
+    numbers = [int.from_bytes(key[:8]) % partitions for key in keys]
+    return rows.append_column("key", pa.array(keys, pa.binary(16))).append_column(
+        "partition", pa.array(numbers, pa.int32())
+    )
+
+
+def _list(filesystem: pyarrow.fs.FileSystem, path: str) -> list[pyarrow.fs.FileInfo]:
+    info = filesystem.get_file_info(path)
+    if info.type == pyarrow.fs.FileType.Directory:
+        return filesystem.get_file_info(pyarrow.fs.FileSelector(path))
+    wildcard = re.search(r"[*?[]", path)
+    if info.is_file or not wildcard:
+        return [info]
+    base = path[: wildcard.start()].rpartition("/")[0]
+    recursive = "/" in path[wildcard.start() :]
+    selector = pyarrow.fs.FileSelector(base, recursive=recursive, allow_not_found=True)
+    # a leading slash makes the match one of whole paths
+    pattern = f"/{path.lstrip('/')}"
+    return [
+        info for info in filesystem.get_file_info(selector) if PurePosixPath(f"/{info.path.lstrip('/')}").match(pattern)
+    ]
+
+
+def _read(filesystem: pyarrow.fs.FileSystem, piece: Piece) -> Iterator[Found]:
+    """The rows of one piece.
+
+    Raises:
+        Refusal: the file is broken.
+    """
+    with filesystem.open_input_file(piece.path) as file:
+        if not piece.path.endswith(".parquet"):
+            yield from _read_lines(file, piece)
+            return
+        try:
+            yield from _read_row_groups(file, piece)
+        except pa.ArrowInvalid as error:
+            raise Refusal(f"{piece.path} is not a sound parquet file ({error}); replace or remove it.") from None
+
+
+def _read_lines(file: pa.NativeFile, piece: Piece) -> Iterator[bytes]:
+    lines = io.BufferedReader(file)
+    if piece.start:
+        lines.seek(piece.start - 1)
+        lines.readline()  # the rest of a line that began in the piece before
+    while lines.tell() < piece.stop and (line := lines.readline()):
+        if line := line.strip():
+            yield line
+
+
+def _read_row_groups(file: pa.NativeFile, piece: Piece) -> Iterator[dict[str, Any]]:
+    parquet = pq.ParquetFile(file)
+    groups = [
+        group
+        for group in range(parquet.num_row_groups)
+        if piece.start <= _first_byte(parquet.metadata.row_group(group)) < piece.stop
+    ]
+    # other columns are not read; where none of ours is there, the rejected rows show what is
+    columns = [name for name in COLUMNS if name in parquet.schema_arrow.names] or None
+    for batch in parquet.iter_batches(PARQUET_ROWS, row_groups=groups, columns=columns):
+        yield from batch.to_pylist()
+
+
+def _first_byte(group: pq.RowGroupMetaData) -> int:
+    column = group.column(0)
+    return column.dictionary_page_offset or column.data_page_offset
+
+
+def _checked(found: Found) -> dict[str, Any]:
+    """A row of ROWS: the same conversation gives the same bytes, whatever file it came from."""
+    try:
+        row = _parsed(found) if isinstance(found, bytes) else found
+        return {"row": canonical(conversation(row)), "problem": None}
+    except BadRow as bad:
+        raw = found if isinstance(found, bytes) else json.dumps(found, default=str).encode()
+        return {"row": raw, "problem": str(bad)}
+
+
+def _parsed(line: bytes) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        raise BadRow("not valid JSON") from None
+    if not isinstance(row, dict):
+        raise BadRow("not a JSON object")
+    return row
+
+
+def _batches(rows: Iterable[dict[str, Any]]) -> Iterator[pa.Table]:
+    batch, size = [], 0
+    for row in rows:
+        batch.append(row)
+        size += len(row["row"])
+        if size >= BATCH_BYTES:
+            yield pa.Table.from_pylist(batch, ROWS)
+            batch, size = [], 0
+    if batch:
+        yield pa.Table.from_pylist(batch, ROWS)

@@ -1,0 +1,22 @@
+"""Reads secrets by name in each process that needs them; values travel in no file, argv or metadata.
+
+`SECRET_NAMES` (comma separated) and `SECRETS_FILE` (local target) are set by the verb that submits.
+Ray calls `load` in every worker (`worker_process_setup_hook`); a driver calls it for itself.
+"""
+
+import os
+from pathlib import Path
+
+from dotenv import dotenv_values
+
+import settings
+
+
+def load() -> None:
+    """Put the named secrets into this process's environment; a name without a value stays unset."""
+    file = Path(os.environ.get("SECRETS_FILE") or settings.PROJECT / ".env")
+    values = dotenv_values(file) if file.is_file() else {}
+    submitted = os.environ.get("SECRET_NAMES")  # plain `python -m` has no verb to name them: all that .env holds
+    for name in submitted.split(",") if submitted else values:
+        if value := values.get(name):
+            os.environ.setdefault(name, value)

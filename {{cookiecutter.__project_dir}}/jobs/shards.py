@@ -1,0 +1,131 @@
+"""Turns one partition of the rows into its shards: sorted, tokenised, packed, written. This is what workers run."""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from pydantic import BaseModel
+
+from jobs.conversations import NOT_TRAINED, padding_id, shared_tokenize
+from jobs.output import Output
+from jobs.packing import pack
+
+SLICE_ROWS = 256  # tokenised together: Python lists of tokens take nine times the memory of the arrays they become
+ROW_GROUP_TOKENS = 2**20  # what training reads at once
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that decides what the shards hold. `output` is a path or URI, `chat_template` the text of a template."""
+
+    output: str
+    model: str
+    chat_template: str | None
+    sequence_length: int
+    eval_share: float
+    seed: int
+    partitions: int
+
+
+class Shard(BaseModel):
+    """One parquet file; `sha256` is over its columns' values, not over how parquet stores them."""
+
+    name: str
+    rows: int
+    documents: int
+    cut_documents: int
+    tokens: int
+    trained_tokens: int
+    sha256: str
+
+
+class Partition(BaseModel):
+    """What became of one partition of the rows."""
+
+    number: int
+    rows: int
+    rejected: dict[str, int]
+    train: Shard | None
+    eval: Shard | None
+
+
+def held_out(row: bytes, share: float) -> bool:
+    """Whether a row is kept for evaluation: its content alone decides, so copies of it are on the same side."""
+    digest = hashlib.blake2b(row, digest_size=8, person=b"evaluation").digest()
+    return int.from_bytes(digest) < share * 2**64
+
+
+def write(rows: pa.Table, plan: Plan, report: Callable[..., Any]) -> pa.Table:
+    """Write the shards of one partition; returns one row with its `summary`, a Partition as JSON.
+
+    Raises:
+        Refusal: there is no room on the disk.
+    """
+    number = rows["partition"][0].as_py()
+    rows = rows.sort_by("key")
+    documents = _documents(rows, plan, report)
+    good = pc.is_null(documents["problem"])
+    evaluated = pa.array([held_out(row, plan.eval_share) for row in rows["row"].to_pylist()])
+    bad = pc.invert(good)
+    rejected = _reject(rows["row"].filter(bad), documents["problem"].filter(bad), plan, number)
+    partition = Partition(
+        number=number,
+        rows=len(rows),
+        rejected=rejected,
+        train=_write_shard(documents.filter(pc.and_not(good, evaluated)), plan, "train", number),
+        eval=_write_shard(documents.filter(pc.and_(good, evaluated)), plan, "eval", number),
+    )
+    return pa.table({"summary": [partition.model_dump_json()]})
+
+
+def _documents(rows: pa.Table, plan: Plan, report: Callable[..., Any]) -> pa.Table:
+    tokenize = shared_tokenize(plan.model, plan.sequence_length, plan.chat_template)
+    slices = []
+    for start in range(0, len(rows), SLICE_ROWS):
+        slices.append(tokenize(rows.slice(start, SLICE_ROWS)))
+        report(rows_packed=len(slices[-1]))
+    return pa.concat_tables(slices)
+
+
+def _reject(rows: pa.ChunkedArray, problems: pa.ChunkedArray, plan: Plan, number: int) -> dict[str, int]:
+    """Write bad rows aside, each with its reason; returns how many there are of each reason."""
+    pairs = list(zip(rows.to_pylist(), problems.to_pylist(), strict=True))
+    if pairs:
+        lines = [json.dumps({"problem": problem, "row": row.decode(errors="replace")}) for row, problem in pairs]
+        Output(plan.output).save(f"rejected/part-{number:05d}.jsonl", "".join(f"{line}\n" for line in lines).encode())
+    return dict(Counter(problem for _, problem in pairs))
+
+
+def _write_shard(documents: pa.Table, plan: Plan, part: Literal["train", "eval"], number: int) -> Shard | None:
+    if not len(documents):
+        return None
+    tokenizer = shared_tokenize(plan.model, plan.sequence_length, plan.chat_template).tokenizer
+    packed = pack(documents, plan.sequence_length, padding_id(tokenizer))
+    columns = [column.combine_chunks().flatten().to_numpy() for column in packed.columns]
+    buffer = pa.BufferOutputStream()
+    pq.write_table(packed, buffer, compression="zstd", row_group_size=max(1, ROW_GROUP_TOKENS // plan.sequence_length))
+    name = f"part-{number:05d}.parquet"
+    Output(plan.output).save(f"{part}/{name}", buffer.getvalue())
+    return Shard(
+        name=name,
+        rows=len(packed),
+        documents=len(documents),
+        cut_documents=pc.sum(documents["cut"]).as_py(),
+        tokens=pc.sum(pc.list_value_length(documents["input_ids"])).as_py(),
+        trained_tokens=int(np.count_nonzero(columns[1] != NOT_TRAINED)),
+        sha256=_hash(columns),
+    )
+
+
+def _hash(columns: list[np.ndarray]) -> str:
+    digest = hashlib.sha256()
+    for column in columns:
+        digest.update(column.data)
+    return digest.hexdigest()

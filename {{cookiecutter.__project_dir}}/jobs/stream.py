@@ -1,0 +1,79 @@
+"""Raw rows, tokenised and packed by Ray Data on their way into the workers: no preprocess step, no packed copy."""
+
+import functools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pyarrow as pa
+import ray.data
+import ray.train
+
+import settings
+from jobs import rows
+from jobs.conversations import Tokenize, padding_id, read_template
+from jobs.packing import pack
+from jobs.preprocess import PreprocessOptions
+from jobs.training.packed import Batch, as_arrays, as_batch
+from settings import Refusal
+
+DOCUMENTS_PACKED_TOGETHER = 1024  # the last row of each lot stays partly empty
+NOTICE = (
+    "--stream: bad rows are skipped uncounted, nothing is evaluated, and a resumed run starts over in the rows, though "
+    "not in its steps"
+)
+
+
+class Recipe(NamedTuple):
+    """What [preprocess] says about the rows; `chat_template` is the text of a template, None for the model's own."""
+
+    input: str
+    model: str
+    sequence_length: int
+    chat_template: str | None
+
+
+def read_recipe(model: str) -> Recipe:
+    """The rows of [preprocess], for the tokenizer of `model`."""
+    options = settings.load(PreprocessOptions, "preprocess")
+    return Recipe(settings.resolve(options.input), model, options.sequence_length, read_template(options.chat_template))
+
+
+def dataset(recipe: Recipe) -> ray.data.Dataset:
+    """The packed rows, in the order of the input."""
+    ray.data.DataContext.get_current().enable_progress_bars = False
+    return rows.dataset(rows.find(recipe.input)).map_batches(
+        functools.partial(_packed, recipe=recipe), batch_size=DOCUMENTS_PACKED_TOGETHER, batch_format="pyarrow"
+    )
+
+
+def _packed(table: pa.Table, recipe: Recipe) -> pa.Table:
+    tokenize = _tokenize(recipe.model, recipe.sequence_length, recipe.chat_template)
+    return pack(tokenize(table), recipe.sequence_length, padding_id(tokenize.tokenizer))
+
+
+_tokenize = functools.cache(Tokenize)  # loaded once by each worker process
+
+
+class StreamSource:
+    """This worker's share of the stream, over and over."""
+
+    def __init__(self, recipe: Recipe, rows_per_rank: int) -> None:
+        self.sequence_length = recipe.sequence_length
+        self.chat_template = recipe.chat_template
+        self._batches = self._epochs(rows_per_rank)
+
+    def rows(self, step: int) -> Batch:
+        """The next rows, whatever the step: a stream has no position."""
+        return next(self._batches)
+
+    def _epochs(self, rows_per_rank: int) -> Iterator[Batch]:
+        shard = ray.train.get_dataset_shard("train")
+        while True:
+            batches = 0
+            for table in shard.iter_batches(batch_size=rows_per_rank, batch_format="pyarrow", drop_last=True):
+                batches += 1
+                yield as_batch(as_arrays(table))
+            if not batches:
+                raise Refusal(
+                    "the stream has less than one global batch; give more rows or a smaller --global-batch-rows."
+                )

@@ -1,0 +1,88 @@
+"""The arithmetic of a run: batches, learning rate, operations. Pure functions of numbers."""
+
+import math
+from typing import NamedTuple
+
+from settings import Refusal
+
+
+class BatchPlan(NamedTuple):
+    """How one global batch is spread."""
+
+    rows_per_rank: int
+    accumulation: int
+    """Forward passes of each rank in one optimizer step."""
+
+
+def plan_batches(global_rows: int, micro_rows: int, workers: int) -> BatchPlan:
+    """Split `global_rows` into `workers` ranks times whole micro-batches of `micro_rows`.
+
+    global_rows = workers x accumulation x micro_rows, so the batch of an optimizer step, and with it
+    the meaning of the learning rate, does not depend on how many workers there are.
+
+    Raises:
+        Refusal: a remainder is left; it names the nearest batches and worker counts that work.
+    """
+    unit = micro_rows * workers
+    if global_rows % unit == 0:
+        return BatchPlan(global_rows // workers, global_rows // unit)
+    sizes = [size for size in (global_rows // unit * unit, (global_rows // unit + 1) * unit) if size]
+    counts = _nearest_worker_counts(global_rows, micro_rows, workers)
+    raise Refusal(
+        f"global_batch_rows = {global_rows} is no multiple of num_workers x micro_batch_rows = "
+        f"{workers} x {micro_rows} = {unit}; use --global-batch-rows {_either(sizes)}"
+        + (
+            f", or --num-workers {_either(counts)}."
+            if counts
+            else f", or a --micro-batch-rows that divides {global_rows}."
+        )
+    )
+
+
+def _nearest_worker_counts(global_rows: int, micro_rows: int, workers: int) -> list[int]:
+    """The next smaller and the next larger number of workers that divide the batch."""
+    if global_rows % micro_rows:
+        return []
+    passes = global_rows // micro_rows
+    counts = [count for count in range(1, passes + 1) if passes % count == 0]
+    return [count for count in counts if count < workers][-1:] + [count for count in counts if count > workers][:1]
+
+
+def _either(numbers: list[int]) -> str:
+    return " or ".join(str(number) for number in numbers)
+
+
+def peak_learning_rate(learning_rate: float, global_rows: int, reference_rows: int | None) -> float:
+    """The linear scaling rule: k times the batch, k times the rate (Goyal et al. 2017, arXiv:1706.02677, 2.1)."""
+    return learning_rate if reference_rows is None else learning_rate * global_rows / reference_rows
+
+
+def learning_rate_at(step: int, *, peak: float, warmup_steps: int, steps: int, min_ratio: float) -> float:
+    """Learning rate of optimizer step `step`, counted from 1.
+
+    Rises linearly to `peak` at step `warmup_steps` (Goyal et al. 2017, 2.2), then falls along half a
+    cosine to `min_ratio` x peak at step `steps` (Loshchilov and Hutter 2016, arXiv:1608.03983, eq. 5).
+    """
+    if step <= warmup_steps:
+        return peak * step / warmup_steps
+    progress = (step - warmup_steps) / (steps - warmup_steps)
+    return peak * (min_ratio + (1 - min_ratio) * (1 + math.cos(math.pi * progress)) / 2)
+
+
+def flops_per_token(parameters: int, layers: int, hidden: int, sequence_length: int) -> float:
+    """Floating-point operations of one forward and backward pass for each token.
+
+    6 N + 12 L H Q T, PaLM (Chowdhery et al. 2022, arXiv:2204.02311, appendix B), with H Q = `hidden`
+    and N = `parameters` without the input embedding, which is looked up and not multiplied. Recomputed
+    activations do not count, and neither does it count less that packed documents attend only to themselves.
+    """
+    return 6 * parameters + 12 * layers * hidden * sequence_length
+
+
+# dense bf16 operations a second, from NVIDIA's data sheets; the first name that the device's contains
+PEAK_BF16_FLOPS = {"A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12}
+
+
+def peak_flops(device_name: str) -> float | None:
+    """The device's peak in bf16, or None where it is not known."""
+    return next((peak for name, peak in PEAK_BF16_FLOPS.items() if name in device_name), None)

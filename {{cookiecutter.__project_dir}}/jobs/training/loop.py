@@ -1,0 +1,178 @@
+"""The training loop: one for every strategy and every launcher."""
+
+import math
+from typing import Protocol
+
+import torch
+
+from jobs.conversations import NOT_TRAINED, load_tokenizer
+from jobs.training import checkpoints, models
+from jobs.training.arithmetic import learning_rate_at, peak_learning_rate, plan_batches
+from jobs.training.meter import Meter
+from jobs.training.options import TrainOptions
+from jobs.training.packed import Batch, PackedRows, read_manifest, trained_tokens
+from jobs.training.ranks import any_rank, total
+from jobs.training.record import Record
+from jobs.training.run import Metrics, Run
+from jobs.training.storage import RunFolder
+from jobs.training.strategies import MakeStrategy
+
+
+class Source(Protocol):
+    """Where this rank's rows come from."""
+
+    sequence_length: int
+    chat_template: str | None
+    """What the rows were made with, for the tokenizer of the trained model; None: the model's own."""
+
+    def rows(self, step: int) -> Batch:
+        """This rank's rows of optimizer step `step`, counted from 1."""
+        ...
+
+
+class PackedSource:
+    """Rows by position: the step and the rank say which, so a resumed run reads on exactly where it was."""
+
+    def __init__(self, options: TrainOptions, run: Run) -> None:
+        manifest = read_manifest(options.data)
+        self.sequence_length = manifest.sequence_length
+        self.chat_template = manifest.tokenizer.chat_template
+        self._rows = PackedRows(options.data, "train", options.seed)
+        self._global_rows = options.global_batch_rows
+        self._rank_rows = options.global_batch_rows // run.world_size
+        self._offset = run.rank * self._rank_rows
+
+    def rows(self, step: int) -> Batch:
+        return self._rows.read((step - 1) * self._global_rows + self._offset, self._rank_rows)
+
+
+def train(options: TrainOptions, run: Run, make_strategy: MakeStrategy, stream: Source | None = None) -> None:
+    """Train on to `options.last_step` from the run's last checkpoint, or from the model; then write the model.
+
+    The rows come from `stream`, or from the packed data. Paths in `options` are absolute, or URIs.
+
+    Raises:
+        Refusal: on every rank alike, so that none waits for another.
+    """
+    torch.set_num_threads(options.cpus_per_worker)
+    torch.manual_seed(options.seed + run.rank)
+    Loop(models.with_supported_precision(options, run.device), run, make_strategy, stream).fit()
+
+
+class Loop:
+    """What one rank holds of a training, and the steps that change it."""
+
+    def __init__(self, options: TrainOptions, run: Run, make_strategy: MakeStrategy, stream: Source | None) -> None:
+        self.options, self.run = options, run
+        self.folder = RunFolder(f"{options.output}/{options.name}")
+        self.source = stream or PackedSource(options, run)
+        self.evaluation = None if stream else PackedRows(options.data, "eval")
+        model = models.load_model(options)
+        self.parameters = model.num_parameters()
+        self.meter = Meter(options, run, model, self.source.sequence_length)
+        self.plan = plan_batches(options.global_batch_rows, options.micro_batch_rows, run.world_size)
+        self.strategy = make_strategy(model, options, run, self.plan)
+        checkpoints.refuse_full_disk(self.strategy, run, options.output)
+        self.done = checkpoints.restore(self.strategy, run)
+        self.record = Record(self.folder, self.done, options.last_step) if run.rank == 0 else None
+
+    def fit(self) -> None:
+        """The steps that are left, and the model at the end; without it when the run was asked to stop."""
+        options = self.options
+        if self.record:
+            print(self._description(), flush=True)
+        self.meter.restart()
+        for step in range(self.done + 1, options.last_step + 1):
+            self._step(step)
+            saves = step % options.checkpoint_every == 0 or step == options.last_step
+            evaluates = saves or step % options.eval_every == 0
+            is_due = evaluates or step % options.log_every == 0
+            if is_due and self._take_stock(evaluates, saves):
+                return
+        self._export()
+
+    def _description(self) -> str:
+        options, workers = self.options, self.run.world_size
+        begin = f"resumed after step {self.done}" if self.done else "from the start"
+        if self.done >= options.last_step:
+            begin = f"trained to step {self.done} already: --fresh starts over"
+        return (
+            f"{options.name}: {self.parameters:,} parameters, {options.strategy} on {workers} x {self.run.device.type} "
+            f"in {options.precision}; {options.global_batch_rows} rows a step = {workers} workers x "
+            f"{self.plan.accumulation} passes x {options.micro_batch_rows} rows; {begin}"
+        )
+
+    def _step(self, step: int) -> None:
+        """One optimizer step over this rank's rows of a global batch.
+
+        The loss is the mean over the trained tokens of the whole global batch, so that neither the number of
+        workers nor the padding changes what a token weighs. Gradients are averaged over the ranks, hence the
+        factor world_size.
+        """
+        batch = self._on_device(self.source.rows(step))
+        tokens = total(trained_tokens(batch)).clamp(min=1)
+        micro_batches = _split(batch, self.options.micro_batch_rows)
+        losses = [
+            self.strategy.accumulate(micro_batch, self.run.world_size / tokens, last=number == len(micro_batches))
+            for number, micro_batch in enumerate(micro_batches, 1)
+        ]
+        learning_rate = _learning_rate(self.options, step)
+        norm = self.strategy.step(learning_rate)
+        self.meter.add(step, learning_rate, torch.stack(losses).sum() / tokens, norm)
+
+    def _take_stock(self, evaluates: bool, saves: bool) -> bool:
+        """Read the meter, and evaluate, write and save what is due; True where the run was asked to stop."""
+        rows = self.meter.read()
+        stops = any_rank(self.run.should_stop(), self.run.device)
+        if self.evaluation and (evaluates or stops):
+            rows[-1] |= self._evaluate(self.evaluation)
+        if self.record:
+            self.record.write(rows, self.meter.seconds_per_step)
+        if saves or stops:
+            checkpoints.save(self.strategy, self.run, rows[-1], self.options.output)
+            self.folder.publish()
+        self.meter.restart()
+        return stops
+
+    @torch.no_grad()
+    def _evaluate(self, rows: PackedRows) -> Metrics:
+        """Loss and perplexity over all the evaluation tokens of all ranks.
+
+        Every rank makes the same number of forward passes, as one may be collective; what runs over the
+        end of the rows is not counted.
+        """
+        micro_rows = self.options.micro_batch_rows
+        sums = torch.zeros(2, dtype=torch.float64, device=self.run.device)
+        self.strategy.module.eval()
+        for turn in range(math.ceil(len(rows) / (micro_rows * self.run.world_size))):
+            first = (turn * self.run.world_size + self.run.rank) * micro_rows
+            batch = self._on_device(rows.read(first, micro_rows))
+            batch["labels"][max(0, len(rows) - first) :] = NOT_TRAINED
+            sums += torch.stack([self.strategy.summed_loss(batch).double(), trained_tokens(batch).double()])
+        self.strategy.module.train()
+        loss, tokens = total(sums).tolist()
+        return {"eval_loss": loss / tokens, "eval_perplexity": math.exp(loss / tokens)}
+
+    def _export(self) -> None:
+        tokenizer = load_tokenizer(self.options.model, self.source.chat_template)
+        models.export(self.strategy, tokenizer, self.folder.path / "model", is_writer=self.run.rank == 0)
+        self.folder.publish()
+
+    def _on_device(self, batch: Batch) -> Batch:
+        return {name: column.to(self.run.device, non_blocking=True) for name, column in batch.items()}
+
+
+def _split(batch: Batch, rows: int) -> list[Batch]:
+    """Micro-batches of `rows` rows each."""
+    columns = [column.split(rows) for column in batch.values()]
+    return [dict(zip(batch, parts, strict=True)) for parts in zip(*columns, strict=True)]
+
+
+def _learning_rate(options: TrainOptions, step: int) -> float:
+    return learning_rate_at(
+        step,
+        peak=peak_learning_rate(options.learning_rate, options.global_batch_rows, options.reference_batch_rows),
+        warmup_steps=options.warmup_steps,
+        steps=options.steps,
+        min_ratio=options.min_lr_ratio,
+    )

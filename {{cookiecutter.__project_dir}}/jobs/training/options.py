@@ -1,0 +1,123 @@
+"""What a user tunes about a fine-tuning: the [train] section of settings.toml, and the command line."""
+
+from typing import Literal, Self
+
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+
+import settings
+
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"  # a folder's name, and no path
+
+
+class TrainOptions(settings.Section):
+    """What every way of spreading the training over workers shares."""
+
+    name: str = Field(pattern=NAME)
+    """Name of the run; the same name again resumes it."""
+    model: str
+    """Model to start from: a Hugging Face folder or a hub id."""
+    data: str
+    """Folder or URI that `preprocess` wrote."""
+    output: str
+    """Folder or URI that holds one folder for each run."""
+    shared_paths: tuple[str, ...] = ()
+    """Folders that every node mounts; on several nodes, other local paths are refused."""
+    fresh: bool = False
+    """Delete what the run of this name left and start over."""
+    stream: bool = False
+    """Tokenise and pack the raw rows of [preprocess] while training, instead of reading `data`; a
+    resumed run then starts over in the rows, and nothing is held out for evaluation."""
+
+    num_workers: PositiveInt
+    """Processes that train, one device each."""
+    use_gpu: bool
+    """Reserve one GPU for each worker."""
+    device: Literal["cpu", "cuda"]
+    """Where the workers compute; `cpu` with use_gpu rehearses a GPU cluster without its cards."""
+    cpus_per_worker: PositiveInt
+    """Logical CPUs reserved for each worker, and its number of torch threads."""
+    max_failures: int = Field(ge=0)
+    """Times that dead workers are replaced before the run fails."""
+
+    global_batch_rows: PositiveInt
+    """Rows in one optimizer step, whatever the number of workers."""
+    micro_batch_rows: PositiveInt
+    """Rows in one forward pass of one worker."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more computation."""
+    precision: Literal["fp32", "bf16"]
+    """Number format of the computation; bf16 falls back to fp32 on a device without it."""
+
+    learning_rate: PositiveFloat
+    """Peak learning rate of AdamW."""
+    reference_batch_rows: PositiveInt | None = None
+    """Global batch that learning_rate was found with: other batches scale it linearly; none: no scaling."""
+    warmup_steps: int = Field(ge=0)
+    """Optimizer steps in which the learning rate rises to its peak."""
+    min_lr_ratio: float = Field(ge=0, le=1)
+    """Share of the peak learning rate at which the cosine ends."""
+    weight_decay: float = Field(ge=0)
+    """AdamW's decoupled weight decay, on matrices only."""
+    max_grad_norm: PositiveFloat
+    """Global L2 norm to which gradients are clipped."""
+
+    steps: PositiveInt
+    """Optimizer steps of the whole schedule."""
+    stop_after: PositiveInt | None = None
+    """Stop after this step with a checkpoint, though the schedule goes on; run again to go on."""
+    eval_every: PositiveInt
+    """Optimizer steps between evaluations; every checkpoint is evaluated too."""
+    checkpoint_every: PositiveInt
+    """Optimizer steps between checkpoints."""
+    keep_checkpoints: PositiveInt
+    """Checkpoints kept: the best by evaluation loss, and always the last."""
+    log_every: PositiveInt
+    """Optimizer steps between progress lines."""
+    seed: int
+    """Seed of the order of the rows and of dropout."""
+
+    @model_validator(mode="after")
+    def _cuda_is_reserved(self) -> Self:
+        if self.device == "cuda" and not self.use_gpu:
+            raise ValueError("device = cuda needs use_gpu = true; set both, or device = cpu")
+        return self
+
+    @property
+    def strategy(self) -> str:
+        """How the model is spread over the workers."""
+        return "ddp"
+
+    @property
+    def last_step(self) -> int:
+        """The step after which this start of the run ends."""
+        return min(self.steps, self.stop_after or self.steps)
+
+
+class DDPOptions(TrainOptions):
+    """Options of finetune_ddp."""
+
+    name: str = Field("finetune_ddp", pattern=NAME)
+    """Name of the run; the same name again resumes it."""
+
+
+class DeepSpeedOptions(TrainOptions):
+    """Options of finetune_deepspeed."""
+
+    name: str = Field("finetune_deepspeed", pattern=NAME)
+    """Name of the run; the same name again resumes it."""
+    zero_stage: Literal[1, 2, 3]
+    """What is sharded over the workers: 1 optimizer states, 2 gradients too, 3 parameters too."""
+    offload_optimizer: bool
+    """Keep optimizer states and run the optimizer in main memory."""
+    offload_parameters: bool
+    """Keep parameters in main memory; needs stage 3."""
+
+    @property
+    def strategy(self) -> str:
+        return f"zero{self.zero_stage}"
+
+    @model_validator(mode="after")
+    def _only_sharded_parameters_are_offloaded(self) -> Self:
+        if self.offload_parameters and self.zero_stage != 3:
+            raise ValueError("offload_parameters needs zero_stage = 3; add --zero-stage 3")
+        return self

@@ -1,0 +1,110 @@
+"""What is refused before any worker starts: data that does not fit the model, and a run that began otherwise."""
+
+import hashlib
+import json
+from typing import Any
+
+from transformers import AutoConfig, PreTrainedConfig
+
+from jobs.conversations import load_tokenizer, tokenizer_hash
+from jobs.training import storage
+from jobs.training.options import TrainOptions
+from jobs.training.packed import Manifest
+from settings import Refusal
+
+Identity = dict[str, Any]
+"""What makes a run the same run: with another value, its checkpoints would not lead to the same numbers."""
+
+DECIDES_NUMBERS = {
+    "global_batch_rows",
+    "learning_rate",
+    "reference_batch_rows",
+    "warmup_steps",
+    "min_lr_ratio",
+    "weight_decay",
+    "max_grad_norm",
+    "steps",
+    "precision",
+    "seed",
+}
+
+
+def load_config(model: str) -> PreTrainedConfig:
+    """The architecture of a Hugging Face folder or hub id.
+
+    Raises:
+        Refusal: nothing can be loaded from there.
+    """
+    try:
+        return AutoConfig.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise Refusal(f"the model {model} cannot be loaded ({reason}); set model in [train], or --model.") from None
+
+
+def check_data(options: TrainOptions, manifest: Manifest) -> None:
+    """Refuse packed data without training rows, or made with another tokenizer than the model's."""
+    made_with = manifest.tokenizer
+    if made_with.hash != tokenizer_hash(load_tokenizer(options.model, made_with.chat_template)):
+        raise Refusal(
+            f"the rows in {options.data} were made with the tokenizer of {made_with.model}, which is not that of "
+            f"{options.model}; run preprocess with --model {options.model}, or pass --model {made_with.model}."
+        )
+    if not manifest.train.rows:
+        raise Refusal(f"{options.data} holds no training rows; run preprocess on more input.")
+
+
+def check_model(model: str, config: PreTrainedConfig, vocabulary: int, sequence_length: int) -> None:
+    """Refuse a model with fewer tokens than its tokenizer, or that reads shorter rows than the data has."""
+    if vocabulary > config.vocab_size:
+        raise Refusal(
+            f"the tokenizer of {model} has {vocabulary} tokens and its model knows {config.vocab_size}; they are not "
+            "of one model: correct the folder, or set model in [train] to another."
+        )
+    longest = getattr(config, "max_position_embeddings", None) or sequence_length
+    if sequence_length > longest:
+        raise Refusal(
+            f"the rows have {sequence_length} tokens and {model} reads {longest} at most; "
+            f"run preprocess with --sequence-length {longest}."
+        )
+
+
+def identify(options: TrainOptions, config: PreTrainedConfig, data: str) -> Identity:
+    """The identity of the run that `options` ask for; `data` identifies the rows."""
+    return {
+        "model": f"{options.model.rpartition('/')[2]} ({_config_hash(config)})",
+        "data": data,
+        "strategy": options.strategy,
+        **options.model_dump(include=DECIDES_NUMBERS),
+    }
+
+
+def claim(options: TrainOptions, identity: Identity) -> None:
+    """Make the run's folder, or find it begun with the same identity.
+
+    Raises:
+        Refusal: it was begun with another.
+    """
+    folder = f"{options.output}/{options.name}"
+    text = storage.read_text(f"{folder}/run.json")
+    if text is not None and options.fresh:
+        storage.delete_folder(folder)
+    elif text is not None:
+        _refuse_another_run(json.loads(text), identity, options.name)
+    storage.write_text(f"{folder}/run.json", json.dumps(identity, indent=2) + "\n")
+
+
+def _refuse_another_run(begun: Identity, identity: Identity, name: str) -> None:
+    for key, value in identity.items():
+        if begun.get(key) != value:
+            raise Refusal(
+                f"the run {name} was begun with {key} = {begun.get(key)}, not {value}: go on with that, take another "
+                "--name, or start it over with --fresh."
+            )
+
+
+def _config_hash(config: PreTrainedConfig) -> str:
+    """Of the architecture alone: neither of the folder that it was read from, nor of who wrote it."""
+    about_the_file = ("_name_or_path", "transformers_version")
+    described = {key: value for key, value in config.to_dict().items() if key not in about_the_file}
+    return hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()[:12]

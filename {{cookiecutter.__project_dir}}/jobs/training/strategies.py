@@ -1,0 +1,135 @@
+"""How a model is spread over the ranks: what differs between DDP and ZeRO, behind one interface."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel
+
+from jobs.conversations import NOT_TRAINED
+from jobs.training.arithmetic import BatchPlan
+from jobs.training.options import TrainOptions
+from jobs.training.packed import Batch
+from jobs.training.run import Run
+
+BETAS = (0.9, 0.95)  # the usual pair for language models: the second moment forgets within tens of steps
+
+
+class Strategy(ABC):
+    """A model and its optimizer, spread over the ranks."""
+
+    any_world_size: bool
+    """Whether another number of workers can read a checkpoint."""
+    module: nn.Module
+    """What computes; calling it takes part in whatever the ranks must do together."""
+    model: PreTrainedModel
+    optimizer: torch.optim.Optimizer
+
+    @abstractmethod
+    def accumulate(self, batch: Batch, scale: torch.Tensor, last: bool) -> torch.Tensor:
+        """Add the gradient of `scale` x the summed loss of a micro-batch, averaged over the ranks after
+        the `last` one of a step; returns the summed loss."""
+
+    @abstractmethod
+    def step(self, learning_rate: float) -> torch.Tensor | float:
+        """Clip, update the parameters and forget the gradients; returns the norm before clipping."""
+
+    @abstractmethod
+    def save(self, folder: Path) -> None:
+        """Write this rank's part of the parameters and of the optimizer's state."""
+
+    @abstractmethod
+    def load(self, folder: Path) -> None:
+        """Read back what all ranks saved."""
+
+    @abstractmethod
+    def checkpoint_bytes(self) -> int:
+        """Upper bound of what `save` writes on this rank."""
+
+    @abstractmethod
+    def save_model(self, folder: Path) -> None:
+        """Write the whole model as a Hugging Face folder, on rank 0; a call that all ranks make."""
+
+    def summed_loss(self, batch: Batch) -> torch.Tensor:
+        """Cross-entropy summed over the trained tokens. Label i is predicted from what precedes it.
+
+        No attention mask: position_ids that restart keep packed documents apart.
+        """
+        logits = self.module(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
+        return functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1).float(),
+            batch["labels"][:, 1:].flatten(),
+            ignore_index=NOT_TRAINED,
+            reduction="sum",
+        )
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+
+
+MakeStrategy = Callable[[PreTrainedModel, TrainOptions, Run, BatchPlan], Strategy]
+
+
+def adamw(model: nn.Module, weight_decay: float) -> torch.optim.AdamW:
+    """The optimizer of every strategy. Only matrices decay: pulling norms and biases to 0 regularises nothing."""
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
+    vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW([group for group in groups if group["params"]], betas=BETAS)
+
+
+class DDP(Strategy):
+    """Every rank holds the whole model and optimizer; gradients are averaged."""
+
+    any_world_size = True
+
+    def __init__(self, model: PreTrainedModel, options: TrainOptions, run: Run, plan: BatchPlan) -> None:
+        self.model = model
+        self.module = run.wrap(model)
+        self.optimizer = adamw(model, options.weight_decay)
+        self._is_writer = run.rank == 0
+        self._max_grad_norm = options.max_grad_norm
+        self._bf16 = options.precision == "bf16"
+        self._device = run.device.type
+
+    def accumulate(self, batch: Batch, scale: torch.Tensor, last: bool) -> torch.Tensor:
+        module = self.module
+        wait = not last and isinstance(module, DistributedDataParallel)
+        with module.no_sync() if wait else nullcontext():  # one all-reduce a step, not one a micro-batch
+            loss = self.summed_loss(batch)
+            (loss * scale).backward()
+        return loss.detach()
+
+    def summed_loss(self, batch: Batch) -> torch.Tensor:
+        with torch.autocast(self._device, dtype=torch.bfloat16, enabled=self._bf16):
+            return super().summed_loss(batch)
+
+    def step(self, learning_rate: float) -> torch.Tensor:
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self._max_grad_norm)
+        self.set_learning_rate(learning_rate)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return norm
+
+    def save(self, folder: Path) -> None:
+        if self._is_writer:
+            torch.save({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}, folder / "ddp.pt")
+
+    def load(self, folder: Path) -> None:
+        state = torch.load(folder / "ddp.pt", map_location=self._device, weights_only=True)
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+    def checkpoint_bytes(self) -> int:
+        """fp32: the parameters and AdamW's two moments."""
+        return 12 * self.model.num_parameters() if self._is_writer else 0
+
+    def save_model(self, folder: Path) -> None:
+        if self._is_writer:
+            self.model.to(torch.bfloat16 if self._bf16 else torch.float32).save_pretrained(folder)

@@ -1,0 +1,122 @@
+"""The verbs: inv VERB [--target T]; after -- come a job's own options. `inv --list` shows them all."""
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from invoke import Context, Exit, task
+
+from cluster import environment
+
+environment.enter()  # makes .venv on first use; from here on, everything that the pins name is there
+
+from rich.console import Console
+
+import settings
+from cluster import chat as cluster_chat
+from cluster import doctor as cluster_doctor
+from cluster import status as cluster_status
+from cluster import submission, targets
+
+CONSOLE = Console()
+TARGET = {"target": "where the cluster is; `local` is this machine"}
+JOB_ID = {"job": "id as `inv status` shows it; the latest when left out"}
+
+
+def verb(*positional: str, **texts: str) -> Callable[..., Any]:
+    """An invoke task whose refusals are one sentence on stderr and not a traceback."""
+
+    def decorate(body: Callable[..., None]) -> Any:
+        @functools.wraps(body)
+        def checked(context: Context, *args: Any, **options: Any) -> None:
+            try:
+                body(context, *args, **options)
+            except settings.Refusal as refusal:
+                raise Exit(f"error: {refusal}", 1) from None
+
+        return task(checked, positional=list(positional), help=texts)
+
+    return decorate
+
+
+def _job_options() -> list[str]:
+    """What stands after --, word by word; invoke's own `remainder` has lost the quotes."""
+    return sys.argv[sys.argv.index("--") + 1 :] if "--" in sys.argv else []
+
+
+@verb()
+def demo(context: Context) -> None:
+    """The whole pipeline on this machine: data, training, serving, and the numbers that show that it works."""
+    from demo import play
+
+    play.play()
+    print("next: inv chat   or: inv status   or: inv down")
+
+
+@verb(message="one question; without it you converse until /quit", **TARGET)
+def chat(context: Context, message: str = "", target: str = "local") -> None:
+    """Talk to the served model; answers stream."""
+    served = cluster_status.address(cluster_status.take(targets.get(target).connect()))
+    cluster_chat.chat(f"{served}/v1", message)
+
+
+@verb()
+def doctor(context: Context) -> None:
+    """Check what can be known before anything is started; changes nothing."""
+    if not cluster_doctor.show(cluster_doctor.local(), CONSOLE):
+        raise Exit("error: what is marked ✗ has its remedy beside it", 1)
+
+
+@verb(**TARGET)
+def up(context: Context, target: str = "local") -> None:
+    """Start the cluster; when it is up already, say so."""
+    targets.get(target).up()
+    print("next: inv submit preprocess   or: inv status   or: inv down")
+
+
+@verb("job", job=f"one of: {', '.join(submission.names())}", **TARGET)
+def submit(context: Context, job: str, target: str = "local") -> None:
+    """Run a job on the cluster and follow its log; ends with the job's exit code."""
+    connection = targets.get(target).connect()
+    job_id = submission.submit(connection, job, _job_options())
+    print(f"submitted {job_id}", flush=True)
+    raise Exit(code=submission.follow(connection, job_id))
+
+
+@verb(**TARGET)
+def status(context: Context, target: str = "local") -> None:
+    """Show nodes, resources, jobs and applications, and what is wrong."""
+    cluster_status.show(cluster_status.take(targets.get(target).connect()), CONSOLE)
+
+
+@verb(**JOB_ID, **TARGET)
+def logs(context: Context, job: str = "", target: str = "local") -> None:
+    """Follow a job's log; ends with the job's exit code."""
+    connection = targets.get(target).connect()
+    raise Exit(code=submission.follow(connection, submission.find(connection, job)))
+
+
+@verb(**JOB_ID, **TARGET)
+def stop(context: Context, job: str = "", target: str = "local") -> None:
+    """Stop a job; one that has ended is left as it is."""
+    connection = targets.get(target).connect()
+    details = submission.stop(connection, submission.find(connection, job))
+    print(f"{details.submission_id} is {details.status.value.lower()}")
+
+
+@verb(**TARGET)
+def down(context: Context, target: str = "local") -> None:
+    """End the cluster, and prove that nothing of it is left."""
+    left = targets.get(target).down()
+    if left:
+        raise Exit(f"error: still there: {', '.join(left)}; try again: inv down", 1)
+
+
+@verb()
+def test(context: Context) -> None:
+    """Lint, format, types and all tests of this project."""
+    for command in ("ruff check", "ruff format --check", "pyrefly check", "pytest"):
+        print(f"== {command}", flush=True)
+        if context.run(f"python -m {command}", pty=False, warn=True).failed:
+            raise Exit(f"error: `{command}` failed as printed above", 1)

@@ -1,0 +1,47 @@
+"""What the tests share: the demo's assets, made once, and one Ray instance on loopback."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from secrets import token_hex
+
+import pytest
+
+os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # read by `import ray`: everything stays on loopback
+os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"  # likewise: below `uv run`, workers would get another environment
+os.environ["HF_HUB_OFFLINE"] = "1"
+import ray
+
+from demo import assets as demo_assets
+
+
+@pytest.fixture(scope="session")
+def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `data/pairs.jsonl` and the tiny untrained model in `model/`."""
+    folder = tmp_path_factory.mktemp("assets")
+    demo_assets.write_data(folder / "data")
+    demo_assets.write_model(folder / "model")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def ray_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """One Ray instance of this process, with its own temp folder and secrets, for all the tests that need one."""
+    temp = tempfile.mkdtemp(prefix="ray-test-")  # short: a socket path holds 107 bytes
+    secrets_file = tmp_path_factory.mktemp("secrets") / ".env"
+    secrets_file.write_text(f"SERVE_API_KEY=canary-{token_hex(16)}\n")
+    os.environ |= {"SECRETS_FILE": str(secrets_file), "SECRET_NAMES": "SERVE_API_KEY"}
+    os.environ["RAY_TRAIN_ENABLE_STATE_TRACKING"] = "0"
+    ray.init(
+        address="local",
+        num_cpus=4,
+        object_store_memory=512 * 2**20,
+        include_dashboard=False,
+        log_to_driver=False,
+        _temp_dir=temp,
+    )
+    yield
+    ray.shutdown()
+    shutil.rmtree(temp, ignore_errors=True)

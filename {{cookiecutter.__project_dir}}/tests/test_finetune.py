@@ -1,0 +1,196 @@
+"""Fine-tuning by Ray Train's workers on one shared Ray: DDP and ZeRO agree, and a killed worker changes nothing."""
+
+import json
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+import settings
+from jobs import finetune_ddp, finetune_deepspeed, preprocess, ray_run, stream
+from jobs.preprocess import PreprocessOptions
+from jobs.training.arithmetic import BatchPlan
+from jobs.training.loop import train
+from jobs.training.options import DDPOptions, DeepSpeedOptions, TrainOptions
+from jobs.training.run import OneProcess, Run
+from jobs.training.strategies import DDP, Strategy
+
+STEPS = 30  # of the local profile's own schedule, which is the demo's
+KILL_AFTER_STEP = 15
+TOLERANCE = 1e-5
+
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import a test
+
+pytestmark = pytest.mark.usefixtures("ray_session")
+
+Row = dict[str, float]
+
+
+@pytest.fixture(scope="module")
+def changes(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the runs here set beside the local profile: packed data, made by preprocess, and an end after 30 steps."""
+    data = tmp_path_factory.mktemp("packed") / "rows"
+    options = settings.load(PreprocessOptions, "preprocess", profile="local")
+    paths = {"input": str(assets / "data/*.jsonl"), "output": str(data), "model": str(assets / "model")}
+    preprocess.main(options.model_copy(update=paths))
+    return {
+        "model": str(assets / "model"),
+        "data": str(data),
+        "output": str(tmp_path_factory.mktemp("runs")),
+        "stop_after": STEPS,
+        "checkpoint_every": 10,
+    }
+
+
+@pytest.fixture(scope="module")
+def ddp(changes: dict[str, Any]) -> list[Row]:
+    """An undisturbed run."""
+    options = _ddp_options(changes)
+    finetune_ddp.main(options)
+    return _metrics(options)
+
+
+def test_two_workers_train_as_one_process(ddp: list[Row], changes: dict[str, Any]) -> None:
+    options = _ddp_options(changes | {"name": "alone"})
+    train(options, OneProcess(_folder(options), torch.device("cpu"), options.keep_checkpoints), DDP)
+    assert [row["step"] for row in ddp] == list(range(1, STEPS + 1))
+    assert [row["loss"] for row in ddp] == pytest.approx([row["loss"] for row in _metrics(options)], abs=TOLERANCE)
+    assert ddp[-1]["loss"] < 0.8 * ddp[0]["loss"]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_zero_agrees_with_ddp(stage: int, ddp: list[Row], changes: dict[str, Any]) -> None:
+    options = settings.load(DeepSpeedOptions, "train", "deepspeed", profile="local")
+    options = options.model_copy(update=changes | {"name": f"zero{stage}", "zero_stage": stage})
+    if stage == 3:  # in two starts: what is sharded is saved and read back
+        finetune_deepspeed.main(options.model_copy(update={"stop_after": 20}))
+    finetune_deepspeed.main(options)
+    sharded = _metrics(options)
+    assert [row["loss"] for row in sharded] == pytest.approx([row["loss"] for row in ddp], abs=TOLERANCE)
+    assert sharded[-1]["eval_loss"] == pytest.approx(ddp[-1]["eval_loss"], abs=TOLERANCE)
+    _assert_same_model(_model(options), _model(_ddp_options(changes)))
+
+
+def test_a_killed_worker_changes_no_bit(ddp: list[Row], changes: dict[str, Any]) -> None:
+    options = _ddp_options(changes | {"name": "killed", "log_every": 1})
+    killer = threading.Thread(target=_kill_a_worker, args=(options,))
+    killer.start()
+    finetune_ddp.main(options)
+    killer.join()
+    assert len(list((_folder(options) / "tensorboard").iterdir())) == 2  # one file for each start
+    assert [(row["step"], row["loss"], row["grad_norm"]) for row in _metrics(options)] == [
+        (row["step"], row["loss"], row["grad_norm"]) for row in ddp
+    ]
+
+
+def test_a_stream_trains_and_its_workers_can_start_tasks(
+    assets: Path, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = _ddp_options(changes | {"name": "stream", "stream": True, "steps": 4, "stop_after": None})
+    recipe = stream.Recipe(str(assets / "data/*.jsonl"), options.model, sequence_length=128, chat_template=None)
+    monkeypatch.setattr(stream, "read_recipe", lambda _: recipe)
+    ray_run.fit(options, _ddp_that_starts_a_task)
+    assert "starts over in the rows" in capsys.readouterr().out
+    assert [row["step"] for row in _metrics(options)] == [1, 2, 3, 4]
+    tokenizer = AutoTokenizer.from_pretrained(_folder(options) / "model")
+    assert len(tokenizer) == _model(options).config.vocab_size
+
+
+def test_a_refusal_in_the_workers_reaches_the_driver(changes: dict[str, Any]) -> None:
+    """And is not tried again: only a worker that dies is replaced."""
+    options = _ddp_options(changes | {"name": "refused", "max_failures": 3})
+    with pytest.raises(settings.Refusal, match="refused by rank 0"):
+        ray_run.fit(options, _refuse)
+
+
+# ------------------------------------------------------------------------------------------ before any worker starts
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        (
+            {"num_workers": 8, "micro_batch_rows": 2},
+            "num_workers = 8, with 1 CPU for each, is more than the 4 .* --num-workers 4",
+        ),
+        ({"use_gpu": True}, "set cpus_per_worker and use_gpu"),
+        (
+            {"stream": True, "num_workers": 4, "micro_batch_rows": 4},
+            "--stream needs a CPU beside those of the workers, which take 4 of 4",
+        ),
+        ({"num_workers": 3}, "no multiple of num_workers x micro_batch_rows"),
+    ],
+    ids=lambda wrong: next(iter(wrong)) if isinstance(wrong, dict) else "",
+)
+def test_what_the_cluster_cannot_run_is_refused(wrong: dict[str, Any], sentence: str, changes: dict[str, Any]) -> None:
+    with pytest.raises(settings.Refusal, match=sentence):
+        finetune_ddp.main(_ddp_options(changes | {"name": "refused-before"} | wrong))
+    assert not Path(changes["output"], "refused-before").exists()
+
+
+def test_private_paths_are_refused_where_there_are_several_nodes(
+    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CLUSTER_NODES", json.dumps([{"resources": {"CPU": 4}, "count": 2}]))
+    with pytest.raises(settings.Refusal, match=r"model = .* is on the disk of one node"):
+        finetune_ddp.main(_ddp_options(changes))
+    shared = _ddp_options(changes | {"shared_paths": (changes["model"], changes["data"])})
+    with pytest.raises(settings.Refusal, match=r"output = .* is on the disk of one node"):
+        finetune_ddp.main(shared)
+
+
+# ------------------------------------------------------------------------------------------ helpers
+
+
+def _ddp_options(changes: dict[str, Any]) -> DDPOptions:
+    return settings.load(DDPOptions, "train", profile="local").model_copy(update=changes)
+
+
+def _folder(options: TrainOptions) -> Path:
+    return Path(options.output, options.name)
+
+
+def _metrics(options: TrainOptions) -> list[Row]:
+    return [json.loads(line) for line in (_folder(options) / "metrics.jsonl").read_text().splitlines()]
+
+
+def _model(options: TrainOptions) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(_folder(options) / "model")
+
+
+def _assert_same_model(one: PreTrainedModel, other: PreTrainedModel) -> None:
+    assert one.dtype == other.dtype
+    for weights, others in zip(one.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(weights, others, atol=1e-3, rtol=0)
+
+
+def _kill_a_worker(options: TrainOptions) -> None:
+    """kill -9 of one of this test's own train workers, once the run has passed KILL_AFTER_STEP."""
+    file = _folder(options) / "metrics.jsonl"
+    while not file.exists() or len(file.read_text().splitlines()) < KILL_AFTER_STEP:
+        time.sleep(0.05)
+    workers = [process for process in psutil.Process().children(recursive=True) if "RayTrainWorker" in process.name()]
+    workers[-1].kill()
+
+
+@ray.remote(num_cpus=1)
+def _answer() -> int:
+    return 42
+
+
+def _ddp_that_starts_a_task(model: PreTrainedModel, options: TrainOptions, run: Run, plan: BatchPlan) -> Strategy:
+    assert (
+        ray.get(_answer.remote(), timeout=60) == 42
+    )  # captured by the workers' placement group, it would wait for ever
+    return DDP(model, options, run, plan)
+
+
+def _refuse(model: PreTrainedModel, options: TrainOptions, run: Run, plan: BatchPlan) -> Strategy:
+    raise settings.Refusal(f"refused by rank {run.rank}")

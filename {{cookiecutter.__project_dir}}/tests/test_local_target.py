@@ -1,0 +1,221 @@
+"""The verbs on the `local` target, as a person types them, in a copy of the project with a cluster of its own."""
+
+import hashlib
+import json
+import os
+import pty
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import requests
+
+import settings
+
+CANARY = secrets.token_hex(16)  # new each time: this file itself is uploaded
+PROBE = '''
+"""A job for the tests: says where secrets arrive, then ends as it is told."""
+import hashlib, os, sys, time
+import ray
+from jobs import cli
+
+def seen() -> str:
+    return hashlib.sha256(os.environ.get("HF_TOKEN", "").encode()).hexdigest()
+
+if __name__ == "__main__":
+    cli.connect()
+    print("driver", seen())
+    print("worker", ray.get(ray.remote(num_cpus=0.1)(seen).remote()), flush=True)
+    time.sleep(float(sys.argv[2]) if len(sys.argv) > 2 else 0)
+    sys.exit(int(sys.argv[1]))
+'''
+
+
+class Project:
+    """A copy of this project, whose verbs run in a process of their own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.command = [str(folder / ".venv" / "bin" / "python"), "-m", "invoke"]
+
+    def inv(self, *words: str, ok: bool = True) -> str:
+        """What the verb prints on both streams; asserts that it ends as expected."""
+        done = subprocess.run([*self.command, *words], cwd=self.folder, capture_output=True, text=True, timeout=180)
+        printed = done.stdout + done.stderr
+        assert (done.returncode == 0) == ok, printed
+        assert "Traceback" not in printed, printed
+        return printed
+
+    @property
+    def state(self) -> dict:
+        return json.loads((self.folder / ".cluster" / "local.json").read_text())
+
+    def get(self, path: str) -> requests.Response:
+        token = (self.folder / ".cluster" / "token").read_text()
+        return requests.get(self.state["dashboard"] + path, headers={"Authorization": f"Bearer {token}"}, timeout=15)
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
+    folder = tmp_path_factory.mktemp("copy") / "project"
+    unwanted = shutil.ignore_patterns(".venv", ".cluster", ".env", "data", "models", "runs", "results", ".git")
+    shutil.copytree(settings.PROJECT, folder, ignore=unwanted)
+    (folder / ".venv").symlink_to(sys.prefix)
+    (folder / "jobs" / "probe.py").write_text(PROBE)
+    copy = Project(folder)
+    copy.inv("up")
+    env_file = folder / ".env"
+    env_file.write_text(env_file.read_text().replace("HF_TOKEN=", f"HF_TOKEN={CANARY}"))
+    yield copy
+    copy.inv("down")
+
+
+def processes(project: Project) -> list[psutil.Process]:
+    """Everything below the head that `up` started."""
+    head = psutil.Process(project.state["session"])
+    return [head, *head.children(recursive=True)]
+
+
+def test_up_again_says_so(project: Project) -> None:
+    before = project.state
+    assert "is up already" in project.inv("up")
+    assert project.state == before
+
+
+def test_every_port_is_on_loopback_and_wants_the_token(project: Project) -> None:
+    ports = [
+        connection.laddr
+        for process in processes(project)
+        for connection in process.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    assert len(ports) > 5
+    assert {address.ip.removeprefix("::ffff:") for address in ports} <= {"127.0.0.1", "::1"}
+    assert requests.get(project.state["dashboard"] + "/api/jobs/", timeout=15).status_code == 401
+    assert (project.folder / ".cluster" / "token").stat().st_mode & 0o077 == 0
+
+
+def test_submit_streams_the_log_and_ends_with_the_jobs_code(project: Project) -> None:
+    assert "worker" in project.inv("submit", "probe", "--", "0")
+    done = subprocess.run([*project.command, "submit", "probe", "--", "7"], cwd=project.folder, capture_output=True)
+    assert done.returncode == 7
+
+
+def test_a_secret_reaches_driver_and_workers_and_shows_nowhere(project: Project) -> None:
+    digest = hashlib.sha256(CANARY.encode()).hexdigest()
+    log = project.inv("submit", "probe", "--", "0")
+    assert f"driver {digest}" in log
+    assert f"worker {digest}" in log
+
+    argv = [" ".join(process.cmdline()) for process in processes(project)]
+    environments = [process.environ() for process in processes(project)]
+    assert CANARY not in json.dumps([argv, environments, log])
+    answers = [project.get(path).text for path in ("/api/jobs/", "/api/v0/actors?detail=1", "/api/v0/workers?detail=1")]
+    answers += [
+        project.get(path).text for path in ("/api/cluster_status", "/api/v0/tasks?detail=1", "/nodes?view=summary")
+    ]
+    assert CANARY not in "".join(answers)
+    for file in filter(Path.is_file, Path(project.state["temp"]).rglob("*")):
+        assert CANARY.encode() not in file.read_bytes(), f"{file} holds the secret"
+    unpacked = [path for path in Path(project.state["temp"]).rglob("working_dir_files/*") if path.is_dir()]
+    assert unpacked
+    assert not [path for folder in unpacked for path in folder.rglob(".env")]
+
+
+def test_status_shows_nodes_jobs_and_what_is_wrong(project: Project) -> None:
+    project.inv("submit", "probe", "--", "3", ok=False)
+    printed = " ".join(project.inv("status").split())  # the table may have wrapped
+    for expected in ("127.0.0.1", "head", "CPU", "probe-", "succeeded", "failed", "exit code 3"):
+        assert expected in printed
+
+
+def test_ctrl_c_leaves_the_job_running_where_nobody_can_answer(project: Project) -> None:
+    client = subprocess.Popen(
+        [*project.command, "submit", "probe", "--", "0", "120"],
+        cwd=project.folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    job_id = read_until(client, "worker")
+    client.send_signal(signal.SIGINT)
+    rest, _ = client.communicate(timeout=30)
+    assert client.returncode == 130
+    assert f"inv stop --job {job_id}" in rest
+    assert f"{job_id} is stopped" in project.inv("stop", "--job", job_id)
+    assert f"{job_id} is stopped" in project.inv("stop", "--job", job_id), "stopping twice is no error"
+
+
+def test_ctrl_c_offers_to_stop_the_job(project: Project) -> None:
+    terminal, theirs = pty.openpty()
+    client = subprocess.Popen(
+        [*project.command, "submit", "probe", "--", "0", "120"],
+        cwd=project.folder, stdin=theirs, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    job_id = read_until(client, "worker")
+    client.send_signal(signal.SIGINT)
+    time.sleep(1)
+    os.write(terminal, b"stop\n")
+    rest, _ = client.communicate(timeout=60)
+    assert f"{job_id} is stopped" in rest
+
+
+def read_until(client: subprocess.Popen, word: str) -> str:
+    """Id of the submitted job, once `word` stands in its log."""
+    assert client.stdout is not None
+    job_id = ""
+    for line in client.stdout:
+        if line.startswith("submitted "):
+            job_id = line.split()[1]
+        if line.startswith(word):
+            return job_id
+    raise AssertionError(f"the log ended without {word!r}")
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["submit", "prepocess"], "there is no job 'prepocess'"),
+        (["up", "--target", "azure"], "target 'azure' is unknown"),
+        (["logs", "--job", "nothing-1"], "there is no job 'nothing-1'"),
+    ],
+)
+def test_bad_input_gets_one_sentence(project: Project, words: list[str], sentence: str) -> None:
+    printed = project.inv(*words, ok=False).strip()
+    assert printed.startswith("error: ")
+    assert sentence in printed
+    assert "\n" not in printed
+
+
+def test_a_folder_too_large_is_not_uploaded(project: Project) -> None:
+    large = project.folder / "notes" / "large.bin"
+    large.parent.mkdir()
+    large.write_bytes(os.urandom(30 * 2**20))
+    assert "30 of it in notes" in project.inv("submit", "probe", "--", "0", ok=False)
+    shutil.rmtree(large.parent)
+
+
+def test_down_leaves_nothing_and_says_so_twice(project: Project, ray_session: None) -> None:
+    import ray
+
+    state, running = project.state, processes(project)
+    assert "local is down" in project.inv("down")
+    assert not [process for process in running if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    assert not Path(state["temp"]).exists()
+    assert "there is nothing to end" in project.inv("down")
+    assert "inv up" in project.inv("status", ok=False)
+    assert ray.get(ray.remote(num_cpus=0.1)(lambda: "another Ray lives on").remote()) == "another Ray lives on"
+
+
+def test_a_killed_cluster_is_cleared_by_the_next_up(project: Project) -> None:
+    project.inv("up")
+    orphans = processes(project)
+    os.kill(project.state["session"], signal.SIGKILL)
+    time.sleep(1)
+    assert "not up" in project.inv("status", ok=False)
+    assert "local is up" in project.inv("up")
+    assert not [process for process in orphans if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]

@@ -1,0 +1,238 @@
+"""Conversations become tokens, and documents become rows: what is trained, and that no document sees another."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+import settings
+from jobs.conversations import (
+    NOT_TRAINED,
+    BadRow,
+    Tokenize,
+    canonical,
+    conversation,
+    load_tokenizer,
+    read_template,
+    tokenizer_hash,
+)
+from jobs.packing import pack
+
+CHATML = "jobs/chat_templates/chatml.jinja"
+SYSTEM = {"role": "system", "content": "Answer briefly."}
+QUESTION = {"role": "user", "content": "What does ENOENT mean?"}
+ANSWER = {"role": "assistant", "content": "No such file or directory"}
+FOLLOW_UP = {"role": "user", "content": "And EPERM?"}
+SECOND_ANSWER = {"role": "assistant", "content": "Operation not permitted"}
+
+
+@pytest.fixture(scope="module")
+def model_folder(assets: Path) -> str:
+    return str(assets / "model")
+
+
+@pytest.fixture(scope="module")
+def tokenize(model_folder: str) -> Tokenize:
+    return Tokenize(model_folder, sequence_length=128)
+
+
+@pytest.fixture(scope="module")
+def documents(assets: Path, tokenize: Tokenize) -> pa.Table:
+    lines = (assets / "data" / "pairs.jsonl").read_text(encoding="utf-8").splitlines()
+    return tokenize(pa.Table.from_pylist([json.loads(line) for line in lines[:60]]))
+
+
+def table_of(lengths: list[int]) -> pa.Table:
+    """Documents of these lengths, no two tokens alike; odd tokens are trained."""
+    tokens = [list(range(start, stop)) for start, stop in pairwise(np.cumsum([0, *lengths]))]
+    labels = [[token if token % 2 else NOT_TRAINED for token in document] for document in tokens]
+    lists = pa.list_(pa.int32())
+    return pa.table({"input_ids": pa.array(tokens, lists), "labels": pa.array(labels, lists)})
+
+
+def unpack(packed: pa.Table, pad_id: int) -> list[tuple[list[int], list[int]]]:
+    """The documents (tokens and labels) of packed rows, split where position_ids restart; padding left out."""
+    found = []
+    for row in packed.to_pylist():
+        starts = [index for index, position in enumerate(row["position_ids"]) if position == 0]
+        for start, stop in zip(starts, [*starts[1:], None], strict=True):
+            tokens = row["input_ids"][start:stop]
+            if set(tokens) != {pad_id}:
+                found.append((tokens, row["labels"][start:stop]))
+    return found
+
+
+# ---------------------------------------------------------------- packing
+
+
+def test_every_document_comes_back_whole() -> None:
+    lengths = np.random.default_rng(0).integers(1, 65, 500).tolist()
+    documents = table_of(lengths)
+    packed = pack(documents, 64, pad_id=-1)
+    expected = list(zip(documents["input_ids"].to_pylist(), documents["labels"].to_pylist(), strict=True))
+    assert sorted(unpack(packed, pad_id=-1)) == sorted(expected)
+
+
+def test_rows_have_one_length_and_type() -> None:
+    packed = pack(table_of([3, 5, 2]), 8, pad_id=-1)
+    assert packed.schema == pa.schema(
+        [(name, pa.list_(pa.int32(), 8)) for name in ("input_ids", "labels", "position_ids")]
+    )
+
+
+def test_padding_is_not_trained_and_counts_from_zero() -> None:
+    (row,) = pack(table_of([3, 2]), 8, pad_id=-1).to_pylist()
+    assert row["input_ids"] == [0, 1, 2, 3, 4, -1, -1, -1]
+    assert row["labels"] == [-100, 1, -100, 3, -100, -100, -100, -100]
+    assert row["position_ids"] == [0, 1, 2, 0, 1, 0, 1, 2]
+
+
+def test_little_is_wasted() -> None:
+    lengths = np.random.default_rng(1).integers(5, 400, 3000).tolist()
+    rows = len(pack(table_of(lengths), 512, pad_id=-1))
+    assert sum(lengths) / (rows * 512) > 0.97
+
+
+def test_nothing_packs_to_nothing() -> None:
+    assert len(pack(table_of([]), 8, pad_id=-1)) == 0
+    assert len(pack(table_of([0, 0]), 8, pad_id=-1)) == 0
+
+
+@pytest.mark.parametrize("restart", [True, False], ids=["packed", "control: positions that do not restart"])
+def test_no_document_sees_another(documents: pa.Table, model_folder: str, restart: bool) -> None:
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
+    worst = 0.0
+    for row in pack(documents, 128, pad_id=0).slice(0, 4).to_pylist():
+        tokens, positions = torch.tensor([row["input_ids"]]), torch.tensor([row["position_ids"]])
+        starts = [*(positions[0] == 0).nonzero().flatten().tolist(), 128]
+        given = positions if restart else torch.arange(128)[None]
+        with torch.no_grad():
+            together = model(input_ids=tokens, position_ids=given, use_cache=False).logits[0]
+            for start, stop in pairwise(starts):
+                alone = model(input_ids=tokens[:, start:stop], use_cache=False).logits[0]
+                worst = max(worst, (together[start:stop] - alone).abs().max().item())
+    assert worst < 1e-5 if restart else worst > 1e-3
+
+
+# ---------------------------------------------------------------- masks
+
+
+@pytest.mark.parametrize("template", [None, CHATML], ids=["the model's template", "chatml"])
+def test_exactly_what_the_assistant_says_is_trained(model_folder: str, template: str | None) -> None:
+    tokenize = Tokenize(model_folder, 256, read_template(template))
+    document = tokenize.encode([SYSTEM, QUESTION, ANSWER, FOLLOW_UP, SECOND_ANSWER])
+    end = "<|im_end|>" if template else "<|eos|>"
+    trained = [label for label in document.labels if label != NOT_TRAINED]
+    assert tokenize.tokenizer.decode(trained) == f"{ANSWER['content']}{end}{SECOND_ANSWER['content']}{end}"
+    assert all(label in (token, NOT_TRAINED) for token, label in zip(*document[:2], strict=True))
+
+
+def test_chatml_is_what_qwen_expects(model_folder: str) -> None:
+    tokenizer = load_tokenizer(model_folder, read_template(CHATML))
+    whole = tokenizer.apply_chat_template([SYSTEM, QUESTION, ANSWER], tokenize=False)
+    prompt = tokenizer.apply_chat_template([SYSTEM, QUESTION], tokenize=False, add_generation_prompt=True)
+    assert whole == (
+        "<|im_start|>system\nAnswer briefly.<|im_end|>\n"
+        "<|im_start|>user\nWhat does ENOENT mean?<|im_end|>\n"
+        "<|im_start|>assistant\nNo such file or directory<|im_end|>\n"
+    )
+    assert prompt == whole.removesuffix("No such file or directory<|im_end|>\n")
+
+
+def test_long_conversations_lose_their_end(model_folder: str, tokenize: Tokenize) -> None:
+    whole = tokenize.encode([QUESTION, ANSWER])
+    cut = Tokenize(model_folder, len(whole.input_ids) - 2).encode([QUESTION, ANSWER])
+    assert not whole.cut
+    assert cut == (whole.input_ids[:-2], whole.labels[:-2], True)
+    with pytest.raises(BadRow, match="no assistant token within sequence_length"):
+        Tokenize(model_folder, 4).encode([QUESTION, ANSWER])
+
+
+def test_instruction_and_response_are_a_conversation() -> None:
+    row = {"instruction": QUESTION["content"], "response": ANSWER["content"]}
+    assert conversation(row) == conversation({"messages": [QUESTION, ANSWER]}) == [QUESTION, ANSWER]
+
+
+def test_canonical_json_does_not_depend_on_spelling() -> None:
+    as_parquet_has_it = [{"content": "é", "name": None, "role": "user"}, ANSWER | {"name": None}]
+    as_jsonl_has_it = [*json.loads('[{"role": "user", "content": "\\u00e9"}]'), ANSWER]
+    assert canonical(conversation({"messages": as_parquet_has_it})) == canonical(as_jsonl_has_it)
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"text": "hello"}, "neither messages nor instruction and response"),
+        ({"instruction": "Say hello.", "response": None}, "neither messages nor instruction and response"),
+        ({"messages": "hello"}, "messages is not a list of objects"),
+        ({"messages": ["hello"]}, "messages is not a list of objects"),
+        ({"messages": []}, "no assistant turn"),
+        ({"messages": [QUESTION]}, "no assistant turn"),
+        ({"messages": [QUESTION, {"role": "assistant", "content": " \n"}]}, "an empty assistant turn"),
+        ({"messages": [QUESTION, {"role": "oracle", "content": "42"}]}, "a message whose role is none of"),
+        ({"messages": [QUESTION, {"role": "assistant", "content": 42}]}, "a message whose content is not text"),
+        ({"instruction": 1, "response": "one"}, "a message whose content is not text"),
+    ],
+)
+def test_bad_rows_say_why(tokenize: Tokenize, row: dict, reason: str) -> None:
+    with pytest.raises(BadRow, match=reason):
+        tokenize.document(row)
+
+
+def test_half_a_surrogate_pair_is_a_bad_row() -> None:
+    with pytest.raises(BadRow, match="not valid Unicode"):
+        canonical([{"role": "assistant", "content": "\ud800"}])
+
+
+def test_a_row_that_the_template_refuses_is_a_bad_row(model_folder: str) -> None:
+    strict = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system message') }}{% endif %}"
+    tokenize = Tokenize(model_folder, 128, f"{strict}{read_template(CHATML)}")
+    table = tokenize(pa.Table.from_pylist([{"messages": [SYSTEM, QUESTION, ANSWER]}, {"messages": [QUESTION, ANSWER]}]))
+    assert table["problem"].to_pylist() == ["the chat template refuses it: no system message", None]
+    assert table["input_ids"][0].as_py() == []
+
+
+# ---------------------------------------------------------------- tokenizers and templates
+
+
+def test_a_template_without_generation_marks_is_refused(model_folder: str) -> None:
+    with pytest.raises(settings.Refusal, match="chat_template in \\[preprocess\\]"):
+        Tokenize(model_folder, 128, "{% for message in messages %}{{ message['content'] }}{% endfor %}")
+
+
+@pytest.mark.parametrize("template", ["{% for %}", "{{ raise_exception('no') }}"])
+def test_a_broken_template_is_refused(model_folder: str, template: str) -> None:
+    with pytest.raises(settings.Refusal, match=r"is broken \(.*\); correct chat_template"):
+        Tokenize(model_folder, 128, template)
+
+
+def test_a_model_without_a_template_is_refused(model_folder: str, tmp_path: Path) -> None:
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(model_folder)
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(settings.Refusal, match="has no chat template; set chat_template"):
+        Tokenize(str(tmp_path), 128)
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(settings.Refusal, match="gives no tokenizer"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_a_missing_template_is_refused() -> None:
+    with pytest.raises(settings.Refusal, match=r"missing\.jinja cannot be read"):
+        read_template("missing.jinja")
+
+
+def test_the_hash_is_of_the_tokens_a_text_becomes(model_folder: str) -> None:
+    tokenizer = load_tokenizer(model_folder)
+    before = tokenizer_hash(tokenizer)
+    tokenizer(["a", "longer text"], padding=True, truncation=True, max_length=2)
+    assert tokenizer_hash(tokenizer) == before == tokenizer_hash(load_tokenizer(model_folder, read_template(CHATML)))
+    tokenizer.add_tokens(["<|new|>"])
+    assert tokenizer_hash(tokenizer) != before

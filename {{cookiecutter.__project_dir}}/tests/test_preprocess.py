@@ -1,0 +1,430 @@
+"""preprocess end to end: the same rows and seed give the same bytes, bad input one sentence, memory stays flat."""
+
+import errno
+import json
+import random
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from ray.data import DataContext, ExecutionResources
+from ray.exceptions import RayTaskError
+
+import settings
+from jobs import preprocess, rows
+from jobs.conversations import NOT_TRAINED, load_tokenizer
+from jobs.nodes import refuse_private_paths
+from jobs.output import Output
+from jobs.preprocess import PreprocessOptions
+from jobs.progress import time_left
+
+GOOD = {"messages": [{"role": "user", "content": "Say hello."}, {"role": "assistant", "content": "Hello."}]}
+SILENT = {"messages": [{"role": "user", "content": "Say hello."}]}
+
+
+def options(assets: Path, folder: Path, **changes: Any) -> PreprocessOptions:
+    """The local profile's options, on the demo's data, writing to `folder`/packed."""
+    given = {"input": str(assets / "data"), "output": str(folder / "packed"), "model": str(assets / "model")}
+    defaults = settings.load(PreprocessOptions, "preprocess", profile="local")
+    return PreprocessOptions.model_validate(defaults.model_dump() | given | changes)
+
+
+def write_rows(file: Path, found: list[dict[str, Any]]) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps(row) + "\n" for row in found), encoding="utf-8")
+    return file
+
+
+def manifest(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "packed" / "manifest.json").read_text(encoding="utf-8"))
+
+
+def documents(folder: Path, part: str, assets: Path) -> list[str]:
+    """The text of the packed documents of one part, in order, padding left out."""
+    tokenizer = load_tokenizer(str(assets / "model"))
+    texts = []
+    for file in sorted((folder / "packed" / part).glob("*.parquet")):
+        for row in pq.read_table(file).to_pylist():
+            starts = [index for index, position in enumerate(row["position_ids"]) if position == 0]
+            pieces = [row["input_ids"][a:b] for a, b in zip(starts, [*starts[1:], None], strict=True)]
+            texts += [text for text in tokenizer.batch_decode(pieces) if not text.startswith("<|pad|>")]
+    return texts
+
+
+def shard_bytes(folder: Path) -> dict[str, bytes]:
+    packed = folder / "packed"
+    return {str(file.relative_to(packed)): file.read_bytes() for file in sorted(packed.rglob("*.parquet"))}
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory, assets: Path) -> Path:
+    """The demo's rows six times over, each copy with its number: enough for four partitions."""
+    lines = (assets / "data" / "pairs.jsonl").read_text(encoding="utf-8").splitlines()
+    numbered = []
+    for copy in range(6):
+        for line in lines:
+            row = json.loads(line)
+            row["messages"][0]["content"] += f" ({copy})"
+            numbered.append(row)
+    return write_rows(tmp_path_factory.mktemp("many") / "rows.jsonl", numbered)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory, assets: Path, many: Path, ray_session: None) -> Path:
+    """The folder of a finished run over `many`."""
+    folder = tmp_path_factory.mktemp("made")
+    preprocess.main(options(assets, folder, input=str(many), shard_mib=0.15))
+    return folder
+
+
+@pytest.fixture
+def data_context() -> Iterator[DataContext]:
+    """Ray Data's settings, for one test to change."""
+    context = DataContext.get_current().copy()
+    with DataContext.current(context):
+        yield context
+
+
+# ---------------------------------------------------------------- the result
+
+
+def test_every_row_is_packed_once(made: Path, many: Path, assets: Path) -> None:
+    expected = []
+    for line in many.read_text(encoding="utf-8").splitlines():
+        question, answer = (message["content"] for message in json.loads(line)["messages"])
+        expected.append(f"<|bos|><|user|>{question}<|assistant|>{answer}<|eos|>")
+    packed = documents(made, "train", assets) + documents(made, "eval", assets)
+    assert Counter(packed) == Counter(expected)
+
+
+def test_the_manifest_counts_what_is_there(made: Path) -> None:
+    recorded = manifest(made)
+    assert recorded["partitions"] == 4
+    assert recorded["rows_read"] == recorded["train"]["documents"] + recorded["eval"]["documents"]
+    for part in ("train", "eval"):
+        tables = [pq.read_table(made / "packed" / part / file["name"]) for file in recorded[part]["files"]]
+        assert [len(table) for table in tables] == [file["rows"] for file in recorded[part]["files"]]
+        labels = pa.concat_tables(tables)["labels"].combine_chunks().flatten().to_numpy()
+        assert recorded[part]["trained_tokens"] == np.count_nonzero(labels != NOT_TRAINED)
+        assert all(table.schema.field("labels").type == pa.list_(pa.int32(), 128) for table in tables)
+    assert recorded["train"]["tokens"] / (recorded["train"]["rows"] * 128) > 0.94
+
+
+def test_about_the_asked_share_is_held_out(made: Path) -> None:
+    recorded = manifest(made)
+    assert recorded["eval"]["documents"] / recorded["rows_read"] == pytest.approx(0.02, abs=0.005)
+
+
+def test_the_shuffle_is_global(made: Path, many: Path, assets: Path) -> None:
+    """Where a row comes from says nothing about where it goes: neither its shard nor its place."""
+    place = {}
+    for line in many.read_text(encoding="utf-8").splitlines():
+        place[json.loads(line)["messages"][0]["content"]] = len(place)
+    questions = [text.split("<|user|>")[1].split("<|assistant|>")[0] for text in documents(made, "train", assets)]
+    origins = np.array([place[question] for question in questions])
+    assert abs(np.corrcoef(origins, np.arange(len(origins)))[0, 1]) < 0.05
+    for quarter in np.array_split(origins, 4):
+        assert np.histogram(quarter, bins=4, range=(0, len(place)))[0].min() > len(quarter) / 5
+
+
+# ---------------------------------------------------------------- the same bytes
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 7, 55, 64, 1000])
+def test_pieces_of_files_hold_each_row_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece_bytes: int) -> None:
+    lines = [{"messages": [{"role": "assistant", "content": f"{number:02}"}]} for number in range(20)]
+    write_rows(tmp_path / "rows.jsonl", lines)  # lines of one length: some begin where a piece does
+    pq.write_table(pa.Table.from_pylist(lines), tmp_path / "rows.parquet", row_group_size=3)
+    monkeypatch.setattr(rows, "PIECE_BYTES", piece_bytes)
+    expected = [json.dumps(line["messages"], separators=(",", ":"), sort_keys=True).encode() for line in lines] * 2
+    assert [row["row"] for row in rows.head(rows.find(str(tmp_path)), 100)] == expected
+
+
+def test_one_worker_and_other_files_give_the_same_bytes(
+    made: Path, many: Path, assets: Path, tmp_path: Path, data_context: DataContext
+) -> None:
+    found = [json.loads(line) for line in many.read_text(encoding="utf-8").splitlines()]
+    random.Random(0).shuffle(found)
+    for number in range(3):
+        write_rows(tmp_path / "raw" / f"{number}.jsonl", found[number::3])
+    data_context.execution_options.resource_limits = ExecutionResources(cpu=1)
+    preprocess.main(options(assets, tmp_path, input=str(tmp_path / "raw" / "*.jsonl"), shard_mib=0.15))
+    assert shard_bytes(tmp_path) == shard_bytes(made)
+    assert manifest(tmp_path)["content_hash"] == manifest(made)["content_hash"]
+
+
+def test_three_workers_and_other_blocks_give_the_same_bytes(
+    made: Path, many: Path, assets: Path, tmp_path: Path, data_context: DataContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data_context.execution_options.resource_limits = ExecutionResources(cpu=3)
+    data_context.target_max_block_size = 2**16
+    monkeypatch.setattr(rows, "PIECE_BYTES", 100_000)
+    preprocess.main(options(assets, tmp_path, input=str(many), shard_mib=0.15))
+    assert shard_bytes(tmp_path) == shard_bytes(made)
+
+
+def test_parquet_and_jsonl_rows_are_the_same_rows(assets: Path, tmp_path: Path, ray_session: None) -> None:
+    found = [json.loads(line) for line in (assets / "data" / "pairs.jsonl").read_text(encoding="utf-8").splitlines()]
+    columns = {
+        "instruction": [row["messages"][0]["content"] for row in found],
+        "response": [row["messages"][1]["content"] for row in found],
+        "source": ["python"] * len(found),
+    }
+    (tmp_path / "raw").mkdir()
+    pq.write_table(pa.table(columns), tmp_path / "raw" / "pairs.parquet", row_group_size=100)
+    preprocess.main(options(assets, tmp_path, input=str(tmp_path / "raw" / "pairs.parquet")))
+    preprocess.main(options(assets, tmp_path / "jsonl"))
+    assert shard_bytes(tmp_path) == shard_bytes(tmp_path / "jsonl")
+
+
+def test_another_seed_gives_another_order_but_the_same_evaluation_rows(
+    made: Path, many: Path, assets: Path, tmp_path: Path
+) -> None:
+    preprocess.main(options(assets, tmp_path, input=str(many), shard_mib=0.15, seed=1))
+    for part in ("train", "eval"):
+        one, other = documents(made, part, assets), documents(tmp_path, part, assets)
+        assert one != other
+        assert sorted(one) == sorted(other)
+
+
+# ---------------------------------------------------------------- bad rows
+
+
+def test_bad_rows_are_written_aside_with_their_reasons(assets: Path, tmp_path: Path, ray_session: None) -> None:
+    file = write_rows(tmp_path / "rows.jsonl", [GOOD | {"id": number} for number in range(20)] + [SILENT, {"a": 1}])
+    with file.open("ab") as lines:
+        lines.write(b'{"messages": [\n\n[1, 2]\n"\xff\xfe"\n')
+    preprocess.main(options(assets, tmp_path, input=str(file), max_bad_share=0.5, eval_share=0))
+    reasons = {
+        "neither messages nor instruction and response": 1,
+        "no assistant turn": 1,
+        "not a JSON object": 1,
+        "not valid JSON": 2,
+    }
+    recorded = manifest(tmp_path)
+    assert (recorded["rows_read"], recorded["rows_rejected"]) == (25, 5)
+    assert recorded["rejected_by_reason"] == reasons
+    (aside,) = (tmp_path / "packed" / "rejected").iterdir()
+    rejected = [json.loads(line) for line in aside.read_text(encoding="utf-8").splitlines()]
+    assert Counter(row["problem"] for row in rejected) == reasons
+    assert {"problem": "not valid JSON", "row": '{"messages": ['} in rejected
+
+
+def test_too_many_bad_rows_are_refused(assets: Path, tmp_path: Path, ray_session: None) -> None:
+    file = write_rows(tmp_path / "rows.jsonl", [GOOD] * 9 + [SILENT])
+    with pytest.raises(settings.Refusal, match=r"1 of 10 rows are bad \(no assistant turn: 1\)"):
+        preprocess.main(options(assets, tmp_path, input=str(file)))
+    assert not (tmp_path / "packed" / "manifest.json").exists()
+    assert (tmp_path / "packed" / "rejected").is_dir()
+
+
+def test_a_broken_parquet_file_is_named(assets: Path, tmp_path: Path, ray_session: None) -> None:
+    write_rows(tmp_path / "raw" / "a.jsonl", [GOOD] * 200)
+    (tmp_path / "raw" / "b.parquet").write_bytes(b"PAR1 and nothing more PAR1")
+    with pytest.raises(settings.Refusal, match=r"b\.parquet is not a sound parquet file \(.*\); replace"):
+        preprocess.main(options(assets, tmp_path, input=str(tmp_path / "raw")))
+
+
+# ---------------------------------------------------------------- refused before anything starts
+
+
+@pytest.mark.parametrize(
+    ("content", "asked", "sentence"),
+    [
+        (None, "missing.jsonl", r"no \.parquet or \.jsonl file is at .*missing\.jsonl"),
+        (None, "none/*.parquet", r"no \.parquet or \.jsonl file is at"),
+        ("a,b\n1,2\n", "table.csv", r"no \.parquet or \.jsonl file is at"),
+        ("", "empty.jsonl", r"empty\.jsonl holds no rows"),
+        (" \n\n", "blank.jsonl", r"blank\.jsonl holds no rows"),
+        ('{"prompt": "a", "answer": "b"}\n', "other.jsonl", "have the columns prompt, answer, but need messages"),
+    ],
+)
+def test_input_without_rows_is_refused(
+    assets: Path, tmp_path: Path, content: str | None, asked: str, sentence: str
+) -> None:
+    if content is not None:
+        (tmp_path / asked).write_text(content, encoding="utf-8")
+    with pytest.raises(settings.Refusal, match=sentence):
+        preprocess.main(options(assets, tmp_path, input=str(tmp_path / asked)))
+    assert not (tmp_path / "packed").exists()
+
+
+def test_an_empty_parquet_file_is_refused(assets: Path, tmp_path: Path) -> None:
+    pq.write_table(pa.table({"instruction": pa.array([], pa.string())}), tmp_path / "empty.parquet")
+    with pytest.raises(settings.Refusal, match="holds no rows"):
+        preprocess.main(options(assets, tmp_path, input=str(tmp_path / "empty.parquet")))
+
+
+def test_a_path_that_only_one_of_several_nodes_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CLUSTER_NODES", json.dumps([{"resources": {"CPU": 1}, "count": 2}]))
+    refuse_private_paths({"input": "s3://bucket/data", "output": "/efs/packed"}, ("/efs",), "preprocess")
+    with pytest.raises(settings.Refusal, match="output = /efs2/packed is on the disk of one node"):
+        refuse_private_paths({"output": "/efs2/packed"}, ("/efs",), "preprocess")
+    monkeypatch.setenv("CLUSTER_NODES", json.dumps([{"resources": {"CPU": 1}, "count": 1}]))
+    refuse_private_paths({"output": "/efs2/packed"}, (), "preprocess")
+
+
+def test_the_command_prints_one_sentence() -> None:
+    command = [sys.executable, "-m", "jobs.preprocess", "--input", "missing.jsonl"]
+    done = subprocess.run(command, cwd=settings.PROJECT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: no .parquet or .jsonl file is at")
+    assert len(done.stderr.splitlines()) == 1
+
+
+# ---------------------------------------------------------------- the output folder
+
+
+def test_what_is_made_is_not_made_again(
+    made: Path, many: Path, assets: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = (made / "packed" / "manifest.json").stat().st_mtime_ns
+    preprocess.main(options(assets, made, input=str(many), shard_mib=0.15))
+    assert "already made" in capsys.readouterr().out
+    assert (made / "packed" / "manifest.json").stat().st_mtime_ns == before
+
+
+def test_another_data_set_is_replaced_only_when_told(assets: Path, tmp_path: Path, ray_session: None) -> None:
+    preprocess.main(options(assets, tmp_path))
+    before = shard_bytes(tmp_path)
+    with pytest.raises(settings.Refusal, match="made from other input or with other settings; replace it with --over"):
+        preprocess.main(options(assets, tmp_path, seed=1))
+    assert shard_bytes(tmp_path) == before
+    preprocess.main(options(assets, tmp_path, seed=1, overwrite=True))
+    assert manifest(tmp_path)["seed"] == 1
+    assert shard_bytes(tmp_path) != before
+
+
+def test_somebody_elses_folder_is_left_alone(tmp_path: Path) -> None:
+    photo = tmp_path / "train" / "photo.jpg"
+    photo.parent.mkdir()
+    photo.touch()
+    with pytest.raises(settings.Refusal, match="holds other files"):
+        Output(str(tmp_path)).begin(overwrite=True)
+    assert photo.exists()
+
+
+def test_what_a_stopped_run_left_is_no_data_set_and_goes(tmp_path: Path) -> None:
+    output = Output(str(tmp_path))
+    output.begin(overwrite=False)
+    output.save("train/part-00007.parquet", b"half")
+    assert not output.holds({})
+    output.begin(overwrite=False)
+    assert not (tmp_path / "train").exists()
+    output.finish({"seed": 0})
+    assert output.holds({"seed": 0})
+    assert [file.name for file in tmp_path.iterdir()] == ["manifest.json"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a disk that is always full: Linux")
+def test_a_full_disk_is_one_sentence() -> None:
+    with pytest.raises(settings.Refusal, match="no space is left for /dev; free some"):
+        Output("/dev").save("full", b"content")
+
+
+@pytest.mark.parametrize(
+    ("cause", "sentence"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), r"no space is left in .* on a node: the shuffle"),
+        (settings.Refusal("x.parquet is broken.\nRay's own advice"), r"^x\.parquet is broken\.$"),
+    ],
+)
+def test_what_a_task_met_is_one_sentence(cause: Exception, sentence: str) -> None:
+    explained = preprocess._explained(RayTaskError("task", "traceback", cause))
+    assert isinstance(explained, settings.Refusal)
+    assert re.search(sentence, str(explained))
+
+
+def test_a_bug_in_a_task_keeps_its_traceback() -> None:
+    error = RayTaskError("task", "traceback", ZeroDivisionError())
+    assert preprocess._explained(error) is error
+
+
+def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(settings.Refusal, match="cannot be written"):
+        Output(str(tmp_path / "file" / "packed")).begin(overwrite=False)
+
+
+# ---------------------------------------------------------------- what a person sees
+
+
+def test_examples_are_shown_with_the_mask_in_colour(
+    made: Path, many: Path, assets: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    preprocess.main(options(assets, made, input=str(many), shard_mib=0.15, show=2))
+    shown = capsys.readouterr().out
+    assert shown.count("\x1b[32mContinue<|eos|>\x1b[0m") == 2
+    assert "\x1b[2m<|bos|><|user|>What is the reason phrase of HTTP status 100? (0)<|assistant|>\x1b[0m" in shown
+
+
+def test_the_progress_line_says_how_far_how_fast_and_how_long() -> None:
+    line = preprocess._Line(size=1000)
+    assert line({}, 5) == "reading: 0 rows, 0% of the input, 0 rows/s, time left unknown"
+    read = {"rows_read": 50, "bytes_read": 250}
+    assert line(read, 10) == "reading: 50 rows, 25% of the input, 5 rows/s, 30 s left"
+    read = {"rows_read": 200, "bytes_read": 1000}
+    assert line(read, 40) == "shuffling: 200 rows"
+    assert line(read | {"rows_packed": 50}, 50) == "packing: 50 of 200 rows, 5 rows/s, 30 s left"
+    assert time_left(1, 11, 60) == "10 min left"
+
+
+# ---------------------------------------------------------------- memory
+
+STREAM = """
+import json, sys, threading, time
+import psutil, ray
+from jobs import preprocess
+
+def watch():
+    this = psutil.Process()
+    while True:
+        for process in [this, *this.children(recursive=True)]:
+            try:
+                peaks[-1] = max(peaks[-1], process.memory_full_info().uss)
+            except psutil.Error:  # it ended while we looked
+                pass
+        time.sleep(0.3)
+
+ray.init(address="local", num_cpus=2, object_store_memory=80 * 2**20, include_dashboard=False, log_to_driver=False)
+peaks = [0]
+threading.Thread(target=watch, daemon=True).start()
+for text in sys.argv[1:]:
+    peaks.append(0)
+    preprocess.main(preprocess.PreprocessOptions.model_validate_json(text))
+print(json.dumps({"store": ray.cluster_resources()["object_store_memory"], "peaks": peaks[1:]}))
+"""
+
+
+def write_bulky_rows(folder: Path, megabytes: int) -> int:
+    """Write so much JSONL, in rows of 20 kB of which a template uses little; returns the bytes."""
+    noise = random.Random(megabytes)
+    found = []
+    for number in range(megabytes * 50):
+        user = {"role": "user", "content": f"What is {number}?", "source": noise.randbytes(10_000).hex()}
+        found.append({"messages": [user, {"role": "assistant", "content": f"A number: {number}."}]})
+    return write_rows(folder / "rows.jsonl", found).stat().st_size
+
+
+def test_ten_times_the_object_store_streams_in_flat_memory(assets: Path, tmp_path: Path) -> None:
+    sizes = [write_bulky_rows(tmp_path / name, megabytes) for name, megabytes in (("small", 20), ("large", 850))]
+    asked = [
+        options(assets, tmp_path / name, input=str(tmp_path / name), shard_mib=8).model_dump_json()
+        for name in ("small", "large")
+    ]
+    command = [sys.executable, "-c", STREAM, *asked]
+    done = subprocess.run(command, cwd=settings.PROJECT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    measured = json.loads(done.stdout.splitlines()[-1])
+    assert sizes[1] >= 10 * measured["store"]
+    assert manifest(tmp_path / "large")["train"]["documents"] > 0.97 * 50 * 850
+    small, large = measured["peaks"]  # of the largest process, in bytes
+    assert large - small < 150 * 2**20

@@ -1,0 +1,382 @@
+"""One served model, asked by OpenAI's own client: answers, errors, and doors that stay shut."""
+
+import asyncio
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import psutil
+import pytest
+import ray
+import requests
+import torch
+from openai.types.chat import ChatCompletionMessageParam
+from ray import serve
+from ray.serve.schema import ApplicationStatusOverview, DeploymentStatusOverview
+from starlette.testclient import TestClient
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import settings
+from cluster import chat
+from demo import assets as demo_assets
+from jobs import secrets, serve_llm
+from jobs.serve_llm import ServeOptions
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="vLLM's CPU build exists for Linux only")
+
+FACTS = demo_assets.questions(5)
+QUESTIONS = [fact.question for fact in FACTS]
+ANSWER_TOKENS = 16
+TIE = 1e-4  # two logits closer than this may change places between two correct implementations
+
+
+def options(**changes: object) -> ServeOptions:
+    """The local profile's settings, with changes."""
+    return settings.load(ServeOptions, "serve", profile="local").model_copy(update=changes)
+
+
+def user(text: str) -> list[ChatCompletionMessageParam]:
+    return [{"role": "user", "content": text}]
+
+
+@pytest.fixture(scope="module")
+def model_folder(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model, taught a few facts, so that it says words; it takes the likeliest token unless told not to."""
+    tokenizer = AutoTokenizer.from_pretrained(assets / "model")
+    model = AutoModelForCausalLM.from_pretrained(assets / "model", dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for fact in FACTS * 20:
+        messages = [*user(fact.question), {"role": "assistant", "content": fact.answer}]
+        tokens = tokenizer.apply_chat_template(messages, return_tensors="pt")["input_ids"]
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.generation_config.update(do_sample=True, top_k=1)
+    folder = tmp_path_factory.mktemp("runs") / "tiny" / "model"
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def served(ray_session: None, model_folder: Path) -> Iterator[ServeOptions]:
+    """The options of the one deployment of this file."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    deployed = options(model=str(model_folder), port=port)
+    secrets.load()
+    serve_llm.check(deployed)
+    serve_llm.deploy(deployed)
+    yield deployed
+    serve_llm.stop()
+
+
+@pytest.fixture(scope="module")
+def client(served: ServeOptions) -> openai.OpenAI:
+    return openai.OpenAI(base_url=served.url, api_key=os.environ["SERVE_API_KEY"], max_retries=0, timeout=60)
+
+
+def ask(client: openai.OpenAI, messages: list[ChatCompletionMessageParam], tokens: int = ANSWER_TOKENS) -> str:
+    answer = client.chat.completions.create(model="tiny", messages=messages, max_tokens=tokens, temperature=0)
+    return answer.choices[0].message.content or ""
+
+
+# ---------------------------------------------------------------- answers
+
+
+def test_the_run_names_the_model(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["tiny"]
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_greedy_decoding_is_that_of_transformers(client: openai.OpenAI, model_folder: Path, question: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    prompt = tokenizer.apply_chat_template(user(question), add_generation_prompt=True, return_tensors="pt")["input_ids"]
+    generated = model.generate(
+        prompt, do_sample=False, max_new_tokens=ANSWER_TOKENS, output_logits=True, return_dict_in_generate=True
+    )
+    best = torch.stack(generated.logits).squeeze(1).log_softmax(-1).topk(2).values
+    decided = int(torch.cumprod(best[:, 0] - best[:, 1] > TIE, 0).sum())
+    assert decided > 0
+
+    answer = client.chat.completions.create(
+        model="tiny", messages=user(question), max_tokens=decided, temperature=0, logprobs=True
+    ).choices[0]
+
+    expected = tokenizer.decode(generated.sequences[0, prompt.shape[1] :][:decided], skip_special_tokens=True)
+    assert answer.message.content == expected
+    assert answer.logprobs
+    logprobs = [token.logprob for token in answer.logprobs.content or []]
+    torch.testing.assert_close(torch.tensor(logprobs), best[:decided, 0], rtol=0, atol=1e-4)
+
+
+def test_streaming_says_the_same_in_pieces(client: openai.OpenAI) -> None:
+    stream = client.chat.completions.create(
+        model="tiny", messages=user(QUESTIONS[0]), max_tokens=ANSWER_TOKENS, temperature=0, stream=True
+    )
+    pieces = [chunk.choices[0].delta.content for chunk in stream if chunk.choices]
+    assert "".join(filter(None, pieces)) == ask(client, user(QUESTIONS[0]))
+    assert len(list(filter(None, pieces))) > 1
+
+
+# ---------------------------------------------------------------- errors
+
+
+def test_unknown_model(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.chat.completions.create(model="absent", messages=user("hi"))
+    assert "absent" in error_of(caught.value)["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "request_body",
+    [{"messages": user("hi"), "temperature": -3}, {"messages": user("word " * 500)}, {"messages": "no list"}],
+    ids=["bad parameter", "too long", "malformed"],
+)
+def test_bad_request(client: openai.OpenAI, request_body: dict, stream: bool) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model="tiny", stream=stream, **request_body)
+    assert error_of(caught.value)["message"]
+
+
+def error_of(caught: openai.APIStatusError) -> dict:
+    """The error as OpenAI's API reference has it; anything else in its place fails."""
+    error = caught.response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    return error
+
+
+# ---------------------------------------------------------------- doors
+
+
+def test_every_route_but_health_wants_the_key(served: ServeOptions) -> None:
+    root = served.url.removesuffix("/v1")
+    key = os.environ["SERVE_API_KEY"]
+    schema = requests.get(f"{root}/openapi.json", headers={"Authorization": f"Bearer {key}"}, timeout=10).json()
+    routes = [(method, path) for path, methods in schema["paths"].items() for method in methods]
+    routes += [
+        ("get", "/docs"),
+        ("get", "/redoc"),
+        ("get", "/openapi.json"),
+        ("get", "/absent"),
+        ("options", "/v1/models"),
+    ]
+    wrong = ["", "Bearer ", "Bearer wrong", f"Bearer {key}x", f"Bearer {key[:-1]}", key, f"Basic {key}"]
+    for method, path in routes:
+        for header in wrong:
+            answer = requests.request(method, root + path, headers={"Authorization": header}, timeout=10)
+            if path == "/health":
+                assert answer.json() == {"status": "ok"}
+                continue
+            assert answer.status_code == 401, (method, path, header)
+            assert answer.json()["error"]["code"] == "invalid_api_key"
+            assert key[:4] not in answer.text
+
+
+def test_the_client_sees_an_authentication_error(served: ServeOptions) -> None:
+    stranger = openai.OpenAI(base_url=served.url, api_key="wrong", max_retries=0)
+    with pytest.raises(openai.AuthenticationError) as caught:
+        stranger.models.list()
+    assert error_of(caught.value)["code"] == "invalid_api_key"
+
+
+def test_no_other_site_may_call_from_a_browser(served: ServeOptions) -> None:
+    headers = {"Authorization": f"Bearer {os.environ['SERVE_API_KEY']}", "Origin": "https://example.org"}
+    answer = requests.get(f"{served.url}/models", headers=headers, timeout=10)
+    assert answer.ok
+    assert not [name for name in answer.headers if name.lower().startswith("access-control")]
+
+
+def test_it_listens_on_loopback_alone(served: ServeOptions) -> None:
+    listening = {
+        connection.laddr.ip
+        for connection in psutil.net_connections("inet")
+        if connection.laddr and connection.laddr.port == served.port and connection.status == psutil.CONN_LISTEN
+    }
+    assert listening == {"127.0.0.1"}
+
+
+def test_the_key_is_in_no_config_log_or_argv(served: ServeOptions, client: openai.OpenAI) -> None:
+    ask(client, user("hi"))
+    key = os.environ["SERVE_API_KEY"]
+    details = serve.context._get_global_client().get_serve_details()  # what the dashboard shows of Serve
+    assert "tiny" in str(details)
+    assert key not in str(details)
+    assert not [
+        process for process in psutil.process_iter(["cmdline"]) if key in " ".join(process.info["cmdline"] or [])
+    ]
+    session = Path(ray.nodes()[0]["ObjectStoreSocketName"]).parents[1]
+    logs = [file for file in (session / "logs").rglob("*") if file.is_file()]
+    assert any(b"OpenAiIngress" in file.read_bytes() for file in logs)
+    assert not [file for file in logs if key.encode() in file.read_bytes()]
+
+
+def test_a_replica_without_a_key_does_not_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from jobs import openai_app
+
+    monkeypatch.setenv("SERVE_API_KEY", "")
+    monkeypatch.setenv("SECRETS_FILE", str(tmp_path / "absent"))
+    with pytest.raises(RuntimeError, match="SERVE_API_KEY"), TestClient(openai_app.http_app()):
+        pass
+
+
+def test_a_fault_of_ours_tells_strangers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    from jobs import openai_app
+
+    def fail() -> None:
+        raise ValueError("the inside")
+
+    monkeypatch.setenv("SERVE_API_KEY", "some")
+    app = openai_app.http_app()
+    app.add_api_route("/fails", fail)
+    client = TestClient(app, raise_server_exceptions=False, headers={"Authorization": "Bearer some"})
+    answer = client.get("/fails")
+    assert answer.status_code == 500
+    assert answer.json()["error"]["type"] == "server_error"
+    assert "inside" not in answer.text
+
+
+@pytest.mark.parametrize(("model", "downloads"), [("s3://bucket/runs/monday/model", True), ("owner/name", False)])
+def test_hub_tokens_are_in_no_runtime_env(model: str, downloads: bool) -> None:
+    from jobs import openai_app
+
+    runtime_env = {"env_vars": {"HF_TOKEN": "secret", "PROFILE": "local"}}
+    setup = openai_app.NodeSetup(openai_app.llm_config(options(model=model)), ctx_kwargs={"runtime_env": runtime_env})
+    asyncio.run(setup.on_before_node_init())
+    assert runtime_env == {"env_vars": {"PROFILE": "local"}}
+    assert setup.ctx.run_init_node == downloads
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def test_refused_without_a_key(monkeypatch: pytest.MonkeyPatch, assets: Path) -> None:
+    monkeypatch.delenv("SERVE_API_KEY", raising=False)
+    with pytest.raises(settings.Refusal, match=r"SERVE_API_KEY.*put it into \.env"):
+        serve_llm.check(options(model=str(assets / "model")))
+
+
+def test_refused_without_a_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SERVE_API_KEY", "some")
+    with pytest.raises(settings.Refusal, match=f"{tmp_path}/absent holds no model.*inv submit finetune_ddp"):
+        serve_llm.check(options(model=str(tmp_path / "absent")))
+
+
+def test_refused_when_longer_than_the_model_allows(monkeypatch: pytest.MonkeyPatch, assets: Path) -> None:
+    monkeypatch.setenv("SERVE_API_KEY", "some")
+    with pytest.raises(settings.Refusal, match=r"max_model_len = 513 .* the 512 tokens"):
+        serve_llm.check(options(model=str(assets / "model"), max_model_len=513))
+
+
+def test_refused_on_a_taken_port_and_what_runs_lives_on(served: ServeOptions, client: openai.OpenAI) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(settings.Refusal, match=rf"port {port} .*in use.* set another port in \[serve\]"):
+            serve_llm.check_address(served.model_copy(update={"port": port}))
+    assert ask(client, user("hi"), tokens=1)
+
+
+def test_refused_when_it_can_never_fit(served: ServeOptions) -> None:
+    with pytest.raises(settings.Refusal, match="1 replicas of 99 CPUs each do not fit the cluster's 4"):
+        serve_llm.check_cpus(served.model_copy(update={"tensor_parallel_size": 33, "pipeline_parallel_size": 3}))
+
+
+def test_more_replicas_at_least_than_at_most() -> None:
+    with pytest.raises(ValueError, match="min_replicas = 2 is more than max_replicas = 1"):
+        ServeOptions.model_validate(options().model_dump() | {"min_replicas": 2})
+
+
+def test_an_accelerator_that_ray_does_not_know() -> None:
+    with pytest.raises(ValueError, match=r"it knows cpu, .*A100"):
+        ServeOptions.model_validate(options().model_dump() | {"accelerator": "A1000"})
+
+
+def test_last_words_of_a_replica_are_the_reason_alone() -> None:
+    message = (
+        "The deployment failed to start 1 times in a row.\nTraceback (most recent call last):\nValueError: no room"
+    )
+    status = {"status": "DEPLOY_FAILED", "status_trigger": "CONFIG_UPDATE_STARTED", "replica_states": {}}
+    app = ApplicationStatusOverview(
+        status="DEPLOY_FAILED",
+        message="Failed to update the deployments ['Server:tiny'].",
+        last_deployed_time_s=0,
+        deployments={"Server:tiny": DeploymentStatusOverview(message=message, **status)},
+    )
+    assert serve_llm.last_words(app) == "no room"
+
+
+# ---------------------------------------------------------------- settings
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("runs/finetune_ddp/model", "finetune_ddp"),
+        ("s3://bucket/runs/monday/model", "monday"),
+        ("owner/name-8B", "owner/name-8B"),
+        ("/somewhere/checkpoint", "checkpoint"),
+    ],
+)
+def test_name_of_the_model(model: str, name: str) -> None:
+    assert options(model=model).served_name == name
+    assert options(model=model, model_name="mine").served_name == "mine"
+
+
+def test_the_cluster_profile_asks_for_its_gpus() -> None:
+    from jobs import openai_app
+
+    section = settings.load(ServeOptions, "serve", profile="cluster")
+    wide = section.model_copy(update={"tensor_parallel_size": 4, "pipeline_parallel_size": 2})
+    config = openai_app.llm_config(wide)
+    assert config.get_engine_config().placement_bundles == [{"GPU": 1, "accelerator_type:A100": 0.001}] * 8
+    assert config.deployment_config["autoscaling_config"]["max_replicas"] == section.max_replicas
+
+
+# ---------------------------------------------------------------- inv chat
+
+
+def test_chat_answers_one_question(served: ServeOptions, client: openai.OpenAI, capsys: pytest.CaptureFixture) -> None:
+    chat.chat(served.url, QUESTIONS[0])
+    printed = capsys.readouterr().out
+    assert printed.startswith(ask(client, user(QUESTIONS[0])))
+
+
+def test_chat_remembers_until_told_to_forget(
+    served: ServeOptions, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    typed = iter(["/system be brief", "hello", "word " * 500, "again", "/clear", "/nonsense", "hello", "/quit"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
+    asked: list[list[ChatCompletionMessageParam]] = []
+    create = openai.resources.chat.Completions.create
+    monkeypatch.setattr(
+        openai.resources.chat.Completions,
+        "create",
+        lambda self, **body: asked.append(list(body["messages"])) or create(self, max_tokens=ANSWER_TOKENS, **body),
+    )
+    chat.chat(served.url)
+    printed = capsys.readouterr().out
+    brief = {"role": "system", "content": "be brief"}
+    first, _, second, third = asked
+    assert first == [brief, *user("hello")]
+    assert [message["content"] for message in second] == ["be brief", "hello", second[2]["content"], "again"]
+    assert second[2]["content"] in printed
+    assert "maximum context length" in printed
+    assert chat.HELP in printed
+    assert third == first
+
+
+def test_chat_says_what_to_type_when_the_server_is_away() -> None:
+    with pytest.raises(settings.Refusal, match=r"nothing answers at .* inv submit serve_llm"):
+        chat.chat("http://127.0.0.1:9/v1", "hi")
+
+
+def test_chat_says_when_the_key_is_another_one(served: ServeOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SERVE_API_KEY", "wrong")
+    with pytest.raises(settings.Refusal, match="refuses the SERVE_API_KEY"):
+        chat.chat(served.url, "hi")

@@ -1,0 +1,55 @@
+"""settings.toml: profiles overlay, and what is wrong is said by line and key."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import settings
+
+
+class Machine(settings.Section):
+    cores: int
+    name: str = "unnamed"
+
+
+def write(folder: Path, text: str) -> Path:
+    file = folder / "settings.toml"
+    file.write_text(text)
+    return file
+
+
+def test_the_profile_wins_over_what_both_share(tmp_path: Path) -> None:
+    file = write(
+        tmp_path, '[machine]\ncores = 1\nname = "shared"\n[local.machine]\ncores = 2\n[cluster.machine]\ncores = 3\n'
+    )
+    assert settings.load(Machine, "machine", profile="local", file=file) == Machine(cores=2, name="shared")
+    assert settings.load(Machine, "machine", profile="cluster", file=file) == Machine(cores=3, name="shared")
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("[machine]\ncores = 1\n\n[local.machine]\ncores = 'two'\n", "settings.toml line 5, key local.machine.cores: "),
+        ("[machine]\ncores = 1\ncoers = 2\n", "settings.toml line 3, key machine.coers: no such key"),
+        ("[machine]\nname = 'a'\n", "settings.toml, key local.machine.cores: Field required"),
+        ("[machine]\ncores = \n", "settings.toml is not valid TOML: Invalid value (at line 2"),
+    ],
+)
+def test_a_broken_file_is_named_by_line_and_key(tmp_path: Path, text: str, sentence: str) -> None:
+    with pytest.raises(settings.Refusal, match="^" + re.escape(sentence)):
+        settings.load(Machine, "machine", profile="local", file=write(tmp_path, text))
+
+
+def test_a_missing_file_and_an_unknown_profile_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(settings.Refusal, match=r"git checkout settings\.toml"):
+        settings.load(Machine, "machine", file=tmp_path / "settings.toml")
+    with pytest.raises(settings.Refusal, match="profile 'laptop' is unknown"):
+        settings.load(Machine, "machine", profile="laptop")
+
+
+def test_paths_mean_the_projects_folder_and_uris_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROJECT_DIR", "/somewhere/project")
+    assert settings.resolve("data/packed") == "/somewhere/project/data/packed"
+    assert settings.resolve("/shared/data") == "/shared/data"
+    assert settings.resolve("s3://bucket/data") == "s3://bucket/data"

@@ -1,0 +1,75 @@
+"""What `inv status` says is wrong, from answers as Ray's dashboard gives them."""
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+import settings
+from cluster import status
+
+NODE: dict[str, Any] = {
+    "node_ip": "10.0.0.1", "is_head_node": True, "state": "ALIVE", "state_message": None,
+    "resources_total": {"CPU": 4.0},
+}  # fmt: skip
+JOB: dict[str, Any] = {
+    "submission_id": "preprocess-1", "status": "SUCCEEDED", "start_time": 1_000, "end_time": 61_000,
+    "message": "Job finished successfully.", "driver_exit_code": 0,
+}  # fmt: skip
+APPLICATION: dict[str, Any] = {
+    "status": "RUNNING", "route_prefix": "/", "message": "",
+    "deployments": {"LLMServer:tiny": {"replicas": [{}, {}], "message": ""}},
+}  # fmt: skip
+
+
+def snapshot(**changes: Any) -> status.Snapshot:
+    healthy: dict[str, Any] = {
+        "nodes": [NODE],
+        "load": {"usage": {"CPU": [1.0, 4.0]}, "resourceDemand": [], "pgDemand": []},
+        "jobs": [JOB],
+        "serve": {"http_options": {"host": "127.0.0.1", "port": 8000}, "applications": {"llm": APPLICATION}},
+    }
+    return status.Snapshot(**(healthy | changes))
+
+
+def printed(what: status.Snapshot) -> str:
+    console = Console(file=io.StringIO(), width=160)
+    status.show(what, console)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_a_healthy_cluster_is_shown_whole_and_nothing_is_wrong() -> None:
+    text = printed(snapshot())
+    for expected in ("10.0.0.1", "head", "preprocess-1", "succeeded", "60 s", "http://127.0.0.1:8000", "tiny ×2"):
+        assert expected in text
+    assert "nothing is wrong" in text
+
+
+def test_demand_that_no_node_can_meet_is_said() -> None:
+    load = {"usage": {"CPU": [0.0, 4.0]}, "resourceDemand": [[{"CPU": 8.0}, 3]], "pgDemand": []}
+    assert status.problems(snapshot(load=load)) == ["3 × 8 CPU is asked for, and the cluster has 4 CPU in all"]
+    fits = {"usage": {"CPU": [4.0, 4.0]}, "resourceDemand": [[{"CPU": 1.0}, 3]], "pgDemand": []}
+    assert status.problems(snapshot(load=fits)) == []
+    assert "3" in printed(snapshot(load=fits)), "what waits for its turn is shown, though nothing is wrong"
+
+
+def test_a_failed_job_gives_its_code_and_its_last_words() -> None:
+    job = JOB | {"status": "FAILED", "driver_exit_code": 1, "message": "Job failed:\nerror: there is no data\n"}
+    (sentence,) = status.problems(snapshot(jobs=[job]))
+    assert sentence == "job preprocess-1 failed with exit code 1, its last words: error: there is no data"
+
+
+def test_a_dead_node_and_an_unhealthy_application_are_said() -> None:
+    dead = NODE | {"state": "DEAD", "state_message": "health check failed"}
+    assert status.problems(snapshot(nodes=[dead])) == ["node 10.0.0.1 is dead: health check failed"]
+    sick = APPLICATION | {"status": "DEPLOY_FAILED", "message": "The engine\ndid not start"}
+    serve = {"http_options": {}, "applications": {"llm": sick}}
+    assert status.problems(snapshot(serve=serve)) == ["application llm is deploy_failed: did not start"]
+    with pytest.raises(settings.Refusal, match="inv submit serve_llm"):
+        status.address(snapshot(serve=serve))
+
+
+def test_a_node_that_was_taken_away_on_purpose_is_no_problem() -> None:
+    gone = NODE | {"state": "DEAD", "state_message": "Expected termination: drained"}
+    assert status.problems(snapshot(nodes=[gone])) == []
