@@ -1,8 +1,10 @@
 """The `local` target: a Ray head on this machine's loopback, closed by a token, beside any other Ray here."""
 
 import contextlib
+import itertools
 import json
 import os
+import random
 import secrets
 import shutil
 import signal
@@ -71,6 +73,7 @@ class Local:
                 "RAY_ADDRESS": _state()["address"],  # without it, parts of Ray Train look for any Ray on this machine
                 "PROJECT_DIR": str(settings.PROJECT),
                 "SECRETS_FILE": str(settings.PROJECT / ".env"),
+                "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # nobody takes this machine away
             },
         )
 
@@ -134,10 +137,11 @@ def _new_state() -> dict[str, Any]:
     STATE.mkdir(exist_ok=True)
     TOKEN.touch(mode=0o600)
     TOKEN.write_text(secrets.token_hex(32))
-    dashboard_port, gcs_port = _free_ports(2)
+    dashboard_port, gcs_port = free_ports(2)
     state = {
         "id": secrets.token_hex(8),
-        "temp": tempfile.mkdtemp(prefix="ray-"),  # short: a socket's path holds 107 bytes
+        # in /tmp, as Ray's own is: below a longer TMPDIR, such as that of macOS, no socket's name would fit
+        "temp": tempfile.mkdtemp(prefix="ray-", dir=os.environ.get("RAY_TMPDIR", "/tmp")),
         "dashboard": f"http://127.0.0.1:{dashboard_port}",
         "address": f"127.0.0.1:{gcs_port}",
     }
@@ -147,7 +151,7 @@ def _new_state() -> dict[str, Any]:
 
 def _start_head(state: dict[str, Any], section: RaySection) -> subprocess.Popen:
     """`ray start --block` in a session of its own: it lives on after this verb, until `down`."""
-    client, agent, agent_grpc, metrics, runtime_env = _free_ports(5)
+    client, agent, agent_grpc, metrics, runtime_env = free_ports(5)
     command = [
         *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"),
         "--node-ip-address=127.0.0.1",
@@ -169,6 +173,7 @@ def _start_head(state: dict[str, Any], section: RaySection) -> subprocess.Popen:
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # one node, so Ray binds every port of its own to loopback
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(TOKEN),
+        "TMPDIR": state["temp"],  # what jobs leave there goes with the cluster, and no other user reads it
     }
     environment.pop("RAY_ADDRESS", None)
     with LOG.open("w") as log:
@@ -195,13 +200,22 @@ def _port(address: str) -> str:
     return address.rpartition(":")[2]
 
 
-def _free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on; all are held until the last is found, so that they differ."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [listener.getsockname()[1] for listener in sockets]
-    for listener in sockets:
-        listener.close()
-    return ports
+def free_ports(count: int) -> list[int]:
+    """Different ports that nobody listens on, and that no outgoing connection takes before they are used.
+
+    From below the ranges that Linux (32768 up) and macOS (49152 up) give to connections: of the many that Ray
+    makes while it starts, one sometimes got a port that was meant for its agent.
+    """
+    candidates = random.SystemRandom().sample(range(20_000, 32_000), 1_000)
+    return list(itertools.islice(filter(_is_free, candidates), count))
+
+
+def _is_free(port: int) -> bool:
+    try:
+        socket.create_server(("127.0.0.1", port)).close()
+    except OSError:
+        return False
+    return True
 
 
 def _processes(state: dict[str, Any]) -> list[psutil.Process]:

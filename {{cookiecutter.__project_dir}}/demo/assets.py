@@ -10,11 +10,12 @@ import os
 import random
 import sysconfig
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 SPECIAL_TOKENS = ["<|pad|>", "<|bos|>", "<|eos|>", "<|system|>", "<|user|>", "<|assistant|>"]
 DOCUMENTED_MODULES = ("os.path", "shutil", "random", "statistics", "textwrap", "fractions", "heapq", "bisect")
@@ -89,6 +90,11 @@ def write_data(folder: Path, *, shuffle_answers: bool = False) -> int:
 
 def write_model(folder: Path, *, vocabulary: int = 1024, seed: int = 0) -> int:
     """Write an untrained Llama and its tokenizer as a Hugging Face folder; returns the parameters."""
+    import torch  # seconds, in which Ray starts
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
     tokenizer = _train_tokenizer(vocabulary)
     torch.manual_seed(seed)
     model = LlamaForCausalLM(
@@ -111,7 +117,9 @@ def write_model(folder: Path, *, vocabulary: int = 1024, seed: int = 0) -> int:
     return model.num_parameters()
 
 
-def _train_tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
+def _train_tokenizer(vocabulary: int) -> "PreTrainedTokenizerFast":
+    from transformers import PreTrainedTokenizerFast
+
     bpe = Tokenizer(models.BPE())
     # digits one by one: a status code must not hide inside a token of its own
     bpe.pre_tokenizer = pre_tokenizers.Sequence(

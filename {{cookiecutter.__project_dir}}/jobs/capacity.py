@@ -52,14 +52,17 @@ def refuse_workers_on_every_cpu(cpus_of_workers: int) -> None:
         )
 
 
-def refuse_private_paths(paths: Mapping[str, str], shared_folders: Sequence[str]) -> None:
-    """Refuse, on several nodes, a path that only one of them can read. `paths` are absolute, URIs or hub ids."""
+def refuse_private_paths(paths: Mapping[str, str], shared_folders: Sequence[str], section: str) -> None:
+    """Refuse, on several nodes, a path that only one of them can read.
+
+    `paths` are absolute, URIs or hub ids, by the names of their settings in `section`.
+    """
     if sum(node.count for node in nodes()) == 1:
         return
     for key, path in paths.items():
         if os.path.isabs(path) and not any(Path(path).is_relative_to(folder) for folder in shared_folders):
             raise Refusal(
-                f"{key} = {path} is on the disk of one node, and this cluster has several; give a URI such as "
-                "s3://bucket/folder (for a model, a hub id), or name the folder that all nodes mount in shared_paths "
-                "of [train]."
+                f"{key} = {path} is on the disk of one node, and this cluster has several; set --{key} to a URI such "
+                "as s3://bucket/folder (for a model, a hub id), or name the folder that all nodes mount in "
+                f"shared_paths of [{section}]."
             )

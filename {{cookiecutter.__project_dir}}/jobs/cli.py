@@ -47,9 +47,10 @@ def connect(*, log_to_driver: bool = True) -> None:
     if address != "local":
         ray.init(address=address, log_to_driver=log_to_driver)
         return
+    os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # nobody takes this machine away
     ray.init(
         address="local",
-        include_dashboard=False,
+        include_dashboard=True,  # Ray Train asks it whether a run's controller lives, and complains without it
         logging_level=logging.WARNING,
         log_to_driver=log_to_driver,
         runtime_env={

@@ -19,16 +19,25 @@ from typing import Any
 import ray
 from pydantic import Field, PositiveFloat, PositiveInt
 from ray.data import DataContext
+from ray.data._internal.execution.operators.shuffle_operators.disk_shuffle_runtime import ShuffleDiskError
 from ray.exceptions import RayTaskError
 from rich.console import Console
 from rich.text import Text
 
 import settings
-from jobs import cli, rows, shards
-from jobs.conversations import NOT_TRAINED, BadRow, Document, Tokenize, find_model, read_template, tokenizer_hash
-from jobs.nodes import refuse_private_paths
-from jobs.output import Output
-from jobs.progress import Progress, time_left
+from jobs import capacity, cli
+from jobs.preprocessing import rows, shards
+from jobs.preprocessing.conversations import (
+    NOT_TRAINED,
+    BadRow,
+    Document,
+    Tokenize,
+    find_model,
+    read_template,
+    tokenizer_hash,
+)
+from jobs.preprocessing.output import Output
+from jobs.preprocessing.progress import Progress, time_left
 from settings import Refusal
 
 HEAD_ROWS = 100  # looked at before anything is started
@@ -67,28 +76,24 @@ class PreprocessOptions(settings.Section):
 def main(options: PreprocessOptions) -> None:
     """Turn conversations into packed rows of tokens, of which only the assistant's are trained."""
     source = rows.find(settings.resolve(options.input))
-    template = read_template(options.chat_template)
-    tokenize = Tokenize(options.model, options.sequence_length, template)
+    tokenize = Tokenize(options.model, options.sequence_length, read_template(options.chat_template))
     _show(rows.head(source, max(options.show, HEAD_ROWS)), options.show, tokenize)
     plan = shards.Plan(
         output=settings.resolve(options.output),
-        model=find_model(options.model),
-        chat_template=template,
         sequence_length=options.sequence_length,
         eval_share=options.eval_share,
         seed=options.seed,
         partitions=_partitions(source, options.shard_mib),
     )
-    recipe = _recipe(source, plan, tokenize)
+    recipe = _recipe(source, plan, options.model, tokenize)
     output = Output(plan.output)
     if output.holds(recipe):
         print(f"{plan.output} is already made from this input with these settings; nothing to do.")
         return
     cli.connect()
-    paths = {"input": source.name, "output": plan.output, "model": plan.model}
-    refuse_private_paths(paths, options.shared_paths, "preprocess")
+    capacity.refuse_private_paths({"input": source.name, "output": plan.output}, options.shared_paths, "preprocess")
     output.begin(options.overwrite)
-    partitions = _make_shards(source, plan)
+    partitions = _make_shards(source, plan, tokenize)
     manifest = recipe | _outcome(partitions)
     _check(manifest, options, plan)
     output.finish(manifest)
@@ -100,7 +105,7 @@ def _partitions(source: rows.Source, shard_mib: float) -> int:
     return 1 << int((source.text_size - 1) / (shard_mib * 2**20)).bit_length()
 
 
-def _recipe(source: rows.Source, plan: shards.Plan, tokenize: Tokenize) -> dict[str, Any]:
+def _recipe(source: rows.Source, plan: shards.Plan, model: str, tokenize: Tokenize) -> dict[str, Any]:
     """The part of the manifest that is known beforehand, and decides the rest of it."""
     tokenizer = tokenize.tokenizer
     files = json.dumps(source.files)
@@ -117,7 +122,7 @@ def _recipe(source: rows.Source, plan: shards.Plan, tokenize: Tokenize) -> dict[
             "hash": hashlib.sha256(files.encode()).hexdigest(),
         },
         "tokenizer": {
-            "model": plan.model,
+            "model": find_model(model),
             "hash": tokenizer_hash(tokenizer),
             "vocabulary": len(tokenizer),
             "chat_template": tokenizer.chat_template,
@@ -146,14 +151,15 @@ def _part(made: list[shards.Shard]) -> dict[str, Any]:
     return {"files": files} | {count: sum(getattr(shard, count) for shard in made) for count in counts}
 
 
-def _make_shards(source: rows.Source, plan: shards.Plan) -> list[shards.Partition]:
+def _make_shards(source: rows.Source, plan: shards.Plan, tokenize: Tokenize) -> list[shards.Partition]:
     _quiet_console()
     with DataContext.current(_data_context()), Progress(_Line(source.size)) as progress:
         keyed = rows.dataset(source, progress.report).map_batches(
             partial(rows.assign, seed=plan.seed, partitions=plan.partitions), batch_size=None, batch_format="pyarrow"
         )
         written = keyed.groupby("partition", num_partitions=plan.partitions).map_groups(
-            partial(shards.write, plan=plan, report=progress.report), batch_format="pyarrow"
+            partial(shards.write, plan=plan, tokenize=ray.put(tokenize), report=progress.report),
+            batch_format="pyarrow",
         )
         try:
             summaries = [shards.Partition.model_validate_json(row["summary"]) for row in written.iter_rows()]
@@ -166,10 +172,11 @@ def _explained(error: RayTaskError) -> Exception:
     """What to tell a person about a task that failed: one sentence where the input or a disk is at fault."""
     if isinstance(error.cause, Refusal):
         return Refusal(str(error.cause).splitlines()[0])  # Ray adds advice of its own in the lines below
-    if isinstance(error.cause, OSError) and error.cause.errno == errno.ENOSPC:
+    no_space = isinstance(error.cause, OSError) and error.cause.errno == errno.ENOSPC
+    if no_space or isinstance(error.cause, ShuffleDiskError):
         return Refusal(
             f"no space is left in {tempfile.gettempdir()} on a node: the shuffle keeps the text of the input there, "
-            "compressed; free some, or set TMPDIR to a folder on a larger disk."
+            "compressed; free some, or set RAY_TMPDIR to a folder on a larger disk and start the cluster again."
         )
     return error
 

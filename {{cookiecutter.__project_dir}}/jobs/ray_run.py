@@ -1,20 +1,23 @@
 """Runs the training loop under Ray Train: the workers' side of the Run port, and the driver that starts them."""
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import ray
 import ray.train
 import torch
 from ray.train import Checkpoint, CheckpointConfig, FailureConfig, LoggingConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer, get_device, prepare_model
+from ray.train.v2._internal.execution import context
 from torch import nn
 
 import settings
 from jobs import capacity, cli, stream
-from jobs.conversations import load_tokenizer
+from jobs.preprocessing.conversations import load_tokenizer
 from jobs.training import preflight
 from jobs.training.arithmetic import plan_batches
 from jobs.training.loop import train
@@ -98,7 +101,9 @@ def _check_stream(options: TrainOptions, recipe: stream.Recipe) -> preflight.Ide
 def _check_cluster(options: TrainOptions, recipe: stream.Recipe | None) -> None:
     capacity.refuse_too_many_workers(options.num_workers, _worker_resources(options))
     rows = {"input": recipe.input} if recipe else {"data": options.data}
-    capacity.refuse_private_paths({"model": options.model, "output": options.output} | rows, options.shared_paths)
+    capacity.refuse_private_paths(
+        {"model": options.model, "output": options.output} | rows, options.shared_paths, "train"
+    )
     if recipe:
         capacity.refuse_workers_on_every_cpu(options.num_workers * options.cpus_per_worker)
 
@@ -106,7 +111,8 @@ def _check_cluster(options: TrainOptions, recipe: stream.Recipe | None) -> None:
 def _trainer(options: TrainOptions, make_strategy: MakeStrategy, recipe: stream.Recipe | None) -> TorchTrainer:
     return TorchTrainer(
         _work,
-        train_loop_config={"options": options, "make_strategy": make_strategy, "recipe": recipe},
+        # a reference: Ray's controller, which only passes it on, would import torch and transformers to unpack it
+        train_loop_config={"work": ray.put((options, make_strategy, recipe))},
         datasets={"train": stream.dataset(recipe)} if recipe else None,
         torch_config=TorchConfig(backend=BACKENDS[options.device]),
         scaling_config=ScalingConfig(
@@ -132,11 +138,13 @@ def _evaluates(options: TrainOptions) -> bool:
 
 def _work(config: dict[str, Any]) -> str | None:
     """What each worker runs. A refusal is returned, not raised: Ray would start the workers again."""
-    options, recipe = config["options"], config["recipe"]
+    # Ray names this logger by its file, so LoggingConfig's level does not reach it
+    logging.getLogger(context.__file__).setLevel(logging.WARNING)
+    options, make_strategy, recipe = ray.get(config["work"])
     run = RayRun(options.device)
     source = stream.StreamSource(recipe, options.global_batch_rows // run.world_size) if recipe else None
     try:
-        train(options, run, config["make_strategy"], source)
+        train(options, run, make_strategy, source)
     except Refusal as refusal:
         return str(refusal)
     return None

@@ -9,12 +9,10 @@ from pathlib import Path
 
 from dotenv import dotenv_values
 
-import settings
-
 
 def load() -> None:
     """Put the named secrets into this process's environment; a name without a value stays unset."""
-    file = Path(os.environ.get("SECRETS_FILE") or settings.PROJECT / ".env")
+    file = Path(os.environ.get("SECRETS_FILE") or Path(__file__).parents[1] / ".env")
     values = dotenv_values(file) if file.is_file() else {}
     submitted = os.environ.get("SECRET_NAMES")  # plain `python -m` has no verb to name them: all that .env holds
     for name in submitted.split(",") if submitted else values:

@@ -7,12 +7,14 @@ from typing import NamedTuple
 import pyarrow as pa
 import ray.data
 import ray.train
+from ray import ObjectRef
 
 import settings
-from jobs import rows
-from jobs.conversations import Tokenize, padding_id, read_template
-from jobs.packing import pack
 from jobs.preprocess import PreprocessOptions
+from jobs.preprocessing import rows
+from jobs.preprocessing.conversations import Tokenize, padding_id, read_template
+from jobs.preprocessing.packing import pack
+from jobs.preprocessing.shards import fetch
 from jobs.training.packed import Batch, as_arrays, as_batch
 from settings import Refusal
 
@@ -41,17 +43,15 @@ def read_recipe(model: str) -> Recipe:
 def dataset(recipe: Recipe) -> ray.data.Dataset:
     """The packed rows, in the order of the input."""
     ray.data.DataContext.get_current().enable_progress_bars = False
+    shared = ray.put(Tokenize(recipe.model, recipe.sequence_length, recipe.chat_template))
     return rows.dataset(rows.find(recipe.input)).map_batches(
-        functools.partial(_packed, recipe=recipe), batch_size=DOCUMENTS_PACKED_TOGETHER, batch_format="pyarrow"
+        functools.partial(_packed, shared=shared), batch_size=DOCUMENTS_PACKED_TOGETHER, batch_format="pyarrow"
     )
 
 
-def _packed(table: pa.Table, recipe: Recipe) -> pa.Table:
-    tokenize = _tokenize(recipe.model, recipe.sequence_length, recipe.chat_template)
-    return pack(tokenize(table), recipe.sequence_length, padding_id(tokenize.tokenizer))
-
-
-_tokenize = functools.cache(Tokenize)  # loaded once by each worker process
+def _packed(table: pa.Table, shared: ObjectRef) -> pa.Table:
+    tokenize = fetch(shared)
+    return pack(tokenize(table), tokenize.sequence_length, padding_id(tokenize.tokenizer))
 
 
 class StreamSource:

@@ -32,7 +32,7 @@ def ray_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     temp = tempfile.mkdtemp(prefix="ray-test-")  # short: a socket path holds 107 bytes
     secrets_file = tmp_path_factory.mktemp("secrets") / ".env"
     secrets_file.write_text(f"SERVE_API_KEY=canary-{token_hex(16)}\n")
-    os.environ |= {"SECRETS_FILE": str(secrets_file), "SECRET_NAMES": "SERVE_API_KEY"}
+    os.environ |= {"SECRETS_FILE": str(secrets_file), "SECRET_NAMES": "SERVE_API_KEY", "TMPDIR": temp}
     os.environ["RAY_TRAIN_ENABLE_STATE_TRACKING"] = "0"
     ray.init(
         address="local",
@@ -44,4 +44,5 @@ def ray_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     )
     yield
     ray.shutdown()
+    del os.environ["TMPDIR"]
     shutil.rmtree(temp, ignore_errors=True)

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import settings
-from jobs.conversations import (
+from jobs.preprocessing.conversations import (
     NOT_TRAINED,
     BadRow,
     Tokenize,
@@ -21,7 +21,7 @@ from jobs.conversations import (
     read_template,
     tokenizer_hash,
 )
-from jobs.packing import pack
+from jobs.preprocessing.packing import pack
 
 CHATML = "jobs/chat_templates/chatml.jinja"
 SYSTEM = {"role": "system", "content": "Answer briefly."}

@@ -19,12 +19,13 @@ from ray.data import DataContext, ExecutionResources
 from ray.exceptions import RayTaskError
 
 import settings
-from jobs import preprocess, rows
-from jobs.conversations import NOT_TRAINED, load_tokenizer
-from jobs.nodes import refuse_private_paths
-from jobs.output import Output
+from jobs import preprocess
+from jobs.capacity import refuse_private_paths
 from jobs.preprocess import PreprocessOptions
-from jobs.progress import time_left
+from jobs.preprocessing import rows
+from jobs.preprocessing.conversations import NOT_TRAINED, load_tokenizer
+from jobs.preprocessing.output import Output
+from jobs.preprocessing.progress import time_left
 
 GOOD = {"messages": [{"role": "user", "content": "Say hello."}, {"role": "assistant", "content": "Hello."}]}
 SILENT = {"messages": [{"role": "user", "content": "Say hello."}]}

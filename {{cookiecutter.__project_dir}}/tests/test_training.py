@@ -24,8 +24,8 @@ from transformers.optimization import get_cosine_with_min_lr_schedule_with_warmu
 
 import settings
 from jobs import finetune_deepspeed
-from jobs.conversations import NOT_TRAINED, Tokenize, padding_id, tokenizer_hash
-from jobs.packing import pack
+from jobs.preprocessing.conversations import NOT_TRAINED, Tokenize, padding_id, tokenizer_hash
+from jobs.preprocessing.packing import pack
 from jobs.training import arithmetic, preflight
 from jobs.training.loop import PackedSource, train
 from jobs.training.options import DDPOptions, DeepSpeedOptions

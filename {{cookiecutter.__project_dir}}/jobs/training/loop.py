@@ -5,7 +5,7 @@ from typing import Protocol
 
 import torch
 
-from jobs.conversations import NOT_TRAINED, load_tokenizer
+from jobs.preprocessing.conversations import NOT_TRAINED, load_tokenizer
 from jobs.training import checkpoints, models
 from jobs.training.arithmetic import learning_rate_at, peak_learning_rate, plan_batches
 from jobs.training.meter import Meter

@@ -11,7 +11,7 @@ import pyarrow.fs
 import torch
 from pydantic import BaseModel
 
-from jobs.conversations import NOT_TRAINED
+from jobs.preprocessing.conversations import NOT_TRAINED
 from settings import Refusal
 
 COLUMNS = ("input_ids", "labels", "position_ids")

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
-from jobs.conversations import load_tokenizer, tokenizer_hash
+from jobs.preprocessing.conversations import load_tokenizer, tokenizer_hash
 from jobs.training import storage
 from jobs.training.options import TrainOptions
 from jobs.training.packed import Manifest

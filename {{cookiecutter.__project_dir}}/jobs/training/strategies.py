@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
-from jobs.conversations import NOT_TRAINED
+from jobs.preprocessing.conversations import NOT_TRAINED
 from jobs.training.arithmetic import BatchPlan
 from jobs.training.options import TrainOptions
 from jobs.training.packed import Batch

@@ -1,6 +1,5 @@
 """Turns rows into conversations, and conversations into documents: tokens of which only the assistant's are trained."""
 
-import functools
 import hashlib
 import json
 from collections.abc import Mapping
@@ -160,7 +159,7 @@ class Tokenize:
     def __call__(self, table: pa.Table) -> pa.Table:
         """A row for each row of `table`, as DOCUMENTS has it; a bad row has its `problem` and no tokens.
 
-        The rows are as `jobs.rows` reads them, or have `messages`, or `instruction` and `response`.
+        The rows are as `jobs.preprocessing.rows` reads them, or have `messages`, or `instruction` and `response`.
         """
         return pa.Table.from_pylist([self._document_or_problem(row) for row in table.to_pylist()], DOCUMENTS)
 
@@ -220,6 +219,3 @@ class Tokenize:
                 "nothing would be trained; set chat_template in [preprocess] to one that does, for example "
                 "jobs/chat_templates/chatml.jinja."
             )
-
-
-shared_tokenize = functools.cache(Tokenize)  # loaded once in each worker process

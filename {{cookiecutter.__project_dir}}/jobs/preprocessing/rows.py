@@ -18,7 +18,7 @@ import pyarrow.fs
 import pyarrow.parquet as pq
 import ray.data
 
-from jobs.conversations import COLUMNS, NO_COLUMNS, BadRow, canonical, conversation
+from jobs.preprocessing.conversations import COLUMNS, NO_COLUMNS, BadRow, canonical, conversation
 from settings import Refusal
 
 PIECE_BYTES = 32 * 2**20  # of a file, read by one task

@@ -5,7 +5,7 @@ from bisect import bisect_left, insort
 import numpy as np
 import pyarrow as pa
 
-from jobs.conversations import NOT_TRAINED
+from jobs.preprocessing.conversations import NOT_TRAINED
 
 
 def pack(table: pa.Table, sequence_length: int, pad_id: int) -> pa.Table:

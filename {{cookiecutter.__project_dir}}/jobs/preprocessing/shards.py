@@ -1,21 +1,24 @@
 """Turns one partition of the rows into its shards: sorted, tokenised, packed, written. This is what workers run."""
 
+import functools
 import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+import ray
 from pydantic import BaseModel
+from ray import ObjectRef
 
-from jobs.conversations import NOT_TRAINED, padding_id, shared_tokenize
-from jobs.output import Output
-from jobs.packing import pack
+from jobs.preprocessing.conversations import NOT_TRAINED, Tokenize, padding_id
+from jobs.preprocessing.output import Output
+from jobs.preprocessing.packing import pack
 
 SLICE_ROWS = 256  # tokenised together: Python lists of tokens take nine times the memory of the arrays they become
 ROW_GROUP_TOKENS = 2**20  # what training reads at once
@@ -23,11 +26,9 @@ ROW_GROUP_TOKENS = 2**20  # what training reads at once
 
 @dataclass(frozen=True)
 class Plan:
-    """All that decides what the shards hold. `output` is a path or URI, `chat_template` the text of a template."""
+    """What decides, beside rows and tokenizer, what the shards hold. `output` is a path or URI."""
 
     output: str
-    model: str
-    chat_template: str | None
     sequence_length: int
     eval_share: float
     seed: int
@@ -62,31 +63,40 @@ def held_out(row: bytes, share: float) -> bool:
     return int.from_bytes(digest) < share * 2**64
 
 
-def write(rows: pa.Table, plan: Plan, report: Callable[..., Any]) -> pa.Table:
+@functools.cache
+def fetch(tokenize: ObjectRef) -> Tokenize:
+    """What the driver loaded, unpacked once in each worker process: no worker asks a hub, all have the same."""
+    return ray.get(tokenize)
+
+
+def write(rows: pa.Table, plan: Plan, tokenize: ObjectRef, report: Callable[..., Any]) -> pa.Table:
     """Write the shards of one partition; returns one row with its `summary`, a Partition as JSON.
+
+    `tokenize` refers to a Tokenize. Each slice that is done calls `report(rows_packed=…)`.
 
     Raises:
         Refusal: there is no room on the disk.
     """
     number = rows["partition"][0].as_py()
     rows = rows.sort_by("key")
-    documents = _documents(rows, plan, report)
+    documents = _documents(rows, fetch(tokenize), report)
+    pad_id = padding_id(fetch(tokenize).tokenizer)
     good = pc.is_null(documents["problem"])
     evaluated = pa.array([held_out(row, plan.eval_share) for row in rows["row"].to_pylist()])
     bad = pc.invert(good)
     rejected = _reject(rows["row"].filter(bad), documents["problem"].filter(bad), plan, number)
+    name = f"part-{number:05d}.parquet"
     partition = Partition(
         number=number,
         rows=len(rows),
         rejected=rejected,
-        train=_write_shard(documents.filter(pc.and_not(good, evaluated)), plan, "train", number),
-        eval=_write_shard(documents.filter(pc.and_(good, evaluated)), plan, "eval", number),
+        train=_write_shard(documents.filter(pc.and_not(good, evaluated)), plan, pad_id, f"train/{name}"),
+        eval=_write_shard(documents.filter(pc.and_(good, evaluated)), plan, pad_id, f"eval/{name}"),
     )
     return pa.table({"summary": [partition.model_dump_json()]})
 
 
-def _documents(rows: pa.Table, plan: Plan, report: Callable[..., Any]) -> pa.Table:
-    tokenize = shared_tokenize(plan.model, plan.sequence_length, plan.chat_template)
+def _documents(rows: pa.Table, tokenize: Tokenize, report: Callable[..., Any]) -> pa.Table:
     slices = []
     for start in range(0, len(rows), SLICE_ROWS):
         slices.append(tokenize(rows.slice(start, SLICE_ROWS)))
@@ -103,18 +113,16 @@ def _reject(rows: pa.ChunkedArray, problems: pa.ChunkedArray, plan: Plan, number
     return dict(Counter(problem for _, problem in pairs))
 
 
-def _write_shard(documents: pa.Table, plan: Plan, part: Literal["train", "eval"], number: int) -> Shard | None:
+def _write_shard(documents: pa.Table, plan: Plan, pad_id: int, name: str) -> Shard | None:
     if not len(documents):
         return None
-    tokenizer = shared_tokenize(plan.model, plan.sequence_length, plan.chat_template).tokenizer
-    packed = pack(documents, plan.sequence_length, padding_id(tokenizer))
+    packed = pack(documents, plan.sequence_length, pad_id)
     columns = [column.combine_chunks().flatten().to_numpy() for column in packed.columns]
     buffer = pa.BufferOutputStream()
     pq.write_table(packed, buffer, compression="zstd", row_group_size=max(1, ROW_GROUP_TOKENS // plan.sequence_length))
-    name = f"part-{number:05d}.parquet"
-    Output(plan.output).save(f"{part}/{name}", buffer.getvalue())
+    Output(plan.output).save(name, buffer.getvalue())
     return Shard(
-        name=name,
+        name=name.rpartition("/")[2],
         rows=len(packed),
         documents=len(documents),
         cut_documents=pc.sum(documents["cut"]).as_py(),
