@@ -1,6 +1,7 @@
 """The template's own verbs: uv run invoke VERB. The verbs of a generated project are in its own tasks.py."""
 
 import os
+import re
 import shlex
 import sys
 import tomllib
@@ -8,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from invoke import Context, task
+from packaging.markers import Marker
 
 import bake
 
@@ -83,14 +85,17 @@ def _compile(context: Context, project: Path, name: str, options: str, variables
             env=dict(variables),
             replace_env=True,
         )
-    text = (project / pins).read_text(encoding="utf-8").replace(_everywhere(project), "")
+    lines = (project / pins).read_text(encoding="utf-8").splitlines()
+    machines = tomllib.loads((project / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["uv"]["environments"]
+    text = "".join(f"{_without_needless_marker(line, machines)}\n" for line in lines)
     (bake.PROJECT / pins).write_text(text, encoding="utf-8")
 
 
-def _everywhere(project: Path) -> str:
-    """The marker that uv writes behind a package of all the machines compiled for: long, and said once is enough."""
-    machines = tomllib.loads((project / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["uv"]["environments"]
-    return " ; " + " or ".join(f"({machine})" for machine in machines)
+def _without_needless_marker(line: str, machines: list[str]) -> str:
+    """A pin without its marker where that holds on all `machines`, themselves markers: uv repeats them on each line."""
+    package, _, marker = line.partition(" ; ")
+    values = [dict(re.findall(r"(\w+) == '([^']+)'", machine)) for machine in machines]
+    return package if marker and all(Marker(marker).evaluate(machine) for machine in values) else line
 
 
 def _step(title: str) -> None:

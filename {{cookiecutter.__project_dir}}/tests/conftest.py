@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from secrets import token_hex
 
+import boto3
 import pytest
+from moto.server import ThreadedMotoServer
 
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # read by `import ray`: everything stays on loopback
 os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"  # likewise: below `uv run`, workers would get another environment
@@ -27,7 +29,25 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def ray_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def s3() -> Iterator[str]:
+    """URI of an empty bucket in an S3 of this process, on loopback; the environment leads all clients there."""
+    server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    os.environ |= {
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }
+    boto3.client("s3").create_bucket(Bucket="bucket")
+    yield "s3://bucket"
+    server.stop()
+
+
+@pytest.fixture(scope="session")
+def ray_session(tmp_path_factory: pytest.TempPathFactory, s3: str) -> Iterator[None]:
     """One Ray instance of this process, with its own temp folder and secrets, for all the tests that need one."""
     temp = tempfile.mkdtemp(prefix="ray-test-")  # short: a socket path holds 107 bytes
     secrets_file = tmp_path_factory.mktemp("secrets") / ".env"

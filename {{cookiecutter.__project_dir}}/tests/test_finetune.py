@@ -80,7 +80,7 @@ def test_zero_agrees_with_ddp(stage: int, ddp: list[Row], changes: dict[str, Any
 
 def test_a_killed_worker_changes_no_bit(ddp: list[Row], changes: dict[str, Any]) -> None:
     options = _ddp_options(changes | {"name": "killed", "log_every": 1})
-    killer = threading.Thread(target=_kill_a_worker, args=(options,))
+    killer = threading.Thread(target=_kill_a_worker, args=(options,), daemon=True)
     killer.start()
     finetune_ddp.main(options)
     killer.join()

@@ -22,7 +22,7 @@ import settings
 CANARY = secrets.token_hex(16)  # new each time: this file itself is uploaded
 PROBE = '''
 """A job for the tests: says where secrets arrive, then ends as it is told."""
-import hashlib, os, sys, time
+import hashlib, os, sys, tempfile, time
 import ray
 from jobs import cli
 
@@ -33,6 +33,7 @@ if __name__ == "__main__":
     cli.connect()
     print("driver", seen())
     print("worker", ray.get(ray.remote(num_cpus=0.1)(seen).remote()), flush=True)
+    print("temp", ray.get(ray.remote(num_cpus=0.1)(tempfile.gettempdir).remote()), tempfile.gettempdir(), flush=True)
     time.sleep(float(sys.argv[2]) if len(sys.argv) > 2 else 0)
     sys.exit(int(sys.argv[1]))
 '''
@@ -103,7 +104,10 @@ def test_every_port_is_on_loopback_and_wants_the_token(project: Project) -> None
 
 
 def test_submit_streams_the_log_and_ends_with_the_jobs_code(project: Project) -> None:
-    assert "worker" in project.inv("submit", "probe", "--", "0")
+    printed = project.inv("submit", "probe", "--", "0")
+    assert "worker" in printed
+    temp = project.state["temp"]
+    assert f"temp {temp} {temp}" in printed, "what a job leaves in its temp folder must go with the cluster"
     done = subprocess.run([*project.command, "submit", "probe", "--", "7"], cwd=project.folder, capture_output=True)
     assert done.returncode == 7
 
