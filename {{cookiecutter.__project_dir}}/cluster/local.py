@@ -21,7 +21,7 @@ import requests
 from rich.console import Console
 
 import settings
-from cluster.targets import Connection
+from cluster.target import Connection
 
 STATE = settings.PROJECT / ".cluster"
 FILE = STATE / "local.json"

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 import settings
-from cluster.targets import Connection
+from cluster.target import Connection
 
 SHOWN_RESOURCES = ("CPU", "GPU", "memory", "objectStoreMemory")
 BYTES = ("memory", "objectStoreMemory")

@@ -12,7 +12,7 @@ from pydantic import ConfigDict
 from ray.job_submission import JobDetails, JobStatus
 
 import settings
-from cluster.targets import Connection
+from cluster.target import Connection
 
 # Never uploaded. `.env` holds secrets; the rest is large or made again from what is uploaded.
 EXCLUDES = [".env", ".git", ".venv", ".cluster", "data", "models", "runs", "results", "__pycache__", ".*_cache"]

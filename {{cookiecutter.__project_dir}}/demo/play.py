@@ -24,7 +24,7 @@ from rich.table import Table
 import settings
 from cluster import status, submission
 from cluster.local import Local, free_ports
-from cluster.targets import Connection
+from cluster.target import Connection
 from demo import assets
 
 STEPS_COMPARED = 30
