@@ -56,7 +56,7 @@ def play() -> dict[str, Any]:
             _run(connection, "preprocess", "--input", f"{DATA}/*.jsonl", "--output", PACKED, "--model", MODEL)
         with _step(times, "fine-tune with DDP"):
             _run(connection, "finetune_ddp", "--name", DDP, *training)
-        # vLLM loads on one core while DeepSpeed does: side by side they take two thirds of the time
+        # vLLM loads on one core at a time, and so does DeepSpeed: side by side they are done sooner
         (port,) = free_ports(1)  # the settings' own may be in use
         serving = submission.submit(connection, "serve_llm", ["--model", f"runs/{DDP}/model", "--port", str(port)])
         with _step(times, f"first {STEPS_COMPARED} steps again with DeepSpeed, while vLLM loads the trained model"):
