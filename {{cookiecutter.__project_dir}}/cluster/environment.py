@@ -36,7 +36,7 @@ def _is_current() -> bool:
 
 
 def _pins_hash() -> str:
-    files = [PINS, *sorted((PROJECT / "requirements" / "vllm-cpu").rglob("*.*"))]
+    files = [PINS, *sorted((PROJECT / "requirements" / "vllm-cpu").glob("*.*"))]  # not what its build leaves
     return hashlib.sha256(b"".join(file.read_bytes() for file in files if file.is_file())).hexdigest()
 
 

@@ -43,13 +43,15 @@ def play() -> dict[str, Any]:
     """
     times: dict[str, float] = {}
     with _peak_memory() as memory:
-        with _step(times, "make data and a tiny model, while Ray starts"), ThreadPoolExecutor(1) as background:
+        with (
+            _step(times, "make data and a tiny model, ask it, and start Ray"),
+            ThreadPoolExecutor(1) as background,
+        ):
             started = background.submit(Local().up)
             _make_assets()
-            started.result()
-        questions = assets.questions()
-        with _step(times, "ask the untrained model"):
+            questions = assets.questions()
             before = ask_with_transformers(settings.PROJECT / MODEL, questions)
+            started.result()
         connection = Local().connect()
         training = ["--model", MODEL, "--data", PACKED, "--fresh"]
         with _step(times, "preprocess"):
@@ -210,7 +212,7 @@ def _check(result: dict[str, Any]) -> None:
 
 @contextmanager
 def _step(times: dict[str, float], title: str) -> Iterator[None]:
-    CONSOLE.rule(f"[bold]{len(times) + 1}/7 {title}", align="left")
+    CONSOLE.rule(f"[bold]{len(times) + 1}/6 {title}", align="left")
     started = time.monotonic()
     yield
     times[title] = round(time.monotonic() - started, 1)

@@ -10,6 +10,7 @@ from typing import Any
 import ray
 import ray.train
 import torch
+from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator import get_or_create_autoscaling_coordinator
 from ray.train import Checkpoint, CheckpointConfig, FailureConfig, LoggingConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer, get_device, prepare_model
 from ray.train.v2._internal.execution import context
@@ -73,6 +74,7 @@ def fit(options: TrainOptions, make_strategy: MakeStrategy) -> None:
     recipe = stream.read_recipe(options.model) if options.stream else None
     identity = _check_stream(options, recipe) if recipe else _check_packed(options)
     cli.connect()
+    get_or_create_autoscaling_coordinator()  # it starts meanwhile; Ray Train would wait 5 s and then log a traceback
     _check_cluster(options, recipe)
     preflight.claim(options, identity)
     os.environ["RAY_TRAIN_ENABLE_PRINT_PATCH"] = "0"  # Ray Train's own print shows each line twice
