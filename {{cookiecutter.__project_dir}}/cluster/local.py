@@ -137,13 +137,14 @@ def _new_state() -> dict[str, Any]:
     STATE.mkdir(exist_ok=True)
     TOKEN.touch(mode=0o600)
     TOKEN.write_text(secrets.token_hex(32))
-    dashboard_port, gcs_port = free_ports(2)
+    dashboard_port, gcs_port, *other_ports = free_ports(7)
     state = {
         "id": secrets.token_hex(8),
         # in /tmp, as Ray's own is: below a longer TMPDIR, such as that of macOS, no socket's name would fit
         "temp": tempfile.mkdtemp(prefix="ray-", dir=os.environ.get("RAY_TMPDIR", "/tmp")),
         "dashboard": f"http://127.0.0.1:{dashboard_port}",
         "address": f"127.0.0.1:{gcs_port}",
+        "other_ports": other_ports,
     }
     FILE.write_text(json.dumps(state))
     return state
@@ -151,7 +152,7 @@ def _new_state() -> dict[str, Any]:
 
 def _start_head(state: dict[str, Any], section: RaySection) -> subprocess.Popen:
     """`ray start --block` in a session of its own: it lives on after this verb, until `down`."""
-    client, agent, agent_grpc, metrics, runtime_env = free_ports(5)
+    client, agent, agent_grpc, metrics, runtime_env = state["other_ports"]
     command = [
         *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"),
         "--node-ip-address=127.0.0.1",
