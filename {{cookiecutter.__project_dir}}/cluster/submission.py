@@ -102,9 +102,31 @@ def find(connection: Connection, job_id: str) -> str:
 
 
 async def _print_log(connection: Connection, job_id: str) -> None:
-    async for lines in connection.client().tail_job_logs(job_id):
-        sys.stdout.write(lines)
-        sys.stdout.flush()
+    """Print the log as it grows, and return when the job has ended.
+
+    Ray's stream lags three seconds behind: what it has not brought by the job's end is fetched.
+    """
+    client = connection.client()
+    printed = 0
+
+    async def stream() -> None:
+        nonlocal printed
+        async for lines in client.tail_job_logs(job_id):
+            print(lines, end="", flush=True)
+            printed += len(lines)
+
+    async def end() -> None:
+        while not (await asyncio.to_thread(client.get_job_info, job_id)).status.is_terminal():
+            await asyncio.sleep(0.5)
+
+    streaming, ending = asyncio.create_task(stream()), asyncio.create_task(end())
+    done, others = await asyncio.wait((streaming, ending), return_when=asyncio.FIRST_COMPLETED)
+    for task in others:
+        task.cancel()
+    for task in done:
+        task.result()  # raises what went wrong
+    if ending in done:
+        print(client.get_job_logs(job_id)[printed:], end="", flush=True)
 
 
 def _interrupted(connection: Connection, job_id: str) -> int:
