@@ -45,7 +45,7 @@ def submit(connection: Connection, job: str, arguments: list[str]) -> str:
         settings.Refusal: no such job, or the project's folder is too large to upload.
     """
     if job not in names():
-        raise settings.Refusal(f"there is no job {job!r}; the jobs are: {', '.join(names())}.")
+        raise settings.Refusal(f"there is no job {job!r}; use one of: inv submit {' | '.join(names())}")
     profile = connection.job_variables["PROFILE"]
     _check_size(settings.load(UploadSection, "ray", profile=profile).working_dir_mib)
     secret_names = settings.load(SecretsSection, "secrets", profile=profile).names

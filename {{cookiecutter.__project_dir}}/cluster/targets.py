@@ -10,5 +10,5 @@ TARGETS: dict[str, type[Target]] = {"local": Local}
 def get(name: str) -> Target:
     """The target of that name. Raises `settings.Refusal` for an unknown one."""
     if name not in TARGETS:
-        raise settings.Refusal(f"target {name!r} is unknown; use one of: {', '.join(TARGETS)}.")
+        raise settings.Refusal(f"target {name!r} is unknown; use: --target {' | '.join(TARGETS)}")
     return TARGETS[name]()

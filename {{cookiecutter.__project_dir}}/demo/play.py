@@ -170,31 +170,34 @@ def _save(result: dict[str, Any]) -> None:
 
 def _show(result: dict[str, Any]) -> None:
     CONSOLE.print("[bold]Loss of the first steps: the same training, spread in two ways[/]")
-    losses = Table(box=None)
+    CONSOLE.print(_losses(result))
+    CONSOLE.print(f"largest difference in {result['steps_compared']} steps: {result['largest_loss_difference']:.1e}")
+    CONSOLE.print("\n[bold]Right answers[/] to questions whose answers were in the training data")
+    right = (("before training", result["right_before"]), ("after, over vLLM", result["right_after"]))
+    CONSOLE.print(_pairs({name: f"{share:.0%} of {result['questions']}" for name, share in right}))
+    CONSOLE.print("\n[bold]Time[/]")
+    times = result["seconds"] | {"in all": sum(result["seconds"].values())}
+    CONSOLE.print(_pairs({name: f"{seconds:.0f} s" for name, seconds in times.items()}))
+    memory = f"{result['peak_memory_gib']:.1f} GiB at most"
+    CONSOLE.print(f"training: {result['tokens_per_s']:,.0f} tokens/s   memory: {memory}")
+    CONSOLE.print(f"curves: {result['plot']}   numbers: results/demo.json")
+
+
+def _losses(result: dict[str, Any]) -> Table:
+    table = Table(box=None)
     for column in ("step", "DDP", "DeepSpeed", "difference"):
-        losses.add_column(column, justify="right")
+        table.add_column(column, justify="right")
     for step, (a, b) in enumerate(zip(result["losses_ddp"], result["losses_deepspeed"], strict=True), 1):
         if step == 1 or step % 5 == 0:
-            losses.add_row(str(step), f"{a:.6f}", f"{b:.6f}", f"{abs(a - b):.1e}")
-    CONSOLE.print(losses)
-    CONSOLE.print(f"largest difference in {result['steps_compared']} steps: {result['largest_loss_difference']:.1e}")
+            table.add_row(str(step), f"{a:.6f}", f"{b:.6f}", f"{abs(a - b):.1e}")
+    return table
 
-    CONSOLE.print("\n[bold]Right answers[/] to questions whose answers were in the training data")
-    answers = Table(box=None, show_header=False)
-    answers.add_row("before training", f"{result['right_before']:.0%} of {result['questions']}")
-    answers.add_row("after, over vLLM", f"{result['right_after']:.0%} of {result['questions']}")
-    CONSOLE.print(answers)
 
-    CONSOLE.print("\n[bold]Time[/]")
-    times = Table(box=None, show_header=False)
-    for name, seconds in result["seconds"].items():
-        times.add_row(name, f"{seconds:.0f} s")
-    times.add_row("in all", f"{sum(result['seconds'].values()):.0f} s")
-    CONSOLE.print(times)
-    CONSOLE.print(
-        f"training: {result['tokens_per_s']:,.0f} tokens/s   memory: {result['peak_memory_gib']:.1f} GiB at most"
-    )
-    CONSOLE.print(f"curves: {result['plot']}   numbers: results/demo.json")
+def _pairs(values: dict[str, str]) -> Table:
+    table = Table(box=None, show_header=False)
+    for name, value in values.items():
+        table.add_row(name, value)
+    return table
 
 
 def _check(result: dict[str, Any]) -> None:

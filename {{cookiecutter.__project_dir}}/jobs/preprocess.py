@@ -158,7 +158,7 @@ def _make_shards(source: rows.Source, plan: shards.Plan, tokenize: Tokenize) -> 
             partial(rows.assign, seed=plan.seed, partitions=plan.partitions), batch_size=None, batch_format="pyarrow"
         )
         written = keyed.groupby("partition", num_partitions=plan.partitions).map_groups(
-            partial(shards.write, plan=plan, tokenize=ray.put(tokenize), report=progress.report),
+            partial(shards.write, plan=plan, shared=ray.put(tokenize), report=progress.report),
             batch_format="pyarrow",
         )
         try:
@@ -176,7 +176,7 @@ def _explained(error: RayTaskError) -> Exception:
     if no_space or isinstance(error.cause, ShuffleDiskError):
         return Refusal(
             f"no space is left in {tempfile.gettempdir()} on a node: the shuffle keeps the text of the input there, "
-            "compressed; free some, or set RAY_TMPDIR to a folder on a larger disk and start the cluster again."
+            "compressed; free some, or use a larger disk: RAY_TMPDIR=FOLDER inv up (with python -m: TMPDIR=FOLDER)."
         )
     return error
 
@@ -212,11 +212,13 @@ class _Line:
         read, packed, done = (totals.get(name, 0) for name in ("rows_read", "rows_packed", "bytes_read"))
         if not packed:
             self._packing_since_s = seconds
+        if not read:
+            return f"starting workers: {seconds:.0f} s"
         if done < self._size:
             speed, left = read / seconds, time_left(done, self._size, seconds)
             return f"reading: {read:,} rows, {done / self._size:.0%} of the input, {speed:,.0f} rows/s, {left}"
         if not packed:
-            return f"shuffling: {read:,} rows"
+            return f"shuffling: {read:,} rows, {seconds:.0f} s since the start"
         seconds -= self._packing_since_s
         speed, left = packed / seconds, time_left(packed, read, seconds)
         return f"packing: {packed:,} of {read:,} rows, {speed:,.0f} rows/s, {left}"

@@ -13,7 +13,7 @@ import torch
 from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator import get_or_create_autoscaling_coordinator
 from ray.train import Checkpoint, CheckpointConfig, FailureConfig, LoggingConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer, get_device, prepare_model
-from ray.train.v2._internal.execution import context
+from ray.train.v2._internal.execution import context as reporting
 from torch import nn
 
 import settings
@@ -141,7 +141,7 @@ def _evaluates(options: TrainOptions) -> bool:
 def _work(config: dict[str, Any]) -> str | None:
     """What each worker runs. A refusal is returned, not raised: Ray would start the workers again."""
     # Ray names this logger by its file, so LoggingConfig's level does not reach it
-    logging.getLogger(context.__file__).setLevel(logging.WARNING)
+    logging.getLogger(reporting.__file__).setLevel(logging.WARNING)
     options, make_strategy, recipe = ray.get(config["work"])
     run = RayRun(options.device)
     source = stream.StreamSource(recipe, options.global_batch_rows // run.world_size) if recipe else None

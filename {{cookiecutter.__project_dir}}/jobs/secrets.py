@@ -12,6 +12,7 @@ from dotenv import dotenv_values
 
 def load() -> None:
     """Put the named secrets into this process's environment; a name without a value stays unset."""
+    # not settings.PROJECT: every worker process runs this first, and would import pydantic for it
     file = Path(os.environ.get("SECRETS_FILE") or Path(__file__).parents[1] / ".env")
     values = dotenv_values(file) if file.is_file() else {}
     submitted = os.environ.get("SECRET_NAMES")  # plain `python -m` has no verb to name them: all that .env holds

@@ -18,6 +18,7 @@ import pytest
 import requests
 
 import settings
+from cluster.local import free_ports
 
 CANARY = secrets.token_hex(16)  # new each time: this file itself is uploaded
 PROBE = '''
@@ -101,6 +102,14 @@ def test_every_port_is_on_loopback_and_wants_the_token(project: Project) -> None
     assert {address.ip.removeprefix("::ffff:") for address in ports} <= {"127.0.0.1", "::1"}
     assert requests.get(project.state["dashboard"] + "/api/jobs/", timeout=15).status_code == 401
     assert (project.folder / ".cluster" / "token").stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux says in /proc which ports it gives to connections")
+def test_no_outgoing_connection_can_take_a_free_port() -> None:
+    first_of_connections = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    ports = free_ports(7)
+    assert len(set(ports)) == 7
+    assert max(ports) < first_of_connections
 
 
 def test_submit_streams_the_log_and_ends_with_the_jobs_code(project: Project) -> None:

@@ -389,11 +389,11 @@ def test_examples_are_shown_with_the_mask_in_colour(
 
 def test_the_progress_line_says_how_far_how_fast_and_how_long() -> None:
     line = preprocess._Line(size=1000)
-    assert line({}, 5) == "reading: 0 rows, 0% of the input, 0 rows/s, time left unknown"
+    assert line({}, 5) == "starting workers: 5 s"
     read = {"rows_read": 50, "bytes_read": 250}
     assert line(read, 10) == "reading: 50 rows, 25% of the input, 5 rows/s, 30 s left"
     read = {"rows_read": 200, "bytes_read": 1000}
-    assert line(read, 40) == "shuffling: 200 rows"
+    assert line(read, 40) == "shuffling: 200 rows, 40 s since the start"
     assert line(read | {"rows_packed": 50}, 50) == "packing: 50 of 200 rows, 5 rows/s, 30 s left"
     assert time_left(1, 11, 60) == "10 min left"
 

@@ -64,23 +64,24 @@ def held_out(row: bytes, share: float) -> bool:
 
 
 @functools.cache
-def fetch(tokenize: ObjectRef) -> Tokenize:
+def fetch(shared: ObjectRef) -> Tokenize:
     """What the driver loaded, unpacked once in each worker process: no worker asks a hub, all have the same."""
-    return ray.get(tokenize)
+    return ray.get(shared)
 
 
-def write(rows: pa.Table, plan: Plan, tokenize: ObjectRef, report: Callable[..., Any]) -> pa.Table:
+def write(rows: pa.Table, plan: Plan, shared: ObjectRef, report: Callable[..., Any]) -> pa.Table:
     """Write the shards of one partition; returns one row with its `summary`, a Partition as JSON.
 
-    `tokenize` refers to a Tokenize. Each slice that is done calls `report(rows_packed=…)`.
+    `shared` refers to a Tokenize. Each slice that is done calls `report(rows_packed=…)`.
 
     Raises:
         Refusal: there is no room on the disk.
     """
     number = rows["partition"][0].as_py()
     rows = rows.sort_by("key")
-    documents = _documents(rows, fetch(tokenize), report)
-    pad_id = padding_id(fetch(tokenize).tokenizer)
+    tokenize = fetch(shared)
+    documents = _documents(rows, tokenize, report)
+    pad_id = padding_id(tokenize.tokenizer)
     good = pc.is_null(documents["problem"])
     evaluated = pa.array([held_out(row, plan.eval_share) for row in rows["row"].to_pylist()])
     bad = pc.invert(good)
