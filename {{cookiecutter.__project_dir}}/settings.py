@@ -55,12 +55,12 @@ def load(section_type: type[S], *names: str, profile: str | None = None, file: P
 def resolve(path: str) -> str:
     """An absolute path or URI for `path`, which may be relative to the project's folder.
 
-    A submitted job runs in an unpacked copy of the project; PROJECT_DIR names the original where
-    both are on one machine, so that `data/` and `runs/` mean the same folders in both.
+    A submitted job runs in an unpacked copy of the project. PROJECT_DIR names what `data/` and `runs/` are in for it:
+    the original folder where both are on one machine, the project's bucket on AWS.
     """
     if "://" in path or os.path.isabs(path):
         return path
-    return str(Path(os.environ.get("PROJECT_DIR", PROJECT)) / path)
+    return f"{os.environ.get('PROJECT_DIR', PROJECT)}/{path}"
 
 
 def _parse(file: Path) -> dict[str, Any]:

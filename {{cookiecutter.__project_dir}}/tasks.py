@@ -20,7 +20,7 @@ from cluster import status as cluster_status
 from cluster import submission, targets
 
 CONSOLE = Console()
-TARGET = {"target": "where the cluster is; `local` is this machine"}
+TARGET = {"target": "where the cluster is: local (this machine), rehearsal (AWS, emulated on this machine) or aws"}
 JOB_ID = {"job": "id as `inv status` shows it; the latest when left out"}
 
 
@@ -69,10 +69,17 @@ def doctor(context: Context) -> None:
 
 
 @verb(**TARGET)
-def up(context: Context, target: str = "local") -> None:
+def prepare(context: Context, target: str = "local") -> None:
+    """Make what the cluster stands on and what costs nothing: on AWS roles, security group, bucket. `up` does it too."""
+    targets.get(target).prepare()
+
+
+@verb(yes="agree to the price without being asked", **TARGET)
+def up(context: Context, target: str = "local", yes: bool = False) -> None:
     """Start the cluster; when it is up already, say so."""
-    targets.get(target).up()
-    print("next: inv submit preprocess   or: inv status   or: inv down")
+    targets.get(target).up(yes)
+    where = "" if target == "local" else f" --target {target}"
+    print(f"next: inv submit{where} preprocess   or: inv status{where}   or: inv down{where}")
 
 
 @verb("job", job=f"one of: {', '.join(submission.names())}", **TARGET)
@@ -87,7 +94,8 @@ def submit(context: Context, job: str, target: str = "local") -> None:
 @verb(**TARGET)
 def status(context: Context, target: str = "local") -> None:
     """Show nodes, resources, jobs and applications, and what is wrong."""
-    cluster_status.show(cluster_status.take(targets.get(target).connect()), CONSOLE)
+    place = targets.get(target)
+    cluster_status.show(cluster_status.take(place.connect()), place.bill(), CONSOLE)
 
 
 @verb(**JOB_ID, **TARGET)

@@ -41,9 +41,7 @@ def _pins_hash() -> str:
 
 
 def _build() -> None:
-    uv = os.environ.get("UV") or shutil.which("uv")
-    if not uv:
-        sys.exit("error: uv is not installed, and it makes this project's environment; run: pip install uv")
+    uv = find_uv()
     source, variables = package_sources(pip_settings())
     started = time.monotonic()
     quiet = [] if sys.stderr.isatty() else ["--quiet"]  # uv draws its progress for a person, and lists all for a log
@@ -56,6 +54,14 @@ def _build() -> None:
     )
     STAMP.write_text(_pins_hash())
     print(f"environment ready after {time.monotonic() - started:.0f} s", flush=True)
+
+
+def find_uv() -> str:
+    """Path of uv; ends the process where there is none."""
+    uv = os.environ.get("UV") or shutil.which("uv")
+    if not uv:
+        sys.exit("error: uv is not installed, and it makes this project's environment; run: pip install uv")
+    return uv
 
 
 def _run(title: str, command: list[str], variables: dict[str, str] | None = None) -> None:

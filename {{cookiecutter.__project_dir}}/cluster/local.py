@@ -21,7 +21,7 @@ import requests
 from rich.console import Console
 
 import settings
-from cluster.target import Connection
+from cluster.target import Bill, Connection
 
 STATE = settings.PROJECT / ".cluster"
 FILE = STATE / "local.json"
@@ -45,7 +45,10 @@ class Local:
     name = "local"
     profile = "local"
 
-    def up(self) -> None:
+    def prepare(self) -> None:
+        print("local needs no preparation")
+
+    def up(self, yes: bool) -> None:
         if _is_up():
             print(f"local is up already: {_state()['dashboard']}")
             return
@@ -76,6 +79,9 @@ class Local:
                 "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # nobody takes this machine away
             },
         )
+
+    def bill(self) -> Bill:
+        return Bill()
 
     def down(self) -> list[str]:
         if not FILE.is_file():

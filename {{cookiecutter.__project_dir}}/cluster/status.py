@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 import settings
-from cluster.target import Connection
+from cluster.target import Bill, Connection
 
 SHOWN_RESOURCES = ("CPU", "GPU", "memory", "objectStoreMemory")
 BYTES = ("memory", "objectStoreMemory")
@@ -36,18 +36,20 @@ def take(connection: Connection) -> Snapshot:
 
     return Snapshot(
         nodes=get("/api/v0/nodes")["data"]["result"]["result"],
-        load=get("/api/cluster_status")["data"]["clusterStatus"].get("loadMetricsReport") or {},
+        load=(get("/api/cluster_status")["data"]["clusterStatus"] or {}).get("loadMetricsReport") or {},
         jobs=[job for job in get("/api/jobs/") if job["submission_id"]],
         serve=get("/api/serve/applications/"),
     )
 
 
-def show(snapshot: Snapshot, console: Console) -> None:
+def show(snapshot: Snapshot, bill: Bill, console: Console) -> None:
     """Print the tables, then the list of what is wrong."""
-    for table in (_nodes(snapshot), _resources(snapshot), _jobs(snapshot), _applications(snapshot)):
+    for table in (*bill.tables, _nodes(snapshot), _resources(snapshot), _jobs(snapshot), _applications(snapshot)):
         if table.row_count:
             console.print(table)
-    wrong = problems(snapshot)
+    for note in bill.notes:
+        console.print(note, highlight=False)
+    wrong = problems(snapshot) + bill.problems
     for sentence in wrong:
         console.print(f"[bold red]✗[/] {sentence}", highlight=False)
     if not wrong:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from ray.job_submission import JobSubmissionClient
+from rich.table import Table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,17 +26,35 @@ class Connection:
         return JobSubmissionClient(self.dashboard, headers=self.headers)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Bill:
+    """What is rented and what it costs, in words; empty where nothing is."""
+
+    tables: list[Table] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
 class Target(Protocol):
     """A place where a cluster can run."""
 
     name: str
     profile: str
 
-    def up(self) -> None:
-        """Start the cluster, or say that it is up; returns when jobs can be submitted."""
+    def prepare(self) -> None:
+        """Make what the cluster stands on and what costs nothing, as far as it is not there."""
+
+    def up(self, yes: bool) -> None:
+        """Start the cluster, or say that it is up; returns when jobs can be submitted.
+
+        What costs money is asked for first, unless `yes`.
+        """
 
     def connect(self) -> Connection:
         """The running cluster. Raises `settings.Refusal` when it is not up."""
+
+    def bill(self) -> Bill:
+        """What is rented, what it costs, what is pending and why, and what AWS refused."""
 
     def down(self) -> list[str]:
         """End the cluster and return what is left of it, in words; an empty list is the proof that nothing is."""

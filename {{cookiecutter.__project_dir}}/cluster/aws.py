@@ -1,0 +1,154 @@
+"""The `aws` target: cluster.yaml on AWS, by Ray's own launcher. The rehearsal runs this very code inside its cloud."""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+import settings
+from cluster import bill, cluster_file, launcher, machines, prices, ssh, stack
+from cluster.cluster_file import ClusterFile
+from cluster.target import Connection
+
+READY_TIMEOUT_S = 120
+REPORT = Path(__file__).with_name("head_report.py")
+
+
+class Aws:
+    """A head that is up, and workers that come and go with the work."""
+
+    profile = "cluster"
+
+    def __init__(self, name: str = "aws") -> None:
+        self.name = name
+
+    def prepare(self) -> None:
+        stack.prepare(cluster_file.load())
+
+    def up(self, yes: bool) -> None:
+        file = cluster_file.load()
+        running = machines.head(file)
+        if running and running.tags.get(machines.FILES_TAG) == file.digest:
+            _wait_for_autoscaler(machines.reach(file))
+            print(f"{self.name} is up already, and as cluster.yaml says: head {running.id}")
+            return
+        Console().print(prices.table(file, prices.ask(file)))
+        if running:
+            print(_what_changes(file, running))
+        _ask("start it?" if running is None else "go on?", yes)
+        started = time.monotonic()
+        stack.prepare(file)
+        launcher.up()
+        _wait_for_autoscaler(machines.reach(file))
+        _mark(file)
+        print(f"{self.name} is up after {time.monotonic() - started:.0f} s: a head, whose autoscaler runs, and no worker yet")
+
+    def connect(self) -> Connection:
+        file = cluster_file.load()
+        ports, token = machines.reach(file).tunnel(ssh.DASHBOARD_PORT)
+        bucket = stack.bucket(file)
+        return Connection(
+            dashboard=f"http://127.0.0.1:{ports[ssh.DASHBOARD_PORT]}",
+            headers={"Authorization": f"Bearer {token}"},
+            job_variables={
+                "PROFILE": self.profile,
+                "PROJECT_DIR": f"s3://{bucket}",
+                "CLUSTER_NODES": json.dumps(_capacity(file)),
+                "SECRETS_PREFIX": f"{file.slug}/",
+                "AWS_DEFAULT_REGION": file.region,
+            },
+        )
+
+    def bill(self) -> bill.Bill:
+        file = cluster_file.load()
+        return bill.draw_up(file, report(machines.reach(file)))
+
+    def down(self) -> list[str]:
+        file = cluster_file.load()
+        machines.end_all(file)
+        machines.delete_loose(file)
+        stack.delete(file)
+        left = machines.leftovers(file)
+        if not left:
+            print(f"{self.name} is down: no instance, volume, interface, group, key, role or stack of {file.slug} is left")
+            if stack.bucket_exists(file):
+                print(f"kept, with your work in it: s3://{stack.bucket(file)}")
+        return left
+
+
+def _ask(question: str, yes: bool) -> None:
+    """Nothing that costs money starts without a yes. Raises `settings.Refusal` for any other answer."""
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise settings.Refusal("this costs money and nobody is here to agree; say so with: inv up --target aws --yes")
+    if input(f"{question} [y/N] ").strip().lower() not in ("y", "yes"):
+        raise settings.Refusal("nothing was started.")
+
+
+def _what_changes(file: ClusterFile, running: machines.Machine) -> str:
+    same_machine = running.tags.get("ray-launch-config") == _launch_hash(file)
+    if same_machine:
+        return "cluster.yaml or the pins changed since the last up: the head is set up anew, and running jobs end"
+    return f"the head's machine changed in cluster.yaml: {running.id} is replaced, and running jobs end"
+
+
+def _launch_hash(file: ClusterFile) -> str:
+    """What Ray compares to know whether a head is the one that the file describes."""
+    from ray.autoscaler._private.aws.config import bootstrap_aws
+    from ray.autoscaler._private.util import hash_launch_conf, prepare_config
+
+    config = bootstrap_aws(prepare_config(file.content))
+    return hash_launch_conf(config["available_node_types"][file.head.name]["node_config"], config["auth"])
+
+
+def _mark(file: ClusterFile) -> None:
+    head = machines.head(file)
+    assert head
+    file.client("ec2").create_tags(Resources=[head.id], Tags=[{"Key": machines.FILES_TAG, "Value": file.digest}])
+
+
+def report(head: ssh.Head) -> dict[str, Any]:
+    """What head_report.py says."""
+    return json.loads(head.run("python -", REPORT.read_text(encoding="utf-8")))
+
+
+def _wait_for_autoscaler(head: ssh.Head) -> None:
+    """`ray up` ends well even where no autoscaler runs, and then no worker ever comes, or goes."""
+    started = time.monotonic()
+    with Console().status("waiting for the autoscaler") as spinner:
+        while True:
+            said = report(head)
+            if said["autoscaler"] and said["reported"]:
+                return
+            waited = time.monotonic() - started
+            if waited > READY_TIMEOUT_S:
+                words = said["last_words"].splitlines()[-1:] or ["no reason given"]
+                raise settings.Refusal(
+                    f"the head is up but its autoscaler does not run ({words[0]}); correct cluster/cluster.yaml and "
+                    "run again: inv up --target aws   or end it: inv down --target aws"
+                )
+            spinner.update(f"waiting for the autoscaler: {waited:.0f} s")
+            time.sleep(1)
+
+
+def _capacity(file: ClusterFile) -> list[dict[str, Any]]:
+    """What jobs/capacity.py asks: the machines that there can ever be, markets and zones of a type taken together."""
+    types = sorted({worker.instance_type for worker in file.workers})
+    described = file.client("ec2").describe_instance_types(InstanceTypes=types)["InstanceTypes"]
+    return [
+        {
+            "resources": {"CPU": one["VCpuInfo"]["DefaultVCpus"]} | _gpus(one),
+            "count": max(worker.most for worker in file.workers if worker.instance_type == one["InstanceType"]),
+        }
+        for one in described
+    ]
+
+
+def _gpus(described: dict[str, Any]) -> dict[str, int]:
+    gpus = described.get("GpuInfo", {}).get("Gpus", [])
+    return {"GPU": sum(gpu["Count"] for gpu in gpus)} if gpus else {}

@@ -1,0 +1,77 @@
+"""The part of `inv status` that only a rented cluster has: machines, what is pending and why, and dollars."""
+
+import time
+from typing import Any
+
+from rich.table import Table
+
+from cluster import machines, prices
+from cluster.cluster_file import ClusterFile
+from cluster.machines import Machine
+from cluster.target import Bill
+
+
+def draw_up(file: ClusterFile, report: dict[str, Any]) -> Bill:
+    """From what EC2 says of the machines, and the head of its autoscaler (see head_report.py)."""
+    living = machines.living(file)
+    known = prices.ask(file)
+    hourly = {machine.id: _price(machine, known, file) for machine in living}
+    spent = sum(hourly[machine.id] * machine.age_s / 3600 for machine in living)
+    notes = [
+        f"{sum(hourly.values()):.2f} dollars an hour now, {spent:.2f} since these machines were launched, "
+        "without disks and traffic"
+    ]
+    return Bill(
+        tables=[_table(living, hourly, report)],
+        notes=notes + _pending(report),
+        problems=_problems(report),
+    )
+
+
+def _price(machine: Machine, known: prices.Prices, file: ClusterFile) -> float:
+    return known.of(machine.node_type, file) if machine.node_type in (file.head.name, *known.workers) else 0.0
+
+
+def _table(living: list[Machine], hourly: dict[str, float], report: dict[str, Any]) -> Table:
+    table = Table(title="Machines", title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for column in ("id", "node type", "machine", "market", "zone", "age", "state", "dollars an hour"):
+        table.add_column(column, header_style="dim", overflow="fold")
+    joined = {node["instance"] for node in report["nodes"]} | {node["address"] for node in report["nodes"]}
+    for machine in living:
+        state = machine.state
+        if state == "running":
+            status = machine.tags.get("ray-node-status", "")
+            state = "joined" if {machine.id, machine.private_address} & joined else f"not joined yet ({status})"
+        table.add_row(
+            *(machine.id, machine.node_type, machine.instance_type, machine.market, machine.zone),
+            *(_duration(machine.age_s), state, f"{hourly[machine.id]:.2f}"),
+        )
+    return table
+
+
+def _pending(report: dict[str, Any]) -> list[str]:
+    notes = []
+    for entry in report["pending"]:
+        who = entry["instance"] or f"{entry.get('count', 1)} × {entry['type']}"
+        notes.append(f"{who} is on its way: {entry['details'] or 'asked for'}")
+    for demand in report["demands"]:
+        resources = ", ".join(f"{amount:g} {name}" for name, amount in demand["resources"].items())
+        notes.append(f"{demand['count']} × {{{resources}}} is asked for and has no place yet")
+    return notes
+
+
+def _problems(report: dict[str, Any]) -> list[str]:
+    problems = []
+    if not report["autoscaler"]:
+        problems.append(
+            "the autoscaler does not run on the head, so that no worker comes or goes; mend it with: inv up --target aws"
+        )
+    for refused in report["refused"]:
+        clock = time.strftime("%H:%M:%S", time.localtime(refused["at"]))
+        problems.append(f"AWS refused {refused['type']} at {clock}: {refused['details']}")
+    return problems + [f"a new worker was given up: {words}" for words in report["failed_setups"]]
+
+
+def _duration(seconds: float) -> str:
+    minutes, hours = int(seconds // 60), int(seconds // 3600)
+    return f"{hours} h {minutes % 60} min" if hours else f"{minutes} min" if minutes else f"{seconds:.0f} s"

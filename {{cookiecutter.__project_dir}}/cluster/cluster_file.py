@@ -1,0 +1,95 @@
+"""What the verbs read of cluster.yaml: the names that everything on AWS carries, and the machines that it may rent."""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import boto3
+import yaml
+
+import settings
+
+FILE = settings.PROJECT / "cluster" / "cluster.yaml"
+PINS = settings.PROJECT / "requirements" / "cluster.txt"
+
+
+@dataclass(frozen=True)
+class NodeType:
+    """One entry of `available_node_types`."""
+
+    name: str
+    instance_type: str
+    market: str
+    """"spot", "on-demand" or "capacity-block"."""
+    most: int
+    """The most of it at once."""
+    node_config: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ClusterFile:
+    """cluster.yaml, read."""
+
+    content: dict[str, Any]
+    digest: str
+    """Changes with the file and with the pins that nodes install."""
+
+    @property
+    def slug(self) -> str:
+        """Name of the cluster, and of all that it has on AWS."""
+        return self.content["cluster_name"]
+
+    @property
+    def region(self) -> str:
+        return self.content["provider"]["region"]
+
+    @property
+    def key_file(self) -> Path:
+        return Path(self.content["auth"]["ssh_private_key"]).expanduser()
+
+    @property
+    def user(self) -> str:
+        return self.content["auth"]["ssh_user"]
+
+    @property
+    def most_workers(self) -> int:
+        return self.content["max_workers"]
+
+    @property
+    def head(self) -> NodeType:
+        return self._node_type(self.content["head_node_type"])
+
+    @property
+    def workers(self) -> list[NodeType]:
+        return [self._node_type(name) for name in self.content["available_node_types"] if name != self.head.name]
+
+    def client(self, service: str) -> Any:
+        """boto3's client for a service in this cluster's region."""
+        return boto3.client(service, region_name=self.region)
+
+    def _node_type(self, name: str) -> NodeType:
+        body = self.content["available_node_types"][name]
+        config = body["node_config"]
+        return NodeType(
+            name=name,
+            instance_type=config["InstanceType"],
+            market=config.get("InstanceMarketOptions", {}).get("MarketType", "on-demand"),
+            most=min(body.get("max_workers", 1), self.most_workers),
+            node_config=config,
+        )
+
+
+def load(file: Path = FILE) -> ClusterFile:
+    """Read the cluster file. Raises `settings.Refusal` when it is not YAML or lacks what the verbs need."""
+    try:
+        text = file.read_text(encoding="utf-8")
+        read = ClusterFile(yaml.safe_load(text), hashlib.sha256(text.encode() + PINS.read_bytes()).hexdigest()[:16])
+        _ = (read.slug, read.region, read.key_file, read.user, read.head, read.workers)
+    except FileNotFoundError as error:
+        raise settings.Refusal(f"{error.filename} is missing; restore it with: git checkout {error.filename}") from None
+    except yaml.YAMLError as error:
+        raise settings.Refusal(f"{file} is not valid YAML: {' '.join(str(error).split())}; correct that line.") from None
+    except (KeyError, TypeError) as error:
+        raise settings.Refusal(f"{file} lacks {error}; compare it with: git diff {file}") from None
+    return read

@@ -1,0 +1,48 @@
+"""Runs Ray's own launcher on cluster.yaml, and says in few lines what it does."""
+
+import re
+import subprocess
+import sys
+import time
+
+from rich.console import Console
+
+import settings
+from cluster.cluster_file import FILE
+
+LOG = settings.PROJECT / ".cluster" / "up.log"
+STEP = re.compile(r"updater\.py.*\[(\d+)/(\d+)\]\s+(.*)")
+COLOUR = re.compile(r"\x1b\[[\d;]*m")
+
+
+def up() -> None:
+    """`ray up cluster/cluster.yaml`. Raises `settings.Refusal` with its last words when it fails."""
+    LOG.parent.mkdir(exist_ok=True)
+    started = time.monotonic()
+    command = [sys.executable, "-m", "ray.scripts.scripts", "up", "--yes", "--no-config-cache", str(FILE)]
+    step = "asking AWS"
+    with LOG.open("w") as log, Console().status(step) as spinner:
+        # its folder: the file mounts of cluster.yaml are relative to it
+        process = subprocess.Popen(
+            command, cwd=settings.PROJECT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+        )
+        assert process.stdout
+        for line in process.stdout:
+            log.write(line)
+            log.flush()
+            if found := STEP.search(COLOUR.sub("", line)):
+                step = f"head, step {found[1]} of {found[2]}: {found[3].strip().lower()}"
+                if not spinner.console.is_terminal:
+                    print(f"{time.monotonic() - started:4.0f} s  {step}", flush=True)
+            spinner.update(f"{step} ({time.monotonic() - started:.0f} s)")
+        code = process.wait()
+    if code:
+        raise settings.Refusal(f"`ray up` failed in {step}: {_reason()} (all of it: {LOG.relative_to(settings.PROJECT)})")
+    print(f"`ray up` took {time.monotonic() - started:.0f} s")
+
+
+def _reason() -> str:
+    """The last line of the log that tells something."""
+    lines = [COLOUR.sub("", line).strip() for line in LOG.read_text(errors="replace").splitlines()]
+    told = [line for line in lines if line and not re.match(r"(New status|See above|Failed to setup head node)", line)]
+    return told[-1][:300] if told else "it said nothing"

@@ -1,0 +1,57 @@
+#!/bin/bash
+# PID 1 of an emulated instance. Starts in new namespaces (network, mount, PID, IPC, UTS), in a folder with `layers`
+# (overlay options), `hostname`, `hosts`, `authorized_keys` and perhaps `user-data`; ends up with that overlay as its
+# root, a network card named eth0 that the cloud plugs in, and sshd. It reaps orphans, as an init must.
+set -eu
+folder=$1 private=$2 public=$3
+root=$folder/root
+
+mount --make-rprivate /
+mkdir "$root" "$folder/upper" "$folder/work"
+mount -t overlay overlay -o "lowerdir=$(cat "$folder/layers"),upperdir=$folder/upper,workdir=$folder/work" "$root"
+mount -t proc proc "$root/proc"
+mount -t sysfs -o ro sysfs "$root/sys"
+mount -t tmpfs -o mode=755 tmpfs "$root/run"
+mount -t tmpfs -o mode=1777 tmpfs "$root/tmp"
+mount -t tmpfs -o mode=755 tmpfs "$root/dev"
+for device in null zero full random urandom tty; do
+    touch "$root/dev/$device"
+    mount --bind "/dev/$device" "$root/dev/$device"
+done
+mkdir "$root/dev/pts" "$root/dev/shm" "$root/run/sshd"
+mount -t devpts -o newinstance,ptmxmode=0666,mode=620,gid=5 devpts "$root/dev/pts"
+ln -s pts/ptmx "$root/dev/ptmx"
+ln -s /proc/self/fd "$root/dev/fd"
+mount -t tmpfs -o mode=1777 tmpfs "$root/dev/shm"
+while read -r shared; do # what the hosts need and "/" does not hold: read-only
+    mkdir -p "$root$shared"
+    mount --rbind -o ro "$shared" "$root$shared"
+done < "$folder/shared"
+
+hostname "$(cat "$folder/hostname")"
+cp "$folder/hosts" "$root/etc/hosts"
+: > "$root/etc/resolv.conf"
+install -o 1500 -g 1500 -m 600 "$folder/authorized_keys" "$root/home/ubuntu/.ssh/authorized_keys"
+[ ! -s "$folder/user-data" ] || install -m 700 "$folder/user-data" "$root/var/user-data"
+
+until ip link show eth0 > /dev/null 2>&1; do sleep 0.05; done
+ip link set lo up
+ip addr add "$private/16" dev eth0
+ip addr add "$public/32" dev eth0 # EC2 translates addresses; here the instance simply has both
+ip link set eth0 up
+ip route add default via 172.31.255.1
+
+mkdir "$root/.old"
+cd "$root"
+pivot_root . .old
+umount -l /.old
+rmdir /.old
+trap 'exit 0' USR1 # the image's `shutdown` sends this; with PID 1, every process of the host ends
+trap : TERM INT HUP
+set -a; . /etc/rehearsal-environment; set +a
+/usr/sbin/sshd -E /var/log/sshd.log
+[ ! -s /var/user-data ] || /var/user-data > /var/log/cloud-init-output.log 2>&1 &
+while :; do
+    sleep 3600 &
+    wait "$!" || true
+done

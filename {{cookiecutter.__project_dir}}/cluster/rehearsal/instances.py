@@ -1,0 +1,71 @@
+"""The instances of the emulated cloud as its other parts see them: a plain view of what moto keeps."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from moto.ec2.models import ec2_backends
+
+ACCOUNT = "123456789012"  # moto's
+
+
+@dataclass(frozen=True)
+class Instance:
+    """One instance at this moment."""
+
+    moto: Any
+    """moto's own object."""
+    id: str
+    type: str
+    market: str
+    """"spot" or "on-demand"."""
+    state: str
+    zone: str
+    region: str
+    private_ip: str
+    public_ip: str
+    role: str | None
+    """Name of the IAM role in its profile."""
+    public_key: str
+    user_data: bytes
+    tags: dict[str, str]
+
+
+def every() -> Iterator[Instance]:
+    """All that were ever launched, in every region; those that have ended too."""
+    for region, backend in list(ec2_backends[ACCOUNT].items()):
+        profiles = {
+            association.instance.id: association.iam_instance_profile
+            for association in list(backend.iam_instance_profile_associations.values())
+        }
+        for reservation in list(backend.reservations.values()):
+            for instance in list(reservation.instances):
+                profile = profiles.get(instance.id)
+                key = backend.key_pairs.get(instance.key_name)
+                yield Instance(
+                    moto=instance,
+                    id=instance.id,
+                    type=instance.instance_type,
+                    market=instance.lifecycle or "on-demand",
+                    state=instance.state,
+                    zone=instance.placement.zone,
+                    region=region,
+                    private_ip=instance.private_ip,
+                    public_ip=instance.public_ip or "",
+                    role=profile.roles[0].name if profile and profile.roles else None,
+                    public_key=key.material_public.decode() + "\n" if key else "",
+                    user_data=_bytes(instance.user_data),
+                    tags={tag["key"]: tag["value"] for tag in instance.get_tags()},
+                )
+
+
+def running_at(address: str) -> Instance | None:
+    """The running instance that has `address`, private or public."""
+    return next(
+        (one for one in every() if one.state == "running" and address in (one.private_ip, one.public_ip)),
+        None,
+    )
+
+
+def _bytes(text: str | bytes | None) -> bytes:
+    return text.encode() if isinstance(text, str) else text or b""

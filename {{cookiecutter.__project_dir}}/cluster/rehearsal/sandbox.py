@@ -1,0 +1,181 @@
+"""Starts the emulated cloud in namespaces of its own, runs commands inside, and ends it.
+
+The cloud's first process holds everything: its network, its mounts, its hosts. When that one ends, killed or not, the
+kernel ends them all, so that nothing can be left on this machine.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+import settings
+from cluster import environment
+
+STATE = settings.PROJECT / ".cluster"
+FILE = STATE / "rehearsal.json"
+LOG = STATE / "rehearsal.log"
+INSIDE = "REHEARSAL"  # in the environment of what runs inside
+START_TIMEOUT_S = 60
+# The programs that the rehearsal needs, and the Debian package of each.
+PROGRAMS = {
+    "ssh": "openssh-client",
+    "sshd": "openssh-server",
+    "rsync": "rsync",
+    "sudo": "sudo",
+    "ip": "iproute2",
+    "unshare": "util-linux",
+    "nsenter": "util-linux",
+}
+# Runs before the cloud, in its mount namespace: gives it a /tmp of its own, in which what it needs stays visible.
+PREPARE = """
+set -eu
+mount --make-rprivate /
+cloud=$(mktemp -d)
+mount -t tmpfs -o mode=1777 tmpfs "$cloud"
+for kept in $KEPT; do
+    mkdir -p "$cloud/${kept#/tmp/}"
+    mount --rbind "$kept" "$cloud/${kept#/tmp/}"
+done
+mount --move "$cloud" /tmp
+exec "$@"
+"""
+
+
+def is_inside() -> bool:
+    """Whether this process runs in the cloud's namespaces."""
+    return INSIDE in os.environ
+
+
+def is_running() -> bool:
+    """Whether there is a cloud to enter."""
+    return _process() is not None
+
+
+def missing() -> str:
+    """What keeps this machine from rehearsing, and what to type; empty when nothing does."""
+    if sys.platform != "linux":
+        return "the rehearsal needs Linux; on this system use the other targets."
+    if os.geteuid() != 0:
+        return "the rehearsal needs root, for namespaces and mounts; run the verb again with sudo."
+    packages = sorted({package for program, package in PROGRAMS.items() if not _which(program)})
+    return f"the rehearsal needs programs that are not here; run: apt-get install {' '.join(packages)}" if packages else ""
+
+
+def start(region: str) -> None:
+    """Start the cloud, unless it runs. Raises `settings.Refusal` when it cannot."""
+    if _process():
+        return
+    if reason := missing():
+        raise settings.Refusal(reason)
+    STATE.mkdir(exist_ok=True)
+    pins = STATE / "rehearsal-pins.txt"
+    pins.write_text(_cpu_pins())
+    needed = [settings.PROJECT, Path(sys.base_prefix), Path(sys.prefix), Path(_uv_cache())]
+    kept = [str(path) for path in needed if path.is_relative_to("/tmp")]
+    command = ["unshare", "--net", "--mount", "--pid", "--ipc", "--uts", "--fork", "--kill-child", "--mount-proc"]
+    command += ["bash", "-c", PREPARE, "bash", sys.executable, "-m", "cluster.rehearsal.cloud", region, str(pins)]
+    with LOG.open("w") as log:
+        outer = subprocess.Popen(
+            command,
+            cwd=settings.PROJECT,
+            env=os.environ | {"KEPT": " ".join(kept)},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    FILE.write_text(json.dumps({"pid": outer.pid, "created": psutil.Process(outer.pid).create_time()}))
+    _wait_until_ready()
+
+
+def run(command: Sequence[str]) -> int:
+    """Run `command` inside the cloud's network and mounts, as its administrator's laptop; returns its exit code."""
+    process = _process()
+    if process is None:
+        raise settings.Refusal("no rehearsal runs; start one with: inv up --target rehearsal")
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "RAY_"))}
+    variables |= {
+        INSIDE: "1",
+        "HOME": "/tmp/home",
+        "CALLER_ADDRESS_URL": "http://172.31.255.1:81",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+    }
+    enter = ["nsenter", "--target", str(_first(process).pid), "--net", "--mount", "--pid", f"--wdns={settings.PROJECT}"]
+    child = subprocess.Popen([*enter, *command], env=variables)
+    while True:
+        try:
+            return child.wait()
+        except KeyboardInterrupt:
+            continue  # the terminal sent it to the child too, which decides what it means
+
+
+def end() -> list[str]:
+    """End the cloud and all that runs in it; returns what is left, in words."""
+    process = _process()
+    if process:
+        first = _first(process)
+        process.kill()
+        psutil.wait_procs([process, first], timeout=10)
+        if first.is_running() and first.status() != psutil.STATUS_ZOMBIE:
+            return [f"process {first.pid}"]
+    FILE.unlink(missing_ok=True)
+    (STATE / "rehearsal-pins.txt").unlink(missing_ok=True)
+    return []
+
+
+def _process() -> psutil.Process | None:
+    """The process that holds the cloud; None when it does not run."""
+    if not FILE.is_file():
+        return None
+    state = json.loads(FILE.read_text())
+    try:
+        process = psutil.Process(state["pid"])
+        alive = process.create_time() == state["created"] and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return None
+    return process if alive else None
+
+
+def _first(outer: psutil.Process) -> psutil.Process:
+    """The cloud itself, which is process 1 of its namespaces."""
+    return outer.children()[0]
+
+
+def _wait_until_ready() -> None:
+    started = time.monotonic()
+    while process := _process():
+        if process.children() and Path(f"/proc/{_first(process).pid}/root/tmp/ready").exists():
+            return
+        if time.monotonic() - started > START_TIMEOUT_S:
+            break
+        time.sleep(0.1)
+    end()
+    raise settings.Refusal(f"the emulated cloud did not start: read {LOG}")
+
+
+def _cpu_pins() -> str:
+    """What hosts install: this machine's pins without vLLM's CPU build, a gigabyte that no host serves with.
+
+    They stand in for requirements/cluster.txt, whose CUDA packages need a network and a GPU.
+    """
+    lines = environment.PINS.read_text(encoding="utf-8").splitlines(keepends=True)
+    return "".join(line for line in lines if not re.search(r"\bvllm", line))
+
+
+def _uv_cache() -> str:
+    return subprocess.run(
+        [environment.find_uv(), "cache", "dir"], check=True, capture_output=True, text=True
+    ).stdout.strip()
+
+
+def _which(program: str) -> str | None:
+    return shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")

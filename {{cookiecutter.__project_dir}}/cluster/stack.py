@@ -1,0 +1,246 @@
+"""`prepare`: what cluster.yaml stands on. One CloudFormation stack from stack.yaml, and the key pair."""
+
+import os
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import botocore.exceptions
+import requests
+from pydantic import ConfigDict
+from rich.console import Console
+
+import settings
+from cluster.cluster_file import ClusterFile
+
+TEMPLATE = settings.PROJECT / "cluster" / "stack.yaml"
+ZONES = 3
+"""As many launch templates as stack.yaml has."""
+STACK_TIMEOUT_S = 600
+
+
+class NetworkSection(settings.Section):
+    """[cluster.network] of settings.toml."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    vpc: str = ""
+    """id of the VPC to be in; the region's default VPC when empty"""
+    caller: str = ""
+    """who may reach the head on port 22, as a.b.c.d/32; the address of this machine when empty"""
+
+
+@dataclass(frozen=True)
+class Network:
+    """Where the cluster is."""
+
+    vpc: str
+    subnets: list[str]
+    """One a zone, three in all; repeated where fewer zones offer what cluster.yaml asks for."""
+    zones: list[str]
+
+
+def prepare(file: ClusterFile) -> None:
+    """Make or update the stack and the key pair; nothing changes where nothing has to.
+
+    Raises:
+        settings.Refusal: no network to be in, a key that is elsewhere, or a stack that AWS could not make.
+    """
+    section = settings.load(NetworkSection, "network", profile="cluster")
+    network = find_network(file, section.vpc)
+    parameters = {
+        "Vpc": network.vpc,
+        **{f"Subnet{number}": subnet for number, subnet in enumerate(network.subnets, 1)},
+        "Caller": section.caller or f"{_own_address()}/32",
+        "MakeBucket": _make_bucket(file),
+    }
+    ensure_key_pair(file)
+    change = _deploy(file, parameters)
+    print(f"stack {file.slug} {change}: in {', '.join(network.zones)}; port 22 is open to {parameters['Caller']} only")
+    print(f"bucket: s3://{bucket(file)}")
+
+
+def find(file: ClusterFile) -> dict[str, Any] | None:
+    """The stack as CloudFormation describes it; None when there is none."""
+    try:
+        return file.client("cloudformation").describe_stacks(StackName=file.slug)["Stacks"][0]
+    except botocore.exceptions.ClientError as error:
+        if error.response["Error"]["Code"] == "ValidationError":  # "does not exist"
+            return None
+        raise
+
+
+def delete(file: ClusterFile) -> None:
+    """Delete the stack and the key pair, but not the bucket. Waits until they are gone."""
+    file.client("ec2").delete_key_pair(KeyName=file.slug)
+    if find(file):
+        file.client("cloudformation").delete_stack(StackName=file.slug)
+        _wait(file, "deleting")
+
+
+def bucket(file: ClusterFile) -> str:
+    """Name of the project's bucket, whether it exists or not."""
+    account = file.client("sts").get_caller_identity()["Account"]
+    return f"{file.slug}-{account}-{file.region}"
+
+
+def bucket_exists(file: ClusterFile) -> bool:
+    """Whether there is a bucket to keep."""
+    try:
+        file.client("s3").head_bucket(Bucket=bucket(file))
+    except botocore.exceptions.ClientError as error:
+        if error.response["Error"]["Code"] in ("404", "NoSuchBucket"):
+            return False
+        raise
+    return True
+
+
+def find_network(file: ClusterFile, vpc: str) -> Network:
+    """The VPC and, in each zone that offers the largest worker type, one of its subnets."""
+    ec2 = file.client("ec2")
+    if not vpc:
+        vpcs = ec2.describe_vpcs(Filters=[{"Name": "is-default", "Values": ["true"]}])["Vpcs"]
+        if not vpcs:
+            raise settings.Refusal(
+                f"{file.region} has no default VPC; name one as vpc in [cluster.network] of settings.toml, "
+                "or make one: aws ec2 create-default-vpc"
+            )
+        vpc = vpcs[0]["VpcId"]
+    instance_type = file.workers[-1].instance_type
+    offered = ec2.describe_instance_type_offerings(
+        LocationType="availability-zone", Filters=[{"Name": "instance-type", "Values": [instance_type]}]
+    )["InstanceTypeOfferings"]
+    zones = {offer["Location"] for offer in offered}
+    subnets = ec2.describe_subnets(Filters=[{"Name": "vpc-id", "Values": [vpc]}])["Subnets"]
+    by_zone = {
+        subnet["AvailabilityZone"]: subnet["SubnetId"]
+        for subnet in sorted(subnets, key=lambda subnet: subnet["AvailableIpAddressCount"])  # the roomiest of a zone
+        if subnet["AvailabilityZone"] in zones
+    }
+    if not by_zone:
+        raise settings.Refusal(
+            f"no zone of {file.region} with a subnet in {vpc} offers {instance_type}; "
+            "take another region or type in cluster/cluster.yaml."
+        )
+    used = sorted(by_zone)[:ZONES]
+    return Network(vpc=vpc, subnets=[by_zone[used[index % len(used)]] for index in range(ZONES)], zones=used)
+
+
+def ensure_key_pair(file: ClusterFile) -> None:
+    """The same key here and on AWS, made where neither has one.
+
+    Raises:
+        settings.Refusal: AWS has a key of that name and this machine has not, or has another.
+    """
+    ec2 = file.client("ec2")
+    on_aws = ec2.describe_key_pairs(
+        Filters=[{"Name": "key-name", "Values": [file.slug]}], IncludePublicKey=True
+    )["KeyPairs"]
+    if not on_aws:
+        if not file.key_file.exists():
+            _make_key(file.key_file)
+        ec2.import_key_pair(
+            KeyName=file.slug,
+            PublicKeyMaterial=_public_key(file.key_file).encode(),
+            TagSpecifications=[{"ResourceType": "key-pair", "Tags": [{"Key": "project", "Value": file.slug}]}],
+        )
+    elif not file.key_file.exists():
+        raise settings.Refusal(
+            f"the cluster's private key {file.key_file} is not on this machine; copy it from where `inv up` ran, "
+            "or end that cluster: inv down --target aws"
+        )
+    elif (theirs := on_aws[0].get("PublicKey")) and theirs.split()[:2] != _public_key(file.key_file).split()[:2]:
+        raise settings.Refusal(
+            f"{file.key_file} is not the private key of the key pair {file.slug} on AWS; move it away and copy the "
+            "right one there, or end that cluster: inv down --target aws"
+        )
+
+
+def _make_key(file: Path) -> None:
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", file.stem, "-f", file], check=True)
+    file.with_name(f"{file.name}.pub").unlink()  # ssh-keygen -y tells it at any time
+
+
+def _public_key(file: Path) -> str:
+    shown = subprocess.run(["ssh-keygen", "-y", "-f", file], capture_output=True, text=True)
+    if shown.returncode:
+        raise settings.Refusal(f"{file} is not a private key that ssh-keygen reads ({shown.stderr.strip()}).")
+    return shown.stdout
+
+
+def _own_address() -> str:
+    """The address by which AWS sees this machine, told by AWS."""
+    url = os.environ.get("CALLER_ADDRESS_URL", "https://checkip.amazonaws.com")  # the rehearsal has its own
+    try:
+        response = requests.get(url, timeout=10)
+        response.raise_for_status()
+        return response.text.strip()
+    except requests.RequestException as error:
+        raise settings.Refusal(
+            f"{url} did not say this machine's address ({error}); "
+            "set it as caller = \"a.b.c.d/32\" in [cluster.network] of settings.toml."
+        ) from None
+
+
+def _make_bucket(file: ClusterFile) -> str:
+    """Whether the stack makes the bucket: not where an earlier stack left it, which this one cannot take over."""
+    if stack := find(file):
+        return next(p["ParameterValue"] for p in stack["Parameters"] if p["ParameterKey"] == "MakeBucket")
+    return "no" if bucket_exists(file) else "yes"
+
+
+def _deploy(file: ClusterFile, parameters: dict[str, str]) -> str:
+    """Create or update; returns which, in a word."""
+    cloudformation = file.client("cloudformation")
+    request = {
+        "StackName": file.slug,
+        "TemplateBody": TEMPLATE.read_text(encoding="utf-8"),
+        "Parameters": [{"ParameterKey": key, "ParameterValue": value} for key, value in parameters.items()],
+        "Capabilities": ["CAPABILITY_NAMED_IAM"],
+        "Tags": [{"Key": "project", "Value": file.slug}],
+    }
+    stack = find(file)
+    if stack and stack["StackStatus"] in ("ROLLBACK_COMPLETE", "ROLLBACK_FAILED", "DELETE_FAILED"):
+        delete(file)  # such a stack holds nothing and cannot be updated
+        stack = None
+    if stack is None:
+        cloudformation.create_stack(**request, OnFailure="DELETE")
+        _wait(file, "making")
+        return "made"
+    try:
+        cloudformation.update_stack(**request)
+    except botocore.exceptions.ClientError as error:
+        if "No updates are to be performed" in error.response["Error"]["Message"]:
+            return "is as it should be"
+        raise
+    _wait(file, "updating")
+    return "updated"
+
+
+def _wait(file: ClusterFile, doing: str) -> None:
+    """Until the stack has settled. Raises `settings.Refusal` with AWS's first reason when that failed."""
+    started = time.monotonic()
+    stack = find(file)
+    identity = stack["StackId"] if stack else ""
+    with Console().status(f"{doing} the stack {file.slug}") as spinner:
+        while (stack := find(file)) and stack["StackStatus"].endswith("_IN_PROGRESS"):
+            waited = time.monotonic() - started
+            if waited > STACK_TIMEOUT_S:
+                raise settings.Refusal(
+                    f"the stack {file.slug} is still {stack['StackStatus']} after {waited:.0f} s; try again later."
+                )
+            spinner.update(f"{doing} the stack {file.slug}: {waited:.0f} s")
+            time.sleep(2)
+    gone = stack is None
+    if gone != (doing == "deleting") or (stack and "ROLLBACK" in stack["StackStatus"]) or (stack and "FAILED" in stack["StackStatus"]):
+        raise settings.Refusal(f"AWS could not finish {doing} the stack {file.slug}: {_reason(file, identity)}")
+
+
+def _reason(file: ClusterFile, stack_id: str) -> str:
+    events = file.client("cloudformation").describe_stack_events(StackName=stack_id)["StackEvents"]
+    failed = [event for event in reversed(events) if event["ResourceStatus"].endswith("_FAILED")]
+    if not failed:
+        return f"look at it with: aws cloudformation describe-stack-events --stack-name {file.slug}"
+    return f"{failed[0]['LogicalResourceId']}: {failed[0].get('ResourceStatusReason', 'no reason given')}"
