@@ -41,19 +41,23 @@ def _pins_hash() -> str:
 
 
 def _build() -> None:
-    uv = find_uv()
-    source, variables = package_sources(pip_settings())
     started = time.monotonic()
-    quiet = [] if sys.stderr.isatty() else ["--quiet"]  # uv draws its progress for a person, and lists all for a log
-    # uv takes the Python that pyproject.toml's requires-python names, and fetches it where it is missing
-    _run(f"[1/2] making {VENV.name}", [uv, "venv", "--quiet", "--clear", str(VENV)])
-    _run(
-        f"[2/2] installing {PINS.relative_to(PROJECT)} (about 3 GB), torch from {source}",
-        [uv, "pip", "sync", *quiet, "--python", str(VENV / "bin" / "python"), str(PINS)],
-        variables,
-    )
+    source, _ = package_sources(pip_settings())
+    print(f"[1/2] making {VENV.name}", flush=True)
+    print(f"[2/2] installing {PINS.relative_to(PROJECT)} (about 3 GB), torch from {source}", flush=True)
+    install(VENV, PINS, quiet=not sys.stderr.isatty())  # uv draws its progress for a person, and lists all for a log
     STAMP.write_text(_pins_hash())
     print(f"environment ready after {time.monotonic() - started:.0f} s", flush=True)
+
+
+def install(venv: Path, pins: Path, *, quiet: bool) -> None:
+    """Make `venv` anew with what `pins` names; ends the process where that fails, with uv's own words."""
+    uv = find_uv()
+    _, variables = package_sources(pip_settings())
+    # uv takes the Python that pyproject.toml's requires-python names, and fetches it where it is missing
+    _run([uv, "venv", "--quiet", "--clear", str(venv)], {})
+    options = ["--quiet"] if quiet else []
+    _run([uv, "pip", "sync", *options, "--python", str(venv / "bin" / "python"), str(pins)], variables)
 
 
 def find_uv() -> str:
@@ -64,10 +68,9 @@ def find_uv() -> str:
     return uv
 
 
-def _run(title: str, command: list[str], variables: dict[str, str] | None = None) -> None:
-    print(title, flush=True)
+def _run(command: list[str], variables: dict[str, str]) -> None:
     # DS_BUILD_OPS=0: DeepSpeed compiles the one operator it needs on first use, not all of them now
-    environment = os.environ | {"DS_BUILD_OPS": "0"} | (variables or {})
+    environment = os.environ | {"DS_BUILD_OPS": "0"} | variables
     environment.pop("VIRTUAL_ENV", None)
     if subprocess.run(command, cwd=PROJECT, env=environment).returncode:
         sys.exit(f"error: `{' '.join(command[1:3])}` failed as printed above; correct that and run the verb again.")

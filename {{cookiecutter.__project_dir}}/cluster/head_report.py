@@ -39,7 +39,7 @@ def report() -> dict:
             for launch in status.failed_launches
         ],
         "demands": [
-            {"resources": bundle.bundle, "count": bundle.count}
+            {"resources": dict(bundle.bundle), "count": bundle.count}
             for demand in (
                 *status.resource_demands.ray_task_actor_demand,
                 *status.resource_demands.placement_group_demand,
@@ -56,9 +56,21 @@ def _autoscaler_pid() -> int:
 
 
 def _failed_setups(text: str) -> list[str]:
-    """The command that failed on a new node with its last lines, for each failure; oldest first."""
-    plain = re.sub(r"\x1b\[[\d;]*m", "", text)
-    return [" ".join(found.split())[-600:] for found in re.findall(r"((?:.*\n){0,6}).*New status: update-failed", plain)]
+    """What went wrong on new nodes, with the last lines of the command that failed; oldest first.
+
+    monitor.out holds the output of all nodes' commands, between lines of Ray's own that begin with a date.
+    """
+    failures: dict[str, str] = {}
+    words: list[str] = []
+    for line in re.sub(r"\x1b\[[\d;]*m", "", text).splitlines():
+        if found := re.search(r"NodeUpdater: (i-\w+): (\w[\w ]*) failed", line):
+            # Ray tries again on the same node: the last time counts
+            failures.pop(found[1], None)
+            failures[found[1]] = f"{found[1]}: {found[2].lower()} failed: {' / '.join(words[-3:]) or 'no output'}"
+            words = []
+        elif line.strip() and not re.match(r"\d{4}-\d\d-\d\d", line):
+            words.append(line.strip()[:200])
+    return list(failures.values())
 
 
 def _tail(file: Path, size: int) -> str:

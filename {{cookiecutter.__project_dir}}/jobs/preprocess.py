@@ -25,14 +25,13 @@ from rich.console import Console
 from rich.text import Text
 
 import settings
-from jobs import capacity, cli
+from jobs import capacity, cli, weights
 from jobs.preprocessing import rows, shards
 from jobs.preprocessing.conversations import (
     NOT_TRAINED,
     BadRow,
     Document,
     Tokenize,
-    find_model,
     read_template,
     tokenizer_hash,
 )
@@ -122,7 +121,7 @@ def _recipe(source: rows.Source, plan: shards.Plan, model: str, tokenize: Tokeni
             "hash": hashlib.sha256(files.encode()).hexdigest(),
         },
         "tokenizer": {
-            "model": find_model(model),
+            "model": weights.find(model),
             "hash": tokenizer_hash(tokenizer),
             "vocabulary": len(tokenizer),
             "chat_template": tokenizer.chat_template,

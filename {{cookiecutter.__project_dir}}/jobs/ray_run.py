@@ -17,7 +17,7 @@ from ray.train.v2._internal.execution import context as reporting
 from torch import nn
 
 import settings
-from jobs import capacity, cli, stream
+from jobs import capacity, cli, stream, weights
 from jobs.preprocessing.conversations import load_tokenizer
 from jobs.training import preflight
 from jobs.training.arithmetic import plan_batches
@@ -154,9 +154,7 @@ def _work(config: dict[str, Any]) -> str | None:
 
 def _with_absolute_paths(options: TrainOptions) -> TrainOptions:
     """Workers do not run where the driver does."""
-    folder = settings.resolve(options.model)
-    model = folder if Path(folder).is_dir() else options.model  # else a hub id
-    paths = {"model": model, "data": settings.resolve(options.data), "output": settings.resolve(options.output)}
+    paths = {"model": weights.find(options.model), "data": settings.resolve(options.data), "output": settings.resolve(options.output)}
     return options.model_copy(update=paths)
 
 

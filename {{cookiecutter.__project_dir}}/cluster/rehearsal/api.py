@@ -65,7 +65,7 @@ class Api:
         self._lock = threading.Lock()
 
     def __call__(self, environ: dict[str, Any], start_response: StartResponse) -> Iterable[bytes]:
-        body = environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+        body = _read(environ)
         call = _describe(environ, body)
         if call.action == "RunInstances":
             if launch := self._refused_launch(call):
@@ -105,6 +105,12 @@ def zone_of(parameters: dict[str, str]) -> str:
             if subnet in subnets:
                 return zone
     return ""
+
+
+def _read(environ: dict[str, Any]) -> bytes:
+    """The whole body, which the environment then says as one of a known length: large uploads come in chunks."""
+    chunked = environ.pop("HTTP_TRANSFER_ENCODING", "") and environ.pop("wsgi.input_terminated", False)
+    return environ["wsgi.input"].read(*([] if chunked else [int(environ.get("CONTENT_LENGTH") or 0)]))
 
 
 def _describe(environ: dict[str, Any], body: bytes) -> Call:

@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -78,6 +79,7 @@ def start(region: str) -> None:
     STATE.mkdir(exist_ok=True)
     pins = STATE / "rehearsal-pins.txt"
     pins.write_text(_cpu_pins())
+    _fill_package_cache(pins)
     needed = [settings.PROJECT, Path(sys.base_prefix), Path(sys.prefix), Path(_uv_cache())]
     kept = [str(path) for path in needed if path.is_relative_to("/tmp")]
     command = ["unshare", "--net", "--mount", "--pid", "--ipc", "--uts", "--fork", "--kill-child", "--mount-proc"]
@@ -169,6 +171,12 @@ def _cpu_pins() -> str:
     """
     lines = environment.PINS.read_text(encoding="utf-8").splitlines(keepends=True)
     return "".join(line for line in lines if not re.search(r"\bvllm", line))
+
+
+def _fill_package_cache(pins: Path) -> None:
+    """Install what hosts will install, once and outside: they have no network, and what is built is built here."""
+    with tempfile.TemporaryDirectory() as folder:
+        environment.install(Path(folder) / "venv", pins, quiet=True)
 
 
 def _uv_cache() -> str:

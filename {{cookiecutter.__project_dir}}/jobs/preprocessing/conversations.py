@@ -10,6 +10,7 @@ import jinja2
 import pyarrow as pa
 
 import settings
+from jobs import weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -98,12 +99,6 @@ def read_template(path: str | None) -> str | None:
         ) from None
 
 
-def find_model(model: str) -> str:
-    """The absolute path of a model that is a folder, relative to the project or not; else its hub id, as it is."""
-    folder = settings.resolve(model)
-    return folder if Path(folder).is_dir() else model
-
-
 def load_tokenizer(model: str, chat_template: str | None = None) -> "PreTrainedTokenizerFast":
     """The tokenizer of a Hugging Face folder or hub id, with `chat_template` (its text) in place of its own.
 
@@ -113,7 +108,7 @@ def load_tokenizer(model: str, chat_template: str | None = None) -> "PreTrainedT
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # seconds, spared to workers that only read rows
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(find_model(model))
+        tokenizer = AutoTokenizer.from_pretrained(weights.on_this_node(weights.find(model), weights=False))
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise settings.Refusal(

@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import logging
 
+from jobs import weights
 from jobs.training.options import TrainOptions
 from jobs.training.strategies import Strategy
 
@@ -14,7 +15,7 @@ from jobs.training.strategies import Strategy
 def load_model(options: TrainOptions) -> PreTrainedModel:
     """The model in fp32 in main memory: master weights, whatever the precision of the computation."""
     logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(weights.on_this_node(options.model), dtype=torch.float32)
     if options.gradient_checkpointing:
         model.activation_checkpointing_enable()
     return model.train()

@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
+from jobs import weights
 from jobs.preprocessing.conversations import load_tokenizer, tokenizer_hash
 from jobs.training import storage
 from jobs.training.options import TrainOptions
@@ -36,7 +37,7 @@ def load_config(model: str) -> PreTrainedConfig:
         Refusal: nothing can be loaded from there.
     """
     try:
-        return AutoConfig.from_pretrained(model)
+        return AutoConfig.from_pretrained(weights.on_this_node(model, weights=False))
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise Refusal(f"the model {model} cannot be loaded ({reason}); set model in [train], or --model.") from None
