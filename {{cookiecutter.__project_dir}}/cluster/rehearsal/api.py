@@ -1,8 +1,8 @@
 """AWS's endpoint of the emulated cloud: moto's server, with a front that corrects it, refuses what it is told to, and
 keeps a list of the calls.
 
-What moto does not model, and this front does: RunInstances starts as many as MaxCount asks for, not MinCount; capacity
-runs out.
+What moto does not model, and this front does: every call is signed by a key that exists and allowed by its owner's
+policies, conditions included; RunInstances starts as many as MaxCount asks for, not MinCount; capacity runs out.
 """
 
 import io
@@ -11,17 +11,14 @@ import threading
 import time
 import urllib.parse
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from moto.ec2.models import ec2_backends
 from moto.server import DomainDispatcherApplication, create_backend_app
 
-from cluster.rehearsal import fakes
+from cluster.rehearsal import fakes, iam, needs
 from cluster.rehearsal.instances import ACCOUNT
-
-QUERY_ERROR = """<?xml version="1.0" encoding="UTF-8"?>
-<Response><Errors><Error><Code>{code}</Code><Message>{message}</Message></Error></Errors><RequestID>0</RequestID></Response>"""
 
 StartResponse = Callable[[str, list[tuple[str, str]]], Any]
 
@@ -34,11 +31,14 @@ class Call:
     """Seconds since the epoch."""
     service: str
     action: str
-    key: str
-    """The access key that signed it; empty for an unsigned one."""
+    region: str
     source: str
     """Address of the caller."""
     parameters: dict[str, Any]
+    caller: str = ""
+    """ARN of who signed it; empty where nobody known did."""
+    needs: list[iam.Need] = field(default_factory=list)
+    """The permissions that it took."""
     refused: str = ""
     """AWS's error code, where this front refused it."""
 
@@ -67,11 +67,16 @@ class Api:
     def __call__(self, environ: dict[str, Any], start_response: StartResponse) -> Iterable[bytes]:
         body = _read(environ)
         call = _describe(environ, body)
-        if call.action == "RunInstances":
-            if launch := self._refused_launch(call):
-                self._note(call, refused="InsufficientInstanceCapacity")
-                return _no_capacity(launch, start_response)
-            body = _with_max_count(body)
+        try:
+            principal = iam.authenticate(environ, body)
+            call = replace(call, caller=principal.arn, needs=_needs(call, environ, body))
+            iam.authorize(principal, call.needs)
+            if call.action == "RunInstances":
+                self._refuse_without_capacity(call)
+                body = _with_max_count(body)
+        except iam.Refused as refused:
+            self._note(replace(call, refused=refused.code))
+            return _refuse(call.service, refused, start_response)
         self._note(call)
         if (text := fakes.answer(call.service, call.action, call.parameters)) is not None:
             return _send("200 OK", text, start_response)
@@ -84,17 +89,22 @@ class Api:
         with self._lock:
             return [asdict(call) for call in self.calls]
 
-    def _note(self, call: Call, refused: str = "") -> None:
+    def _note(self, call: Call) -> None:
         with self._lock:
-            self.calls.append(Call(**(asdict(call) | {"refused": refused})))
+            self.calls.append(call)
 
-    def _refused_launch(self, call: Call) -> dict[str, str] | None:
+    def _refuse_without_capacity(self, call: Call) -> None:
         launch = {
             "zone": zone_of(call.parameters),
             "market": call.parameters.get("InstanceMarketOptions.MarketType", "on-demand"),
             "type": call.parameters.get("InstanceType", ""),
         }
-        return launch if self.faults.refuses(launch) else None
+        if self.faults.refuses(launch):
+            raise iam.Refused(
+                "InsufficientInstanceCapacity",
+                f"We currently do not have sufficient {launch['type']} capacity in the Availability Zone you requested "
+                f"({launch['zone']}).",
+            )
 
 
 def zone_of(parameters: dict[str, str]) -> str:
@@ -115,7 +125,7 @@ def _read(environ: dict[str, Any]) -> bytes:
 
 def _describe(environ: dict[str, Any], body: bytes) -> Call:
     authorization = environ.get("HTTP_AUTHORIZATION") or ""
-    key, _, _, service = [*authorization.partition("Credential=")[2].split("/")[:4], "", "", "", ""][:4]
+    _, _, region, service = [*authorization.partition("Credential=")[2].split("/")[:4], "", "", "", ""][:4]
     parameters: dict[str, Any] = {}
     action = (environ.get("HTTP_X_AMZ_TARGET") or "").rpartition(".")[2]
     if action:
@@ -127,7 +137,7 @@ def _describe(environ: dict[str, Any], body: bytes) -> Call:
         at=time.time(),
         service=service,
         action=action or f"{environ['REQUEST_METHOD']} {environ['PATH_INFO']}",
-        key=key,
+        region=region,
         source=environ.get("REMOTE_ADDR", ""),
         parameters=parameters,
     )
@@ -138,13 +148,30 @@ def _with_max_count(body: bytes) -> bytes:
     return urllib.parse.urlencode(parameters | {"MinCount": parameters["MaxCount"]}).encode()
 
 
-def _no_capacity(launch: dict[str, str], start_response: StartResponse) -> list[bytes]:
-    message = (
-        f"We currently do not have sufficient {launch['type']} capacity in the Availability Zone you requested "
-        f"({launch['zone']})."
-    )
-    text = QUERY_ERROR.format(code="InsufficientInstanceCapacity", message=message)
-    return _send("500 Internal Server Error", text, start_response)
+def _needs(call: Call, environ: dict[str, Any], body: bytes) -> list[iam.Need]:
+    http = {
+        "method": environ["REQUEST_METHOD"],
+        "path": environ["RAW_URI"].partition("?")[0],
+        "query": environ["QUERY_STRING"],
+        "body": body,
+    }
+    return needs.of(call.service, call.action, call.region, call.parameters, http)
+
+
+def _refuse(service: str, refused: iam.Refused, start_response: StartResponse) -> list[bytes]:
+    """The refusal in the words and the shape of the service."""
+    if service in ("ec2", ""):  # "": unsigned, so that nothing tells which it is for
+        code = "UnauthorizedOperation" if refused.code == "AccessDenied" else refused.code
+        error = f"<Errors><Error><Code>{code}</Code><Message>{refused.message}</Message></Error></Errors>"
+        return _send("403 Forbidden", f"<Response>{error}<RequestID>0</RequestID></Response>", start_response)
+    if service == "s3":
+        error = f"<Error><Code>{refused.code}</Code><Message>{refused.message}</Message></Error>"
+        return _send("403 Forbidden", error, start_response)
+    if service in ("iam", "sts", "cloudformation"):
+        error = f"<Error><Type>Sender</Type><Code>{refused.code}</Code><Message>{refused.message}</Message></Error>"
+        return _send("403 Forbidden", f"<ErrorResponse>{error}</ErrorResponse>", start_response)
+    error = {"__type": f"{refused.code}Exception", "message": refused.message}
+    return _send("400 Bad Request", json.dumps(error), start_response)
 
 
 def _send(status: str, text: str, start_response: StartResponse) -> list[bytes]:
