@@ -82,6 +82,15 @@ def up(context: Context, target: str = "local", yes: bool = False) -> None:
     print(f"next: inv submit{where} preprocess   or: inv status{where}   or: inv down{where}")
 
 
+@verb()
+def rehearse(context: Context) -> None:
+    """Run a cluster's whole life on AWS, emulated on this machine: up, a fine-tuning on two A100 machines, down."""
+    from cluster.rehearsal import play
+
+    if left := play.rehearse():
+        raise Exit(f"error: still there: {', '.join(left)}", 1)
+
+
 @verb("job", job=f"one of: {', '.join(submission.names())}", **TARGET)
 def submit(context: Context, job: str, target: str = "local") -> None:
     """Run a job on the cluster and follow its log; ends with the job's exit code."""

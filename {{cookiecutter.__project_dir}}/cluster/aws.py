@@ -58,6 +58,7 @@ class Aws:
                 "PROFILE": self.profile,
                 "PROJECT_DIR": f"s3://{bucket}",
                 "CLUSTER_NODES": json.dumps(_capacity(file)),
+                "GANG_ZONES": ",".join(sorted({worker.zone for worker in file.workers} - {""})),
                 "SECRETS_PREFIX": f"{file.slug}/",
                 "AWS_DEFAULT_REGION": file.region,
             },

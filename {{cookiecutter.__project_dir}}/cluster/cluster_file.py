@@ -24,6 +24,8 @@ class NodeType:
     """"spot", "on-demand" or "capacity-block"."""
     most: int
     """The most of it at once."""
+    zone: str
+    """Its label `zone`, by which a training gang stays together; empty without one."""
     node_config: dict[str, Any]
 
 
@@ -76,6 +78,7 @@ class ClusterFile:
             instance_type=config["InstanceType"],
             market=config.get("InstanceMarketOptions", {}).get("MarketType", "on-demand"),
             most=min(body.get("max_workers", 1), self.most_workers),
+            zone=body.get("labels", {}).get("zone", ""),
             node_config=config,
         )
 

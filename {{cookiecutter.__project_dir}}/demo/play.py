@@ -47,7 +47,7 @@ def play() -> dict[str, Any]:
             _step(times, "make data and a tiny model, ask it, and start Ray"),
             ThreadPoolExecutor(1) as background,
         ):
-            started = background.submit(Local().up)
+            started = background.submit(Local().up, yes=True)
             _make_assets()
             questions = assets.questions()
             before = ask_with_transformers(settings.PROJECT / MODEL, questions)

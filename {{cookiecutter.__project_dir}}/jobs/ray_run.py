@@ -17,7 +17,7 @@ from ray.train.v2._internal.execution import context as reporting
 from torch import nn
 
 import settings
-from jobs import capacity, cli, stream, weights
+from jobs import capacity, cli, gang, stream, weights
 from jobs.preprocessing.conversations import load_tokenizer
 from jobs.training import preflight
 from jobs.training.arithmetic import plan_batches
@@ -78,7 +78,8 @@ def fit(options: TrainOptions, make_strategy: MakeStrategy) -> None:
     _check_cluster(options, recipe)
     preflight.claim(options, identity)
     os.environ["RAY_TRAIN_ENABLE_PRINT_PATCH"] = "0"  # Ray Train's own print shows each line twice
-    result = _trainer(options, make_strategy, recipe).fit()
+    zone = gang.gather(options.num_workers, _worker_resources(options), options.gang_patience_s)
+    result = _trainer(options, make_strategy, recipe, zone).fit()
     if result.return_value:
         raise Refusal(result.return_value)
     print(f"the trained model is in {options.output}/{options.name}/model", flush=True)
@@ -110,7 +111,9 @@ def _check_cluster(options: TrainOptions, recipe: stream.Recipe | None) -> None:
         capacity.refuse_workers_on_every_cpu(options.num_workers * options.cpus_per_worker)
 
 
-def _trainer(options: TrainOptions, make_strategy: MakeStrategy, recipe: stream.Recipe | None) -> TorchTrainer:
+def _trainer(
+    options: TrainOptions, make_strategy: MakeStrategy, recipe: stream.Recipe | None, zone: dict[str, str] | None
+) -> TorchTrainer:
     return TorchTrainer(
         _work,
         # a reference: Ray's controller, which only passes it on, would import torch and transformers to unpack it
@@ -118,7 +121,10 @@ def _trainer(options: TrainOptions, make_strategy: MakeStrategy, recipe: stream.
         datasets={"train": stream.dataset(recipe)} if recipe else None,
         torch_config=TorchConfig(backend=BACKENDS[options.device]),
         scaling_config=ScalingConfig(
-            num_workers=options.num_workers, use_gpu=options.use_gpu, resources_per_worker=_worker_resources(options)
+            num_workers=options.num_workers,
+            use_gpu=options.use_gpu,
+            resources_per_worker=_worker_resources(options),
+            label_selector=zone,
         ),
         run_config=RunConfig(
             name=options.name,

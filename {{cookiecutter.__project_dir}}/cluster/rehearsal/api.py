@@ -2,7 +2,8 @@
 keeps a list of the calls.
 
 What moto does not model, and this front does: every call is signed by a key that exists and allowed by its owner's
-policies, conditions included; RunInstances starts as many as MaxCount asks for, not MinCount; capacity runs out.
+policies, conditions included; RunInstances starts as many as MaxCount asks for, not MinCount, and gives all of them
+the instance profile; capacity runs out.
 """
 
 import io
@@ -17,7 +18,7 @@ from typing import Any
 from moto.ec2.models import ec2_backends
 from moto.server import DomainDispatcherApplication, create_backend_app
 
-from cluster.rehearsal import fakes, iam, needs
+from cluster.rehearsal import fakes, iam, instances, needs
 from cluster.rehearsal.instances import ACCOUNT
 
 StartResponse = Callable[[str, list[tuple[str, str]]], Any]
@@ -82,7 +83,10 @@ class Api:
             return _send("200 OK", text, start_response)
         environ["wsgi.input"] = io.BytesIO(body)
         environ["CONTENT_LENGTH"] = str(len(body))
-        return self.moto(environ, start_response)
+        answer = self.moto(environ, start_response)
+        if call.action == "RunInstances":
+            instances.give_all_their_profile(call.parameters["IamInstanceProfile.Name"])
+        return answer
 
     def as_json(self) -> list[dict[str, Any]]:
         """All calls so far, oldest first."""

@@ -50,6 +50,7 @@ class Cloud:
         self.layers = layers
         self.shared = shared
         self.hosts: dict[str, Host] = {}
+        self.events: list[dict[str, Any]] = []
         self._busy: set[str] = set()
         self._pool = ThreadPoolExecutor(8)
 
@@ -59,6 +60,10 @@ class Cloud:
                 if instance.id not in self._busy:
                     self._reconcile(instance)
             time.sleep(0.1)
+
+    def note(self, instance_id: str, what: str) -> None:
+        """Keep an event for the play's timeline."""
+        self.events.append({"at": time.time(), "instance": instance_id, "what": what})
 
     def _reconcile(self, instance: instances.Instance) -> None:
         host = self.hosts.get(instance.id)
@@ -93,9 +98,12 @@ class Cloud:
             shared=self.shared,
         )
         self.hosts[instance.id] = host
+        self.note(instance.id, f"{instance.type} launched, {instance.market}, in {instance.zone}")
         host.boot()
+        self.note(instance.id, "answers on port 22")
 
     def _end(self, instance_id: str, host: Host) -> None:
+        self.note(instance_id, "terminated")
         host.end()
         del self.hosts[instance_id]
 
@@ -117,6 +125,7 @@ class Control:
                     | {"host": one.id in self.cloud.hosts}
                     for one in instances.every()
                 ],
+                "events": self.cloud.events,
                 "calls": self.api.as_json(),
                 "faults": dataclasses.asdict(self.api.faults),
             }

@@ -59,6 +59,16 @@ def every() -> Iterator[Instance]:
                 )
 
 
+def give_all_their_profile(name: str) -> None:
+    """Give the instance profile of a launch to all of its instances; moto gives it to the first alone."""
+    for backend in list(ec2_backends[ACCOUNT].values()):
+        for reservation in list(backend.reservations.values()):
+            with_profile = backend.iam_instance_profile_associations
+            for instance in reservation.instances[1:]:
+                if reservation.instances[0].id in with_profile and instance.id not in with_profile:
+                    backend.associate_iam_instance_profile(instance.id, iam_instance_profile_name=name)
+
+
 def running_at(address: str) -> Instance | None:
     """The running instance that has `address`, private or public."""
     return next(

@@ -122,13 +122,13 @@ def run(command: Sequence[str]) -> int:
 
 def end() -> list[str]:
     """End the cloud and all that runs in it; returns what is left, in words."""
-    process = _process()
-    if process:
+    if process := _process():
         first = _first(process)
+        network = _network(first.pid)
         process.kill()
         psutil.wait_procs([process, first], timeout=10)
-        if first.is_running() and first.status() != psutil.STATUS_ZOMBIE:
-            return [f"process {first.pid}"]
+        if left := [one for one in psutil.pids() if _network(one) == network]:
+            return [f"process {one} of the emulated cloud" for one in left]
     FILE.unlink(missing_ok=True)
     (STATE / "rehearsal-pins.txt").unlink(missing_ok=True)
     return []
@@ -150,6 +150,14 @@ def _process() -> psutil.Process | None:
 def _first(outer: psutil.Process) -> psutil.Process:
     """The cloud itself, which is process 1 of its namespaces."""
     return outer.children()[0]
+
+
+def _network(pid: int) -> str:
+    """Which network a process is in; nothing is the answer for one that has ended."""
+    try:
+        return os.readlink(f"/proc/{pid}/ns/net")
+    except OSError:
+        return f"ended {pid}"
 
 
 def _wait_until_ready() -> None:

@@ -84,7 +84,7 @@ def canonical(messages: list[Message]) -> bytes:
 
 
 def read_template(path: str | None) -> str | None:
-    """The text of the chat template that the settings name, or None where they name none.
+    """The text of the chat template that the settings name, a file that is uploaded with this project; None for none.
 
     Raises:
         Refusal: there is no such file.
@@ -92,7 +92,7 @@ def read_template(path: str | None) -> str | None:
     if path is None:
         return None
     try:
-        return Path(settings.resolve(path)).read_text(encoding="utf-8")
+        return (settings.PROJECT / path).read_text(encoding="utf-8")
     except OSError as error:
         raise settings.Refusal(
             f"the chat template {path} cannot be read ({error.strerror}); correct chat_template in [preprocess]."

@@ -1,6 +1,7 @@
 """The training loop: one for every strategy and every launcher."""
 
 import math
+import os
 from typing import Protocol
 
 import torch
@@ -54,7 +55,7 @@ def train(options: TrainOptions, run: Run, make_strategy: MakeStrategy, stream: 
     Raises:
         Refusal: on every rank alike, so that none waits for another.
     """
-    torch.set_num_threads(options.cpus_per_worker)
+    torch.set_num_threads(min(options.cpus_per_worker, os.cpu_count() or 1))  # logical CPUs may be more than real ones
     torch.manual_seed(options.seed + run.rank)
     Loop(models.with_supported_precision(options, run.device), run, make_strategy, stream).fit()
 

@@ -36,6 +36,8 @@ class TrainOptions(settings.Section):
     """Where the workers compute; `cpu` with use_gpu rehearses a GPU cluster without its cards."""
     cpus_per_worker: PositiveInt
     """Logical CPUs reserved for each worker, and its number of torch threads."""
+    gang_patience_s: PositiveFloat = 900
+    """Seconds after which a zone without room for all workers is given up for the next."""
     max_failures: int = Field(ge=0)
     """Times that dead workers are replaced before the run fails."""
 
