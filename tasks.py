@@ -3,6 +3,7 @@
 import os
 import re
 import shlex
+import shutil
 import sys
 import tomllib
 from collections.abc import Mapping
@@ -16,6 +17,14 @@ import bake
 BUILD = bake.TEMPLATE / "build"
 PYTHON = shlex.quote(sys.executable)
 UV = os.environ.get("UV", "uv")  # set by `uv run`
+# programs that the rehearsal needs, and the Debian package of each
+REHEARSAL_PROGRAMS = {
+    "ssh": "openssh-client",
+    "sshd": "openssh-server",
+    "rsync": "rsync",
+    "sudo": "sudo",
+    "ip": "iproute2",
+}
 # a release that is a week old is on every mirror, and a bad one has been withdrawn by then
 COMMON = "--python-version 3.11 --exclude-newer P7D --no-annotate"
 
@@ -32,11 +41,20 @@ def demo(context: Context) -> None:
 def test(context: Context) -> None:
     """Run every test: the template's, then those of a project that it makes in build/test."""
     lint(context)
+    _install_rehearsal_programs(context)
     _step("testing the template")
     context.run(f"{PYTHON} -m pytest")
     project = _bake(context, "test")
     _step(f"running that project's own tests in {project}")
     _verb(context, project, "test")
+
+
+@task
+def rehearse(context: Context) -> None:
+    """Make a project with the default answers in build/rehearsal and rehearse its life on AWS, on this machine."""
+    project = _bake(context, "rehearsal")
+    _step(f"running that project's own rehearsal in {project}")
+    _verb(context, project, "rehearse")
 
 
 @task
@@ -58,6 +76,19 @@ def lock(context: Context) -> None:
     _compile(context, project, "local", "--universal --override requirements/local.overrides.txt", cpu)
     _step("compiling cluster.txt: CUDA, Linux")
     _compile(context, project, "cluster", "--python-platform x86_64-manylinux_2_28", plain)
+
+
+def _install_rehearsal_programs(context: Context) -> None:
+    """The rehearsal's tests need some Debian packages; without root or apt they are skipped, with the reason."""
+    path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
+    missing = [package for program, package in REHEARSAL_PROGRAMS.items() if not shutil.which(program, path=path)]
+    if not missing or os.geteuid() != 0 or not shutil.which("apt-get"):
+        return
+    _step(f"installing {' '.join(missing)} for the rehearsal")
+    context.run("apt-get update -qq", hide="out")
+    context.run(f"apt-get install --yes -qq --no-install-recommends {' '.join(missing)}", hide="out")
+    if "openssh-server" in missing and shutil.which("systemctl"):
+        context.run("systemctl disable --now ssh", warn=True)  # the program is needed, and no door to this machine
 
 
 def _bake(context: Context, name: str) -> Path:

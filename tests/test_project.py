@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -44,20 +45,39 @@ def test_no_variable_is_left(made: tuple[Path, dict[str, str]]) -> None:
 
 
 def test_every_file_is_well_formed(made: tuple[Path, dict[str, str]]) -> None:
-    readers = {".toml": tomllib.loads, ".yaml": yaml.safe_load, ".yml": yaml.safe_load, ".json": json.loads}
+    readers = {".toml": tomllib.loads, ".yaml": _load_yaml, ".yml": _load_yaml, ".json": json.loads}
     read = [
         readers[path.suffix](path.read_text(encoding="utf-8")) for path in made[0].rglob("*") if path.suffix in readers
     ]
     assert all(read)
 
 
+def _load_yaml(text: str) -> Any:
+    """YAML in which CloudFormation's short forms, such as !Ref, are taken for what stands behind them."""
+
+    class Loader(yaml.SafeLoader):
+        pass
+
+    def construct(loader: yaml.SafeLoader, _: str, node: yaml.Node) -> Any:
+        if isinstance(node, yaml.ScalarNode):
+            return loader.construct_scalar(node)
+        return (
+            loader.construct_sequence(node) if isinstance(node, yaml.SequenceNode) else loader.construct_mapping(node)
+        )
+
+    Loader.add_multi_constructor("!", construct)
+    return yaml.load(text, Loader)
+
+
 def test_the_answers_arrive(made: tuple[Path, dict[str, str]]) -> None:
     project, answers = made
     cluster = yaml.safe_load((project / "cluster" / "cluster.yaml").read_text(encoding="utf-8"))
     settings = tomllib.loads((project / "settings.toml").read_text(encoding="utf-8"))
-    workers = cluster["available_node_types"]["a100"]
+    workers = cluster["available_node_types"]["a100-spot-1"]
+    stack = _load_yaml((project / "cluster" / "stack.yaml").read_text(encoding="utf-8"))
     assert isinstance(cluster["cluster_name"], str)
     assert cluster["cluster_name"] == answers.get("project_slug", cluster["cluster_name"])
+    assert stack["Resources"]["Group"]["Properties"]["GroupName"] == cluster["cluster_name"]
     assert cluster["provider"]["region"] == answers.get("aws_region", "us-east-1")
     assert workers["node_config"]["InstanceType"] == answers.get("instance_type", "p4d.24xlarge")
     assert workers["max_workers"] == int(answers.get("max_workers", "2"))

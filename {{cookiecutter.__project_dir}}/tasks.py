@@ -1,7 +1,9 @@
 """The verbs: inv VERB [--target T]; after -- come a job's own options. `inv --list` shows them all."""
 
+import contextlib
 import functools
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +20,7 @@ from cluster import chat as cluster_chat
 from cluster import doctor as cluster_doctor
 from cluster import status as cluster_status
 from cluster import submission, targets
+from cluster.local import TOKEN
 
 CONSOLE = Console()
 TARGET = {"target": "where the cluster is: local (this machine), rehearsal (AWS, emulated on this machine) or aws"}
@@ -57,8 +60,9 @@ def demo(context: Context) -> None:
 @verb(message="one question; without it you converse until /quit", **TARGET)
 def chat(context: Context, message: str = "", target: str = "local") -> None:
     """Talk to the served model; answers stream."""
-    served = cluster_status.address(cluster_status.take(targets.get(target).connect()))
-    cluster_chat.chat(f"{served}/v1", message)
+    connection = targets.get(target).connect()
+    served = cluster_status.address(cluster_status.take(connection), connection)
+    cluster_chat.chat(f"{served}/v1", connection.job_variables, message)
 
 
 @verb()
@@ -70,7 +74,7 @@ def doctor(context: Context) -> None:
 
 @verb(**TARGET)
 def prepare(context: Context, target: str = "local") -> None:
-    """Make what the cluster stands on and what costs nothing: on AWS roles, security group, bucket. `up` does it too."""
+    """Make what the cluster stands on and what costs nothing: on AWS roles, group, bucket. `up` does it too."""
     targets.get(target).prepare()
 
 
@@ -120,6 +124,24 @@ def stop(context: Context, job: str = "", target: str = "local") -> None:
     connection = targets.get(target).connect()
     details = submission.stop(connection, submission.find(connection, job))
     print(f"{details.submission_id} is {details.status.value.lower()}")
+
+
+@verb(command="what to run there; a shell for you when left out", **TARGET)
+def ssh(context: Context, command: str = "", target: str = "local") -> None:
+    """Go to the head, or run a command there."""
+    raise Exit(code=targets.get(target).shell(command))
+
+
+@verb(**TARGET)
+def dashboard(context: Context, target: str = "local") -> None:
+    """Show Ray's dashboard on this machine, through a tunnel where need be, until Ctrl-C."""
+    connection = targets.get(target).connect()
+    told_by = f'inv ssh --target {target} --command "cat ~/.ray/auth_token"' if connection.forwarded else f"cat {TOKEN}"
+    print(f"{connection.dashboard}   the token that it asks for: {told_by}")
+    if connection.forwarded:
+        print("the tunnel stays open until Ctrl-C", flush=True)
+        with contextlib.suppress(KeyboardInterrupt):
+            threading.Event().wait()
 
 
 @verb(**TARGET)

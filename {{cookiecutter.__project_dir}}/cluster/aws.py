@@ -1,21 +1,29 @@
 """The `aws` target: cluster.yaml on AWS, by Ray's own launcher. The rehearsal runs this very code inside its cloud."""
 
 import json
-import os
+import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from pydantic import ConfigDict
 from rich.console import Console
 
 import settings
-from cluster import bill, cluster_file, launcher, machines, prices, ssh, stack
+from cluster import bill, cluster_file, launcher, machines, prices, ssh, stack, vault
 from cluster.cluster_file import ClusterFile
 from cluster.target import Connection
 
 READY_TIMEOUT_S = 120
 REPORT = Path(__file__).with_name("head_report.py")
+
+
+class ServeSection(settings.Section):
+    """What of [serve] concerns the way to a served model."""
+
+    model_config = ConfigDict(extra="ignore")
+    port: int
 
 
 class Aws:
@@ -42,18 +50,21 @@ class Aws:
         _ask("start it?" if running is None else "go on?", yes)
         started = time.monotonic()
         stack.prepare(file)
+        vault.fill(file)
         launcher.up()
         _wait_for_autoscaler(machines.reach(file))
         _mark(file)
-        print(f"{self.name} is up after {time.monotonic() - started:.0f} s: a head, whose autoscaler runs, and no worker yet")
+        print(f"{self.name} is up after {time.monotonic() - started:.0f} s: a head with its autoscaler, no worker yet")
 
     def connect(self) -> Connection:
         file = cluster_file.load()
-        ports, token = machines.reach(file).tunnel(ssh.DASHBOARD_PORT)
+        serve_port = settings.load(ServeSection, "serve", profile=self.profile).port
+        ports, token = machines.reach(file).tunnel(ssh.DASHBOARD_PORT, serve_port)
         bucket = stack.bucket(file)
         return Connection(
             dashboard=f"http://127.0.0.1:{ports[ssh.DASHBOARD_PORT]}",
             headers={"Authorization": f"Bearer {token}"},
+            forwarded={serve_port: ports[serve_port]},
             job_variables={
                 "PROFILE": self.profile,
                 "PROJECT_DIR": f"s3://{bucket}",
@@ -64,6 +75,12 @@ class Aws:
             },
         )
 
+    def shell(self, command: str) -> int:
+        head = machines.reach(cluster_file.load())
+        if command:
+            return subprocess.call([*head.command("-T"), ssh.ENVIRONMENT + command])
+        return subprocess.call([*head.command("-t"), "bash", "-l"])
+
     def bill(self) -> bill.Bill:
         file = cluster_file.load()
         return bill.draw_up(file, report(machines.reach(file)))
@@ -73,9 +90,13 @@ class Aws:
         machines.end_all(file)
         machines.delete_loose(file)
         stack.delete(file)
-        left = machines.leftovers(file)
+        vault.empty(file)
+        left = machines.leftovers(file) + [f"secret {name}" for name in vault.names(file)]
         if not left:
-            print(f"{self.name} is down: no instance, volume, interface, group, key, role or stack of {file.slug} is left")
+            print(
+                f"{self.name} is down: no instance, volume, interface, security group, key, role, secret or stack "
+                f"of {file.slug} is left"
+            )
             if stack.bucket_exists(file):
                 print(f"kept, with your work in it: s3://{stack.bucket(file)}")
         return left

@@ -64,7 +64,7 @@ def _problems(report: dict[str, Any]) -> list[str]:
     problems = []
     if not report["autoscaler"]:
         problems.append(
-            "the autoscaler does not run on the head, so that no worker comes or goes; mend it with: inv up --target aws"
+            "the autoscaler does not run on the head: no worker comes or goes; mend it with: inv up --target aws"
         )
     for refused in report["refused"]:
         clock = time.strftime("%H:%M:%S", time.localtime(refused["at"]))

@@ -2,7 +2,7 @@
 
 import os
 import readline  # noqa: F401  gives input() line editing and a history
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import httpx
 import openai
@@ -45,12 +45,14 @@ class Conversation:
             self.messages = [{"role": "system", "content": system}]
 
 
-def chat(url: str, message: str = "") -> None:
-    """Ask one question, or converse until /quit when there is none.
+def chat(url: str, secrets_at: Mapping[str, str], message: str = "") -> None:
+    """Ask one question, or converse until /quit when there is none; `secrets_at` says where the server's key is.
 
     Raises:
         settings.Refusal: there is no key, the server is away, or it refuses the key.
     """
+    os.environ |= {name: value for name, value in secrets_at.items() if name.startswith(("SECRETS_", "AWS_"))}
+    os.environ["SECRET_NAMES"] = "SERVE_API_KEY"
     secrets.load()
     key = os.environ.get("SERVE_API_KEY")
     if not key:

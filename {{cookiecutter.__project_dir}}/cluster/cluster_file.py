@@ -66,7 +66,7 @@ class ClusterFile:
     def workers(self) -> list[NodeType]:
         return [self._node_type(name) for name in self.content["available_node_types"] if name != self.head.name]
 
-    def client(self, service: str) -> Any:
+    def client(self, service: Any) -> Any:  # a str; boto3's types know a function for each name
         """boto3's client for a service in this cluster's region."""
         return boto3.client(service, region_name=self.region)
 
@@ -92,7 +92,9 @@ def load(file: Path = FILE) -> ClusterFile:
     except FileNotFoundError as error:
         raise settings.Refusal(f"{error.filename} is missing; restore it with: git checkout {error.filename}") from None
     except yaml.YAMLError as error:
-        raise settings.Refusal(f"{file} is not valid YAML: {' '.join(str(error).split())}; correct that line.") from None
+        raise settings.Refusal(
+            f"{file} is not valid YAML: {' '.join(str(error).split())}; correct that line."
+        ) from None
     except (KeyError, TypeError) as error:
         raise settings.Refusal(f"{file} lacks {error}; compare it with: git diff {file}") from None
     return read

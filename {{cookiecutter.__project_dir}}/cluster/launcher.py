@@ -37,7 +37,9 @@ def up() -> None:
             spinner.update(f"{step} ({time.monotonic() - started:.0f} s)")
         code = process.wait()
     if code:
-        raise settings.Refusal(f"`ray up` failed in {step}: {_reason()} (all of it: {LOG.relative_to(settings.PROJECT)})")
+        raise settings.Refusal(
+            f"`ray up` failed in {step}: {_reason()} (all of it: {LOG.relative_to(settings.PROJECT)})"
+        )
     print(f"`ray up` took {time.monotonic() - started:.0f} s")
 
 

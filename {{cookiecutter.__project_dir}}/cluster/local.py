@@ -80,6 +80,9 @@ class Local:
             },
         )
 
+    def shell(self, command: str) -> int:
+        raise settings.Refusal("local is this machine: there is nowhere to go by ssh")
+
     def bill(self) -> Bill:
         return Bill()
 

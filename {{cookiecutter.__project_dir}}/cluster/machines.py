@@ -47,7 +47,10 @@ def living(file: ClusterFile) -> list[Machine]:
     ]
     pages = file.client("ec2").get_paginator("describe_instances").paginate(Filters=filters)
     found = [
-        _machine(instance) for page in pages for reservation in page["Reservations"] for instance in reservation["Instances"]
+        _machine(instance)
+        for page in pages
+        for reservation in page["Reservations"]
+        for instance in reservation["Instances"]
     ]
     return sorted(found, key=lambda machine: (machine.node_type != file.head.name, machine.launched))
 
@@ -104,7 +107,9 @@ def leftovers(file: ClusterFile) -> list[str]:
     left += [f"volume {volume['VolumeId']}" for volume in ec2.describe_volumes(Filters=tagged)["Volumes"]]
     interfaces = ec2.describe_network_interfaces(Filters=tagged)["NetworkInterfaces"]
     left += [f"network interface {interface['NetworkInterfaceId']}" for interface in interfaces]
-    left += [f"security group {group['GroupId']}" for group in ec2.describe_security_groups(Filters=named)["SecurityGroups"]]
+    left += [
+        f"security group {group['GroupId']}" for group in ec2.describe_security_groups(Filters=named)["SecurityGroups"]
+    ]
     keys = ec2.describe_key_pairs(Filters=[{"Name": "key-name", "Values": [file.slug]}])["KeyPairs"]
     left += [f"key pair {key['KeyName']}" for key in keys]
     templates = ec2.describe_launch_templates(

@@ -45,9 +45,7 @@ class Head:
         Raises:
             settings.Refusal: the head is not reached, or the command failed; with ssh's last line.
         """
-        done = subprocess.run(
-            [*self.command("-T"), ENVIRONMENT + command], input=stdin, capture_output=True, text=True
-        )
+        done = subprocess.run([*self.command("-T"), ENVIRONMENT + command], input=stdin, capture_output=True, text=True)
         if done.returncode == 255:
             raise settings.Refusal(self._unreachable(done.stderr))
         if done.returncode:
@@ -72,7 +70,8 @@ class Head:
             text=True,
             start_new_session=True,  # Ctrl-C is for this process: a log is followed through the tunnel while it asks
         )
-        assert process.stdout and process.stderr
+        assert process.stdout
+        assert process.stderr
         token = process.stdout.readline().strip()
         if not token:
             raise settings.Refusal(self._unreachable(process.stderr.read()))

@@ -134,9 +134,9 @@ def ensure_key_pair(file: ClusterFile) -> None:
         settings.Refusal: AWS has a key of that name and this machine has not, or has another.
     """
     ec2 = file.client("ec2")
-    on_aws = ec2.describe_key_pairs(
-        Filters=[{"Name": "key-name", "Values": [file.slug]}], IncludePublicKey=True
-    )["KeyPairs"]
+    on_aws = ec2.describe_key_pairs(Filters=[{"Name": "key-name", "Values": [file.slug]}], IncludePublicKey=True)[
+        "KeyPairs"
+    ]
     if not on_aws:
         if not file.key_file.exists():
             _make_key(file.key_file)
@@ -180,7 +180,7 @@ def _own_address() -> str:
     except requests.RequestException as error:
         raise settings.Refusal(
             f"{url} did not say this machine's address ({error}); "
-            "set it as caller = \"a.b.c.d/32\" in [cluster.network] of settings.toml."
+            'set it as caller = "a.b.c.d/32" in [cluster.network] of settings.toml.'
         ) from None
 
 
@@ -234,7 +234,11 @@ def _wait(file: ClusterFile, doing: str) -> None:
             spinner.update(f"{doing} the stack {file.slug}: {waited:.0f} s")
             time.sleep(2)
     gone = stack is None
-    if gone != (doing == "deleting") or (stack and "ROLLBACK" in stack["StackStatus"]) or (stack and "FAILED" in stack["StackStatus"]):
+    if (
+        gone != (doing == "deleting")
+        or (stack and "ROLLBACK" in stack["StackStatus"])
+        or (stack and "FAILED" in stack["StackStatus"])
+    ):
         raise settings.Refusal(f"AWS could not finish {doing} the stack {file.slug}: {_reason(file, identity)}")
 
 

@@ -56,11 +56,14 @@ def show(snapshot: Snapshot, bill: Bill, console: Console) -> None:
         console.print("[green]✓[/] nothing is wrong")
 
 
-def address(snapshot: Snapshot) -> str:
-    """URL of the application that answers. Raises `settings.Refusal` when none does."""
+def address(snapshot: Snapshot, connection: Connection) -> str:
+    """URL, on this machine, of the application that answers. Raises `settings.Refusal` when none does."""
     for application in snapshot.serve["applications"].values():
         if application["status"] == "RUNNING":
-            return _address(snapshot.serve, application)
+            url = _address(snapshot.serve, application)
+            for port, here in connection.forwarded.items():
+                url = url.replace(f":{port}", f":{here}")
+            return url
     raise settings.Refusal("no model is served; serve one with: inv submit serve_llm")
 
 

@@ -16,6 +16,8 @@ class Connection:
     """URL of Ray's dashboard, which answers jobs, state and Serve; on loopback, through a tunnel where need be."""
     headers: dict[str, str] = field(repr=False)
     """Carries the cluster's token."""
+    forwarded: dict[int, int] = field(default_factory=dict)
+    """This machine's port for each port of the head that a tunnel brings here; empty where no tunnel is needed."""
     job_variables: dict[str, str]
     """Environment of each submitted job: its profile, and where it finds files and secrets."""
 
@@ -52,6 +54,9 @@ class Target(Protocol):
 
     def connect(self) -> Connection:
         """The running cluster. Raises `settings.Refusal` when it is not up."""
+
+    def shell(self, command: str) -> int:
+        """Run `command` on the head, or a shell for a person where it is empty; returns its exit code."""
 
     def bill(self) -> Bill:
         """What is rented, what it costs, what is pending and why, and what AWS refused."""

@@ -66,7 +66,7 @@ def play() -> dict[str, Any]:
         with _step(times, "serve the trained model with vLLM"):
             _follow(connection, serving)
         with _step(times, "ask the trained model"):
-            after = _ask_served(questions, status.address(status.take(connection)))
+            after = _ask_served(questions, status.address(status.take(connection), connection))
     result = _result(questions, before, after) | {"seconds": times, "peak_memory_gib": memory["peak_gib"]}
     _save(result)
     _show(result)

@@ -37,7 +37,9 @@ def _is_complete(zone: str, workers: int, needs: Mapping[str, float], patience_s
         while (waited := time.monotonic() - started) < patience_s:
             if ray.wait([group.ready()], timeout=min(LINE_EVERY_S, patience_s - waited))[0]:
                 return True
-            print(f"waiting for machines for {workers} workers in zone {zone}: {waited + LINE_EVERY_S:.0f} s", flush=True)
+            print(
+                f"waiting for machines for {workers} workers in zone {zone}: {waited + LINE_EVERY_S:.0f} s", flush=True
+            )
         return False
     finally:
         remove_placement_group(group)

@@ -160,7 +160,11 @@ def _work(config: dict[str, Any]) -> str | None:
 
 def _with_absolute_paths(options: TrainOptions) -> TrainOptions:
     """Workers do not run where the driver does."""
-    paths = {"model": weights.find(options.model), "data": settings.resolve(options.data), "output": settings.resolve(options.output)}
+    paths = {
+        "model": weights.find(options.model),
+        "data": settings.resolve(options.data),
+        "output": settings.resolve(options.output),
+    }
     return options.model_copy(update=paths)
 
 

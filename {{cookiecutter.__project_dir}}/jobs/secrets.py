@@ -1,10 +1,12 @@
 """Reads secrets by name in each process that needs them; values travel in no file, argv or metadata.
 
-`SECRET_NAMES` (comma separated) and `SECRETS_FILE` (local target) are set by the verb that submits.
-Ray calls `load` in every worker (`worker_process_setup_hook`); a driver calls it for itself.
+The verb that submits sets SECRET_NAMES (comma separated) and says where values are: SECRETS_FILE on this machine,
+SECRETS_PREFIX in Secrets Manager, where a name is PREFIX + NAME. Ray calls `load` in every worker
+(`worker_process_setup_hook`); a driver calls it for itself.
 """
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from dotenv import dotenv_values
@@ -12,10 +14,34 @@ from dotenv import dotenv_values
 
 def load() -> None:
     """Put the named secrets into this process's environment; a name without a value stays unset."""
-    # not settings.PROJECT: every worker process runs this first, and would import pydantic for it
-    file = Path(os.environ.get("SECRETS_FILE") or Path(__file__).parents[1] / ".env")
-    values = dotenv_values(file) if file.is_file() else {}
-    submitted = os.environ.get("SECRET_NAMES")  # plain `python -m` has no verb to name them: all that .env holds
-    for name in submitted.split(",") if submitted else values:
+    submitted = os.environ.get("SECRET_NAMES")
+    if prefix := os.environ.get("SECRETS_PREFIX"):
+        values = _from_aws(prefix, submitted.split(",") if submitted else [])
+    else:
+        values = _from_file()
+    for name in (
+        submitted.split(",") if submitted else values
+    ):  # plain `python -m` has no verb to name them: all of .env
         if value := values.get(name):
             os.environ.setdefault(name, value)
+
+
+def _from_file() -> Mapping[str, str | None]:
+    # not settings.PROJECT: every worker process runs this first, and would import pydantic for it
+    file = Path(os.environ.get("SECRETS_FILE") or Path(__file__).parents[1] / ".env")
+    return dotenv_values(file) if file.is_file() else {}
+
+
+def _from_aws(prefix: str, names: list[str]) -> dict[str, str]:
+    """Asked with the role of the machine that this runs on."""
+    import boto3  # here, as a process on this machine needs it not
+
+    client = boto3.client("secretsmanager")
+    values = {}
+    for name in names:
+        if name not in os.environ:
+            try:
+                values[name] = client.get_secret_value(SecretId=prefix + name)["SecretString"]
+            except client.exceptions.ResourceNotFoundException:
+                continue  # a name without a value, as in .env
+    return values

@@ -71,7 +71,7 @@ def _copy(uri: str, folder: Path, weights: bool) -> None:
 
 def _mirror(model: str, uri: str) -> None:
     from huggingface_hub import snapshot_download  # here: only the first fetch needs it
-    from huggingface_hub.errors import HFValidationError, HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     print(f"fetching {model} into {uri}, once for this cluster", flush=True)
     try:

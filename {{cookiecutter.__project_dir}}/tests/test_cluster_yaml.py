@@ -1,11 +1,15 @@
-"""cluster.yaml against Ray's own schema, against EC2's own model, and for what neither of them checks."""
+"""cluster.yaml against Ray's own schema and EC2's own model, stack.yaml against CloudFormation's, and both for what
+none of these check."""
 
 import copy
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import botocore.session
+import cfnlint.api
+import cfnlint.decode
 import jsonschema
 import pytest
 import yaml
@@ -16,6 +20,7 @@ from ray.autoscaler._private.util import prepare_config, validate_config
 import settings
 
 FILE = settings.PROJECT / "cluster" / "cluster.yaml"
+STACK = settings.PROJECT / "cluster" / "stack.yaml"
 SCHEMA = json.loads((Path(autoscaler.__file__).parent / "ray-schema.json").read_text(encoding="utf-8"))
 # What Ray's AWS provider reads of `provider`: its schema lets any other key pass, and a typo with it.
 PROVIDER_KEYS = {"type", "region", "availability_zone", "cache_stopped_nodes", "use_internal_ips"} | {
@@ -29,9 +34,28 @@ def load() -> dict[str, Any]:
     return yaml.safe_load(FILE.read_text(encoding="utf-8"))
 
 
+def stack() -> dict[str, Any]:
+    """stack.yaml as CloudFormation sees it: its short forms written out."""
+    template, problems = cfnlint.decode.decode_str(STACK.read_text(encoding="utf-8"))
+    assert not problems
+    return json.loads(json.dumps(template))
+
+
 def node_configs() -> list[Any]:
     """One test parameter for each node type."""
     return [pytest.param(body["node_config"], id=name) for name, body in load()["available_node_types"].items()]
+
+
+def variants() -> list[Any]:
+    """One test parameter for each block of variants.md, by the heading above it."""
+    sections = (settings.PROJECT / "cluster" / "variants.md").read_text(encoding="utf-8").split("\n## ")[1:]
+    found = [(section.splitlines()[0], re.findall(r"```yaml\n(.*?)```", section, re.DOTALL)) for section in sections]
+    return [pytest.param(yaml.safe_load(block), id=title) for title, blocks in found for block in blocks]
+
+
+def merge(base: dict[str, Any], overlay: dict[str, Any]) -> dict[str, Any]:
+    both = {key: merge(base[key], value) for key, value in overlay.items() if isinstance(base.get(key), dict)}
+    return base | overlay | both
 
 
 def ec2_problems(node_config: dict[str, Any]) -> str:
@@ -56,7 +80,7 @@ def test_ec2_knows_every_key_and_type_of_an_instance(node_config: dict[str, Any]
 
 
 def test_the_ec2_check_finds_a_typo() -> None:
-    mistyped = copy.deepcopy(load()["available_node_types"]["a100"]["node_config"])
+    mistyped = copy.deepcopy(load()["available_node_types"]["a100-spot-1"]["node_config"])
     mistyped["InstanceMarketOptions"] = {"MarketTyp": "spot"}
     assert "MarketTyp" in ec2_problems(mistyped)
 
@@ -72,8 +96,61 @@ def test_workers_come_and_go() -> None:
     config = load()
     workers = [body for name, body in config["available_node_types"].items() if name != config["head_node_type"]]
     assert all(body["min_workers"] == 0 for body in workers)
-    assert config["max_workers"] == sum(body["max_workers"] for body in workers)
+    assert all(body["max_workers"] <= config["max_workers"] for body in workers)
     assert config["idle_timeout_minutes"] <= 10
+
+
+def test_a100_machines_differ_in_market_and_zone_alone() -> None:
+    """Ray may take any of them for the same work, spot first."""
+    types = {name: body for name, body in load()["available_node_types"].items() if name.startswith("a100-")}
+    assert {name.rpartition("-")[0] for name in types} == {"a100-spot", "a100-on-demand"}
+    for name, body in types.items():
+        spot, zone = name.startswith("a100-spot"), name.rpartition("-")[2]
+        assert ("InstanceMarketOptions" in body["node_config"]) == spot
+        assert body["priority"] == (2 if spot else 1)
+        assert body["labels"] == {"zone": zone}
+        assert body["node_config"]["LaunchTemplate"]["LaunchTemplateName"].endswith(f"-zone-{zone}")
+    one = {"InstanceMarketOptions", "LaunchTemplate"}
+    shapes = [{k: v for k, v in body["node_config"].items() if k not in one} for body in types.values()]
+    assert all(shape == shapes[0] for shape in shapes)
+
+
+def test_everything_that_the_file_names_is_in_the_stack() -> None:
+    resources = [body["Properties"] for body in stack()["Resources"].values()]
+    templates = {one["LaunchTemplateName"] for one in resources if "LaunchTemplateName" in one}
+    profiles = {one["InstanceProfileName"] for one in resources if "InstanceProfileName" in one}
+    for body in load()["available_node_types"].values():
+        assert body["node_config"]["LaunchTemplate"]["LaunchTemplateName"] in templates
+        assert body["node_config"]["IamInstanceProfile"]["Name"] in profiles
+
+
+def test_cloudformation_accepts_the_stack() -> None:
+    problems = cfnlint.api.lint(STACK.read_text(encoding="utf-8"), regions=[load()["provider"]["region"]])
+    assert [str(problem) for problem in problems] == []
+
+
+def test_the_stack_lets_in_the_cluster_and_its_owner_and_nobody_else() -> None:
+    resources = stack()["Resources"].values()
+    rules = [rule for body in resources for rule in body["Properties"].get("SecurityGroupIngress", [])]
+    assert [(rule["FromPort"], rule["ToPort"], rule["CidrIp"]) for rule in rules] == [(22, 22, {"Ref": "Caller"})]
+    (own,) = [body["Properties"] for body in resources if body["Type"] == "AWS::EC2::SecurityGroupIngress"]
+    assert own["SourceSecurityGroupId"] == own["GroupId"]
+    assert "0.0.0.0/0" not in STACK.read_text(encoding="utf-8")
+
+
+def test_the_bucket_outlives_the_stack_and_is_closed() -> None:
+    (bucket,) = [body for body in stack()["Resources"].values() if body["Type"] == "AWS::S3::Bucket"]
+    assert bucket["DeletionPolicy"] == "Retain"
+    assert set(bucket["Properties"]["PublicAccessBlockConfiguration"].values()) == {True}
+    assert bucket["Properties"]["BucketEncryption"]
+
+
+@pytest.mark.parametrize("variant", variants())
+def test_a_documented_variant_is_accepted_by_ray_and_ec2(variant: dict[str, Any]) -> None:
+    merged = merge(load(), variant)
+    jsonschema.validate(merged, SCHEMA)
+    for body in merged["available_node_types"].values():
+        assert ec2_problems(body["node_config"]) == ""
 
 
 def test_nothing_is_left_stopped() -> None:
@@ -106,7 +183,7 @@ def test_the_image_is_explicit(node_config: dict[str, Any]) -> None:
 def test_ray_makes_no_open_group_shared_role_or_shared_key(node_config: dict[str, Any]) -> None:
     """Ray's own security group is open to the world on port 22; its role and key serve the whole account."""
     slug = load()["cluster_name"]
-    assert node_config.get("SecurityGroupIds") or node_config["LaunchTemplate"]["LaunchTemplateName"] == slug
+    assert node_config["LaunchTemplate"]["LaunchTemplateName"].startswith(f"{slug}-zone-")
     assert node_config["IamInstanceProfile"]["Name"].startswith(f"{slug}-")
     assert node_config["KeyName"] == slug
     assert "ssh_private_key" in load()["auth"]

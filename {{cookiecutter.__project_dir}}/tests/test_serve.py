@@ -342,7 +342,7 @@ def test_the_cluster_profile_asks_for_its_gpus() -> None:
 
 
 def test_chat_answers_one_question(served: ServeOptions, client: openai.OpenAI, capsys: pytest.CaptureFixture) -> None:
-    chat.chat(served.url, QUESTIONS[0])
+    chat.chat(served.url, {}, QUESTIONS[0])
     printed = capsys.readouterr().out
     assert printed.startswith(ask(client, user(QUESTIONS[0])))
 
@@ -359,7 +359,7 @@ def test_chat_remembers_until_told_to_forget(
         "create",
         lambda self, **body: asked.append(list(body["messages"])) or create(self, max_tokens=ANSWER_TOKENS, **body),
     )
-    chat.chat(served.url)
+    chat.chat(served.url, {})
     printed = capsys.readouterr().out
     brief = {"role": "system", "content": "be brief"}
     first, _, second, third = asked
@@ -373,10 +373,10 @@ def test_chat_remembers_until_told_to_forget(
 
 def test_chat_says_what_to_type_when_the_server_is_away() -> None:
     with pytest.raises(settings.Refusal, match=r"nothing answers at .* inv submit serve_llm"):
-        chat.chat("http://127.0.0.1:9/v1", "hi")
+        chat.chat("http://127.0.0.1:9/v1", {}, "hi")
 
 
 def test_chat_says_when_the_key_is_another_one(served: ServeOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SERVE_API_KEY", "wrong")
     with pytest.raises(settings.Refusal, match="refuses the SERVE_API_KEY"):
-        chat.chat(served.url, "hi")
+        chat.chat(served.url, {}, "hi")

@@ -1,6 +1,7 @@
 """What `inv status` says is wrong, from answers as Ray's dashboard gives them."""
 
 import io
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,7 +9,9 @@ from rich.console import Console
 
 import settings
 from cluster import status
+from cluster.target import Bill, Connection
 
+CONNECTION = Connection(dashboard="http://127.0.0.1:8265", headers={}, job_variables={})
 NODE: dict[str, Any] = {
     "node_ip": "10.0.0.1", "is_head_node": True, "state": "ALIVE", "state_message": None,
     "resources_total": {"CPU": 4.0},
@@ -33,9 +36,9 @@ def snapshot(**changes: Any) -> status.Snapshot:
     return status.Snapshot(**(healthy | changes))
 
 
-def printed(what: status.Snapshot) -> str:
+def printed(what: status.Snapshot, bill: Bill | None = None) -> str:
     console = Console(file=io.StringIO(), width=160)
-    status.show(what, console)
+    status.show(what, bill or Bill(), console)
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
@@ -67,7 +70,21 @@ def test_a_dead_node_and_an_unhealthy_application_are_said() -> None:
     serve = {"http_options": {}, "applications": {"llm": sick}}
     assert status.problems(snapshot(serve=serve)) == ["application llm is deploy_failed: did not start"]
     with pytest.raises(settings.Refusal, match="inv submit serve_llm"):
-        status.address(snapshot(serve=serve))
+        status.address(snapshot(serve=serve), CONNECTION)
+
+
+def test_a_served_model_is_reached_through_the_tunnel_where_there_is_one() -> None:
+    assert status.address(snapshot(), CONNECTION) == "http://127.0.0.1:8000"
+    tunnelled = replace(CONNECTION, forwarded={8000: 23456})
+    assert status.address(snapshot(), tunnelled) == "http://127.0.0.1:23456"
+
+
+def test_what_is_rented_and_refused_is_said() -> None:
+    bill = Bill(notes=["0.40 dollars an hour now"], problems=["AWS refused a100-spot-1: no capacity"])
+    text = printed(snapshot(), bill)
+    assert "0.40 dollars an hour now" in text
+    assert "✗ AWS refused a100-spot-1: no capacity" in text
+    assert "nothing is wrong" not in text
 
 
 def test_a_node_that_was_taken_away_on_purpose_is_no_problem() -> None:

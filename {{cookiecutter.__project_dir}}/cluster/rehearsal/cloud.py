@@ -145,7 +145,7 @@ class _Caller:
 class _Silent(WSGIRequestHandler):
     protocol_version = "HTTP/1.1"  # connections stay open: each call would cost one otherwise
 
-    def log_request(self, *_: Any) -> None:
+    def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
         pass
 
 
@@ -206,7 +206,8 @@ def _account(region: str) -> None:
         data_type="aws:ec2:image",
     )
     # moto's own way to set one refuses what begins with /aws, as AWS does
-    ssm_backends[instances.ACCOUNT][region]._parameters[IMAGE_PARAMETER].append(parameter)
+    parameters: Any = ssm_backends[instances.ACCOUNT][region]._parameters
+    parameters[IMAGE_PARAMETER].append(parameter)
     folder = HOME / ".aws"
     folder.mkdir(parents=True)
     (folder / "config").write_text(f"[default]\nregion = {region}\nendpoint_url = {ENDPOINT}\n")

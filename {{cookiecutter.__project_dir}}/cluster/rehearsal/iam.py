@@ -121,7 +121,7 @@ def _listed(value: str | list[str]) -> list[str]:
 
 
 def _statements(policy: Any) -> list[dict[str, Any]]:
-    """Of a policy as moto keeps it: a role's inline one as text, a user's in a dictionary, a managed one as an object."""
+    """Of a policy as moto keeps it: a role's inline one as text, a user's in a mapping, a managed one as an object."""
     if isinstance(policy, Mapping):
         policy = policy["policy_document"]
     if not isinstance(policy, str):

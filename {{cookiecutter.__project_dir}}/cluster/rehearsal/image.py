@@ -12,9 +12,9 @@ from pathlib import Path
 from cluster import environment
 
 UBUNTU = 1500  # user and group id
-UV_SETTINGS = ["UV_DEFAULT_INDEX", "UV_INDEX", "UV_INDEX_URL", "UV_EXTRA_INDEX_URL", "UV_FIND_LINKS"] + [
-    "UV_INDEX_STRATEGY",
-    "UV_TORCH_BACKEND",
+UV_SETTINGS = [
+    *("UV_DEFAULT_INDEX", "UV_INDEX", "UV_INDEX_URL", "UV_EXTRA_INDEX_URL"),
+    *("UV_FIND_LINKS", "UV_INDEX_STRATEGY", "UV_TORCH_BACKEND"),
 ]
 SSHD_CONFIG = """\
 HostKey /etc/ssh/ssh_host_ed25519_key
@@ -34,7 +34,9 @@ case "$*" in
     *) exec /usr/bin/curl "$@" ;;
 esac
 """
-SHUTDOWN = "#!/bin/sh\n# ends this emulated instance; EC2 would then terminate it as its settings say\nexec kill -USR1 1\n"
+SHUTDOWN = (
+    "#!/bin/sh\n# ends this emulated instance; EC2 would then terminate it as its settings say\nexec kill -USR1 1\n"
+)
 
 
 def build(layer: Path, endpoint: str) -> None:

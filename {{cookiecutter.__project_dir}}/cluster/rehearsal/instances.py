@@ -41,20 +41,20 @@ def every() -> Iterator[Instance]:
         for reservation in list(backend.reservations.values()):
             for instance in list(reservation.instances):
                 profile = profiles.get(instance.id)
-                key = backend.key_pairs.get(instance.key_name)
+                key = backend.key_pairs.get(instance.key_name or "")
                 yield Instance(
                     moto=instance,
                     id=instance.id,
                     type=instance.instance_type,
                     market=instance.lifecycle or "on-demand",
                     state=instance.state,
-                    zone=instance.placement.zone,
+                    zone=instance.placement.zone or "",
                     region=region,
-                    private_ip=instance.private_ip,
+                    private_ip=instance.private_ip or "",
                     public_ip=instance.public_ip or "",
                     role=profile.roles[0].name if profile and profile.roles else None,
                     public_key=key.material_public.decode() + "\n" if key else "",
-                    user_data=_bytes(instance.user_data),
+                    user_data=instance.user_data.decode().encode() if instance.user_data else b"",
                     tags={tag["key"]: tag["value"] for tag in instance.get_tags()},
                 )
 
@@ -75,7 +75,3 @@ def running_at(address: str) -> Instance | None:
         (one for one in every() if one.state == "running" and address in (one.private_ip, one.public_ip)),
         None,
     )
-
-
-def _bytes(text: str | bytes | None) -> bytes:
-    return text.encode() if isinstance(text, str) else text or b""

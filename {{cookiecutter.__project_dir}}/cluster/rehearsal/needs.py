@@ -46,7 +46,9 @@ def _run_instances(region: str, parameters: dict[str, str]) -> Iterator[Need]:
     made = {"instance", "volume", "network-interface"}
     tags = _tag_specifications(parameters)
     for kind in sorted(made):
-        yield Need("ec2:RunInstances", f"{arn}{kind}/*", {f"aws:RequestTag/{k}": v for k, v in tags.get(kind, {}).items()})
+        yield Need(
+            "ec2:RunInstances", f"{arn}{kind}/*", {f"aws:RequestTag/{k}": v for k, v in tags.get(kind, {}).items()}
+        )
     for kind in tags:
         yield Need("ec2:CreateTags", f"{arn}{kind}/*", {"ec2:CreateAction": "RunInstances"})
     if parameters.get("InstanceMarketOptions.MarketType") == "spot":

@@ -30,6 +30,7 @@ from cluster.rehearsal import sandbox
 from demo import assets
 
 CONTROL = "http://127.0.0.1:5599"
+RECORD = settings.PROJECT / "results" / "rehearsal.json"
 WORKERS = 2
 IDLE_TIMEOUT_MINUTES = 0.2
 TRAINING = [
@@ -37,6 +38,7 @@ TRAINING = [
     *("--num-workers", str(WORKERS), "--cpus-per-worker", "60"),  # of 96: one worker a machine, as a gang has it
     *("--device", "cpu", "--precision", "fp32"),  # the emulated GPUs are a number in Ray's books
     *("--steps", "20", "--warmup-steps", "5", "--learning-rate", "3e-3", "--checkpoint-every", "10"),
+    *("--keep-checkpoints", "1"),
     *("--global-batch-rows", "16", "--micro-batch-rows", "8"),
 ]
 CONSOLE = Console(highlight=False)
@@ -81,11 +83,13 @@ def play() -> None:
     with _step("idle machines leave"):
         _shorten_idle_timeout(file)
         _wait_until_alone(file)
-    state = _state()
+    policies = _policies(file)
     with _step("down: everything of this project ends"):
         left = target.down()
-    _show_timeline(state, began)
+    state = _state()
+    _show_timeline(state["events"], state["instances"], began)
     _show_calls(state["calls"])
+    _save(state | {"policies": policies, "left": left})
     if left:
         raise settings.Refusal(f"still there after down: {', '.join(left)}")
 
@@ -139,12 +143,30 @@ def _state() -> dict[str, Any]:
         return json.load(answer)
 
 
-def _show_timeline(state: dict[str, Any], began: float) -> None:
+def _policies(file: ClusterFile) -> dict[str, list[dict[str, Any]]]:
+    """The statements of each role, with every name that the stack filled in."""
+    iam = file.client("iam")
+    statements: dict[str, list[dict[str, Any]]] = {}
+    for role in (f"{file.slug}-head", f"{file.slug}-worker"):
+        names = iam.list_role_policies(RoleName=role)["PolicyNames"]
+        documents = [iam.get_role_policy(RoleName=role, PolicyName=name)["PolicyDocument"] for name in names]
+        statements[role] = [statement for document in documents for statement in document["Statement"]]
+    return statements
+
+
+def _save(record: dict[str, Any]) -> None:
+    """For who wants to look closer: every call with its caller and the permissions that it took."""
+    RECORD.parent.mkdir(exist_ok=True)
+    RECORD.write_text(json.dumps(record, indent=1))
+    CONSOLE.print(f"every call: {RECORD.relative_to(settings.PROJECT)}")
+
+
+def _show_timeline(events: list[dict[str, Any]], instances: list[dict[str, Any]], began: float) -> None:
     table = Table(title="What happened when", title_justify="left", title_style="bold", box=None, pad_edge=False)
     for column in ("at", "machine", "what"):
         table.add_column(column, header_style="dim", justify="right" if column == "at" else "left")
-    names = {one["id"]: one["tags"].get("ray-user-node-type", "") for one in state["instances"]}
-    for event in sorted(state["events"], key=lambda event: event["at"]):
+    names = {one["id"]: one["tags"].get("ray-user-node-type", "") for one in instances}
+    for event in sorted(events, key=lambda event: event["at"]):
         table.add_row(f"{event['at'] - began:.0f} s", names.get(event["instance"], ""), event["what"])
     CONSOLE.print("\n", table)
 

@@ -67,7 +67,9 @@ def missing() -> str:
     if os.geteuid() != 0:
         return "the rehearsal needs root, for namespaces and mounts; run the verb again with sudo."
     packages = sorted({package for program, package in PROGRAMS.items() if not _which(program)})
-    return f"the rehearsal needs programs that are not here; run: apt-get install {' '.join(packages)}" if packages else ""
+    return (
+        f"the rehearsal needs programs that are not here; run: apt-get install {' '.join(packages)}" if packages else ""
+    )
 
 
 def start(region: str) -> None:

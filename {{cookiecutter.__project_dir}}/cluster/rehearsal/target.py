@@ -25,6 +25,9 @@ class Rehearsal:
     def connect(self) -> Connection:
         _same_verb_inside()
 
+    def shell(self, command: str) -> int:
+        _same_verb_inside()
+
     def bill(self) -> Bill:
         _same_verb_inside()
 

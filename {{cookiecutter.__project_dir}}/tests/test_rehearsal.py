@@ -1,0 +1,156 @@
+"""The whole play in the emulated cloud, once, and what its record proves; then what a killed rehearsal leaves."""
+
+import copy
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import settings
+from cluster import cluster_file
+from cluster.rehearsal import iam, sandbox
+from cluster.rehearsal.play import RECORD
+
+pytestmark = pytest.mark.skipif(bool(sandbox.missing()), reason=sandbox.missing() or "it can run here")
+HEAD, WORKER = "head", "worker"
+
+
+@pytest.fixture(scope="module")
+def played() -> tuple[str, dict[str, Any]]:
+    """What `inv rehearse` printed, and its record."""
+    RECORD.unlink(missing_ok=True)
+    mounts = Path("/proc/self/mounts").read_text()
+    done = subprocess.run(
+        [sys.executable, "-m", "invoke", "rehearse"],
+        cwd=settings.PROJECT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout
+    assert Path("/proc/self/mounts").read_text() == mounts, "a mount is left on this machine"
+    return done.stdout, json.loads(RECORD.read_text())
+
+
+def launches(record: dict[str, Any]) -> dict[str, str]:
+    """Zone of each A100 machine that was launched, by its id."""
+    return {one["id"]: one["zone"] for one in record["instances"] if one["type"].startswith("p4d")}
+
+
+def needs(record: dict[str, Any], role: str) -> list[iam.Need]:
+    """Every permission that a role used and had."""
+    asked = f"assumed-role/{cluster_file.load().slug}-{role}/"
+    calls = [call for call in record["calls"] if asked in call["caller"] and not call["refused"]]
+    return [iam.Need(**need) for call in calls for need in call["needs"]]
+
+
+def statements(record: dict[str, Any], role: str) -> list[dict[str, Any]]:
+    return record["policies"][f"{cluster_file.load().slug}-{role}"]
+
+
+def granted() -> list[Any]:
+    """Every action of stack.yaml's policies, for a test of each: all of them are the head's, some the worker's too."""
+    text = (settings.PROJECT / "cluster" / "stack.yaml").read_text(encoding="utf-8")
+    actions = sorted({word.strip('"') for word in text.replace("[", " ").replace("]", " ").replace(",", " ").split()})
+    services = ("ec2:", "s3:", "ssm:", "iam:", "secretsmanager:")
+    not_actions = {"iam:PassedToService", "ec2:CreateAction"}
+    return [action for action in actions if action.startswith(services) and action.rstrip(":") not in not_actions]
+
+
+def test_it_ends_with_nothing_left(played: tuple[str, dict[str, Any]]) -> None:
+    output, record = played
+    assert "no process, mount or network is left" in output
+    assert record["left"] == []
+    assert {one["state"] for one in record["instances"]} == {"terminated"}
+    assert not sandbox.is_running()
+
+
+def test_it_tells_what_happened_when_and_what_aws_was_asked(played: tuple[str, dict[str, Any]]) -> None:
+    output, _ = played
+    for expected in (
+        "What happened when",
+        "p4d.24xlarge launched, spot",
+        "What AWS was asked",
+        "RunInstances",
+        "at most",
+    ):
+        assert expected in output
+
+
+def test_the_gang_was_two_spot_machines_of_one_zone(played: tuple[str, dict[str, Any]]) -> None:
+    output, record = played
+    assert len(launches(record)) == 2
+    assert len(set(launches(record).values())) == 1
+    assert "ddp on 2 x cpu" in output
+    assert "step 20/20" in output
+
+
+@pytest.mark.parametrize("action", granted())
+def test_each_permission_is_needed(played: tuple[str, dict[str, Any]], action: str) -> None:
+    """Without any single action, something that the play did would have been refused."""
+    _, record = played
+    without = [
+        statement | {"Action": [one for one in _listed(statement["Action"]) if one != action]}
+        for statement in copy.deepcopy(statements(record, HEAD))
+    ]
+    used = needs(record, HEAD)
+    assert all(iam.is_allowed(statements(record, HEAD), need) for need in used)
+    assert not all(iam.is_allowed(without, need) for need in used)
+
+
+def test_a_worker_cannot_do_what_the_autoscaler_does(played: tuple[str, dict[str, Any]]) -> None:
+    _, record = played
+    of_the_head = [need for need in needs(record, HEAD) if need.action.startswith(("ec2:", "iam:"))]
+    assert of_the_head
+    assert not any(iam.is_allowed(statements(record, WORKER), need) for need in of_the_head)
+
+
+def test_the_head_ends_only_what_carries_the_projects_tag(played: tuple[str, dict[str, Any]]) -> None:
+    _, record = played
+    ending = [need for need in needs(record, HEAD) if need.action == "ec2:TerminateInstances"]
+    assert ending
+    for need in ending:
+        stranger = iam.Need(need.action, need.resource, {"aws:ResourceTag/project": "somebody-elses"})
+        assert not iam.is_allowed(statements(record, HEAD), stranger)
+
+
+def test_a_killed_rehearsal_leaves_nothing_and_the_next_starts() -> None:
+    region = cluster_file.load().region
+    sandbox.start(region)
+    pid = json.loads(sandbox.FILE.read_text())["pid"]
+    (cloud,) = psutil.Process(pid).children()
+    network = os.readlink(f"/proc/{cloud.pid}/ns/net")
+    try:
+        os.kill(pid, signal.SIGKILL)
+        deadline = time.monotonic() + 10
+        while (left := _processes_in(network)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert left == []
+        assert not sandbox.is_running()
+        sandbox.start(region)
+        assert sandbox.is_running()
+    finally:
+        assert sandbox.end() == []
+
+
+def _processes_in(network: str) -> list[int]:
+    found = []
+    for pid in psutil.pids():
+        try:
+            if os.readlink(f"/proc/{pid}/ns/net") == network:
+                found.append(pid)
+        except OSError:
+            continue  # it ended meanwhile
+    return found
+
+
+def _listed(value: str | list[str]) -> list[str]:
+    return [value] if isinstance(value, str) else value

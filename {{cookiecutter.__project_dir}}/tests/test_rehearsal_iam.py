@@ -1,0 +1,98 @@
+"""The rehearsal's judge of permissions, on policies and calls made for it."""
+
+from typing import Any
+
+import pytest
+
+from cluster.rehearsal import iam, needs
+
+BUCKET = "arn:aws:s3:::work"
+TAGGED = {
+    "Effect": "Allow",
+    "Action": "ec2:TerminateInstances",
+    "Resource": "arn:aws:ec2:us-east-1:123456789012:instance/*",
+    "Condition": {"StringEquals": {"aws:ResourceTag/project": "mine"}},
+}
+
+
+def need(action: str, resource: str = "*", **context: str) -> iam.Need:
+    return iam.Need(action, resource, context)
+
+
+def test_what_no_statement_allows_is_denied() -> None:
+    assert not iam.is_allowed([], need("ec2:DescribeInstances"))
+
+
+def test_an_explicit_deny_wins() -> None:
+    allow = {"Effect": "Allow", "Action": "s3:*", "Resource": "*"}
+    deny = {"Effect": "Deny", "Action": "s3:DeleteObject", "Resource": f"{BUCKET}/*"}
+    assert iam.is_allowed([allow, deny], need("s3:GetObject", f"{BUCKET}/a"))
+    assert not iam.is_allowed([allow, deny], need("s3:DeleteObject", f"{BUCKET}/a"))
+
+
+def test_actions_have_wildcards_and_no_case_and_resources_have_both() -> None:
+    statement = {"Effect": "Allow", "Action": ["s3:get*"], "Resource": [f"{BUCKET}/runs/?/*"]}
+    assert iam.is_allowed([statement], need("s3:GetObject", f"{BUCKET}/runs/1/model"))
+    assert not iam.is_allowed([statement], need("s3:GetObject", f"{BUCKET}/runs/12/model"))
+    assert not iam.is_allowed([statement], need("s3:GetObject", f"{BUCKET.upper()}/runs/1/model"))
+
+
+def test_a_condition_holds_only_for_its_value() -> None:
+    instance = "arn:aws:ec2:us-east-1:123456789012:instance/i-1"
+    mine, other = {"aws:ResourceTag/project": "mine"}, {"aws:ResourceTag/project": "other"}
+    assert iam.is_allowed([TAGGED], iam.Need("ec2:TerminateInstances", instance, mine))
+    assert not iam.is_allowed([TAGGED], iam.Need("ec2:TerminateInstances", instance, other))
+    assert not iam.is_allowed([TAGGED], iam.Need("ec2:TerminateInstances", instance, {}))
+
+
+def test_an_unknown_operator_is_an_error_and_not_a_yes() -> None:
+    statement = TAGGED | {"Condition": {"NumericLessThan": {"a": "1"}}}
+    with pytest.raises(NotImplementedError, match="NumericLessThan"):
+        iam.is_allowed([statement], need("ec2:TerminateInstances", "arn:aws:ec2:us-east-1:123456789012:instance/i-1"))
+
+
+def test_a_refusal_names_who_what_and_where() -> None:
+    with pytest.raises(iam.Refused, match=r"user/me is not authorized to perform: s3:GetObject on resource: .*work/a"):
+        iam.authorize(iam.Principal("arn:aws:iam::1:user/me", []), [need("s3:GetObject", f"{BUCKET}/a")])
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "query", "expected"),
+    [
+        ("GET", "/work/a/b", "", ("s3:GetObject", f"{BUCKET}/a/b")),
+        ("HEAD", "/work/a%20b", "", ("s3:GetObject", f"{BUCKET}/a b")),
+        ("PUT", "/work/a", "partNumber=1&uploadId=u", ("s3:PutObject", f"{BUCKET}/a")),
+        ("POST", "/work/a", "uploads=", ("s3:PutObject", f"{BUCKET}/a")),
+        ("DELETE", "/work/a", "", ("s3:DeleteObject", f"{BUCKET}/a")),
+        ("DELETE", "/work/a", "uploadId=u", ("s3:AbortMultipartUpload", f"{BUCKET}/a")),
+        ("GET", "/work", "list-type=2", ("s3:ListBucket", BUCKET)),
+        ("PUT", "/work", "", ("s3:CreateBucket", BUCKET)),
+    ],
+)
+def test_what_s3_needs(method: str, path: str, query: str, expected: tuple[str, str]) -> None:
+    http: dict[str, Any] = {"method": method, "path": path, "query": query, "body": b""}
+    (found,) = needs.of("s3", "", "us-east-1", {}, http)
+    assert (found.action, found.resource) == expected
+
+
+def test_a_launch_needs_its_tags_its_role_and_its_image() -> None:
+    launch = {
+        "ImageId": "resolve:ssm:/aws/service/image",
+        "KeyName": "mine",
+        "IamInstanceProfile.Name": "mine-worker",
+        "NetworkInterface.1.SubnetId": "subnet-1",
+        "NetworkInterface.1.SecurityGroupId.1": "sg-1",
+        "InstanceMarketOptions.MarketType": "spot",
+        "TagSpecification.1.ResourceType": "instance",
+        "TagSpecification.1.Tag.1.Key": "project",
+        "TagSpecification.1.Tag.1.Value": "mine",
+    }
+    found = needs.of("ec2", "RunInstances", "us-east-1", launch, {})
+    by_kind = {(one.action, one.resource.rpartition(":")[2].partition("/")[0]): one for one in found}
+    assert by_kind["ec2:RunInstances", "instance"].context == {"aws:RequestTag/project": "mine"}
+    assert by_kind["ec2:RunInstances", "volume"].context == {}
+    assert by_kind["ec2:CreateTags", "instance"].context == {"ec2:CreateAction": "RunInstances"}
+    assert by_kind["iam:PassRole", "role"].resource.endswith("role/mine-worker")
+    assert by_kind["ssm:GetParameters", "parameter"].resource == "arn:aws:ssm:us-east-1::parameter/aws/service/image"
+    for kind in ("subnet", "security-group", "key-pair", "spot-instances-request", "image"):
+        assert ("ec2:RunInstances", kind) in by_kind
