@@ -13,13 +13,14 @@ from cluster import environment
 
 environment.enter()  # makes .venv on first use; from here on, everything that the pins name is there
 
+from botocore.exceptions import BotoCoreError, ClientError
 from rich.console import Console
 
 import settings
 from cluster import chat as cluster_chat
+from cluster import denials, submission, targets
 from cluster import doctor as cluster_doctor
 from cluster import status as cluster_status
-from cluster import submission, targets
 from cluster.local import TOKEN
 
 CONSOLE = Console()
@@ -37,6 +38,12 @@ def verb(*positional: str, **texts: str) -> Callable[..., Any]:
                 body(context, *args, **options)
             except settings.Refusal as refusal:
                 raise Exit(f"error: {refusal}", 1) from None
+            except (BotoCoreError, ClientError) as error:
+                raise Exit(f"error: {denials.explain(error)}", 1) from None
+            except KeyboardInterrupt:
+                raise Exit(
+                    "\ninterrupted; what it has started is shown by inv status, and ended by inv down", 130
+                ) from None
 
         return task(checked, positional=list(positional), help=texts)
 
@@ -65,11 +72,19 @@ def chat(context: Context, message: str = "", target: str = "local") -> None:
     cluster_chat.chat(f"{served}/v1", connection.job_variables, message)
 
 
-@verb()
-def doctor(context: Context) -> None:
+@verb(**TARGET)
+def doctor(context: Context, target: str = "local") -> None:
     """Check what can be known before anything is started; changes nothing."""
-    if not cluster_doctor.show(cluster_doctor.local(), CONSOLE):
+    if not cluster_doctor.show(targets.get(target).doctor(), CONSOLE):
         raise Exit("error: what is marked ✗ has its remedy beside it", 1)
+
+
+@verb("model", model="a Hugging Face id or a folder; its configuration is all that is fetched", **TARGET)
+def plan(context: Context, model: str, target: str = "local") -> None:
+    """What a model takes to train and to serve: memory, A100s, hours; with --target aws dollars too. Starts nothing."""
+    from cluster import plan as cluster_plan  # imports torch and transformers
+
+    cluster_plan.plan(model, CONSOLE, targets.get(target).dollars_per_machine_hour())
 
 
 @verb(**TARGET)
@@ -92,6 +107,24 @@ def rehearse(context: Context) -> None:
     from cluster.rehearsal import play
 
     if left := play.rehearse():
+        raise Exit(f"error: still there: {', '.join(left)}", 1)
+
+
+@verb(only="the faults whose names contain this; all when left out")
+def drill(context: Context, only: str = "") -> None:
+    """Let things go wrong in the emulated AWS, one after the other, and see that the cluster answers as it should."""
+    from cluster.rehearsal import drills
+
+    if left := drills.drill(only):
+        raise Exit(f"error: still there: {', '.join(left)}", 1)
+
+
+@verb()
+def bench(context: Context) -> None:
+    """Measure, in the emulated AWS, what `inv up` adds to `ray up`."""
+    from cluster.rehearsal import bench as rehearsal_bench
+
+    if left := rehearsal_bench.bench():
         raise Exit(f"error: still there: {', '.join(left)}", 1)
 
 

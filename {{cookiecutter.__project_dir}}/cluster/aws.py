@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from pydantic import ConfigDict
@@ -13,10 +12,10 @@ from rich.console import Console
 import settings
 from cluster import bill, cluster_file, launcher, machines, prices, ssh, stack, vault
 from cluster.cluster_file import ClusterFile
-from cluster.target import Connection
+from cluster.target import Bill, Connection, Finding
 
 READY_TIMEOUT_S = 120
-REPORT = Path(__file__).with_name("head_report.py")
+A100_GIB = {"p4d.24xlarge": 40, "p4de.24xlarge": 80}
 
 
 class ServeSection(settings.Section):
@@ -33,6 +32,11 @@ class Aws:
 
     def __init__(self, name: str = "aws") -> None:
         self.name = name
+
+    def doctor(self) -> list[Finding]:
+        from cluster import aws_doctor  # imports what jobs read, which takes seconds
+
+        return aws_doctor.checks(cluster_file.load())
 
     def prepare(self) -> None:
         stack.prepare(cluster_file.load())
@@ -68,8 +72,8 @@ class Aws:
             job_variables={
                 "PROFILE": self.profile,
                 "PROJECT_DIR": f"s3://{bucket}",
-                "CLUSTER_NODES": json.dumps(_capacity(file)),
-                "GANG_ZONES": ",".join(sorted({worker.zone for worker in file.workers} - {""})),
+                "CLUSTER_NODES": json.dumps(capacity(file)),
+                "GANG_OFFERS": json.dumps(_offers(file)),
                 "SECRETS_PREFIX": f"{file.slug}/",
                 "AWS_DEFAULT_REGION": file.region,
             },
@@ -81,7 +85,16 @@ class Aws:
             return subprocess.call([*head.command("-T"), ssh.ENVIRONMENT + command])
         return subprocess.call([*head.command("-t"), "bash", "-l"])
 
-    def bill(self) -> bill.Bill:
+    def dollars_per_machine_hour(self) -> dict[int, float]:
+        file = cluster_file.load()
+        known = prices.ask(file)
+        by_card: dict[int, list[float]] = {}
+        for worker in file.workers:
+            if worker.instance_type in A100_GIB:
+                by_card.setdefault(A100_GIB[worker.instance_type], []).append(known.workers[worker.name])
+        return {card: min(dollars) for card, dollars in by_card.items()}
+
+    def bill(self) -> Bill:
         file = cluster_file.load()
         return bill.draw_up(file, report(machines.reach(file)))
 
@@ -136,7 +149,7 @@ def _mark(file: ClusterFile) -> None:
 
 def report(head: ssh.Head) -> dict[str, Any]:
     """What head_report.py says."""
-    return json.loads(head.run("python -", REPORT.read_text(encoding="utf-8")))
+    return json.loads(head.run("cd ~/project && python -m cluster.head_report"))
 
 
 def _wait_for_autoscaler(head: ssh.Head) -> None:
@@ -158,7 +171,16 @@ def _wait_for_autoscaler(head: ssh.Head) -> None:
             time.sleep(1)
 
 
-def _capacity(file: ClusterFile) -> list[dict[str, Any]]:
+def _offers(file: ClusterFile) -> list[dict[str, str]]:
+    """What jobs/gang.py tries: each zone of the market that comes first, then those of the next."""
+    zoned = [worker for worker in file.workers if worker.zone]
+    return [
+        {"node_type": worker.name, "zone": worker.zone, "market": worker.market}
+        for worker in sorted(zoned, key=lambda worker: (-worker.priority, worker.zone))
+    ]
+
+
+def capacity(file: ClusterFile) -> list[dict[str, Any]]:
     """What jobs/capacity.py asks: the machines that there can ever be, markets and zones of a type taken together."""
     types = sorted({worker.instance_type for worker in file.workers})
     described = file.client("ec2").describe_instance_types(InstanceTypes=types)["InstanceTypes"]

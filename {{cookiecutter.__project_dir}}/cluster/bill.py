@@ -1,6 +1,5 @@
 """The part of `inv status` that only a rented cluster has: machines, what is pending and why, and dollars."""
 
-import time
 from typing import Any
 
 from rich.table import Table
@@ -16,14 +15,11 @@ def draw_up(file: ClusterFile, report: dict[str, Any]) -> Bill:
     living = machines.living(file)
     known = prices.ask(file)
     hourly = {machine.id: _price(machine, known, file) for machine in living}
-    spent = sum(hourly[machine.id] * machine.age_s / 3600 for machine in living)
-    notes = [
-        f"{sum(hourly.values()):.2f} dollars an hour now, {spent:.2f} since these machines were launched, "
-        "without disks and traffic"
-    ]
+    spent = report["steward"].get("dollars", 0.0)
+    notes = [f"{sum(hourly.values()):.2f} dollars an hour now, {spent:.2f} spent since up, without disks and traffic"]
     return Bill(
         tables=[_table(living, hourly, report)],
-        notes=notes + _pending(report),
+        notes=notes + _pending(report) + report["steward"].get("said", []),
         problems=_problems(report),
     )
 
@@ -67,8 +63,7 @@ def _problems(report: dict[str, Any]) -> list[str]:
             "the autoscaler does not run on the head: no worker comes or goes; mend it with: inv up --target aws"
         )
     for refused in report["refused"]:
-        clock = time.strftime("%H:%M:%S", time.localtime(refused["at"]))
-        problems.append(f"AWS refused {refused['type']} at {clock}: {refused['details']}")
+        problems.append(f"AWS refused {refused['type']} at {refused['at']} ({refused['code']}): {refused['words']}")
     return problems + [f"a new worker was given up: {words}" for words in report["failed_setups"]]
 
 

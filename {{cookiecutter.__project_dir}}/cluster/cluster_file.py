@@ -26,6 +26,8 @@ class NodeType:
     """The most of it at once."""
     zone: str
     """Its label `zone`, by which a training gang stays together; empty without one."""
+    priority: int
+    """Among types that fit, Ray asks for the highest first."""
     node_config: dict[str, Any]
 
 
@@ -79,6 +81,7 @@ class ClusterFile:
             market=config.get("InstanceMarketOptions", {}).get("MarketType", "on-demand"),
             most=min(body.get("max_workers", 1), self.most_workers),
             zone=body.get("labels", {}).get("zone", ""),
+            priority=body.get("priority", 0),
             node_config=config,
         )
 

@@ -8,27 +8,18 @@ import socket
 import stat
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import psutil
 from rich.console import Console
+from rich.markup import escape
 
 import settings
 from cluster.submission import SecretsSection
+from cluster.target import Finding
 
 DEMO_MEMORY_GIB = 8
 FREE_DISK_GIB = 5
 MARKS = {"ok": "[green]✓[/]", "note": "[yellow]![/]", "wrong": "[bold red]✗[/]"}
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of the doctor's report."""
-
-    verdict: str
-    """"ok", "note" (works with a limit) or "wrong" (a verb will fail)."""
-    text: str
-    """What was found and, unless it is fine, what to type."""
 
 
 def local() -> list[Finding]:
@@ -43,7 +34,7 @@ def local() -> list[Finding]:
 def show(findings: list[Finding], console: Console) -> bool:
     """Print the report; returns whether nothing is wrong."""
     for finding in findings:
-        console.print(f"{MARKS[finding.verdict]} {finding.text}", highlight=False)
+        console.print(f"{MARKS[finding.verdict]} {escape(finding.text)}", highlight=False)
     return all(finding.verdict != "wrong" for finding in findings)
 
 

@@ -1,15 +1,13 @@
-"""Runs on the head, sent there over ssh: what Ray's autoscaler tells nobody else, as one line of JSON.
-
-Nothing of this project is imported: the head knows only what cluster.yaml installed.
-"""
+"""Runs on the head: what Ray's autoscaler and the steward tell nobody else, as one line of JSON."""
 
 import json
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
-from ray.autoscaler.v2.sdk import get_cluster_status
+from cluster import steward
 
 LOGS = Path("/tmp/ray/session_latest/logs")
 TAIL = 400_000  # bytes of monitor.out to look at: some hundred launches
@@ -17,7 +15,9 @@ TAIL = 400_000  # bytes of monitor.out to look at: some hundred launches
 
 def report() -> dict:
     """The autoscaler's state: whether it runs, what it waits for, what it was refused, what failed on new nodes."""
-    status = get_cluster_status("127.0.0.1:6379")
+    from ray.autoscaler.v2.sdk import get_cluster_status  # here: the steward, which reads the logs, is small
+
+    status = get_cluster_status(f"127.0.0.1:{steward.GCS_PORT}")
     return {
         "autoscaler": _autoscaler_pid(),
         "reported": status.stats.autoscaler_version is not None,
@@ -34,10 +34,7 @@ def report() -> dict:
             {"instance": "", "type": launch.ray_node_type_name, "count": launch.count, "details": launch.details}
             for launch in status.pending_launches
         ],
-        "refused": [
-            {"type": launch.ray_node_type_name, "at": launch.failed_ts_s, "details": launch.details}
-            for launch in status.failed_launches
-        ],
+        "refused": list({refusal["type"]: refusal for refusal in recent_refusals()}.values()),
         "demands": [
             {"resources": dict(bundle.bundle), "count": bundle.count}
             for demand in (
@@ -46,7 +43,8 @@ def report() -> dict:
             )
             for bundle in demand.bundles_by_count
         ],
-        "failed_setups": _failed_setups(_tail(LOGS / "monitor.out", TAIL)),
+        "failed_setups": failed_setups(_tail(LOGS / "monitor.out", TAIL)),
+        "steward": json.loads(steward.SAID.read_text()) if steward.SAID.exists() else {},
     }
 
 
@@ -55,7 +53,7 @@ def _autoscaler_pid() -> int:
     return int(found[0]) if found else 0
 
 
-def _failed_setups(text: str) -> list[str]:
+def failed_setups(text: str) -> list[str]:
     """What went wrong on new nodes, with the last lines of the command that failed; oldest first.
 
     monitor.out holds the output of all nodes' commands, between lines of Ray's own that begin with a date.
@@ -71,6 +69,25 @@ def _failed_setups(text: str) -> list[str]:
         elif line.strip() and not re.match(r"\d{4}-\d\d-\d\d", line):
             words.append(line.strip()[:200])
     return list(failures.values())
+
+
+def refusals(text: str) -> list[dict[str, str]]:
+    """Launches that AWS refused, oldest first: `type`, `at` (the head's clock), AWS's `code` and `words`.
+
+    monitor.log alone has them: what the autoscaler reports names no reason.
+    """
+    line = r"(\S+ [\d:]+),\d+.*Failed to launch \d+ nodes of type (\S+): Node Launch Exception \((\w+)\): (.*)"
+    return [dict(zip(("at", "type", "code", "words"), found, strict=True)) for found in re.findall(line, text)]
+
+
+def recent_refusals() -> list[dict[str, str]]:
+    """Those that this session of Ray knows of."""
+    return refusals(_tail(LOGS / "monitor.log", TAIL))
+
+
+def failed_setups_by_type() -> Counter[str]:
+    """How many machines of each node type failed in their set-up since Ray started."""
+    return Counter(re.findall(r"->RAY_INSTALL_FAILED \(id=[\w-]+, type=([\w.-]+),", _tail(LOGS / "monitor.log", TAIL)))
 
 
 def _tail(file: Path, size: int) -> str:

@@ -21,7 +21,8 @@ import requests
 from rich.console import Console
 
 import settings
-from cluster.target import Bill, Connection
+from cluster import doctor
+from cluster.target import Bill, Connection, Finding
 
 STATE = settings.PROJECT / ".cluster"
 FILE = STATE / "local.json"
@@ -44,6 +45,9 @@ class Local:
 
     name = "local"
     profile = "local"
+
+    def doctor(self) -> list[Finding]:
+        return doctor.local()
 
     def prepare(self) -> None:
         print("local needs no preparation")
@@ -82,6 +86,9 @@ class Local:
 
     def shell(self, command: str) -> int:
         raise settings.Refusal("local is this machine: there is nowhere to go by ssh")
+
+    def dollars_per_machine_hour(self) -> dict[int, float]:
+        return {}
 
     def bill(self) -> Bill:
         return Bill()

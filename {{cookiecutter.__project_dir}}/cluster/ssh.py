@@ -39,13 +39,15 @@ class Head:
         options = (*options, *(word for name, value in given.items() for word in ("-o", f"{name}={value}")))
         return ["ssh", "-i", str(self.key_file), *options, f"{self.user}@{self.address}"]
 
-    def run(self, command: str, stdin: str = "") -> str:
+    def run(self, command: str) -> str:
         """Run `command` on the head and return what it prints.
 
         Raises:
             settings.Refusal: the head is not reached, or the command failed; with ssh's last line.
         """
-        done = subprocess.run([*self.command("-T"), ENVIRONMENT + command], input=stdin, capture_output=True, text=True)
+        done = subprocess.run(
+            [*self.command("-T"), ENVIRONMENT + command], stdin=subprocess.DEVNULL, capture_output=True, text=True
+        )
         if done.returncode == 255:
             raise settings.Refusal(self._unreachable(done.stderr))
         if done.returncode:

@@ -6,6 +6,7 @@ from typing import Any
 
 import requests
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 import settings
@@ -48,10 +49,10 @@ def show(snapshot: Snapshot, bill: Bill, console: Console) -> None:
         if table.row_count:
             console.print(table)
     for note in bill.notes:
-        console.print(note, highlight=False)
+        console.print(escape(note), highlight=False)
     wrong = problems(snapshot) + bill.problems
     for sentence in wrong:
-        console.print(f"[bold red]✗[/] {sentence}", highlight=False)
+        console.print(f"[bold red]✗[/] {escape(sentence)}", highlight=False)
     if not wrong:
         console.print("[green]✓[/] nothing is wrong")
 

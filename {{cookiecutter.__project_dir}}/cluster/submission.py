@@ -47,7 +47,7 @@ def submit(connection: Connection, job: str, arguments: list[str]) -> str:
     if job not in names():
         raise settings.Refusal(f"there is no job {job!r}; use one of: inv submit {' | '.join(names())}")
     profile = connection.job_variables["PROFILE"]
-    _check_size(settings.load(UploadSection, "ray", profile=profile).working_dir_mib)
+    check_size(settings.load(UploadSection, "ray", profile=profile).working_dir_mib)
     secret_names = settings.load(SecretsSection, "secrets", profile=profile).names
     runtime_env = {
         "working_dir": str(settings.PROJECT),
@@ -159,7 +159,7 @@ def _exit_code(details: JobDetails) -> int:
     return details.driver_exit_code or 1
 
 
-def _check_size(most_mib: int) -> None:
+def check_size(most_mib: int) -> None:
     sizes: dict[str, int] = {}
     for folder, subfolders, files in os.walk(settings.PROJECT):
         subfolders[:] = [name for name in subfolders if not _excluded(name)]

@@ -37,11 +37,24 @@ class Bill:
     problems: list[str] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Finding:
+    """One line of the doctor's report."""
+
+    verdict: str
+    """"ok", "note" (works with a limit) or "wrong" (a verb will fail)."""
+    text: str
+    """What was found and, unless it is fine, what to type."""
+
+
 class Target(Protocol):
     """A place where a cluster can run."""
 
     name: str
     profile: str
+
+    def doctor(self) -> list[Finding]:
+        """What can be known before anything is started."""
 
     def prepare(self) -> None:
         """Make what the cluster stands on and what costs nothing, as far as it is not there."""
@@ -57,6 +70,9 @@ class Target(Protocol):
 
     def shell(self, command: str) -> int:
         """Run `command` on the head, or a shell for a person where it is empty; returns its exit code."""
+
+    def dollars_per_machine_hour(self) -> dict[int, float]:
+        """The cheapest price of a machine with A100s, by the GiB of each; empty where nothing costs."""
 
     def bill(self) -> Bill:
         """What is rented, what it costs, what is pending and why, and what AWS refused."""

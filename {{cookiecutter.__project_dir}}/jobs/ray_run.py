@@ -78,7 +78,7 @@ def fit(options: TrainOptions, make_strategy: MakeStrategy) -> None:
     _check_cluster(options, recipe)
     preflight.claim(options, identity)
     os.environ["RAY_TRAIN_ENABLE_PRINT_PATCH"] = "0"  # Ray Train's own print shows each line twice
-    zone = gang.gather(options.num_workers, _worker_resources(options), options.gang_patience_s)
+    zone = gang.gather(options.num_workers, _worker_resources(options), options.gang_patience_s, gang.offers())
     result = _trainer(options, make_strategy, recipe, zone).fit()
     if result.return_value:
         raise Refusal(result.return_value)

@@ -18,6 +18,7 @@ from ray import autoscaler
 from ray.autoscaler._private.util import prepare_config, validate_config
 
 import settings
+from cluster import steward
 
 FILE = settings.PROJECT / "cluster" / "cluster.yaml"
 STACK = settings.PROJECT / "cluster" / "stack.yaml"
@@ -108,7 +109,7 @@ def test_a100_machines_differ_in_market_and_zone_alone() -> None:
         spot, zone = name.startswith("a100-spot"), name.rpartition("-")[2]
         assert ("InstanceMarketOptions" in body["node_config"]) == spot
         assert body["priority"] == (2 if spot else 1)
-        assert body["labels"] == {"zone": zone}
+        assert body["labels"] == {"zone": zone, "market": "spot" if spot else "on-demand"}
         assert body["node_config"]["LaunchTemplate"]["LaunchTemplateName"].endswith(f"-zone-{zone}")
     one = {"InstanceMarketOptions", "LaunchTemplate"}
     shapes = [{k: v for k, v in body["node_config"].items() if k not in one} for body in types.values()]
@@ -166,6 +167,18 @@ def test_disks_are_encrypted_and_go_with_the_instance(node_config: dict[str, Any
 
 
 @pytest.mark.parametrize("node_config", node_configs())
+def test_a_machine_ends_itself_when_nobody_renews_its_lease(node_config: dict[str, Any]) -> None:
+    assert str(steward.LEASE) in node_config["UserData"]
+    assert "-lt 600 ] || shutdown" in node_config["UserData"]
+
+
+def test_a_steward_watches_every_node() -> None:
+    config = load()
+    assert "cluster.steward head" in config["head_start_ray_commands"][-1]
+    assert "cluster.steward worker" in config["worker_start_ray_commands"][-1]
+
+
+@pytest.mark.parametrize("node_config", node_configs())
 def test_credentials_need_imdsv2(node_config: dict[str, Any]) -> None:
     assert node_config["MetadataOptions"] == {
         "HttpEndpoint": "enabled",
@@ -210,6 +223,6 @@ def test_every_node_runs_the_pins_with_the_token_and_no_open_dashboard() -> None
     assert "requirements/cluster.txt" in setup
     assert "RAY_AUTH_MODE=token" in setup
     assert config["cluster_synced_files"] == ["~/.ray/auth_token"]
-    assert "--dashboard-host=127.0.0.1" in config["head_start_ray_commands"][-1]
+    assert "--dashboard-host=127.0.0.1" in config["head_start_ray_commands"][1]
     for local in config["file_mounts"].values():
         assert (settings.PROJECT / local).exists()

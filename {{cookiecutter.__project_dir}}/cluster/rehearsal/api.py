@@ -79,7 +79,7 @@ class Api:
             self._note(replace(call, refused=refused.code))
             return _refuse(call.service, refused, start_response)
         self._note(call)
-        if (text := fakes.answer(call.service, call.action, call.parameters)) is not None:
+        if (text := fakes.answer(call.service, call.action, call.parameters, principal)) is not None:
             return _send("200 OK", text, start_response)
         environ["wsgi.input"] = io.BytesIO(body)
         environ["CONTENT_LENGTH"] = str(len(body))

@@ -117,7 +117,7 @@ class Control:
     def __call__(self, environ: dict[str, Any], start_response: StartResponse) -> Iterable[bytes]:
         body = environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
         if environ["REQUEST_METHOD"] == "PUT":
-            self.api.faults = Faults(**json.loads(body))
+            self._do(**json.loads(body))
         answer = json.dumps(
             {
                 "instances": [
@@ -132,6 +132,26 @@ class Control:
         ).encode()
         start_response("200 OK", [("Content-Type", "application/json")])
         return [answer]
+
+    def _do(
+        self,
+        *,
+        faults: dict[str, Any] | None = None,
+        take_back: str = "",
+        notice_s: float = 120,
+        age_leases_s: float = 0,
+    ) -> None:
+        """Let capacity run out, take a spot machine back after the notice that AWS gives, or skip time for leases."""
+        if faults is not None:
+            self.api.faults = Faults(**faults)
+        if take_back:
+            (instance,) = [one for one in instances.every() if one.id == take_back]
+            when = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=notice_s)
+            self.metadata.spot_notices[take_back] = when
+            self.cloud.note(take_back, f"is told that it is taken back in {notice_s:.0f} s")
+            threading.Timer(notice_s, instance.moto.terminate).start()
+        for host in list(self.cloud.hosts.values()) if age_leases_s else []:
+            host.age_lease(age_leases_s)
 
 
 class _Caller:
@@ -193,6 +213,7 @@ def _account(region: str) -> None:
     iam.create_user(region, "laptop")
     iam.attach_user_policy("arn:aws:iam::aws:policy/AdministratorAccess", "laptop")
     key = iam.create_access_key("laptop")
+    _spot_was_used_before(iam)
     parameter = Parameter(
         account_id=instances.ACCOUNT,
         name=IMAGE_PARAMETER,
@@ -213,6 +234,13 @@ def _account(region: str) -> None:
     (folder / "config").write_text(f"[default]\nregion = {region}\nendpoint_url = {ENDPOINT}\n")
     (folder / "credentials").write_text(
         f"[default]\naws_access_key_id = {key.access_key_id}\naws_secret_access_key = {key.secret_access_key}\n"
+    )
+
+
+def _spot_was_used_before(iam: Any) -> None:
+    """AWS makes this role when an account first asks for a spot machine."""
+    iam.create_role(
+        "AWSServiceRoleForEC2Spot", "{}", "/aws-service-role/spot.amazonaws.com/", None, "", [], "3600", None
     )
 
 

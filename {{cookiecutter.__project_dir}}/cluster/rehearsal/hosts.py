@@ -1,6 +1,7 @@
 """An emulated instance as a real host: its own network card, addresses, processes, users and files, and a real sshd."""
 
 import contextlib
+import os
 import shutil
 import signal
 import socket
@@ -66,8 +67,20 @@ class Host:
             _ip("link", "del", self._card())
         shutil.rmtree(self.folder, ignore_errors=True)
 
+    def age_lease(self, seconds: float) -> None:
+        """Turn the host's lease (see cluster.yaml) back: drills do not wait ten minutes."""
+        assert self.process
+        lease = Path(f"/proc/{self._first_process()}/root/run/lease/renewed")
+        renewed = lease.stat().st_mtime - seconds
+        os.utime(lease, (renewed, renewed))
+
     def log(self) -> str:
         return (self.folder / "boot.log").read_text(errors="replace")
+
+    def _first_process(self) -> int:
+        """The host's process 1, as the cloud numbers it."""
+        assert self.process
+        return int(Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()[0])
 
     def _card(self) -> str:
         return f"v{self.instance_id[-12:]}"  # a name of at most 15 characters

@@ -71,7 +71,7 @@ def play() -> None:
     with ThreadPoolExecutor(1) as background:
         with _step("prepare: roles, security group, launch templates, bucket, key pair"):
             target.prepare()
-        uploading = background.submit(_upload_assets, file)
+        uploading = background.submit(upload_assets, file)
         with _step("up: the real `ray up`"):
             target.up(yes=True)
         uploading.result()
@@ -81,7 +81,7 @@ def play() -> None:
         if submission.follow(connection, job):
             raise settings.Refusal(f"{job} failed for the reason above; cluster.yaml or the job is not ready for AWS.")
     with _step("idle machines leave"):
-        _shorten_idle_timeout(file)
+        shorten_idle_timeout(file)
         _wait_until_alone(file)
     policies = _policies(file)
     with _step("down: everything of this project ends"):
@@ -102,7 +102,7 @@ def _step(title: str) -> Iterator[None]:
     CONSOLE.print(f"[dim]{time.monotonic() - started:.0f} s[/]")
 
 
-def _upload_assets(file: ClusterFile) -> None:
+def upload_assets(file: ClusterFile) -> None:
     """A tiny model and packed rows for it, where the cluster reads them."""
     client, bucket = file.client("s3"), stack.bucket(file)
     with tempfile.TemporaryDirectory() as folder:
@@ -124,7 +124,7 @@ def _upload_assets(file: ClusterFile) -> None:
                 client.upload_file(str(path), bucket, str(path.relative_to(folder)))
 
 
-def _shorten_idle_timeout(file: ClusterFile) -> None:
+def shorten_idle_timeout(file: ClusterFile) -> None:
     """The autoscaler reads this file anew in each of its loops."""
     edit = f's/"idle_timeout_minutes": [0-9.]+/"idle_timeout_minutes": {IDLE_TIMEOUT_MINUTES}/'
     machines.reach(file).run(f"sed -i -E '{edit}' ~/ray_bootstrap_config.yaml")

@@ -171,7 +171,8 @@ def _wait_until_ready() -> None:
             break
         time.sleep(0.1)
     end()
-    raise settings.Refusal(f"the emulated cloud did not start: read {LOG}")
+    words = [line for line in LOG.read_text(errors="replace").splitlines() if line.strip()] or ["it said nothing"]
+    raise settings.Refusal(f"the emulated cloud did not start ({words[-1]}): read {LOG}, then try again")
 
 
 def _cpu_pins() -> str:

@@ -5,7 +5,7 @@ from typing import NoReturn
 
 from cluster import cluster_file
 from cluster.rehearsal import sandbox
-from cluster.target import Bill, Connection
+from cluster.target import Bill, Connection, Finding
 
 
 class Rehearsal:
@@ -13,6 +13,10 @@ class Rehearsal:
 
     name = "rehearsal"
     profile = "cluster"
+
+    def doctor(self) -> list[Finding]:
+        sandbox.start(cluster_file.load().region)
+        _same_verb_inside()
 
     def prepare(self) -> None:
         sandbox.start(cluster_file.load().region)
@@ -26,6 +30,10 @@ class Rehearsal:
         _same_verb_inside()
 
     def shell(self, command: str) -> int:
+        _same_verb_inside()
+
+    def dollars_per_machine_hour(self) -> dict[int, float]:
+        sandbox.start(cluster_file.load().region)
         _same_verb_inside()
 
     def bill(self) -> Bill:

@@ -1,0 +1,493 @@
+"""The doctor's findings about AWS, on constructed answers that botocore checks against AWS's own models."""
+
+import functools
+import json
+import re
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import boto3
+import botocore
+import pytest
+from botocore.exceptions import EndpointConnectionError, NoCredentialsError
+from botocore.stub import Stubber
+
+import settings
+from cluster import aws_doctor, stack
+from cluster.cluster_file import ClusterFile
+from cluster.target import Finding
+
+USER = "arn:aws:iam::123456789012:user/ada"
+PARAMETER = "/aws/service/deeplearning/latest/ami-id"
+VCPUS = {"m6i.2xlarge": 8, "m6i.8xlarge": 32, "p4d.24xlarge": 96}
+ZONES = ["us-east-1a", "us-east-1b"]
+READ_ONLY = {
+    *("DescribeImages", "DescribeInstanceTypeOfferings", "DescribeInstanceTypes", "DescribeInstances"),
+    *("DescribeSecret", "DescribeSpotPriceHistory", "DescribeSubnets", "DescribeVpcs"),
+    *("GetCallerIdentity", "GetParameters", "GetProducts", "GetRole", "GetServiceQuota", "SimulatePrincipalPolicy"),
+}
+SERVICES = ("ec2", "iam", "cloudformation", "pricing", "secretsmanager")
+# One action of each kind of resource in stack.yaml, by which to see that all its actions were thought of.
+MAKING = {
+    "AWS::EC2::SecurityGroup": "ec2:CreateSecurityGroup",
+    "AWS::EC2::SecurityGroupIngress": "ec2:AuthorizeSecurityGroupIngress",
+    "AWS::EC2::LaunchTemplate": "ec2:CreateLaunchTemplate",
+    "AWS::S3::Bucket": "s3:CreateBucket",
+    "AWS::IAM::Role": "iam:CreateRole",
+    "AWS::IAM::InstanceProfile": "iam:CreateInstanceProfile",
+    "AWS::IAM::Policy": "iam:PutRolePolicy",
+}
+
+
+class Refused(NamedTuple):
+    """An answer that is an error."""
+
+    code: str
+    message: str = ""
+
+
+Answer = dict[str, Any] | Refused | Exception
+
+
+class Cloud:
+    """Answers for AWS, by the name of the operation, and remembers what was asked."""
+
+    def __init__(self) -> None:
+        self.answers: dict[str, Answer | Callable[[dict[str, Any]], Answer]] = {
+            "GetCallerIdentity": {"Arn": USER, "Account": "123456789012"},
+            "SimulatePrincipalPolicy": lambda asked: simulated(asked["ActionNames"]),
+            "GetServiceQuota": lambda asked: quota(asked["QuotaCode"], 1000),
+            "DescribeInstances": {"Reservations": []},
+            "DescribeInstanceTypes": lambda asked: {"InstanceTypes": list(map(described, asked["InstanceTypes"]))},
+            "DescribeInstanceTypeOfferings": lambda asked: offers(asked["Filters"][0]["Values"]),
+            "DescribeVpcs": {"Vpcs": [{"VpcId": "vpc-1"}]},
+            "DescribeSubnets": subnets(250),
+            "GetParameters": {"Parameters": [{"Name": PARAMETER, "Value": "ami-1"}]},
+            "DescribeImages": {"Images": []},
+            "DescribeSecret": {"Name": "there"},
+            "GetRole": lambda asked: role(asked["RoleName"]),
+            "GetProducts": {"PriceList": [json.dumps(PRODUCT)]},
+            "DescribeSpotPriceHistory": {"SpotPriceHistory": [{"SpotPrice": "10.0"}]},
+            "RunInstances": Refused("DryRunOperation"),
+            "TerminateInstances": Refused("DryRunOperation"),
+        }
+        self.asked: list[tuple[str, dict[str, Any]]] = []
+
+    def client(self, service: str, region_name: str) -> Any:
+        """boto3's own client, stubbed: it sends nothing, and refuses what AWS's model of the call does not know."""
+        client, stubber, send = stubbed(service, region_name)
+        lock = threading.Lock()
+
+        def call(operation: str, parameters: dict[str, Any]) -> Any:
+            self.asked.append((operation, parameters))
+            answer = self.answers[operation]
+            answer = answer(parameters) if callable(answer) else answer
+            if isinstance(answer, Exception):
+                raise answer
+            with lock:  # a stubber's answers are in the order of the calls, which threads are not
+                method = botocore.xform_name(operation)
+                if isinstance(answer, Refused):
+                    stubber.add_client_error(method, answer.code, answer.message)
+                else:
+                    stubber.add_response(method, answer)
+                return send(operation, parameters)
+
+        client._make_api_call = call
+        return client
+
+
+@functools.cache  # making one takes longer than any test
+def stubbed(service: Any, region: str) -> tuple[Any, Stubber, Callable[..., Any]]:
+    """A client, its stubber, and what sends the client's calls."""
+    client = SESSION.client(service, region_name=region)
+    stubber = Stubber(client)
+    stubber.activate()
+    return client, stubber, client._make_api_call
+
+
+SESSION = boto3.session.Session(aws_access_key_id="none", aws_secret_access_key="none")
+PRODUCT = {"terms": {"OnDemand": {"term": {"priceDimensions": {"it": {"pricePerUnit": {"USD": "2.0"}}}}}}}
+
+
+def simulated(actions: list[str], *denied: str) -> Answer:
+    decisions = {action: "implicitDeny" if action in denied else "allowed" for action in actions}
+    return {"EvaluationResults": [{"EvalActionName": name, "EvalDecision": said} for name, said in decisions.items()]}
+
+
+def quota(code: str, vcpus: float) -> Answer:
+    return {"Quota": {"QuotaCode": code, "QuotaName": "Running machines", "Value": float(vcpus)}}
+
+
+def described(instance_type: str) -> dict[str, Any]:
+    gpus = {"GpuInfo": {"Gpus": [{"Name": "A100", "Count": 8}]}} if instance_type.startswith("p4") else {}
+    return {"InstanceType": instance_type, "VCpuInfo": {"DefaultVCpus": VCPUS[instance_type]}} | gpus
+
+
+def offers(types: list[str]) -> Answer:
+    return {"InstanceTypeOfferings": [{"InstanceType": one, "Location": zone} for one in types for zone in ZONES]}
+
+
+def subnets(free: int) -> Answer:
+    return {
+        "Subnets": [
+            {"SubnetId": f"subnet-{zone}", "AvailabilityZone": zone, "AvailableIpAddressCount": free} for zone in ZONES
+        ]
+    }
+
+
+def role(name: str, path: str = "/") -> Answer:
+    arn = f"arn:aws:iam::123456789012:role{path}{name}"
+    return {"Role": {"Path": path, "RoleName": name, "RoleId": "A" * 16, "Arn": arn, "CreateDate": "2026-01-01"}}
+
+
+def instance(**more: Any) -> Callable[[dict[str, Any]], Answer]:
+    """The answer to DescribeInstances where one machine runs."""
+    known = {
+        "InstanceId": "i-1",
+        "InstanceType": "p4d.24xlarge",
+        "Placement": {"AvailabilityZone": ZONES[0]},
+        "State": {"Name": "running"},
+        "LaunchTime": "2026-01-01",
+    }
+    found = [{"Instances": [known | more]}]
+    return lambda asked: {"Reservations": found if "running" in asked["Filters"][-1]["Values"] else []}
+
+
+@pytest.fixture
+def cloud(monkeypatch: pytest.MonkeyPatch) -> Cloud:
+    """All of boto3's clients ask this one; prices, too, which do not ask through the cluster file."""
+    cloud = Cloud()
+    monkeypatch.setattr(boto3, "client", cloud.client)
+    monkeypatch.setattr(boto3, "DEFAULT_SESSION", boto3.DEFAULT_SESSION)  # put back what the doctor replaces
+    return cloud
+
+
+@pytest.fixture
+def file() -> ClusterFile:
+    def node_type(instance_type: str, most: int = 2, **more: Any) -> dict[str, Any]:
+        config = {"InstanceType": instance_type, "ImageId": f"resolve:ssm:{PARAMETER}", **more}
+        return {"max_workers": most, "node_config": config}
+
+    node_types = {
+        "head": node_type("m6i.2xlarge", 1),
+        "cpu": node_type("m6i.8xlarge"),
+        "spot-1": node_type("p4d.24xlarge", InstanceMarketOptions={"MarketType": "spot"}),
+        "spot-2": node_type("p4d.24xlarge", InstanceMarketOptions={"MarketType": "spot"}),
+        "on-demand": node_type("p4d.24xlarge"),
+    }
+    content = {
+        "cluster_name": "my-llm",
+        "max_workers": 2,
+        "provider": {"region": "us-east-1"},
+        "head_node_type": "head",
+        "available_node_types": node_types,
+        "setup_commands": ["uv venv --clear --python 3.11 ~/env"],
+    }
+    return ClusterFile(content, "digest")
+
+
+@pytest.fixture
+def tune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+    """Puts an assignment into a section of settings.toml, in the place of what it assigned before."""
+    copy = Path(shutil.copy(settings.FILE, tmp_path))
+    monkeypatch.setattr(settings.load, "__kwdefaults__", {"profile": None, "file": copy})
+
+    def assign(section: str, assignment: str) -> None:
+        before, header, after = copy.read_text(encoding="utf-8").partition(f"[{section}]\n")
+        own, mark, rest = after.partition("\n[")
+        key = assignment.partition(" = ")[0]
+        own = re.sub(rf"^{key} = .*\n?", "", own, flags=re.MULTILINE)
+        copy.write_text(f"{before}{header}{assignment}\n{own}{mark}{rest}", encoding="utf-8")
+
+    return assign
+
+
+def texts(findings: list[Finding], verdict: str) -> list[str]:
+    return [finding.text for finding in findings if finding.verdict == verdict]
+
+
+def only(file: ClusterFile, verdict: str) -> str:
+    """The one finding with this verdict, where all others are good."""
+    findings = aws_doctor.checks(file)
+    (text,) = texts(findings, verdict)
+    assert {finding.verdict for finding in findings} == {"ok", verdict}
+    return text
+
+
+def test_all_is_well(cloud: Cloud, file: ClusterFile) -> None:
+    findings = aws_doctor.checks(file)
+    assert texts(findings, "wrong") == texts(findings, "note") == []
+    report = "\n".join(texts(findings, "ok"))
+    for part in (
+        f"AWS knows you as {USER}",
+        "(L-417A185B): 192 vCPUs needed, 1000 applied, 0 used by other machines",
+        "(L-7212CCBC): 192 vCPUs needed",
+        "(L-1216C47A): 72 vCPUs needed",
+        "p4d.24xlarge is offered in us-east-1a, us-east-1b",
+        "subnet-us-east-1b in us-east-1b: addresses free 250",
+        "is ami-1 in us-east-1",
+        "the secret my-llm/SERVE_API_KEY is in Secrets Manager",
+        "2.00 dollars an hour while no work waits",
+        "with all 2 workers all day 528 dollars a day",  # the head at 2, and two at the spot price of 10
+    ):
+        assert part in report
+
+
+def test_no_credentials_are_one_finding_and_the_rest_goes_on(cloud: Cloud, file: ClusterFile) -> None:
+    cloud.answers["GetCallerIdentity"] = NoCredentialsError()
+    text = only(file, "wrong")
+    assert "aws configure" in text
+    assert "AWS_ACCESS_KEY_ID" in text
+    assert "not checked: permissions, quotas," in text
+    assert [operation for operation, _ in cloud.asked] == ["GetCallerIdentity"]
+
+
+def test_credentials_that_ended_are_told_so(cloud: Cloud, file: ClusterFile) -> None:
+    cloud.answers["GetCallerIdentity"] = Refused("ExpiredToken", "The security token included is expired")
+    assert re.search(r"is expired.*aws sso login", only(file, "wrong"))
+
+
+def test_no_network_is_not_blamed_on_credentials(cloud: Cloud, file: ClusterFile) -> None:
+    cloud.answers["GetCallerIdentity"] = EndpointConnectionError(endpoint_url="https://sts")
+    text = only(file, "wrong")
+    assert "HTTPS_PROXY" in text
+    assert "aws configure" not in text
+
+
+@pytest.mark.parametrize(
+    ("operation", "code", "message", "action"),
+    [
+        ("DescribeSecret", "AccessDeniedException", f"User: {USER} is not authorized to perform: a:B on x", "a:B"),
+        ("GetServiceQuota", "AccessDeniedException", "no", "servicequotas:GetServiceQuota"),
+        ("DescribeVpcs", "UnauthorizedOperation", "You are not authorized to do this.", "ec2:DescribeVpcs"),
+        ("GetProducts", "AccessDeniedException", "no", "pricing:GetProducts"),
+        ("GetParameters", "AccessDeniedException", "no", "ssm:GetParameters"),
+    ],
+)
+def test_a_denied_call_names_its_action(
+    cloud: Cloud, file: ClusterFile, operation: str, code: str, message: str, action: str
+) -> None:
+    cloud.answers[operation] = Refused(code, message)
+    assert f"have {action} allowed for you in IAM" in only(file, "wrong")
+
+
+def test_another_error_is_a_note_and_no_traceback(cloud: Cloud, file: ClusterFile) -> None:
+    cloud.answers["GetServiceQuota"] = Refused("TooManyRequestsException", "slow down")
+    assert re.fullmatch(r"quotas: not checked, as AWS says: .*slow down; try again: inv doctor.*", only(file, "note"))
+
+
+def test_missing_permissions_are_named(cloud: Cloud, file: ClusterFile) -> None:
+    cloud.answers["SimulatePrincipalPolicy"] = lambda asked: simulated(
+        asked["ActionNames"], "iam:PassRole", "ec2:RunInstances"
+    )
+    assert only(file, "wrong").endswith(f"add the others to the policy of {USER}: ec2:RunInstances, iam:PassRole")
+    asked = [parameters for operation, parameters in cloud.asked if operation == "SimulatePrincipalPolicy"]
+    resources = {action: call["ResourceArns"] for call in asked for action in call["ActionNames"]}
+    assert resources["iam:PassRole"] == ["arn:aws:iam::123456789012:role/my-llm-head"]
+    assert resources["s3:CreateBucket"] == ["arn:aws:s3:::my-llm-123456789012-us-east-1"]
+    assert {call["PolicySourceArn"] for call in asked} == {USER}
+
+
+def test_a_role_is_asked_for_by_its_whole_path(cloud: Cloud, file: ClusterFile) -> None:
+    cloud.answers["GetCallerIdentity"] = {"Arn": "arn:aws:sts::123456789012:assumed-role/admin/ada"}
+    cloud.answers["GetRole"] = lambda asked: role(asked["RoleName"], "/sso/")
+    assert texts(aws_doctor.checks(file), "wrong") == []
+    (source,) = {call["PolicySourceArn"] for name, call in cloud.asked if name == "SimulatePrincipalPolicy"}
+    assert source == "arn:aws:iam::123456789012:role/sso/admin"
+
+
+def test_the_root_user_is_noted(cloud: Cloud, file: ClusterFile) -> None:
+    cloud.answers["GetCallerIdentity"] = {"Arn": "arn:aws:iam::123456789012:root"}
+    assert "aws iam create-user" in only(file, "note")
+
+
+def test_without_simulation_ec2_is_asked(cloud: Cloud, file: ClusterFile) -> None:
+    cloud.answers["SimulatePrincipalPolicy"] = Refused("AccessDenied", "no")
+    text = only(file, "note")
+    assert f"{len(aws_doctor.UP_AND_DOWN) - 1} other actions are not checked" in text
+    assert "iam:SimulatePrincipalPolicy" in text
+    assert "you may do ec2:RunInstances" in texts(aws_doctor.checks(file), "ok")
+
+
+def test_without_simulation_a_refused_launch_is_wrong(cloud: Cloud, file: ClusterFile) -> None:
+    cloud.answers["SimulatePrincipalPolicy"] = Refused("AccessDenied", "no")
+    cloud.answers["RunInstances"] = Refused("UnauthorizedOperation", "no")
+    cloud.answers["TerminateInstances"] = Refused("InvalidInstanceID.NotFound", "gone")
+    cloud.answers["DescribeInstances"] = instance()
+    findings = aws_doctor.checks(file)
+    assert texts(findings, "wrong") == [f"you may not do ec2:RunInstances; add it to the policy of {USER}"]
+    assert any("whether you may do ec2:TerminateInstances is not known" in text for text in texts(findings, "note"))
+
+
+def test_nothing_but_reading_is_asked_of_aws(cloud: Cloud, file: ClusterFile) -> None:
+    aws_doctor.checks(file)
+    cloud.answers["SimulatePrincipalPolicy"] = Refused("AccessDenied", "no")
+    cloud.answers["DescribeInstances"] = instance()
+    aws_doctor.checks(file)
+    writing = [(name, asked.get("DryRun")) for name, asked in cloud.asked if name not in READ_ONLY]
+    assert sorted(set(writing)) == [("RunInstances", True), ("TerminateInstances", True)]
+
+
+def test_a_quota_of_nothing_is_wrong(cloud: Cloud, file: ClusterFile) -> None:
+    cloud.answers["GetServiceQuota"] = lambda asked: quota(
+        asked["QuotaCode"], 0 if asked["QuotaCode"] == "L-7212CCBC" else 1000
+    )
+    text = only(file, "wrong")
+    assert "192 vCPUs needed, 0 applied, 0 used by other machines" in text
+    assert text.endswith(
+        "aws service-quotas request-service-quota-increase --service-code ec2 --quota-code L-7212CCBC "
+        "--desired-value 192 --region us-east-1"
+    )
+
+
+def test_what_others_use_counts_in_its_own_market(cloud: Cloud, file: ClusterFile) -> None:
+    cloud.answers["GetServiceQuota"] = lambda asked: quota(asked["QuotaCode"], 192)
+    cloud.answers["DescribeInstances"] = instance(InstanceLifecycle="spot")
+    text = only(file, "note")  # and not wrong: one of two machines would still come
+    assert "(L-7212CCBC): 192 vCPUs needed, 192 applied, 96 used by other machines" in text
+    assert "--desired-value 288 " in text
+
+
+def test_the_clusters_own_machines_do_not_count_twice(cloud: Cloud, file: ClusterFile) -> None:
+    cloud.answers["GetServiceQuota"] = lambda asked: quota(asked["QuotaCode"], 192)
+    cloud.answers["DescribeInstances"] = instance(Tags=[{"Key": "project", "Value": "my-llm"}])
+    assert texts(aws_doctor.checks(file), "note") == []
+
+
+def test_an_account_that_never_used_spot_is_told_how_to_begin(cloud: Cloud, file: ClusterFile) -> None:
+    cloud.answers["GetRole"] = Refused("NoSuchEntity", "no")
+    assert "aws iam create-service-linked-role --aws-service-name spot.amazonaws.com" in only(file, "wrong")
+
+
+def test_a_type_that_the_region_lacks(cloud: Cloud, file: ClusterFile) -> None:
+    cloud.answers["DescribeInstanceTypeOfferings"] = lambda asked: offers(
+        [one for one in asked["Filters"][0]["Values"] if one != "m6i.8xlarge"]
+    )
+    assert only(file, "wrong") == (
+        "m6i.8xlarge is offered in no zone of us-east-1; set another InstanceType, or region, in cluster/cluster.yaml"
+    )
+
+
+def test_a_full_subnet(cloud: Cloud, file: ClusterFile) -> None:
+    cloud.answers["DescribeSubnets"] = subnets(2)
+    found = texts(aws_doctor.checks(file), "wrong")
+    assert len(found) == len(ZONES)
+    assert "addresses free 2, taken by the cluster up to 3" in found[0]
+    assert "aws ec2 create-subnet --vpc-id vpc-1 --availability-zone us-east-1a" in found[0]
+
+
+def test_no_network_to_be_in(cloud: Cloud, file: ClusterFile) -> None:
+    cloud.answers["DescribeVpcs"] = {"Vpcs": []}
+    assert "aws ec2 create-default-vpc" in only(file, "wrong")
+
+
+def test_an_image_that_is_not_there(cloud: Cloud, file: ClusterFile) -> None:
+    cloud.answers["GetParameters"] = {"Parameters": [], "InvalidParameters": [PARAMETER]}
+    assert "aws ssm get-parameters-by-path" in only(file, "wrong")
+    for node_type in file.content["available_node_types"].values():
+        node_type["node_config"]["ImageId"] = "ami-7"
+    assert "ImageId ami-7 is no image in us-east-1" in only(file, "wrong")
+    cloud.answers["DescribeImages"] = {"Images": [{"ImageId": "ami-7"}]}
+    assert texts(aws_doctor.checks(file), "wrong") == []
+
+
+def test_secrets_that_are_not_there_yet(
+    cloud: Cloud, file: ClusterFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cloud.answers["DescribeSecret"] = Refused("ResourceNotFoundException", "no")
+    monkeypatch.setattr(settings, "PROJECT", tmp_path)
+    findings = aws_doctor.checks(file)
+    assert "the secret my-llm/SERVE_API_KEY is stored by inv up" in texts(findings, "ok")
+    assert texts(findings, "note") == [
+        "the secret my-llm/HF_TOKEN has no value, and jobs do without it; put HF_TOKEN=... into .env"
+    ]
+    (tmp_path / ".env").write_text("HF_TOKEN=canary\n")
+    findings = aws_doctor.checks(file)
+    assert "the secret my-llm/HF_TOKEN is stored by inv up" in texts(findings, "ok")
+    assert "canary" not in str(findings)
+
+
+def test_a_secret_that_is_being_deleted(cloud: Cloud, file: ClusterFile) -> None:
+    cloud.answers["DescribeSecret"] = lambda asked: {"DeletedDate": "2026-01-01"} if "HF" in asked["SecretId"] else {}
+    assert only(file, "wrong").endswith("restore-secret --secret-id my-llm/HF_TOKEN --region us-east-1")
+
+
+def test_a_type_without_a_price(cloud: Cloud, file: ClusterFile) -> None:
+    cloud.answers["GetProducts"] = {"PriceList": []}
+    assert "AWS has no price for" in only(file, "wrong")
+
+
+def test_more_workers_than_there_can_be(cloud: Cloud, file: ClusterFile, tune: Callable[[str, str], None]) -> None:
+    tune("cluster.train", "num_workers = 17")
+    assert "more than the 16 that this cluster can ever hold; use --num-workers 16" in only(file, "wrong")
+
+
+def test_more_replicas_than_there_can_be(cloud: Cloud, file: ClusterFile, tune: Callable[[str, str], None]) -> None:
+    tune("cluster.serve", "max_replicas = 17")
+    assert "max_replicas = 17 takes 17 GPUs, and the cluster can have 16; lower max_replicas" in only(file, "note")
+    tune("cluster.serve", "tensor_parallel_size = 32")
+    assert "takes 544 GPUs, and the cluster can have 16" in only(file, "wrong")
+
+
+def test_a_path_of_one_node(cloud: Cloud, file: ClusterFile, tune: Callable[[str, str], None]) -> None:
+    tune("cluster.train", 'data = "/home/me/packed"')
+    text = only(file, "wrong")
+    assert "data = /home/me/packed is on the disk of one node" in text
+    assert "shared_paths of [train]" in text
+
+
+def test_another_ray_or_python_than_the_clusters(
+    cloud: Cloud, file: ClusterFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cluster.txt").write_text("ray[llm]==1.2.3\n")
+    monkeypatch.setattr(aws_doctor, "PINS", tmp_path / "cluster.txt")
+    file.content["setup_commands"] = ["~/.local/bin/uv venv --clear --python 3.9 ~/env"]
+    ray, python = texts(aws_doctor.checks(file), "wrong")
+    assert re.match(r"Ray: .* here, 1\.2\.3 on the cluster; .* rm -r \.venv", ray)
+    assert "3.9 on the cluster" in python
+
+
+def test_missing_tools(cloud: Cloud, file: ClusterFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None if name == "rsync" else f"/bin/{name}")
+    assert "apt-get install rsync" in only(file, "wrong")
+
+
+def test_a_folder_too_large_to_upload(cloud: Cloud, file: ClusterFile, tune: Callable[[str, str], None]) -> None:
+    tune("cluster.ray", "working_dir_mib = 0")
+    assert "move it into data/" in only(file, "wrong")
+
+
+def test_aws_is_asked_many_things_at_once(cloud: Cloud, file: ClusterFile) -> None:
+    """Each of these waits until all were asked."""
+    together = threading.Barrier(3, timeout=5)
+
+    def wait_for_the_others(answer: Answer, asked: dict[str, Any]) -> Answer:
+        together.wait()
+        return answer
+
+    cloud.answers["GetParameters"] = functools.partial(wait_for_the_others, {"Parameters": []})
+    cloud.answers["DescribeVpcs"] = functools.partial(wait_for_the_others, {"Vpcs": []})
+    cloud.answers["GetProducts"] = functools.partial(wait_for_the_others, {"PriceList": []})
+    assert len(texts(aws_doctor.checks(file), "wrong")) == 3
+
+
+def test_every_kind_of_resource_in_the_stack_has_its_actions() -> None:
+    kinds = set(re.findall(r"Type: (AWS::\S+)", stack.TEMPLATE.read_text(encoding="utf-8")))
+    assert kinds == set(MAKING)
+    assert set(MAKING.values()) <= set(aws_doctor.UP_AND_DOWN)
+
+
+def test_every_call_of_up_and_down_has_its_action() -> None:
+    models = {service: SESSION._session.get_service_model(service) for service in SERVICES}
+    actions = {
+        botocore.xform_name(operation): f"{service}:{operation}"
+        for service, model in models.items()
+        for operation in model.operation_names
+    }
+    for name in ("aws.py", "stack.py", "machines.py", "prices.py", "vault.py"):
+        words = re.findall(r"\b[a-z]+(?:_[a-z]+)+\b", (settings.PROJECT / "cluster" / name).read_text(encoding="utf-8"))
+        called = {actions[word] for word in words if word in actions}
+        assert called <= set(aws_doctor.UP_AND_DOWN), name

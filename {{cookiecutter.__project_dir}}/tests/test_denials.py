@@ -1,0 +1,35 @@
+"""AWS's refusals as sentences that name what to do."""
+
+import pytest
+from botocore.exceptions import ClientError, NoCredentialsError
+
+from cluster import denials
+
+
+def answer(code: str, message: str = "", operation: str = "RunInstances") -> ClientError:
+    return ClientError({"Error": {"Code": code, "Message": message}}, operation)
+
+
+def test_a_denied_call_names_the_permission_and_the_resource() -> None:
+    words = "User: me is not authorized to perform: iam:PassRole on resource: arn:aws:iam::1:role/x because no policy"
+    said = denials.explain(answer("UnauthorizedOperation", words))
+    assert said == (
+        "you may not iam:PassRole on arn:aws:iam::1:role/x; ask whoever manages your AWS account for that permission."
+    )
+
+
+def test_a_denial_without_words_names_the_call() -> None:
+    assert denials.missing_permission(answer("AccessDenied", "", "DescribeStacks")) == "DescribeStacks"
+
+
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [
+        (NoCredentialsError(), "aws configure"),
+        (answer("ExpiredToken"), "aws sso login"),
+        (answer("VpcLimitExceeded", "too many"), "VpcLimitExceeded: too many"),
+    ],
+)
+def test_other_errors_say_what_to_do(error: NoCredentialsError | ClientError, remedy: str) -> None:
+    assert remedy in denials.explain(error)
+    assert "\n" not in denials.explain(error)

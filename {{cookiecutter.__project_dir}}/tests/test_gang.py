@@ -1,0 +1,31 @@
+"""Where a gang looks for machines; how it goes about it is seen in the rehearsal, which has an autoscaler."""
+
+import json
+
+import pytest
+
+from cluster import aws, cluster_file
+from jobs import gang
+
+
+def test_on_one_machine_there_is_nothing_to_gather(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GANG_OFFERS", raising=False)
+    assert gang.offers() == []
+    assert gang.gather(2, {"CPU": 1}, 10, gang.offers()) is None
+
+
+def test_every_zone_of_the_cheaper_market_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GANG_OFFERS", json.dumps(aws._offers(cluster_file.load())))
+    places = [(offer.market, offer.zone) for offer in gang.offers()]
+    assert places == [(market, zone) for market in ("spot", "on-demand") for zone in "123"]
+
+
+def test_a_place_that_is_refused_is_given_up_for_the_next(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    places = [gang.Offer("a", "1", "spot"), gang.Offer("b", "2", "spot")]
+    answers = {"1": "AWS refuses machines", "2": None}
+    monkeypatch.setattr(gang, "_try", lambda place, *_: answers[place.zone])
+    assert gang.gather(2, {"CPU": 1}, 10, places) == {"zone": "2"}
+    said = capsys.readouterr().out
+    assert "zone 1, spot: AWS refuses machines; trying the next" in said

@@ -1,0 +1,357 @@
+"""What `inv plan` says, against what is counted: parameters, the bytes of live engines, published figures."""
+
+import gc
+import io
+import json
+import os
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import distributed, nn
+from torch.multiprocessing import spawn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM, T5Config
+
+import settings
+from cluster import memory, plan
+from cluster.memory import METHODS, Method, Shape, Training
+from jobs.training.arithmetic import BatchPlan, plan_batches
+from jobs.training.options import DDPOptions, DeepSpeedOptions
+from jobs.training.strategies import DDP, Strategy
+from jobs.training.zero import ZeRO
+
+LLAMA_3_8B = LlamaConfig(
+    vocab_size=128256,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    max_position_embeddings=8192,
+    tie_word_embeddings=False,
+)
+TINY = {
+    "vocab_size": 320,
+    "hidden_size": 96,
+    "intermediate_size": 336,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+TRAINING = Training(sequence_length=1024, micro_batch_rows=1)
+RANKS = 2
+
+
+@pytest.fixture(scope="module")
+def llama() -> Shape:
+    return memory.shape_of(LLAMA_3_8B)
+
+
+# ------------------------------------------------------------------------------------------ parameters
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_parameters_are_those_of_the_built_model(tied: bool) -> None:
+    config = LlamaConfig(**TINY, tie_word_embeddings=tied)
+    model, shape = LlamaForCausalLM(config), memory.shape_of(config)
+    embedding = model.get_input_embeddings().weight
+    assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert shape.multiplied == shape.parameters - (0 if tied else embedding.numel())
+    blocks = [module for module in model.model.layers.modules() if isinstance(module, nn.Linear)]
+    assert len(blocks) == 3 * 7
+    assert shape.adapters == sum(16 * sum(linear.weight.shape) for linear in blocks)
+
+
+def test_known_models_have_their_published_sizes(llama: Shape) -> None:
+    assert llama.parameters == 8_030_261_248  # of the hub's safetensors index
+    assert memory.states(llama, TRAINING).gpu == 16 * llama.parameters
+    assert memory.kv_bytes(llama, 2) == 128 * 1024
+
+
+def test_a_model_of_another_kind_is_refused() -> None:
+    with pytest.raises(settings.Refusal, match="t5 is no causal language model"):
+        memory.shape_of(T5Config())
+
+
+# ------------------------------------------------------------------------------------------ states
+
+
+@pytest.mark.parametrize(("stage", "gigabytes"), [(1, 31.4), (2, 16.6), (3, 1.9)])
+def test_states_are_those_of_the_zero_paper(llama: Shape, stage: int, gigabytes: float) -> None:
+    """Figure 1 of arXiv:1910.02054: 7.5 billion parameters on 64 GPUs; 120 GB without sharding."""
+    shape, training = replace(llama, parameters=7_500_000_000), replace(TRAINING, gpus=64)
+    assert memory.states(shape, training).gpu == pytest.approx(120e9)
+    assert memory.states(shape, replace(training, method=Method("", stage))).gpu == pytest.approx(
+        gigabytes * 1e9, rel=0.02
+    )
+
+
+def test_states_are_the_bytes_that_live_engines_hold(tmp_path: Path) -> None:
+    """The most of a rank's parameters, gradients and optimizer states after the backward passes of a step."""
+    spawn(_count_states, (tmp_path,), nprocs=RANKS)
+    counted = json.loads((tmp_path / "counted.json").read_text())
+    shape = memory.shape_of(LlamaConfig(**TINY))
+    predicted = {}
+    for method in METHODS:
+        held = memory.states(shape, Training(16, 1, method=method, gpus=RANKS))
+        predicted[method.name] = held.gpu + held.host  # one device in these runs
+    assert counted == pytest.approx(predicted, rel=0.05)
+
+
+class _Ranks:
+    """The Run port over a gloo group."""
+
+    world_size = RANKS
+    device = torch.device("cpu")
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        return DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+
+def _count_states(rank: int, folder: Path) -> None:
+    """Train two steps by every method and write down what rank 0 holds."""
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+    counted = {}
+    for method in METHODS:
+        gc.freeze()  # what is there already, and what earlier engines leave, is not looked at
+        strategy = _strategy(method, rank)
+        row = torch.arange(16)[None]
+        batch = {"input_ids": row, "labels": row, "position_ids": row}
+        strategy.accumulate(batch, torch.tensor(1.0), last=True)
+        strategy.step(1e-3)
+        held = []
+        for last in (False, True):
+            strategy.accumulate(batch, torch.tensor(1.0), last)
+            gradients = [parameter.grad for parameter in strategy.model.parameters() if parameter.grad is not None]
+            held.append(_bytes([*_live_tensors(), *gradients]))
+            del gradients
+        counted[method.name] = max(held)
+        del strategy
+    if rank == 0:
+        (folder / "counted.json").write_text(json.dumps(counted))
+    distributed.destroy_process_group()
+
+
+def _strategy(method: Method, rank: int) -> Strategy:
+    run: Any = _Ranks(rank)
+    model, batches = LlamaForCausalLM(LlamaConfig(**TINY)).train(), BatchPlan(rows_per_rank=2, accumulation=2)
+    if not method.zero_stage:
+        return DDP(model, settings.load(DDPOptions, "train", profile="local"), run, batches)
+    options = settings.load(DeepSpeedOptions, "train", "deepspeed", profile="local").model_copy(
+        update={
+            "micro_batch_rows": 1,
+            "precision": "bf16",
+            "zero_stage": method.zero_stage,
+            "offload_optimizer": method.offload_optimizer,
+            "offload_parameters": method.offload_parameters,
+        }
+    )
+    config = json.loads((settings.PROJECT / "jobs/finetune_deepspeed.json").read_text())
+    config["zero_optimization"]["reduce_bucket_size"] = 5000  # in the plan, buckets are no states
+    return ZeRO(config, model, options, run, batches)
+
+
+def _live_tensors() -> list[torch.Tensor]:
+    gc.collect()
+    return [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor) and found.device.type == "cpu"]
+
+
+def _bytes(tensors: list[torch.Tensor]) -> int:
+    """Of their storages, each once."""
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
+# ------------------------------------------------------------------------------------------ activations
+
+
+class _Peak(TorchDispatchMode):
+    """The most bytes at once of what operations allocate."""
+
+    def __init__(self, ignored: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._ignored = {tensor.untyped_storage().data_ptr() for tensor in ignored}
+        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in self._ignored:
+                reference = StorageWeakRef(tensor.untyped_storage())
+                self._live[reference.cdata] = (reference, tensor.untyped_storage().nbytes())
+        self._live = {key: entry for key, entry in self._live.items() if not entry[0].expired()}
+        self.bytes = max(self.bytes, sum(size for _, size in self._live.values()))
+        return result
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("strategy", ["autocast", "sharded bf16", "fp32"])
+@pytest.mark.parametrize("architecture", [(LlamaConfig, LlamaForCausalLM), (Qwen3Config, Qwen3ForCausalLM)])
+def test_activations_are_what_a_pass_allocates(architecture: Any, strategy: str, checkpointing: bool) -> None:
+    """A forward and a backward pass over a packed row, through the strategies' own loss."""
+    config_type, model_type = architecture
+    config = config_type(**TINY, head_dim=24)
+    model = model_type(config).train()
+    if strategy == "sharded bf16":
+        model.bfloat16()
+    if checkpointing:
+        model.activation_checkpointing_enable()
+    options = settings.load(DDPOptions, "train", profile="local")
+    options = options.model_copy(update={"precision": "bf16" if strategy == "autocast" else "fp32"})
+    ddp = DDP(model, options, _Alone(), BatchPlan(2, 1))  # type: ignore[arg-type]
+    length, rows = 256, 2
+    tokens = torch.randint(0, config.vocab_size, (rows, length))
+    positions = (torch.arange(length) % 100).expand(rows, length).contiguous()
+    batch = {"input_ids": tokens, "labels": tokens, "position_ids": positions}
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    kept = [tensor for parameter in model.parameters() for tensor in (parameter, parameter.grad)]
+    with _Peak(kept) as peak:
+        ddp.accumulate(batch, torch.tensor(1.0), last=True)
+    shape = memory.shape_of(config)
+    precision: Any = "fp32" if strategy == "fp32" else "bf16"
+    method = METHODS[strategy == "sharded bf16"]
+    predicted = memory.activations(shape, Training(length, rows, precision, checkpointing, method))
+    casts = 0
+    if strategy == "autocast":  # with checkpointing, one block's at a time
+        casts = 2 * shape.multiplied / (shape.layers if checkpointing else 1)
+    assert predicted + casts == pytest.approx(peak.bytes, rel=0.15)
+
+
+class _Alone(_Ranks):
+    world_size = 1
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        return model
+
+
+# ------------------------------------------------------------------------------------------ the plan
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+@pytest.mark.parametrize("lora", [False, True])
+def test_more_gpus_never_need_more_memory_each(llama: Shape, method: Method, lora: bool) -> None:
+    training = replace(TRAINING, method=method, lora=lora)
+    needed = [memory.peak(llama, replace(training, gpus=2**power)) for power in range(8)]
+    for fewer, more in pairwise(needed):
+        assert more.gpu <= fewer.gpu
+        assert more.host <= fewer.host
+
+
+def test_lora_needs_less_than_full_fine_tuning(llama: Shape) -> None:
+    for method in METHODS:
+        training = replace(TRAINING, method=method, gpus=8)
+        full, lora = (memory.states(llama, replace(training, lora=lora)) for lora in (False, True))
+        assert lora.gpu + lora.host < full.gpu + full.host
+
+
+def _plan(config: Any, **changes: Any) -> plan.Plan:
+    asked: dict[str, Any] = {
+        "sequence_length": 1024,
+        "micro_batch_rows": 1,
+        "global_batch_rows": 64,
+        "num_workers": 8,
+        "precision": "bf16",
+        "card_gib": 40,
+        "most_machines": 1,
+        "tokens": 10**9,
+        "context": 32 * 4096,
+        "serving_width": 2,
+        "dollars_per_machine_hour": {40: 20.0},
+    }
+    return plan.estimate(config, **asked | changes)
+
+
+@pytest.mark.parametrize("card", [40, 80])
+@pytest.mark.parametrize("length", [1024, 4096])
+@pytest.mark.parametrize("machines", [1, 2])
+def test_the_recommendation_fits_and_runs(card: int, length: int, machines: int) -> None:
+    made = _plan(LLAMA_3_8B, card_gib=card, sequence_length=length, most_machines=machines)
+    choice = made.recommended
+    assert choice is not None
+    assert choice.gpus <= 8 * machines
+    needed = memory.peak(made.shape, choice)
+    assert needed.gpu < card * 2**30
+    assert min(8, choice.gpus) * needed.host < memory.HOST_GIB * 2**30
+    plan_batches(64, 1, choice.gpus)
+    options = settings.load(DeepSpeedOptions, "train", "deepspeed", profile="cluster").model_dump()
+    fields = ("offload_optimizer", "offload_parameters")
+    chosen = {name: getattr(choice.method, name) for name in fields} | {"zero_stage": choice.method.zero_stage or 1}
+    DeepSpeedOptions.model_validate(options | chosen)
+
+
+def test_a_tiny_model_needs_no_sharding_and_a_huge_one_fits_nothing() -> None:
+    tiny = _plan(LlamaConfig(**TINY)).recommended
+    assert tiny is not None
+    assert (tiny.method.name, tiny.gradient_checkpointing) == ("DDP", False)
+    huge = LlamaConfig(**LLAMA_3_8B.to_dict() | {"num_hidden_layers": 900})
+    assert _plan(huge).recommended is None
+
+
+def test_hours_follow_the_operations(llama: Shape) -> None:
+    """10^9 tokens on 8 A100s at 0.4 of 312 TFLOP/s: 6 N operations each, and attention's."""
+    plain = memory.hours(llama, replace(TRAINING, gpus=8), 10**9)
+    assert plain is not None
+    assert plain == pytest.approx(6 * 7.5e9 * 1e9 / (8 * 312e12 * 0.4) / 3600, rel=0.05)
+    again = memory.hours(llama, replace(TRAINING, gpus=16, gradient_checkpointing=True), 10**9)
+    assert again == pytest.approx(plain / 2 * 4 / 3)
+    assert memory.hours(llama, TRAINING, None) is None
+
+
+def test_a_served_model_has_room_for_its_requests(llama: Shape) -> None:
+    alone = memory.serve(llama, 2, 32 * 4096, 40)
+    assert alone is not None
+    assert (alone.tensor_parallel_size, alone.pipeline_parallel_size) == (1, 1)
+    shared = memory.serve(llama, 2, 10 * alone.room, 40)
+    assert shared is not None
+    assert shared.tensor_parallel_size > 1
+    gpus = shared.tensor_parallel_size * shared.pipeline_parallel_size
+    assert shared.weights * gpus + shared.room * memory.kv_bytes(llama, 2) < gpus * 40 * 2**30
+    assert memory.serve(llama, 2, 10**9, 40) is None
+
+
+def test_the_report_names_the_settings_to_write() -> None:
+    text = _shown(_plan(LLAMA_3_8B, dollars_per_machine_hour={40: 20.0}))
+    for name in ("num_workers = 8", "[cluster.train]", "zero_stage = 3", "[deepspeed]", "tensor_parallel_size = 1"):
+        assert name in text
+    assert "40% of an A100's bf16 peak" in " ".join(text.split())
+    assert text.splitlines()[-1].count(" dollars") == 1
+    assert " dollars" not in _shown(_plan(LLAMA_3_8B, dollars_per_machine_hour={})).splitlines()[-1]
+
+
+def test_hours_without_data_say_how_to_make_it(assets: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PROJECT_DIR", str(tmp_path))
+    console = Console(file=io.StringIO(), width=200)
+    plan.plan(str(assets / "model"), console)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "make it with inv submit preprocess" in " ".join(text.split())
+    assert "inv submit finetune_ddp and num_workers" in text
+
+
+def test_a_model_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(settings.Refusal, match="cannot be loaded"):
+        plan.plan(str(tmp_path / "nothing"), Console(file=io.StringIO()))
+
+
+def _shown(made: plan.Plan) -> str:
+    console = Console(file=io.StringIO(), width=200)
+    plan.show(made, console)
+    return console.file.getvalue()  # type: ignore[attr-defined]
