@@ -110,7 +110,7 @@ def rehearse(context: Context) -> None:
         raise Exit(f"error: still there: {', '.join(left)}", 1)
 
 
-@verb(only="the faults whose names contain this; all when left out")
+@verb(only="faults whose names contain one of these words, with commas between; all when left out")
 def drill(context: Context, only: str = "") -> None:
     """Let things go wrong in the emulated AWS, one after the other, and see that the cluster answers as it should."""
     from cluster.rehearsal import drills

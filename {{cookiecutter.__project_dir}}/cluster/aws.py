@@ -10,7 +10,7 @@ from pydantic import ConfigDict
 from rich.console import Console
 
 import settings
-from cluster import bill, cluster_file, launcher, machines, prices, ssh, stack, vault
+from cluster import bill, cluster_file, doctor, launcher, machines, prices, ssh, stack, vault
 from cluster.cluster_file import ClusterFile
 from cluster.target import Bill, Connection, Finding
 
@@ -48,6 +48,7 @@ class Aws:
             _wait_for_autoscaler(machines.reach(file))
             print(f"{self.name} is up already, and as cluster.yaml says: head {running.id}")
             return
+        _examine(self.doctor())
         Console().print(prices.table(file, prices.ask(file)))
         if running:
             print(_what_changes(file, running))
@@ -113,6 +114,16 @@ class Aws:
             if stack.bucket_exists(file):
                 print(f"kept, with your work in it: s3://{stack.bucket(file)}")
         return left
+
+
+def _examine(findings: list[Finding]) -> None:
+    """Show what the doctor has to say. Raises `settings.Refusal` when something would fail."""
+    told = [finding for finding in findings if finding.verdict != "ok"]
+    print(
+        f"doctor: {len(findings) - len(told)} of {len(findings)} checks are fine; all of them: inv doctor --target aws"
+    )
+    if not doctor.show(told, Console()):
+        raise settings.Refusal("nothing was started: what is marked ✗ has its remedy beside it")
 
 
 def _ask(question: str, yes: bool) -> None:
