@@ -116,6 +116,13 @@ class JobsSection(settings.Section):
 def checks(file: ClusterFile) -> list[Finding]:
     """Everything that `inv up --target aws` needs, and the jobs after it."""
     try:
+        return _checks(file)
+    finally:
+        boto3.setup_default_session()  # what comes after may be slow, and is tried again
+
+
+def _checks(file: ClusterFile) -> list[Finding]:
+    try:
         account = _sign_in(file)
     except settings.Refusal as refusal:
         unknown = Finding("wrong", f"{refusal}; until then these are not checked: {', '.join(ASKED_OF_AWS)}")

@@ -136,7 +136,7 @@ def setup_fails(stage: Stage) -> str:
         _wait_for(lambda: report(head)["failed_setups"], 60, "status to say that a set-up failed")
         said = report(head)["failed_setups"][0]
         assert "broken on purpose" in said, said
-        _wait_for(lambda: "no more are started" in str(report(head)["steward"]["said"]), 240, "the steward to stop it")
+        _wait_for(lambda: "no more are started" in str(report(head)["steward"]["said"]), 420, "the steward to stop it")
     finally:
         stage.connection.client().stop_job(job)
         head.run("cp ~/good.yaml ~/ray_bootstrap_config.yaml")
@@ -204,7 +204,7 @@ def _gather(stage: Stage) -> str:
 
 
 def _submit_gather(stage: Stage, *, cpus: bool = False) -> str:
-    code = "import ray; ray.init(); print(ray.get(ray.remote(num_cpus=1)(int).remote()))" if cpus else GATHER
+    code = "import ray; ray.init(); print(ray.get(ray.remote(num_cpus=1)(lambda: 1).remote()))" if cpus else GATHER
     environment = {"working_dir": str(settings.PROJECT), "excludes": submission.EXCLUDES}
     environment |= {"env_vars": stage.connection.job_variables}
     return stage.connection.client().submit_job(entrypoint=f'python -c "{code}"', runtime_env=environment)
@@ -239,8 +239,9 @@ def _wait_for(condition: Callable[[], Any], patience_s: float, what: str) -> Non
 
 
 def _seen(log: str) -> str:
-    """The lines in which the gang says what it met."""
-    return " / ".join(line[:110] for line in log.splitlines() if line.startswith(("zone ", "no zone", "gathered")))
+    """The first and the last line in which the gang says what it met, and how many there are between."""
+    first, *between, last = [line for line in log.splitlines() if line.startswith(("zone ", "no zone", "gathered"))]
+    return f"{first} … {len(between)} more … {last}" if between else f"{first} … {last}"
 
 
 def _show(rows: list[Row]) -> None:

@@ -66,6 +66,8 @@ def missing() -> str:
         return "the rehearsal needs Linux; on this system use the other targets."
     if os.geteuid() != 0:
         return "the rehearsal needs root, for namespaces and mounts; run the verb again with sudo."
+    if Path(cache := _uv_cache()).is_relative_to("/tmp"):
+        return f"hosts have a /tmp of their own, and uv's cache, {cache}, is there; set UV_CACHE_DIR to another folder."
     packages = sorted({package for program, package in PROGRAMS.items() if not _which(program)})
     return (
         f"the rehearsal needs programs that are not here; run: apt-get install {' '.join(packages)}" if packages else ""
@@ -82,7 +84,7 @@ def start(region: str) -> None:
     pins = STATE / "rehearsal-pins.txt"
     pins.write_text(_cpu_pins())
     _fill_package_cache(pins)
-    needed = [settings.PROJECT, Path(sys.base_prefix), Path(sys.prefix), Path(_uv_cache())]
+    needed = [settings.PROJECT, Path(sys.base_prefix), Path(sys.prefix)]
     kept = [str(path) for path in needed if path.is_relative_to("/tmp")]
     command = ["unshare", "--net", "--mount", "--pid", "--ipc", "--uts", "--fork", "--kill-child", "--mount-proc"]
     command += ["bash", "-c", PREPARE, "bash", sys.executable, "-m", "cluster.rehearsal.cloud", region, str(pins)]
