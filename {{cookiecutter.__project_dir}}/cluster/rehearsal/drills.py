@@ -128,18 +128,17 @@ def everything_refuses(stage: Stage) -> str:
 def setup_fails(stage: Stage) -> str:
     """A set-up command fails on every new worker: said within a minute, and no more start after three."""
     head = machines.reach(stage.file)
-    head.run("cp ~/ray_bootstrap_config.yaml ~/good.yaml")
-    edit = """s/"worker_setup_commands": \\[/&"echo broken on purpose; exit 7", /"""
-    head.run(f"sed -i -E '{edit}' ~/ray_bootstrap_config.yaml")
+    pins = "~/project/requirements/cluster.txt"  # workers get the head's copy
+    head.run(f"cp {pins} ~/good.txt && echo no-such-package==1 >> {pins}")
     job = _submit_gather(stage, cpus=True)
     try:
         _wait_for(lambda: report(head)["failed_setups"], 60, "status to say that a set-up failed")
         said = report(head)["failed_setups"][0]
-        assert "broken on purpose" in said, said
+        assert "no-such-package" in said, said
         _wait_for(lambda: "no more are started" in str(report(head)["steward"]["said"]), 420, "the steward to stop it")
     finally:
         stage.connection.client().stop_job(job)
-        head.run("cp ~/good.yaml ~/ray_bootstrap_config.yaml")
+        head.run(f"cp ~/good.txt {pins}")
     return report(head)["steward"]["said"][-1]
 
 
