@@ -48,7 +48,7 @@ class Aws:
             _wait_for_autoscaler(machines.reach(file))
             print(f"{self.name} is up already, and as cluster.yaml says: head {running.id}")
             return
-        _examine(self.doctor())
+        _examine(self.doctor(), self.name)
         Console().print(prices.table(file, prices.ask(file)))
         if running:
             print(_what_changes(file, running))
@@ -116,11 +116,11 @@ class Aws:
         return left
 
 
-def _examine(findings: list[Finding]) -> None:
+def _examine(findings: list[Finding], target: str) -> None:
     """Show what the doctor has to say. Raises `settings.Refusal` when something would fail."""
     told = [finding for finding in findings if finding.verdict != "ok"]
     print(
-        f"doctor: {len(findings) - len(told)} of {len(findings)} checks are fine; all of them: inv doctor --target aws"
+        f"doctor: {len(findings) - len(told)} of {len(findings)} checks are fine; see all: inv doctor --target {target}"
     )
     if not doctor.show(told, Console()):
         raise settings.Refusal("nothing was started: what is marked ✗ has its remedy beside it")

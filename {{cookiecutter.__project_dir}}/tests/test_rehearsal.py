@@ -3,10 +3,13 @@
 import copy
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from cluster.rehearsal.play import RECORD
 
 pytestmark = pytest.mark.skipif(bool(sandbox.missing()), reason=sandbox.missing() or "it can run here")
 HEAD, WORKER = "head", "worker"
+CANARY = f"canary-{secrets.token_hex(16)}"
 
 
 @pytest.fixture(scope="module")
@@ -27,9 +31,23 @@ def played() -> tuple[str, dict[str, Any]]:
     """What `inv rehearse` printed, and its record."""
     RECORD.unlink(missing_ok=True)
     mounts = Path("/proc/self/mounts").read_text()
-    output = verb("rehearse")
+    with a_secret():
+        output = verb("rehearse")
     assert Path("/proc/self/mounts").read_text() == mounts, "a mount is left on this machine"
     return output, json.loads(RECORD.read_text())
+
+
+@contextmanager
+def a_secret() -> Iterator[None]:
+    """The canary in .env, which then is again what it was."""
+    file = settings.PROJECT / ".env"
+    before = file.read_text() if file.exists() else None
+    file.touch(mode=0o600)
+    file.write_text(f"{before or ''}\nHF_TOKEN={CANARY}\n")
+    try:
+        yield
+    finally:
+        file.unlink() if before is None else file.write_text(before)
 
 
 def verb(*words: str) -> str:
@@ -77,6 +95,14 @@ def test_it_ends_with_nothing_left(played: tuple[str, dict[str, Any]]) -> None:
     assert record["left"] == []
     assert {one["state"] for one in record["instances"]} == {"terminated"}
     assert not sandbox.is_running()
+
+
+def test_a_secret_travels_and_is_in_no_output_or_record(played: tuple[str, dict[str, Any]]) -> None:
+    output, record = played
+    assert any(call["action"] == "CreateSecret" and "HF_TOKEN" in str(call["parameters"]) for call in record["calls"])
+    assert any(need.action == "secretsmanager:GetSecretValue" for need in needs(record, WORKER))
+    assert CANARY not in output
+    assert CANARY not in RECORD.read_text()
 
 
 def test_it_tells_what_happened_when_and_what_aws_was_asked(played: tuple[str, dict[str, Any]]) -> None:

@@ -134,6 +134,7 @@ def _describe(environ: dict[str, Any], body: bytes) -> Call:
     action = (environ.get("HTTP_X_AMZ_TARGET") or "").rpartition(".")[2]
     if action:
         parameters = json.loads(body or b"{}")
+        parameters.pop("SecretString", None)  # the list of calls goes into a file
     elif b"Action=" in body:
         parameters = dict(urllib.parse.parse_qsl(body.decode(), keep_blank_values=True))
         action = parameters["Action"]

@@ -39,13 +39,12 @@ PROGRAMS = {
 PREPARE = """
 set -eu
 mount --make-rprivate /
-cloud=$(mktemp -d)
-mount -t tmpfs -o mode=1777 tmpfs "$cloud"
+mount -t tmpfs -o mode=1777 tmpfs /mnt # only until it moves; no folder is made on this machine
 for kept in $KEPT; do
-    mkdir -p "$cloud/${kept#/tmp/}"
-    mount --rbind "$kept" "$cloud/${kept#/tmp/}"
+    mkdir -p "/mnt/${kept#/tmp/}"
+    mount --rbind "$kept" "/mnt/${kept#/tmp/}"
 done
-mount --move "$cloud" /tmp
+mount --move /mnt /tmp
 exec "$@"
 """
 
