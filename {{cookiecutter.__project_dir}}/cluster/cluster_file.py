@@ -1,6 +1,7 @@
 """What the verbs read of cluster.yaml: the names that everything on AWS carries, and the machines that it may rent."""
 
 import hashlib
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ class ClusterFile:
 
     content: dict[str, Any]
     digest: str
-    """Changes with the file and with the pins that nodes install."""
+    """Changes with what a cluster is set up from: the file, the nodes' pins, the limits in settings.toml."""
 
     @property
     def slug(self) -> str:
@@ -90,10 +91,14 @@ def load(file: Path = FILE) -> ClusterFile:
     """Read the cluster file. Raises `settings.Refusal` when it is not YAML or lacks what the verbs need."""
     try:
         text = file.read_text(encoding="utf-8")
-        read = ClusterFile(yaml.safe_load(text), hashlib.sha256(text.encode() + PINS.read_bytes()).hexdigest()[:16])
+        limits = tomllib.loads(settings.FILE.read_text(encoding="utf-8")).get("cluster", {}).get("limits")
+        digest = hashlib.sha256(f"{text}{PINS.read_text(encoding='utf-8')}{limits}".encode()).hexdigest()[:16]
+        read = ClusterFile(yaml.safe_load(text), digest)
         _ = (read.slug, read.region, read.key_file, read.user, read.head, read.workers)
     except FileNotFoundError as error:
         raise settings.Refusal(f"{error.filename} is missing; restore it with: git checkout {error.filename}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise settings.Refusal(f"settings.toml is not valid TOML: {error}; correct that line.") from None
     except yaml.YAMLError as error:
         raise settings.Refusal(
             f"{file} is not valid YAML: {' '.join(str(error).split())}; correct that line."
