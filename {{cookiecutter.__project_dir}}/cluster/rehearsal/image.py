@@ -48,8 +48,9 @@ def build(layer: Path, endpoint: str) -> None:
     _write(layer / "usr/local/bin/curl", CURL, 0o755)
     _write(layer / "usr/local/sbin/shutdown", SHUTDOWN, 0o755)
     _write(layer / "opt/rehearsal/uv", Path(_uv()).read_bytes(), 0o755)
-    python = layer / f"usr/local/bin/python{sys.version_info.major}.{sys.version_info.minor}"
-    python.symlink_to(Path(sys.base_prefix) / "bin" / python.name)
+    # a script and no link: by a link, Python would look for its library beside the link
+    name = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    _write(layer / "usr/local/bin" / name, f'#!/bin/sh\nexec {sys.base_prefix}/bin/{name} "$@"\n', 0o755)
     subprocess.run(
         ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", layer / "etc/ssh/ssh_host_ed25519_key"], check=True
     )
