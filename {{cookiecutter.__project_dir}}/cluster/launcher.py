@@ -44,7 +44,8 @@ def up() -> None:
 
 
 def _reason() -> str:
-    """The last line of the log that tells something."""
-    lines = [COLOUR.sub("", line).strip() for line in LOG.read_text(errors="replace").splitlines()]
-    told = [line for line in lines if line and not re.match(r"(New status|See above|Failed to setup head node)", line)]
+    """The last words of the command that failed: what it printed stands between Ray's own lines, which have a date."""
+    text = COLOUR.sub("", LOG.read_text(errors="replace")).partition("update-failed")[0]
+    noise = r"\d{4}-\d\d-\d\d |Shared connection|Warning: Permanently added"
+    told = [line.strip() for line in text.splitlines() if line.strip() and not re.match(noise, line)]
     return told[-1][:300] if told else "it said nothing"

@@ -84,7 +84,7 @@ def granted() -> list[Any]:
     """Every action of stack.yaml's policies, for a test of each: all of them are the head's, some the worker's too."""
     text = (settings.PROJECT / "cluster" / "stack.yaml").read_text(encoding="utf-8")
     actions = sorted({word.strip('"') for word in text.replace("[", " ").replace("]", " ").replace(",", " ").split()})
-    services = ("ec2:", "s3:", "ssm:", "iam:", "secretsmanager:")
+    services = ("ec2:", "s3:", "ssm:", "iam:", "secretsmanager:", "pricing:")
     not_actions = {"iam:PassedToService", "ec2:CreateAction"}
     return [action for action in actions if action.startswith(services) and action.rstrip(":") not in not_actions]
 
