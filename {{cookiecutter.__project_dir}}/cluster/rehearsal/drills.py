@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 import settings
-from cluster import cluster_file, machines, submission
+from cluster import cluster_file, machines, steward, submission
 from cluster.aws import Aws, report
 from cluster.cluster_file import ClusterFile
 from cluster.rehearsal import play, sandbox
@@ -157,13 +157,15 @@ def spot_interruption(stage: Stage) -> str:
 
 
 def head_lost(stage: Stage) -> str:
-    """The head is gone for good: workers end themselves."""
-    _gather(stage)
+    """The head is gone for good: the worker that a job brought ends itself."""
+    _ended(stage, _submit_gather(stage, cpus=True))
     head = machines.head(stage.file)
     workers = [machine for machine in machines.living(stage.file) if machine.node_type != stage.file.head.name]
     assert head
     assert workers
     stage.file.client("ec2").terminate_instances(InstanceIds=[head.id])
+    _wait_for(lambda: not _has_host(head.id), 30, "the head to be gone")
+    time.sleep(steward.EVERY_S)  # a steward that saw the head just before may renew its lease once more
     _tell(age_leases_s=570)
     _wait_for(lambda: not machines.living(stage.file), 120, "the workers to end themselves")
     return f"{len(workers)} workers ended themselves; a lease lasts 600 s, of which 570 were skipped"
@@ -194,6 +196,10 @@ def _no_capacity(entry: dict[str, str]) -> Iterator[None]:
 def _tell(**what: Any) -> None:
     request = urllib.request.Request(play.CONTROL, data=json.dumps(what).encode(), method="PUT")
     urllib.request.urlopen(request).close()
+
+
+def _has_host(instance_id: str) -> bool:
+    return any(one["id"] == instance_id and one["host"] for one in play.state()["instances"])
 
 
 def _gather(stage: Stage) -> str:

@@ -86,10 +86,10 @@ def play() -> None:
     policies = _policies(file)
     with _step("down: everything of this project ends"):
         left = target.down()
-    state = _state()
-    _show_timeline(state["events"], state["instances"], began)
-    _show_calls(state["calls"])
-    _save(state | {"policies": policies, "left": left})
+    seen = state()
+    _show_timeline(seen["events"], seen["instances"], began)
+    _show_calls(seen["calls"])
+    _save(seen | {"policies": policies, "left": left})
     if left:
         raise settings.Refusal(f"still there after down: {', '.join(left)}")
 
@@ -138,7 +138,7 @@ def _wait_until_alone(file: ClusterFile, patience_s: float = 120) -> None:
         time.sleep(1)
 
 
-def _state() -> dict[str, Any]:
+def state() -> dict[str, Any]:
     with urllib.request.urlopen(CONTROL) as answer:
         return json.load(answer)
 
