@@ -1,5 +1,6 @@
 """The template's own verbs: uv run invoke VERB. The verbs of a generated project are in its own tasks.py."""
 
+import ast
 import os
 import re
 import shlex
@@ -8,6 +9,7 @@ import sys
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from invoke import Context, task
 from packaging.markers import Marker
@@ -17,14 +19,6 @@ import bake
 BUILD = bake.TEMPLATE / "build"
 PYTHON = shlex.quote(sys.executable)
 UV = os.environ.get("UV", "uv")  # set by `uv run`
-# programs that the rehearsal needs, and the Debian package of each
-REHEARSAL_PROGRAMS = {
-    "ssh": "openssh-client",
-    "sshd": "openssh-server",
-    "rsync": "rsync",
-    "sudo": "sudo",
-    "ip": "iproute2",
-}
 # a release that is a week old is on every mirror, and a bad one has been withdrawn by then
 COMMON = "--python-version 3.11 --exclude-newer P7D --no-annotate"
 
@@ -81,22 +75,31 @@ def lock(context: Context) -> None:
 def _install_rehearsal_programs(context: Context) -> None:
     """The rehearsal's tests need some Debian packages; without root or apt they are skipped, with the reason."""
     path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
-    missing = [package for program, package in REHEARSAL_PROGRAMS.items() if not shutil.which(program, path=path)]
+    missing = [package for program, package in _rehearsal_programs().items() if not shutil.which(program, path=path)]
     if not missing or os.geteuid() != 0 or not shutil.which("apt-get"):
         return
     _step(f"installing {' '.join(missing)} for the rehearsal")
-    context.run("apt-get update -qq", hide="out")
-    context.run(f"apt-get install --yes -qq --no-install-recommends {' '.join(missing)}", hide="out")
+    quiet: dict[str, Any] = {"hide": "out", "env": {"DEBIAN_FRONTEND": "noninteractive"}}
+    context.run("apt-get update -qq", **quiet)
+    context.run(f"apt-get install --yes -qq --no-install-recommends {' '.join(missing)}", **quiet)
     if "openssh-server" in missing and shutil.which("systemctl"):
         context.run("systemctl disable --now ssh", warn=True)  # the program is needed, and no door to this machine
+
+
+def _rehearsal_programs() -> dict[str, str]:
+    """The project's own list, read and not imported: what it imports is not installed here."""
+    module = ast.parse((bake.PROJECT / "cluster" / "rehearsal" / "sandbox.py").read_text(encoding="utf-8"))
+    assigned = {ast.unparse(node.targets[0]): node.value for node in module.body if isinstance(node, ast.Assign)}
+    return ast.literal_eval(assigned["PROGRAMS"])
 
 
 def _bake(context: Context, name: str) -> Path:
     """A fresh project in build/NAME. A cluster that an earlier one left running is ended first."""
     project = BUILD / name
-    if (project / ".cluster" / "local.json").exists():
-        _step(f"ending the cluster of {project}")
-        _verb(context, project, "down")
+    for target in ("local", "rehearsal"):
+        if (project / ".cluster" / f"{target}.json").exists():
+            _step(f"ending the {target} cluster of {project}")
+            _verb(context, project, f"down --target {target}")
     _step(f"making a project in {project}")
     return bake.bake(project)
 

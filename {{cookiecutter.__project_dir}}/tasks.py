@@ -22,6 +22,7 @@ from cluster import denials, submission, targets
 from cluster import doctor as cluster_doctor
 from cluster import status as cluster_status
 from cluster.local import TOKEN
+from cluster.rehearsal import sandbox
 
 CONSOLE = Console()
 TARGET = {"target": "where the cluster is: local (this machine), rehearsal (AWS, emulated on this machine) or aws"}
@@ -53,6 +54,11 @@ def verb(*positional: str, **texts: str) -> Callable[..., Any]:
 def _job_options() -> list[str]:
     """What stands after --, word by word; invoke's own `remainder` has lost the quotes."""
     return sys.argv[sys.argv.index("--") + 1 :] if "--" in sys.argv else []
+
+
+def _prove_gone(left: list[str], target: str = "rehearsal") -> None:
+    if left:
+        raise Exit(f"error: still there: {', '.join(left)}; try again: inv down --target {target}", 1)
 
 
 @verb()
@@ -104,28 +110,19 @@ def up(context: Context, target: str = "local", yes: bool = False) -> None:
 @verb()
 def rehearse(context: Context) -> None:
     """Run a cluster's whole life on AWS, emulated on this machine: up, a fine-tuning on two A100 machines, down."""
-    from cluster.rehearsal import play
-
-    if left := play.rehearse():
-        raise Exit(f"error: still there: {', '.join(left)}", 1)
+    _prove_gone(sandbox.run_in_fresh_cloud("cluster.rehearsal.play"))
 
 
 @verb(only="faults whose names contain one of these words, with commas between; all when left out")
 def drill(context: Context, only: str = "") -> None:
     """Let things go wrong in the emulated AWS, one after the other, and see that the cluster answers as it should."""
-    from cluster.rehearsal import drills
-
-    if left := drills.drill(only):
-        raise Exit(f"error: still there: {', '.join(left)}", 1)
+    _prove_gone(sandbox.run_in_fresh_cloud("cluster.rehearsal.drills", only))
 
 
 @verb()
 def bench(context: Context) -> None:
     """Measure, in the emulated AWS, what `inv up` adds to `ray up`."""
-    from cluster.rehearsal import bench as rehearsal_bench
-
-    if left := rehearsal_bench.bench():
-        raise Exit(f"error: still there: {', '.join(left)}", 1)
+    _prove_gone(sandbox.run_in_fresh_cloud("cluster.rehearsal.bench"))
 
 
 @verb("job", job=f"one of: {', '.join(submission.names())}", **TARGET)
@@ -180,9 +177,7 @@ def dashboard(context: Context, target: str = "local") -> None:
 @verb(**TARGET)
 def down(context: Context, target: str = "local") -> None:
     """End the cluster, and prove that nothing of it is left."""
-    left = targets.get(target).down()
-    if left:
-        raise Exit(f"error: still there: {', '.join(left)}; try again: inv down", 1)
+    _prove_gone(targets.get(target).down(), target)
 
 
 @verb()

@@ -74,7 +74,7 @@ class Aws:
                 "PROFILE": self.profile,
                 "PROJECT_DIR": f"s3://{bucket}",
                 "CLUSTER_NODES": json.dumps(capacity(file)),
-                "GANG_OFFERS": json.dumps(_offers(file)),
+                "GANG_OFFERS": json.dumps(offers(file)),
                 "SECRETS_PREFIX": f"{file.slug}/",
                 "AWS_DEFAULT_REGION": file.region,
             },
@@ -182,7 +182,7 @@ def _wait_for_autoscaler(head: ssh.Head) -> None:
             time.sleep(1)
 
 
-def _offers(file: ClusterFile) -> list[dict[str, str]]:
+def offers(file: ClusterFile) -> list[dict[str, str]]:
     """What jobs/gang.py tries: each zone of the market that comes first, then those of the next."""
     zoned = [worker for worker in file.workers if worker.zone]
     return [

@@ -223,8 +223,8 @@ def _simulate(account: Account) -> list[str]:
         source = iam.get_role(RoleName=name.split("/")[1])["Role"]["Arn"]
     context = {  # what the calls carry, for policies with conditions
         "aws:RequestedRegion": account.region,
-        "aws:RequestTag/project": account.slug,
-        "aws:ResourceTag/project": account.slug,
+        "aws:RequestTag/ray-project": account.slug,
+        "aws:ResourceTag/ray-project": account.slug,
         "ec2:CreateAction": "RunInstances",
         "iam:PassedToService": "ec2.amazonaws.com",
     }
@@ -284,7 +284,7 @@ def _running_elsewhere(account: Account) -> Iterator[tuple[str, str]]:
     for page in account.client("ec2").get_paginator("describe_instances").paginate(Filters=running):
         for instance in (one for reservation in page["Reservations"] for one in reservation["Instances"]):
             found = instance["InstanceType"], instance.get("InstanceLifecycle") or "on-demand"
-            own = {"Key": "project", "Value": account.slug} in instance.get("Tags", [])
+            own = {"Key": "ray-project", "Value": account.slug} in instance.get("Tags", [])
             if not own and any(quota.counts(*found) for quota in QUOTAS):
                 yield found
 

@@ -42,7 +42,7 @@ class Machine:
 def living(file: ClusterFile) -> list[Machine]:
     """All instances with the project's tag that have not ended, the head first."""
     filters = [
-        {"Name": "tag:project", "Values": [file.slug]},
+        {"Name": "tag:ray-project", "Values": [file.slug]},
         {"Name": "instance-state-name", "Values": LIVING},
     ]
     pages = file.client("ec2").get_paginator("describe_instances").paginate(Filters=filters)
@@ -97,7 +97,7 @@ def end_all(file: ClusterFile) -> None:
 def leftovers(file: ClusterFile) -> list[str]:
     """Everything but the bucket that AWS still holds of the project, in words."""
     ec2 = file.client("ec2")
-    tagged = [{"Name": "tag:project", "Values": [file.slug]}]
+    tagged = [{"Name": "tag:ray-project", "Values": [file.slug]}]
     named = [{"Name": "group-name", "Values": [file.slug]}]
     left = [f"instance {machine.id} ({machine.state})" for machine in living(file)]
     requests = ec2.describe_spot_instance_requests(
@@ -125,7 +125,7 @@ def leftovers(file: ClusterFile) -> list[str]:
 def delete_loose(file: ClusterFile) -> None:
     """Delete volumes and interfaces that outlived their instances, and cancel spot requests."""
     ec2 = file.client("ec2")
-    available = [{"Name": "tag:project", "Values": [file.slug]}, {"Name": "status", "Values": ["available"]}]
+    available = [{"Name": "tag:ray-project", "Values": [file.slug]}, {"Name": "status", "Values": ["available"]}]
     for volume in ec2.describe_volumes(Filters=available)["Volumes"]:
         ec2.delete_volume(VolumeId=volume["VolumeId"])
     for interface in ec2.describe_network_interfaces(Filters=available)["NetworkInterfaces"]:

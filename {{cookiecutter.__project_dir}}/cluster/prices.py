@@ -4,6 +4,7 @@ import datetime
 import json
 from dataclasses import dataclass
 
+import boto3
 from rich.table import Table
 
 import settings
@@ -60,8 +61,6 @@ def table(file: ClusterFile, prices: Prices) -> Table:
 
 
 def _on_demand(file: ClusterFile, instance_type: str) -> float:
-    import boto3  # not through `file`: prices are asked in one region for all
-
     wanted = {
         "instanceType": instance_type,
         "regionCode": file.region,

@@ -1,6 +1,7 @@
 """`prepare`: what cluster.yaml stands on. One CloudFormation stack from stack.yaml, and the key pair."""
 
 import os
+import re
 import subprocess
 import time
 from dataclasses import dataclass
@@ -9,7 +10,6 @@ from typing import Any
 
 import botocore.exceptions
 import requests
-from pydantic import ConfigDict
 from rich.console import Console
 
 import settings
@@ -24,7 +24,6 @@ STACK_TIMEOUT_S = 600
 class NetworkSection(settings.Section):
     """[cluster.network] of settings.toml."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
     vpc: str = ""
     """id of the VPC to be in; the region's default VPC when empty"""
     caller: str = ""
@@ -143,7 +142,7 @@ def ensure_key_pair(file: ClusterFile) -> None:
         ec2.import_key_pair(
             KeyName=file.slug,
             PublicKeyMaterial=_public_key(file.key_file).encode(),
-            TagSpecifications=[{"ResourceType": "key-pair", "Tags": [{"Key": "project", "Value": file.slug}]}],
+            TagSpecifications=[{"ResourceType": "key-pair", "Tags": [{"Key": "ray-project", "Value": file.slug}]}],
         )
     elif not file.key_file.exists():
         raise settings.Refusal(
@@ -199,7 +198,7 @@ def _deploy(file: ClusterFile, parameters: dict[str, str]) -> str:
         "TemplateBody": TEMPLATE.read_text(encoding="utf-8"),
         "Parameters": [{"ParameterKey": key, "ParameterValue": value} for key, value in parameters.items()],
         "Capabilities": ["CAPABILITY_NAMED_IAM"],
-        "Tags": [{"Key": "project", "Value": file.slug}],
+        "Tags": [{"Key": "ray-project", "Value": file.slug}],
     }
     stack = find(file)
     if stack and stack["StackStatus"] in ("ROLLBACK_COMPLETE", "ROLLBACK_FAILED", "DELETE_FAILED"):
@@ -229,16 +228,13 @@ def _wait(file: ClusterFile, doing: str) -> None:
             waited = time.monotonic() - started
             if waited > STACK_TIMEOUT_S:
                 raise settings.Refusal(
-                    f"the stack {file.slug} is still {stack['StackStatus']} after {waited:.0f} s; try again later."
+                    f"the stack {file.slug} is still {stack['StackStatus']} after {waited:.0f} s; "
+                    "look again with: inv prepare --target aws"
                 )
             spinner.update(f"{doing} the stack {file.slug}: {waited:.0f} s")
             time.sleep(2)
-    gone = stack is None
-    if (
-        gone != (doing == "deleting")
-        or (stack and "ROLLBACK" in stack["StackStatus"])
-        or (stack and "FAILED" in stack["StackStatus"])
-    ):
+    failed = stack is not None and re.search("ROLLBACK|FAILED", stack["StackStatus"])
+    if failed or (stack is None) != (doing == "deleting"):
         raise settings.Refusal(f"AWS could not finish {doing} the stack {file.slug}: {_reason(file, identity)}")
 
 

@@ -10,9 +10,9 @@ minutes, and a shutdown terminates it. So a dead steward ends its machine too.
 """
 
 import contextlib
+import datetime
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -23,9 +23,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
+
+import psutil
 
 import settings
+
+if TYPE_CHECKING:
+    from cluster.cluster_file import ClusterFile
 
 LEASE = Path("/run/lease/renewed")
 RAY_CONFIG = Path("~/ray_bootstrap_config.yaml").expanduser()
@@ -58,10 +63,9 @@ def watch_worker(head: str) -> None:
     drained = False
     while True:
         if answers(head):
-            renew_lease()
+            LEASE.touch()
         if not drained and (notice := spot_notice()):
-            drain(head, notice)
-            drained = True
+            drained = drain(head, notice)
         time.sleep(EVERY_S)
 
 
@@ -72,10 +76,6 @@ def answers(head: str) -> bool:
     except OSError:
         return False
     return True
-
-
-def renew_lease() -> None:
-    LEASE.touch()
 
 
 def spot_notice() -> str | None:
@@ -95,11 +95,13 @@ def spot_notice() -> str | None:
         return None  # 404: no notice
 
 
-def drain(head: str, notice: str) -> None:
-    """Tell Ray that this node goes; it places nothing new here, and Ray Train saves a checkpoint."""
+def drain(head: str, notice: str) -> bool:
+    """Tell Ray that this node goes, so that it places nothing new here; returns whether Ray accepted."""
+    seconds = datetime.datetime.fromisoformat(notice).timestamp() - time.time()
     command = ["ray", "drain-node", "--address", f"{head}:{GCS_PORT}", "--node-id", own_node_id(head)]
-    command += ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--deadline-remaining-seconds", "110"]
-    subprocess.run([*command, "--reason-message", f"AWS takes this machine back at {notice}"], check=False)
+    command += ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--deadline-remaining-seconds", str(max(0, int(seconds)))]
+    command += ["--reason-message", f"AWS takes this machine back at {notice}"]
+    return subprocess.run(command, check=False).returncode == 0
 
 
 def own_node_id(head: str) -> str:
@@ -122,20 +124,16 @@ class Market:
     """max_workers of each type, as cluster.yaml says."""
     closed_until: dict[str, float] = field(default_factory=dict)
     """Seconds since the epoch; infinity for a type whose set-ups fail."""
-    seen: set[tuple[str, str]] = field(default_factory=set)
-    """Refusals that were answered: type and time."""
 
     def note_refusals(self, refusals: Iterable[Mapping[str, str]], now: float) -> list[str]:
-        """Close the type of each new refusal (see head_report.py) for a while; returns what to say."""
+        """Close the type of each refusal (see head_report.py) for a while from then; returns what to say."""
         said = []
         for refusal in refusals:
-            node_type, new = refusal["type"], (refusal["type"], refusal["at"])
-            if new in self.seen:
-                continue
-            self.seen.add(new)
-            if self.closed_until.get(node_type, 0) <= now:  # Ray asks several times before it sees the new limit
+            node_type = refusal["type"]
+            closed, until = self.closed_until.get(node_type, 0), _seconds(refusal["at"]) + CLOSED_S
+            if closed <= now < until:  # Ray asks several times before it sees the new limit: said once
                 said.append(f"AWS refused {node_type} ({refusal['code']}): closed for {CLOSED_S / 60:.0f} minutes")
-            self.closed_until[node_type] = max(self.closed_until.get(node_type, 0), now + CLOSED_S)
+            self.closed_until[node_type] = max(closed, until)
         return said
 
     def note_failed_setups(self, failures: Counter[str]) -> list[str]:
@@ -164,45 +162,46 @@ class Meter:
 
     hourly: dict[str, float]
     """Dollars an hour by node type."""
-    dollars: float = 0.0
-    by_type: dict[str, float] = field(default_factory=dict)
+    dollars: float
 
     def add(self, running: Counter[str], seconds: float) -> None:
         """Count `seconds` of each of the machines that run."""
-        for node_type, count in running.items():
-            cost = count * self.hourly.get(node_type, 0.0) * seconds / 3600
-            self.dollars += cost
-            self.by_type[node_type] = self.by_type.get(node_type, 0.0) + cost
+        hourly = sum(count * self.hourly.get(node_type, 0.0) for node_type, count in running.items())
+        self.dollars += hourly * seconds / 3600
 
 
 def watch_head() -> None:
-    """Look after markets and limits. Never returns."""
+    """Look after the lease, markets and limits. Never returns."""
     from cluster import cluster_file, head_report, machines, prices  # here: a worker's steward is small
 
-    file = cluster_file.load()
     limits = settings.load(LimitsSection, "limits", profile="cluster")
+    file = cluster_file.load()
+    renew_lease_within(limits, file)  # before AWS is asked: its silence is no reason to end a cluster
     known = prices.ask(file)
     memory = json.loads(SAID.read_text()) if SAID.exists() else {}
     market = Market({worker.name: worker.most for worker in file.workers})
-    meter = Meter({file.head.name: known.head, **known.workers}, memory.get("dollars", 0.0), memory.get("by_type", {}))
-    said: list[str] = memory.get("said", [])
-    last = time.time()
+    meter = Meter({file.head.name: known.head, **known.workers}, memory.get("dollars", 0.0))
+    said, last = memory.get("said", []), memory.get("at", time.time())
     while True:
-        renew_lease()
-        living, now = machines.living(file), time.time()
-        running = Counter(machine.node_type for machine in living)
+        renew_lease_within(limits, file)
+        running, now = Counter(machine.node_type for machine in machines.living(file)), time.time()
         meter.add(running, now - last)
         last = now
         news = market.note_refusals(head_report.recent_refusals(), now)
         news += market.note_failed_setups(head_report.failed_setups_by_type())
         write_limits(market.limits(running, now))
-        age_h = max((machine.age_s for machine in living if machine.node_type == file.head.name), default=0) / 3600
-        for what, value, most in (("hours", age_h, limits.hours), ("dollars", meter.dollars, limits.dollars)):
-            if value >= most:
-                end_everything(file, f"the limit of {most:g} {what} in settings.toml is reached")
         said = [*said, *(f"{time.strftime('%H:%M:%S')} {sentence}" for sentence in news)][-20:]
-        SAID.write_text(json.dumps({"dollars": meter.dollars, "by_type": meter.by_type, "said": said}))
+        SAID.write_text(json.dumps({"at": now, "dollars": meter.dollars, "said": said}))
+        if meter.dollars >= limits.dollars:
+            end_everything(file, f"the limit of {limits.dollars:g} dollars in settings.toml is reached")
         time.sleep(EVERY_S)
+
+
+def renew_lease_within(limits: LimitsSection, file: "ClusterFile") -> None:
+    """Renew the head's lease, or end the cluster when its hours are over. The lease's folder was made at boot."""
+    if time.time() - LEASE.parent.stat().st_mtime >= limits.hours * 3600:
+        end_everything(file, f"the limit of {limits.hours:g} hours in settings.toml is reached")
+    LEASE.touch()
 
 
 def write_limits(most: dict[str, int]) -> None:
@@ -218,24 +217,32 @@ def write_limits(most: dict[str, int]) -> None:
         partial.replace(RAY_CONFIG)  # the autoscaler never reads half a file
 
 
-def end_everything(file: Any, reason: str) -> None:
-    """End all workers, then this machine."""
-    print(reason, flush=True)
+def end_everything(file: "ClusterFile", reason: str) -> None:
+    """End all workers, then this machine. Workers that AWS does not let it end do so when their leases run out."""
     from cluster import machines
 
-    workers = [machine.id for machine in machines.living(file) if machine.node_type != file.head.name]
-    write_limits({worker.name: 0 for worker in file.workers})
-    if workers:
-        file.client("ec2").terminate_instances(InstanceIds=workers)
-    subprocess.run(["sudo", "shutdown", "-h", "now"], check=False)
-    time.sleep(60)
+    print(reason, flush=True)
+    write_limits({worker.name: 0 for worker in file.workers})  # the autoscaler would replace them
+    try:
+        if workers := [one.id for one in machines.living(file) if one.node_type != file.head.name]:
+            file.client("ec2").terminate_instances(InstanceIds=workers)
+    finally:
+        subprocess.run(["sudo", "shutdown", "-h", "now"], check=True)
+        time.sleep(60)  # nothing more is to be done until that takes effect
+
+
+def _seconds(log_time: str) -> float:
+    """Since the epoch, of a time in Ray's logs, which are in this machine's zone."""
+    return datetime.datetime.fromisoformat(log_time).timestamp()
 
 
 def take_over() -> None:
     """End the steward that an earlier start of Ray left on this machine."""
     if PID.exists():
-        with contextlib.suppress(ProcessLookupError, ValueError):
-            os.kill(int(PID.read_text()), signal.SIGTERM)
+        with contextlib.suppress(psutil.NoSuchProcess, ValueError):
+            earlier = psutil.Process(int(PID.read_text()))
+            if "cluster.steward" in earlier.cmdline():  # the number may be another's by now
+                earlier.terminate()
     PID.write_text(str(os.getpid()))
 
 
@@ -244,6 +251,6 @@ if __name__ == "__main__":
     while True:
         try:
             watch_head() if sys.argv[1] == "head" else watch_worker(os.environ["RAY_HEAD_IP"])
-        except Exception:  # such as Ray or AWS not answering: a machine without a steward ends
+        except Exception:  # such as AWS not answering: a machine without a steward would end
             traceback.print_exc()
             time.sleep(EVERY_S)

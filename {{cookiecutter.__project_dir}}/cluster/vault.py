@@ -49,6 +49,6 @@ def empty(file: ClusterFile) -> None:
 def _store(client: Any, file: ClusterFile, name: str, value: str, *, is_new: bool) -> None:
     identity = f"{file.slug}/{name}"
     if is_new:
-        client.create_secret(Name=identity, SecretString=value, Tags=[{"Key": "project", "Value": file.slug}])
+        client.create_secret(Name=identity, SecretString=value, Tags=[{"Key": "ray-project", "Value": file.slug}])
     elif client.get_secret_value(SecretId=identity)["SecretString"] != value:
         client.put_secret_value(SecretId=identity, SecretString=value)

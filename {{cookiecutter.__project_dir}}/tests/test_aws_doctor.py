@@ -353,7 +353,7 @@ def test_what_others_use_counts_in_its_own_market(cloud: Cloud, file: ClusterFil
 
 def test_the_clusters_own_machines_do_not_count_twice(cloud: Cloud, file: ClusterFile) -> None:
     cloud.answers["GetServiceQuota"] = lambda asked: quota(asked["QuotaCode"], 192)
-    cloud.answers["DescribeInstances"] = instance(Tags=[{"Key": "project", "Value": "my-llm"}])
+    cloud.answers["DescribeInstances"] = instance(Tags=[{"Key": "ray-project", "Value": "my-llm"}])
     assert texts(aws_doctor.checks(file), "note") == []
 
 

@@ -206,7 +206,7 @@ def test_ray_makes_no_open_group_shared_role_or_shared_key(node_config: dict[str
 @pytest.mark.parametrize("node_config", node_configs())
 def test_all_that_costs_carries_the_tag(node_config: dict[str, Any]) -> None:
     tags = {entry["ResourceType"]: entry["Tags"] for entry in node_config["TagSpecifications"]}
-    expected = [{"Key": "project", "Value": load()["cluster_name"]}]
+    expected = [{"Key": "ray-project", "Value": load()["cluster_name"]}]
     assert tags == {kind: expected for kind in ("instance", "volume", "network-interface")}
 
 

@@ -150,7 +150,7 @@ def test_the_head_ends_only_what_carries_the_projects_tag(played: tuple[str, dic
     ending = [need for need in needs(record, HEAD) if need.action == "ec2:TerminateInstances"]
     assert ending
     for need in ending:
-        stranger = iam.Need(need.action, need.resource, {"aws:ResourceTag/project": "somebody-elses"})
+        stranger = iam.Need(need.action, need.resource, {"aws:ResourceTag/ray-project": "somebody-elses"})
         assert not iam.is_allowed(statements(record, HEAD), stranger)
 
 

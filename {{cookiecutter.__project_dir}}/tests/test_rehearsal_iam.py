@@ -6,12 +6,12 @@ import pytest
 
 from cluster.rehearsal import iam, needs
 
-BUCKET = "arn:aws:s3:::work"
+BUCKET = "arn:aws:s3:::bucket"
 TAGGED = {
     "Effect": "Allow",
     "Action": "ec2:TerminateInstances",
     "Resource": "arn:aws:ec2:us-east-1:123456789012:instance/*",
-    "Condition": {"StringEquals": {"aws:ResourceTag/project": "mine"}},
+    "Condition": {"StringEquals": {"aws:ResourceTag/ray-project": "mine"}},
 }
 
 
@@ -39,7 +39,7 @@ def test_actions_have_wildcards_and_no_case_and_resources_have_both() -> None:
 
 def test_a_condition_holds_only_for_its_value() -> None:
     instance = "arn:aws:ec2:us-east-1:123456789012:instance/i-1"
-    mine, other = {"aws:ResourceTag/project": "mine"}, {"aws:ResourceTag/project": "other"}
+    mine, other = {"aws:ResourceTag/ray-project": "mine"}, {"aws:ResourceTag/ray-project": "other"}
     assert iam.is_allowed([TAGGED], iam.Need("ec2:TerminateInstances", instance, mine))
     assert not iam.is_allowed([TAGGED], iam.Need("ec2:TerminateInstances", instance, other))
     assert not iam.is_allowed([TAGGED], iam.Need("ec2:TerminateInstances", instance, {}))
@@ -52,21 +52,21 @@ def test_an_unknown_operator_is_an_error_and_not_a_yes() -> None:
 
 
 def test_a_refusal_names_who_what_and_where() -> None:
-    with pytest.raises(iam.Refused, match=r"user/me is not authorized to perform: s3:GetObject on resource: .*work/a"):
+    with pytest.raises(iam.Refused, match=r"user/me is not authorized .*: s3:GetObject on resource: .*bucket/a"):
         iam.authorize(iam.Principal("arn:aws:iam::1:user/me", []), [need("s3:GetObject", f"{BUCKET}/a")])
 
 
 @pytest.mark.parametrize(
     ("method", "path", "query", "expected"),
     [
-        ("GET", "/work/a/b", "", ("s3:GetObject", f"{BUCKET}/a/b")),
-        ("HEAD", "/work/a%20b", "", ("s3:GetObject", f"{BUCKET}/a b")),
-        ("PUT", "/work/a", "partNumber=1&uploadId=u", ("s3:PutObject", f"{BUCKET}/a")),
-        ("POST", "/work/a", "uploads=", ("s3:PutObject", f"{BUCKET}/a")),
-        ("DELETE", "/work/a", "", ("s3:DeleteObject", f"{BUCKET}/a")),
-        ("DELETE", "/work/a", "uploadId=u", ("s3:AbortMultipartUpload", f"{BUCKET}/a")),
-        ("GET", "/work", "list-type=2", ("s3:ListBucket", BUCKET)),
-        ("PUT", "/work", "", ("s3:CreateBucket", BUCKET)),
+        ("GET", "/bucket/a/b", "", ("s3:GetObject", f"{BUCKET}/a/b")),
+        ("HEAD", "/bucket/a%20b", "", ("s3:GetObject", f"{BUCKET}/a b")),
+        ("PUT", "/bucket/a", "partNumber=1&uploadId=u", ("s3:PutObject", f"{BUCKET}/a")),
+        ("POST", "/bucket/a", "uploads=", ("s3:PutObject", f"{BUCKET}/a")),
+        ("DELETE", "/bucket/a", "", ("s3:DeleteObject", f"{BUCKET}/a")),
+        ("DELETE", "/bucket/a", "uploadId=u", ("s3:AbortMultipartUpload", f"{BUCKET}/a")),
+        ("GET", "/bucket", "list-type=2", ("s3:ListBucket", BUCKET)),
+        ("PUT", "/bucket", "", ("s3:CreateBucket", BUCKET)),
     ],
 )
 def test_what_s3_needs(method: str, path: str, query: str, expected: tuple[str, str]) -> None:
@@ -84,12 +84,12 @@ def test_a_launch_needs_its_tags_its_role_and_its_image() -> None:
         "NetworkInterface.1.SecurityGroupId.1": "sg-1",
         "InstanceMarketOptions.MarketType": "spot",
         "TagSpecification.1.ResourceType": "instance",
-        "TagSpecification.1.Tag.1.Key": "project",
+        "TagSpecification.1.Tag.1.Key": "ray-project",
         "TagSpecification.1.Tag.1.Value": "mine",
     }
     found = needs.of("ec2", "RunInstances", "us-east-1", launch, {})
     by_kind = {(one.action, one.resource.rpartition(":")[2].partition("/")[0]): one for one in found}
-    assert by_kind["ec2:RunInstances", "instance"].context == {"aws:RequestTag/project": "mine"}
+    assert by_kind["ec2:RunInstances", "instance"].context == {"aws:RequestTag/ray-project": "mine"}
     assert by_kind["ec2:RunInstances", "volume"].context == {}
     assert by_kind["ec2:CreateTags", "instance"].context == {"ec2:CreateAction": "RunInstances"}
     assert by_kind["iam:PassRole", "role"].resource.endswith("role/mine-worker")

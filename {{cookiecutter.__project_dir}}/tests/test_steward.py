@@ -1,18 +1,21 @@
 """What the steward decides: which node types may be asked for, and what the machines have cost."""
 
+import datetime
 import json
+import os
+import time
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from cluster import head_report, steward
+from cluster import cluster_file, head_report, steward
 
-NOW = 1_000_000.0
+NOW = datetime.datetime(2026, 1, 1, 10, 0, 10).timestamp()  # in this machine's zone, as Ray's logs are
 
 
 def refusal(node_type: str, at: str) -> dict[str, str]:
-    return {"type": node_type, "at": at, "code": "InsufficientInstanceCapacity", "words": "no"}
+    return {"type": node_type, "at": f"2026-01-01 {at}", "code": "InsufficientInstanceCapacity", "words": "no"}
 
 
 @pytest.fixture
@@ -23,15 +26,16 @@ def market() -> steward.Market:
 def test_a_refused_type_is_closed_for_five_minutes(market: steward.Market) -> None:
     (said,) = market.note_refusals([refusal("spot", "10:00:00")], NOW)
     assert said == "AWS refused spot (InsufficientInstanceCapacity): closed for 5 minutes"
-    assert market.limits(Counter(), NOW + 299) == {"spot": 0, "on-demand": 2}
-    assert market.limits(Counter(), NOW + 301) == {"spot": 2, "on-demand": 2}
+    assert market.limits(Counter(), NOW + 289) == {"spot": 0, "on-demand": 2}
+    assert market.limits(Counter(), NOW + 291) == {"spot": 2, "on-demand": 2}
 
 
 def test_a_refusal_counts_once_however_often_ray_repeats_it(market: steward.Market) -> None:
     early, late = refusal("spot", "10:00:00"), refusal("spot", "10:00:05")
     assert len(market.note_refusals([early, early, late], NOW)) == 1
     assert market.note_refusals([early, late], NOW + 200) == []
-    assert market.limits(Counter(), NOW + 301)["spot"] == 2
+    assert market.note_refusals([early, late], NOW + 400) == []
+    assert market.limits(Counter(), NOW + 296)["spot"] == 2
 
 
 def test_a_closed_type_keeps_the_machines_that_run(market: steward.Market) -> None:
@@ -49,10 +53,25 @@ def test_three_failed_setups_close_a_type_for_good_and_are_said_once(market: ste
 
 
 def test_the_meter_counts_each_machine_by_its_type() -> None:
-    meter = steward.Meter({"head": 0.4, "spot": 11.0})
+    meter = steward.Meter({"head": 0.4, "spot": 11.0}, dollars=5.0)
     meter.add(Counter(head=1, spot=2, unknown=1), 1800)
-    assert meter.dollars == pytest.approx(0.2 + 11.0)
-    assert meter.by_type == {"head": pytest.approx(0.2), "spot": pytest.approx(11.0), "unknown": 0.0}
+    assert meter.dollars == pytest.approx(5.0 + 0.2 + 11.0)
+
+
+def test_the_lease_is_renewed_until_the_hours_are_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[str] = []
+    monkeypatch.setattr(steward, "LEASE", tmp_path / "renewed")
+    monkeypatch.setattr(steward, "end_everything", lambda file, reason: ended.append(reason))
+    limits, file = steward.LimitsSection(hours=2, dollars=10), cluster_file.load()
+    steward.LEASE.touch()
+    os.utime(steward.LEASE, (0, 0))
+    os.utime(tmp_path, (time.time(), time.time() - 1.9 * 3600))
+    steward.renew_lease_within(limits, file)
+    assert steward.LEASE.stat().st_mtime > 0
+    assert ended == []
+    os.utime(tmp_path, (time.time(), time.time() - 2.1 * 3600))
+    steward.renew_lease_within(limits, file)
+    assert ended == ["the limit of 2 hours in settings.toml is reached"]
 
 
 def test_limits_are_written_whole_and_only_when_they_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

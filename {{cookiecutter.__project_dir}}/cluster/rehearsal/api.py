@@ -81,9 +81,7 @@ class Api:
         self._note(call)
         if (text := fakes.answer(call.service, call.action, call.parameters, principal)) is not None:
             return _send("200 OK", text, start_response)
-        environ["wsgi.input"] = io.BytesIO(body)
-        environ["CONTENT_LENGTH"] = str(len(body))
-        answer = self.moto(environ, start_response)
+        answer = self.moto(environ | {"wsgi.input": io.BytesIO(body), "CONTENT_LENGTH": str(len(body))}, start_response)
         if call.action == "RunInstances":
             instances.give_all_their_profile(call.parameters["IamInstanceProfile.Name"])
         return answer

@@ -7,24 +7,12 @@ import time
 
 from cluster import cluster_file, launcher, machines, stack
 from cluster.cluster_file import FILE
-from cluster.rehearsal import sandbox
 
 ROUNDS = 3
 
 
-def bench() -> list[str]:
-    """From outside: a fresh cloud and its end; returns what is left of it."""
-    sandbox.end()
-    sandbox.start(cluster_file.load().region)
-    code = sandbox.run([sys.executable, "-m", "cluster.rehearsal.bench"])
-    left = sandbox.end()
-    if code:
-        sys.exit(code)
-    return left
-
-
 def run() -> None:
-    """Inside the cloud: each round starts a head in both ways, the first of them in turn."""
+    """Each round starts a head in both ways, the first of them in turn."""
     file = cluster_file.load()
     stack.prepare(file)
     times: dict[str, list[float]] = {"ray up": [], "inv up": []}

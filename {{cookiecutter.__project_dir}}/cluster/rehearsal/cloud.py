@@ -26,13 +26,11 @@ from werkzeug.serving import WSGIRequestHandler, make_server
 
 import settings
 from cluster.rehearsal import image, instances
+from cluster.rehearsal.addresses import CALLER_ADDRESS_PORT, CONTROL_PORT, ENDPOINT, GATEWAY
 from cluster.rehearsal.api import Api, Faults, StartResponse
 from cluster.rehearsal.hosts import Host
 from cluster.rehearsal.metadata import Metadata
 
-GATEWAY = "172.31.255.1"  # in the default VPC's network, outside its subnets
-ENDPOINT = f"http://{GATEWAY}"
-CONTROL = ("127.0.0.1", 5599)
 SCRATCH = Path("/tmp")  # a tmpfs of the cloud's own
 HOME = SCRATCH / "home"
 READY = SCRATCH / "ready"
@@ -185,8 +183,8 @@ def run(region: str, pins: Path) -> None:
     for host, port, application in (
         (GATEWAY, 80, api),
         ("169.254.169.254", 80, metadata),
-        (*CONTROL, Control(cloud, api, metadata)),
-        (GATEWAY, 81, _Caller()),
+        ("127.0.0.1", CONTROL_PORT, Control(cloud, api, metadata)),
+        (GATEWAY, CALLER_ADDRESS_PORT, _Caller()),
     ):
         server = make_server(host, port, application, threaded=True, request_handler=_Silent)
         threading.Thread(target=server.serve_forever, daemon=True).start()

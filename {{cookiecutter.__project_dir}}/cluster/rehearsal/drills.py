@@ -21,7 +21,7 @@ import settings
 from cluster import cluster_file, machines, steward, submission
 from cluster.aws import Aws, report
 from cluster.cluster_file import ClusterFile
-from cluster.rehearsal import play, sandbox
+from cluster.rehearsal import play
 from cluster.target import Connection
 
 CONSOLE = Console(highlight=False)
@@ -50,19 +50,12 @@ class Stage:
     connection: Connection
 
 
-def drill(only: str) -> list[str]:
-    """The rows whose fault contains a part of `only`, which commas separate, in a fresh cloud; returns what is left."""
-    sandbox.end()
-    sandbox.start(cluster_file.load().region)
-    code = sandbox.run([sys.executable, "-m", "cluster.rehearsal.drills", only])
-    left = sandbox.end()
-    if code:
-        sys.exit(code)
-    return left
-
-
 def run(only: str) -> None:
-    """The same inside the cloud. Raises `settings.Refusal` when one of them did not go as expected."""
+    """The rows whose fault contains a part of `only`, which commas separate.
+
+    Raises:
+        settings.Refusal: a row did not go as expected, or something is left at the end.
+    """
     target = Aws("rehearsal")
     target.prepare()
     play.upload_assets(cluster_file.load())
@@ -168,7 +161,7 @@ def head_lost(stage: Stage) -> str:
     time.sleep(steward.EVERY_S)  # a steward that saw the head just before may renew its lease once more
     _tell(age_leases_s=570)
     _wait_for(lambda: not machines.living(stage.file), 120, "the workers to end themselves")
-    return f"{len(workers)} workers ended themselves; a lease lasts 600 s, of which 570 were skipped"
+    return f"ended themselves: {len(workers)}; a lease lasts 600 s, of which 570 were skipped"
 
 
 ROWS: list[tuple[str, str, Callable[[Stage], str]]] = [

@@ -3,7 +3,7 @@
 # (overlay options), `hostname`, `hosts`, `authorized_keys` and perhaps `user-data`; ends up with that overlay as its
 # root, a network card named eth0 that the cloud plugs in, and sshd. It reaps orphans, as an init must.
 set -eu
-folder=$1 private=$2 public=$3
+folder=$1 private=$2 public=$3 gateway=$4
 root=$folder/root
 
 mount --make-rprivate /
@@ -39,7 +39,7 @@ ip link set lo up
 ip addr add "$private/16" dev eth0
 ip addr add "$public/32" dev eth0 # EC2 translates addresses; here the instance simply has both
 ip link set eth0 up
-ip route add default via 172.31.255.1
+ip route add default via "$gateway"
 
 mkdir "$root/.old"
 cd "$root"

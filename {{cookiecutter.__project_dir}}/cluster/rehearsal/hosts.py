@@ -10,6 +10,8 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from cluster.rehearsal.addresses import GATEWAY
+
 INIT = Path(__file__).with_name("host_init.sh")
 BOOT_TIMEOUT_S = 30
 
@@ -45,7 +47,7 @@ class Host:
         namespaces = ["unshare", "--net", "--mount", "--pid", "--ipc", "--uts", "--fork", "--kill-child"]
         with (self.folder / "boot.log").open("wb") as log:
             self.process = subprocess.Popen(
-                [*namespaces, "bash", str(INIT), str(self.folder), self.private_ip, self.public_ip],
+                [*namespaces, "bash", str(INIT), str(self.folder), self.private_ip, self.public_ip, GATEWAY],
                 env={"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8"},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -69,18 +71,17 @@ class Host:
 
     def age_lease(self, seconds: float) -> None:
         """Turn the host's lease (see cluster.yaml) back: drills do not wait ten minutes."""
-        assert self.process
-        lease = Path(f"/proc/{self._first_process()}/root/run/lease/renewed")
+        lease = Path("/proc", self._first_process(), "root", "run/lease/renewed")
         renewed = lease.stat().st_mtime - seconds
         os.utime(lease, (renewed, renewed))
 
     def log(self) -> str:
         return (self.folder / "boot.log").read_text(errors="replace")
 
-    def _first_process(self) -> int:
-        """The host's process 1, as the cloud numbers it."""
+    def _first_process(self) -> str:
+        """The host's process 1, by the number that it has in the cloud."""
         assert self.process
-        return int(Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()[0])
+        return Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()[0]
 
     def _card(self) -> str:
         return f"v{self.instance_id[-12:]}"  # a name of at most 15 characters

@@ -47,7 +47,7 @@ def build(layer: Path, endpoint: str) -> None:
     _write(layer / "etc/sudoers.d/ubuntu", "ubuntu ALL=(ALL) NOPASSWD:ALL\n", 0o440)
     _write(layer / "usr/local/bin/curl", CURL, 0o755)
     _write(layer / "usr/local/sbin/shutdown", SHUTDOWN, 0o755)
-    _write(layer / "opt/rehearsal/uv", Path(_uv()).read_bytes(), 0o755)
+    _write(layer / "opt/rehearsal/uv", Path(environment.find_uv()).read_bytes(), 0o755)
     # a script and no link: by a link, Python would look for its library beside the link
     name = f"python{sys.version_info.major}.{sys.version_info.minor}"
     _write(layer / "usr/local/bin" / name, f'#!/bin/sh\nexec {sys.base_prefix}/bin/{name} "$@"\n', 0o755)
@@ -60,18 +60,15 @@ def build(layer: Path, endpoint: str) -> None:
 
 def lower_layers(layer: Path, scratch: Path) -> str:
     """The overlay's `lowerdir`: the image, what makes uv's cache writable in it, and this machine's root."""
-    cache = _uv_cache()
+    cache = uv_cache()
     opened = scratch / "cache"
     for name in ("upper", "work", "root"):
         (opened / name).mkdir(parents=True)
     options = f"lowerdir=/,upperdir={opened / 'upper'},workdir={opened / 'work'}"
     subprocess.run(["mount", "-t", "overlay", "overlay", "-o", options, opened / "root"], check=True)
     # uv writes locks beside what it caches; it is the folders and those locks that another user must be able to write
-    subprocess.run(
-        f"find {opened / 'root'}{cache} \\( -type d -o -name '.*' -o -name '*.lock' \\) -exec chmod a+rwX {{}} +",
-        shell=True,
-        check=True,
-    )
+    written = ["(", "-type", "d", "-o", "-name", ".*", "-o", "-name", "*.lock", ")"]
+    subprocess.run(["find", f"{opened / 'root'}{cache}", *written, "-exec", "chmod", "a+rwX", "{}", "+"], check=True)
     _open_parents(opened / "root", cache)
     subprocess.run(["umount", opened / "root"], check=True)
     return f"{layer}:{opened / 'upper'}:/"
@@ -79,7 +76,7 @@ def lower_layers(layer: Path, scratch: Path) -> str:
 
 def shared_paths() -> list[str]:
     """Folders that hosts read and that are not on the file system of `/`, which is all that an overlay shows of it."""
-    paths = [Path(sys.base_prefix), _uv_cache(), *map(Path, _local_package_folders())]
+    paths = [Path(sys.base_prefix), uv_cache(), *map(Path, _local_package_folders())]
     return [str(path) for path in paths if path.exists() and path.stat().st_dev != Path("/").stat().st_dev]
 
 
@@ -91,7 +88,7 @@ def _package_variables() -> dict[str, str]:
         **asked,
         **sources,
         "UV_OFFLINE": "1",
-        "UV_CACHE_DIR": str(_uv_cache()),
+        "UV_CACHE_DIR": str(uv_cache()),
         "UV_LINK_MODE": "symlink",
         "UV_PYTHON_DOWNLOADS": "never",
     }
@@ -102,12 +99,10 @@ def _local_package_folders() -> list[str]:
     return [value.removeprefix("file://") for value in values if value.startswith(("file://", "/"))]
 
 
-def _uv() -> str:
-    return environment.find_uv()
-
-
-def _uv_cache() -> Path:
-    return Path(subprocess.run([_uv(), "cache", "dir"], check=True, capture_output=True, text=True).stdout.strip())
+def uv_cache() -> Path:
+    """Where this machine keeps packages, and hosts take them from."""
+    asked = subprocess.run([environment.find_uv(), "cache", "dir"], check=True, capture_output=True, text=True)
+    return Path(asked.stdout.strip())
 
 
 def _set_env(variables: dict[str, str]) -> str:

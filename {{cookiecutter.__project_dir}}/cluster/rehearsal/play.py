@@ -26,10 +26,10 @@ import settings
 from cluster import cluster_file, machines, stack, submission
 from cluster.aws import Aws
 from cluster.cluster_file import ClusterFile
-from cluster.rehearsal import sandbox
+from cluster.rehearsal.addresses import CONTROL_PORT
 from demo import assets
 
-CONTROL = "http://127.0.0.1:5599"
+CONTROL = f"http://127.0.0.1:{CONTROL_PORT}"
 RECORD = settings.PROJECT / "results" / "rehearsal.json"
 WORKERS = 2
 IDLE_TIMEOUT_MINUTES = 0.2
@@ -42,23 +42,6 @@ TRAINING = [
     *("--global-batch-rows", "16", "--micro-batch-rows", "8"),
 ]
 CONSOLE = Console(highlight=False)
-
-
-def rehearse() -> list[str]:
-    """The play from outside: a fresh cloud, the play inside, and the end of the cloud; returns what is left of it."""
-    if sandbox.is_running():
-        print("ending the rehearsal that is up")
-        sandbox.end()
-    started = time.monotonic()
-    sandbox.start(cluster_file.load().region)
-    print(f"an empty cloud is up after {time.monotonic() - started:.0f} s")
-    code = sandbox.run([sys.executable, "-m", "cluster.rehearsal.play"])
-    left = sandbox.end()
-    if code:
-        sys.exit(code)
-    if not left:
-        print(f"from nothing to nothing in {time.monotonic() - started:.0f} s: no process, mount or network is left")
-    return left
 
 
 def play() -> None:

@@ -18,7 +18,9 @@ from pathlib import Path
 import psutil
 
 import settings
-from cluster import environment
+from cluster import cluster_file, environment
+from cluster.rehearsal import image
+from cluster.rehearsal.addresses import CALLER_ADDRESS_PORT, ENDPOINT
 
 STATE = settings.PROJECT / ".cluster"
 FILE = STATE / "rehearsal.json"
@@ -40,10 +42,10 @@ PREPARE = """
 set -eu
 mount --make-rprivate /
 mount -t tmpfs -o mode=1777 tmpfs /mnt # only until it moves; no folder is made on this machine
-for kept in $KEPT; do
+while read -r kept; do
     mkdir -p "/mnt/${kept#/tmp/}"
     mount --rbind "$kept" "/mnt/${kept#/tmp/}"
-done
+done < <(printf %s "$KEPT")
 mount --move /mnt /tmp
 exec "$@"
 """
@@ -65,7 +67,7 @@ def missing() -> str:
         return "the rehearsal needs Linux; on this system use the other targets."
     if os.geteuid() != 0:
         return "the rehearsal needs root, for namespaces and mounts; run the verb again with sudo."
-    if Path(cache := _uv_cache()).is_relative_to("/tmp"):
+    if (cache := image.uv_cache()).is_relative_to("/tmp"):
         return f"hosts have a /tmp of their own, and uv's cache, {cache}, is there; set UV_CACHE_DIR to another folder."
     packages = sorted({package for program, package in PROGRAMS.items() if not _which(program)})
     return (
@@ -84,14 +86,14 @@ def start(region: str) -> None:
     pins.write_text(_cpu_pins())
     _fill_package_cache(pins)
     needed = [settings.PROJECT, Path(sys.base_prefix), Path(sys.prefix)]
-    kept = [str(path) for path in needed if path.is_relative_to("/tmp")]
+    kept = "".join(f"{path}\n" for path in needed if path.is_relative_to("/tmp"))
     command = ["unshare", "--net", "--mount", "--pid", "--ipc", "--uts", "--fork", "--kill-child", "--mount-proc"]
     command += ["bash", "-c", PREPARE, "bash", sys.executable, "-m", "cluster.rehearsal.cloud", region, str(pins)]
     with LOG.open("w") as log:
         outer = subprocess.Popen(
             command,
             cwd=settings.PROJECT,
-            env=os.environ | {"KEPT": " ".join(kept)},
+            env=os.environ | {"KEPT": kept},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -110,7 +112,7 @@ def run(command: Sequence[str]) -> int:
     variables |= {
         INSIDE: "1",
         "HOME": "/tmp/home",
-        "CALLER_ADDRESS_URL": "http://172.31.255.1:81",
+        "CALLER_ADDRESS_URL": f"{ENDPOINT}:{CALLER_ADDRESS_PORT}",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
     }
@@ -121,6 +123,26 @@ def run(command: Sequence[str]) -> int:
             return child.wait()
         except KeyboardInterrupt:
             continue  # the terminal sent it to the child too, which decides what it means
+
+
+def run_in_fresh_cloud(module: str, *arguments: str) -> list[str]:
+    """Run a module of this project in a cloud of its own, which then ends; returns what is left of it, in words.
+
+    Ends this process with the module's exit code where that is not 0.
+    """
+    if is_running():
+        print("ending the rehearsal that is up")
+        end()
+    started = time.monotonic()
+    start(cluster_file.load().region)
+    print(f"an empty cloud is up after {time.monotonic() - started:.0f} s", flush=True)
+    code = run([sys.executable, "-m", module, *arguments])
+    left = end()
+    if code:
+        sys.exit(code)
+    if not left:
+        print(f"from nothing to nothing in {time.monotonic() - started:.0f} s: no process, mount or network is left")
+    return left
 
 
 def end() -> list[str]:
@@ -166,7 +188,7 @@ def _network(pid: int) -> str:
 def _wait_until_ready() -> None:
     started = time.monotonic()
     while process := _process():
-        if process.children() and Path(f"/proc/{_first(process).pid}/root/tmp/ready").exists():
+        if process.children() and Path("/proc", str(_first(process).pid), "root", "tmp/ready").exists():
             return
         if time.monotonic() - started > START_TIMEOUT_S:
             break
@@ -189,12 +211,6 @@ def _fill_package_cache(pins: Path) -> None:
     """Install what hosts will install, once and outside: they have no network, and what is built is built here."""
     with tempfile.TemporaryDirectory() as folder:
         environment.install(Path(folder) / "venv", pins, quiet=True)
-
-
-def _uv_cache() -> str:
-    return subprocess.run(
-        [environment.find_uv(), "cache", "dir"], check=True, capture_output=True, text=True
-    ).stdout.strip()
 
 
 def _which(program: str) -> str | None:
