@@ -116,7 +116,7 @@ def rehearse(context: Context) -> None:
 @verb(only="faults whose names contain one of these words, with commas between; all when left out")
 def drill(context: Context, only: str = "") -> None:
     """Let things go wrong in the emulated AWS, one after the other, and see that the cluster answers as it should."""
-    _prove_gone(sandbox.run_in_fresh_cloud("cluster.rehearsal.drills", only))
+    _prove_gone(sandbox.run_in_fresh_cloud("cluster.rehearsal.drill", only))
 
 
 @verb()

@@ -1,20 +1,25 @@
 """The `aws` target: cluster.yaml on AWS, by Ray's own launcher. The rehearsal runs this very code inside its cloud."""
 
+import contextlib
+import io
 import json
 import subprocess
 import sys
 import time
 from typing import Any
 
+import requests
 from pydantic import ConfigDict
 from rich.console import Console
 
 import settings
 from cluster import bill, cluster_file, doctor, launcher, machines, prices, ssh, stack, vault
-from cluster.cluster_file import ClusterFile
+from cluster.cluster_file import TARGET, ClusterFile
 from cluster.target import Bill, Connection, Finding
 
 READY_TIMEOUT_S = 120
+START_TIMEOUT_S = 15
+"""So long after `ray up` the autoscaler's process is there, or will never be."""
 A100_GIB = {"p4d.24xlarge": 40, "p4de.24xlarge": 80}
 
 
@@ -44,31 +49,41 @@ class Aws:
     def up(self, yes: bool) -> None:
         file = cluster_file.load()
         running = machines.head(file)
-        if running and running.tags.get(machines.FILES_TAG) == file.digest:
-            _wait_for_autoscaler(machines.reach(file))
+        changes = _what_changes(file, running)
+        if running and not changes:
+            vault.fill(file)
             print(f"{self.name} is up already, and as cluster.yaml says: head {running.id}")
             return
         _examine(self.doctor(), self.name)
         Console().print(prices.table(file, prices.ask(file)))
-        if running:
-            print(_what_changes(file, running))
-        _ask("start it?" if running is None else "go on?", yes)
+        print(changes)
+        _ask("go on?" if running else "start it?", yes)
         started = time.monotonic()
         stack.prepare(file)
         vault.fill(file)
+        if running:
+            _mark(file, "being set up")  # what is interrupted from here on is not up already
         launcher.up()
         _wait_for_autoscaler(machines.reach(file))
-        _mark(file)
+        _mark(file, file.digest)
         print(f"{self.name} is up after {time.monotonic() - started:.0f} s: a head with its autoscaler, no worker yet")
 
     def connect(self) -> Connection:
         file = cluster_file.load()
         serve_port = settings.load(ServeSection, "serve", profile=self.profile).port
-        ports, token = machines.reach(file).tunnel(ssh.DASHBOARD_PORT, serve_port)
+        head = machines.reach(file)
+        ports, token = head.tunnel(ssh.DASHBOARD_PORT, serve_port)
+        dashboard, headers = f"http://127.0.0.1:{ports[ssh.DASHBOARD_PORT]}", {"Authorization": f"Bearer {token}"}
+        try:
+            requests.get(f"{dashboard}/api/version", headers=headers, timeout=30).raise_for_status()
+        except requests.RequestException:
+            raise settings.Refusal(
+                f"Ray does not answer on the head {head.instance_id}; mend it with: inv up --target {TARGET}"
+            ) from None
         bucket = stack.bucket(file)
         return Connection(
-            dashboard=f"http://127.0.0.1:{ports[ssh.DASHBOARD_PORT]}",
-            headers={"Authorization": f"Bearer {token}"},
+            dashboard=dashboard,
+            headers=headers,
             forwarded={serve_port: ports[serve_port]},
             job_variables={
                 "PROFILE": self.profile,
@@ -131,15 +146,26 @@ def _ask(question: str, yes: bool) -> None:
     if yes:
         return
     if not sys.stdin.isatty():
-        raise settings.Refusal("this costs money and nobody is here to agree; say so with: inv up --target aws --yes")
+        raise settings.Refusal(
+            f"this costs money and nobody is here to agree; say so with: inv up --target {TARGET} --yes"
+        )
     if input(f"{question} [y/N] ").strip().lower() not in ("y", "yes"):
         raise settings.Refusal("nothing was started.")
 
 
-def _what_changes(file: ClusterFile, running: machines.Machine) -> str:
-    same_machine = running.tags.get("ray-launch-config") == _launch_hash(file)
-    if same_machine:
-        return "cluster.yaml or the pins changed since the last up: the head is set up anew, and running jobs end"
+def _what_changes(file: ClusterFile, running: machines.Machine | None) -> str:
+    """What `up` will do, in a sentence; nothing is to be done where it is empty."""
+    if running is None:
+        orphans = len(machines.living(file))
+        return "a head is started" + (f", and takes over {orphans} machines that have none" if orphans else "")
+    if running.tags.get(machines.FILES_TAG) == file.digest:
+        if _autoscaler_runs(machines.reach(file)):
+            return ""
+        return f"Ray or its autoscaler does not run on the head {running.id}: it is set up anew"
+    if running.tags.get("ray-launch-config") == _launch_hash(file):
+        return (
+            "cluster.yaml, the pins or a limit changed since the last up: the head is set up anew, and running jobs end"
+        )
     return f"the head's machine changed in cluster.yaml: {running.id} is replaced, and running jobs end"
 
 
@@ -148,19 +174,30 @@ def _launch_hash(file: ClusterFile) -> str:
     from ray.autoscaler._private.aws.config import bootstrap_aws
     from ray.autoscaler._private.util import hash_launch_conf, prepare_config
 
-    config = bootstrap_aws(prepare_config(file.content))
+    with contextlib.redirect_stdout(io.StringIO()):  # what Ray says on its way is no news to a person
+        config = bootstrap_aws(prepare_config(file.content))
     return hash_launch_conf(config["available_node_types"][file.head.name]["node_config"], config["auth"])
 
 
-def _mark(file: ClusterFile) -> None:
+def _mark(file: ClusterFile, digest: str) -> None:
+    """Write on the head what it was set up from."""
     head = machines.head(file)
     assert head
-    file.client("ec2").create_tags(Resources=[head.id], Tags=[{"Key": machines.FILES_TAG, "Value": file.digest}])
+    file.client("ec2").create_tags(Resources=[head.id], Tags=[{"Key": machines.FILES_TAG, "Value": digest}])
 
 
 def report(head: ssh.Head) -> dict[str, Any]:
     """What head_report.py says."""
     return json.loads(head.run("cd ~/project && python -m cluster.head_report"))
+
+
+def _autoscaler_runs(head: ssh.Head) -> bool:
+    head.run("true")  # a head that ssh does not reach is another matter
+    try:
+        said = report(head)
+    except settings.Refusal:  # no Ray to ask
+        return False
+    return bool(said["autoscaler"] and said["reported"])
 
 
 def _wait_for_autoscaler(head: ssh.Head) -> None:
@@ -172,11 +209,11 @@ def _wait_for_autoscaler(head: ssh.Head) -> None:
             if said["autoscaler"] and said["reported"]:
                 return
             waited = time.monotonic() - started
-            if waited > READY_TIMEOUT_S:
+            if waited > (READY_TIMEOUT_S if said["autoscaler"] else START_TIMEOUT_S):
                 words = said["last_words"].splitlines()[-1:] or ["no reason given"]
                 raise settings.Refusal(
                     f"the head is up but its autoscaler does not run ({words[0]}); correct cluster/cluster.yaml and "
-                    "run again: inv up --target aws   or end it: inv down --target aws"
+                    f"run again: inv up --target {TARGET}   or end it: inv down --target {TARGET}"
                 )
             spinner.update(f"waiting for the autoscaler: {waited:.0f} s")
             time.sleep(1)

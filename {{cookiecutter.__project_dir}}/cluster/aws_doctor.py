@@ -23,12 +23,12 @@ from pydantic import ConfigDict
 
 import settings
 from cluster import aws, denials, machines, prices, stack, steward, submission, vault
-from cluster.cluster_file import PINS, ClusterFile, NodeType
+from cluster.cluster_file import PINS, TARGET, ClusterFile, NodeType
 from cluster.target import Finding
 from jobs import capacity
 from jobs.training.options import DDPOptions
 
-AGAIN = "try again: inv doctor --target aws"
+AGAIN = f"try again: inv doctor --target {TARGET}"
 SERVICES = ("sts", "iam", "ec2", "service-quotas", "ssm", "secretsmanager")
 
 # What `inv up` and `inv down` ask of AWS: themselves, by CloudFormation and by Ray's launcher, each under the resource
@@ -418,7 +418,7 @@ def _versions(file: ClusterFile) -> Iterator[Finding]:
     minor = ".".join(platform.python_version_tuple()[:2])
     for name, here, pin in (("Ray", importlib.metadata.version("ray"), ray), ("Python", minor, python)):
         there = pin[1] if pin else "not pinned"
-        remedy = "jobs need the same; run: rm -r .venv && inv doctor --target aws"
+        remedy = f"jobs need the same; run: rm -r .venv && inv doctor --target {TARGET}"
         yield _judge(here == there, f"{name}: {here} here, {there} on the cluster", remedy)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 from rich.table import Table
 
 from cluster import machines, prices
-from cluster.cluster_file import ClusterFile
+from cluster.cluster_file import TARGET, ClusterFile
 from cluster.machines import Machine
 from cluster.target import Bill
 
@@ -31,7 +31,7 @@ def _price(machine: Machine, known: prices.Prices, file: ClusterFile) -> float:
 def _table(living: list[Machine], hourly: dict[str, float], report: dict[str, Any]) -> Table:
     table = Table(title="Machines", title_justify="left", title_style="bold", box=None, pad_edge=False)
     for column in ("id", "node type", "machine", "market", "zone", "age", "state", "dollars an hour"):
-        table.add_column(column, header_style="dim", overflow="fold")
+        table.add_column(column, header_style="dim", overflow="fold", no_wrap=column == "id")  # ids are copied
     joined = {node["instance"] for node in report["nodes"]} | {node["address"] for node in report["nodes"]}
     for machine in living:
         state = machine.state
@@ -60,7 +60,7 @@ def _problems(report: dict[str, Any]) -> list[str]:
     problems = []
     if not report["autoscaler"]:
         problems.append(
-            "the autoscaler does not run on the head: no worker comes or goes; mend it with: inv up --target aws"
+            f"the autoscaler does not run on the head: no worker comes or goes; mend it with: inv up --target {TARGET}"
         )
     for refused in report["refused"]:
         problems.append(f"AWS refused {refused['type']} at {refused['at']} ({refused['code']}): {refused['words']}")

@@ -1,6 +1,7 @@
 """What the verbs read of cluster.yaml: the names that everything on AWS carries, and the machines that it may rent."""
 
 import hashlib
+import os
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,10 @@ import settings
 
 FILE = settings.PROJECT / "cluster" / "cluster.yaml"
 PINS = settings.PROJECT / "requirements" / "cluster.txt"
+REHEARSAL = "REHEARSAL"
+"""In the environment of what runs inside the emulated AWS."""
+TARGET = "rehearsal" if REHEARSAL in os.environ else "aws"
+"""What the verbs to type next are told as --target."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +55,13 @@ class ClusterFile:
         return self.content["provider"]["region"]
 
     @property
-    def key_file(self) -> Path:
-        return Path(self.content["auth"]["ssh_private_key"]).expanduser()
+    def auth(self) -> dict[str, Any]:
+        """How ssh reaches machines, in Ray's own names."""
+        return self.content["auth"]
 
     @property
-    def user(self) -> str:
-        return self.content["auth"]["ssh_user"]
+    def key_file(self) -> Path:
+        return Path(self.auth["ssh_private_key"]).expanduser()
 
     @property
     def most_workers(self) -> int:
@@ -94,7 +100,7 @@ def load(file: Path = FILE) -> ClusterFile:
         limits = tomllib.loads(settings.FILE.read_text(encoding="utf-8")).get("cluster", {}).get("limits")
         digest = hashlib.sha256(f"{text}{PINS.read_text(encoding='utf-8')}{limits}".encode()).hexdigest()[:16]
         read = ClusterFile(yaml.safe_load(text), digest)
-        _ = (read.slug, read.region, read.key_file, read.user, read.head, read.workers)
+        _ = (read.slug, read.region, read.key_file, read.auth["ssh_user"], read.head, read.workers)
     except FileNotFoundError as error:
         raise settings.Refusal(f"{error.filename} is missing; restore it with: git checkout {error.filename}") from None
     except tomllib.TOMLDecodeError as error:

@@ -17,6 +17,8 @@ def report() -> dict:
     """The autoscaler's state: whether it runs, what it waits for, what it was refused, what failed on new nodes."""
     from ray.autoscaler.v2.sdk import get_cluster_status  # here: the steward, which reads the logs, is small
 
+    if not steward.answers("127.0.0.1"):  # asked here, as Ray's client would try for a minute
+        sys.exit("Ray does not run on this head")
     status = get_cluster_status(f"127.0.0.1:{steward.GCS_PORT}")
     return {
         "autoscaler": _autoscaler_pid(),
@@ -43,7 +45,7 @@ def report() -> dict:
             )
             for bundle in demand.bundles_by_count
         ],
-        "failed_setups": failed_setups(_tail(LOGS / "monitor.out", TAIL)),
+        "failed_setups": failed_setups(_tail(LOGS / "monitor.out", TAIL), _tail(LOGS / "monitor.log", TAIL)),
         "steward": json.loads(steward.SAID.read_text()) if steward.SAID.exists() else {},
     }
 
@@ -53,11 +55,13 @@ def _autoscaler_pid() -> int:
     return int(found[0]) if found else 0
 
 
-def failed_setups(text: str) -> list[str]:
+def failed_setups(text: str, log: str = "") -> list[str]:
     """What went wrong on new nodes, with the last lines of the command that failed; oldest first.
 
-    monitor.out holds the output of all nodes' commands, between lines of Ray's own that begin with a date.
+    monitor.out, the text, holds the output of all nodes' commands, between lines of Ray's own that begin with a date.
+    monitor.log tells which nodes the autoscaler ended before they were ready: their commands did not fail.
     """
+    not_needed = re.findall(r"RAY_INSTALLING->TERMINATING \(.*cloud_instance_id=(i-\w+)", log)
     failures: dict[str, str] = {}
     words: list[str] = []
     for line in re.sub(r"\x1b\[[\d;]*m", "", text).splitlines():
@@ -68,7 +72,7 @@ def failed_setups(text: str) -> list[str]:
             words = []
         elif line.strip() and not re.match(r"\d{4}-\d\d-\d\d", line):
             words.append(line.strip()[:200])
-    return list(failures.values())
+    return [words for instance, words in failures.items() if instance not in not_needed]
 
 
 def refusals(text: str) -> list[dict[str, str]]:

@@ -10,7 +10,7 @@ from rich.console import Console
 
 import settings
 from cluster import stack
-from cluster.cluster_file import ClusterFile
+from cluster.cluster_file import TARGET, ClusterFile
 from cluster.ssh import Head
 
 LIVING = ["pending", "running", "stopping", "stopped", "shutting-down"]
@@ -65,12 +65,18 @@ def reach(file: ClusterFile) -> Head:
     """The way to the head. Raises `settings.Refusal` when no head runs."""
     machine = head(file)
     if machine is None:
-        raise settings.Refusal(f"no cluster {file.slug} runs in {file.region}; start it with: inv up --target aws")
+        raise settings.Refusal(f"no cluster {file.slug} runs in {file.region}; start it with: inv up --target {TARGET}")
     if not file.key_file.exists():
         raise settings.Refusal(
             f"the cluster's private key {file.key_file} is not on this machine; copy it from where `inv up` ran."
         )
-    return Head(machine.id, machine.public_address or machine.private_address, file.user, file.key_file)
+    return Head(
+        instance_id=machine.id,
+        address=machine.id if file.auth.get("ssh_proxy_use_node_id") else machine.public_address or machine.private_address,
+        user=file.auth["ssh_user"],
+        key_file=file.key_file,
+        proxy_command=file.auth.get("ssh_proxy_command", ""),
+    )
 
 
 def end_all(file: ClusterFile) -> None:
@@ -89,7 +95,9 @@ def end_all(file: ClusterFile) -> None:
             waited = time.monotonic() - started
             if waited > TERMINATE_TIMEOUT_S:
                 names = ", ".join(machine.id for machine in machines)
-                raise settings.Refusal(f"{names} have not ended after {waited:.0f} s; try again: inv down --target aws")
+                raise settings.Refusal(
+                    f"{names} have not ended after {waited:.0f} s; try again: inv down --target {TARGET}"
+                )
             spinner.update(f"ending {len(machines)} instances: {waited:.0f} s")
             time.sleep(1)
 

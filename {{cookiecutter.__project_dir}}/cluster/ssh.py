@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import settings
+from cluster.cluster_file import TARGET
 from cluster.local import free_ports
 
 KNOWN_HOSTS = settings.PROJECT / ".cluster" / "known_hosts"
@@ -22,6 +23,8 @@ class Head:
     address: str
     user: str
     key_file: Path
+    proxy_command: str = ""
+    """What carries the connection, such as SSM; empty where the address itself is reached."""
 
     def command(self, *options: str) -> list[str]:
         """`ssh` with all that it needs; a command for the head may follow."""
@@ -36,6 +39,8 @@ class Head:
             "ExitOnForwardFailure": "yes",
             "LogLevel": "ERROR",
         }
+        if self.proxy_command:
+            given["ProxyCommand"] = self.proxy_command
         options = (*options, *(word for name, value in given.items() for word in ("-o", f"{name}={value}")))
         return ["ssh", "-i", str(self.key_file), *options, f"{self.user}@{self.address}"]
 
@@ -83,7 +88,7 @@ class Head:
     def _unreachable(self, stderr: str) -> str:
         return (
             f"ssh does not reach the head at {self.address} ({_last_line(stderr)}); if your own address has changed, "
-            "let it in with: inv prepare --target aws"
+            f"let it in with: inv prepare --target {TARGET}"
         )
 
 

@@ -13,7 +13,7 @@ import requests
 from rich.console import Console
 
 import settings
-from cluster.cluster_file import ClusterFile
+from cluster.cluster_file import TARGET, ClusterFile
 
 TEMPLATE = settings.PROJECT / "cluster" / "stack.yaml"
 ZONES = 3
@@ -147,12 +147,12 @@ def ensure_key_pair(file: ClusterFile) -> None:
     elif not file.key_file.exists():
         raise settings.Refusal(
             f"the cluster's private key {file.key_file} is not on this machine; copy it from where `inv up` ran, "
-            "or end that cluster: inv down --target aws"
+            f"or end that cluster: inv down --target {TARGET}"
         )
     elif (theirs := on_aws[0].get("PublicKey")) and theirs.split()[:2] != _public_key(file.key_file).split()[:2]:
         raise settings.Refusal(
             f"{file.key_file} is not the private key of the key pair {file.slug} on AWS; move it away and copy the "
-            "right one there, or end that cluster: inv down --target aws"
+            f"right one there, or end that cluster: inv down --target {TARGET}"
         )
 
 
@@ -229,7 +229,7 @@ def _wait(file: ClusterFile, doing: str) -> None:
             if waited > STACK_TIMEOUT_S:
                 raise settings.Refusal(
                     f"the stack {file.slug} is still {stack['StackStatus']} after {waited:.0f} s; "
-                    "look again with: inv prepare --target aws"
+                    f"look again with: inv prepare --target {TARGET}"
                 )
             spinner.update(f"{doing} the stack {file.slug}: {waited:.0f} s")
             time.sleep(2)

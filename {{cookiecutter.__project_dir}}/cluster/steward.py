@@ -144,7 +144,7 @@ class Market:
                 self.closed_until[node_type] = float("inf")
                 said.append(
                     f"{count} machines of {node_type} failed in their set-up: no more are started until you correct "
-                    "setup_commands in cluster/cluster.yaml and run: inv up --target aws"
+                    "setup_commands in cluster/cluster.yaml and run `inv up` again"
                 )
         return said
 

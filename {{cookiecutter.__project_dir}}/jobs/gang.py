@@ -9,12 +9,15 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import ray
+from ray._raylet import GcsClient
 from ray.autoscaler.v2.schema import ClusterStatus
 from ray.autoscaler.v2.sdk import get_cluster_status
+from ray.core.generated.autoscaler_pb2 import DrainNodeReason
 from ray.util.placement_group import placement_group, remove_placement_group
 
 LINE_EVERY_S = 30
 ASKED_WITHIN_S = 20
+GIVEN_BACK_WITHIN_S = 120
 
 
 class Offer(NamedTuple):
@@ -35,14 +38,14 @@ def gather(
 ) -> dict[str, str] | None:
     """Wait until one place has room for all workers, each with its `needs`; returns the label selector of its zone.
 
-    A place that AWS refuses, or that is not complete after `patience_s`, is given up, whereupon the autoscaler ends
-    what came there, and the next is tried; after the last the first again. Without places there is nothing to gather.
+    A place that AWS refuses, or that is not complete after `patience_s`, is given up with the machines that came there,
+    and the next is tried; after the last the first again. Without places there is nothing to gather.
     """
     for place in itertools.cycle(places):
         failure = _try(place, workers, needs, patience_s)
         if failure is None:
             return {"zone": place.zone}
-        print(f"zone {place.zone}, {place.market}: {failure}; trying the next", flush=True)
+        print(f"zone {place.zone}, {place.market}: {failure}{_give_back(place)}; trying the next", flush=True)
         if place is places[-1]:
             print(f"no zone and market has {workers} machines; trying all again", flush=True)
             time.sleep(LINE_EVERY_S)
@@ -75,6 +78,35 @@ def _try(place: Offer, workers: int, needs: Mapping[str, float], patience_s: flo
         return f"no room for all {workers} workers after {patience_s:.0f} s"
     finally:
         remove_placement_group(group)
+
+
+def _give_back(place: Offer) -> str:
+    """Wait until the machines of a place that nobody uses have ended; returns how many there were, in words.
+
+    They are paid, and count in max_workers. The autoscaler ends those that are still being set up (cluster.yaml has it
+    do so); those that are would idle for minutes.
+    """
+    gcs = GcsClient(address=ray.get_runtime_context().gcs_address)
+    most, deadline = 0, time.time() + GIVEN_BACK_WITHIN_S
+    while (unused := _unused(place)) and time.time() < deadline:
+        most = max(most, len(unused))
+        for node_id in filter(None, unused):
+            _drain(gcs, node_id)
+        time.sleep(3)
+    return f", {most} given back" if most else ""
+
+
+def _unused(place: Offer) -> list[str | None]:
+    """Ray's id of each machine of a place that does nothing; None for one that is still being set up."""
+    status = get_cluster_status(ray.get_runtime_context().gcs_address)
+    machines = [*status.idle_nodes, *status.pending_nodes]
+    return [machine.node_id for machine in machines if machine.ray_node_type_name == place.node_type]
+
+
+def _drain(gcs: GcsClient, node_id: str) -> None:
+    """Have a node ended for being idle, which Ray refuses while it works."""
+    reason = DrainNodeReason.DRAIN_NODE_REASON_IDLE_TERMINATION
+    gcs.drain_node(node_id, reason, "half of a gang", deadline_timestamp_ms=0)
 
 
 def _is_refused(place: Offer, status: ClusterStatus, since: float) -> bool:

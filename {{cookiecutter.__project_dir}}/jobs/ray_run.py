@@ -28,8 +28,6 @@ from jobs.training.run import Metrics
 from jobs.training.strategies import MakeStrategy
 from settings import Refusal
 
-BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
-
 
 class RayRun:
     """The Run port in a worker of Ray Train."""
@@ -78,7 +76,7 @@ def fit(options: TrainOptions, make_strategy: MakeStrategy) -> None:
     _check_cluster(options, recipe)
     preflight.claim(options, identity)
     os.environ["RAY_TRAIN_ENABLE_PRINT_PATCH"] = "0"  # Ray Train's own print shows each line twice
-    zone = gang.gather(options.num_workers, _worker_resources(options), options.gang_patience_s, gang.offers())
+    zone = gang.gather(options.num_workers, capacity.worker_resources(options), options.gang_patience_s, gang.offers())
     result = _trainer(options, make_strategy, recipe, zone).fit()
     if result.return_value:
         raise Refusal(result.return_value)
@@ -102,7 +100,7 @@ def _check_stream(options: TrainOptions, recipe: stream.Recipe) -> preflight.Ide
 
 
 def _check_cluster(options: TrainOptions, recipe: stream.Recipe | None) -> None:
-    capacity.refuse_too_many_workers(options.num_workers, _worker_resources(options))
+    capacity.refuse_too_many_workers(options.num_workers, capacity.worker_resources(options))
     rows = {"input": recipe.input} if recipe else {"data": options.data}
     capacity.refuse_private_paths(
         {"model": options.model, "output": options.output} | rows, options.shared_paths, "train"
@@ -119,11 +117,11 @@ def _trainer(
         # a reference: Ray's controller, which only passes it on, would import torch and transformers to unpack it
         train_loop_config={"work": ray.put((options, make_strategy, recipe))},
         datasets={"train": stream.dataset(recipe)} if recipe else None,
-        torch_config=TorchConfig(backend=BACKENDS[options.device]),
+        torch_config=TorchConfig(backend=torch.distributed.get_default_backend_for_device(options.device)),
         scaling_config=ScalingConfig(
             num_workers=options.num_workers,
             use_gpu=options.use_gpu,
-            resources_per_worker=_worker_resources(options),
+            resources_per_worker=capacity.worker_resources(options),
             label_selector=zone,
         ),
         run_config=RunConfig(
@@ -166,7 +164,3 @@ def _with_absolute_paths(options: TrainOptions) -> TrainOptions:
         "output": settings.resolve(options.output),
     }
     return options.model_copy(update=paths)
-
-
-def _worker_resources(options: TrainOptions) -> dict[str, float]:
-    return {"CPU": float(options.cpus_per_worker)} | ({"GPU": 1.0} if options.use_gpu else {})

@@ -112,6 +112,8 @@ error: no space left on device
 2026-01-01 10:00:01,000\tINFO log_timer.py:25 -- NodeUpdater: i-0a1: Setup commands failed [LogTimer=2ms]
 2026-01-01 10:00:02,000\tINFO log_timer.py:25 -- NodeUpdater: i-0b2: Ray start commands failed [LogTimer=2ms]
 """
+    ended = "Update instance RAY_INSTALLING->TERMINATING (id=0, type=cpu, cloud_instance_id=i-0a1, ray_id=): not needed"
+    assert head_report.failed_setups(log, ended) == ["i-0b2: ray start commands failed: no output"]
     assert head_report.failed_setups(log) == [
         "i-0a1: setup commands failed: compiling / error: no space left on device",
         "i-0b2: ray start commands failed: no output",

@@ -48,12 +48,18 @@ class Call:
 class Faults:
     """What goes wrong on purpose; a test sets it through the cloud's control."""
 
-    no_capacity: list[dict[str, str]] = field(default_factory=list)
-    """Launches to refuse: each entry may name a `zone`, a `market` ("spot", "on-demand") and a `type`."""
+    no_capacity: list[dict[str, Any]] = field(default_factory=list)
+    """Launches to refuse: each entry may name a `zone`, a `market` ("spot", "on-demand") and a `type`, and how many
+    machines are `left` there."""
 
-    def refuses(self, launch: dict[str, str]) -> bool:
-        """Whether a launch, described by the same keys, finds no capacity."""
-        return any(all(launch.get(key) == value for key, value in entry.items()) for entry in self.no_capacity)
+    def grant(self, launch: dict[str, str], wanted: int) -> int:
+        """How many of the wanted machines a launch, described by the same keys, finds."""
+        for entry in self.no_capacity:
+            if all(entry.get(key, value) == value for key, value in launch.items()):
+                granted = min(wanted, entry.get("left", 0))
+                entry["left"] = entry.get("left", 0) - granted
+                return granted
+        return wanted
 
 
 class Api:
@@ -73,8 +79,7 @@ class Api:
             call = replace(call, caller=principal.arn, needs=_needs(call, environ, body))
             iam.authorize(principal, call.needs)
             if call.action == "RunInstances":
-                self._refuse_without_capacity(call)
-                body = _with_max_count(body)
+                body = _with_count(body, self._grant(call))
         except iam.Refused as refused:
             self._note(replace(call, refused=refused.code))
             return _refuse(call.service, refused, start_response)
@@ -95,18 +100,21 @@ class Api:
         with self._lock:
             self.calls.append(call)
 
-    def _refuse_without_capacity(self, call: Call) -> None:
+    def _grant(self, call: Call) -> int:
+        """How many machines a launch gets, which EC2 lets be fewer than MaxCount but not than MinCount."""
         launch = {
             "zone": zone_of(call.parameters),
             "market": call.parameters.get("InstanceMarketOptions.MarketType", "on-demand"),
             "type": call.parameters.get("InstanceType", ""),
         }
-        if self.faults.refuses(launch):
+        granted = self.faults.grant(launch, int(call.parameters["MaxCount"]))
+        if granted < int(call.parameters["MinCount"]):
             raise iam.Refused(
                 "InsufficientInstanceCapacity",
                 f"We currently do not have sufficient {launch['type']} capacity in the Availability Zone you requested "
                 f"({launch['zone']}).",
             )
+        return granted
 
 
 def zone_of(parameters: dict[str, str]) -> str:
@@ -146,9 +154,10 @@ def _describe(environ: dict[str, Any], body: bytes) -> Call:
     )
 
 
-def _with_max_count(body: bytes) -> bytes:
+def _with_count(body: bytes, count: int) -> bytes:
+    """The launch with as many machines; moto starts MinCount of them."""
     parameters = dict(urllib.parse.parse_qsl(body.decode(), keep_blank_values=True))
-    return urllib.parse.urlencode(parameters | {"MinCount": parameters["MaxCount"]}).encode()
+    return urllib.parse.urlencode(parameters | {"MinCount": count, "MaxCount": count}).encode()
 
 
 def _needs(call: Call, environ: dict[str, Any], body: bytes) -> list[iam.Need]:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from cluster import environment
+from cluster import cluster_file, environment
 
 UBUNTU = 1500  # user and group id
 UV_SETTINGS = [
@@ -41,7 +41,7 @@ SHUTDOWN = (
 
 def build(layer: Path, endpoint: str) -> None:
     """Write the layer to `layer`, an empty folder on a file system that an overlay may stack."""
-    variables = {"AWS_ENDPOINT_URL": endpoint, **_package_variables()}
+    variables = {cluster_file.REHEARSAL: "1", "AWS_ENDPOINT_URL": endpoint, **_package_variables()}
     _write(layer / "etc/ssh/sshd_config", SSHD_CONFIG + _set_env(variables))
     _write(layer / "etc/rehearsal-environment", "".join(f"{name}='{value}'\n" for name, value in variables.items()))
     _write(layer / "etc/sudoers.d/ubuntu", "ubuntu ALL=(ALL) NOPASSWD:ALL\n", 0o440)

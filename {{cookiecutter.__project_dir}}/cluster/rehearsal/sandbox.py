@@ -25,7 +25,6 @@ from cluster.rehearsal.addresses import CALLER_ADDRESS_PORT, ENDPOINT
 STATE = settings.PROJECT / ".cluster"
 FILE = STATE / "rehearsal.json"
 LOG = STATE / "rehearsal.log"
-INSIDE = "REHEARSAL"  # in the environment of what runs inside
 START_TIMEOUT_S = 60
 # The programs that the rehearsal needs, and the Debian package of each.
 PROGRAMS = {
@@ -53,7 +52,7 @@ exec "$@"
 
 def is_inside() -> bool:
     """Whether this process runs in the cloud's namespaces."""
-    return INSIDE in os.environ
+    return cluster_file.REHEARSAL in os.environ
 
 
 def is_running() -> bool:
@@ -110,7 +109,7 @@ def run(command: Sequence[str]) -> int:
         raise settings.Refusal("no rehearsal runs; start one with: inv up --target rehearsal")
     variables = {name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "RAY_"))}
     variables |= {
-        INSIDE: "1",
+        cluster_file.REHEARSAL: "1",
         "HOME": "/tmp/home",
         "CALLER_ADDRESS_URL": f"{ENDPOINT}:{CALLER_ADDRESS_PORT}",
         "RAY_USAGE_STATS_ENABLED": "0",

@@ -1,0 +1,116 @@
+"""`inv drill`: faults, one after the other, in the emulated cloud, and whether the cluster answers each as it should.
+
+One cluster serves all rows; where one has ended it, the next starts another. Some clocks are turned, as nobody wants to
+wait for them: the idle timeout of workers, the age of leases, the hours and dollars of a cluster that reaches a limit.
+"""
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+import settings
+from cluster.aws import Aws
+from cluster.rehearsal import play
+from cluster.rehearsal.drill import heads, markets, operators, setups
+from cluster.rehearsal.drill.stage import Stage, tell
+
+CONSOLE = Console(highlight=False)
+Body = Callable[[Stage], str]
+
+ROWS: list[tuple[str, str, Body]] = [
+    ("no spot capacity in the first zone", "the next zone", markets.first_zone_refuses),
+    ("no spot capacity anywhere", "on demand", markets.all_spot_refuses),
+    ("half a gang", "given back, together elsewhere", markets.half_a_gang),
+    ("no capacity at all", "waits, says so, recovers", markets.everything_refuses),
+    ("spot interruption in mid-training", "resumes on a replacement, with the same losses", markets.spot_interruption),
+    ("eight workers", "come together in one zone", markets.eight_workers),
+    ("a set-up command fails", "said within a minute, stopped after three", setups.setup_fails),
+    ("another Python on a worker", "refused, and said by status", setups.other_python_on_a_worker),
+    ("another Ray here", "refused by the doctor", setups.other_ray_here),
+    ("no boto3 on the head", "up fails and says so; the next up mends it", setups.boto3_missing),
+    ("up again", "disturbs nothing, or says what ends", operators.up_again),
+    ("a permission is missing", "named", operators.permission_missing),
+    ("a secret", "found nowhere", operators.secret_stays_secret),
+    ("two clusters side by side", "each its own", operators.two_clusters),
+    ("Ray on the head killed", "up repairs it within 3 minutes", heads.ray_on_the_head_killed),
+    ("head killed in mid-training", "up repairs within 3 minutes, the job resumes", heads.head_killed),
+    ("head lost for good", "workers end themselves", heads.head_lost),
+    ("time limit", "the cluster ends itself", heads.time_limit),
+    ("spend limit", "the cluster ends itself", heads.spend_limit),
+    ("up interrupted three times", "down leaves nothing", operators.interrupted_up),
+    ("bare ray up and ray down", "work, and leave the stack only", operators.bare_ray),
+    ("down twice", "nothing is left, twice", operators.down_twice),
+]
+
+
+@dataclass
+class Row:
+    """One fault and what came of it."""
+
+    fault: str
+    expected: str
+    seconds: float = 0.0
+    evidence: str = ""
+    problem: str = ""
+
+
+def run(only: str) -> None:
+    """The rows whose fault contains a part of `only`, which commas separate.
+
+    Raises:
+        settings.Refusal: a row did not go as expected, or something is left at the end.
+    """
+    chosen = [row for row in ROWS if any(part in row[0] for part in only.split(","))]
+    if not chosen:
+        raise settings.Refusal(f"no fault is named like {only!r}; there are: {', '.join(row[0] for row in ROWS)}")
+    stage, target = Stage(), Aws("rehearsal")
+    target.prepare()
+    play.upload_assets(stage.file)
+    rows = [_run_row(stage, *row) for row in chosen]
+    left = target.down()
+    _show(rows)
+    if wrong := [row.fault for row in rows if row.problem]:
+        raise settings.Refusal(f"not as expected: {'; '.join(wrong)}")
+    if left:
+        raise settings.Refusal(f"still there after down: {', '.join(left)}")
+
+
+def _run_row(stage: Stage, fault: str, expected: str, body: Body) -> Row:
+    row = Row(fault, expected)
+    CONSOLE.print(f"\n[bold]{fault}[/]: {expected}")
+    started = time.monotonic()
+    try:
+        stage.set_up()
+        stage.stop_jobs()
+        started = time.monotonic()
+        row.evidence = body(stage)
+    except (AssertionError, settings.Refusal) as error:
+        row.problem = str(error) or repr(error)
+    finally:
+        tell(faults={"no_capacity": []})
+    row.seconds = time.monotonic() - started
+    CONSOLE.print(f"[dim]{row.seconds:.0f} s[/] {escape(row.evidence or row.problem)}")
+    return row
+
+
+def _show(rows: list[Row]) -> None:
+    table = Table(title="Drill", title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for column in ("", "fault", "took", "what came of it"):
+        table.add_column(column, header_style="dim", overflow="fold", max_width=24 if column == "fault" else None)
+    for row in rows:
+        mark = "[bold red]✗[/]" if row.problem else "[green]✓[/]"
+        told = escape(row.evidence or row.problem)
+        table.add_row(mark, row.fault, f"{row.seconds:.0f} s", f"{row.expected}\n[dim]{told}[/]")
+    CONSOLE.print("\n", table)
+
+
+if __name__ == "__main__":
+    try:
+        run(sys.argv[1])
+    except settings.Refusal as refusal:
+        sys.exit(f"error: {refusal}")

@@ -1,0 +1,111 @@
+"""Rows of the drill: a head that dies, and a cluster that has reached a limit."""
+
+import json
+import re
+import time
+
+import settings
+from cluster import machines, steward
+from cluster.rehearsal import play
+from cluster.rehearsal.drill.setups import ONE_CPU
+from cluster.rehearsal.drill.stage import Stage, tell, verb, wait_for
+
+REPAIRED_WITHIN_S = 180
+
+
+def ray_on_the_head_killed(stage: Stage) -> str:
+    """Ray's control store dies under a job: `up` repairs the same head, and no worker is orphaned."""
+    stage.ended(stage.submit(ONE_CPU))
+    before = machines.head(stage.file)
+    assert stage.workers()
+    stage.head().run("pkill -KILL gcs_server")
+    assert "mend it with: inv up" in verb("status", expect=1)
+    started = time.monotonic()
+    said = verb("up", "--yes")
+    took = time.monotonic() - started
+    assert "does not run on the head" in said, said
+    after = machines.head(stage.file)
+    assert before
+    assert after
+    assert before.id == after.id
+    assert took < REPAIRED_WITHIN_S, f"the repair took {took:.0f} s"
+    stage.set_up()
+    stage.ended(stage.submit(ONE_CPU))
+    _no_orphans(stage)
+    return f"`up` took {took:.0f} s; {before.id} works again"
+
+
+def head_killed(stage: Stage) -> str:
+    """The head's machine ends in mid-training: `up` starts another, and the same job goes on from S3."""
+    job = stage.train("beheaded")
+    wait_for(lambda: "step 15/" in stage.log(job), 300, "the training to reach step 15")
+    before = machines.head(stage.file)
+    assert before
+    stage.file.client("ec2").terminate_instances(InstanceIds=[before.id])
+    wait_for(lambda: not _has_host(before.id), 30, "the head to be gone")
+    started = time.monotonic()
+    said = verb("up", "--yes")
+    took = time.monotonic() - started
+    assert took < REPAIRED_WITHIN_S, f"the repair took {took:.0f} s"
+    assert "takes over 2 machines that have none" in said, said
+    stage.set_up()
+    log = stage.ended(stage.train("beheaded"), 300)
+    resumed = re.findall(r"resum\w+ .*?step (\d+)", log)
+    assert resumed, log
+    assert int(resumed[0]) >= 10, log
+    _no_orphans(stage)
+    return f"`up` took {took:.0f} s; the same job resumed at step {resumed[0]} and ended"
+
+
+def time_limit(stage: Stage) -> str:
+    """The hours of settings.toml are over: the cluster ends itself, workers too."""
+    stage.ended(stage.submit(ONE_CPU))
+    assert stage.workers()
+    limit = _limits().hours
+    stage.head().run(f"touch --date='{limit:g} hours ago' {steward.LEASE.parent}")  # as if it had been launched then
+    return f"{_ends_itself(stage)}, of which {limit:g} hours were skipped"
+
+
+def spend_limit(stage: Stage) -> str:
+    """The dollars of settings.toml are spent: the cluster ends itself, workers too."""
+    stage.ended(stage.submit(ONE_CPU))
+    assert stage.workers()
+    limit = _limits().dollars
+    spent = json.dumps({"at": time.time(), "dollars": limit - 0.0001, "said": []})
+    restart = stage.file.content["head_start_ray_commands"][-1]
+    stage.head().run(f"kill $(cat ~/steward.pid); sleep 1; echo '{spent}' > ~/steward.json; {restart}")
+    return f"{_ends_itself(stage)}, with {limit:g} dollars in its books"
+
+
+def head_lost(stage: Stage) -> str:
+    """The head is gone for good: the worker that a job brought ends itself."""
+    stage.ended(stage.submit(ONE_CPU))
+    head, workers = machines.head(stage.file), stage.workers()
+    assert head
+    assert workers
+    stage.file.client("ec2").terminate_instances(InstanceIds=[head.id])
+    wait_for(lambda: not _has_host(head.id), 30, "the head to be gone")
+    time.sleep(steward.EVERY_S)  # a steward that saw the head just before may renew its lease once more
+    tell(age_leases_s=570)
+    wait_for(lambda: not machines.living(stage.file), 120, "the workers to end themselves")
+    return f"ended themselves: {len(workers)}; a lease lasts 600 s, of which 570 were skipped"
+
+
+def _limits() -> steward.LimitsSection:
+    return settings.load(steward.LimitsSection, "limits", profile="cluster")
+
+
+def _ends_itself(stage: Stage) -> str:
+    count = len(machines.living(stage.file))
+    took = wait_for(lambda: not machines.living(stage.file), 60, "the cluster to end itself")
+    return f"{count} machines ended themselves after {took:.0f} s"
+
+
+def _no_orphans(stage: Stage) -> None:
+    """Every machine that lives belongs to the cluster, or is leaving it."""
+    idle_s = 60 * play.IDLE_TIMEOUT_MINUTES + 60
+    wait_for(lambda: len(machines.living(stage.file)) == 1, idle_s, "every worker to leave once it idles")
+
+
+def _has_host(instance_id: str) -> bool:
+    return any(one["id"] == instance_id and one["host"] for one in play.state()["instances"])

@@ -1,0 +1,103 @@
+"""Rows of the drill: machines that AWS does not have, takes back, or gives by the half."""
+
+import re
+
+from cluster import machines
+from cluster.rehearsal import play
+from cluster.rehearsal.drill.stage import Stage, changed_cluster_file, no_capacity, tell, wait_for
+
+GATHER = (
+    "import ray, sys; from jobs import gang; ray.init(); "
+    "print('gathered', gang.gather(int(sys.argv[1]), {'CPU': 60, 'GPU': 1}, 60, gang.offers()))"
+)
+MANY = 8
+
+
+def first_zone_refuses(stage: Stage) -> str:
+    """No spot machine in the first zone: the gang comes together in the second."""
+    stage.wait_until_alone()
+    with no_capacity(market="spot", zone=f"{stage.file.region}a"):
+        log = _gather(stage)
+    assert "zone 1, spot: AWS refuses machines" in log, log
+    assert "gathered {'zone': '2'}" in log, log
+    return _seen(log)
+
+
+def all_spot_refuses(stage: Stage) -> str:
+    """No spot machine anywhere: the gang takes machines on demand."""
+    stage.wait_until_alone()
+    with no_capacity(market="spot"):
+        log = _gather(stage)
+        markets = {machine.market for machine in stage.workers()}
+    assert "gathered {'zone': '1'}" in log, log
+    assert markets == {"on-demand"}, markets
+    return _seen(log)
+
+
+def half_a_gang(stage: Stage) -> str:
+    """One machine where two are asked for: it is given back, and the gang comes together in another zone."""
+    stage.wait_until_alone()
+    with no_capacity(market="spot", zone=f"{stage.file.region}a", left=1):
+        job = stage.submit(GATHER, "2")
+        wait_for(stage.workers, 60, "half of the gang to come")
+        (half,) = stage.workers()
+        log = stage.ended(job)
+    assert "zone 1, spot: AWS refuses machines, 1 given back" in log, log
+    assert half.id not in [one.id for one in stage.workers()], f"{half.id} is still there"
+    return f"{half.id} was alone in {half.zone} and was given back; {_seen(log)}"
+
+
+def everything_refuses(stage: Stage) -> str:
+    """No machine at all: the job waits and says so, and goes on once there are some."""
+    stage.wait_until_alone()
+    with no_capacity(type=stage.file.workers[-1].instance_type):
+        job = stage.submit(GATHER, "2")
+        wait_for(lambda: "no zone and market has 2 machines" in stage.log(job), 240, "the job to say that it waits")
+    log = stage.ended(job)
+    assert "gathered" in log, log
+    return _seen(log)
+
+
+def spot_interruption(stage: Stage) -> str:
+    """AWS takes a machine back in mid-training: the training goes on with a replacement, to the same losses."""
+    calm = stage.ended(stage.train("calm"), 300)
+    job = stage.train("disturbed")
+    wait_for(lambda: "step 10/" in stage.log(job), 240, "the training to reach step 10")
+    victim = next(machine for machine in machines.living(stage.file) if machine.market == "spot")
+    tell(take_back=victim.id, notice_s=15)
+    log = stage.ended(job, 300)
+    last = [re.findall(r"step 30/30  loss ([\d.]+)", one) for one in (calm, log)]
+    assert last[0], calm
+    assert last[0] == last[1], f"losses differ: {last}"
+    return f"{victim.id} was taken back; loss at step 30 with and without: {last[0][0]}"
+
+
+def eight_workers(stage: Stage) -> str:
+    """A gang of eight machines beside the head."""
+    with changed_cluster_file(**_most(stage, MANY)):
+        stage.set_up()
+        job = stage.submit(GATHER, str(MANY))
+        took = wait_for(lambda: "gathered" in stage.log(job), 300, f"{MANY} machines to come together")
+        zones = {machine.zone for machine in stage.workers()}
+        joined = len(stage.report()["nodes"]) - 1
+        stage.ended(job)
+    assert joined == MANY, f"{joined} have joined"
+    assert len(zones) == 1, zones
+    return f"{joined} workers in {zones.pop()}, together {took:.0f} s after the job was submitted"
+
+
+def _most(stage: Stage, count: int) -> dict:
+    types = stage.file.content["available_node_types"]
+    workers = {name: body | {"max_workers": count} for name, body in types.items() if name != stage.file.head.name}
+    return {"max_workers": count, "available_node_types": types | workers}
+
+
+def _gather(stage: Stage) -> str:
+    """Bring two A100 machines together, from none; returns the job's log."""
+    return stage.ended(stage.submit(GATHER, str(play.WORKERS)))
+
+
+def _seen(log: str) -> str:
+    """The first and the last line in which the gang says what it met, and how many there are between."""
+    first, *between, last = [line for line in log.splitlines() if line.startswith(("zone ", "no zone", "gathered"))]
+    return f"{first} … {len(between)} more … {last}" if between else f"{first} … {last}"

@@ -1,0 +1,42 @@
+"""How the head is reached, as ssh itself understands it."""
+
+import subprocess
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+import yaml
+
+import settings
+from cluster import cluster_file, machines
+from cluster.ssh import Head
+
+
+def understood(head: Head) -> dict[str, str]:
+    """What ssh would do: its configuration after all options, without connecting."""
+    shown = subprocess.run(head.command("-G"), check=True, capture_output=True, text=True).stdout
+    return dict(line.split(" ", 1) for line in shown.splitlines() if " " in line)
+
+
+def test_it_goes_to_the_address_with_the_clusters_key_alone(tmp_path: Path) -> None:
+    options = understood(Head("i-0a1", "198.51.100.7", "ubuntu", tmp_path / "key.pem"))
+    assert (options["user"], options["hostname"]) == ("ubuntu", "198.51.100.7")
+    assert options["identityfile"] == str(tmp_path / "key.pem")
+    assert options["identitiesonly"] == "yes"
+    assert options["hostkeyalias"] == "i-0a1"
+    assert "proxycommand" not in options
+
+
+def test_through_ssm_it_goes_to_the_instances_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (settings.PROJECT / "cluster" / "variants.md").read_text(encoding="utf-8")
+    block = next(part.split("```")[0] for part in text.split("```yaml\n") if "ssh_proxy_command" in part.split("```")[0])
+    key = tmp_path / "key.pem"
+    key.touch()
+    content = cluster_file.load().content
+    auth = content["auth"] | yaml.safe_load(block)["auth"] | {"ssh_private_key": str(key)}
+    file = cluster_file.ClusterFile(content | {"auth": auth}, "")
+    machine = Mock(id="i-0a1", public_address="", private_address="10.0.0.7")
+    monkeypatch.setattr(machines, "head", lambda file: machine)
+    options = understood(machines.reach(file))
+    assert options["hostname"] == "i-0a1"
+    assert options["proxycommand"].startswith('sh -c "aws ssm start-session --target %h')
