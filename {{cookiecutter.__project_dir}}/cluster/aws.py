@@ -61,6 +61,7 @@ class Aws:
         started = time.monotonic()
         stack.prepare(file)
         vault.fill(file)
+        machines.forget_last_words(file)
         if running:
             _mark(file, "being set up")  # what is interrupted from here on is not up already
         launcher.up()

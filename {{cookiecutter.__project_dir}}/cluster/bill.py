@@ -1,5 +1,6 @@
 """The part of `inv status` that only a rented cluster has: machines, what is pending and why, and dollars."""
 
+from collections import Counter
 from typing import Any
 
 from rich.table import Table
@@ -30,7 +31,7 @@ def _price(machine: Machine, known: prices.Prices, file: ClusterFile) -> float:
 
 def _table(living: list[Machine], hourly: dict[str, float], report: dict[str, Any]) -> Table:
     table = Table(title="Machines", title_justify="left", title_style="bold", box=None, pad_edge=False)
-    for column in ("id", "node type", "machine", "market", "zone", "age", "state", "dollars an hour"):
+    for column in ("id", "node type", "machine", "zone", "age", "state", "$/hour"):
         table.add_column(column, header_style="dim", overflow="fold", no_wrap=column == "id")  # ids are copied
     joined = {node["instance"] for node in report["nodes"]} | {node["address"] for node in report["nodes"]}
     for machine in living:
@@ -39,17 +40,17 @@ def _table(living: list[Machine], hourly: dict[str, float], report: dict[str, An
             status = machine.tags.get("ray-node-status", "")
             state = "joined" if {machine.id, machine.private_address} & joined else f"not joined yet ({status})"
         table.add_row(
-            *(machine.id, machine.node_type, machine.instance_type, machine.market, machine.zone),
+            *(machine.id, machine.node_type, f"{machine.instance_type} {machine.market}", machine.zone),
             *(_duration(machine.age_s), state, f"{hourly[machine.id]:.2f}"),
         )
     return table
 
 
 def _pending(report: dict[str, Any]) -> list[str]:
-    notes = []
+    coming = Counter[tuple[str, str]]()
     for entry in report["pending"]:
-        who = entry["instance"] or f"{entry.get('count', 1)} × {entry['type']}"
-        notes.append(f"{who} is on its way: {entry['details'] or 'asked for'}")
+        coming[entry["type"], entry["details"] or "asked for"] += entry["count"]
+    notes = [f"{count} × {node_type} on the way: {details}" for (node_type, details), count in coming.items()]
     for demand in report["demands"]:
         resources = ", ".join(f"{amount:g} {name}" for name, amount in demand["resources"].items())
         notes.append(f"{demand['count']} × {{{resources}}} is asked for and has no place yet")

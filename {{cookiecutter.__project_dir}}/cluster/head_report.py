@@ -29,11 +29,10 @@ def report() -> dict:
             for node in [*status.active_nodes, *status.idle_nodes]
         ],
         "pending": [
-            {"instance": node.instance_id, "type": node.ray_node_type_name, "details": node.details}
-            for node in status.pending_nodes
+            {"type": node.ray_node_type_name, "count": 1, "details": node.details} for node in status.pending_nodes
         ]
         + [
-            {"instance": "", "type": launch.ray_node_type_name, "count": launch.count, "details": launch.details}
+            {"type": launch.ray_node_type_name, "count": launch.count, "details": launch.details}
             for launch in status.pending_launches
         ],
         "refused": list({refusal["type"]: refusal for refusal in recent_refusals()}.values()),

@@ -17,6 +17,8 @@ LIVING = ["pending", "running", "stopping", "stopped", "shutting-down"]
 TERMINATE_TIMEOUT_S = 900
 FILES_TAG = "project-files"
 """On the head: the digest of the files that it was last set up from."""
+LAST_WORDS = "cluster/last-words.txt"
+"""In the project's bucket: why the cluster ended itself."""
 
 
 @dataclass(frozen=True)
@@ -65,14 +67,17 @@ def reach(file: ClusterFile) -> Head:
     """The way to the head. Raises `settings.Refusal` when no head runs."""
     machine = head(file)
     if machine is None:
-        raise settings.Refusal(f"no cluster {file.slug} runs in {file.region}; start it with: inv up --target {TARGET}")
+        raise settings.Refusal(
+            f"no cluster {file.slug} runs in {file.region}{_last_words(file)}; start it with: inv up --target {TARGET}"
+        )
     if not file.key_file.exists():
         raise settings.Refusal(
             f"the cluster's private key {file.key_file} is not on this machine; copy it from where `inv up` ran."
         )
+    address = machine.public_address or machine.private_address
     return Head(
         instance_id=machine.id,
-        address=machine.id if file.auth.get("ssh_proxy_use_node_id") else machine.public_address or machine.private_address,
+        address=machine.id if file.auth.get("ssh_proxy_use_node_id") else address,
         user=file.auth["ssh_user"],
         key_file=file.key_file,
         proxy_command=file.auth.get("ssh_proxy_command", ""),
@@ -143,6 +148,25 @@ def delete_loose(file: ClusterFile) -> None:
     )["SpotInstanceRequests"]
     if requests:
         ec2.cancel_spot_instance_requests(SpotInstanceRequestIds=[one["SpotInstanceRequestId"] for one in requests])
+
+
+def say_last_words(file: ClusterFile, reason: str) -> None:
+    """Leave the reason why a cluster ended itself where `inv status` finds it: its logs end with its machines."""
+    words = f"it ended itself at {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC: {reason}"
+    file.client("s3").put_object(Bucket=stack.bucket(file), Key=LAST_WORDS, Body=words.encode())
+
+
+def _last_words(file: ClusterFile) -> str:
+    try:
+        answer = file.client("s3").get_object(Bucket=stack.bucket(file), Key=LAST_WORDS)
+    except botocore.exceptions.ClientError:  # none were said
+        return ""
+    return f" ({answer['Body'].read().decode()})"
+
+
+def forget_last_words(file: ClusterFile) -> None:
+    """For a cluster that begins."""
+    file.client("s3").delete_object(Bucket=stack.bucket(file), Key=LAST_WORDS)
 
 
 def _roles_and_profiles(file: ClusterFile) -> list[str]:

@@ -15,6 +15,8 @@ from cluster.target import Bill, Connection
 SHOWN_RESOURCES = ("CPU", "GPU", "memory", "objectStoreMemory")
 BYTES = ("memory", "objectStoreMemory")
 MOST_JOBS = 10
+ON_PURPOSE = ("expected termination", "terminated due to idle")
+"""What Ray says of a dead node that the autoscaler, or a gang, took away."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +90,8 @@ def problems(snapshot: Snapshot) -> list[str]:
 def _nodes(snapshot: Snapshot) -> Table:
     table = _table("Nodes", "address", "role", "state", "resources")
     for node in snapshot.nodes:
+        if node["state"] == "DEAD" and not _dead(node):
+            continue
         amounts = [f"{amount:g} {name}" for name, amount in node["resources_total"].items() if name in ("CPU", "GPU")]
         role = "head" if node["is_head_node"] else "worker"
         table.add_row(node["node_ip"], role, node["state"].lower(), ", ".join(amounts))
@@ -136,8 +140,8 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _dead(node: dict[str, Any]) -> bool:
-    # a node that the autoscaler took away on purpose has died as expected
-    return node["state"] == "DEAD" and "expected termination" not in (node["state_message"] or "").lower()
+    message = (node["state_message"] or "").lower()
+    return node["state"] == "DEAD" and not any(words in message for words in ON_PURPOSE)
 
 
 def _latest_jobs(snapshot: Snapshot) -> list[dict[str, Any]]:

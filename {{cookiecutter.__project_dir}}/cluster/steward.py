@@ -226,6 +226,7 @@ def end_everything(file: "ClusterFile", reason: str) -> None:
     try:
         if workers := [one.id for one in machines.living(file) if one.node_type != file.head.name]:
             file.client("ec2").terminate_instances(InstanceIds=workers)
+        machines.say_last_words(file, reason)
     finally:
         subprocess.run(["sudo", "shutdown", "-h", "now"], check=True)
         time.sleep(60)  # nothing more is to be done until that takes effect

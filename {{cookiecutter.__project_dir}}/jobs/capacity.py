@@ -4,7 +4,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import ray
 
@@ -27,18 +27,6 @@ def nodes() -> list[Node]:
     if described := os.environ.get("CLUSTER_NODES"):
         return [Node(node["resources"], node["count"]) for node in json.loads(described)]
     return [Node(node["Resources"], 1) for node in ray.nodes() if node["Alive"]]
-
-
-class Worker(Protocol):
-    """What the options of a training say of one of its workers."""
-
-    cpus_per_worker: int
-    use_gpu: bool
-
-
-def worker_resources(options: Worker) -> dict[str, float]:
-    """What Ray reserves for each worker."""
-    return {"CPU": float(options.cpus_per_worker)} | ({"GPU": 1.0} if options.use_gpu else {})
 
 
 def refuse_too_many_workers(workers: int, needs: Mapping[str, float]) -> None:

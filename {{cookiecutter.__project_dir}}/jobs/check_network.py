@@ -5,37 +5,27 @@ import re
 import tempfile
 import time
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import ray.train
 import torch
 import torch.distributed
-from pydantic import ConfigDict, PositiveFloat, PositiveInt
+from pydantic import ConfigDict, PositiveInt
 from ray.train import LoggingConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer, get_device
 
-import settings
 from jobs import capacity, cli, gang
+from jobs.workers import WorkerOptions
 
 ROUNDS = 10
 LOG = Path(tempfile.gettempdir()) / "check-network-nccl.log"
 MIB = 2**20
 
 
-class NetworkOptions(settings.Section):
-    """The workers of [train], and how much they send."""
+class NetworkOptions(WorkerOptions):
+    """The workers of [train], and how much they send: by NCCL where device is cuda, by gloo where it is cpu."""
 
     model_config = ConfigDict(extra="ignore")
-    num_workers: PositiveInt
-    """Processes that take part, one device each."""
-    use_gpu: bool
-    """Reserve one GPU for each worker."""
-    device: Literal["cpu", "cuda"]
-    """Where the messages are: cuda is sent by NCCL, cpu by gloo."""
-    cpus_per_worker: PositiveInt
-    """Logical CPUs reserved for each worker."""
-    gang_patience_s: PositiveFloat = 900
-    """Seconds after which a zone without room for all workers is given up for the next."""
     message_mib: tuple[PositiveInt, ...] = (1, 16, 256)
     """Sizes of the messages that are measured; DDP sends gradients by 25 MiB, ZeRO by 500 MB."""
 
@@ -53,7 +43,7 @@ class Measure(NamedTuple):
 def main(options: NetworkOptions) -> None:
     """Measure the network between a training's workers."""
     cli.connect()
-    needs = capacity.worker_resources(options)
+    needs = options.worker_resources
     capacity.refuse_too_many_workers(options.num_workers, needs)
     zone = gang.gather(options.num_workers, needs, options.gang_patience_s, gang.offers())
     trainer = TorchTrainer(

@@ -76,7 +76,7 @@ def fit(options: TrainOptions, make_strategy: MakeStrategy) -> None:
     _check_cluster(options, recipe)
     preflight.claim(options, identity)
     os.environ["RAY_TRAIN_ENABLE_PRINT_PATCH"] = "0"  # Ray Train's own print shows each line twice
-    zone = gang.gather(options.num_workers, capacity.worker_resources(options), options.gang_patience_s, gang.offers())
+    zone = gang.gather(options.num_workers, options.worker_resources, options.gang_patience_s, gang.offers())
     result = _trainer(options, make_strategy, recipe, zone).fit()
     if result.return_value:
         raise Refusal(result.return_value)
@@ -100,7 +100,7 @@ def _check_stream(options: TrainOptions, recipe: stream.Recipe) -> preflight.Ide
 
 
 def _check_cluster(options: TrainOptions, recipe: stream.Recipe | None) -> None:
-    capacity.refuse_too_many_workers(options.num_workers, capacity.worker_resources(options))
+    capacity.refuse_too_many_workers(options.num_workers, options.worker_resources)
     rows = {"input": recipe.input} if recipe else {"data": options.data}
     capacity.refuse_private_paths(
         {"model": options.model, "output": options.output} | rows, options.shared_paths, "train"
@@ -121,7 +121,7 @@ def _trainer(
         scaling_config=ScalingConfig(
             num_workers=options.num_workers,
             use_gpu=options.use_gpu,
-            resources_per_worker=capacity.worker_resources(options),
+            resources_per_worker=options.worker_resources,
             label_selector=zone,
         ),
         run_config=RunConfig(

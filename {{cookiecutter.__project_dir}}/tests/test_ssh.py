@@ -1,5 +1,6 @@
 """How the head is reached, as ssh itself understands it."""
 
+import re
 import subprocess
 from pathlib import Path
 from unittest.mock import Mock
@@ -19,9 +20,11 @@ def understood(head: Head) -> dict[str, str]:
 
 
 def test_it_goes_to_the_address_with_the_clusters_key_alone(tmp_path: Path) -> None:
-    options = understood(Head("i-0a1", "198.51.100.7", "ubuntu", tmp_path / "key.pem"))
+    key = tmp_path / "key.pem"
+    key.touch()  # ssh would fall back to its own keys
+    options = understood(Head("i-0a1", "198.51.100.7", "ubuntu", key))
     assert (options["user"], options["hostname"]) == ("ubuntu", "198.51.100.7")
-    assert options["identityfile"] == str(tmp_path / "key.pem")
+    assert options["identityfile"] == str(key)
     assert options["identitiesonly"] == "yes"
     assert options["hostkeyalias"] == "i-0a1"
     assert "proxycommand" not in options
@@ -29,7 +32,7 @@ def test_it_goes_to_the_address_with_the_clusters_key_alone(tmp_path: Path) -> N
 
 def test_through_ssm_it_goes_to_the_instances_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (settings.PROJECT / "cluster" / "variants.md").read_text(encoding="utf-8")
-    block = next(part.split("```")[0] for part in text.split("```yaml\n") if "ssh_proxy_command" in part.split("```")[0])
+    block = next(block for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL) if "ssh_proxy_command" in block)
     key = tmp_path / "key.pem"
     key.touch()
     content = cluster_file.load().content

@@ -87,6 +87,10 @@ def test_what_is_rented_and_refused_is_said() -> None:
     assert "nothing is wrong" not in text
 
 
-def test_a_node_that_was_taken_away_on_purpose_is_no_problem() -> None:
-    gone = NODE | {"state": "DEAD", "state_message": "Expected termination: drained"}
+@pytest.mark.parametrize(
+    "words", ["Expected termination: drained", "Terminated due to idle (no Ray activity): half of a gang"]
+)
+def test_a_node_that_was_taken_away_on_purpose_is_no_problem_and_not_shown(words: str) -> None:
+    gone = NODE | {"state": "DEAD", "state_message": words}
     assert status.problems(snapshot(nodes=[gone])) == []
+    assert NODE["node_ip"] not in printed(snapshot(nodes=[gone]))

@@ -46,7 +46,7 @@ def test_a_closed_type_keeps_the_machines_that_run(market: steward.Market) -> No
 def test_three_failed_setups_close_a_type_for_good_and_are_said_once(market: steward.Market) -> None:
     assert market.note_failed_setups(Counter(spot=2)) == []
     (said,) = market.note_failed_setups(Counter(spot=3))
-    assert "inv up --target aws" in said
+    assert "run `inv up` again" in said
     assert market.note_failed_setups(Counter(spot=3)) == []
     market.note_refusals([refusal("spot", "10:00:00")], NOW)
     assert market.limits(Counter(), NOW + 1e9)["spot"] == 0

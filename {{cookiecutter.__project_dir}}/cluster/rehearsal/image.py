@@ -41,7 +41,8 @@ SHUTDOWN = (
 
 def build(layer: Path, endpoint: str) -> None:
     """Write the layer to `layer`, an empty folder on a file system that an overlay may stack."""
-    variables = {cluster_file.REHEARSAL: "1", "AWS_ENDPOINT_URL": endpoint, **_package_variables()}
+    quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # torch warns of each host that no DNS knows
+    variables = {cluster_file.REHEARSAL: "1", "AWS_ENDPOINT_URL": endpoint, **quiet, **_package_variables()}
     _write(layer / "etc/ssh/sshd_config", SSHD_CONFIG + _set_env(variables))
     _write(layer / "etc/rehearsal-environment", "".join(f"{name}='{value}'\n" for name, value in variables.items()))
     _write(layer / "etc/sudoers.d/ubuntu", "ubuntu ALL=(ALL) NOPASSWD:ALL\n", 0o440)

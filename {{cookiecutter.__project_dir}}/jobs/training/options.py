@@ -4,12 +4,12 @@ from typing import Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-import settings
+from jobs.workers import WorkerOptions
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"  # a folder's name, and no path
 
 
-class TrainOptions(settings.Section):
+class TrainOptions(WorkerOptions):
     """What every way of spreading the training over workers shares."""
 
     name: str = Field(pattern=NAME)
@@ -28,16 +28,6 @@ class TrainOptions(settings.Section):
     """Tokenise and pack the raw rows of [preprocess] while training, instead of reading `data`; a
     resumed run then starts over in the rows, and nothing is held out for evaluation."""
 
-    num_workers: PositiveInt
-    """Processes that train, one device each."""
-    use_gpu: bool
-    """Reserve one GPU for each worker."""
-    device: Literal["cpu", "cuda"]
-    """Where the workers compute; `cpu` with use_gpu rehearses a GPU cluster without its cards."""
-    cpus_per_worker: PositiveInt
-    """Logical CPUs reserved for each worker, and its number of torch threads."""
-    gang_patience_s: PositiveFloat = 900
-    """Seconds after which a zone without room for all workers is given up for the next."""
     max_failures: int = Field(ge=0)
     """Times that dead workers are replaced before the run fails."""
 
@@ -77,12 +67,6 @@ class TrainOptions(settings.Section):
     """Optimizer steps between progress lines."""
     seed: int
     """Seed of the order of the rows and of dropout."""
-
-    @model_validator(mode="after")
-    def _cuda_is_reserved(self) -> Self:
-        if self.device == "cuda" and not self.use_gpu:
-            raise ValueError("device = cuda needs use_gpu = true; set both, or device = cpu")
-        return self
 
     @property
     def strategy(self) -> str:

@@ -63,7 +63,9 @@ def time_limit(stage: Stage) -> str:
     assert stage.workers()
     limit = _limits().hours
     stage.head().run(f"touch --date='{limit:g} hours ago' {steward.LEASE.parent}")  # as if it had been launched then
-    return f"{_ends_itself(stage)}, of which {limit:g} hours were skipped"
+    told = _ends_itself(stage)
+    assert f"the limit of {limit:g} hours" in verb("status", expect=1)
+    return f"{told}, and status said why; {limit:g} hours were skipped"
 
 
 def spend_limit(stage: Stage) -> str:
@@ -74,7 +76,9 @@ def spend_limit(stage: Stage) -> str:
     spent = json.dumps({"at": time.time(), "dollars": limit - 0.0001, "said": []})
     restart = stage.file.content["head_start_ray_commands"][-1]
     stage.head().run(f"kill $(cat ~/steward.pid); sleep 1; echo '{spent}' > ~/steward.json; {restart}")
-    return f"{_ends_itself(stage)}, with {limit:g} dollars in its books"
+    told = _ends_itself(stage)
+    assert f"the limit of {limit:g} dollars" in verb("status", expect=1)
+    return f"{told}, and status said why; its books were given {limit:g} dollars"
 
 
 def head_lost(stage: Stage) -> str:

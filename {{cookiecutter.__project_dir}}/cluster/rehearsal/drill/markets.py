@@ -3,12 +3,11 @@
 import re
 
 from cluster import machines
-from cluster.rehearsal import play
 from cluster.rehearsal.drill.stage import Stage, changed_cluster_file, no_capacity, tell, wait_for
 
 GATHER = (
     "import ray, sys; from jobs import gang; ray.init(); "
-    "print('gathered', gang.gather(int(sys.argv[1]), {'CPU': 60, 'GPU': 1}, 60, gang.offers()))"
+    "print('gathered', gang.gather(int(sys.argv[1]), {'CPU': 60, 'GPU': 1}, float(sys.argv[2]), gang.offers()))"
 )
 MANY = 8
 
@@ -38,7 +37,7 @@ def half_a_gang(stage: Stage) -> str:
     """One machine where two are asked for: it is given back, and the gang comes together in another zone."""
     stage.wait_until_alone()
     with no_capacity(market="spot", zone=f"{stage.file.region}a", left=1):
-        job = stage.submit(GATHER, "2")
+        job = stage.submit(GATHER, "2", "60")
         wait_for(stage.workers, 60, "half of the gang to come")
         (half,) = stage.workers()
         log = stage.ended(job)
@@ -51,7 +50,7 @@ def everything_refuses(stage: Stage) -> str:
     """No machine at all: the job waits and says so, and goes on once there are some."""
     stage.wait_until_alone()
     with no_capacity(type=stage.file.workers[-1].instance_type):
-        job = stage.submit(GATHER, "2")
+        job = stage.submit(GATHER, "2", "60")
         wait_for(lambda: "no zone and market has 2 machines" in stage.log(job), 240, "the job to say that it waits")
     log = stage.ended(job)
     assert "gathered" in log, log
@@ -76,8 +75,8 @@ def eight_workers(stage: Stage) -> str:
     """A gang of eight machines beside the head."""
     with changed_cluster_file(**_most(stage, MANY)):
         stage.set_up()
-        job = stage.submit(GATHER, str(MANY))
-        took = wait_for(lambda: "gathered" in stage.log(job), 300, f"{MANY} machines to come together")
+        job = stage.submit(GATHER, str(MANY), "300")
+        took = wait_for(lambda: "gathered" in stage.log(job), 400, f"{MANY} machines to come together")
         zones = {machine.zone for machine in stage.workers()}
         joined = len(stage.report()["nodes"]) - 1
         stage.ended(job)
@@ -94,7 +93,7 @@ def _most(stage: Stage, count: int) -> dict:
 
 def _gather(stage: Stage) -> str:
     """Bring two A100 machines together, from none; returns the job's log."""
-    return stage.ended(stage.submit(GATHER, str(play.WORKERS)))
+    return stage.ended(stage.submit(GATHER, "2", "60"))
 
 
 def _seen(log: str) -> str:

@@ -87,7 +87,7 @@ def permission_missing(stage: Stage) -> str:
             iam.delete_user_policy(**user)
     role = {"RoleName": f"{stage.file.slug}-head", "PolicyName": "less"}
     iam.put_role_policy(**role, PolicyDocument=_deny("ec2:RunInstances"))
-    job = stage.submit(GATHER, "2")
+    job = stage.submit(GATHER, "2", "60")
     try:
         wait_for(lambda: "ec2:RunInstances" in str(stage.report()["refused"]), 60, "AWS to refuse the head")
         said = verb("status")
@@ -159,4 +159,3 @@ def _another_project() -> Iterator[Path]:
 def _deny(action: str) -> str:
     statement = {"Effect": "Deny", "Action": action, "Resource": "*"}
     return json.dumps({"Version": "2012-10-17", "Statement": [statement]})
-

@@ -1,6 +1,7 @@
 """What the rows of the drill are made of: a cluster that is up, faults, jobs, the verbs, and patience."""
 
 import contextlib
+import io
 import json
 import os
 import signal
@@ -34,7 +35,14 @@ class Stage:
     def set_up(self) -> None:
         """Bring the cluster up, unless it is; a row may have ended or changed it."""
         target = aws.Aws("rehearsal")
-        target.up(yes=True)
+        said, started = io.StringIO(), time.monotonic()
+        try:
+            with contextlib.redirect_stdout(said):  # the same fifty lines for each row
+                target.up(yes=True)
+        except settings.Refusal:
+            print(said.getvalue())
+            raise
+        print(f"up after {time.monotonic() - started:.0f} s", flush=True)
         play.shorten_idle_timeout(self.file)
         self.connection = target.connect()
 
