@@ -30,11 +30,15 @@ class Snapshot:
 
 
 def take(connection: Connection) -> Snapshot:
-    """Ask the dashboard; raises requests.RequestException when it does not answer."""
+    """Ask the dashboard. Raises `settings.Refusal` when it does not answer, or not as it should."""
 
     def get(path: str) -> Any:
-        response = requests.get(connection.dashboard + path, headers=connection.headers, timeout=15)
-        response.raise_for_status()
+        try:
+            response = requests.get(connection.dashboard + path, headers=connection.headers, timeout=15)
+            response.raise_for_status()
+        except requests.RequestException as error:
+            reason = type(error).__name__ if error.response is None else f"{path} gave {error.response.status_code}"
+            raise settings.Refusal(f"Ray does not answer ({reason}); mend the cluster with `inv up` again") from None
         return response.json()
 
     return Snapshot(

@@ -1,13 +1,13 @@
 """Fine-tunes a language model with each worker holding the whole of it: DistributedDataParallel."""
 
-from jobs import cli, ray_run
+from jobs import cli, launch
 from jobs.training.options import DDPOptions
 from jobs.training.strategies import DDP
 
 
 def main(options: DDPOptions) -> None:
     """Fine-tune a language model on packed rows, the whole model on each worker."""
-    ray_run.fit(options, DDP)
+    launch.fit(options, DDP)
 
 
 if __name__ == "__main__":

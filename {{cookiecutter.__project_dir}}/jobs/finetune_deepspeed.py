@@ -4,7 +4,7 @@ import json
 from functools import partial
 from pathlib import Path
 
-from jobs import cli, ray_run
+from jobs import cli, launch
 from jobs.training.options import DeepSpeedOptions
 from jobs.training.zero import ZeRO
 
@@ -13,7 +13,7 @@ CONFIG = Path(__file__).with_suffix(".json")
 
 def main(options: DeepSpeedOptions) -> None:
     """Fine-tune a language model on packed rows, its optimizer, gradients or parameters sharded over the workers."""
-    ray_run.fit(options, partial(ZeRO, json.loads(CONFIG.read_text())))
+    launch.fit(options, partial(ZeRO, json.loads(CONFIG.read_text())))
 
 
 if __name__ == "__main__":

@@ -16,8 +16,7 @@ from ray.train.torch import TorchConfig, TorchTrainer, get_device, prepare_model
 from ray.train.v2._internal.execution import context as reporting
 from torch import nn
 
-import settings
-from jobs import capacity, cli, gang, stream, weights
+from jobs import capacity, cli, gang, stream
 from jobs.preprocessing.conversations import load_tokenizer
 from jobs.training import preflight
 from jobs.training.arithmetic import plan_batches
@@ -67,10 +66,10 @@ def fit(options: TrainOptions, make_strategy: MakeStrategy) -> None:
     Raises:
         Refusal: something does not fit, or the loop refused to go on.
     """
-    options = _with_absolute_paths(options)
+    options = preflight.with_absolute_paths(options)
     plan_batches(options.global_batch_rows, options.micro_batch_rows, options.num_workers)
     recipe = stream.read_recipe(options.model) if options.stream else None
-    identity = _check_stream(options, recipe) if recipe else _check_packed(options)
+    identity = _check_stream(options, recipe) if recipe else preflight.check_packed(options)
     cli.connect()
     get_or_create_autoscaling_coordinator()  # it starts meanwhile; Ray Train would wait 5 s and then log a traceback
     _check_cluster(options, recipe)
@@ -81,14 +80,6 @@ def fit(options: TrainOptions, make_strategy: MakeStrategy) -> None:
     if result.return_value:
         raise Refusal(result.return_value)
     print(f"the trained model is in {options.output}/{options.name}/model", flush=True)
-
-
-def _check_packed(options: TrainOptions) -> preflight.Identity:
-    manifest = read_manifest(options.data)
-    config = preflight.load_config(options.model)
-    preflight.check_data(options, manifest)
-    preflight.check_model(options.model, config, manifest.tokenizer.vocabulary, manifest.sequence_length)
-    return preflight.identify(options, config, manifest.content_hash[:12])
 
 
 def _check_stream(options: TrainOptions, recipe: stream.Recipe) -> preflight.Identity:
@@ -154,13 +145,3 @@ def _work(config: dict[str, Any]) -> str | None:
     except Refusal as refusal:
         return str(refusal)
     return None
-
-
-def _with_absolute_paths(options: TrainOptions) -> TrainOptions:
-    """Workers do not run where the driver does."""
-    paths = {
-        "model": weights.find(options.model),
-        "data": settings.resolve(options.data),
-        "output": settings.resolve(options.output),
-    }
-    return options.model_copy(update=paths)

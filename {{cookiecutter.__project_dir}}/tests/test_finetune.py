@@ -1,6 +1,8 @@
 """Fine-tuning by Ray Train's workers on one shared Ray: DDP and ZeRO agree, and a killed worker changes nothing."""
 
 import json
+import os
+import subprocess
 import sys
 import threading
 import time
@@ -14,11 +16,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import settings
-from jobs import finetune_ddp, finetune_deepspeed, preprocess, ray_run, stream
+from jobs import finetune_ddp, finetune_deepspeed, finetune_fsdp, preprocess, ray_run, stream
 from jobs.preprocess import PreprocessOptions
 from jobs.training.arithmetic import BatchPlan
 from jobs.training.loop import train
-from jobs.training.options import DDPOptions, DeepSpeedOptions, TrainOptions
+from jobs.training.options import DDPOptions, DeepSpeedOptions, FSDPOptions, TrainOptions
 from jobs.training.run import OneProcess, Run
 from jobs.training.strategies import DDP, Strategy
 
@@ -65,17 +67,75 @@ def test_two_workers_train_as_one_process(ddp: list[Row], changes: dict[str, Any
     assert ddp[-1]["loss"] < 0.8 * ddp[0]["loss"]
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_zero_agrees_with_ddp(stage: int, ddp: list[Row], changes: dict[str, Any]) -> None:
-    options = settings.load(DeepSpeedOptions, "train", "deepspeed", profile="local")
-    options = options.model_copy(update=changes | {"name": f"zero{stage}", "zero_stage": stage})
-    if stage == 3:  # in two starts: what is sharded is saved and read back
+@pytest.mark.parametrize(
+    "zero",
+    [
+        {"zero_stage": 1},
+        {"zero_stage": 2, "offload_optimizer": True},
+        {"zero_stage": 3},
+        {"zero_stage": 3, "offload_optimizer": True, "offload_parameters": True},
+    ],
+    ids=str,
+)
+def test_zero_agrees_with_ddp(zero: dict[str, Any], ddp: list[Row], changes: dict[str, Any]) -> None:
+    options = _deepspeed_options(changes | {"name": "-".join(map(str, zero.values()))} | zero)
+    if zero == {"zero_stage": 3}:  # in two starts: what is sharded is saved and read back
         finetune_deepspeed.main(options.model_copy(update={"stop_after": 20}))
     finetune_deepspeed.main(options)
     sharded = _metrics(options)
     assert [row["loss"] for row in sharded] == pytest.approx([row["loss"] for row in ddp], abs=TOLERANCE)
     assert sharded[-1]["eval_loss"] == pytest.approx(ddp[-1]["eval_loss"], abs=TOLERANCE)
     _assert_same_model(_model(options), _model(_ddp_options(changes)))
+
+
+@pytest.mark.parametrize("zero_stage", [2, 3])
+def test_zero_goes_on_with_other_numbers_of_workers(zero_stage: int, ddp: list[Row], changes: dict[str, Any]) -> None:
+    options = _deepspeed_options(changes | {"name": f"elastic{zero_stage}", "zero_stage": zero_stage})
+    for workers, stop in ((2, 10), (1, 20), (2, STEPS)):
+        finetune_deepspeed.main(options.model_copy(update={"num_workers": workers, "stop_after": stop}))
+    assert [row["loss"] for row in _metrics(options)] == pytest.approx([row["loss"] for row in ddp], abs=1e-4)
+    _assert_same_model(_model(options), _model(_ddp_options(changes)))
+
+
+def test_fsdp_agrees_with_ddp_also_when_other_workers_go_on(ddp: list[Row], changes: dict[str, Any]) -> None:
+    options = _fsdp_options(changes | {"name": "fsdp"})
+    for workers, stop in ((2, 10), (1, 20), (2, STEPS)):  # its checkpoint knows no number of workers
+        finetune_fsdp.main(options.model_copy(update={"num_workers": workers, "stop_after": stop}))
+    sharded = _metrics(options)
+    assert [row["loss"] for row in sharded] == pytest.approx([row["loss"] for row in ddp], abs=TOLERANCE)
+    assert sharded[-1]["eval_loss"] == pytest.approx(ddp[-1]["eval_loss"], abs=TOLERANCE)
+    _assert_same_model(_model(options), _model(_ddp_options(changes)))
+
+
+def test_lora_is_the_same_however_it_is_spread(changes: dict[str, Any]) -> None:
+    lora = changes | {"lora_rank": 4, "learning_rate": 1e-2}
+    ddp = _ddp_options(lora | {"name": "lora-ddp"})
+    finetune_ddp.main(ddp)
+    fsdp = _fsdp_options(lora | {"name": "lora-fsdp"})
+    finetune_fsdp.main(fsdp)
+    zero = _deepspeed_options(lora | {"name": "lora-zero3", "zero_stage": 3})
+    finetune_deepspeed.main(zero)
+    ways: list[TrainOptions] = [ddp, fsdp, zero]
+    losses = [[row["loss"] for row in _metrics(way)] for way in ways]
+    assert losses[0][-1] < losses[0][0]
+    for way, loss in zip(ways, losses, strict=True):
+        assert loss == pytest.approx(losses[0], abs=TOLERANCE)
+        assert (_folder(way) / "adapter/adapter_model.safetensors").exists()
+        _assert_same_model(_model(way), _model(ddp))
+
+
+def test_torchrun_agrees_with_ray(ddp: list[Row], changes: dict[str, Any]) -> None:
+    options = _ddp_options(changes | {"name": "torchrun"})
+    _torchrun(changes | {"name": options.name, "stop_after": 20})
+    _torchrun(changes | {"name": options.name})  # goes on from the checkpoint
+    assert [row["step"] for row in _metrics(options)] == list(range(1, STEPS + 1))
+    assert [row["loss"] for row in _metrics(options)] == pytest.approx([row["loss"] for row in ddp], abs=TOLERANCE)
+    _assert_same_model(_model(options), _model(_ddp_options(changes)))
+
+
+def test_under_torchrun_a_refusal_is_said_once(changes: dict[str, Any]) -> None:
+    said = _torchrun(changes | {"name": "refused", "data": "nowhere"}, expect=1)
+    assert said.count("error: there is no packed data") == 1
 
 
 def test_a_killed_worker_changes_no_bit(ddp: list[Row], changes: dict[str, Any]) -> None:
@@ -153,6 +213,14 @@ def _ddp_options(changes: dict[str, Any]) -> DDPOptions:
     return settings.load(DDPOptions, "train", profile="local").model_copy(update=changes)
 
 
+def _fsdp_options(changes: dict[str, Any]) -> FSDPOptions:
+    return settings.load(FSDPOptions, "train", "fsdp", profile="local").model_copy(update=changes)
+
+
+def _deepspeed_options(changes: dict[str, Any]) -> DeepSpeedOptions:
+    return settings.load(DeepSpeedOptions, "train", "deepspeed", profile="local").model_copy(update=changes)
+
+
 def _folder(options: TrainOptions) -> Path:
     return Path(options.output, options.name)
 
@@ -169,6 +237,22 @@ def _assert_same_model(one: PreTrainedModel, other: PreTrainedModel) -> None:
     assert one.dtype == other.dtype
     for weights, others in zip(one.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(weights, others, atol=1e-3, rtol=0)
+
+
+def _torchrun(changes: dict[str, Any], expect: int = 0) -> str:
+    """Run finetune_ddp in two processes of torchrun's; returns what they print."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    options = [word for name, value in changes.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    done = subprocess.run(
+        [*launcher, "-m", "jobs.finetune_ddp", *options],
+        cwd=settings.PROJECT,
+        env=os.environ | {"PROFILE": "local"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert done.returncode == expect, done.stdout
+    return done.stdout
 
 
 def _kill_a_worker(options: TrainOptions) -> None:

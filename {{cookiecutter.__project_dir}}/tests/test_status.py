@@ -73,6 +73,11 @@ def test_a_dead_node_and_an_unhealthy_application_are_said() -> None:
         status.address(snapshot(serve=serve), CONNECTION)
 
 
+def test_a_dashboard_that_is_gone_is_one_sentence() -> None:
+    with pytest.raises(settings.Refusal, match=r"Ray does not answer \(ConnectionError\)"):
+        status.take(replace(CONNECTION, dashboard="http://127.0.0.1:9"))
+
+
 def test_a_served_model_is_reached_through_the_tunnel_where_there_is_one() -> None:
     assert status.address(snapshot(), CONNECTION) == "http://127.0.0.1:8000"
     tunnelled = replace(CONNECTION, forwarded={8000: 23456})

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from peft import LoraConfig, PeftModel
 from pydantic import ValidationError
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.flop_counter import FlopCounterMode
@@ -180,6 +182,24 @@ def test_operations_are_those_that_torch_counts() -> None:
     multiplied = model.num_parameters() - model.get_input_embeddings().weight.numel()
     formula = arithmetic.flops_per_token(multiplied, config.num_hidden_layers, config.hidden_size, length)
     assert formula == pytest.approx(counter.get_total_flops() / (rows * length), rel=0.01)
+
+
+def test_operations_of_adapters_are_those_that_torch_counts() -> None:
+    length, rows = 64, 2
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=64, intermediate_size=192, num_hidden_layers=3, num_attention_heads=4
+    )
+    config._attn_implementation = "eager"
+    model = LlamaForCausalLM(config)
+    model.add_adapter(LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
+    model.enable_input_require_grads()
+    with FlopCounterMode(display=False) as counter:
+        model(torch.zeros((rows, length), dtype=torch.long)).logits.sum().backward()
+    multiplied = model.num_parameters() - model.get_input_embeddings().weight.numel()
+    frozen = multiplied - model.num_parameters(only_trainable=True)
+    shape = config.num_hidden_layers, config.hidden_size, length
+    formula = arithmetic.flops_per_token(multiplied, *shape, frozen=frozen)
+    assert formula == pytest.approx(counter.get_total_flops() / (rows * length), rel=0.02)
 
 
 def test_peaks_are_known_by_name() -> None:
@@ -372,6 +392,40 @@ def test_a_uri_holds_what_a_path_would(finetune: Finetune, options: DDPOptions, 
     assert [json.loads(line)["loss"] for line in lines] == [row["loss"] for row in undisturbed]
     assert (folder / "model/model.safetensors").exists()
     assert list((folder / "tensorboard").iterdir())
+
+
+# ------------------------------------------------------------------------------------------ adapters
+
+
+LORA = {"lora_rank": 4, "lora_alpha": 8, "lora_dropout": 0.1}
+
+
+def test_lora_trains_adapters_and_merged_they_answer_alike(
+    finetune: Finetune, model: Path, options: DDPOptions, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = finetune(**LORA)
+    assert rows[-1]["loss"] < rows[0]["loss"]
+    trained, whole = re.findall(r"([\d,]+) trained of ([\d,]+) parameters", capsys.readouterr().out)[0]
+    assert int(trained.replace(",", "")) < int(whole.replace(",", "")) / 2
+    run = Path(options.output, options.name)
+    base = AutoModelForCausalLM.from_pretrained(model)
+    prompt = torch.arange(40)[None]
+    with torch.no_grad():
+        before = base(prompt).logits
+        unmerged = PeftModel.from_pretrained(base, str(run / "adapter")).eval()(prompt).logits
+        merged = AutoModelForCausalLM.from_pretrained(run / "model").eval()(prompt).logits
+    torch.testing.assert_close(merged, unmerged, atol=1e-5, rtol=0)
+    assert (merged - before).abs().max() > 1e-2
+
+
+def test_a_resumed_lora_run_repeats_every_bit_and_saves_no_base_model(finetune: Finetune, options: DDPOptions) -> None:
+    undisturbed = finetune(name="undisturbed", **LORA)
+    finetune(name="resumed", stop_after=6, **LORA)
+    resumed = finetune(name="resumed", **LORA)
+    assert [row["loss"] for row in resumed] == [row["loss"] for row in undisturbed]
+    state = torch.load(next(Path(options.output, "resumed").glob("step-*/ddp.pt")), weights_only=True)
+    assert state["model"]
+    assert all("lora" in name for name in state["model"])
 
 
 # ------------------------------------------------------------------------------------------ what is refused

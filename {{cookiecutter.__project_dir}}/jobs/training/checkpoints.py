@@ -34,21 +34,12 @@ def save(strategy: Strategy, run: Run, row: Metrics, output: str) -> None:
 
 
 def restore(strategy: Strategy, run: Run) -> int:
-    """Load the last checkpoint of the run; returns its step, 0 where there is none.
-
-    Raises:
-        Refusal: another number of workers wrote it, and the strategy cannot read that.
-    """
+    """Load the last checkpoint of the run; returns its step, 0 where there is none."""
     with run.resume_from() as folder:
         if folder is None:
             return 0
         state = json.loads((folder / "state.json").read_text())
-        if state["world_size"] != run.world_size and not strategy.any_world_size:
-            raise Refusal(
-                f"the checkpoint of step {state['step']} is sharded over {state['world_size']} workers and cannot be "
-                f"resumed by {run.world_size}; use --num-workers {state['world_size']}."
-            )
-        strategy.load(folder)
+        strategy.load(folder, state["world_size"])
         _restore_random_state(folder / f"random-{run.rank:05d}.pt", run.device)
         return state["step"]
 

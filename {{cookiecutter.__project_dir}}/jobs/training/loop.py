@@ -56,7 +56,6 @@ def train(options: TrainOptions, run: Run, make_strategy: MakeStrategy, stream: 
         Refusal: on every rank alike, so that none waits for another.
     """
     torch.set_num_threads(min(options.cpus_per_worker, os.cpu_count() or 1))  # logical CPUs may be more than real ones
-    torch.manual_seed(options.seed + run.rank)
     Loop(models.with_supported_precision(options, run.device), run, make_strategy, stream).fit()
 
 
@@ -68,11 +67,13 @@ class Loop:
         self.folder = RunFolder(f"{options.output}/{options.name}")
         self.source = stream or PackedSource(options, run)
         self.evaluation = None if stream else PackedRows(options.data, "eval")
+        torch.manual_seed(options.seed)  # adapters begin alike on all ranks
         model = models.load_model(options)
-        self.parameters = model.num_parameters()
+        self.parameters, self.trained = model.num_parameters(), model.num_parameters(only_trainable=True)
         self.meter = Meter(options, run, model, self.source.sequence_length)
         self.plan = plan_batches(options.global_batch_rows, options.micro_batch_rows, run.world_size)
         self.strategy = make_strategy(model, options, run, self.plan)
+        torch.manual_seed(options.seed + run.rank)  # dropout differs
         checkpoints.refuse_full_disk(self.strategy, run, options.output)
         self.done = checkpoints.restore(self.strategy, run)
         self.record = Record(self.folder, self.done, options.last_step) if run.rank == 0 else None
@@ -98,10 +99,15 @@ class Loop:
         if self.done >= options.last_step:
             begin = f"trained to step {self.done} already: --fresh starts over"
         return (
-            f"{options.name}: {self.parameters:,} parameters, {options.strategy} on {workers} x {self.run.device.type} "
+            f"{options.name}: {self._size()}, {options.strategy} on {workers} x {self.run.device.type} "
             f"in {options.precision}; {options.global_batch_rows} rows a step = {workers} workers x "
             f"{self.plan.accumulation} passes x {options.micro_batch_rows} rows; {begin}"
         )
+
+    def _size(self) -> str:
+        if self.trained == self.parameters:
+            return f"{self.parameters:,} parameters"
+        return f"{self.trained:,} trained of {self.parameters:,} parameters"
 
     def _step(self, step: int) -> None:
         """One optimizer step over this rank's rows of a global batch.
@@ -156,7 +162,7 @@ class Loop:
 
     def _export(self) -> None:
         tokenizer = load_tokenizer(self.options.model, self.source.chat_template)
-        models.export(self.strategy, tokenizer, self.folder.path / "model", is_writer=self.run.rank == 0)
+        models.export(self.strategy, tokenizer, self.folder.path, self.options)
         self.folder.publish()
 
     def _on_device(self, batch: Batch) -> Batch:

@@ -59,7 +59,8 @@ def _peak_tokens_per_s(options: TrainOptions, run: Run, model: PreTrainedModel, 
         return None
     multiplied = model.num_parameters() - model.get_input_embeddings().weight.numel()
     shape = model.config.num_hidden_layers, model.config.hidden_size, sequence_length
-    return run.world_size * peak / flops_per_token(multiplied, *shape)
+    frozen = max(0, multiplied - model.num_parameters(only_trainable=True))
+    return run.world_size * peak / flops_per_token(multiplied, *shape, frozen=frozen)
 
 
 def _refuse_divergence(step: int, loss: float) -> None:

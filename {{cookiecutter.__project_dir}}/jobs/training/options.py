@@ -40,6 +40,14 @@ class TrainOptions(WorkerOptions):
     precision: Literal["fp32", "bf16"]
     """Number format of the computation; bf16 falls back to fp32 on a device without it."""
 
+    lora_rank: int = Field(0, ge=0)
+    """Rank of the LoRA adapters on all linear layers (Hu et al. 2021, arXiv:2106.09685), which are trained alone; 0
+    trains every parameter."""
+    lora_alpha: PositiveInt = 32
+    """What an adapter adds is scaled by lora_alpha / lora_rank."""
+    lora_dropout: float = Field(0, ge=0, lt=1)
+    """Share of an adapter's inputs that is dropped in training."""
+
     learning_rate: PositiveFloat
     """Peak learning rate of AdamW."""
     reference_batch_rows: PositiveInt | None = None
@@ -107,3 +115,16 @@ class DeepSpeedOptions(TrainOptions):
         if self.offload_parameters and self.zero_stage != 3:
             raise ValueError("offload_parameters needs zero_stage = 3; add --zero-stage 3")
         return self
+
+
+class FSDPOptions(TrainOptions):
+    """Options of finetune_fsdp."""
+
+    name: str = Field("finetune_fsdp", pattern=NAME)
+    """Name of the run; the same name again resumes it."""
+    reshard_after_forward: bool
+    """Free a layer's gathered parameters between its forward and its backward pass: less memory, one more gathering."""
+
+    @property
+    def strategy(self) -> str:
+        return "fsdp"

@@ -2,16 +2,19 @@
 
 import hashlib
 import json
-from typing import Any
+from typing import Any, TypeVar
 
 from transformers import AutoConfig, PreTrainedConfig
 
+import settings
 from jobs import weights
 from jobs.preprocessing.conversations import load_tokenizer, tokenizer_hash
 from jobs.training import storage
 from jobs.training.options import TrainOptions
-from jobs.training.packed import Manifest
+from jobs.training.packed import Manifest, read_manifest
 from settings import Refusal
+
+Options = TypeVar("Options", bound=TrainOptions)
 
 Identity = dict[str, Any]
 """What makes a run the same run: with another value, its checkpoints would not lead to the same numbers."""
@@ -26,8 +29,30 @@ DECIDES_NUMBERS = {
     "max_grad_norm",
     "steps",
     "precision",
+    "lora_rank",
+    "lora_alpha",
+    "lora_dropout",
     "seed",
 }
+
+
+def with_absolute_paths(options: Options) -> Options:
+    """Workers do not run where the driver does."""
+    paths = {
+        "model": weights.find(options.model),
+        "data": settings.resolve(options.data),
+        "output": settings.resolve(options.output),
+    }
+    return options.model_copy(update=paths)
+
+
+def check_packed(options: TrainOptions) -> Identity:
+    """Refuse packed data and a model that do not fit; returns what the run on them is."""
+    manifest = read_manifest(options.data)
+    config = load_config(options.model)
+    check_data(options, manifest)
+    check_model(options.model, config, manifest.tokenizer.vocabulary, manifest.sequence_length)
+    return identify(options, config, manifest.content_hash[:12])
 
 
 def load_config(model: str) -> PreTrainedConfig:

@@ -23,8 +23,6 @@ BETAS = (0.9, 0.95)  # the usual pair for language models: the second moment for
 class Strategy(ABC):
     """A model and its optimizer, spread over the ranks."""
 
-    any_world_size: bool
-    """Whether another number of workers can read a checkpoint."""
     module: nn.Module
     """What computes; calling it takes part in whatever the ranks must do together."""
     model: PreTrainedModel
@@ -44,16 +42,16 @@ class Strategy(ABC):
         """Write this rank's part of the parameters and of the optimizer's state."""
 
     @abstractmethod
-    def load(self, folder: Path) -> None:
-        """Read back what all ranks saved."""
+    def load(self, folder: Path, world_size: int) -> None:
+        """Read back what all ranks saved, `world_size` of them."""
 
     @abstractmethod
     def checkpoint_bytes(self) -> int:
         """Upper bound of what `save` writes on this rank."""
 
     @abstractmethod
-    def save_model(self, folder: Path) -> None:
-        """Write the whole model as a Hugging Face folder, on rank 0; a call that all ranks make."""
+    def gather(self) -> dict[str, torch.Tensor]:
+        """The trained parameters by name, whole, on rank 0, and nothing elsewhere; a call that all ranks make."""
 
     def summed_loss(self, batch: Batch) -> torch.Tensor:
         """Cross-entropy summed over the trained tokens. Label i is predicted from what precedes it.
@@ -78,16 +76,15 @@ MakeStrategy = Callable[[PreTrainedModel, TrainOptions, Run, BatchPlan], Strateg
 
 def adamw(model: nn.Module, weight_decay: float) -> torch.optim.AdamW:
     """The optimizer of every strategy. Only matrices decay: pulling norms and biases to 0 regularises nothing."""
-    matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
-    vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices = [parameter for parameter in trained if parameter.ndim >= 2]
+    vectors = [parameter for parameter in trained if parameter.ndim < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW([group for group in groups if group["params"]], betas=BETAS)
 
 
 class DDP(Strategy):
     """Every rank holds the whole model and optimizer; gradients are averaged."""
-
-    any_world_size = True
 
     def __init__(self, model: PreTrainedModel, options: TrainOptions, run: Run, plan: BatchPlan) -> None:
         self.model = model
@@ -119,17 +116,20 @@ class DDP(Strategy):
 
     def save(self, folder: Path) -> None:
         if self._is_writer:
-            torch.save({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}, folder / "ddp.pt")
+            torch.save({"model": self.gather(), "optimizer": self.optimizer.state_dict()}, folder / "ddp.pt")
 
-    def load(self, folder: Path) -> None:
+    def load(self, folder: Path, world_size: int) -> None:
         state = torch.load(folder / "ddp.pt", map_location=self._device, weights_only=True)
-        self.model.load_state_dict(state["model"])
+        self.model.load_state_dict(state["model"], strict=False)  # frozen parameters are those of the base model
         self.optimizer.load_state_dict(state["optimizer"])
 
     def checkpoint_bytes(self) -> int:
-        """fp32: the parameters and AdamW's two moments."""
-        return 12 * self.model.num_parameters() if self._is_writer else 0
+        """fp32: the trained parameters and AdamW's two moments."""
+        return 12 * self.model.num_parameters(only_trainable=True) if self._is_writer else 0
 
-    def save_model(self, folder: Path) -> None:
-        if self._is_writer:
-            self.model.to(torch.bfloat16 if self._bf16 else torch.float32).save_pretrained(folder)
+    def gather(self) -> dict[str, torch.Tensor]:
+        if not self._is_writer:
+            return {}
+        return {
+            name: parameter.detach() for name, parameter in self.model.named_parameters() if parameter.requires_grad
+        }

@@ -1,18 +1,29 @@
 """DeepSpeed's ZeRO over the same loop."""
 
+import hashlib
 import os
+import shutil
+import subprocess
+import sys
+import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock
 from transformers import PreTrainedModel
 
 from jobs.training.arithmetic import BatchPlan
 from jobs.training.options import DeepSpeedOptions
 from jobs.training.packed import Batch
+from jobs.training.ranks import total
 from jobs.training.run import Run
 from jobs.training.strategies import Strategy, adamw
+from settings import Refusal
+
+TAG = "zero"
+"""DeepSpeed's name for a checkpoint: a folder in that of the loop."""
 
 
 def fill_config(config: dict[str, Any], options: DeepSpeedOptions, plan: BatchPlan) -> dict[str, Any]:
@@ -38,8 +49,6 @@ def fill_config(config: dict[str, Any], options: DeepSpeedOptions, plan: BatchPl
 class ZeRO(Strategy):
     """Optimizer states, then gradients, then parameters sharded over the ranks (Rajbhandari et al. 2019,
     arXiv:1910.02054): stages 1, 2 and 3."""
-
-    any_world_size = False
 
     def __init__(
         self,
@@ -71,28 +80,64 @@ class ZeRO(Strategy):
         return self._engine.get_global_grad_norm()
 
     def save(self, folder: Path) -> None:
-        self._engine.save_checkpoint(str(folder), tag="zero")
+        self._engine.save_checkpoint(str(folder), tag=TAG, exclude_frozen_parameters=True)
 
-    def load(self, folder: Path) -> None:
-        self._engine.load_checkpoint(str(folder), tag="zero")
+    def load(self, folder: Path, world_size: int) -> None:
+        if world_size == self._world_size:
+            self._engine.load_checkpoint(str(folder), tag=TAG, load_module_strict=False)
+            return
+        if self._is_writer:
+            print(f"converting the checkpoint of {world_size} workers for {self._world_size}", flush=True)
+        converted = _convert(folder)
+        decays = [group["weight_decay"] for group in self.optimizer.param_groups]
+        self._engine._config.load_universal_checkpoint = True
+        self._engine.load_checkpoint(str(converted), tag=TAG, load_module_strict=False)
+        self._engine._config.load_universal_checkpoint = False
+        for group, decay in zip(self.optimizer.param_groups, decays, strict=True):
+            group["weight_decay"] = decay  # DeepSpeed 0.19 gives every group the values of the first
+        for state in self.optimizer.state.values():
+            state["step"] = state["step"].clone()  # and all parameters one counter, which each of them would advance
+        total(torch.zeros(1, device=self._engine.device))  # no rank of this node reads it any more
+        shutil.rmtree(converted, ignore_errors=True)
 
     def checkpoint_bytes(self) -> int:
         """bf16 or fp32 parameters, their fp32 master copy and AdamW's two moments; a share of each rank,
         and on rank 0 all the parameters."""
-        parameters = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in self.model.parameters())
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        parameters = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in trained)
         return 12 * parameters // self._world_size + (4 * parameters if self._is_writer else 0)
 
-    def save_model(self, folder: Path) -> None:
+    def gather(self) -> dict[str, torch.Tensor]:
         import deepspeed
 
         state = {}
         for name, parameter in self.model.named_parameters():
+            if not parameter.requires_grad:
+                continue
             # one at a time: no rank's device holds the whole model
             with deepspeed.zero.GatheredParameters([parameter]):
                 if self._is_writer:
                     state[name] = parameter.detach().cpu().clone()
-        if self._is_writer:
-            self.model.save_pretrained(folder, state_dict=state)
+        return state
+
+
+def _convert(folder: Path) -> Path:
+    """What ranks have sharded in DeepSpeed's universal form, whole by parameter, which any number of ranks can read.
+
+    Made once a node: its first process converts, the others wait.
+    """
+    converted = Path(tempfile.gettempdir(), f"universal-{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}")
+    with FileLock(f"{converted}.lock"):
+        if not (converted / "latest_universal").exists():
+            command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
+            command += ["--input_folder", str(folder / TAG), "--output_folder", str(converted / TAG)]
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+                raise Refusal(
+                    f"DeepSpeed could not convert the checkpoint in {folder} ({reason}); use as many workers."
+                )
+    return converted
 
 
 def _initialize(model: PreTrainedModel, optimizer: torch.optim.Optimizer, config: dict[str, Any], device: str) -> Any:

@@ -24,8 +24,8 @@ Body = Callable[[Stage], str]
 
 ROWS: list[tuple[str, str, Body]] = [
     ("no spot capacity in the first zone", "the next zone", markets.first_zone_refuses),
-    ("no spot capacity anywhere", "on demand", markets.all_spot_refuses),
     ("half a gang", "given back, together elsewhere", markets.half_a_gang),
+    ("no spot capacity anywhere", "on demand", markets.all_spot_refuses),
     ("no capacity at all", "waits, says so, recovers", markets.everything_refuses),
     ("spot interruption in mid-training", "resumes on a replacement, with the same losses", markets.spot_interruption),
     ("eight workers", "come together in one zone", markets.eight_workers),

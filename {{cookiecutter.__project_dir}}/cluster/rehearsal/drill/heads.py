@@ -11,15 +11,19 @@ from cluster.rehearsal.drill.setups import ONE_CPU
 from cluster.rehearsal.drill.stage import Stage, tell, verb, wait_for
 
 REPAIRED_WITHIN_S = 180
+AT_WORK = (
+    "import ray, time; ray.init(); work = lambda: (print('at work', flush=True), time.sleep(600)); "
+    "ray.get(ray.remote(num_cpus=1)(work).remote())"
+)
 
 
 def ray_on_the_head_killed(stage: Stage) -> str:
     """Ray's control store dies under a job: `up` repairs the same head, and no worker is orphaned."""
-    stage.ended(stage.submit(ONE_CPU))
+    _worker_at_work(stage)
     before = machines.head(stage.file)
-    assert stage.workers()
     stage.head().run("pkill -KILL gcs_server")
-    assert "mend it with: inv up" in verb("status", expect=1)
+    shown = verb("status", expect=1)
+    assert "inv up" in shown, shown
     started = time.monotonic()
     said = verb("up", "--yes")
     took = time.monotonic() - started
@@ -27,7 +31,7 @@ def ray_on_the_head_killed(stage: Stage) -> str:
     after = machines.head(stage.file)
     assert before
     assert after
-    assert before.id == after.id
+    assert before.id == after.id, f"{before.id} was replaced by {after.id}"
     assert took < REPAIRED_WITHIN_S, f"the repair took {took:.0f} s"
     stage.set_up()
     stage.ended(stage.submit(ONE_CPU))
@@ -59,40 +63,45 @@ def head_killed(stage: Stage) -> str:
 
 def time_limit(stage: Stage) -> str:
     """The hours of settings.toml are over: the cluster ends itself, workers too."""
-    stage.ended(stage.submit(ONE_CPU))
-    assert stage.workers()
+    _worker_at_work(stage)
     limit = _limits().hours
     stage.head().run(f"touch --date='{limit:g} hours ago' {steward.LEASE.parent}")  # as if it had been launched then
     told = _ends_itself(stage)
-    assert f"the limit of {limit:g} hours" in verb("status", expect=1)
+    shown = verb("status", expect=1)
+    assert f"the limit of {limit:g} hours" in shown, shown
     return f"{told}, and status said why; {limit:g} hours were skipped"
 
 
 def spend_limit(stage: Stage) -> str:
     """The dollars of settings.toml are spent: the cluster ends itself, workers too."""
-    stage.ended(stage.submit(ONE_CPU))
-    assert stage.workers()
+    _worker_at_work(stage)
     limit = _limits().dollars
     spent = json.dumps({"at": time.time(), "dollars": limit - 0.0001, "said": []})
     restart = stage.file.content["head_start_ray_commands"][-1]
     stage.head().run(f"kill $(cat ~/steward.pid); sleep 1; echo '{spent}' > ~/steward.json; {restart}")
     told = _ends_itself(stage)
-    assert f"the limit of {limit:g} dollars" in verb("status", expect=1)
+    shown = verb("status", expect=1)
+    assert f"the limit of {limit:g} dollars" in shown, shown
     return f"{told}, and status said why; its books were given {limit:g} dollars"
 
 
 def head_lost(stage: Stage) -> str:
     """The head is gone for good: the worker that a job brought ends itself."""
-    stage.ended(stage.submit(ONE_CPU))
-    head, workers = machines.head(stage.file), stage.workers()
+    workers, head = _worker_at_work(stage), machines.head(stage.file)
     assert head
-    assert workers
     stage.file.client("ec2").terminate_instances(InstanceIds=[head.id])
     wait_for(lambda: not _has_host(head.id), 30, "the head to be gone")
     time.sleep(steward.EVERY_S)  # a steward that saw the head just before may renew its lease once more
     tell(age_leases_s=570)
     wait_for(lambda: not machines.living(stage.file), 120, "the workers to end themselves")
     return f"ended themselves: {len(workers)}; a lease lasts 600 s, of which 570 were skipped"
+
+
+def _worker_at_work(stage: Stage) -> list[machines.Machine]:
+    """Workers, of which one has work for the rest of the row."""
+    job = stage.submit(AT_WORK)
+    wait_for(lambda: "at work" in stage.log(job), 240, "a worker to be at work")
+    return stage.workers()
 
 
 def _limits() -> steward.LimitsSection:

@@ -109,9 +109,9 @@ def tell(**what: Any) -> None:
 
 
 @contextlib.contextmanager
-def no_capacity(**launch: Any) -> Iterator[None]:
+def no_capacity(*launches: dict[str, Any]) -> Iterator[None]:
     """Launches that are so described find no machine (see api.Faults)."""
-    tell(faults={"no_capacity": [launch]})
+    tell(faults={"no_capacity": launches})
     try:
         yield
     finally:

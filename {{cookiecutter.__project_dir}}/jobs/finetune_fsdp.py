@@ -1,0 +1,16 @@
+"""Fine-tunes a language model that is sharded over the workers: PyTorch's FSDP2."""
+
+from functools import partial
+
+from jobs import cli, launch
+from jobs.training.fsdp import FSDP
+from jobs.training.options import FSDPOptions
+
+
+def main(options: FSDPOptions) -> None:
+    """Fine-tune a language model on packed rows, its parameters, gradients and optimizer sharded over the workers."""
+    launch.fit(options, partial(FSDP, options.reshard_after_forward))
+
+
+if __name__ == "__main__":
+    cli.run(main, FSDPOptions, "train", "fsdp")

@@ -1,0 +1,18 @@
+"""Hands a fine-tuning to what started this process: Ray, or torchrun."""
+
+import torch.distributed as dist
+
+from jobs.training.options import TrainOptions
+from jobs.training.strategies import MakeStrategy
+
+
+def fit(options: TrainOptions, make_strategy: MakeStrategy) -> None:
+    """Train in this process where torchrun started it, and in workers of Ray Train otherwise."""
+    if dist.is_torchelastic_launched():
+        from jobs import torch_run  # each way imports what it needs
+
+        torch_run.fit(options, make_strategy)
+    else:
+        from jobs import ray_run
+
+        ray_run.fit(options, make_strategy)
