@@ -70,10 +70,8 @@ def test_two_workers_train_as_one_process(ddp: list[Row], changes: dict[str, Any
 @pytest.mark.parametrize(
     "zero",
     [
-        {"zero_stage": 1},
         {"zero_stage": 2, "offload_optimizer": True},
         {"zero_stage": 3},
-        {"zero_stage": 3, "offload_optimizer": True, "offload_parameters": True},
     ],
     ids=str,
 )
@@ -88,10 +86,9 @@ def test_zero_agrees_with_ddp(zero: dict[str, Any], ddp: list[Row], changes: dic
     _assert_same_model(_model(options), _model(_ddp_options(changes)))
 
 
-@pytest.mark.parametrize("zero_stage", [2, 3])
-def test_zero_goes_on_with_other_numbers_of_workers(zero_stage: int, ddp: list[Row], changes: dict[str, Any]) -> None:
-    options = _deepspeed_options(changes | {"name": f"elastic{zero_stage}", "zero_stage": zero_stage})
-    for workers, stop in ((2, 10), (1, 20), (2, STEPS)):
+def test_zero_goes_on_with_another_number_of_workers(ddp: list[Row], changes: dict[str, Any]) -> None:
+    options = _deepspeed_options(changes | {"name": "elastic", "zero_stage": 3})
+    for workers, stop in ((2, 20), (1, STEPS)):
         finetune_deepspeed.main(options.model_copy(update={"num_workers": workers, "stop_after": stop}))
     assert [row["loss"] for row in _metrics(options)] == pytest.approx([row["loss"] for row in ddp], abs=1e-4)
     _assert_same_model(_model(options), _model(_ddp_options(changes)))
@@ -99,7 +96,7 @@ def test_zero_goes_on_with_other_numbers_of_workers(zero_stage: int, ddp: list[R
 
 def test_fsdp_agrees_with_ddp_also_when_other_workers_go_on(ddp: list[Row], changes: dict[str, Any]) -> None:
     options = _fsdp_options(changes | {"name": "fsdp"})
-    for workers, stop in ((2, 10), (1, 20), (2, STEPS)):  # its checkpoint knows no number of workers
+    for workers, stop in ((2, 20), (1, STEPS)):  # its checkpoint knows no number of workers
         finetune_fsdp.main(options.model_copy(update={"num_workers": workers, "stop_after": stop}))
     sharded = _metrics(options)
     assert [row["loss"] for row in sharded] == pytest.approx([row["loss"] for row in ddp], abs=TOLERANCE)
@@ -109,19 +106,15 @@ def test_fsdp_agrees_with_ddp_also_when_other_workers_go_on(ddp: list[Row], chan
 
 def test_lora_is_the_same_however_it_is_spread(changes: dict[str, Any]) -> None:
     lora = changes | {"lora_rank": 4, "learning_rate": 1e-2}
-    ddp = _ddp_options(lora | {"name": "lora-ddp"})
-    finetune_ddp.main(ddp)
-    fsdp = _fsdp_options(lora | {"name": "lora-fsdp"})
-    finetune_fsdp.main(fsdp)
-    zero = _deepspeed_options(lora | {"name": "lora-zero3", "zero_stage": 3})
-    finetune_deepspeed.main(zero)
-    ways: list[TrainOptions] = [ddp, fsdp, zero]
-    losses = [[row["loss"] for row in _metrics(way)] for way in ways]
+    alone = _ddp_options(lora | {"name": "lora-alone"})
+    train(alone, OneProcess(_folder(alone), torch.device("cpu"), alone.keep_checkpoints), DDP)
+    sharded = _fsdp_options(lora | {"name": "lora-fsdp"})
+    finetune_fsdp.main(sharded)
+    losses = [[row["loss"] for row in _metrics(way)] for way in (alone, sharded)]
     assert losses[0][-1] < losses[0][0]
-    for way, loss in zip(ways, losses, strict=True):
-        assert loss == pytest.approx(losses[0], abs=TOLERANCE)
-        assert (_folder(way) / "adapter/adapter_model.safetensors").exists()
-        _assert_same_model(_model(way), _model(ddp))
+    assert losses[1] == pytest.approx(losses[0], abs=TOLERANCE)
+    assert (_folder(sharded) / "adapter/adapter_model.safetensors").exists()
+    _assert_same_model(_model(sharded), _model(alone))
 
 
 def test_torchrun_agrees_with_ray(ddp: list[Row], changes: dict[str, Any]) -> None:

@@ -44,7 +44,7 @@ ROWS: list[tuple[str, str, Body]] = [
     ("spend limit", "the cluster ends itself", heads.spend_limit),
     ("up interrupted three times", "down leaves nothing", operators.interrupted_up),
     ("bare ray up and ray down", "work, and leave the stack only", operators.bare_ray),
-    ("down twice", "nothing is left, twice", operators.down_twice),
+    ("down elsewhere, twice", "nothing is left", operators.down_twice),
 ]
 
 

@@ -48,16 +48,19 @@ def interrupted_up(stage: Stage) -> str:
 
 
 def down_twice(stage: Stage) -> str:
-    """`down` twice: both end well and say that nothing is left."""
-    for _ in range(2):
-        said = verb("down")
-        assert "is left" in said, said
+    """`down` from another checkout, the laptop with the key being lost, and again: nothing is left."""
+    stage.file.key_file.unlink()
+    with _checkout(stage.file.slug) as folder:
+        for _ in range(2):
+            said = verb("down", folder=folder)
+            assert "is left" in said, said
+    assert not machines.living(stage.file), "machines live on"
     return re.findall(r"rehearsal is down:.*?is left", said)[0]
 
 
 def two_clusters(stage: Stage) -> str:
     """Another project beside this one: each sees and ends its own machines only."""
-    with _another_project() as folder:
+    with _checkout(f"other-{stage.file.slug}") as folder:
         verb("up", "--yes", folder=folder)
         job, head = stage.submit(SLEEP), machines.head(stage.file)
         other = cluster_file.load(folder / FILE.relative_to(settings.PROJECT))
@@ -140,16 +143,16 @@ def _ray(word: str, *options: str) -> None:
 
 
 @contextlib.contextmanager
-def _another_project() -> Iterator[Path]:
-    """A copy of this one with another slug."""
-    folder = Path("/tmp/another")
+def _checkout(slug: str) -> Iterator[Path]:
+    """A copy of this project's files, of this slug."""
+    folder = Path("/tmp/checkout")
     skipped = shutil.ignore_patterns(".venv", ".cluster", ".env", "data", "models", "runs", "results")
     shutil.copytree(settings.PROJECT, folder, ignore=skipped)
     (folder / ".venv").symlink_to(settings.PROJECT / ".venv")
-    slug = cluster_file.load().slug
+    ours = cluster_file.load().slug
     for name in ("cluster.yaml", "stack.yaml"):
         file = folder / "cluster" / name
-        file.write_text(file.read_text().replace(slug, f"other-{slug}"))
+        file.write_text(file.read_text().replace(ours, slug))
     try:
         yield folder
     finally:

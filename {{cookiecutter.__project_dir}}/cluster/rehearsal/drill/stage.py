@@ -120,7 +120,10 @@ def no_capacity(*launches: dict[str, Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def covered(path: Path, text: str) -> Iterator[None]:
-    """Show another text in the place of a file, inside the cloud only: nothing of the project is written."""
+    """Show another text in the place of a file, inside the cloud only: the file itself is not written.
+
+    Where there is none, an empty one lies there meanwhile.
+    """
     cover = Path("/tmp/covers", path.name)
     cover.parent.mkdir(exist_ok=True)
     cover.write_text(text)
