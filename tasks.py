@@ -51,6 +51,18 @@ def rehearse(context: Context) -> None:
     _verb(context, project, "rehearse")
 
 
+@task(help={"only": "one part by its name, as benchmarks/__main__.py lists them; all when left out"})
+def bench(context: Context, only: str = "") -> None:
+    """Measure a fresh project in build/bench against what people would use otherwise; writes benchmarks/README.md."""
+    project = _bake(context, "bench")
+    _step(f"making the environment of {project}")
+    _verb(context, project, "--list")  # any verb does
+    python = shlex.quote(str(project / ".venv" / "bin" / "python"))
+    variables = {"PYTHONPATH": f"{project}{os.pathsep}{bake.TEMPLATE}", "PROFILE": "local", "HF_HUB_OFFLINE": "1"}
+    with context.cd(str(project)):
+        context.run(f"{python} -m benchmarks {shlex.quote(only)}", env=variables, in_stream=False)
+
+
 @task
 def lint(context: Context) -> None:
     """Check the style of the template's Python files and of the project's, as they stand."""

@@ -52,7 +52,7 @@ def test_no_version_stands_a_second_time(template: Path) -> None:
     """Python's is too short a number to search for: the next test names the places that hold it."""
     sources = [path for path in template.rglob("*") if path.suffix in (".in", ".yaml", ".toml", ".py", ".json")]
     for path in sources:
-        if path != template / "cookiecutter.json":
+        if path != template / "cookiecutter.json" and path.parent.name != "results":  # a result says what it measured
             text = path.read_text(encoding="utf-8")
             assert not [package for package in PACKAGES if VERSIONS[package] in text], path
 

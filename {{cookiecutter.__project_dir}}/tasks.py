@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from rich.console import Console
 
 import settings
 from cluster import chat as cluster_chat
-from cluster import denials, submission, targets
+from cluster import denials, prices, submission, targets
 from cluster import doctor as cluster_doctor
 from cluster import status as cluster_status
 from cluster.local import TOKEN
@@ -160,6 +161,17 @@ def stop(context: Context, job: str = "", target: str = "local") -> None:
 def ssh(context: Context, command: str = "", target: str = "local") -> None:
     """Go to the head, or run a command there."""
     raise Exit(code=targets.get(target).shell(command))
+
+
+@verb(runs="names of runs, with commas between; all when left out", **TARGET)
+def report(context: Context, runs: str = "", target: str = "local") -> None:
+    """Draw trainings beside each other, in results/report.html: losses, speed, checkpoints, restarts, cost."""
+    from jobs.training import report as training_report  # imports plotly
+
+    place = targets.get(target)
+    os.environ |= place.files()
+    price = functools.partial(prices.of_workers, place.dollars_per_machine_hour())
+    training_report.draw([name.strip() for name in runs.split(",") if name.strip()], price, CONSOLE)
 
 
 @verb(**TARGET)

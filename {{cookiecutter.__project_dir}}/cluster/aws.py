@@ -33,10 +33,8 @@ class ServeSection(settings.Section):
 class Aws:
     """A head that is up, and workers that come and go with the work."""
 
+    name: str = TARGET
     profile = "cluster"
-
-    def __init__(self, name: str = "aws") -> None:
-        self.name = name
 
     def doctor(self) -> list[Finding]:
         from cluster import aws_doctor  # imports what jobs read, which takes seconds
@@ -95,6 +93,14 @@ class Aws:
                 "AWS_DEFAULT_REGION": file.region,
             },
         )
+
+    def files(self) -> dict[str, str]:
+        file = cluster_file.load()
+        if not stack.bucket_exists(file):
+            raise settings.Refusal(
+                f"{file.slug} has no bucket on AWS yet, so no job wrote anything; start with: inv up --target {TARGET}"
+            )
+        return {"PROFILE": self.profile, "PROJECT_DIR": f"s3://{stack.bucket(file)}", **stack.access(file)}
 
     def shell(self, command: str) -> int:
         head = machines.reach(cluster_file.load())

@@ -393,8 +393,8 @@ def _gpus(account: Account) -> Iterator[Finding]:
     train = settings.load(DDPOptions, "train", profile="cluster")
     with _cluster_of(nodes):
         each = {"CPU": train.cpus_per_worker} | ({"GPU": 1} if train.use_gpu else {})
-        capacity.refuse_too_many_workers(train.num_workers, each)
-    yield Finding("ok", f"[train]: the cluster has room for num_workers = {train.num_workers}")
+        capacity.refuse_too_many_workers(train.min_workers, each)
+    yield Finding("ok", f"[train]: the cluster has room for num_workers = {train.min_workers}")
     serve = settings.load(JobsSection, "preprocess", "serve", profile="cluster")
     room = sum(node["count"] * node["resources"].get("GPU", 0) for node in nodes)
     gpus = serve.tensor_parallel_size * serve.pipeline_parallel_size

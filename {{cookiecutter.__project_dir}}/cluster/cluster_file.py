@@ -14,6 +14,8 @@ import settings
 
 FILE = settings.PROJECT / "cluster" / "cluster.yaml"
 PINS = settings.PROJECT / "requirements" / "cluster.txt"
+GPUS_A_MACHINE = 8
+"""Of p4d and p4de alike."""
 REHEARSAL = "REHEARSAL"
 """In the environment of what runs inside the emulated AWS."""
 TARGET = "rehearsal" if REHEARSAL in os.environ else "aws"

@@ -54,7 +54,7 @@ def _autoscaler_pid() -> int:
     return int(found[0]) if found else 0
 
 
-def failed_setups(text: str, log: str = "") -> list[str]:
+def failed_setups(text: str, log: str) -> list[str]:
     """What went wrong on new nodes, with the last lines of the command that failed; oldest first.
 
     monitor.out, the text, holds the output of all nodes' commands, between lines of Ray's own that begin with a date.

@@ -76,13 +76,15 @@ class Local:
             dashboard=_state()["dashboard"],
             headers=_headers(),
             job_variables={
-                "PROFILE": self.profile,
+                **self.files(),
                 "RAY_ADDRESS": _state()["address"],  # without it, parts of Ray Train look for any Ray on this machine
-                "PROJECT_DIR": str(settings.PROJECT),
                 "SECRETS_FILE": str(settings.PROJECT / ".env"),
                 "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # nobody takes this machine away
             },
         )
+
+    def files(self) -> dict[str, str]:
+        return {"PROFILE": self.profile, "PROJECT_DIR": str(settings.PROJECT)}
 
     def shell(self, command: str) -> int:
         raise settings.Refusal("local is this machine: there is nowhere to go by ssh")

@@ -12,13 +12,13 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 import settings
+from cluster.cluster_file import GPUS_A_MACHINE
 from jobs.training.arithmetic import PEAK_BF16_FLOPS, flops_per_token
 
 GIB = 2**30
 CARDS_GIB = (40, 80)
 USABLE = 0.9  # of a card: the rest is CUDA's context, NCCL's buffers and what fragmentation wastes
 HOST_GIB = 1152  # main memory of p4d.24xlarge and p4de.24xlarge
-GPUS_A_MACHINE = 8
 MOST_GPUS = 128  # where the search for the fewest ends
 MFU = 0.4  # assumed share of an A100's bf16 peak; `mfu` in metrics.jsonl is what a run reaches
 LORA_RANK = 16

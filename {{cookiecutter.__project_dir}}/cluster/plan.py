@@ -10,10 +10,10 @@ from transformers import PreTrainedConfig
 
 import settings
 from cluster import cluster_file
+from cluster.cluster_file import GPUS_A_MACHINE
 from cluster.memory import (
     CARDS_GIB,
     GIB,
-    GPUS_A_MACHINE,
     METHODS,
     MFU,
     MOST_GPUS,
@@ -79,7 +79,7 @@ def plan(model: str, console: Console, dollars_per_machine_hour: Mapping[int, fl
         sequence_length=settings.load(PreprocessOptions, "preprocess", profile="cluster").sequence_length,
         micro_batch_rows=train.micro_batch_rows,
         global_batch_rows=train.global_batch_rows,
-        num_workers=train.num_workers,
+        num_workers=train.max_workers,
         precision=train.precision,
         card_gib=80 if any("p4de" in worker.instance_type for worker in machines.workers) else 40,
         most_machines=machines.most_workers,

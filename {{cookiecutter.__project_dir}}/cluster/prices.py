@@ -2,13 +2,15 @@
 
 import datetime
 import json
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import boto3
 from rich.table import Table
 
 import settings
-from cluster.cluster_file import ClusterFile, NodeType
+from cluster.cluster_file import GPUS_A_MACHINE, ClusterFile, NodeType
 
 PRICING_REGION = "us-east-1"  # where AWS answers for the prices of all regions
 LINUX = "Linux/UNIX"
@@ -58,6 +60,17 @@ def table(file: ClusterFile, prices: Prices) -> Table:
             shown.add_row("while work waits", f"0 to {worker.most} × {worker.instance_type}", worker.market, each)
     shown.add_row("at most", f"the head and {file.most_workers} of the dearest", "", f"{prices.most:.2f}")
     return shown
+
+
+def of_workers(dollars_per_machine_hour: Mapping[int, float], device: str, workers: int) -> float | None:
+    """Dollars an hour of whole machines with a GPU for each worker; None where that GPU is none that is rented.
+
+    `device` is a GPU's name, such as "NVIDIA A100-SXM4-40GB", and the prices are by GiB of an A100.
+    """
+    for gib, dollars in dollars_per_machine_hour.items():
+        if "A100" in device and f"{gib}GB" in device:
+            return dollars * math.ceil(workers / GPUS_A_MACHINE)
+    return None
 
 
 def _on_demand(file: ClusterFile, instance_type: str) -> float:

@@ -68,6 +68,9 @@ class Target(Protocol):
     def connect(self) -> Connection:
         """The running cluster. Raises `settings.Refusal` when it is not up."""
 
+    def files(self) -> dict[str, str]:
+        """Environment in which this machine finds what the jobs wrote, whether the cluster is up or not."""
+
     def shell(self, command: str) -> int:
         """Run `command` on the head, or a shell for a person where it is empty; returns its exit code."""
 

@@ -15,7 +15,7 @@ def get(name: str) -> Target:
     if name == "local":
         return Local()
     if name == "rehearsal":
-        return Aws(name) if sandbox.is_inside() else Rehearsal()
+        return Aws() if sandbox.is_inside() else Rehearsal()
     if name == "aws":
         return Aws()
     raise settings.Refusal(f"target {name!r} is unknown; use: --target {' | '.join(NAMES)}")

@@ -94,6 +94,7 @@ def write_model(folder: Path, *, vocabulary: int = 1024, seed: int = 0) -> int:
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
 
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # saving imports deepspeed, which would guess, and say so
     logging.disable_progress_bar()
     tokenizer = _train_tokenizer(vocabulary)
     torch.manual_seed(seed)

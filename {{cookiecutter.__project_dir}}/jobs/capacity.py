@@ -29,16 +29,24 @@ def nodes() -> list[Node]:
     return [Node(node["Resources"], 1) for node in ray.nodes() if node["Alive"]]
 
 
-def refuse_too_many_workers(workers: int, needs: Mapping[str, float]) -> None:
-    """Refuse more workers than there will ever be room for; each `needs` its resources on one node."""
-    room = sum(
+def room(needs: Mapping[str, float]) -> int:
+    """How many workers there will ever be room for; each `needs` its resources on one node."""
+    return sum(
         node.count * min(int(node.resources.get(name, 0) // need) for name, need in needs.items()) for node in nodes()
     )
-    if workers > room:
+
+
+def refuse_too_many_workers(
+    workers: int, needs: Mapping[str, float], decided_by: str = "cpus_per_worker and use_gpu in [train]"
+) -> None:
+    """Refuse more workers than there will ever be room for; each has its `needs`, which the settings `decided_by` ask
+    for."""
+    most = room(needs)
+    if workers > most:
         each = " and ".join(f"{need:g} {name}" for name, need in needs.items())
         raise Refusal(
-            f"num_workers = {workers}, with {each} for each, is more than the {room} that this cluster can ever hold; "
-            + (f"use --num-workers {room}." if room else "set cpus_per_worker and use_gpu in [train] to what it has.")
+            f"num_workers = {workers}, with {each} for each, is more than the {most} that this cluster can ever hold; "
+            + (f"use --num-workers {most}." if most else f"set {decided_by} to what it has.")
         )
 
 

@@ -1,6 +1,7 @@
 """Measures the network between the workers of a training, before an expensive one starts: all-reduce bandwidth by
 message size, and whether EFA carries it."""
 
+import os
 import re
 import tempfile
 import time
@@ -18,7 +19,7 @@ from jobs import capacity, cli, gang
 from jobs.workers import WorkerOptions
 
 ROUNDS = 10
-LOG = Path(tempfile.gettempdir()) / "check-network-nccl.log"
+LOG = f"{tempfile.gettempdir()}/check-network-nccl.%p.log"  # NCCL puts the process's number in the place of %p
 MIB = 2**20
 
 
@@ -44,14 +45,14 @@ def main(options: NetworkOptions) -> None:
     """Measure the network between a training's workers."""
     cli.connect()
     needs = options.worker_resources
-    capacity.refuse_too_many_workers(options.num_workers, needs)
-    zone = gang.gather(options.num_workers, needs, options.gang_patience_s, gang.offers())
+    capacity.refuse_too_many_workers(options.max_workers, needs)
+    zone = gang.gather(options.max_workers, needs, options.gang_patience_s, gang.offers())
     trainer = TorchTrainer(
         _work,
         train_loop_config={"device": options.device, "message_mib": options.message_mib},
         torch_config=TorchConfig(backend=torch.distributed.get_default_backend_for_device(options.device)),
         scaling_config=ScalingConfig(
-            num_workers=options.num_workers,
+            num_workers=options.max_workers,
             use_gpu=options.use_gpu,
             resources_per_worker=needs,
             label_selector=zone,
@@ -60,11 +61,11 @@ def main(options: NetworkOptions) -> None:
             name="check_network",
             storage_path=tempfile.mkdtemp(),  # nothing is stored
             logging_config=LoggingConfig(log_level="WARNING"),
-            worker_runtime_env={"env_vars": {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": str(LOG)}},
+            worker_runtime_env={"env_vars": {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": LOG}},
         ),
     )
     nodes, carrier, measures = trainer.fit().return_value
-    print(f"{options.num_workers} workers on {nodes} node{'s' * (nodes > 1)}, over {carrier}", flush=True)
+    print(f"{options.max_workers} workers on {nodes} node{'s' * (nodes > 1)}, over {carrier}", flush=True)
     print("   MiB        ms   GB/s (bus)")
     for measure in measures:
         print(f"{measure.mib:>6} {1000 * measure.seconds:>9.2f} {measure.gigabytes_per_s:>12.2f}")
@@ -102,12 +103,18 @@ def _work(config: dict[str, Any]) -> tuple[int, str, list[Measure]]:
     measures = [_measure(mib, device) for mib in config["message_mib"]]
     context = ray.train.get_context()
     nodes = context.get_world_size() // context.get_local_world_size()
-    carrier = "TCP (gloo)" if device.type == "cpu" else carrier_of(LOG.read_text(errors="replace"))
-    return nodes, carrier, measures
+    return nodes, "TCP (gloo)" if device.type == "cpu" else carrier_of(_own_log()), measures
+
+
+def _own_log() -> str:
+    file = Path(LOG.replace("%p", str(os.getpid())))
+    text = file.read_text(errors="replace")
+    file.unlink()
+    return text
 
 
 def _measure(mib: int, device: torch.device) -> Measure:
-    message = torch.ones(mib * MIB // 4, dtype=torch.float32, device=device)
+    message = torch.zeros(mib * MIB // 4, dtype=torch.float32, device=device)
     _all_reduce(message)  # the first one makes the connections
     started = time.perf_counter()
     for _ in range(ROUNDS):
@@ -117,9 +124,8 @@ def _measure(mib: int, device: torch.device) -> Measure:
 
 
 def _all_reduce(message: torch.Tensor) -> None:
-    """The mean over the ranks, and the end of it: a GPU answers before it is done."""
+    """To its end: a GPU answers before it is done."""
     torch.distributed.all_reduce(message)
-    message /= torch.distributed.get_world_size()
     if message.is_cuda:
         torch.cuda.synchronize()
 

@@ -39,8 +39,11 @@ def gather(
     """Wait until one place has room for all workers, each with its `needs`; returns the label selector of its zone.
 
     A place that AWS refuses, or that is not complete after `patience_s`, is given up with the machines that came there,
-    and the next is tried; after the last the first again. Without places there is nothing to gather.
+    and the next is tried; after the last the first again. Without places there is nothing to gather, nor for a trial of
+    a search (jobs/tune.py), which has done so and says where in GANG_ZONE.
     """
+    if zone := os.environ.get("GANG_ZONE"):
+        return {"zone": zone}
     for place in itertools.cycle(places):
         failure = _try(place, workers, needs, patience_s)
         if failure is None:

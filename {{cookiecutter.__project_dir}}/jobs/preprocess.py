@@ -8,7 +8,6 @@ import contextlib
 import errno
 import hashlib
 import json
-import logging
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -25,7 +24,7 @@ from rich.console import Console
 from rich.text import Text
 
 import settings
-from jobs import capacity, cli, weights
+from jobs import capacity, cli, ray_data, weights
 from jobs.preprocessing import rows, shards
 from jobs.preprocessing.conversations import (
     NOT_TRAINED,
@@ -151,7 +150,6 @@ def _part(made: list[shards.Shard]) -> dict[str, Any]:
 
 
 def _make_shards(source: rows.Source, plan: shards.Plan, tokenize: Tokenize) -> list[shards.Partition]:
-    _quiet_console()
     with DataContext.current(_data_context()), Progress(_Line(source.size)) as progress:
         keyed = rows.dataset(source, progress.report).map_batches(
             partial(rows.assign, seed=plan.seed, partitions=plan.partitions), batch_size=None, batch_format="pyarrow"
@@ -180,23 +178,14 @@ def _explained(error: RayTaskError) -> Exception:
     return error
 
 
-def _quiet_console() -> None:
-    """Leave Ray Data's log to its file: an error reaches the console as an exception, and once is enough."""
-    for handler in logging.getLogger("ray.data").handlers:
-        if handler.name == "console":
-            handler.setLevel(logging.CRITICAL)
-
-
 def _data_context() -> DataContext:
-    """Ray Data's settings: blocks that are small beside the object store, a shuffle over disks, no progress bars."""
-    context = DataContext.get_current().copy()
+    """Ray Data's settings: blocks that are small beside the object store, and a shuffle over disks."""
+    context = ray_data.quiet_context()
     store = int(min(node["Resources"]["object_store_memory"] for node in ray.nodes() if node["Alive"]))
     context.target_max_block_size = min(context.target_max_block_size, store // 16)
     context.shuffle_input_batch_bytes = min(context.shuffle_input_batch_bytes, store // 8)
     # through the object store, the many small pieces of a shuffle would gather in the memory of this process
     context.use_disk_based_hash_shuffle = True
-    context.enable_progress_bars = False
-    context.print_on_execution_start = False
     return context
 
 

@@ -1,29 +1,40 @@
 """Runs the training loop under Ray Train: the workers' side of the Run port, and the driver that starts them."""
 
-import logging
-import os
+import hashlib
+import shutil
+import tempfile
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import ray
 import ray.train
 import torch
-from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator import get_or_create_autoscaling_coordinator
-from ray.train import Checkpoint, CheckpointConfig, FailureConfig, LoggingConfig, RunConfig, ScalingConfig
+from pyarrow.fs import FileSelector
+from ray.train import (
+    Checkpoint,
+    CheckpointConfig,
+    CheckpointUploadMode,
+    FailureConfig,
+    LoggingConfig,
+    RunConfig,
+    ScalingConfig,
+    WorkerGroupError,
+)
 from ray.train.torch import TorchConfig, TorchTrainer, get_device, prepare_model
-from ray.train.v2._internal.execution import context as reporting
+from ray.tune.integration.ray_train import TuneReportCallback
+from ray.tune.trainable.trainable_fn_utils import _in_tune_session
 from torch import nn
 
-from jobs import capacity, cli, gang, stream
+from jobs import capacity, cli, gang, quiet, stream
 from jobs.preprocessing.conversations import load_tokenizer
 from jobs.training import preflight
-from jobs.training.arithmetic import plan_batches
+from jobs.training.arithmetic import check_batches
 from jobs.training.loop import train
 from jobs.training.options import TrainOptions
 from jobs.training.packed import read_manifest
-from jobs.training.run import Metrics
+from jobs.training.run import Metrics, Write
 from jobs.training.strategies import MakeStrategy
 from settings import Refusal
 
@@ -36,28 +47,79 @@ class RayRun:
         self.rank = context.get_world_rank()
         self.world_size = context.get_world_size()
         self.device = torch.device("cpu") if device == "cpu" else get_device()
+        self._storage = context.get_storage()
+        reported = ray.train.get_all_reported_checkpoints()
+        self._reported = sorted(reported, key=lambda one: one.metrics["step"], reverse=True)
+        self._names = {Path(one.checkpoint.path).name for one in reported}
+        self._kept = threading.Event()
+        self._kept.set()
+        self._nodes_to_go: set[str] = set()
+        run = hashlib.sha256(self._storage.experiment_fs_path.encode()).hexdigest()[:12]
+        self._scratch = Path(tempfile.gettempdir(), f"checkpoint-{run}", f"rank-{self.rank}")
+        self._forget_unfinished()
 
     def wrap(self, model: nn.Module) -> nn.Module:
         options = {"gradient_as_bucket_view": True}  # no second copy of the gradients
         return prepare_model(model, move_to_device=self.device, parallel_strategy_kwargs=options)
 
-    def report(self, metrics: Metrics, checkpoint: Path) -> None:
+    def report(self, metrics: Metrics, write: Write) -> None:
         """Ray merges the ranks' folders into one under the run's, and keeps the best and the last."""
-        name = f"step-{metrics['step']:08d}"
-        ray.train.report(metrics, checkpoint=Checkpoint.from_directory(checkpoint), checkpoint_dir_name=name)
+        self._kept.clear()
+        self._scratch.mkdir(parents=True)
 
-    @contextmanager
-    def resume_from(self) -> Iterator[Path | None]:
-        checkpoint = ray.train.get_checkpoint()
-        if checkpoint is None:
-            yield None
-            return
-        with checkpoint.as_directory() as folder:
-            yield Path(folder)
+        def keep(checkpoint: Checkpoint, name: str) -> Checkpoint:
+            try:
+                write(self._scratch)
+                return self._storage.persist_current_checkpoint(checkpoint, name)
+            finally:
+                shutil.rmtree(self._scratch)
+                self._kept.set()
+
+        ray.train.report(
+            metrics,
+            checkpoint=Checkpoint.from_directory(self._scratch),
+            checkpoint_dir_name=self._new_name(int(metrics["step"])),
+            checkpoint_upload_mode=CheckpointUploadMode.ASYNC,
+            delete_local_checkpoint_after_upload=False,  # it would be after the next one may have begun
+            checkpoint_upload_fn=keep,
+        )
+
+    def wait(self) -> None:
+        self._kept.wait()
+
+    def checkpoints(self) -> Iterator[Path]:
+        for reported in self._reported:
+            with reported.checkpoint.as_directory() as folder:
+                yield Path(folder)
 
     def should_stop(self) -> bool:
         """Never: Ray ends workers without asking, and a new start resumes from the last checkpoint."""
         return False
+
+    def should_save(self) -> bool:
+        """Once for each machine of the workers that AWS has announced to take away (a drain of its Ray node)."""
+        notice = ray.train.get_preemption_info()
+        nodes = set(notice.preempted_node_ids) if notice else set()
+        is_news = not nodes <= self._nodes_to_go
+        self._nodes_to_go |= nodes
+        return is_news
+
+    def _new_name(self, step: int) -> str:
+        """The folder of a checkpoint. Ray still counts one that was found torn, and would delete both with one name."""
+        name = f"step-{step:08d}"
+        while name in self._names:
+            name += "-again"
+        self._names.add(name)
+        return name
+
+    def _forget_unfinished(self) -> None:
+        """Delete what workers that were killed left of a checkpoint: their copy, and what they had stored of it."""
+        shutil.rmtree(self._scratch, ignore_errors=True)
+        if self.rank == 0:
+            files = self._storage.storage_filesystem
+            for entry in files.get_file_info(FileSelector(self._storage.experiment_fs_path)):
+                if entry.base_name.startswith("step-") and entry.base_name not in self._names:
+                    files.delete_dir(entry.path)
 
 
 def fit(options: TrainOptions, make_strategy: MakeStrategy) -> None:
@@ -65,18 +127,23 @@ def fit(options: TrainOptions, make_strategy: MakeStrategy) -> None:
 
     Raises:
         Refusal: something does not fit, or the loop refused to go on.
+        torch.OutOfMemoryError: a worker's GPU is too small.
     """
     options = preflight.with_absolute_paths(options)
-    plan_batches(options.global_batch_rows, options.micro_batch_rows, options.num_workers)
+    check_batches(options.global_batch_rows, options.micro_batch_rows, options.min_workers, options.max_workers)
     recipe = stream.read_recipe(options.model) if options.stream else None
     identity = _check_stream(options, recipe) if recipe else preflight.check_packed(options)
     cli.connect()
-    get_or_create_autoscaling_coordinator()  # it starts meanwhile; Ray Train would wait 5 s and then log a traceback
+    quiet.driver()
     _check_cluster(options, recipe)
     preflight.claim(options, identity)
-    os.environ["RAY_TRAIN_ENABLE_PRINT_PATCH"] = "0"  # Ray Train's own print shows each line twice
-    zone = gang.gather(options.num_workers, options.worker_resources, options.gang_patience_s, gang.offers())
-    result = _trainer(options, make_strategy, recipe, zone).fit()
+    zone = gang.gather(options.min_workers, options.worker_resources, options.gang_patience_s, gang.offers())
+    try:
+        result = _trainer(options, make_strategy, recipe, zone).fit()
+    except WorkerGroupError as error:
+        if "OutOfMemoryError" in str(error):  # a text: the worker's own exception does not travel
+            raise torch.OutOfMemoryError from None
+        raise
     if result.return_value:
         raise Refusal(result.return_value)
     print(f"the trained model is in {options.output}/{options.name}/model", flush=True)
@@ -91,13 +158,13 @@ def _check_stream(options: TrainOptions, recipe: stream.Recipe) -> preflight.Ide
 
 
 def _check_cluster(options: TrainOptions, recipe: stream.Recipe | None) -> None:
-    capacity.refuse_too_many_workers(options.num_workers, options.worker_resources)
+    capacity.refuse_too_many_workers(options.min_workers, options.worker_resources)
     rows = {"input": recipe.input} if recipe else {"data": options.data}
     capacity.refuse_private_paths(
         {"model": options.model, "output": options.output} | rows, options.shared_paths, "train"
     )
     if recipe:
-        capacity.refuse_workers_on_every_cpu(options.num_workers * options.cpus_per_worker)
+        capacity.refuse_workers_on_every_cpu(options.max_workers * options.cpus_per_worker)
 
 
 def _trainer(
@@ -118,6 +185,7 @@ def _trainer(
         run_config=RunConfig(
             name=options.name,
             storage_path=options.output,
+            callbacks=[TuneReportCallback()] if _in_tune_session() else [],  # for a trial of jobs/tune.py
             logging_config=LoggingConfig(log_level="WARNING"),  # the loop's own lines say what happens
             failure_config=FailureConfig(max_failures=options.max_failures),
             checkpoint_config=CheckpointConfig(
@@ -135,8 +203,7 @@ def _evaluates(options: TrainOptions) -> bool:
 
 def _work(config: dict[str, Any]) -> str | None:
     """What each worker runs. A refusal is returned, not raised: Ray would start the workers again."""
-    # Ray names this logger by its file, so LoggingConfig's level does not reach it
-    logging.getLogger(reporting.__file__).setLevel(logging.WARNING)
+    quiet.worker()
     options, make_strategy, recipe = ray.get(config["work"])
     run = RayRun(options.device)
     source = stream.StreamSource(recipe, options.global_batch_rows // run.world_size) if recipe else None

@@ -66,6 +66,10 @@ class StreamSource:
         """The next rows, whatever the step: a stream has no position."""
         return next(self._batches)
 
+    def names(self, step: int, first: int, count: int) -> list[str]:
+        """None: a stream has no position."""
+        return []
+
     def _epochs(self, rows_per_rank: int) -> Iterator[Batch]:
         shard = ray.train.get_dataset_shard("train")
         while True:

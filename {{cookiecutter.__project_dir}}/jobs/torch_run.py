@@ -4,6 +4,7 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -12,10 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from jobs import secrets
 from jobs.training import preflight, storage
-from jobs.training.arithmetic import plan_batches
+from jobs.training.arithmetic import check_batches
 from jobs.training.loop import train
 from jobs.training.options import TrainOptions
-from jobs.training.run import Metrics, OneProcess
+from jobs.training.run import Metrics, OneProcess, Write
 from jobs.training.strategies import MakeStrategy
 from settings import Refusal
 
@@ -24,20 +25,27 @@ class TorchRun(OneProcess):
     """The Run port in one of torchrun's processes; all of them see the run's folder."""
 
     def __init__(self, folder: Path, device: torch.device, keep_checkpoints: int) -> None:
-        super().__init__(folder, device, keep_checkpoints)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        # of the threads that write, beside what the loop says meanwhile
+        self._writers = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
+        super().__init__(folder, device, keep_checkpoints)
+        dist.barrier()  # all have deleted what a kill left
 
     def wrap(self, model: nn.Module) -> nn.Module:
         return DistributedDataParallel(model.to(self.device), gradient_as_bucket_view=True)
 
-    def report(self, metrics: Metrics, checkpoint: Path) -> None:
-        """The parts of all ranks come together in a folder that gets its name when it is whole."""
-        partial = self._folder / f".step-{metrics['step']:08d}-partial"
-        shutil.copytree(checkpoint, partial, dirs_exist_ok=True)
-        dist.barrier()
+    def _keep(self, metrics: Metrics, write: Write) -> None:
+        """Each rank writes a folder of its own; rank 0 makes one of them when all are whole."""
+        partial = self._folder / f".step-{metrics['step']:08d}"
+        own = partial / f"rank-{self.rank}"
+        own.mkdir(parents=True)
+        write(own)
+        dist.barrier(self._writers)
         if self.rank == 0:
-            super().report(metrics, partial)
-        dist.barrier()
+            for rank in range(self.world_size):
+                shutil.copytree(partial / f"rank-{rank}", partial, copy_function=os.rename, dirs_exist_ok=True)
+                shutil.rmtree(partial / f"rank-{rank}")
+            self._publish(partial, metrics)
 
 
 def fit(options: TrainOptions, make_strategy: MakeStrategy) -> None:
@@ -73,7 +81,7 @@ def _prepare(options: TrainOptions) -> str:
     try:
         if options.stream or not storage.is_local(options.output):
             raise Refusal("under torchrun, rows come from preprocess and output is a folder that all processes see.")
-        plan_batches(options.global_batch_rows, options.micro_batch_rows, options.num_workers)
+        check_batches(options.global_batch_rows, options.micro_batch_rows, options.min_workers, options.max_workers)
         preflight.claim(options, preflight.check_packed(options))
     except Refusal as refusal:
         return str(refusal)

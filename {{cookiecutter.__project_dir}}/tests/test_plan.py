@@ -23,7 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 import settings
 from cluster import memory, plan
 from cluster.memory import METHODS, Method, Shape, Training
-from jobs.training.arithmetic import BatchPlan, plan_batches
+from jobs.training.arithmetic import BatchPlan, check_batches
 from jobs.training.options import DDPOptions, DeepSpeedOptions
 from jobs.training.strategies import DDP, Strategy
 from jobs.training.zero import ZeRO
@@ -291,7 +291,7 @@ def test_the_recommendation_fits_and_runs(card: int, length: int, machines: int)
     needed = memory.peak(made.shape, choice)
     assert needed.gpu < card * 2**30
     assert min(8, choice.gpus) * needed.host < memory.HOST_GIB * 2**30
-    plan_batches(64, 1, choice.gpus)
+    check_batches(64, 1, choice.gpus, choice.gpus)
     options = settings.load(DeepSpeedOptions, "train", "deepspeed", profile="cluster").model_dump()
     fields = ("offload_optimizer", "offload_parameters")
     chosen = {name: getattr(choice.method, name) for name in fields} | {"zero_stage": choice.method.zero_stage or 1}

@@ -114,7 +114,7 @@ error: no space left on device
 """
     ended = "Update instance RAY_INSTALLING->TERMINATING (id=0, type=cpu, cloud_instance_id=i-0a1, ray_id=): not needed"
     assert head_report.failed_setups(log, ended) == ["i-0b2: ray start commands failed: no output"]
-    assert head_report.failed_setups(log) == [
+    assert head_report.failed_setups(log, "") == [
         "i-0a1: setup commands failed: compiling / error: no space left on device",
         "i-0b2: ray start commands failed: no output",
     ]

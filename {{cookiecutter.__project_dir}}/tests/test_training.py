@@ -2,17 +2,22 @@
 
 import json
 import math
+import multiprocessing
 import os
+import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections import namedtuple
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import packed_rows
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -26,73 +31,35 @@ from transformers.optimization import get_cosine_with_min_lr_schedule_with_warmu
 
 import settings
 from jobs import finetune_deepspeed
-from jobs.preprocessing.conversations import NOT_TRAINED, Tokenize, padding_id, tokenizer_hash
-from jobs.preprocessing.packing import pack
+from jobs.preprocessing.conversations import NOT_TRAINED
 from jobs.training import arithmetic, preflight
 from jobs.training.loop import PackedSource, train
 from jobs.training.options import DDPOptions, DeepSpeedOptions
 from jobs.training.packed import COLUMNS, PackedRows, read_manifest
-from jobs.training.run import OneProcess
+from jobs.training.run import Metrics, OneProcess, Write
 from jobs.training.strategies import DDP
 from jobs.training.zero import fill_config
 
 SEQUENCE_LENGTH = 64
-TRAIN_ROWS, EVAL_ROWS = 21, 5  # neither fits a whole number of batches
+TRAIN_ROWS, EVAL_ROWS = 13 + 8, 5  # neither fits a whole number of batches
 
 Finetune = Callable[..., list[dict[str, float]]]
 
 
 @pytest.fixture(scope="module")
 def model(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of a few thousand parameters, with dropout, so that random states matter."""
+    """With dropout, so that random states matter."""
     folder = tmp_path_factory.mktemp("model")
-    tokenizer = AutoTokenizer.from_pretrained(assets / "model")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        attention_dropout=0.1,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    packed_rows.write_model(folder, assets, attention_dropout=0.1)
     return folder
 
 
 @pytest.fixture(scope="module")
-def documents(assets: Path, model: Path) -> pa.Table:
-    lines = (assets / "data/pairs.jsonl").read_text().splitlines()
-    return Tokenize(str(model), SEQUENCE_LENGTH)(pa.Table.from_pylist([json.loads(line) for line in lines]))
-
-
-@pytest.fixture(scope="module")
-def packed(documents: pa.Table, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Packed rows as preprocess leaves them: two training shards, row groups of a few rows."""
+def packed(assets: Path, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two training shards, row groups of a few rows."""
     folder = tmp_path_factory.mktemp("packed")
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    rows = pack(documents, SEQUENCE_LENGTH, padding_id(tokenizer))
-    parts = {"train": [rows.slice(0, 13), rows.slice(13, 8)], "eval": [rows.slice(TRAIN_ROWS, EVAL_ROWS)]}
-    manifest: dict[str, Any] = {
-        "sequence_length": SEQUENCE_LENGTH,
-        "content_hash": "0" * 64,
-        "tokenizer": {
-            "model": str(model),
-            "hash": tokenizer_hash(tokenizer),
-            "vocabulary": len(tokenizer),
-            "chat_template": tokenizer.chat_template + "{# as preprocessed #}",
-        },
-    }
-    for part, tables in parts.items():
-        (folder / part).mkdir()
-        files = [{"name": f"part-{number:05d}.parquet", "rows": len(table)} for number, table in enumerate(tables)]
-        for file, table in zip(files, tables, strict=True):
-            pq.write_table(table, folder / part / str(file["name"]), row_group_size=5)
-        manifest[part] = {"files": files, "rows": sum(map(len, tables))}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    documents = packed_rows.tokenize(assets, model, SEQUENCE_LENGTH)
+    packed_rows.write(folder, documents, model, SEQUENCE_LENGTH, train=[13, 8], evaluated=EVAL_ROWS)
     return folder
 
 
@@ -142,18 +109,27 @@ def finetune(options: DDPOptions) -> Finetune:
 
 @pytest.mark.parametrize(("rows", "micro", "workers"), [(16, 8, 2), (16, 4, 1), (64, 1, 8), (12, 2, 3)])
 def test_a_global_batch_is_spread_whole(rows: int, micro: int, workers: int) -> None:
-    plan = arithmetic.plan_batches(rows, micro, workers)
+    arithmetic.check_batches(rows, micro, workers, workers)
+    plan = arithmetic.spread(rows, micro, workers)
     assert plan.rows_per_rank * workers == rows
     assert plan.accumulation * micro == plan.rows_per_rank
 
 
 def test_a_remainder_is_refused_with_the_nearest_that_work() -> None:
     with pytest.raises(settings.Refusal) as refused:
-        arithmetic.plan_batches(20, 2, 3)
+        arithmetic.check_batches(20, 2, 3, 3)
     assert "--global-batch-rows 18 or 24" in str(refused.value)
     assert "--num-workers 2 or 5" in str(refused.value)
     for rows, workers in [(18, 3), (24, 3), (20, 2), (20, 5)]:
-        arithmetic.plan_batches(rows, 2, workers)
+        arithmetic.check_batches(rows, 2, workers, workers)
+
+
+def test_between_two_numbers_of_workers_each_has_as_many_passes() -> None:
+    arithmetic.check_batches(16, 4, 1, 4)
+    assert [arithmetic.spread(16, 4, workers).accumulation for workers in (1, 2, 3, 4)] == [4, 2, 2, 1]
+    for rows, micro, most in [(16, 4, 5), (18, 4, 2)]:  # a worker, or a part of a micro-batch, would have no rows
+        with pytest.raises(settings.Refusal, match=f"--global-batch-rows {micro * most}"):
+            arithmetic.check_batches(rows, micro, 1, most)
 
 
 def test_the_learning_rate_is_that_of_transformers() -> None:
@@ -238,11 +214,33 @@ def test_ranks_share_the_rows_that_one_process_reads(options: DDPOptions, tmp_pa
             super().__init__(tmp_path, torch.device("cpu"), 1)
             self.rank, self.world_size = rank, world_size
 
+    options = options.model_copy(update={"micro_batch_rows": 2})
     for step in (1, 2, 3, 9):  # TRAIN_ROWS is no multiple of the batch: the third straddles two epochs
         alone = PackedSource(options, Rank(0, 1)).rows(step)
         shared = [PackedSource(options, Rank(rank, 4)).rows(step) for rank in range(4)]
         for name in COLUMNS:
             assert torch.equal(alone[name], torch.cat([batch[name] for batch in shared]))
+
+
+def test_what_is_left_over_is_spread_too(options: DDPOptions, tmp_path: Path) -> None:
+    class Rank(OneProcess):
+        def __init__(self, rank: int) -> None:
+            super().__init__(tmp_path, torch.device("cpu"), 1)
+            self.rank, self.world_size = rank, 3
+
+    eight = options.model_copy(update={"micro_batch_rows": 2})  # four micro-batches for three ranks
+    alone = PackedSource(eight, OneProcess(tmp_path, torch.device("cpu"), 1)).rows(2)
+    shared = [PackedSource(eight, Rank(rank)).rows(2) for rank in range(3)]
+    for name in COLUMNS:
+        assert torch.equal(alone[name], torch.cat([batch[name] for batch in shared])[:8])
+    assert torch.equal(shared[2]["labels"], torch.full_like(shared[2]["labels"], NOT_TRAINED))
+
+
+def test_rows_have_names(packed: Path) -> None:
+    rows = PackedRows(str(packed), "train", seed=0)
+    for name, row in zip(rows.names(17, 30), rows.read(17, 30)["input_ids"], strict=True):
+        file, _, number = name.partition(":")
+        assert pq.read_table(packed / "train" / file)["input_ids"][int(number)].as_py() == row.tolist()
 
 
 def test_without_a_seed_rows_keep_their_order(packed: Path) -> None:
@@ -281,7 +279,7 @@ def test_accumulated_micro_batches_equal_the_whole_batch(finetune: Finetune, mod
     still = _without_dropout(model, tmp_path / "model")
     whole = finetune(name="whole", model=still, micro_batch_rows=8)
     parts = finetune(name="parts", model=still, micro_batch_rows=1)
-    assert [row["loss"] for row in parts] == pytest.approx([row["loss"] for row in whole], abs=1e-6)
+    assert [row["loss"] for row in parts] == pytest.approx([row["loss"] for row in whole], abs=1e-5)
 
 
 def test_gradient_checkpointing_changes_no_number(finetune: Finetune) -> None:
@@ -330,6 +328,80 @@ def test_a_finished_run_is_left_as_it_is(finetune: Finetune) -> None:
     assert finetune() == finetune()
 
 
+def test_a_slow_storage_stops_no_step_and_holds_what_was_when_it_was_asked(
+    finetune: Finetune, options: DDPOptions
+) -> None:
+    class Slow(OneProcess):
+        def _keep(self, metrics: Metrics, write: Write) -> None:
+            while metrics["step"] == 6 and _lines(self._folder / "metrics.jsonl") < 9:
+                assert time.monotonic() < patience, "the loop waits for its checkpoint"
+                time.sleep(0.01)
+            super()._keep(metrics, write)
+
+    undisturbed = finetune(name="undisturbed")
+    patience = time.monotonic() + 60
+    finetune(Slow, name="slow", stop_after=11, checkpoint_every=6, log_every=1, keep_checkpoints=2)
+    shutil.rmtree(Path(options.output, "slow/step-00000011"))
+    assert [row["loss"] for row in finetune(name="slow")] == [row["loss"] for row in undisturbed]
+
+
+def test_a_torn_checkpoint_is_skipped(
+    finetune: Finetune, options: DDPOptions, capsys: pytest.CaptureFixture[str]
+) -> None:
+    undisturbed = finetune(name="undisturbed")
+    finetune(name="torn", stop_after=9, checkpoint_every=3, keep_checkpoints=3)
+    folder = Path(options.output, "torn")
+    os.truncate(folder / "step-00000009/ddp.pt", 1000)
+    (folder / "step-00000006/random-00000.pt").unlink()
+    rows = finetune(name="torn")
+    said = capsys.readouterr().out
+    assert re.search(r"step-00000009 is skipped, as it is not whole: ddp.pt has 1000 of \d+ bytes", said)
+    assert re.search(r"step-00000006 is skipped, as it is not whole: random-00000.pt has 0 of \d+ bytes", said)
+    assert "resumed after step 3" in said
+    assert [row["loss"] for row in rows] == [row["loss"] for row in undisturbed]
+
+
+def test_a_machine_about_to_go_is_worth_a_checkpoint(finetune: Finetune, options: DDPOptions) -> None:
+    class Noticed(OneProcess):
+        notices = iter([False, True, False, False, False])
+
+        def should_save(self) -> bool:
+            return next(self.notices)
+
+    finetune(Noticed, stop_after=11, checkpoint_every=100, keep_checkpoints=2)
+    kept = sorted(folder.name for folder in Path(options.output, options.name).glob("step-*"))
+    assert kept == ["step-00000003", "step-00000011"]
+
+
+def test_twenty_kills_change_no_bit(finetune: Finetune, options: DDPOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At random moments, most of them in the middle of a step or of the writing of a checkpoint."""
+    steps = 200  # a fast machine takes five or more between two kills, and must not come to the end
+    undisturbed = finetune(name="undisturbed", steps=steps)
+    killed = options.model_copy(update={"name": "killed", "steps": steps, "checkpoint_every": 1, "log_every": 1})
+    moments = random.Random(0)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    processes = multiprocessing.get_context("forkserver")  # it imports once, for all the starts
+    processes.set_forkserver_preload([__name__])
+    file = Path(killed.output, "killed/metrics.jsonl")
+    for _ in range(20):
+        process = processes.Process(target=_train_alone, args=(killed,))
+        process.start()
+        before = _lines(file)
+        while _lines(file) < before + 2 and process.is_alive():  # it gets on
+            time.sleep(0.001)
+        time.sleep(moments.uniform(0, 0.1))
+        process.kill()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL  # it had not ended yet
+    rows = finetune(name="killed", steps=steps)
+    assert [(row["step"], row["loss"]) for row in rows] == [(row["step"], row["loss"]) for row in undisturbed]
+    weights = [
+        AutoModelForCausalLM.from_pretrained(f"{options.output}/{name}/model").state_dict()
+        for name in ("undisturbed", "killed")
+    ]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
 def test_the_best_and_the_last_checkpoint_are_kept(finetune: Finetune, options: DDPOptions) -> None:
     rows = finetune(steps=60, learning_rate=0.1, checkpoint_every=10, eval_every=10)
     losses = {row["step"]: row["eval_loss"] for row in rows if "eval_loss" in row}
@@ -346,7 +418,7 @@ def test_a_run_that_is_asked_stops_with_a_checkpoint(finetune: Finetune, options
 
     undisturbed = finetune(name="undisturbed")
     stopped = finetune(Asked)
-    assert [row["step"] for row in stopped] == [1, 2, 3]  # where the loop looks up, every log_every steps
+    assert [row["step"] for row in stopped] == [1]  # the loop looks up after the first step, then every log_every
     assert not Path(options.output, options.name, "model").exists()
     assert [row["loss"] for row in finetune()] == [row["loss"] for row in undisturbed]
 
@@ -428,16 +500,47 @@ def test_a_resumed_lora_run_repeats_every_bit_and_saves_no_base_model(finetune: 
     assert all("lora" in name for name in state["model"])
 
 
+def test_adapters_train_above_weights_of_four_bits(
+    finetune: Finetune, model: Path, options: DDPOptions, tmp_path: Path
+) -> None:
+    config = json.loads((model / "config.json").read_text())
+    shape = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 128}  # the library packs 64 numbers together
+    shutil.copytree(model, tmp_path / "wide")
+    wide = LlamaForCausalLM(LlamaConfig(**config | shape))
+    wide.save_pretrained(tmp_path / "wide")
+    lora = LORA | {"model": str(tmp_path / "wide"), "steps": 24}
+    whole = finetune(name="whole", **lora)
+    rows = finetune(name="quantized", quantize_base=True, **lora)
+    assert rows[-1]["loss"] < rows[0]["loss"]
+    assert 0 < abs(rows[0]["loss"] - whole[0]["loss"]) < 0.1  # the weights are rounded
+    merged = AutoModelForCausalLM.from_pretrained(f"{options.output}/quantized/model")
+    assert merged.num_parameters() == wide.num_parameters()
+
+
 # ------------------------------------------------------------------------------------------ what is refused
 
 
-def test_a_loss_that_is_not_finite_stops_with_its_step(finetune: Finetune, model: Path, tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite_stops_with_its_rows(
+    finetune: Finetune, model: Path, packed: Path, options: DDPOptions, tmp_path: Path
+) -> None:
+    token, steps = _token_of_few_rows(options)
     broken = LlamaForCausalLM.from_pretrained(model)
-    broken.lm_head.weight.data[0, 0] = math.inf
+    broken.get_input_embeddings().weight.data[token] = math.inf
     broken.save_pretrained(tmp_path / "broken")
-    with pytest.raises(settings.Refusal, match="the loss of step 1 is nan"):
-        finetune(model=str(tmp_path / "broken"))
-    assert not list((tmp_path / "finetune_ddp").glob("step-*"))
+    with pytest.raises(settings.Refusal, match="--fresh and a lower --learning-rate") as refused:
+        finetune(model=str(tmp_path / "broken"), micro_batch_rows=1, checkpoint_every=1, log_every=1)
+    assert f"step {min(steps)} diverged" in str(refused.value)
+    assert "the loss is nan" in str(refused.value)
+    assert f"the last good checkpoint is that of step {min(steps) - 1}" in str(refused.value)
+    named = re.findall(r"(part-\d+\.parquet):(\d+)", str(refused.value))
+    assert len(named) == steps[min(steps)]
+    for file, row in named:
+        assert token in pq.read_table(packed / "train" / file)["input_ids"][int(row)].as_py()
+
+
+def test_a_loss_that_explodes_stops(finetune: Finetune) -> None:
+    with pytest.raises(settings.Refusal, match=r"diverged on the rows part-.*: the loss is .*, twice that of guessing"):
+        finetune(learning_rate=30.0, max_grad_norm=1e3, warmup_steps=0)
 
 
 def test_a_full_disk_is_refused_before_writing(finetune: Finetune, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -515,7 +618,8 @@ def test_wrong_options_are_refused(options: DDPOptions, wrong: dict[str, Any]) -
 def test_both_profiles_hold_valid_options_that_divide(profile: str) -> None:
     for options_type, sections in ((DDPOptions, ["train"]), (DeepSpeedOptions, ["train", "deepspeed"])):
         options = settings.load(options_type, *sections, profile=profile)
-        arithmetic.plan_batches(options.global_batch_rows, options.micro_batch_rows, options.num_workers)
+        workers = options.min_workers, options.max_workers
+        arithmetic.check_batches(options.global_batch_rows, options.micro_batch_rows, *workers)
 
 
 def test_the_deepspeed_config_takes_what_the_settings_say() -> None:
@@ -546,6 +650,25 @@ def test_the_loop_runs_where_ray_is_absent() -> None:
 
 
 # ------------------------------------------------------------------------------------------ helpers
+
+
+def _token_of_few_rows(options: DDPOptions) -> tuple[int, dict[int, int]]:
+    """A token that the first step's rows do not hold, and in how many rows of each later step it is."""
+    rows = PackedRows(options.data, "train", options.seed).read(0, 12 * 8)["input_ids"].view(12, 8, -1)
+    for token in rows[3].flatten().unique().tolist():
+        steps = {step: int((row == token).any(1).sum()) for step, row in enumerate(rows, 1) if (row == token).any()}
+        if min(steps) > 1:
+            return token, steps
+    raise AssertionError("every token is in the first step")
+
+
+def _train_alone(options: DDPOptions) -> None:
+    run = OneProcess(Path(options.output, options.name), torch.device("cpu"), options.keep_checkpoints)
+    train(options, run, DDP)
+
+
+def _lines(file: Path) -> int:
+    return len(file.read_text().splitlines()) if file.exists() else 0
 
 
 def _without_dropout(model: Path, folder: Path) -> str:

@@ -50,7 +50,7 @@ def play() -> None:
     Raises:
         settings.Refusal: a step failed, or something is left at the end.
     """
-    file, target, began = cluster_file.load(), Aws("rehearsal"), time.time()
+    file, target, began = cluster_file.load(), Aws(), time.time()
     with ThreadPoolExecutor(1) as background:
         with _step("prepare: roles, security group, launch templates, bucket, key pair"):
             target.prepare()

@@ -29,6 +29,9 @@ class Rehearsal:
     def connect(self) -> Connection:
         _same_verb_inside()
 
+    def files(self) -> dict[str, str]:
+        _same_verb_inside()
+
     def shell(self, command: str) -> int:
         _same_verb_inside()
 

@@ -14,23 +14,40 @@ class BatchPlan(NamedTuple):
     """Forward passes of each rank in one optimizer step."""
 
 
-def plan_batches(global_rows: int, micro_rows: int, workers: int) -> BatchPlan:
-    """Split `global_rows` into `workers` ranks times whole micro-batches of `micro_rows`.
+def spread(global_rows: int, micro_rows: int, workers: int) -> BatchPlan:
+    """`global_rows` over `workers` ranks in micro-batches of `micro_rows`, as many for each rank.
 
-    global_rows = workers x accumulation x micro_rows, so the batch of an optimizer step, and with it
-    the meaning of the learning rate, does not depend on how many workers there are.
+    global_rows = workers x accumulation x micro_rows, so the batch of an optimizer step, and with it the meaning of
+    the learning rate, does not depend on how many workers there are. Where that leaves a remainder, the last ranks
+    have micro-batches too many, which count nothing: collectives need as many passes on each rank.
+    """
+    accumulation = math.ceil(global_rows / (micro_rows * workers))
+    return BatchPlan(accumulation * micro_rows, accumulation)
+
+
+def check_batches(global_rows: int, micro_rows: int, min_workers: int, max_workers: int) -> None:
+    """Refuse a global batch that leaves a rank, or a part of a micro-batch, without rows.
+
+    Numbers of workers between the two may compute some micro-batches for nothing (see `spread`), a fixed number not.
 
     Raises:
-        Refusal: a remainder is left; it names the nearest batches and worker counts that work.
+        Refusal: it names the nearest batches and worker counts that work.
     """
-    unit = micro_rows * workers
+    if min_workers < max_workers:
+        if global_rows % micro_rows or global_rows < micro_rows * max_workers:
+            raise Refusal(
+                f"global_batch_rows = {global_rows} has no whole micro-batch of micro_batch_rows = {micro_rows} for "
+                f"each of {max_workers} workers; use --global-batch-rows {micro_rows * max_workers}."
+            )
+        return
+    unit = micro_rows * max_workers
     if global_rows % unit == 0:
-        return BatchPlan(global_rows // workers, global_rows // unit)
+        return
     sizes = [size for size in (global_rows // unit * unit, (global_rows // unit + 1) * unit) if size]
-    counts = _nearest_worker_counts(global_rows, micro_rows, workers)
+    counts = _nearest_worker_counts(global_rows, micro_rows, max_workers)
     raise Refusal(
         f"global_batch_rows = {global_rows} is no multiple of num_workers x micro_batch_rows = "
-        f"{workers} x {micro_rows} = {unit}; use --global-batch-rows {_either(sizes)}"
+        f"{max_workers} x {micro_rows} = {unit}; use --global-batch-rows {_either(sizes)}"
         + (
             f", or --num-workers {_either(counts)}."
             if counts

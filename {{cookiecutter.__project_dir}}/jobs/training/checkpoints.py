@@ -13,35 +13,69 @@ from jobs.training.storage import is_local
 from jobs.training.strategies import Strategy
 from settings import Refusal
 
+STATE = "state.json"
+
 
 def save(strategy: Strategy, run: Run, row: Metrics, output: str) -> None:
-    """Report a checkpoint of all ranks: parameters, optimizer, random states, and the step, which is the position.
+    """Begin a checkpoint of all ranks: parameters, optimizer, random states, and the step, which is the position.
+
+    They are copied now, and written while the loop trains on; a checkpoint that is still being written is waited for,
+    as main memory holds one copy.
 
     Raises:
         Refusal: there is no room for it, on every rank alike.
     """
+    run.wait()
     refuse_full_disk(strategy, run, output)
-    folder = Path(tempfile.mkdtemp(prefix="checkpoint-"))
-    try:
-        strategy.save(folder)
-        torch.save(_random_state(run.device), folder / f"random-{run.rank:05d}.pt")
+    write_strategy, random = strategy.capture(), _random_state(run.device)
+    state = {"step": row["step"], "world_size": run.world_size}
+
+    def write(folder: Path) -> None:
+        write_strategy(folder)
+        torch.save(random, folder / f"random-{run.rank:05d}.pt")
         if run.rank == 0:
-            state = {"step": row["step"], "world_size": run.world_size}
-            (folder / "state.json").write_text(json.dumps(state))
-        run.report(row, folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+            (folder / STATE).write_text(json.dumps(state))
+        (folder / _inventory(run.rank)).write_text(json.dumps(_sizes(folder)))
+
+    run.report(row, write)
 
 
 def restore(strategy: Strategy, run: Run) -> int:
-    """Load the last checkpoint of the run; returns its step, 0 where there is none."""
-    with run.resume_from() as folder:
-        if folder is None:
-            return 0
-        state = json.loads((folder / "state.json").read_text())
+    """Load the last checkpoint of the run that is whole; returns its step, 0 where there is none."""
+    for folder in run.checkpoints():
+        problem = _what_is_torn(folder)
+        if any_rank(bool(problem), run.device):
+            if run.rank == 0:
+                print(f"the checkpoint {folder.name} is skipped, as it is not whole: {problem}", flush=True)
+            continue
+        state = json.loads((folder / STATE).read_text())
         strategy.load(folder, state["world_size"])
         _restore_random_state(folder / f"random-{run.rank:05d}.pt", run.device)
         return state["step"]
+    return 0
+
+
+def _inventory(rank: int) -> str:
+    return f"files-{rank:05d}.json"
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    """Bytes of each file, by its path in `folder`."""
+    return {str(file.relative_to(folder)): file.stat().st_size for file in folder.rglob("*") if file.is_file()}
+
+
+def _what_is_torn(folder: Path) -> str:
+    """The first file that is not as a rank wrote it; empty where all of all ranks are."""
+    there = _sizes(folder)
+    if STATE not in there:
+        return f"{STATE} is missing"
+    for rank in range(json.loads((folder / STATE).read_text())["world_size"]):
+        if _inventory(rank) not in there:
+            return f"{_inventory(rank)} is missing"
+        for file, size in json.loads((folder / _inventory(rank)).read_text()).items():
+            if there.get(file) != size:
+                return f"{file} has {there.get(file, 0)} of {size} bytes"
+    return ""
 
 
 def refuse_full_disk(strategy: Strategy, run: Run, output: str) -> None:

@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -19,10 +20,11 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from jobs.training.arithmetic import BatchPlan
+from jobs.training.models import decoder_layers
 from jobs.training.options import TrainOptions
 from jobs.training.packed import Batch
-from jobs.training.run import Run
-from jobs.training.strategies import Strategy, adamw
+from jobs.training.run import Run, Write
+from jobs.training.strategies import Strategy, adamw, copied
 
 TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
 """What is saved: frozen parameters are those of the base model."""
@@ -41,12 +43,13 @@ class FSDP(Strategy):
         bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         precision = bf16 if options.precision == "bf16" else MixedPrecisionPolicy()
         shard = partial(fully_shard, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=precision)
-        for layer in _layers(model):  # each goes to the device and is sharded before the next one does
+        for layer in decoder_layers(model):  # each goes to the device and is sharded before the next one does
             shard(layer)
         self.module = self._sharded = shard(model)
         self.optimizer = adamw(model, options.weight_decay)
         self._max_grad_norm = options.max_grad_norm
         self._world_size = run.world_size
+        self._writers = dist.new_group(backend="gloo")  # of the threads that write, beside what the loop says meanwhile
 
     def accumulate(self, batch: Batch, scale: torch.Tensor, last: bool) -> torch.Tensor:
         self._sharded.set_requires_gradient_sync(last)  # one reduce-scatter a step, not one a micro-batch
@@ -61,9 +64,10 @@ class FSDP(Strategy):
         self.optimizer.zero_grad()
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
-    def save(self, folder: Path) -> None:
+    def capture(self) -> Write:
         model, optimizer = get_state_dict(self.model, self.optimizer, options=TRAINED)
-        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder / "fsdp")
+        state = copied({"model": model, "optimizer": optimizer})
+        return lambda folder: dcp.save(state, checkpoint_id=folder / "fsdp", process_group=self._writers)
 
     def load(self, folder: Path, world_size: int) -> None:
         model, optimizer = get_state_dict(self.model, self.optimizer, options=TRAINED)
@@ -77,9 +81,3 @@ class FSDP(Strategy):
     def gather(self) -> dict[str, torch.Tensor]:
         state = get_model_state_dict(self.model, options=replace(TRAINED, full_state_dict=True, cpu_offload=True))
         return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
-
-
-def _layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The decoder layers, by the names of the classes that transformers never splits."""
-    names = model._no_split_modules or []
-    return [module for module in model.modules() if type(module).__name__ in names]

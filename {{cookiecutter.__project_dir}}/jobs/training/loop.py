@@ -8,8 +8,8 @@ import torch
 
 from jobs.preprocessing.conversations import NOT_TRAINED, load_tokenizer
 from jobs.training import checkpoints, models
-from jobs.training.arithmetic import learning_rate_at, peak_learning_rate, plan_batches
-from jobs.training.meter import Meter
+from jobs.training.arithmetic import learning_rate_at, peak_learning_rate, spread
+from jobs.training.meter import Diverged, Meter
 from jobs.training.options import TrainOptions
 from jobs.training.packed import Batch, PackedRows, read_manifest, trained_tokens
 from jobs.training.ranks import any_rank, total
@@ -17,6 +17,9 @@ from jobs.training.record import Record
 from jobs.training.run import Metrics, Run
 from jobs.training.storage import RunFolder
 from jobs.training.strategies import MakeStrategy
+from settings import Refusal
+
+SECONDS_BETWEEN_LOOKS = 10  # at most, or log_every steps: a spot machine goes two minutes after its notice
 
 
 class Source(Protocol):
@@ -30,6 +33,10 @@ class Source(Protocol):
         """This rank's rows of optimizer step `step`, counted from 1."""
         ...
 
+    def names(self, step: int, first: int, count: int) -> list[str]:
+        """Where `count` rows of the global batch of a step come from, from its row `first` on."""
+        ...
+
 
 class PackedSource:
     """Rows by position: the step and the rank say which, so a resumed run reads on exactly where it was."""
@@ -40,11 +47,16 @@ class PackedSource:
         self.chat_template = manifest.tokenizer.chat_template
         self._rows = PackedRows(options.data, "train", options.seed)
         self._global_rows = options.global_batch_rows
-        self._rank_rows = options.global_batch_rows // run.world_size
+        self._rank_rows = spread(options.global_batch_rows, options.micro_batch_rows, run.world_size).rows_per_rank
         self._offset = run.rank * self._rank_rows
 
     def rows(self, step: int) -> Batch:
-        return self._rows.read((step - 1) * self._global_rows + self._offset, self._rank_rows)
+        batch = self._rows.read((step - 1) * self._global_rows + self._offset, self._rank_rows)
+        batch["labels"][max(0, self._global_rows - self._offset) :] = NOT_TRAINED  # they are of the next step
+        return batch
+
+    def names(self, step: int, first: int, count: int) -> list[str]:
+        return self._rows.names((step - 1) * self._global_rows + first, count)
 
 
 def train(options: TrainOptions, run: Run, make_strategy: MakeStrategy, stream: Source | None = None) -> None:
@@ -55,6 +67,7 @@ def train(options: TrainOptions, run: Run, make_strategy: MakeStrategy, stream: 
     Raises:
         Refusal: on every rank alike, so that none waits for another.
     """
+    os.environ["DS_ACCELERATOR"] = run.device.type  # transformers imports deepspeed, which would guess, and say so
     torch.set_num_threads(min(options.cpus_per_worker, os.cpu_count() or 1))  # logical CPUs may be more than real ones
     Loop(models.with_supported_precision(options, run.device), run, make_strategy, stream).fit()
 
@@ -71,12 +84,13 @@ class Loop:
         model = models.load_model(options)
         self.parameters, self.trained = model.num_parameters(), model.num_parameters(only_trainable=True)
         self.meter = Meter(options, run, model, self.source.sequence_length)
-        self.plan = plan_batches(options.global_batch_rows, options.micro_batch_rows, run.world_size)
+        self.plan = spread(options.global_batch_rows, options.micro_batch_rows, run.world_size)
         self.strategy = make_strategy(model, options, run, self.plan)
         torch.manual_seed(options.seed + run.rank)  # dropout differs
         checkpoints.refuse_full_disk(self.strategy, run, options.output)
-        self.done = checkpoints.restore(self.strategy, run)
-        self.record = Record(self.folder, self.done, options.last_step) if run.rank == 0 else None
+        self.done = self.saved = checkpoints.restore(self.strategy, run)
+        self.pace = 1  # steps between looks; the first one says how long a step takes
+        self.record = Record(self.folder, options, run, self.done) if run.rank == 0 else None
 
     def fit(self) -> None:
         """The steps that are left, and the model at the end; without it when the run was asked to stop."""
@@ -88,10 +102,12 @@ class Loop:
             self._step(step)
             saves = step % options.checkpoint_every == 0 or step == options.last_step
             evaluates = saves or step % options.eval_every == 0
-            is_due = evaluates or step % options.log_every == 0
+            is_due = evaluates or step % self.pace == 0
             if is_due and self._take_stock(evaluates, saves):
-                return
-        self._export()
+                break
+        else:
+            self._export()
+        self.run.wait()
 
     def _description(self) -> str:
         options, workers = self.options, self.run.world_size
@@ -125,21 +141,58 @@ class Loop:
         ]
         learning_rate = _learning_rate(self.options, step)
         norm = self.strategy.step(learning_rate)
-        self.meter.add(step, learning_rate, torch.stack(losses).sum() / tokens, norm)
+        self.meter.add(step, learning_rate, torch.stack(losses) / tokens, norm)
 
     def _take_stock(self, evaluates: bool, saves: bool) -> bool:
         """Read the meter, and evaluate, write and save what is due; True where the run was asked to stop."""
-        rows = self.meter.read()
+        rows = self._read_meter()
+        self.pace = min(self.options.log_every, max(1, round(SECONDS_BETWEEN_LOOKS / self.meter.seconds_per_step)))
         stops = any_rank(self.run.should_stop(), self.run.device)
         if self.evaluation and (evaluates or stops):
             rows[-1] |= self._evaluate(self.evaluation)
         if self.record:
             self.record.write(rows, self.meter.seconds_per_step)
-        if saves or stops:
+        if saves or stops or self._is_to_lose_a_machine(rows[-1]):
             checkpoints.save(self.strategy, self.run, rows[-1], self.options.output)
+            self.saved = int(rows[-1]["step"])
+            if self.record:
+                self.record.checkpoint(self.saved)
+                if stops or self.saved == self.options.last_step:
+                    self.record.end(self.saved)
             self.folder.publish()
         self.meter.restart()
         return stops
+
+    def _read_meter(self) -> list[Metrics]:
+        """The steps since the last look.
+
+        Raises:
+            Refusal: one of them diverged, on every rank alike; nothing of it was saved.
+        """
+        try:
+            return self.meter.read()
+        except Diverged as diverged:
+            rows = self.options.micro_batch_rows
+            names = [
+                name
+                for micro_batch in diverged.micro_batches
+                for name in self.source.names(diverged.step, micro_batch * rows, rows)
+            ]
+            came_of = f" on the rows {', '.join(names)} of {self.options.data}/train" if names else ""
+            good = (
+                f"the last good checkpoint is that of step {self.saved}" if self.saved else "there is no checkpoint yet"
+            )
+            raise Refusal(
+                f"step {diverged.step} diverged{came_of}: {diverged}; {good}. Look at the rows, or start over with "
+                "--fresh and a lower --learning-rate or a longer --warmup-steps."
+            ) from None
+
+    def _is_to_lose_a_machine(self, row: Metrics) -> bool:
+        if not self.run.should_save():
+            return False
+        if self.record:
+            print(f"a machine is about to be taken away: a checkpoint of step {row['step']} is written now", flush=True)
+        return True
 
     @torch.no_grad()
     def _evaluate(self, rows: PackedRows) -> Metrics:

@@ -6,9 +6,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from peft import LoraConfig, PeftModel
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
-from transformers.utils import logging
+from torch import nn
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers.utils import is_flash_attn_2_available, logging
 
 from jobs import weights
 from jobs.training.options import TrainOptions
@@ -21,25 +21,52 @@ def load_model(options: TrainOptions) -> PreTrainedModel:
     With LoRA every linear layer but the last has an adapter, and nothing else is trained.
     """
     logging.disable_progress_bar()
-    model = _load(options)
+    model = _load(options, quantized=options.quantize_base)
     if options.lora_rank:
-        model.add_adapter(
-            LoraConfig(
-                r=options.lora_rank,
-                lora_alpha=options.lora_alpha,
-                lora_dropout=options.lora_dropout,
-                target_modules="all-linear",
-                task_type="CAUSAL_LM",
-            )
-        )
-        model.enable_input_require_grads()  # or checkpointed layers below frozen ones would get no gradient
+        _add_adapters(model, options)
     if options.gradient_checkpointing:
         model.activation_checkpointing_enable()
+    if options.compile:
+        for layer in decoder_layers(model):  # one compilation serves all of them, as they are alike
+            layer.compile()
     return model.train()
 
 
-def _load(options: TrainOptions) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(weights.on_this_node(options.model), dtype=torch.float32)
+def _add_adapters(model: PreTrainedModel, options: TrainOptions) -> None:
+    from peft import LoraConfig  # seconds, for those who train adapters
+
+    model.add_adapter(
+        LoraConfig(
+            r=options.lora_rank,
+            lora_alpha=options.lora_alpha,
+            lora_dropout=options.lora_dropout,
+            target_modules="all-linear",
+            task_type="CAUSAL_LM",
+        )
+    )
+    model.enable_input_require_grads()  # or checkpointed layers below frozen ones would get no gradient
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The modules of the classes that transformers never splits between devices."""
+    return [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or [])]
+
+
+def _load(options: TrainOptions, quantized: bool = False) -> PreTrainedModel:
+    computed_in = torch.bfloat16 if options.precision == "bf16" else torch.float32
+    nf4 = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=computed_in,
+    )
+    flash = options.precision == "bf16" and is_flash_attn_2_available()
+    return AutoModelForCausalLM.from_pretrained(
+        weights.on_this_node(options.model),
+        dtype=torch.float32,
+        quantization_config=nf4 if quantized else None,
+        attn_implementation="flash_attention_2" if flash else "sdpa",
+    )
 
 
 def with_supported_precision(options: TrainOptions, device: torch.device) -> TrainOptions:
@@ -67,6 +94,9 @@ def export(strategy: Strategy, tokenizer: PreTrainedTokenizerFast, run: Path, op
     if options.lora_rank:
         with _replaced(run / "adapter") as folder:
             model.save_pretrained(folder, state_dict=state)
+            adapters = model.peft_config["default"]
+            adapters.base_model_name_or_path = options.model  # it has written where this node's copy is
+            adapters.save_pretrained(folder)
         model, state = _merged(options, run / "adapter")
     with _replaced(run / "model") as folder:
         _write(model, state, folder, torch.bfloat16 if options.precision == "bf16" else torch.float32)
@@ -75,6 +105,8 @@ def export(strategy: Strategy, tokenizer: PreTrainedTokenizerFast, run: Path, op
 
 def _merged(options: TrainOptions, adapter: Path) -> tuple[PreTrainedModel, dict[str, torch.Tensor]]:
     """The base model with the adapters added to its weights."""
+    from peft import PeftModel
+
     merged = PeftModel.from_pretrained(_load(options), str(adapter)).merge_and_unload()
     return merged, merged.state_dict()
 

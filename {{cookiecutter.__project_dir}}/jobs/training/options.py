@@ -37,6 +37,8 @@ class TrainOptions(WorkerOptions):
     """Rows in one forward pass of one worker."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more computation."""
+    compile: bool = False
+    """Compile the decoder layers (torch.compile): a minute or more at the start, faster steps after it."""
     precision: Literal["fp32", "bf16"]
     """Number format of the computation; bf16 falls back to fp32 on a device without it."""
 
@@ -47,6 +49,9 @@ class TrainOptions(WorkerOptions):
     """What an adapter adds is scaled by lora_alpha / lora_rank."""
     lora_dropout: float = Field(0, ge=0, lt=1)
     """Share of an adapter's inputs that is dropped in training."""
+
+    quantize_base: bool = False
+    """Keep the frozen weights below adapters in 4 bits, NF4 (QLoRA, Dettmers et al. 2023, arXiv:2305.14314)."""
 
     learning_rate: PositiveFloat
     """Peak learning rate of AdamW."""
@@ -72,9 +77,25 @@ class TrainOptions(WorkerOptions):
     keep_checkpoints: PositiveInt
     """Checkpoints kept: the best by evaluation loss, and always the last."""
     log_every: PositiveInt
-    """Optimizer steps between progress lines."""
+    """Optimizer steps between progress lines at most; slow steps have one every ten seconds."""
+    mlflow: str = ""
+    """Tracking URI of an MLflow server or folder that gets the numbers too; empty: none."""
+    wandb: str = ""
+    """Weights & Biases project that gets the numbers too; empty: none."""
     seed: int
     """Seed of the order of the rows and of dropout."""
+
+    @model_validator(mode="after")
+    def _adapters_are_above_quantized_weights(self) -> Self:
+        if self.quantize_base and (not self.lora_rank or self.strategy != "ddp"):
+            raise ValueError("quantize_base needs finetune_ddp and lora_rank; add --lora-rank 16")
+        return self
+
+    @model_validator(mode="after")
+    def _a_stream_is_split_once(self) -> Self:
+        if self.stream and self.min_workers < self.max_workers:
+            raise ValueError("stream = true needs one number of workers; set num_workers = N")
+        return self
 
     @property
     def strategy(self) -> str:

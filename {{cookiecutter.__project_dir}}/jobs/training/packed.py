@@ -1,6 +1,7 @@
 """Reads the packed rows that `preprocess` wrote, by position: what a step reads depends on nothing but its number."""
 
 import json
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Literal
 
@@ -84,6 +85,11 @@ class PackedRows:
         fragments = pa.dataset.dataset(files, filesystem=filesystem).get_fragments() if files else []
         self._groups = [group for fragment in fragments for group in fragment.split_by_row_group()]
         self._sizes = np.array([group.row_groups[0].num_rows for group in self._groups], dtype=np.int64)
+        self._files = [group.path.rpartition("/")[2] for group in self._groups]
+        before = self._sizes.cumsum() - self._sizes
+        self._starts = [
+            int(start - before[self._files.index(file)]) for start, file in zip(before, self._files, strict=True)
+        ]
         self._seed = seed
         self._read_group = lru_cache(maxsize=2)(self._read_group)  # two: a batch may span their boundary
         if len(self) != sum(shard.rows for shard in shards):
@@ -94,7 +100,22 @@ class PackedRows:
 
     def read(self, first: int, count: int) -> Batch:
         """The rows at positions first .. first + count - 1."""
-        pieces = []
+        pieces = [
+            {name: array[rows] for name, array in self._read_group(group).items()}
+            for group, rows in self._places(first, count)
+        ]
+        return as_batch({name: np.concatenate([piece[name] for piece in pieces]) for name in COLUMNS})
+
+    def names(self, first: int, count: int) -> list[str]:
+        """The rows at these positions as FILE:ROW, rows counted from 0."""
+        return [
+            f"{self._files[group]}:{self._starts[group] + row}"
+            for group, rows in self._places(first, count)
+            for row in rows
+        ]
+
+    def _places(self, first: int, count: int) -> Iterator[tuple[int, np.ndarray]]:
+        """Row groups, and the rows in each, that hold the positions from `first` on."""
         while count:
             epoch, offset = divmod(first, len(self))
             groups = self._order(len(self._groups), epoch)
@@ -102,9 +123,8 @@ class PackedRows:
             slot = int(ends.searchsorted(offset, side="right"))
             group, end = int(groups[slot]), int(ends[slot])
             rows = self._order(self._sizes[group], epoch, group)[offset - end :][:count]
-            pieces.append({name: array[rows] for name, array in self._read_group(group).items()})
+            yield group, rows
             first, count = first + len(rows), count - len(rows)
-        return as_batch({name: np.concatenate([piece[name] for piece in pieces]) for name in COLUMNS})
 
     def _order(self, size: int, *where: int) -> np.ndarray:
         return np.arange(size) if self._seed is None else np.random.default_rng([self._seed, *where]).permutation(size)

@@ -11,7 +11,7 @@ from jobs import weights
 from jobs.preprocessing.conversations import load_tokenizer, tokenizer_hash
 from jobs.training import storage
 from jobs.training.options import TrainOptions
-from jobs.training.packed import Manifest, read_manifest
+from jobs.training.packed import Manifest, TokenizerRecord, read_manifest
 from settings import Refusal
 
 Options = TypeVar("Options", bound=TrainOptions)
@@ -32,6 +32,7 @@ DECIDES_NUMBERS = {
     "lora_rank",
     "lora_alpha",
     "lora_dropout",
+    "quantize_base",
     "seed",
 }
 
@@ -65,19 +66,25 @@ def load_config(model: str) -> PreTrainedConfig:
         return AutoConfig.from_pretrained(weights.on_this_node(model, weights=False))
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise Refusal(f"the model {model} cannot be loaded ({reason}); set model in [train], or --model.") from None
+        raise Refusal(
+            f"the model {model} cannot be loaded ({reason}); correct it in settings.toml, or on the command line."
+        ) from None
 
 
 def check_data(options: TrainOptions, manifest: Manifest) -> None:
     """Refuse packed data without training rows, or made with another tokenizer than the model's."""
-    made_with = manifest.tokenizer
-    if made_with.hash != tokenizer_hash(load_tokenizer(options.model, made_with.chat_template)):
-        raise Refusal(
-            f"the rows in {options.data} were made with the tokenizer of {made_with.model}, which is not that of "
-            f"{options.model}; run preprocess with --model {options.model}, or pass --model {made_with.model}."
-        )
+    check_tokenizer(options.model, options.data, manifest.tokenizer)
     if not manifest.train.rows:
         raise Refusal(f"{options.data} holds no training rows; run preprocess on more input.")
+
+
+def check_tokenizer(model: str, data: str, made_with: TokenizerRecord) -> None:
+    """Refuse rows that were made with another tokenizer than the model's."""
+    if made_with.hash != tokenizer_hash(load_tokenizer(model, made_with.chat_template)):
+        raise Refusal(
+            f"the rows in {data} were made with the tokenizer of {made_with.model}, which is not that of {model}; "
+            f"run preprocess with --model {model}, or take a model with that tokenizer."
+        )
 
 
 def check_model(model: str, config: PreTrainedConfig, vocabulary: int, sequence_length: int) -> None:
@@ -85,7 +92,7 @@ def check_model(model: str, config: PreTrainedConfig, vocabulary: int, sequence_
     if vocabulary > config.vocab_size:
         raise Refusal(
             f"the tokenizer of {model} has {vocabulary} tokens and its model knows {config.vocab_size}; they are not "
-            "of one model: correct the folder, or set model in [train] to another."
+            "of one model: correct the folder, or name another in settings.toml, or on the command line."
         )
     longest = getattr(config, "max_position_embeddings", None) or sequence_length
     if sequence_length > longest:

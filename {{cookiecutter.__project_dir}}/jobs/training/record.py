@@ -1,48 +1,89 @@
-"""What a person or a plot reads of a run: metrics.jsonl, TensorBoard events and progress lines, on rank 0."""
+"""What a person or a plot reads of a run, written on rank 0: metrics, events, TensorBoard's files, progress lines."""
 
-import contextlib
 import json
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch.utils.tensorboard import SummaryWriter
 
-from jobs.training.run import Metrics
+from jobs.training.history import Line, last_seen, lines
+from jobs.training.options import TrainOptions
+from jobs.training.run import Metrics, Run
 from jobs.training.storage import RunFolder
+from jobs.training.trackers import Trackers
 
 
 class Record:
     """Each step once, in order: a resumed run forgets the steps after its checkpoint, which it makes again.
 
-    A line of metrics.jsonl holds step, loss, lr, grad_norm, tokens_per_s, and where known mfu, eval_loss and
-    eval_perplexity.
+    A line of metrics.jsonl holds step, time, loss, lr, grad_norm, tokens_per_s, and where known mfu, eval_loss and
+    eval_perplexity. One of events.jsonl holds event, step and time: each `start` of the workers, and what they are,
+    each `checkpoint`, and the `end`. A start that came to no end is `broken off` where it was seen last; the next one
+    adds that. Times are Unix seconds.
     """
 
-    def __init__(self, folder: RunFolder, done: int, last_step: int) -> None:
-        self._file = folder.fetch("metrics.jsonl")
-        self._last_step = last_step
-        self._file.write_text(
-            "".join(json.dumps(row) + "\n" for row in _earlier_rows(self._file) if row["step"] <= done)
-        )
+    def __init__(self, folder: RunFolder, options: TrainOptions, run: Run, done: int) -> None:
+        self._last_step = options.last_step
+        self._metrics, self._events = folder.fetch("metrics.jsonl"), folder.fetch("events.jsonl")
+        rows, events = _read(self._metrics), _read(self._events)
+        if events and events[-1]["event"] != "end":
+            last = last_seen(events, rows)
+            events.append({"event": "broken off", "step": last["step"], "time": last["time"]})
+        _write(self._metrics, (row for row in rows if row["step"] <= done))
+        _write(self._events, events)
         self._board = SummaryWriter(folder.path / "tensorboard", purge_step=done + 1)
+        self._trackers = Trackers(options, folder)
+        if done < self._last_step:
+            workers = {"world_size": run.world_size, "strategy": options.strategy}
+            self._note("start", done, workers | {"device": _name(run.device), "precision": options.precision})
 
     def write(self, rows: list[Metrics], seconds_per_step: float) -> None:
         """Append the steps since the last call, and say how far the run is."""
-        with self._file.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+        now = time.time()
+        times = (now - left * seconds_per_step for left in reversed(range(len(rows))))
+        _append(self._metrics, (row | {"time": at} for row, at in zip(rows, times, strict=True)))
         for row in rows:
             for name, value in row.items():
                 self._board.add_scalar(name, value, int(row["step"]))
         self._board.flush()
+        self._trackers.write(rows)
         print(progress_line(rows[-1], self._last_step, seconds_per_step), flush=True)
 
+    def checkpoint(self, step: int) -> None:
+        """A checkpoint after `step` was begun."""
+        self._note("checkpoint", step)
 
-def _earlier_rows(file: Path) -> Iterator[Metrics]:
-    """What an earlier start wrote; a kill may have cut its last line short."""
-    for line in file.read_text().splitlines() if file.exists() else []:
-        with contextlib.suppress(json.JSONDecodeError):
-            yield json.loads(line)
+    def end(self, step: int) -> None:
+        """This start ends as it should, after `step`."""
+        self._note("end", step)
+        self._trackers.end()
+
+    def _note(self, event: str, step: int, more: dict[str, Any] | None = None) -> None:
+        _append(self._events, [{"event": event, "step": step, "time": time.time()} | (more or {})])
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _read(file: Path) -> list[Line]:
+    return list(lines(file.read_text())) if file.exists() else []
+
+
+def _write(file: Path, content: Iterable[Line]) -> None:
+    """In the place of what is there, which stays as it is if a kill comes in between."""
+    partial = file.with_name(f".{file.name}")
+    partial.write_text("".join(json.dumps(line) + "\n" for line in content))
+    partial.rename(file)
+
+
+def _append(file: Path, content: Iterable[Line]) -> None:
+    with file.open("a", encoding="utf-8") as opened:
+        opened.writelines(json.dumps(line) + "\n" for line in content)
 
 
 def progress_line(row: Metrics, last_step: int, seconds_per_step: float) -> str:
@@ -56,6 +97,7 @@ def progress_line(row: Metrics, last_step: int, seconds_per_step: float) -> str:
     ]
     if "mfu" in row:
         parts.append(f"MFU {row['mfu']:.1%}")
+    parts.append(f"{row['memory_gib']:.1f} GiB")
     parts.append(f"{left} left")
     if "eval_loss" in row:
         parts.append(f"evaluation loss {row['eval_loss']:.4f}, perplexity {row['eval_perplexity']:.2f}")

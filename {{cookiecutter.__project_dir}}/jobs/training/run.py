@@ -1,17 +1,25 @@
 """Where a training runs: the small port through which the loop sees Ray Train, one process, or another launcher."""
 
 import json
+import math
 import shutil
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import nn
 
+METRICS = "metrics.json"
+"""Of the step after which a checkpoint was made, in its folder."""
+
 Metrics = dict[str, float]
 """Named numbers of one step."""
+
+Write = Callable[[Path], None]
+"""Writes this rank's part of a checkpoint into an empty folder of its own; the state was copied before, so another
+thread may call it while the loop trains on."""
 
 
 class Run(Protocol):
@@ -29,16 +37,24 @@ class Run(Protocol):
         """`model` on the device, its gradients averaged over the ranks."""
         ...
 
-    def report(self, metrics: Metrics, checkpoint: Path) -> None:
-        """Keep this rank's part of a checkpoint, a folder that may be deleted afterwards."""
+    def report(self, metrics: Metrics, write: Write) -> None:
+        """Begin to keep a checkpoint of all ranks; it counts as one when it is whole."""
         ...
 
-    def resume_from(self) -> AbstractContextManager[Path | None]:
-        """The last checkpoint with the parts of all ranks, or None at the start of a run."""
+    def wait(self) -> None:
+        """Return when what was reported is kept."""
+        ...
+
+    def checkpoints(self) -> Iterator[Path]:
+        """The checkpoints that are kept, newest first, each a folder with the parts of all ranks."""
         ...
 
     def should_stop(self) -> bool:
         """Whether this rank was asked to end early, with a checkpoint."""
+        ...
+
+    def should_save(self) -> bool:
+        """Whether a machine of the run is about to go: a checkpoint is due now."""
         ...
 
 
@@ -52,30 +68,49 @@ class OneProcess:
         self.device = device
         self.stop = False
         self._folder = folder
-        self._keep = keep_checkpoints
+        self._number_kept = keep_checkpoints
+        self._writer = ThreadPoolExecutor(1, "checkpoint")
+        self._pending: Future[None] | None = None
+        for partial in folder.glob(".step-*"):  # what a kill left
+            shutil.rmtree(partial, ignore_errors=True)
 
     def wrap(self, model: nn.Module) -> nn.Module:
         return model.to(self.device)
 
-    def report(self, metrics: Metrics, checkpoint: Path) -> None:
-        (checkpoint / "metrics.json").write_text(json.dumps(metrics))
-        shutil.move(checkpoint, self._folder / f"step-{metrics['step']:08d}")
-        last, *others = self._newest_first()
-        for folder in sorted([last, *others], key=_evaluation_loss)[self._keep :]:
-            if folder != last:
-                shutil.rmtree(folder)
+    def report(self, metrics: Metrics, write: Write) -> None:
+        self._pending = self._writer.submit(self._keep, metrics, write)
 
-    @contextmanager
-    def resume_from(self) -> Iterator[Path | None]:
-        yield next(iter(self._newest_first()), None)
+    def wait(self) -> None:
+        if self._pending:
+            self._pending.result()
+
+    def checkpoints(self) -> Iterator[Path]:
+        yield from sorted(self._folder.glob("step-*"), reverse=True)
 
     def should_stop(self) -> bool:
         return self.stop
 
-    def _newest_first(self) -> list[Path]:
-        return sorted(self._folder.glob("step-*"), reverse=True)
+    def should_save(self) -> bool:
+        return False
+
+    def _keep(self, metrics: Metrics, write: Write) -> None:
+        partial = self._folder / f".step-{metrics['step']:08d}"
+        partial.mkdir(parents=True)
+        write(partial)
+        self._publish(partial, metrics)
+
+    def _publish(self, partial: Path, metrics: Metrics) -> None:
+        """Give a folder that is whole its name, and delete what is no more among the best."""
+        (partial / METRICS).write_text(json.dumps(metrics))
+        folder = partial.with_name(partial.name.removeprefix("."))
+        shutil.rmtree(folder, ignore_errors=True)  # one that was found torn
+        partial.rename(folder)
+        last, *others = self.checkpoints()
+        for folder in sorted([last, *others], key=_evaluation_loss)[self._number_kept :]:
+            if folder != last:
+                shutil.rmtree(folder.rename(folder.with_name(f".{folder.name}")))  # killed here, it is none any more
 
 
 def _evaluation_loss(checkpoint: Path) -> float:
     """Equal where nothing was evaluated: the newest are kept then."""
-    return json.loads((checkpoint / "metrics.json").read_text()).get("eval_loss", 0.0)
+    return json.loads((checkpoint / METRICS).read_text()).get("eval_loss", math.inf)

@@ -4,7 +4,7 @@ import tempfile
 from pathlib import Path
 
 import pyarrow.fs
-from pyarrow.fs import FileSystem, FileType
+from pyarrow.fs import FileSelector, FileSystem, FileType
 
 
 def read_text(location: str) -> str | None:
@@ -22,6 +22,12 @@ def write_text(location: str, text: str) -> None:
     filesystem.create_dir(path.rpartition("/")[0])
     with filesystem.open_output_stream(path) as file:
         file.write(text.encode())
+
+
+def list_names(location: str) -> list[str]:
+    """What is in a folder, at a path or URI, by name; nothing where there is no folder."""
+    filesystem, path = FileSystem.from_uri(location)
+    return sorted(entry.base_name for entry in filesystem.get_file_info(FileSelector(path, allow_not_found=True)))
 
 
 def delete_folder(location: str) -> None:

@@ -4,18 +4,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
-from jobs.preprocessing.conversations import NOT_TRAINED
 from jobs.training.arithmetic import BatchPlan
 from jobs.training.options import TrainOptions
 from jobs.training.packed import Batch
-from jobs.training.run import Run
+from jobs.training.run import Run, Write
 
 BETAS = (0.9, 0.95)  # the usual pair for language models: the second moment forgets within tens of steps
 
@@ -38,16 +38,17 @@ class Strategy(ABC):
         """Clip, update the parameters and forget the gradients; returns the norm before clipping."""
 
     @abstractmethod
-    def save(self, folder: Path) -> None:
-        """Write this rank's part of the parameters and of the optimizer's state."""
+    def capture(self) -> Write:
+        """Copy this rank's part of the parameters and of the optimizer's state to main memory; returns what writes
+        the copy."""
 
     @abstractmethod
     def load(self, folder: Path, world_size: int) -> None:
-        """Read back what all ranks saved, `world_size` of them."""
+        """Read back what all ranks wrote, `world_size` of them."""
 
     @abstractmethod
     def checkpoint_bytes(self) -> int:
-        """Upper bound of what `save` writes on this rank."""
+        """Upper bound of what this rank writes."""
 
     @abstractmethod
     def gather(self) -> dict[str, torch.Tensor]:
@@ -58,17 +59,16 @@ class Strategy(ABC):
 
         No attention mask: position_ids that restart keep packed documents apart.
         """
-        logits = self.module(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
-        return functional.cross_entropy(
-            logits[:, :-1].flatten(0, 1).float(),
-            batch["labels"][:, 1:].flatten(),
-            ignore_index=NOT_TRAINED,
-            reduction="sum",
-        )
+        return self.module(**batch, num_items_in_batch=1, use_cache=False).loss
 
     def set_learning_rate(self, learning_rate: float) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
+
+
+def copied(state: Any) -> Any:
+    """`state` with a copy in main memory of each tensor in it, which training on does not change."""
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), state)
 
 
 MakeStrategy = Callable[[PreTrainedModel, TrainOptions, Run, BatchPlan], Strategy]
@@ -80,7 +80,7 @@ def adamw(model: nn.Module, weight_decay: float) -> torch.optim.AdamW:
     matrices = [parameter for parameter in trained if parameter.ndim >= 2]
     vectors = [parameter for parameter in trained if parameter.ndim < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW([group for group in groups if group["params"]], betas=BETAS)
+    return torch.optim.AdamW([group for group in groups if group["params"]], betas=BETAS, fused=True)
 
 
 class DDP(Strategy):
@@ -114,9 +114,11 @@ class DDP(Strategy):
         self.optimizer.zero_grad()
         return norm
 
-    def save(self, folder: Path) -> None:
-        if self._is_writer:
-            torch.save({"model": self.gather(), "optimizer": self.optimizer.state_dict()}, folder / "ddp.pt")
+    def capture(self) -> Write:
+        if not self._is_writer:
+            return lambda folder: None
+        state = copied({"model": self.gather(), "optimizer": self.optimizer.state_dict()})
+        return lambda folder: torch.save(state, folder / "ddp.pt")
 
     def load(self, folder: Path, world_size: int) -> None:
         state = torch.load(folder / "ddp.pt", map_location=self._device, weights_only=True)

@@ -1,7 +1,6 @@
 """DeepSpeed's ZeRO over the same loop."""
 
 import hashlib
-import os
 import shutil
 import subprocess
 import sys
@@ -18,8 +17,8 @@ from jobs.training.arithmetic import BatchPlan
 from jobs.training.options import DeepSpeedOptions
 from jobs.training.packed import Batch
 from jobs.training.ranks import total
-from jobs.training.run import Run
-from jobs.training.strategies import Strategy, adamw
+from jobs.training.run import Run, Write
+from jobs.training.strategies import Strategy, adamw, copied
 from settings import Refusal
 
 TAG = "zero"
@@ -60,9 +59,7 @@ class ZeRO(Strategy):
     ) -> None:
         self.model = model
         self.optimizer = adamw(model, options.weight_decay)
-        self.module = self._engine = _initialize(
-            model, self.optimizer, fill_config(config, options, plan), run.device.type
-        )
+        self.module = self._engine = _initialize(model, self.optimizer, fill_config(config, options, plan))
         self._world_size = run.world_size
         self._is_writer = run.rank == 0
 
@@ -79,8 +76,20 @@ class ZeRO(Strategy):
         self._engine.step()
         return self._engine.get_global_grad_norm()
 
-    def save(self, folder: Path) -> None:
-        self._engine.save_checkpoint(str(folder), tag=TAG, exclude_frozen_parameters=True)
+    def capture(self) -> Write:
+        engine = self._engine.checkpoint_engine
+        self._engine.checkpoint_engine = files = _Files(engine)
+        with tempfile.TemporaryDirectory() as folder:  # its small files of other kinds are of no use here
+            self._engine.save_checkpoint(folder, tag=TAG, exclude_frozen_parameters=True)
+            states = {Path(path).relative_to(folder): state for path, state in files.states.items()}
+        self._engine.checkpoint_engine = engine
+
+        def write(folder: Path) -> None:
+            (folder / TAG).mkdir()
+            for path, state in states.items():
+                torch.save(state, folder / path)
+
+        return write
 
     def load(self, folder: Path, world_size: int) -> None:
         if world_size == self._world_size:
@@ -89,16 +98,20 @@ class ZeRO(Strategy):
         if self._is_writer:
             print(f"converting the checkpoint of {world_size} workers for {self._world_size}", flush=True)
         converted = _convert(folder)
-        decays = [group["weight_decay"] for group in self.optimizer.param_groups]
-        self._engine._config.load_universal_checkpoint = True
-        self._engine.load_checkpoint(str(converted), tag=TAG, load_module_strict=False)
-        self._engine._config.load_universal_checkpoint = False
-        for group, decay in zip(self.optimizer.param_groups, decays, strict=True):
-            group["weight_decay"] = decay  # DeepSpeed 0.19 gives every group the values of the first
-        for state in self.optimizer.state.values():
-            state["step"] = state["step"].clone()  # and all parameters one counter, which each of them would advance
+        self._load_universal(converted)
         total(torch.zeros(1, device=self._engine.device))  # no rank of this node reads it any more
         shutil.rmtree(converted, ignore_errors=True)
+
+    def _load_universal(self, folder: Path) -> None:
+        """Load what `_convert` wrote, and mend what DeepSpeed 0.19 does to the optimizer on its way."""
+        decays = [group["weight_decay"] for group in self.optimizer.param_groups]
+        self._engine._config.load_universal_checkpoint = True
+        self._engine.load_checkpoint(str(folder), tag=TAG, load_module_strict=False)
+        self._engine._config.load_universal_checkpoint = False
+        for group, decay in zip(self.optimizer.param_groups, decays, strict=True):
+            group["weight_decay"] = decay  # it gives every group the values of the first
+        for state in self.optimizer.state.values():
+            state["step"] = state["step"].clone()  # and all parameters one counter, which each of them would advance
 
     def checkpoint_bytes(self) -> int:
         """bf16 or fp32 parameters, their fp32 master copy and AdamW's two moments; a share of each rank,
@@ -121,12 +134,30 @@ class ZeRO(Strategy):
         return state
 
 
+class _Files:
+    """Stands before DeepSpeed's writer of files, and keeps a copy of what it would write."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self.states: dict[str, Any] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def save(self, state_dict: Any, path: str) -> None:
+        self.states[path] = copied(state_dict)
+
+    def preserves_storage_sharing(self) -> bool:
+        return False  # a copy shares nothing: DeepSpeed need not make another
+
+
 def _convert(folder: Path) -> Path:
     """What ranks have sharded in DeepSpeed's universal form, whole by parameter, which any number of ranks can read.
 
     Made once a node: its first process converts, the others wait.
     """
-    converted = Path(tempfile.gettempdir(), f"universal-{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}")
+    identity = f"{folder} {(folder / TAG).stat().st_mtime_ns}"  # a run that began anew has other files of this name
+    converted = Path(tempfile.gettempdir(), f"universal-{hashlib.sha256(identity.encode()).hexdigest()[:12]}")
     with FileLock(f"{converted}.lock"):
         if not (converted / "latest_universal").exists():
             command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
@@ -140,9 +171,8 @@ def _convert(folder: Path) -> Path:
     return converted
 
 
-def _initialize(model: PreTrainedModel, optimizer: torch.optim.Optimizer, config: dict[str, Any], device: str) -> Any:
-    os.environ["DS_ACCELERATOR"] = device  # read at import, which is why the import stands here
-    import deepspeed
+def _initialize(model: PreTrainedModel, optimizer: torch.optim.Optimizer, config: dict[str, Any]) -> Any:
+    import deepspeed  # here, as it reads DS_ACCELERATOR, which the loop has set
 
     # an inference kernel, compiled for a minute at the first start on a CPU and never called in training
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

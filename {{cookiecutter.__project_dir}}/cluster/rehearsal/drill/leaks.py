@@ -1,7 +1,9 @@
 """Searches everything that a cluster writes, runs, stores and answers for a text that must be in none of it."""
 
+import contextlib
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import requests
@@ -21,33 +23,37 @@ LARGEST = 64 * 2**20
 """Larger files are packages and models."""
 
 
-def search(text: str, stage: Stage, allowed: Sequence[Path]) -> str:
-    """Returns what was searched, in words. Raises AssertionError with the places where `text` is."""
-    wanted = text.encode()
-    found: list[str] = []
-    counts: dict[str, int] = {}
+def search(text: str, stage: Stage, only_in: set[str]) -> str:
+    """Returns what was searched, in words.
+
+    Raises:
+        AssertionError: the text is in another place, which is named, or is not found where it has to be.
+    """
+    found: set[str] = set()
+    counts: Counter[str] = Counter()
     for kind, places in {
-        "files": _files(allowed),
+        "files": _files(),
         "command lines": _command_lines(),
         "objects in the bucket": _objects(stage),
         "answers of the dashboard": _answers(stage),
         "calls to AWS": [("a call to AWS", str(call).encode()) for call in play.state()["calls"]],
     }.items():
         for place, content in places:
-            counts[kind] = counts.get(kind, 0) + 1
-            if wanted in content:
-                found.append(place)
-    assert not found, f"the secret is in {', '.join(found)}"
+            counts[kind] += 1
+            if text.encode() in content:
+                found.add(place)
+    assert found >= only_in, f"the search does not find the secret in {', '.join(only_in - found)}"
+    assert found == only_in, f"the secret is in {', '.join(found - only_in)}"
     return ", ".join(f"{count} {kind}" for kind, count in counts.items())
 
 
-def _files(allowed: Sequence[Path]) -> Iterator[tuple[str, bytes]]:
+def _files() -> Iterator[tuple[str, bytes]]:
     """The laptop's, what hosts wrote over their image, and the project's; then the hosts' file systems in memory."""
     hosts = {os.stat(f"/proc/{pid}/ns/mnt").st_ino: Path("/proc", pid, "root") for pid in _processes()}
     hosts.pop(os.stat("/proc/self/ns/mnt").st_ino)
     for folder in [Path("/tmp"), settings.PROJECT, *(host / name for host in hosts.values() for name in IN_MEMORY)]:
         for path in _regular_files(folder):
-            if path not in allowed:
+            with contextlib.suppress(FileNotFoundError):  # what runs also deletes
                 yield str(path), path.read_bytes()
 
 
@@ -61,8 +67,10 @@ def _regular_files(folder: Path) -> Iterator[Path]:
                 yield path
 
 
-def _command_lines() -> Iterable[tuple[str, bytes]]:
-    return [(f"the command line of process {pid}", Path("/proc", pid, "cmdline").read_bytes()) for pid in _processes()]
+def _command_lines() -> Iterator[tuple[str, bytes]]:
+    for pid in _processes():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            yield f"the command line of process {pid}", Path("/proc", pid, "cmdline").read_bytes()
 
 
 def _processes() -> list[str]:

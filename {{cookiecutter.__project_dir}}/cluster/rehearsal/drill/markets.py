@@ -3,7 +3,7 @@
 import re
 
 from cluster import machines
-from cluster.rehearsal.drill.stage import Stage, changed_cluster_file, no_capacity, tell, wait_for
+from cluster.rehearsal.drill.stage import Stage, changed_cluster_file, last_loss, no_capacity, tell, wait_for
 
 GATHER = (
     "import ray, sys; from jobs import gang; ray.init(); "
@@ -60,17 +60,36 @@ def everything_refuses(stage: Stage) -> str:
 
 
 def spot_interruption(stage: Stage) -> str:
-    """AWS takes a machine back in mid-training: the training goes on with a replacement, to the same losses."""
-    calm = stage.ended(stage.train("calm"), 300)
-    job = stage.train("disturbed")
+    """AWS takes a machine back in mid-training: it goes on from a checkpoint made at the notice, on a replacement."""
+    calm = stage.undisturbed_loss
+    job = stage.train("disturbed", "--checkpoint-every", "100")
+    taken = _take_one_back(stage, job)
+    log = stage.ended(job, 300)
+    assert last_loss(log) == calm, f"losses differ: {last_loss(log)} and {calm}"
+    (saved,) = re.findall(r"about to be taken away: a checkpoint of step (\d+)", log)
+    assert f"resumed after step {saved}" in log, log
+    return f"{taken} was taken back, a checkpoint of step {saved} made before; loss at step 30 with and without: {calm}"
+
+
+def interruption_without_replacement(stage: Stage) -> str:
+    """AWS takes a machine back and has no other: a training of one worker or two goes on with one."""
+    calm = stage.undisturbed_loss
+    job = stage.train("elastic", "--num-workers", "1", "2")
+    wait_for(lambda: "on 2 x" in stage.log(job), 240, "the training to start")
+    with no_capacity({"type": stage.file.workers[-1].instance_type}):
+        taken = _take_one_back(stage, job)
+        log = stage.ended(job, 300)
+    assert "on 1 x" in log, log
+    assert abs(last_loss(log) - calm) < 1.5e-4, f"losses differ: {last_loss(log)} and {calm}"
+    return f"{taken} was taken back, the other worker went on; loss {last_loss(log)}, undisturbed {calm}"
+
+
+def _take_one_back(stage: Stage, job: str) -> str:
+    """Interrupt a spot machine of a training that has begun; returns its id."""
     wait_for(lambda: "step 10/" in stage.log(job), 240, "the training to reach step 10")
     victim = next(machine for machine in machines.living(stage.file) if machine.market == "spot")
     tell(take_back=victim.id, notice_s=15)
-    log = stage.ended(job, 300)
-    last = [re.findall(r"step 30/30  loss ([\d.]+)", one) for one in (calm, log)]
-    assert last[0], calm
-    assert last[0] == last[1], f"losses differ: {last}"
-    return f"{victim.id} was taken back; loss at step 30 with and without: {last[0][0]}"
+    return victim.id
 
 
 def eight_workers(stage: Stage) -> str:

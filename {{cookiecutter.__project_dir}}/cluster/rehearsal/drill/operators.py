@@ -32,7 +32,6 @@ def up_again(stage: Stage) -> str:
         said = verb("up", expect=1)  # nobody agrees: it only says what it would do
         assert "the head is set up anew, and running jobs end" in said, said
     assert stage.is_running(job), stage.log(job)
-    stage.connection.client().stop_job(job)
     return "the job ran on; with another cluster.yaml: " + re.findall(r"cluster\.yaml, the pins.*?end", said)[0]
 
 
@@ -73,8 +72,7 @@ def two_clusters(stage: Stage) -> str:
         verb("down", folder=folder)
         assert not machines.living(other)
     wait_for(lambda: "at work" in stage.log(job), 60, "the job to start")
-    assert stage.is_running(job)
-    stage.connection.client().stop_job(job)
+    assert stage.is_running(job), stage.log(job)
     return f"{other.slug} with {theirs.id} came and went; {stage.file.slug} with {head.id} worked on"
 
 
@@ -90,13 +88,12 @@ def permission_missing(stage: Stage) -> str:
             iam.delete_user_policy(**user)
     role = {"RoleName": f"{stage.file.slug}-head", "PolicyName": "less"}
     iam.put_role_policy(**role, PolicyDocument=_deny("ec2:RunInstances"))
-    job = stage.submit(GATHER, "2", "60")
+    stage.submit(GATHER, "2", "60")
     try:
         wait_for(lambda: "ec2:RunInstances" in str(stage.report()["refused"]), 60, "AWS to refuse the head")
         said = verb("status")
     finally:
         iam.delete_role_policy(**role)
-        stage.connection.client().stop_job(job)
     assert "not authorized to perform: ec2:RunInstances" in said, said
     return re.findall(r"AWS refused \S+ at .*?ec2:RunInstances", said)[0]
 
@@ -113,8 +110,7 @@ def secret_stays_secret(stage: Stage) -> str:
         job = stage.submit(check, with_secrets=True)
         wait_for(lambda: "both see it" in stage.log(job), 120, "the job to have the secret")
         assert f"both see it {len(canary)} {len(canary)}" in stage.log(job), stage.log(job)
-        searched = leaks.search(canary, stage, allowed=[env, Path("/tmp/covers/.env")])
-        stage.connection.client().stop_job(job)
+        searched = leaks.search(canary, stage, only_in={str(env), "/tmp/covers/.env"})
     return f"not in {searched}"
 
 
@@ -123,7 +119,7 @@ def bare_ray(stage: Stage) -> str:
     verb("down")
     verb("prepare")
     _ray("up", "--no-config-cache")
-    stage.connection = aws.Aws("rehearsal").connect()
+    stage.connection = aws.Aws().connect()
     stage.ended(stage.submit(ONE_CPU))
     count = len(machines.living(stage.file))
     _ray("down")

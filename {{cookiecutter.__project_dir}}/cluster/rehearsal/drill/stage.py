@@ -1,9 +1,11 @@
 """What the rows of the drill are made of: a cluster that is up, faults, jobs, the verbs, and patience."""
 
 import contextlib
+import functools
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -34,7 +36,7 @@ class Stage:
 
     def set_up(self) -> None:
         """Bring the cluster up, unless it is; a row may have ended or changed it."""
-        target = aws.Aws("rehearsal")
+        target = aws.Aws()
         said, started = io.StringIO(), time.monotonic()
         try:
             with contextlib.redirect_stdout(said):  # the same fifty lines for each row
@@ -71,10 +73,16 @@ class Stage:
         words = " ".join(arguments)
         return self.connection.client().submit_job(entrypoint=f'python -c "{code}" {words}', runtime_env=environment)
 
-    def train(self, name: str) -> str:
-        """Submit a fine-tuning on two A100 machines that writes a checkpoint every five of its 30 steps."""
-        changed = [*play.TRAINING, "--steps", "30", "--log-every", "5", "--checkpoint-every", "5", "--name", name]
-        return submission.submit(self.connection, "finetune_ddp", [word for word in changed if word != "--fresh"])
+    @functools.cached_property
+    def undisturbed_loss(self) -> float:
+        """The last loss of a fine-tuning that nothing happens to."""
+        return last_loss(self.ended(self.train("calm"), 300))
+
+    def train(self, name: str, *options: str) -> str:
+        """Submit a fine-tuning of a minute on two A100 machines, with a checkpoint every five of its 30 steps."""
+        words = [word for word in play.TRAINING if word != "--fresh"]
+        words += ["--steps", "30", "--log-every", "5", "--checkpoint-every", "5", "--global-batch-rows", "48"]
+        return submission.submit(self.connection, "finetune_ddp", [*words, "--name", name, *options])
 
     def stop_jobs(self) -> None:
         """A row that failed leaves its job behind."""
@@ -97,6 +105,13 @@ class Stage:
         wait_for(lambda: client.get_job_status(job).is_terminal(), patience_s, f"{job} to end")
         assert client.get_job_status(job) == "SUCCEEDED", self.log(job)[-2000:]
         return self.log(job)
+
+
+def last_loss(log: str) -> float:
+    """Of a fine-tuning that went through all of its steps."""
+    found = re.findall(r"step 30/30  loss ([\d.]+)", log)
+    assert found, log
+    return float(found[-1])
 
 
 # ---------------------------------------------------------------- faults

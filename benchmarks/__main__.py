@@ -1,0 +1,62 @@
+"""Runs the parts one after the other, each in a process of its own, and keeps what they measured."""
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+from benchmarks import report
+from benchmarks.harness import PEERS_PINS
+
+PARTS = {  # the quick ones first
+    "packing": "Packing: how much of the packed rows is padding?",
+    "checkpoint": "A checkpoint: how long does the loop stand still?",
+    "launchers": "Ray Train against torchrun, on the same loop",
+    "trl": "Against TRL's SFTTrainer, in one process",
+    "preprocess": "preprocess against datasets.map and a bare loop",
+    "gpu": "MFU on one GPU, bf16, rows of 4096 tokens",
+}
+PACKAGES = ("ray", "torch", "transformers", "tokenizers")
+
+
+def main(only: str = "") -> None:
+    """Run all parts, or one; a part that fails does not keep the others from running."""
+    if only and only not in PARTS:
+        sys.exit(f"error: there is no part {only}; use --only with one of: {', '.join(PARTS)}.")
+    failed = [name for name in ([only] if only else PARTS) if not _run(name)]
+    if failed:
+        sys.exit(f"error: {', '.join(failed)} failed as printed above; again: uv run invoke bench --only {failed[0]}")
+
+
+def _run(name: str) -> bool:
+    print(f"==> {PARTS[name]}", flush=True)
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "result.json")
+        if subprocess.run([sys.executable, "-m", f"benchmarks.{name}", file]).returncode:
+            return False
+        if not file.exists():  # it has said why
+            return True
+        result = json.loads(file.read_text(encoding="utf-8"))
+    described = {"title": PARTS[name], "commit": _commit(), "versions": _versions()}
+    report.keep(name, described | {"seconds": time.monotonic() - started} | result)
+    for bar in result["bars"]:
+        print(f"{bar['what']}: {bar['measured']:.4g}, wanted {bar['wanted']}{'' if bar['kept'] else ': MISSED'}")
+    return True
+
+
+def _commit() -> str:
+    describe = ["git", "-c", "safe.directory=*", "describe", "--always", "--dirty"]
+    return subprocess.run(describe, cwd=report.FOLDER, capture_output=True, text=True).stdout.strip() or "no commit"
+
+
+def _versions() -> dict[str, str]:
+    peers = [line.split("==") for line in PEERS_PINS.read_text(encoding="utf-8").splitlines() if "==" in line]
+    return {package: version(package) for package in PACKAGES} | {name: pin for name, pin in peers[:2]}
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

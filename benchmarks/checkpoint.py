@@ -1,0 +1,97 @@
+"""How long a checkpoint keeps the loop from training, where storage takes much longer than that."""
+
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import settings
+from benchmarks import harness
+from benchmarks.report import Result, at_most
+from demo import assets
+from jobs.training import checkpoints
+from jobs.training.loop import train
+from jobs.training.options import DDPOptions
+from jobs.training.run import Metrics, OneProcess, Write
+from jobs.training.strategies import DDP
+
+STEPS, EVERY = 30, 10
+STORAGE_S = 8  # beside the disk's own time
+LLAMA = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "num_attention_heads": 8}
+
+
+class SlowStorage(OneProcess):
+    """A run whose checkpoints take long to be kept."""
+
+    def _keep(self, metrics: Metrics, write: Write) -> None:
+        super()._keep(metrics, write)
+        time.sleep(STORAGE_S)
+
+
+def measure() -> Result:
+    """Each step is metered alone; those after a checkpoint train while it is being written."""
+    with harness.scratch() as folder:
+        parameters = harness.write_model(folder / "model", 4096, **LLAMA)
+        assets.write_data(folder / "data")
+        harness.preprocess(folder / "data/*.jsonl", folder / "packed", folder / "model", 128)
+        options = _options(folder)
+        blocked: list[float] = []
+        checkpoints.save = _clocked(checkpoints.save, blocked)
+        run = SlowStorage(folder / "runs" / options.name, torch.device("cpu"), options.keep_checkpoints)
+        train(options, run, DDP)
+        seconds = [
+            options.global_batch_rows * 128 / row["tokens_per_s"]
+            for row in harness.metrics(folder / "runs" / options.name)
+        ]
+    step = statistics.median(seconds[:EVERY])
+    rounds = [
+        {
+            "checkpoint after step": number * EVERY,
+            "loop stood still (s)": stood,
+            "in steps": stood / step,
+            "a step before (s)": step,
+            "a step meanwhile (s)": statistics.median(meanwhile) if meanwhile else "",
+        }
+        for number, stood in enumerate(blocked, 1)
+        for meanwhile in [seconds[number * EVERY : number * EVERY + 4]]
+    ]
+    longest = max(made["in steps"] for made in rounds)
+    return {
+        "bars": [at_most(2, f"steps that a checkpoint of {parameters / 1e6:.0f} million parameters blocks", longest)],
+        "rounds": rounds,
+    }
+
+
+def _options(folder: Path) -> DDPOptions:
+    return settings.load(DDPOptions, "train", profile="local").model_copy(
+        update={
+            "model": str(folder / "model"),
+            "data": str(folder / "packed"),
+            "output": str(folder / "runs"),
+            "num_workers": 1,
+            "cpus_per_worker": torch.get_num_threads(),
+            "micro_batch_rows": 8,
+            "global_batch_rows": 8,
+            "learning_rate": 1e-4,
+            "steps": STEPS,
+            "warmup_steps": 5,
+            "checkpoint_every": EVERY,
+            "log_every": 1,
+        }
+    )
+
+
+def _clocked(save: Callable[..., None], seconds: list[float]) -> Callable[..., None]:
+    def clocked(*arguments: Any) -> None:
+        started = time.perf_counter()
+        save(*arguments)
+        seconds.append(time.perf_counter() - started)
+
+    return clocked
+
+
+if __name__ == "__main__":
+    harness.main(measure)

@@ -1,0 +1,122 @@
+"""MFU of a Llama of a billion parameters on one CUDA device, and what each switch of the loop gives. No Ray here."""
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+import settings
+from benchmarks import harness
+from benchmarks.report import Result, at_least
+from jobs.training.arithmetic import BatchPlan
+from jobs.training.loop import Loop
+from jobs.training.options import DDPOptions, TrainOptions
+from jobs.training.packed import Batch
+from jobs.training.run import OneProcess, Run
+from jobs.training.strategies import DDP, Strategy
+
+LENGTH, ROWS = 4096, 4
+FIRST, STEPS = 3, 10  # the first ones compile, and find out which kernels are fast
+LLAMA = {  # the shape of Llama 3.2 1B
+    "vocab_size": 128256,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": LENGTH,
+    "tie_word_embeddings": True,
+}
+SWITCHES: dict[str, dict[str, Any]] = {  # beside the plain loop: SDPA, one document a row, two rows a pass
+    "plain": {},
+    "rows one by one": {"micro_batch_rows": 1},
+    "four rows a pass": {"micro_batch_rows": 4},
+    "gradient checkpointing": {"gradient_checkpointing": True},
+    "gradient checkpointing, four rows a pass": {"gradient_checkpointing": True, "micro_batch_rows": 4},
+    "compiled": {"compile": True},
+    "compiled, four rows a pass": {"compile": True, "micro_batch_rows": 4},
+    "eight documents a row": {"documents": 8},
+    "compiled, eight documents a row": {"compile": True, "documents": 8},
+    "attention without a fused kernel": {"attention": "eager", "gradient_checkpointing": True, "micro_batch_rows": 1},
+}
+
+
+class RandomRows:
+    """Rows of random tokens, all of them trained; `documents` of one length in each."""
+
+    sequence_length = LENGTH
+    chat_template = None
+
+    def __init__(self, documents: int) -> None:
+        self._positions = torch.arange(LENGTH // documents).repeat(ROWS, documents)
+
+    def rows(self, step: int) -> Batch:
+        tokens = torch.randint(LLAMA["vocab_size"], (ROWS, LENGTH), generator=torch.Generator().manual_seed(step))
+        return {"input_ids": tokens, "labels": tokens, "position_ids": self._positions}
+
+    def names(self, step: int, first: int, count: int) -> list[str]:
+        return []
+
+
+def measure() -> Result:
+    """Each switch trains a model of its own for some steps.
+
+    Raises:
+        Refusal: there is no device, or none whose peak is known.
+    """
+    if not torch.cuda.is_available():
+        raise settings.Refusal("there is no CUDA device; on a machine with one: uv run invoke bench --only gpu")
+    with harness.scratch() as folder:
+        LlamaForCausalLM(LlamaConfig(**LLAMA)).save_pretrained(folder / "model")
+        rounds = [{"switch": name} | _measure(folder, **changes) for name, changes in SWITCHES.items()]
+    best = max(made["MFU"] for made in rounds if isinstance(made["MFU"], float))
+    device = torch.cuda.get_device_name()
+    return {"bars": [at_least(0.55, f"MFU of the best on {device}", best)], "rounds": rounds, "device": device}
+
+
+def _measure(folder: Path, documents: int = 1, attention: str = "", **changes: Any) -> dict[str, Any]:
+    def make(model: PreTrainedModel, options: TrainOptions, run: Run, plan: BatchPlan) -> Strategy:
+        if attention:
+            model.set_attn_implementation(attention)
+        return DDP(model, options, run, plan)
+
+    torch.compiler.reset()  # and with it the model before this one
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    run = OneProcess(folder / "runs", torch.device("cuda", 0), keep_checkpoints=1)
+    try:
+        loop = Loop(_options(folder, changes), run, make, RandomRows(documents))
+        _steps(loop, 1, FIRST)
+        row = _steps(loop, FIRST + 1, FIRST + STEPS)
+    except torch.OutOfMemoryError:
+        return {"MFU": "out of memory", "tokens/s": "", "GiB": ""}
+    if "mfu" not in row:
+        raise settings.Refusal(f"the peak of a {torch.cuda.get_device_name()} is not in PEAK_BF16_FLOPS; add it.")
+    return {"MFU": row["mfu"], "tokens/s": row["tokens_per_s"], "GiB": torch.cuda.max_memory_allocated() / 2**30}
+
+
+def _steps(loop: Loop, first: int, last: int) -> dict[str, float]:
+    """The loop's own steps and meter, without its checkpoint at the end; returns the last step's numbers."""
+    loop.meter.restart()
+    for step in range(first, last + 1):
+        loop._step(step)
+    return loop.meter.read()[-1]
+
+
+def _options(folder: Path, changes: dict[str, Any]) -> DDPOptions:
+    one_gpu = {
+        "model": str(folder / "model"),
+        "output": str(folder),
+        "num_workers": 1,
+        "global_batch_rows": ROWS,
+        "micro_batch_rows": 2,
+        "gradient_checkpointing": False,
+    }
+    return settings.load(DDPOptions, "train", profile="cluster").model_copy(update=one_gpu | changes)
+
+
+if __name__ == "__main__":
+    harness.main(measure)

@@ -1,0 +1,236 @@
+"""What the parts share: what they work on, whom they are measured against, and how they take turns."""
+
+import ast
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+import settings
+from benchmarks.report import FOLDER, Result
+from cluster import environment
+from cluster.local import RaySection
+from demo import assets
+from demo.assets import Fact
+
+PEERS = FOLDER.parent / "build" / "bench-peers"
+PEERS_PINS = FOLDER / "peers" / "requirements.txt"
+
+Row = dict[str, Any]
+"""A conversation, as `preprocess` reads it."""
+
+Round = dict[str, float]
+"""What each way came to."""
+
+
+def main(measure: Callable[[], Result]) -> None:
+    """Run one part in this process: its result goes to the file that the command names, a refusal to the eye."""
+    try:
+        result = measure()
+    except settings.Refusal as refusal:
+        print(f"not measured: {refusal}", flush=True)
+    else:
+        Path(sys.argv[1]).write_text(json.dumps(result), encoding="utf-8")
+
+
+def alternate(ways: dict[str, Callable[[], float]], rounds: int, unit: str) -> list[Round]:
+    """Every way once a round, in the other direction every other round: what changes with time touches all alike."""
+    made = []
+    for number in range(rounds):
+        found = {}
+        for name in ways if number % 2 == 0 else reversed(ways):
+            found[name] = ways[name]()
+            print(f"round {number + 1} of {rounds}, {name}: {found[name]:,.0f} {unit}", flush=True)
+        made.append({name: found[name] for name in ways})
+    return made
+
+
+def median_ratio(rounds: list[Round], ours: str, theirs: str) -> float:
+    """The median over the rounds of one way's number by another's."""
+    return statistics.median(made[ours] / made[theirs] for made in rounds)
+
+
+def metrics(run: Path) -> list[dict[str, float]]:
+    """The steps of a training, as the loop recorded them."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+# ------------------------------------------------------------------------------------------ what is worked on
+
+
+@functools.cache
+def docstrings() -> list[Fact]:
+    """What the standard library says about each of its modules, classes and functions."""
+    library = Path(sysconfig.get_paths()["stdlib"])
+    facts = []
+    for file in sorted(library.rglob("*.py")):
+        parts = file.relative_to(library).with_suffix("").parts
+        if {"site-packages", "test", "tests", "idlelib", "lib2to3"} & set(parts):
+            continue
+        for node in ast.walk(ast.parse(file.read_bytes())):
+            documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+            if documented and (text := ast.get_docstring(node)):
+                name = ".".join([*parts, *filter(None, [getattr(node, "name", "")])])
+                facts.append(Fact(f"What does {name} do?", text))
+    return facts
+
+
+def conversations(count: int, turns: int = 3, seed: int = 0) -> Iterator[Row]:
+    """`count` conversations, no two alike, of 1 to `turns` questions that docstrings answer."""
+    draw = random.Random(seed)
+    for number in range(count):
+        facts = draw.choices(docstrings(), k=draw.randint(1, turns))
+        yield {
+            "messages": [
+                message
+                for fact in facts
+                for message in (
+                    {"role": "user", "content": f"({number}) {fact.question}"},
+                    {"role": "assistant", "content": fact.answer},
+                )
+            ]
+        }
+
+
+def write_rows(file: Path, rows: Iterable[Row]) -> Path:
+    """Write rows as JSONL."""
+    with file.open("w", encoding="utf-8") as lines:
+        lines.writelines(json.dumps(row) + "\n" for row in rows)
+    return file
+
+
+def write_model(folder: Path, vocabulary: int, **shape: int) -> int:
+    """Write an untrained Llama and a tokenizer that knows the docstrings' words; returns the parameters."""
+    import torch
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    assets.write_model(folder)
+    demo = AutoTokenizer.from_pretrained(folder)
+    tokenizer = demo.train_new_from_iterator((fact.answer for fact in docstrings()), vocabulary)
+    tokenizer.chat_template = demo.chat_template
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=4096, **shape))
+    model.save_pretrained(folder)
+    return model.num_parameters()
+
+
+def preprocess(input_: Path, output: Path, model: Path, sequence_length: int, *more: str) -> None:
+    """Make packed rows by the project's own job, on a Ray of its own."""
+    options = {"input": input_, "output": output, "model": model, "sequence-length": sequence_length}
+    words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
+    subprocess.run([sys.executable, "-m", "jobs.preprocess", *words, *more], cwd=settings.PROJECT, check=True)
+
+
+# ------------------------------------------------------------------------------------------ where it runs
+
+
+@contextlib.contextmanager
+def scratch() -> Iterator[Path]:
+    """A folder for everything that a part makes."""
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        yield Path(folder)
+
+
+@contextlib.contextmanager
+def one_ray() -> Iterator[None]:
+    """A Ray with the local target's resources, for all rounds of a part: its start is in none of them."""
+    from jobs.cli import ray  # told there what it reads at its import
+
+    own = settings.load(RaySection, "ray")
+    temp = tempfile.mkdtemp(prefix="ray-bench-")  # short: a socket path holds 107 bytes
+    os.environ["RAY_TRAIN_ENABLE_STATE_TRACKING"] = "0"  # it would ask the dashboard, which is not started
+    try:
+        ray.init(
+            address="local",
+            num_cpus=own.num_cpus,
+            object_store_memory=own.object_store_mib * 2**20,
+            include_dashboard=False,
+            log_to_driver=False,
+            _temp_dir=temp,
+        )
+        yield
+    finally:
+        ray.shutdown()
+        shutil.rmtree(temp, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def peak_memory(every_s: float = 0.2) -> Iterator[dict[str, float]]:
+    """`mib`: the most private memory that all processes below this one held at once."""
+    seen, done = {"mib": 0.0}, threading.Event()
+
+    def watch() -> None:
+        while not done.wait(every_s):
+            below = psutil.Process().children(recursive=True)
+            seen["mib"] = max(seen["mib"], sum(map(_private_bytes, below)) / 2**20)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield seen
+    finally:
+        done.set()
+        watcher.join()
+
+
+def _private_bytes(process: psutil.Process) -> int:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        memory: Any = process.memory_info()
+        return memory.rss - memory.shared
+    return 0
+
+
+def ask_peer(script: str, asked: dict[str, Any]) -> dict[str, Any]:
+    """Run a script of peers/ in the peers' own environment; it reads one JSON file and writes another."""
+    with scratch() as folder:
+        question, answer = folder / "asked.json", folder / "answer.json"
+        question.write_text(json.dumps(asked), encoding="utf-8")
+        variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        done = subprocess.run(
+            [_peers_python(), FOLDER / "peers" / script, question, answer],
+            env=variables | {"HF_HOME": str(folder), "HF_HUB_OFFLINE": "1"},
+            cwd=folder,
+            stdout=subprocess.PIPE,  # it says much, of interest only where it fails
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        if done.returncode:
+            sys.exit(f"{done.stdout}\nerror: peers/{script} failed as printed above.")
+        return json.loads(answer.read_text(encoding="utf-8"))
+
+
+@functools.cache
+def _peers_python() -> Path:
+    """The peers' environment, made on first use: torch, transformers and tokenizers are the project's own pins."""
+    python, stamp = PEERS / "bin" / "python", PEERS / "installed-pins"
+    wanted = hashlib.sha256(environment.PINS.read_bytes() + PEERS_PINS.read_bytes()).hexdigest()
+    if not stamp.is_file() or stamp.read_text() != wanted:
+        uv = environment.find_uv()
+        source, variables = environment.package_sources(environment.pip_settings())
+        print(f"installing {PEERS_PINS.relative_to(FOLDER)}, torch from {source}", flush=True)
+        subprocess.run([uv, "venv", "--quiet", "--clear", "--python", sys.executable, PEERS], check=True)
+        constraints = PEERS / "constraints.txt"
+        lines = environment.PINS.read_text(encoding="utf-8").splitlines()
+        constraints.write_text("\n".join(line for line in lines if not line.startswith("./")), encoding="utf-8")
+        subprocess.run(
+            [uv, "pip", "install", "--quiet", "--python", python, "-r", PEERS_PINS, "--constraint", constraints],
+            env=os.environ | variables,
+            check=True,
+        )
+        stamp.write_text(wanted)
+    return python

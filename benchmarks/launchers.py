@@ -1,0 +1,126 @@
+"""The same training under Ray Train and under torchrun: two workers of one thread each."""
+
+import functools
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+import settings
+from benchmarks import harness
+from benchmarks.report import Result, at_least, at_most
+from demo import assets
+from jobs import finetune_ddp, ray_run
+from jobs.training.arithmetic import BatchPlan
+from jobs.training.options import DDPOptions, TrainOptions
+from jobs.training.run import Run
+from jobs.training.strategies import DDP, Strategy
+
+ROUNDS = 9
+STEPS, FIRST = 20, 5  # the first ones, in which memory is allocated, do not count
+CLOCKED_STEPS = 100  # with the settings' own looks and checkpoints
+LLAMA = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6, "num_attention_heads": 4}
+IN_A_STEP = ("should_stop", "should_save", "report")  # what the loop calls between its first step and its last
+
+
+def measure() -> Result:
+    """Pairs of whole runs, then one run whose port to Ray has a clock on every call."""
+    with harness.scratch() as folder, harness.one_ray():
+        harness.write_model(folder / "model", 1024, **LLAMA)
+        assets.write_data(folder / "data")
+        harness.preprocess(folder / "data/*.jsonl", folder / "packed", folder / "model", 128)
+        changes = {
+            "model": str(folder / "model"),
+            "data": str(folder / "packed"),
+            "output": str(folder / "runs"),
+            "log_every": FIRST,
+        }
+        ways = {
+            "Ray Train": functools.partial(_under_ray, changes),
+            "torchrun": functools.partial(_under_torchrun, changes),
+        }
+        rounds = harness.alternate(ways, ROUNDS, "tokens/s")
+        cost = _cost_of_the_port({**changes, "log_every": _options({}).log_every})
+    return {
+        "bars": [
+            at_least(
+                0.95, "tokens/s by those of torchrun, median", harness.median_ratio(rounds, "Ray Train", "torchrun")
+            ),
+            at_most(1, "ms a step in calls of the port to Ray Train", sum(cost[name] for name in IN_A_STEP)),
+        ],
+        "rounds": [{"round": number, **made} for number, made in enumerate(rounds, 1)],
+        "ms_a_step": cost,
+    }
+
+
+def _under_ray(changes: dict[str, Any]) -> float:
+    options = _options(changes | {"steps": STEPS, "name": "ray"})
+    finetune_ddp.main(options)
+    return _steady_tokens_per_s(options)
+
+
+def _under_torchrun(changes: dict[str, Any]) -> float:
+    options = _options(changes | {"steps": STEPS, "name": "torchrun"})
+    asked = changes | {"steps": STEPS, "name": "torchrun", "num_workers": options.num_workers}
+    words = [word for name, value in asked.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launcher, "-m", "jobs.finetune_ddp", *words]
+    subprocess.run(command, cwd=settings.PROJECT, check=True, stdout=subprocess.DEVNULL)
+    return _steady_tokens_per_s(options)
+
+
+def _steady_tokens_per_s(options: DDPOptions) -> float:
+    """Of the steps after the first ones; the run goes, so that the next one begins anew."""
+    folder = Path(options.output, options.name)
+    rows = [row for row in harness.metrics(folder) if row["step"] > FIRST]
+    shutil.rmtree(folder)
+    return statistics.harmonic_mean(row["tokens_per_s"] for row in rows)
+
+
+def _options(changes: dict[str, Any]) -> DDPOptions:
+    return settings.load(DDPOptions, "train", profile="local").model_copy(update=changes)
+
+
+# ------------------------------------------------------------------------------------------ what the port costs
+
+
+def _cost_of_the_port(changes: dict[str, Any]) -> dict[str, float]:
+    """Milliseconds a step that the slower of the workers spent in each call."""
+    options = _options(changes | {"steps": CLOCKED_STEPS, "name": "clocked"})
+    ray_run.fit(options, _clocked_ddp)
+    files = sorted(Path(options.output).glob("port-*.json"))
+    each = [json.loads(file.read_text()) for file in files]
+    return {name: max(1000 * seconds[name] / CLOCKED_STEPS for seconds in each) for name in each[0]}
+
+
+def _clocked_ddp(model: PreTrainedModel, options: TrainOptions, run: Run, plan: BatchPlan) -> Strategy:
+    """DDP, and a clock on what the loop asks of Ray Train."""
+    names = (*IN_A_STEP, "wait")  # to wait is the storage's time, not Ray's
+    seconds = dict.fromkeys(names, 0.0)
+    for name in names:
+        setattr(run, name, _clocked(getattr(run, name), name, seconds, Path(options.output, f"port-{run.rank}.json")))
+    return DDP(model, options, run, plan)
+
+
+def _clocked(method: Callable[..., Any], name: str, seconds: dict[str, float], file: Path) -> Callable[..., Any]:
+    def clocked(*arguments: Any) -> Any:
+        started = time.perf_counter()
+        returned = method(*arguments)
+        seconds[name] += time.perf_counter() - started
+        file.write_text(json.dumps(seconds))
+        return returned
+
+    return clocked
+
+
+if __name__ == "__main__":
+    os.environ["OMP_NUM_THREADS"] = "1"  # torchrun sets it for its workers; Ray sets it to their CPUs
+    harness.main(measure)

@@ -1,0 +1,31 @@
+"""How much of the packed rows is padding: the standard library's docstrings, in rows of 1024 tokens."""
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from benchmarks import harness
+from benchmarks.report import Result, at_least
+from jobs.preprocessing.conversations import Tokenize, padding_id
+from jobs.preprocessing.packing import pack
+
+LENGTH = 1024
+TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+def measure() -> Result:
+    """Each docstring is a document, as it comes."""
+    with harness.scratch() as folder:
+        harness.write_model(folder, 16384, **TINY)
+        tokenize = Tokenize(str(folder), LENGTH)
+    rows = [{"instruction": fact.question, "response": fact.answer} for fact in harness.docstrings()]
+    documents = tokenize(pa.Table.from_pylist(rows))
+    tokens = pc.sum(pc.list_value_length(documents["input_ids"])).as_py()
+    packed = len(pack(documents, LENGTH, padding_id(tokenize.tokenizer)))
+    return {
+        "bars": [at_least(0.99, "share of real tokens", tokens / (packed * LENGTH))],
+        "rounds": [{"docstrings": len(rows), "tokens": tokens, "rows": packed}],
+    }
+
+
+if __name__ == "__main__":
+    harness.main(measure)

@@ -1,0 +1,40 @@
+"""Conversations to tokens and labels with `datasets.map`, in two processes and in batches, as a user would do it."""
+
+import time
+from typing import Any
+
+import datasets
+import pyarrow.compute as pc
+from exchange import answer
+from transformers import AutoTokenizer
+
+NOT_TRAINED = -100
+
+
+def main(asked: dict[str, Any]) -> dict[str, float]:
+    """`asked`: model, rows (a JSONL file), sequence_length; returns seconds, tokens and trained_tokens."""
+    tokenizer = AutoTokenizer.from_pretrained(asked["model"])
+    length = asked["sequence_length"]
+
+    def encode(batch: dict[str, Any]) -> dict[str, Any]:
+        encoded = tokenizer.apply_chat_template(
+            list(batch["messages"]), return_dict=True, return_assistant_tokens_mask=True
+        )
+        labels = [
+            [token if trained else NOT_TRAINED for token, trained in zip(tokens, mask, strict=True)][:length]
+            for tokens, mask in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True)
+        ]
+        return {"input_ids": [tokens[:length] for tokens in encoded["input_ids"]], "labels": labels}
+
+    datasets.disable_progress_bars()
+    started = time.perf_counter()
+    rows: Any = datasets.load_dataset("json", data_files=asked["rows"], split="train")
+    made = rows.map(encode, batched=True, num_proc=2, remove_columns=rows.column_names)
+    seconds = time.perf_counter() - started
+    lengths, labels = pc.list_value_length(made.data["input_ids"]), pc.list_flatten(made.data["labels"])
+    trained = pc.sum(pc.not_equal(labels, NOT_TRAINED))
+    return {"seconds": seconds, "tokens": pc.sum(lengths).as_py(), "trained_tokens": trained.as_py()}
+
+
+if __name__ == "__main__":
+    answer(main)

@@ -1,0 +1,45 @@
+"""TRL's SFTTrainer on rows that are handed over: the labels that it gives them, its losses and its speed."""
+
+import json
+import time
+from typing import Any
+
+import torch
+from datasets import Dataset
+from exchange import answer
+from transformers import AutoTokenizer, TrainerCallback
+from trl import SFTConfig, SFTTrainer
+
+
+class Clock(TrainerCallback):
+    """For each step its loss, when it was over, and the tokens seen by then; padding is none."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, float]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
+        if "loss" in logs:
+            self.steps.append({"loss": logs["loss"], "seconds": time.perf_counter(), "tokens": logs["num_tokens"]})
+
+
+def main(asked: dict[str, Any]) -> dict[str, Any]:
+    """`asked`: model, rows (a JSONL file), config (of SFTConfig), threads, and whether it trains."""
+    torch.set_num_threads(asked["threads"])
+    with open(asked["rows"], encoding="utf-8") as lines:
+        rows = Dataset.from_list([json.loads(line) for line in lines])
+    clock = Clock()
+    trainer = SFTTrainer(
+        model=asked["model"],
+        args=SFTConfig(**asked["config"]),
+        train_dataset=rows,
+        processing_class=AutoTokenizer.from_pretrained(asked["model"]),
+        callbacks=[clock],
+    )
+    if asked["trains"]:
+        trainer.train()
+        return {"steps": clock.steps}
+    return {"labels": list(trainer.train_dataset["labels"])}
+
+
+if __name__ == "__main__":
+    answer(main)

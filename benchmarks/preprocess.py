@@ -1,0 +1,113 @@
+"""Conversations to trained tokens: rows/s of `preprocess`, and what memory it takes for ten times the rows."""
+
+import functools
+import json
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import settings
+from benchmarks import harness
+from benchmarks.report import Result, at_least, at_most
+from jobs import preprocess
+from jobs.preprocess import PreprocessOptions
+
+ROWS, ROUNDS = 200_000, 5
+FEW = 100  # rows that take no time: what is measured with them is the start-up
+MEMORY_ROWS = 30_000
+MEMORY_SHARD_MIB = 8  # so that the few rows keep all cores busy too
+LENGTH = 1024
+TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+class Work(NamedTuple):
+    """What a way took, and what it made: the same for all of them."""
+
+    seconds: float
+    tokens: int
+    trained_tokens: int
+
+
+def measure() -> Result:
+    """The peers template, tokenize and mask; `preprocess` also shuffles, holds out, packs, and writes parquet."""
+    with harness.scratch() as folder:
+        harness.write_model(folder / "model", 16384, **TINY)
+        few = harness.write_rows(folder / "few.jsonl", harness.conversations(FEW))
+        all_rows = harness.write_rows(folder / "rows.jsonl", harness.conversations(ROWS))
+        with harness.one_ray():
+            ways = {"preprocess": _ours, "datasets.map": _datasets, "bare loop": _tokenizers}
+            _refuse_different_work([way(few, folder) for way in ways.values()])
+            start_up = {name: min(way(few, folder).seconds for _ in range(3)) for name, way in ways.items()}
+            timed = {
+                name: functools.partial(_rows_per_s, way, all_rows, folder, start_up[name])
+                for name, way in ways.items()
+            }
+            rounds = harness.alternate(timed, ROUNDS, "rows/s")
+        memory = [_peak_mib(rows, folder) for rows in (MEMORY_ROWS, 10 * MEMORY_ROWS)]
+    by_datasets, by_bare = (harness.median_ratio(rounds, "preprocess", name) for name in list(ways)[1:])
+    return {
+        "bars": [
+            at_least(1, "rows/s by those of datasets.map, median", by_datasets),
+            at_least(0.8, "rows/s by those of the bare loop, median", by_bare),
+            at_most(1.2, f"memory of {10 * MEMORY_ROWS:,} rows by that of {MEMORY_ROWS:,}", memory[1] / memory[0]),
+        ],
+        "rounds": [{"round": number, **made} for number, made in enumerate(rounds, 1)]
+        + [{"round": "start-up (s)", **start_up}],
+        "memory_mib": memory,
+    }
+
+
+def _rows_per_s(way: Callable[[Path, Path], Work], rows: Path, folder: Path, start_up_s: float) -> float:
+    """Without the start-up, which is some seconds whatever the number of rows."""
+    return (ROWS - FEW) / (way(rows, folder).seconds - start_up_s)
+
+
+def _ours(rows: Path, folder: Path) -> Work:
+    """The job, on a Ray that runs."""
+    shutil.rmtree(folder / "packed", ignore_errors=True)
+    changes = {
+        "input": str(rows),
+        "output": str(folder / "packed"),
+        "model": str(folder / "model"),
+        "sequence_length": LENGTH,
+    }
+    options = settings.load(PreprocessOptions, "preprocess", profile="local").model_copy(update=changes)
+    started = time.perf_counter()
+    preprocess.main(options)
+    seconds = time.perf_counter() - started
+    manifest = json.loads((folder / "packed" / "manifest.json").read_text(encoding="utf-8"))
+    return Work(seconds, *(manifest["train"][count] + manifest["eval"][count] for count in Work._fields[1:]))
+
+
+def _datasets(rows: Path, folder: Path) -> Work:
+    return _peer("with_datasets.py", rows, folder)
+
+
+def _tokenizers(rows: Path, folder: Path) -> Work:
+    return _peer("with_tokenizers.py", rows, folder)
+
+
+def _peer(script: str, rows: Path, folder: Path) -> Work:
+    asked = {"model": str(folder / "model"), "rows": str(rows), "sequence_length": LENGTH}
+    return Work(**harness.ask_peer(script, asked))
+
+
+def _refuse_different_work(made: list[Work]) -> None:
+    if len({work[1:] for work in made}) > 1:
+        raise settings.Refusal(f"the ways made different tokens, so their times say nothing: {made}")
+
+
+def _peak_mib(count: int, folder: Path) -> float:
+    """Of the job with a Ray of its own: this process, Ray's, and all workers."""
+    rows = harness.write_rows(folder / "memory.jsonl", harness.conversations(count))
+    shutil.rmtree(folder / "packed", ignore_errors=True)
+    with harness.peak_memory() as peak:
+        harness.preprocess(rows, folder / "packed", folder / "model", LENGTH, "--shard-mib", str(MEMORY_SHARD_MIB))
+    print(f"{count:,} rows: {peak['mib']:,.0f} MiB", flush=True)
+    return peak["mib"]
+
+
+if __name__ == "__main__":
+    harness.main(measure)

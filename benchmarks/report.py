@@ -1,0 +1,96 @@
+"""How results are kept: a JSON file a day, and tables in README.md. Only the standard library is imported here."""
+
+import json
+import os
+import platform
+from collections.abc import Iterator
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parent
+BEGIN, END = "<!-- uv run invoke bench writes from here -->", "<!-- to here -->"
+
+Bar = dict[str, Any]
+"""What was measured, what was wanted, and whether it was reached."""
+
+Result = dict[str, Any]
+"""What a part hands back: its `bars` and its `rounds`, which become tables, and what else is to be kept."""
+
+
+def at_least(wanted: float, what: str, measured: float) -> Bar:
+    """A bar that a number must not fall below."""
+    return {"what": what, "measured": measured, "wanted": f"at least {wanted:g}", "kept": measured >= wanted}
+
+
+def at_most(wanted: float, what: str, measured: float) -> Bar:
+    """A bar that a number must not rise above."""
+    return {"what": what, "measured": measured, "wanted": f"at most {wanted:g}", "kept": measured <= wanted}
+
+
+def keep(name: str, result: Result, folder: Path = FOLDER) -> None:
+    """Put the result of one part into today's file, and draw all tables of README.md anew."""
+    file = folder / "results" / f"{date.today()}-training.json"
+    file.parent.mkdir(exist_ok=True)
+    parts = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    parts[name] = result | {"date": str(date.today()), "machine": machine()}
+    file.write_text(json.dumps(parts, indent=1) + "\n", encoding="utf-8")
+    readme = folder / "README.md"
+    before, _, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
+    after = rest.partition(END)[2]
+    tables = "\n".join(line for part in _latest(folder).values() for line in section(part))
+    readme.write_text(f"{before}{BEGIN}\n{tables}\n{END}{after}", encoding="utf-8")
+
+
+def section(part: Result) -> Iterator[str]:
+    """The lines of README.md about one part."""
+    yield f"\n### {part['title']}"
+    versions = ", ".join(f"{package} {version}" for package, version in part["versions"].items())
+    yield f"{part['date']}, {part['commit']}, {part['machine']}; {versions}; {part['seconds']:.0f} s in all.\n"
+    yield from _table(
+        [
+            {
+                "what": bar["what"],
+                "measured": _number(bar["measured"]) if bar["kept"] else f"**{_number(bar['measured'])}, missed**",
+                "wanted": bar["wanted"],
+            }
+            for bar in part["bars"]
+        ]
+    )
+    yield ""
+    yield from _table(part["rounds"])
+
+
+def machine() -> str:
+    """Processor, cores and main memory."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return f"{os.cpu_count()} cores of {_processor()}, {memory:.0f} GiB"
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor())
+
+
+def _latest(folder: Path) -> dict[str, Result]:
+    """Each part as it was last measured."""
+    parts: dict[str, Result] = {}
+    for file in sorted((folder / "results").glob("*-training.json")):
+        parts |= json.loads(file.read_text(encoding="utf-8"))
+    return parts
+
+
+def _table(rows: list[dict[str, Any]]) -> Iterator[str]:
+    for number, row in enumerate(rows):
+        if number == 0:
+            yield f"| {' | '.join(row)} |"
+            yield "|---" * len(row) + "|"
+        yield f"| {' | '.join(_number(value) for value in row.values())} |"
+
+
+def _number(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)

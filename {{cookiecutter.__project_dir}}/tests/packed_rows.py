@@ -1,0 +1,63 @@
+"""A small model, and packed rows for it as preprocess leaves them, made without Ray."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from jobs.preprocessing.conversations import Tokenize, padding_id, tokenizer_hash
+from jobs.preprocessing.packing import pack
+
+
+def write_model(folder: Path, assets: Path, **config: float) -> None:
+    """An untrained Llama of about 100,000 parameters with the demo's tokenizer."""
+    tokenizer = AutoTokenizer.from_pretrained(assets / "model")
+    torch.manual_seed(0)
+    shape = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+    }
+    LlamaForCausalLM(LlamaConfig(**shape | config)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def tokenize(assets: Path, model: Path, sequence_length: int) -> pa.Table:
+    """The documents of the demo's conversations."""
+    lines = (assets / "data/pairs.jsonl").read_text().splitlines()
+    return Tokenize(str(model), sequence_length)(pa.Table.from_pylist([json.loads(line) for line in lines]))
+
+
+def write(
+    folder: Path, documents: pa.Table, model: Path, sequence_length: int, train: list[int], evaluated: int
+) -> None:
+    """Packed documents in `folder`: training shards of as many rows as `train` says, then one of `evaluated` rows."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    rows = pack(documents, sequence_length, padding_id(tokenizer))
+    ends = [sum(train[: number + 1]) for number in range(len(train))]
+    shards = [rows.slice(end - count, count) for end, count in zip(ends, train, strict=True)]
+    manifest: dict[str, Any] = {
+        "sequence_length": sequence_length,
+        "content_hash": "0" * 64,
+        "tokenizer": {
+            "model": str(model),
+            "hash": tokenizer_hash(tokenizer),
+            "vocabulary": len(tokenizer),
+            "chat_template": tokenizer.chat_template + "{# as preprocessed #}",
+        },
+    }
+    for part, tables in {"train": shards, "eval": [rows.slice(sum(train), evaluated)]}.items():
+        (folder / part).mkdir()
+        files = [{"name": f"part-{number:05d}.parquet", "rows": len(table)} for number, table in enumerate(tables)]
+        for file, table in zip(files, tables, strict=True):
+            pq.write_table(table, folder / part / str(file["name"]), row_group_size=5)
+        manifest[part] = {"files": files, "rows": sum(map(len, tables))}
+    (folder / "manifest.json").write_text(json.dumps(manifest))

@@ -1,0 +1,181 @@
+"""What the pages say is so: an error is in the code as it is quoted, and a command or a test that is named exists."""
+
+import ast
+import importlib
+import re
+from collections.abc import Callable
+from functools import cache
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ray.train import Checkpoint
+from ray.train.torch import TorchTrainer, get_device
+
+import settings
+from cluster import submission
+from jobs import torch_run
+from jobs.training.options import DDPOptions
+
+PAGES = ["README.md", *(str(page.relative_to(settings.PROJECT)) for page in settings.PROJECT.glob("docs/*.md"))]
+SOURCES = ["settings.py", "cluster/**/*.py", "jobs/**/*.py"]
+FILLED = "\0"  # in a message, where a value is filled in
+OWN_LETTERS = 20  # of a message, besides what is filled in; one with fewer would match anything
+PLACEHOLDERS = {"VERB", "JOB", "NAME", "MODEL"}  # words of the pages that stand for others
+
+
+def _sections() -> dict[str, str]:
+    """The text of each error in errors.md by its heading."""
+    page = (settings.PROJECT / "docs/errors.md").read_text(encoding="utf-8")
+    parts = re.split(r"^### (.*)\n", page, flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def _quoted(section: str) -> str:
+    return " ".join(re.findall(r"^> (.*)$", section, re.MULTILINE))
+
+
+# ------------------------------------------------------------------------------------------ errors
+
+
+PROVOKED: dict[str, Callable[[], object]] = {
+    "Resuming as in older examples": lambda: TorchTrainer(print, resume_from_checkpoint=Checkpoint("/tmp")),
+    "A worker's call outside of a worker": get_device,
+    "Weights with another name": lambda: torch.nn.Sequential(torch.nn.Linear(1, 1)).load_state_dict(
+        torch.nn.Module().state_dict() | {"module.0.weight": torch.ones(1, 1), "module.0.bias": torch.ones(1)}
+    ),
+    "No process group": lambda: dist.all_reduce(torch.ones(1)),
+}
+
+
+@pytest.mark.parametrize("heading", [heading for heading in _sections() if heading not in PROVOKED])
+def test_an_error_is_quoted_as_the_code_says_it(heading: str) -> None:
+    quote = re.sub("^(error:|✗) ", "", _quoted(_sections()[heading]))
+    whole = any(message.fullmatch(quote) for message in _messages())
+    halves = [any(message.fullmatch(half) for message in _messages()) for half in quote.split("; ", 1)]
+    assert whole or (len(halves) == 2 and all(halves)), quote  # a finding is put together of text; remedy
+
+
+@pytest.mark.parametrize("heading", PROVOKED)
+def test_libraries_still_say_so(heading: str) -> None:
+    with pytest.raises((RuntimeError, ValueError, DeprecationWarning)) as provoked:
+        PROVOKED[heading]()
+    assert _quoted(_sections()[heading]) in " ".join(str(provoked.value).split())
+
+
+@pytest.mark.parametrize("heading", _sections())
+def test_an_error_has_a_command_to_type_and_a_test(heading: str) -> None:
+    said = " ".join(_sections()[heading].split())
+    assert re.search(r"[Tt]ype `|[Tt]ype what it says|`inv \w+", said)
+    assert re.search(r"Tests?: `test_\w+\.py::test_\w+`", said)
+
+
+def test_a_changed_message_would_be_found() -> None:
+    quote = _quoted(_sections()["There is no cluster"]).removeprefix("error: ")
+    assert any(message.fullmatch(quote) for message in _messages())
+    assert not any(message.fullmatch(quote.replace("not up", "down")) for message in _messages())
+
+
+@cache
+def _messages() -> list[re.Pattern[str]]:
+    """Each text of the code, with anything where a value is filled in."""
+    files = [file for pattern in SOURCES for file in settings.PROJECT.glob(pattern)]
+    trees = [ast.parse(file.read_text(encoding="utf-8")) for file in files]
+    nodes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.expr)]
+    texts = {text for node in nodes for text in _texts(node) if len(text.replace(FILLED, "")) >= OWN_LETTERS}
+    return [re.compile(re.escape(text).replace(FILLED, ".*")) for text in texts]
+
+
+def _texts(node: ast.expr) -> list[str]:
+    """What an expression can be, with FILLED for what is known at run time alone."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return [text]
+        case ast.JoinedStr(values=parts):
+            return ["".join(chosen) for chosen in product(*map(_texts, parts))]
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return [first + second for first, second in product(_texts(left), _texts(right))]
+        case ast.IfExp(body=one, orelse=other):
+            return _texts(one) + _texts(other)
+    return [FILLED]
+
+
+# ------------------------------------------------------------------------------------------ commands, tests, links
+
+
+def _named(pattern: str) -> list[tuple[str, str]]:
+    """Each page with each match of the pattern in its code: between backticks, or in a block."""
+    found = []
+    for page in PAGES:
+        text = (settings.PROJECT / page).read_text(encoding="utf-8")
+        blocks = re.findall(r"^```\w*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+        spans = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL))
+        for line in [line for block in blocks for line in block.splitlines()] + spans:
+            found += [(page, match) for match in re.findall(pattern, line.partition(" #")[0])]
+    return sorted(set(found))
+
+
+@pytest.mark.parametrize(("page", "command"), _named(r"\binv (?:--list|[a-z]\w*[^`;]*)"))
+def test_a_command_exists(page: str, command: str) -> None:
+    verb, *words = command.split()[1:]
+    mine, _, of_the_job = " ".join(words).partition(" -- ")
+    assert verb == "--list" or verb in _verbs()
+    assert {option for option in re.findall(r"--([\w-]+)", mine)} <= _verbs().get(verb, set())
+    jobs = [word for word in mine.split() if word in submission.names()]
+    if verb == "submit" and mine:
+        assert jobs or PLACEHOLDERS & set(mine.split())
+    assert {option for option in re.findall(r"--([\w-]+)", of_the_job)} <= _options(*jobs)
+
+
+@pytest.mark.parametrize(("page", "command"), _named(r"-m jobs\.\w+.*"))
+def test_a_module_can_be_started(page: str, command: str) -> None:
+    job, *words = command.removeprefix("-m jobs.").split()
+    assert job in {*submission.names(), *PLACEHOLDERS}
+    assert {option for option in re.findall(r"--([\w-]+)", " ".join(words))} <= _options(job)
+
+
+@pytest.mark.parametrize(("page", "name"), _named(r"test_\w+\.py::test_\w+"))
+def test_a_named_test_exists(page: str, name: str) -> None:
+    file, _, function = name.partition("::")
+    tree = ast.parse((settings.PROJECT / "tests" / file).read_text(encoding="utf-8"))
+    assert function in [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    folder = (settings.PROJECT / page).parent
+    text = (settings.PROJECT / page).read_text(encoding="utf-8")
+    assert not [link for link in re.findall(r"\]\(([^):]+)\)", text) if not (folder / link).exists()]
+
+
+def test_torchrun_wants_packed_rows_and_a_folder() -> None:
+    options = settings.load(DDPOptions, "train", profile="local")
+    for wrong in ({"stream": True}, {"output": "s3://bucket/runs"}):
+        said = torch_run._prepare(options.model_copy(update=wrong))
+        assert said.startswith("under torchrun, rows come from preprocess and output is a folder")
+
+
+@cache
+def _verbs() -> dict[str, set[str]]:
+    """The options of each verb. tasks.py is read, not imported: it would start itself again in the project's .venv."""
+    tree = ast.parse((settings.PROJECT / "tasks.py").read_text(encoding="utf-8"))
+    return {
+        node.name: {argument.arg for argument in node.args.args}
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef) and "verb(" in "".join(map(ast.unparse, node.decorator_list))
+    }
+
+
+@cache
+def _options(*jobs: str) -> set[str]:
+    """The options that a job takes, of those jobs."""
+    names = {"help"}
+    for job in jobs:
+        if job in PLACEHOLDERS:
+            continue
+        module = importlib.import_module(f"jobs.{job}")
+        [section] = re.findall(r"cli\.run\(main, (\w+)", Path(str(module.__file__)).read_text(encoding="utf-8"))
+        names |= {field.replace("_", "-") for field in getattr(module, section).model_fields}
+    return names

@@ -1,0 +1,274 @@
+"""evaluate: its numbers are those of the training loop, of transformers' own loss and of transformers' generation."""
+
+import json
+import math
+import shutil
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import boto3
+import packed_rows
+import pyarrow as pa
+import pytest
+import torch
+from ray.exceptions import RayTaskError
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+import settings
+from jobs import evaluate
+from jobs.evaluate import EvaluateOptions
+from jobs.evaluation import candidates
+from jobs.evaluation.scoring import Score, Scorer
+from jobs.preprocessing.conversations import DOCUMENTS, NOT_TRAINED
+from jobs.training.loop import train
+from jobs.training.options import DDPOptions
+from jobs.training.packed import read_manifest
+from jobs.training.run import OneProcess
+from jobs.training.strategies import DDP
+
+SEQUENCE_LENGTH = 64
+DOCUMENT_COUNT, WRONG_COUNT = 12, 3
+ANSWER_COUNT = DOCUMENT_COUNT * 3 // 2  # every other document has a second turn
+
+Document = tuple[list[int], list[int]]
+"""Token ids and labels."""
+
+torch.set_num_threads(1)  # on tensors as small as these, threads only wait for one another
+
+
+@pytest.fixture(scope="module")
+def speaker(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model whose own answers are held out."""
+    return _make_model(tmp_path_factory.mktemp("speaker"), assets, seed=0)
+
+
+@pytest.fixture(scope="module")
+def stranger(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of the same shape that knows none of them."""
+    return _make_model(tmp_path_factory.mktemp("stranger"), assets, seed=1)
+
+
+@pytest.fixture(scope="module")
+def documents(speaker: Path) -> list[Document]:
+    """Random questions with the speaker's greedy answers, of which the last ones have a wrong token."""
+    model = AutoModelForCausalLM.from_pretrained(speaker)
+    random = torch.Generator().manual_seed(0)
+    made = []
+    for number in range(DOCUMENT_COUNT):
+        tokens: list[int] = []
+        labels: list[int] = []
+        for turn in range(1 + number % 2):
+            question = torch.randint(5, model.config.vocab_size, (4 + number,), generator=random).tolist()
+            answer = _generate(model, tokens + question, 1 + (number + turn) % 5)
+            tokens += question + answer
+            labels += [NOT_TRAINED] * len(question) + answer
+        if number >= DOCUMENT_COUNT - WRONG_COUNT:
+            tokens[-1] = labels[-1] = (tokens[-1] + 1) % model.config.vocab_size
+        made.append((tokens, labels))
+    return made
+
+
+@pytest.fixture(scope="module")
+def packed(documents: list[Document], speaker: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The documents held out, beside one to train on that fills a row."""
+    folder = tmp_path_factory.mktemp("packed")
+    trained = list(range(5, 5 + SEQUENCE_LENGTH))
+    made = [(trained, [NOT_TRAINED, *trained[1:]]), *documents]
+    table = pa.Table.from_pylist([{"input_ids": tokens, "labels": labels} for tokens, labels in made], DOCUMENTS)
+    packed_rows.write(folder, table, speaker, SEQUENCE_LENGTH, train=[1], evaluated=DOCUMENT_COUNT)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def in_bucket(s3: str, speaker: Path) -> str:
+    """URI of the speaker in a bucket."""
+    for file in speaker.iterdir():
+        boto3.client("s3").upload_file(str(file), "bucket", f"speaker/{file.name}")
+    return f"{s3}/speaker"
+
+
+@pytest.fixture(scope="module")
+def run(in_bucket: str, packed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that trained LoRA adapters over the speaker for two steps, on a node of its own."""
+    folder = tmp_path_factory.mktemp("runs") / "lora"
+    changes: dict[str, Any] = {"name": "lora", "model": in_bucket, "data": str(packed), "output": str(folder.parent)}
+    changes |= {"lora_rank": 4, "steps": 2, "warmup_steps": 0, "global_batch_rows": 2, "micro_batch_rows": 2}
+    options = settings.load(DDPOptions, "train", profile="local").model_copy(update=changes)
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("HF_HOME", str(tmp_path_factory.mktemp("node")))
+        train(options, OneProcess(folder, torch.device("cpu"), 1), DDP)
+    (folder / "run.json").write_text("{}")  # preflight's, which a run under Ray or torchrun begins with
+    return folder
+
+
+@pytest.fixture
+def options(packed: Path, tmp_path: Path) -> EvaluateOptions:
+    defaults = settings.load(EvaluateOptions, "evaluate", profile="local")
+    changes = {"data": str(packed), "output": str(tmp_path), "batch_rows": 2, "num_workers": 1}
+    return defaults.model_copy(update=changes)
+
+
+# ------------------------------------------------------------------------------------------ the numbers
+
+
+def test_exact_answers_are_those_that_generation_gives(
+    speaker: Path, stranger: Path, documents: list[Document], packed: Path
+) -> None:
+    for folder, expected in ((speaker, ANSWER_COUNT - WRONG_COUNT), (stranger, 0)):
+        scored = _score(str(folder), packed)
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        generated = [
+            _generate(model, tokens[:begin], end - begin) == tokens[begin:end]
+            for tokens, labels in documents
+            for begin, end in _answers(labels)
+        ]
+        assert len(generated) == scored.answers == ANSWER_COUNT
+        assert sum(generated) == scored.exact == expected
+
+
+def test_the_loss_is_that_of_each_document_alone(stranger: Path, documents: list[Document], packed: Path) -> None:
+    """By transformers' own loss over unpacked documents, however many rows are scored together."""
+    model = AutoModelForCausalLM.from_pretrained(stranger)
+    loss, tokens = 0.0, 0
+    for input_ids, labels in documents:
+        count = sum(label != NOT_TRAINED for label in labels)
+        with torch.no_grad():
+            loss += model(torch.tensor([input_ids]), labels=torch.tensor([labels])).loss.item() * count
+        tokens += count
+    for batch_rows in (1, 3):
+        scored = _score(str(stranger), packed, batch_rows)
+        assert (scored.documents, scored.trained_tokens) == (DOCUMENT_COUNT, tokens)
+        assert scored.loss / tokens == pytest.approx(loss / tokens, abs=1e-5)
+
+
+def test_adapters_and_the_model_with_them_merged_have_the_loss_that_the_run_reported(
+    run: Path, in_bucket: str, speaker: Path, packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path))  # another node: it fetches what is in the bucket
+    reported = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    assert candidates.find(f"{run}/adapter").model == in_bucket
+    before, *after = (_score(str(folder), packed) for folder in (in_bucket, run / "adapter", run / "model"))
+    assert before == _score(str(speaker), packed)
+    for scored in after:
+        loss = scored.loss / scored.trained_tokens
+        assert loss == pytest.approx(reported["eval_loss"], abs=1e-5)
+        assert math.exp(loss) == pytest.approx(reported["eval_perplexity"], rel=1e-5)
+        assert abs(scored.loss - before.loss) > 1e-3
+
+
+def test_models_stand_side_by_side(
+    options: EvaluateOptions,
+    speaker: Path,
+    stranger: Path,
+    packed: Path,
+    ray_session: None,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    evaluate.main(options.model_copy(update={"models": (str(speaker), str(stranger)), "name": "both"}))
+    saved = json.loads(Path(options.output, "both.json").read_text())
+    assert (saved["documents"], saved["answers"]) == (DOCUMENT_COUNT, ANSWER_COUNT)
+    assert [model["model"] for model in saved["models"]] == [str(speaker), str(stranger)]
+    for model in saved["models"]:
+        scored = _score(model["model"], packed)
+        assert model["exact_match"] == scored.exact / ANSWER_COUNT
+        assert model["perplexity"] == pytest.approx(math.exp(scored.loss / scored.trained_tokens), rel=1e-5)
+        assert model["tokens_per_s"] > 0
+    shown = capsys.readouterr().out
+    share = f"{1 - WRONG_COUNT / ANSWER_COUNT:.1%}"
+    assert f"{share} (+{share})" in shown
+    assert f"the difference to {stranger}" in shown.replace("\n", "")
+
+
+# ------------------------------------------------------------------------------------------ what is refused
+
+
+def test_folders_of_a_training_are_refused_for_that_of_their_model(run: Path) -> None:
+    (checkpoint,) = run.glob("step-*")
+    for folder, kind in ((checkpoint, "a checkpoint"), (run, "a run")):
+        with pytest.raises(settings.Refusal, match=f"is the folder of {kind}; give .*: {run}/model$"):
+            candidates.find(f"{folder}/")
+
+
+def test_another_tokenizer_is_refused_by_both_names(
+    options: EvaluateOptions, speaker: Path, stranger: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(stranger, tmp_path / "other")
+    definition = json.loads((stranger / "tokenizer.json").read_text())
+    definition["model"]["merges"].pop()
+    (tmp_path / "other/tokenizer.json").write_text(json.dumps(definition))
+    with pytest.raises(settings.Refusal, match=rf"tokenizer of {speaker}, .* not that of {tmp_path}/other"):
+        evaluate.main(options.model_copy(update={"models": (str(speaker), f"{tmp_path}/other")}))
+
+
+def test_a_model_that_is_not_there_is_refused(options: EvaluateOptions) -> None:
+    with pytest.raises(settings.Refusal, match="nothing cannot be loaded"):
+        evaluate.main(options.model_copy(update={"models": ("nothing",)}))
+
+
+def test_data_with_nothing_held_out_is_refused(options: EvaluateOptions, packed: Path, tmp_path: Path) -> None:
+    manifest = json.loads((packed / "manifest.json").read_text())
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest | {"eval": {"files": [], "rows": 0}}))
+    with pytest.raises(settings.Refusal, match="larger --eval-share"):
+        evaluate.main(options.model_copy(update={"data": str(tmp_path)}))
+
+
+def test_a_full_gpu_is_told_from_other_failures(options: EvaluateOptions) -> None:
+    full = RayTaskError("task", "traceback", torch.OutOfMemoryError("CUDA out of memory"))
+    with pytest.raises(settings.Refusal, match=r"no room for 2 rows .* smaller --batch-rows"):
+        raise evaluate._explained(full, options)
+    other = RayTaskError("task", "traceback", ZeroDivisionError())
+    assert evaluate._explained(other, options) is other
+
+
+@pytest.mark.parametrize("profile", settings.PROFILES)
+def test_both_profiles_hold_valid_options(profile: str) -> None:
+    assert len(settings.load(EvaluateOptions, "evaluate", profile=profile).models) == 2  # after and before
+
+
+# ------------------------------------------------------------------------------------------ helpers
+
+
+def _make_model(folder: Path, assets: Path, seed: int) -> Path:
+    """An untrained Llama of a few thousand parameters; large initial weights make its choices clear."""
+    tokenizer = AutoTokenizer.from_pretrained(assets / "model")
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        initializer_range=0.2,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def _generate(model: PreTrainedModel, tokens: list[int], count: int) -> list[int]:
+    """The greedy continuation by `count` tokens, by transformers itself."""
+    prompt = torch.tensor([tokens])
+    made = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=count)
+    return made[0, len(tokens) :].tolist()
+
+
+def _answers(labels: list[int]) -> list[tuple[int, int]]:
+    """Where each run of trained tokens begins and ends."""
+    trained = [False, *(label != NOT_TRAINED for label in labels), False]
+    edges = [at for at, (before, after) in enumerate(pairwise(trained)) if before != after]
+    return list(zip(edges[::2], edges[1::2], strict=True))
+
+
+def _score(model: str, packed: Path, batch_rows: int = 2) -> Score:
+    """The sums over all held-out rows, in this process."""
+    candidate = candidates.find(model)
+    candidates.check(candidate, str(packed), read_manifest(str(packed)))
+    scorer = Scorer(candidate, str(packed), "cpu", "fp32", report=lambda **_: None)
+    rows = read_manifest(str(packed)).eval.rows
+    parts: list[dict[str, Any]] = [
+        scorer({"first": first, "rows": min(batch_rows, rows - first)}) for first in range(0, rows, batch_rows)
+    ]
+    return Score(**{name: sum(part[name] for part in parts) for name in Score._fields})

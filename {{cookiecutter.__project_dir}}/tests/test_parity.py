@@ -1,0 +1,174 @@
+"""However a training is spread, its numbers are the same: strategies, ranks and precisions against one process.
+
+The ranks are processes as torchrun starts them, forked from one that has imported everything.
+"""
+
+import json
+import multiprocessing
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import packed_rows
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+import settings
+from jobs.finetune_deepspeed import CONFIG
+from jobs.torch_run import TorchRun
+from jobs.training.fsdp import FSDP
+from jobs.training.loop import train
+from jobs.training.options import DDPOptions, DeepSpeedOptions, FSDPOptions, TrainOptions
+from jobs.training.run import OneProcess
+from jobs.training.strategies import DDP, MakeStrategy
+from jobs.training.zero import ZeRO
+
+STEPS = 30  # of the local profile's own schedule, which is the demo's
+EXACT, ELASTIC, BF16 = 1e-5, 1e-4, 1e-2
+
+os.environ["DS_ACCELERATOR"] = "cpu"  # read when deepspeed is imported
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["jobs.torch_run", "jobs.training.fsdp", "deepspeed"])  # each rank is a fork of them
+
+Row = dict[str, float]
+Way = Callable[[dict[str, Any]], tuple[TrainOptions, MakeStrategy]]
+
+
+def _ddp(changes: dict[str, Any]) -> tuple[TrainOptions, MakeStrategy]:
+    return settings.load(DDPOptions, "train", profile="local").model_copy(update=changes), DDP
+
+
+def _fsdp(changes: dict[str, Any]) -> tuple[TrainOptions, MakeStrategy]:
+    options = settings.load(FSDPOptions, "train", "fsdp", profile="local").model_copy(update=changes)
+    return options, partial(FSDP, options.reshard_after_forward)
+
+
+def _zero(stage: int, offload: bool, changes: dict[str, Any]) -> tuple[TrainOptions, MakeStrategy]:
+    own = {"zero_stage": stage, "offload_optimizer": offload}
+    options = settings.load(DeepSpeedOptions, "train", "deepspeed", profile="local").model_copy(update=changes | own)
+    return options, partial(ZeRO, json.loads(CONFIG.read_text()))
+
+
+WAYS: dict[str, Way] = {
+    "ddp": _ddp,
+    "fsdp": _fsdp,
+    "zero1": partial(_zero, 1, False),
+    "zero2-offload": partial(_zero, 2, True),
+    "zero3": partial(_zero, 3, False),
+}
+
+
+@pytest.fixture(scope="module")
+def changes(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the runs here set beside the local profile."""
+    data, model = tmp_path_factory.mktemp("packed"), tmp_path_factory.mktemp("model")
+    packed_rows.write_model(model, assets, num_hidden_layers=3)
+    packed_rows.write(data, packed_rows.tokenize(assets, model, 128), model, 128, train=[60, 40], evaluated=7)
+    output = str(tmp_path_factory.mktemp("runs"))
+    return {
+        "model": str(model),
+        "data": str(data),
+        "output": output,
+        "learning_rate": 1e-3,  # at the demo's, three times as high, rounding errors grow to 1.3e-5 in 30 steps
+        "stop_after": STEPS,
+        "checkpoint_every": 10,
+    }
+
+
+@pytest.fixture(scope="module")
+def alone(changes: dict[str, Any]) -> list[Row]:
+    """One process that accumulates micro-batches."""
+    return _alone(changes | {"name": "alone"})
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_two_ranks_agree_with_one_process(way: str, alone: list[Row], changes: dict[str, Any]) -> None:
+    rows = _spread(WAYS[way], 2, changes | {"name": way})
+    _assert_close(rows, alone, EXACT)
+    assert rows[-1]["loss"] < rows[0]["loss"] - 0.2
+    assert rows[-1]["eval_loss"] == pytest.approx(alone[-1]["eval_loss"], abs=EXACT)
+    for weights, others in zip(_weights(changes, way), _weights(changes, "alone"), strict=True):
+        torch.testing.assert_close(weights, others, atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp", "zero2-offload", "zero3"])
+def test_other_numbers_of_ranks_go_on(way: str, alone: list[Row], changes: dict[str, Any]) -> None:
+    for workers, stop in ((2, 10), (1, 20), (2, STEPS)):
+        rows = _spread(WAYS[way], workers, changes | {"name": f"elastic-{way}", "stop_after": stop})
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    _assert_close(rows, alone, ELASTIC)
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp", "zero3"])
+def test_three_ranks_share_four_micro_batches(way: str, alone: list[Row], changes: dict[str, Any]) -> None:
+    rows = _spread(WAYS[way], 3, changes | {"name": f"three-{way}", "micro_batch_rows": 4, "stop_after": 10})
+    _assert_close(rows, alone[:10], EXACT)
+
+
+@pytest.mark.parametrize("way", ["fsdp", "zero3"])
+def test_adapters_agree_too(way: str, changes: dict[str, Any]) -> None:
+    lora = changes | {"lora_rank": 4, "learning_rate": 1e-2}
+    alone = _alone(lora | {"name": f"lora-alone-{way}"})
+    rows = _spread(WAYS[way], 2, lora | {"name": f"lora-{way}"})
+    assert rows[-1]["loss"] < rows[0]["loss"]
+    _assert_close(rows, alone, EXACT)
+    assert Path(changes["output"], f"lora-{way}", "adapter/adapter_model.safetensors").exists()
+    for weights, others in zip(_weights(changes, f"lora-{way}"), _weights(changes, f"lora-alone-{way}"), strict=True):
+        torch.testing.assert_close(weights, others, atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp", "zero2-offload"])
+def test_in_bf16_they_come_close(way: str, alone: list[Row], changes: dict[str, Any]) -> None:
+    rows = _spread(WAYS[way], 2, changes | {"name": f"bf16-{way}", "precision": "bf16"})
+    _assert_close(rows, alone, BF16)
+    assert rows[9]["loss"] != pytest.approx(alone[9]["loss"], abs=EXACT)  # it did compute in bf16
+
+
+def _alone(changes: dict[str, Any]) -> list[Row]:
+    options, make_strategy = _ddp(changes)
+    folder = Path(options.output, options.name)
+    train(options, OneProcess(folder, torch.device("cpu"), options.keep_checkpoints), make_strategy)
+    return _rows(folder)
+
+
+def _spread(way: Way, workers: int, changes: dict[str, Any]) -> list[Row]:
+    options, make_strategy = way(changes)
+    folder = Path(options.output, options.name)
+    folder.mkdir(exist_ok=True)
+    meeting = folder / f"meeting-{options.stop_after}"
+    ranks = [
+        PROCESSES.Process(target=_rank, args=(rank, workers, meeting, options, make_strategy))
+        for rank in range(workers)
+    ]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    assert [rank.exitcode for rank in ranks] == [0] * workers
+    return _rows(folder)
+
+
+def _rank(number: int, workers: int, meeting: Path, options: TrainOptions, make_strategy: MakeStrategy) -> None:
+    os.environ |= {"LOCAL_RANK": str(number), "LOCAL_WORLD_SIZE": str(workers)}
+    if options.precision == "bf16":
+        pytest.MonkeyPatch().setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})  # slow, but right
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=number, world_size=workers)
+    run = TorchRun(Path(options.output, options.name), torch.device("cpu"), options.keep_checkpoints)
+    train(options, run, make_strategy)
+    dist.destroy_process_group()
+
+
+def _rows(folder: Path) -> list[Row]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def _assert_close(rows: list[Row], others: list[Row], tolerance: float) -> None:
+    assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in others], abs=tolerance)
+
+
+def _weights(changes: dict[str, Any], name: str) -> list[torch.Tensor]:
+    return list(AutoModelForCausalLM.from_pretrained(f"{changes['output']}/{name}/model").parameters())

@@ -1,0 +1,243 @@
+"""What a run records of itself, and the page that `inv report` draws of it."""
+
+import io
+import json
+from functools import partial
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import boto3
+import packed_rows
+import pytest
+import torch
+from rich.console import Console
+
+import settings
+from cluster import cluster_file, prices, stack
+from cluster.aws import Aws
+from jobs.training import history, loop, preflight, report, storage
+from jobs.training.options import DDPOptions
+from jobs.training.record import Record
+from jobs.training.run import OneProcess
+from jobs.training.storage import RunFolder
+from jobs.training.strategies import DDP
+
+A100 = "NVIDIA A100-SXM4-40GB"
+STEPS, CHECKPOINT_EVERY = 12, 5
+
+
+@pytest.fixture(params=["path", "uri"])
+def output(request: pytest.FixtureRequest, tmp_path: Path, s3: str) -> str:
+    return str(tmp_path) if request.param == "path" else f"{s3}/{tmp_path.name}"
+
+
+def train(output: str, name: str, *, done: int = 0, until: int = STEPS, killed: bool = False, **options: Any) -> None:
+    """What the loop calls of Record, from after step `done` to `until`."""
+    train_options = settings.load(DDPOptions, "train", profile="local").model_copy(
+        update={"output": output, "name": name, "steps": STEPS} | options
+    )
+    preflight.claim(train_options, preflight_identity(train_options))
+    folder = RunFolder(f"{output}/{name}")
+    record = Record(folder, train_options, OneProcess(Path("unused"), torch.device("cpu"), 1), done)
+    for step in range(done + 1, until + 1):
+        row = {
+            "step": step,
+            "loss": 7 / step,
+            "lr": step / 1e3,
+            "grad_norm": 1 / step,
+            "tokens_per_s": 1e3 + step,
+            "memory_gib": 1.0,
+        }
+        saves = step % CHECKPOINT_EVERY == 0 or (step == until and not killed)
+        record.write([row | ({"eval_loss": 8 / step, "eval_perplexity": 9.0} if saves else {})], 1.0)
+        if saves:
+            record.checkpoint(step)
+            folder.publish()
+    if not killed and until > done:
+        record.end(until)
+        folder.publish()
+
+
+def preflight_identity(options: DDPOptions) -> dict[str, Any]:
+    return {"model": options.model, **options.model_dump(include=preflight.DECIDES_NUMBERS)}
+
+
+def unknown_price(device: str, workers: int) -> None:
+    return None
+
+
+class Page(HTMLParser):
+    """What a browser sees: its tags, its text, the addresses that it would ask, and the curves by name and panel."""
+
+    def __init__(self, runs: list[history.History]) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.addresses: list[str | None] = []
+        self.text = ""
+        self._in_script = False
+        self.feed(report.page(runs, report.summarize(runs, unknown_price), "runs/"))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self._in_script = tag == "script"
+        self.addresses += [value for name, value in attrs if name in ("src", "href")]
+
+    def handle_endtag(self, tag: str) -> None:
+        self._in_script = False
+
+    def handle_data(self, data: str) -> None:
+        if not self._in_script:
+            self.text += data
+        elif '"curves",' in data and "Plotly.newPlot(" in data:
+            start = data.index("[", data.index('"curves",', data.rindex("Plotly.newPlot(")))
+            traces, end = json.JSONDecoder().raw_decode(data, start)
+            self.layout, _ = json.JSONDecoder().raw_decode(data, data.index("{", end))
+            self.curves = {(trace["name"], trace["yaxis"]): trace for trace in traces}
+
+
+def metrics(output: str, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (storage.read_text(f"{output}/{name}/metrics.jsonl") or "").splitlines()]
+
+
+def test_the_page_holds_the_very_numbers_of_several_runs(tmp_path: Path) -> None:
+    train(str(tmp_path), "one")
+    train(str(tmp_path), "other", learning_rate=0.5, until=7)
+    page = Page(history.read_all(str(tmp_path), []))
+    for name in ("one", "other"):
+        rows = metrics(str(tmp_path), name)
+        for axis, metric in (("y", "loss"), ("y2", "grad_norm"), ("y3", "lr"), ("y4", "tokens_per_s")):
+            assert page.curves[name, axis]["x"] == [row["step"] for row in rows]
+            assert page.curves[name, axis]["y"] == [row[metric] for row in rows]
+        evaluated = [row for row in rows if "eval_loss" in row]
+        assert page.curves[f"{name}, evaluation", "y"]["y"] == [row["eval_loss"] for row in evaluated]
+    assert page.curves["one", "y"]["line"]["color"] != page.curves["other", "y"]["line"]["color"]
+    assert "7/12" in page.text
+    began = history.read_all(str(tmp_path), ["one"])[0].events[0]["time"]
+    by_time = page.layout["updatemenus"][0]["buttons"][1]["args"][0]["x"]
+    assert by_time[0] == [(row["time"] - began) / 3600 for row in metrics(str(tmp_path), "one")]
+
+
+def test_a_kill_and_a_restart_are_recorded_and_drawn(output: str) -> None:
+    train(output, "run", until=8, killed=True)
+    if storage.is_local(output):
+        with Path(output, "run/events.jsonl").open("a") as file:
+            file.write('{"event": "che')
+    train(output, "run", done=5)
+    (run,) = history.read_all(output, ["run"])
+    events = [(event["event"], event["step"]) for event in run.events]
+    seen = 8 if storage.is_local(output) else 5  # to a bucket, a run goes with its checkpoints
+    restarted = [("broken off", seen), ("start", 5), ("checkpoint", 10), ("checkpoint", 12), ("end", 12)]
+    assert events == [("start", 0), ("checkpoint", 5), *restarted]
+    assert [row["step"] for row in run.rows] == list(range(1, STEPS + 1))
+    curves = Page([run]).curves
+    assert curves["run, checkpoint", "y"]["x"] == [5, 10, 12]
+    assert curves["run, restart", "y"]["x"] == [6]
+    assert curves["run, restart", "y"]["y"] == [7 / 6]
+    (cells,) = report.summarize([run], unknown_price)
+    assert (cells["restarts"], cells["steps lost"]) == ("1", str(seen - 5))
+
+
+def test_the_loop_records_its_checkpoints_and_its_end(assets: Path, tmp_path: Path) -> None:
+    model, data = assets / "model", tmp_path / "packed"
+    data.mkdir()
+    packed_rows.write(data, packed_rows.tokenize(assets, model, 64), model, 64, train=[12], evaluated=3)
+    options = settings.load(DDPOptions, "train", profile="local").model_copy(
+        update={"model": str(model), "data": str(data), "output": str(tmp_path), "steps": 6, "checkpoint_every": 2}
+    )
+    preflight.claim(options, preflight.check_packed(options))
+    for stop in (3, 6, 6):
+        process = OneProcess(tmp_path / options.name, torch.device("cpu"), options.keep_checkpoints)
+        loop.train(options.model_copy(update={"stop_after": stop}), process, DDP)
+    (run,) = history.read_all(str(tmp_path), [options.name])
+    first = [("start", 0), ("checkpoint", 2), ("checkpoint", 3), ("end", 3)]
+    events = [(event["event"], event["step"]) for event in run.events]
+    assert events == [*first, ("start", 3), ("checkpoint", 4), ("checkpoint", 6), ("end", 6)]
+    workers = {"world_size": 1, "strategy": "ddp", "device": "cpu", "precision": "fp32"}
+    assert all(workers.items() <= start.began.items() for start in run.starts)
+    assert [row["time"] for row in run.rows] == sorted(row["time"] for row in run.rows)
+    assert run.events[0]["time"] < run.rows[0]["time"] < run.rows[-1]["time"] <= run.events[-1]["time"]
+
+
+def test_a_run_that_has_nothing_left_to_do_is_no_restart(tmp_path: Path) -> None:
+    train(str(tmp_path), "run")
+    before = (tmp_path / "run/events.jsonl").read_text()
+    train(str(tmp_path), "run", done=STEPS)
+    assert (tmp_path / "run/events.jsonl").read_text() == before
+
+
+def test_a_run_that_goes_on_is_seen_to_its_last_step(tmp_path: Path) -> None:
+    train(str(tmp_path), "run", until=3, killed=True)
+    (run,) = history.read_all(str(tmp_path), [])
+    assert run.starts[-1].last["step"] == 3
+    assert run.seconds == run.rows[-1]["time"] - run.events[0]["time"]
+
+
+def test_text_stays_text_and_nothing_is_fetched(tmp_path: Path) -> None:
+    train(str(tmp_path), "<b>bold", model='<img src="https://example.com">')
+    page = Page(history.read_all(str(tmp_path), []))
+    assert not page.tags & {"b", "img", "link", "iframe"}
+    assert page.addresses == []
+    assert "<b>bold" in page.text
+    assert '<img src="https://example.com">' in page.text
+    assert ("&lt;b&gt;bold", "y") in page.curves  # plotly reads a few tags in its texts
+
+
+def test_dollars_are_of_whole_machines_while_there_were_workers() -> None:
+    price = partial(prices.of_workers, {40: 30.0})
+    assert [price(A100, workers) for workers in (1, 8, 9)] == [30.0, 30.0, 60.0]
+    assert price("NVIDIA A100-SXM4-80GB", 1) is None
+    assert price("NVIDIA H100 80GB HBM3", 1) is None
+    (cells,) = report.summarize([run_on(A100)], price)
+    assert cells["time"] == "1:30:00"
+    assert cells["GPU-hours"] == "16.00"  # 8 for an hour, 16 for a half
+    assert cells["dollars"] == "≈ 60.00"
+    assert cells["workers"] == "8 → 16 × A100-SXM4-40GB"
+    assert not {"GPU-hours", "dollars"} & set(report.summarize([run_on("cpu")], price)[0])
+    assert "Dollars are an estimate" in report.page([run_on(A100)], [cells], "runs/")
+
+
+def run_on(device: str) -> history.History:
+    began = {"event": "start", "strategy": "ddp", "device": device, "precision": "bf16"}
+    events = [
+        began | {"step": 0, "time": 1_000.0, "world_size": 8},
+        {"event": "broken off", "step": 4, "time": 4_600.0},
+        began | {"step": 2, "time": 10_000.0, "world_size": 16},
+        {"event": "end", "step": 3, "time": 11_800.0},
+    ]
+    row = {"loss": 1.0, "lr": 1e-3, "grad_norm": 1.0, "tokens_per_s": 5.0, "memory_gib": 1.0}
+    rows = [row | {"step": step, "time": 2_000.0 * step} for step in (1, 2, 3)]
+    return history.History("run", {"steps": 3}, events, rows)
+
+
+def test_what_is_not_there_is_refused_with_what_is(tmp_path: Path) -> None:
+    with pytest.raises(settings.Refusal, match="inv submit finetune_ddp"):
+        history.read_all(str(tmp_path / "runs"), [])
+    train(str(tmp_path), "one")
+    train(str(tmp_path), "other")
+    storage.write_text(f"{tmp_path}/claimed/run.json", "{}")
+    with pytest.raises(settings.Refusal, match="no run 'third' with a step in it; it has: one, other"):
+        history.read_all(str(tmp_path), ["one", "third"])
+
+
+def test_the_verb_finds_runs_in_the_bucket_by_the_profile_of_aws(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, s3: str
+) -> None:
+    file = cluster_file.load()
+    boto3.client("s3").create_bucket(Bucket=stack.bucket(file))
+    train(f"s3://{stack.bucket(file)}/runs", "run")
+    config = f"[default]\nendpoint_url = {boto3.client('s3').meta.endpoint_url}\n"
+    (tmp_path / "config").write_text(f"{config}aws_access_key_id = test\naws_secret_access_key = test\n")
+    for name in ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setattr(boto3, "DEFAULT_SESSION", None)
+    for name, value in Aws().files().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(report, "FILE", tmp_path / "results/report.html")
+    console = Console(file=io.StringIO(), width=160)
+    report.draw(["run"], unknown_price, console)
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    assert f"curves: {tmp_path}/results/report.html" in said
+    assert "12/12" in said
+    assert f"s3://{stack.bucket(file)}/runs" in (tmp_path / "results/report.html").read_text()
