@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-import settings
 from benchmarks import harness
 from benchmarks.report import Result, at_most
 from demo import assets
@@ -66,21 +65,15 @@ def measure() -> Result:
 
 
 def _options(folder: Path) -> DDPOptions:
-    return settings.load(DDPOptions, "train", profile="local").model_copy(
-        update={
-            "model": str(folder / "model"),
-            "data": str(folder / "packed"),
-            "output": str(folder / "runs"),
-            "num_workers": 1,
-            "cpus_per_worker": torch.get_num_threads(),
-            "micro_batch_rows": 8,
-            "global_batch_rows": 8,
-            "learning_rate": 1e-4,
-            "steps": STEPS,
-            "warmup_steps": 5,
-            "checkpoint_every": EVERY,
-            "log_every": 1,
-        }
+    return harness.one_process(
+        folder,
+        micro_batch_rows=8,
+        global_batch_rows=8,
+        learning_rate=1e-4,
+        steps=STEPS,
+        warmup_steps=5,
+        checkpoint_every=EVERY,
+        log_every=1,
     )
 
 

@@ -26,6 +26,7 @@ from cluster import environment
 from cluster.local import RaySection
 from demo import assets
 from demo.assets import Fact
+from jobs.training.options import DDPOptions
 
 PEERS = FOLDER.parent / "build" / "bench-peers"
 PEERS_PINS = FOLDER / "peers" / "requirements.txt"
@@ -136,6 +137,18 @@ def preprocess(input_: Path, output: Path, model: Path, sequence_length: int, *m
     subprocess.run([sys.executable, "-m", "jobs.preprocess", *words, *more], cwd=settings.PROJECT, check=True)
 
 
+def one_process(folder: Path, **more: Any) -> DDPOptions:
+    """A training of the model and the packed rows in `folder` by one process, on all cores."""
+    options = {
+        "model": str(folder / "model"),
+        "data": str(folder / "packed"),
+        "output": str(folder / "runs"),
+        "num_workers": 1,
+        "cpus_per_worker": os.cpu_count(),
+    }
+    return settings.load(DDPOptions, "train", profile="local").model_copy(update=options | more)
+
+
 # ------------------------------------------------------------------------------------------ where it runs
 
 
@@ -147,8 +160,8 @@ def scratch() -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def one_ray() -> Iterator[None]:
-    """A Ray with the local target's resources, for all rounds of a part: its start is in none of them."""
+def one_ray(cpus: int | None = None) -> Iterator[None]:
+    """A Ray with the local target's resources, or so many CPUs, for all rounds of a part: its start is in none."""
     from jobs.cli import ray  # told there what it reads at its import
 
     own = settings.load(RaySection, "ray")
@@ -157,7 +170,7 @@ def one_ray() -> Iterator[None]:
     try:
         ray.init(
             address="local",
-            num_cpus=own.num_cpus,
+            num_cpus=cpus or own.num_cpus,
             object_store_memory=own.object_store_mib * 2**20,
             include_dashboard=False,
             log_to_driver=False,

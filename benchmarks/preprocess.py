@@ -2,6 +2,7 @@
 
 import functools
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable
@@ -19,6 +20,7 @@ FEW = 100  # rows that take no time: what is measured with them is the start-up
 MEMORY_ROWS = 30_000
 MEMORY_SHARD_MIB = 8  # so that the few rows keep all cores busy too
 LENGTH = 1024
+EVAL_SHARE = 0.02
 TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
@@ -31,12 +33,12 @@ class Work(NamedTuple):
 
 
 def measure() -> Result:
-    """The peers template, tokenize and mask; `preprocess` also shuffles, holds out, packs, and writes parquet."""
+    """The bare loop renders, tokenizes and masks; the other two also shuffle, hold out, pack, and write parquet."""
     with harness.scratch() as folder:
         harness.write_model(folder / "model", 16384, **TINY)
         few = harness.write_rows(folder / "few.jsonl", harness.conversations(FEW))
         all_rows = harness.write_rows(folder / "rows.jsonl", harness.conversations(ROWS))
-        with harness.one_ray():
+        with harness.one_ray(os.cpu_count()):
             ways = {"preprocess": _ours, "datasets.map": _datasets, "bare loop": _tokenizers}
             _refuse_different_work([way(few, folder) for way in ways.values()])
             start_up = {name: min(way(few, folder).seconds for _ in range(3)) for name, way in ways.items()}
@@ -60,20 +62,24 @@ def measure() -> Result:
 
 
 def _rows_per_s(way: Callable[[Path, Path], Work], rows: Path, folder: Path, start_up_s: float) -> float:
-    """Without the start-up, which is some seconds whatever the number of rows."""
+    """Without the start-up: some seconds, whatever the number of rows."""
     return (ROWS - FEW) / (way(rows, folder).seconds - start_up_s)
 
 
 def _ours(rows: Path, folder: Path) -> Work:
-    """The job, on a Ray that runs."""
+    """The job, on a Ray that runs; always with as many shards, as each is a task whose start takes time."""
     shutil.rmtree(folder / "packed", ignore_errors=True)
+    options = settings.load(PreprocessOptions, "preprocess", profile="local")
+    share = rows.stat().st_size / (folder / "rows.jsonl").stat().st_size
     changes = {
         "input": str(rows),
         "output": str(folder / "packed"),
         "model": str(folder / "model"),
         "sequence_length": LENGTH,
+        "shard_mib": options.shard_mib * share,
+        "eval_share": EVAL_SHARE,
     }
-    options = settings.load(PreprocessOptions, "preprocess", profile="local").model_copy(update=changes)
+    options = options.model_copy(update=changes)
     started = time.perf_counter()
     preprocess.main(options)
     seconds = time.perf_counter() - started
@@ -90,7 +96,7 @@ def _tokenizers(rows: Path, folder: Path) -> Work:
 
 
 def _peer(script: str, rows: Path, folder: Path) -> Work:
-    asked = {"model": str(folder / "model"), "rows": str(rows), "sequence_length": LENGTH}
+    asked = {"model": str(folder / "model"), "rows": str(rows), "sequence_length": LENGTH, "eval_share": EVAL_SHARE}
     return Work(**harness.ask_peer(script, asked))
 
 

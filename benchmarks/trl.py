@@ -9,7 +9,6 @@ from typing import Any
 import pyarrow as pa
 import torch
 
-import settings
 from benchmarks import harness
 from benchmarks.harness import Row
 from benchmarks.report import Result, at_least, at_most
@@ -60,22 +59,16 @@ def measure() -> Result:
 
 
 def _options(folder: Path) -> DDPOptions:
-    return settings.load(DDPOptions, "train", profile="local").model_copy(
-        update={
-            "model": str(folder / "model"),
-            "data": str(folder / "packed"),
-            "output": str(folder / "runs"),
-            "num_workers": 1,
-            "cpus_per_worker": torch.get_num_threads(),
-            "global_batch_rows": 4,
-            "micro_batch_rows": 2,
-            "learning_rate": 1e-3,
-            "warmup_steps": 10,
-            "steps": STEPS,
-            "eval_every": STEPS,
-            "checkpoint_every": STEPS,
-            "log_every": FIRST,
-        }
+    return harness.one_process(
+        folder,
+        global_batch_rows=4,
+        micro_batch_rows=2,
+        learning_rate=1e-3,
+        warmup_steps=10,
+        steps=STEPS,
+        eval_every=STEPS,
+        checkpoint_every=STEPS,
+        log_every=FIRST,
     )
 
 

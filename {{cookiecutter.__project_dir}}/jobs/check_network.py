@@ -12,7 +12,7 @@ import ray.train
 import torch
 import torch.distributed
 from pydantic import ConfigDict, PositiveInt
-from ray.train import LoggingConfig, RunConfig, ScalingConfig
+from ray.train import LoggingConfig, RunConfig
 from ray.train.torch import TorchConfig, TorchTrainer, get_device
 
 from jobs import capacity, cli, gang
@@ -44,19 +44,13 @@ class Measure(NamedTuple):
 def main(options: NetworkOptions) -> None:
     """Measure the network between a training's workers."""
     cli.connect()
-    needs = options.worker_resources
-    capacity.refuse_too_many_workers(options.max_workers, needs)
-    zone = gang.gather(options.max_workers, needs, options.gang_patience_s, gang.offers())
+    options = options.model_copy(update={"num_workers": options.max_workers})
+    capacity.refuse_too_many_workers(options.max_workers, options.worker_resources)
     trainer = TorchTrainer(
         _work,
         train_loop_config={"device": options.device, "message_mib": options.message_mib},
         torch_config=TorchConfig(backend=torch.distributed.get_default_backend_for_device(options.device)),
-        scaling_config=ScalingConfig(
-            num_workers=options.max_workers,
-            use_gpu=options.use_gpu,
-            resources_per_worker=needs,
-            label_selector=zone,
-        ),
+        scaling_config=gang.scaling(options),
         run_config=RunConfig(
             name="check_network",
             storage_path=tempfile.mkdtemp(),  # nothing is stored

@@ -13,7 +13,10 @@ from ray._raylet import GcsClient
 from ray.autoscaler.v2.schema import ClusterStatus
 from ray.autoscaler.v2.sdk import get_cluster_status
 from ray.core.generated.autoscaler_pb2 import DrainNodeReason
+from ray.train import ScalingConfig
 from ray.util.placement_group import placement_group, remove_placement_group
+
+from jobs.workers import WorkerOptions
 
 LINE_EVERY_S = 30
 ASKED_WITHIN_S = 20
@@ -31,6 +34,21 @@ class Offer(NamedTuple):
 def offers() -> list[Offer]:
     """What GANG_OFFERS lists, set by the verb that submits: the first to be tried first. None on one machine."""
     return [Offer(**offer) for offer in json.loads(os.environ.get("GANG_OFFERS", "[]"))]
+
+
+def scaling(options: WorkerOptions) -> ScalingConfig:
+    """The workers of a training for Ray Train, once one zone has room for the fewest of them."""
+    return ScalingConfig(
+        num_workers=options.num_workers,
+        use_gpu=options.use_gpu,
+        resources_per_worker=options.worker_resources,
+        label_selector=find_zone(options),
+    )
+
+
+def find_zone(options: WorkerOptions) -> dict[str, str] | None:
+    """The label selector of a zone that has room for the fewest workers of a training (see `gather`)."""
+    return gather(options.min_workers, options.worker_resources, options.gang_patience_s, offers())
 
 
 def gather(

@@ -152,9 +152,11 @@ def _part(made: list[shards.Shard]) -> dict[str, Any]:
 def _make_shards(source: rows.Source, plan: shards.Plan, tokenize: Tokenize) -> list[shards.Partition]:
     with DataContext.current(_data_context()), Progress(_Line(source.size)) as progress:
         keyed = rows.dataset(source, progress.report).map_batches(
-            partial(rows.assign, seed=plan.seed, partitions=plan.partitions), batch_size=None, batch_format="pyarrow"
+            partial(rows.assign, seed=plan.seed, places=rows.places(plan.partitions)),
+            batch_size=None,
+            batch_format="pyarrow",
         )
-        written = keyed.groupby("partition", num_partitions=plan.partitions).map_groups(
+        written = keyed.groupby("place", num_partitions=plan.partitions).map_groups(
             partial(shards.write, plan=plan, shared=ray.put(tokenize), report=progress.report),
             batch_format="pyarrow",
         )
@@ -253,7 +255,7 @@ def _documents(first: list[dict[str, Any]], tokenize: Tokenize) -> Iterator[Docu
 
 def _coloured(document: Document, tokenize: Tokenize) -> Text:
     text = Text()
-    pairs = zip(document.input_ids, document.labels, strict=True)
+    pairs = zip(document.input_ids.tolist(), document.labels.tolist(), strict=True)
     for trained, run in groupby(pairs, key=lambda pair: pair[1] != NOT_TRAINED):
         text.append(tokenize.tokenizer.decode([token for token, _ in run]), style="green" if trained else "dim")
     return text

@@ -137,9 +137,9 @@ def fit(options: TrainOptions, make_strategy: MakeStrategy) -> None:
     quiet.driver()
     _check_cluster(options, recipe)
     preflight.claim(options, identity)
-    zone = gang.gather(options.min_workers, options.worker_resources, options.gang_patience_s, gang.offers())
+    scaling = gang.scaling(options)
     try:
-        result = _trainer(options, make_strategy, recipe, zone).fit()
+        result = _trainer(options, make_strategy, recipe, scaling).fit()
     except WorkerGroupError as error:
         if "OutOfMemoryError" in str(error):  # a text: the worker's own exception does not travel
             raise torch.OutOfMemoryError from None
@@ -168,7 +168,7 @@ def _check_cluster(options: TrainOptions, recipe: stream.Recipe | None) -> None:
 
 
 def _trainer(
-    options: TrainOptions, make_strategy: MakeStrategy, recipe: stream.Recipe | None, zone: dict[str, str] | None
+    options: TrainOptions, make_strategy: MakeStrategy, recipe: stream.Recipe | None, scaling: ScalingConfig
 ) -> TorchTrainer:
     return TorchTrainer(
         _work,
@@ -176,12 +176,7 @@ def _trainer(
         train_loop_config={"work": ray.put((options, make_strategy, recipe))},
         datasets={"train": stream.dataset(recipe)} if recipe else None,
         torch_config=TorchConfig(backend=torch.distributed.get_default_backend_for_device(options.device)),
-        scaling_config=ScalingConfig(
-            num_workers=options.num_workers,
-            use_gpu=options.use_gpu,
-            resources_per_worker=options.worker_resources,
-            label_selector=zone,
-        ),
+        scaling_config=scaling,
         run_config=RunConfig(
             name=options.name,
             storage_path=options.output,

@@ -14,7 +14,7 @@ import numpy as np
 import ray.train
 import torch
 from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt
-from ray.train import Checkpoint, CheckpointConfig, FailureConfig, LoggingConfig, RunConfig, ScalingConfig
+from ray.train import Checkpoint, CheckpointConfig, FailureConfig, LoggingConfig, RunConfig
 from ray.train.torch import TorchConfig, TorchTrainer, get_device, prepare_data_loader, prepare_model
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -63,16 +63,10 @@ def main(options: ClassifierOptions) -> None:
     quiet.driver()
     capacity.refuse_too_many_workers(options.min_workers, options.worker_resources)
     capacity.refuse_private_paths({"output": options.output}, options.shared_paths, "train")
-    zone = gang.gather(options.min_workers, options.worker_resources, options.gang_patience_s, gang.offers())
     trainer = TorchTrainer(
         partial(train, options),
         torch_config=TorchConfig(backend=torch.distributed.get_default_backend_for_device(options.device)),
-        scaling_config=ScalingConfig(
-            num_workers=options.num_workers,
-            use_gpu=options.use_gpu,
-            resources_per_worker=options.worker_resources,
-            label_selector=zone,
-        ),
+        scaling_config=gang.scaling(options),
         run_config=RunConfig(  # the same name in the same place goes on from its last checkpoint
             name=options.name,
             storage_path=options.output,

@@ -178,7 +178,7 @@ def search(options: TuneOptions, trials: Sequence[Trial]) -> list[str]:
         "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",  # a refusal comes without a loss
     }
     logging.getLogger("ray.tune").setLevel(logging.ERROR)  # it misses the files of its own that nobody reads
-    zone = gang.gather(options.min_workers, options.worker_resources, options.gang_patience_s, gang.offers())
+    zone = gang.find_zone(options)
     runs = {trial.name: run_options(options, trial) for trial in trials}
     note = Note(options.folder, options.steps, trials)
     with tempfile.TemporaryDirectory() as scratch:

@@ -1,6 +1,7 @@
 """A small model, and packed rows for it as preprocess leaves them, made without Ray."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,10 @@ from jobs.preprocessing.conversations import Tokenize, padding_id, tokenizer_has
 from jobs.preprocessing.packing import pack
 
 
-def write_model(folder: Path, assets: Path, **config: float) -> None:
-    """An untrained Llama of about 100,000 parameters with the demo's tokenizer."""
+def write_model(folder: Path, assets: Path, seed: int = 0, **config: float) -> Path:
+    """An untrained Llama of about 100,000 parameters with the demo's tokenizer, in `folder`; returns that."""
     tokenizer = AutoTokenizer.from_pretrained(assets / "model")
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     shape = {
         "vocab_size": len(tokenizer),
         "hidden_size": 32,
@@ -28,6 +29,16 @@ def write_model(folder: Path, assets: Path, **config: float) -> None:
     }
     LlamaForCausalLM(LlamaConfig(**shape | config)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    return folder
+
+
+def write_other_tokenizer(model: Path, folder: Path) -> Path:
+    """A model folder like `model`, but for one merge of its tokenizer; returns it."""
+    shutil.copytree(model, folder)
+    definition = json.loads((model / "tokenizer.json").read_text())
+    definition["model"]["merges"].pop()
+    (folder / "tokenizer.json").write_text(json.dumps(definition))
+    return folder
 
 
 def tokenize(assets: Path, model: Path, sequence_length: int) -> pa.Table:

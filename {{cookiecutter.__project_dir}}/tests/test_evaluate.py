@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import pyarrow as pa
 import pytest
 import torch
 from ray.exceptions import RayTaskError
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import settings
 from jobs import evaluate
@@ -39,14 +38,14 @@ torch.set_num_threads(1)  # on tensors as small as these, threads only wait for 
 
 @pytest.fixture(scope="module")
 def speaker(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model whose own answers are held out."""
-    return _make_model(tmp_path_factory.mktemp("speaker"), assets, seed=0)
+    """The model whose own answers are held out; large initial weights make its choices clear."""
+    return packed_rows.write_model(tmp_path_factory.mktemp("speaker"), assets, initializer_range=0.2)
 
 
 @pytest.fixture(scope="module")
 def stranger(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of the same shape that knows none of them."""
-    return _make_model(tmp_path_factory.mktemp("stranger"), assets, seed=1)
+    return packed_rows.write_model(tmp_path_factory.mktemp("stranger"), assets, seed=1, initializer_range=0.2)
 
 
 @pytest.fixture(scope="module")
@@ -193,12 +192,9 @@ def test_folders_of_a_training_are_refused_for_that_of_their_model(run: Path) ->
 def test_another_tokenizer_is_refused_by_both_names(
     options: EvaluateOptions, speaker: Path, stranger: Path, tmp_path: Path
 ) -> None:
-    shutil.copytree(stranger, tmp_path / "other")
-    definition = json.loads((stranger / "tokenizer.json").read_text())
-    definition["model"]["merges"].pop()
-    (tmp_path / "other/tokenizer.json").write_text(json.dumps(definition))
-    with pytest.raises(settings.Refusal, match=rf"tokenizer of {speaker}, .* not that of {tmp_path}/other"):
-        evaluate.main(options.model_copy(update={"models": (str(speaker), f"{tmp_path}/other")}))
+    other = packed_rows.write_other_tokenizer(stranger, tmp_path / "other")
+    with pytest.raises(settings.Refusal, match=rf"tokenizer of {speaker}, .* not that of {other}"):
+        evaluate.main(options.model_copy(update={"models": (str(speaker), str(other))}))
 
 
 def test_a_model_that_is_not_there_is_refused(options: EvaluateOptions) -> None:
@@ -227,25 +223,6 @@ def test_both_profiles_hold_valid_options(profile: str) -> None:
 
 
 # ------------------------------------------------------------------------------------------ helpers
-
-
-def _make_model(folder: Path, assets: Path, seed: int) -> Path:
-    """An untrained Llama of a few thousand parameters; large initial weights make its choices clear."""
-    tokenizer = AutoTokenizer.from_pretrained(assets / "model")
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        initializer_range=0.2,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 def _generate(model: PreTrainedModel, tokens: list[int], count: int) -> list[int]:

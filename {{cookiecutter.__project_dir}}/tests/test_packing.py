@@ -127,9 +127,21 @@ def test_exactly_what_the_assistant_says_is_trained(model_folder: str, template:
     tokenize = Tokenize(model_folder, 256, read_template(template))
     document = tokenize.encode([SYSTEM, QUESTION, ANSWER, FOLLOW_UP, SECOND_ANSWER])
     end = "<|im_end|>" if template else "<|eos|>"
-    trained = [label for label in document.labels if label != NOT_TRAINED]
+    trained = [label for label in document.labels.tolist() if label != NOT_TRAINED]
     assert tokenize.tokenizer.decode(trained) == f"{ANSWER['content']}{end}{SECOND_ANSWER['content']}{end}"
     assert all(label in (token, NOT_TRAINED) for token, label in zip(*document[:2], strict=True))
+
+
+@pytest.mark.parametrize("template", [None, CHATML], ids=["the model's template", "chatml"])
+def test_tokens_and_masks_are_those_of_transformers(assets: Path, model_folder: str, template: str | None) -> None:
+    tokenize = Tokenize(model_folder, 10_000, read_template(template))
+    lines = (assets / "data" / "pairs.jsonl").read_text(encoding="utf-8").splitlines()[:200]
+    two_turns = [SYSTEM, QUESTION, ANSWER, FOLLOW_UP, SECOND_ANSWER]
+    for messages in (two_turns, *(conversation(json.loads(line)) for line in lines)):
+        theirs = tokenize.tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+        ours = tokenize.encode(messages)
+        assert ours.input_ids.tolist() == theirs["input_ids"]
+        assert (ours.labels != NOT_TRAINED).tolist() == [bool(mark) for mark in theirs["assistant_masks"]]
 
 
 def test_chatml_is_what_qwen_expects(model_folder: str) -> None:
@@ -148,7 +160,9 @@ def test_long_conversations_lose_their_end(model_folder: str, tokenize: Tokenize
     whole = tokenize.encode([QUESTION, ANSWER])
     cut = Tokenize(model_folder, len(whole.input_ids) - 2).encode([QUESTION, ANSWER])
     assert not whole.cut
-    assert cut == (whole.input_ids[:-2], whole.labels[:-2], True)
+    assert cut.input_ids.tolist() == whole.input_ids[:-2].tolist()
+    assert cut.labels.tolist() == whole.labels[:-2].tolist()
+    assert cut.cut
     with pytest.raises(BadRow, match="no assistant token within sequence_length"):
         Tokenize(model_folder, 4).encode([QUESTION, ANSWER])
 

@@ -558,14 +558,10 @@ def test_missing_data_is_refused(tmp_path: Path) -> None:
 def test_rows_of_another_tokenizer_are_refused_by_both_names(
     options: DDPOptions, packed: Path, model: Path, tmp_path: Path
 ) -> None:
-    shutil.copytree(model, tmp_path / "other")
-    definition = json.loads((model / "tokenizer.json").read_text())
-    definition["model"]["merges"].pop()
-    (tmp_path / "other/tokenizer.json").write_text(json.dumps(definition))
-    other = options.model_copy(update={"model": str(tmp_path / "other")})
+    other = packed_rows.write_other_tokenizer(model, tmp_path / "other")
     preflight.check_data(options, read_manifest(str(packed)))
-    with pytest.raises(settings.Refusal, match=rf"{model}.*{tmp_path}/other"):
-        preflight.check_data(other, read_manifest(str(packed)))
+    with pytest.raises(settings.Refusal, match=rf"{model}.*{other}"):
+        preflight.check_data(options.model_copy(update={"model": str(other)}), read_manifest(str(packed)))
 
 
 def test_a_model_that_does_not_fit_the_rows_is_refused(model: Path) -> None:

@@ -2,16 +2,18 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import jinja2
+import numpy as np
 import pyarrow as pa
 
 import settings
 from jobs import weights
 
 if TYPE_CHECKING:
+    from tokenizers import Encoding
     from transformers import PreTrainedTokenizerFast
 
 COLUMNS = ("messages", "instruction", "response")
@@ -27,6 +29,8 @@ DOCUMENTS = pa.schema(
     ]
 )
 
+T = TypeVar("T")
+
 Message = dict[str, Any]
 
 
@@ -35,10 +39,10 @@ class BadRow(Exception):
 
 
 class Document(NamedTuple):
-    """A tokenised conversation: `labels` repeats a token where it is trained and is NOT_TRAINED elsewhere."""
+    """A tokenised conversation, int32: `labels` repeats a token where it is trained and is NOT_TRAINED elsewhere."""
 
-    input_ids: list[int]
-    labels: list[int]
+    input_ids: np.ndarray
+    labels: np.ndarray
     cut: bool
 
 
@@ -147,6 +151,8 @@ class Tokenize:
             Refusal: as `load_tokenizer`, or the template is broken or does not mark what the assistant says.
         """
         self.tokenizer = load_tokenizer(model, chat_template)
+        self.tokenizer.backend_tokenizer.no_padding()  # a tokenizer.json may ask for both
+        self.tokenizer.backend_tokenizer.no_truncation()
         self.sequence_length = sequence_length
         self._check_generation_marks(model)
 
@@ -155,7 +161,10 @@ class Tokenize:
 
         The rows are as `jobs.preprocessing.rows` reads them, or have `messages`, or `instruction` and `response`.
         """
-        return pa.Table.from_pylist([self._document_or_problem(row) for row in table.to_pylist()], DOCUMENTS)
+        read = [_or_problem(_messages, row) for row in table.to_pylist()]
+        documents = iter(self._documents([messages for messages in read if not isinstance(messages, BadRow)]))
+        made = [messages if isinstance(messages, BadRow) else next(documents) for messages in read]
+        return pa.Table.from_pylist([_as_row(document) for document in made], DOCUMENTS)
 
     def encode(self, messages: list[Message]) -> Document:
         """The document of one conversation, cut at its end to `sequence_length` tokens.
@@ -164,52 +173,93 @@ class Tokenize:
             BadRow: the template refuses the messages, or no trained token is left.
         """
         try:
-            tokens, trained = self._apply_template(messages)
+            (encoded,) = self._apply_template([messages])
         except (jinja2.TemplateError, TypeError) as error:
             raise BadRow(f"the chat template refuses it: {error}") from None
-        # the first token has no context of its own: what lies before it in a packed row is another document
-        labels = [
-            token if position and marked else NOT_TRAINED
-            for position, (token, marked) in enumerate(zip(tokens, trained, strict=True))
-        ]
-        labels = labels[: self.sequence_length]
-        if all(label == NOT_TRAINED for label in labels):
-            raise BadRow("no assistant token within sequence_length")
-        return Document(tokens[: self.sequence_length], labels, cut=len(tokens) > self.sequence_length)
+        return self._cut(*encoded)
 
     def document(self, row: Mapping[str, Any]) -> Document:
         """The document of one row, as `encode`; the row is as in `__call__`."""
-        if row.get("problem"):
-            raise BadRow(row["problem"])
-        return self.encode(json.loads(row["row"]) if isinstance(row.get("row"), bytes) else conversation(row))
+        return self.encode(_messages(row))
 
-    def _document_or_problem(self, row: Mapping[str, Any]) -> dict[str, Any]:
+    def _documents(self, conversations: list[list[Message]]) -> list[Document | BadRow]:
+        """All in one call, which takes two thirds of the time of a call for each."""
         try:
-            return self.document(row)._asdict()
-        except BadRow as bad:
-            return {"input_ids": [], "labels": [], "cut": False, "problem": str(bad)}
+            encoded = self._apply_template(conversations)
+        except (jinja2.TemplateError, TypeError):  # one of them is refused: which, and why, shows a call for each
+            return [_or_problem(self.encode, messages) for messages in conversations]
+        return [_or_problem(self._cut, *each) for each in encoded]
 
-    def _apply_template(self, messages: list[Message]) -> tuple[list[int], list[int]]:
-        """Token ids, and 1 for each token between generation marks."""
-        encoded = self.tokenizer.apply_chat_template(
-            messages,
-            return_dict=True,
+    def _cut(self, tokens: np.ndarray, trained: np.ndarray) -> Document:
+        # the first token has no context of its own: what lies before it in a packed row is another document
+        trained[:1] = False
+        kept = slice(self.sequence_length)
+        if not trained[kept].any():
+            raise BadRow("no assistant token within sequence_length")
+        labels = np.where(trained[kept], tokens[kept], np.int32(NOT_TRAINED))
+        return Document(tokens[kept], labels, cut=len(tokens) > self.sequence_length)
+
+    def _apply_template(self, conversations: list[list[Message]]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Of each conversation the tokens, and which of them are trained: int32 and bool, equally long.
+
+        What `tokenizer.apply_chat_template(…, return_assistant_tokens_mask=True)` does, but for its Python lists, which
+        took a seventh of the whole time.
+        """
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        texts, answers = render_jinja_template(
+            conversations,
+            chat_template=self.tokenizer.chat_template,
             return_assistant_tokens_mask=True,
-            tokenizer_kwargs={"verbose": False},  # it warns of documents that are cut a line later
+            **self.tokenizer.special_tokens_map,
         )
-        return encoded["input_ids"], encoded["assistant_masks"]
+        encodings = self.tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False)
+        return [
+            (np.array(encoding.ids, np.int32), _within(spans, encoding))
+            for encoding, spans in zip(encodings, answers, strict=True)
+        ]
 
     def _check_generation_marks(self, model: str) -> None:
         probe = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
         try:
-            marks = self._apply_template(probe)[1]
+            ((_, marks),) = self._apply_template([probe])
         except jinja2.TemplateError as error:
             raise settings.Refusal(
                 f"the chat template for {model} is broken ({error}); correct chat_template in [preprocess]."
             ) from None
-        if not any(marks):
+        if not marks.any():
             raise settings.Refusal(
                 f"the chat template for {model} does not mark what the assistant says with {{% generation %}}, so "
                 "nothing would be trained; set chat_template in [preprocess] to one that does, for example "
                 "jobs/chat_templates/chatml.jinja."
             )
+
+
+def _messages(row: Mapping[str, Any]) -> list[Message]:
+    """The conversation of a row as `Tokenize` takes them."""
+    if row.get("problem"):
+        raise BadRow(row["problem"])
+    return json.loads(row["row"]) if isinstance(row.get("row"), bytes) else conversation(row)
+
+
+def _within(spans: list[tuple[int, int]], encoding: "Encoding") -> np.ndarray:
+    """Which tokens lie in the spans of characters, (start, stop)."""
+    found = np.zeros(len(encoding), bool)
+    for start, stop in spans:
+        first, last = encoding.char_to_token(start), encoding.char_to_token(stop - 1)
+        if first is not None:
+            found[first : None if last is None else last + 1] = True
+    return found
+
+
+def _or_problem(make: Callable[..., T], *arguments: Any) -> T | BadRow:
+    try:
+        return make(*arguments)
+    except BadRow as bad:
+        return bad
+
+
+def _as_row(made: Document | BadRow) -> dict[str, Any]:
+    if isinstance(made, BadRow):
+        return {"input_ids": [], "labels": [], "cut": False, "problem": str(made)}
+    return made._asdict()

@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.fs
 import pyarrow.parquet as pq
 import ray.data
+from ray.data._internal.arrow_ops.transform_pyarrow import hash_partition
 
 from jobs.preprocessing.conversations import COLUMNS, NO_COLUMNS, BadRow, canonical, conversation
 from settings import Refusal
@@ -142,16 +143,29 @@ def dataset(source: Source, report: Callable[..., Any] | None = None) -> ray.dat
     return one_task_each.map_batches(read, batch_size=None, batch_format="pyarrow")
 
 
-def assign(rows: pa.Table, seed: int, partitions: int) -> pa.Table:
-    """`rows` with their `key`, a hash of seed and content, and the `partition` that the key falls into.
+def places(partitions: int) -> pa.Array:
+    """A value for each partition, which a groupby with as many partitions gives a task of its own.
+
+    Ray hashes the values, so their numbers would collide: some tasks had two or three partitions to write, some none.
+    """
+    found: dict[int, pa.Table] = {}
+    candidates = partitions
+    while len(found) < partitions:
+        candidates *= 4
+        values = pa.table({"place": pa.array(range(candidates), pa.int32())})
+        found = hash_partition(values, hash_cols=["place"], num_partitions=partitions)
+    return pa.array([found[task]["place"][0].as_py() for task in range(partitions)], pa.int32())
+
+
+def assign(rows: pa.Table, seed: int, places: pa.Array) -> pa.Table:
+    """`rows` with their `key`, a hash of seed and content, the `partition` that the key falls into, and its `place`.
 
     To order rows by such a key is to shuffle them all, and needs no row to know of another.
     """
     keys = [hashlib.blake2b(row, digest_size=16, key=str(seed).encode()).digest() for row in rows["row"].to_pylist()]
-    numbers = [int.from_bytes(key[:8]) % partitions for key in keys]
-    return rows.append_column("key", pa.array(keys, pa.binary(16))).append_column(
-        "partition", pa.array(numbers, pa.int32())
-    )
+    numbers = pa.array([int.from_bytes(key[:8]) % len(places) for key in keys], pa.int32())
+    columns = {"key": pa.array(keys, pa.binary(16)), "partition": numbers, "place": places.take(numbers)}
+    return pa.table(dict(zip(rows.column_names, rows.columns, strict=True)) | columns)
 
 
 def _list(filesystem: pyarrow.fs.FileSystem, path: str) -> list[pyarrow.fs.FileInfo]:

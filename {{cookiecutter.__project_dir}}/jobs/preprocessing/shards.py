@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import json
+import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -66,6 +67,7 @@ def held_out(row: bytes, share: float) -> bool:
 @functools.cache
 def fetch(shared: ObjectRef) -> Tokenize:
     """What the driver loaded, unpacked once in each worker process: no worker asks a hub, all have the same."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a task has one core; the others' are taken
     return ray.get(shared)
 
 
