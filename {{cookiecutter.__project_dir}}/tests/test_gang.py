@@ -20,6 +20,7 @@ def test_every_zone_of_the_cheaper_market_comes_first(monkeypatch: pytest.Monkey
     assert places == [(market, zone) for market in ("spot", "on-demand") for zone in "123"]
 
 
+@pytest.mark.usefixtures("ray_session")  # whose machines it asks for
 def test_a_place_that_is_refused_is_given_up_for_the_next(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
