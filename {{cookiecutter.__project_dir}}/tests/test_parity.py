@@ -95,6 +95,19 @@ def test_two_ranks_agree_with_one_process(way: str, alone: list[Row], changes: d
         torch.testing.assert_close(weights, others, atol=1e-3, rtol=0)
 
 
+@pytest.fixture(scope="module")
+def whole(changes: dict[str, Any]) -> list[Row]:
+    """One process, to the end of the schedule."""
+    return _alone(changes | {"name": "whole", "stop_after": None, "checkpoint_every": 50})
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_longer_run_ends_alike(way: str, whole: list[Row], changes: dict[str, Any]) -> None:
+    rows = _spread(WAYS[way], 2, changes | {"name": f"whole-{way}", "stop_after": None, "checkpoint_every": 50})
+    assert len(rows) == len(whole) > 4 * STEPS
+    assert rows[-1]["eval_loss"] == pytest.approx(whole[-1]["eval_loss"], rel=0.01)
+
+
 @pytest.mark.parametrize("way", ["ddp", "fsdp", "zero2-offload", "zero3"])
 def test_other_numbers_of_ranks_go_on(way: str, alone: list[Row], changes: dict[str, Any]) -> None:
     for workers, stop in ((2, 10), (1, 20), (2, STEPS)):

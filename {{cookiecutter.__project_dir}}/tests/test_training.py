@@ -599,7 +599,7 @@ def test_a_run_goes_on_only_as_it_began(options: DDPOptions, model: Path, tmp_pa
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"device": "cuda"}, {"name": "../elsewhere"}, {"global_batch_rows": 0}, {"learning_rate": -1.0}],
+    [{"device": "cuda"}, {"liger": True}, {"name": "../elsewhere"}, {"global_batch_rows": 0}, {"learning_rate": -1.0}],
     ids=lambda wrong: next(iter(wrong)),
 )
 def test_wrong_options_are_refused(options: DDPOptions, wrong: dict[str, Any]) -> None:

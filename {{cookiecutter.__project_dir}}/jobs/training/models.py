@@ -22,6 +22,10 @@ def load_model(options: TrainOptions) -> PreTrainedModel:
     """
     logging.disable_progress_bar()
     model = _load(options, quantized=options.quantize_base)
+    if options.liger:
+        from transformers.integrations.liger import apply_liger_kernel  # seconds, as peft below
+
+        apply_liger_kernel(model, None)
     if options.lora_rank:
         _add_adapters(model, options)
     if options.gradient_checkpointing:

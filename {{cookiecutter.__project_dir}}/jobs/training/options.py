@@ -39,6 +39,8 @@ class TrainOptions(WorkerOptions):
     """Recompute activations in the backward pass: less memory, about a third more computation."""
     compile: bool = False
     """Compile the decoder layers (torch.compile): a minute or more at the start, faster steps after it."""
+    liger: bool = False
+    """Liger's fused kernels in place of the model's own (Hsu et al. 2024, arXiv:2410.10989): less memory on a GPU."""
     precision: Literal["fp32", "bf16"]
     """Number format of the computation; bf16 falls back to fp32 on a device without it."""
 
@@ -89,6 +91,12 @@ class TrainOptions(WorkerOptions):
     def _adapters_are_above_quantized_weights(self) -> Self:
         if self.quantize_base and (not self.lora_rank or self.strategy != "ddp"):
             raise ValueError("quantize_base needs finetune_ddp and lora_rank; add --lora-rank 16")
+        return self
+
+    @model_validator(mode="after")
+    def _liger_has_a_gpu(self) -> Self:
+        if self.liger and self.device != "cuda":
+            raise ValueError("liger = true needs device = cuda: its kernels are Triton's; set liger = false")
         return self
 
     @model_validator(mode="after")
