@@ -95,15 +95,22 @@ def _env_file() -> Iterator[Finding]:
 
 
 def _settings() -> Iterator[Finding]:
-    """Every section of both profiles, typed as the jobs read them."""
-    from jobs.preprocess import PreprocessOptions  # here, as torch and Ray take seconds to import
+    """The jobs' sections of both profiles, typed as the jobs read them."""
+    from jobs.evaluate import EvaluateOptions  # here, as torch and Ray take seconds to import
+    from jobs.preprocess import PreprocessOptions
     from jobs.serve_llm import ServeOptions
-    from jobs.training.options import DDPOptions, DeepSpeedOptions
+    from jobs.train_classifier import ClassifierOptions
+    from jobs.training.options import DDPOptions, DeepSpeedOptions, FSDPOptions
+    from jobs.tune import TuneOptions
 
     sections: list[tuple[type[settings.Section], tuple[str, ...]]] = [
         (PreprocessOptions, ("preprocess",)),
         (DDPOptions, ("train",)),
+        (FSDPOptions, ("train", "fsdp")),
         (DeepSpeedOptions, ("train", "deepspeed")),
+        (TuneOptions, ("train", "tune")),
+        (ClassifierOptions, ("train", "classifier")),
+        (EvaluateOptions, ("evaluate",)),
         (ServeOptions, ("serve",)),
         (SecretsSection, ("secrets",)),
     ]

@@ -163,14 +163,15 @@ def states(shape: Shape, training: Training) -> Memory:
     DeepSpeed has a working copy in the computation's format and gradients in the same, and shares a fp32 master copy
     and AdamW's two moments out over the ranks. An offloaded optimizer has its gradients in main memory, in fp32 for
     the update and in the working format to add up micro-batches; stage 2 has a copy of its share of the parameters
-    on their way back, and on either side room for the largest gradient. What LoRA freezes is bf16.
+    on their way back, and on either side room for the largest gradient. What LoRA freezes is fp32 with DDP, and
+    in the working format alone with DeepSpeed.
     """
     method, width = training.method, training.width
-    trained, frozen = (shape.adapters, 2 * shape.parameters) if training.lora else (shape.parameters, 0)
+    trained, frozen = (shape.adapters, shape.parameters) if training.lora else (shape.parameters, 0)
     share = trained / training.gpus
     if not method.zero_stage:
-        return Memory(frozen + 16 * trained, 0)
-    parameters = (frozen + width * trained) / (training.gpus if method.zero_stage == 3 else 1)
+        return Memory(4 * frozen + 16 * trained, 0)
+    parameters = width * (frozen + trained) / (training.gpus if method.zero_stage == 3 else 1)
     if not method.offload_optimizer:
         gradients = width * (trained if method.zero_stage == 1 else share)
         return Memory(parameters + gradients + 12 * share, 0)

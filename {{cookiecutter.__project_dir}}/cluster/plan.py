@@ -14,6 +14,7 @@ from cluster.cluster_file import GPUS_A_MACHINE
 from cluster.memory import (
     CARDS_GIB,
     GIB,
+    LORA_RANK,
     METHODS,
     MFU,
     MOST_GPUS,
@@ -148,7 +149,8 @@ def show(plan: Plan, console: Console) -> None:
         data = f"of one pass over the data set's {plan.tokens:,} tokens"
     console.print(
         f"The last four columns are with checkpointing. Hours are {data}, on whole machines at {MFU:.0%} of an "
-        f"A100's bf16 peak. Cards are filled to {USABLE:.0%}. LoRA is for comparison: no job of this project does it.\n"
+        f"A100's bf16 peak. Cards are filled to {USABLE:.0%}. LoRA is --lora-rank {LORA_RANK}; the "
+        "advice is for full fine-tuning, by DDP or DeepSpeed.\n"
     )
     console.print(_activation_table(plan), "", _serving_table(plan), "", sep="\n")
     console.print(f"Train with {_training_advice(plan)}. {_serving_advice(plan)}.", soft_wrap=True, markup=False)
@@ -221,7 +223,7 @@ def _training_advice(plan: Plan) -> str:
     if not method.zero_stage:
         return f"inv submit finetune_ddp and {values} in [cluster.train]{costs}"
     offload = f"offload_optimizer = {method.offload_optimizer}, offload_parameters = {method.offload_parameters}"
-    sharding = f"zero_stage = {method.zero_stage}, {offload.lower()} in [deepspeed]"
+    sharding = f"zero_stage = {method.zero_stage}, {offload.lower()} in [cluster.deepspeed]"
     return f"inv submit finetune_deepspeed and {values} in [cluster.train], {sharding}{costs}"
 
 

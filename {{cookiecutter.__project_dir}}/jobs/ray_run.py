@@ -136,7 +136,7 @@ def fit(options: TrainOptions, make_strategy: MakeStrategy) -> None:
     cli.connect()
     quiet.driver()
     _check_cluster(options, recipe)
-    preflight.claim(options, identity)
+    preflight.claim(options, identity | {"launcher": "Ray Train"})
     scaling = gang.scaling(options)
     try:
         result = _trainer(options, make_strategy, recipe, scaling).fit()

@@ -82,7 +82,7 @@ def _prepare(options: TrainOptions) -> str:
         if options.stream or not storage.is_local(options.output):
             raise Refusal("under torchrun, rows come from preprocess and output is a folder that all processes see.")
         check_batches(options.global_batch_rows, options.micro_batch_rows, options.min_workers, options.max_workers)
-        preflight.claim(options, preflight.check_packed(options))
+        preflight.claim(options, preflight.check_packed(options) | {"launcher": "torchrun"})
     except Refusal as refusal:
         return str(refusal)
     return ""

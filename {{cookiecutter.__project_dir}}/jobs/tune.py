@@ -95,7 +95,7 @@ class TuneOptions(TrainOptions):
 
     @property
     def strategy(self) -> str:
-        return self.script
+        return self.script.removeprefix("finetune_")
 
     @property
     def folder(self) -> str:

@@ -330,7 +330,8 @@ def test_a_served_model_has_room_for_its_requests(llama: Shape) -> None:
 
 def test_the_report_names_the_settings_to_write() -> None:
     text = _shown(_plan(LLAMA_3_8B, dollars_per_machine_hour={40: 20.0}))
-    for name in ("num_workers = 8", "[cluster.train]", "zero_stage = 3", "[deepspeed]", "tensor_parallel_size = 1"):
+    training = ("num_workers = 8", "[cluster.train]", "zero_stage = 3", "[cluster.deepspeed]")
+    for name in (*training, "tensor_parallel_size = 1"):
         assert name in text
     assert "40% of an A100's bf16 peak" in " ".join(text.split())
     assert text.splitlines()[-1].count(" dollars") == 1

@@ -113,7 +113,8 @@ def identify(options: TrainOptions, config: PreTrainedConfig, data: str) -> Iden
 
 
 def claim(options: TrainOptions, identity: Identity) -> None:
-    """Make the run's folder, or find it begun with the same identity.
+    """Make the run's folder, or find it begun with the same identity, to which its launcher belongs where it has one:
+    neither reads the other's checkpoints.
 
     Raises:
         Refusal: it was begun with another.
