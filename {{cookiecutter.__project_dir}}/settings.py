@@ -87,10 +87,13 @@ def _table(document: dict[str, Any], dotted: str) -> dict[str, Any]:
 
 def _first_error(error: ValidationError, tables: list[str], file: Path) -> str:
     first = error.errors()[0]
-    key = str(first["loc"][0]) if first["loc"] else ""
+    message = first["msg"].removeprefix("Value error, ")
+    if not first["loc"]:  # two keys that do not go together, which the message names
+        return f"{file.name}, [{tables[-1]}]: {message}."
+    key = str(first["loc"][0])
     table, line = _find_line(file, tables, key)
     where = f"{file.name} line {line}, key {table}.{key}" if line else f"{file.name}, key {tables[-1]}.{key}"
-    reason = "no such key" if first["type"] == "extra_forbidden" else first["msg"].removeprefix("Value error, ")
+    reason = "no such key" if first["type"] == "extra_forbidden" else message
     return f"{where}: {reason} (found {first['input']!r}); correct it and try again." if line else f"{where}: {reason}."
 
 

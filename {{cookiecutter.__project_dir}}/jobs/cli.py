@@ -31,8 +31,11 @@ def run(main: Callable[[Options], None], options_type: type[Options], *sections:
         sys.exit(f"error: {refusal}")
     except ValidationError as error:
         first = error.errors()[0]
+        message = first["msg"].removeprefix("Value error, ")
+        if not first["loc"]:  # two options that do not go together, which the message names
+            sys.exit(f"error: {message}.")
         option = "--" + "-".join(str(part) for part in first["loc"]).replace("_", "-")
-        sys.exit(f"error: {option}: {first['msg'].removeprefix('Value error, ')} (found {first['input']!r}).")
+        sys.exit(f"error: {option}: {message} (found {first['input']!r}).")
 
 
 def connect(*, log_to_driver: bool = True) -> None:

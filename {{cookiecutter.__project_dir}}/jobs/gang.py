@@ -21,6 +21,7 @@ from jobs.workers import WorkerOptions
 LINE_EVERY_S = 30
 ASKED_WITHIN_S = 20
 GIVEN_BACK_WITHIN_S = 120
+RESIZE_EVERY_S = 300  # growing costs the steps since the last checkpoint, and machines seldom come all at once
 
 
 class Offer(NamedTuple):
@@ -43,6 +44,7 @@ def scaling(options: WorkerOptions) -> ScalingConfig:
         use_gpu=options.use_gpu,
         resources_per_worker=options.worker_resources,
         label_selector=find_zone(options),
+        elastic_resize_monitor_interval_s=RESIZE_EVERY_S,
     )
 
 

@@ -16,4 +16,5 @@ def quiet_context() -> DataContext:
     context = DataContext.get_current().copy()
     context.enable_progress_bars = False
     context.print_on_execution_start = False
+    context.raise_original_map_exception = True  # for whoever explains it; Ray would wrap it
     return context

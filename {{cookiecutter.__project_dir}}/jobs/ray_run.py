@@ -2,6 +2,7 @@
 
 import hashlib
 import shutil
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -33,10 +34,12 @@ from jobs.training import preflight
 from jobs.training.arithmetic import check_batches
 from jobs.training.loop import train
 from jobs.training.options import TrainOptions
-from jobs.training.packed import read_manifest
 from jobs.training.run import Metrics, Write
 from jobs.training.strategies import MakeStrategy
 from settings import Refusal
+
+SCORE = "checkpoint_score"
+"""The evaluation loss, by which Ray keeps the best; without one a checkpoint is the worst, and the newest of these."""
 
 
 class RayRun:
@@ -67,16 +70,20 @@ class RayRun:
         self._kept.clear()
         self._scratch.mkdir(parents=True)
 
+        is_written = False
+
         def keep(checkpoint: Checkpoint, name: str) -> Checkpoint:
-            try:
+            nonlocal is_written
+            if not is_written:  # Ray calls again where the storage was busy; where that is no use it ends the workers
                 write(self._scratch)
-                return self._storage.persist_current_checkpoint(checkpoint, name)
-            finally:
-                shutil.rmtree(self._scratch)
-                self._kept.set()
+                is_written = True
+            stored = self._storage.persist_current_checkpoint(checkpoint, name)
+            shutil.rmtree(self._scratch)
+            self._kept.set()
+            return stored
 
         ray.train.report(
-            metrics,
+            metrics | {SCORE: metrics.get("eval_loss", sys.float_info.max)},
             checkpoint=Checkpoint.from_directory(self._scratch),
             checkpoint_dir_name=self._new_name(int(metrics["step"])),
             checkpoint_upload_mode=CheckpointUploadMode.ASYNC,
@@ -113,8 +120,8 @@ class RayRun:
         return name
 
     def _forget_unfinished(self) -> None:
-        """Delete what workers that were killed left of a checkpoint: their copy, and what they had stored of it."""
-        shutil.rmtree(self._scratch, ignore_errors=True)
+        """Delete what workers that were killed left of a checkpoint: their copies, and what they had stored of it."""
+        shutil.rmtree(self._scratch.parent, ignore_errors=True)  # whichever ranks they had on this node
         if self.rank == 0:
             files = self._storage.storage_filesystem
             for entry in files.get_file_info(FileSelector(self._storage.experiment_fs_path)):
@@ -141,7 +148,7 @@ def fit(options: TrainOptions, make_strategy: MakeStrategy) -> None:
     try:
         result = _trainer(options, make_strategy, recipe, scaling).fit()
     except WorkerGroupError as error:
-        if "OutOfMemoryError" in str(error):  # a text: the worker's own exception does not travel
+        if "torch.OutOfMemoryError" in str(error):  # a text: the worker's own exception does not travel
             raise torch.OutOfMemoryError from None
         raise
     if result.return_value:
@@ -185,15 +192,11 @@ def _trainer(
             failure_config=FailureConfig(max_failures=options.max_failures),
             checkpoint_config=CheckpointConfig(
                 num_to_keep=options.keep_checkpoints,
-                checkpoint_score_attribute="eval_loss" if _evaluates(options) else None,
+                checkpoint_score_attribute=SCORE,
                 checkpoint_score_order="min",
             ),
         ),
     )
-
-
-def _evaluates(options: TrainOptions) -> bool:
-    return not options.stream and read_manifest(options.data).eval.rows > 0
 
 
 def _work(config: dict[str, Any]) -> str | None:

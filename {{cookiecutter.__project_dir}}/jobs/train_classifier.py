@@ -51,7 +51,7 @@ class ClassifierOptions(WorkerOptions):
     epochs: PositiveInt
     """Passes over the images in all, those of earlier starts included."""
     batch_size: PositiveInt
-    """Images in one optimizer step, whatever the number of workers."""
+    """Images in one optimizer step, shared out over the workers; rounded up to a multiple of them."""
     learning_rate: PositiveFloat
     """Learning rate of AdamW."""
 

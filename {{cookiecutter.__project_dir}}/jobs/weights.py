@@ -1,5 +1,6 @@
 """Where a model's files are: fetched once a cluster into the project's bucket, and once a node onto its disk."""
 
+import hashlib
 import os
 import shutil
 from pathlib import Path
@@ -40,7 +41,7 @@ def on_this_node(location: str, *, weights: bool = True) -> str:
     if "://" not in location:
         return location
     kind = "whole" if weights else "described"
-    folder = _node_folder() / kind / location.replace("://", "/")
+    folder = _node_folder() / kind / location.replace("://", "/") / _version(location)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
         if not (folder / COMPLETE).exists():
@@ -58,6 +59,13 @@ def _node_folder() -> Path:
 def _is_model(uri: str) -> bool:
     filesystem, path = FileSystem.from_uri(uri)
     return filesystem.get_file_info(f"{path}/config.json").type == FileType.File
+
+
+def _version(uri: str) -> str:
+    """Another one when a file is written again: a run that starts over has other weights of the same name."""
+    filesystem, path = FileSystem.from_uri(uri)
+    files = [(file.path, file.size, file.mtime_ns) for file in filesystem.get_file_info(FileSelector(path))]
+    return hashlib.sha256(repr(sorted(files)).encode()).hexdigest()[:12]
 
 
 def _copy(uri: str, folder: Path, weights: bool) -> None:

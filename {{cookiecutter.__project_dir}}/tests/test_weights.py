@@ -35,6 +35,12 @@ def test_a_node_copies_a_model_once(bucket: str, assets: Path) -> None:
     assert (Path(weights.on_this_node(f"{bucket}/models/tiny")) / "config.json").read_text() == "kept"
 
 
+def test_a_model_that_is_written_again_is_copied_again(bucket: str) -> None:
+    weights.on_this_node(f"{bucket}/models/tiny")
+    boto3.client("s3").put_object(Bucket="bucket", Key="models/tiny/config.json", Body=b"another")
+    assert (Path(weights.on_this_node(f"{bucket}/models/tiny")) / "config.json").read_text() == "another"
+
+
 def test_a_copy_that_was_cut_off_is_made_anew(bucket: str) -> None:
     folder = Path(weights.on_this_node(f"{bucket}/models/tiny"))
     (folder / weights.COMPLETE).unlink()

@@ -19,6 +19,7 @@ from jobs.training.storage import RunFolder
 from jobs.training.strategies import MakeStrategy
 from settings import Refusal
 
+ROWS_NAMED = 8
 SECONDS_BETWEEN_LOOKS = 10  # at most, or log_every steps: a spot machine goes two minutes after its notice
 
 
@@ -108,6 +109,9 @@ class Loop:
         else:
             self._export()
         self.run.wait()
+        if self.record and self.done < options.last_step:
+            self.record.end(self.saved)
+            self.folder.publish()
 
     def _description(self) -> str:
         options, workers = self.options, self.run.world_size
@@ -157,8 +161,6 @@ class Loop:
             self.saved = int(rows[-1]["step"])
             if self.record:
                 self.record.checkpoint(self.saved)
-                if stops or self.saved == self.options.last_step:
-                    self.record.end(self.saved)
             self.folder.publish()
         self.meter.restart()
         return stops
@@ -172,20 +174,25 @@ class Loop:
         try:
             return self.meter.read()
         except Diverged as diverged:
-            rows = self.options.micro_batch_rows
-            names = [
-                name
-                for micro_batch in diverged.micro_batches
-                for name in self.source.names(diverged.step, micro_batch * rows, rows)
-            ]
-            came_of = f" on the rows {', '.join(names)} of {self.options.data}/train" if names else ""
+            self.run.wait()  # for a checkpoint that is still being written
             good = (
                 f"the last good checkpoint is that of step {self.saved}" if self.saved else "there is no checkpoint yet"
             )
             raise Refusal(
-                f"step {diverged.step} diverged{came_of}: {diverged}; {good}. Look at the rows, or start over with "
-                "--fresh and a lower --learning-rate or a longer --warmup-steps."
+                f"step {diverged.step} diverged{self._rows_of(diverged)}: {diverged}; {good}. Look at the rows, or "
+                "start over with --fresh and a lower --learning-rate or a longer --warmup-steps."
             ) from None
+
+    def _rows_of(self, diverged: Diverged) -> str:
+        """The rows that made it, the first of them by name; nothing where the source knows no names."""
+        rows, end = self.options.micro_batch_rows, self.options.global_batch_rows
+        names = [
+            name
+            for first in (micro_batch * rows for micro_batch in diverged.micro_batches)
+            for name in self.source.names(diverged.step, first, max(0, min(rows, end - first)))
+        ]
+        more = f" and {len(names) - ROWS_NAMED} more" if len(names) > ROWS_NAMED else ""
+        return f" on the rows {', '.join(names[:ROWS_NAMED])}{more} of {self.options.data}/train" if names else ""
 
     def _is_to_lose_a_machine(self, row: Metrics) -> bool:
         if not self.run.should_save():

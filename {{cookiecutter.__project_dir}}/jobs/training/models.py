@@ -89,8 +89,8 @@ def _computes_in_bf16(device: torch.device) -> bool:
 
 
 def export(strategy: Strategy, tokenizer: PreTrainedTokenizerFast, run: Path, options: TrainOptions) -> None:
-    """Write model and tokenizer to the folder `model` of the run, which holds a whole one at any time; of a training of
-    adapters also these, alone, to `adapter`. All ranks call it."""
+    """Write model and tokenizer to the folder `model` of the run, which on a disk holds a whole one at any time; of a
+    training of adapters also these, alone, to `adapter`. All ranks call it."""
     state = strategy.gather()
     if not state:
         return  # another rank writes

@@ -90,7 +90,8 @@ class TrainOptions(WorkerOptions):
     @model_validator(mode="after")
     def _adapters_are_above_quantized_weights(self) -> Self:
         if self.quantize_base and (not self.lora_rank or self.strategy != "ddp"):
-            raise ValueError("quantize_base needs finetune_ddp and lora_rank; add --lora-rank 16")
+            needed = "adapters and DDP: inv submit finetune_ddp -- --lora-rank 16 --quantize-base"
+            raise ValueError(f"quantize_base needs {needed}")
         return self
 
     @model_validator(mode="after")

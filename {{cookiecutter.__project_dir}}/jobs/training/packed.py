@@ -86,10 +86,9 @@ class PackedRows:
         self._groups = [group for fragment in fragments for group in fragment.split_by_row_group()]
         self._sizes = np.array([group.row_groups[0].num_rows for group in self._groups], dtype=np.int64)
         self._files = [group.path.rpartition("/")[2] for group in self._groups]
-        before = self._sizes.cumsum() - self._sizes
-        self._starts = [
-            int(start - before[self._files.index(file)]) for start, file in zip(before, self._files, strict=True)
-        ]
+        before = (self._sizes.cumsum() - self._sizes).tolist()
+        first: dict[str, int] = {}
+        self._starts = [start - first.setdefault(file, start) for file, start in zip(self._files, before, strict=True)]
         self._seed = seed
         self._read_group = lru_cache(maxsize=2)(self._read_group)  # two: a batch may span their boundary
         if len(self) != sum(shard.rows for shard in shards):

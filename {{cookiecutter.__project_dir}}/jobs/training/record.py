@@ -20,10 +20,10 @@ from jobs.training.trackers import Trackers
 class Record:
     """Each step once, in order: a resumed run forgets the steps after its checkpoint, which it makes again.
 
-    A line of metrics.jsonl holds step, time, loss, lr, grad_norm, tokens_per_s, and where known mfu, eval_loss and
-    eval_perplexity. One of events.jsonl holds event, step and time: each `start` of the workers, and what they are,
-    each `checkpoint`, and the `end`. A start that came to no end is `broken off` where it was seen last; the next one
-    adds that. Times are Unix seconds.
+    A line of metrics.jsonl holds step, time, loss, lr, grad_norm, tokens_per_s, memory_gib, and where known mfu,
+    eval_loss and eval_perplexity. One of events.jsonl holds event, step and time: each `start` of the workers, and what
+    they are, each `checkpoint`, and the `end`. A start that came to no end is `broken off` where it was seen last; the
+    next one adds that. Times are Unix seconds.
     """
 
     def __init__(self, folder: RunFolder, options: TrainOptions, run: Run, done: int) -> None:
@@ -36,8 +36,8 @@ class Record:
         _write(self._metrics, (row for row in rows if row["step"] <= done))
         _write(self._events, events)
         self._board = SummaryWriter(folder.path / "tensorboard", purge_step=done + 1)
-        self._trackers = Trackers(options, folder)
         if done < self._last_step:
+            self._trackers = Trackers(options, folder)
             workers = {"world_size": run.world_size, "strategy": options.strategy}
             self._note("start", done, workers | {"device": _name(run.device), "precision": options.precision})
 

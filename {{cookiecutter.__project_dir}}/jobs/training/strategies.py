@@ -1,4 +1,4 @@
-"""How a model is spread over the ranks: what differs between DDP and ZeRO, behind one interface."""
+"""How a model is spread over the ranks: what differs between DDP, FSDP and ZeRO, behind one interface."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable

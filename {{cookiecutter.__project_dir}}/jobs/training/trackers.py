@@ -1,6 +1,7 @@
 """Sends a run's numbers on to MLflow and Weights & Biases, where [train] names one; a resumed run goes on there too."""
 
 import json
+import os
 import time
 from collections.abc import Callable
 from typing import Protocol
@@ -43,7 +44,7 @@ class Trackers:
         for name, make in makers.items():
             self._try(name, lambda name=name, make=make: self._trackers.update({name: make(begun.get(name))}))
         if self._trackers:
-            file.write_text(json.dumps({name: tracker.run_id for name, tracker in self._trackers.items()}))
+            file.write_text(json.dumps(begun | {name: tracker.run_id for name, tracker in self._trackers.items()}))
 
     def write(self, rows: list[Metrics]) -> None:
         for name, tracker in list(self._trackers.items()):
@@ -65,6 +66,9 @@ class MLflow:
     """A run on the server, or in the folder, at a tracking URI."""
 
     def __init__(self, options: TrainOptions, run_id: str | None) -> None:
+        # all ranks wait for its answer; by itself it would try for twenty minutes
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
         from mlflow import MlflowClient, entities  # seconds, for those who asked for it
 
         self._metric = entities.Metric

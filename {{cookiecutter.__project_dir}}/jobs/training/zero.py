@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from jobs.training.arithmetic import BatchPlan
 from jobs.training.options import DeepSpeedOptions
 from jobs.training.packed import Batch
-from jobs.training.ranks import total
+from jobs.training.ranks import any_rank, total
 from jobs.training.run import Run, Write
 from jobs.training.strategies import Strategy, adamw, copied
 from settings import Refusal
@@ -97,7 +97,10 @@ class ZeRO(Strategy):
             return
         if self._is_writer:
             print(f"converting the checkpoint of {world_size} workers for {self._world_size}", flush=True)
-        converted = _convert(folder)
+        converted, problem = _convert(folder)
+        if any_rank(bool(problem), self._engine.device):
+            reason = problem or "another rank has the reason"
+            raise Refusal(f"DeepSpeed could not convert the checkpoint in {folder} ({reason}); use as many workers.")
         self._load_universal(converted)
         total(torch.zeros(1, device=self._engine.device))  # no rank of this node reads it any more
         shutil.rmtree(converted, ignore_errors=True)
@@ -151,8 +154,9 @@ class _Files:
         return False  # a copy shares nothing: DeepSpeed need not make another
 
 
-def _convert(folder: Path) -> Path:
-    """What ranks have sharded in DeepSpeed's universal form, whole by parameter, which any number of ranks can read.
+def _convert(folder: Path) -> tuple[Path, str]:
+    """What ranks have sharded in DeepSpeed's universal form, whole by parameter, which any number of ranks can read; or
+    why it could not be made.
 
     Made once a node: its first process converts, the others wait.
     """
@@ -164,11 +168,8 @@ def _convert(folder: Path) -> Path:
             command += ["--input_folder", str(folder / TAG), "--output_folder", str(converted / TAG)]
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
-                reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-                raise Refusal(
-                    f"DeepSpeed could not convert the checkpoint in {folder} ({reason}); use as many workers."
-                )
-    return converted
+                return converted, (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+    return converted, ""
 
 
 def _initialize(model: PreTrainedModel, optimizer: torch.optim.Optimizer, config: dict[str, Any]) -> Any:
