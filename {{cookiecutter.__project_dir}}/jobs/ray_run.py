@@ -58,7 +58,7 @@ class RayRun:
         self._kept.set()
         self._nodes_to_go: set[str] = set()
         run = hashlib.sha256(self._storage.experiment_fs_path.encode()).hexdigest()[:12]
-        self._scratch = Path(tempfile.gettempdir(), f"checkpoint-{run}", f"rank-{self.rank}")
+        self.scratch = Path(tempfile.gettempdir(), f"checkpoint-{run}", f"rank-{self.rank}")
         self._forget_unfinished()
 
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -68,23 +68,23 @@ class RayRun:
     def report(self, metrics: Metrics, write: Write) -> None:
         """Ray merges the ranks' folders into one under the run's, and keeps the best and the last."""
         self._kept.clear()
-        self._scratch.mkdir(parents=True)
+        self.scratch.mkdir(parents=True)
 
         is_written = False
 
         def keep(checkpoint: Checkpoint, name: str) -> Checkpoint:
             nonlocal is_written
             if not is_written:  # Ray calls again where the storage was busy; where that is no use it ends the workers
-                write(self._scratch)
+                write(self.scratch)
                 is_written = True
             stored = self._storage.persist_current_checkpoint(checkpoint, name)
-            shutil.rmtree(self._scratch)
+            shutil.rmtree(self.scratch)
             self._kept.set()
             return stored
 
         ray.train.report(
             metrics | {SCORE: metrics.get("eval_loss", sys.float_info.max)},
-            checkpoint=Checkpoint.from_directory(self._scratch),
+            checkpoint=Checkpoint.from_directory(self.scratch),
             checkpoint_dir_name=self._new_name(int(metrics["step"])),
             checkpoint_upload_mode=CheckpointUploadMode.ASYNC,
             delete_local_checkpoint_after_upload=False,  # it would be after the next one may have begun
@@ -121,7 +121,7 @@ class RayRun:
 
     def _forget_unfinished(self) -> None:
         """Delete what workers that were killed left of a checkpoint: their copies, and what they had stored of it."""
-        shutil.rmtree(self._scratch.parent, ignore_errors=True)  # whichever ranks they had on this node
+        shutil.rmtree(self.scratch.parent, ignore_errors=True)  # whichever ranks they had on this node
         if self.rank == 0:
             files = self._storage.storage_filesystem
             for entry in files.get_file_info(FileSelector(self._storage.experiment_fs_path)):

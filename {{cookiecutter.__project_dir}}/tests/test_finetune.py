@@ -13,6 +13,7 @@ import psutil
 import pytest
 import ray
 import torch
+from ray.cluster_utils import Cluster
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import settings
@@ -26,7 +27,7 @@ from jobs.training.strategies import DDP, Strategy
 
 STEPS = 30  # of the local profile's own schedule, which is the demo's
 KILL_AFTER_STEP = 15
-TOLERANCE = 1e-5
+TOLERANCE, ELASTIC = 1e-5, 1e-4
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import a test
 
@@ -103,6 +104,32 @@ def test_a_killed_worker_changes_no_bit(ddp: list[Row], changes: dict[str, Any])
     assert [(row["step"], row["loss"], row["grad_norm"]) for row in _metrics(options)] == [
         (row["step"], row["loss"], row["grad_norm"]) for row in ddp
     ]
+
+
+def test_a_lost_machine_leaves_fewer_workers(
+    ddp: list[Row], changes: dict[str, Any], tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a cluster of its own, with two machines beside the head, of which one goes without notice."""
+    monkeypatch.setenv("PYTHONPATH", str(settings.PROJECT))  # for its workers
+    monkeypatch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "20")  # it waits for two once more
+    shared = changes | {"name": "elastic", "shared_paths": str(tmp_path_factory.getbasetemp()), "log_every": 1}
+    options = _ddp_options(shared | {"shared_paths": ()})
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    try:
+        _, machine = (cluster.add_node(num_cpus=1) for _ in range(2))
+        command = [sys.executable, "-m", "jobs.finetune_ddp", *_words(shared), "--num-workers", "1", "2"]
+        variables = os.environ | {"PROFILE": "local", "RAY_ADDRESS": cluster.address}
+        job = subprocess.Popen(command, cwd=settings.PROJECT, env=variables)
+        _wait_for_kill(options)
+        cluster.remove_node(machine, allow_graceful=False)
+        assert job.wait(240) == 0
+    finally:
+        cluster.shutdown()
+    events = [json.loads(line) for line in (_folder(options) / "events.jsonl").read_text().splitlines()]
+    assert [event["world_size"] for event in events if event["event"] == "start"] == [2, 1]
+    rows = _metrics(options)
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in ddp], abs=ELASTIC)
 
 
 def test_a_stream_trains_and_its_workers_can_start_tasks(
@@ -203,9 +230,8 @@ def _assert_same_model(one: PreTrainedModel, other: PreTrainedModel) -> None:
 def _torchrun(changes: dict[str, Any], expect: int = 0) -> str:
     """Run finetune_ddp in two processes of torchrun's; returns what they print."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    options = [word for name, value in changes.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     done = subprocess.run(
-        [*launcher, "-m", "jobs.finetune_ddp", *options],
+        [*launcher, "-m", "jobs.finetune_ddp", *_words(changes)],
         cwd=settings.PROJECT,
         env=os.environ | {"PROFILE": "local"},
         stdout=subprocess.PIPE,
@@ -216,11 +242,21 @@ def _torchrun(changes: dict[str, Any], expect: int = 0) -> str:
     return done.stdout
 
 
-def _kill_a_worker(options: TrainOptions) -> None:
-    """kill -9 of one of this test's own train workers, once the run has passed KILL_AFTER_STEP."""
+def _words(changes: dict[str, Any]) -> list[str]:
+    """Of a command line."""
+    return [word for name, value in changes.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+
+
+def _wait_for_kill(options: TrainOptions) -> None:
+    """Until the run has passed KILL_AFTER_STEP."""
     file = _folder(options) / "metrics.jsonl"
     while not file.exists() or len(file.read_text().splitlines()) < KILL_AFTER_STEP:
         time.sleep(0.05)
+
+
+def _kill_a_worker(options: TrainOptions) -> None:
+    """kill -9 of one of this test's own train workers."""
+    _wait_for_kill(options)
     workers = [process for process in psutil.Process().children(recursive=True) if "RayTrainWorker" in process.name()]
     workers[-1].kill()
 

@@ -1,6 +1,7 @@
 """Checkpoints: what of a run survives a kill, so that the steps after it come out as they would have."""
 
 import json
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -82,8 +83,15 @@ def refuse_full_disk(strategy: Strategy, run: Run, output: str) -> None:
     """Refuse before writing: a full disk in the middle of it would leave the ranks waiting for one another."""
     own = strategy.checkpoint_bytes()
     all_ranks = int(total(torch.tensor(own, device=run.device)))
-    needs = {tempfile.gettempdir(): own} | ({output: all_ranks} if is_local(output) else {})
-    short = [f"{place} has {_free(place) >> 20} MiB left" for place, need in needs.items() if _free(place) < need]
+    needs = {output: all_ranks} if is_local(output) else {}
+    if run.scratch:
+        needs[tempfile.gettempdir()] = own * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # those of this node
+    disks = {place: os.stat(place).st_dev for place in needs}
+    short = [
+        f"{place} has {_free(place) >> 20} MiB left"
+        for place, disk in disks.items()
+        if _free(place) < sum(needs[other] for other in needs if disks[other] == disk)
+    ]
     if any_rank(bool(short), run.device):
         where = " and ".join(short) or "the disk of another worker is full"
         raise Refusal(

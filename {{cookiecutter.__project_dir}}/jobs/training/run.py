@@ -29,6 +29,11 @@ class Run(Protocol):
     world_size: int
 
     @property
+    def scratch(self) -> Path | None:
+        """Where this rank writes its part of a checkpoint first; None where that is the run's own folder."""
+        ...
+
+    @property
     def device(self) -> torch.device:
         """Where this rank computes."""
         ...
@@ -63,6 +68,7 @@ class OneProcess:
 
     rank = 0
     world_size = 1
+    scratch = None
 
     def __init__(self, folder: Path, device: torch.device, keep_checkpoints: int) -> None:
         self.device = device
