@@ -58,7 +58,12 @@ def bench(context: Context, only: str = "") -> None:
     _step(f"making the environment of {project}")
     _verb(context, project, "--list")  # any verb does
     python = shlex.quote(str(project / ".venv" / "bin" / "python"))
-    variables = {"PYTHONPATH": f"{project}{os.pathsep}{bake.TEMPLATE}", "PROFILE": "local", "HF_HUB_OFFLINE": "1"}
+    variables = {
+        "PYTHONPATH": f"{project}{os.pathsep}{bake.TEMPLATE}",
+        "PROFILE": "local",
+        "HF_HUB_OFFLINE": "1",
+        "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # below `uv run`, workers would get another environment
+    }
     with context.cd(str(project)):
         context.run(f"{python} -m benchmarks {shlex.quote(only)}", env=variables, in_stream=False)
 

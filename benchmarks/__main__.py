@@ -26,12 +26,13 @@ def main(only: str = "") -> None:
     """Run all parts, or one; a part that fails does not keep the others from running."""
     if only and only not in PARTS:
         sys.exit(f"error: there is no part {only}; use --only with one of: {', '.join(PARTS)}.")
-    failed = [name for name in ([only] if only else PARTS) if not _run(name)]
+    commit = _commit()  # once: the results themselves change the checkout
+    failed = [name for name in ([only] if only else PARTS) if not _run(name, commit)]
     if failed:
         sys.exit(f"error: {', '.join(failed)} failed as printed above; again: uv run invoke bench --only {failed[0]}")
 
 
-def _run(name: str) -> bool:
+def _run(name: str, commit: str) -> bool:
     print(f"==> {PARTS[name]}", flush=True)
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
@@ -41,7 +42,7 @@ def _run(name: str) -> bool:
         if not file.exists():  # it has said why
             return True
         result = json.loads(file.read_text(encoding="utf-8"))
-    described = {"title": PARTS[name], "commit": _commit(), "versions": _versions()}
+    described = {"title": PARTS[name], "commit": commit, "versions": _versions()}
     report.keep(name, described | {"seconds": time.monotonic() - started} | result)
     for bar in result["bars"]:
         print(f"{bar['what']}: {bar['measured']:.4g}, wanted {bar['wanted']}{'' if bar['kept'] else ': MISSED'}")
