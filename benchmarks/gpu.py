@@ -70,7 +70,10 @@ def measure() -> Result:
         Refusal: there is no device, or none whose peak is known.
     """
     if not torch.cuda.is_available():
-        raise settings.Refusal("there is no CUDA device; on a machine with one: uv run invoke bench --only gpu")
+        raise settings.Refusal(
+            "there is no CUDA device, or torch is its CPU build; on a machine with one, in an environment of "
+            "build/bench/requirements/cluster.txt: PYTHONPATH=build/bench:. python -m benchmarks gpu"
+        )
     with harness.scratch() as folder:
         LlamaForCausalLM(LlamaConfig(**LLAMA)).save_pretrained(folder / "model")
         rounds = [{"switch": name} | _measure(folder, **changes) for name, changes in SWITCHES.items()]
