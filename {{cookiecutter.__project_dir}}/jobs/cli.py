@@ -4,10 +4,12 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 import tyro
 from pydantic import ValidationError
+from tyro import constructors
 
 # below `uv run`, Ray would start its workers with `uv run` too, in an environment of their own
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
@@ -21,21 +23,49 @@ from jobs import secrets
 Options = TypeVar("Options", bound=settings.Section)
 
 
+OPTIONS = constructors.ConstructorRegistry()
+
+
 def run(main: Callable[[Options], None], options_type: type[Options], *sections: str) -> None:
     """Parse the command line over the settings of `sections`, then call `main` with the options."""
     try:
         defaults = settings.load(options_type, *sections)
-        options = tyro.cli(options_type, default=defaults, description=main.__doc__)
+        options = tyro.cli(options_type, default=defaults, description=main.__doc__, registry=OPTIONS)
         main(options)
     except settings.Refusal as refusal:
         sys.exit(f"error: {refusal}")
-    except ValidationError as error:
-        first = error.errors()[0]
-        message = first["msg"].removeprefix("Value error, ")
-        if not first["loc"]:  # two options that do not go together, which the message names
-            sys.exit(f"error: {message}.")
-        option = "--" + "-".join(str(part) for part in first["loc"]).replace("_", "-")
-        sys.exit(f"error: {option}: {message} (found {first['input']!r}).")
+
+
+@OPTIONS.struct_rule
+def _section(info: constructors.StructTypeInfo) -> constructors.StructConstructorSpec | None:
+    """How tyro makes a section from options: as it makes any model, but a bad value is one sentence, and no dump."""
+    section_type = info.type
+    if not (isinstance(section_type, type) and issubclass(section_type, settings.Section)):
+        return None
+
+    def make(**values: Any) -> settings.Section:
+        try:
+            return section_type(**values)
+        except ValidationError as error:
+            raise settings.Refusal(_first_error(error)) from None
+
+    fields = tuple(
+        constructors.StructFieldSpec(
+            name, field.rebuild_annotation(), getattr(info.default, name), helptext=field.description
+        )
+        for name, field in section_type.model_fields.items()
+    )
+    return constructors.StructConstructorSpec(make, fields)
+
+
+def _first_error(error: ValidationError) -> str:
+    first = error.errors()[0]
+    message = first["msg"].removeprefix("Value error, ")
+    if not first["loc"]:  # two options that do not go together, which the message names
+        return f"{message}."
+    option = "--" + str(first["loc"][0]).replace("_", "-")
+    job = Path(sys.argv[0]).stem
+    return f"{option}: {message} (found {first['input']!r}); what it takes: python -m jobs.{job} --help"
 
 
 def connect(*, log_to_driver: bool = True) -> None:

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 import settings
+from jobs import cli
+from jobs.training.options import DeepSpeedOptions
 
 
 class Machine(settings.Section):
@@ -53,3 +55,31 @@ def test_paths_mean_the_projects_folder_and_uris_stay(monkeypatch: pytest.Monkey
     assert settings.resolve("data/packed") == "/somewhere/project/data/packed"
     assert settings.resolve("/shared/data") == "/shared/data"
     assert settings.resolve("s3://bucket/data") == "s3://bucket/data"
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (
+            "--micro-batch-rows 0",
+            "error: --micro-batch-rows: Input should be greater than 0 (found 0); what it takes: ",
+        ),
+        ("--zero-stage 2 --offload-parameters", "error: offload_parameters needs zero_stage = 3; add --zero-stage 3."),
+        ("--num-workers 3 2", "error: num_workers = [MIN, MAX] has the smaller number first."),
+    ],
+)
+def test_a_bad_option_on_the_command_line_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture, options: str, sentence: str
+) -> None:
+    monkeypatch.setattr("sys.argv", ["jobs/finetune_deepspeed.py", *options.split()])
+    with pytest.raises(SystemExit, match="^" + re.escape(sentence)):
+        cli.run(lambda _: pytest.fail("it ran"), DeepSpeedOptions, "train", "deepspeed")
+    assert "".join(capfd.readouterr()) == ""  # the sentence, which the exit prints, is all
+
+
+def test_options_of_the_command_line_win_over_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["jobs/finetune_deepspeed.py", "--zero-stage", "1", "--num-workers", "2", "4"])
+    found = []
+    cli.run(found.append, DeepSpeedOptions, "train", "deepspeed")
+    defaults = settings.load(DeepSpeedOptions, "train", "deepspeed")
+    assert found == [defaults.model_copy(update={"zero_stage": 1, "num_workers": (2, 4)})]
