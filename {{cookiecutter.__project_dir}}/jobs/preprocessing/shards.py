@@ -7,6 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from jobs.preprocessing.conversations import NOT_TRAINED, Tokenize, padding_id
 from jobs.preprocessing.output import Output
 from jobs.preprocessing.packing import pack
 
-SLICE_ROWS = 256  # tokenised together: Python lists of tokens take nine times the memory of the arrays they become
+SLICE_BYTES = 2**19  # of text, tokenised together: meanwhile its tokens take thirty times the text's memory
 ROW_GROUP_TOKENS = 2**20  # what training reads at once
 
 
@@ -100,10 +101,12 @@ def write(rows: pa.Table, plan: Plan, shared: ObjectRef, report: Callable[..., A
 
 
 def _documents(rows: pa.Table, tokenize: Tokenize, report: Callable[..., Any]) -> pa.Table:
+    text = np.cumsum(pc.binary_length(rows["row"]).to_numpy())
+    bounds = [0, *(np.flatnonzero(np.diff(text // SLICE_BYTES)) + 1), len(rows)]
     slices = []
-    for start in range(0, len(rows), SLICE_ROWS):
-        slices.append(tokenize(rows.slice(start, SLICE_ROWS)))
-        report(rows_packed=len(slices[-1]))
+    for start, stop in pairwise(bounds):
+        slices.append(tokenize(rows.slice(start, stop - start)))
+        report(rows_packed=stop - start)
     return pa.concat_tables(slices)
 
 
