@@ -23,6 +23,7 @@ from rich.console import Console
 import settings
 from cluster import doctor
 from cluster.target import Bill, Connection, Finding
+from jobs.serving import haproxy
 
 STATE = settings.PROJECT / ".cluster"
 FILE = STATE / "local.json"
@@ -192,6 +193,7 @@ def _start_head(state: dict[str, Any], section: RaySection) -> subprocess.Popen:
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # one node, so Ray binds every port of its own to loopback
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(TOKEN),
+        **haproxy.environment(state["temp"]),
         "TMPDIR": state["temp"],  # what jobs leave there goes with the cluster, and no other user reads it
     }
     environment.pop("RAY_ADDRESS", None)

@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,10 +12,14 @@ import tyro
 from pydantic import ValidationError
 from tyro import constructors
 
+from jobs.serving import haproxy
+
 # below `uv run`, Ray would start its workers with `uv run` too, in an environment of their own
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 if "RAY_ADDRESS" not in os.environ:  # read once, by `import ray`: a Ray of this process alone stays on loopback
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    if "RAY_SERVE_ENABLE_HA_PROXY" not in os.environ:
+        os.environ |= haproxy.environment(f"{tempfile.gettempdir()}/serve-{os.getpid()}")
 import ray
 
 import settings

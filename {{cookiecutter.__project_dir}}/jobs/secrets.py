@@ -6,7 +6,7 @@ SECRETS_PREFIX in Secrets Manager, where a name is PREFIX + NAME. Ray calls `loa
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from dotenv import dotenv_values
@@ -15,15 +15,22 @@ from dotenv import dotenv_values
 def load() -> None:
     """Put the named secrets into this process's environment; a name without a value stays unset."""
     submitted = os.environ.get("SECRET_NAMES")
+    # plain `python -m` has no verb to name them: all of .env
+    names = submitted.split(",") if submitted else _from_file()
+    for name, value in read(name for name in names if name not in os.environ).items():
+        os.environ[name] = value
+
+
+def read(names: Iterable[str]) -> dict[str, str]:
+    """The values that the named secrets have now, whatever this process's environment says; those without are left out.
+
+    Raises:
+        OSError, botocore's errors: they cannot be read at this moment.
+    """
     if prefix := os.environ.get("SECRETS_PREFIX"):
-        values = _from_aws(prefix, submitted.split(",") if submitted else [])
-    else:
-        values = _from_file()
-    for name in (
-        submitted.split(",") if submitted else values
-    ):  # plain `python -m` has no verb to name them: all of .env
-        if value := values.get(name):
-            os.environ.setdefault(name, value)
+        return _from_aws(prefix, names)
+    values = _from_file()
+    return {name: value for name in names if (value := values.get(name))}
 
 
 def _from_file() -> Mapping[str, str | None]:
@@ -32,16 +39,15 @@ def _from_file() -> Mapping[str, str | None]:
     return dotenv_values(file) if file.is_file() else {}
 
 
-def _from_aws(prefix: str, names: list[str]) -> dict[str, str]:
+def _from_aws(prefix: str, names: Iterable[str]) -> dict[str, str]:
     """Asked with the role of the machine that this runs on."""
     import boto3  # here, as a process on this machine needs it not
 
     client = boto3.client("secretsmanager")
     values = {}
     for name in names:
-        if name not in os.environ:
-            try:
-                values[name] = client.get_secret_value(SecretId=prefix + name)["SecretString"]
-            except client.exceptions.ResourceNotFoundException:
-                continue  # a name without a value, as in .env
+        try:
+            values[name] = client.get_secret_value(SecretId=prefix + name)["SecretString"]
+        except client.exceptions.ResourceNotFoundException:
+            continue  # a name without a value, as in .env
     return values

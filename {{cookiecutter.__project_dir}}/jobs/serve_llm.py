@@ -68,6 +68,14 @@ class ServeOptions(settings.Section):
     """Run the model without compiling it: starts sooner, answers slower."""
     start_timeout_s: int = Field(ge=1)
     """Seconds until a deployment that is not healthy is given up."""
+    key_requests_per_minute: int = Field(ge=1)
+    """Requests in a minute that each key may ask of one replica; more get 429."""
+    key_requests_at_once: int = Field(ge=1)
+    """Requests in progress that each key may have on one replica; more get 429."""
+    max_body_mib: float = Field(gt=0)
+    """MiB of one request at most; more gets 413."""
+    request_timeout_s: float = Field(gt=0)
+    """Seconds in which a request must be answered whole; after them it is ended, and gets 504."""
 
     @field_validator("accelerator")
     @classmethod
@@ -103,6 +111,16 @@ class ServeOptions(settings.Section):
         return parts[-2] if parts[-1] == "model" else parts[-1]
 
     @property
+    def door(self) -> dict[str, int | float]:
+        """What each replica holds requests to."""
+        return {
+            "key_requests_per_minute": self.key_requests_per_minute,
+            "key_requests_at_once": self.key_requests_at_once,
+            "max_body_bytes": int(self.max_body_mib * 2**20),
+            "request_timeout_s": self.request_timeout_s,
+        }
+
+    @property
     def url(self) -> str:
         """Base URL for OpenAI clients."""
         return f"http://{self.host}:{self.port}/v1"
@@ -121,7 +139,7 @@ def main(options: ServeOptions) -> None:
 
 def check(options: ServeOptions) -> None:
     """Refuse what can be known to fail before anything is started."""
-    if not os.environ.get("SERVE_API_KEY"):
+    if not secrets.read(["SERVE_API_KEY"]):
         raise settings.Refusal("SERVE_API_KEY is not set, and nothing is served without a key: put it into .env.")
     if importlib.util.find_spec("vllm") is None:
         raise settings.Refusal("vLLM is not installed on this machine, and its CPU build exists for Linux only.")

@@ -16,7 +16,6 @@ import torch
 from openai.types.chat import ChatCompletionMessageParam
 from ray import serve
 from ray.serve.schema import ApplicationStatusOverview, DeploymentStatusOverview
-from starlette.testclient import TestClient
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import settings
@@ -24,6 +23,7 @@ from cluster import chat
 from demo import assets as demo_assets
 from jobs import secrets, serve_llm
 from jobs.serve_llm import ServeOptions
+from jobs.serving.keys import Keys
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="vLLM's CPU build exists for Linux only")
 
@@ -172,7 +172,7 @@ def test_every_route_but_health_wants_the_key(served: ServeOptions) -> None:
         for header in wrong:
             answer = requests.request(method, root + path, headers={"Authorization": header}, timeout=10)
             if path == "/health":
-                assert answer.json() == {"status": "ok"}
+                assert (answer.status_code, answer.content) == (200, b"")
                 continue
             assert answer.status_code == 401, (method, path, header)
             assert answer.json()["error"]["code"] == "invalid_api_key"
@@ -213,33 +213,14 @@ def test_the_key_is_in_no_config_log_or_argv(served: ServeOptions, client: opena
     ]
     session = Path(ray.nodes()[0]["ObjectStoreSocketName"]).parents[1]
     logs = [file for file in (session / "logs").rglob("*") if file.is_file()]
-    assert any(b"OpenAiIngress" in file.read_bytes() for file in logs)
+    assert any(b"Server:tiny" in file.read_bytes() for file in logs)
     assert not [file for file in logs if key.encode() in file.read_bytes()]
 
 
 def test_a_replica_without_a_key_does_not_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from jobs import openai_app
-
-    monkeypatch.setenv("SERVE_API_KEY", "")
     monkeypatch.setenv("SECRETS_FILE", str(tmp_path / "absent"))
-    with pytest.raises(RuntimeError, match="SERVE_API_KEY"), TestClient(openai_app.http_app()):
-        pass
-
-
-def test_a_fault_of_ours_tells_strangers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    from jobs import openai_app
-
-    def fail() -> None:
-        raise ValueError("the inside")
-
-    monkeypatch.setenv("SERVE_API_KEY", "some")
-    app = openai_app.http_app()
-    app.add_api_route("/fails", fail)
-    client = TestClient(app, raise_server_exceptions=False, headers={"Authorization": "Bearer some"})
-    answer = client.get("/fails")
-    assert answer.status_code == 500
-    assert answer.json()["error"]["type"] == "server_error"
-    assert "inside" not in answer.text
+    with pytest.raises(ValueError, match="SERVE_API_KEY"):
+        Keys()
 
 
 @pytest.mark.parametrize(("model", "downloads"), [("s3://bucket/runs/monday/model", True), ("owner/name", False)])
@@ -257,19 +238,23 @@ def test_hub_tokens_are_in_no_runtime_env(model: str, downloads: bool) -> None:
 
 
 def test_refused_without_a_key(monkeypatch: pytest.MonkeyPatch, assets: Path) -> None:
-    monkeypatch.delenv("SERVE_API_KEY", raising=False)
+    monkeypatch.setenv("SECRETS_FILE", str(assets / "absent"))
     with pytest.raises(settings.Refusal, match=r"SERVE_API_KEY.*put it into \.env"):
         serve_llm.check(options(model=str(assets / "model")))
 
 
 def test_refused_without_a_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("SERVE_API_KEY", "some")
+    (tmp_path / ".env").write_text("SERVE_API_KEY=some")
+    monkeypatch.setenv("SECRETS_FILE", str(tmp_path / ".env"))
     with pytest.raises(settings.Refusal, match=f"{tmp_path}/absent holds no model.*inv submit finetune_ddp"):
         serve_llm.check(options(model=str(tmp_path / "absent")))
 
 
-def test_refused_when_longer_than_the_model_allows(monkeypatch: pytest.MonkeyPatch, assets: Path) -> None:
-    monkeypatch.setenv("SERVE_API_KEY", "some")
+def test_refused_when_longer_than_the_model_allows(
+    monkeypatch: pytest.MonkeyPatch, assets: Path, tmp_path: Path
+) -> None:
+    (tmp_path / ".env").write_text("SERVE_API_KEY=some")
+    monkeypatch.setenv("SECRETS_FILE", str(tmp_path / ".env"))
     with pytest.raises(settings.Refusal, match=r"max_model_len = 513 .* the 512 tokens"):
         serve_llm.check(options(model=str(assets / "model"), max_model_len=513))
 

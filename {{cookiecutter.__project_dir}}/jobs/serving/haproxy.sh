@@ -1,0 +1,18 @@
+#!/bin/sh
+# What Ray starts as HAProxy: HAPROXY itself, after two changes to the configuration that Ray wrote for it.
+# - Statistics and metrics listen on every network; here each is a socket, in the folder of this cluster.
+# - An error of HAProxy's own is plain text; here it has the shape of OpenAI's errors, as all others have.
+for argument; do
+    [ "$previous" = -f ] && config=$argument
+    previous=$argument
+done
+folder=${config%/*}
+if [ -n "$config" ]; then
+    sed -i -e "/^frontend prometheus/,/mode/s#bind .*#bind unix@${folder%/*}/prometheus.sock mode 600#" \
+        -e "/^listen stats/,/stats enable/s#bind .*#bind unix@${folder%/*}/stats.sock mode 600#" \
+        -e "s#\(stats socket .*\) mode 666#\1 mode 600#" "$config"
+    body='{"error": {"message": "no replica answers at this moment", "type": "server_error", "param": null, "code": null}}'
+    printf 'HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 5\r\nContent-Length: %s\r\n\r\n%s' \
+        "$(printf %s "$body" | wc -c)" "$body" > "$folder/500.http"
+fi
+exec "$HAPROXY" "$@"
