@@ -17,9 +17,10 @@ PARTS = {  # the quick ones first
     "launchers": "Ray Train against torchrun, on the same loop",
     "trl": "Against TRL's SFTTrainer, in one process",
     "preprocess": "preprocess against datasets.map and a bare loop",
+    "serving": "A served model against bare vLLM",
     "gpu": "MFU on one GPU, bf16, rows of 4096 tokens",
 }
-PACKAGES = ("ray", "torch", "transformers", "tokenizers")
+PACKAGES = ("ray", "vllm", "torch", "transformers", "tokenizers")
 
 
 def main(only: str = "") -> None:

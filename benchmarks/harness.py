@@ -26,6 +26,7 @@ from cluster import environment
 from cluster.local import RaySection
 from demo import assets
 from demo.assets import Fact
+from jobs.serving import haproxy
 from jobs.training.options import DDPOptions
 
 PEERS = FOLDER.parent / "build" / "bench-peers"
@@ -166,6 +167,7 @@ def one_ray(cpus: int | None = None) -> Iterator[None]:
 
     own = settings.load(RaySection, "ray")
     temp = tempfile.mkdtemp(prefix="ray-bench-")  # short: a socket path holds 107 bytes
+    os.environ |= haproxy.environment(temp)
     os.environ["RAY_TRAIN_ENABLE_STATE_TRACKING"] = "0"  # it would ask the dashboard, which is not started
     try:
         ray.init(

@@ -30,7 +30,7 @@ def at_most(wanted: float, what: str, measured: float) -> Bar:
 
 def keep(name: str, result: Result, folder: Path = FOLDER) -> None:
     """Put the result of one part into today's file, and draw all tables of README.md anew."""
-    file = folder / "results" / f"{date.today()}-training.json"
+    file = folder / "results" / f"{date.today()}-{'serving' if name == 'serving' else 'training'}.json"
     file.parent.mkdir(exist_ok=True)
     parts = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     parts[name] = result | {"date": str(date.today()), "machine": machine()}
@@ -77,7 +77,7 @@ def _processor() -> str:
 def _latest(folder: Path) -> dict[str, Result]:
     """Each part as it was last measured."""
     parts: dict[str, Result] = {}
-    for file in sorted((folder / "results").glob("*-training.json")):
+    for file in sorted((folder / "results").glob("*.json")):
         parts |= json.loads(file.read_text(encoding="utf-8"))
     return parts
 

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 ROUTES = {
     OPEN_ROUTE,
-    "/metrics",  # Prometheus, with a key as its bearer token
     "/openapi.json",
     "/docs",
     "/v1/models",
@@ -50,9 +49,9 @@ def build(options: "ServeOptions") -> Application:
     )
 
 
-def llm_config(options: "ServeOptions") -> LLMConfig:
-    """Ray's description of one model and of the replicas that serve it."""
-    engine = {
+def engine(options: "ServeOptions") -> dict[str, Any]:
+    """What vLLM is told, by the names of its own engine arguments."""
+    return {
         "dtype": options.dtype,
         "max_model_len": options.max_model_len,
         "max_num_seqs": options.max_num_seqs,
@@ -61,6 +60,10 @@ def llm_config(options: "ServeOptions") -> LLMConfig:
         "pipeline_parallel_size": options.pipeline_parallel_size,
         "kv_cache_memory_bytes": options.kv_cache_gib and int(options.kv_cache_gib * 2**30),
     }
+
+
+def llm_config(options: "ServeOptions") -> LLMConfig:
+    """Ray's description of one model and of the replicas that serve it."""
     deployment = {
         "autoscaling_config": {
             "min_replicas": options.min_replicas,
@@ -74,7 +77,7 @@ def llm_config(options: "ServeOptions") -> LLMConfig:
     cpu = options.accelerator == "cpu"
     return LLMConfig(
         model_loading_config={"model_id": options.served_name, "model_source": options.source},
-        engine_kwargs=engine,
+        engine_kwargs=engine(options),
         deployment_config=deployment,
         accelerator_config={"kind": "cpu"} if cpu else None,  # without it, Ray asks for a GPU
         accelerator_type=None if cpu else options.accelerator,

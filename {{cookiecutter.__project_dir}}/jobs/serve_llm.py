@@ -121,9 +121,14 @@ class ServeOptions(settings.Section):
         }
 
     @property
+    def root(self) -> str:
+        """The server's address on the machine that listens, or behind a tunnel to it."""
+        return f"http://{self.host.replace('0.0.0.0', '127.0.0.1')}:{self.port}"
+
+    @property
     def url(self) -> str:
         """Base URL for OpenAI clients."""
-        return f"http://{self.host}:{self.port}/v1"
+        return f"{self.root}/v1"
 
 
 def main(options: ServeOptions) -> None:
@@ -292,7 +297,7 @@ def wait_for_interrupt() -> None:
 
 def _answers(options: ServeOptions) -> bool:
     try:
-        return requests.get(f"http://{options.host}:{options.port}/health", timeout=5).ok
+        return requests.get(f"{options.root}/health", timeout=5).ok
     except requests.RequestException:
         return False
 

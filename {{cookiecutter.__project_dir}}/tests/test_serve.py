@@ -4,6 +4,7 @@ import asyncio
 import os
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,13 +24,14 @@ from cluster import chat
 from demo import assets as demo_assets
 from jobs import secrets, serve_llm
 from jobs.serve_llm import ServeOptions
-from jobs.serving.keys import Keys
+from jobs.serving.keys import REFRESH_S, Keys
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="vLLM's CPU build exists for Linux only")
 
 FACTS = demo_assets.questions(5)
 QUESTIONS = [fact.question for fact in FACTS]
 ANSWER_TOKENS = 16
+REPLICA_PORTS = range(30_000, 31_000)  # Ray's own default
 TIE = 1e-4  # two logits closer than this may change places between two correct implementations
 
 
@@ -123,6 +125,39 @@ def test_streaming_says_the_same_in_pieces(client: openai.OpenAI) -> None:
     assert len(list(filter(None, pieces))) > 1
 
 
+def test_structured_output_has_the_structure(client: openai.OpenAI) -> None:
+    choice = {"structured_outputs": {"choice": ["north", "south"]}}
+    answer = client.chat.completions.create(model="tiny", messages=user("hi"), temperature=0, extra_body=choice)
+    assert answer.choices[0].message.content in ("north", "south")
+
+
+def test_completions(client: openai.OpenAI) -> None:
+    answer = client.completions.create(model="tiny", prompt="hi", max_tokens=4, temperature=0, logprobs=1)
+    assert answer.usage
+    assert answer.usage.completion_tokens == 4
+    assert answer.choices[0].logprobs
+
+
+def test_a_client_that_hangs_up_stops_the_engine(client: openai.OpenAI) -> None:
+    before = aborted()
+    stream = client.chat.completions.create(
+        model="tiny", messages=user("hi"), max_tokens=200, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    stream.close()
+    deadline = time.monotonic() + 60
+    while aborted() == before:
+        assert time.monotonic() < deadline
+        time.sleep(1)
+
+
+def aborted() -> float:
+    """Requests that engines did not bring to their end, by Ray's Prometheus page, which is some seconds behind."""
+    page = requests.get(f"http://127.0.0.1:{ray.nodes()[0]['MetricsExportPort']}/metrics", timeout=10).text
+    lines = [line for line in page.splitlines() if line.startswith("ray_vllm_request_success_total{")]
+    return sum(float(line.rpartition(" ")[2]) for line in lines if 'finished_reason="abort"' in line)
+
+
 # ---------------------------------------------------------------- errors
 
 
@@ -156,9 +191,8 @@ def error_of(caught: openai.APIStatusError) -> dict:
 
 
 def test_every_route_but_health_wants_the_key(served: ServeOptions) -> None:
-    root = served.url.removesuffix("/v1")
     key = os.environ["SERVE_API_KEY"]
-    schema = requests.get(f"{root}/openapi.json", headers={"Authorization": f"Bearer {key}"}, timeout=10).json()
+    schema = requests.get(f"{served.root}/openapi.json", headers={"Authorization": f"Bearer {key}"}, timeout=10).json()
     routes = [(method, path) for path, methods in schema["paths"].items() for method in methods]
     routes += [
         ("get", "/docs"),
@@ -170,7 +204,7 @@ def test_every_route_but_health_wants_the_key(served: ServeOptions) -> None:
     wrong = ["", "Bearer ", "Bearer wrong", f"Bearer {key}x", f"Bearer {key[:-1]}", key, f"Basic {key}"]
     for method, path in routes:
         for header in wrong:
-            answer = requests.request(method, root + path, headers={"Authorization": header}, timeout=10)
+            answer = requests.request(method, served.root + path, headers={"Authorization": header}, timeout=10)
             if path == "/health":
                 assert (answer.status_code, answer.content) == (200, b"")
                 continue
@@ -193,13 +227,46 @@ def test_no_other_site_may_call_from_a_browser(served: ServeOptions) -> None:
     assert not [name for name in answer.headers if name.lower().startswith("access-control")]
 
 
-def test_it_listens_on_loopback_alone(served: ServeOptions) -> None:
-    listening = {
-        connection.laddr.ip
+def test_what_answers_http_listens_on_loopback_alone(served: ServeOptions) -> None:
+    """HAProxy, whose statistics and metrics Ray opens to every network, and the port of the replica itself."""
+    ours = {process.pid: process.name() for process in psutil.Process().children(recursive=True)}
+    found = {
+        (connection.laddr.ip, connection.laddr.port)
         for connection in psutil.net_connections("inet")
-        if connection.laddr and connection.laddr.port == served.port and connection.status == psutil.CONN_LISTEN
+        if connection.status == psutil.CONN_LISTEN
+        and connection.pid in ours
+        and connection.laddr
+        and (ours[connection.pid] == "haproxy" or connection.laddr.port in REPLICA_PORTS)
     }
-    assert listening == {"127.0.0.1"}
+    assert ("127.0.0.1", served.port) in found
+    assert len(found) == 2
+    assert {address for address, _ in found} == {"127.0.0.1"}
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/load", "/version", "/ping", "/invocations", "/server_info", "/pause"])
+def test_vllms_own_routes_are_not_there(served: ServeOptions, path: str) -> None:
+    headers = {"Authorization": f"Bearer {os.environ['SERVE_API_KEY']}"}
+    for method in ("get", "post"):
+        assert requests.request(method, served.root + path, headers=headers, json={}, timeout=10).status_code == 404
+
+
+def test_a_key_comes_and_goes_without_a_restart(served: ServeOptions) -> None:
+    file = Path(os.environ["SECRETS_FILE"])
+    before = file.read_text()
+    alice = {"Authorization": "Bearer for-alice"}
+
+    def wait_for(status: int) -> None:
+        deadline = time.monotonic() + 3 * REFRESH_S
+        while requests.get(f"{served.url}/models", headers=alice, timeout=10).status_code != status:
+            assert time.monotonic() < deadline
+            time.sleep(0.5)
+
+    try:
+        file.write_text(f"{before}\nSERVE_API_KEYS=alice:for-alice\n")
+        wait_for(200)
+    finally:
+        file.write_text(before)
+    wait_for(401)
 
 
 def test_the_key_is_in_no_config_log_or_argv(served: ServeOptions, client: openai.OpenAI) -> None:

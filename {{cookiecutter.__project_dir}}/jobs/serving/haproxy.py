@@ -25,3 +25,7 @@ def environment(folder: str) -> dict[str, str]:
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "3",
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # 5 s is not enough for its first start on a busy machine
     }
+
+
+if __name__ == "__main__":  # for cluster.yaml: export $(python -m jobs.serving.haproxy)
+    print(*(f"{name}={value}" for name, value in environment("/tmp/haproxy").items()))

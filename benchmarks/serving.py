@@ -1,0 +1,214 @@
+"""A served model against bare `vllm serve` with the same engine settings: throughput, and time to the first token."""
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import aiohttp
+import requests
+
+import settings
+from benchmarks import harness
+from benchmarks.report import Result, at_least, at_most
+from cluster.local import free_ports
+from jobs import openai_app, secrets, serve_llm
+from jobs.serve_llm import ServeOptions
+
+LARGE, SMALL = "30M", "tiny"
+SHAPES = {
+    LARGE: {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 7, "num_attention_heads": 8},
+    SMALL: {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4},
+}
+VOCABULARY = {LARGE: 8192, SMALL: 1024}
+WANTED = {LARGE: 0.97, SMALL: 0.85}
+WANTED_BOUND = 0.93  # of the large model's median
+WANTED_FIRST_MS = {1: 5, 32: 15}  # over bare vLLM's time to the first token, by concurrency
+CONCURRENT = (1, 8, 32)
+PAIRS, SECONDS, WARM_S = 9, 4.0, 0.25
+PAUSE_S = 1.25  # vLLM's CPU worker spins for 1 s after its work, on the other side's core
+TOKENS = 64
+THREADS = "1"  # of each engine, and so a core for all else
+KEY = "the-benchmark's-own-key"
+
+
+class Side(NamedTuple):
+    """A server of one model: its address, without the API's /v1."""
+
+    root: str
+    key: str
+
+
+class Seen(NamedTuple):
+    """What clients saw of one side: requests a second, and the median time to the first token of a stream."""
+
+    per_s: float
+    first_ms: float
+
+
+def measure() -> Result:
+    """Both sides run side by side, and take turns."""
+    os.environ["OMP_NUM_THREADS"] = THREADS  # Ray hands it on to replicas
+    found = []
+    with harness.scratch() as folder, harness.one_ray():
+        (folder / ".env").write_text(f"SERVE_API_KEY={KEY}\n", encoding="utf-8")
+        os.environ |= {"SECRETS_FILE": str(folder / ".env"), "SECRET_NAMES": "SERVE_API_KEY"}
+        secrets.load()
+        for name, shape in SHAPES.items():
+            size = harness.write_model(folder / name, VOCABULARY[name], **shape)
+            print(f"{name}: a model of {size / 1e6:.1f} million parameters", flush=True)
+            with _ours(folder / name) as options, _bare(options, folder / f"{name}.log") as bare:
+                sides = {"ours": Side(options.root, KEY), "bare vLLM": bare}
+                found += [_compare(name, sides, *cell) for cell in itertools.product(CONCURRENT, (False, True))]
+    return {"bars": list(_bars(found)), "rounds": [_as_row(cell) for cell in found], "cells": found}
+
+
+@contextlib.contextmanager
+def _ours(model: Path) -> Iterator[ServeOptions]:
+    """The app, with its keys and limits, which no client here reaches."""
+    (port,) = free_ports(1)
+    changes = {"model": str(model), "port": port, "max_num_seqs": 32, "key_requests_per_minute": 10**6}
+    options = settings.load(ServeOptions, "serve", profile="local").model_copy(update=changes)
+    serve_llm.deploy(options)
+    try:
+        yield options
+    finally:
+        serve_llm.stop()
+
+
+@contextlib.contextmanager
+def _bare(options: ServeOptions, log: Path) -> Iterator[Side]:
+    (port,) = free_ports(1)
+    engine = {name: value for name, value in openai_app.engine(options).items() if value not in (None, False)}
+    words = [f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}") for name, value in engine.items()]
+    command = [Path(sys.executable).with_name("vllm"), "serve", options.source, f"--port={port}", "--host=127.0.0.1"]
+    command += [f"--served-model-name={options.served_name}", "--disable-uvicorn-access-log", *words]
+    with log.open("w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+    try:
+        side = Side(f"http://127.0.0.1:{port}", "")
+        _wait_until_healthy(side, process, log)
+        yield side
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def _wait_until_healthy(side: Side, process: subprocess.Popen, log: Path) -> None:
+    while True:
+        with contextlib.suppress(requests.RequestException):
+            if requests.get(f"{side.root}/health", timeout=5).ok:
+                return
+        if process.poll() is not None:
+            sys.exit(f"{log.read_text(encoding='utf-8')}\nerror: vllm serve ended as printed above.")
+        time.sleep(0.5)
+
+
+def _compare(model: str, sides: dict[str, Side], concurrent: int, stream: bool) -> dict:
+    """Pairs of one cell: what each side came to, and the ratio of their rates."""
+
+    def turn(name: str) -> Seen:
+        time.sleep(PAUSE_S)
+        asyncio.run(_load(sides[name], model, concurrent, stream, WARM_S))
+        return asyncio.run(_load(sides[name], model, concurrent, stream, SECONDS))
+
+    for name in sides:
+        turn(name)  # what is compiled and allocated at the first request
+    pairs = []
+    for number in range(PAIRS):
+        names = list(sides) if number % 2 == 0 else list(reversed(sides))
+        pairs.append({name: turn(name) for name in names})
+    cell = {"model": model, "concurrent": concurrent, "stream": stream}
+    ratios = [pair["ours"].per_s / pair["bare vLLM"].per_s for pair in pairs]
+    medians = {
+        f"{name} {field}": statistics.median(getattr(pair[name], field) for pair in pairs)
+        for name in sides
+        for field in Seen._fields
+    }
+    print(f"{cell}: {statistics.median(ratios):.3f} of bare vLLM's {medians['bare vLLM per_s']:.1f}/s", flush=True)
+    return cell | medians | {"ratio": statistics.median(ratios), "bound": _bound(ratios), "ratios": ratios}
+
+
+def _bound(ratios: list[float]) -> float:
+    """The lower end of the median's 95 % bootstrap interval (Efron 1979, percentile method)."""
+    draw = random.Random(0)
+    medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(10_000))
+    return medians[250]
+
+
+async def _load(side: Side, model: str, concurrent: int, stream: bool, seconds: float) -> Seen:
+    """So many clients, each of which asks again when it is answered, and none after `seconds`."""
+    firsts: list[float] = []
+    answered = 0
+    headers = {"Authorization": f"Bearer {side.key}"}
+    async with aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0)) as session:
+        started = time.perf_counter()
+
+        async def client(number: int) -> None:
+            nonlocal answered
+            for question in itertools.count():
+                if (asked := time.perf_counter()) - started >= seconds:
+                    return
+                body = {
+                    "model": model,
+                    "messages": [{"role": "user", "content": f"request {number}.{question} of many"}],
+                    "max_tokens": TOKENS,
+                    "temperature": 0,
+                    "ignore_eos": True,
+                    "stream": stream,
+                }
+                async with session.post(f"{side.root}/v1/chat/completions", json=body) as response:
+                    response.raise_for_status()
+                    first = await (_read_stream(response) if stream else _read(response))
+                firsts.append(first - asked)
+                answered += 1
+
+        await asyncio.gather(*map(client, range(concurrent)))
+        return Seen(answered / (time.perf_counter() - started), 1000 * statistics.median(firsts))
+
+
+async def _read(response: aiohttp.ClientResponse) -> float:
+    answer = await response.json()
+    assert answer["usage"]["completion_tokens"] == TOKENS, answer
+    return time.perf_counter()
+
+
+async def _read_stream(response: aiohttp.ClientResponse) -> float:
+    """When the first token came; the stream must come to its end."""
+    first, last = 0.0, b""
+    async for line in response.content:
+        if line.startswith(b"data: "):
+            last = line
+            if not first and line != b"data: [DONE]\n" and json.loads(line[6:])["choices"][0]["delta"].get("content"):
+                first = time.perf_counter()
+    assert last.startswith(b"data: [DONE]"), last
+    return first
+
+
+def _bars(found: list[dict]) -> Iterator[dict]:
+    for cell in found:
+        where = f"{cell['model']}, {cell['concurrent']} at once, {'streamed' if cell['stream'] else 'whole'}"
+        yield at_least(WANTED[cell["model"]], f"{where}: requests/s by bare vLLM's, median", cell["ratio"])
+        if cell["model"] != LARGE:
+            continue
+        yield at_least(WANTED_BOUND, f"{where}: lower bound of that median", cell["bound"])
+        if cell["stream"] and cell["concurrent"] in WANTED_FIRST_MS:
+            later = cell["ours first_ms"] - cell["bare vLLM first_ms"]
+            yield at_most(WANTED_FIRST_MS[cell["concurrent"]], f"{where}: ms later to the first token", later)
+
+
+def _as_row(cell: dict) -> dict:
+    return {name: value for name, value in cell.items() if name != "ratios"}
+
+
+if __name__ == "__main__":
+    harness.main(measure)
