@@ -21,7 +21,7 @@ import settings
 from benchmarks import harness
 from benchmarks.report import Result, at_least, at_most
 from cluster.local import free_ports
-from jobs import openai_app, secrets, serve_llm
+from jobs import openai_app, serve_llm
 from jobs.serve_llm import ServeOptions
 
 LARGE, SMALL = "30M", "tiny"
@@ -59,16 +59,16 @@ def measure() -> Result:
     """Both sides run side by side, and take turns."""
     os.environ["OMP_NUM_THREADS"] = THREADS  # Ray hands it on to replicas
     found = []
-    with harness.scratch() as folder, harness.one_ray():
+    with harness.scratch() as folder:
         (folder / ".env").write_text(f"SERVE_API_KEY={KEY}\n", encoding="utf-8")
         os.environ |= {"SECRETS_FILE": str(folder / ".env"), "SECRET_NAMES": "SERVE_API_KEY"}
-        secrets.load()
-        for name, shape in SHAPES.items():
-            size = harness.write_model(folder / name, VOCABULARY[name], **shape)
-            print(f"{name}: a model of {size / 1e6:.1f} million parameters", flush=True)
-            with _ours(folder / name) as options, _bare(options, folder / f"{name}.log") as bare:
-                sides = {"ours": Side(options.root, KEY), "bare vLLM": bare}
-                found += [_compare(name, sides, *cell) for cell in itertools.product(CONCURRENT, (False, True))]
+        with harness.one_ray():  # whose workers find all that in their environment
+            for name, shape in SHAPES.items():
+                size = harness.write_model(folder / name, VOCABULARY[name], **shape)
+                print(f"{name}: a model of {size / 1e6:.1f} million parameters", flush=True)
+                with _ours(folder / name) as options, _bare(options, folder / f"{name}.log") as bare:
+                    sides = {"ours": Side(options.root, KEY), "bare vLLM": bare}
+                    found += [_compare(name, sides, *cell) for cell in itertools.product(CONCURRENT, (False, True))]
     return {"bars": list(_bars(found)), "rounds": [_as_row(cell) for cell in found], "cells": found}
 
 

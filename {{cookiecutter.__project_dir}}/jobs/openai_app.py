@@ -36,6 +36,7 @@ ROUTES = {
     "/v1/embeddings",
     "/v1/responses",
 }
+DEPLOYMENT = "Server"  # the same whatever the model, so that another one replaces it in place
 HUB_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 
 
@@ -43,9 +44,9 @@ def build(options: "ServeOptions") -> Application:
     """The whole application for these options; nothing is started."""
     return build_llm_deployment(
         llm_config(options),
-        name_prefix="Server:",
         deployment_cls=serve.ingress()(Server),
         bind_kwargs={"door": options.door},
+        override_serve_options={"name": DEPLOYMENT},
     )
 
 
@@ -71,6 +72,7 @@ def llm_config(options: "ServeOptions") -> LLMConfig:
             "target_ongoing_requests": options.target_ongoing_requests,
         },
         "max_ongoing_requests": options.max_ongoing_requests,
+        "max_surge_percent": options.max_surge_percent,
         "max_constructor_retry_count": 1,  # a model that cannot be loaded is not tried again for minutes
         "ray_actor_options": {"num_cpus": options.num_cpus},
     }

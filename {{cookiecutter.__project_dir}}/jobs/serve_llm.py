@@ -56,6 +56,9 @@ class ServeOptions(settings.Section):
     """Requests in progress on one replica, on average, above which replicas are added."""
     max_ongoing_requests: int = Field(ge=1)
     """Requests in progress on one replica at most; more wait."""
+    max_surge_percent: int = Field(ge=0, le=100)
+    """Replicas more, while an update starts those that replace the old ones, which answer until then; rounded up to
+    whole ones. With 0 the old ones end first."""
     dtype: Literal["float32", "bfloat16", "float16"]
     """Number format of the weights and the computation."""
     max_model_len: int = Field(ge=2)
@@ -181,8 +184,9 @@ def deploy(options: ServeOptions) -> None:
 
         started.result()
     application = openai_app.build(options)
+    running = APP in serve.status().applications
     serve.run_many([serve.RunTarget(application, name=APP)], wait_for_applications_running=False)
-    wait_until_healthy(options)
+    wait_until_healthy(options, running)
 
 
 def check_cpus(options: ServeOptions) -> None:
@@ -235,8 +239,11 @@ def _current_address() -> tuple[str, int] | None:
     return running and (running.http_config.host, running.http_config.port)
 
 
-def wait_until_healthy(options: ServeOptions) -> None:
-    """Wait for the application, saying how far it is and how long it took; take it down when it fails."""
+def wait_until_healthy(options: ServeOptions, running: bool) -> None:
+    """Wait for the application, saying how far it is and how long it took.
+
+    When it fails it is taken down, unless another model was `running`: that goes on.
+    """
     started = time.monotonic()
     said, said_at = "", 0.0
     while True:
@@ -246,9 +253,11 @@ def wait_until_healthy(options: ServeOptions) -> None:
             print(f"serve_llm: healthy after {waited:.0f} s", flush=True)
             return
         if app.status == ApplicationStatus.DEPLOY_FAILED or waited > options.start_timeout_s:
-            stop()
+            if not running:
+                stop()
+            outcome = "what was served before goes on" if running else "it is stopped"
             raise settings.Refusal(
-                f"{options.served_name} was not healthy after {waited:.0f} s and is stopped: {last_words(app)}; "
+                f"{options.served_name} was not healthy after {waited:.0f} s, and {outcome}: {last_words(app)}; "
                 "correct that and try again: inv submit serve_llm"
             )
         if (state := _state(app)) != said or waited > said_at + SAY_EVERY_S:
