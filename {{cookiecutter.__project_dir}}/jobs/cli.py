@@ -1,7 +1,9 @@
 """The entry of every job: typed options over settings.toml, and one-sentence errors."""
 
+import atexit
 import logging
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable
@@ -19,7 +21,9 @@ os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 if "RAY_ADDRESS" not in os.environ:  # read once, by `import ray`: a Ray of this process alone stays on loopback
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     if "RAY_SERVE_ENABLE_HA_PROXY" not in os.environ:
-        os.environ |= haproxy.environment(f"{tempfile.gettempdir()}/serve-{os.getpid()}")
+        sockets = f"{tempfile.gettempdir()}/serve-{os.getpid()}"  # made when something is served
+        os.environ |= haproxy.environment(sockets)
+        atexit.register(shutil.rmtree, sockets, ignore_errors=True)
 import ray
 
 import settings

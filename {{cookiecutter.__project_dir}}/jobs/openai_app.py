@@ -18,9 +18,8 @@ from ray.serve.llm import LLMConfig, build_llm_deployment
 from ray.serve.llm.deployment import LLMServer
 from starlette.middleware.cors import CORSMiddleware
 
-from jobs.serving.door import OPEN_ROUTE, Door
+from jobs.serving.door import OPEN_ROUTE, Door, Rules
 from jobs.serving.keys import Keys
-from jobs.serving.limits import Limits
 
 if TYPE_CHECKING:
     from jobs.serve_llm import ServeOptions
@@ -45,7 +44,7 @@ def build(options: "ServeOptions") -> Application:
     return build_llm_deployment(
         llm_config(options),
         deployment_cls=serve.ingress()(Server),
-        bind_kwargs={"door": options.door},
+        bind_kwargs={"rules": options.rules},
         override_serve_options={"name": DEPLOYMENT},
     )
 
@@ -91,9 +90,8 @@ def llm_config(options: "ServeOptions") -> LLMConfig:
 class Server(LLMServer):
     """A replica: one engine, and the HTTP API that it answers."""
 
-    async def __init__(self, llm_config: LLMConfig, door: dict[str, Any]) -> None:
-        """`door`: what Door and Limits are told of [serve]."""
-        self._door = door
+    async def __init__(self, llm_config: LLMConfig, rules: Rules) -> None:
+        self._rules = rules
         self._keys = Keys()  # before the engine starts: without a key, nothing does
         await super().__init__(llm_config)
 
@@ -101,8 +99,7 @@ class Server(LLMServer):
         app = await super().__serve_build_asgi_app__()
         close(app)
         self._refresh = asyncio.create_task(self._keys.keep_up())  # kept: a task that nobody holds may vanish
-        limits = Limits(self._door["key_requests_per_minute"], self._door["key_requests_at_once"])
-        return Door(app, self._keys, limits, self._door["max_body_bytes"], self._door["request_timeout_s"])
+        return Door(app, self._keys, self._rules)
 
     async def _start_engine(self) -> None:
         # Ray's own adds a usage report, for which the replica waits until one more process has imported vLLM

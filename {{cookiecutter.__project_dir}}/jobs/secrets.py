@@ -5,9 +5,11 @@ SECRETS_PREFIX in Secrets Manager, where a name is PREFIX + NAME. Ray calls `loa
 (`worker_process_setup_hook`); a driver calls it for itself.
 """
 
+import functools
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from dotenv import dotenv_values
 
@@ -40,10 +42,7 @@ def _from_file() -> Mapping[str, str | None]:
 
 
 def _from_aws(prefix: str, names: Iterable[str]) -> dict[str, str]:
-    """Asked with the role of the machine that this runs on."""
-    import boto3  # here, as a process on this machine needs it not
-
-    client = boto3.client("secretsmanager")
+    client = _secrets_manager()
     values = {}
     for name in names:
         try:
@@ -51,3 +50,11 @@ def _from_aws(prefix: str, names: Iterable[str]) -> dict[str, str]:
         except client.exceptions.ResourceNotFoundException:
             continue  # a name without a value, as in .env
     return values
+
+
+@functools.cache
+def _secrets_manager() -> Any:
+    """Asked with the role of the machine that this runs on."""
+    import boto3  # here, as a process on this machine needs it not
+
+    return boto3.client("secretsmanager")

@@ -24,6 +24,7 @@ from transformers import AutoConfig
 
 import settings
 from jobs import cli, secrets
+from jobs.serving.door import Rules
 
 APP = "llm"
 SAY_EVERY_S = 15
@@ -114,14 +115,14 @@ class ServeOptions(settings.Section):
         return parts[-2] if parts[-1] == "model" else parts[-1]
 
     @property
-    def door(self) -> dict[str, int | float]:
+    def rules(self) -> Rules:
         """What each replica holds requests to."""
-        return {
-            "key_requests_per_minute": self.key_requests_per_minute,
-            "key_requests_at_once": self.key_requests_at_once,
-            "max_body_bytes": int(self.max_body_mib * 2**20),
-            "request_timeout_s": self.request_timeout_s,
-        }
+        return Rules(
+            per_minute=self.key_requests_per_minute,
+            at_once=self.key_requests_at_once,
+            max_body=int(self.max_body_mib * 2**20),
+            timeout_s=self.request_timeout_s,
+        )
 
     @property
     def root(self) -> str:

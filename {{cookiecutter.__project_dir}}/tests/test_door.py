@@ -14,7 +14,7 @@ from starlette.testclient import TestClient
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jobs.serving import keys as keys_module
-from jobs.serving.door import Door
+from jobs.serving.door import Door, Rules
 from jobs.serving.keys import Keys
 from jobs.serving.limits import Limits
 
@@ -67,7 +67,7 @@ def engine() -> FastAPI:
 
 
 def door(app: ASGIApp | None = None, *, per_minute: int = 100, at_once: int = 100, timeout_s: float = 5) -> TestClient:
-    closed = Door(app or engine(), Keys(), Limits(per_minute, at_once), BODY, timeout_s)
+    closed = Door(app or engine(), Keys(), Rules(per_minute, at_once, BODY, timeout_s))
     return TestClient(closed, raise_server_exceptions=False)
 
 
@@ -170,7 +170,7 @@ def test_an_answer_that_takes_too_long_is_ended(file: Path) -> None:
 
 
 def test_a_stream_that_takes_too_long_is_cut_off_and_not_ended(file: Path) -> None:
-    closed = Door(engine(), Keys(), Limits(100, 100), BODY, timeout_s=0.2)
+    closed = Door(engine(), Keys(), Rules(100, 100, BODY, timeout_s=0.2))
     sent = []
 
     async def cut() -> None:
@@ -224,7 +224,7 @@ def test_the_door_costs_less_than_200_microseconds_a_request(file: Path) -> None
         pass
 
     scope = {"type": "http", "path": "/v1/models", "headers": [(b"authorization", b"Bearer for-bob")]}
-    closed = Door(app, Keys(), Limits(10**6, 100), BODY, 60)
+    closed = Door(app, Keys(), Rules(10**6, 100, BODY, 60))
 
     async def seconds(called: ASGIApp, count: int = 2000) -> float:
         started = time.perf_counter()

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from typing import Any
+from typing import Any, NamedTuple
 
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
@@ -15,17 +15,29 @@ KEPT = (b"allow", b"retry-after")  # headers of an error that tell a client what
 OPEN_ROUTE = "/health"  # for load balancers: says whether the engine lives, and nothing else
 
 
+class Rules(NamedTuple):
+    """What a replica holds requests to."""
+
+    per_minute: int
+    """Requests in a minute of each key."""
+    at_once: int
+    """Requests in progress of each key."""
+    max_body: int
+    """Bytes of a request's body."""
+    timeout_s: float
+    """Seconds in which a request must be answered whole."""
+
+
 class Door:
     """ASGI middleware that lets requests with a key through, as many and as large as they may be."""
 
-    def __init__(self, app: ASGIApp, keys: Keys, limits: Limits, max_body: int, timeout_s: float) -> None:
-        """`max_body`: bytes of a request's body; `timeout_s`: seconds in which a request must be answered whole."""
+    def __init__(self, app: ASGIApp, keys: Keys, rules: Rules) -> None:
         self.app = app
         self._keys = keys
-        self._limits = limits
-        self._max_body = max_body
-        self._too_large = f"the request is larger than {max_body:,} bytes"
-        self._timeout_s = timeout_s
+        self._limits = Limits(rules.per_minute, rules.at_once)
+        self._max_body = rules.max_body
+        self._too_large = f"the request is larger than {rules.max_body:,} bytes"
+        self._timeout_s = rules.timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
