@@ -17,7 +17,8 @@ PARTS = {  # the quick ones first
     "launchers": "Ray Train against torchrun, on the same loop",
     "trl": "Against TRL's SFTTrainer, in one process",
     "preprocess": "preprocess against datasets.map and a bare loop",
-    "serving": "A served model against bare vLLM",
+    "serving": "A served model of 30 million parameters against bare vLLM",
+    "serving_tiny": "A served model of a million parameters against bare vLLM",
     "gpu": "MFU on one GPU, bf16, rows of 4096 tokens",
 }
 PACKAGES = ("ray", "vllm", "torch", "transformers", "tokenizers")

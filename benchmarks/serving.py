@@ -34,9 +34,9 @@ WANTED = {LARGE: 0.97, SMALL: 0.85}
 WANTED_BOUND = 0.93  # of the large model's median
 WANTED_FIRST_MS = {1: 5, 32: 15}  # over bare vLLM's time to the first token, by concurrency
 CONCURRENT = (1, 8, 32)
-PAIRS, SECONDS, WARM_S = 9, 4.0, 0.25
+PAIRS, SECONDS, WARM_S = 9, 3.0, 0.25
 PAUSE_S = 1.25  # vLLM's CPU worker spins for 1 s after its work, on the other side's core
-TOKENS = 64
+TOKENS = 32
 THREADS = "1"  # of each engine, and so a core for all else
 KEY = "the-benchmark's-own-key"
 
@@ -55,20 +55,18 @@ class Seen(NamedTuple):
     first_ms: float
 
 
-def measure() -> Result:
-    """Both sides run side by side, and take turns."""
+def measure(name: str = LARGE) -> Result:
+    """Both sides serve the model of that name, side by side, and take turns."""
     os.environ["OMP_NUM_THREADS"] = THREADS  # Ray hands it on to replicas
-    found = []
     with harness.scratch() as folder:
         (folder / ".env").write_text(f"SERVE_API_KEY={KEY}\n", encoding="utf-8")
         os.environ |= {"SECRETS_FILE": str(folder / ".env"), "SECRET_NAMES": "SERVE_API_KEY"}
         with harness.one_ray():  # whose workers find all that in their environment
-            for name, shape in SHAPES.items():
-                size = harness.write_model(folder / name, VOCABULARY[name], **shape)
-                print(f"{name}: a model of {size / 1e6:.1f} million parameters", flush=True)
-                with _ours(folder / name) as options, _bare(options, folder / f"{name}.log") as bare:
-                    sides = {"ours": Side(options.root, KEY), "bare vLLM": bare}
-                    found += [_compare(name, sides, *cell) for cell in itertools.product(CONCURRENT, (False, True))]
+            size = harness.write_model(folder / name, VOCABULARY[name], **SHAPES[name])
+            print(f"{name}: a model of {size / 1e6:.1f} million parameters", flush=True)
+            with _ours(folder / name) as options, _bare(options, folder / f"{name}.log") as bare:
+                sides = {"ours": Side(options.root, KEY), "bare vLLM": bare}
+                found = [_compare(name, sides, *cell) for cell in itertools.product(CONCURRENT, (False, True))]
     return {"bars": list(_bars(found)), "rounds": [_as_row(cell) for cell in found], "cells": found}
 
 

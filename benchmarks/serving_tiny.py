@@ -1,0 +1,8 @@
+"""The same as `serving` with a model of a million parameters, where what lies around the engine weighs most."""
+
+import functools
+
+from benchmarks import harness, serving
+
+if __name__ == "__main__":
+    harness.main(functools.partial(serving.measure, serving.SMALL))
