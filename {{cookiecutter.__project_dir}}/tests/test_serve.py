@@ -464,7 +464,9 @@ def test_an_update_loses_no_request_and_one_that_fails_changes_nothing(
     with ThreadPoolExecutor(2) as clients:
         asking = [clients.submit(keep_asking) for _ in range(2)]
         try:
-            with pytest.raises(settings.Refusal, match=r"tiny was not healthy .* what was served before goes on: .*cache blocks"):
+            with pytest.raises(
+                settings.Refusal, match=r"tiny was not healthy .* what was served before goes on: .*cache blocks"
+            ):
                 serve_llm.deploy(served.model_copy(update={"kv_cache_gib": 1e-6}))
             assert length(client) == served.max_model_len
             serve_llm.deploy(served.model_copy(update={"max_model_len": 200}))
