@@ -63,7 +63,7 @@ class Aws:
         if running:
             _mark(file, "being set up")  # what is interrupted from here on is not up already
         launcher.up()
-        _wait_for_autoscaler(machines.reach(file))
+        _wait_for_head(machines.reach(file))
         _mark(file, file.digest)
         print(f"{self.name} is up after {time.monotonic() - started:.0f} s: a head with its autoscaler, no worker yet")
 
@@ -166,9 +166,9 @@ def _what_changes(file: ClusterFile, running: machines.Machine | None) -> str:
         orphans = len(machines.living(file))
         return "a head is started" + (f", and takes over {orphans} machines that have none" if orphans else "")
     if running.tags.get(machines.FILES_TAG) == file.digest:
-        if _autoscaler_runs(machines.reach(file)):
+        if _runs(machines.reach(file)):
             return ""
-        return f"Ray or its autoscaler does not run on the head {running.id}: it is set up anew"
+        return f"Ray, its autoscaler or the steward does not run on the head {running.id}: it is set up anew"
     if running.tags.get("ray-launch-config") == _launch_hash(file):
         return (
             "cluster.yaml, the pins or a limit changed since the last up: the head is set up anew, and running jobs end"
@@ -198,31 +198,35 @@ def report(head: ssh.Head) -> dict[str, Any]:
     return json.loads(head.run("cd ~/project && python -m cluster.head_report"))
 
 
-def _autoscaler_runs(head: ssh.Head) -> bool:
+def _runs(head: ssh.Head) -> bool:
     head.run("true")  # a head that ssh does not reach is another matter
     try:
         said = report(head)
     except settings.Refusal:  # no Ray to ask
         return False
-    return bool(said["autoscaler"] and said["reported"])
+    return not _missing(said)
 
 
-def _wait_for_autoscaler(head: ssh.Head) -> None:
-    """`ray up` ends well even where no autoscaler runs, and then no worker ever comes, or goes."""
+def _missing(said: dict[str, Any]) -> str:
+    """Which part of a head does not run; empty when all do."""
+    if not (said["autoscaler"] and said["reported"]):
+        return "autoscaler"
+    return "" if said["steward"]["runs"] else "steward"
+
+
+def _wait_for_head(head: ssh.Head) -> None:
+    """`ray up` ends well also where no autoscaler runs, so no worker comes, or no steward: then the head ends itself."""
     started = time.monotonic()
     with Console().status("waiting for the autoscaler") as spinner:
-        while True:
-            said = report(head)
-            if said["autoscaler"] and said["reported"]:
-                return
+        while missing := _missing(said := report(head)):
             waited = time.monotonic() - started
             if waited > (READY_TIMEOUT_S if said["autoscaler"] else START_TIMEOUT_S):
-                words = said["last_words"].splitlines()[-1:] or ["no reason given"]
+                words = said["last_words"][missing].splitlines()[-1:] or ["no reason given"]
                 raise settings.Refusal(
-                    f"the head is up but its autoscaler does not run ({words[0]}); correct cluster/cluster.yaml and "
+                    f"the head is up but its {missing} does not run ({words[0]}); correct cluster/cluster.yaml and "
                     f"run again: inv up --target {TARGET}   or end it: inv down --target {TARGET}"
                 )
-            spinner.update(f"waiting for the autoscaler: {waited:.0f} s")
+            spinner.update(f"waiting for the {missing}: {waited:.0f} s")
             time.sleep(1)
 
 

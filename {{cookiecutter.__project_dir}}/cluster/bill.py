@@ -63,6 +63,11 @@ def _problems(report: dict[str, Any]) -> list[str]:
         problems.append(
             f"the autoscaler does not run on the head: no worker comes or goes; mend it with: inv up --target {TARGET}"
         )
+    elif not report["steward"]["runs"]:
+        problems.append(
+            "the steward does not run on the head, which ends itself when its lease is over; mend it with: "
+            f"inv up --target {TARGET}"
+        )
     for refused in report["refused"]:
         problems.append(f"AWS refused {refused['type']} at {refused['at']} ({refused['code']}): {refused['words']}")
     return problems + [f"a new worker was given up: {words}" for words in report["failed_setups"]]

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -23,7 +24,10 @@ def report() -> dict:
     return {
         "autoscaler": _autoscaler_pid(),
         "reported": status.stats.autoscaler_version is not None,
-        "last_words": _tail(LOGS / "monitor.err", 2_000) or _tail(LOGS / "monitor.log", 2_000),
+        "last_words": {
+            "autoscaler": _tail(LOGS / "monitor.err", 2_000) or _tail(LOGS / "monitor.log", 2_000),
+            "steward": _tail(steward.LOG, 2_000),
+        },
         "nodes": [
             {"instance": node.instance_id, "type": node.ray_node_type_name, "address": node.ip_address}
             for node in [*status.active_nodes, *status.idle_nodes]
@@ -45,8 +49,14 @@ def report() -> dict:
             for bundle in demand.bundles_by_count
         ],
         "failed_setups": failed_setups(_tail(LOGS / "monitor.out", TAIL), _tail(LOGS / "monitor.log", TAIL)),
-        "steward": json.loads(steward.SAID.read_text()) if steward.SAID.exists() else {},
+        "steward": _steward(),
     }
+
+
+def _steward() -> dict:
+    """What it noted last, and whether it `runs`: then that was just now."""
+    noted = json.loads(steward.SAID.read_text()) if steward.SAID.exists() else {"at": 0}
+    return noted | {"runs": time.time() - noted["at"] < steward.SILENT_S}
 
 
 def _autoscaler_pid() -> int:

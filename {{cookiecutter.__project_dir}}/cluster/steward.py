@@ -37,10 +37,13 @@ RAY_CONFIG = Path("~/ray_bootstrap_config.yaml").expanduser()
 """What the autoscaler reads anew in each of its loops; Ray writes it as JSON."""
 SAID = Path("~/steward.json").expanduser()
 """What the steward has done, for `inv status`."""
+LOG = Path("~/steward.log").expanduser()
 PID = Path("~/steward.pid").expanduser()
 METADATA = "http://169.254.169.254/latest/"
 GCS_PORT = 6379
 EVERY_S = 5.0
+SILENT_S = 60.0
+"""A steward that has noted nothing for so long does not run: it waits for AWS for seconds, not more."""
 CLOSED_S = 300.0
 """For so long a type stays closed after AWS refused it."""
 MOST_FAILED_SETUPS = 3

@@ -3,7 +3,10 @@ none of these check."""
 
 import copy
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +179,22 @@ def test_a_steward_watches_every_node() -> None:
     config = load()
     assert "cluster.steward head" in config["head_start_ray_commands"][-1]
     assert "cluster.steward worker" in config["worker_start_ray_commands"][-1]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["-m", "jobs.serving.haproxy"],
+        ["-c", "from cluster import cluster_file, head_report, machines, prices, steward"],
+    ],
+)
+def test_what_a_node_runs_needs_no_file_that_it_does_not_have(command: list[str], tmp_path: Path) -> None:
+    for there, here in load()["file_mounts"].items():
+        target = tmp_path / there.removeprefix("~/")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.symlink_to(settings.PROJECT / here)
+    outside = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    subprocess.run([sys.executable, *command], cwd=tmp_path / "project", env=outside, check=True)
 
 
 @pytest.mark.parametrize("node_config", node_configs())
