@@ -402,7 +402,8 @@ def test_secrets_that_are_not_there_yet(
     findings = aws_doctor.checks(file)
     assert "the secret my-llm/SERVE_API_KEY is stored by inv up" in texts(findings, "ok")
     assert texts(findings, "note") == [
-        "the secret my-llm/HF_TOKEN has no value, and jobs do without it; put HF_TOKEN=... into .env"
+        "the secret my-llm/SERVE_API_KEYS has no value, and jobs do without it; put SERVE_API_KEYS=... into .env",
+        "the secret my-llm/HF_TOKEN has no value, and jobs do without it; put HF_TOKEN=... into .env",
     ]
     (tmp_path / ".env").write_text("HF_TOKEN=canary\n")
     findings = aws_doctor.checks(file)
