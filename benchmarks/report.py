@@ -91,6 +91,8 @@ def _table(rows: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _number(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
     return f"{value:,}" if isinstance(value, int) else str(value)

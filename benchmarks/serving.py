@@ -49,10 +49,12 @@ class Side(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What clients saw of one side: requests a second, and the median time to the first token of a stream."""
+    """What clients saw of one side."""
 
     per_s: float
+    """Requests in a second."""
     first_ms: float
+    """Milliseconds until the first token of a stream, or a whole answer; the median."""
 
 
 def measure(name: str = LARGE) -> Result:

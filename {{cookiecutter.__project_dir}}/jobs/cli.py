@@ -21,7 +21,7 @@ os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 if "RAY_ADDRESS" not in os.environ:  # read once, by `import ray`: a Ray of this process alone stays on loopback
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     if "RAY_SERVE_ENABLE_HA_PROXY" not in os.environ:
-        sockets = f"{tempfile.gettempdir()}/serve-{os.getpid()}"  # made when something is served
+        sockets = tempfile.mkdtemp(prefix="serve-")  # which no other user enters
         os.environ |= haproxy.environment(sockets)
         atexit.register(shutil.rmtree, sockets, ignore_errors=True)
 import ray

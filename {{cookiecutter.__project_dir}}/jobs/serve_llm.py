@@ -185,9 +185,9 @@ def deploy(options: ServeOptions) -> None:
 
         started.result()
     application = openai_app.build(options)
-    running = APP in serve.status().applications
+    is_update = _answers(options)
     serve.run_many([serve.RunTarget(application, name=APP)], wait_for_applications_running=False)
-    wait_until_healthy(options, running)
+    wait_until_healthy(options, is_update)
 
 
 def check_cpus(options: ServeOptions) -> None:
@@ -240,10 +240,10 @@ def _current_address() -> tuple[str, int] | None:
     return running and (running.http_config.host, running.http_config.port)
 
 
-def wait_until_healthy(options: ServeOptions, running: bool) -> None:
+def wait_until_healthy(options: ServeOptions, is_update: bool) -> None:
     """Wait for the application, saying how far it is and how long it took.
 
-    When it fails it is taken down, unless another model was `running`: that goes on.
+    When it fails it is taken down, but for an update, before which a model answered: that goes on.
     """
     started = time.monotonic()
     said, said_at = "", 0.0
@@ -254,9 +254,9 @@ def wait_until_healthy(options: ServeOptions, running: bool) -> None:
             print(f"serve_llm: healthy after {waited:.0f} s", flush=True)
             return
         if app.status == ApplicationStatus.DEPLOY_FAILED or waited > options.start_timeout_s:
-            if not running:
+            if not is_update:
                 stop()
-            outcome = "what was served before goes on" if running else "it is stopped"
+            outcome = "what was served before goes on" if is_update else "it is stopped"
             raise settings.Refusal(
                 f"{options.served_name} was not healthy after {waited:.0f} s, and {outcome}: {last_words(app)}; "
                 "correct that and try again: inv submit serve_llm"

@@ -24,7 +24,7 @@ import settings
 from jobs import preprocess
 from jobs.capacity import refuse_private_paths
 from jobs.preprocess import PreprocessOptions
-from jobs.preprocessing import rows
+from jobs.preprocessing import rows, shards
 from jobs.preprocessing.conversations import NOT_TRAINED, load_tokenizer
 from jobs.preprocessing.output import Output
 from jobs.preprocessing.progress import time_left
@@ -449,3 +449,13 @@ def test_ten_times_the_object_store_streams_in_flat_memory(assets: Path, tmp_pat
     assert manifest(tmp_path / "large")["train"]["documents"] > 0.97 * 50 * 850
     small, large = measured["peaks"]  # of the largest process, in bytes
     assert large - small < 100 * 2**20
+
+
+def test_rows_are_tokenized_in_parts_of_about_as_much_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards, "SLICE_BYTES", 10)
+    lengths = [3, 3, 3, 3, 50, 1, 9, 10, 2]
+    table = pa.table({"row": pa.array([bytes(length) for length in lengths], pa.large_binary())})
+    parts = list(shards.slices(table))
+    assert pa.concat_tables(parts).equals(table)
+    assert len(parts) > 4
+    assert all(sum(map(len, part["row"].to_pylist()[1:])) < 10 for part in parts)  # beside its first row

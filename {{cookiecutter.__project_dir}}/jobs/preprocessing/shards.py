@@ -5,7 +5,7 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -101,13 +101,19 @@ def write(rows: pa.Table, plan: Plan, shared: ObjectRef, report: Callable[..., A
 
 
 def _documents(rows: pa.Table, tokenize: Tokenize, report: Callable[..., Any]) -> pa.Table:
+    made = []
+    for part in slices(rows):
+        made.append(tokenize(part))
+        report(rows_packed=len(part))
+    return pa.concat_tables(made)
+
+
+def slices(rows: pa.Table) -> Iterator[pa.Table]:
+    """`rows` in order, in parts of about SLICE_BYTES of text, and of one row at least."""
     text = np.cumsum(pc.binary_length(rows["row"]).to_numpy())
     bounds = [0, *(np.flatnonzero(np.diff(text // SLICE_BYTES)) + 1), len(rows)]
-    slices = []
     for start, stop in pairwise(bounds):
-        slices.append(tokenize(rows.slice(start, stop - start)))
-        report(rows_packed=stop - start)
-    return pa.concat_tables(slices)
+        yield rows.slice(start, stop - start)
 
 
 def _reject(rows: pa.ChunkedArray, problems: pa.ChunkedArray, plan: Plan, number: int) -> dict[str, int]:

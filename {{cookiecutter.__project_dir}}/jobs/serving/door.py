@@ -36,7 +36,7 @@ class Door:
         self._keys = keys
         self._limits = Limits(rules.per_minute, rules.at_once)
         self._max_body = rules.max_body
-        self._too_large = f"the request is larger than {rules.max_body:,} bytes"
+        self._too_large = f"the request is larger than {rules.max_body:,} bytes: send less at a time"
         self._timeout_s = rules.timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -49,24 +49,26 @@ class Door:
         answer = Answer(send)
         if scope["path"] == OPEN_ROUTE:
             await self.app(scope, receive, answer)
-            return
-        headers = dict(scope["headers"])
+        elif name := await self._admit(dict(scope["headers"]), answer):
+            try:
+                await self._pass_on(scope, receive, answer)
+            finally:
+                self._limits.end(name)
+
+    async def _admit(self, headers: dict[bytes, bytes], answer: "Answer") -> str | None:
+        """The name of a key that may ask now, whose request is counted from here on; None after a refusal."""
         name = self._keys.name_of(headers.get(b"authorization", b""))
         if name is None:
             message = "a valid API key is required: send the header `Authorization: Bearer YOUR_KEY`"
             await answer.refuse(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
-            return
-        if self._is_too_large(headers.get(b"content-length", b"")):
+        elif int(headers.get(b"content-length", b"0")) > self._max_body:  # a number: the server has parsed it
             await answer.refuse(413, self._too_large)
-            return
-        if wait_s := self._limits.begin(name):
-            message = f"the key {name} asks too much at once: try again after {wait_s} s"
+        elif wait_s := self._limits.begin(name):
+            message = f"the key {name} has asked for as much as it may: try again after {wait_s} s"
             await answer.refuse(429, message, code="rate_limit_exceeded", headers={"Retry-After": str(wait_s)})
-            return
-        try:
-            await self._pass_on(scope, receive, answer)
-        finally:
-            self._limits.end(name)
+        else:
+            return name
+        return None
 
     async def _pass_on(self, scope: Scope, receive: Receive, answer: "Answer") -> None:
         read = 0
@@ -85,10 +87,7 @@ class Door:
         except TimeoutError:
             if answer.begun:
                 raise  # cut off: the end of a stream must not look like the end of an answer
-            await answer.refuse(504, f"not answered within {self._timeout_s:g} s", code="timeout")
-
-    def _is_too_large(self, content_length: bytes) -> bool:
-        return content_length.isdigit() and int(content_length) > self._max_body
+            await answer.refuse(504, f"not answered within {self._timeout_s:g} s: ask for fewer tokens", code="timeout")
 
 
 class Answer:

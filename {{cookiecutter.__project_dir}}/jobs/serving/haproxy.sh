@@ -2,6 +2,7 @@
 # What Ray starts as HAProxy: HAPROXY itself, after two changes to the configuration that Ray wrote for it.
 # - Statistics and metrics listen on every network; here each is a socket, in the folder of this cluster.
 # - An error of HAProxy's own is plain text; here it has the shape of OpenAI's errors, as all others have.
+config= previous=
 for argument; do
     [ "$previous" = -f ] && config=$argument
     previous=$argument
