@@ -215,7 +215,7 @@ def _missing(said: dict[str, Any]) -> str:
 
 
 def _wait_for_head(head: ssh.Head) -> None:
-    """`ray up` ends well also where no autoscaler runs, so no worker comes, or no steward: then the head ends itself."""
+    """`ray up` ends well also where no autoscaler runs, so no worker comes, or no steward: the head ends itself."""
     started = time.monotonic()
     with Console().status("waiting for the autoscaler") as spinner:
         while missing := _missing(said := report(head)):
