@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -54,7 +55,10 @@ def test_wandb_has_the_numbers_and_one_run(folder: RunFolder, monkeypatch: pytes
     run_id = json.loads((folder.path / "trackers.json").read_text())["wandb"]
     written = list((folder.path / "wandb").glob(f"offline-run-*/run-{run_id}.wandb"))
     assert len(written) == 2  # one file for each start, of one run
-    assert all(b"loss" in file.read_bytes() for file in written)
+    deadline = time.monotonic() + 10  # wandb's own process writes the end of a file after finish() has returned
+    while not all(b"loss" in file.read_bytes() for file in written):
+        assert time.monotonic() < deadline, [file.stat().st_size for file in written]
+        time.sleep(0.1)
 
 
 def test_a_tracker_that_fails_is_left_out(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
