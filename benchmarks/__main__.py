@@ -14,11 +14,14 @@ from benchmarks.harness import PEERS_PINS
 PARTS = {  # the quick ones first
     "packing": "Packing: how much of the packed rows is padding?",
     "checkpoint": "A checkpoint: how long does the loop stand still?",
+    "serving_door": "What keys and limits cost a request to a served model",
     "launchers": "Ray Train against torchrun, on the same loop",
     "trl": "Against TRL's SFTTrainer, in one process",
     "preprocess": "preprocess against datasets.map and a bare loop",
     "serving": "A served model of 30 million parameters against bare vLLM",
     "serving_tiny": "A served model of a million parameters against bare vLLM",
+    "serving_scale": "A served model that gets a second replica under load, and gives it up again",
+    "serving_soak": "A served model for ten minutes, with rude clients and its engine killed once",
     "gpu": "MFU on one GPU, bf16, rows of 4096 tokens",
 }
 PACKAGES = ("ray", "vllm", "torch", "transformers", "tokenizers")

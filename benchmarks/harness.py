@@ -192,7 +192,7 @@ def peak_memory(every_s: float = 0.2) -> Iterator[dict[str, float]]:
     def watch() -> None:
         while not done.wait(every_s):
             below = psutil.Process().children(recursive=True)
-            seen["mib"] = max(seen["mib"], sum(map(_private_bytes, below)) / 2**20)
+            seen["mib"] = max(seen["mib"], sum(map(private_bytes, below)) / 2**20)
 
     watcher = threading.Thread(target=watch)
     watcher.start()
@@ -203,7 +203,8 @@ def peak_memory(every_s: float = 0.2) -> Iterator[dict[str, float]]:
         watcher.join()
 
 
-def _private_bytes(process: psutil.Process) -> int:
+def private_bytes(process: psutil.Process) -> int:
+    """Memory that this process shares with no other; 0 when it has ended."""
     with contextlib.suppress(psutil.NoSuchProcess):
         memory: Any = process.memory_info()
         return memory.rss - memory.shared

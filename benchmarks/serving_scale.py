@@ -1,0 +1,98 @@
+"""A served model that gets a second replica under load and gives it up again: what became of every request."""
+
+import asyncio
+import csv
+import os
+import socket
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from ray import serve
+
+from benchmarks import harness, visitors
+from benchmarks.report import Result, at_least, at_most
+from benchmarks.visitors import CLEAN, Log, Visitor
+from jobs.openai_app import DEPLOYMENT
+from jobs.serve_llm import APP, ServeOptions
+
+BUSY, QUIET = 16, 1  # clients
+STAY_S = 20.0  # with two replicas, and with one again
+PATIENCE_S = 300.0
+SETTINGS = {"max_replicas": 2, "target_ongoing_requests": 4, "upscale_delay_s": 5, "downscale_delay_s": 10}
+
+
+def measure() -> Result:
+    """Many clients until there are two replicas, then one until there is one again."""
+    with visitors.a_served_model(**SETTINGS) as (options, answers):
+        log, phases, answered = asyncio.run(_scale(options, answers))
+    bars = [
+        at_most(0, "requests that failed", sum(outcome not in CLEAN for _, _, outcome in log.ended)),
+        at_least(2, "replicas that answered", len([count for count in answered.values() if count])),
+        at_most(1, "replicas in the end", _replicas()),
+    ]
+    return {"bars": bars, "rounds": list(_rows(log, phases)), "answered": answered, "words": log.words}
+
+
+async def _scale(options: ServeOptions, answers: dict[str, str]) -> tuple[Log, dict[str, float], dict[str, int]]:
+    log, phases = Log(), {}
+    async with visitors.clients(options) as (client, http):
+
+        async def stay(count: int, replicas: int) -> None:
+            """So many clients, until there are so many replicas, and a while longer."""
+            over = asyncio.Event()
+            staying = [
+                Visitor(number, options, client, http, answers, log).stay(visitors.POLITE, over.is_set)
+                for number in range(count)
+            ]
+            together = asyncio.gather(*staying)
+            await _wait_for(replicas)
+            phases[f"{count} clients, until {replicas} replicas"] = log.now()
+            await asyncio.sleep(STAY_S)
+            phases[f"{count} clients, {replicas} replicas"] = log.now()
+            over.set()
+            await together
+
+        await stay(BUSY, 2)
+        answered = _requests_by_replica()
+        await stay(QUIET, 1)
+    return log, phases, answered
+
+
+async def _wait_for(replicas: int) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while await asyncio.to_thread(_replicas) != replicas:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{_replicas()} replicas run after {PATIENCE_S:.0f} s, not {replicas}")
+        await asyncio.sleep(1)
+
+
+def _replicas() -> int:
+    states = serve.status().applications[APP].deployments[DEPLOYMENT].replica_states
+    return sum(states.values()) if set(states) == {"RUNNING"} else -1
+
+
+def _requests_by_replica() -> dict[str, int]:
+    """What HAProxy says that it handed to each: https://docs.haproxy.org/3.0/management.html#9.3-show%20stat"""
+    (path,) = Path(os.environ["RAY_SERVE_HAPROXY_SOCKET_PATH"]).parent.glob("a*")
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(str(path))
+        connection.sendall(b"show stat\n")
+        text = connection.makefile().read().removeprefix("# ")
+    rows = [row for row in csv.DictReader(text.splitlines()) if row["svname"] not in ("FRONTEND", "BACKEND")]
+    return {row["svname"]: int(row["stot"] or 0) for row in rows if "backup" not in row["svname"]}
+
+
+def _rows(log: Log, phases: dict[str, float]) -> Iterator[dict]:
+    start = 0.0
+    for name, end in phases.items():
+        here = [(over - asked, outcome) for asked, over, outcome in log.ended if start <= over < end]
+        outcomes = Counter(outcome for _, outcome in here)
+        longest = max((wait for wait, _ in here), default=0.0)
+        yield {"phase": name, "seconds": end - start, "answers": outcomes["right"], "longest_s": longest}
+        start = end
+
+
+if __name__ == "__main__":
+    harness.main(measure)
