@@ -9,7 +9,6 @@ import time
 from typing import Any
 
 import requests
-from pydantic import ConfigDict
 from rich.console import Console
 
 import settings
@@ -21,13 +20,6 @@ READY_TIMEOUT_S = 120
 START_TIMEOUT_S = 15
 """So long after `ray up` the autoscaler's process is there, or will never be."""
 A100_GIB = {"p4d.24xlarge": 40, "p4de.24xlarge": 80}
-
-
-class ServeSection(settings.Section):
-    """What of [serve] concerns the way to a served model."""
-
-    model_config = ConfigDict(extra="ignore")
-    port: int
 
 
 class Aws:
@@ -51,6 +43,7 @@ class Aws:
         if running and not changes:
             vault.fill(file)
             print(f"{self.name} is up already, and as cluster.yaml says: head {running.id}")
+            stack.open_https(file, running.id)
             return
         _examine(self.doctor(), self.name)
         Console().print(prices.table(file, prices.ask(file)))
@@ -66,10 +59,11 @@ class Aws:
         _wait_for_head(machines.reach(file))
         _mark(file, file.digest)
         print(f"{self.name} is up after {time.monotonic() - started:.0f} s: a head with its autoscaler, no worker yet")
+        stack.open_https(file, machines.reach(file).instance_id)
 
     def connect(self) -> Connection:
         file = cluster_file.load()
-        serve_port = settings.load(ServeSection, "serve", profile=self.profile).port
+        serve_port = settings.load(stack.ServeSection, "serve", profile=self.profile).port
         head = machines.reach(file)
         ports, token = head.tunnel(ssh.DASHBOARD_PORT, serve_port)
         dashboard, headers = f"http://127.0.0.1:{ports[ssh.DASHBOARD_PORT]}", {"Authorization": f"Bearer {token}"}

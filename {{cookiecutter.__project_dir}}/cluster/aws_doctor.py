@@ -56,6 +56,15 @@ ACTIONS = {
     "iam:AddRoleToInstanceProfile iam:RemoveRoleFromInstanceProfile iam:DeleteInstanceProfile",
 }
 UP_AND_DOWN = " ".join(ACTIONS.values()).split()
+# What the load balancer takes besides, where [cluster.network] of settings.toml names a certificate.
+HTTPS = {
+    "*": "elasticloadbalancing:CreateLoadBalancer elasticloadbalancing:DeleteLoadBalancer "
+    "elasticloadbalancing:DescribeLoadBalancers elasticloadbalancing:ModifyLoadBalancerAttributes "
+    "elasticloadbalancing:CreateTargetGroup elasticloadbalancing:DeleteTargetGroup "
+    "elasticloadbalancing:DescribeTargetGroups elasticloadbalancing:RegisterTargets "
+    "elasticloadbalancing:CreateListener elasticloadbalancing:DeleteListener "
+    "elasticloadbalancing:DescribeListeners elasticloadbalancing:AddTags",
+}
 # What the checks below ask beside that; who lacks one of these is told when it is asked.
 OWN = [
     "iam:SimulatePrincipalPolicy",
@@ -214,6 +223,10 @@ def _permissions(account: Account) -> Iterator[Finding]:
     )
 
 
+def _has_https() -> bool:
+    return bool(settings.load(stack.NetworkSection, "network", profile="cluster").certificate)
+
+
 def _simulate(account: Account) -> list[str]:
     """The actions that the caller's policies do not allow."""
     iam = account.client("iam")
@@ -231,7 +244,7 @@ def _simulate(account: Account) -> list[str]:
     names = {"partition": partition, "region": account.region, "account": number, "slug": account.slug}
     return [
         result["EvalActionName"]
-        for resource, actions in ACTIONS.items()
+        for resource, actions in [*ACTIONS.items(), *(HTTPS.items() if _has_https() else [])]
         for page in iam.get_paginator("simulate_principal_policy").paginate(
             PolicySourceArn=source,
             ActionNames=actions.split(),

@@ -6,11 +6,12 @@ import subprocess
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import boto3
 import botocore.exceptions
 import requests
+from pydantic import ConfigDict, model_validator
 from rich.console import Console
 
 import settings
@@ -29,6 +30,23 @@ class NetworkSection(settings.Section):
     """id of the VPC to be in; the region's default VPC when empty"""
     caller: str = ""
     """who may reach the head on port 22, as a.b.c.d/32; the address of this machine when empty"""
+    certificate: str = ""
+    """ARN of a certificate in ACM: a load balancer then takes HTTPS for the served model; there is none when empty"""
+    clients: str = ""
+    """who may reach that, as a.b.c.d/n"""
+
+    @model_validator(mode="after")
+    def _clients_are_named(self) -> Self:
+        if bool(self.certificate) != bool(self.clients):
+            raise ValueError("certificate and clients go together: a load balancer, and who may reach it")
+        return self
+
+
+class ServeSection(settings.Section):
+    """What of [serve] concerns the way to a served model."""
+
+    model_config = ConfigDict(extra="ignore")
+    port: int
 
 
 @dataclass(frozen=True)
@@ -54,11 +72,37 @@ def prepare(file: ClusterFile) -> None:
         **{f"Subnet{number}": subnet for number, subnet in enumerate(network.subnets, 1)},
         "Caller": section.caller or f"{_own_address()}/32",
         "MakeBucket": _make_bucket(file),
+        **_https(section, network),
     }
     ensure_key_pair(file)
     change = _deploy(file, parameters)
     print(f"stack {file.slug} {change}: in {', '.join(network.zones)}; port 22 is open to {parameters['Caller']} only")
     print(f"bucket: s3://{bucket(file)}")
+
+
+def _https(section: NetworkSection, network: Network) -> dict[str, str]:
+    if not section.certificate:
+        return {}
+    if network.subnets[0] == network.subnets[1]:
+        raise settings.Refusal(
+            "a load balancer needs two zones, and the cluster has subnets in one: take another region in "
+            "cluster/cluster.yaml, or remove certificate from [cluster.network] of settings.toml."
+        )
+    port = settings.load(ServeSection, "serve", profile="cluster").port
+    return {"Certificate": section.certificate, "Clients": section.clients, "ServePort": str(port)}
+
+
+def open_https(file: ClusterFile, head: str) -> None:
+    """Let the load balancer, where there is one, hand requests to the instance `head`."""
+    described = find(file)
+    outputs = {one["OutputKey"]: one["OutputValue"] for one in (described or {}).get("Outputs", [])}
+    if "HttpsTargets" in outputs:
+        targets = {"TargetGroupArn": outputs["HttpsTargets"], "Targets": [{"Id": head}]}
+        file.client("elbv2").register_targets(**targets)
+        print(
+            f"https: {outputs['HttpsName']} takes requests for the served model, for about 20 dollars a month; "
+            "make the certificate's name a CNAME of it"
+        )
 
 
 def find(file: ClusterFile) -> dict[str, Any] | None:

@@ -29,7 +29,7 @@ READ_ONLY = {
     *("DescribeSecret", "DescribeSpotPriceHistory", "DescribeSubnets", "DescribeVpcs"),
     *("GetCallerIdentity", "GetParameters", "GetProducts", "GetRole", "GetServiceQuota", "SimulatePrincipalPolicy"),
 }
-SERVICES = ("ec2", "iam", "cloudformation", "pricing", "secretsmanager")
+SERVICES = ("ec2", "iam", "cloudformation", "pricing", "secretsmanager", "elbv2")
 # One action of each kind of resource in stack.yaml, by which to see that all its actions were thought of.
 MAKING = {
     "AWS::EC2::SecurityGroup": "ec2:CreateSecurityGroup",
@@ -39,7 +39,11 @@ MAKING = {
     "AWS::IAM::Role": "iam:CreateRole",
     "AWS::IAM::InstanceProfile": "iam:CreateInstanceProfile",
     "AWS::IAM::Policy": "iam:PutRolePolicy",
+    "AWS::ElasticLoadBalancingV2::LoadBalancer": "elasticloadbalancing:CreateLoadBalancer",
+    "AWS::ElasticLoadBalancingV2::TargetGroup": "elasticloadbalancing:CreateTargetGroup",
+    "AWS::ElasticLoadBalancingV2::Listener": "elasticloadbalancing:CreateListener",
 }
+ALL_ACTIONS = {*aws_doctor.UP_AND_DOWN, *" ".join(aws_doctor.HTTPS.values()).split()}
 
 
 class Refused(NamedTuple):
@@ -478,17 +482,17 @@ def test_aws_is_asked_many_things_at_once(cloud: Cloud, file: ClusterFile) -> No
 def test_every_kind_of_resource_in_the_stack_has_its_actions() -> None:
     kinds = set(re.findall(r"Type: (AWS::\S+)", stack.TEMPLATE.read_text(encoding="utf-8")))
     assert kinds == set(MAKING)
-    assert set(MAKING.values()) <= set(aws_doctor.UP_AND_DOWN)
+    assert set(MAKING.values()) <= ALL_ACTIONS
 
 
 def test_every_call_of_up_and_down_has_its_action() -> None:
     models = {service: SESSION._session.get_service_model(service) for service in SERVICES}
     actions = {
-        botocore.xform_name(operation): f"{service}:{operation}"
-        for service, model in models.items()
+        botocore.xform_name(operation): f"{model.signing_name}:{operation}"
+        for model in models.values()
         for operation in model.operation_names
     }
     for name in ("aws.py", "stack.py", "machines.py", "prices.py", "vault.py"):
         words = re.findall(r"\b[a-z]+(?:_[a-z]+)+\b", (settings.PROJECT / "cluster" / name).read_text(encoding="utf-8"))
         called = {actions[word] for word in words if word in actions}
-        assert called <= set(aws_doctor.UP_AND_DOWN), name
+        assert called <= ALL_ACTIONS, name

@@ -135,11 +135,21 @@ def test_cloudformation_accepts_the_stack() -> None:
 
 def test_the_stack_lets_in_the_cluster_and_its_owner_and_nobody_else() -> None:
     resources = stack()["Resources"].values()
-    rules = [rule for body in resources for rule in body["Properties"].get("SecurityGroupIngress", [])]
-    assert [(rule["FromPort"], rule["ToPort"], rule["CidrIp"]) for rule in rules] == [(22, 22, {"Ref": "Caller"})]
-    (own,) = [body["Properties"] for body in resources if body["Type"] == "AWS::EC2::SecurityGroupIngress"]
+    always = [body for body in resources if body.get("Condition") != "HasHttps"]
+    assert _openings(always) == [(22, 22, {"Ref": "Caller"})]
+    (own,) = [body["Properties"] for body in always if body["Type"] == "AWS::EC2::SecurityGroupIngress"]
     assert own["SourceSecurityGroupId"] == own["GroupId"]
+    with_https = [body for body in resources if body.get("Condition") == "HasHttps"]
+    assert _openings(with_https) == [(443, 443, {"Ref": "Clients"})]
+    (to_head,) = [body["Properties"] for body in with_https if body["Type"] == "AWS::EC2::SecurityGroupIngress"]
+    assert to_head["SourceSecurityGroupId"] == {"Fn::GetAtt": ["HttpsGroup", "GroupId"]}
+    assert to_head["FromPort"] == to_head["ToPort"] == {"Ref": "ServePort"}
     assert "0.0.0.0/0" not in STACK.read_text(encoding="utf-8")
+
+
+def _openings(resources: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    rules = [rule for body in resources for rule in body["Properties"].get("SecurityGroupIngress", [])]
+    return [(rule["FromPort"], rule["ToPort"], rule["CidrIp"]) for rule in rules]
 
 
 def test_the_bucket_outlives_the_stack_and_is_closed() -> None:

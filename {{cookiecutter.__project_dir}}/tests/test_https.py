@@ -1,0 +1,85 @@
+"""The load balancer in front of the served model: none until a certificate is named, and the head behind it then."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import boto3
+import pytest
+from moto import mock_aws
+
+import settings
+from cluster import cluster_file, stack
+from cluster.cluster_file import ClusterFile
+
+CERTIFICATE = "arn:aws:acm:us-east-1:123456789012:certificate/0a1b2c3d-0000-0000-0000-000000000000"
+
+
+@pytest.fixture
+def file(monkeypatch: pytest.MonkeyPatch) -> Iterator[ClusterFile]:
+    """The cluster's file, in an account of moto's that has nothing but its default VPC."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "testing")
+    monkeypatch.setattr(stack, "ensure_key_pair", lambda file: None)
+    monkeypatch.setattr(stack, "_own_address", lambda: "192.0.2.1")
+    with mock_aws():
+        yield cluster_file.load()
+
+
+def prepare(file: ClusterFile, monkeypatch: pytest.MonkeyPatch, **network: str) -> None:
+    section = stack.NetworkSection(**network)
+    real = settings.load
+
+    def load(section_type: Any, *names: str, **options: Any) -> Any:
+        return section if names == ("network",) else real(section_type, *names, **options)
+
+    monkeypatch.setattr(settings, "load", load)
+    stack.prepare(file)
+
+
+def balancers(file: ClusterFile) -> list[Any]:
+    return file.client("elbv2").describe_load_balancers()["LoadBalancers"]
+
+
+def test_there_is_none_until_a_certificate_is_named(file: ClusterFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare(file, monkeypatch)
+    assert balancers(file) == []
+    stack.open_https(file, "i-0123456789abcdef0")  # nothing to do
+
+
+def test_the_head_is_behind_it(
+    file: ClusterFile, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    certificate = file.client("acm").request_certificate(DomainName="llm.example.org")["CertificateArn"]
+    prepare(file, monkeypatch, certificate=certificate, clients="198.51.100.0/24")
+    (balancer,) = balancers(file)
+    (image, *_) = boto3.client("ec2", file.region).describe_images()["Images"]
+    made = file.client("ec2").run_instances(ImageId=image["ImageId"], MinCount=1, MaxCount=1)
+    head = made["Instances"][0]["InstanceId"]
+    stack.open_https(file, head)
+    elb = file.client("elbv2")
+    (listener,) = elb.describe_listeners(LoadBalancerArn=balancer["LoadBalancerArn"])["Listeners"]
+    assert (listener["Port"], listener["Protocol"]) == (443, "HTTPS")
+    assert listener["Certificates"] == [{"CertificateArn": certificate}]
+    (target,) = elb.describe_target_health(TargetGroupArn=listener["DefaultActions"][0]["TargetGroupArn"])[
+        "TargetHealthDescriptions"
+    ]
+    assert (target["Target"]["Id"], target["Target"]["Port"]) == (head, 8000)
+    groups = file.client("ec2").describe_security_groups(GroupIds=balancer["SecurityGroups"])["SecurityGroups"]
+    assert [rule["CidrIp"] for group in groups for each in group["IpPermissions"] for rule in each["IpRanges"]] == [
+        "198.51.100.0/24"
+    ]
+    assert f"https: {balancer['DNSName']} takes requests" in capsys.readouterr().out
+    stack.delete(file)
+    assert balancers(file) == []
+
+
+@pytest.mark.parametrize("network", [{"certificate": CERTIFICATE}, {"clients": "198.51.100.0/24"}])
+def test_certificate_and_clients_go_together(network: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match="certificate and clients go together"):
+        stack.NetworkSection(**network)
+
+
+def test_it_needs_two_zones() -> None:
+    section = stack.NetworkSection(certificate=CERTIFICATE, clients="198.51.100.0/24")
+    with pytest.raises(settings.Refusal, match="a load balancer needs two zones"):
+        stack._https(section, stack.Network(vpc="vpc-1", subnets=["subnet-1"] * 3, zones=["us-east-1a"]))
