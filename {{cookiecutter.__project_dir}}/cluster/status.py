@@ -65,7 +65,8 @@ def show(snapshot: Snapshot, bill: Bill, console: Console) -> None:
 
 def address(snapshot: Snapshot, connection: Connection) -> str:
     """URL, on this machine, of the application that answers. Raises `settings.Refusal` when none does."""
-    for application in snapshot.serve["applications"].values():
+    applications = snapshot.serve["applications"].values()
+    for application in sorted(applications, key=lambda one: one["route_prefix"] or ""):  # the one that knows all first
         if application["status"] == "RUNNING":
             url = _address(snapshot.serve, application)
             for port, here in connection.forwarded.items():

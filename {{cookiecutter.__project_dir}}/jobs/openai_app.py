@@ -8,7 +8,7 @@ Two routes are Serve's and answer all who reach the port: /-/healthz says `succe
 import asyncio
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastapi import FastAPI
 from ray import serve
@@ -17,9 +17,14 @@ from ray.serve.deployment import Application
 from ray.serve.llm import LLMConfig, build_llm_deployment
 from ray.serve.llm.deployment import LLMServer
 from starlette.middleware.cors import CORSMiddleware
+from vllm.entrypoints.serve.engine.protocol import ModelCard, ModelList, ModelPermission
 
+import settings
+from jobs.serving.adapters import Adapters
 from jobs.serving.door import OPEN_ROUTE, Door, Rules
+from jobs.serving.fork import Counted, Fork
 from jobs.serving.keys import Keys
+from jobs.serving.traffic import ROOT, Reporter
 
 if TYPE_CHECKING:
     from jobs.serve_llm import ServeOptions
@@ -28,7 +33,6 @@ ROUTES = {
     OPEN_ROUTE,
     "/openapi.json",
     "/docs",
-    "/v1/models",
     "/v1/models/{model:path}",
     "/v1/chat/completions",
     "/v1/completions",
@@ -39,12 +43,27 @@ DEPLOYMENT = "Server"  # the same whatever the model, so that another one replac
 HUB_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 
 
-def build(options: "ServeOptions") -> Application:
-    """The whole application for these options; nothing is started."""
+class Place(NamedTuple):
+    """Where an app is among those that are served."""
+
+    address: str
+    """Of all of them, as this cluster's machines reach it."""
+    path: str
+    """Of this one; the one at the root hands on what is for others."""
+    model: str
+    """Name by which clients ask for its model."""
+
+
+def build(options: "ServeOptions", address: str) -> Application:
+    """The whole application for these options, to be reached at the address; nothing is started."""
     return build_llm_deployment(
         llm_config(options),
         deployment_cls=serve.ingress()(Server),
-        bind_kwargs={"rules": options.rules},
+        bind_kwargs={
+            "rules": options.rules,
+            "adapters": _adapters(options),
+            "place": Place(address, options.path, options.served_name),
+        },
         override_serve_options={"name": DEPLOYMENT},
     )
 
@@ -59,7 +78,15 @@ def engine(options: "ServeOptions") -> dict[str, Any]:
         "tensor_parallel_size": options.tensor_parallel_size,
         "pipeline_parallel_size": options.pipeline_parallel_size,
         "kv_cache_memory_bytes": options.kv_cache_gib and int(options.kv_cache_gib * 2**30),
-    }
+    } | (_lora(options) if options.adapters else {})
+
+
+def _lora(options: "ServeOptions") -> dict[str, Any]:
+    return {"enable_lora": True, "max_loras": options.max_loras, "max_lora_rank": options.max_lora_rank}
+
+
+def _adapters(options: "ServeOptions") -> Adapters | None:
+    return Adapters(settings.resolve(options.adapters), options.model) if options.adapters else None
 
 
 def llm_config(options: "ServeOptions") -> LLMConfig:
@@ -69,6 +96,8 @@ def llm_config(options: "ServeOptions") -> LLMConfig:
             "min_replicas": options.min_replicas,
             "max_replicas": options.max_replicas,
             "target_ongoing_requests": options.target_ongoing_requests,
+            "upscale_delay_s": options.upscale_delay_s,
+            "downscale_delay_s": options.downscale_delay_s,
         },
         "max_ongoing_requests": options.max_ongoing_requests,
         "max_surge_percent": options.max_surge_percent,
@@ -90,16 +119,40 @@ def llm_config(options: "ServeOptions") -> LLMConfig:
 class Server(LLMServer):
     """A replica: one engine, and the HTTP API that it answers."""
 
-    async def __init__(self, llm_config: LLMConfig, rules: Rules) -> None:
+    async def __init__(self, llm_config: LLMConfig, rules: Rules, adapters: Adapters | None, place: Place) -> None:
         self._rules = rules
+        self._place = place
         self._keys = Keys()  # before the engine starts: without a key, nothing does
+        self._adapters = adapters
+        if adapters:
+            adapters.register()
         await super().__init__(llm_config)
 
     async def __serve_build_asgi_app__(self) -> Door:
         app = await super().__serve_build_asgi_app__()
         close(app)
-        self._refresh = asyncio.create_task(self._keys.keep_up())  # kept: a task that nobody holds may vanish
-        return Door(app, self._keys, self._rules)
+        app.add_api_route("/v1/models", self._list_models)
+        self._serving = app.state.openai_serving_models
+        self._reporter = Reporter(self._place.path)
+        tasks = [self._keys.keep_up(), self._reporter.keep_up(self._names)]
+        if self._adapters:
+            tasks.append(self._adapters.keep_up(self._serving))
+        self._tasks = [asyncio.create_task(task) for task in tasks]  # kept: a task that nobody holds may vanish
+        answering = Counted(app, self._reporter.note)
+        if self._place.path != ROOT:
+            return Door(answering, self._keys, self._rules)
+        fork = Fork(answering, self._place.model, self._place.address, lambda: self._reporter.routes)
+        return Door(fork, self._keys, self._rules)
+
+    def _names(self) -> list[str]:
+        return [self._place.model, *(self._adapters.names if self._adapters else [])]
+
+    async def _list_models(self) -> ModelList:
+        """The model; its adapters, whether they are loaded or not; and what is served beside it."""
+        models: ModelList = await self._serving.registry.show_available_models()
+        for name in [*self._names()[1:], *self._reporter.routes.others]:
+            models.data.append(ModelCard(id=name, permission=[ModelPermission()]))
+        return models
 
     async def _start_engine(self) -> None:
         # Ray's own adds a usage report, for which the replica waits until one more process has imported vLLM

@@ -24,6 +24,7 @@ from transformers import AutoConfig
 
 import settings
 from jobs import cli, secrets
+from jobs.serving import traffic
 from jobs.serving.door import Rules
 
 APP = "llm"
@@ -37,6 +38,10 @@ class ServeOptions(settings.Section):
     """Folder in Hugging Face format, hub id, or s3:// URI."""
     model_name: str = ""
     """Name by which clients ask for the model; empty: the run's name, or the model's own."""
+    beside: bool = False
+    """Serve the model beside what is served, at the same address, rather than in its place."""
+    canary_percent: float = Field(default=0, ge=0, le=100)
+    """Serve the model as a canary: beside the one at the address, by the same name, with this share of its requests."""
     host: str
     """Address to listen on; the loopback address keeps strangers out."""
     port: int = Field(ge=1, le=65535)
@@ -55,6 +60,10 @@ class ServeOptions(settings.Section):
     """Replicas that run at most."""
     target_ongoing_requests: int = Field(ge=1)
     """Requests in progress on one replica, on average, above which replicas are added."""
+    upscale_delay_s: float = Field(ge=0)
+    """Seconds of more requests than that before a replica is added."""
+    downscale_delay_s: float = Field(ge=0)
+    """Seconds of fewer before one is ended."""
     max_ongoing_requests: int = Field(ge=1)
     """Requests in progress on one replica at most; more wait."""
     max_surge_percent: int = Field(ge=0, le=100)
@@ -70,6 +79,13 @@ class ServeOptions(settings.Section):
     """GiB of memory for keys and values; none: what vLLM finds free on the device."""
     enforce_eager: bool = False
     """Run the model without compiling it: starts sooner, answers slower."""
+    adapters: str = ""
+    """Folder of runs, or its s3:// URI, whose LoRA adapters over `model` are served too, each by its run's name; empty:
+    none. The engine is somewhat slower with them."""
+    max_loras: int = Field(ge=1)
+    """Adapters that share a batch at most; requests for more wait."""
+    max_lora_rank: Literal[8, 16, 32, 64, 128, 256]
+    """Rank of an adapter at most; the engine sets memory aside for it."""
     start_timeout_s: int = Field(ge=1)
     """Seconds until a deployment that is not healthy is given up."""
     key_requests_per_minute: int = Field(ge=1)
@@ -93,6 +109,12 @@ class ServeOptions(settings.Section):
     def _replicas_in_order(self) -> "ServeOptions":
         if self.min_replicas > self.max_replicas:
             raise ValueError(f"min_replicas = {self.min_replicas} is more than max_replicas = {self.max_replicas}")
+        return self
+
+    @model_validator(mode="after")
+    def _in_one_place(self) -> "ServeOptions":
+        if self.beside and self.canary_percent:
+            raise ValueError("beside = true and canary_percent are two different things: leave one out")
         return self
 
     @property
@@ -128,6 +150,18 @@ class ServeOptions(settings.Section):
     def root(self) -> str:
         """The server's address on the machine that listens, or behind a tunnel to it."""
         return f"http://{self.host.replace('0.0.0.0', '127.0.0.1')}:{self.port}"
+
+    @property
+    def path(self) -> str:
+        """Where the application is, below the server's address."""
+        if self.canary_percent:
+            return traffic.CANARY
+        return f"/models/{re.sub(r'[^a-zA-Z0-9.-]', '-', self.served_name)}" if self.beside else traffic.ROOT
+
+    @property
+    def app(self) -> str:
+        """Name of Serve's application."""
+        return APP if self.path == traffic.ROOT else f"{APP}{self.path.replace('/', '-')}"
 
     @property
     def url(self) -> str:
@@ -184,10 +218,40 @@ def deploy(options: ServeOptions) -> None:
         from jobs import openai_app  # imports vLLM, which takes about as long as Serve takes to start
 
         started.result()
-    application = openai_app.build(options)
+    options = as_place_demands(options)
+    told = traffic.actor()
     is_update = _answers(options)
-    serve.run_many([serve.RunTarget(application, name=APP)], wait_for_applications_running=False)
+    application = openai_app.build(options, _address(options))
+    target = serve.RunTarget(application, name=options.app, route_prefix=options.path)
+    serve.run_many([target], wait_for_applications_running=False)
     wait_until_healthy(options, is_update)
+    if options.canary_percent:
+        ray.get(told.give_canary.remote(options.canary_percent, options.model_dump()))
+
+
+def as_place_demands(options: ServeOptions) -> ServeOptions:
+    """A canary answers by the name of the model at the address; beside it, no other has that name.
+
+    Raises:
+        settings.Refusal: nothing is served there, or the name is taken.
+    """
+    if options.path == traffic.ROOT:
+        return options
+    apps = ray.get(traffic.actor().apps.remote())
+    if traffic.ROOT not in apps:
+        raise settings.Refusal("nothing is served yet that this could stand beside: inv submit serve_llm")
+    name = apps[traffic.ROOT]["models"][0]
+    if options.canary_percent:
+        return options.model_copy(update={"model_name": name})
+    if options.served_name == name:
+        raise settings.Refusal(f"{name} is served already: give this one another --model-name, or leave out --beside.")
+    return options
+
+
+def _address(options: ServeOptions) -> str:
+    """The server's address as replicas on all machines reach it: it listens on the head."""
+    head = ray.get_runtime_context().gcs_address.rpartition(":")[0]
+    return f"http://{head}:{options.port}" if options.host == "0.0.0.0" else options.root
 
 
 def check_cpus(options: ServeOptions) -> None:
@@ -208,7 +272,7 @@ def check_address(options: ServeOptions) -> None:
     current = _current_address()
     if current == (options.host, options.port):
         return
-    others = serve.status().applications.keys() - {APP}
+    others = serve.status().applications.keys() - {options.app}
     if current and others:
         raise settings.Refusal(
             f"Serve listens on port {current[1]} for {', '.join(others)} too: set port in [serve] of settings.toml "
@@ -248,14 +312,14 @@ def wait_until_healthy(options: ServeOptions, is_update: bool) -> None:
     started = time.monotonic()
     said, said_at = "", 0.0
     while True:
-        app = serve.status().applications[APP]
+        app = serve.status().applications[options.app]
         waited = time.monotonic() - started
         if app.status == ApplicationStatus.RUNNING and _answers(options):
             print(f"serve_llm: healthy after {waited:.0f} s", flush=True)
             return
         if app.status == ApplicationStatus.DEPLOY_FAILED or waited > options.start_timeout_s:
             if not is_update:
-                stop()
+                stop(options.app)
             outcome = "what was served before goes on" if is_update else "it is stopped"
             raise settings.Refusal(
                 f"{options.served_name} was not healthy after {waited:.0f} s, and {outcome}: {last_words(app)}; "
@@ -285,13 +349,13 @@ def _state(app: ApplicationStatusOverview) -> str:
     return ", ".join(parts)
 
 
-def stop() -> None:
-    """End the application, and Serve with it when it serves no other."""
-    others = serve.status().applications.keys() - {APP}
-    if others:
-        serve.delete(APP)
-    else:
-        serve.shutdown()
+def stop(app: str = APP) -> None:
+    """End an application, and Serve with it when it serves no other."""
+    if serve.status().applications.keys() - {app}:
+        serve.delete(app)
+        return
+    serve.shutdown()
+    ray.kill(traffic.actor())
 
 
 def wait_for_interrupt() -> None:
@@ -307,7 +371,7 @@ def wait_for_interrupt() -> None:
 
 def _answers(options: ServeOptions) -> bool:
     try:
-        return requests.get(f"{options.root}/health", timeout=5).ok
+        return requests.get(f"{options.root}{options.path.rstrip('/')}/health", timeout=5).ok
     except requests.RequestException:
         return False
 

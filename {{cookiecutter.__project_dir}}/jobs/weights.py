@@ -41,7 +41,7 @@ def on_this_node(location: str, *, weights: bool = True) -> str:
     if "://" not in location:
         return location
     kind = "whole" if weights else "described"
-    folder = _node_folder() / kind / location.replace("://", "/") / _version(location)
+    folder = _node_folder() / kind / location.replace("://", "/") / version(location)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
         if not (folder / COMPLETE).exists():
@@ -61,9 +61,9 @@ def _is_model(uri: str) -> bool:
     return filesystem.get_file_info(f"{path}/config.json").type == FileType.File
 
 
-def _version(uri: str) -> str:
+def version(location: str) -> str:
     """Another one when a file is written again: a run that starts over has other weights of the same name."""
-    filesystem, path = FileSystem.from_uri(uri)
+    filesystem, path = FileSystem.from_uri(location)
     files = [(file.path, file.size, file.mtime_ns) for file in filesystem.get_file_info(FileSelector(path))]
     return hashlib.sha256(repr(sorted(files)).encode()).hexdigest()[:12]
 

@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+import re
+import shutil
 import socket
 import sys
 import threading
@@ -11,24 +13,32 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
+import hypothesis
 import openai
 import psutil
 import pytest
 import ray
 import requests
+import schemathesis
 import torch
+from hypothesis import HealthCheck
 from openai.types.chat import ChatCompletionChunk, ChatCompletionMessageParam
+from peft import LoraConfig, get_peft_model
 from ray import serve
 from ray.serve.generated.serve_pb2 import ASGIRequest
 from ray.serve.generated.serve_pb2_grpc import ASGIServiceStub
 from ray.serve.schema import ApplicationStatusOverview, DeploymentStatusOverview
+from schemathesis import GenerationMode
+from schemathesis.core.result import Ok
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import settings
 from cluster import chat
 from demo import assets as demo_assets
 from jobs import secrets, serve_llm
+from jobs import served as job_served
 from jobs.serve_llm import ServeOptions
+from jobs.serving import adapters, traffic
 from jobs.serving.keys import REFRESH_S, Keys
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="vLLM's CPU build exists for Linux only")
@@ -86,8 +96,10 @@ def client(served: ServeOptions) -> openai.OpenAI:
     return openai.OpenAI(base_url=served.url, api_key=os.environ["SERVE_API_KEY"], max_retries=0, timeout=60)
 
 
-def ask(client: openai.OpenAI, messages: list[ChatCompletionMessageParam], tokens: int = ANSWER_TOKENS) -> str:
-    answer = client.chat.completions.create(model="tiny", messages=messages, max_tokens=tokens, temperature=0)
+def ask(
+    client: openai.OpenAI, messages: list[ChatCompletionMessageParam], tokens: int = ANSWER_TOKENS, model: str = "tiny"
+) -> str:
+    answer = client.chat.completions.create(model=model, messages=messages, max_tokens=tokens, temperature=0)
     return answer.choices[0].message.content or ""
 
 
@@ -98,27 +110,38 @@ def test_the_run_names_the_model(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["tiny"]
 
 
-@pytest.mark.parametrize("question", QUESTIONS)
-def test_greedy_decoding_is_that_of_transformers(client: openai.OpenAI, model_folder: Path, question: str) -> None:
+def test_greedy_decoding_is_that_of_transformers(client: openai.OpenAI, model_folder: Path) -> None:
+    """Of as many prompts at once as the engine takes, and more."""
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
-    prompt = tokenizer.apply_chat_template(user(question), add_generation_prompt=True, return_tensors="pt")["input_ids"]
-    generated = model.generate(
-        prompt, do_sample=False, max_new_tokens=ANSWER_TOKENS, output_logits=True, return_dict_in_generate=True
-    )
-    best = torch.stack(generated.logits).squeeze(1).log_softmax(-1).topk(2).values
-    decided = int(torch.cumprod(best[:, 0] - best[:, 1] > TIE, 0).sum())
-    assert decided > 0
 
-    answer = client.chat.completions.create(
-        model="tiny", messages=user(question), max_tokens=decided, temperature=0, logprobs=True
-    ).choices[0]
+    def expect(question: str) -> tuple[str, torch.Tensor]:
+        """The answer up to the first tie, and the logarithm of each of its tokens' probabilities."""
+        chat = tokenizer.apply_chat_template(user(question), add_generation_prompt=True, return_tensors="pt")
+        generated = model.generate(
+            **chat, do_sample=False, max_new_tokens=ANSWER_TOKENS, output_logits=True, return_dict_in_generate=True
+        )
+        best = torch.stack(generated.logits).squeeze(1).log_softmax(-1).topk(2).values
+        decided = int(torch.cumprod(best[:, 0] - best[:, 1] > TIE, 0).sum())
+        tokens = generated.sequences[0, chat["input_ids"].shape[1] :][:decided]
+        return tokenizer.decode(tokens, skip_special_tokens=True), best[:decided, 0]
 
-    expected = tokenizer.decode(generated.sequences[0, prompt.shape[1] :][:decided], skip_special_tokens=True)
-    assert answer.message.content == expected
-    assert answer.logprobs
-    logprobs = [token.logprob for token in answer.logprobs.content or []]
-    torch.testing.assert_close(torch.tensor(logprobs), best[:decided, 0], rtol=0, atol=1e-4)
+    expected = {fact.question: expect(fact.question) for fact in demo_assets.questions(50)}
+    assert len(expected) == 50
+    assert len({answer for answer, _ in expected.values()}) > 10
+
+    def check(question: str) -> None:
+        text, best = expected[question]
+        answer = client.chat.completions.create(
+            model="tiny", messages=user(question), max_tokens=len(best), temperature=0, logprobs=True
+        ).choices[0]
+        assert answer.message.content == text
+        assert answer.logprobs
+        logprobs = [token.logprob for token in answer.logprobs.content or []]
+        torch.testing.assert_close(torch.tensor(logprobs), best, rtol=0, atol=1e-4)
+
+    with ThreadPoolExecutor(20) as clients:
+        list(clients.map(check, expected))
 
 
 def test_streaming_says_the_same_in_pieces(client: openai.OpenAI) -> None:
@@ -231,6 +254,30 @@ def test_the_client_sees_an_authentication_error(served: ServeOptions) -> None:
     with pytest.raises(openai.AuthenticationError) as caught:
         stranger.models.list()
     assert error_of(caught.value)["code"] == "invalid_api_key"
+
+
+def test_nothing_that_is_sent_breaks_the_server(served: ServeOptions) -> None:
+    """What follows the API's description, and what does not, gets an answer or an error of the client's."""
+    headers = {"Authorization": f"Bearer {os.environ['SERVE_API_KEY']}"}
+    api = schemathesis.openapi.from_url(f"{served.root}/openapi.json", headers=headers)
+    seen: set[tuple[str, int]] = set()
+    few = hypothesis.settings(max_examples=20, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    for operation in api.get_all_operations():
+        for mode in GenerationMode:
+            assert isinstance(operation, Ok), operation
+            cases = operation.ok().as_strategy(generation_mode=mode)
+
+            @few
+            @hypothesis.given(case=cases)
+            def ask(case: schemathesis.Case) -> None:
+                answer = case.call(headers=headers, timeout=60)
+                seen.add((case.path, answer.status_code))
+                assert answer.status_code < 500, answer.text
+                if answer.status_code >= 400:
+                    assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+            ask()
+    assert {("/v1/chat/completions", 400), ("/v1/models", 200)} <= seen
 
 
 def test_no_other_site_may_call_from_a_browser(served: ServeOptions) -> None:
@@ -464,8 +511,8 @@ def test_chat_says_when_the_key_is_another_one(served: ServeOptions, monkeypatch
 # ---------------------------------------------------------------- updates; the last of this file, as they end its model
 
 
-def test_an_update_loses_no_request_and_one_that_fails_changes_nothing(
-    served: ServeOptions, client: openai.OpenAI
+def test_a_canary_and_updates_lose_no_request_and_an_update_that_fails_changes_nothing(
+    served: ServeOptions, client: openai.OpenAI, model_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = Path(os.environ["SECRETS_FILE"])
     keys = file.read_text()
@@ -489,8 +536,16 @@ def test_an_update_loses_no_request_and_one_that_fails_changes_nothing(
                 serve_llm.deploy(served.model_copy(update={"max_model_len": 199}))
             assert length(client) == served.max_model_len
             file.write_text(keys)
-            serve_llm.deploy(served.model_copy(update={"max_model_len": 200}))
+            runs = str(model_folder.parent.parent)
+            new = served.model_copy(update={"max_model_len": 200, "adapters": runs, "canary_percent": 50})
+            serve_llm.deploy(new.model_copy(update={"model_name": "has its own"}))
+            wait_for_answers(traffic.ROOT, traffic.CANARY)
+            assert length(client) == served.max_model_len
+            job_served.main(job_served.ServedOptions())
+            job_served.main(job_served.ServedOptions(promote=True))
             assert length(client) == 200
+            with pytest.raises(settings.Refusal, match="there is no canary"):
+                job_served.main(job_served.ServedOptions(roll_back=True))
         finally:
             done.set()
             file.write_text(keys)
@@ -499,8 +554,66 @@ def test_an_update_loses_no_request_and_one_that_fails_changes_nothing(
     assert set(answers) == {expected}
     assert len(answers) > 100
     assert max(seconds) < 10
+    assert re.search(r"tiny +/ +50 .*\n.*tiny +/canary +50 ", capsys.readouterr().out)
+
+
+def wait_for_answers(*paths: str) -> None:
+    """Until each of these applications has answered."""
+    deadline = time.monotonic() + 60
+    while True:
+        apps = ray.get(traffic.actor().apps.remote())
+        if all(apps.get(path, {}).get("requests", 0) - apps.get(path, {}).get("errors", 0) > 0 for path in paths):
+            return
+        assert time.monotonic() < deadline, apps
+        time.sleep(0.5)
 
 
 def length(client: openai.OpenAI) -> int:
     """The most tokens that the served model takes."""
     return client.models.list().data[0].model_dump()["max_model_len"]
+
+
+def test_adapters_of_a_run_are_served_by_its_name_without_a_restart(client: openai.OpenAI, model_folder: Path) -> None:
+    """The update before this has served them; none was there yet."""
+    runs = model_folder.parent.parent
+
+    def wait_for_models(*names: str) -> None:
+        deadline = time.monotonic() + 3 * adapters.REFRESH_S
+        while [model.id for model in client.models.list()] != list(names):
+            assert time.monotonic() < deadline
+            time.sleep(0.5)
+
+    def wait_until_it_says(expected: str) -> None:
+        deadline = time.monotonic() + 3 * adapters.REFRESH_S
+        while ask(client, user(QUESTIONS[0]), model="sql") != expected:
+            assert time.monotonic() < deadline
+            time.sleep(0.5)
+
+    without = ask(client, user(QUESTIONS[0]))
+    first = write_adapters(runs / "sql", model_folder, seed=0)
+    assert first != without
+    wait_for_models("tiny", "sql")
+    wait_until_it_says(first)
+    assert ask(client, user(QUESTIONS[0])) == without
+    second = write_adapters(runs / "sql", model_folder, seed=1)
+    assert second != first
+    wait_until_it_says(second)
+    write_adapters(runs / "other", model_folder.parent / "another-model", seed=2, weights=model_folder)
+    for name in ("other", "../runs/sql", "sql/../sql", "absent", "/sql"):
+        with pytest.raises(openai.NotFoundError):
+            ask(client, user(QUESTIONS[0]), model=name)
+    shutil.rmtree(runs / "sql")
+    wait_for_models("tiny")
+
+
+def write_adapters(run: Path, base: Path, *, seed: int, weights: Path | None = None) -> str:
+    """Write adapters over `base` that change what it says; returns what they make of the first question."""
+    model = AutoModelForCausalLM.from_pretrained(weights or base, dtype=torch.float32)
+    torch.manual_seed(seed)
+    adapted = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear", init_lora_weights=False))
+    adapted.peft_config["default"].base_model_name_or_path = str(base)
+    adapted.save_pretrained(str(run / "adapter"))
+    tokenizer = AutoTokenizer.from_pretrained(weights or base)
+    prompt = tokenizer.apply_chat_template(user(QUESTIONS[0]), add_generation_prompt=True, return_tensors="pt")
+    generated = adapted.generate(**prompt, do_sample=False, max_new_tokens=ANSWER_TOKENS)
+    return tokenizer.decode(generated[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)

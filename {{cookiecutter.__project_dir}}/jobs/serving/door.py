@@ -47,7 +47,7 @@ class Door:
             await send({"type": "websocket.close", "code": 1008})
             return
         answer = Answer(send)
-        if scope["path"] == OPEN_ROUTE:
+        if scope["path"].removeprefix(scope.get("root_path", "")) == OPEN_ROUTE:
             await self.app(scope, receive, answer)
         elif name := await self._admit(dict(scope["headers"]), answer):
             try:
@@ -84,6 +84,8 @@ class Door:
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self.app(scope, counted, answer)
+        except HTTPException as error:  # of `counted`, where no app has caught it
+            await answer.refuse(error.status_code, error.detail)
         except TimeoutError:
             if answer.begun:
                 raise  # cut off: the end of a stream must not look like the end of an answer

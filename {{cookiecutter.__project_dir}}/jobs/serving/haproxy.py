@@ -25,6 +25,9 @@ def environment(folder: str, fallback_port: int = 8500) -> dict[str, str]:
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(fallback_port),
         # a replica that leaves still takes requests for so long; HAProxy knows within a second
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "3",
+        # our app never blocks, so it needs no thread of its own, which each piece of a stream would have to cross
+        "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+        "RAY_SERVE_FREEZE_GC_ON_STARTUP": "1",  # as vLLM's own server does
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # 5 s is not enough for its first start on a busy machine
     }
 

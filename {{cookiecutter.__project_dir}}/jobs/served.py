@@ -1,0 +1,110 @@
+"""Shows which models are served and how each fares; moves a canary's share, promotes it, rolls it back; ends a model.
+
+inv submit served                            requests, errors and times of each since the last canary began
+inv submit served -- --canary-percent 20     gives the canary that share of the requests
+inv submit served -- --promote               puts the canary in the place of the model that it was tried against
+inv submit served -- --roll-back             ends the canary
+inv submit served -- --end NAME              ends a model that is served beside another
+"""
+
+import time
+
+import ray
+from pydantic import Field, model_validator
+from ray import serve
+from rich.console import Console
+from rich.table import Table
+
+import settings
+from jobs import cli, secrets, serve_llm
+from jobs.serve_llm import ServeOptions
+from jobs.serving import traffic
+
+TIMES = ("first_p50_ms", "first_p95_ms", "whole_p50_ms", "whole_p95_ms")
+
+
+class ServedOptions(settings.Section):
+    """What to do; nothing: show."""
+
+    canary_percent: float | None = Field(default=None, ge=0, le=100)
+    """Share of the requests that the canary gets from now on."""
+    promote: bool = False
+    """Put the canary in the place of the model that it was tried against."""
+    roll_back: bool = False
+    """End the canary."""
+    end: str = ""
+    """Name of a model that is served beside another, to be ended."""
+
+    @model_validator(mode="after")
+    def _one_thing(self) -> "ServedOptions":
+        if sum((self.canary_percent is not None, self.promote, self.roll_back, bool(self.end))) > 1:
+            raise ValueError("one thing at a time: --canary-percent, --promote, --roll-back or --end")
+        return self
+
+
+def main(options: ServedOptions) -> None:
+    """Show which models are served and how each fares, or change what a canary gets."""
+    cli.connect(log_to_driver=False)
+    told = traffic.actor()
+    if options.canary_percent is not None:
+        _canary(told)
+        ray.get(told.give_canary.remote(options.canary_percent))
+        print(f"the canary gets {options.canary_percent:g} % of the requests", flush=True)
+    elif options.promote:
+        _promote(told)
+    elif options.roll_back:
+        _canary(told)
+        _end_canary(told)
+    elif options.end:
+        _end(told, options.end)
+    else:
+        _show(ray.get(told.apps.remote()))
+
+
+def _canary(told: "ray.actor.ActorHandle") -> ServeOptions:
+    """The options that the canary was served with."""
+    options = ray.get(told.canary.remote())
+    if not options:
+        raise settings.Refusal("there is no canary: inv submit serve_llm -- --model MODEL --canary-percent 5")
+    return ServeOptions(**options)
+
+
+def _promote(told: "ray.actor.ActorHandle") -> None:
+    canary = _canary(told)
+    secrets.load()
+    serve_llm.deploy(canary.model_copy(update={"canary_percent": 0}))
+    _end_canary(told)
+    print(f"{canary.model} is in its place", flush=True)
+
+
+def _end_canary(told: "ray.actor.ActorHandle") -> None:
+    """End it when no replica hands requests on to it any more, so that none is lost."""
+    ray.get(told.give_canary.remote(0, {}))
+    time.sleep(2 * traffic.TELL_EVERY_S)
+    serve.delete(f"{serve_llm.APP}-canary")
+    print("the canary is ended", flush=True)
+
+
+def _end(told: "ray.actor.ActorHandle", name: str) -> None:
+    apps = ray.get(told.apps.remote())
+    beside = {app["models"][0]: path for path, app in apps.items() if path not in (traffic.ROOT, traffic.CANARY)}
+    if name not in beside:
+        known = ", ".join(beside) or "none is"
+        raise settings.Refusal(f"{name} is not served beside another model ({known}): inv submit served")
+    serve.delete(serve_llm.APP + beside[name].replace("/", "-"))
+    print(f"{name} is ended", flush=True)
+
+
+def _show(apps: dict[str, dict]) -> None:
+    table = Table(box=None, pad_edge=False)
+    for column in ("model", "path", "share %", "requests", "errors", *(name.replace("_", " ") for name in TIMES)):
+        table.add_column(column, header_style="dim", justify="left" if column in ("model", "path") else "right")
+    for path, app in sorted(apps.items()):
+        times = (f"{app[name]:.0f}" if name in app else "" for name in TIMES)
+        model = ", ".join(app["models"])
+        table.add_row(model, path, f"{app['percent']:g}", f"{app['requests']}", f"{app['errors']}", *times)
+    Console(width=120).print(table if apps else "no model is served; serve one with: inv submit serve_llm")
+
+
+if __name__ == "__main__":
+    cli.run(main, ServedOptions)

@@ -1,0 +1,127 @@
+"""Where the way forks: requests for other models, and a canary's share, go on to the apps that serve them."""
+
+import contextlib
+import json
+import random
+import time
+from collections.abc import Callable
+
+import httpx2
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from jobs.serving.traffic import Record, Routes
+
+NOT_HANDED_ON = {b"host", b"content-length", b"connection", b"transfer-encoding"}  # of this connection, not the request
+CONNECT_S = 10.0
+HUNG_UP = 499  # as nginx says it: the client did not wait for an answer
+
+
+class Fork:
+    """ASGI app in front of a model's own; while nothing stands beside that, it costs nothing."""
+
+    def __init__(self, app: ASGIApp, model: str, root: str, routes: Callable[[], Routes]) -> None:
+        """`model` is what `app` serves; `root` is the address behind which all apps are."""
+        self.app = app
+        self._model = model
+        self._routes = routes
+        timeout = httpx2.Timeout(None, connect=CONNECT_S)  # how long an answer may take is the door's business
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=100)
+        self._client = httpx2.AsyncClient(base_url=root, timeout=timeout, limits=limits)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        routes = self._routes()
+        if not (routes.others or routes.canary) or scope["type"] != "http" or scope["method"] != "POST":
+            await self.app(scope, receive, send)
+            return
+        body = await _read(receive)
+        if path := self._choose(_model_of(body), routes):
+            await self._hand_on(path, scope, body, send)
+        else:
+            await self.app(scope, _replay(body, receive), send)
+
+    def _choose(self, model: str | None, routes: Routes) -> str | None:
+        if model in routes.others:
+            return routes.others[model]
+        if model == self._model and random.uniform(0, 100) < routes.percent:
+            return routes.canary
+        return None
+
+    async def _hand_on(self, path: str, scope: Scope, body: bytes, send: Send) -> None:
+        headers = [(name, value) for name, value in scope["headers"] if name not in NOT_HANDED_ON]
+        try:
+            asked = self._client.build_request("POST", path + scope["path"], content=body, headers=headers)
+            answer = await self._client.send(asked, stream=True)
+        except httpx2.HTTPError:
+            message = f"what serves that model, at {path}, does not answer: try again"
+            await JSONResponse({"error": message}, 503)(scope, _nothing, send)
+            return
+        async with contextlib.aclosing(answer):
+            kept = [(name.lower(), value) for name, value in answer.headers.raw if name.lower() not in NOT_HANDED_ON]
+            await send({"type": "http.response.start", "status": answer.status_code, "headers": kept})
+            async for piece in answer.aiter_raw():
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+
+class Counted:
+    """ASGI app that notes what becomes of each request to the model of `app`."""
+
+    def __init__(self, app: ASGIApp, note: Callable[[Record], None]) -> None:
+        self.app = app
+        self._note = note
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST":
+            await self.app(scope, receive, send)
+            return
+        started = time.perf_counter()
+        status, first_s = HUNG_UP, 0.0
+
+        async def noted(message: Message) -> None:
+            nonlocal status, first_s
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            elif not first_s:  # a stream starts before there is anything to say
+                first_s = time.perf_counter() - started
+            await send(message)
+
+        try:
+            await self.app(scope, receive, noted)
+        except Exception:
+            status = 500
+            raise
+        finally:
+            self._note(Record(status, first_s, time.perf_counter() - started))
+
+
+async def _nothing() -> Message:
+    return {"type": "http.disconnect"}
+
+
+async def _read(receive: Receive) -> bytes:
+    body, more = b"", True
+    while more:
+        message = await receive()
+        body += message.get("body", b"")
+        more = message.get("more_body", False)
+    return body
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """What hands out a body that was read already, and then what comes after it: that the client has hung up."""
+    waiting: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def next_message() -> Message:
+        return waiting.pop() if waiting else await receive()
+
+    return next_message
+
+
+def _model_of(body: bytes) -> str | None:
+    try:
+        asked = json.loads(body)
+    except ValueError:
+        return None
+    model = asked.get("model") if isinstance(asked, dict) else None
+    return model if isinstance(model, str) else None

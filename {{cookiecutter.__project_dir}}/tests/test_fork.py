@@ -1,0 +1,245 @@
+"""Several models behind one address: who gets a request, what comes back, and how it is counted."""
+
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from jobs.serving import traffic
+from jobs.serving.door import Door, Rules
+from jobs.serving.fork import HUNG_UP, Counted, Fork
+from jobs.serving.keys import Keys
+from jobs.serving.traffic import CANARY, NOWHERE, ROOT, Record, Routes, Traffic
+
+PIECES, PAUSE_S = 20, 0.05
+
+
+class Upstream:
+    """A real server of two other apps; it remembers what it was asked and how far it came."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, dict[str, Any], str | None]] = []
+        self.sent = 0
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        app = Starlette(routes=[Route("/{app:path}/v1/chat/completions", self._answer, methods=["POST"])])
+        self.server = uvicorn.Server(uvicorn.Config(app, port=self.port, log_level="error"))
+
+    async def _answer(self, request: Request) -> Response:
+        body = await request.json()
+        self.asked.append((f"/{request.path_params['app']}", body, request.headers.get("authorization")))
+        if body.get("wrong"):
+            return JSONResponse({"error": {"message": "that is wrong"}}, 400)
+        if not body.get("stream"):
+            return JSONResponse({"from": request.path_params["app"]})
+        self.sent = 0
+        return StreamingResponse(self._pieces(), media_type="text/event-stream")
+
+    async def _pieces(self) -> AsyncIterator[str]:
+        for number in range(PIECES):
+            self.sent += 1
+            yield f"data: {number}\n\n"
+            await asyncio.sleep(PAUSE_S)
+
+
+@pytest.fixture(scope="module")
+def upstream() -> Iterator[Upstream]:
+    server = Upstream()
+    thread = threading.Thread(target=server.server.run)
+    thread.start()
+    while not server.server.started:
+        time.sleep(0.01)
+    yield server
+    server.server.should_exit = True
+    thread.join()
+
+
+async def own(request: Request) -> Response:
+    body = await request.body()
+    return JSONResponse({"from": "own", "body": body.decode()})
+
+
+def fork(upstream: Upstream, routes: Routes) -> Fork:
+    app = Starlette(routes=[Route("/v1/chat/completions", own, methods=["POST"])])
+    return Fork(app, "own", f"http://127.0.0.1:{upstream.port}", lambda: routes)
+
+
+async def post(app: Any, body: Any, **options: Any) -> httpx2.Response:
+    transport = httpx2.ASGITransport(app, raise_app_exceptions=False)
+    async with httpx2.AsyncClient(transport=transport, base_url="http://test") as client:
+        return await client.post("/v1/chat/completions", json=body, headers={"Authorization": "Bearer key"}, **options)
+
+
+BESIDE = Routes({"sql": "/models/sql", "sql-short": "/models/sql"}, None, 0)
+
+
+@pytest.mark.parametrize(("model", "path"), [("own", "own"), ("sql", "models/sql"), ("sql-short", "models/sql")])
+def test_a_model_answers_by_its_name(upstream: Upstream, model: str, path: str) -> None:
+    answer = asyncio.run(post(fork(upstream, BESIDE), {"model": model}))
+    assert answer.json()["from"] == path
+
+
+def test_the_request_goes_on_as_it_was(upstream: Upstream) -> None:
+    body = {"model": "sql", "messages": [{"role": "user", "content": "größer"}]}
+    assert asyncio.run(post(fork(upstream, BESIDE), body)).status_code == 200
+    assert upstream.asked[-1] == ("/models/sql", body, "Bearer key")
+    own_body = {"model": "own", "messages": ["x" * 100_000]}
+    assert json.loads(asyncio.run(post(fork(upstream, BESIDE), own_body)).json()["body"]) == own_body
+
+
+@pytest.mark.parametrize("body", [{}, [], "text", {"model": 3}, {"model": None}, {"model": "absent"}])
+def test_what_names_no_other_model_stays(upstream: Upstream, body: Any) -> None:
+    assert asyncio.run(post(fork(upstream, BESIDE), body)).json()["from"] == "own"
+
+
+def test_a_canary_gets_its_share(upstream: Upstream) -> None:
+    async def ask_many() -> int:
+        app = fork(upstream, Routes({}, CANARY, 25))
+        answers = [await post(app, {"model": "own"}) for _ in range(400)]
+        return sum(answer.json()["from"] == "canary" for answer in answers)
+
+    assert 60 < asyncio.run(ask_many()) < 140  # of 400, five standard deviations around 100
+
+
+def test_an_error_is_handed_back(upstream: Upstream) -> None:
+    answer = asyncio.run(post(fork(upstream, BESIDE), {"model": "sql", "wrong": True}))
+    assert (answer.status_code, answer.json()["error"]["message"]) == (400, "that is wrong")
+
+
+def test_a_stream_arrives_piece_by_piece_and_ends_where_the_client_hangs_up(upstream: Upstream) -> None:
+    arrived: list[float] = []
+
+    async def run(give_up_after: int | None) -> None:
+        arrived.clear()
+        told = asyncio.Event()
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": b'{"model": "sql", "stream": true}'}
+
+        async def send(message: Any) -> None:
+            if message.get("body"):
+                arrived.append(time.perf_counter())
+            if len(arrived) == give_up_after:
+                told.set()
+
+        scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": []}
+        asking = asyncio.create_task(fork(upstream, BESIDE)(scope, receive, send))
+        if give_up_after:
+            await told.wait()
+            asking.cancel()  # as Serve does with the task of a client that is gone
+            await asyncio.sleep(5 * PAUSE_S)
+        else:
+            await asking
+
+    asyncio.run(run(None))
+    assert len(arrived) == PIECES
+    assert arrived[-1] - arrived[0] > PIECES * PAUSE_S / 2
+    asyncio.run(run(3))
+    assert upstream.sent < PIECES / 2
+
+
+@pytest.fixture
+def with_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Keys:
+    (tmp_path / ".env").write_text("SERVE_API_KEY=key\n")
+    monkeypatch.setenv("SECRETS_FILE", str(tmp_path / ".env"))
+    monkeypatch.delenv("SECRETS_PREFIX", raising=False)
+    return Keys()
+
+
+def test_behind_the_door_errors_keep_their_shape(upstream: Upstream, with_a_key: Keys) -> None:
+    rules = Rules(per_minute=100, at_once=10, max_body=1000, timeout_s=5)
+    open_door = Door(fork(upstream, BESIDE), with_a_key, rules)
+    too_large = asyncio.run(post(open_door, {"model": "sql", "messages": "x" * 2000}))
+    assert too_large.status_code == 413
+
+    async def in_pieces() -> AsyncIterator[bytes]:
+        for _ in range(20):
+            yield bytes(100)
+
+    async def without_length() -> httpx2.Response:
+        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(open_door), base_url="http://test") as client:
+            headers = {"Authorization": "Bearer key"}
+            return await client.post("/v1/chat/completions", content=in_pieces(), headers=headers)
+
+    assert asyncio.run(without_length()).status_code == 413
+    away = Fork(Starlette(), "own", "http://127.0.0.1:9", lambda: BESIDE)
+    answer = asyncio.run(post(Door(away, with_a_key, rules), {"model": "sql"}))
+    assert answer.status_code == 503
+    assert answer.json()["error"]["message"] == "what serves that model, at /models/sql, does not answer: try again"
+
+
+# ---------------------------------------------------------------- what is counted
+
+
+def test_each_request_is_counted_however_it_ends() -> None:
+    records: list[Record] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"] == "/late":
+            await asyncio.sleep(10)
+        if scope["path"] == "/broken":
+            raise ValueError
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await asyncio.sleep(0.02)
+        await send({"type": "http.response.body", "body": b"a", "more_body": True})
+        await asyncio.sleep(0.02)
+        await send({"type": "http.response.body", "body": b"b"})
+
+    async def nothing(*_: Any) -> Any:
+        return {}
+
+    async def ask(path: str, method: str = "POST") -> None:
+        scope = {"type": "http", "method": method, "path": path, "headers": []}
+        with contextlib.suppress(TimeoutError, ValueError):
+            await asyncio.wait_for(Counted(app, records.append)(scope, nothing, nothing), 0.2)
+
+    for path in ("/", "/late", "/broken"):
+        asyncio.run(ask(path))
+    asyncio.run(ask("/", "GET"))
+    answered, hung_up, broken = records
+    assert answered.status == 200
+    assert 0.02 <= answered.first_s < answered.whole_s
+    assert hung_up.status == HUNG_UP
+    assert broken.status == 500
+
+
+def test_replicas_learn_who_is_there_and_who_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = Traffic()
+    assert told.tell(ROOT, ["own", "adapter"], []) == NOWHERE
+    told.tell("/models/sql", ["sql", "sql-short"], [])
+    told.tell(CANARY, ["own"], [])
+    assert told.tell(ROOT, ["own"], []) == BESIDE  # a canary without a share gets nothing
+    told.give_canary(10, {"model": "new"})
+    assert told.tell(ROOT, ["own"], []) == Routes(BESIDE.others, CANARY, 10)
+    now = time.monotonic()
+    monkeypatch.setattr(traffic.time, "monotonic", lambda: now + traffic.GONE_AFTER_S + 1)
+    assert told.tell(ROOT, ["own"], []) == Routes({}, None, 10)
+
+
+def test_numbers_stand_beside_each_other_and_begin_anew_with_a_canary() -> None:
+    told = Traffic()
+    told.tell(ROOT, ["own"], [Record(200, 1.0, 2.0)] * 10)
+    told.give_canary(20, {"model": "new"})
+    told.tell(ROOT, ["own"], [Record(200, 0.1, 0.2)] * 99 + [Record(500, 0.0, 9.0)])
+    told.tell(CANARY, ["own"], [Record(200, 0.3, 0.4)] * 3 + [Record(429, 0.0, 0.0)])
+    root, canary = told.apps()[ROOT], told.apps()[CANARY]
+    assert (root["percent"], root["requests"], root["errors"]) == (80, 100, 1)
+    assert (canary["percent"], canary["requests"], canary["errors"]) == (20, 4, 0)
+    assert root["first_p50_ms"] == pytest.approx(100)
+    assert canary["whole_p95_ms"] == pytest.approx(400)
+    assert told.canary() == {"model": "new"}
+    told.give_canary(0, {})
+    assert told.canary() == {}
