@@ -21,6 +21,7 @@ PARTS = {  # the quick ones first
     "serving": "A served model of 30 million parameters against bare vLLM",
     "serving_tiny": "A served model of a million parameters against bare vLLM",
     "serving_scale": "A served model that gets a second replica under load, and gives it up again",
+    "serving_update": "A served model that is updated under load, and then tried against a canary",
     "serving_soak": "A served model for ten minutes, with rude clients and its engine killed once",
     "gpu": "MFU on one GPU, bf16, rows of 4096 tokens",
 }

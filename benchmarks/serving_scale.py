@@ -5,8 +5,6 @@ import csv
 import os
 import socket
 import time
-from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 from ray import serve
@@ -32,7 +30,7 @@ def measure() -> Result:
         at_least(2, "replicas that answered", len([count for count in answered.values() if count])),
         at_most(1, "replicas in the end", _replicas()),
     ]
-    return {"bars": bars, "rounds": list(_rows(log, phases)), "answered": answered, "words": log.words}
+    return {"bars": bars, "rounds": list(visitors.by_phase(log, phases)), "answered": answered, "words": log.words}
 
 
 async def _scale(options: ServeOptions, answers: dict[str, str]) -> tuple[Log, dict[str, float], dict[str, int]]:
@@ -82,16 +80,6 @@ def _requests_by_replica() -> dict[str, int]:
         text = connection.makefile().read().removeprefix("# ")
     rows = [row for row in csv.DictReader(text.splitlines()) if row["svname"] not in ("FRONTEND", "BACKEND")]
     return {row["svname"]: int(row["stot"] or 0) for row in rows if "backup" not in row["svname"]}
-
-
-def _rows(log: Log, phases: dict[str, float]) -> Iterator[dict]:
-    start = 0.0
-    for name, end in phases.items():
-        here = [(over - asked, outcome) for asked, over, outcome in log.ended if start <= over < end]
-        outcomes = Counter(outcome for _, outcome in here)
-        longest = max((wait for wait, _ in here), default=0.0)
-        yield {"phase": name, "seconds": end - start, "answers": outcomes["right"], "longest_s": longest}
-        start = end
 
 
 if __name__ == "__main__":

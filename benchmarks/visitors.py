@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import random
+import statistics
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -47,6 +48,24 @@ class Log:
     def now(self) -> float:
         """Seconds since the start."""
         return time.monotonic() - self.started
+
+
+def by_phase(log: Log, phases: dict[str, float]) -> Iterator[dict]:
+    """A row for each phase, of those requests that were over in it; `phases` names the second in which each ended."""
+    start = 0.0
+    for name, end in phases.items():
+        here = [(over - asked, outcome) for asked, over, outcome in log.ended if start <= over < end]
+        waits = sorted(wait for wait, _ in here) or [0.0]
+        yield {
+            "phase": name,
+            "seconds": end - start,
+            "right": sum(outcome == "right" for _, outcome in here),
+            "failed": sum(outcome not in CLEAN for _, outcome in here),
+            "p50_s": statistics.median(waits),
+            "p99_s": waits[int(0.99 * (len(waits) - 1))],
+            "longest_s": waits[-1],
+        }
+        start = end
 
 
 @contextlib.contextmanager

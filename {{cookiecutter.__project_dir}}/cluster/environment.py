@@ -45,18 +45,22 @@ def _build() -> None:
     source, _ = package_sources(pip_settings())
     print(f"[1/2] making {VENV.name}", flush=True)
     print(f"[2/2] installing {PINS.relative_to(PROJECT)} (about 3 GB), torch from {source}", flush=True)
-    install(VENV, PINS, quiet=not sys.stderr.isatty())  # uv draws its progress for a person, and lists all for a log
+    quiet = [] if sys.stderr.isatty() else ["--quiet"]  # uv draws its progress for a person, and lists all for a log
+    # as pip does: a job starts a dozen processes, and each would compile thousands of files for itself
+    install(VENV, PINS, "--compile-bytecode", *quiet)
     STAMP.write_text(_pins_hash())
     print(f"environment ready after {time.monotonic() - started:.0f} s", flush=True)
 
 
-def install(venv: Path, pins: Path, *, quiet: bool) -> None:
-    """Make `venv` anew with what `pins` names; ends the process where that fails, with uv's own words."""
+def install(venv: Path, pins: Path, *options: str) -> None:
+    """Make `venv` anew with what `pins` names; ends the process where that fails, with uv's own words.
+
+    `options`: those of uv pip sync.
+    """
     uv = find_uv()
     _, variables = package_sources(pip_settings())
     # uv takes the Python that pyproject.toml's requires-python names, and fetches it where it is missing
     _run([uv, "venv", "--quiet", "--clear", str(venv)], {})
-    options = ["--quiet"] if quiet else []
     _run([uv, "pip", "sync", *options, "--python", str(venv / "bin" / "python"), str(pins)], variables)
 
 

@@ -13,9 +13,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from fastapi import FastAPI
 from ray import serve
 from ray.llm._internal.common.callbacks.base import CallbackBase
+from ray.llm._internal.serve.core.ingress.builder import _build_openai_ingress_request_router
+from ray.serve.config import RequestRouterConfig
 from ray.serve.deployment import Application
 from ray.serve.llm import LLMConfig, build_llm_deployment
 from ray.serve.llm.deployment import LLMServer
+from ray.serve.llm.request_router import PrefixCacheAffinityRouter
 from starlette.middleware.cors import CORSMiddleware
 from vllm.entrypoints.serve.engine.protocol import ModelCard, ModelList, ModelPermission
 
@@ -56,8 +59,9 @@ class Place(NamedTuple):
 
 def build(options: "ServeOptions", address: str) -> Application:
     """The whole application for these options, to be reached at the address; nothing is started."""
-    return build_llm_deployment(
-        llm_config(options),
+    config = llm_config(options)
+    app = build_llm_deployment(
+        config,
         deployment_cls=serve.ingress()(Server),
         bind_kwargs={
             "rules": options.rules,
@@ -66,6 +70,9 @@ def build(options: "ServeOptions", address: str) -> Application:
         },
         override_serve_options={"name": DEPLOYMENT},
     )
+    if not options.prefix_routing:
+        return app
+    return app._with_ingress_request_router(_build_openai_ingress_request_router(server=app, llm_config=config))
 
 
 def engine(options: "ServeOptions") -> dict[str, Any]:
@@ -91,7 +98,7 @@ def _adapters(options: "ServeOptions") -> Adapters | None:
 
 def llm_config(options: "ServeOptions") -> LLMConfig:
     """Ray's description of one model and of the replicas that serve it."""
-    deployment = {
+    deployment: dict[str, Any] = {
         "autoscaling_config": {
             "min_replicas": options.min_replicas,
             "max_replicas": options.max_replicas,
@@ -104,6 +111,12 @@ def llm_config(options: "ServeOptions") -> LLMConfig:
         "max_constructor_retry_count": 1,  # a model that cannot be loaded is not tried again for minutes
         "ray_actor_options": {"num_cpus": options.num_cpus},
     }
+    if options.prefix_routing:
+        deployment["request_router_config"] = RequestRouterConfig(
+            request_router_class=PrefixCacheAffinityRouter,
+            # by itself it would pile requests up on one replica, and remember all that was ever asked
+            request_router_kwargs={"imbalanced_threshold": options.target_ongoing_requests, "do_eviction": True},
+        )
     cpu = options.accelerator == "cpu"
     return LLMConfig(
         model_loading_config={"model_id": options.served_name, "model_source": options.source},

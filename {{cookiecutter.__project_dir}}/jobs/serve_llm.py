@@ -66,6 +66,9 @@ class ServeOptions(settings.Section):
     """Seconds of fewer before one is ended."""
     max_ongoing_requests: int = Field(ge=1)
     """Requests in progress on one replica at most; more wait."""
+    prefix_routing: bool = False
+    """Hand requests that begin alike to the same replica, which still knows that beginning; asking which one that is
+    takes a few milliseconds of each request."""
     max_surge_percent: int = Field(ge=0, le=100)
     """Replicas more, while an update starts those that replace the old ones, which answer until then; rounded up to
     whole ones. With 0 the old ones end first."""

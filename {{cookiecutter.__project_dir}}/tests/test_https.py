@@ -5,7 +5,6 @@ from typing import Any
 
 import boto3
 import pytest
-from moto import mock_aws
 
 import settings
 from cluster import cluster_file, stack
@@ -15,14 +14,13 @@ CERTIFICATE = "arn:aws:acm:us-east-1:123456789012:certificate/0a1b2c3d-0000-0000
 
 
 @pytest.fixture
-def file(monkeypatch: pytest.MonkeyPatch) -> Iterator[ClusterFile]:
-    """The cluster's file, in an account of moto's that has nothing but its default VPC."""
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, "testing")
+def file(s3: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[ClusterFile]:
+    """The cluster's file, in the account of moto's that has the tests' bucket, and a default VPC."""
     monkeypatch.setattr(stack, "ensure_key_pair", lambda file: None)
     monkeypatch.setattr(stack, "_own_address", lambda: "192.0.2.1")
-    with mock_aws():
-        yield cluster_file.load()
+    file = cluster_file.load()
+    yield file
+    stack.delete(file)
 
 
 def prepare(file: ClusterFile, monkeypatch: pytest.MonkeyPatch, **network: str) -> None:

@@ -1,6 +1,7 @@
 """One served model, asked by OpenAI's own client: answers, errors, and doors that stay shut."""
 
 import asyncio
+import contextlib
 import os
 import re
 import shutil
@@ -276,7 +277,8 @@ def test_nothing_that_is_sent_breaks_the_server(served: ServeOptions) -> None:
                 if answer.status_code >= 400:
                     assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
 
-            ask()
+            with contextlib.suppress(hypothesis.errors.Unsatisfiable):  # what takes nothing cannot be asked wrongly
+                ask()
     assert {("/v1/chat/completions", 400), ("/v1/models", 200)} <= seen
 
 
@@ -610,7 +612,8 @@ def write_adapters(run: Path, base: Path, *, seed: int, weights: Path | None = N
     """Write adapters over `base` that change what it says; returns what they make of the first question."""
     model = AutoModelForCausalLM.from_pretrained(weights or base, dtype=torch.float32)
     torch.manual_seed(seed)
-    adapted = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear", init_lora_weights=False))
+    config = LoraConfig(r=8, lora_alpha=32, target_modules="all-linear", init_lora_weights=False)
+    adapted = get_peft_model(model, config)
     adapted.peft_config["default"].base_model_name_or_path = str(base)
     adapted.save_pretrained(str(run / "adapter"))
     tokenizer = AutoTokenizer.from_pretrained(weights or base)

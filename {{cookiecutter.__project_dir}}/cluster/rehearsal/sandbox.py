@@ -209,7 +209,7 @@ def _cpu_pins() -> str:
 def _fill_package_cache(pins: Path) -> None:
     """Install what hosts will install, once and outside: they have no network, and what is built is built here."""
     with tempfile.TemporaryDirectory() as folder:
-        environment.install(Path(folder) / "venv", pins, quiet=True)
+        environment.install(Path(folder) / "venv", pins, "--quiet")
 
 
 def _which(program: str) -> str | None:

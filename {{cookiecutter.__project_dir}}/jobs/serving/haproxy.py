@@ -28,6 +28,9 @@ def environment(folder: str, fallback_port: int = 8500) -> dict[str, str]:
         # our app never blocks, so it needs no thread of its own, which each piece of a stream would have to cross
         "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
         "RAY_SERVE_FREEZE_GC_ON_STARTUP": "1",  # as vLLM's own server does
+        # for prefix_routing, which reads what is asked; a longer request goes to any replica
+        "RAY_SERVE_INGRESS_REQUEST_ROUTER_FORWARD_BODY": "1",
+        "RAY_SERVE_HAPROXY_INGRESS_REQUEST_ROUTER_BUFSIZE": str(2**20),
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # 5 s is not enough for its first start on a busy machine
     }
 

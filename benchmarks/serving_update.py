@@ -1,0 +1,59 @@
+"""A served model that is updated under load, and then tried against a canary: how long the requests took meanwhile."""
+
+import asyncio
+from collections.abc import Callable
+
+from benchmarks import harness, visitors
+from benchmarks.report import Result, at_most
+from benchmarks.visitors import CLEAN, Log, Visitor
+from jobs import serve_llm, served
+from jobs.serve_llm import ServeOptions
+from jobs.served import ServedOptions
+
+CLIENTS = 4
+CALM_S = 60.0
+LATER_S = 2.0
+
+
+def measure() -> Result:
+    """Clients who find it undisturbed for a minute; then an update; then a canary, which is promoted."""
+    with visitors.a_served_model() as (options, answers):
+        log, phases = asyncio.run(_update(options, answers))
+    rows = list(visitors.by_phase(log, phases))
+    calm, *disturbed = rows
+    bars = [at_most(0, "requests that failed", sum(outcome not in CLEAN for _, _, outcome in log.ended))]
+    for row in disturbed:
+        later = row["longest_s"] - calm["p99_s"]
+        bars.append(at_most(LATER_S, f"{row['phase']}: longest request, seconds beyond the undisturbed p99", later))
+    return {"bars": bars, "rounds": rows, "words": log.words}
+
+
+async def _update(options: ServeOptions, answers: dict[str, str]) -> tuple[Log, dict[str, float]]:
+    log, phases = Log(), {}
+    over = asyncio.Event()
+
+    async def phase(name: str, change: Callable[[], None]) -> None:
+        await asyncio.to_thread(change)
+        phases[name] = log.now()
+
+    shorter = options.model_copy(update={"max_model_len": options.max_model_len - 1})
+    canary = shorter.model_copy(update={"canary_percent": 50})
+    async with visitors.clients(options) as (client, http):
+        staying = asyncio.gather(
+            *(
+                Visitor(number, options, client, http, answers, log).stay(visitors.POLITE, over.is_set)
+                for number in range(CLIENTS)
+            )
+        )
+        await asyncio.sleep(CALM_S)
+        phases["undisturbed"] = log.now()
+        await phase("an update", lambda: serve_llm.deploy(shorter))
+        await phase("a canary", lambda: serve_llm.deploy(canary))
+        await phase("its promotion", lambda: served.main(ServedOptions(promote=True)))
+        over.set()
+        await staying
+    return log, phases
+
+
+if __name__ == "__main__":
+    harness.main(measure)
