@@ -71,7 +71,8 @@ def play() -> dict[str, Any]:
             url = status.address(status.take(connection), connection)
             after = _ask_served(questions, url)
         with _step(times, "embed the library's documentation, and answer from it with sources"):
-            _run(connection, "embed", "--input", f"{DATA}/documents", "--index", INDEX, "--model", EMBEDDER)
+            asked = ["--questions", f"{DATA}/questions/library.jsonl"]
+            _run(connection, "embed", "--input", f"{DATA}/documents", "--index", INDEX, "--model", EMBEDDER, *asked)
             _run(connection, "serve_rag", "--index", INDEX, "--sources", str(SOURCES))
             found = _share_found(f"{url}/rag/v1")
     result = _result(questions, before, after)

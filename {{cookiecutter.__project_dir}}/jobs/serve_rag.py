@@ -101,11 +101,13 @@ def deploy(options: RagOptions) -> str:
     paths = {"index": location} | ({"reranker": weights.find(options.reranker)} if options.reranker else {})
     capacity.refuse_private_paths(paths, options.shared_paths, "rag")
     server = _server(options)
+    url = f"{server.root}{PATH}"
+    is_update = APP in serve.status().applications and _answers(url)
     application = app.build(options, location, serve_llm.address(server), server.rules)
     target = serve.RunTarget(application, name=APP, route_prefix=PATH)
     serve.run_many([target], wait_for_applications_running=False)
-    _wait_until_healthy(f"{server.root}{PATH}", options.start_timeout_s)
-    return f"{server.root}{PATH}/v1"
+    _wait_until_healthy(url, options.start_timeout_s, is_update)
+    return f"{url}/v1"
 
 
 def _server(options: RagOptions) -> ServeOptions:
@@ -121,7 +123,8 @@ def _server(options: RagOptions) -> ServeOptions:
     return server
 
 
-def _wait_until_healthy(url: str, timeout_s: int) -> None:
+def _wait_until_healthy(url: str, timeout_s: int, is_update: bool) -> None:
+    """Wait for the application. When it fails it is taken down, but for an update, before which it answered."""
     started = time.monotonic()
     said = ""
     while not _answers(url):

@@ -142,13 +142,13 @@ class Ingress:
         parts: tuple[DeploymentHandle, DeploymentHandle, DeploymentHandle],
         rules: Rules,
         sources: int,
-        min_: float,
+        least: float,
     ) -> None:
         self._retriever, self._reranker, generator = parts
         self._generator = generator.options(stream=True)
         self._rules = rules
         self._sources = sources
-        self._min_score = min_
+        self._least = least
         self._keys = Keys()
 
     async def __serve_build_asgi_app__(self) -> Door:
@@ -183,7 +183,7 @@ class Ingress:
         if not found:
             return []
         ranked = await self._reranker.rank.remote(question, found)
-        return [source for source in ranked[: self._sources] if source.score >= self._min_score]
+        return [source for source in ranked[: self._sources] if source.score >= self._least]
 
     async def _say(
         self, messages: list[dict[str, str]], sources: list[Found], asked: dict[str, Any], key: str
