@@ -16,7 +16,7 @@ from demo import assets
 from jobs import embed
 from jobs.embed import EmbedOptions
 
-DOCUMENTS, ROUNDS = 2000, 5
+DOCUMENTS, ROUNDS = 1200, 5
 PROCESSES = 2
 
 

@@ -27,11 +27,11 @@ def rank(question: str, found: list[Found]) -> list[Found]:
 
 
 def quote(question: str, text: str) -> str:
-    """The sentence of a text that shares most with the question; the first of them."""
-    sentences = [sentence.strip() for sentence in re.split(r"(?<=[.!?])\s+|\n\s*\n", text) if sentence.strip()]
+    """The sentence of a text that shares most with the question; of equals the longest, which says most."""
+    parts = [" ".join(part.split()) for part in re.split(r"(?<=[.!?])\s+|\n\s*\n", text) if part.strip()]
+    sentences = [part for part in parts if part[-1] in ".!?"] or parts  # no headings, where there is anything else
     shares = _shares(_words(question), [_words(sentence) for sentence in sentences])
-    best = max(range(len(sentences)), key=shares.__getitem__)
-    return " ".join(sentences[best].split())
+    return max(zip(shares, map(len, sentences), sentences, strict=True))[2]
 
 
 def _words(text: str) -> set[str]:
