@@ -68,7 +68,9 @@ def write(folder: Path) -> dict[str, tuple[str, str]]:
     written: dict[str, tuple[str, str]] = {}
     rows: dict[str, list[dict[str, str]]] = {"a.parquet": [], "b.jsonl": []}
     for number, (name, fact) in enumerate(facts().items()):
-        text = f"About {name}. {fact[1]} Programs had better handle it, as those who call them cannot guess what went wrong."
+        text = (
+            f"About {name}. {fact[1]} Programs had better handle it: whoever calls them cannot guess what went wrong."
+        )
         if number % 4 < 2:
             rows[["a.parquet", "b.jsonl"][number % 4]].append({"id": name, "text": text})
             written[name] = fact

@@ -15,6 +15,11 @@ from transformers.utils import logging
 from jobs import weights
 from jobs.rag.index import Found
 
+COMMON = set(
+    re.findall(r"\w+", "a an and are can do does for how i in is it of on or the to was what when where which who why")
+)
+"""Words that do not say what a question asks."""
+
 
 def rank(question: str, found: list[Found]) -> list[Found]:
     """The chunks, the best first, with the plain measure as their score."""
@@ -30,8 +35,8 @@ def quote(question: str, text: str) -> str:
     """The sentence of a text that shares most with the question; of equals the longest, which says most."""
     parts = [" ".join(part.split()) for part in re.split(r"(?<=[.!?])\s+|\n\s*\n", text) if part.strip()]
     sentences = [part for part in parts if part[-1] in ".!?"] or parts  # no headings, where there is anything else
-    shares = _shares(_words(question), [_words(sentence) for sentence in sentences])
-    return max(zip(shares, map(len, sentences), sentences, strict=True))[2]
+    asked = _words(question) - COMMON
+    return max(sentences, key=lambda sentence: (len(asked & _words(sentence)), len(sentence)))
 
 
 def _words(text: str) -> set[str]:
