@@ -95,7 +95,7 @@ def deploy(options: RagOptions) -> str:
     Raises:
         settings.Refusal: there is no model to ask, or the application fails to start.
     """
-    from jobs.rag import app  # imports torch and FastAPI
+    from jobs.rag import app  # imports torch
 
     location = settings.resolve(options.index)
     paths = {"index": location} | ({"reranker": weights.find(options.reranker)} if options.reranker else {})

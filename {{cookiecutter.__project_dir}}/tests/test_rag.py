@@ -29,12 +29,12 @@ from demo import assets as demo_assets
 from jobs import embed, secrets, serve_llm, serve_rag
 from jobs.embed import EmbedOptions
 from jobs.rag import documents, index, pipeline, ranking
-from jobs.rag.app import NOT_KNOWN
+from jobs.rag.cross_encoder import CrossEncoder
 from jobs.rag.documents import Chunker
 from jobs.rag.embedder import Described, Embedder
 from jobs.rag.index import Found
+from jobs.rag.ingress import NOT_KNOWN
 from jobs.rag.pipeline import Worker
-from jobs.rag.ranking import CrossEncoder
 from jobs.serve_rag import RagOptions
 from jobs.serving import traffic
 from settings import Refusal
@@ -152,7 +152,7 @@ def test_a_cross_encoder_ranks_by_its_own_scores(embedder_folder: str, tmp_path:
     texts = ["a dog", "the sea at night", "copy a file", "seven"]
 
     def score(text: str) -> float:
-        return float(model(**tokenizer("a question", text, return_tensors="pt")).logits.sigmoid())
+        return model(**tokenizer("a question", text, return_tensors="pt")).logits.sigmoid().item()
 
     ranked = CrossEncoder(str(tmp_path), "cpu").rank("a question", [Found(text, text, 0.0) for text in texts])
     assert [chunk.text for chunk in ranked] == sorted(texts, key=score, reverse=True)
@@ -278,18 +278,17 @@ def test_what_cannot_be_embedded_is_refused(embedded: EmbedOptions, tmp_path: Pa
     assert refused(other).startswith(f"row 1 of {tmp_path}/rows.jsonl has no `text`")
 
 
-class Noting(Worker):
-    """A worker that notes in a file that it has loaded the model."""
-
-    def __init__(self, model: str, *arguments: Any) -> None:
-        super().__init__(model, *arguments)
-        with Path(model, "loaded").open("a") as file:
-            file.write(f"{os.getpid()}\n")
-
-
 def test_each_worker_loads_the_model_once(
     ray_session: None, options: EmbedOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    class Noting(Worker):
+        """A worker that notes in a file that it has loaded the model."""
+
+        def __init__(self, model: str, *arguments: Any) -> None:
+            super().__init__(model, *arguments)
+            with Path(model, "loaded").open("a") as file:
+                file.write(f"{os.getpid()}\n")
+
     model = tmp_path / "model"
     demo_assets.write_embedder(model)
     monkeypatch.setattr(pipeline, "Worker", Noting)
@@ -301,31 +300,40 @@ def test_each_worker_loads_the_model_once(
 # ------------------------------------------------------------------------------------------ answers
 
 
-class Model:
-    """In place of a served model: it repeats what it was told, with the key that came with it."""
+def stub() -> type:
+    """A deployment in place of a served model; a class of this module's own could not be imported by a replica."""
 
-    def __init__(self) -> None:
-        app = FastAPI()
-        app.add_api_route("/v1/chat/completions", self.answer, methods=["POST"], response_model=None)
-        self._app = app
+    class Model:
+        """In place of a served model: it repeats what it was told, with the key that came with it."""
 
-    def __serve_build_asgi_app__(self) -> FastAPI:
-        return self._app
+        def __init__(self) -> None:
+            app = FastAPI()
+            app.add_api_route("/v1/chat/completions", self.answer, methods=["POST"], response_model=None)
+            self._app = app
 
-    async def answer(self, request: Request) -> Response:
-        asked = await request.json()
-        if "fail" in asked["messages"][-1]["content"]:
-            return JSONResponse({"error": {"message": "the key owner has asked for as much as it may"}}, 429)
-        told = [asked["messages"][0]["content"], request.headers["authorization"][-4:], str(asked.get("max_tokens"))]
+        def __serve_build_asgi_app__(self) -> FastAPI:
+            return self._app
 
-        async def stream() -> Any:
-            for piece in told:
-                chunk = {"id": "1", "object": "chat.completion.chunk", "created": 0, "model": "m"}
-                choice = {"index": 0, "delta": {"content": f"{piece}|"}, "finish_reason": None}
-                yield f"data: {json.dumps(chunk | {'choices': [choice]})}\n\n"
-            yield "data: [DONE]\n\n"
+        async def answer(self, request: Request) -> Response:
+            asked = await request.json()
+            if "fail" in asked["messages"][-1]["content"]:
+                return JSONResponse({"error": {"message": "the key owner has asked for as much as it may"}}, 429)
+            told = [
+                asked["messages"][0]["content"],
+                request.headers["authorization"][-4:],
+                str(asked.get("max_tokens")),
+            ]
 
-        return StreamingResponse(stream(), media_type="text/event-stream")
+            async def stream() -> Any:
+                for piece in told:
+                    chunk = {"id": "1", "object": "chat.completion.chunk", "created": 0, "model": "m"}
+                    choice = {"index": 0, "delta": {"content": f"{piece}|"}, "finish_reason": None}
+                    yield f"data: {json.dumps(chunk | {'choices': [choice]})}\n\n"
+                yield "data: [DONE]\n\n"
+
+            return StreamingResponse(stream(), media_type="text/event-stream")
+
+    return Model
 
 
 def rag_options(embedded: EmbedOptions, **changes: object) -> RagOptions:
@@ -411,20 +419,18 @@ def test_without_an_index_nothing_is_served(tmp_path: Path, embedded: EmbedOptio
         serve_rag.main(rag_options(embedded, index=str(tmp_path)))
 
 
-def test_each_part_scales_by_itself(client: openai.OpenAI, embedded: EmbedOptions) -> None:
-    more = serve_rag.Replicas(min_replicas=2, max_replicas=3, num_cpus=0.1)
-    serve_rag.deploy(rag_options(embedded, ranker=more))
-    running = serve.status().applications[serve_rag.APP].deployments
-    counts = {name: sum(deployment.replica_states.values()) for name, deployment in running.items()}
-    assert counts == {"Retriever": 1, "Reranker": 2, "Generator": 1, "Ingress": 1}
-
-
-def test_a_served_model_answers_from_the_sources(client: openai.OpenAI, embedded: EmbedOptions) -> None:
+def test_a_served_model_answers_from_the_sources_and_each_part_has_its_replicas(
+    client: openai.OpenAI, embedded: EmbedOptions
+) -> None:
     with pytest.raises(Refusal, match="no model is served that could answer"):
         serve_rag.deploy(rag_options(embedded, generator="model"))
-    serve.run(serve.deployment(serve.ingress()(Model)).bind(), name="stub", route_prefix="/")
+    serve.run(serve.deployment(serve.ingress()(stub())).bind(), name="stub", route_prefix="/")
     ray.get(traffic.actor().tell.remote(traffic.ROOT, ["stub"], []))
-    serve_rag.deploy(rag_options(embedded, generator="model", prompt_characters=200))
+    two = serve_rag.Replicas(min_replicas=2, max_replicas=3, num_cpus=0.1)
+    serve_rag.deploy(rag_options(embedded, generator="model", prompt_characters=200, answerer=two))
+    running = serve.status().applications[serve_rag.APP].deployments
+    counts = {name: deployment.replica_states["RUNNING"] for name, deployment in running.items()}
+    assert counts == {"Retriever": 1, "Reranker": 1, "Generator": 2, "Ingress": 1}
     text, sources = ask(client, "What does ENOENT mean?", max_tokens=7)
     prompt, key, tokens, _ = text.split("|")
     shown = f"[1] {sources[0]['document']}: {sources[0]['text']}"

@@ -1,6 +1,6 @@
-"""Ranks what the retriever found: by a cross-encoder, or where none is named by a plain measure.
+"""Ranks what the retriever found by a plain measure, and quotes from it.
 
-The plain measure is the mean of two numbers between 0 and 1: the cosine of the vectors, which knows meanings, and the
+The measure is the mean of two numbers between 0 and 1: the cosine of the vectors, which knows meanings, and the
 share of the question's words that a chunk holds, each weighted by how rare it is, which knows names.
 """
 
@@ -8,11 +8,6 @@ import math
 import re
 from collections import Counter
 
-import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
-from transformers.utils import logging
-
-from jobs import weights
 from jobs.rag.index import Found
 
 COMMON = set(
@@ -49,24 +44,3 @@ def _shares(question: set[str], texts: list[set[str]]) -> list[float]:
     weight = {word: math.log(1 + len(texts) / (1 + holders[word])) for word in question}
     whole = sum(weight.values()) or 1.0
     return [sum(weight[word] for word in question & text) / whole for text in texts]
-
-
-class CrossEncoder:
-    """A model that reads question and chunk together; slower than vectors, and better."""
-
-    def __init__(self, model: str, device: str) -> None:
-        """`model` is what `weights.find` gives."""
-        logging.disable_progress_bar()
-        folder = weights.on_this_node(model)
-        self._tokenizer = AutoTokenizer.from_pretrained(folder)
-        self._model = AutoModelForSequenceClassification.from_pretrained(folder).to(device).eval()
-        self._longest = min(self._tokenizer.model_max_length, self._model.config.max_position_embeddings)
-
-    @torch.inference_mode()
-    def rank(self, question: str, found: list[Found]) -> list[Found]:
-        """The chunks, the best first; their score is the model's, between 0 and 1."""
-        pairs = [(question, chunk.text) for chunk in found]
-        batch = self._tokenizer(pairs, padding=True, truncation=True, max_length=self._longest, return_tensors="pt")
-        scores = self._model(**batch.to(self._model.device)).logits[:, 0].float().sigmoid().tolist()
-        scored = [chunk._replace(score=score) for chunk, score in zip(found, scores, strict=True)]
-        return sorted(scored, key=lambda chunk: chunk.score, reverse=True)
