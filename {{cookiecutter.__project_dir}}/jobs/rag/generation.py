@@ -25,7 +25,7 @@ class Generator:
     """Answers from sources: with a served model's words, or with a sentence of theirs."""
 
     def __init__(self, kind: Literal["model", "quote"], address: str, prompt_characters: int) -> None:
-        self._address = address
+        self._client = openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="the caller's", max_retries=0)
         self._prompt_characters = prompt_characters
         self.answer = self._ask if kind == "model" else self._quote
 
@@ -45,17 +45,18 @@ class Generator:
         """The client's own key is shown to the model, so its limits hold there too."""
         system = {"role": "system", "content": PROMPT + numbered(sources)[: self._prompt_characters]}
         told: list[Any] = [system, *messages]
-        client = openai.AsyncOpenAI(base_url=f"{self._address}/v1", api_key=key, max_retries=0)
+        completions = self._client.with_options(api_key=key).chat.completions
         try:
             # without a name, whichever model is at the address answers
-            stream = await client.chat.completions.create(model="", messages=told, stream=True, **asked)
-            async for chunk in stream:
-                if chunk.choices and (text := chunk.choices[0].delta.content):
-                    yield text
-        except openai.APIStatusError as error:
-            yield Failure(error.status_code, error.message)
-        except openai.APIError as error:
+            async with await completions.create(model="", messages=told, stream=True, **asked) as stream:
+                async for chunk in stream:
+                    if chunk.choices and (text := chunk.choices[0].delta.content):
+                        yield text
+        except (openai.APIConnectionError, openai.NotFoundError) as error:
             yield Failure(503, f"the model that writes the answers does not answer ({error}): inv submit serve_llm")
+        except openai.APIStatusError as error:
+            said = error.body.get("message") if isinstance(error.body, dict) else None
+            yield Failure(error.status_code, str(said or error.message))
 
 
 def numbered(sources: list[Found]) -> str:
