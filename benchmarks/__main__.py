@@ -17,6 +17,7 @@ PARTS = {  # the quick ones first
     "serving_door": "What keys and limits cost a request to a served model",
     "launchers": "Ray Train against torchrun, on the same loop",
     "trl": "Against TRL's SFTTrainer, in one process",
+    "embed": "embed with two workers against two plain processes",
     "preprocess": "preprocess against datasets.map and a bare loop",
     "serving": "A served model of 30 million parameters against bare vLLM",
     "serving_tiny": "A served model of a million parameters against bare vLLM",

@@ -96,9 +96,11 @@ def _env_file() -> Iterator[Finding]:
 
 def _settings() -> Iterator[Finding]:
     """The jobs' sections of both profiles, typed as the jobs read them."""
-    from jobs.evaluate import EvaluateOptions  # here, as torch and Ray take seconds to import
+    from jobs.embed import EmbedOptions  # here, as torch and Ray take seconds to import
+    from jobs.evaluate import EvaluateOptions
     from jobs.preprocess import PreprocessOptions
     from jobs.serve_llm import ServeOptions
+    from jobs.serve_rag import RagOptions
     from jobs.train_classifier import ClassifierOptions
     from jobs.training.options import DDPOptions, DeepSpeedOptions, FSDPOptions
     from jobs.tune import TuneOptions
@@ -112,6 +114,8 @@ def _settings() -> Iterator[Finding]:
         (ClassifierOptions, ("train", "classifier")),
         (EvaluateOptions, ("evaluate",)),
         (ServeOptions, ("serve",)),
+        (EmbedOptions, ("embed",)),
+        (RagOptions, ("rag",)),
         (SecretsSection, ("secrets",)),
     ]
     for profile in settings.PROFILES:

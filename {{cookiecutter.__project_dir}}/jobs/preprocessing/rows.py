@@ -91,7 +91,7 @@ def find(name: str) -> Source:
     """
     try:
         filesystem, path = pyarrow.fs.FileSystem.from_uri(name)
-        found = _list(filesystem, path)
+        found = list_files(filesystem, path)
     except (OSError, pa.ArrowInvalid) as error:
         raise Refusal(f"{name} cannot be read ({error}); correct input in [preprocess], or pass --input.") from None
     files = sorted(
@@ -168,7 +168,8 @@ def assign(rows: pa.Table, seed: int, places: pa.Array) -> pa.Table:
     return pa.table(dict(zip(rows.column_names, rows.columns, strict=True)) | columns)
 
 
-def _list(filesystem: pyarrow.fs.FileSystem, path: str) -> list[pyarrow.fs.FileInfo]:
+def list_files(filesystem: pyarrow.fs.FileSystem, path: str) -> list[pyarrow.fs.FileInfo]:
+    """A file, what is in a folder itself, or what a glob matches."""
     info = filesystem.get_file_info(path)
     if info.type == pyarrow.fs.FileType.Directory:
         return filesystem.get_file_info(pyarrow.fs.FileSelector(path))

@@ -1,0 +1,103 @@
+"""`embed` with two workers against two plain processes that do the same with the same functions."""
+
+import functools
+import multiprocessing
+import shutil
+import time
+from pathlib import Path
+
+import lancedb
+import torch
+
+import settings
+from benchmarks import harness
+from benchmarks.report import Result, at_least
+from demo import assets
+from jobs import embed
+from jobs.embed import EmbedOptions
+
+DOCUMENTS, ROUNDS = 1200, 5
+PROCESSES = 2
+
+
+def measure() -> Result:
+    """From the first document to the last commit, with the start of the workers and of the processes: each of them
+    loads the model once. Ray runs already."""
+    with harness.scratch() as folder:
+        assets.write_embedder(folder / "model")
+        texts = [fact.answer for fact in harness.docstrings()[:DOCUMENTS]]
+        rows = [{"id": str(number), "text": text} for number, text in enumerate(texts)]
+        harness.write_rows(folder / "all.jsonl", rows)
+        for part in range(PROCESSES):
+            harness.write_rows(folder / f"part-{part}.jsonl", rows[part::PROCESSES])
+        with harness.one_ray():
+            ways = {"embed": functools.partial(_ours, folder), "two processes": functools.partial(_plain, folder)}
+            rounds = harness.alternate(ways, ROUNDS, "chunks/s")
+    ratio = harness.median_ratio(rounds, "embed", "two processes")
+    return {
+        "bars": [at_least(0.9, "chunks/s by those of two plain processes, median", ratio)],
+        "rounds": [{"round": number, **made} for number, made in enumerate(rounds, 1)],
+    }
+
+
+def _options(folder: Path, name: str) -> EmbedOptions:
+    own = {
+        "input": str(folder / f"{name}.jsonl"),
+        "index": str(folder / f"{name}-index"),
+        "model": str(folder / "model"),
+        "questions": "",
+        "num_workers": PROCESSES,
+    }
+    return settings.load(EmbedOptions, "embed", profile="local").model_copy(update=own)
+
+
+def _ours(folder: Path) -> float:
+    shutil.rmtree(folder / "all-index", ignore_errors=True)
+    started = time.perf_counter()
+    embed.main(_options(folder, "all"))
+    seconds = time.perf_counter() - started
+    return _chunks(folder, "all") / seconds
+
+
+def _plain(folder: Path) -> float:
+    names = [f"part-{part}" for part in range(PROCESSES)]
+    for name in names:
+        shutil.rmtree(folder / f"{name}-index", ignore_errors=True)
+    spawn = multiprocessing.get_context("spawn")
+    started = time.perf_counter()
+    processes = [spawn.Process(target=_one_process, args=(_options(folder, name),)) for name in names]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    seconds = time.perf_counter() - started
+    return sum(_chunks(folder, name) for name in names) / seconds
+
+
+def _one_process(options: EmbedOptions) -> None:
+    """Read, cut, embed and keep, one after the other."""
+    from jobs.rag import documents, index
+    from jobs.rag.embedder import Described
+    from jobs.rag.pipeline import Worker
+
+    torch.set_num_threads(1)  # as Ray gives each worker
+    described = Described(options.model)
+    recipe = index.Recipe(options.model, options.chunk_tokens, options.chunk_overlap)
+    writer = index.Writer(options.index, options.input, recipe, described.dimension, fresh=False)
+    cut = documents.Chunker(described.tokenizer, options.chunk_tokens, options.chunk_overlap)
+    worker = Worker(options.model, options.device, options.precision, options.batch_chunks)
+    source = documents.find(options.input)
+    waiting = embed.Commits(writer)
+    for piece in source.pieces:
+        for batch in documents.batches(source, piece, {}, cut, embed.PASSES * options.batch_chunks):
+            waiting.add(worker.work(batch))
+    waiting.commit()
+    writer.finish()
+
+
+def _chunks(folder: Path, name: str) -> int:
+    return lancedb.connect(folder / f"{name}-index").open_table("chunks").count_rows()
+
+
+if __name__ == "__main__":
+    harness.main(measure)

@@ -1,0 +1,154 @@
+"""Serves answers from the documents that `embed` put into an index, with numbered sources, at /rag.
+
+It stands beside the model of `serve_llm`, at the same address, behind the same keys and limits, and asks that model.
+"""
+
+import asyncio
+import os
+import time
+from typing import Literal
+
+import ray
+import requests
+from pydantic import Field, NonNegativeFloat, PositiveInt, model_validator
+from ray import serve
+
+import settings
+from jobs import capacity, cli, secrets, serve_llm, weights
+from jobs.rag import index
+from jobs.serve_llm import ServeOptions
+from jobs.serving import traffic
+from settings import Refusal
+
+APP, PATH = "rag", "/rag"
+
+
+class Replicas(settings.Section):
+    """How many replicas of one part there are, and what each has."""
+
+    min_replicas: int = Field(ge=0)
+    """Replicas that always run."""
+    max_replicas: PositiveInt
+    """Replicas that run at most."""
+    target_ongoing_requests: PositiveInt = 8
+    """Requests in progress on one replica, on average, above which replicas are added."""
+    num_cpus: NonNegativeFloat
+    """Logical CPUs of each."""
+    num_gpus: NonNegativeFloat = 0
+    """GPUs of each."""
+
+    @model_validator(mode="after")
+    def _in_order(self) -> "Replicas":
+        if self.min_replicas > self.max_replicas:
+            raise ValueError(f"min_replicas = {self.min_replicas} is more than max_replicas = {self.max_replicas}")
+        return self
+
+
+class RagOptions(settings.Section):
+    """The [rag] section of settings.toml."""
+
+    index: str
+    """Folder or s3:// URI of the index that `embed` made."""
+    shared_paths: tuple[str, ...] = ()
+    """Folders that every node mounts; on several nodes, other local paths are refused."""
+    candidates: PositiveInt
+    """Chunks that the retriever finds for a question."""
+    sources: PositiveInt
+    """Those of them that rank best, for the answer."""
+    reranker: str = ""
+    """Cross-encoder that ranks them: a Hugging Face folder or hub id; empty: by cosine and shared words."""
+    min_score: float
+    """What a source must score to be used; where none does, the answer is that it does not know."""
+    generator: Literal["model", "quote"]
+    """Who writes the answer: the model that `serve_llm` serves, or nobody: the best sentence of the best source."""
+    prompt_characters: PositiveInt
+    """Characters of the sources that the model reads at most."""
+    device: Literal["cpu", "cuda"]
+    """Where retriever and reranker compute; `cuda` needs num_gpus for both."""
+    retriever: Replicas
+    """Embeds the question, and searches."""
+    ranker: Replicas
+    """Ranks what was found."""
+    answerer: Replicas
+    """Asks the model."""
+    ingress: Replicas
+    """Takes the requests."""
+    start_timeout_s: PositiveInt
+    """Seconds until a deployment that is not healthy is given up."""
+
+
+def main(options: RagOptions) -> None:
+    """Serve answers from the index, with sources, over an OpenAI-compatible API, and return when it answers."""
+    secrets.load()
+    if not secrets.read(["SERVE_API_KEY"]):
+        raise Refusal("SERVE_API_KEY is not set, and nothing is served without a key: put it into .env.")
+    asyncio.run(index.Reader.open(settings.resolve(options.index)))  # refuses where there is none
+    cli.connect(log_to_driver=False)
+    print(f"answers from {options.index} are served at {deploy(options)}", flush=True)
+    if os.environ.get("RAY_ADDRESS", "local") == "local":
+        serve_llm.wait_for_interrupt(APP)
+
+
+def deploy(options: RagOptions) -> str:
+    """Deploy the application, or update the one that runs; returns the base URL for OpenAI clients when it answers.
+
+    Raises:
+        settings.Refusal: there is no model to ask, or the application fails to start.
+    """
+    from jobs.rag import app  # imports torch
+
+    location = settings.resolve(options.index)
+    paths = {"index": location} | ({"reranker": weights.find(options.reranker)} if options.reranker else {})
+    capacity.refuse_private_paths(paths, options.shared_paths, "rag")
+    server = _server(options)
+    url = f"{server.root}{PATH}"
+    is_update = APP in serve.status().applications and _answers(url)
+    application = app.build(options, location, serve_llm.address(server), server.rules)
+    target = serve.RunTarget(application, name=APP, route_prefix=PATH)
+    serve.run_many([target], wait_for_applications_running=False)
+    _wait_until_healthy(url, options.start_timeout_s, is_update)
+    return f"{url}/v1"
+
+
+def _server(options: RagOptions) -> ServeOptions:
+    """[serve], with the address at which Serve listens; it is started there where nothing is served yet."""
+    server = settings.load(ServeOptions, "serve")
+    if listens := serve_llm.current_address():
+        server = server.model_copy(update=dict(zip(("host", "port"), listens, strict=True)))
+    else:
+        serve_llm.check_address(server)
+        serve_llm.start_serve(server)
+    if options.generator == "model" and traffic.ROOT not in ray.get(traffic.actor().apps.remote()):
+        raise Refusal("no model is served that could answer: inv submit serve_llm, or pass --generator quote.")
+    return server
+
+
+def _wait_until_healthy(url: str, timeout_s: int, is_update: bool) -> None:
+    """Wait for the application. When it fails it is taken down, but for an update, before which it answered."""
+    started = time.monotonic()
+    said = ""
+    while not _answers(url):
+        status = serve.status().applications[APP]
+        waited = time.monotonic() - started
+        if status.status == "DEPLOY_FAILED" or waited > timeout_s:
+            serve.delete(APP)
+            words = serve_llm.last_words(status)
+            raise Refusal(
+                f"{APP} was not healthy after {waited:.0f} s, and is ended: {words}; correct that, try again."
+            )
+        if (state := serve_llm.describe(status)) != said:
+            print(f"serve_rag: {waited:3.0f} s of at most {timeout_s}: {state}", flush=True)
+            said = state
+        time.sleep(0.5)
+    print(f"serve_rag: healthy after {time.monotonic() - started:.0f} s", flush=True)
+
+
+def _answers(url: str) -> bool:
+    try:
+        return serve.status().applications[APP].status == "RUNNING" and requests.get(f"{url}/health", timeout=5).ok
+    except requests.RequestException:
+        return False
+
+
+if __name__ == "__main__":
+    cli.run(main, RagOptions, "rag")

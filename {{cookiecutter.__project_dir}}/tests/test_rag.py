@@ -1,0 +1,444 @@
+"""Documents to answers: chunks, vectors, the index as documents come, change and go, and answers with their sources."""
+
+import errno
+import http
+import json
+import os
+import random
+import shutil
+import socket
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import openai
+import pyarrow as pa
+import pyarrow.fs
+import pyarrow.parquet as pq
+import pytest
+import ray
+import torch
+from fastapi import FastAPI, Request
+from ray import serve
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+import settings
+from demo import assets as demo_assets
+from jobs import embed, secrets, serve_llm, serve_rag
+from jobs.embed import EmbedOptions
+from jobs.rag import documents, index, pipeline, ranking
+from jobs.rag.cross_encoder import CrossEncoder
+from jobs.rag.documents import Chunker
+from jobs.rag.embedder import Described, Embedder
+from jobs.rag.index import Found
+from jobs.rag.ingress import NOT_KNOWN
+from jobs.rag.pipeline import Worker
+from jobs.serve_rag import RagOptions
+from jobs.serving import traffic
+from settings import Refusal
+
+SHOWN = 5
+ASKED = 30
+OUT_OF_PLACE = ("How long do I boil an egg?", "Who won the football world cup in 1998?", "best pizza in Naples")
+
+
+@pytest.fixture(scope="module")
+def embedder_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("embedder")
+    demo_assets.write_embedder(folder)
+    return str(folder)
+
+
+def facts() -> dict[str, tuple[str, str]]:
+    """By the id of its document: a question, and the one sentence that answers it."""
+    found = {}
+    for number, name in errno.errorcode.items():
+        found[name] = (f"What does {name} mean?", f"{name} is the error that says: {os.strerror(number)}.")
+    for status in http.HTTPStatus:
+        answer = f"HTTP {status.value} means {status.phrase}."
+        found[f"HTTP {status.value}"] = (f"What does HTTP {status.value} mean?", answer)
+    return found
+
+
+def write(folder: Path) -> dict[str, tuple[str, str]]:
+    """A quarter of the facts in each format; returns them by the ids that their documents get."""
+    folder.mkdir(parents=True)
+    written: dict[str, tuple[str, str]] = {}
+    rows: dict[str, list[dict[str, str]]] = {"a.parquet": [], "b.jsonl": []}
+    for number, (name, fact) in enumerate(facts().items()):
+        text = (
+            f"About {name}. {fact[1]} Programs had better handle it: whoever calls them cannot guess what went wrong."
+        )
+        if number % 4 < 2:
+            rows[["a.parquet", "b.jsonl"][number % 4]].append({"id": name, "text": text})
+            written[name] = fact
+        else:
+            file = f"notes/{name}{['.md', '.txt'][number % 4 - 2]}"
+            (folder / "notes").mkdir(exist_ok=True)
+            (folder / file).write_text(text)
+            written[file] = fact
+    pq.write_table(pa.Table.from_pylist(rows["a.parquet"]), folder / "a.parquet")
+    write_rows(folder / "b.jsonl", rows["b.jsonl"])
+    return written
+
+
+def write_rows(file: Path, rows: list[dict[str, str]]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, tuple[str, str]]]:
+    folder = tmp_path_factory.mktemp("corpus") / "documents"
+    return folder, write(folder)
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory: pytest.TempPathFactory, embedder_folder: str, corpus: tuple[Path, Any]) -> EmbedOptions:
+    """The local profile's options for the corpus."""
+    made = {
+        "input": str(corpus[0]),
+        "index": str(tmp_path_factory.mktemp("index") / "index"),
+        "model": embedder_folder,
+        "questions": "",
+    }
+    return settings.load(EmbedOptions, "embed", profile="local").model_copy(update=made)
+
+
+# ------------------------------------------------------------------------------------------ chunks and vectors
+
+
+def test_chunks_hold_every_word_and_repeat_the_end_of_the_one_before(embedder_folder: str) -> None:
+    words = [f"word{number}" for number in range(400)]
+    tokenizer = Described(embedder_folder).tokenizer
+    chunks = Chunker(tokenizer, 50, 12)(" ".join(words))
+    assert [word for chunk in chunks for word in chunk.split() if word not in words] == []  # none is cut in two
+    assert set(words) == {word for chunk in chunks for word in chunk.split()}
+    assert all(len(tokenizer.encode(chunk, add_special_tokens=False).ids) <= 50 for chunk in chunks)
+    for one, next_ in pairwise(chunks):
+        assert one.split()[-2:] == [word for word in one.split() if word in next_.split()][-2:]
+    assert Chunker(tokenizer, 50, 12)("a b c ") == ["a b c"]
+    assert len(Chunker(tokenizer, 50, 12)("字" * 500)) > 10  # no word to end at
+
+
+def test_a_vector_is_the_same_alone_and_in_a_batch(embedder_folder: str) -> None:
+    texts = ["short", "a somewhat longer text, with more words in it", "and one more " * 30]
+    embedder = Embedder(embedder_folder, "cpu", "fp32", batch_chunks=2)
+    vectors = torch.tensor(embedder.embed(texts))
+    alone = torch.tensor([embedder.embed([text])[0].tolist() for text in texts])
+    torch.testing.assert_close(vectors, alone, atol=1e-5, rtol=0)
+    torch.testing.assert_close(vectors.norm(dim=1), torch.ones(3))
+
+
+def test_a_model_that_says_how_it_pools_is_pooled_so(embedder_folder: str, tmp_path: Path) -> None:
+    shutil.copytree(embedder_folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "1_Pooling" / "config.json").write_text('{"pooling_mode_cls_token": true}')
+    prompts = {"prompts": {"query": "query: "}}
+    (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+    mean, first = Embedder(embedder_folder, "cpu", "fp32"), Embedder(str(tmp_path), "cpu", "fp32")
+    assert abs(mean.embed(["some text"]) - first.embed(["some text"])).max() > 1e-3
+    assert (first.embed(["text"], "query") == first.embed(["query: text"])).all()
+
+
+def test_a_cross_encoder_ranks_by_its_own_scores(embedder_folder: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = AutoConfig.from_pretrained(embedder_folder, num_labels=1, num_hidden_layers=1, initializer_range=0.5)
+    model = AutoModelForSequenceClassification.from_config(config).eval()
+    tokenizer = AutoTokenizer.from_pretrained(embedder_folder)
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    texts = ["a dog", "the sea at night", "copy a file", "seven"]
+
+    def score(text: str) -> float:
+        return model(**tokenizer("a question", text, return_tensors="pt")).logits.sigmoid().item()
+
+    ranked = CrossEncoder(str(tmp_path), "cpu").rank("a question", [Found(text, text, 0.0) for text in texts])
+    assert [chunk.text for chunk in ranked] == sorted(texts, key=score, reverse=True)
+    assert [chunk.score for chunk in ranked] == pytest.approx([score(chunk.text) for chunk in ranked], abs=1e-4)
+
+
+def test_the_plain_ranking_knows_names_and_meanings() -> None:
+    found = [Found("a", "ENOENT is one", 0.4), Found("b", "ENOTDIR is another", 0.5), Found("c", "the sea", 0.45)]
+    assert [chunk.document for chunk in ranking.rank("What is ENOENT?", found)] == ["a", "b", "c"]
+    assert ranking.quote("What is ENOENT?", "This is a text. ENOENT is\nan error. And more.") == "ENOENT is an error."
+
+
+# ------------------------------------------------------------------------------------------ the index
+
+
+@pytest.fixture(scope="module")
+def embedded(ray_session: None, options: EmbedOptions) -> EmbedOptions:
+    embed.main(options)
+    return options
+
+
+def said(capsys: pytest.CaptureFixture) -> str:
+    return next(line for line in capsys.readouterr().out.splitlines() if line.startswith("documents: "))
+
+
+def test_what_is_there_already_is_not_embedded_again(embedded: EmbedOptions, capsys: pytest.CaptureFixture) -> None:
+    embed.main(embedded)
+    assert said(capsys) == f"documents: 0 new, 0 changed, 0 removed, {len(facts())} unchanged"
+
+
+def test_a_killed_run_goes_on_with_the_rest(
+    ray_session: None,
+    options: EmbedOptions,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    rows = [{"id": str(number), "text": f"text number {number}"} for number in range(40)]
+    write_rows(tmp_path / "rows.jsonl", rows)
+    small = options.model_copy(
+        update={"input": str(tmp_path / "rows.jsonl"), "index": str(tmp_path / "index"), "batch_chunks": 2}
+    )
+    commit = index.Writer.commit
+    commits = []
+
+    def fail(writer: index.Writer, chunks: pa.Table, changed: list[str]) -> None:
+        if len(commits) == 2:
+            raise MemoryError("killed")
+        commits.append(len(chunks))
+        commit(writer, chunks, changed)
+
+    monkeypatch.setattr(embed, "COMMIT_S", 0)
+    monkeypatch.setattr(index.Writer, "commit", fail)
+    with pytest.raises(MemoryError):
+        embed.main(small)
+    monkeypatch.undo()
+    capsys.readouterr()
+    embed.main(small)
+    assert 0 < sum(commits) < len(rows)
+    assert said(capsys) == f"documents: {len(rows) - sum(commits)} new, 0 changed, 0 removed, {sum(commits)} unchanged"
+
+
+def test_the_same_files_answer_from_s3(embedded: EmbedOptions, s3: str, embedder_folder: str) -> None:
+    pyarrow.fs.copy_files(embedded.index, f"{s3}/copied")
+    vectors = Embedder(embedder_folder, "cpu", "fp32").embed(["What does ENOENT mean?"])
+    here, there = (index.search_all(place, vectors, SHOWN) for place in (embedded.index, f"{s3}/copied"))
+    assert here == there
+    assert "No such file" in here[0][0].text
+
+
+def test_an_index_on_s3_from_documents_on_s3(
+    ray_session: None, s3: str, options: EmbedOptions, capsys: pytest.CaptureFixture
+) -> None:
+    filesystem, path = pyarrow.fs.FileSystem.from_uri(f"{s3}/documents")
+    for name in ("one", "two"):
+        with filesystem.open_output_stream(f"{path}/{name}.md") as file:
+            file.write(f"# {name}\n\nThis is {name}.".encode())
+    on_s3 = options.model_copy(update={"input": f"{s3}/documents", "index": f"{s3}/index"})
+    embed.main(on_s3)
+    assert said(capsys) == "documents: 2 new, 0 changed, 0 removed, 0 unchanged"
+    filesystem.delete_file(f"{path}/one.md")
+    embed.main(on_s3)
+    assert said(capsys) == "documents: 0 new, 0 changed, 1 removed, 1 unchanged"
+
+
+def test_the_demos_questions_are_answered_by_documents_that_are_there() -> None:
+    assert set(demo_assets.ASKED.values()) <= demo_assets.documents().keys()
+
+
+def test_a_large_table_is_indexed_and_finds_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index, "INDEXED_FROM", 500)
+    torch.manual_seed(0)
+    vectors = torch.nn.functional.normalize(torch.randn(600, 8), dim=1).numpy()
+    texts = {"document": list(map(str, range(600))), "hash": ["h"] * 600, "chunk": [0] * 600, "text": ["t"] * 600}
+    chunks = pa.table(texts, schema=documents.CHUNKS)
+    column = pa.FixedSizeListArray.from_arrays(pa.array(vectors.ravel()), 8)
+    writer = index.Writer(str(tmp_path), "source", index.Recipe("model", 50, 0), 8, fresh=False)
+    writer.commit(chunks.append_column("vector", column), [])
+    assert writer.finish() == 600
+    found = index.search_all(str(tmp_path), vectors[:20], 1)
+    assert [chunk.document for [chunk] in found] == list(map(str, range(20)))
+    assert all(chunk.score == pytest.approx(1, abs=1e-4) for [chunk] in found)
+
+
+def refused(options: EmbedOptions, **changes: object) -> str:
+    with pytest.raises(Refusal) as refusal:
+        embed.main(options.model_copy(update=changes))
+    return str(refusal.value)
+
+
+def test_what_cannot_be_embedded_is_refused(embedded: EmbedOptions, tmp_path: Path) -> None:
+    assert "was made with chunk_tokens = 200, not 100: go on" in refused(embedded, chunk_tokens=100)
+    assert refused(embedded, input="/nowhere/*.md").startswith(
+        "no .parquet, .jsonl, .md, .txt file is at /nowhere/*.md"
+    )
+    assert "set model in [embed] of settings.toml" in refused(embedded, model=str(tmp_path))
+    assert "use --num-workers 4." in refused(embedded, num_workers=5, num_cpus=1)
+    assert refused(embedded, num_workers=4, num_cpus=1).startswith("4 workers leave no CPU to read the documents with")
+    write_rows(tmp_path / "rows.jsonl", [{"id": "1", "text": "one"}, {"id": "1", "text": "two"}])
+    other = embedded.model_copy(update={"input": str(tmp_path / "rows.jsonl"), "index": str(tmp_path / "index")})
+    assert refused(other).startswith("two documents have the id 1:")
+    write_rows(tmp_path / "rows.jsonl", [{"id": "1", "title": "one"}])
+    assert refused(other).startswith(f"row 1 of {tmp_path}/rows.jsonl has no `text`")
+
+
+def test_each_worker_loads_the_model_once(
+    ray_session: None, options: EmbedOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Noting(Worker):
+        """A worker that notes in a file that it has loaded the model."""
+
+        def __init__(self, model: str, *arguments: Any) -> None:
+            super().__init__(model, *arguments)
+            with Path(model, "loaded").open("a") as file:
+                file.write(f"{os.getpid()}\n")
+
+    model = tmp_path / "model"
+    demo_assets.write_embedder(model)
+    monkeypatch.setattr(pipeline, "Worker", Noting)
+    embed.main(options.model_copy(update={"model": str(model), "index": str(tmp_path / "index"), "batch_chunks": 4}))
+    loaded = (model / "loaded").read_text().split()
+    assert len(loaded) == len(set(loaded)) == options.num_workers
+
+
+# ------------------------------------------------------------------------------------------ answers
+
+
+def stub() -> type:
+    """A deployment in place of a served model; a class of this module's own could not be imported by a replica."""
+
+    class Model:
+        """In place of a served model: it repeats what it was told, with the key that came with it."""
+
+        def __init__(self) -> None:
+            app = FastAPI()
+            app.add_api_route("/v1/chat/completions", self.answer, methods=["POST"], response_model=None)
+            self._app = app
+
+        def __serve_build_asgi_app__(self) -> FastAPI:
+            return self._app
+
+        async def answer(self, request: Request) -> Response:
+            asked = await request.json()
+            if "fail" in asked["messages"][-1]["content"]:
+                return JSONResponse({"error": {"message": "the key owner has asked for as much as it may"}}, 429)
+            told = [
+                asked["messages"][0]["content"],
+                request.headers["authorization"][-4:],
+                str(asked.get("max_tokens")),
+            ]
+
+            async def stream() -> Any:
+                for piece in told:
+                    chunk = {"id": "1", "object": "chat.completion.chunk", "created": 0, "model": "m"}
+                    choice = {"index": 0, "delta": {"content": f"{piece}|"}, "finish_reason": None}
+                    yield f"data: {json.dumps(chunk | {'choices': [choice]})}\n\n"
+                yield "data: [DONE]\n\n"
+
+            return StreamingResponse(stream(), media_type="text/event-stream")
+
+    return Model
+
+
+def rag_options(embedded: EmbedOptions, **changes: object) -> RagOptions:
+    made = {"index": embedded.index, "sources": SHOWN, **changes}
+    return settings.load(RagOptions, "rag", profile="local").model_copy(update=made)
+
+
+@pytest.fixture(scope="module")
+def client(embedded: EmbedOptions) -> Iterator[openai.OpenAI]:
+    """Of answers that quote the documents."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    secrets.load()
+    serve_llm.start_serve(settings.load(serve_llm.ServeOptions, "serve").model_copy(update={"port": port}))
+    url = serve_rag.deploy(rag_options(embedded))
+    yield openai.OpenAI(base_url=url, api_key=os.environ["SERVE_API_KEY"], max_retries=0, timeout=60)
+    serve.shutdown()
+
+
+def ask(client: openai.OpenAI, question: str, **more: Any) -> tuple[str, list[dict[str, Any]]]:
+    """The answer, and its sources."""
+    messages: Any = [{"role": "user", "content": question}]
+    answer = client.chat.completions.create(model="rag", messages=messages, **more)
+    return answer.choices[0].message.content or "", (answer.model_extra or {})["sources"]
+
+
+def test_known_answers_are_found_and_quoted(client: openai.OpenAI, corpus: tuple[Path, Any]) -> None:
+    known = random.Random(0).sample(sorted(corpus[1].items()), ASKED)
+    hits = exact = 0
+    for document, (question, sentence) in known:
+        text, sources = ask(client, question)
+        hits += document in [source["document"] for source in sources]
+        exact += text == f"{sentence} [1]"
+        assert [source["number"] for source in sources] == list(range(1, len(sources) + 1))
+    print(f"hit rate at {SHOWN}: {hits / ASKED:.0%}, exact answers: {exact / ASKED:.0%}")
+    assert hits / ASKED >= 0.95
+    assert exact / ASKED >= 0.8
+
+
+@pytest.mark.parametrize("question", OUT_OF_PLACE)
+def test_what_no_document_answers_is_not_known(client: openai.OpenAI, question: str) -> None:
+    assert ask(client, question) == (NOT_KNOWN, [])
+
+
+def test_a_stream_begins_with_the_sources(client: openai.OpenAI) -> None:
+    text, sources = ask(client, "What does ENOENT mean?")
+    messages: Any = [{"role": "user", "content": "What does ENOENT mean?"}]
+    chunks = list(client.chat.completions.create(model="rag", messages=messages, stream=True))
+    assert (chunks[0].model_extra or {})["sources"] == sources
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text
+    assert chunks[-1].choices[0].finish_reason == "stop"
+
+
+def test_documents_that_come_change_and_go_show_in_the_next_answer(
+    client: openai.OpenAI, embedded: EmbedOptions, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    more = embedded.model_copy(update={"input": str(tmp_path / "documents")})
+    capital, river = tmp_path / "documents" / "capital.md", tmp_path / "documents" / "river.md"
+    capital.parent.mkdir()
+    for text in ("The capital of Zembla is Onhava.", "The capital of Zembla is now Odevalla."):
+        capital.write_text(text)
+        river.write_text("The longest river of Zembla is the Bera.")
+        embed.main(more)
+        assert ask(client, "What is the capital of Zembla?")[0] == f"{text} [1]"
+    assert said(capsys).startswith("documents: ")
+    capital.unlink()
+    embed.main(more)
+    assert said(capsys) == "documents: 0 new, 0 changed, 1 removed, 1 unchanged"
+    assert "capital.md" not in [source["document"] for source in ask(client, "What is the capital of Zembla?")[1]]
+    assert "ENOENT" in ask(client, "What does ENOENT mean?")[0]  # another source's documents stay
+
+
+def test_without_a_key_and_with_nonsense_it_is_refused(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.AuthenticationError, match="a valid API key is required"):
+        ask(client.with_options(api_key="wrong"), "What does ENOENT mean?")
+    with pytest.raises(openai.BadRequestError, match="max_tokens: Input should be greater than"):
+        ask(client, "What does ENOENT mean?", max_tokens=0)
+    assert [model.id for model in client.models.list()] == ["rag"]
+
+
+def test_without_an_index_nothing_is_served(tmp_path: Path, embedded: EmbedOptions) -> None:
+    with pytest.raises(Refusal, match=r"there is no index in .*; make it with: inv submit embed"):
+        serve_rag.main(rag_options(embedded, index=str(tmp_path)))
+
+
+def test_a_served_model_answers_from_the_sources_and_each_part_has_its_replicas(
+    client: openai.OpenAI, embedded: EmbedOptions
+) -> None:
+    with pytest.raises(Refusal, match="no model is served that could answer"):
+        serve_rag.deploy(rag_options(embedded, generator="model"))
+    serve.run(serve.deployment(serve.ingress()(stub())).bind(), name="stub", route_prefix="/")
+    ray.get(traffic.actor().tell.remote(traffic.ROOT, ["stub"], []))
+    two = serve_rag.Replicas(min_replicas=2, max_replicas=3, num_cpus=0.1)
+    serve_rag.deploy(rag_options(embedded, generator="model", prompt_characters=200, answerer=two))
+    running = serve.status().applications[serve_rag.APP].deployments
+    counts = {name: deployment.replica_states["RUNNING"] for name, deployment in running.items()}
+    assert counts == {"Retriever": 1, "Reranker": 1, "Generator": 2, "Ingress": 1}
+    text, sources = ask(client, "What does ENOENT mean?", max_tokens=7)
+    prompt, key, tokens, _ = text.split("|")
+    shown = f"[1] {sources[0]['document']}: {sources[0]['text']}"
+    assert shown[:200] in prompt
+    assert (key, tokens) == (os.environ["SERVE_API_KEY"][-4:], "7")
+    with pytest.raises(openai.RateLimitError, match="as much as it may"):
+        ask(client, "What does ENOENT mean, fail")
+    assert ask(client, OUT_OF_PLACE[0]) == (NOT_KNOWN, [])  # the model is not asked
+    serve.delete("stub")
+    with pytest.raises(openai.InternalServerError, match=r"does not answer .*: inv submit serve_llm"):
+        ask(client, "What does ENOENT mean?")
