@@ -97,6 +97,7 @@ def _env_file() -> Iterator[Finding]:
 def _settings() -> Iterator[Finding]:
     """The jobs' sections of both profiles, typed as the jobs read them."""
     from jobs.evaluate import EvaluateOptions  # here, as torch and Ray take seconds to import
+    from jobs.generate import GenerateOptions
     from jobs.preprocess import PreprocessOptions
     from jobs.serve_llm import ServeOptions
     from jobs.train_classifier import ClassifierOptions
@@ -112,6 +113,7 @@ def _settings() -> Iterator[Finding]:
         (ClassifierOptions, ("train", "classifier")),
         (EvaluateOptions, ("evaluate",)),
         (ServeOptions, ("serve",)),
+        (GenerateOptions, ("generate",)),
         (SecretsSection, ("secrets",)),
     ]
     for profile in settings.PROFILES:
