@@ -1,6 +1,7 @@
 """One served model, asked by OpenAI's own client: answers, errors, and doors that stay shut."""
 
 import asyncio
+import json
 import os
 import re
 import shutil
@@ -31,12 +32,13 @@ from ray import serve
 from ray.serve.generated.serve_pb2 import ASGIRequest
 from ray.serve.generated.serve_pb2_grpc import ASGIServiceStub
 from ray.serve.schema import ApplicationStatusOverview, DeploymentStatusOverview
+from rich.console import Console
 from schemathesis import GenerationMode
 from schemathesis.core.result import Ok
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import settings
-from cluster import chat
+from cluster import bench, chat
 from demo import assets as demo_assets
 from jobs import secrets, serve_llm
 from jobs import served as job_served
@@ -464,6 +466,18 @@ def test_the_cluster_profile_asks_for_its_gpus() -> None:
     config = openai_app.llm_config(wide)
     assert config.get_engine_config().placement_bundles == [{"GPU": 1, "accelerator_type:A100": 0.001}] * 8
     assert config.deployment_config["autoscaling_config"]["max_replicas"] == section.max_replicas
+
+
+# ---------------------------------------------------------------- inv bench
+
+
+def test_bench_counts_the_tokens_that_it_asked_for(served: ServeOptions, tmp_path: Path) -> None:
+    load = bench.Load(seconds=1, tokens=ANSWER_TOKENS, concurrent=(1, 4))
+    bench.bench(served.url, {}, load, Console(), tmp_path)
+    for level in json.loads((tmp_path / "bench.json").read_text())["levels"]:
+        assert level["tokens_per_s"] == pytest.approx(ANSWER_TOKENS * level["requests_per_s"])
+        assert level["errors"] == {}
+        assert 0 < level["between_ms"][0] < level["first_ms"][1] * ANSWER_TOKENS
 
 
 # ---------------------------------------------------------------- inv chat
