@@ -35,7 +35,7 @@ def demo(context: Context) -> None:
 def test(context: Context) -> None:
     """Run every test: the template's, then those of a project that it makes in build/test."""
     lint(context)
-    _install_rehearsal_programs(context)
+    _install_programs(context)
     _step("testing the template")
     context.run(f"{PYTHON} -m pytest")
     project = _bake(context, "test")
@@ -89,13 +89,14 @@ def lock(context: Context) -> None:
     _compile(context, project, "cluster", "--python-platform x86_64-manylinux_2_28", plain)
 
 
-def _install_rehearsal_programs(context: Context) -> None:
-    """The rehearsal's tests need some Debian packages; without root or apt they are skipped, with the reason."""
+def _install_programs(context: Context) -> None:
+    """Some tests need Debian packages; without root or apt they are skipped, with the reason."""
     path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
-    missing = [package for program, package in _rehearsal_programs().items() if not shutil.which(program, path=path)]
+    needed = _rehearsal_programs() | {"chromium": "chromium"}  # in which the page of a served model is tried
+    missing = [package for program, package in needed.items() if not shutil.which(program, path=path)]
     if not missing or os.geteuid() != 0 or not shutil.which("apt-get"):
         return
-    _step(f"installing {' '.join(missing)} for the rehearsal")
+    _step(f"installing {' '.join(missing)} for the tests")
     quiet: dict[str, Any] = {"hide": "out", "env": {"DEBIAN_FRONTEND": "noninteractive"}}
     context.run("apt-get update -qq", **quiet)
     context.run(f"apt-get install --yes -qq --no-install-recommends {' '.join(missing)}", **quiet)

@@ -19,6 +19,7 @@ PARTS = {  # the quick ones first
     "trl": "Against TRL's SFTTrainer, in one process",
     "embed": "embed with two workers against two plain processes",
     "preprocess": "preprocess against datasets.map and a bare loop",
+    "generate": "generate against vLLM's offline LLM.generate, with a model of 30 million parameters",
     "serving": "A served model of 30 million parameters against bare vLLM",
     "serving_tiny": "A served model of a million parameters against bare vLLM",
     "serving_scale": "A served model that gets a second replica under load, and gives it up again",

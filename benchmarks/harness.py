@@ -211,14 +211,14 @@ def private_bytes(process: psutil.Process) -> int:
     return 0
 
 
-def ask_peer(script: str, asked: dict[str, Any]) -> dict[str, Any]:
-    """Run a script of peers/ in the peers' own environment; it reads one JSON file and writes another."""
+def ask_peer(script: str, asked: dict[str, Any], python: Path | None = None) -> dict[str, Any]:
+    """Run a script of peers/, in the peers' own environment or another's; it reads one JSON file and writes another."""
     with scratch() as folder:
         question, answer = folder / "asked.json", folder / "answer.json"
         question.write_text(json.dumps(asked), encoding="utf-8")
         variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         done = subprocess.run(
-            [_peers_python(), FOLDER / "peers" / script, question, answer],
+            [python or _peers_python(), FOLDER / "peers" / script, question, answer],
             env=variables | {"HF_HOME": str(folder), "HF_HUB_OFFLINE": "1"},
             cwd=folder,
             stdout=subprocess.PIPE,  # it says much, of interest only where it fails

@@ -30,7 +30,11 @@ def at_most(wanted: float, what: str, measured: float) -> Bar:
 
 def keep(name: str, result: Result, folder: Path = FOLDER) -> None:
     """Put the result of one part into today's file, and draw all tables of README.md anew."""
-    file = folder / "results" / f"{date.today()}-{'serving' if name.startswith('serving') else 'training'}.json"
+    file = (
+        folder
+        / "results"
+        / f"{date.today()}-{'serving' if name.startswith(('serving', 'generate')) else 'training'}.json"
+    )
     file.parent.mkdir(exist_ok=True)
     parts = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     parts[name] = result | {"date": str(date.today()), "machine": machine()}

@@ -120,8 +120,22 @@ def drill(context: Context, only: str = "") -> None:
     _prove_gone(sandbox.run_in_fresh_cloud("cluster.rehearsal.drill", only))
 
 
+@verb(
+    seconds="how long each level of concurrency is measured",
+    tokens="length of each answer",
+    **TARGET,
+)
+def bench(context: Context, seconds: int = 10, tokens: int = 64, target: str = "local") -> None:
+    """Measure the served model: time to the first token, between tokens, and throughput, with 1 to 32 clients."""
+    from cluster import bench as cluster_bench  # imports matplotlib
+
+    connection = targets.get(target).connect()
+    served = cluster_status.address(cluster_status.take(connection), connection)
+    cluster_bench.bench(f"{served}/v1", connection.job_variables, cluster_bench.Load(seconds, tokens), CONSOLE)
+
+
 @verb()
-def bench(context: Context) -> None:
+def bench_up(context: Context) -> None:
     """Measure, in the emulated AWS, what `inv up` adds to `ray up`."""
     _prove_gone(sandbox.run_in_fresh_cloud("cluster.rehearsal.bench"))
 

@@ -1,5 +1,6 @@
 """Talks to the served model from a terminal: what `inv chat` runs."""
 
+import contextlib
 import os
 import readline  # noqa: F401  gives input() line editing and a history
 from collections.abc import Iterator, Mapping
@@ -11,7 +12,7 @@ from openai.types.chat import ChatCompletionMessageParam
 import settings
 from jobs import secrets
 
-HELP = "/system TEXT: who the model shall be   /clear: forget what was said   /quit"
+HELP = "/system TEXT: who the model shall be   /model NAME: ask another   /clear: forget what was said   /quit"
 
 
 class Conversation:
@@ -37,6 +38,10 @@ class Conversation:
             else:
                 self.messages.pop()  # a question too long for the model, say, must not spoil the next
 
+    def models(self) -> list[str]:
+        """Names of all that are served there."""
+        return [model.id for model in self.client.models.list()]
+
     def start_over(self, system: str | None = None) -> None:
         """Forget all but the system message; a text replaces that too."""
         if system is None:
@@ -51,19 +56,34 @@ def chat(url: str, secrets_at: Mapping[str, str], message: str = "") -> None:
     Raises:
         settings.Refusal: there is no key, the server is away, or it refuses the key.
     """
-    os.environ |= {name: value for name, value in secrets_at.items() if name.startswith(("SECRETS_", "AWS_"))}
-    os.environ["SECRET_NAMES"] = "SERVE_API_KEY"
-    secrets.load()
-    key = os.environ.get("SERVE_API_KEY")
-    if not key:
-        raise settings.Refusal("SERVE_API_KEY is not set: put the server's key into .env.")
-    client = openai.OpenAI(base_url=url, api_key=key, max_retries=0)
-    try:
+    client = openai.OpenAI(base_url=url, api_key=key(secrets_at), max_retries=0)
+    with explained(url):
         conversation = Conversation(client, client.models.list().data[0].id)
         if message:
             _print_answer(conversation, message)
         else:
             _converse(conversation, url)
+
+
+def key(secrets_at: Mapping[str, str]) -> str:
+    """The server's key, from where `secrets_at` says.
+
+    Raises:
+        settings.Refusal: there is none.
+    """
+    os.environ |= {name: value for name, value in secrets_at.items() if name.startswith(("SECRETS_", "AWS_"))}
+    os.environ["SECRET_NAMES"] = "SERVE_API_KEY"
+    secrets.load()
+    if found := os.environ.get("SERVE_API_KEY"):
+        return found
+    raise settings.Refusal("SERVE_API_KEY is not set: put the server's key into .env.")
+
+
+@contextlib.contextmanager
+def explained(url: str) -> Iterator[None]:
+    """Turns what OpenAI's client raises into one sentence, a `settings.Refusal`."""
+    try:
+        yield
     except (openai.APIConnectionError, httpx.TransportError):
         raise settings.Refusal(f"nothing answers at {url}: serve a model with inv submit serve_llm") from None
     except openai.AuthenticationError:
@@ -96,8 +116,21 @@ def _obey(conversation: Conversation, line: str) -> None:
         conversation.start_over()
     elif command == "/system" and text.strip():
         conversation.start_over(text.strip())
+    elif command == "/model":
+        _choose_model(conversation, text.strip())
     else:
         print(HELP)
+
+
+def _choose_model(conversation: Conversation, name: str) -> None:
+    """What was said stays: the next answer is the other model's."""
+    names = conversation.models()
+    if name in names:
+        conversation.model = name
+    elif name:
+        print(f"no model {name} is served; there is: {', '.join(names)}")
+        return
+    print("\n".join(f"{'*' if name == conversation.model else ' '} {name}" for name in names))
 
 
 def _print_answer(conversation: Conversation, question: str) -> None:
@@ -112,5 +145,5 @@ def _print_answer_or_reason(conversation: Conversation, question: str) -> None:
         _print_answer(conversation, question)
     except KeyboardInterrupt:
         print(" (stopped)")
-    except openai.BadRequestError as error:
+    except (openai.BadRequestError, openai.NotFoundError) as error:  # the latter: adapters that have gone, say
         print(f"{error.message}\n{HELP}")

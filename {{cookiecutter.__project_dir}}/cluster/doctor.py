@@ -98,6 +98,7 @@ def _settings() -> Iterator[Finding]:
     """The jobs' sections of both profiles, typed as the jobs read them."""
     from jobs.embed import EmbedOptions  # here, as torch and Ray take seconds to import
     from jobs.evaluate import EvaluateOptions
+    from jobs.generate import GenerateOptions
     from jobs.preprocess import PreprocessOptions
     from jobs.serve_llm import ServeOptions
     from jobs.serve_rag import RagOptions
@@ -116,6 +117,7 @@ def _settings() -> Iterator[Finding]:
         (ServeOptions, ("serve",)),
         (EmbedOptions, ("embed",)),
         (RagOptions, ("rag",)),
+        (GenerateOptions, ("generate",)),
         (SecretsSection, ("secrets",)),
     ]
     for profile in settings.PROFILES:

@@ -2,7 +2,8 @@
 
 HAProxy hands each connection straight to a replica, whose app is vLLM's own: nothing that speaks Python lies between
 a client and the engine. What vLLM leaves open is closed here: routes that nobody needs, CORS for every origin, no key.
-Two routes are Serve's and answer all who reach the port: /-/healthz says `success`, /-/routes that `llm` is at `/`.
+Without a key there are /health and, of the app at `/`, the page at `/`. Two routes more are Serve's and answer all who
+reach the port: /-/healthz says `success`, /-/routes that `llm` is at `/`.
 """
 
 import asyncio
@@ -20,6 +21,7 @@ from ray.serve.llm import LLMConfig, build_llm_deployment
 from ray.serve.llm.deployment import LLMServer
 from ray.serve.llm.request_router import PrefixCacheAffinityRouter
 from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
 from vllm.entrypoints.serve.engine.protocol import ModelCard, ModelList, ModelPermission
 
 import settings
@@ -27,6 +29,7 @@ from jobs.serving.adapters import Adapters
 from jobs.serving.door import OPEN_ROUTE, Door, Rules
 from jobs.serving.fork import Counted, Fork
 from jobs.serving.keys import Keys
+from jobs.serving.page import Page
 from jobs.serving.traffic import ROOT, Reporter
 
 if TYPE_CHECKING:
@@ -141,7 +144,7 @@ class Server(LLMServer):
             adapters.register()
         await super().__init__(llm_config)
 
-    async def __serve_build_asgi_app__(self) -> Door:
+    async def __serve_build_asgi_app__(self) -> ASGIApp:
         app = await super().__serve_build_asgi_app__()
         close(app)
         app.add_api_route("/v1/models", self._list_models)
@@ -155,7 +158,7 @@ class Server(LLMServer):
         if self._place.path != ROOT:
             return Door(answering, self._keys, self._rules)
         fork = Fork(answering, self._place.model, self._place.address, lambda: self._reporter.routes)
-        return Door(fork, self._keys, self._rules)
+        return Page(Door(fork, self._keys, self._rules))
 
     def _names(self) -> list[str]:
         return [self._place.model, *(self._adapters.names if self._adapters else [])]

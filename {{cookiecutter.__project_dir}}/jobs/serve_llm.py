@@ -187,6 +187,11 @@ def check(options: ServeOptions) -> None:
     """Refuse what can be known to fail before anything is started."""
     if not secrets.read(["SERVE_API_KEY"]):
         raise settings.Refusal("SERVE_API_KEY is not set, and nothing is served without a key: put it into .env.")
+    check_model(options)
+
+
+def check_model(options: ServeOptions) -> None:
+    """Refuse a machine without vLLM, what is no model, and more tokens than it was made for."""
     if importlib.util.find_spec("vllm") is None:
         raise settings.Refusal("vLLM is not installed on this machine, and its CPU build exists for Linux only.")
     if "://" in options.source:

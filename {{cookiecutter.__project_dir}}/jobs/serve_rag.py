@@ -131,10 +131,12 @@ def _wait_until_healthy(url: str, timeout_s: int, is_update: bool) -> None:
         status = serve.status().applications[APP]
         waited = time.monotonic() - started
         if status.status == "DEPLOY_FAILED" or waited > timeout_s:
-            serve.delete(APP)
-            words = serve_llm.last_words(status)
+            if not is_update:
+                serve.delete(APP)
+            outcome = "what was served before goes on" if is_update else "it is stopped"
             raise Refusal(
-                f"{APP} was not healthy after {waited:.0f} s, and is ended: {words}; correct that, try again."
+                f"{APP} was not healthy after {waited:.0f} s, and {outcome}: {serve_llm.last_words(status)}; correct "
+                "that and try again: inv submit serve_rag"
             )
         if (state := serve_llm.describe(status)) != said:
             print(f"serve_rag: {waited:3.0f} s of at most {timeout_s}: {state}", flush=True)

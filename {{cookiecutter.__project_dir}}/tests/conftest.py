@@ -20,6 +20,8 @@ from cluster.local import free_ports
 from demo import assets as demo_assets
 from jobs.serving import haproxy
 
+TAUGHT = 5  # facts that the model of model_folder knows
+
 
 @pytest.fixture(scope="session")
 def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -27,6 +29,28 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("assets")
     demo_assets.write_data(folder / "data")
     demo_assets.write_model(folder / "model")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def model_folder(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model, taught a few facts, so that it says words; it takes the likeliest token unless told not to."""
+    import torch  # seconds, spared to tests without it
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(assets / "model")
+    model = AutoModelForCausalLM.from_pretrained(assets / "model", dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for fact in demo_assets.questions(TAUGHT) * 20:
+        messages = [{"role": "user", "content": fact.question}, {"role": "assistant", "content": fact.answer}]
+        tokens = tokenizer.apply_chat_template(messages, return_tensors="pt")["input_ids"]
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.generation_config.update(do_sample=True, top_k=1)
+    folder = tmp_path_factory.mktemp("runs") / "tiny" / "model"
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     return folder
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import chromium
 import grpc
 import hypothesis
 import openai
@@ -22,30 +24,32 @@ import ray
 import requests
 import schemathesis
 import torch
+from conftest import TAUGHT
 from hypothesis import HealthCheck
 from openai.types.chat import ChatCompletionChunk, ChatCompletionMessageParam
 from peft import LoraConfig, get_peft_model
+from playwright.sync_api import expect
 from ray import serve
 from ray.serve.generated.serve_pb2 import ASGIRequest
 from ray.serve.generated.serve_pb2_grpc import ASGIServiceStub
 from ray.serve.schema import ApplicationStatusOverview, DeploymentStatusOverview
+from rich.console import Console
 from schemathesis import GenerationMode
 from schemathesis.core.result import Ok
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import settings
-from cluster import chat
+from cluster import bench, chat
 from demo import assets as demo_assets
 from jobs import secrets, serve_llm
 from jobs import served as job_served
 from jobs.serve_llm import ServeOptions
-from jobs.serving import adapters, traffic
+from jobs.serving import adapters, page, traffic
 from jobs.serving.keys import REFRESH_S, Keys
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="vLLM's CPU build exists for Linux only")
 
-FACTS = demo_assets.questions(5)
-QUESTIONS = [fact.question for fact in FACTS]
+QUESTIONS = [fact.question for fact in demo_assets.questions(TAUGHT)]
 ANSWER_TOKENS = 16
 REPLICA_PORTS = range(30_000, 31_000)  # Ray's own default
 TIE = 1e-4  # two logits closer than this may change places between two correct implementations
@@ -58,25 +62,6 @@ def options(**changes: object) -> ServeOptions:
 
 def user(text: str) -> list[ChatCompletionMessageParam]:
     return [{"role": "user", "content": text}]
-
-
-@pytest.fixture(scope="module")
-def model_folder(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model, taught a few facts, so that it says words; it takes the likeliest token unless told not to."""
-    tokenizer = AutoTokenizer.from_pretrained(assets / "model")
-    model = AutoModelForCausalLM.from_pretrained(assets / "model", dtype=torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for fact in FACTS * 20:
-        messages = [*user(fact.question), {"role": "assistant", "content": fact.answer}]
-        tokens = tokenizer.apply_chat_template(messages, return_tensors="pt")["input_ids"]
-        model(input_ids=tokens, labels=tokens).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    model.generation_config.update(do_sample=True, top_k=1)
-    folder = tmp_path_factory.mktemp("runs") / "tiny" / "model"
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -227,7 +212,7 @@ def error_of(caught: openai.APIStatusError) -> dict:
 # ---------------------------------------------------------------- doors
 
 
-def test_every_route_but_health_wants_the_key(served: ServeOptions) -> None:
+def test_every_route_but_health_and_the_page_wants_the_key(served: ServeOptions) -> None:
     key = os.environ["SERVE_API_KEY"]
     schema = requests.get(f"{served.root}/openapi.json", headers={"Authorization": f"Bearer {key}"}, timeout=10).json()
     routes = [(method, path) for path, methods in schema["paths"].items() for method in methods]
@@ -237,6 +222,10 @@ def test_every_route_but_health_wants_the_key(served: ServeOptions) -> None:
         ("get", "/openapi.json"),
         ("get", "/absent"),
         ("options", "/v1/models"),
+        ("post", "/"),
+        ("get", "//"),
+        ("get", "/page.html"),
+        ("get", "/?key=some"),
     ]
     wrong = ["", "Bearer ", "Bearer wrong", f"Bearer {key}x", f"Bearer {key[:-1]}", key, f"Basic {key}"]
     for method, path in routes:
@@ -245,9 +234,24 @@ def test_every_route_but_health_wants_the_key(served: ServeOptions) -> None:
             if path == "/health":
                 assert (answer.status_code, answer.content) == (200, b"")
                 continue
+            if (method, path) == ("get", "/?key=some"):
+                assert (answer.status_code, answer.text) == (200, page.TEXT)
+                continue
             assert answer.status_code == 401, (method, path, header)
             assert answer.json()["error"]["code"] == "invalid_api_key"
             assert key[:4] not in answer.text
+
+
+def test_a_person_asks_on_the_page(served: ServeOptions, client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(model="tiny", messages=user(QUESTIONS[0])).choices[0].message.content
+    with chromium.running() as browser:
+        opened = browser.new_page()
+        opened.goto(served.root)
+        opened.get_by_label("API key").fill(os.environ["SERVE_API_KEY"])
+        opened.get_by_label("Your question").fill(QUESTIONS[0])
+        opened.get_by_label("Your question").press("Enter")
+        expect(opened.locator("#said .assistant p")).to_have_text(answer or "", timeout=60_000)
+        expect(opened.get_by_role("button", name="Send")).to_be_visible()
 
 
 def test_the_client_sees_an_authentication_error(served: ServeOptions) -> None:
@@ -464,6 +468,18 @@ def test_the_cluster_profile_asks_for_its_gpus() -> None:
     config = openai_app.llm_config(wide)
     assert config.get_engine_config().placement_bundles == [{"GPU": 1, "accelerator_type:A100": 0.001}] * 8
     assert config.deployment_config["autoscaling_config"]["max_replicas"] == section.max_replicas
+
+
+# ---------------------------------------------------------------- inv bench
+
+
+def test_bench_counts_the_tokens_that_it_asked_for(served: ServeOptions, tmp_path: Path) -> None:
+    load = bench.Load(seconds=1, tokens=ANSWER_TOKENS, concurrent=(1, 4))
+    bench.bench(served.url, {}, load, Console(), tmp_path)
+    for level in json.loads((tmp_path / "bench.json").read_text())["levels"]:
+        assert level["tokens_per_s"] == pytest.approx(ANSWER_TOKENS * level["requests_per_s"])
+        assert level["errors"] == {}
+        assert 0 < level["between_ms"][0] < level["first_ms"][1] * ANSWER_TOKENS
 
 
 # ---------------------------------------------------------------- inv chat

@@ -1,4 +1,4 @@
-"""`inv bench`: how long `ray up` takes within `inv up`, against `ray up` typed by hand: alternating, in one cloud."""
+"""`inv bench-up`: how long `ray up` takes within `inv up`, against `ray up` typed by hand, in turns, in one cloud."""
 
 import statistics
 import subprocess

@@ -57,6 +57,21 @@ def conversation(row: Mapping[str, Any]) -> list[Message]:
         if row.get("instruction") is None or row.get("response") is None:
             raise BadRow(NO_COLUMNS)
         messages = [{"role": "user", "content": row["instruction"]}, {"role": "assistant", "content": row["response"]}]
+    messages = well_formed(messages)
+    answers = [message["content"] for message in messages if message["role"] == "assistant"]
+    if not answers:
+        raise BadRow("no assistant turn")
+    if not all(answer.strip() for answer in answers):
+        raise BadRow("an empty assistant turn")
+    return messages
+
+
+def well_formed(messages: object) -> list[Message]:
+    """Messages that have a known role and a text each, without what they lack.
+
+    Raises:
+        BadRow: they are anything else.
+    """
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise BadRow("messages is not a list of objects")
     # parquet spells a key that a message lacks as null; a template must not see it
@@ -65,11 +80,6 @@ def conversation(row: Mapping[str, Any]) -> list[Message]:
         raise BadRow(f"a message whose role is none of {', '.join(ROLES)}")
     if not all(isinstance(message.get("content"), str) for message in messages):
         raise BadRow("a message whose content is not text")
-    answers = [message["content"] for message in messages if message["role"] == "assistant"]
-    if not answers:
-        raise BadRow("no assistant turn")
-    if not all(answer.strip() for answer in answers):
-        raise BadRow("an empty assistant turn")
     return messages
 
 

@@ -83,8 +83,10 @@ class Source(NamedTuple):
         ]
 
 
-def find(name: str) -> Source:
+def find(name: str, section: str = "preprocess") -> Source:
     """The .parquet and .jsonl files that an absolute path or URI names: a file, a folder's own, or a glob's.
+
+    `section` of the settings is who names it.
 
     Raises:
         Refusal: there is no such file, or it cannot be read.
@@ -93,14 +95,14 @@ def find(name: str) -> Source:
         filesystem, path = pyarrow.fs.FileSystem.from_uri(name)
         found = list_files(filesystem, path)
     except (OSError, pa.ArrowInvalid) as error:
-        raise Refusal(f"{name} cannot be read ({error}); correct input in [preprocess], or pass --input.") from None
+        raise Refusal(f"{name} cannot be read ({error}); correct input in [{section}], or pass --input.") from None
     files = sorted(
         File(info.path, info.size, info.mtime_ns)
         for info in found
         if info.is_file and PurePosixPath(info.path).suffix in TEXT_PER_BYTE
     )
     if not files:
-        raise Refusal(f"no .parquet or .jsonl file is at {name}; correct input in [preprocess], or pass --input.")
+        raise Refusal(f"no .parquet or .jsonl file is at {name}; correct input in [{section}], or pass --input.")
     return Source(name, filesystem, files)
 
 
@@ -110,7 +112,7 @@ def head(source: Source, count: int) -> list[dict[str, Any]]:
     Raises:
         Refusal: there is none, or all of them lack the columns.
     """
-    found = list(islice(chain.from_iterable(_read(source.filesystem, piece) for piece in source.pieces), count))
+    found = list(islice(chain.from_iterable(read(source.filesystem, piece) for piece in source.pieces), count))
     rows = [_checked(row) for row in found]
     if not rows:
         raise Refusal(f"{source.name} holds no rows; correct input in [preprocess], or pass --input.")
@@ -129,18 +131,22 @@ def dataset(source: Source, report: Callable[..., Any] | None = None) -> ray.dat
     Every task calls `report(rows_read=…, bytes_read=…)` with what it has read: rows, and bytes of the files.
     """
 
-    def read(pieces: pa.Table) -> Iterator[pa.Table]:
+    def read_pieces(pieces: pa.Table) -> Iterator[pa.Table]:
         for piece in [Piece(**piece) for piece in pieces.to_pylist()]:
             rows = 0
-            for batch in _batches(map(_checked, _read(source.filesystem, piece))):
+            for batch in _batches(map(_checked, read(source.filesystem, piece))):
                 rows += len(batch)
                 yield batch
             if report:
                 report(rows_read=rows, bytes_read=piece.stop - piece.start)
 
+    return a_task_each(source).map_batches(read_pieces, batch_size=None, batch_format="pyarrow")
+
+
+def a_task_each(source: Source) -> ray.data.Dataset:
+    """The pieces, each of which is read by a task of its own."""
     pieces = [piece._asdict() for piece in source.pieces]
-    one_task_each = ray.data.from_items(pieces, override_num_blocks=len(pieces))
-    return one_task_each.map_batches(read, batch_size=None, batch_format="pyarrow")
+    return ray.data.from_items(pieces, override_num_blocks=len(pieces))
 
 
 def places(partitions: int) -> pa.Array:
@@ -186,8 +192,8 @@ def list_files(filesystem: pyarrow.fs.FileSystem, path: str) -> list[pyarrow.fs.
     ]
 
 
-def _read(filesystem: pyarrow.fs.FileSystem, piece: Piece) -> Iterator[Found]:
-    """The rows of one piece.
+def read(filesystem: pyarrow.fs.FileSystem, piece: Piece, columns: tuple[str, ...] = COLUMNS) -> Iterator[Found]:
+    """The rows of one piece; of parquet these columns alone, or all where there is none of them.
 
     Raises:
         Refusal: the file is broken.
@@ -197,7 +203,7 @@ def _read(filesystem: pyarrow.fs.FileSystem, piece: Piece) -> Iterator[Found]:
             yield from _read_lines(file, piece)
             return
         try:
-            yield from _read_row_groups(file, piece)
+            yield from _read_row_groups(file, piece, columns)
         except pa.ArrowInvalid as error:
             raise Refusal(f"{piece.path} is not a sound parquet file ({error}); replace or remove it.") from None
 
@@ -212,7 +218,7 @@ def _read_lines(file: pa.NativeFile, piece: Piece) -> Iterator[bytes]:
             yield line
 
 
-def _read_row_groups(file: pa.NativeFile, piece: Piece) -> Iterator[dict[str, Any]]:
+def _read_row_groups(file: pa.NativeFile, piece: Piece, wanted: tuple[str, ...]) -> Iterator[dict[str, Any]]:
     parquet = pq.ParquetFile(file)
     groups = [
         group
@@ -220,7 +226,7 @@ def _read_row_groups(file: pa.NativeFile, piece: Piece) -> Iterator[dict[str, An
         if piece.start <= _first_byte(parquet.metadata.row_group(group)) < piece.stop
     ]
     # other columns are not read; where none of ours is there, the rejected rows show what is
-    columns = [name for name in COLUMNS if name in parquet.schema_arrow.names] or None
+    columns = [name for name in wanted if name in parquet.schema_arrow.names] or None
     for batch in parquet.iter_batches(PARQUET_ROWS, row_groups=groups, columns=columns):
         yield from batch.to_pylist()
 
@@ -233,16 +239,26 @@ def _first_byte(group: pq.RowGroupMetaData) -> int:
 def _checked(found: Found) -> dict[str, Any]:
     """A row of ROWS: the same conversation gives the same bytes, whatever file it came from."""
     try:
-        row = _parsed(found) if isinstance(found, bytes) else found
-        return {"row": canonical(conversation(row)), "problem": None}
+        return {"row": canonical(conversation(parsed(found))), "problem": None}
     except BadRow as bad:
-        raw = found if isinstance(found, bytes) else json.dumps(found, default=str).encode()
-        return {"row": raw, "problem": str(bad)}
+        return {"row": raw(found), "problem": str(bad)}
 
 
-def _parsed(line: bytes) -> dict[str, Any]:
+def raw(found: Found) -> bytes:
+    """A row as the people who wrote it will know it again."""
+    return found if isinstance(found, bytes) else json.dumps(found, default=str).encode()
+
+
+def parsed(found: Found) -> dict[str, Any]:
+    """What a row has in its columns.
+
+    Raises:
+        BadRow: a line is no JSON object.
+    """
+    if isinstance(found, dict):
+        return found
     try:
-        row = json.loads(line)
+        row = json.loads(found)
     except (ValueError, RecursionError):
         raise BadRow("not valid JSON") from None
     if not isinstance(row, dict):

@@ -1,0 +1,117 @@
+"""`generate` against vLLM's own offline `LLM.generate`: the same rows, the same engine settings, the same answers."""
+
+import functools
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pyarrow.parquet as pq
+
+import settings
+from benchmarks import harness
+from benchmarks.report import Result, at_least
+from benchmarks.serving import LARGE, SHAPES, THREADS, VOCABULARY
+from jobs import generate, openai_app
+from jobs.generate import GenerateOptions
+from jobs.serve_llm import ServeOptions
+
+ROWS, ROUNDS, TOKENS = 1500, 3, 32
+FEW = 32  # rows that take no time: what is measured with them is the start-up
+START_UPS = 2
+
+
+class Work(NamedTuple):
+    """What a way took, and what it said to each row."""
+
+    seconds: float
+    answers: dict[str, str]
+
+
+def measure() -> Result:
+    """Both read rows, template and tokenize them, start an engine, answer, and write parquet."""
+    os.environ["OMP_NUM_THREADS"] = THREADS  # of each engine, and so a core for all else
+    with harness.scratch() as folder:
+        size = harness.write_model(folder / "model", VOCABULARY[LARGE], **SHAPES[LARGE])
+        print(f"a model of {size / 1e6:.1f} million parameters", flush=True)
+        few, rows = (_write_rows(folder / f"{count}.jsonl", count) for count in (FEW, ROWS))
+        with harness.one_ray():
+            ways = {"generate": _ours, "LLM.generate": _vllm}
+            start_up = {name: min(way(few, folder).seconds for _ in range(START_UPS)) for name, way in ways.items()}
+            said: dict[str, dict[str, str]] = {}
+            timed = {
+                name: functools.partial(_tokens_per_s, name, way, rows, folder, start_up[name], said)
+                for name, way in ways.items()
+            }
+            rounds = harness.alternate(timed, ROUNDS, "tokens/s")
+    ours, theirs = said.values()
+    same = sum(answer == theirs[name] for name, answer in ours.items()) / len(theirs)
+    return {
+        "bars": [
+            at_least(0.95, "tokens/s by those of LLM.generate, median", harness.median_ratio(rounds, *ways)),
+            at_least(0.99, "share of the answers that are the same", same),
+        ],
+        "rounds": [{"round": number, **made} for number, made in enumerate(rounds, 1)]
+        + [{"round": "start-up (s)", **start_up}],
+    }
+
+
+def _write_rows(file: Path, count: int) -> Path:
+    """Questions, none of which comes twice."""
+    facts = harness.docstrings()
+    asked = [f"({number}) {facts[number % len(facts)].question}" for number in range(count)]
+    return harness.write_rows(
+        file, ({"id": str(at), "messages": [{"role": "user", "content": text}]} for at, text in enumerate(asked))
+    )
+
+
+def _tokens_per_s(
+    name: str, way: Callable[[Path, Path], Work], rows: Path, folder: Path, start_up_s: float, said: dict
+) -> float:
+    """Without the start-up: some seconds, whatever the number of rows. An untrained model says all its tokens."""
+    work = way(rows, folder)
+    said[name] = work.answers
+    return (ROWS - FEW) * TOKENS / (work.seconds - start_up_s)
+
+
+def _serving(folder: Path) -> ServeOptions:
+    return settings.load(ServeOptions, "serve", profile="local").model_copy(update={"model": str(folder / "model")})
+
+
+def _ours(rows: Path, folder: Path) -> Work:
+    """The job, on a Ray that runs."""
+    output = folder / "generated"
+    shutil.rmtree(output, ignore_errors=True)
+    changes = {"input": str(rows), "output": str(output), "model": str(folder / "model"), "max_tokens": TOKENS}
+    options = settings.load(GenerateOptions, "generate", profile="local").model_copy(update=changes)
+    started = time.perf_counter()
+    generate.main(options)
+    seconds = time.perf_counter() - started
+    return Work(seconds, _answers(output / "answers"))
+
+
+def _vllm(rows: Path, folder: Path) -> Work:
+    output = folder / "by-vllm"
+    output.mkdir(exist_ok=True)
+    serving = _serving(folder)
+    asked = {
+        "rows": str(rows),
+        "output": str(output / "answers.parquet"),
+        "engine": {"model": serving.source} | openai_app.engine(serving),
+        "max_tokens": TOKENS,
+    }
+    started = time.perf_counter()
+    harness.ask_peer("with_vllm.py", asked, Path(sys.executable))
+    return Work(time.perf_counter() - started, _answers(output))
+
+
+def _answers(folder: Path) -> dict[str, str]:
+    tables = [pq.read_table(file, columns=["id", "answer"]).to_pylist() for file in folder.glob("*.parquet")]
+    return {row["id"]: row["answer"] for table in tables for row in table}
+
+
+if __name__ == "__main__":
+    harness.main(measure)

@@ -1,0 +1,111 @@
+"""The folder that answers are written to, file by file; a run that is killed goes on from what is there."""
+
+import contextlib
+import errno
+import hashlib
+import io
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.fs
+import pyarrow.parquet as pq
+from pyarrow.fs import FileSelector, FileSystem, FileType
+
+from settings import Refusal
+
+ANSWERS, REJECTED = "answers", "rejected"
+RECIPE = "recipe.json"
+PARTIAL = ".partial"  # the end of a file's name until it is whole
+BAD_ROWS = pa.schema([("row", pa.binary()), ("reason", pa.string())])
+
+
+@dataclass(frozen=True)
+class Output:
+    """A folder by its absolute path or URI; every method raises Refusal where it cannot be used."""
+
+    uri: str
+
+    def begin(self, recipe: dict[str, Any], overwrite: bool) -> frozenset[str]:
+        """The ids of the rows that were answered before by this recipe, which decides what the answers are."""
+        with self._opened() as (filesystem, folder):
+            found = self._recipe(filesystem, folder)
+            if overwrite:
+                _delete(filesystem, f"{folder}/{ANSWERS}")
+            elif found and (changed := [key for key in recipe if found.get(key) != recipe[key]]):
+                raise Refusal(
+                    f"{self.uri} holds answers that were made with another {' and another '.join(changed)}; "
+                    "replace them with --overwrite, or pass another --output."
+                )
+            self._save(filesystem, f"{folder}/{RECIPE}", json.dumps(recipe, indent=2).encode())
+            _delete(filesystem, f"{folder}/{REJECTED}")  # what is still wrong is found again
+            files = _files(filesystem, f"{folder}/{ANSWERS}")
+            return frozenset(
+                name
+                for file in files
+                for name in pq.read_table(file, columns=["id"], filesystem=filesystem)["id"].to_pylist()
+            )
+
+    def save_answers(self, answers: pa.Table) -> None:
+        """Write some rows, whole or not at all; the same ones again replace themselves."""
+        self._save_table(f"{ANSWERS}/{_name(*answers['id'].to_pylist())}.parquet", answers)
+
+    def save_rejected(self, origin: str, bad: list[dict[str, Any]]) -> None:
+        """Write the bad rows of one origin, a part of the input."""
+        self._save_table(f"{REJECTED}/{_name(origin)}.parquet", pa.Table.from_pylist(bad, BAD_ROWS))
+
+    def reasons(self) -> Counter[str]:
+        """How many rows were rejected for each reason."""
+        with self._opened() as (filesystem, folder):
+            files = _files(filesystem, f"{folder}/{REJECTED}")
+            tables = [pq.read_table(file, columns=["reason"], filesystem=filesystem) for file in files]
+        return Counter(reason for table in tables for reason in table["reason"].to_pylist())
+
+    def _save_table(self, name: str, table: pa.Table) -> None:
+        content = io.BytesIO()
+        pq.write_table(table, content)
+        with self._opened() as (filesystem, folder):
+            self._save(filesystem, f"{folder}/{name}", content.getvalue())
+
+    def _save(self, filesystem: FileSystem, path: str, content: bytes) -> None:
+        filesystem.create_dir(path.rpartition("/")[0])
+        with filesystem.open_output_stream(f"{path}{PARTIAL}") as file:
+            file.write(content)
+        filesystem.move(f"{path}{PARTIAL}", path)
+
+    def _recipe(self, filesystem: FileSystem, folder: str) -> dict[str, Any] | None:
+        path = f"{folder}/{RECIPE}"
+        if filesystem.get_file_info(path).type == FileType.NotFound:
+            if _files(filesystem, folder):
+                raise Refusal(f"{self.uri} holds other files; pass another --output, or remove them.")
+            return None
+        with filesystem.open_input_stream(path) as file:
+            return json.loads(file.read())
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[tuple[FileSystem, str]]:
+        """The file system and the folder's path on it."""
+        try:
+            yield FileSystem.from_uri(self.uri)
+        except OSError as error:
+            if error.errno == errno.ENOSPC:
+                raise Refusal(f"no space is left for {self.uri}; free some, or pass another --output.") from None
+            raise Refusal(f"{self.uri} cannot be written ({error}); pass another --output.") from None
+
+
+def _files(filesystem: FileSystem, folder: str) -> list[str]:
+    """The whole files of a folder, which need not be there."""
+    found = filesystem.get_file_info(FileSelector(folder, allow_not_found=True))
+    return [info.path for info in found if info.is_file and not info.path.endswith(PARTIAL)]
+
+
+def _delete(filesystem: FileSystem, folder: str) -> None:
+    if filesystem.get_file_info(folder).type == FileType.Directory:
+        filesystem.delete_dir(folder)
+
+
+def _name(*parts: str) -> str:
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]

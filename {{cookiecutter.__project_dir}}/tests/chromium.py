@@ -1,0 +1,23 @@
+"""A real browser for the tests, of this machine's own; it asks nobody for anything by itself."""
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+
+import pytest
+from playwright.sync_api import Browser, sync_playwright
+
+QUIET = ["no-sandbox", "disable-gpu", "disable-quic", "no-first-run"]
+QUIET += ["disable-background-networking", "disable-component-update", "disable-sync"]
+
+
+@contextlib.contextmanager
+def running() -> Iterator[Browser]:
+    """A running one; until it ends, nothing else in this thread can run an event loop."""
+    program = shutil.which("chromium")
+    if not program:
+        pytest.skip("the page is tested in Chromium, which is not here; run: apt-get install chromium")
+    with sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=program, args=[f"--{flag}" for flag in QUIET])
+        yield started
+        started.close()

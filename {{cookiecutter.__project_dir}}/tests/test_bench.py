@@ -1,0 +1,87 @@
+"""`inv bench` against a server that takes known times: the numbers are those times."""
+
+import json
+import re
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pretend_api import PretendApi, running
+from rich.console import Console
+
+import settings
+from cluster import bench
+from cluster.bench import Load
+
+PIECES, PAUSE_S = 6, 0.05
+
+
+@pytest.fixture
+def api(tmp_path: Path) -> Iterator[PretendApi]:
+    with running(tmp_path) as started:
+        started.pieces, started.pause_s = ["word "] * PIECES, PAUSE_S
+        yield started
+
+
+def run(api: PretendApi, folder: Path, concurrent: tuple[int, ...] = (1, 4), seconds: float = 1.5) -> tuple[dict, str]:
+    """What is saved, and what is printed."""
+    console = Console(record=True, width=150)
+    bench.bench(api.url, {}, Load(seconds, PIECES, concurrent), console, folder)
+    return json.loads((folder / "bench.json").read_text()), console.export_text()
+
+
+def test_the_numbers_are_what_the_server_did(api: PretendApi, tmp_path: Path) -> None:
+    saved, printed = run(api, tmp_path / "results")
+    one, four = saved["levels"]
+    whole_s = (PIECES - 1) * PAUSE_S
+    for level in (one, four):
+        assert 1000 * PAUSE_S <= level["between_ms"][0] < 1500 * PAUSE_S
+        assert 0 < level["first_ms"][0] < 1000 * PAUSE_S
+        assert level["first_ms"][0] <= level["first_ms"][1]
+        assert level["errors"] == {}
+    assert 0.5 / whole_s < one["requests_per_s"] <= 1 / whole_s
+    assert 2 < four["requests_per_s"] / one["requests_per_s"] < 5
+    assert one["tokens_per_s"] == pytest.approx(PIECES * one["requests_per_s"])
+    assert "2 levels of 1.5 s, about 3 s in all" in printed
+    assert re.search(r"^ +4 +\d", printed, re.MULTILINE)
+    assert (tmp_path / "results" / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_prompts_are_the_same_in_each_run_and_none_comes_twice(api: PretendApi, tmp_path: Path) -> None:
+    asked = []
+    for _ in range(2):
+        api.asked.clear()
+        run(api, tmp_path, (2,), 0.4)
+        asked.append([body["messages"][0]["content"] for body in api.asked if body["max_tokens"] == PIECES])
+        assert len(set(asked[-1])) == len(asked[-1]) == len(api.asked) - 2  # one each to warm up
+    assert set(asked[0][:2]) == set(asked[1][:2])
+    assert statistics.mean(len(prompt.split()) for prompt in asked[0]) == bench.PROMPT_WORDS + 1
+
+
+def test_errors_are_counted_and_told(api: PretendApi, tmp_path: Path) -> None:
+    api.refuse_every = 3
+    saved, printed = run(api, tmp_path, (1,))
+    [(words, count)] = saved["levels"][0]["errors"].items()
+    assert words.endswith("busy")
+    assert 1 <= count <= 3
+    assert f"{count} × {words}" in printed
+
+
+def test_a_key_that_is_held_back_ends_it_with_what_to_type(api: PretendApi, tmp_path: Path) -> None:
+    api.refuse_every, api.refusal = 4, 429
+    saved, printed = run(api, tmp_path, (1, 2))
+    assert [level["concurrent"] for level in saved["levels"]] == [1]
+    assert "1 × the key may ask no more in a minute; inv submit serve_llm -- --key-requests-per-minute" in printed
+
+
+def test_a_server_that_answers_nothing_is_no_measurement(api: PretendApi, tmp_path: Path) -> None:
+    api.gone = {"small"}
+    with pytest.raises(settings.Refusal, match=r"answered none of 1 clients at once: .*does not exist"):
+        run(api, tmp_path, (1,), 0.2)
+
+
+def test_a_server_that_is_away_is_said(api: PretendApi, tmp_path: Path) -> None:
+    api.url = "http://127.0.0.1:9/v1"
+    with pytest.raises(settings.Refusal, match=r"nothing answers at .* inv submit serve_llm"):
+        run(api, tmp_path)
