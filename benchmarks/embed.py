@@ -6,7 +6,6 @@ import shutil
 import time
 from pathlib import Path
 
-import lancedb
 import torch
 
 import settings
@@ -15,6 +14,9 @@ from benchmarks.report import Result, at_least
 from demo import assets
 from jobs import embed
 from jobs.embed import EmbedOptions
+from jobs.rag import documents, index
+from jobs.rag.embedder import Described
+from jobs.rag.pipeline import Worker
 
 DOCUMENTS, ROUNDS = 1200, 5
 PROCESSES = 2
@@ -76,10 +78,6 @@ def _plain(folder: Path) -> float:
 
 def _one_process(options: EmbedOptions) -> None:
     """Read, cut, embed and keep, one after the other."""
-    from jobs.rag import documents, index
-    from jobs.rag.embedder import Described
-    from jobs.rag.pipeline import Worker
-
     torch.set_num_threads(1)  # as Ray gives each worker
     described = Described(options.model)
     recipe = index.Recipe(options.model, options.chunk_tokens, options.chunk_overlap)
@@ -96,7 +94,7 @@ def _one_process(options: EmbedOptions) -> None:
 
 
 def _chunks(folder: Path, name: str) -> int:
-    return lancedb.connect(folder / f"{name}-index").open_table("chunks").count_rows()
+    return index.lancedb.connect(folder / f"{name}-index").open_table(index.TABLE).count_rows()
 
 
 if __name__ == "__main__":
