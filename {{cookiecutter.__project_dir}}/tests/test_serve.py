@@ -277,7 +277,7 @@ def test_nothing_that_is_sent_breaks_the_server(served: ServeOptions) -> None:
             def ask(case: schemathesis.Case) -> None:
                 answer = case.call(headers=headers, timeout=60)
                 seen.add((case.path, answer.status_code))
-                assert answer.status_code < 500, answer.text
+                assert answer.status_code < 500, case.as_curl_command()
                 if answer.status_code >= 400:
                     assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
 
