@@ -139,7 +139,13 @@ def _answers(asked: ray.data.Dataset, options: GenerateOptions, serving: ServeOp
         detokenize_stage=False,
     )
     sampling = _sampling(options, serving)
-    return build_processor(config, preprocess=lambda row: {"sampling_params": sampling}, postprocess=_as_answer)(asked)
+    processor = build_processor(
+        config,
+        preprocess=lambda row: {"sampling_params": sampling},
+        postprocess=_as_answer,
+        preprocess_map_kwargs={"num_cpus": 0.5},  # else Ray fuses it with what cut the blocks, and joins them again
+    )
+    return processor(asked)
 
 
 def _sampling(options: GenerateOptions, serving: ServeOptions) -> dict[str, Any]:
