@@ -73,7 +73,8 @@ def _replicas() -> int:
 
 def _requests_by_replica() -> dict[str, int]:
     """What HAProxy says that it handed to each: https://docs.haproxy.org/3.0/management.html#9.3-show%20stat"""
-    (path,) = Path(os.environ["RAY_SERVE_HAPROXY_SOCKET_PATH"]).parent.glob("a*")
+    socket_path = Path(os.environ["RAY_SERVE_HAPROXY_SOCKET_PATH"])
+    (path,) = socket_path.parent.glob(f"*/{socket_path.name}")  # in a folder of its node
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(str(path))
         connection.sendall(b"show stat\n")
