@@ -25,10 +25,11 @@ def measure() -> Result:
     """Many clients until there are two replicas, then one until there is one again."""
     with visitors.a_served_model(**SETTINGS) as (options, answers):
         log, phases, answered = asyncio.run(_scale(options, answers))
+        left = _replicas()
     bars = [
         at_most(0, "requests that failed", sum(outcome not in CLEAN for _, _, outcome in log.ended)),
         at_least(2, "replicas that answered", len([count for count in answered.values() if count])),
-        at_most(1, "replicas in the end", _replicas()),
+        at_most(1, "replicas in the end", left),
     ]
     return {"bars": bars, "rounds": list(visitors.by_phase(log, phases)), "answered": answered, "words": log.words}
 
