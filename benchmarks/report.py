@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent
+SERVING = ("serving", "embed", "generate")  # how the names of parts begin whose results are those of serving
 BEGIN, END = "<!-- uv run invoke bench writes from here -->", "<!-- to here -->"
 
 Bar = dict[str, Any]
@@ -30,11 +31,8 @@ def at_most(wanted: float, what: str, measured: float) -> Bar:
 
 def keep(name: str, result: Result, folder: Path = FOLDER) -> None:
     """Put the result of one part into today's file, and draw all tables of README.md anew."""
-    file = (
-        folder
-        / "results"
-        / f"{date.today()}-{'serving' if name.startswith(('serving', 'generate')) else 'training'}.json"
-    )
+    subject = "serving" if name.startswith(SERVING) else "training"
+    file = folder / "results" / f"{date.today()}-{subject}.json"
     file.parent.mkdir(exist_ok=True)
     parts = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     parts[name] = result | {"date": str(date.today()), "machine": machine()}

@@ -66,17 +66,17 @@ def measure(name: str = LARGE) -> Result:
         with harness.one_ray():  # whose workers find all that in their environment
             size = harness.write_model(folder / name, VOCABULARY[name], **SHAPES[name])
             print(f"{name}: a model of {size / 1e6:.1f} million parameters", flush=True)
-            with _ours(folder / name) as options, _bare(options, folder / f"{name}.log") as bare:
+            with served(folder / name, max_num_seqs=32) as options, _bare(options, folder / f"{name}.log") as bare:
                 sides = {"ours": Side(options.root, KEY), "bare vLLM": bare}
                 found = [_compare(name, sides, *cell) for cell in itertools.product(CONCURRENT, (False, True))]
     return {"bars": list(_bars(found)), "rounds": [_as_row(cell) for cell in found], "cells": found}
 
 
 @contextlib.contextmanager
-def _ours(model: Path) -> Iterator[ServeOptions]:
-    """The app, with its keys and limits, which no client here reaches."""
+def served(model: Path, **changes: object) -> Iterator[ServeOptions]:
+    """The app, with changed settings, and with its keys and limits, which no client here reaches."""
     (port,) = free_ports(1)
-    changes = {"model": str(model), "port": port, "max_num_seqs": 32, "key_requests_per_minute": 10**6}
+    changes |= {"model": str(model), "port": port, "key_requests_per_minute": 10**6}
     options = settings.load(ServeOptions, "serve", profile="local").model_copy(update=changes)
     serve_llm.deploy(options)
     try:

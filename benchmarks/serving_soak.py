@@ -86,23 +86,9 @@ def _mib(memory: Memory, start: float) -> float:
 
 
 def _phases(log: Log) -> Iterator[dict]:
-    back = _back_at(log)
-    for name, start, end in (
-        ("before the kill", 0.0, KILL_AT_S),
-        ("until the next answer", KILL_AT_S, back),
-        ("after it", back, float("inf")),
-    ):
-        here = [(over - asked, outcome) for asked, over, outcome in log.ended if start <= over < end]
-        waits = sorted(wait for wait, outcome in here if outcome == "right") or [0.0]
-        others = Counter(outcome for _, outcome in here if outcome != "right")
-        yield {
-            "phase": name,
-            "seconds": min(end, LENGTH_S) - start,
-            "right": sum(outcome == "right" for _, outcome in here),
-            "p50_s": statistics.median(waits),
-            "p99_s": waits[int(0.99 * (len(waits) - 1))],
-            "others": ", ".join(f"{count} {what}" for what, count in others.items()),
-        }
+    last = max(over for _, over, _ in log.ended)
+    ends = {"before the kill": KILL_AT_S, "until the next answer": _back_at(log), "after it": last}
+    return visitors.by_phase(log, ends)
 
 
 if __name__ == "__main__":

@@ -95,8 +95,9 @@ async def _levels(url: str, key: str, model: str, load: Load, console: Console) 
         for concurrent in load.concurrent:
             level = await _level(client, model, load, concurrent)
             if not level.requests_per_s and not levels:
+                reason = next(iter(level.errors))
                 raise settings.Refusal(
-                    f"{url} answered none of {concurrent} clients at once: {next(iter(level.errors))}"
+                    f"{url} answered none of {concurrent} clients at once ({reason}): read its log with inv logs"
                 )
             levels.append(level)
             console.print(f"{concurrent} at once: {level.tokens_per_s:,.0f} tokens/s")
@@ -171,11 +172,11 @@ def _percentiles(values: list[float]) -> tuple[float, float]:
 
 def _table(levels: list[Level], load: Load) -> Table:
     table = Table(title=f"answers of {load.tokens} tokens", box=None)
-    columns = ["at once", "first token", "95 %", "between", "95 %", "tokens/s", "requests/s", "errors"]
+    columns = ["at once", "first ms", "95 %", "between ms", "95 %", "tokens/s", "answers/s", "errors"]
     for column in columns:
         table.add_column(column, justify="right")
     for level in levels:
-        times = [f"{ms:,.1f} ms" for ms in (*level.first_ms, *level.between_ms)]
+        times = [f"{ms:,.1f}" for ms in (*level.first_ms, *level.between_ms)]
         rates = [f"{level.tokens_per_s:,.0f}", f"{level.requests_per_s:,.1f}"]
         table.add_row(str(level.concurrent), *times, *rates, str(sum(level.errors.values())))
     return table

@@ -95,6 +95,7 @@ def main(options: EmbedOptions) -> None:
     )
     if questions:
         _show_hit_rate(questions, pool, location)
+    print("next: inv submit serve_rag", flush=True)
 
 
 def _check_cluster(options: EmbedOptions, model: str, location: str) -> None:

@@ -228,11 +228,12 @@ def deploy(options: ServeOptions) -> None:
         started.result()
     options = as_place_demands(options)
     told = traffic.actor()
-    is_update = _answers(options)
+    url = options.root + options.path.rstrip("/")
+    is_update = answers(url)
     application = openai_app.build(options, address(options))
     target = serve.RunTarget(application, name=options.app, route_prefix=options.path)
     serve.run_many([target], wait_for_applications_running=False)
-    wait_until_healthy(options, is_update)
+    wait_until_healthy("serve_llm", options.app, options.served_name, url, options.start_timeout_s, is_update=is_update)
     if options.canary_percent:
         ray.get(told.give_canary.remote(options.canary_percent, options.model_dump()))
 
@@ -312,29 +313,29 @@ def current_address() -> tuple[str, int] | None:
     return running and (running.http_config.host, running.http_config.port)
 
 
-def wait_until_healthy(options: ServeOptions, is_update: bool) -> None:
-    """Wait for the application, saying how far it is and how long it took.
+def wait_until_healthy(job: str, app: str, name: str, url: str, timeout_s: int, *, is_update: bool) -> None:
+    """Wait for an application that answers at `url`, saying how far it is and how long it took; `job` deployed it.
 
-    When it fails it is taken down, but for an update, before which a model answered: that goes on.
+    When it fails it is taken down, but for an update, before which it answered: that goes on.
     """
     started = time.monotonic()
     said, said_at = "", 0.0
     while True:
-        app = serve.status().applications[options.app]
+        status = serve.status().applications[app]
         waited = time.monotonic() - started
-        if app.status == ApplicationStatus.RUNNING and _answers(options):
-            print(f"serve_llm: healthy after {waited:.0f} s", flush=True)
+        if status.status == ApplicationStatus.RUNNING and answers(url):
+            print(f"{job}: healthy after {waited:.0f} s", flush=True)
             return
-        if app.status == ApplicationStatus.DEPLOY_FAILED or waited > options.start_timeout_s:
+        if status.status == ApplicationStatus.DEPLOY_FAILED or waited > timeout_s:
             if not is_update:
-                stop(options.app)
+                stop(app)
             outcome = "what was served before goes on" if is_update else "it is stopped"
             raise settings.Refusal(
-                f"{options.served_name} was not healthy after {waited:.0f} s, and {outcome}: {last_words(app)}; "
-                "correct that and try again: inv submit serve_llm"
+                f"{name} was not healthy after {waited:.0f} s, and {outcome}: {last_words(status)}; "
+                f"correct that and try again: inv submit {job}"
             )
-        if (state := describe(app)) != said or waited > said_at + SAY_EVERY_S:
-            print(f"serve_llm: {waited:3.0f} s of at most {options.start_timeout_s}: {state}", flush=True)
+        if (state := _state(status)) != said or waited > said_at + SAY_EVERY_S:
+            print(f"{job}: {waited:3.0f} s of at most {timeout_s}: {state}", flush=True)
             said, said_at = state, waited
         time.sleep(0.5)
 
@@ -348,7 +349,7 @@ def last_words(app: ApplicationStatusOverview) -> str:
     return re.sub(r"^(\w+(Error|Exception): )+", "", lines[-1] if "Traceback" in messages[0] else " ".join(lines))
 
 
-def describe(app: ApplicationStatusOverview) -> str:
+def _state(app: ApplicationStatusOverview) -> str:
     """Each deployment with the number of its replicas in each state."""
     parts = []
     for name, deployment in app.deployments.items():
@@ -377,9 +378,10 @@ def wait_for_interrupt(app: str = APP) -> None:
         serve.delete(app)  # engines end in order; the rest of Serve ends with Ray, and Ray with this process
 
 
-def _answers(options: ServeOptions) -> bool:
+def answers(url: str) -> bool:
+    """Whether the application at that URL is healthy."""
     try:
-        return requests.get(f"{options.root}{options.path.rstrip('/')}/health", timeout=5).ok
+        return requests.get(f"{url}/health", timeout=5).ok
     except requests.RequestException:
         return False
 

@@ -4,12 +4,11 @@ It stands beside the model of `serve_llm`, at the same address, behind the same 
 """
 
 import asyncio
+import logging
 import os
-import time
 from typing import Literal
 
 import ray
-import requests
 from pydantic import Field, NonNegativeFloat, PositiveInt, model_validator
 from ray import serve
 
@@ -84,7 +83,7 @@ def main(options: RagOptions) -> None:
         raise Refusal("SERVE_API_KEY is not set, and nothing is served without a key: put it into .env.")
     asyncio.run(index.Reader.open(settings.resolve(options.index)))  # refuses where there is none
     cli.connect(log_to_driver=False)
-    print(f"answers from {options.index} are served at {deploy(options)}", flush=True)
+    print(f"answers from {options.index} are served at {deploy(options)}, for any client of OpenAI's API", flush=True)
     if os.environ.get("RAY_ADDRESS", "local") == "local":
         serve_llm.wait_for_interrupt(APP)
 
@@ -97,16 +96,17 @@ def deploy(options: RagOptions) -> str:
     """
     from jobs.rag import app  # imports torch
 
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)  # what it says at INFO, wait_until_healthy says shorter
     location = settings.resolve(options.index)
     paths = {"index": location} | ({"reranker": weights.find(options.reranker)} if options.reranker else {})
     capacity.refuse_private_paths(paths, options.shared_paths, "rag")
     server = _server(options)
     url = f"{server.root}{PATH}"
-    is_update = APP in serve.status().applications and _answers(url)
+    is_update = serve_llm.answers(url)
     application = app.build(options, location, serve_llm.address(server), server.rules)
     target = serve.RunTarget(application, name=APP, route_prefix=PATH)
     serve.run_many([target], wait_for_applications_running=False)
-    _wait_until_healthy(url, options.start_timeout_s, is_update)
+    serve_llm.wait_until_healthy("serve_rag", APP, APP, url, options.start_timeout_s, is_update=is_update)
     return f"{url}/v1"
 
 
@@ -121,35 +121,6 @@ def _server(options: RagOptions) -> ServeOptions:
     if options.generator == "model" and traffic.ROOT not in ray.get(traffic.actor().apps.remote()):
         raise Refusal("no model is served that could answer: inv submit serve_llm, or pass --generator quote.")
     return server
-
-
-def _wait_until_healthy(url: str, timeout_s: int, is_update: bool) -> None:
-    """Wait for the application. When it fails it is taken down, but for an update, before which it answered."""
-    started = time.monotonic()
-    said = ""
-    while not _answers(url):
-        status = serve.status().applications[APP]
-        waited = time.monotonic() - started
-        if status.status == "DEPLOY_FAILED" or waited > timeout_s:
-            if not is_update:
-                serve.delete(APP)
-            outcome = "what was served before goes on" if is_update else "it is stopped"
-            raise Refusal(
-                f"{APP} was not healthy after {waited:.0f} s, and {outcome}: {serve_llm.last_words(status)}; correct "
-                "that and try again: inv submit serve_rag"
-            )
-        if (state := serve_llm.describe(status)) != said:
-            print(f"serve_rag: {waited:3.0f} s of at most {timeout_s}: {state}", flush=True)
-            said = state
-        time.sleep(0.5)
-    print(f"serve_rag: healthy after {time.monotonic() - started:.0f} s", flush=True)
-
-
-def _answers(url: str) -> bool:
-    try:
-        return serve.status().applications[APP].status == "RUNNING" and requests.get(f"{url}/health", timeout=5).ok
-    except requests.RequestException:
-        return False
 
 
 if __name__ == "__main__":

@@ -261,6 +261,17 @@ def test_the_client_sees_an_authentication_error(served: ServeOptions) -> None:
     assert error_of(caught.value)["code"] == "invalid_api_key"
 
 
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_router_is_asked_where_the_setting_says_so(served: ServeOptions, asked: bool) -> None:
+    """It is Ray's own: which replica it chooses is measured by hand, as that takes two engines."""
+    from jobs import openai_app
+
+    app = openai_app.build(served.model_copy(update={"prefix_routing": asked}), served.root)
+    assert (app._ingress_request_router is not None) == asked
+    config = app._bound_deployment._deployment_config.request_router_config
+    assert ("Prefix" in config.request_router_class) == asked
+
+
 def test_nothing_that_is_sent_breaks_the_server(served: ServeOptions) -> None:
     """What follows the API's description, and what does not, gets an answer or an error of the client's."""
     headers = {"Authorization": f"Bearer {os.environ['SERVE_API_KEY']}"}

@@ -27,13 +27,13 @@ class Generator:
     def __init__(self, kind: Literal["model", "quote"], address: str, prompt_characters: int) -> None:
         self._client = openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="the caller's", max_retries=0)
         self._prompt_characters = prompt_characters
-        self.answer = self._ask if kind == "model" else self._quote
+        self._answer = self._ask if kind == "model" else self._quote
 
     async def generate(
         self, messages: list[dict[str, str]], sources: list[Found], asked: dict[str, Any], key: str
     ) -> AsyncIterator[str | Failure]:
         """The answer, piece by piece; a failure is the last of them."""
-        async for piece in self.answer(messages, sources, asked, key):
+        async for piece in self._answer(messages, sources, asked, key):
             yield piece
 
     async def _quote(self, messages: list[dict[str, str]], sources: list[Found], *_: object) -> AsyncIterator[str]:
