@@ -7,11 +7,12 @@ reach the port: /-/healthz says `success`, /-/routes that `llm` is at `/`.
 """
 
 import asyncio
+import logging
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from ray import serve
 from ray.llm._internal.common.callbacks.base import CallbackBase
 from ray.llm._internal.serve.core.ingress.builder import _build_openai_ingress_request_router
@@ -21,8 +22,11 @@ from ray.serve.llm import LLMConfig, build_llm_deployment
 from ray.serve.llm.deployment import LLMServer
 from ray.serve.llm.request_router import PrefixCacheAffinityRouter
 from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp
 from vllm.entrypoints.serve.engine.protocol import ModelCard, ModelList, ModelPermission
+from vllm.entrypoints.serve.exception_handling.handlers.vllm_error import vllm_error_handler
+from vllm.v1.engine.exceptions import EngineGenerateError
 
 import settings
 from jobs.serving.adapters import Adapters
@@ -44,7 +48,9 @@ ROUTES = {
     "/v1/completions",
     "/v1/embeddings",
 }  # not /v1/responses: vLLM 0.29 fails with status 500 on many of the items that its own description names
+MISREAD = (AttributeError, LookupError)  # what vLLM stumbles over in messages that are not as OpenAI describes them
 DEPLOYMENT = "Server"  # the same whatever the model, so that another one replaces it in place
+log = logging.getLogger("ray.serve")
 HUB_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 
 
@@ -181,7 +187,23 @@ def close(app: FastAPI) -> None:
     """Take away what vLLM's app has beyond the API: admin routes, and leave for every web page to call it."""
     app.router.routes = [route for route in app.router.routes if getattr(route, "path", None) in ROUTES]
     app.user_middleware = [each for each in app.user_middleware if each.cls is not CORSMiddleware]
+    for kind in MISREAD:
+        app.add_exception_handler(kind, _say_misread)
+    app.exception_handler(EngineGenerateError)(_say_failed)
     app.middleware_stack = None  # built anew, without
+
+
+async def _say_misread(_: Request, error: Exception) -> JSONResponse:
+    log.warning("vLLM could not read a request", exc_info=error)  # may be its fault: this is how to tell
+    message = f"this request could not be read ({type(error).__name__}: {error}): compare it with /docs"
+    return JSONResponse({"error": message}, 400)
+
+
+async def _say_failed(request: Request, error: EngineGenerateError) -> JSONResponse:
+    cause = error.__cause__
+    if isinstance(cause, OverflowError):  # a number in the request is larger than an engine can be told
+        return await _say_misread(request, cause)
+    return await vllm_error_handler(request, error)
 
 
 def _first_error_in_log() -> str | None:
