@@ -118,6 +118,7 @@ def llm_config(options: "ServeOptions") -> LLMConfig:
         "max_surge_percent": options.max_surge_percent,
         "max_constructor_retry_count": 1,  # a model that cannot be loaded is not tried again for minutes
         "ray_actor_options": {"num_cpus": options.num_cpus},
+        "logging_config": {"enable_access_log": False},  # two lines written for each request; the metrics count them
     }
     if options.prefix_routing:
         deployment["request_router_config"] = RequestRouterConfig(

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx2
 import pytest
@@ -136,6 +137,12 @@ def test_more_in_a_minute_than_a_key_may_is_told_when_to_come_back(file: Path) -
     assert error(refused, 429)["code"] == "rate_limit_exceeded"
     assert 1 <= int(refused.headers["retry-after"]) <= 60
     assert client.get("/wait?seconds=0", headers=OWNER).status_code == 200  # another key has its own
+
+
+def test_a_minute_later_a_key_may_ask_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits, clock = Limits(per_minute=2, at_once=100), iter([0.0, 30.0, 59.5, 60.0, 60.0, 90.0])
+    monkeypatch.setattr("jobs.serving.limits.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    assert [limits.begin("alice") for _ in range(6)] == [0, 0, 1, 0, 30, 0]
 
 
 def test_more_at_once_than_a_key_may_is_refused_and_ends_are_counted() -> None:

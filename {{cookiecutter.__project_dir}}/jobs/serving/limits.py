@@ -2,19 +2,17 @@
 
 import math
 import time
-from collections import Counter
+from collections import Counter, defaultdict, deque
 
-from limits import RateLimitItemPerMinute
-from limits.storage import MemoryStorage
-from limits.strategies import SlidingWindowCounterRateLimiter
+WINDOW_S = 60.0
 
 
 class Limits:
     """Counts the requests of each key. Each replica counts its own: two replicas admit twice as many in all."""
 
     def __init__(self, per_minute: int, at_once: int) -> None:
-        self._per_minute = RateLimitItemPerMinute(per_minute)
-        self._limiter = SlidingWindowCounterRateLimiter(MemoryStorage())
+        # when each of the latest requests began: the limit is reached when the oldest of so many is not a minute old
+        self._begun: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=per_minute))
         self._at_once = at_once
         self._running: Counter[str] = Counter()
 
@@ -22,9 +20,10 @@ class Limits:
         """Count a request, to be ended by `end`; or refuse it: seconds after which to try again, else 0."""
         if self._running[name] >= self._at_once:
             return 1
-        if not self._limiter.hit(self._per_minute, name):
-            reset = self._limiter.get_window_stats(self._per_minute, name).reset_time
-            return max(1, math.ceil(reset - time.time()))
+        begun, now = self._begun[name], time.monotonic()
+        if len(begun) == begun.maxlen and now - begun[0] < WINDOW_S:
+            return math.ceil(begun[0] + WINDOW_S - now)
+        begun.append(now)  # the oldest falls out
         self._running[name] += 1
         return 0
 
