@@ -4,7 +4,7 @@ inv submit served                            requests, errors and times of each 
 inv submit served -- --canary-percent 20     gives the canary that share of the requests
 inv submit served -- --promote               puts the canary in the place of the model that it was tried against
 inv submit served -- --roll-back             ends the canary
-inv submit served -- --end NAME              ends a model that is served beside another
+inv submit served -- --end NAME              ends a model that is served beside another, or `rag`: the answers of serve_rag
 """
 
 import time
@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 import settings
-from jobs import cli, secrets, serve_llm
+from jobs import cli, secrets, serve_llm, serve_rag
 from jobs.serve_llm import ServeOptions
 from jobs.serving import traffic
 
@@ -33,7 +33,7 @@ class ServedOptions(settings.Section):
     roll_back: bool = False
     """End the canary."""
     end: str = ""
-    """Name of a model that is served beside another, to be ended."""
+    """Name of a model that is served beside another, or `rag`, to be ended."""
 
     @model_validator(mode="after")
     def _one_thing(self) -> "ServedOptions":
@@ -87,11 +87,14 @@ def _end_canary(told: "ray.actor.ActorHandle") -> None:
 
 def _end(told: "ray.actor.ActorHandle", name: str) -> None:
     apps = ray.get(told.apps.remote())
-    beside = {app["models"][0]: path for path, app in apps.items() if path not in (traffic.ROOT, traffic.CANARY)}
-    if name not in beside:
-        known = ", ".join(beside) or "none is"
+    others = [path for path in apps if path not in (traffic.ROOT, traffic.CANARY)]
+    ends = {apps[path]["models"][0]: serve_llm.APP + path.replace("/", "-") for path in others}
+    if serve_rag.APP in serve.status().applications:
+        ends[serve_rag.APP] = serve_rag.APP
+    if name not in ends:
+        known = ", ".join(ends) or "none is"
         raise settings.Refusal(f"{name} is not served beside another model ({known}): inv submit served")
-    serve.delete(serve_llm.APP + beside[name].replace("/", "-"))
+    serve.delete(ends[name])
     print(f"{name} is ended", flush=True)
 
 

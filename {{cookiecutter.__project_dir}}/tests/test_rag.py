@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 
 import settings
 from demo import assets as demo_assets
-from jobs import embed, secrets, serve_llm, serve_rag
+from jobs import embed, secrets, serve_llm, serve_rag, served
 from jobs.embed import EmbedOptions
 from jobs.rag import documents, index, pipeline, ranking
 from jobs.rag.cross_encoder import CrossEncoder
@@ -36,6 +36,7 @@ from jobs.rag.index import Found
 from jobs.rag.ingress import NOT_KNOWN
 from jobs.rag.pipeline import Worker
 from jobs.serve_rag import RagOptions
+from jobs.served import ServedOptions
 from jobs.serving import traffic
 from settings import Refusal
 
@@ -442,3 +443,7 @@ def test_a_served_model_answers_from_the_sources_and_each_part_has_its_replicas(
     serve.delete("stub")
     with pytest.raises(openai.InternalServerError, match=r"does not answer .*: inv submit serve_llm"):
         ask(client, "What does ENOENT mean?")
+    served.main(ServedOptions(end="rag"))
+    assert serve_rag.APP not in serve.status().applications
+    with pytest.raises(Refusal, match="rag is not served"):
+        served.main(ServedOptions(end="rag"))

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -19,6 +20,7 @@ import grpc
 import hypothesis
 import openai
 import psutil
+import pyarrow.parquet as pq
 import pytest
 import ray
 import requests
@@ -41,8 +43,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import settings
 from cluster import bench, chat
 from demo import assets as demo_assets
-from jobs import secrets, serve_llm
+from jobs import generate, secrets, serve_llm
 from jobs import served as job_served
+from jobs.generate import GenerateOptions
 from jobs.serve_llm import ServeOptions
 from jobs.serving import adapters, page, traffic
 from jobs.serving.keys import REFRESH_S, Keys
@@ -252,6 +255,35 @@ def test_a_person_asks_on_the_page(served: ServeOptions, client: openai.OpenAI) 
         opened.get_by_label("Your question").press("Enter")
         expect(opened.locator("#said .assistant p")).to_have_text(answer or "", timeout=60_000)
         expect(opened.get_by_role("button", name="Send")).to_be_visible()
+
+
+def test_many_prompts_at_once_get_the_same_answers(
+    served: ServeOptions, client: openai.OpenAI, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`generate` and the server, each with an engine of its own and another number of rows in it at a time."""
+    questions = [fact.question for fact in demo_assets.questions(50)]
+    rows = [{"id": number, "messages": user(question)} for number, question in enumerate(questions)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    asked = settings.load(GenerateOptions, "generate", profile="local")
+    folders = {"input": str(tmp_path / "rows.jsonl"), "output": str(tmp_path / "out"), "model": served.model}
+    monkeypatch.setenv("PROFILE", "local")
+    generate.main(asked.model_copy(update=folders | {"max_tokens": ANSWER_TOKENS}))
+    answers = pq.read_table(tmp_path / "out" / "answers").to_pylist()
+    said = {questions[int(answer["id"])]: answer["answer"] for answer in answers}
+    with ThreadPoolExecutor(len(questions)) as pool:
+        assert said == dict(zip(questions, pool.map(lambda each: ask(client, user(each)), questions), strict=True))
+
+
+def test_vllms_own_load_generator_is_answered(served: ServeOptions, tmp_path: Path) -> None:
+    command = [Path(sys.executable).with_name("vllm"), "bench", "serve", "--backend=openai-chat"]
+    command += [f"--base-url={served.root}", "--endpoint=/v1/chat/completions", "--model=tiny"]
+    command += [f"--tokenizer={served.model}", "--dataset-name=random", "--random-input-len=20"]
+    command += [f"--random-output-len={ANSWER_TOKENS}", "--num-prompts=24", "--max-concurrency=8", "--ignore-eos"]
+    command += ["--save-result", f"--result-dir={tmp_path}", "--result-filename=seen.json"]
+    keys = {"OPENAI_API_KEY": os.environ["SERVE_API_KEY"]}
+    subprocess.run(command, env=os.environ | keys, check=True, capture_output=True, timeout=300)
+    seen = json.loads((tmp_path / "seen.json").read_text())
+    assert (seen["completed"], seen["total_output_tokens"]) == (24, 24 * ANSWER_TOKENS)
 
 
 def test_the_client_sees_an_authentication_error(served: ServeOptions) -> None:
