@@ -14,7 +14,7 @@ import pyarrow as pa
 import ray.data
 from pydantic import Field, PositiveInt
 from ray.data import DataContext
-from ray.exceptions import RayTaskError
+from ray.exceptions import ActorDiedError, RayTaskError
 
 import settings
 from jobs import capacity, cli, ray_data, serve_llm, weights
@@ -71,8 +71,8 @@ def main(options: GenerateOptions) -> None:
             # no engine is started for bad rows alone
             if prompts.dataset(source, found, tokenize, output).take(1):
                 _generate(source, found, tokenize, output, options, serving)
-        except RayTaskError as error:
-            raise _explained(error) from None
+        except (RayTaskError, ActorDiedError) as error:
+            raise _explained(error, serving.model) from None
     _print_summary(output)
 
 
@@ -197,8 +197,11 @@ class _Line:
         return f"generate: {answered:,} of {self._rows - rejected:,} rows, {speed:,.0f} tokens/s, {left}"
 
 
-def _explained(error: RayTaskError) -> Exception:
-    """What to tell a person about a task that failed: one sentence where the input or the disk is at fault."""
+def _explained(error: RayTaskError | ActorDiedError, model: str) -> Exception:
+    """What to tell a person: one sentence where the input, the disk or an engine is at fault."""
+    if isinstance(error, ActorDiedError):
+        reason = str(error).strip().splitlines()[-1]
+        return Refusal(f"an engine died ({reason}); to read why, serve it: inv submit serve_llm -- --model {model}.")
     if isinstance(error.cause, Refusal):
         return Refusal(str(error.cause).splitlines()[0])  # Ray adds advice of its own in the lines below
     return error

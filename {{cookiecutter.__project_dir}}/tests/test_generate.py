@@ -236,3 +236,19 @@ def test_rows_without_ids_are_refused(made: Made, tmp_path: Path) -> None:
 def test_no_input_is_refused(options: GenerateOptions, tmp_path: Path) -> None:
     with pytest.raises(settings.Refusal, match=r"no \.parquet or \.jsonl .* correct input in \[generate\]"):
         generate.main(options.model_copy(update={"input": str(tmp_path)}))
+
+
+def test_an_engine_that_does_not_start_is_one_sentence(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = settings.load
+
+    def load(section_type: Any, *names: str, **options: Any) -> Any:
+        section = real(section_type, *names, **options)
+        return section.model_copy(update={"kv_cache_gib": 1e-6}) if section_type is ServeOptions else section
+
+    monkeypatch.setattr(settings, "load", load)
+    (tmp_path / "rows.jsonl").write_text('{"id": 1, "prompt": "hello"}')
+    asked = made.options.model_copy(update={"input": str(tmp_path / "rows.jsonl"), "output": str(tmp_path / "out")})
+    with pytest.raises(settings.Refusal, match=r"an engine died \(.*Error: .*\); to read why, serve it: inv submit"):
+        generate.main(asked)
