@@ -156,7 +156,11 @@ def _sampling(options: GenerateOptions, serving: ServeOptions) -> dict[str, Any]
     config = try_get_generation_config(folder, trust_remote_code=False)
     own = config.to_diff_dict() if config else {}
     names = ("repetition_penalty", "top_k", "top_p", "min_p")
-    chosen = {"max_tokens": options.max_tokens, "temperature": options.temperature}
+    chosen = {
+        "max_tokens": options.max_tokens,
+        "temperature": options.temperature,
+        "stream_interval": options.max_tokens,  # nobody reads along: an answer is handed on whole
+    }
     return {name: own[name] for name in names if own.get(name) is not None} | chosen
 
 
