@@ -4,7 +4,7 @@ inv submit served                            requests, errors and times of each 
 inv submit served -- --canary-percent 20     gives the canary that share of the requests
 inv submit served -- --promote               puts the canary in the place of the model that it was tried against
 inv submit served -- --roll-back             ends the canary
-inv submit served -- --end NAME              ends a model that is served beside another, or `rag`: the answers of serve_rag
+inv submit served -- --end NAME              ends a model that is served beside another, or `rag`
 """
 
 import time
