@@ -134,8 +134,10 @@ def _compare(model: str, sides: dict[str, Side], concurrent: int, stream: bool) 
         for name in sides
         for field in Seen._fields
     }
+    later_ms = statistics.median(pair["ours"].first_ms - pair["bare vLLM"].first_ms for pair in pairs)
     print(f"{cell}: {statistics.median(ratios):.3f} of bare vLLM's {medians['bare vLLM per_s']:.1f}/s", flush=True)
-    return cell | medians | {"ratio": statistics.median(ratios), "bound": _bound(ratios), "ratios": ratios}
+    found = {"later_ms": later_ms, "ratio": statistics.median(ratios), "bound": _bound(ratios), "ratios": ratios}
+    return cell | medians | found
 
 
 def _bound(ratios: list[float]) -> float:
@@ -202,8 +204,8 @@ def _bars(found: list[dict]) -> Iterator[dict]:
             continue
         yield at_least(WANTED_BOUND, f"{where}: lower bound of that median", cell["bound"])
         if cell["stream"] and cell["concurrent"] in WANTED_FIRST_MS:
-            later = cell["ours first_ms"] - cell["bare vLLM first_ms"]
-            yield at_most(WANTED_FIRST_MS[cell["concurrent"]], f"{where}: ms later to the first token", later)
+            most = WANTED_FIRST_MS[cell["concurrent"]]
+            yield at_most(most, f"{where}: ms later to the first token, median", cell["later_ms"])
 
 
 def _as_row(cell: dict) -> dict:

@@ -130,6 +130,7 @@ def _answers(asked: ray.data.Dataset, options: GenerateOptions, serving: ServeOp
         engine_kwargs=openai_app.engine(serving) | {"disable_log_stats": True},
         batch_size=BATCH_ROWS,
         max_concurrent_batches=max(8, math.ceil(2 * serving.max_num_seqs / BATCH_ROWS)),
+        max_pending_requests=2 * serving.max_num_seqs,  # answers may all end at once: as many wait to take their places
         concurrency=options.num_workers,
         accelerator_type=None if cpu else serving.accelerator,
         placement_group_config={"bundles": bundles} if cpu else None,  # without it, Ray asks for a GPU

@@ -43,10 +43,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import settings
 from cluster import bench, chat
 from demo import assets as demo_assets
-from jobs import generate, secrets, serve_llm
+from jobs import embed, generate, secrets, serve_llm, serve_rag
 from jobs import served as job_served
+from jobs.embed import EmbedOptions
 from jobs.generate import GenerateOptions
+from jobs.rag import generation
+from jobs.rag.index import Found
 from jobs.serve_llm import ServeOptions
+from jobs.serve_rag import RagOptions
 from jobs.serving import adapters, page, traffic
 from jobs.serving.keys import REFRESH_S, Keys
 
@@ -272,6 +276,38 @@ def test_many_prompts_at_once_get_the_same_answers(
     said = {questions[int(answer["id"])]: answer["answer"] for answer in answers}
     with ThreadPoolExecutor(len(questions)) as pool:
         assert said == dict(zip(questions, pool.map(lambda each: ask(client, user(each)), questions), strict=True))
+
+
+def test_the_model_answers_from_what_the_documents_say(
+    served: ServeOptions, client: openai.OpenAI, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`serve_rag` beside it says what it says itself to the question with those sources, whole and streamed."""
+    monkeypatch.setenv("PROFILE", "local")
+    documents, index = tmp_path / "documents", str(tmp_path / "index")
+    documents.mkdir()
+    for topic in ("apples", "rivers", "poems"):
+        (documents / f"{topic}.md").write_text(f"All that is known of {topic} is {len(topic)}.")
+    demo_assets.write_embedder(tmp_path / "embedder")
+    made = {"input": str(documents), "index": index, "model": str(tmp_path / "embedder"), "questions": ""}
+    embed.main(settings.load(EmbedOptions, "embed").model_copy(update=made))
+    asked = {"index": index, "generator": "model", "sources": 1, "prompt_characters": 60}
+    url = serve_rag.deploy(settings.load(RagOptions, "rag").model_copy(update=asked))
+    rag = client.with_options(base_url=url)
+    for topic in ("apples", "rivers", "poems"):
+        question = user(f"What is known of {topic}?")
+        answer = rag.chat.completions.create(model="rag", messages=question, max_tokens=ANSWER_TOKENS, temperature=0)
+        [source] = (answer.model_extra or {})["sources"]
+        assert source["document"] == f"{topic}.md"
+        shown = generation.numbered([Found(source["document"], source["text"], source["score"])])
+        expected = ask(client, [{"role": "system", "content": generation.PROMPT + shown}, *question])
+        assert answer.choices[0].message.content == expected != ""
+        stream = rag.chat.completions.create(
+            model="rag", messages=question, max_tokens=ANSWER_TOKENS, temperature=0, stream=True
+        )
+        pieces = [chunk.choices[0].delta.content or "" for chunk in stream]
+        assert "".join(pieces) == expected
+        assert len(list(filter(None, pieces))) > 1
+    job_served.main(job_served.ServedOptions(end="rag"))
 
 
 def test_vllms_own_load_generator_is_answered(served: ServeOptions, tmp_path: Path) -> None:
