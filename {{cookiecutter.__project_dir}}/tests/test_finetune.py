@@ -13,6 +13,7 @@ import psutil
 import pytest
 import ray
 import torch
+from processes import children
 from ray.cluster_utils import Cluster
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -257,8 +258,8 @@ def _wait_for_kill(options: TrainOptions) -> None:
 def _kill_a_worker(options: TrainOptions) -> None:
     """kill -9 of one of this test's own train workers."""
     _wait_for_kill(options)
-    workers = [process for process in psutil.Process().children(recursive=True) if "RayTrainWorker" in process.name()]
-    workers[-1].kill()
+    workers = [pid for pid, name in children().items() if "RayTrainWorker" in name]
+    psutil.Process(workers[-1]).kill()
 
 
 @ray.remote(num_cpus=1)

@@ -31,6 +31,7 @@ from hypothesis import HealthCheck, Phase
 from openai.types.chat import ChatCompletionChunk, ChatCompletionMessageParam
 from peft import LoraConfig, get_peft_model
 from playwright.sync_api import expect
+from processes import children
 from ray import serve
 from ray.serve.generated.serve_pb2 import ASGIRequest
 from ray.serve.generated.serve_pb2_grpc import ASGIServiceStub
@@ -389,7 +390,7 @@ def test_no_other_site_may_call_from_a_browser(served: ServeOptions) -> None:
 
 def test_what_answers_http_listens_on_loopback_alone(served: ServeOptions) -> None:
     """HAProxy, whose statistics and metrics Ray opens to every network, and the port of the replica itself."""
-    ours = {process.pid: process.name() for process in psutil.Process().children(recursive=True)}
+    ours = children()
     found = {
         (connection.laddr.ip, connection.laddr.port)
         for connection in psutil.net_connections("inet")
@@ -407,9 +408,9 @@ def test_serves_own_calls_to_a_replica_want_the_token(served: ServeOptions) -> N
     """Their port is the one that listens on every network: Serve knows no other way."""
     (port,) = [
         connection.laddr.port
-        for process in psutil.Process().children(recursive=True)
-        if "ServeReplica" in process.name()
-        for connection in process.net_connections("inet")
+        for pid, name in children().items()
+        if "ServeReplica" in name
+        for connection in psutil.Process(pid).net_connections("inet")
         if connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.ip == "::"
     ]
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel, pytest.raises(grpc.RpcError) as caught:
