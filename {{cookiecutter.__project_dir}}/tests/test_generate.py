@@ -1,5 +1,7 @@
 """Many prompts at once: the answers, what is put aside, and what a killed run leaves for the next."""
 
+import contextlib
+import io
 import json
 import os
 import shutil
@@ -8,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 import ray
 import torch
+from processes import children
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import settings
@@ -27,7 +31,7 @@ from jobs.serve_llm import ServeOptions
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="vLLM's CPU build exists for Linux only")
 
-COUNT, TOKENS = 240, 24
+COUNT, TOKENS = 480, 24
 TIE = 1e-4  # two scores closer than this may change places between two correct implementations
 BAD = {
     '{"id": "broken"': "not valid JSON",
@@ -41,7 +45,7 @@ BAD = {
 
 
 class Made(NamedTuple):
-    """What two runs made, the first of which was killed."""
+    """What two runs made, of which the first was killed, and the engine of the second."""
 
     options: GenerateOptions
     prompts: dict[str, Any]
@@ -49,6 +53,8 @@ class Made(NamedTuple):
     """Ids that the killed run had answered."""
     left: list[int]
     """Processes of the killed run that outlived it."""
+    engine_killed_at: int
+    """How many rows were answered when the second run lost its engine."""
     said: str
     """What the second run printed."""
 
@@ -82,16 +88,16 @@ def options(model: Path, tmp_path_factory: pytest.TempPathFactory) -> GenerateOp
 
 @pytest.fixture(scope="module")
 def made(ray_session: None, options: GenerateOptions) -> Made:
-    """A run that is killed once it has written a file, and the same again."""
+    """A run that is killed once it has written a file, and the same again, whose engine is killed."""
     prompts = write_rows(Path(options.input))
     left = run_and_kill(options)
     killed = {row["id"] for row in read(options)}
-    with pytest.MonkeyPatch.context() as patched:
-        said: list[str] = []
-        patched.setattr("builtins.print", lambda *words, **_: said.append(" ".join(map(str, words))))
+    said = io.StringIO()
+    with pytest.MonkeyPatch.context() as patched, ThreadPoolExecutor(1) as pool, contextlib.redirect_stdout(said):
         patched.setattr("jobs.preprocessing.progress.INTERVAL_S", 0.5)
+        engine_killed_at = pool.submit(kill_the_engine, options)
         generate.main(options)
-    return Made(options, prompts, killed, left, "\n".join(said))
+    return Made(options, prompts, killed, left, engine_killed_at.result(), said.getvalue())
 
 
 def write_rows(folder: Path) -> dict[str, Any]:
@@ -128,6 +134,20 @@ def run_and_kill(options: GenerateOptions) -> list[int]:
     return left
 
 
+def kill_the_engine(options: GenerateOptions) -> int:
+    """Once the next file is written; returns how many rows are answered by then."""
+    folder = Path(options.output, "answers")
+    files, deadline = len(list(folder.glob("*.parquet"))), time.monotonic() + 240
+    while not (engines := [pid for pid, name in children().items() if name.startswith("VLLM::EngineCore")]):
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
+    while len(list(folder.glob("*.parquet"))) == files:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    os.kill(engines[0], signal.SIGKILL)
+    return len(read(options))
+
+
 def _is_engine(pid: int) -> bool:
     try:
         return "EngineCore" in psutil.Process(pid).name() or "vLLMEngine" in psutil.Process(pid).name()
@@ -139,6 +159,7 @@ def test_a_killed_run_goes_on_where_it_was(made: Made) -> None:
     assert 0 < len(made.killed) < COUNT
     assert f"{len(made.killed)} were answered before" in made.said
     assert not made.left
+    assert len(made.killed) < made.engine_killed_at < COUNT, "its engine was killed in the midst, and another started"
     assert Counter(row["id"] for row in made.answers) == Counter(dict.fromkeys(made.prompts, 1))
 
 
@@ -147,7 +168,7 @@ def test_answers_are_those_of_transformers(made: Made, model: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model)
     peer = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     compared = 0
-    for row in made.answers[::6] + [row for row in made.answers if row["id"] in "123"]:
+    for row in made.answers[::12] + [row for row in made.answers if row["id"] in "123"]:
         prompt = made.prompts[row["id"]]
         if isinstance(prompt, str):
             assert row["prompt"] == prompt
