@@ -135,7 +135,7 @@ def run_and_kill(options: GenerateOptions) -> list[int]:
 
 
 def kill_the_engine(options: GenerateOptions) -> int:
-    """Once the next file is written; returns how many rows are answered by then."""
+    """kill -9 of its engine, once the next file is written; returns how many rows are answered by then."""
     folder = Path(options.output, "answers")
     files, deadline = len(list(folder.glob("*.parquet"))), time.monotonic() + 240
     while not (engines := [pid for pid, name in children().items() if name.startswith("VLLM::EngineCore")]):
