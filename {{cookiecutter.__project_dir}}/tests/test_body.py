@@ -1,0 +1,229 @@
+"""What a request's body may hold before an engine or another parser sees it."""
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from jobs.serving.body import MAX_DEPTH, MAX_SCHEMA, Body, InvalidBody, inspect
+
+
+def refused(raw: bytes | dict[str, Any]) -> InvalidBody:
+    with pytest.raises(InvalidBody) as caught:
+        inspect(raw if isinstance(raw, bytes) else json.dumps(raw).encode())
+    json.dumps({"message": caught.value.message, "param": caught.value.param}, ensure_ascii=False).encode()
+    return caught.value
+
+
+def taken(**body: Any) -> Body:
+    return inspect(json.dumps(body).encode())
+
+
+def nested(levels: int) -> Any:
+    """As many lists and objects, alternating, inside each other."""
+    value: Any = 1
+    for level in range(levels):
+        value = [value] if level % 2 else {"a": value}
+    return value
+
+
+# ---------------------------------------------------------------- nesting
+
+
+@pytest.mark.parametrize("opening", [b"[", b'{"a":', b'{"a":[', b'{"m":"\\ud83d","a":' + b"["])
+def test_depth_that_no_parser_survives_is_refused(opening: bytes) -> None:
+    assert refused(opening * 100_000).code == "nested_too_deep"
+
+
+def test_the_limit_is_the_limit() -> None:
+    assert taken(a=nested(MAX_DEPTH - 1))
+    assert refused({"a": nested(MAX_DEPTH)}).code == "nested_too_deep"
+    assert taken(a=[[]] * 1000, b="[" * 1000)  # many, or in a text, are not deep
+
+
+@pytest.mark.parametrize("name", ["json", "structural_tag"])
+def test_a_schema_in_a_text_is_as_deep_as_any(name: str) -> None:
+    assert taken(structured_outputs={name: json.dumps(nested(MAX_DEPTH))})
+    error = refused({"structured_outputs": {name: json.dumps(nested(MAX_DEPTH + 1))}})
+    assert (error.code, error.param) == ("nested_too_deep", f"structured_outputs.{name}")
+    assert refused({"structured_outputs": {name: "[" * 16_000}}).code == "nested_too_deep"
+    assert taken(structured_outputs={name: "no JSON"})  # for vLLM to refuse
+
+
+def test_the_arguments_of_a_tool_call_are_read_as_json() -> None:
+    def body(arguments: Any) -> dict[str, Any]:
+        call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+        return {"messages": [{"role": "user"}, {"role": "assistant", "tool_calls": [call]}]}
+
+    param = "messages.1.tool_calls.0.function.arguments"
+    assert taken(**body(json.dumps({"a": 1})))
+    assert taken(**body("half an ans"))
+    assert refused(body('{"a":' * 9000)).param == param
+    error = refused(body(r'{"a": "\ud83d"}'))
+    assert (error.param, error.code) == (param, "invalid_unicode")
+
+
+# ---------------------------------------------------------------- text
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"stop": "\ud83d"}, "stop"),
+        ({"stop": ["fine", "half \ude00 of one"]}, "stop.1"),
+        ({"bad_words": ["\ud83d"]}, "bad_words.0"),
+        ({"vllm_xargs": {"a": "\ud83d"}}, "vllm_xargs.a"),
+        ({"vllm_xargs": {"\ud83d": 1}}, "vllm_xargs"),
+        ({"\ud83d": 1}, "a field's name"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "\udfff"}]}]},
+            "messages.0.content.0.text",
+        ),
+    ],
+)
+def test_half_of_a_surrogate_pair_is_named(body: dict[str, Any], param: str) -> None:
+    error = refused(body)
+    assert (error.param, error.code) == (param, "invalid_unicode")
+    assert refused(json.dumps(body, ensure_ascii=False).encode(errors="surrogatepass")).param == param
+
+
+@pytest.mark.parametrize("text", ["größer", "\U0001f600", "\\ud83d", "[" * 99])
+def test_all_that_is_text_passes_byte_by_byte(text: str) -> None:
+    for raw in (json.dumps({"stop": text}), json.dumps({"stop": text}, ensure_ascii=False, indent=3)):
+        assert inspect(raw.encode()).raw == raw.encode()
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        *(
+            b"",
+            b"[]",
+            b"3",
+            b'"text"',
+            b"null",
+            b"{",
+            b'{"a": 1} x',
+            b'{"a": NaN}',
+            b'{"a": -Infinity}',
+            b"\xff",
+            b"x=1",
+        ),
+        '{"a": 1}'.encode("utf-16"),
+        b'{"a": %s}' % (b"9" * 5000),
+    ],
+)
+def test_what_is_no_json_object_is_refused(raw: bytes) -> None:
+    error = refused(raw)
+    assert (error.status, error.code) == (400, "invalid_json")
+    assert error.message.startswith("the body must be a JSON object")
+
+
+# ---------------------------------------------------------------- schemas, and what a client has no say in
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"structured_outputs": {"regex": "x" * MAX_SCHEMA + "x"}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"choice": ["some words"] * 2000}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"json": {"enum": ["some words"] * 2000}}}, "structured_outputs.json"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"enum": [9] * 9999}}}},
+            "response_format",
+        ),
+        ({"tools": [{"type": "function", "function": {"parameters": {"enum": [9] * 9999}}}]}, "tools"),
+    ],
+)
+def test_a_schema_that_would_take_seconds_to_compile_is_refused(body: dict[str, Any], param: str) -> None:
+    error = refused(body)
+    assert (error.param, error.code) == (param, "schema_too_large")
+    [field] = body
+    assert taken(**{field: {"json": "x" * 100}, "prompt": "x" * MAX_SCHEMA})  # what is long is something else
+
+
+@pytest.mark.parametrize(
+    "outputs",
+    [
+        {"json": {"type": "string", "pattern": "^[a-z]{1,30000}$"}},
+        {"json": r'{"type": "string", "pattern": "^[a-z]\u007b1,30000\u007d$"}'},
+        {"regex": "a{ 1 , 1999 }b{2}"},
+        {"grammar": "root ::= [a-z]{30000}"},
+        {"regex": "a{%s}" % ("9" * 4000)},
+    ],
+)
+def test_repetitions_that_would_take_seconds_to_parse_are_refused(outputs: dict[str, Any]) -> None:
+    [field] = outputs
+    assert refused({"structured_outputs": outputs}).param == f"structured_outputs.{field}"
+    assert taken(structured_outputs={"regex": "[0-9]{4}-[0-9]{2}" * 100, "json": "[]"})
+
+
+def test_what_only_a_peer_may_send_is_dropped() -> None:
+    asked = {"model": "m", "prompt": "größer", "kv_transfer_params": nested(9), "ec_transfer_params": {}}
+    assert json.loads(taken(**asked).raw) == {"model": "m", "prompt": "größer"}
+
+
+# ---------------------------------------------------------------- what is asked for
+
+
+@pytest.mark.parametrize(
+    ("body", "sequences"),
+    [
+        ({}, 1),
+        ({"messages": [{"role": "user"}, {"role": "user"}], "n": 3}, 3),
+        ({"prompt": "a", "n": None}, 1),
+        ({"prompt": ["a", "b"], "n": 4}, 8),
+        ({"prompt": [1, 2, 3]}, 1),
+        ({"prompt": [[1, 2, 3], [4]], "n": 512, "use_beam_search": True}, 1024),
+        ({"prompt": [], "n": 0}, 1),
+        ({"prompt": 3, "n": -1}, 1),
+        ({"prompt": None, "prompt_embeds": ["a", "b", "c"]}, 3),
+        ({"input": ["a", "b"]}, 2),
+        ({"input": [[{"role": "user"}], [{"role": "user"}]]}, 2),
+        ({"messages": [[{"role": "user"}], [{"role": "user"}]]}, 2),
+    ],
+)
+def test_sequences_are_prompts_times_answers(body: dict[str, Any], sequences: int) -> None:
+    assert taken(**body).sequences == sequences
+
+
+@pytest.mark.parametrize("n", ["8", 8.0, True, [8], "many"])
+def test_an_n_that_could_be_read_in_two_ways_is_refused(n: Any) -> None:
+    assert refused({"prompt": "a", "n": n}).param == "n"
+
+
+@pytest.mark.parametrize(("model", "found"), [("m", "m"), (None, None), (3, None), (["m"], None)])
+def test_the_model_is_named(model: Any, found: str | None) -> None:
+    assert taken(model=model).model == found
+
+
+# ---------------------------------------------------------------- what it costs
+
+
+def test_a_usual_request_costs_less_than_50_microseconds() -> None:
+    messages = [{"role": role, "content": "some hundred characters of a conversation, " * 2} for role in ("user",) * 10]
+    raw = json.dumps({"model": "m", "messages": messages, "max_tokens": 100, "temperature": 0.5}).encode()
+    assert 1000 < len(raw) < 2000
+
+    def seconds(count: int = 1000) -> float:
+        started = time.thread_time()
+        for _ in range(count):
+            inspect(raw)
+        return (time.thread_time() - started) / count
+
+    assert min(seconds() for _ in range(5)) < 50e-6
+
+
+@pytest.mark.parametrize("piece", ["[]", '{"a": 1}', "1", '"[{"', '"größer"'])
+def test_a_large_request_costs_a_few_times_what_it_takes_to_parse_it(piece: str) -> None:
+    raw = f'{{"a": [{",".join([piece] * (10**6 // len(piece)))}]}}'.encode()
+
+    def seconds(called: Callable[[bytes], object]) -> float:
+        started = time.thread_time()
+        called(raw)
+        return time.thread_time() - started
+
+    inspected, parsed = (min(seconds(called) for _ in range(3)) for called in (inspect, json.loads))
+    assert inspected < 8 * parsed + 0.01
