@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, HTTPException, Request
 from ray import serve
 from ray.llm._internal.common.callbacks.base import CallbackBase
 from ray.llm._internal.serve.core.ingress.builder import _build_openai_ingress_request_router
@@ -43,7 +43,6 @@ ROUTES = {
     OPEN_ROUTE,
     "/openapi.json",
     "/docs",
-    "/v1/models/{model:path}",
     "/v1/chat/completions",
     "/v1/completions",
     "/v1/embeddings",
@@ -154,6 +153,7 @@ class Server(LLMServer):
         app = await super().__serve_build_asgi_app__()
         close(app)
         app.add_api_route("/v1/models", self._list_models)
+        app.add_api_route("/v1/models/{model:path}", self._retrieve_model)
         self._serving = app.state.openai_serving_models
         self._reporter = Reporter(self._place.path)
         tasks = [self._keys.keep_up(), self._reporter.keep_up(self._names)]
@@ -172,9 +172,18 @@ class Server(LLMServer):
     async def _list_models(self) -> ModelList:
         """The model; its adapters, whether they are loaded or not; and what is served beside it."""
         models: ModelList = await self._serving.registry.show_available_models()
-        for name in [*self._names()[1:], *self._reporter.routes.others]:
-            models.data.append(ModelCard(id=name, permission=[ModelPermission()]))
+        models.data[0].root = self._place.model  # vLLM gives its folder on this machine
+        for name in self._names()[1:]:
+            models.data.append(ModelCard(id=name, root=self._place.model, permission=[ModelPermission()]))
+        for name in self._reporter.routes.others:
+            models.data.append(ModelCard(id=name, root=name, permission=[ModelPermission()]))
         return models
+
+    async def _retrieve_model(self, model: str) -> ModelCard:
+        for card in (await self._list_models()).data:
+            if card.id == model:
+                return card
+        raise HTTPException(404, f"no model {model} is served: GET /v1/models lists those that are")
 
     async def _start_engine(self) -> None:
         # Ray's own adds a usage report, for which the replica waits until one more process has imported vLLM

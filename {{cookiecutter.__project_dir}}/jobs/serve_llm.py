@@ -4,6 +4,7 @@ python -m jobs.serve_llm            deploys [serve] of settings.toml, or updates
 python -m jobs.serve_llm --help     explains every option
 """
 
+import hashlib
 import importlib.util
 import logging
 import os
@@ -159,7 +160,7 @@ class ServeOptions(settings.Section):
         """Where the application is, below the server's address."""
         if self.canary_percent:
             return traffic.CANARY
-        return f"/models/{re.sub(r'[^a-zA-Z0-9.-]', '-', self.served_name)}" if self.beside else traffic.ROOT
+        return f"/models/{_path_segment(self.served_name)}" if self.beside else traffic.ROOT
 
     @property
     def app(self) -> str:
@@ -170,6 +171,12 @@ class ServeOptions(settings.Section):
     def url(self) -> str:
         """Base URL for OpenAI clients."""
         return f"{self.root}/v1"
+
+
+def _path_segment(name: str) -> str:
+    """The name as it stands in a path and in an application's name; each name has its own."""
+    plain = re.sub(r"[^a-zA-Z0-9._-]", "-", name)
+    return plain if plain == name else f"{plain}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
 def main(options: ServeOptions) -> None:

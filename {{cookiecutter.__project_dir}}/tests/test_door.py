@@ -1,6 +1,7 @@
 """What stands before a served model: keys, limits, sizes, time, errors in OpenAI's shape; and what all that costs."""
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -10,7 +11,7 @@ import httpx2
 import pytest
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
-from starlette.responses import PlainTextResponse, StreamingResponse
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.testclient import TestClient
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -64,6 +65,10 @@ def engine() -> FastAPI:
             return PlainTextResponse("in plain text", 400)
         raise HTTPException(status, "in words")
 
+    @app.get("/health")
+    async def health() -> Response:
+        return Response()
+
     return app
 
 
@@ -91,11 +96,29 @@ def test_each_key_opens_and_has_its_name(file: Path) -> None:
     assert found == ["owner", "alice", "bob", None, None]
 
 
+@pytest.mark.parametrize("scheme", ["Bearer", "bearer", "BEARER", "Bearer "])
+def test_the_scheme_is_taken_in_any_case(file: Path, scheme: str) -> None:
+    assert Keys().name_of(f"{scheme} for-alice".encode()) == "alice"
+    assert Keys().name_of(f"{scheme} FOR-ALICE".encode()) is None
+
+
+@pytest.mark.parametrize("header", ["Basic for-alice", "Bearerfor-alice", "Bearer", "for-alice", " for-alice"])
+def test_a_key_without_its_scheme_opens_nothing(file: Path, header: str) -> None:
+    assert Keys().name_of(header.encode()) is None
+
+
 def test_without_a_key_nothing_opens(file: Path) -> None:
     for headers in ({}, {"Authorization": "Bearer for-carol"}, {"Authorization": "for-alice"}):
         answer = door().get("/wait?seconds=0", headers=headers)
         assert error(answer, 401)["code"] == "invalid_api_key"
         assert answer.headers["www-authenticate"] == "Bearer"
+
+
+def test_health_is_open_to_get_and_head_alone(file: Path) -> None:
+    for method, status in {"GET": 200, "HEAD": 200, "POST": 405}.items():
+        answer = door().request(method, "/health")
+        assert answer.status_code == status
+    assert door().head("/wait?seconds=0").status_code == 401
 
 
 def test_a_key_that_is_taken_off_closes_and_a_new_one_opens(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,18 +133,42 @@ def test_a_key_that_is_taken_off_closes_and_a_new_one_opens(file: Path, monkeypa
         assert keys.name_of(b"Bearer changed") == "alice"
         assert keys.name_of(b"Bearer for-carol") == "carol"
         assert keys.name_of(b"Bearer the-owner") is None
-        file.write_text("SERVE_API_KEYS=not a pair\n")  # while nobody can say who may, those who could still may
-        await asyncio.sleep(0.1)
-        assert keys.name_of(b"Bearer for-carol") == "carol"
         keeping_up.cancel()
 
     asyncio.run(asyncio.wait_for(renamed(), 10))
 
 
-def test_no_replica_starts_without_a_key_or_with_a_broken_list(file: Path) -> None:
-    file.write_text("SERVE_API_KEYS=alice\n")
-    with pytest.raises(ValueError, match="SERVE_API_KEYS is not NAME:KEY,NAME:KEY"):
+@pytest.mark.parametrize(
+    ("broken", "reason"),
+    [
+        ("not a pair", "SERVE_API_KEYS is not NAME:KEY,NAME:KEY"),
+        ("owner:other", "entry 1 of SERVE_API_KEYS repeats a name: each key needs its own, not owner"),
+        ("bob:first, bob:other", "entry 2 of SERVE_API_KEYS repeats a name: each key needs its own, not owner"),
+    ],
+)
+def test_with_a_broken_list_the_last_good_one_stays_and_no_replica_starts(
+    file: Path, broken: str, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(keys_module, "REFRESH_S", 0.01)
+    monkeypatch.setattr(logging.getLogger("ray"), "propagate", True)
+    keys = Keys()
+
+    async def reread() -> None:
+        keeping_up = asyncio.create_task(keys.keep_up())
+        while reason not in caplog.text:
+            await asyncio.sleep(0.01)
+        keeping_up.cancel()
+
+    file.write_text(f"SERVE_API_KEY=changed\nSERVE_API_KEYS={broken}\n")
+    asyncio.run(asyncio.wait_for(reread(), 10))
+    assert keys.name_of(b"Bearer the-owner") == "owner"
+    assert keys.name_of(b"Bearer for-alice") == "alice"
+    assert keys.name_of(b"Bearer other") is keys.name_of(b"Bearer changed") is None
+    with pytest.raises(ValueError, match=reason):
         Keys()
+
+
+def test_no_replica_starts_without_a_key(file: Path) -> None:
     file.write_text("")
     with pytest.raises(ValueError, match="SERVE_API_KEY did not reach"):
         Keys()

@@ -104,6 +104,15 @@ def test_the_run_names_the_model(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["tiny"]
 
 
+def test_each_model_of_the_list_can_be_asked_for_and_tells_no_path(served: ServeOptions, client: openai.OpenAI) -> None:
+    retrieved = [client.models.retrieve(model.id) for model in client.models.list()]
+    assert [(model.id, model.model_dump()["root"]) for model in retrieved] == [("tiny", "tiny")]
+    assert served.source not in client.models.with_raw_response.list().text
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.models.retrieve("absent/model")
+    assert "absent/model" in error_of(caught.value)["message"]
+
+
 def test_greedy_decoding_is_that_of_transformers(client: openai.OpenAI, model_folder: Path) -> None:
     """Of as many prompts at once as the engine takes, and more."""
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
@@ -248,6 +257,11 @@ def test_every_route_but_health_and_the_page_wants_the_key(served: ServeOptions)
             assert answer.status_code == 401, (method, path, header)
             assert answer.json()["error"]["code"] == "invalid_api_key"
             assert key[:4] not in answer.text
+
+
+def test_health_answers_head_requests(served: ServeOptions) -> None:
+    answer = requests.head(f"{served.root}/health", timeout=10)
+    assert (answer.status_code, answer.content) == (200, b"")
 
 
 def test_a_person_asks_on_the_page(served: ServeOptions, client: openai.OpenAI) -> None:
@@ -555,6 +569,14 @@ def test_name_of_the_model(model: str, name: str) -> None:
     assert options(model=model, model_name="mine").served_name == "mine"
 
 
+def test_each_name_has_a_path_and_an_application_of_its_own() -> None:
+    names = ["a-b", "a_b", "a.b", "a/b", "a b", "a--b", "a b-", "A-b", "ä", "ö"]
+    beside = [options(model_name=name, beside=True) for name in names]
+    assert len({each.path for each in beside}) == len({each.app for each in beside}) == len(names)
+    assert all(re.fullmatch(r"/models/[A-Za-z0-9._-]+", each.path) for each in beside)
+    assert [each.path for each in beside[:3]] == ["/models/a-b", "/models/a_b", "/models/a.b"]
+
+
 def test_the_cluster_profile_asks_for_its_gpus() -> None:
     from jobs import openai_app
 
@@ -707,7 +729,11 @@ def test_adapters_of_a_run_are_served_by_its_name_without_a_restart(client: open
     first = write_adapters(runs / "sql", model_folder, seed=0)
     assert first != without
     wait_for_models("tiny", "sql")
+    assert client.models.retrieve("sql").model_dump()["root"] == "tiny"
     wait_until_it_says(first)
+    assert client.models.retrieve("sql").id == "sql"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("other")
     assert ask(client, user(QUESTIONS[0])) == without
     second = write_adapters(runs / "sql", model_folder, seed=1)
     assert second != first

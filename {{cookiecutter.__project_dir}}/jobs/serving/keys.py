@@ -18,13 +18,13 @@ log = logging.getLogger("ray.serve")
 
 
 class Keys:
-    """The keys of the moment, as digests of the headers that carry them."""
+    """The keys of the moment, as digests."""
 
     def __init__(self) -> None:
         """Read them.
 
         Raises:
-            ValueError: there is none, or SERVE_API_KEYS is not NAME:KEY,NAME:KEY.
+            ValueError: there is none, or SERVE_API_KEYS is not NAME:KEY,NAME:KEY, or gives a name to two keys.
         """
         self._digests = _read()
         if not self._digests:
@@ -35,7 +35,10 @@ class Keys:
 
         The time that it takes does not tell how much of a wrong key is right, nor whose it resembles.
         """
-        given = _digest(authorization)
+        scheme, _, key = authorization.partition(b" ")
+        if scheme.lower() != b"bearer":  # no secret, and in any case: RFC 9110, section 11.1
+            return None
+        given = _digest(key.strip(b" "))
         found = None
         for name, digest in self._digests.items():
             if hmac.compare_digest(given, digest):
@@ -49,19 +52,21 @@ class Keys:
             try:
                 self._digests = await asyncio.to_thread(_read)
             except Exception as error:  # the store may be away, or what stands there malformed: neither ends a server
-                log.warning(f"the API keys could not be read again ({type(error).__name__}); the last ones stay valid")
+                log.warning(f"the API keys could not be read again ({error}); the last ones stay valid")
 
 
 def _read() -> dict[str, bytes]:
     values = secrets.read(SECRETS)
-    pairs = [(OWNER, values["SERVE_API_KEY"])] if "SERVE_API_KEY" in values else []
-    for pair in filter(None, values.get("SERVE_API_KEYS", "").split(",")):
+    keys = {OWNER: values.get("SERVE_API_KEY", "")}
+    for number, pair in enumerate(filter(None, values.get("SERVE_API_KEYS", "").split(",")), start=1):
         name, colon, key = pair.strip().partition(":")
         if not (name and colon and key):
             raise ValueError("SERVE_API_KEYS is not NAME:KEY,NAME:KEY")
-        pairs.append((name, key))
-    return {name: _digest(f"Bearer {key}".encode()) for name, key in pairs}
+        if name in keys:  # not said which: where somebody wrote KEY:NAME, it is a key
+            raise ValueError(f"entry {number} of SERVE_API_KEYS repeats a name: each key needs its own, not {OWNER}")
+        keys[name] = key
+    return {name: _digest(key.encode()) for name, key in keys.items() if key}
 
 
-def _digest(header: bytes) -> bytes:
-    return hashlib.sha256(header).digest()
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
