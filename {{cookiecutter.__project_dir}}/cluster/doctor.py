@@ -96,15 +96,13 @@ def _env_file() -> Iterator[Finding]:
 
 def _settings() -> Iterator[Finding]:
     """The jobs' sections of both profiles, typed as the jobs read them."""
-    from jobs.embed import EmbedOptions  # here, as torch and Ray take seconds to import
-    from jobs.evaluate import EvaluateOptions
-    from jobs.generate import GenerateOptions
-    from jobs.preprocess import PreprocessOptions
-    from jobs.serve_llm import ServeOptions
-    from jobs.serve_rag import RagOptions
-    from jobs.train_classifier import ClassifierOptions
-    from jobs.training.options import DDPOptions, DeepSpeedOptions, FSDPOptions
-    from jobs.tune import TuneOptions
+    from jobs.evaluation.options import EvaluateOptions
+    from jobs.generating.options import GenerateOptions
+    from jobs.preprocessing.options import PreprocessOptions
+    from jobs.rag.options import EmbedOptions, RagOptions
+    from jobs.serving.options import ServeOptions
+    from jobs.training.options import ClassifierOptions, DDPOptions, DeepSpeedOptions, FSDPOptions
+    from jobs.tuning.options import TuneOptions
 
     sections: list[tuple[type[settings.Section], tuple[str, ...]]] = [
         (PreprocessOptions, ("preprocess",)),
@@ -131,7 +129,7 @@ def _settings() -> Iterator[Finding]:
 
 
 def _port() -> Iterator[Finding]:
-    from jobs.serve_llm import ServeOptions
+    from jobs.serving.options import ServeOptions
 
     try:
         options = settings.load(ServeOptions, "serve", profile="local")

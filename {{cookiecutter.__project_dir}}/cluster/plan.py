@@ -69,8 +69,8 @@ def plan(model: str, console: Console, dollars_per_machine_hour: Mapping[int, fl
     Raises:
         Refusal: the model cannot be loaded, or a setting is wrong.
     """
-    from jobs.preprocess import PreprocessOptions  # here, as Ray takes seconds to import
-    from jobs.serve_llm import ServeOptions
+    from jobs.preprocessing.options import PreprocessOptions
+    from jobs.serving.options import ServeOptions
 
     train = settings.load(DDPOptions, "train", profile="cluster")
     serving = settings.load(ServeOptions, "serve", profile="cluster")

@@ -1,6 +1,12 @@
 """Measures the network between the workers of a training, before an expensive one starts: all-reduce bandwidth by
 message size, and whether EFA carries it."""
 
+from jobs import cli
+from jobs.training.options import NetworkOptions
+
+if __name__ == "__main__":
+    cli.parse(NetworkOptions, "train")  # first: what is imported below takes seconds
+
 import os
 import re
 import tempfile
@@ -11,24 +17,14 @@ from typing import Any, NamedTuple
 import ray.train
 import torch
 import torch.distributed
-from pydantic import ConfigDict, PositiveInt
 from ray.train import LoggingConfig, RunConfig
 from ray.train.torch import TorchConfig, TorchTrainer, get_device
 
-from jobs import capacity, cli, gang
-from jobs.workers import WorkerOptions
+from jobs import capacity, gang
 
 ROUNDS = 10
 LOG = f"{tempfile.gettempdir()}/check-network-nccl.%p.log"  # NCCL puts the process's number in the place of %p
 MIB = 2**20
-
-
-class NetworkOptions(WorkerOptions):
-    """The workers of [train], and how much they send: by NCCL where device is cuda, by gloo where it is cpu."""
-
-    model_config = ConfigDict(extra="ignore")
-    message_mib: tuple[PositiveInt, ...] = (1, 16, 256)
-    """Sizes of the messages that are measured; DDP sends gradients by 25 MiB, ZeRO by 500 MB."""
 
 
 class Measure(NamedTuple):
@@ -125,4 +121,4 @@ def _all_reduce(message: torch.Tensor) -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main, NetworkOptions, "train")
+    cli.run(main)

@@ -1,6 +1,10 @@
 """The entry of every job: typed options over settings.toml, and one-sentence errors."""
 
 import atexit
+import contextlib
+import difflib
+import functools
+import io
 import logging
 import os
 import shutil
@@ -12,7 +16,7 @@ from typing import Any, TypeVar
 
 import tyro
 from pydantic import ValidationError
-from tyro import constructors
+from tyro import _errors, constructors
 
 from jobs.serving import haproxy
 
@@ -24,25 +28,73 @@ if "RAY_ADDRESS" not in os.environ:  # read once, by `import ray`: a Ray of this
         sockets = tempfile.mkdtemp(prefix="serve-")  # which no other user enters
         os.environ |= haproxy.environment(sockets)
         atexit.register(shutil.rmtree, sockets, ignore_errors=True)
-import ray
 
 import settings
 from jobs import secrets
 
 Options = TypeVar("Options", bound=settings.Section)
 
-
 OPTIONS = constructors.ConstructorRegistry()
+_parsed: settings.Section | None = None
+CHECKED_FOR = "JOB_OPTIONS_CHECKED_FOR"
+"""Environment variable with the command that a person typed before a job's options: they are checked, and nothing runs.
+`inv submit` sets it."""
 
 
-def run(main: Callable[[Options], None], options_type: type[Options], *sections: str) -> None:
-    """Parse the command line over the settings of `sections`, then call `main` with the options."""
+def parse(options_type: type[Options], *sections: str) -> Options:
+    """Read the options of the command line over the settings of `sections`, for `run`; they are returned too.
+
+    A job calls it before it imports torch, Ray or transformers, so that --help and errors are answered at once.
+    """
+    global _parsed
+    said = io.StringIO()
     try:
-        defaults = settings.load(options_type, *sections)
-        options = tyro.cli(options_type, default=defaults, description=main.__doc__, registry=OPTIONS)
-        main(options)
+        refusing = _errors.on_parse_error(functools.partial(_refuse, options_type))  # private to tyro, which is pinned
+        with refusing, contextlib.redirect_stdout(said):
+            _parsed = options = tyro.cli(
+                options_type,
+                prog=_command(),
+                description=(sys.modules["__main__"].__doc__ or "").partition("\n\n")[0],
+                default=settings.load(options_type, *sections),
+                registry=OPTIONS,
+            )
     except settings.Refusal as refusal:
         sys.exit(f"error: {refusal}")
+    except SystemExit:  # --help
+        print(said.getvalue().replace(" [-h]", "", 1), end="")
+        raise
+    if CHECKED_FOR in os.environ:
+        sys.exit()
+    return options
+
+
+def run(main: Callable[[Any], None]) -> None:
+    """Call `main` with what `parse` has read; an error that is the user's ends the process with one sentence."""
+    try:
+        main(_parsed)
+    except settings.Refusal as refusal:
+        sys.exit(f"error: {refusal}")
+
+
+def _command() -> str:
+    """What stands before the options."""
+    return os.environ.get(CHECKED_FOR) or f"python -m jobs.{Path(sys.argv[0]).stem}"
+
+
+def _refuse(options_type: type[settings.Section], event: _errors.ParseErrorEvent) -> None:
+    """Say in one sentence what is wrong with the command line; tyro itself draws a box."""
+    if isinstance(event, _errors.UnrecognizedArgs):
+        name = event.tokens[0].partition("=")[0].strip("-").replace("-", "_")
+        near = difflib.get_close_matches(name, options_type.model_fields, 1)
+        meant = f"; did you mean {_flag(near[0])}?" if near else "."
+        raise settings.Refusal(f"{event.tokens[0]} is no option of this job{meant} All of them: {_command()} --help")
+    if argument := getattr(event, "argument", None):
+        takes = argument.lowered.metavar
+        raise settings.Refusal(f"{argument.display_name()} takes {takes}; what it is for: {_command()} --help")
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 @OPTIONS.struct_rule
@@ -72,9 +124,7 @@ def _first_error(error: ValidationError) -> str:
     message = first["msg"].removeprefix("Value error, ")
     if not first["loc"]:  # two options that do not go together, which the message names
         return f"{message}."
-    option = "--" + str(first["loc"][0]).replace("_", "-")
-    job = Path(sys.argv[0]).stem
-    return f"{option}: {message} (found {first['input']!r}); what it takes: python -m jobs.{job} --help"
+    return f"{_flag(str(first['loc'][0]))}: {message} (found {first['input']!r}); what it takes: {_command()} --help"
 
 
 def connect(*, log_to_driver: bool = True) -> None:
@@ -82,6 +132,8 @@ def connect(*, log_to_driver: bool = True) -> None:
 
     `log_to_driver`: whether the job's log shows what its workers print.
     """
+    import ray  # here: a wrong option is refused before these seconds
+
     secrets.load()
     if ray.is_initialized():
         return

@@ -3,19 +3,24 @@
 A document is known by its id and a hash of its text. One that is no longer among the input's is removed.
 """
 
+from jobs import cli
+from jobs.rag.options import EmbedOptions
+
+if __name__ == "__main__":
+    cli.parse(EmbedOptions, "embed")  # first: what is imported below takes seconds
+
 import json
 import time
 from collections import Counter
-from typing import Any, Literal
+from typing import Any
 
 import pyarrow as pa
 import ray
 import torch
-from pydantic import Field, NonNegativeFloat, PositiveInt, model_validator
 from ray.exceptions import RayTaskError
 
 import settings
-from jobs import capacity, cli, weights
+from jobs import capacity, weights
 from jobs.preprocessing.progress import Progress, time_left
 from jobs.rag import documents, index, pipeline, ranking
 from jobs.rag.documents import Chunker
@@ -26,50 +31,6 @@ from settings import Refusal
 PASSES = 4  # forward passes in a batch: fewer, and its way to the worker costs; more, and the last worker is waited for
 COMMIT_S = 10.0  # so much work is lost at most when the job is killed
 CANDIDATES, SHOWN = 20, 5  # chunks found for a question, and those of them that count as a hit
-
-
-class EmbedOptions(settings.Section):
-    """The [embed] section of settings.toml."""
-
-    input: str
-    """Parquet or JSONL with `text` (and `id`), Markdown or text: a file, folder, glob or s3:// URI."""
-    index: str
-    """Folder or s3:// URI of the index."""
-    shared_paths: tuple[str, ...] = ()
-    """Folders that every node mounts; on several nodes, other local paths are refused."""
-    model: str
-    """Embedding model: a Hugging Face folder or hub id."""
-    chunk_tokens: int = Field(ge=8)
-    """Tokens in a chunk at most."""
-    chunk_overlap: int = Field(ge=0)
-    """Tokens with which a chunk repeats the end of that before it."""
-    num_workers: PositiveInt
-    """Copies of the model that embed at the same time."""
-    num_cpus: NonNegativeFloat
-    """Logical CPUs of each."""
-    num_gpus: NonNegativeFloat
-    """GPUs of each."""
-    device: Literal["cpu", "cuda"]
-    """Where they compute."""
-    precision: Literal["fp32", "bf16"]
-    """Number format of the weights and of the computation."""
-    batch_chunks: PositiveInt
-    """Chunks in one forward pass."""
-    questions: str = ""
-    """JSONL with `question` and the id of the `document` that answers it: the share found is told at the end."""
-    fresh: bool = False
-    """Make the index anew, without what is in it."""
-
-    @model_validator(mode="after")
-    def _overlap_is_smaller(self) -> "EmbedOptions":
-        if 2 * self.chunk_overlap > self.chunk_tokens:
-            raise ValueError("chunk_overlap is more than half of chunk_tokens")
-        return self
-
-    @property
-    def needs(self) -> dict[str, float]:
-        """What Ray reserves for a worker."""
-        return {name: amount for name, amount in (("CPU", self.num_cpus), ("GPU", self.num_gpus)) if amount}
 
 
 def main(options: EmbedOptions) -> None:
@@ -221,4 +182,4 @@ def _show_hit_rate(questions: list[dict[str, Any]], pool: pipeline.Pool, locatio
 
 
 if __name__ == "__main__":
-    cli.run(main, EmbedOptions, "embed")
+    cli.run(main)

@@ -1,51 +1,31 @@
 """Evaluates models on the rows that preprocess held out: perplexity and exact match, side by side."""
 
+from jobs import cli
+from jobs.evaluation.options import EvaluateOptions
+
+if __name__ == "__main__":
+    cli.parse(EvaluateOptions, "evaluate")  # first: what is imported below takes seconds
+
 import json
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import ray.data
 import torch
-from pydantic import Field, PositiveInt
 from ray.data import ActorPoolStrategy, DataContext
 from ray.exceptions import RayTaskError
 from rich.console import Console
 from rich.table import Table
 
 import settings
-from jobs import capacity, cli, ray_data
+from jobs import capacity, ray_data
 from jobs.evaluation import candidates
 from jobs.evaluation.candidates import Candidate
 from jobs.evaluation.scoring import Scorer
 from jobs.preprocessing.progress import Progress, time_left
 from jobs.training import storage
-from jobs.training.options import NAME
 from jobs.training.packed import Manifest, PackedRows, read_manifest
 from settings import Refusal
-
-
-class EvaluateOptions(settings.Section):
-    """The [evaluate] section of settings.toml."""
-
-    models: tuple[str, ...] = Field(min_length=1)
-    """Hugging Face folders, s3:// folders, hub ids, or the `adapter` folder of a LoRA run; the last one is what the
-    others are compared with."""
-    data: str
-    """Folder or URI that `preprocess` wrote; its held-out part is what counts."""
-    output: str
-    """Folder or URI that gets the result as NAME.json."""
-    name: str = Field("evaluation", pattern=NAME)
-    """Name of the result; the same name again replaces it."""
-    shared_paths: tuple[str, ...] = ()
-    """Folders that every node mounts; on several nodes, other local paths are refused."""
-    num_workers: PositiveInt
-    """Copies of a model that evaluate at the same time."""
-    device: Literal["cpu", "cuda"]
-    """Where they compute: each takes one CPU, or one GPU."""
-    precision: Literal["fp32", "bf16"]
-    """Number format of the weights and of the computation."""
-    batch_rows: PositiveInt
-    """Rows in one forward pass."""
 
 
 class Result(NamedTuple):
@@ -186,4 +166,4 @@ def _save(results: list[Result], counts: dict[str, float], options: EvaluateOpti
 
 
 if __name__ == "__main__":
-    cli.run(main, EvaluateOptions, "evaluate")
+    cli.run(main)

@@ -1,7 +1,12 @@
 """Fine-tunes a language model with each worker holding the whole of it: DistributedDataParallel."""
 
-from jobs import cli, launch
+from jobs import cli
 from jobs.training.options import DDPOptions
+
+if __name__ == "__main__":
+    cli.parse(DDPOptions, "train")  # first: what is imported below takes seconds
+
+from jobs import launch
 from jobs.training.strategies import DDP
 
 
@@ -11,4 +16,4 @@ def main(options: DDPOptions) -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main, DDPOptions, "train")
+    cli.run(main)

@@ -1,11 +1,16 @@
 """Fine-tunes a language model that is sharded over the workers: DeepSpeed's ZeRO."""
 
+from jobs import cli
+from jobs.training.options import DeepSpeedOptions
+
+if __name__ == "__main__":
+    cli.parse(DeepSpeedOptions, "train", "deepspeed")  # first: what is imported below takes seconds
+
 import json
 from functools import partial
 from pathlib import Path
 
-from jobs import cli, launch
-from jobs.training.options import DeepSpeedOptions
+from jobs import launch
 from jobs.training.zero import ZeRO
 
 CONFIG = Path(__file__).with_suffix(".json")
@@ -17,4 +22,4 @@ def main(options: DeepSpeedOptions) -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main, DeepSpeedOptions, "train", "deepspeed")
+    cli.run(main)

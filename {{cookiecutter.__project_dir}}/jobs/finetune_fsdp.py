@@ -1,10 +1,15 @@
 """Fine-tunes a language model that is sharded over the workers: PyTorch's FSDP2."""
 
+from jobs import cli
+from jobs.training.options import FSDPOptions
+
+if __name__ == "__main__":
+    cli.parse(FSDPOptions, "train", "fsdp")  # first: what is imported below takes seconds
+
 from functools import partial
 
-from jobs import cli, launch
+from jobs import launch
 from jobs.training.fsdp import FSDP
-from jobs.training.options import FSDPOptions
 
 
 def main(options: FSDPOptions) -> None:
@@ -13,4 +18,4 @@ def main(options: FSDPOptions) -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main, FSDPOptions, "train", "fsdp")
+    cli.run(main)

@@ -4,6 +4,12 @@ python -m jobs.generate             answers the rows of [generate] in settings.t
 python -m jobs.generate --help      explains every option
 """
 
+from jobs import cli
+from jobs.generating.options import GenerateOptions
+
+if __name__ == "__main__":
+    cli.parse(GenerateOptions, "generate")  # first: what is imported below takes seconds
+
 import functools
 import math
 import os
@@ -12,45 +18,19 @@ from typing import Any
 
 import pyarrow as pa
 import ray.data
-from pydantic import Field, PositiveInt
 from ray.data import DataContext
 from ray.exceptions import ActorDiedError, RayTaskError
 
 import settings
-from jobs import capacity, cli, ray_data, serve_llm, weights
+from jobs import capacity, ray_data, serve_llm, weights
 from jobs.generating import prompts
 from jobs.generating.output import Output
 from jobs.preprocessing import rows
 from jobs.preprocessing.progress import Progress, time_left
-from jobs.serve_llm import ServeOptions
+from jobs.serving.options import ServeOptions
 from settings import Refusal
 
 BATCH_ROWS = 32  # handed to an engine, and by it, together; several such are in it at once
-
-
-class GenerateOptions(settings.Section):
-    """The [generate] section of settings.toml; each engine is as [serve] describes it."""
-
-    input: str
-    """Parquet or JSONL with `messages`, or a `prompt` to go on from: a file, folder, glob or s3:// URI."""
-    output: str
-    """Folder or s3:// URI that gets answers/ and rejected/; what is answered there is not done again."""
-    id_column: str = "id"
-    """Column with each row's own id, a text or a whole number, by which a killed run goes on."""
-    model: str = ""
-    """Folder in Hugging Face format, hub id, or s3:// URI; empty: the one of [serve]."""
-    shared_paths: tuple[str, ...] = ()
-    """Folders that every node mounts; on several nodes, other local paths are refused."""
-    num_workers: PositiveInt
-    """Engines at most, each on the devices of one replica of [serve]."""
-    max_tokens: PositiveInt
-    """Tokens of an answer at most; where max_model_len of [serve] leaves room for fewer, so many."""
-    temperature: float = Field(default=0, ge=0)
-    """0: always the likeliest token; more: drawn, and other answers each time."""
-    rows_per_file: PositiveInt
-    """Answers in one file, about. A killed run does again those that were not in a file yet."""
-    overwrite: bool = False
-    """Do all rows again, also those that are answered."""
 
 
 def main(options: GenerateOptions) -> None:
@@ -221,4 +201,4 @@ def _print_summary(output: Output) -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main, GenerateOptions, "generate")
+    cli.run(main)

@@ -37,7 +37,7 @@ from jobs.serving.page import Page
 from jobs.serving.traffic import ROOT, Reporter
 
 if TYPE_CHECKING:
-    from jobs.serve_llm import ServeOptions
+    from jobs.serving.options import ServeOptions
 
 ROUTES = {
     OPEN_ROUTE,

@@ -4,6 +4,12 @@ The shuffle is a global one: rows go to partitions by a hash of seed and content
 that hash. So the result depends on the input and the settings alone, not on workers, blocks or timing.
 """
 
+from jobs import cli
+from jobs.preprocessing.options import PreprocessOptions
+
+if __name__ == "__main__":
+    cli.parse(PreprocessOptions, "preprocess")  # first: what is imported below takes seconds
+
 import contextlib
 import errno
 import hashlib
@@ -16,7 +22,6 @@ from itertools import groupby, islice
 from typing import Any
 
 import ray
-from pydantic import Field, PositiveFloat, PositiveInt
 from ray.data import DataContext
 from ray.data._internal.execution.operators.shuffle_operators.disk_shuffle_runtime import ShuffleDiskError
 from ray.exceptions import RayTaskError
@@ -24,7 +29,7 @@ from rich.console import Console
 from rich.text import Text
 
 import settings
-from jobs import capacity, cli, ray_data, weights
+from jobs import capacity, ray_data, weights
 from jobs.preprocessing import rows, shards
 from jobs.preprocessing.conversations import (
     NOT_TRAINED,
@@ -40,35 +45,6 @@ from settings import Refusal
 
 HEAD_ROWS = 100  # looked at before anything is started
 PARTS = ("train", "eval")
-
-
-class PreprocessOptions(settings.Section):
-    """The [preprocess] section of settings.toml."""
-
-    input: str
-    """Parquet or JSONL with `messages`, or `instruction` and `response`: a file, folder, glob or s3:// URI."""
-    output: str
-    """Folder or s3:// URI for the packed data."""
-    shared_paths: tuple[str, ...] = ()
-    """Folders that every node mounts; on several nodes, other local paths are refused."""
-    model: str
-    """Hugging Face folder or hub id whose tokenizer and chat template are used."""
-    chat_template: str | None = None
-    """File with a chat template to use instead of the model's; it marks answers with {% generation %}."""
-    sequence_length: PositiveInt
-    """Tokens in each packed row; longer conversations lose their end."""
-    eval_share: float = Field(ge=0, lt=1)
-    """Share of the rows held out for evaluation, 0 to 1, chosen by a hash of the row."""
-    max_bad_share: float = Field(ge=0, le=1)
-    """Share of bad rows, 0 to 1, above which the job fails; fewer are written aside."""
-    seed: int
-    """Seed of the order of the rows."""
-    shard_mib: PositiveFloat = 32
-    """Text in one shard before tokenisation, MiB; about thirty times this is the memory of one task."""
-    show: int = Field(0, ge=0)
-    """Print this many examples first, with the trained tokens in colour."""
-    overwrite: bool = False
-    """Replace a finished data set that was made from something else."""
 
 
 def main(options: PreprocessOptions) -> None:
@@ -262,4 +238,4 @@ def _coloured(document: Document, tokenize: Tokenize) -> Text:
 
 
 if __name__ == "__main__":
-    cli.run(main, PreprocessOptions, "preprocess")
+    cli.run(main)

@@ -4,7 +4,12 @@ python -m jobs.serve_llm            deploys [serve] of settings.toml, or updates
 python -m jobs.serve_llm --help     explains every option
 """
 
-import hashlib
+from jobs import cli
+from jobs.serving.options import APP, ServeOptions
+
+if __name__ == "__main__":
+    cli.parse(ServeOptions, "serve")  # first: what is imported below takes seconds
+
 import importlib.util
 import logging
 import os
@@ -12,171 +17,19 @@ import re
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import PurePosixPath
-from typing import Literal
 
 import ray
 import requests
-from pydantic import Field, field_validator, model_validator
 from ray import serve
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 from ray.util import accelerators
 from transformers import AutoConfig
 
 import settings
-from jobs import cli, secrets
+from jobs import secrets
 from jobs.serving import traffic
-from jobs.serving.door import Rules
 
-APP = "llm"
 SAY_EVERY_S = 15
-
-
-class ServeOptions(settings.Section):
-    """[serve] of settings.toml."""
-
-    model: str
-    """Folder in Hugging Face format, hub id, or s3:// URI."""
-    model_name: str = ""
-    """Name by which clients ask for the model; empty: the run's name, or the model's own."""
-    beside: bool = False
-    """Serve the model beside what is served, at the same address, rather than in its place."""
-    canary_percent: float = Field(default=0, ge=0, le=100)
-    """Serve the model as a canary: beside the one at the address, by the same name, with this share of its requests."""
-    host: str
-    """Address to listen on; the loopback address keeps strangers out."""
-    port: int = Field(ge=1, le=65535)
-    """Port to listen on."""
-    accelerator: str
-    """`cpu`, or a type of GPU as Ray names it, such as A100."""
-    tensor_parallel_size: int = Field(ge=1)
-    """Devices that share each layer."""
-    pipeline_parallel_size: int = Field(ge=1)
-    """Groups of devices that share the layers in sequence."""
-    num_cpus: float = Field(default=1, ge=0)
-    """Logical CPUs of each replica, beside one for each device that is a CPU."""
-    min_replicas: int = Field(ge=0)
-    """Replicas that always run."""
-    max_replicas: int = Field(ge=1)
-    """Replicas that run at most."""
-    target_ongoing_requests: int = Field(ge=1)
-    """Requests in progress on one replica, on average, above which replicas are added."""
-    upscale_delay_s: float = Field(ge=0)
-    """Seconds of more requests than that before a replica is added."""
-    downscale_delay_s: float = Field(ge=0)
-    """Seconds of fewer before one is ended."""
-    max_ongoing_requests: int = Field(ge=1)
-    """Requests in progress on one replica at most; more wait."""
-    prefix_routing: bool = False
-    """Hand requests that begin alike to the same replica, which still knows that beginning; asking which one that is
-    takes a few milliseconds of each request."""
-    max_surge_percent: int = Field(ge=0, le=100)
-    """Replicas more, while an update starts those that replace the old ones, which answer until then; rounded up to
-    whole ones. With 0 the old ones end first."""
-    dtype: Literal["float32", "bfloat16", "float16"]
-    """Number format of the weights and the computation."""
-    max_model_len: int = Field(ge=2)
-    """Tokens of prompt and answer together at most."""
-    max_num_seqs: int = Field(ge=1)
-    """Sequences that the engine decodes in one batch at most."""
-    kv_cache_gib: float | None = Field(default=None, gt=0)
-    """GiB of memory for keys and values; none: what vLLM finds free on the device."""
-    enforce_eager: bool = False
-    """Run the model without compiling it: starts sooner, answers slower."""
-    adapters: str = ""
-    """Folder of runs, or its s3:// URI, whose LoRA adapters over `model` are served too, each by its run's name; empty:
-    none. The engine is somewhat slower with them."""
-    max_loras: int = Field(ge=1)
-    """Adapters that share a batch at most; requests for more wait."""
-    max_lora_rank: Literal[8, 16, 32, 64, 128, 256]
-    """Rank of an adapter at most; the engine sets memory aside for it."""
-    start_timeout_s: int = Field(ge=1)
-    """Seconds until a deployment that is not healthy is given up."""
-    key_requests_per_minute: int = Field(ge=1)
-    """Requests in a minute that each key may ask of one replica; more get 429."""
-    key_requests_at_once: int = Field(ge=1)
-    """Requests in progress that each key may have on one replica; more get 429."""
-    max_body_mib: float = Field(gt=0)
-    """MiB of one request at most; more gets 413."""
-    request_timeout_s: float = Field(gt=0)
-    """Seconds in which a request must be answered whole; after them it is ended, and gets 504."""
-
-    @field_validator("accelerator")
-    @classmethod
-    def _known_to_ray(cls, value: str) -> str:
-        known = {name for constant, name in vars(accelerators).items() if constant.isupper()}
-        if value != "cpu" and value not in known:
-            raise ValueError(f"Ray knows no accelerator of that name; it knows cpu, {', '.join(sorted(known))}")
-        return value
-
-    @model_validator(mode="after")
-    def _replicas_in_order(self) -> "ServeOptions":
-        if self.min_replicas > self.max_replicas:
-            raise ValueError(f"min_replicas = {self.min_replicas} is more than max_replicas = {self.max_replicas}")
-        return self
-
-    @model_validator(mode="after")
-    def _in_one_place(self) -> "ServeOptions":
-        if self.beside and self.canary_percent:
-            raise ValueError("beside = true and canary_percent are two different things: leave one out")
-        return self
-
-    @property
-    def is_hub_id(self) -> bool:
-        """Whether `model` reads like `owner/name` and not like a path in this project."""
-        reads_like_one = re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", self.model) is not None
-        return reads_like_one and not os.path.isdir(settings.resolve(self.model.split("/")[0]))
-
-    @property
-    def source(self) -> str:
-        """Where vLLM finds the model: an absolute folder, a URI or a hub id."""
-        return self.model if self.is_hub_id else settings.resolve(self.model)
-
-    @property
-    def served_name(self) -> str:
-        """Name of the model in the API: `runs/NAME/model` is NAME, another path its last part, a hub id itself."""
-        if self.model_name or self.is_hub_id:
-            return self.model_name or self.model
-        parts = PurePosixPath(self.source).parts
-        return parts[-2] if parts[-1] == "model" else parts[-1]
-
-    @property
-    def rules(self) -> Rules:
-        """What each replica holds requests to."""
-        return Rules(
-            per_minute=self.key_requests_per_minute,
-            at_once=self.key_requests_at_once,
-            max_body=int(self.max_body_mib * 2**20),
-            timeout_s=self.request_timeout_s,
-        )
-
-    @property
-    def root(self) -> str:
-        """The server's address on the machine that listens, or behind a tunnel to it."""
-        return f"http://{self.host.replace('0.0.0.0', '127.0.0.1')}:{self.port}"
-
-    @property
-    def path(self) -> str:
-        """Where the application is, below the server's address."""
-        if self.canary_percent:
-            return traffic.CANARY
-        return f"/models/{_path_segment(self.served_name)}" if self.beside else traffic.ROOT
-
-    @property
-    def app(self) -> str:
-        """Name of Serve's application."""
-        return APP if self.path == traffic.ROOT else f"{APP}{self.path.replace('/', '-')}"
-
-    @property
-    def url(self) -> str:
-        """Base URL for OpenAI clients."""
-        return f"{self.root}/v1"
-
-
-def _path_segment(name: str) -> str:
-    """The name as it stands in a path and in an application's name; each name has its own."""
-    plain = re.sub(r"[^a-zA-Z0-9._-]", "-", name)
-    return plain if plain == name else f"{plain}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
 def main(options: ServeOptions) -> None:
@@ -199,6 +52,7 @@ def check(options: ServeOptions) -> None:
 
 def check_model(options: ServeOptions) -> None:
     """Refuse a machine without vLLM, what is no model, and more tokens than it was made for."""
+    check_accelerator(options.accelerator)
     if importlib.util.find_spec("vllm") is None:
         raise settings.Refusal("vLLM is not installed on this machine, and its CPU build exists for Linux only.")
     if "://" in options.source:
@@ -214,6 +68,14 @@ def check_model(options: ServeOptions) -> None:
         raise settings.Refusal(
             f"max_model_len = {options.max_model_len} in settings.toml is more than the {limit} tokens that "
             f"{options.model} was made for; lower it."
+        )
+
+
+def check_accelerator(name: str) -> None:
+    known = {value for constant, value in vars(accelerators).items() if constant.isupper()}
+    if name != "cpu" and name not in known:
+        raise settings.Refusal(
+            f"Ray knows no accelerator {name!r}, but cpu, {', '.join(sorted(known))}; correct accelerator in [serve]."
         )
 
 
@@ -394,4 +256,4 @@ def answers(url: str) -> bool:
 
 
 if __name__ == "__main__":
-    cli.run(main, ServeOptions, "serve")
+    cli.run(main)

@@ -3,77 +3,27 @@
 It stands beside the model of `serve_llm`, at the same address, behind the same keys and limits, and asks that model.
 """
 
+from jobs import cli
+from jobs.rag.options import RagOptions
+
+if __name__ == "__main__":
+    cli.parse(RagOptions, "rag")  # first: what is imported below takes seconds
+
 import asyncio
 import logging
 import os
-from typing import Literal
 
 import ray
-from pydantic import Field, NonNegativeFloat, PositiveInt, model_validator
 from ray import serve
 
 import settings
-from jobs import capacity, cli, secrets, serve_llm, weights
+from jobs import capacity, secrets, serve_llm, weights
 from jobs.rag import index
-from jobs.serve_llm import ServeOptions
 from jobs.serving import traffic
+from jobs.serving.options import ServeOptions
 from settings import Refusal
 
 APP, PATH = "rag", "/rag"
-
-
-class Replicas(settings.Section):
-    """How many replicas of one part there are, and what each has."""
-
-    min_replicas: int = Field(ge=0)
-    """Replicas that always run."""
-    max_replicas: PositiveInt
-    """Replicas that run at most."""
-    target_ongoing_requests: PositiveInt = 8
-    """Requests in progress on one replica, on average, above which replicas are added."""
-    num_cpus: NonNegativeFloat
-    """Logical CPUs of each."""
-    num_gpus: NonNegativeFloat = 0
-    """GPUs of each."""
-
-    @model_validator(mode="after")
-    def _in_order(self) -> "Replicas":
-        if self.min_replicas > self.max_replicas:
-            raise ValueError(f"min_replicas = {self.min_replicas} is more than max_replicas = {self.max_replicas}")
-        return self
-
-
-class RagOptions(settings.Section):
-    """The [rag] section of settings.toml."""
-
-    index: str
-    """Folder or s3:// URI of the index that `embed` made."""
-    shared_paths: tuple[str, ...] = ()
-    """Folders that every node mounts; on several nodes, other local paths are refused."""
-    candidates: PositiveInt
-    """Chunks that the retriever finds for a question."""
-    sources: PositiveInt
-    """Those of them that rank best, for the answer."""
-    reranker: str = ""
-    """Cross-encoder that ranks them: a Hugging Face folder or hub id; empty: by cosine and shared words."""
-    min_score: float
-    """What a source must score to be used; where none does, the answer is that it does not know."""
-    generator: Literal["model", "quote"]
-    """Who writes the answer: the model that `serve_llm` serves, or nobody: the best sentence of the best source."""
-    prompt_characters: PositiveInt
-    """Characters of the sources that the model reads at most."""
-    device: Literal["cpu", "cuda"]
-    """Where retriever and reranker compute; `cuda` needs num_gpus for both."""
-    retriever: Replicas
-    """Embeds the question, and searches."""
-    ranker: Replicas
-    """Ranks what was found."""
-    answerer: Replicas
-    """Asks the model."""
-    ingress: Replicas
-    """Takes the requests."""
-    start_timeout_s: PositiveInt
-    """Seconds until a deployment that is not healthy is given up."""
 
 
 def main(options: RagOptions) -> None:
@@ -124,4 +74,4 @@ def _server(options: RagOptions) -> ServeOptions:
 
 
 if __name__ == "__main__":
-    cli.run(main, RagOptions, "rag")
+    cli.run(main)

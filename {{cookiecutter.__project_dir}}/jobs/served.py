@@ -7,39 +7,25 @@ inv submit served -- --roll-back             ends the canary
 inv submit served -- --end NAME              ends a model that is served beside another, or `rag`
 """
 
+from jobs import cli
+from jobs.serving.options import ServedOptions
+
+if __name__ == "__main__":
+    cli.parse(ServedOptions)  # first: what is imported below takes seconds
+
 import time
 
 import ray
-from pydantic import Field, model_validator
 from ray import serve
 from rich.console import Console
 from rich.table import Table
 
 import settings
-from jobs import cli, secrets, serve_llm, serve_rag
-from jobs.serve_llm import ServeOptions
+from jobs import secrets, serve_llm, serve_rag
 from jobs.serving import traffic
+from jobs.serving.options import ServeOptions
 
 TIMES = ("first_p50_ms", "first_p95_ms", "whole_p50_ms", "whole_p95_ms")
-
-
-class ServedOptions(settings.Section):
-    """What to do; nothing: show."""
-
-    canary_percent: float | None = Field(default=None, ge=0, le=100)
-    """Share of the requests that the canary gets from now on."""
-    promote: bool = False
-    """Put the canary in the place of the model that it was tried against."""
-    roll_back: bool = False
-    """End the canary."""
-    end: str = ""
-    """Name of a model that is served beside another, or `rag`, to be ended."""
-
-    @model_validator(mode="after")
-    def _one_thing(self) -> "ServedOptions":
-        if sum((self.canary_percent is not None, self.promote, self.roll_back, bool(self.end))) > 1:
-            raise ValueError("one thing at a time: --canary-percent, --promote, --roll-back or --end")
-        return self
 
 
 def main(options: ServedOptions) -> None:
@@ -110,4 +96,4 @@ def _show(apps: dict[str, dict]) -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main, ServedOptions)
+    cli.run(main)

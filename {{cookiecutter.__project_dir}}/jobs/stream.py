@@ -10,9 +10,9 @@ import ray.train
 from ray import ObjectRef
 
 import settings
-from jobs.preprocess import PreprocessOptions
 from jobs.preprocessing import rows
 from jobs.preprocessing.conversations import Tokenize, padding_id, read_template
+from jobs.preprocessing.options import PreprocessOptions
 from jobs.preprocessing.packing import pack
 from jobs.preprocessing.shards import fetch
 from jobs.training.packed import Batch, as_arrays, as_batch

@@ -4,6 +4,12 @@
 To train your own, put your model into `make_model` and your data into `draw_digits`.
 """
 
+from jobs import cli
+from jobs.training.options import ClassifierOptions
+
+if __name__ == "__main__":
+    cli.parse(ClassifierOptions, "train", "classifier")  # first: what is imported below takes seconds
+
 import math
 import tempfile
 import time
@@ -13,47 +19,19 @@ from pathlib import Path
 import numpy as np
 import ray.train
 import torch
-from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt
 from ray.train import Checkpoint, CheckpointConfig, FailureConfig, LoggingConfig, RunConfig
 from ray.train.torch import TorchConfig, TorchTrainer, get_device, prepare_data_loader, prepare_model
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import settings
-from jobs import capacity, cli, gang, quiet
-from jobs.training.options import NAME
+from jobs import capacity, gang, quiet
 from jobs.training.ranks import total
-from jobs.workers import WorkerOptions
 
 STATE = "state.pt"
 SIDE = 28  # pixels of an image
 SEGMENTS = ("abcdef", "bc", "abdeg", "abcdg", "bcfg", "acdfg", "acdefg", "abc", "abcdefg", "abcdfg")
 """Strokes of each digit on a seven-segment display: a to f clockwise from the top, g in the middle."""
-
-
-class ClassifierOptions(WorkerOptions):
-    """The workers of [train], and what [classifier] sets."""
-
-    model_config = ConfigDict(extra="ignore")
-    name: str = Field("train_classifier", pattern=NAME)
-    """Name of the run; the same name again resumes it."""
-    output: str
-    """Folder or URI that holds one folder for each run."""
-    shared_paths: tuple[str, ...] = ()
-    """Folders that every node mounts; on several nodes, other local paths are refused."""
-    max_failures: int = Field(ge=0)
-    """Times that dead workers are replaced before the run fails."""
-    seed: int
-    """Seed of the first weights and of the images."""
-
-    images: PositiveInt
-    """Images to train on; a quarter as many are drawn beside them to test with."""
-    epochs: PositiveInt
-    """Passes over the images in all, those of earlier starts included."""
-    batch_size: PositiveInt
-    """Images in one optimizer step, shared out over the workers; rounded up to a multiple of them."""
-    learning_rate: PositiveFloat
-    """Learning rate of AdamW."""
 
 
 def main(options: ClassifierOptions) -> None:
@@ -210,4 +188,4 @@ def _draw(image: np.ndarray, segments: str, random: np.random.Generator) -> None
 
 
 if __name__ == "__main__":
-    cli.run(main, ClassifierOptions, "train", "classifier")
+    cli.run(main)

@@ -5,6 +5,12 @@ nothing. Tune's own way to resume forgets what the trials so far have set as the
 start shows it to the scheduler again.
 """
 
+from jobs import cli
+from jobs.tuning.options import TuneOptions
+
+if __name__ == "__main__":
+    cli.parse(TuneOptions, "train", "tune")  # first: what is imported below takes seconds
+
 import logging
 import math
 import os
@@ -13,18 +19,17 @@ import re
 import tempfile
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, NamedTuple
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 from ray import tune
 from ray.tune.schedulers import ASHAScheduler
 from rich.console import Console
 
 import settings
-from jobs import capacity, cli, finetune_ddp, finetune_deepspeed, finetune_fsdp, gang
+from jobs import capacity, finetune_ddp, finetune_deepspeed, finetune_fsdp, gang
 from jobs.training import preflight
 from jobs.training.arithmetic import check_batches
-from jobs.training.options import NAME, DDPOptions, DeepSpeedOptions, FSDPOptions, TrainOptions
+from jobs.training.options import DDPOptions, DeepSpeedOptions, FSDPOptions, TrainOptions
 from jobs.training.packed import read_manifest
 from jobs.tuning import trials as records
 from jobs.tuning.trials import Trial
@@ -46,61 +51,6 @@ SCRIPTS = {
     "finetune_fsdp": Script(finetune_fsdp.main, FSDPOptions, ("train", "fsdp")),
     "finetune_deepspeed": Script(finetune_deepspeed.main, DeepSpeedOptions, ("train", "deepspeed")),
 }
-
-
-class Range(settings.Section):
-    """What numbers are drawn from, evenly in their logarithm."""
-
-    low: PositiveFloat
-    """The lowest."""
-    high: PositiveFloat
-    """The highest."""
-
-    @model_validator(mode="after")
-    def _bounds_are_in_order(self) -> Self:
-        if self.low > self.high:
-            raise ValueError("low is above high")
-        return self
-
-
-class TuneOptions(TrainOptions):
-    """[train], which all trials share, and what [tune] sets beside or over it."""
-
-    name: str = Field("tune", pattern=NAME)
-    """Name of the search; the same name again resumes it."""
-    script: Literal["finetune_ddp", "finetune_fsdp", "finetune_deepspeed"]
-    """The job that a trial runs."""
-    trials: PositiveInt
-    """Settings that are tried; with more of them, the same name goes on from those that were."""
-    trials_at_once: PositiveInt
-    """Trials that run side by side, each on num_workers workers."""
-
-    learning_rates: Range
-    """What the learning rate of a trial is drawn from."""
-    global_batches: tuple[PositiveInt, ...] = ()
-    """Choices of global_batch_rows; none: it is not searched."""
-    lora_ranks: tuple[NonNegativeInt, ...] = ()
-    """Choices of lora_rank; none: it is not searched."""
-
-    grace_steps: PositiveInt
-    """Steps that each trial has before it is compared with the others (ASHA: Li et al. 2018, arXiv:1810.05934)."""
-    reduction_factor: float = Field(gt=1)
-    """Of so many trials, one goes on: at grace_steps, at so many times grace_steps, and so on."""
-
-    @model_validator(mode="after")
-    def _trials_are_compared(self) -> Self:
-        if self.grace_steps >= self.steps:
-            raise ValueError("grace_steps is no less than steps, so that no trial would end early")
-        return self
-
-    @property
-    def strategy(self) -> str:
-        return self.script.removeprefix("finetune_")
-
-    @property
-    def folder(self) -> str:
-        """Where the search and its trials are."""
-        return f"{self.output}/{self.name}"
 
 
 def main(options: TuneOptions) -> None:
@@ -286,4 +236,4 @@ def _show(options: TuneOptions, trials: Sequence[Trial]) -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main, TuneOptions, "train", "tune")
+    cli.run(main)

@@ -34,6 +34,7 @@ from jobs.rag.documents import Chunker
 from jobs.rag.embedder import Described, Embedder
 from jobs.rag.index import Found
 from jobs.rag.ingress import NOT_KNOWN
+from jobs.rag.options import Replicas
 from jobs.rag.pipeline import Worker
 from jobs.serve_rag import RagOptions
 from jobs.served import ServedOptions
@@ -427,7 +428,7 @@ def test_a_served_model_answers_from_the_sources_and_each_part_has_its_replicas(
         serve_rag.deploy(rag_options(embedded, generator="model"))
     serve.run(serve.deployment(serve.ingress()(stub())).bind(), name="stub", route_prefix="/")
     ray.get(traffic.actor().tell.remote(traffic.ROOT, ["stub"], []))
-    two = serve_rag.Replicas(min_replicas=2, max_replicas=3, num_cpus=0.1)
+    two = Replicas(min_replicas=2, max_replicas=3, num_cpus=0.1)
     serve_rag.deploy(rag_options(embedded, generator="model", prompt_characters=200, answerer=two))
     running = serve.status().applications[serve_rag.APP].deployments
     counts = {name: deployment.replica_states["RUNNING"] for name, deployment in running.items()}

@@ -534,8 +534,8 @@ def test_more_replicas_at_least_than_at_most() -> None:
 
 
 def test_an_accelerator_that_ray_does_not_know() -> None:
-    with pytest.raises(ValueError, match=r"it knows cpu, .*A100"):
-        ServeOptions.model_validate(options().model_dump() | {"accelerator": "A1000"})
+    with pytest.raises(settings.Refusal, match=r"no accelerator 'A1000', but cpu, .*A100"):
+        serve_llm.check_model(options(accelerator="A1000"))
 
 
 def test_last_words_of_a_replica_are_the_reason_alone() -> None:

@@ -73,13 +73,14 @@ def test_a_bad_option_on_the_command_line_is_one_sentence(
 ) -> None:
     monkeypatch.setattr("sys.argv", ["jobs/finetune_deepspeed.py", *options.split()])
     with pytest.raises(SystemExit, match="^" + re.escape(sentence)):
-        cli.run(lambda _: pytest.fail("it ran"), DeepSpeedOptions, "train", "deepspeed")
+        cli.parse(DeepSpeedOptions, "train", "deepspeed")
     assert "".join(capfd.readouterr()) == ""  # the sentence, which the exit prints, is all
 
 
 def test_options_of_the_command_line_win_over_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["jobs/finetune_deepspeed.py", "--zero-stage", "1", "--num-workers", "2", "4"])
     found = []
-    cli.run(found.append, DeepSpeedOptions, "train", "deepspeed")
+    cli.parse(DeepSpeedOptions, "train", "deepspeed")
+    cli.run(found.append)
     defaults = settings.load(DeepSpeedOptions, "train", "deepspeed")
     assert found == [defaults.model_copy(update={"zero_stage": 1, "num_workers": (2, 4)})]

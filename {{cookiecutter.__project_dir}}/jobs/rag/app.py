@@ -14,7 +14,7 @@ from jobs.rag.retrieval import Reranker, Retriever
 from jobs.serving.door import Rules
 
 if TYPE_CHECKING:
-    from jobs.serve_rag import RagOptions, Replicas
+    from jobs.rag.options import RagOptions, Replicas
 
 
 def build(options: "RagOptions", location: str, address: str, rules: Rules) -> Application:

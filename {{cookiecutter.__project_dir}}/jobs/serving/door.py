@@ -2,30 +2,17 @@
 
 import asyncio
 import json
-from typing import Any, NamedTuple
+from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jobs.serving.keys import Keys
-from jobs.serving.limits import Limits
+from jobs.serving.limits import Limits, Rules
 
 KEPT = (b"allow", b"retry-after")  # headers of an error that tell a client what to do
 OPEN_ROUTE = "/health"  # for load balancers: says whether the engine lives, and nothing else
-
-
-class Rules(NamedTuple):
-    """What a replica holds requests to."""
-
-    per_minute: int
-    """Requests in a minute of each key."""
-    at_once: int
-    """Requests in progress of each key."""
-    max_body: int
-    """Bytes of a request's body."""
-    timeout_s: float
-    """Seconds in which a request must be answered whole."""
 
 
 class Door:

@@ -3,8 +3,22 @@
 import math
 import time
 from collections import Counter, defaultdict, deque
+from typing import NamedTuple
 
 WINDOW_S = 60.0
+
+
+class Rules(NamedTuple):
+    """What a replica holds requests to."""
+
+    per_minute: int
+    """Requests in a minute of each key."""
+    at_once: int
+    """Requests in progress of each key."""
+    max_body: int
+    """Bytes of a request's body."""
+    timeout_s: float
+    """Seconds in which a request must be answered whole."""
 
 
 class Limits:

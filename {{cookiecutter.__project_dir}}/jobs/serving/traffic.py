@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import ray
 
+from jobs.serving.options import CANARY, ROOT
+
 NAME, NAMESPACE = "traffic", "serve_llm"
-ROOT, CANARY = "/", "/canary"
-"""Paths of the app at the address itself, and of the one that gets a share of its requests."""
 TELL_EVERY_S = 2.0
 GONE_AFTER_S = 10.0
 """An app none of whose replicas has told anything for so long is no longer there."""

@@ -2,7 +2,7 @@
 
 from typing import Literal, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
 from jobs.workers import WorkerOptions
 
@@ -158,3 +158,36 @@ class FSDPOptions(TrainOptions):
     @property
     def strategy(self) -> str:
         return "fsdp"
+
+
+class NetworkOptions(WorkerOptions):
+    """The workers of [train], and how much they send: by NCCL where device is cuda, by gloo where it is cpu."""
+
+    model_config = ConfigDict(extra="ignore")
+    message_mib: tuple[PositiveInt, ...] = (1, 16, 256)
+    """Sizes of the messages that are measured; DDP sends gradients by 25 MiB, ZeRO by 500 MB."""
+
+
+class ClassifierOptions(WorkerOptions):
+    """The workers of [train], and what [classifier] sets."""
+
+    model_config = ConfigDict(extra="ignore")
+    name: str = Field("train_classifier", pattern=NAME)
+    """Name of the run; the same name again resumes it."""
+    output: str
+    """Folder or URI that holds one folder for each run."""
+    shared_paths: tuple[str, ...] = ()
+    """Folders that every node mounts; on several nodes, other local paths are refused."""
+    max_failures: int = Field(ge=0)
+    """Times that dead workers are replaced before the run fails."""
+    seed: int
+    """Seed of the first weights and of the images."""
+
+    images: PositiveInt
+    """Images to train on; a quarter as many are drawn beside them to test with."""
+    epochs: PositiveInt
+    """Passes over the images in all, those of earlier starts included."""
+    batch_size: PositiveInt
+    """Images in one optimizer step, shared out over the workers; rounded up to a multiple of them."""
+    learning_rate: PositiveFloat
+    """Learning rate of AdamW."""

@@ -1,0 +1,34 @@
+"""What a user tunes about `preprocess`: the [preprocess] section of settings.toml, and the command line."""
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+import settings
+
+
+class PreprocessOptions(settings.Section):
+    """The [preprocess] section of settings.toml."""
+
+    input: str
+    """Parquet or JSONL with `messages`, or `instruction` and `response`: a file, folder, glob or s3:// URI."""
+    output: str
+    """Folder or s3:// URI for the packed data."""
+    shared_paths: tuple[str, ...] = ()
+    """Folders that every node mounts; on several nodes, other local paths are refused."""
+    model: str
+    """Hugging Face folder or hub id whose tokenizer and chat template are used."""
+    chat_template: str | None = None
+    """File with a chat template to use instead of the model's; it marks answers with {% generation %}."""
+    sequence_length: PositiveInt
+    """Tokens in each packed row; longer conversations lose their end."""
+    eval_share: float = Field(ge=0, lt=1)
+    """Share of the rows held out for evaluation, 0 to 1, chosen by a hash of the row."""
+    max_bad_share: float = Field(ge=0, le=1)
+    """Share of bad rows, 0 to 1, above which the job fails; fewer are written aside."""
+    seed: int
+    """Seed of the order of the rows."""
+    shard_mib: PositiveFloat = 32
+    """Text in one shard before tokenisation, MiB; about thirty times this is the memory of one task."""
+    show: int = Field(0, ge=0)
+    """Print this many examples first, with the trained tokens in colour."""
+    overwrite: bool = False
+    """Replace a finished data set that was made from something else."""

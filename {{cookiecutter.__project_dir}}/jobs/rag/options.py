@@ -1,0 +1,105 @@
+"""What a user tunes about answers from documents: [embed] and [rag] of settings.toml, and the command line."""
+
+from typing import Literal
+
+from pydantic import Field, NonNegativeFloat, PositiveInt, model_validator
+
+import settings
+
+
+class EmbedOptions(settings.Section):
+    """The [embed] section of settings.toml."""
+
+    input: str
+    """Parquet or JSONL with `text` (and `id`), Markdown or text: a file, folder, glob or s3:// URI."""
+    index: str
+    """Folder or s3:// URI of the index."""
+    shared_paths: tuple[str, ...] = ()
+    """Folders that every node mounts; on several nodes, other local paths are refused."""
+    model: str
+    """Embedding model: a Hugging Face folder or hub id."""
+    chunk_tokens: int = Field(ge=8)
+    """Tokens in a chunk at most."""
+    chunk_overlap: int = Field(ge=0)
+    """Tokens with which a chunk repeats the end of that before it."""
+    num_workers: PositiveInt
+    """Copies of the model that embed at the same time."""
+    num_cpus: NonNegativeFloat
+    """Logical CPUs of each."""
+    num_gpus: NonNegativeFloat
+    """GPUs of each."""
+    device: Literal["cpu", "cuda"]
+    """Where they compute."""
+    precision: Literal["fp32", "bf16"]
+    """Number format of the weights and of the computation."""
+    batch_chunks: PositiveInt
+    """Chunks in one forward pass."""
+    questions: str = ""
+    """JSONL with `question` and the id of the `document` that answers it: the share found is told at the end."""
+    fresh: bool = False
+    """Make the index anew, without what is in it."""
+
+    @model_validator(mode="after")
+    def _overlap_is_smaller(self) -> "EmbedOptions":
+        if 2 * self.chunk_overlap > self.chunk_tokens:
+            raise ValueError("chunk_overlap is more than half of chunk_tokens")
+        return self
+
+    @property
+    def needs(self) -> dict[str, float]:
+        """What Ray reserves for a worker."""
+        return {name: amount for name, amount in (("CPU", self.num_cpus), ("GPU", self.num_gpus)) if amount}
+
+
+class Replicas(settings.Section):
+    """How many replicas of one part there are, and what each has."""
+
+    min_replicas: int = Field(ge=0)
+    """Replicas that always run."""
+    max_replicas: PositiveInt
+    """Replicas that run at most."""
+    target_ongoing_requests: PositiveInt = 8
+    """Requests in progress on one replica, on average, above which replicas are added."""
+    num_cpus: NonNegativeFloat
+    """Logical CPUs of each."""
+    num_gpus: NonNegativeFloat = 0
+    """GPUs of each."""
+
+    @model_validator(mode="after")
+    def _in_order(self) -> "Replicas":
+        if self.min_replicas > self.max_replicas:
+            raise ValueError(f"min_replicas = {self.min_replicas} is more than max_replicas = {self.max_replicas}")
+        return self
+
+
+class RagOptions(settings.Section):
+    """The [rag] section of settings.toml."""
+
+    index: str
+    """Folder or s3:// URI of the index that `embed` made."""
+    shared_paths: tuple[str, ...] = ()
+    """Folders that every node mounts; on several nodes, other local paths are refused."""
+    candidates: PositiveInt
+    """Chunks that the retriever finds for a question."""
+    sources: PositiveInt
+    """Those of them that rank best, for the answer."""
+    reranker: str = ""
+    """Cross-encoder that ranks them: a Hugging Face folder or hub id; empty: by cosine and shared words."""
+    min_score: float
+    """What a source must score to be used; where none does, the answer is that it does not know."""
+    generator: Literal["model", "quote"]
+    """Who writes the answer: the model that `serve_llm` serves, or nobody: the best sentence of the best source."""
+    prompt_characters: PositiveInt
+    """Characters of the sources that the model reads at most."""
+    device: Literal["cpu", "cuda"]
+    """Where retriever and reranker compute; `cuda` needs num_gpus for both."""
+    retriever: Replicas
+    """Embeds the question, and searches."""
+    ranker: Replicas
+    """Ranks what was found."""
+    answerer: Replicas
+    """Asks the model."""
+    ingress: Replicas
+    """Takes the requests."""
+    start_timeout_s: PositiveInt
+    """Seconds until a deployment that is not healthy is given up."""

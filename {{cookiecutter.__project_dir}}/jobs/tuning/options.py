@@ -1,0 +1,63 @@
+"""What a user tunes about `tune`: [train] and [tune] of settings.toml, and the command line."""
+
+from typing import Literal, Self
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+import settings
+from jobs.training.options import NAME, TrainOptions
+
+
+class Range(settings.Section):
+    """What numbers are drawn from, evenly in their logarithm."""
+
+    low: PositiveFloat
+    """The lowest."""
+    high: PositiveFloat
+    """The highest."""
+
+    @model_validator(mode="after")
+    def _bounds_are_in_order(self) -> Self:
+        if self.low > self.high:
+            raise ValueError("low is above high")
+        return self
+
+
+class TuneOptions(TrainOptions):
+    """[train], which all trials share, and what [tune] sets beside or over it."""
+
+    name: str = Field("tune", pattern=NAME)
+    """Name of the search; the same name again resumes it."""
+    script: Literal["finetune_ddp", "finetune_fsdp", "finetune_deepspeed"]
+    """The job that a trial runs."""
+    trials: PositiveInt
+    """Settings that are tried; with more of them, the same name goes on from those that were."""
+    trials_at_once: PositiveInt
+    """Trials that run side by side, each on num_workers workers."""
+
+    learning_rates: Range
+    """What the learning rate of a trial is drawn from."""
+    global_batches: tuple[PositiveInt, ...] = ()
+    """Choices of global_batch_rows; none: it is not searched."""
+    lora_ranks: tuple[NonNegativeInt, ...] = ()
+    """Choices of lora_rank; none: it is not searched."""
+
+    grace_steps: PositiveInt
+    """Steps that each trial has before it is compared with the others (ASHA: Li et al. 2018, arXiv:1810.05934)."""
+    reduction_factor: float = Field(gt=1)
+    """Of so many trials, one goes on: at grace_steps, at so many times grace_steps, and so on."""
+
+    @model_validator(mode="after")
+    def _trials_are_compared(self) -> Self:
+        if self.grace_steps >= self.steps:
+            raise ValueError("grace_steps is no less than steps, so that no trial would end early")
+        return self
+
+    @property
+    def strategy(self) -> str:
+        return self.script.removeprefix("finetune_")
+
+    @property
+    def folder(self) -> str:
+        """Where the search and its trials are."""
+        return f"{self.output}/{self.name}"
