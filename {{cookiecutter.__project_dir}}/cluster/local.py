@@ -31,6 +31,7 @@ TOKEN = STATE / "token"
 LOG = STATE / "ray.log"
 MARK = "RAY_PROJECT_CLUSTER"  # in the environment of every process that the cluster starts
 START_TIMEOUT_S = 90
+MOST_TEMP_BYTES = 38  # below it: 59 bytes of a socket of HAProxy, which takes 97; Ray's own are shorter
 
 
 class RaySection(settings.Section):
@@ -159,14 +160,24 @@ def _new_state() -> dict[str, Any]:
     dashboard_port, gcs_port, *other_ports = free_ports(8)
     state = {
         "id": secrets.token_hex(8),
-        # in /tmp, as Ray's own is: below a longer TMPDIR, such as that of macOS, no socket's name would fit
-        "temp": tempfile.mkdtemp(prefix="ray-", dir=os.environ.get("RAY_TMPDIR", "/tmp")),
+        "temp": _make_temp_folder(),
         "dashboard": f"http://127.0.0.1:{dashboard_port}",
         "address": f"127.0.0.1:{gcs_port}",
         "other_ports": other_ports,
     }
     FILE.write_text(json.dumps(state))
     return state
+
+
+def _make_temp_folder() -> str:
+    """A folder that no other user enters. In /tmp, as Ray's own: below macOS's TMPDIR no socket's path would fit."""
+    parent = os.environ.get("RAY_TMPDIR", "/tmp")
+    folder = tempfile.mkdtemp(prefix="ray-", dir=parent)
+    if len(os.fsencode(folder)) > MOST_TEMP_BYTES:
+        os.rmdir(folder)
+        most = MOST_TEMP_BYTES - len(os.fsencode(folder)) + len(os.fsencode(parent))
+        raise settings.Refusal(f"RAY_TMPDIR is {parent}: sockets allow {most} bytes at most; set another")
+    return folder
 
 
 def _start_head(state: dict[str, Any], section: RaySection) -> subprocess.Popen:
@@ -186,7 +197,7 @@ def _start_head(state: dict[str, Any], section: RaySection) -> subprocess.Popen:
         *("--min-worker-port=0", "--max-worker-port=0"),  # any free port: the default range is shared by all Rays
         f"--num-cpus={section.num_cpus}",
         f"--object-store-memory={section.object_store_mib * 2**20}",
-        f"--temp-dir={state['temp']}",
+        f"--temp-dir={state['temp']}/ray",  # one level down: Ray opens the folder that it is given to all users
     ]
     environment = os.environ | {
         MARK: state["id"],

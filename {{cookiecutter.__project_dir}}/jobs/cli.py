@@ -18,19 +18,24 @@ import tyro
 from pydantic import ValidationError
 from tyro import _errors, constructors
 
+import settings
+from jobs import secrets
 from jobs.serving import haproxy
+
+PRIVATE_FOLDER = "RAY_PRIVATE_FOLDER"
+"""Environment variable with the folder, which no other user enters, of a Ray of this process alone."""
 
 # below `uv run`, Ray would start its workers with `uv run` too, in an environment of their own
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
-if "RAY_ADDRESS" not in os.environ:  # read once, by `import ray`: a Ray of this process alone stays on loopback
-    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+if os.environ.get("RAY_ADDRESS", "local") == "local":  # a Ray of this process alone
+    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # stays on loopback; read once, by `import ray`
+    if PRIVATE_FOLDER not in os.environ:  # its workers inherit the variable
+        parent = None if sys.platform == "linux" else "/tmp"  # below macOS's TMPDIR no socket's path would fit
+        private = tempfile.mkdtemp(prefix="ray-", dir=os.environ.get("RAY_TMPDIR", parent))
+        atexit.register(shutil.rmtree, private, ignore_errors=True)
+        os.environ[PRIVATE_FOLDER] = private
     if "RAY_SERVE_ENABLE_HA_PROXY" not in os.environ:
-        sockets = tempfile.mkdtemp(prefix="serve-")  # which no other user enters
-        os.environ |= haproxy.environment(sockets)
-        atexit.register(shutil.rmtree, sockets, ignore_errors=True)
-
-import settings
-from jobs import secrets
+        os.environ |= haproxy.environment(os.environ[PRIVATE_FOLDER])
 
 Options = TypeVar("Options", bound=settings.Section)
 
@@ -147,6 +152,7 @@ def connect(*, log_to_driver: bool = True) -> None:
         include_dashboard=True,  # Ray Train asks it whether a run's controller lives, and complains without it
         logging_level=logging.WARNING,
         log_to_driver=log_to_driver,
+        _temp_dir=f"{os.environ[PRIVATE_FOLDER]}/ray",  # one level down: Ray opens the folder it is given to all users
         runtime_env={
             "worker_process_setup_hook": "jobs.secrets.load",
             "env_vars": {"PYTHONPATH": str(settings.PROJECT)},  # with `python -m`, Ray passes on jobs/ alone

@@ -1,7 +1,10 @@
-"""What tests ask of processes, which may end while they are asked."""
+"""What tests ask of processes, which may end while they are asked, and what another user's process may do."""
 
 import contextlib
+import os
+import subprocess
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import TypeVar
 
 import psutil
@@ -21,3 +24,13 @@ def told_by(processes: Iterable[psutil.Process], read: Callable[[psutil.Process]
 def children() -> dict[int, str]:
     """The pid and the name of each process below this one."""
     return dict(told_by(psutil.Process().children(recursive=True), lambda process: (process.pid, process.name())))
+
+
+def open_to_others(folder: Path) -> list[str]:
+    """What user `nobody` can read or write of `folder`, which may change meanwhile, and of all below; needs root."""
+    below = (Path(root) / name for root, folders, files in os.walk(folder) for name in (*folders, *files))
+    lines = "".join(f"{path}\n" for path in (folder, *below))
+    script = 'while IFS= read -r path; do { [ -r "$path" ] || [ -w "$path" ]; } && echo "$path"; done; true'
+    nobody = {"user": "nobody", "group": 65534, "extra_groups": []}
+    done = subprocess.run(["sh", "-c", script], input=lines, capture_output=True, text=True, check=True, **nobody)
+    return done.stdout.splitlines()

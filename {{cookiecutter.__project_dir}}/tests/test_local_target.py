@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 import requests
-from processes import told_by
+from processes import open_to_others, told_by
 
 import settings
 from cluster.local import free_ports
@@ -33,6 +34,7 @@ def seen() -> str:
 
 if __name__ == "__main__":
     cli.connect()
+    print("session", ray._private.worker._global_node.get_session_dir_path())
     print("driver", seen())
     print("worker", ray.get(ray.remote(num_cpus=0.1)(seen).remote()), flush=True)
     print("temp", ray.get(ray.remote(num_cpus=0.1)(tempfile.gettempdir).remote()), tempfile.gettempdir(), flush=True)
@@ -103,6 +105,43 @@ def test_every_port_is_on_loopback_and_wants_the_token(project: Project) -> None
     assert {address.ip.removeprefix("::ffff:") for address in ports} <= {"127.0.0.1", "::1"}
     assert requests.get(project.state["dashboard"] + "/api/jobs/", timeout=15).status_code == 401
     assert (project.folder / ".cluster" / "token").stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
+def test_other_users_read_and_write_nothing_of_a_running_job(project: Project) -> None:
+    open_folder = Path(tempfile.mkdtemp(dir="/tmp"))
+    open_folder.chmod(0o777)
+    assert open_to_others(open_folder) == [str(open_folder)], "the check must see what is open"
+    open_folder.rmdir()
+
+    client = subprocess.Popen(
+        [*project.command, "submit", "probe", "--", "0", "120"],
+        cwd=project.folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    job_id = read_until(client, "worker")
+    temp = Path(project.state["temp"])
+    [log] = temp.rglob(f"job-driver-{job_id}.log")
+    assert "worker" in log.read_text()
+    assert list(temp.rglob("working_dir_files/*/settings.toml"))
+    assert open_to_others(temp) == []
+    assert open_to_others(project.folder / ".cluster" / "token") == []
+    project.inv("stop", "--job", job_id)
+    client.communicate(timeout=60)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
+def test_other_users_read_and_write_nothing_of_a_job_without_a_cluster(project: Project) -> None:
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    job = subprocess.Popen(
+        [*project.command[:-1], "jobs.probe", "0", "2"],
+        cwd=project.folder, env=variables, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert job.stdout is not None
+    temp = Path(next(line for line in job.stdout if line.startswith("session ")).split()[1]).parents[1]
+    assert list(temp.rglob("gcs_server.out"))
+    next(line for line in job.stdout if line.startswith("worker "))
+    assert open_to_others(temp) == []
+    job.communicate(timeout=60)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux says in /proc which ports it gives to connections")
@@ -224,6 +263,14 @@ def test_down_leaves_nothing_and_says_so_twice(project: Project, ray_session: No
     assert "there is nothing to end" in project.inv("down")
     assert "inv up" in project.inv("status", ok=False)
     assert ray.get(ray.remote(num_cpus=0.1)(lambda: "another Ray lives on").remote()) == "another Ray lives on"
+
+
+def test_a_temp_folder_too_long_for_sockets_is_refused(project: Project, tmp_path: Path) -> None:
+    variables = os.environ | {"RAY_TMPDIR": str(tmp_path)}
+    done = subprocess.run([*project.command, "up"], cwd=project.folder, env=variables, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: RAY_TMPDIR is {tmp_path}: sockets allow 25 bytes at most")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_killed_cluster_is_cleared_by_the_next_up(project: Project) -> None:
