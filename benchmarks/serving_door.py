@@ -50,10 +50,10 @@ def _app(pieces: int) -> ASGIApp:
 def _microseconds(app: ASGIApp) -> float:
     """Of one request, as the mean of many."""
     headers = [(b"authorization", f"Bearer key-{PEOPLE - 1}".encode()), (b"content-length", b"100")]
-    scope = {"type": "http", "path": "/v1/chat/completions", "headers": headers}
+    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": headers}
 
     async def receive() -> Message:
-        return {"type": "http.request", "body": bytes(100)}
+        return {"type": "http.request", "body": b'{"messages": []}'.ljust(100)}
 
     async def send(message: Message) -> None:
         pass

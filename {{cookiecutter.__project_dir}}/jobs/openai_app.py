@@ -8,6 +8,7 @@ reach the port: /-/healthz says `success`, /-/routes that `llm` is at `/`.
 
 import asyncio
 import logging
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -30,7 +31,7 @@ from vllm.v1.engine.exceptions import EngineGenerateError
 
 import settings
 from jobs.serving.adapters import Adapters
-from jobs.serving.door import OPEN_ROUTE, Door, Rules
+from jobs.serving.door import NO_BOUND, OPEN_ROUTE, Door, Rules
 from jobs.serving.fork import Counted, Fork
 from jobs.serving.keys import Keys
 from jobs.serving.page import Page
@@ -50,6 +51,7 @@ ROUTES = {
 MISREAD = (AttributeError, LookupError)  # what vLLM stumbles over in messages that are not as OpenAI describes them
 DEPLOYMENT = "Server"  # the same whatever the model, so that another one replaces it in place
 log = logging.getLogger("ray.serve")
+ENGINE_CHECK_S = 0.25
 HUB_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 
 
@@ -113,7 +115,8 @@ def llm_config(options: "ServeOptions") -> LLMConfig:
             "upscale_delay_s": options.upscale_delay_s,
             "downscale_delay_s": options.downscale_delay_s,
         },
-        "max_ongoing_requests": options.max_ongoing_requests,
+        "max_ongoing_requests": NO_BOUND,
+        "health_check_period_s": 1,  # a replica that has ended is replaced when the next check finds it gone
         "max_surge_percent": options.max_surge_percent,
         "max_constructor_retry_count": 1,  # a model that cannot be loaded is not tried again for minutes
         "ray_actor_options": {"num_cpus": options.num_cpus},
@@ -128,7 +131,8 @@ def llm_config(options: "ServeOptions") -> LLMConfig:
     cpu = options.accelerator == "cpu"
     return LLMConfig(
         model_loading_config={"model_id": options.served_name, "model_source": options.source},
-        engine_kwargs=engine(options),
+        # behind the door's own bound, which holds first
+        engine_kwargs=engine(options) | {"max_num_queued_reqs": 2 * options.max_ongoing_requests},
         deployment_config=deployment,
         accelerator_config={"kind": "cpu"} if cpu else None,  # without it, Ray asks for a GPU
         accelerator_type=None if cpu else options.accelerator,
@@ -155,16 +159,33 @@ class Server(LLMServer):
         app.add_api_route("/v1/models", self._list_models)
         app.add_api_route("/v1/models/{model:path}", self._retrieve_model)
         self._serving = app.state.openai_serving_models
+        self._engine_client = app.state.engine_client
         self._reporter = Reporter(self._place.path)
-        tasks = [self._keys.keep_up(), self._reporter.keep_up(self._names)]
+        tasks = [self._keys.keep_up(), self._reporter.keep_up(self._names), self._end_with_engine()]
         if self._adapters:
             tasks.append(self._adapters.keep_up(self._serving))
         self._tasks = [asyncio.create_task(task) for task in tasks]  # kept: a task that nobody holds may vanish
         answering = Counted(app, self._reporter.note)
         if self._place.path != ROOT:
-            return Door(answering, self._keys, self._rules)
+            return Door(answering, self._keys, self._rules, self._alive)
         fork = Fork(answering, self._place.model, self._place.address, lambda: self._reporter.routes)
-        return Page(Door(fork, self._keys, self._rules))
+        return Page(Door(fork, self._keys, self._rules, self._alive))
+
+    def _alive(self) -> bool:
+        """Whether the engine is."""
+        return not self._engine_client.errored
+
+    async def _end_with_engine(self) -> None:
+        """End this process soon after its engine, so that Serve starts another at once.
+
+        Failed health checks would take three periods, while requests fail here. What works on other machines ends
+        with it.
+        """
+        while self._alive():
+            await asyncio.sleep(ENGINE_CHECK_S)
+        log.error("the engine is dead, so its replica ends; Serve starts another")
+        await asyncio.sleep(ENGINE_CHECK_S)  # for those who waited for it to be told
+        os._exit(1)
 
     def _names(self) -> list[str]:
         return [self._place.model, *(self._adapters.names if self._adapters else [])]

@@ -1,14 +1,18 @@
 """What stands before a served model: keys, limits, sizes, time, errors in OpenAI's shape; and what all that costs."""
 
 import asyncio
+import contextlib
+import json
 import logging
+import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import httpx2
 import pytest
+import uvicorn
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
@@ -17,8 +21,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jobs.serving import keys as keys_module
 from jobs.serving.door import Door, Rules
+from jobs.serving.fork import Counted, Fork
 from jobs.serving.keys import Keys
-from jobs.serving.limits import Limits
+from jobs.serving.limits import Limits, QueueFull, Slots
+from jobs.serving.traffic import NOWHERE, Record
 
 BODY = 1000
 OWNER = {"Authorization": "Bearer the-owner"}
@@ -212,7 +218,8 @@ def test_a_request_is_over_however_it_ends(file: Path, path: str) -> None:
 
 def test_a_large_request_is_refused_with_and_without_its_length(file: Path) -> None:
     client = door()
-    fits, too_large = b"x" * BODY, b"x" * (BODY + 1)
+    fits = json.dumps({"a": "x" * (BODY - len('{"a": ""}'))}).encode()
+    too_large = fits + b" "
     assert client.post("/echo", content=fits, headers=ALICE).status_code == 200
     assert "larger than 1,000 bytes" in error(client.post("/echo", content=too_large, headers=ALICE), 413)["message"]
     pieces = client.post("/echo", content=iter([too_large[:500], too_large[500:]]), headers=ALICE)
@@ -232,8 +239,7 @@ def test_a_stream_that_takes_too_long_is_cut_off_and_not_ended(file: Path) -> No
             sent.append(message)
 
         async def receive() -> Message:
-            await asyncio.sleep(60)
-            return {}
+            return {"type": "http.request"}
 
         header = (b"authorization", b"Bearer for-alice")
         scope = {"type": "http", "method": "GET", "path": "/stream", "query_string": b"seconds=9", "headers": [header]}
@@ -242,6 +248,287 @@ def test_a_stream_that_takes_too_long_is_cut_off_and_not_ended(file: Path) -> No
     with pytest.raises(TimeoutError):
         asyncio.run(cut())
     assert [message.get("more_body", True) for message in sent] == [True, True]  # started, and never ended
+
+
+# ---------------------------------------------------------------- work that nobody waits for
+
+
+class Asking:
+    """A request as Ray's replica makes it of a connection: when the client hangs up, it says so and cancels."""
+
+    def __init__(self, app: ASGIApp, path: str, key: str = "for-alice", body: bytes = b"{}", *, whole: bool = True):
+        headers = [(b"authorization", f"Bearer {key}".encode()), (b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": headers}
+        self._messages: asyncio.Queue[Message] = asyncio.Queue()
+        self._messages.put_nowait({"type": "http.request", "body": body, "more_body": not whole})
+        self.sent: list[Message] = []
+        self.task = asyncio.create_task(app(scope, self._messages.get, self._send))  # type: ignore[arg-type]
+
+    async def _send(self, message: Message) -> None:
+        self.sent.append(message)
+
+    def hang_up(self) -> None:
+        self._messages.put_nowait({"type": "http.disconnect"})
+        self.task.cancel()
+
+    async def answer(self) -> tuple[int, dict[str, str], dict]:
+        """Status, headers and body."""
+        await self.task
+        start, *rest = self.sent
+        body = b"".join(message.get("body", b"") for message in rest)
+        headers = {name.decode(): value.decode() for name, value in start["headers"]}
+        return start["status"], headers, json.loads(body or b"{}")
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not holds():
+            await asyncio.sleep(0.005)
+
+
+class Engine:
+    """Handlers that work until they are stopped, in each of the ways in which an app may run them."""
+
+    def __init__(self) -> None:
+        from vllm.entrypoints.serve.utils.api_utils import with_cancellation
+
+        self.running = 0
+        self.free = asyncio.Event()
+        app = FastAPI()
+
+        @contextlib.contextmanager
+        def running() -> Iterator[None]:
+            self.running += 1
+            try:
+                yield
+            finally:
+                self.running -= 1
+
+        @app.post("/whole", response_model=None)
+        @with_cancellation
+        async def whole(body: dict, raw_request: Request) -> str:
+            with running():
+                await self.free.wait()
+                return "done"
+
+        @app.post("/deaf")
+        async def deaf(body: dict) -> str:
+            with running():
+                await self.free.wait()
+                return "done"
+
+        @app.post("/stream")
+        @with_cancellation
+        async def stream(body: dict, raw_request: Request) -> StreamingResponse:
+            async def pieces() -> AsyncIterator[str]:
+                with running():
+                    yield "first"
+                    await self.free.wait()
+
+            return StreamingResponse(pieces())
+
+        self.app = app
+
+
+needs_vllm = pytest.mark.skipif(sys.platform != "linux", reason="vLLM's CPU build exists for Linux only")
+
+
+@needs_vllm
+@pytest.mark.parametrize("path", ["/whole", "/deaf", "/stream"])
+@pytest.mark.parametrize("how", ["hangs up", "time is up"])
+def test_work_ends_and_its_place_is_free_when_nobody_waits_for_it(file: Path, path: str, how: str) -> None:
+    async def check() -> None:
+        engine, records = Engine(), list[Record]()
+        rules = Rules(100, 1, BODY, timeout_s=0.5 if how == "time is up" else 60, slots=1)
+        door = Door(Counted(engine.app, records.append), Keys(), rules)
+        asking = Asking(door, path)
+        await until(lambda: engine.running == 1)
+        if how == "hangs up":
+            asking.hang_up()
+        await asyncio.wait({asking.task})
+        assert engine.running == 0
+        if how == "hangs up":
+            assert asking.task.cancelled()
+        elif path == "/stream":
+            assert isinstance(asking.task.exception(), TimeoutError)  # cut off
+        else:
+            assert (await asking.answer())[0] == 504
+        assert [record.status for record in records] == [200 if path == "/stream" else 499]
+        engine.free.set()
+        await Asking(door, path).task
+        assert records[1].status == 200
+
+    asyncio.run(asyncio.wait_for(check(), 30))
+
+
+@needs_vllm
+@pytest.mark.parametrize("path", ["/whole", "/deaf", "/stream"])
+def test_it_ends_whenever_the_client_hangs_up(file: Path, path: str) -> None:
+    """After each number of turns of the event loop from its first line to its work."""
+
+    async def check() -> None:
+        engine = Engine()
+        door = Door(engine.app, Keys(), Rules(1000, 1, BODY, 60, slots=1))
+        for turns in range(60):
+            asking = Asking(door, path)
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            asking.hang_up()
+            await asyncio.wait({asking.task})
+            await until(lambda: engine.running == 0)
+        engine.free.set()
+        next_one = Asking(door, path)
+        await next_one.task
+        assert next_one.sent[0]["status"] == 200
+
+    asyncio.run(asyncio.wait_for(check(), 30))
+
+
+@needs_vllm
+def test_a_request_that_was_handed_on_ends_where_it_went(file: Path) -> None:
+    """Behind a real server, to which a hang-up is a connection that closes."""
+
+    async def check() -> None:
+        engine = Engine()
+        config = uvicorn.Config(engine.app, port=0, log_level="warning", lifespan="off")
+        server = uvicorn.Server(config)
+        serving = asyncio.create_task(server.serve())
+        await until(lambda: server.started)
+        root = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+        fork = Fork(engine.app, "own", root, lambda: NOWHERE._replace(others={"other": ""}))
+        asking = Asking(Door(fork, Keys(), Rules(100, 1, BODY, 60)), "/whole", body=b'{"model": "other"}')
+        await until(lambda: engine.running == 1)
+        asking.hang_up()
+        await until(lambda: engine.running == 0)
+        server.should_exit = True
+        await serving
+
+    asyncio.run(asyncio.wait_for(check(), 30))
+
+
+# ---------------------------------------------------------------- one busy client among others
+
+
+def test_bodies_that_do_not_come_hold_their_own_keys_place_alone(file: Path) -> None:
+    async def check() -> None:
+        door = Door(engine(), Keys(), Rules(100, 2, BODY, 60, body_timeout_s=0.5, slots=1, max_waiting=0))
+        slow = [Asking(door, "/echo", body=b"{", whole=False) for _ in range(2)]
+        await asyncio.sleep(0)
+        assert (await Asking(door, "/echo").answer())[0] == 429
+        assert (await Asking(door, "/echo", "for-bob").answer())[0] == 200
+        assert (await Asking(door, "/health", "").answer())[0] == 405  # let in: it takes GET and HEAD alone
+        for each in slow:
+            status, headers, body = await each.answer()
+            assert (status, body["error"]["code"], headers["connection"]) == (408, "timeout", "close")
+        assert (await Asking(door, "/echo").answer())[0] == 200
+
+    asyncio.run(asyncio.wait_for(check(), 30))
+
+
+@needs_vllm
+def test_more_than_the_replica_works_on_waits_and_more_than_may_wait_is_told_to_come_back(file: Path) -> None:
+    async def check() -> None:
+        engine = Engine()
+        door = Door(engine.app, Keys(), Rules(100, 100, BODY, 60, slots=2, max_waiting=2))
+        first = [Asking(door, "/whole"), Asking(door, "/deaf")]
+        await until(lambda: engine.running == 2)
+        waiting = [Asking(door, "/whole", "for-bob"), Asking(door, "/whole", "for-bob")]
+        await asyncio.sleep(0.05)
+        status, headers, body = await Asking(door, "/whole").answer()
+        assert (status, headers["retry-after"], body["error"]["code"]) == (503, "1", "overloaded")
+        assert (await Asking(door, "/health", "").answer())[0] == 404  # not queued
+        assert engine.running == 2
+        waiting[0].hang_up()  # leaves the queue
+        await asyncio.wait({waiting[0].task})
+        first[0].hang_up()
+        await until(lambda: not waiting[1].task.done() and engine.running == 2 and first[0].task.done())
+        engine.free.set()
+        assert (await waiting[1].answer())[0] == 200
+
+    asyncio.run(asyncio.wait_for(check(), 30))
+
+
+@needs_vllm
+def test_time_in_the_queue_counts(file: Path) -> None:
+    async def check() -> None:
+        engine = Engine()
+        door = Door(engine.app, Keys(), Rules(100, 100, BODY, timeout_s=0.5, slots=1))
+        asking = [Asking(door, "/whole"), Asking(door, "/whole", "for-bob")]
+        assert [(await each.answer())[0] for each in asking] == [504, 504]
+
+    asyncio.run(asyncio.wait_for(check(), 30))
+
+
+def test_room_goes_to_those_who_came_first() -> None:
+    async def check() -> None:
+        slots, order = Slots(4, max_waiting=3), list[int]()
+
+        async def take(count: int) -> None:
+            await slots.take(count)
+            order.append(count)
+
+        await slots.take(3)
+        asking = [asyncio.create_task(take(count)) for count in (4, 2, 1)]
+        await asyncio.sleep(0)
+        with pytest.raises(QueueFull):
+            await slots.take(1)  # there would be room, but others came before
+        asking[0].cancel()
+        await asyncio.sleep(0.01)
+        assert order == []  # 2 came before 1
+        slots.give(3)
+        await asyncio.wait(asking[1:])
+        assert order == [2, 1]
+        granted = asyncio.create_task(take(2))
+        await asyncio.sleep(0)
+        slots.give(2)
+        granted.cancel()  # at the moment in which its turn came
+        with pytest.raises(asyncio.CancelledError):
+            await granted
+        slots.give(1)
+        await asyncio.wait_for(slots.take(4), 1)  # nothing is lost
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ({"prompt": ["a"] * 4, "n": 2}, 200),
+        ({"prompt": ["a"] * 9}, 400),
+        ({"prompt": ["a"] * 3, "n": 3}, 400),
+        ({"prompt": "a", "n": 8}, 200),
+    ],
+)
+def test_prompts_times_answers_are_capped(file: Path, body: dict, status: int) -> None:
+    rules = Rules(100, 100, BODY, 5, max_sequences=8)
+    answer = TestClient(Door(engine(), Keys(), rules)).post("/echo", json=body, headers=ALICE)
+    assert answer.status_code == status
+    if status == 400:
+        assert error(answer, 400)["code"] == "too_many_sequences"
+        assert "9, more than 8" in answer.text
+
+
+def test_a_request_counts_as_often_as_it_has_sequences(file: Path) -> None:
+    eight = {"prompt": ["a"] * 4, "n": 2}
+    client = door(per_minute=20)
+    assert [client.post("/echo", json=eight, headers=ALICE).status_code for _ in range(3)] == [200, 200, 429]
+    assert client.post("/echo", json=eight, headers=OWNER).status_code == 200
+    client = door(at_once=7)
+    assert client.post("/echo", json=eight, headers=ALICE).status_code == 429
+    assert client.post("/echo", json={"prompt": "a", "n": 7}, headers=ALICE).status_code == 200
+
+
+# ---------------------------------------------------------------- an engine that is dead
+
+
+def test_while_an_engine_is_dead_a_client_is_told_to_come_back(file: Path) -> None:
+    alive = [True, False]
+    refused = TestClient(Door(engine(), Keys(), Rules(100, 100, BODY, 5), lambda: alive.pop(0)))
+    failed = TestClient(Door(engine(), Keys(), Rules(100, 100, BODY, 5), lambda: False), raise_server_exceptions=False)
+    assert refused.post("/echo", json={}, headers=ALICE).status_code == 200
+    for answer in (refused.post("/echo", json={}, headers=ALICE), failed.get("/fail?status=500", headers=ALICE)):
+        assert error(answer, 503)["code"] == "engine_dead"
+        assert int(answer.headers["retry-after"]) >= 1
 
 
 # ---------------------------------------------------------------- errors
@@ -268,16 +555,18 @@ def test_every_error_has_openais_shape_and_tells_nothing_of_the_inside(
 
 def test_the_door_costs_less_than_200_microseconds_a_request(file: Path) -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b""})
 
     async def receive() -> Message:
-        return {}
+        return {"type": "http.request", "body": b'{"messages": []}'}
 
     async def send(message: Message) -> None:
         pass
 
-    scope = {"type": "http", "path": "/v1/models", "headers": [(b"authorization", b"Bearer for-bob")]}
+    headers = [(b"authorization", b"Bearer for-bob")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers}
     closed = Door(app, Keys(), Rules(10**6, 100, BODY, 60))
 
     async def seconds(called: ASGIApp, count: int = 2000) -> float:

@@ -11,7 +11,7 @@ from ray.serve.deployment import Application
 from jobs.rag.generation import Generator
 from jobs.rag.ingress import Ingress
 from jobs.rag.retrieval import Reranker, Retriever
-from jobs.serving.door import Rules
+from jobs.serving.door import NO_BOUND, Rules
 
 if TYPE_CHECKING:
     from jobs.rag.options import RagOptions, Replicas
@@ -23,7 +23,7 @@ def build(options: "RagOptions", location: str, address: str, rules: Rules) -> A
     retriever = _deployment(Retriever, options.retriever).bind(location, options.device, options.candidates)
     reranker = _deployment(Reranker, options.ranker).bind(options.reranker, options.device)
     generator = _deployment(Generator, options.answerer).bind(options.generator, address, options.prompt_characters)
-    ingress = _deployment(serve.ingress()(Ingress), options.ingress)
+    ingress = _deployment(serve.ingress()(Ingress), options.ingress).options(max_ongoing_requests=NO_BOUND)
     return ingress.bind((retriever, reranker, generator), rules, options.sources, options.min_score)
 
 

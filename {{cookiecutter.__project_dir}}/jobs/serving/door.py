@@ -2,29 +2,60 @@
 
 import asyncio
 import json
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
-from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from jobs.serving.app_call import AppCall
+from jobs.serving.body import Body, InvalidBody, inspect
 from jobs.serving.keys import Keys
-from jobs.serving.limits import Limits, Rules
+from jobs.serving.limits import Limits, QueueFull, Rules, Slots
 
 KEPT = (b"allow", b"retry-after")  # headers of an error that tell a client what to do
+MODEL = "llm.model"  # in the scope that the app gets: name of the model asked for
 OPEN_ROUTE = "/health"  # for load balancers: says whether the engine lives, and nothing else
+NO_BOUND = 100_000  # of Ray's on a replica's requests, which would also count /health and bodies that still arrive
+QUEUE_RETRY_S = 1
+DEAD_RETRY_S = 5  # another replica answers at once; a new one takes longer, and clients double their pauses
+DEAD = "the engine of this replica has failed and is being replaced: try again in a few seconds"
+
+
+class Rejected(Exception):
+    """A request that the app never sees, with the error that answers it."""
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None, **headers: str
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
+
+
+class HungUp(Exception):
+    """The client is gone before its request was read."""
+
+
+def _always() -> bool:
+    return True
 
 
 class Door:
     """ASGI middleware that lets requests with a key through, as many and as large as they may be."""
 
-    def __init__(self, app: ASGIApp, keys: Keys, rules: Rules) -> None:
+    def __init__(self, app: ASGIApp, keys: Keys, rules: Rules, alive: Callable[[], bool] = _always) -> None:
+        """`alive` says whether the app's engine still is."""
         self.app = app
         self._keys = keys
+        self._rules = rules
+        self._alive = alive
         self._limits = Limits(rules.per_minute, rules.at_once)
-        self._max_body = rules.max_body
-        self._too_large = f"the request is larger than {rules.max_body:,} bytes: send less at a time"
-        self._timeout_s = rules.timeout_s
+        self._slots = Slots(rules.slots, rules.max_waiting)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -33,51 +64,97 @@ class Door:
         if scope["type"] != "http":  # a websocket: no route of ours is one
             await send({"type": "websocket.close", "code": 1008})
             return
-        answer = Answer(send)
+        answer = Answer(send, self._alive)
         if scope["path"].removeprefix(scope.get("root_path", "")) == OPEN_ROUTE:
             method = "GET" if scope["method"] == "HEAD" else scope["method"]  # the server leaves the body out
             await self.app({**scope, "method": method}, receive, answer)
-        elif name := await self._admit(dict(scope["headers"]), answer):
-            try:
-                await self._pass_on(scope, receive, answer)
-            finally:
-                self._limits.end(name)
-
-    async def _admit(self, headers: dict[bytes, bytes], answer: "Answer") -> str | None:
-        """The name of a key that may ask now, whose request is counted from here on; None after a refusal."""
-        name = self._keys.name_of(headers.get(b"authorization", b""))
-        if name is None:
-            message = "a valid API key is required: send the header `Authorization: Bearer YOUR_KEY`"
-            await answer.refuse(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
-        elif int(headers.get(b"content-length", b"0")) > self._max_body:  # a number: the server has parsed it
-            await answer.refuse(413, self._too_large)
-        elif wait_s := self._limits.begin(name):
-            message = f"the key {name} has asked for as much as it may: try again after {wait_s} s"
-            await answer.refuse(429, message, code="rate_limit_exceeded", headers={"Retry-After": str(wait_s)})
-        else:
-            return name
-        return None
-
-    async def _pass_on(self, scope: Scope, receive: Receive, answer: "Answer") -> None:
-        read = 0
-
-        async def counted() -> Message:
-            nonlocal read
-            message = await receive()
-            read += len(message.get("body", b""))
-            if read > self._max_body:  # a body without a length; one that is longer than it says never arrives
-                raise HTTPException(413, self._too_large)
-            return message
-
+            return
         try:
-            async with asyncio.timeout(self._timeout_s):
-                await self.app(scope, counted, answer)
-        except HTTPException as error:  # of `counted`, where no app has caught it
-            await answer.refuse(error.status_code, error.detail)
+            async with asyncio.timeout(self._rules.timeout_s):
+                await self._let_in(scope, receive, answer)
+        except Rejected as error:
+            await answer.refuse(error.status, error.message, error.param, code=error.code, headers=error.headers)
         except TimeoutError:
             if answer.begun:
                 raise  # cut off: the end of a stream must not look like the end of an answer
-            await answer.refuse(504, f"not answered within {self._timeout_s:g} s: ask for fewer tokens", code="timeout")
+            message = f"not answered within {self._rules.timeout_s:g} s: ask for fewer tokens"
+            await Answer(send).refuse(504, message, code="timeout")
+        except HungUp:
+            pass
+
+    async def _let_in(self, scope: Scope, receive: Receive, answer: "Answer") -> None:
+        """Pass a request on when its turn comes; what it holds is free again when the app has ended its work."""
+        headers = dict(scope["headers"])
+        name = self._name(headers)
+        with ExitStack() as held:
+            self._charge(name, 1, held)
+            body = await self._read(headers, receive)
+            if scope["method"] == "POST":
+                asked = _inspected(body)
+                body, scope = asked.raw, {**scope, MODEL: asked.model}
+                self._charge(name, self._checked(asked.sequences) - 1, held)
+                await self._take(asked.sequences, held)
+            call = AppCall(self.app, scope, body, receive, answer, answer.close)
+            everything = held.pop_all()
+        call.task.add_done_callback(lambda task: everything.close() or task.cancelled() or task.exception())
+        await call.wait()
+
+    def _name(self, headers: dict[bytes, bytes]) -> str:
+        """The name of the key that asks."""
+        if name := self._keys.name_of(headers.get(b"authorization", b"")):
+            return name
+        message = "a valid API key is required: send the header `Authorization: Bearer YOUR_KEY`"
+        raise Rejected(401, message, code="invalid_api_key", WWW_Authenticate="Bearer")
+
+    def _charge(self, name: str, count: int, held: ExitStack) -> None:
+        """Count sequences of a key, as long as `held` is open."""
+        if wait_s := self._limits.begin(name, count):
+            message = f"the key {name} has asked for as much as it may: try again after {wait_s} s"
+            raise Rejected(429, message, code="rate_limit_exceeded", Retry_After=str(wait_s))
+        held.callback(self._limits.end, name, count)
+
+    async def _read(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
+        """The whole body, where it is small enough and comes soon enough; otherwise the connection closes after it."""
+        limit, timeout_s = self._rules.max_body, self._rules.body_timeout_s
+        message = f"the request is larger than {limit:,} bytes: send less at a time"
+        too_large = Rejected(413, message, Connection="close")
+        if int(headers.get(b"content-length", b"0")) > limit:  # a number: the server has parsed it
+            raise too_large
+        pieces, read, more = [], 0, True
+        try:
+            async with asyncio.timeout(timeout_s):
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise HungUp
+                    pieces.append(message.get("body", b""))
+                    more = message.get("more_body", False)
+                    read += len(pieces[-1])
+                    if read > limit:  # a body without a length; one that is longer than it says never arrives
+                        raise too_large
+        except TimeoutError:
+            message = f"the request's body did not arrive within {timeout_s:g} s: send it faster, or less at a time"
+            raise Rejected(408, message, code="timeout", Connection="close") from None
+        return b"".join(pieces)
+
+    def _checked(self, sequences: int) -> int:
+        """So many, unless that is too much for one request."""
+        if sequences <= self._rules.max_sequences:
+            return sequences
+        most = self._rules.max_sequences
+        message = f"prompts times answers to each are {sequences:,}, more than {most}: ask for fewer"
+        raise Rejected(400, message, code="too_many_sequences")
+
+    async def _take(self, sequences: int, held: ExitStack) -> None:
+        """Wait until the replica has room for so many sequences, and hold it as long as `held` is open."""
+        if not self._alive():
+            raise Rejected(503, DEAD, code="engine_dead", Retry_After=str(DEAD_RETRY_S))
+        try:
+            await self._slots.take(sequences)
+        except QueueFull:
+            message = "the server has as many requests as it can hold: try again in a moment"
+            raise Rejected(503, message, code="overloaded", Retry_After=str(QUEUE_RETRY_S)) from None
+        held.callback(self._slots.give, sequences)
 
 
 class Answer:
@@ -86,8 +163,10 @@ class Answer:
     https://platform.openai.com/docs/guides/error-codes
     """
 
-    def __init__(self, send: Send) -> None:
-        self._send = send
+    def __init__(self, send: Send, alive: Callable[[], bool] = _always) -> None:
+        self._client = send
+        self._send: Send = self._begin
+        self._alive = alive
         self._error: Message | None = None  # the start of one, held back until its body is whole
         self._body = b""
         self.begun = False
@@ -96,13 +175,25 @@ class Answer:
         if message["type"] == "http.response.start" and message["status"] >= 400:
             self._error = message
         elif self._error is None:
-            self.begun = True
             await self._send(message)
         else:
             self._body += message.get("body", b"")
-            if not message.get("more_body"):
+            if message.get("more_body"):
+                return
+            if self._error["status"] == 500 and not self._alive():
+                await self.refuse(503, DEAD, code="engine_dead", headers={"Retry-After": str(DEAD_RETRY_S)})
+            else:
                 headers = {name.decode(): value.decode() for name, value in self._error["headers"] if name in KEPT}
                 await self.refuse(self._error["status"], *_words(self._error["status"], self._body), headers=headers)
+
+    async def _begin(self, message: Message) -> None:
+        self.begun = True
+        self._send = self._client
+        await self._client(message)
+
+    def close(self) -> None:
+        """Send nothing more: who still answers learns that nobody listens, as ASGI has it."""
+        self._send = _raise_closed
 
     async def refuse(
         self,
@@ -114,7 +205,6 @@ class Answer:
         headers: dict[str, str] | None = None,
     ) -> None:
         """Answer with an error; `param` is what of the request it is about."""
-        self.begun = True
         kind = "invalid_request_error" if status < 500 else "server_error"
         code = code or ("not_found" if status == 404 else None)
         body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
@@ -123,6 +213,17 @@ class Answer:
 
 async def _nothing() -> Message:
     return {"type": "http.disconnect"}
+
+
+async def _raise_closed(message: Message) -> None:
+    raise OSError("the client has hung up, or its time is up")
+
+
+def _inspected(body: bytes) -> Body:
+    try:
+        return inspect(body)
+    except InvalidBody as error:
+        raise Rejected(error.status, error.message, param=error.param, code=error.code) from None
 
 
 def _words(status: int, body: bytes) -> tuple[str, str | None]:

@@ -80,14 +80,16 @@ class Counted:
 
         async def noted(message: Message) -> None:
             nonlocal status, first_s
+            await send(message)
             if message["type"] == "http.response.start":
                 status = message["status"]
             elif not first_s:  # a stream starts before there is anything to say
                 first_s = time.perf_counter() - started
-            await send(message)
 
         try:
             await self.app(scope, receive, noted)
+        except OSError:  # of `send`: the client is gone, and the status stays
+            raise
         except Exception:
             status = 500
             raise

@@ -50,7 +50,11 @@ class ServeOptions(settings.Section):
     downscale_delay_s: float = Field(ge=0)
     """Seconds of fewer before one is ended."""
     max_ongoing_requests: int = Field(ge=1)
-    """Requests in progress on one replica at most; more wait."""
+    """Sequences in progress on one replica at most; requests for more wait."""
+    max_queued_requests: int = Field(ge=0)
+    """Requests that wait on one replica at most; more get 503."""
+    max_request_sequences: int = Field(ge=1)
+    """Sequences of one request at most: its prompts times the answers to each; more gets 400."""
     prefix_routing: bool = False
     """Hand requests that begin alike to the same replica, which still knows that beginning; asking which one that is
     takes a few milliseconds of each request."""
@@ -77,18 +81,29 @@ class ServeOptions(settings.Section):
     start_timeout_s: int = Field(ge=1)
     """Seconds until a deployment that is not healthy is given up."""
     key_requests_per_minute: int = Field(ge=1)
-    """Requests in a minute that each key may ask of one replica; more get 429."""
+    """Sequences in a minute that each key may ask of one replica; more get 429."""
     key_requests_at_once: int = Field(ge=1)
-    """Requests in progress that each key may have on one replica; more get 429."""
+    """Sequences in progress that each key may have on one replica; more get 429."""
     max_body_mib: float = Field(gt=0)
     """MiB of one request at most; more gets 413."""
+    body_timeout_s: float = Field(gt=0)
+    """Seconds in which a request's body must arrive; after them it gets 408."""
     request_timeout_s: float = Field(gt=0)
-    """Seconds in which a request must be answered whole; after them it is ended, and gets 504."""
+    """Seconds in which a request must be answered whole, time in the queue included; then it is ended with 504."""
 
     @model_validator(mode="after")
     def _replicas_in_order(self) -> "ServeOptions":
         if self.min_replicas > self.max_replicas:
             raise ValueError(f"min_replicas = {self.min_replicas} is more than max_replicas = {self.max_replicas}")
+        return self
+
+    @model_validator(mode="after")
+    def _room_for_the_largest_request(self) -> "ServeOptions":
+        for name in ("max_ongoing_requests", "key_requests_at_once", "key_requests_per_minute"):
+            if getattr(self, name) < self.max_request_sequences:
+                raise ValueError(
+                    f"max_request_sequences = {self.max_request_sequences} is more than {name} = {getattr(self, name)}"
+                )
         return self
 
     @model_validator(mode="after")
@@ -124,6 +139,10 @@ class ServeOptions(settings.Section):
             at_once=self.key_requests_at_once,
             max_body=int(self.max_body_mib * 2**20),
             timeout_s=self.request_timeout_s,
+            body_timeout_s=self.body_timeout_s,
+            max_sequences=self.max_request_sequences,
+            slots=self.max_ongoing_requests,
+            max_waiting=self.max_queued_requests,
         )
 
     @property

@@ -1,0 +1,68 @@
+"""Calls an ASGI app so that its work ends when its client hangs up or its time is up."""
+
+import asyncio
+from collections.abc import Callable
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+TURNS = 10  # of the event loop, in which a handler that has just started begins to listen for a hang-up
+GRACE_S = 5.0  # for a handler that listens to stop its work; then its task is cancelled
+HANG_UP: Message = {"type": "http.disconnect"}
+
+
+class AppCall:
+    """One request that an app works on, in a task of its own.
+
+    vLLM runs the handler of a whole answer in a task of its own, which it cancels when it receives `http.disconnect`.
+    When its outer task is cancelled, as Ray does on a hang-up, that handler is orphaned and the engine works on. So
+    the app is told first, in its own terms, and cancelled only where it does not listen.
+    """
+
+    def __init__(
+        self, app: ASGIApp, scope: Scope, body: bytes, receive: Receive, send: Send, close: Callable[[], None]
+    ) -> None:
+        """Start the app on a request whose body has been read; `close` is called before its work is ended early."""
+        self._body: bytes | None = body
+        self._receive = receive
+        self._close = close
+        self._listening: asyncio.Future[Message] | None = None
+        self._ending = False
+        self.task = asyncio.ensure_future(app(scope, self._next_message, send))
+
+    async def wait(self) -> None:
+        """Wait until the app has answered. Where this is cancelled, the app's work is ended first."""
+        try:
+            await asyncio.wait({self.task})
+        except asyncio.CancelledError:
+            await asyncio.shield(asyncio.create_task(self._end()))  # even if it is cancelled twice
+            raise
+        self.task.result()
+
+    async def _end(self) -> None:
+        for _ in range(TURNS):
+            await asyncio.sleep(0)
+        self._ending = True
+        self._close()
+        if self._listening:
+            self._listening.cancel()  # which tells the app
+            await asyncio.wait({self.task}, timeout=GRACE_S)
+        self.task.cancel()
+        await asyncio.wait({self.task}, timeout=GRACE_S)
+
+    async def _next_message(self) -> Message:
+        if self._body is not None:
+            body, self._body = self._body, None
+            return {"type": "http.request", "body": body, "more_body": False}
+        if self._ending:
+            return HANG_UP
+        self._listening = asyncio.ensure_future(self._receive())
+        try:
+            message = await self._listening
+        except asyncio.CancelledError:
+            if self._ending:
+                return HANG_UP
+            self._listening = None
+            raise
+        if message["type"] == HANG_UP["type"]:
+            self._close()
+        return message
