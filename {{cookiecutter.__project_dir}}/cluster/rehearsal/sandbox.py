@@ -6,11 +6,9 @@ kernel ends them all, so that nothing can be left on this machine.
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,8 +16,8 @@ from pathlib import Path
 import psutil
 
 import settings
-from cluster import cluster_file, environment
-from cluster.rehearsal import image
+from cluster import cluster_file
+from cluster.rehearsal import image, owner, packages
 from cluster.rehearsal.addresses import CALLER_ADDRESS_PORT, ENDPOINT
 
 STATE = settings.PROJECT / ".cluster"
@@ -75,31 +73,37 @@ def missing() -> str:
 
 
 def start(region: str) -> None:
-    """Start the cloud, unless it runs. Raises `settings.Refusal` when it cannot."""
-    if _process():
-        return
+    """Start the cloud, unless it runs, and let it outlive this process.
+
+    Raises:
+        settings.Refusal: it cannot start.
+    """
+    if not _process():
+        owner.release(_start(region))
+
+
+def _start(region: str) -> subprocess.Popen:
+    """Start a cloud that ends with this process; returns the process that holds it, once it is ready."""
     if reason := missing():
         raise settings.Refusal(reason)
     STATE.mkdir(exist_ok=True)
-    pins = STATE / "rehearsal-pins.txt"
-    pins.write_text(_cpu_pins())
-    _fill_package_cache(pins)
+    pins = packages.fill_cache()
     needed = [settings.PROJECT, Path(sys.base_prefix), Path(sys.prefix)]
     kept = "".join(f"{path}\n" for path in needed if path.is_relative_to("/tmp"))
-    command = ["unshare", "--net", "--mount", "--pid", "--ipc", "--uts", "--fork", "--kill-child", "--mount-proc"]
-    command += ["bash", "-c", PREPARE, "bash", sys.executable, "-m", "cluster.rehearsal.cloud", region, str(pins)]
+    namespaces = ("unshare", "--net", "--mount", "--pid", "--ipc", "--uts", "--fork", "--kill-child", "--mount-proc")
     with LOG.open("w") as log:
-        outer = subprocess.Popen(
-            command,
-            cwd=settings.PROJECT,
+        outer = owner.start(
+            "cluster.rehearsal.cloud",
+            region,
+            str(pins),
+            prefix=(*namespaces, "bash", "-c", PREPARE, "bash"),
             env=os.environ | {"KEPT": kept},
-            stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            start_new_session=True,
         )
     FILE.write_text(json.dumps({"pid": outer.pid, "created": psutil.Process(outer.pid).create_time()}))
     _wait_until_ready()
+    return outer
 
 
 def run(command: Sequence[str]) -> int:
@@ -115,7 +119,9 @@ def run(command: Sequence[str]) -> int:
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
     }
-    enter = ["nsenter", "--target", str(_first(process).pid), "--net", "--mount", "--pid", f"--wdns={settings.PROJECT}"]
+    # nsenter must outlive the command, which only it can reap; what a terminal sends is for the command
+    enter = ["env", "--ignore-signal=INT,QUIT,HUP,TERM", "nsenter", "--target", str(_first(process).pid)]
+    enter += ["--net", "--mount", "--pid", f"--wdns={settings.PROJECT}", "env", "--default-signal=INT,QUIT,HUP,TERM"]
     child = subprocess.Popen([*enter, *command], env=variables)
     while True:
         try:
@@ -133,10 +139,10 @@ def run_in_fresh_cloud(module: str, *arguments: str) -> list[str]:
         print("ending the rehearsal that is up")
         end()
     started = time.monotonic()
-    start(cluster_file.load().region)
-    print(f"an empty cloud is up after {time.monotonic() - started:.0f} s", flush=True)
-    code = run([sys.executable, "-m", module, *arguments])
-    left = end()
+    with _start(cluster_file.load().region):
+        print(f"an empty cloud is up after {time.monotonic() - started:.0f} s", flush=True)
+        code = run([sys.executable, "-m", module, *arguments])
+        left = end()
     if code:
         sys.exit(code)
     if not left:
@@ -154,7 +160,7 @@ def end() -> list[str]:
         if left := [one for one in psutil.pids() if _network(one) == network]:
             return [f"process {one} of the emulated cloud" for one in left]
     FILE.unlink(missing_ok=True)
-    (STATE / "rehearsal-pins.txt").unlink(missing_ok=True)
+    packages.PINS.unlink(missing_ok=True)
     return []
 
 
@@ -195,21 +201,6 @@ def _wait_until_ready() -> None:
     end()
     words = [line for line in LOG.read_text(errors="replace").splitlines() if line.strip()] or ["it said nothing"]
     raise settings.Refusal(f"the emulated cloud did not start ({words[-1]}): read {LOG}, then try again")
-
-
-def _cpu_pins() -> str:
-    """What hosts install: this machine's pins without vLLM's CPU build, a gigabyte that no host serves with.
-
-    They stand in for requirements/cluster.txt, whose CUDA packages need a network and a GPU.
-    """
-    lines = environment.PINS.read_text(encoding="utf-8").splitlines(keepends=True)
-    return "".join(line for line in lines if not re.search(r"\bvllm", line))
-
-
-def _fill_package_cache(pins: Path) -> None:
-    """Install what hosts will install, once and outside: they have no network, and what is built is built here."""
-    with tempfile.TemporaryDirectory() as folder:
-        environment.install(Path(folder) / "venv", pins, "--quiet")
 
 
 def _which(program: str) -> str | None:
