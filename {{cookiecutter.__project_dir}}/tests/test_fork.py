@@ -25,6 +25,7 @@ from jobs.serving.keys import Keys
 from jobs.serving.traffic import CANARY, NOWHERE, ROOT, Record, Routes, Traffic
 
 PIECES, PAUSE_S = 20, 0.05
+NOBODY = "http://127.0.0.1:9"
 
 
 class Upstream:
@@ -33,6 +34,7 @@ class Upstream:
     def __init__(self) -> None:
         self.asked: list[tuple[str, dict[str, Any], str | None]] = []
         self.sent = 0
+        self.query = ""
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
         app = Starlette(routes=[Route("/{app:path}/v1/chat/completions", self._answer, methods=["POST"])])
@@ -41,6 +43,9 @@ class Upstream:
     async def _answer(self, request: Request) -> Response:
         body = await request.json()
         self.asked.append((f"/{request.path_params['app']}", body, request.headers.get("authorization")))
+        self.query = request.url.query
+        if status := body.get("fail"):
+            return JSONResponse({"error": {"message": "no", "code": "some_code"}}, status)
         if body.get("wrong"):
             return JSONResponse({"error": {"message": "that is wrong"}}, 400)
         if not body.get("stream"):
@@ -72,15 +77,30 @@ async def own(request: Request) -> Response:
     return JSONResponse({"from": "own", "body": body.decode()})
 
 
-def fork(upstream: Upstream, routes: Routes) -> Fork:
+RULES = Rules(per_minute=10_000, at_once=10, max_body=200_000, timeout_s=5)
+
+
+@pytest.fixture(autouse=True)
+def _with_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / ".env").write_text("SERVE_API_KEY=key\n")
+    monkeypatch.setenv("SECRETS_FILE", str(tmp_path / ".env"))
+    monkeypatch.delenv("SECRETS_PREFIX", raising=False)
+
+
+def fork(upstream: Upstream, routes: Routes, rules: Rules = RULES) -> Door:
+    """A fork behind a door, which reads the body for it."""
+    return fork_to(f"http://127.0.0.1:{upstream.port}", routes, rules)
+
+
+def fork_to(root: str, routes: Routes, rules: Rules = RULES) -> Door:
     app = Starlette(routes=[Route("/v1/chat/completions", own, methods=["POST"])])
-    return Fork(app, "own", f"http://127.0.0.1:{upstream.port}", lambda: routes)
+    return Door(Fork(app, "own", root, lambda: routes), Keys(), rules)
 
 
-async def post(app: Any, body: Any, **options: Any) -> httpx2.Response:
+async def post(app: Any, body: Any, path: str = "/v1/chat/completions", **options: Any) -> httpx2.Response:
     transport = httpx2.ASGITransport(app, raise_app_exceptions=False)
     async with httpx2.AsyncClient(transport=transport, base_url="http://test") as client:
-        return await client.post("/v1/chat/completions", json=body, headers={"Authorization": "Bearer key"}, **options)
+        return await client.post(path, json=body, headers={"Authorization": "Bearer key"}, **options)
 
 
 BESIDE = Routes({"sql": "/models/sql", "sql-short": "/models/sql"}, None, 0)
@@ -100,7 +120,7 @@ def test_the_request_goes_on_as_it_was(upstream: Upstream) -> None:
     assert json.loads(asyncio.run(post(fork(upstream, BESIDE), own_body)).json()["body"]) == own_body
 
 
-@pytest.mark.parametrize("body", [{}, [], "text", {"model": 3}, {"model": None}, {"model": "absent"}])
+@pytest.mark.parametrize("body", [{}, {"model": 3}, {"model": None}, {"model": "absent"}])
 def test_what_names_no_other_model_stays(upstream: Upstream, body: Any) -> None:
     assert asyncio.run(post(fork(upstream, BESIDE), body)).json()["from"] == "own"
 
@@ -135,7 +155,14 @@ def test_a_stream_arrives_piece_by_piece_and_ends_where_the_client_hangs_up(upst
             if len(arrived) == give_up_after:
                 told.set()
 
-        scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": []}
+        headers = [(b"authorization", b"Bearer key")]
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": "/v1/chat/completions",
+            "query_string": b"",
+            "headers": headers,
+        }
         asking = asyncio.create_task(fork(upstream, BESIDE)(scope, receive, send))
         if give_up_after:
             await told.wait()
@@ -151,17 +178,8 @@ def test_a_stream_arrives_piece_by_piece_and_ends_where_the_client_hangs_up(upst
     assert upstream.sent < PIECES / 2
 
 
-@pytest.fixture
-def with_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Keys:
-    (tmp_path / ".env").write_text("SERVE_API_KEY=key\n")
-    monkeypatch.setenv("SECRETS_FILE", str(tmp_path / ".env"))
-    monkeypatch.delenv("SECRETS_PREFIX", raising=False)
-    return Keys()
-
-
-def test_behind_the_door_errors_keep_their_shape(upstream: Upstream, with_a_key: Keys) -> None:
-    rules = Rules(per_minute=100, at_once=10, max_body=1000, timeout_s=5)
-    open_door = Door(fork(upstream, BESIDE), with_a_key, rules)
+def test_behind_the_door_errors_keep_their_shape(upstream: Upstream) -> None:
+    open_door = fork(upstream, BESIDE, RULES._replace(max_body=1000))
     too_large = asyncio.run(post(open_door, {"model": "sql", "messages": "x" * 2000}))
     assert too_large.status_code == 413
 
@@ -175,10 +193,34 @@ def test_behind_the_door_errors_keep_their_shape(upstream: Upstream, with_a_key:
             return await client.post("/v1/chat/completions", content=in_pieces(), headers=headers)
 
     assert asyncio.run(without_length()).status_code == 413
-    away = Fork(Starlette(), "own", "http://127.0.0.1:9", lambda: BESIDE)
-    answer = asyncio.run(post(Door(away, with_a_key, rules), {"model": "sql"}))
+    answer = asyncio.run(post(fork_to(NOBODY, BESIDE), {"model": "sql"}))
     assert answer.status_code == 503
     assert answer.json()["error"]["message"] == "what serves that model, at /models/sql, does not answer: try again"
+
+
+@pytest.mark.parametrize("status", [404, 502, 503])
+def test_the_base_model_answers_where_the_canary_cannot(upstream: Upstream, status: int) -> None:
+    everything = Routes({}, CANARY, 100)
+    assert asyncio.run(post(fork_to(NOBODY, everything), {"model": "own"})).json()["from"] == "own"
+    body = {"model": "own", "fail": status}
+    assert asyncio.run(post(fork(upstream, everything), body)).json()["body"] == json.dumps(body, separators=(",", ":"))
+    assert upstream.asked[-1][:2] == (CANARY, body)
+
+
+def test_what_a_canary_refuses_is_refused(upstream: Upstream) -> None:
+    answer = asyncio.run(post(fork(upstream, Routes({}, CANARY, 100)), {"model": "own", "fail": 429}))
+    assert (answer.status_code, answer.json()["error"]["code"]) == (429, "some_code")
+
+
+@pytest.mark.parametrize("query", ["", "a=1&b=2", "a=%20%C3%BC%2B+&b"])
+def test_the_query_goes_on_too(upstream: Upstream, query: str) -> None:
+    asyncio.run(post(fork(upstream, BESIDE), {"model": "sql"}, f"/v1/chat/completions?{query}"))
+    assert upstream.query == query
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions%3Fx", "/%00", "/v1/%ED%A0%80", "/%20%23%25"])
+def test_no_path_breaks_it(upstream: Upstream, path: str) -> None:
+    assert asyncio.run(post(fork(upstream, BESIDE), {"model": "sql"}, path=path)).status_code in (404, 503)
 
 
 # ---------------------------------------------------------------- what is counted

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from starlette.responses import JSONResponse
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jobs.serving.app_call import AppCall
@@ -15,7 +15,6 @@ from jobs.serving.keys import Keys
 from jobs.serving.limits import Limits, QueueFull, Rules, Slots
 
 KEPT = (b"allow", b"retry-after")  # headers of an error that tell a client what to do
-MODEL = "llm.model"  # in the scope that the app gets: name of the model asked for
 OPEN_ROUTE = "/health"  # for load balancers: says whether the engine lives, and nothing else
 NO_BOUND = 100_000  # of Ray's on a replica's requests, which would also count /health and bodies that still arrive
 QUEUE_RETRY_S = 1
@@ -91,7 +90,7 @@ class Door:
             body = await self._read(headers, receive)
             if scope["method"] == "POST":
                 asked = _inspected(body)
-                body, scope = asked.raw, {**scope, MODEL: asked.model}
+                body, scope = asked.raw, {**scope, "state": {**scope.get("state", {}), "body": asked}}
                 self._charge(name, self._checked(asked.sequences) - 1, held)
                 await self._take(asked.sequences, held)
             call = AppCall(self.app, scope, body, receive, answer, answer.close)
@@ -180,11 +179,13 @@ class Answer:
             self._body += message.get("body", b"")
             if message.get("more_body"):
                 return
-            if self._error["status"] == 500 and not self._alive():
+            status = self._error["status"]
+            if status == 500 and not self._alive():
                 await self.refuse(503, DEAD, code="engine_dead", headers={"Retry-After": str(DEAD_RETRY_S)})
             else:
                 headers = {name.decode(): value.decode() for name, value in self._error["headers"] if name in KEPT}
-                await self.refuse(self._error["status"], *_words(self._error["status"], self._body), headers=headers)
+                words, param, code = _words(status, self._body)
+                await self.refuse(status, words, param, code=code, headers=headers)
 
     async def _begin(self, message: Message) -> None:
         self.begun = True
@@ -208,7 +209,9 @@ class Answer:
         kind = "invalid_request_error" if status < 500 else "server_error"
         code = code or ("not_found" if status == 404 else None)
         body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
-        await JSONResponse(body, status, headers)({"type": "http"}, _nothing, self._send)
+        # in ASCII: what a client sent and a message repeats need be no text
+        answer = Response(json.dumps(body), status, headers, "application/json")
+        await answer({"type": "http"}, _nothing, self._send)
 
 
 async def _nothing() -> Message:
@@ -226,10 +229,10 @@ def _inspected(body: bytes) -> Body:
         raise Rejected(error.status, error.message, param=error.param, code=error.code) from None
 
 
-def _words(status: int, body: bytes) -> tuple[str, str | None]:
-    """What an error of the engine's or of FastAPI's says, and what of the request it is about."""
+def _words(status: int, body: bytes) -> tuple[str, str | None, str | None]:
+    """What an error of the engine's, of FastAPI's or of another app's says: message, parameter, code."""
     if status == 500:  # what went wrong inside is for the log
-        return "the server failed on this request; its log has the reason", None
+        return "the server failed on this request; its log has the reason", None, None
     try:
         found: Any = json.loads(body)
     except ValueError:
@@ -237,5 +240,6 @@ def _words(status: int, body: bytes) -> tuple[str, str | None]:
     if isinstance(found, dict):
         found = found.get("error", found.get("detail", found))
     if isinstance(found, dict) and isinstance(found.get("message"), str):
-        return found["message"], found.get("param")
-    return found if isinstance(found, str) and found else f"HTTP status {status}", None
+        code = found.get("code")  # a number is vLLM's, and no more than the status
+        return found["message"], found.get("param"), code if isinstance(code, str) else None
+    return found if isinstance(found, str) and found else f"HTTP status {status}", None, None

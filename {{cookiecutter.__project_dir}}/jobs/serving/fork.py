@@ -1,24 +1,31 @@
 """Where the way forks: requests for other models, and a canary's share, go on to the apps that serve them."""
 
 import contextlib
-import json
 import random
 import time
 from collections.abc import Callable
+from urllib.parse import quote
 
 import httpx2
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from jobs.serving.body import Body
 from jobs.serving.traffic import Record, Routes
 
 NOT_HANDED_ON = {b"host", b"content-length", b"connection", b"transfer-encoding"}  # of this connection, not the request
 CONNECT_S = 10.0
+# of an address where nothing is, or nothing that could answer: HAProxy's, and the root's for a path below it
+AWAY = frozenset({404, 502, 503})
+QUERY_CHARACTERS = "%&=+/?:@!$'()*,;~[]"
 HUNG_UP = 499  # as nginx says it: the client did not wait for an answer
 
 
 class Fork:
-    """ASGI app in front of a model's own; while nothing stands beside that, it costs nothing."""
+    """ASGI app in front of a model's own; while nothing stands beside that, it costs nothing.
+
+    The door before it has read the body: `scope["state"]["body"]`.
+    """
 
     def __init__(self, app: ASGIApp, model: str, root: str, routes: Callable[[], Routes]) -> None:
         """`model` is what `app` serves; `root` is the address behind which all apps are."""
@@ -34,11 +41,16 @@ class Fork:
         if not (routes.others or routes.canary) or scope["type"] != "http" or scope["method"] != "POST":
             await self.app(scope, receive, send)
             return
-        body = await _read(receive)
-        if path := self._choose(_model_of(body), routes):
-            await self._hand_on(path, scope, body, send)
-        else:
-            await self.app(scope, _replay(body, receive), send)
+        asked: Body = scope["state"]["body"]
+        path = self._choose(asked.model, routes)
+        if path is None:
+            await self.app(scope, receive, send)
+        elif path == routes.canary:
+            if not await self._hand_on(path, scope, asked.raw, send, AWAY):
+                await self.app(scope, receive, send)
+        elif not await self._hand_on(path, scope, asked.raw, send):
+            message = f"what serves that model, at {path}, does not answer: try again"
+            await JSONResponse({"error": message}, 503)(scope, _nothing, send)
 
     def _choose(self, model: str | None, routes: Routes) -> str | None:
         if model in routes.others:
@@ -47,21 +59,28 @@ class Fork:
             return routes.canary
         return None
 
-    async def _hand_on(self, path: str, scope: Scope, body: bytes, send: Send) -> None:
+    async def _hand_on(
+        self, path: str, scope: Scope, body: bytes, send: Send, away: frozenset[int] = frozenset()
+    ) -> bool:
+        """Whether the app at the path has answered; where it has not, or with a status of `away`, nothing was sent."""
         headers = [(name, value) for name, value in scope["headers"] if name not in NOT_HANDED_ON]
+        query = quote(scope["query_string"], safe=QUERY_CHARACTERS)
         try:
-            asked = self._client.build_request("POST", path + scope["path"], content=body, headers=headers)
+            asked = self._client.build_request(
+                "POST", f"{path}{quote(scope['path'])}?{query}".rstrip("?"), content=body, headers=headers
+            )
             answer = await self._client.send(asked, stream=True)
         except httpx2.HTTPError:
-            message = f"what serves that model, at {path}, does not answer: try again"
-            await JSONResponse({"error": message}, 503)(scope, _nothing, send)
-            return
+            return False
         async with contextlib.aclosing(answer):
+            if answer.status_code in away:
+                return False
             kept = [(name.lower(), value) for name, value in answer.headers.raw if name.lower() not in NOT_HANDED_ON]
             await send({"type": "http.response.start", "status": answer.status_code, "headers": kept})
             async for piece in answer.aiter_raw():
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
+        return True
 
 
 class Counted:
@@ -99,31 +118,3 @@ class Counted:
 
 async def _nothing() -> Message:
     return {"type": "http.disconnect"}
-
-
-async def _read(receive: Receive) -> bytes:
-    body, more = b"", True
-    while more:
-        message = await receive()
-        body += message.get("body", b"")
-        more = message.get("more_body", False)
-    return body
-
-
-def _replay(body: bytes, receive: Receive) -> Receive:
-    """What hands out a body that was read already, and then what comes after it: that the client has hung up."""
-    waiting: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def next_message() -> Message:
-        return waiting.pop() if waiting else await receive()
-
-    return next_message
-
-
-def _model_of(body: bytes) -> str | None:
-    try:
-        asked = json.loads(body)
-    except ValueError:
-        return None
-    model = asked.get("model") if isinstance(asked, dict) else None
-    return model if isinstance(model, str) else None
