@@ -184,6 +184,15 @@ def test_no_replica_starts_without_a_key(file: Path) -> None:
         Keys()
 
 
+def test_bytes_that_are_no_text_in_headers_are_answered(file: Path) -> None:
+    names = ("x-request-id", "x-session-id", "serve_multiplexed_model_id", "x-request-timeout-seconds", "cookie")
+    wild = [(name.encode(), b"\xff\xfe") for name in names]
+    client, key = door(), (b"authorization", b"Bearer for-alice")
+    assert client.get("/wait?seconds=0", headers=[*wild, key]).status_code == 200
+    assert error(client.get("/absent", headers=[*wild, key]), 404)["message"] == "Not Found"
+    assert error(client.get("/absent", headers=[*wild, (b"authorization", b"Bearer \xff")]), 401)["message"]
+
+
 # ---------------------------------------------------------------- limits
 
 

@@ -264,6 +264,21 @@ def test_health_answers_head_requests(served: ServeOptions) -> None:
     assert (answer.status_code, answer.content) == (200, b"")
 
 
+def test_headers_of_rays_own_are_not_a_clients_to_set(served: ServeOptions) -> None:
+    """The rest of what HAProxy refuses: test_haproxy.py."""
+    names = ("serve_multiplexed_model_id", "x-session-id", "x-request-disconnect-disabled", "x-request-timeout-seconds")
+    wild = {name: b"\xff" for name in names}
+    assert requests.get(f"{served.root}/health", headers=wild, timeout=10).status_code == 200
+    hurried = {"Authorization": f"Bearer {os.environ['SERVE_API_KEY']}", "x-request-timeout-seconds": "0.05"}
+    body = {"model": "tiny", "prompt": "hi", "max_tokens": 100, "ignore_eos": True}
+    answer = requests.post(f"{served.url}/completions", json=body, headers=hurried, timeout=60)
+    assert answer.json()["usage"]["completion_tokens"] == 100
+    refused = requests.get(f"{served.root}/health", headers={"X-Request-Id": b"\xff"}, timeout=10)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_request_id")
+    named = requests.get(f"{served.root}/health", headers={"X-Request-Id": "mine-1"}, timeout=10)
+    assert named.headers["x-request-id"] == "mine-1"
+
+
 def test_a_person_asks_on_the_page(served: ServeOptions, client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(model="tiny", messages=user(QUESTIONS[0])).choices[0].message.content
     with chromium.running() as browser:

@@ -1,0 +1,241 @@
+"""HAProxy itself, with the configuration that Ray writes and haproxy.sh changes, in front of a stub replica."""
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx2
+import psutil
+import pytest
+import uvicorn
+from processes import told_by
+from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, ServerConfig
+from ray.serve.config import HTTPOptions
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from cluster.local import free_ports
+from jobs.serving import haproxy
+
+pytestmark = pytest.mark.skipif(not haproxy.environment("/"), reason="HAProxy is installed on Linux only")
+
+START_S = 60
+STAY_S = 45
+"""Seconds after which a connection that is still open counts as never closed."""
+
+
+class Replica:
+    """A real server that repeats what it is asked; a stream waits for `go_on` after its first piece."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.go_on = threading.Event()
+        [self.port] = free_ports(1)
+        routes = [
+            Route("/-/healthz", lambda _: Response("success")),
+            Route("/app/stream", self._stream),
+            Route("/{path:path}", self._repeat, methods=["GET", "POST"]),
+        ]
+        config = uvicorn.Config(Starlette(routes=routes), port=self.port, log_level="error")
+        self.server = uvicorn.Server(config)
+
+    async def _repeat(self, request: Request) -> Response:
+        self.asked += 1
+        body = await request.body()
+        return JSONResponse({"headers": request.headers.items(), "length": len(body)})
+
+    async def _stream(self, _: Request) -> Response:
+        async def pieces() -> AsyncIterator[str]:
+            yield "first"
+            await asyncio.to_thread(self.go_on.wait, START_S)
+            yield "last"
+
+        return StreamingResponse(pieces())
+
+
+@pytest.fixture(scope="module")
+def replica() -> Iterator[Replica]:
+    server = Replica()
+    thread = threading.Thread(target=server.server.run)
+    thread.start()
+    wait_for(lambda: server.server.started)
+    yield server
+    server.server.should_exit = True
+    thread.join()
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + START_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+class Proxy:
+    """HAProxy as Ray starts it: an app at /app, one whose replica is gone at /gone, one whose router is gone."""
+
+    def __init__(self, folder: Path, replica: Replica) -> None:
+        folder.mkdir()
+        self.port, gone = free_ports(2)
+        config = HAProxyConfig(
+            http_options=HTTPOptions(host="127.0.0.1", port=self.port),
+            socket_path=f"{folder}/a",
+            metrics_socket_path=f"{folder}/m",
+            server_state_base=str(folder),
+            server_state_file=f"{folder}/server-state",
+            has_received_routes=True,
+            is_head=True,
+        )
+        alive = ServerConfig(name="alive", host="127.0.0.1", port=replica.port, replica_id="alive")
+        dead = ServerConfig(name="dead", host="127.0.0.1", port=gone)
+        backends = [
+            BackendConfig(name="http-app", app_name="app", path_prefix="/app", servers=[alive]),
+            BackendConfig(name="http-gone", app_name="gone", path_prefix="/gone", servers=[dead]),
+            BackendConfig(
+                name="http-routed",
+                app_name="routed",
+                path_prefix="/routed",
+                servers=[alive],
+                ingress_request_router_servers=[dead],
+            ),
+        ]
+        file = f"{folder}/node/haproxy.cfg"  # Ray gives each node a folder of its own
+        writer = HAProxyApi(config, {each.name: each for each in backends}, config_file_path=file)
+        writer._generate_config_file_internal()
+        environment = os.environ | haproxy.environment(str(folder))
+        command = [environment["RAY_SERVE_HAPROXY_BINARY_PATH"], "-db", "-f", file]
+        self.process = subprocess.Popen(command, env=environment)
+        self.client = httpx2.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=START_S)
+        wait_for(lambda: self._status("/app/v1/models") == 200 and self._status("/gone/") == 503)
+
+    def _status(self, path: str) -> int:
+        assert self.process.poll() is None
+        try:
+            return self.client.get(path).status_code
+        except httpx2.TransportError:
+            return 0
+
+    def say(self, *lines: bytes) -> tuple[float, bytes]:
+        """Send what may be no whole request: seconds until HAProxy has closed the connection, and what it said."""
+        started = time.monotonic()
+        with socket.create_connection(("127.0.0.1", self.port), timeout=STAY_S) as connection:
+            connection.sendall(b"\r\n".join(lines))
+            said = b""
+            while piece := connection.recv(2**16):
+                said += piece
+        return time.monotonic() - started, said
+
+
+@pytest.fixture(scope="module")
+def proxy(replica: Replica, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
+    running = Proxy(tmp_path_factory.mktemp("proxy") / "p", replica)
+    yield running
+    running.process.terminate()
+    running.process.wait(START_S)
+
+
+def error(answer: httpx2.Response, status: int) -> dict[str, str | None]:
+    """The error of an answer, which must have OpenAI's shape and this status."""
+    assert (answer.status_code, answer.headers["content-type"]) == (status, "application/json")
+    found = answer.json()["error"]
+    assert set(found) == {"message", "type", "param", "code"}
+    assert found["type"] == ("invalid_request_error" if status < 500 else "server_error")
+    return found
+
+
+# ---------------------------------------------------------------- headers
+
+
+def test_headers_that_ray_takes_for_its_own_do_not_pass(proxy: Proxy) -> None:
+    names = ["serve_multiplexed_model_id", "Serve-Multiplexed-Model_Id", "X-Session-Id", "x_session_id"]
+    names += ["X-Request-Timeout-Seconds", "x-request-disconnect-disabled", "X-Serve-Router-Kv-Token-Key"]
+    kept = [("authorization", "Bearer some"), ("x-mine", "\u00ff"), ("x-request-id", "req_1.2-3:4")]
+    sent = [(name.encode(), value.encode("latin-1")) for name, value in [*kept, *((name, "\u00ff") for name in names)]]
+    seen = dict(proxy.client.get("/app/", headers=sent).json()["headers"])
+    assert not [name for name in names if name.lower() in seen]
+    assert dict(kept).items() <= seen.items()
+
+
+@pytest.mark.parametrize("request_id", [b"\xff", b"a b", b"a,b", b"x" * 129, b"{}", "ä".encode()])
+@pytest.mark.parametrize("path", ["/app/", "/routed/"])
+def test_a_bad_request_id_is_refused_before_a_replica_sees_it(
+    proxy: Proxy, replica: Replica, request_id: bytes, path: str
+) -> None:
+    before = replica.asked
+    answer = proxy.client.post(path, headers=[(b"x-request-id", request_id)], json={})
+    assert error(answer, 400)["code"] == "invalid_request_id"
+    assert replica.asked == before
+
+
+def test_two_request_ids_are_refused(proxy: Proxy) -> None:
+    answer = proxy.client.get("/app/", headers=[(b"x-request-id", b"one"), (b"x-request-id", b"two")])
+    assert error(answer, 400)["code"] == "invalid_request_id"
+
+
+# ---------------------------------------------------------------- time
+
+
+def test_what_never_becomes_a_request_is_closed(proxy: Proxy, replica: Replica) -> None:
+    post = [b"POST /app/v1/completions HTTP/1.1", b"Host: localhost"]
+    partial = {
+        "nothing": [b""],
+        "half a line": [b"POST /app/"],
+        "half the headers": [*post, b"X-Mine: "],
+        "half a body": [*post, b"Content-Length: 100", b"", b'{"model":'],
+        "half a chunk": [*post, b"Transfer-Encoding: chunked", b"", b"10", b'{"model":'],
+    }
+    before = replica.asked
+    with ThreadPoolExecutor(len(partial)) as clients:
+        said = dict(zip(partial, clients.map(lambda lines: proxy.say(*lines), partial.values()), strict=True))
+    assert {what: seconds for what, (seconds, _) in said.items() if seconds > STAY_S} == {}
+    assert replica.asked == before
+    for what in ("half a body", "half a chunk"):
+        head, _, body = said[what][1].partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 408 ")
+        assert json.loads(body)["error"]["code"] == "timeout"
+
+
+def test_large_bodies_and_those_in_pieces_pass_whole(proxy: Proxy) -> None:
+    large = b"x" * 3_000_000
+    assert proxy.client.post("/app/", content=large).json()["length"] == len(large)
+    pieces = (large[start : start + 100_000] for start in range(0, len(large), 100_000))
+    assert proxy.client.post("/app/", content=pieces).json()["length"] == len(large)
+    asks_first = {"Expect": "100-continue"}
+    assert proxy.client.post("/app/", content=large, headers=asks_first).json()["length"] == len(large)
+
+
+def test_an_answer_comes_piece_by_piece(proxy: Proxy, replica: Replica) -> None:
+    with proxy.client.stream("GET", "/app/stream") as answer:
+        pieces = answer.iter_text()
+        assert next(pieces) == "first"
+        replica.go_on.set()
+        assert "".join(pieces) == "last"
+
+
+# ---------------------------------------------------------------- errors
+
+
+def test_errors_of_haproxys_own_have_openais_shape(proxy: Proxy) -> None:
+    assert error(proxy.client.get("/absent"), 404)["code"] == "not_found"
+    for path in ("/gone/v1/models", "/routed/v1/completions"):
+        answer = proxy.client.post(path, json={})
+        assert error(answer, 503)["message"]
+    assert proxy.client.get("/gone/").headers["retry-after"] == "5"
+
+
+# ---------------------------------------------------------------- ports
+
+
+def test_it_listens_on_its_own_address_alone(proxy: Proxy) -> None:
+    found = told_by([psutil.Process(proxy.process.pid)], lambda each: each.net_connections("inet"))
+    listening = {each.laddr for [*connections] in found for each in connections if each.status == psutil.CONN_LISTEN}
+    assert {(address.ip, address.port) for address in listening} == {("127.0.0.1", proxy.port)}
