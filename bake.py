@@ -15,7 +15,7 @@ def snapshot(folder: Path) -> Path:
     """Copy what git holds of this template, or would hold: no bake may see a stray `.env`, `.venv` or cache."""
     if not (TEMPLATE / ".git").exists():
         return shutil.copytree(
-            TEMPLATE, folder, ignore=shutil.ignore_patterns("build", ".venv", "__pycache__", ".*_cache")
+            TEMPLATE, folder, ignore=shutil.ignore_patterns("build", ".venv", ".cluster", "__pycache__", ".*_cache")
         )
     # safe.directory: a checkout that another user owns is read all the same
     listing = ["git", "-c", "safe.directory=*", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
@@ -30,8 +30,10 @@ def bake(folder: Path, **answers: str) -> Path:
     """A fresh project in `folder`; of what was there only `.venv` stays, so that packages are installed once."""
     with tempfile.TemporaryDirectory() as scratch:
         template = snapshot(Path(scratch) / "template")
+        config = Path(scratch) / "config.yaml"  # in place of the user's own; by default answers are kept in their home
+        config.write_text(f"replay_dir: {scratch}\ncookiecutters_dir: {scratch}\n", encoding="utf-8")
         project = cookiecutter(
-            str(template), no_input=True, default_config=True, extra_context=answers, output_dir=scratch
+            str(template), no_input=True, config_file=str(config), extra_context=answers, output_dir=scratch
         )
         folder.mkdir(parents=True, exist_ok=True)
         for old in folder.iterdir():

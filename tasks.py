@@ -1,4 +1,4 @@
-"""The template's own verbs: uv run invoke VERB. The verbs of a generated project are in its own tasks.py."""
+"""The template's own verbs: ./inv VERB. The verbs of a generated project are in its own tasks.py."""
 
 import ast
 import os
@@ -18,7 +18,9 @@ import bake
 
 BUILD = bake.TEMPLATE / "build"
 PYTHON = shlex.quote(sys.executable)
-UV = os.environ.get("UV", "uv")  # set by `uv run`
+UV = shlex.quote(os.environ.get("UV", "uv"))  # set by `uv run`
+# Ray itself splits paths at spaces, and people keep projects in folders such as "My Drive"
+TEST_PROJECT = "a b é/test"
 # a release that is a week old is on every mirror, and a bad one has been withdrawn by then
 COMMON = "--python-version 3.11 --exclude-newer P7D --no-annotate"
 
@@ -33,12 +35,12 @@ def demo(context: Context) -> None:
 
 @task
 def test(context: Context) -> None:
-    """Run every test: the template's, then those of a project that it makes in build/test."""
+    """Run every test: the template's, then those of a project that it makes, in a folder whose path has a space."""
     lint(context)
     _install_programs(context)
     _step("testing the template")
     context.run(f"{PYTHON} -m pytest")
-    project = _bake(context, "test")
+    project = _bake(context, TEST_PROJECT)
     _step(f"running that project's own tests in {project}")
     _verb(context, project, "test")
 
@@ -123,9 +125,8 @@ def _bake(context: Context, name: str) -> Path:
 
 
 def _verb(context: Context, project: Path, verb: str) -> None:
-    """Run a verb of the project there; invoke ends with its exit code when it fails."""
-    with context.cd(str(project)):
-        context.run(f"{PYTHON} -m invoke {verb}", pty=sys.stdout.isatty(), in_stream=False)
+    """Run a verb of the project, as people do; invoke ends with its exit code when it fails."""
+    context.run(f"{shlex.quote(str(project / 'inv'))} {verb}", pty=sys.stdout.isatty(), in_stream=False)
 
 
 def _compile(context: Context, project: Path, name: str, options: str, variables: Mapping[str, str]) -> None:

@@ -37,7 +37,7 @@ def main(only: str = "") -> None:
     commit = _commit()  # once: the results themselves change the checkout
     failed = [name for name in ([only] if only else PARTS) if not _run(name, commit)]
     if failed:
-        sys.exit(f"error: {', '.join(failed)} failed as printed above; again: uv run invoke bench --only {failed[0]}")
+        sys.exit(f"error: {', '.join(failed)} failed as printed above; again: ./inv bench --only {failed[0]}")
 
 
 def _run(name: str, commit: str) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 FOLDER = Path(__file__).parent
 SERVING = ("serving", "embed", "generate")  # how the names of parts begin whose results are those of serving
-BEGIN, END = "<!-- uv run invoke bench writes from here -->", "<!-- to here -->"
+BEGIN, END = "<!-- ./inv bench writes from here -->", "<!-- to here -->"
 
 Bar = dict[str, Any]
 """What was measured, what was wanted, and whether it was reached."""

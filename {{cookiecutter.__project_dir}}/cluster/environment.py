@@ -1,6 +1,8 @@
-"""The project's own .venv: made from requirements/local.txt on first use, kept in step with it after.
+"""The project's environment: installed from requirements/local.txt, and entered by every verb.
 
-Only the standard library is imported here: this runs before anything is installed.
+It lies in the user's cache, where no path has a space, which Ray could not bear; `.venv` links there. The launcher
+`inv` makes it on first use and whenever the pins change. Only the standard library is imported here: this runs before
+anything is installed.
 """
 
 import ast
@@ -9,30 +11,36 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import time
 from pathlib import Path
 
 PROJECT = Path(__file__).resolve().parent.parent
+LAUNCHER = PROJECT / "inv"
 VENV = PROJECT / ".venv"
 PINS = PROJECT / "requirements" / "local.txt"
-STAMP = VENV / "installed-pins"  # hash of the pins that were installed completely
+STAMP = "installed-pins"  # in the environment: hash of the pins that were installed completely
+OWNER = "project"  # in the environment: the folder of the project that it was made for
 
 
 def enter() -> None:
-    """Make sure that this process runs inside the project's .venv; start the verb again there if not."""
+    """Make sure that this process runs in the project's environment; start the verb again there if not."""
     if not _is_current():
-        _build()
+        _forget(VENV)
+        os.execv(LAUNCHER, [str(LAUNCHER), *sys.argv[1:]])  # makes it, and comes back
+    environment = VENV.resolve()
     # what `activate` does: the tools that the verbs start look there, and not where a caller such as `uv run` does
-    os.environ |= {"VIRTUAL_ENV": str(VENV), "PATH": f"{VENV / 'bin'}{os.pathsep}{os.environ['PATH']}"}
+    os.environ |= {"VIRTUAL_ENV": str(environment), "PATH": f"{environment / 'bin'}{os.pathsep}{os.environ['PATH']}"}
     # below `uv run`, Ray would start its workers with `uv run` too, in an environment without Ray
     os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
-    if Path(sys.prefix) != VENV:
-        python = str(VENV / "bin" / "python")  # whole, as argv[0] too: Python finds its packages by it
+    if Path(sys.prefix) != environment:
+        python = str(environment / "bin" / "python")  # whole, as argv[0] too: Python finds its packages by it
         os.execv(python, [python, "-m", "invoke", *sys.argv[1:]])
 
 
 def _is_current() -> bool:
-    return STAMP.is_file() and STAMP.read_text() == _pins_hash()
+    stamp = VENV / STAMP
+    return stamp.is_file() and stamp.read_text() == _pins_hash()
 
 
 def _pins_hash() -> str:
@@ -40,35 +48,69 @@ def _pins_hash() -> str:
     return hashlib.sha256(b"".join(file.read_bytes() for file in files if file.is_file())).hexdigest()
 
 
-def _build() -> None:
+def fill() -> None:
+    """Install the pins into the environment that this process runs in, which `inv` has just made."""
+    _require_headers()
+    environment = Path(sys.prefix)
+    (environment / OWNER).write_text(str(PROJECT), encoding="utf-8")
+    _remove_abandoned(environment.parent)
     started = time.monotonic()
     source, _ = package_sources(pip_settings())
-    print(f"[1/2] making {VENV.name}", flush=True)
-    print(f"[2/2] installing {PINS.relative_to(PROJECT)} (about 3 GB), torch from {source}", flush=True)
+    print(f"making the environment in {environment}", file=sys.stderr)
+    print(f"installing {PINS.relative_to(PROJECT)} (about 3 GB), torch from {source}", file=sys.stderr, flush=True)
     quiet = [] if sys.stderr.isatty() else ["--quiet"]  # uv draws its progress for a person, and lists all for a log
     # as pip does: a job starts a dozen processes, and each would compile thousands of files for itself
-    install(VENV, PINS, "--compile-bytecode", *quiet)
-    STAMP.write_text(_pins_hash())
-    print(f"environment ready after {time.monotonic() - started:.0f} s", flush=True)
+    _sync(environment, PINS, "--compile-bytecode", *quiet)
+    (environment / STAMP).write_text(_pins_hash())
+    print(f"environment ready after {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
+
+
+def _require_headers() -> None:
+    """A system's Python may come without them; those that uv fetches have them."""
+    if sys.platform == "linux" and not Path(sysconfig.get_path("include"), "Python.h").is_file():
+        version = f"{sys.version_info.major}.{sys.version_info.minor}"
+        sys.exit(
+            f"error: {sys.base_prefix}/bin/python{version} has no Python.h, which DeepSpeed compiles its CPU operators "
+            f"with. Run: sudo apt-get install python{version}-dev"
+        )
+
+
+def _remove_abandoned(environments: Path) -> None:
+    """Remove the environments whose project is gone or uses another one."""
+    for owner in environments.glob(f"*/{OWNER}"):
+        project = Path(owner.read_text(encoding="utf-8"))
+        if (project / ".venv").resolve() != owner.parent.resolve():
+            shutil.rmtree(owner.parent, ignore_errors=True)
+
+
+def _forget(venv: Path) -> None:
+    """Remove `.venv`: a link, or the folder that it was in earlier versions of this project."""
+    if venv.is_symlink():
+        venv.unlink()
+    else:
+        shutil.rmtree(venv, ignore_errors=True)
 
 
 def install(venv: Path, pins: Path, *options: str) -> None:
-    """Make `venv` anew with what `pins` names; ends the process where that fails, with uv's own words.
+    """Make `venv` from scratch with what `pins` names; ends the process where that fails, with uv's own words.
 
     `options`: those of uv pip sync.
     """
-    uv = find_uv()
+    _run([find_uv(), "venv", "--quiet", "--clear", "--python", sys.executable, str(venv)], {})
+    _sync(venv, pins, *options)
+
+
+def _sync(venv: Path, pins: Path, *options: str) -> None:
     _, variables = package_sources(pip_settings())
-    # uv takes the Python that pyproject.toml's requires-python names, and fetches it where it is missing
-    _run([uv, "venv", "--quiet", "--clear", str(venv)], {})
-    _run([uv, "pip", "sync", *options, "--python", str(venv / "bin" / "python"), str(pins)], variables)
+    _run([find_uv(), "pip", "sync", *options, "--python", str(venv / "bin" / "python"), str(pins)], variables)
 
 
 def find_uv() -> str:
     """Path of uv; ends the process where there is none."""
-    uv = os.environ.get("UV") or shutil.which("uv")
+    private = PROJECT / ".cluster" / "uv" / "bin" / "uv"  # where the launcher installs it
+    uv = os.environ.get("UV") or shutil.which("uv") or (str(private) if private.is_file() else None)
     if not uv:
-        sys.exit("error: uv is not installed, and it makes this project's environment; run: pip install uv")
+        sys.exit("error: uv is not installed. Run: python3 -m pip install --target .cluster/uv uv")
     return uv
 
 
@@ -125,3 +167,7 @@ def pip_settings() -> dict[str, str]:
         if section in ("global", "install", ":env:") and value:
             settings[option] = str(ast.literal_eval(value))
     return settings
+
+
+if __name__ == "__main__":
+    fill()

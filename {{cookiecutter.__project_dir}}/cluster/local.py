@@ -154,13 +154,14 @@ def _make_env_file() -> None:
 
 def _new_state() -> dict[str, Any]:
     """Written before anything is started, so that `down` finds what a killed `up` left."""
+    temp_root = _temp_root()
     STATE.mkdir(exist_ok=True)
     TOKEN.touch(mode=0o600)
     TOKEN.write_text(secrets.token_hex(32))
     dashboard_port, gcs_port, *other_ports = free_ports(8)
     state = {
         "id": secrets.token_hex(8),
-        "temp": _make_temp_folder(),
+        "temp": _make_temp_folder(temp_root),
         "dashboard": f"http://127.0.0.1:{dashboard_port}",
         "address": f"127.0.0.1:{gcs_port}",
         "other_ports": other_ports,
@@ -169,14 +170,21 @@ def _new_state() -> dict[str, Any]:
     return state
 
 
-def _make_temp_folder() -> str:
-    """A folder that no other user enters. In /tmp, as Ray's own: below macOS's TMPDIR no socket's path would fit."""
-    parent = os.environ.get("RAY_TMPDIR", "/tmp")
-    folder = tempfile.mkdtemp(prefix="ray-", dir=parent)
+def _temp_root() -> str:
+    """In /tmp, as Ray's own is: below a longer TMPDIR, such as that of macOS, no socket's name would fit."""
+    root = os.environ.get("RAY_TMPDIR", "/tmp")
+    if any(character.isspace() for character in root):
+        raise settings.Refusal(f"RAY_TMPDIR is {root!r}, and HAProxy takes no path with a space; run: unset RAY_TMPDIR")
+    return root
+
+
+def _make_temp_folder(root: str) -> str:
+    """A folder that no other user enters."""
+    folder = tempfile.mkdtemp(prefix="ray-", dir=root)
     if len(os.fsencode(folder)) > MOST_TEMP_BYTES:
         os.rmdir(folder)
-        most = MOST_TEMP_BYTES - len(os.fsencode(folder)) + len(os.fsencode(parent))
-        raise settings.Refusal(f"RAY_TMPDIR is {parent}: sockets allow {most} bytes at most; set another")
+        most = MOST_TEMP_BYTES - len(os.fsencode(folder)) + len(os.fsencode(root))
+        raise settings.Refusal(f"RAY_TMPDIR is {root}: sockets allow {most} bytes at most; set another")
     return folder
 
 

@@ -1,6 +1,8 @@
-"""Where packages come from: uv is told what pip was told, and torch is never the CUDA build."""
+"""The project's environment: where it is, and where its packages come from."""
 
+import os
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -55,3 +57,61 @@ def test_pips_own_settings_are_read(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         pytest.skip("there is no pip on this machine's PATH, so there are no settings of pip's to honour")
     assert settings["index-url"] == "https://mirror.example/simple"
     assert settings["find-links"] == "/environment", "pip's environment variables win over its files"
+
+
+@pytest.fixture
+def venv(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """`.venv` of a project of its own, which links to an environment; what `enter` becomes is raised instead."""
+    environment_folder = tmp_path / "cache" / "mine"
+    (environment_folder / "bin").mkdir(parents=True)
+    link = tmp_path / "pro ject" / ".venv"
+    link.parent.mkdir()
+    link.symlink_to(environment_folder)
+    monkeypatch.setattr(environment, "VENV", link)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+
+    def become(program: Path | str, arguments: list[str]) -> None:
+        raise SystemExit(f"{program} {' '.join(arguments[1:])}")
+
+    monkeypatch.setattr(os, "execv", become)
+    monkeypatch.setattr(sys, "argv", ["inv", "up"])
+    return link
+
+
+def test_the_resolved_python_runs_the_verb(venv: Path) -> None:
+    (venv / environment.STAMP).write_text(environment._pins_hash())
+    with pytest.raises(SystemExit, match=f"^{venv.resolve()}/bin/python -m invoke up$"):
+        environment.enter()
+    assert os.environ["VIRTUAL_ENV"] == str(venv.resolve())
+
+
+@pytest.mark.parametrize("old", ["link", "folder"])
+def test_changed_pins_let_the_launcher_make_it_again(venv: Path, old: str) -> None:
+    (venv / environment.STAMP).write_text("other pins")
+    if old == "folder":
+        target = venv.readlink()
+        venv.unlink()
+        target.rename(venv)
+    with pytest.raises(SystemExit, match=f"^{environment.LAUNCHER} up$"):
+        environment.enter()
+    assert not os.path.lexists(venv), "the launcher would take it for current"
+
+
+def test_an_environment_goes_after_its_project(tmp_path: Path) -> None:
+    environments = tmp_path / "cache"
+    for name in ("used", "moved away", "uses another"):
+        (environments / name).mkdir(parents=True)
+        (environments / name / environment.OWNER).write_text(str(tmp_path / name))
+    (environments / "python").mkdir()
+    for name, target in (("used", "used"), ("uses another", "used")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / ".venv").symlink_to(environments / target)
+    environment._remove_abandoned(environments)
+    assert {path.name for path in environments.iterdir()} == {"used", "python"}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="DeepSpeed, which compiles with them, is for Linux")
+def test_missing_headers_are_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    with pytest.raises(SystemExit, match=r"^error: .* has no Python\.h, .* Run: sudo apt-get install python3\.11-dev$"):
+        environment.fill()

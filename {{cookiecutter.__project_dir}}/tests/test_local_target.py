@@ -273,6 +273,14 @@ def test_a_temp_folder_too_long_for_sockets_is_refused(project: Project, tmp_pat
     assert not list(tmp_path.iterdir())
 
 
+def test_a_temp_folder_with_a_space_is_refused(
+    project: Project, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / "two words"))
+    assert "takes no path with a space; run: unset RAY_TMPDIR" in project.inv("up", ok=False)
+    assert not (project.folder / ".cluster" / "local.json").exists()
+
+
 def test_a_killed_cluster_is_cleared_by_the_next_up(project: Project) -> None:
     project.inv("up")
     orphans = processes(project)

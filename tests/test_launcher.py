@@ -1,0 +1,374 @@
+"""The launcher `inv`, on machines that have next to nothing. What it downloads is replaced by stubs."""
+
+import contextlib
+import os
+import pty
+import select
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import bake
+from tasks import BUILD, TEST_PROJECT
+
+COREUTILS = ["cat", "chmod", "cksum", "cut", "dirname", "env", "ln", "mkdir", "mv", "rm", "sh", "sleep", "tr", "uname"]
+NOBODY = 65534
+# uv: `venv` makes a folder with a Python that is the next stub
+UV = """\
+#!/bin/sh
+case $1 in
+    python) exit 1 ;; # no Python of the right version is installed
+    run) shift 3; exec "$PYTHON_STUB" -m "$@" ;;
+    venv)
+        for folder; do :; done
+        mkdir -p "$folder/bin" && cat "$PYTHON_STUB" > "$folder/bin/python" && chmod +x "$folder/bin/python"
+        ;;
+esac
+"""
+# Python of the environment: installs its pins by saying so, and runs verbs by saying what it was given
+PYTHON = """\
+#!/bin/sh
+echo "python=$0 uv=$UV pythons=${UV_PYTHON_INSTALL_DIR:-} cache=${XDG_CACHE_HOME:-}" >&2
+if [ "$2" = cluster.environment ]; then
+    echo stamp > "${0%/bin/python}/installed-pins"
+    exit
+fi
+shift 2
+printf '[%s]' "$@"
+case $1 in
+    fail) exit 42 ;;
+    read) cat ;;
+    wait)
+        trap 'echo interrupted; exit 130' INT
+        [ -t 0 ] && [ -t 1 ] && echo on a terminal
+        while :; do sleep 1; done
+        ;;
+esac
+"""
+# what https://astral.sh/uv/install.sh does with a folder of one's own
+INSTALLER = """\
+#!/bin/sh
+for file; do :; done # the last argument: where to put it
+echo 'mkdir -p "$UV_UNMANAGED_INSTALL" && cat "$UV_STUB" > "$UV_UNMANAGED_INSTALL/uv"' > "$file"
+echo 'chmod +x "$UV_UNMANAGED_INSTALL/uv"' >> "$file"
+"""
+
+
+class Machine:
+    """A user who is not root, with a home, a PATH of coreutils, git and g++, and a project in `a b é`."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.bin, self.home = root, root / "bin", root / "home"
+        self.project = bake.bake(root / "a b é" / "project")
+        self.home.mkdir()
+        self.bin.mkdir()
+        for program in COREUTILS:
+            (self.bin / program).symlink_to(str(shutil.which(program)))
+        for program in ("git", "g++"):
+            self.install(program, "#!/bin/sh\n")
+        self.install("../uv-stub", UV)
+        self.install("../python-stub", PYTHON)
+        self.variables = {
+            "PATH": str(self.bin),
+            "HOME": str(self.home),
+            "UV_STUB": str(root / "uv-stub"),
+            "PYTHON_STUB": str(root / "python-stub"),
+        }
+        if os.geteuid() == 0:
+            for path in (root, *root.rglob("*")):
+                os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
+
+    def install(self, name: str, text: str) -> None:
+        (self.bin / name).write_text(text)
+        (self.bin / name).chmod(0o755)
+
+    def command(self, *words: str, folder: Path | None = None) -> list[str]:
+        """What the user types, as that user."""
+        user = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"] if os.geteuid() == 0 else []
+        program = shutil.which(user[0]) if user else None
+        return [*filter(None, [program]), *user[1:], str((folder or self.project) / "inv"), *words]
+
+    def inv(self, *words: str, folder: Path | None = None, typed: str = "") -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            self.command(*words, folder=folder),
+            env=self.variables,
+            cwd=self.root,
+            input=typed,
+            capture_output=True,
+            text=True,
+        )
+
+    def refused(self, *words: str, folder: Path | None = None) -> str:
+        """The one sentence that it ends with."""
+        done = self.inv(*words, folder=folder)
+        assert done.returncode == 1, done
+        assert done.stdout == ""
+        assert done.stderr.startswith("error: ")
+        assert done.stderr.count("\n") == 1
+        return done.stderr
+
+    def kept(self) -> set[str]:
+        """What lies in the home folder, down to the second level."""
+        return {str(path.relative_to(self.home)) for path in (*self.home.glob("*"), *self.home.glob("*/*"))}
+
+
+@pytest.fixture
+def machine() -> Iterator[Machine]:
+    if os.geteuid() == 0 and not shutil.which("setpriv"):
+        pytest.skip("to become another user takes setpriv, of util-linux")
+    root = Path(tempfile.mkdtemp(prefix="launcher-"))  # pytest's own folders are closed to other users
+    root.chmod(0o755)
+    yield Machine(root)
+    shutil.rmtree(root)
+
+
+@pytest.fixture
+def with_uv(machine: Machine) -> Machine:
+    machine.install("uv", UV)
+    return machine
+
+
+@pytest.fixture(scope="module")
+def marked_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A copy of this Python with pip and the mark of PEP 668, as Debian's has it; a program that starts it."""
+    prefix = Path(tempfile.mkdtemp(prefix="python-"))
+    prefix.chmod(0o755)
+    name = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    python, library = Path(sys.base_prefix, "bin", name), Path(sysconfig.get_path("stdlib"))
+    pip = subprocess.run([python, "-c", "import pip; print(*pip.__path__)"], capture_output=True, text=True).stdout
+    if not pip:
+        pytest.skip("this Python has no pip")
+    others = shutil.ignore_patterns("site-packages", "dist-packages", "test", "idlelib", "config-*", "__pycache__")
+    shutil.copytree(library, prefix / "lib" / name, ignore=others)
+    shutil.copytree(pip.strip(), prefix / "packages" / "pip")
+    (prefix / "lib" / name / "EXTERNALLY-MANAGED").write_text("[externally-managed]\nError=This Python is Debian's.\n")
+    for shared in Path(sys.base_prefix, "lib").glob("libpython*.so*"):
+        shutil.copy(shared, prefix / "lib")
+    (prefix / "bin").mkdir()
+    shutil.copy(python.resolve(), prefix / "bin" / name)
+    start = prefix / "python3"
+    paths = f"LD_LIBRARY_PATH={prefix}/lib PYTHONPATH={prefix}/packages"
+    start.write_text(f'#!/bin/sh\n{paths} exec {prefix}/bin/{name} "$@"\n')
+    start.chmod(0o755)
+    yield start
+    shutil.rmtree(prefix)
+
+
+@pytest.fixture
+def with_pip(machine: Machine, marked_python: Path) -> Machine:
+    """It has the marked Python, whose pip finds a wheel of the stub uv and no network."""
+    (machine.bin / "python3").symlink_to(marked_python)
+    with zipfile.ZipFile(machine.root / "uv-1.0-py3-none-any.whl", "w") as wheel:
+        program = zipfile.ZipInfo("uv-1.0.data/scripts/uv")
+        program.external_attr = 0o100755 << 16
+        wheel.writestr(program, UV)
+        wheel.writestr("uv-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: uv\nVersion: 1.0\n")
+        wheel.writestr("uv-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr("uv-1.0.dist-info/RECORD", "")
+    machine.variables |= {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(machine.root)}
+    return machine
+
+
+# ------------------------------------------------------------------------------------------ the file
+
+
+def test_the_template_and_its_projects_have_the_same_launcher(project: Path) -> None:
+    assert (project / "inv").read_bytes() == (bake.TEMPLATE / "inv").read_bytes()
+    assert os.access(project / "inv", os.X_OK)
+    assert os.access(bake.TEMPLATE / "inv", os.X_OK)
+
+
+def test_it_is_posix_sh() -> None:
+    subprocess.run(["sh", "-n", bake.TEMPLATE / "inv"], check=True)
+    if shutil.which("shellcheck"):
+        subprocess.run(["shellcheck", bake.TEMPLATE / "inv"], check=True)
+
+
+# ------------------------------------------------------------------------------------------ the first run
+
+
+def test_uv_comes_by_pip_where_pip_may_install_nothing(with_pip: Machine) -> None:
+    machine = with_pip
+    plain = subprocess.run(
+        [*machine.command()[:-1], str(machine.bin / "python3"), "-m", "pip", "install", "uv"],
+        env=machine.variables,
+        capture_output=True,
+        text=True,
+    )
+    assert "externally-managed-environment" in plain.stderr, plain
+
+    done = machine.inv("up")
+    assert (done.returncode, done.stdout) == (0, "[up]"), done
+    assert (machine.project / ".cluster" / "uv" / "bin" / "uv").is_file()
+    assert machine.kept() <= {".cache", ".cache/ray-llm", ".cache/pip"}
+
+
+def test_uv_comes_by_its_installer_where_there_is_no_pip(machine: Machine) -> None:
+    machine.install("curl", INSTALLER)
+    done = machine.inv("up")
+    assert (done.returncode, done.stdout) == (0, "[up]"), done
+    assert (machine.project / ".cluster" / "uv" / "bin" / "uv").is_file()
+    assert machine.kept() == {".cache", ".cache/ray-llm"}
+
+
+def test_uv_on_path_is_used(with_uv: Machine) -> None:
+    done = with_uv.inv("up")
+    assert (done.returncode, done.stdout) == (0, "[up]"), done
+    assert f"uv={with_uv.bin / 'uv'} " in done.stderr
+    assert f"pythons={with_uv.home}/.cache/ray-llm/python " in done.stderr
+    assert not (with_uv.project / ".cluster").exists()
+
+
+def test_the_environment_has_no_space_in_its_path(with_uv: Machine) -> None:
+    done = with_uv.inv("up")
+    environment = (with_uv.project / ".venv").readlink()
+    assert environment.parent == with_uv.home / ".cache" / "ray-llm"
+    assert environment.name.startswith("project-")
+    assert f"python={environment}/bin/python " in done.stderr
+
+
+def test_two_projects_of_one_name_have_two_environments(with_uv: Machine) -> None:
+    with_uv.inv("up")
+    other = with_uv.root / "other"
+    shutil.copytree(with_uv.project, other / "project", ignore=shutil.ignore_patterns(".venv"))
+    if os.geteuid() == 0:
+        os.chown(other / "project", NOBODY, NOBODY)
+    with_uv.inv("up", folder=other / "project")
+    assert (with_uv.project / ".venv").readlink() != (other / "project" / ".venv").readlink()
+
+
+def test_later_runs_need_nothing(with_uv: Machine) -> None:
+    with_uv.inv("up")
+    for program in ("uv", "g++", "git"):
+        (with_uv.bin / program).unlink()
+    done = with_uv.inv("status")
+    assert (done.returncode, done.stdout) == (0, "[status]"), done
+
+
+def test_a_folder_that_was_the_environment_becomes_a_link(with_uv: Machine) -> None:
+    (with_uv.project / ".venv" / "bin").mkdir(parents=True)
+    if os.geteuid() == 0:
+        for path in (with_uv.project / ".venv", with_uv.project / ".venv" / "bin"):
+            os.chown(path, NOBODY, NOBODY)
+    assert with_uv.inv("up").returncode == 0
+    assert (with_uv.project / ".venv").is_symlink()
+
+
+def test_the_template_runs_its_own_verbs(with_uv: Machine) -> None:
+    template = with_uv.root / "c d ü" / "template"
+    template.mkdir(parents=True)
+    shutil.copy(bake.TEMPLATE / "inv", template)
+    done = with_uv.inv("demo", folder=template)
+    assert (done.returncode, done.stdout) == (0, "[demo]"), done
+
+
+# ------------------------------------------------------------------------------------------ what is missing
+
+
+def test_a_home_that_cannot_be_written(with_uv: Machine) -> None:
+    plain = with_uv.root / "plain"
+    with_uv.project.rename(plain)
+    with_uv.home.chmod(0o500)
+    done = with_uv.inv("up", folder=plain)
+    assert (done.returncode, done.stdout) == (0, "[up]"), done
+    assert f"cache={plain}/.cluster/cache\n" in done.stderr
+    assert f"pythons={plain}/.cluster/cache/ray-llm/python " in done.stderr
+    assert (plain / ".venv").readlink().parent == plain / ".cluster" / "cache" / "ray-llm"
+
+
+@pytest.mark.parametrize("home", ["closed", "with a space", "nowhere"])
+def test_no_place_without_a_space_is_refused(with_uv: Machine, home: str) -> None:
+    (with_uv.root / "with a space").mkdir(mode=0o777)
+    (with_uv.root / "closed").mkdir(mode=0o500)
+    with_uv.variables["HOME"] = str(with_uv.root / home) if home != "nowhere" else ""
+    said = with_uv.refused("up")
+    assert "Run: export XDG_CACHE_HOME=" in said
+    assert not (with_uv.project / ".venv").is_symlink()
+
+    with_uv.variables["XDG_CACHE_HOME"] = str(with_uv.home / "cache")
+    assert with_uv.inv("up").returncode == 0
+
+
+def test_neither_pip_nor_curl(machine: Machine) -> None:
+    assert "Run: sudo apt-get install curl" in machine.inv("up").stderr.splitlines()[-1]
+
+
+def test_no_compiler(with_uv: Machine) -> None:
+    (with_uv.bin / "g++").unlink()
+    assert with_uv.refused("up") == "error: not installed: g++. Run: sudo apt-get install g++\n"
+    assert not (with_uv.project / ".venv").is_symlink()
+
+
+def test_a_clone_of_the_template_without_git(with_uv: Machine) -> None:
+    template = with_uv.root / "template"
+    (template / ".git").mkdir(parents=True)
+    shutil.copy(bake.TEMPLATE / "inv", template)
+    (with_uv.bin / "git").unlink()
+    assert with_uv.refused("demo", folder=template) == "error: not installed: git. Run: sudo apt-get install git\n"
+
+
+@pytest.mark.parametrize("system", ["MINGW64_NT-10.0-19045", "MSYS_NT-10.0", "CYGWIN_NT-10.0"])
+def test_windows(with_uv: Machine, system: str) -> None:
+    (with_uv.bin / "uname").unlink()
+    with_uv.install("uname", f"#!/bin/sh\necho {system}\n")
+    assert "Use WSL2" in with_uv.refused("up")
+
+
+# ------------------------------------------------------------------------------------------ what passes through
+
+
+def test_arguments_and_stdin_and_the_exit_code(with_uv: Machine) -> None:
+    words = ("read", "two words", "", "it's", "$HOME *", "--", "-é")
+    done = with_uv.inv(*words, typed="typed\n")
+    assert done.stdout == "".join(f"[{word}]" for word in words) + "typed\n"
+    assert with_uv.inv("fail").returncode == 42
+
+
+def test_without_a_verb_it_lists_them(with_uv: Machine) -> None:
+    assert with_uv.inv().stdout == "[--list]"
+
+
+def test_the_terminal_and_ctrl_c(with_uv: Machine) -> None:
+    with_uv.inv("--list")  # makes the environment
+    pid, terminal = pty.fork()
+    if pid == 0:
+        command = with_uv.command("wait")
+        os.execve(command[0], command, with_uv.variables)
+    assert "on a terminal" in _read(terminal, "on a terminal")
+    os.write(terminal, b"\x03")
+    assert "interrupted" in _read(terminal, "interrupted")
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
+
+
+def _read(terminal: int, until: str) -> str:
+    """What is written to the terminal until these words; less when that ends or pauses for a minute."""
+    text = ""
+    with contextlib.suppress(OSError):
+        while until not in text and select.select([terminal], [], [], 60)[0]:
+            text += os.read(terminal, 4096).decode()
+    return text
+
+
+# ------------------------------------------------------------------------------------------ nothing replaced
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the job's workers need torch's CPU build for Linux")
+def test_up_a_job_and_down_in_a_folder_with_a_space() -> None:
+    """In the project that `./inv test` makes too, so that its environment is made once."""
+    launcher = bake.bake(BUILD / TEST_PROJECT) / "inv"
+    environment = os.environ | {"LANG": "C"}
+    try:
+        for words in (["up"], ["submit", "check_network", "--", "--message-mib", "1"]):
+            done = subprocess.run([launcher, *words], env=environment, capture_output=True, text=True)
+            assert done.returncode == 0, done.stdout + done.stderr
+        assert "2 workers" in done.stdout, done.stdout
+    finally:
+        ended = subprocess.run([launcher, "down"], env=environment, capture_output=True, text=True)
+    assert "local is down" in ended.stdout, ended.stdout + ended.stderr
