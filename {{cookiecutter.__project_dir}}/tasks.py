@@ -9,22 +9,18 @@ from collections.abc import Callable
 from typing import Any
 
 from invoke import Context, Exit, task
+from invoke.main import program
 
 from cluster import environment
 
 environment.enter()  # makes .venv on first use; from here on, everything that the pins name is there
 
-from botocore.exceptions import BotoCoreError, ClientError
 from rich.console import Console
 
 import settings
-from cluster import chat as cluster_chat
-from cluster import denials, prices, submission, targets
-from cluster import doctor as cluster_doctor
-from cluster import status as cluster_status
-from cluster.local import TOKEN
-from cluster.rehearsal import sandbox
+from cluster import job_scripts, words
 
+# each verb imports what it needs: all together take seconds, which `inv --list` should not
 CONSOLE = Console()
 TARGET = {"target": "where the cluster is: local (this machine), rehearsal (AWS, emulated on this machine) or aws"}
 JOB_ID = {"job": "id as `inv status` shows it; the latest when left out"}
@@ -40,7 +36,11 @@ def verb(*positional: str, **texts: str) -> Callable[..., Any]:
                 body(context, *args, **options)
             except settings.Refusal as refusal:
                 raise Exit(f"error: {refusal}", 1) from None
-            except (BotoCoreError, ClientError) as error:
+            except Exit:
+                raise
+            except _aws_errors() as error:
+                from cluster import denials
+
                 raise Exit(f"error: {denials.explain(error)}", 1) from None
             except KeyboardInterrupt:
                 raise Exit(
@@ -50,6 +50,13 @@ def verb(*positional: str, **texts: str) -> Callable[..., Any]:
         return task(checked, positional=list(positional), help=texts)
 
     return decorate
+
+
+def _aws_errors() -> Any:
+    """What AWS's own library raises; it is imported where something has gone wrong."""
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    return BotoCoreError, ClientError
 
 
 def _job_options() -> list[str]:
@@ -74,6 +81,10 @@ def demo(context: Context) -> None:
 @verb(message="one question; without it you converse until /quit", **TARGET)
 def chat(context: Context, message: str = "", target: str = "local") -> None:
     """Talk to the served model; answers stream."""
+    from cluster import chat as cluster_chat
+    from cluster import status as cluster_status
+    from cluster import targets
+
     connection = targets.get(target).connect()
     served = cluster_status.address(cluster_status.take(connection), connection)
     cluster_chat.chat(f"{served}/v1", connection.job_variables, message)
@@ -82,6 +93,9 @@ def chat(context: Context, message: str = "", target: str = "local") -> None:
 @verb(**TARGET)
 def doctor(context: Context, target: str = "local") -> None:
     """Check what can be known before anything is started; changes nothing."""
+    from cluster import doctor as cluster_doctor
+    from cluster import targets
+
     if not cluster_doctor.show(targets.get(target).doctor(), CONSOLE):
         raise Exit("error: what is marked ✗ has its remedy beside it", 1)
 
@@ -89,7 +103,8 @@ def doctor(context: Context, target: str = "local") -> None:
 @verb("model", model="a Hugging Face id or a folder; its configuration is all that is fetched", **TARGET)
 def plan(context: Context, model: str, target: str = "local") -> None:
     """What a model takes to train and to serve: memory, A100s, hours; with --target aws dollars too. Starts nothing."""
-    from cluster import plan as cluster_plan  # imports torch and transformers
+    from cluster import plan as cluster_plan
+    from cluster import targets
 
     cluster_plan.plan(model, CONSOLE, targets.get(target).dollars_per_machine_hour())
 
@@ -97,12 +112,16 @@ def plan(context: Context, model: str, target: str = "local") -> None:
 @verb(**TARGET)
 def prepare(context: Context, target: str = "local") -> None:
     """Make what the cluster stands on and what costs nothing: on AWS roles, group, bucket. `up` does it too."""
+    from cluster import targets
+
     targets.get(target).prepare()
 
 
 @verb(yes="agree to the price without being asked", **TARGET)
 def up(context: Context, target: str = "local", yes: bool = False) -> None:
     """Start the cluster; when it is up already, say so."""
+    from cluster import targets
+
     targets.get(target).up(yes)
     where = "" if target == "local" else f" --target {target}"
     print(f"next: inv submit{where} preprocess   or: inv status{where}   or: inv down{where}")
@@ -111,12 +130,18 @@ def up(context: Context, target: str = "local", yes: bool = False) -> None:
 @verb()
 def rehearse(context: Context) -> None:
     """Run a cluster's whole life on AWS, emulated on this machine: up, a fine-tuning on two A100 machines, down."""
+    from cluster.rehearsal import sandbox
+
     _prove_gone(sandbox.run_in_fresh_cloud("cluster.rehearsal.play"))
 
 
 @verb(only="faults whose names contain one of these words, with commas between; all when left out")
 def drill(context: Context, only: str = "") -> None:
     """Let things go wrong in the emulated AWS, one after the other, and see that the cluster answers as it should."""
+    from cluster.rehearsal import sandbox
+    from cluster.rehearsal.drill.__main__ import choose
+
+    choose(only)  # a name that is none costs no cloud
     _prove_gone(sandbox.run_in_fresh_cloud("cluster.rehearsal.drill", only))
 
 
@@ -127,7 +152,9 @@ def drill(context: Context, only: str = "") -> None:
 )
 def bench(context: Context, seconds: int = 10, tokens: int = 64, target: str = "local") -> None:
     """Measure the served model: time to the first token, between tokens, and throughput, with 1 to 32 clients."""
-    from cluster import bench as cluster_bench  # imports matplotlib
+    from cluster import bench as cluster_bench
+    from cluster import status as cluster_status
+    from cluster import targets
 
     connection = targets.get(target).connect()
     served = cluster_status.address(cluster_status.take(connection), connection)
@@ -137,14 +164,23 @@ def bench(context: Context, seconds: int = 10, tokens: int = 64, target: str = "
 @verb()
 def bench_up(context: Context) -> None:
     """Measure, in the emulated AWS, what `inv up` adds to `ray up`."""
+    from cluster.rehearsal import sandbox
+
     _prove_gone(sandbox.run_in_fresh_cloud("cluster.rehearsal.bench"))
 
 
-@verb("job", job=f"one of: {', '.join(submission.names())}", **TARGET)
+@verb("job", job=f"one of: {', '.join(job_scripts.names())}", **TARGET)
 def submit(context: Context, job: str, target: str = "local") -> None:
     """Run a job on the cluster and follow its log; ends with the job's exit code."""
+    from cluster import targets
+
+    options = _job_options()
+    if not job_scripts.check(job, options, targets.profile(target)):
+        return  # it was asked for help
+    from cluster import submission  # imports Ray
+
     connection = targets.get(target).connect()
-    job_id = submission.submit(connection, job, _job_options())
+    job_id = submission.submit(connection, job, options)
     print(f"submitted {job_id}", flush=True)
     raise Exit(code=submission.follow(connection, job_id))
 
@@ -152,6 +188,9 @@ def submit(context: Context, job: str, target: str = "local") -> None:
 @verb(**TARGET)
 def status(context: Context, target: str = "local") -> None:
     """Show nodes, resources, jobs and applications, and what is wrong."""
+    from cluster import status as cluster_status
+    from cluster import targets
+
     place = targets.get(target)
     cluster_status.show(cluster_status.take(place.connect()), place.bill(), CONSOLE)
 
@@ -159,6 +198,8 @@ def status(context: Context, target: str = "local") -> None:
 @verb(**JOB_ID, **TARGET)
 def logs(context: Context, job: str = "", target: str = "local") -> None:
     """Follow a job's log; ends with the job's exit code."""
+    from cluster import submission, targets
+
     connection = targets.get(target).connect()
     raise Exit(code=submission.follow(connection, submission.find(connection, job)))
 
@@ -166,6 +207,8 @@ def logs(context: Context, job: str = "", target: str = "local") -> None:
 @verb(**JOB_ID, **TARGET)
 def stop(context: Context, job: str = "", target: str = "local") -> None:
     """Stop a job; one that has ended is left as it is."""
+    from cluster import submission, targets
+
     connection = targets.get(target).connect()
     details = submission.stop(connection, submission.find(connection, job))
     print(f"{details.submission_id} is {details.status.value.lower()}")
@@ -174,13 +217,16 @@ def stop(context: Context, job: str = "", target: str = "local") -> None:
 @verb(command="what to run there; a shell for you when left out", **TARGET)
 def ssh(context: Context, command: str = "", target: str = "local") -> None:
     """Go to the head, or run a command there."""
+    from cluster import targets
+
     raise Exit(code=targets.get(target).shell(command))
 
 
 @verb(runs="names of runs, with commas between; all when left out", **TARGET)
 def report(context: Context, runs: str = "", target: str = "local") -> None:
     """Draw trainings beside each other, in results/report.html: losses, speed, checkpoints, restarts, cost."""
-    from jobs.training import report as training_report  # imports plotly
+    from cluster import prices, targets
+    from jobs.training import report as training_report
 
     place = targets.get(target)
     os.environ |= place.files()
@@ -191,6 +237,9 @@ def report(context: Context, runs: str = "", target: str = "local") -> None:
 @verb(**TARGET)
 def dashboard(context: Context, target: str = "local") -> None:
     """Show Ray's dashboard on this machine, through a tunnel where need be, until Ctrl-C."""
+    from cluster import targets
+    from cluster.local import TOKEN
+
     connection = targets.get(target).connect()
     told_by = f'inv ssh --target {target} --command "cat ~/.ray/auth_token"' if connection.forwarded else f"cat {TOKEN}"
     print(f"{connection.dashboard}   the token that it asks for: {told_by}")
@@ -203,6 +252,8 @@ def dashboard(context: Context, target: str = "local") -> None:
 @verb(**TARGET)
 def down(context: Context, target: str = "local") -> None:
     """End the cluster, and prove that nothing of it is left."""
+    from cluster import targets
+
     _prove_gone(targets.get(target).down(), target)
 
 
@@ -213,3 +264,6 @@ def test(context: Context) -> None:
         print(f"== {command}", flush=True)
         if context.run(f"python -m {command}", pty=False, warn=True).failed:
             raise Exit(f"error: `{command}` failed as printed above", 1)
+
+
+words.put_in_order(program)

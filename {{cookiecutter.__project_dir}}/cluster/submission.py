@@ -12,6 +12,7 @@ from pydantic import ConfigDict
 from ray.job_submission import JobDetails, JobStatus
 
 import settings
+from cluster import job_scripts
 from cluster.target import Connection
 
 # Never uploaded. `.env` holds secrets; the rest is large or made again from what is uploaded.
@@ -32,20 +33,13 @@ class UploadSection(settings.Section):
     working_dir_mib: int
 
 
-def names() -> list[str]:
-    """The jobs of this project: the modules in jobs/ that can be run."""
-    scripts = sorted((settings.PROJECT / "jobs").glob("*.py"))
-    return [script.stem for script in scripts if '__name__ == "__main__"' in script.read_text(encoding="utf-8")]
-
-
 def submit(connection: Connection, job: str, arguments: list[str]) -> str:
     """Submit `jobs/JOB.py` with its own command line; returns Ray's id of the job.
 
     Raises:
         settings.Refusal: no such job, or the project's folder is too large to upload.
     """
-    if job not in names():
-        raise settings.Refusal(f"there is no job {job!r}; use one of: inv submit {' | '.join(names())}")
+    job_scripts.find(job)
     profile = connection.job_variables["PROFILE"]
     check_size(settings.load(UploadSection, "ray", profile=profile).working_dir_mib)
     secret_names = settings.load(SecretsSection, "secrets", profile=profile).names

@@ -15,7 +15,7 @@ from ray.train import Checkpoint
 from ray.train.torch import TorchTrainer, get_device
 
 import settings
-from cluster import submission
+from cluster import job_scripts
 from jobs import torch_run
 from jobs.training.options import DDPOptions
 
@@ -123,7 +123,7 @@ def test_a_command_exists(page: str, command: str) -> None:
     mine, _, of_the_job = " ".join(words).partition(" -- ")
     assert verb == "--list" or verb in _verbs()
     assert {option for option in re.findall(r"--([\w-]+)", mine)} <= _verbs().get(verb, set())
-    jobs = [word for word in mine.split() if word in submission.names()]
+    jobs = [word for word in mine.split() if word in job_scripts.names()]
     if verb == "submit" and mine:
         assert jobs or PLACEHOLDERS & set(mine.split())
     assert {option for option in re.findall(r"--([\w-]+)", of_the_job)} <= _options(*jobs)
@@ -132,7 +132,7 @@ def test_a_command_exists(page: str, command: str) -> None:
 @pytest.mark.parametrize(("page", "command"), _named(r"-m jobs\.\w+.*"))
 def test_a_module_can_be_started(page: str, command: str) -> None:
     job, *words = command.removeprefix("-m jobs.").split()
-    assert job in {*submission.names(), *PLACEHOLDERS}
+    assert job in {*job_scripts.names(), *PLACEHOLDERS}
     assert {option for option in re.findall(r"--([\w-]+)", " ".join(words))} <= _options(job)
 
 
@@ -176,6 +176,6 @@ def _options(*jobs: str) -> set[str]:
         if job in PLACEHOLDERS:
             continue
         module = importlib.import_module(f"jobs.{job}")
-        [section] = re.findall(r"cli\.run\(main, (\w+)", Path(str(module.__file__)).read_text(encoding="utf-8"))
+        [section] = re.findall(r"cli\.parse\((\w+)", Path(str(module.__file__)).read_text(encoding="utf-8"))
         names |= {field.replace("_", "-") for field in getattr(module, section).model_fields}
     return names

@@ -4,26 +4,31 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from cluster import submission
+import settings
+from cluster import job_scripts
 from settings import PROJECT
 
-SLOW = {"torch", "ray", "transformers"}
+SLOW = {"torch", "ray", "transformers", "boto3"}
 
 
 def type_options(job: str, *options: str, checked_for: str = "") -> subprocess.CompletedProcess[str]:
     """`python -m jobs.JOB OPTIONS`, which tells on stderr what it imports."""
-    variables = {"JOB_OPTIONS_CHECKED_FOR": checked_for} if checked_for else {}
-    return subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", f"jobs.{job}", *options],
-        cwd=PROJECT,
-        env=os.environ | variables,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return _run([f"jobs.{job}", *options], {"JOB_OPTIONS_CHECKED_FOR": checked_for} if checked_for else {})
+
+
+def inv(*words: str) -> subprocess.CompletedProcess[str]:
+    """A verb, which tells on stderr what it imports."""
+    return _run(["invoke", *words], {})
+
+
+def _run(words: list[str], variables: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-X", "importtime", "-m", *words]
+    environment = os.environ | {"COLUMNS": "120"} | variables
+    return subprocess.run(command, cwd=PROJECT, env=environment, capture_output=True, text=True, check=False)
 
 
 def split(stderr: str) -> tuple[set[str], str]:
@@ -32,7 +37,7 @@ def split(stderr: str) -> tuple[set[str], str]:
     return set(imported), re.sub(r"^import time: .*\n", "", stderr, flags=re.MULTILINE)
 
 
-@pytest.mark.parametrize("job", submission.names())
+@pytest.mark.parametrize("job", job_scripts.names())
 def test_options_are_read_before_anything_slow_is_imported(job: str) -> None:
     for options in (["--help"], ["--no-such-option"]):
         ended = type_options(job, *options)
@@ -71,3 +76,78 @@ def test_a_wrong_option_is_one_sentence_with_the_command_to_type(options: str, s
 def test_options_that_are_only_checked_run_nothing() -> None:
     ended = type_options("finetune_ddp", "--steps", "10", checked_for="inv submit finetune_ddp --")
     assert (ended.returncode, ended.stdout, split(ended.stderr)[1]) == (0, "", "")
+
+
+def test_help_of_a_job_takes_no_cluster() -> None:
+    ended = inv("submit", "finetune_ddp", "--", "--help")
+    imported, said = split(ended.stderr)
+    assert (ended.returncode, said) == (0, "")
+    assert ended.stdout.startswith("usage: inv submit finetune_ddp -- [OPTIONS]\n")
+    assert "--micro-batch-rows INT" in ended.stdout
+    assert not imported & SLOW
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (
+            "submit finetune_ddp -- --num-wrokers 4",
+            "--num-wrokers is no option of this job; did you mean --num-workers? All of them: "
+            "inv submit finetune_ddp -- --help",
+        ),
+        (
+            "submit --target aws finetune_ddp -- --learning-rate fast",
+            "--learning-rate takes FLOAT; what it is for: inv submit finetune_ddp -- --help",
+        ),
+        (
+            "submit finetune_ddp --num-workers 4",
+            "--num-workers is an option of finetune_ddp, and those come after --: "
+            "inv submit finetune_ddp -- --num-workers 4",
+        ),
+        (
+            "submit finetune_ddp -t aws --steps=4 -- --fresh",
+            "--steps=4 is an option of finetune_ddp, and those come after --: "
+            "inv submit finetune_ddp -t aws -- --steps=4 --fresh",
+        ),
+        ("submit finetune_ddp --target azure", "target 'azure' is unknown; use: --target local | rehearsal | aws"),
+    ],
+)
+def test_a_wrong_command_line_is_one_sentence_and_nothing_is_connected_to(words: str, sentence: str) -> None:
+    ended = inv(*words.split())
+    imported, said = split(ended.stderr)
+    assert (ended.returncode, ended.stdout, said) == (1, "", f"error: {sentence}\n")
+    assert not imported & SLOW
+
+
+def test_help_of_submit_is_not_taken_for_a_job() -> None:
+    assert "one of: check_network, embed, " in inv("submit", "--help").stdout
+
+
+@pytest.mark.parametrize("words", ["logs some-job-1", "stop some-job-1", "logs -t local some-job-1", "logs"])
+def test_the_id_of_a_job_needs_no_flag(words: str) -> None:
+    said = split(inv(*words.split()).stderr)[1]
+    assert "No idea what" not in said
+    assert said.startswith("error: ")
+
+
+def test_a_drill_without_a_fault_starts_no_cloud() -> None:
+    ended = inv("drill", "--only", "nonsuch")
+    assert ended.stdout == ""
+    assert split(ended.stderr)[1].startswith("error: no fault is named like 'nonsuch'; there are: no spot capacity")
+
+
+def test_the_verbs_are_listed_before_anything_slow_is_imported() -> None:
+    ended = inv("--list")
+    imported, said = split(ended.stderr)
+    assert "submit" in ended.stdout
+    assert said == ""
+    assert not imported & SLOW
+
+
+def test_a_job_with_a_command_line_of_its_own_is_not_run_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "PROJECT", tmp_path)
+    script = tmp_path / "jobs" / "mine.py"
+    script.parent.mkdir()
+    script.write_text('if __name__ == "__main__":\n    open("ran", "w").close()\n')
+    assert job_scripts.check("mine", ["--help"], "local"), "it is submitted"
+    assert not (tmp_path / "ran").exists()

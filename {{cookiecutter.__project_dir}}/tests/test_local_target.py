@@ -236,6 +236,8 @@ def read_until(client: subprocess.Popen, word: str) -> str:
         (["submit", "prepocess"], "there is no job 'prepocess'"),
         (["up", "--target", "azure"], "target 'azure' is unknown"),
         (["logs", "--job", "nothing-1"], "there is no job 'nothing-1'"),
+        (["logs", "nothing-1"], "there is no job 'nothing-1'"),
+        (["stop", "--target", "local", "nothing-1"], "there is no job 'nothing-1'"),
     ],
 )
 def test_bad_input_gets_one_sentence(project: Project, words: list[str], sentence: str) -> None:

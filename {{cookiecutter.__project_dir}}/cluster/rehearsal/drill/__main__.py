@@ -60,15 +60,25 @@ class Row:
     problem: str = ""
 
 
-def run(only: str) -> None:
+def choose(only: str) -> list[tuple[str, str, Body]]:
     """The rows whose fault contains a part of `only`, which commas separate.
 
     Raises:
-        settings.Refusal: a row did not go as expected, or something is left at the end.
+        settings.Refusal: there is none.
     """
     chosen = [row for row in ROWS if any(part in row[0] for part in only.split(","))]
     if not chosen:
         raise settings.Refusal(f"no fault is named like {only!r}; there are: {', '.join(row[0] for row in ROWS)}")
+    return chosen
+
+
+def run(only: str) -> None:
+    """Run the rows that `choose` finds.
+
+    Raises:
+        settings.Refusal: a row did not go as expected, or something is left at the end.
+    """
+    chosen = choose(only)
     stage, target = Stage(), Aws()
     target.prepare()
     play.upload_assets(stage.file)

@@ -1,0 +1,41 @@
+"""The jobs of this project, and whether a command line suits one: all that is known without a cluster."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from invoke import Exit
+
+import settings
+
+
+def names() -> list[str]:
+    """The jobs of this project: the modules in jobs/ that can be run."""
+    scripts = sorted((settings.PROJECT / "jobs").glob("*.py"))
+    return [script.stem for script in scripts if '__name__ == "__main__"' in script.read_text(encoding="utf-8")]
+
+
+def find(job: str) -> Path:
+    """The script of a job. Raises `settings.Refusal` when there is none of that name."""
+    if job not in names():
+        raise settings.Refusal(f"there is no job {job!r}; use one of: inv submit {' | '.join(names())}")
+    return settings.PROJECT / "jobs" / f"{job}.py"
+
+
+def check(job: str, options: list[str], profile: str) -> bool:
+    """Whether to submit a job with these options: not where they ask for help, which is printed here.
+
+    A script that does not read its options with `cli.parse` is not asked: nobody knows what it would do.
+
+    Raises:
+        settings.Refusal: no such job.
+        Exit: an option is wrong, as the job's own command line has said in one sentence.
+    """
+    if "cli.parse(" not in find(job).read_text(encoding="utf-8"):
+        return True
+    checking = {"PROFILE": profile, "JOB_OPTIONS_CHECKED_FOR": f"inv submit {job} --"}
+    command = [sys.executable, "-m", f"jobs.{job}", *options]
+    if code := subprocess.run(command, cwd=settings.PROJECT, env=os.environ | checking, check=False).returncode:
+        raise Exit(code=code)
+    return not {"-h", "--help"} & set(options)
