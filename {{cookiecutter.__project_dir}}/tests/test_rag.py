@@ -1,5 +1,6 @@
 """Documents to answers: chunks, vectors, the index as documents come, change and go, and answers with their sources."""
 
+import asyncio
 import errno
 import http
 import json
@@ -12,6 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import openai
 import pyarrow as pa
 import pyarrow.fs
@@ -311,7 +313,9 @@ def stub() -> type:
         def __init__(self) -> None:
             app = FastAPI()
             app.add_api_route("/v1/chat/completions", self.answer, methods=["POST"], response_model=None)
+            app.add_api_route("/answering", lambda: self._answering)
             self._app = app
+            self._answering = 0
 
         def __serve_build_asgi_app__(self) -> FastAPI:
             return self._app
@@ -319,7 +323,8 @@ def stub() -> type:
         async def answer(self, request: Request) -> Response:
             asked = await request.json()
             if "fail" in asked["messages"][-1]["content"]:
-                return JSONResponse({"error": {"message": "the key owner has asked for as much as it may"}}, 429)
+                error = {"message": "the key owner has asked for as much as it may", "code": "rate_limit_exceeded"}
+                return JSONResponse({"error": error}, 429, {"Retry-After": "17"})
             told = [
                 asked["messages"][0]["content"],
                 request.headers["authorization"][-4:],
@@ -333,6 +338,19 @@ def stub() -> type:
                     yield f"data: {json.dumps(chunk | {'choices': [choice]})}\n\n"
                 yield "data: [DONE]\n\n"
 
+            async def for_ever() -> Any:
+                self._answering += 1
+                try:
+                    while True:
+                        async for piece in stream():
+                            if "DONE" not in piece:
+                                yield piece
+                        await asyncio.sleep(0.01)
+                finally:
+                    self._answering -= 1
+
+            if "for ever" in asked["messages"][-1]["content"]:
+                return StreamingResponse(for_ever(), media_type="text/event-stream")
             return StreamingResponse(stream(), media_type="text/event-stream")
 
     return Model
@@ -421,6 +439,29 @@ def test_without_an_index_nothing_is_served(tmp_path: Path, embedded: EmbedOptio
         serve_rag.main(rag_options(embedded, index=str(tmp_path)))
 
 
+def hang_up(client: openai.OpenAI, question: str, *, stream: bool) -> None:
+    """Ask, hang up while the model answers, and wait until it has stopped."""
+    root = str(client.base_url).removesuffix("/rag/v1/")
+
+    async def wait_for(answering: int) -> None:
+        async with asyncio.timeout(30), httpx2.AsyncClient() as http:
+            while (await http.get(f"{root}/answering")).json() != answering:
+                await asyncio.sleep(0.05)
+
+    async def run() -> None:
+        async with openai.AsyncOpenAI(base_url=client.base_url, api_key=client.api_key, max_retries=0) as asking:
+            asked: Any = {"model": "rag", "messages": [{"role": "user", "content": question}], "stream": stream}
+            task = asyncio.create_task(asking.chat.completions.create(**asked))
+            await wait_for(1)
+            if stream:
+                await (await task).close()
+            else:
+                task.cancel()
+            await wait_for(0)
+
+    asyncio.run(run())
+
+
 def test_a_served_model_answers_from_the_sources_and_each_part_has_its_replicas(
     client: openai.OpenAI, embedded: EmbedOptions
 ) -> None:
@@ -438,8 +479,11 @@ def test_a_served_model_answers_from_the_sources_and_each_part_has_its_replicas(
     shown = f"[1] {sources[0]['document']}: {sources[0]['text']}"
     assert shown[:200] in prompt
     assert (key, tokens) == (os.environ["SERVE_API_KEY"][-4:], "7")
-    with pytest.raises(openai.RateLimitError, match="as much as it may"):
+    with pytest.raises(openai.RateLimitError, match="as much as it may") as caught:
         ask(client, "What does ENOENT mean, fail")
+    assert (caught.value.code, caught.value.response.headers["retry-after"]) == ("rate_limit_exceeded", "17")
+    for stream in (False, True):
+        hang_up(client, "What does ENOENT mean, for ever", stream=stream)
     assert ask(client, OUT_OF_PLACE[0]) == (NOT_KNOWN, [])  # the model is not asked
     serve.delete("stub")
     with pytest.raises(openai.InternalServerError, match=r"does not answer .*: inv submit serve_llm"):

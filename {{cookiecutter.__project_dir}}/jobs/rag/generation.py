@@ -1,6 +1,7 @@
 """The deployment that answers from sources: it asks the served model, or quotes."""
 
-from collections.abc import AsyncIterator
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any, Literal, NamedTuple
 
 import openai
@@ -14,11 +15,27 @@ PROMPT = (
 )
 
 
+NO_USAGE = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}  # of an answer that no model wrote
+
+
+class End(NamedTuple):
+    """The end of an answer, as it passes between replicas."""
+
+    finish_reason: str = "stop"
+    usage: dict[str, Any] = NO_USAGE
+
+
 class Failure(NamedTuple):
     """What kept the generator from answering, as it passes between replicas."""
 
     status: int
     message: str
+    param: str | None = None
+    code: str | None = None
+    retry_after: str | None = None
+
+
+Piece = str | End | Failure
 
 
 class Generator:
@@ -31,32 +48,58 @@ class Generator:
 
     async def generate(
         self, messages: list[dict[str, str]], sources: list[Found], asked: dict[str, Any], key: str
-    ) -> AsyncIterator[str | Failure]:
-        """The answer, piece by piece; a failure is the last of them."""
-        async for piece in self._answer(messages, sources, asked, key):
-            yield piece
+    ) -> AsyncIterator[Piece]:
+        """The answer, piece by piece; its end or a failure is the last of them."""
+        async with contextlib.aclosing(self._answer(messages, sources, asked, key)) as pieces:
+            async for piece in pieces:
+                yield piece
 
-    async def _quote(self, messages: list[dict[str, str]], sources: list[Found], *_: object) -> AsyncIterator[str]:
-        yield f"{ranking.quote(messages[-1]['content'], sources[0].text)} [1]"
+    async def _quote(
+        self, messages: list[dict[str, str]], sources: list[Found], asked: dict[str, Any], _: str
+    ) -> AsyncGenerator[Piece]:
+        quoted = f"{ranking.quote(messages[-1]['content'], sources[0].text)} [1]"
+        yield until(quoted, asked.get("stop", []))
+        yield End()
 
     async def _ask(
         self, messages: list[dict[str, str]], sources: list[Found], asked: dict[str, Any], key: str
-    ) -> AsyncIterator[str | Failure]:
+    ) -> AsyncGenerator[Piece]:
         """The client's own key is shown to the model, so its limits hold there too."""
         system = {"role": "system", "content": PROMPT + numbered(sources)[: self._prompt_characters]}
         told: list[Any] = [system, *messages]
         completions = self._client.with_options(api_key=key).chat.completions
+        end = End()
         try:
             # without a name, whichever model is at the address answers
-            async with await completions.create(model="", messages=told, stream=True, **asked) as stream:
+            async with await completions.create(
+                model="", messages=told, stream=True, stream_options={"include_usage": True}, **asked
+            ) as stream:
                 async for chunk in stream:
-                    if chunk.choices and (text := chunk.choices[0].delta.content):
-                        yield text
-        except (openai.APIConnectionError, openai.NotFoundError) as error:
-            yield Failure(503, f"the model that writes the answers does not answer ({error}): inv submit serve_llm")
-        except openai.APIStatusError as error:
-            said = error.body.get("message") if isinstance(error.body, dict) else None
-            yield Failure(error.status_code, str(said or error.message))
+                    if chunk.usage:
+                        end = end._replace(usage=chunk.usage.model_dump(exclude_none=True))
+                    for choice in chunk.choices:
+                        if text := choice.delta.content:
+                            yield text
+                        if choice.finish_reason:
+                            end = end._replace(finish_reason=choice.finish_reason)
+            yield end
+        except openai.APIError as error:
+            yield _failure(error)
+
+
+def _failure(error: openai.APIError) -> Failure:
+    if isinstance(error, openai.APIConnectionError | openai.NotFoundError):
+        return Failure(503, f"the model that writes the answers does not answer ({error}): inv submit serve_llm")
+    if not isinstance(error, openai.APIStatusError):  # in the midst of a stream
+        return Failure(503, f"the model that writes the answers failed: {error.message}", code=error.code)
+    said = error.body if isinstance(error.body, dict) else {}
+    message = str(said.get("message") or error.message)
+    return Failure(error.status_code, message, error.param, error.code, error.response.headers.get("retry-after"))
+
+
+def until(text: str, stops: list[str]) -> str:
+    """The text up to the first of the stops that is in it."""
+    return text[: min((text.index(stop) for stop in stops if stop in text), default=len(text))]
 
 
 def numbered(sources: list[Found]) -> str:
