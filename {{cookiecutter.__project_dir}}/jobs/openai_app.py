@@ -17,7 +17,7 @@ from fastapi import FastAPI, HTTPException, Request
 from ray import serve
 from ray.llm._internal.common.callbacks.base import CallbackBase
 from ray.llm._internal.serve.core.ingress.builder import _build_openai_ingress_request_router
-from ray.serve.config import RequestRouterConfig
+from ray.serve.config import BackpressureConfig, RequestRouterConfig
 from ray.serve.deployment import Application
 from ray.serve.llm import LLMConfig, build_llm_deployment
 from ray.serve.llm.deployment import LLMServer
@@ -31,7 +31,7 @@ from vllm.v1.engine.exceptions import EngineGenerateError
 
 import settings
 from jobs.serving.adapters import Adapters
-from jobs.serving.door import NO_BOUND, OPEN_ROUTE, Door, Rules
+from jobs.serving.door import DEAD_RETRY_S, NO_BOUND, OPEN_ROUTE, Door, Rules
 from jobs.serving.fork import Counted, Fork
 from jobs.serving.keys import Keys
 from jobs.serving.page import Page
@@ -52,6 +52,7 @@ MISREAD = (AttributeError, LookupError)  # what vLLM stumbles over in messages t
 DEPLOYMENT = "Server"  # the same whatever the model, so that another one replaces it in place
 log = logging.getLogger("ray.serve")
 ENGINE_CHECK_S = 0.25
+LAST_WORDS_S = 0.5  # for the answers to requests that a dead engine was working on
 HUB_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 
 
@@ -116,6 +117,9 @@ def llm_config(options: "ServeOptions") -> LLMConfig:
             "downscale_delay_s": options.downscale_delay_s,
         },
         "max_ongoing_requests": NO_BOUND,
+        # those that Serve's own proxy holds while there is no replica; more get 503
+        "max_queued_requests": options.max_ongoing_requests + options.max_queued_requests,
+        "backpressure_config": BackpressureConfig(retry_after_s=DEAD_RETRY_S),
         "health_check_period_s": 1,  # a replica that has ended is replaced when the next check finds it gone
         "max_surge_percent": options.max_surge_percent,
         "max_constructor_retry_count": 1,  # a model that cannot be loaded is not tried again for minutes
@@ -184,7 +188,7 @@ class Server(LLMServer):
         while self._alive():
             await asyncio.sleep(ENGINE_CHECK_S)
         log.error("the engine is dead, so its replica ends; Serve starts another")
-        await asyncio.sleep(ENGINE_CHECK_S)  # for those who waited for it to be told
+        await asyncio.sleep(LAST_WORDS_S)
         os._exit(1)
 
     def _names(self) -> list[str]:

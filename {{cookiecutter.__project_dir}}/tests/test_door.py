@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import json
 import logging
 import sys
@@ -269,18 +270,32 @@ def test_a_stream_that_takes_too_long_is_cut_off_and_not_ended(file: Path) -> No
 class Asking:
     """A request as Ray's replica makes it of a connection: when the client hangs up, it says so and cancels."""
 
-    def __init__(self, app: ASGIApp, path: str, key: str = "for-alice", body: bytes = b"{}", *, whole: bool = True):
+    def __init__(
+        self,
+        app: ASGIApp,
+        path: str,
+        key: str = "for-alice",
+        body: bytes = b"{}",
+        *,
+        whole: bool = True,
+        reads: bool = True,
+    ) -> None:
         headers = [(b"authorization", f"Bearer {key}".encode()), (b"content-type", b"application/json")]
         scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": headers}
         self._messages: asyncio.Queue[Message] = asyncio.Queue()
         self._messages.put_nowait({"type": "http.request", "body": body, "more_body": not whole})
         self.sent: list[Message] = []
+        self._gone = asyncio.Event()
+        self._reads = reads
         self.task = asyncio.create_task(app(scope, self._messages.get, self._send))  # type: ignore[arg-type]
 
     async def _send(self, message: Message) -> None:
         self.sent.append(message)
+        if not self._reads and message["type"] == "http.response.body":
+            await self._gone.wait()
 
     def hang_up(self) -> None:
+        self._gone.set()
         self._messages.put_nowait({"type": "http.disconnect"})
         self.task.cancel()
 
@@ -393,6 +408,26 @@ def test_it_ends_whenever_the_client_hangs_up(file: Path, path: str) -> None:
         next_one = Asking(door, path)
         await next_one.task
         assert next_one.sent[0]["status"] == 200
+
+    asyncio.run(asyncio.wait_for(check(), 30))
+
+
+@needs_vllm
+def test_a_stream_ends_whose_client_does_not_read_and_hangs_up(file: Path) -> None:
+    """It is cancelled where it waits for its next piece, so that what makes the pieces learns of it."""
+
+    async def check() -> None:
+        engine = Engine()
+        door = Door(engine.app, Keys(), Rules(100, 1, BODY, 60))
+        asking = Asking(door, "/stream", reads=False)
+        await until(lambda: engine.running == 1)
+        asking.hang_up()
+        gc.disable()  # as it is nearly: a replica freezes what there is when it starts
+        try:
+            await asyncio.wait({asking.task})
+            await until(lambda: engine.running == 0)
+        finally:
+            gc.enable()
 
     asyncio.run(asyncio.wait_for(check(), 30))
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import chromium
 import grpc
@@ -195,6 +196,121 @@ def test_clients_that_hang_up_stop_the_engine(served: ServeOptions, client: open
 
     to_the_end, given_up = asyncio.run(seconds(False)), asyncio.run(seconds(True))
     assert given_up < to_the_end / 3
+
+
+# ---------------------------------------------------------------- work that nobody waits for
+
+
+MINUTES = {"model": "tiny", "max_tokens": 200, "ignore_eos": True}
+"""With as many sequences as a key may have, many seconds of work: far more than it takes to stop."""
+REPLACED_WITHIN_S = 10  # one second is usual; Ray's three failed checks by themselves take 30
+STOPS_WITHIN_S = 3  # a fraction of a second where the machine has nothing else to do
+BODIES = {
+    "whole": ("chat/completions", {"messages": user("hi")}, 64),
+    "streamed": ("chat/completions", {"messages": user("hi"), "stream": True}, 64),
+    "prompts x n": ("completions", {"prompt": ["hi"] * 8, "n": 8}, 1),
+    "prompts x n streamed": ("completions", {"prompt": ["hi"] * 8, "n": 8, "stream": True}, 1),
+}
+
+
+def replicas() -> list[Any]:
+    """The actors that serve the model."""
+    actors = ray.util.list_named_actors(all_namespaces=True)
+    names = [actor["name"] for actor in actors if actor["name"].startswith("SERVE_REPLICA::llm#Server#")]
+    return [ray.get_actor(name, namespace="serve") for name in names]
+
+
+def replica() -> Any:
+    """The one of them, where there is one."""
+    (found,) = replicas()
+    return found
+
+
+def wait_for_engine(works: bool, timeout_s: float) -> None:
+    """Wait until the engine works, or has stopped, as its scheduler says itself."""
+
+    def ask(actor: Any) -> bool:
+        replica = actor._replica_impl
+        core = replica._user_callable_wrapper._callable._engine_client.engine_core
+        return asyncio.run_coroutine_threadsafe(core.call_utility_async("has_work"), replica._event_loop).result()
+
+    deadline, actor = time.perf_counter() + timeout_s, replica()
+    while ray.get(actor.__ray_call__.remote(ask)) != works:
+        assert time.perf_counter() < deadline
+        time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def rules(**changes: float) -> Iterator[None]:
+    """The replica's rules with changes, without a new engine."""
+
+    def change(actor: Any, changes: dict[str, float]) -> dict[str, float]:
+        door = actor._replica_impl._user_callable_wrapper._callable._asgi_app.app
+        before = door._rules._asdict()
+        door._rules = door._rules._replace(**changes)
+        return {name: before[name] for name in changes}
+
+    before = ray.get(replica().__ray_call__.remote(change, changes))
+    try:
+        yield
+    finally:
+        ray.get(replica().__ray_call__.remote(change, before))
+
+
+def send(served: ServeOptions, path: str, body: dict, *, missing: int = 0, key: str = "") -> socket.socket:
+    """A connection on which a request was sent, but for the last bytes of its body."""
+    content = json.dumps(MINUTES | body).encode()
+    lines = [f"POST /v1/{path} HTTP/1.1", "Host: tests", f"Authorization: Bearer {key or os.environ['SERVE_API_KEY']}"]
+    lines += ["Content-Type: application/json", f"Content-Length: {len(content)}", "", ""]
+    connection = socket.create_connection(("127.0.0.1", served.port))
+    connection.sendall("\r\n".join(lines).encode() + content[: len(content) - missing])
+    return connection
+
+
+@pytest.mark.parametrize("kind", BODIES)
+def test_the_engine_stops_when_the_client_hangs_up(served: ServeOptions, kind: str) -> None:
+    path, body, count = BODIES[kind]
+    wait_for_engine(False, 60)
+    connections = [send(served, path, body) for _ in range(count)]
+    wait_for_engine(True, 60)
+    time.sleep(0.2)
+    for connection in connections:
+        connection.close()
+    wait_for_engine(False, STOPS_WITHIN_S)
+
+
+@pytest.mark.parametrize("kind", BODIES)
+def test_the_engine_stops_when_the_time_is_up(served: ServeOptions, kind: str) -> None:
+    path, body, _ = BODIES[kind]
+    wait_for_engine(False, 60)
+    headers = {"Authorization": f"Bearer {os.environ['SERVE_API_KEY']}"}
+    with rules(timeout_s=0.2):
+        if "streamed" in kind:
+            with pytest.raises(requests.exceptions.ChunkedEncodingError):
+                requests.post(f"{served.url}/{path}", json=MINUTES | body | {"n": 8}, headers=headers, timeout=60)
+        else:
+            many = MINUTES | body | {"n": 8}
+            answer = requests.post(f"{served.url}/{path}", json=many, headers=headers, timeout=60)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
+    wait_for_engine(False, STOPS_WITHIN_S)
+
+
+def test_bodies_that_do_not_come_silence_no_one(served: ServeOptions) -> None:
+    path, body, _ = BODIES["whole"]
+    key = os.environ["SERVE_API_KEY"]
+    with contextlib.ExitStack() as slow, rules(max_waiting=0):
+        for _ in range(2 * served.key_requests_at_once):
+            slow.enter_context(send(served, path, body, missing=1))
+        assert requests.get(f"{served.root}/health", timeout=10).status_code == 200
+        assert requests.post(f"{served.url}/{path}", json=body, timeout=10).status_code == 401
+        models = requests.get(f"{served.url}/models", headers={"Authorization": f"Bearer {key}"}, timeout=10)
+        assert models.status_code in (200, 429)  # 429 where those bodies reach the door: they are all of one key
+
+
+def test_more_sequences_than_a_request_may_have(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model="tiny", prompt=["hi"] * 9, n=8, max_tokens=1)
+    assert "72, more than 64" in error_of(caught.value)["message"]
 
 
 # ---------------------------------------------------------------- errors
@@ -773,3 +889,25 @@ def write_adapters(run: Path, base: Path, *, seed: int, weights: Path | None = N
     prompt = tokenizer.apply_chat_template(user(QUESTIONS[0]), add_generation_prompt=True, return_tensors="pt")
     generated = adapted.generate(**prompt, do_sample=False, max_new_tokens=ANSWER_TOKENS)
     return tokenizer.decode(generated[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def test_an_engine_that_dies_is_replaced_at_once(served: ServeOptions) -> None:
+    """The last test that needs an engine: nobody waits here until the next one has started."""
+    gone = replica()._actor_id
+    with ThreadPoolExecutor(1) as background:
+        headers = {"Authorization": f"Bearer {os.environ['SERVE_API_KEY']}"}
+        many = MINUTES | {"messages": user("hi"), "n": 8}
+        asked = background.submit(
+            requests.post, f"{served.url}/chat/completions", json=many, headers=headers, timeout=120
+        )
+        wait_for_engine(True, 60)
+        (engine,) = [pid for pid, name in children().items() if "EngineCore" in name]
+        psutil.Process(engine).kill()
+        killed_at = time.perf_counter()
+        answer = asked.result()
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_dead")
+    assert int(answer.headers["Retry-After"]) >= 1
+    while not (found := [each for each in replicas() if each._actor_id != gone]):
+        assert time.perf_counter() < killed_at + REPLACED_WITHIN_S
+        time.sleep(0.05)
+    assert len(found) == 1

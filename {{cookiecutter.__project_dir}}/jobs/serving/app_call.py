@@ -31,23 +31,25 @@ class AppCall:
 
     async def wait(self) -> None:
         """Wait until the app has answered. Where this is cancelled, the app's work is ended first."""
+        task = self.task
+        del self.task  # it may hold a stream that was cancelled in `send`, and closes when nothing refers to it
         try:
-            await asyncio.wait({self.task})
+            await asyncio.wait({task})
         except asyncio.CancelledError:
-            await asyncio.shield(asyncio.create_task(self._end()))  # even if it is cancelled twice
+            await asyncio.shield(asyncio.create_task(self._end(task)))  # even if it is cancelled twice
             raise
-        self.task.result()
+        task.result()
 
-    async def _end(self) -> None:
+    async def _end(self, task: asyncio.Future[None]) -> None:
         for _ in range(TURNS):
             await asyncio.sleep(0)
         self._ending = True
         self._close()
         if self._listening:
             self._listening.cancel()  # which tells the app
-            await asyncio.wait({self.task}, timeout=GRACE_S)
-        self.task.cancel()
-        await asyncio.wait({self.task}, timeout=GRACE_S)
+            await asyncio.wait({task}, timeout=GRACE_S)
+        task.cancel()
+        await asyncio.wait({task}, timeout=GRACE_S)
 
     async def _next_message(self) -> Message:
         if self._body is not None:

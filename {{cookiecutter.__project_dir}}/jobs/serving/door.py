@@ -180,7 +180,7 @@ class Answer:
             if message.get("more_body"):
                 return
             status = self._error["status"]
-            if status == 500 and not self._alive():
+            if status >= 500 and not self._alive():
                 await self.refuse(503, DEAD, code="engine_dead", headers={"Retry-After": str(DEAD_RETRY_S)})
             else:
                 headers = {name.decode(): value.decode() for name, value in self._error["headers"] if name in KEPT}
@@ -193,8 +193,8 @@ class Answer:
         await self._client(message)
 
     def close(self) -> None:
-        """Send nothing more: who still answers learns that nobody listens, as ASGI has it."""
-        self._send = _raise_closed
+        """Send nothing more."""
+        self._send = _drop
 
     async def refuse(
         self,
@@ -218,8 +218,10 @@ async def _nothing() -> Message:
     return {"type": "http.disconnect"}
 
 
-async def _raise_closed(message: Message) -> None:
-    raise OSError("the client has hung up, or its time is up")
+async def _drop(message: Message) -> None:
+    if message["type"] == "http.response.start":
+        raise OSError("the client has hung up, or its time is up")
+    # a stream goes on to its next piece: only there, and not in here, does its engine learn that it is cancelled
 
 
 def _inspected(body: bytes) -> Body:
