@@ -67,20 +67,21 @@ def _end_canary(told: "ray.actor.ActorHandle") -> None:
     """End it when no replica hands requests on to it any more, so that none is lost."""
     ray.get(told.give_canary.remote(0, {}))
     time.sleep(2 * traffic.TELL_EVERY_S)
-    serve.delete(f"{serve_llm.APP}-canary")
+    serve.delete(traffic.app_name(traffic.CANARY))
     print("the canary is ended", flush=True)
 
 
 def _end(told: "ray.actor.ActorHandle", name: str) -> None:
     apps = ray.get(told.apps.remote())
     others = [path for path in apps if path not in (traffic.ROOT, traffic.CANARY)]
-    ends = {apps[path]["models"][0]: serve_llm.APP + path.replace("/", "-") for path in others}
+    ends = {apps[path]["models"][0]: traffic.app_name(path) for path in others}
     if serve_rag.APP in serve.status().applications:
         ends[serve_rag.APP] = serve_rag.APP
     if name not in ends:
         known = ", ".join(ends) or "none is"
         raise settings.Refusal(f"{name} is not served beside another model ({known}): inv submit served")
     serve.delete(ends[name])
+    ray.get(told.apps.remote())  # so that the traffic actor knows it at once
     print(f"{name} is ended", flush=True)
 
 

@@ -258,21 +258,71 @@ def test_each_request_is_counted_however_it_ends() -> None:
     assert broken.status == 500
 
 
-def test_replicas_learn_who_is_there_and_who_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = Traffic()
+class Kept:
+    """A store that outlives what keeps something in it, as the cluster's does."""
+
+    def __init__(self) -> None:
+        self._value = ""
+
+    def load(self) -> Any:
+        return self._value and json.loads(self._value)
+
+    def save(self, value: Any) -> None:
+        self._value = json.dumps(value)
+
+
+def traffic_of(apps: set[str], store: Kept | None = None) -> Traffic:
+    return Traffic(lambda: set(apps), store or Kept())
+
+
+def test_replicas_learn_what_is_served_with_and_without_replicas() -> None:
+    apps = {"llm", "llm-models-sql", "llm-canary"}
+    told = traffic_of(apps)
     assert told.tell(ROOT, ["own", "adapter"], []) == NOWHERE
     told.tell("/models/sql", ["sql", "sql-short"], [])
     told.tell(CANARY, ["own"], [])
     assert told.tell(ROOT, ["own"], []) == BESIDE  # a canary without a share gets nothing
     told.give_canary(10, {"model": "new"})
     assert told.tell(ROOT, ["own"], []) == Routes(BESIDE.others, CANARY, 10)
+    apps.clear()  # Serve ends them, though their last replicas still tell
+    told.apps()
+    assert told.tell("/models/sql", ["sql"], []) == told.tell(CANARY, ["own"], []) == NOWHERE
+    assert told.canary() == {}
+
+
+def test_an_app_without_replicas_stays_until_serve_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    apps = {"llm", "llm-models-sql", "llm-canary"}
+    told = traffic_of(apps)
+    for path, model in {ROOT: "own", "/models/sql": "sql", CANARY: "own"}.items():
+        told.tell(path, [model], [])
+    told.give_canary(10, {"model": "new"})
     now = time.monotonic()
-    monkeypatch.setattr(traffic.time, "monotonic", lambda: now + traffic.GONE_AFTER_S + 1)
-    assert told.tell(ROOT, ["own"], []) == Routes({}, None, 10)
+    monkeypatch.setattr(traffic.time, "monotonic", lambda: now + 3600)
+    assert told.tell(ROOT, ["own"], []) == Routes({"sql": "/models/sql"}, CANARY, 10)
+    assert told.apps()[ROOT]["models"] == ["own"]
+    apps.remove("llm-models-sql")
+    monkeypatch.setattr(traffic.time, "monotonic", lambda: now + 3600 + traffic.TELL_EVERY_S)
+    assert told.tell(ROOT, ["own"], []) == Routes({}, CANARY, 10)
+    assert set(told.apps()) == {ROOT, CANARY}
+
+
+def test_what_is_served_and_the_canarys_share_outlive_the_actor() -> None:
+    apps, store = {"llm", "llm-models-sql", "llm-canary"}, Kept()
+    told = traffic_of(apps, store)
+    for path, model in {ROOT: "own", "/models/sql": "sql", CANARY: "own"}.items():
+        told.tell(path, [model], [])
+    told.give_canary(10, {"model": "new"})
+    told = traffic_of(apps, store)
+    assert told.tell(ROOT, ["own"], []) == Routes({"sql": "/models/sql"}, CANARY, 10)
+    assert told.canary() == {"model": "new"}
+    told.give_canary(20)
+    assert traffic_of(apps, store).apps()[CANARY]["percent"] == 20
+    assert traffic_of({"llm"}, store).apps().keys() == {ROOT}
+    assert traffic_of(apps, store).canary() == {}  # an ended canary's share is not the next one's
 
 
 def test_numbers_stand_beside_each_other_and_begin_anew_with_a_canary() -> None:
-    told = Traffic()
+    told = traffic_of({"llm", "llm-canary"})
     told.tell(ROOT, ["own"], [Record(200, 1.0, 2.0)] * 10)
     told.give_canary(20, {"model": "new"})
     told.tell(ROOT, ["own"], [Record(200, 0.1, 0.2)] * 99 + [Record(500, 0.0, 9.0)])

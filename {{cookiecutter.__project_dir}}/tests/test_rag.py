@@ -467,7 +467,7 @@ def test_a_served_model_answers_from_the_sources_and_each_part_has_its_replicas(
 ) -> None:
     with pytest.raises(Refusal, match="no model is served that could answer"):
         serve_rag.deploy(rag_options(embedded, generator="model"))
-    serve.run(serve.deployment(serve.ingress()(stub())).bind(), name="stub", route_prefix="/")
+    serve.run(serve.deployment(serve.ingress()(stub())).bind(), name=traffic.app_name(traffic.ROOT), route_prefix="/")
     ray.get(traffic.actor().tell.remote(traffic.ROOT, ["stub"], []))
     two = Replicas(min_replicas=2, max_replicas=3, num_cpus=0.1)
     serve_rag.deploy(rag_options(embedded, generator="model", prompt_characters=200, answerer=two))
@@ -485,7 +485,7 @@ def test_a_served_model_answers_from_the_sources_and_each_part_has_its_replicas(
     for stream in (False, True):
         hang_up(client, "What does ENOENT mean, for ever", stream=stream)
     assert ask(client, OUT_OF_PLACE[0]) == (NOT_KNOWN, [])  # the model is not asked
-    serve.delete("stub")
+    serve.delete(traffic.app_name(traffic.ROOT))
     with pytest.raises(openai.InternalServerError, match=r"does not answer .*: inv submit serve_llm"):
         ask(client, "What does ENOENT mean?")
     served.main(ServedOptions(end="rag"))

@@ -12,6 +12,7 @@ import settings
 from jobs.serving.limits import Rules
 
 APP = "llm"
+"""Name of Serve's application at the address itself; those of the others begin with it."""
 ROOT, CANARY = "/", "/canary"
 """Paths of the app at the address itself, and of the one that gets a share of its requests."""
 
@@ -160,12 +161,17 @@ class ServeOptions(settings.Section):
     @property
     def app(self) -> str:
         """Name of Serve's application."""
-        return APP if self.path == ROOT else f"{APP}{self.path.replace('/', '-')}"
+        return app_name(self.path)
 
     @property
     def url(self) -> str:
         """Base URL for OpenAI clients."""
         return f"{self.root}/v1"
+
+
+def app_name(path: str) -> str:
+    """Name of Serve's application at the path."""
+    return APP if path == ROOT else APP + path.replace("/", "-")
 
 
 def _path_segment(name: str) -> str:

@@ -1,10 +1,12 @@
 """Which models stand behind one address, what share of the requests a canary gets, and how each of them fares.
 
 One small actor of the cluster knows it. Replicas tell it what became of their requests, and learn from its answer
-whom to hand requests on to.
+whom to hand requests on to. Which apps exist it asks Serve: one without replicas is still there, and the next request
+starts one. What must outlive the actor is in the cluster's key-value store.
 """
 
 import asyncio
+import json
 import logging
 import statistics
 import time
@@ -14,13 +16,14 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import ray
+from ray import serve
+from ray.experimental import internal_kv
+from ray.serve.schema import ApplicationStatus
 
-from jobs.serving.options import CANARY, ROOT
+from jobs.serving.options import CANARY, ROOT, app_name
 
 NAME, NAMESPACE = "traffic", "serve_llm"
 TELL_EVERY_S = 2.0
-GONE_AFTER_S = 10.0
-"""An app none of whose replicas has told anything for so long is no longer there."""
 KEPT = 10_000
 """Requests of an app whose times are remembered."""
 
@@ -57,33 +60,73 @@ class App:
 
     models: list[str] = field(default_factory=list)
     """Names that a client may ask it for; the first is the model's own."""
-    told_at: float = 0.0
     requests: int = 0
     errors: int = 0
     """Those that the server is to blame for: status 500 and above."""
     records: deque[Record] = field(default_factory=lambda: deque(maxlen=KEPT))
 
 
+def running_apps() -> set[str]:
+    """Names of Serve's applications, without those that are being deleted."""
+    serve.context._check_cached_client_alive()  # or Serve's client would ask a controller that was shut down
+    apps = serve.status().applications
+    return {name for name, app in apps.items() if app.status != ApplicationStatus.DELETING}
+
+
+class Store:
+    """A value of the cluster's key-value store, which lives as long as the cluster's head."""
+
+    def load(self) -> Any:
+        """The value that was saved last; None at first."""
+        found = internal_kv._internal_kv_get(NAME, namespace=NAMESPACE)
+        return found and json.loads(found)
+
+    def save(self, value: Any) -> None:
+        """Keep a value that JSON can hold."""
+        internal_kv._internal_kv_put(NAME, json.dumps(value), namespace=NAMESPACE)
+
+
 class Traffic:
     """The actor's state."""
 
-    def __init__(self) -> None:
-        self._apps: dict[str, App] = {}
-        self._canary: dict[str, Any] = {}
-        self._percent = 0.0
+    def __init__(self, running: Callable[[], set[str]] = running_apps, store: Any = None) -> None:
+        self._running = running
+        self._looked_at = -TELL_EVERY_S
+        self._store = store or Store()
+        self._saved = self._store.load() or {"models": {}, "canary": {}, "percent": 0.0}
+        self._apps = {path: App(models) for path, models in self._saved["models"].items()}
+        self._canary: dict[str, Any] = self._saved["canary"]
+        self._percent: float = self._saved["percent"]
 
     def tell(self, path: str, models: list[str], records: list[Record]) -> Routes:
         """A replica of the app at `path`, which answers for `models`, tells what became of its last requests."""
+        is_new = path not in self._apps
         app = self._apps.setdefault(path, App())
-        app.models, app.told_at = models, time.monotonic()
+        app.models = models
         app.requests += len(records)
         app.errors += sum(record.status >= 500 for record in records)
         app.records.extend(records)
+        if is_new or time.monotonic() - self._looked_at >= TELL_EVERY_S:
+            self._forget_ended()
+        self._save()
         return self._routes()
 
+    def _forget_ended(self) -> None:
+        running = self._running()
+        self._looked_at = time.monotonic()
+        self._apps = {path: app for path, app in self._apps.items() if app_name(path) in running}
+        if app_name(CANARY) not in running:
+            self._canary, self._percent = {}, 0.0
+
+    def _save(self) -> None:
+        """Keep what replicas do not tell again: those of an app at zero cannot."""
+        models = {path: app.models for path, app in self._apps.items()}
+        state = {"models": models, "canary": self._canary, "percent": self._percent}
+        if state != self._saved:
+            self._store.save(state)
+            self._saved = state
+
     def _routes(self) -> Routes:
-        oldest = time.monotonic() - GONE_AFTER_S
-        self._apps = {path: app for path, app in self._apps.items() if app.told_at > oldest}
         beside = {path: app for path, app in self._apps.items() if path not in (ROOT, CANARY)}
         others = {model: path for path, app in beside.items() for model in app.models}
         canary = CANARY if CANARY in self._apps and self._percent else None
@@ -97,14 +140,17 @@ class Traffic:
             for app in self._apps.values():
                 app.requests, app.errors = 0, 0
                 app.records.clear()
+        self._save()
 
     def canary(self) -> dict[str, Any]:
         """The options of the canary's `serve_llm`; empty when there is none."""
+        self._forget_ended()
         return self._canary
 
     def apps(self) -> dict[str, dict[str, Any]]:
         """What is served, by path, and how it fared since the last canary began."""
-        self._routes()
+        self._forget_ended()
+        self._save()
         shares = {ROOT: 100 - self._percent, CANARY: self._percent}
         return {
             path: {"models": app.models, "percent": shares.get(path, 100), **_numbers(app)}

@@ -1,0 +1,140 @@
+"""Apps of a real Serve, small ones in place of engines: those at zero replicas are still there, and can be woken."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psutil
+import pytest
+import ray
+import requests
+from processes import children
+from ray import serve
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+import settings
+from jobs import serve_llm, served
+from jobs.serve_llm import ServeOptions
+from jobs.served import ServedOptions
+from jobs.serving import haproxy, traffic
+from jobs.serving.fork import Counted, Fork
+from jobs.serving.traffic import CANARY, ROOT, Reporter
+
+pytestmark = pytest.mark.skipif(not haproxy.environment("/"), reason="HAProxy is installed on Linux only")
+
+PATHS = {ROOT: "own", "/models/sql": "sql", CANARY: "own"}
+START_S = 120
+
+
+def model() -> type:
+    """A class that Ray pickles whole: replicas cannot import this module."""
+
+    class Model:
+        """What `jobs/openai_app.py` puts around an engine, without one."""
+
+        def __init__(self, path: str, model: str, address: str) -> None:
+            self._path, self._model, self._address = path, model, address
+
+        async def __serve_build_asgi_app__(self) -> ASGIApp:
+            async def say(_: Request) -> Response:
+                return JSONResponse({"from": self._path})
+
+            routes = [Route("/health", lambda _: Response()), Route("/v1/completions", say, methods=["POST"])]
+            reporter = Reporter(self._path)
+            self._task = asyncio.create_task(reporter.keep_up(lambda: [self._model]))
+            answering = Counted(Starlette(routes=routes), reporter.note)
+            if self._path != ROOT:
+                return answering
+            return Fork(answering, self._model, self._address, lambda: reporter.routes)
+
+    return Model
+
+
+def deploy(path: str, address: str) -> None:
+    """Serve an app that ends its replica as soon as nobody asks."""
+    idle = {"min_replicas": 0, "max_replicas": 1, "initial_replicas": 1, "upscale_delay_s": 0, "downscale_delay_s": 1}
+    scaling = idle | {"metrics_interval_s": 0.5, "look_back_period_s": 1}
+    app = serve.deployment(serve.ingress()(model()), autoscaling_config=scaling, ray_actor_options={"num_cpus": 0.1})
+    serve.run(app.bind(path, PATHS[path], address), name=traffic.app_name(path), route_prefix=path)
+
+
+@pytest.fixture(scope="module")
+def address(ray_session: None) -> Iterator[str]:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    for path in PATHS:
+        deploy(path, f"http://127.0.0.1:{port}")
+    wait_for(lambda: ray.get(traffic.actor().apps.remote()).keys() == PATHS.keys())
+    yield f"http://127.0.0.1:{port}"
+    for path in reversed(PATHS):
+        serve_llm.stop(traffic.app_name(path))
+
+
+def wait_for(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + START_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+def replicas() -> int:
+    """How many there are, of all apps."""
+    deployments = [each for app in serve.status().applications.values() for each in app.deployments.values()]
+    return sum(sum(deployment.replica_states.values()) for deployment in deployments)
+
+
+def kill_the_actor() -> None:
+    """Its process, as the kernel does where memory is short; Ray starts another."""
+    [pid] = [pid for pid, name in children().items() if name == "ray::Traffic"]
+    os.kill(pid, signal.SIGKILL)
+
+    def is_back() -> bool:
+        with contextlib.suppress(ray.exceptions.RayActorError):
+            ray.get(traffic.actor().apps.remote())
+            return not psutil.pid_exists(pid)
+        return False
+
+    wait_for(is_back)
+
+
+def ask(address: str, model: str) -> Any:
+    answer = requests.post(f"{address}/v1/completions", json={"model": model}, timeout=START_S)
+    return answer.json()["from"] if answer.ok else answer.status_code
+
+
+def beside(model: str) -> ServeOptions:
+    options = settings.load(ServeOptions, "serve", profile="local")
+    return options.model_copy(update={"model_name": model, "beside": True})
+
+
+def test_apps_at_zero_and_the_canarys_share_outlast_their_replicas_and_the_actor(address: str) -> None:
+    ray.get(traffic.actor().give_canary.remote(100, beside("own").model_dump()))
+    wait_for(lambda: replicas() == 0)
+    kill_the_actor()  # nobody is left who could tell it again
+    shown = ray.get(traffic.actor().apps.remote())
+    assert {path: app["models"] for path, app in shown.items()} == {path: [model] for path, model in PATHS.items()}
+    with pytest.raises(settings.Refusal, match="own is served already"):
+        serve_llm.as_place_demands(beside("own"))
+    assert serve_llm.as_place_demands(beside("another")).served_name == "another"
+    wait_for(lambda: ask(address, "own") == CANARY)  # the first replica of the root learns its routes as it starts
+    assert ask(address, "sql") == "/models/sql"
+
+
+def test_an_app_that_is_ended_is_gone_at_once(address: str) -> None:
+    wait_for(lambda: ask(address, "sql") == "/models/sql")
+    served.main(ServedOptions(end="sql"))
+    assert "/models/sql" not in ray.get(traffic.actor().apps.remote())
+    wait_for(lambda: ask(address, "sql") in (ROOT, CANARY))  # in the engine's place, which would refuse the name
+    served.main(ServedOptions(roll_back=True))
+    assert ray.get(traffic.actor().apps.remote()).keys() == {ROOT}
+    wait_for(lambda: ask(address, "own") == ROOT)
