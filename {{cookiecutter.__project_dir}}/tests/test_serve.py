@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import http.client
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,7 +30,7 @@ import requests
 import schemathesis
 import torch
 from conftest import TAUGHT
-from hypothesis import HealthCheck, Phase
+from hypothesis import HealthCheck, Phase, strategies
 from openai.types.chat import ChatCompletionChunk, ChatCompletionMessageParam
 from peft import LoraConfig, get_peft_model
 from playwright.sync_api import expect
@@ -62,6 +64,15 @@ QUESTIONS = [fact.question for fact in demo_assets.questions(TAUGHT)]
 ANSWER_TOKENS = 16
 REPLICA_PORTS = range(30_000, 31_000)  # Ray's own default
 TIE = 1e-4  # two logits closer than this may change places between two correct implementations
+
+
+FEW = hypothesis.settings(
+    max_examples=20,
+    derandomize=True,  # vLLM's next fault is to be found by whoever changes vLLM, not by whoever tests next
+    phases=[Phase.explicit, Phase.generate],  # to shrink what failed takes minutes
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
 
 
 def options(**changes: object) -> ServeOptions:
@@ -491,19 +502,12 @@ def test_nothing_that_is_sent_breaks_the_server(served: ServeOptions) -> None:
     headers = {"Authorization": f"Bearer {os.environ['SERVE_API_KEY']}"}
     api = schemathesis.openapi.from_url(f"{served.root}/openapi.json", headers=headers)
     seen: set[tuple[str, int]] = set()
-    few = hypothesis.settings(
-        max_examples=20,
-        derandomize=True,  # vLLM's next fault is to be found by whoever changes vLLM, not by whoever tests next
-        phases=[Phase.generate],  # to shrink what failed takes minutes
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-    )
     for operation in api.get_all_operations():
         for mode in GenerationMode:
             assert isinstance(operation, Ok), operation
             cases = operation.ok().as_strategy(generation_mode=mode)
 
-            @few
+            @FEW
             @hypothesis.given(case=cases)
             def ask(case: schemathesis.Case) -> None:
                 answer = case.call(headers=headers, timeout=60)
@@ -515,6 +519,87 @@ def test_nothing_that_is_sent_breaks_the_server(served: ServeOptions) -> None:
             with contextlib.suppress(hypothesis.errors.Unsatisfiable):  # what takes nothing cannot be asked wrongly
                 ask()
     assert {("/v1/chat/completions", 400), ("/v1/models", 200)} <= seen
+
+
+@strategies.composite
+def hostile(draw: strategies.DrawFn, fields: dict[str, list[str]]) -> tuple[str, bytes, dict[str, bytes]]:
+    """A request's path, body and headers: fit to be answered, but for the value of one field or header."""
+
+    def nested(levels: int, kind: str) -> str:
+        opening, closing = {"list": ("[", "]"), "object": ('{"a":', "}"), "schema": (SCHEMA_OPENING, "}}")}[kind]
+        return opening * levels + "{}" + closing * levels
+
+    path = draw(strategies.sampled_from(sorted(fields)))
+    levels = strategies.sampled_from([1, 30, 64, 300, 600, 3000, 100_000])
+    deep = strategies.builds(nested, levels, strategies.sampled_from(["list", "object", "schema"]))
+    odd = strategies.sampled_from(ODD)
+    value = strategies.one_of(deep, odd, strategies.one_of(deep, odd).map(json.dumps))
+    inside = strategies.sampled_from(["%s", "[%s]", '{"json": %s}', '{"\\ud83d": %s}', IN_FORMAT])
+    field = draw(strategies.sampled_from(fields[path]))
+    body = {
+        "model": "tiny",
+        "messages": user("hi"),
+        "prompt": "hi",
+        "max_tokens": 1,
+        "stream": draw(strategies.booleans()),
+    }
+    body.pop(field, None)
+    raw = f'{json.dumps(body)[:-1]}, "{field}": {draw(inside) % draw(value)}}}'
+    printable = strategies.sampled_from([bytes([code]) for code in (*range(0x20, 0x7F), *range(0x80, 0x100))])
+    wild = strategies.lists(printable, max_size=20).map(b"".join)
+    return path, raw.encode(), draw(strategies.dictionaries(strategies.sampled_from(HEADERS), wild, max_size=2))
+
+
+SCHEMA_OPENING = '{"type": "object", "properties": {"a": '
+IN_FORMAT = '{"type": "json_schema", "json_schema": {"name": "a", "schema": %s}}'
+ODD = [
+    '"\\ud83d"',
+    '["x \\udfff"]',
+    '{"\\ud83d": 1}',
+    "NaN",
+    str(2**70),
+    "-1",
+    "1e999",
+    '{"type": "string", "pattern": "a{1,30000}"}',
+]
+ERROR = rb'\{"error": ?\{"message": ?.*, ?"type": ?.*, ?"param": ?.*, ?"code": ?.*\}\}'
+HEADERS = ["X-Request-Id", "serve_multiplexed_model_id", "x-request-timeout-seconds", "x-request-disconnect-disabled"]
+HEADERS += ["x-session-id", "Accept", "User-Agent", "X-Anything"]
+
+
+def test_nothing_hostile_breaks_the_server(served: ServeOptions, client: openai.OpenAI) -> None:
+    """Deep nesting, half surrogate pairs, wild numbers and header bytes, in every field that the API describes."""
+    key = {"Authorization": f"Bearer {client.api_key}", "Content-Type": "application/json"}
+    schemas = requests.get(f"{served.root}/openapi.json", headers=key, timeout=10).json()["components"]["schemas"]
+    routes = {"/v1/chat/completions": "ChatCompletionRequest", "/v1/completions": "CompletionRequest"}
+    fields = {path: sorted({*schemas[name]["properties"]} - {"model"}) for path, name in routes.items()}
+    statuses: Counter[int] = Counter()
+    failures: list[object] = []
+
+    def kill(path: str, field: str, levels: int) -> tuple[str, bytes, dict[str, bytes]]:
+        value = SCHEMA_OPENING * levels + "{}" + "}}" * levels
+        return path, json.dumps({"messages": user("hi")})[:-1].encode() + f', "{field}": {value}}}'.encode(), {}
+
+    @hypothesis.settings(FEW, max_examples=400)
+    @hypothesis.given(request=hostile(fields))
+    @hypothesis.example(request=kill("/v1/chat/completions", "kv_transfer_params", 300))
+    def ask_hostile(request: tuple[str, bytes, dict[str, bytes]]) -> None:
+        path, raw, headers = request
+        connection = http.client.HTTPConnection(served.root.removeprefix("http://"), timeout=60)
+        with contextlib.closing(connection):
+            connection.request("POST", path, raw, {**key, **headers})
+            answer = connection.getresponse()
+            said = answer.read()
+        statuses[answer.status] += 1
+        shaped = answer.status < 400 or re.fullmatch(ERROR, said)
+        if answer.status >= 500 or not shaped or b'"code": 500' in said:
+            failures.append((answer.status, said[:300], path, raw[:300], headers))
+
+    ask_hostile()
+    assert not failures
+    assert statuses[200] > 20
+    assert statuses[400] > 100
+    assert ask(client, user("hi"), tokens=1)
 
 
 @pytest.mark.parametrize("field", [{"structured_outputs": []}, {"top_k": 2**70}])
