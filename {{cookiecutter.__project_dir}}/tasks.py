@@ -23,6 +23,7 @@ from cluster import job_scripts, words
 # each verb imports what it needs: all together take seconds, which `inv --list` should not
 CONSOLE = Console()
 TARGET = {"target": "where the cluster is: local (this machine), rehearsal (AWS, emulated on this machine) or aws"}
+VERBOSE = {"verbose": "show what Ray says of itself, too"}
 JOB_ID = {"job": "id as `inv status` shows it; the latest when left out"}
 
 
@@ -169,8 +170,8 @@ def bench_up(context: Context) -> None:
     _prove_gone(sandbox.run_in_fresh_cloud("cluster.rehearsal.bench"))
 
 
-@verb("job", job=f"one of: {', '.join(job_scripts.names())}", **TARGET)
-def submit(context: Context, job: str, target: str = "local") -> None:
+@verb("job", job=f"one of: {', '.join(job_scripts.names())}", **VERBOSE, **TARGET)
+def submit(context: Context, job: str, verbose: bool = False, target: str = "local") -> None:
     """Run a job on the cluster and follow its log; ends with the job's exit code."""
     from cluster import targets
 
@@ -182,7 +183,7 @@ def submit(context: Context, job: str, target: str = "local") -> None:
     connection = targets.get(target).connect()
     job_id = submission.submit(connection, job, options)
     print(f"submitted {job_id}", flush=True)
-    raise Exit(code=submission.follow(connection, job_id))
+    raise Exit(code=submission.follow(connection, job_id, verbose=verbose))
 
 
 @verb(**TARGET)
@@ -195,13 +196,13 @@ def status(context: Context, target: str = "local") -> None:
     cluster_status.show(cluster_status.take(place.connect()), place.bill(), CONSOLE)
 
 
-@verb(**JOB_ID, **TARGET)
-def logs(context: Context, job: str = "", target: str = "local") -> None:
+@verb(**JOB_ID, **VERBOSE, **TARGET)
+def logs(context: Context, job: str = "", verbose: bool = False, target: str = "local") -> None:
     """Follow a job's log; ends with the job's exit code."""
     from cluster import submission, targets
 
     connection = targets.get(target).connect()
-    raise Exit(code=submission.follow(connection, submission.find(connection, job)))
+    raise Exit(code=submission.follow(connection, submission.find(connection, job), verbose=verbose))
 
 
 @verb(**JOB_ID, **TARGET)

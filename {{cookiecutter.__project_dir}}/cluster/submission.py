@@ -12,7 +12,7 @@ from pydantic import ConfigDict
 from ray.job_submission import JobDetails, JobStatus
 
 import settings
-from cluster import job_scripts
+from cluster import job_output, job_scripts
 from cluster.target import Connection
 
 # Never uploaded. `.env` holds secrets; the rest is large or made again from what is uploaded.
@@ -65,13 +65,14 @@ def submit(connection: Connection, job: str, arguments: list[str]) -> str:
         raise settings.Refusal(f"Ray did not take the job ({error}); look at it with: inv status") from None
 
 
-def follow(connection: Connection, job_id: str) -> int:
-    """Print the job's log as it grows; returns the job's own exit code.
+def follow(connection: Connection, job_id: str, *, verbose: bool = False) -> int:
+    """Print the job's log as it grows, `verbose` with what Ray says of itself; returns the job's own exit code.
 
     Ctrl-C asks whether to stop the job or to leave it running (which is what happens where nobody can answer).
     """
     try:
-        asyncio.run(_print_log(connection, job_id))
+        with job_output.Printer(verbose) as printer:
+            asyncio.run(_print_log(connection, job_id, printer))
     except KeyboardInterrupt:
         return _interrupted(connection, job_id)
     return _exit_code(_wait_until_ended(connection, job_id))
@@ -95,7 +96,7 @@ def find(connection: Connection, job_id: str) -> str:
     return job_id
 
 
-async def _print_log(connection: Connection, job_id: str) -> None:
+async def _print_log(connection: Connection, job_id: str, printer: job_output.Printer) -> None:
     """Print the log as it grows, and return when the job has ended.
 
     Ray's stream lags three seconds behind: what it has not brought by the job's end is fetched.
@@ -106,7 +107,7 @@ async def _print_log(connection: Connection, job_id: str) -> None:
     async def stream() -> None:
         nonlocal printed
         async for lines in client.tail_job_logs(job_id):
-            print(lines, end="", flush=True)
+            printer.write(lines)
             printed += len(lines)
 
     async def end() -> None:
@@ -120,7 +121,7 @@ async def _print_log(connection: Connection, job_id: str) -> None:
     for task in done:
         task.result()  # raises what went wrong
     if ending in done:
-        print(client.get_job_logs(job_id)[printed:], end="", flush=True)
+        printer.write(client.get_job_logs(job_id)[printed:])
 
 
 def _interrupted(connection: Connection, job_id: str) -> int:

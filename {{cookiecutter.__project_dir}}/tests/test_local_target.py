@@ -155,6 +155,9 @@ def test_no_outgoing_connection_can_take_a_free_port() -> None:
 def test_submit_streams_the_log_and_ends_with_the_jobs_code(project: Project) -> None:
     printed = project.inv("submit", "probe", "--", "0")
     assert "worker" in printed
+    rays = "Running entrypoint for job"
+    assert rays not in printed, "only --verbose shows what Ray says of itself"
+    assert rays in project.inv("logs", "--verbose")
     temp = project.state["temp"]
     assert f"temp {temp} {temp}" in printed, "what a job leaves in its temp folder must go with the cluster"
     done = subprocess.run([*project.command, "submit", "probe", "--", "7"], cwd=project.folder, capture_output=True)

@@ -1,0 +1,96 @@
+"""Prints a job's log: without what Ray says of itself, and in a terminal with a progress bar below."""
+
+import re
+import sys
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+ANSI = re.compile(r"\x1b\[[0-9;]*m")
+NOISE = re.compile(
+    r"[\d-]+ [\d:,]+\s+INFO job_manager\.py:\d+ -- "
+    r"|Running entrypoint for job "
+    r"|\(raylet[^)]*\) WARNING: \d+ PYTHON worker processes have been started "
+    r"|\(autoscaler [^)]*\) Tip: "
+    r"|(\([^)]*\) )?\[[\d-]+ [\d:,]+ [A-Z] \d+ \d+\] core_worker\.cc:\d+: "
+)
+WORKER = re.compile(r"^(?:\x1b\[[0-9;]*m)*\(RayTrainWorker pid=\d+[^)]*\)(?:\x1b\[[0-9;]*m)* ")
+PROGRESS = re.compile(
+    r"(?P<what>.*?):? +(?P<done>[\d,]+)(?:/| of )(?P<total>[\d,]+)\b"
+    r".*?(?P<left>[\d:]+(?: s| min)? left|time left unknown)"
+)
+
+
+def clean(line: str) -> str:
+    """Return a line of the log as a person wants it; empty where it is Ray's own."""
+    return "" if NOISE.match(ANSI.sub("", line)) else WORKER.sub("", line)
+
+
+class Printer:
+    """Prints a log that arrives in pieces, which may end anywhere in a line. `verbose` prints all of it."""
+
+    def __init__(self, verbose: bool = False) -> None:
+        self._verbose = verbose
+        self._rest = ""
+        self._bar = _Bar() if sys.stdout.isatty() else None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._print(self._rest)
+        if self._bar:
+            self._bar.stop()
+
+    def write(self, text: str) -> None:
+        """Print the lines that are whole by now."""
+        self._rest += text
+        while end := re.search(r"[\n\r]", self._rest):  # bars of the job's own end their lines with \r
+            line, self._rest = self._rest[: end.end()], self._rest[end.end() :]
+            self._print(line)
+
+    def _print(self, line: str) -> None:
+        line = line if self._verbose else clean(line)
+        if self._bar:
+            self._bar.print(line)
+        else:
+            print(line, end="", flush=True)
+
+
+class _Bar:
+    """A progress bar below the lines of a terminal, from the first line that says how far the job is."""
+
+    def __init__(self) -> None:
+        self._console = Console(highlight=False)
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[left]}"),
+            console=self._console,
+            transient=True,
+        )
+        self._task: TaskID | None = None
+
+    def print(self, line: str) -> None:
+        if found := PROGRESS.match(ANSI.sub("", line)):
+            self._show(found)
+        if self._task is None:
+            print(line, end="", flush=True)
+        elif line:
+            self._console.print(Text.from_ansi(line.rstrip("\r\n")), soft_wrap=True)
+
+    def stop(self) -> None:
+        if self._task is not None:
+            self._progress.stop()
+
+    def _show(self, found: re.Match[str]) -> None:
+        if self._task is None:
+            self._task = self._progress.add_task("", left="")
+            self._progress.start()
+        done, total = (int(found[name].replace(",", "")) for name in ("done", "total"))
+        what = found["what"].strip()
+        self._progress.update(self._task, description=what, completed=done, total=total, left=found["left"])
