@@ -106,6 +106,46 @@ def test_a_killed_cloud_leaves_nothing_and_the_next_starts(monkeypatch: pytest.M
         assert sandbox.end() == []
 
 
+@pytest.fixture
+def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A PATH with an apt-get that installs stubs, on a machine that misses two programs; returns what apt was told."""
+    told, programs = tmp_path / "told", tmp_path / "bin"
+    programs.mkdir()
+    installing = f'if [ $1 = install ]; then cp "$0" {programs}/rsync; cp "$0" {programs}/sudo; fi'
+    apt = f'echo "$@" >> {told}\n{installing}\n'
+    for name, body in {"apt-get": apt, "systemctl": f'echo systemctl "$@" >> {told}\n'}.items():
+        (programs / name).write_text(f"#!/bin/sh\nPATH=/usr/bin:/bin\n{body}")
+        (programs / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(programs))
+    present = {name: package for name, package in sandbox.PROGRAMS.items() if name in ("rsync", "sudo")}
+    monkeypatch.setattr(sandbox, "PROGRAMS", present)
+    return told
+
+
+def test_as_root_the_programs_are_installed(bare: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sandbox._install_programs()
+    assert capsys.readouterr().out == "installing rsync sudo for the rehearsal\n"
+    assert bare.read_text().splitlines() == [
+        "update -qq",
+        "install --yes -qq --no-install-recommends rsync sudo",
+    ]
+    sandbox._install_programs()
+    assert len(bare.read_text().splitlines()) == 2, "nothing is installed twice"
+
+
+def test_the_sshd_that_is_installed_does_not_listen(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "PROGRAMS", {"no-such-sshd": "openssh-server"})
+    sandbox._install_programs()
+    assert bare.read_text().splitlines()[-1] == "systemctl disable --now ssh.service ssh.socket"
+
+
+def test_where_it_cannot_install_it_says_what_to_type(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(settings.Refusal, match="run: sudo apt-get install rsync sudo"):
+        sandbox.start(cluster_file.load().region)
+    assert not bare.exists(), "apt-get was not run"
+
+
 def processes_of_the_cloud() -> list[psutil.Process]:
     """All in the network of the cloud that is up, and first the one that holds it."""
     outer = psutil.Process(json.loads(sandbox.FILE.read_text())["pid"])

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -62,14 +63,35 @@ def missing() -> str:
     """What keeps this machine from rehearsing, and what to type; empty when nothing does."""
     if sys.platform != "linux":
         return "the rehearsal needs Linux; on this system use the other targets."
+    if packages := _missing_packages():
+        sudo = "" if os.geteuid() == 0 else "sudo "
+        return f"the rehearsal needs programs that are not here; run: {sudo}apt-get install {' '.join(packages)}"
     if os.geteuid() != 0:
         return "the rehearsal needs root, for namespaces and mounts; run the verb again with sudo."
     if (cache := image.uv_cache()).is_relative_to("/tmp"):
         return f"hosts have a /tmp of their own, and uv's cache, {cache}, is there; set UV_CACHE_DIR to another folder."
-    packages = sorted({package for program, package in PROGRAMS.items() if not _which(program)})
-    return (
-        f"the rehearsal needs programs that are not here; run: apt-get install {' '.join(packages)}" if packages else ""
-    )
+    return ""
+
+
+def _missing_packages() -> list[str]:
+    path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
+    return sorted({package for program, package in PROGRAMS.items() if not shutil.which(program, path=path)})
+
+
+def _install_programs() -> None:
+    """Install what is missing, as root and where apt is; elsewhere `missing` says what to type."""
+    needed = _missing_packages()
+    if not needed or os.geteuid() != 0 or not shutil.which("apt-get"):
+        return
+    print(f"installing {' '.join(needed)} for the rehearsal", flush=True)
+    quiet: dict[str, Any] = {"env": os.environ | {"DEBIAN_FRONTEND": "noninteractive"}, "stdout": subprocess.DEVNULL}
+    subprocess.run(["apt-get", "update", "-qq"], **quiet)
+    if subprocess.run(["apt-get", "install", "--yes", "-qq", "--no-install-recommends", *needed], **quiet).returncode:
+        raise settings.Refusal(
+            f"apt-get failed as printed above; correct that and run: apt-get install {' '.join(needed)}"
+        )
+    if "openssh-server" in needed and shutil.which("systemctl"):  # its program is needed; nobody is to log in here
+        subprocess.run(["systemctl", "disable", "--now", "ssh.service", "ssh.socket"], capture_output=True)
 
 
 def start(region: str) -> None:
@@ -84,6 +106,7 @@ def start(region: str) -> None:
 
 def _start(region: str) -> subprocess.Popen:
     """Start a cloud that ends with this process; returns the process that holds it, once it is ready."""
+    _install_programs()
     if reason := missing():
         raise settings.Refusal(reason)
     STATE.mkdir(exist_ok=True)
@@ -201,7 +224,3 @@ def _wait_until_ready() -> None:
     end()
     words = [line for line in LOG.read_text(errors="replace").splitlines() if line.strip()] or ["it said nothing"]
     raise settings.Refusal(f"the emulated cloud did not start ({words[-1]}): read {LOG}, then try again")
-
-
-def _which(program: str) -> str | None:
-    return shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
