@@ -54,7 +54,7 @@ def verb(*words: str) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=900,
+        timeout=3600,  # for what hangs: minutes are usual, and a busy machine takes several times as long
     )
     assert done.returncode == 0, done.stdout
     return done.stdout

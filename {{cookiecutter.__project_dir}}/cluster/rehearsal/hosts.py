@@ -13,7 +13,7 @@ from pathlib import Path
 from cluster.rehearsal.addresses import GATEWAY
 
 INIT = Path(__file__).with_name("host_init.sh")
-BOOT_TIMEOUT_S = 30
+BOOT_TIMEOUT_S = 120  # it takes a second; a host that fails is noticed at once
 
 
 @dataclass

@@ -24,7 +24,7 @@ from cluster.rehearsal.addresses import CALLER_ADDRESS_PORT, ENDPOINT
 STATE = settings.PROJECT / ".cluster"
 FILE = STATE / "rehearsal.json"
 LOG = STATE / "rehearsal.log"
-START_TIMEOUT_S = 60
+START_TIMEOUT_S = 180  # it takes seconds; a cloud that fails is noticed at once
 # The programs that the rehearsal needs, and the Debian package of each.
 PROGRAMS = {
     "ssh": "openssh-client",

@@ -88,7 +88,7 @@ def permission_missing(stage: Stage) -> str:
             iam.delete_user_policy(**user)
     role = {"RoleName": f"{stage.file.slug}-head", "PolicyName": "less"}
     iam.put_role_policy(**role, PolicyDocument=_deny("ec2:RunInstances"))
-    stage.submit(GATHER, "2", "60")
+    stage.submit(GATHER, "2")
     try:
         wait_for(lambda: "ec2:RunInstances" in str(stage.report()["refused"]), 60, "AWS to refuse the head")
         said = verb("status")

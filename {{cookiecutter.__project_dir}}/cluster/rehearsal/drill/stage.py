@@ -25,6 +25,7 @@ from cluster.ssh import Head
 from cluster.target import Connection
 
 VERB_TIMEOUT_S = 600
+USUAL_START_S = 0.6  # on two cores with nothing else to do
 
 
 class Stage:
@@ -172,7 +173,7 @@ def verb(*words: str, expect: int = 0, folder: Path = settings.PROJECT, **variab
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=VERB_TIMEOUT_S,
+        timeout=VERB_TIMEOUT_S * slowness(),
     )
     assert done.returncode == expect, f"inv {' '.join(words)} ended with {done.returncode}: {done.stdout[-1000:]}"
     return done.stdout
@@ -196,7 +197,7 @@ def interrupt(marker: str, *words: str) -> str:
             os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all of the foreground
             break
     rest = process.stdout.read()
-    assert process.wait(60) == 130, rest
+    assert process.wait(60 * slowness()) == 130, rest
     return rest.strip().splitlines()[-1]
 
 
@@ -207,9 +208,20 @@ def _verb(*words: str) -> list[str]:
 # ---------------------------------------------------------------- patience
 
 
-def wait_for(condition: Callable[[], Any], patience_s: float, what: str) -> float:
-    """Until the condition holds; returns the seconds that it took. Raises AssertionError when it never did."""
+@functools.cache
+def slowness() -> float:
+    """Return how many times longer than usual this machine takes to start a process that imports Ray, at least 1."""
     started = time.monotonic()
+    subprocess.run([sys.executable, "-c", "import ray"], check=True)
+    return max(1.0, (time.monotonic() - started) / USUAL_START_S)
+
+
+def wait_for(condition: Callable[[], Any], patience_s: float, what: str) -> float:
+    """Wait until the condition holds; returns the seconds that it took.
+
+    `patience_s`: on a machine of the usual speed; a slow one has longer. Raises AssertionError when it never did.
+    """
+    started, patience_s = time.monotonic(), patience_s * slowness()
     while not condition():
         assert time.monotonic() < started + patience_s, f"waited {patience_s:.0f} s for {what}"
         time.sleep(1)

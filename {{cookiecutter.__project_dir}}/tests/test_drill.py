@@ -1,0 +1,24 @@
+"""The drill's patience: a slow machine is no fault of the cluster."""
+
+import itertools
+
+import pytest
+
+from cluster.rehearsal.drill import markets, stage
+from jobs.workers import WorkerOptions
+
+
+def test_a_machine_three_times_slower_has_three_times_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage, "slowness", lambda: 3.0)
+    clock = itertools.count(0, 10)
+    monkeypatch.setattr(stage.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(stage.time, "sleep", lambda _: None)
+    answers = iter([False, False, True])
+    assert stage.wait_for(lambda: next(answers), 10, "a host") == 30
+    with pytest.raises(AssertionError, match="waited 30 s for a host"):
+        stage.wait_for(lambda: False, 10, "a host")
+
+
+def test_a_zone_is_not_given_up_while_its_hosts_start() -> None:
+    """The rows wait for AWS to refuse: the timeout of a zone is the product's own, minutes longer than any start."""
+    assert f"{WorkerOptions.model_fields['gang_patience_s'].default}, gang.offers()" in markets.GATHER
