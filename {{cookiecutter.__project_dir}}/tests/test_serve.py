@@ -597,7 +597,7 @@ def test_nothing_hostile_breaks_the_server(served: ServeOptions, client: openai.
 
     ask_hostile()
     assert not failures
-    assert statuses[200] > 20
+    assert statuses[200] > 10
     assert statuses[400] > 100
     assert ask(client, user("hi"), tokens=1)
 
