@@ -16,6 +16,9 @@ PROFILES = ("local", "cluster")
 class Refusal(Exception):
     """Bad input, in one sentence for a person: what is wrong, where, and what to type next."""
 
+    exit_code = 1
+    """Of the verb that meets it."""
+
 
 class Section(BaseModel):
     """One typed section of settings.toml; an unknown key or a wrong type is refused.

@@ -11,7 +11,7 @@ from typing import Any
 from invoke import Context, Exit, task
 from invoke.main import program
 
-from cluster import environment
+from cluster import environment, network
 
 environment.enter()  # makes .venv on first use; from here on, everything that the pins name is there
 
@@ -19,6 +19,8 @@ from rich.console import Console
 
 import settings
 from cluster import job_scripts, words
+
+network.keep_to_loopback()
 
 # each verb imports what it needs: all together take seconds, which `inv --list` should not
 CONSOLE = Console()
@@ -36,7 +38,7 @@ def verb(*positional: str, **texts: str) -> Callable[..., Any]:
             try:
                 body(context, *args, **options)
             except settings.Refusal as refusal:
-                raise Exit(f"error: {refusal}", 1) from None
+                raise Exit(f"error: {refusal}", refusal.exit_code) from None
             except Exit:
                 raise
             except _aws_errors() as error:

@@ -1,6 +1,7 @@
 """Talks to the served model from a terminal: what `inv chat` runs."""
 
 import contextlib
+import json
 import os
 import readline  # noqa: F401  gives input() line editing and a history
 from collections.abc import Iterator, Mapping
@@ -13,6 +14,8 @@ import settings
 from jobs import secrets
 
 HELP = "/system TEXT: who the model shall be   /model NAME: ask another   /clear: forget what was said   /quit"
+
+TIMEOUTS = openai.Timeout(300, connect=5)  # seconds, from one piece of an answer to the next
 
 
 class Conversation:
@@ -56,7 +59,7 @@ def chat(url: str, secrets_at: Mapping[str, str], message: str = "") -> None:
     Raises:
         settings.Refusal: there is no key, the server is away, or it refuses the key.
     """
-    client = openai.OpenAI(base_url=url, api_key=key(secrets_at), max_retries=0)
+    client = openai.OpenAI(base_url=url, api_key=key(secrets_at), max_retries=0, timeout=TIMEOUTS)
     with explained(url):
         conversation = Conversation(client, client.models.list().data[0].id)
         if message:
@@ -90,6 +93,8 @@ def explained(url: str) -> Iterator[None]:
         raise settings.Refusal(
             f"{url} refuses the SERVE_API_KEY of .env: it was started with another one; inv submit serve_llm again."
         ) from None
+    except (json.JSONDecodeError, AttributeError, LookupError):  # OpenAI's client takes what comes as it is
+        raise settings.Refusal(f"{url} does not answer as a served model does; look with: inv status") from None
     except openai.APIError as error:
         raise settings.Refusal(f"{url} answers: {error.message}") from None
 

@@ -18,10 +18,12 @@ from typing import Any
 
 import psutil
 import requests
+from ray.job_submission import JobStatus
 from rich.console import Console
 
 import settings
-from cluster import doctor
+from cluster import doctor, head_logs
+from cluster.job_client import JobClient, Unreachable
 from cluster.target import Bill, Connection, Finding
 from jobs.serving import haproxy
 
@@ -65,7 +67,11 @@ class Local:
         state = _new_state()
         process = _start_head(state, section)
         FILE.write_text(json.dumps(state | {"session": process.pid}))
-        _wait_until_ready(process, state["dashboard"])
+        try:
+            _wait_until_ready(process, state["dashboard"])
+            _prove(process, state["dashboard"])
+        except settings.Refusal as refusal:
+            raise settings.Refusal(_given_up(refusal, state)) from None
         print(
             f"local is up after {time.monotonic() - started:.0f} s: {section.num_cpus} logical CPUs, "
             f"{section.object_store_mib} MiB of object store, dashboard {state['dashboard']}"
@@ -77,6 +83,7 @@ class Local:
         return Connection(
             dashboard=_state()["dashboard"],
             headers=_headers(),
+            logs=f"{_state()['temp']}/ray/session_latest/logs",
             job_variables={
                 **self.files(),
                 "RAY_ADDRESS": _state()["address"],  # without it, parts of Ray Train look for any Ray on this machine
@@ -131,14 +138,16 @@ def _clear() -> list[str]:
 
 
 def _is_up() -> bool:
-    return FILE.is_file() and TOKEN.is_file() and _answers(_state()["dashboard"])
+    """A dashboard may outlive its node, which runs the jobs."""
+    return FILE.is_file() and TOKEN.is_file() and _answers(_state()["dashboard"], "/api/v0/nodes", '"ALIVE"')
 
 
-def _answers(dashboard: str, path: str = "/api/jobs/") -> bool:
+def _answers(dashboard: str, path: str, words: str = "") -> bool:
     try:
-        return requests.get(dashboard + path, headers=_headers(), timeout=5).ok
+        response = requests.get(dashboard + path, headers=_headers(), timeout=5)
     except requests.RequestException:
         return False
+    return response.ok and words in response.text
 
 
 def _make_env_file() -> None:
@@ -228,12 +237,41 @@ def _wait_until_ready(process: subprocess.Popen, dashboard: str) -> None:
         # the node's agent, which answers for its logs, starts jobs too, and is there some time after the dashboard
         while not _answers(dashboard, "/api/v0/logs?node_ip=127.0.0.1"):
             waited = time.monotonic() - started
-            if process.poll() is not None:
-                raise settings.Refusal(f"Ray did not start: read {LOG}, then try again: inv up")
+            _must_live(process)
             if waited > START_TIMEOUT_S:
-                raise settings.Refusal(f"Ray did not answer within {START_TIMEOUT_S} s: read {LOG}, then: inv down")
+                raise settings.Refusal(f"Ray did not answer within {START_TIMEOUT_S} s")
             spinner.update(f"starting Ray on loopback: {waited:.0f} s")
             time.sleep(0.5)
+
+
+def _prove(process: subprocess.Popen, dashboard: str) -> None:
+    """Run a job that does nothing: job server, agent, scheduler and a worker have to work, and the head to stay."""
+    client = JobClient(dashboard, _headers())
+    job_id = client.submit_job(entrypoint="true")
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while not (details := client.get_job_info(job_id)).status.is_terminal():
+        _must_live(process)
+        if time.monotonic() > deadline:
+            raise settings.Refusal(f"Ray did not run a job within {START_TIMEOUT_S} s")
+        time.sleep(0.1)
+    if details.status != JobStatus.SUCCEEDED:
+        raise settings.Refusal(f"Ray could not run a job: {details.message}")
+    client.delete_job(job_id)  # nobody asked for it
+    _must_live(process)
+
+
+def _given_up(refusal: settings.Refusal, state: dict[str, Any]) -> str:
+    """Clear what was started; returns what to tell of it."""
+    what = "Ray did not stay up" if isinstance(refusal, Unreachable) else str(refusal)
+    reason = head_logs.reason(LOG, Path(state["temp"], "ray", "session_latest", "logs"))
+    left = _clear()
+    rest = f"still there: {', '.join(left)}; run: inv down" if left else "nothing of it is left; try again: inv up"
+    return f"{what}: {reason}   What it printed is in {LOG}; {rest}"
+
+
+def _must_live(process: subprocess.Popen) -> None:
+    if process.poll() is not None:
+        raise settings.Refusal("Ray did not stay up")
 
 
 def _port(address: str) -> str:

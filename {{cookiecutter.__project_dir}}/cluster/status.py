@@ -10,6 +10,8 @@ from rich.markup import escape
 from rich.table import Table
 
 import settings
+from cluster import job_client
+from cluster.job_client import Unreachable
 from cluster.target import Bill, Connection
 
 SHOWN_RESOURCES = ("CPU", "GPU", "memory", "objectStoreMemory")
@@ -30,23 +32,22 @@ class Snapshot:
 
 
 def take(connection: Connection) -> Snapshot:
-    """Ask the dashboard. Raises `settings.Refusal` when it does not answer, or not as it should."""
+    """Ask the dashboard. Raises `Unreachable` when it does not answer, or not as it should."""
 
     def get(path: str) -> Any:
-        try:
-            response = requests.get(connection.dashboard + path, headers=connection.headers, timeout=15)
-            response.raise_for_status()
-        except requests.RequestException as error:
-            reason = type(error).__name__ if error.response is None else f"{path} gave {error.response.status_code}"
-            raise settings.Refusal(f"Ray does not answer ({reason}); mend the cluster with `inv up` again") from None
+        response = requests.get(connection.dashboard + path, headers=connection.headers, timeout=job_client.TIMEOUTS_S)
+        response.raise_for_status()
         return response.json()
 
-    return Snapshot(
-        nodes=get("/api/v0/nodes")["data"]["result"]["result"],
-        load=(get("/api/cluster_status")["data"]["clusterStatus"] or {}).get("loadMetricsReport") or {},
-        jobs=[job for job in get("/api/jobs/") if job["submission_id"]],
-        serve=get("/api/serve/applications/"),
-    )
+    try:
+        return Snapshot(
+            nodes=get("/api/v0/nodes")["data"]["result"]["result"],
+            load=(get("/api/cluster_status")["data"]["clusterStatus"] or {}).get("loadMetricsReport") or {},
+            jobs=[job for job in get("/api/jobs/") if job["submission_id"]],
+            serve=get("/api/serve/applications/"),
+        )
+    except (requests.RequestException, LookupError, TypeError, AttributeError) as error:
+        raise Unreachable(f"Ray does not answer ({job_client.reason(error)}); {job_client.REMEDY}") from None
 
 
 def show(snapshot: Snapshot, bill: Bill, console: Console) -> None:

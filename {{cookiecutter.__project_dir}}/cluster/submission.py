@@ -13,10 +13,12 @@ from ray.job_submission import JobDetails, JobStatus
 
 import settings
 from cluster import job_output, job_scripts
+from cluster.job_client import JobClient, Unreachable
 from cluster.target import Connection
 
 # Never uploaded. `.env` holds secrets; the rest is large or made again from what is uploaded.
 EXCLUDES = [".env", ".git", ".venv", ".cluster", "data", "models", "runs", "results", "__pycache__", ".*_cache"]
+NODE_GONE_S = 15  # in which Ray itself may end the job of a node that is gone
 SECRETS_HOOK = "jobs.secrets.load"
 
 
@@ -73,9 +75,12 @@ def follow(connection: Connection, job_id: str, *, verbose: bool = False) -> int
     try:
         with job_output.Printer(verbose) as printer:
             asyncio.run(_print_log(connection, job_id, printer))
+        details = _wait_until_ended(connection, job_id)
     except KeyboardInterrupt:
         return _interrupted(connection, job_id)
-    return _exit_code(_wait_until_ended(connection, job_id))
+    except Unreachable:
+        raise Unreachable(_last_words(connection, job_id)) from None
+    return _exit_code(details)
 
 
 def stop(connection: Connection, job_id: str) -> JobDetails:
@@ -111,7 +116,7 @@ async def _print_log(connection: Connection, job_id: str, printer: job_output.Pr
             printed += len(lines)
 
     async def end() -> None:
-        while not (await asyncio.to_thread(client.get_job_info, job_id)).status.is_terminal():
+        while not await asyncio.to_thread(_has_ended, client, job_id):
             await asyncio.sleep(0.5)
 
     streaming, ending = asyncio.create_task(stream()), asyncio.create_task(end())
@@ -122,6 +127,33 @@ async def _print_log(connection: Connection, job_id: str, printer: job_output.Pr
         task.result()  # raises what went wrong
     if ending in done:
         printer.write(client.get_job_logs(job_id)[printed:])
+
+
+def _has_ended(client: JobClient, job_id: str) -> bool:
+    """Raises `Unreachable` when the job's node is gone: nobody would write the job's end."""
+    deadline = time.monotonic() + NODE_GONE_S
+    while True:
+        details = client.get_job_info(job_id)
+        if details.status.is_terminal():
+            return True
+        if not details.driver_node_id or client.node_is_alive(details.driver_node_id):
+            return False
+        if time.monotonic() > deadline:
+            raise Unreachable(f"the node of {job_id} is gone")
+        time.sleep(0.5)
+
+
+def _last_words(connection: Connection, job_id: str) -> str:
+    job = job_id.partition("-")[0]
+    where = "" if connection.job_variables["PROFILE"] == "local" else " --target TARGET"
+    again = f"inv down{where}, inv up{where}"
+    if connection.forwarded:  # perhaps it is the tunnel
+        again = f"inv status{where}; where the cluster answers: inv logs --job {job_id}{where}; where not: {again}"
+    return (
+        f"the cluster no longer answers, and {job_id} may be gone with it. Saved checkpoints and results stay; its log "
+        f"is job-driver-{job_id}.log in {connection.logs} until inv down. Run: {again}, inv submit{where} {job}; "
+        "a run resumes from its last checkpoint"
+    )
 
 
 def _interrupted(connection: Connection, job_id: str) -> int:
@@ -139,9 +171,8 @@ def _wait_until_ended(connection: Connection, job_id: str, patience_s: float = 6
     """The log may end before the job's status is written."""
     client = connection.client()
     for _ in range(int(patience_s * 5)):
-        details = client.get_job_info(job_id)
-        if details.status.is_terminal():
-            return details
+        if _has_ended(client, job_id):
+            return client.get_job_info(job_id)
         time.sleep(0.2)
     raise settings.Refusal(f"{job_id} has not ended after {patience_s:.0f} s; look at it with: inv status")
 

@@ -4,8 +4,9 @@ import logging
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ray.job_submission import JobSubmissionClient
 from rich.table import Table
+
+from cluster.job_client import JobClient
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,14 +19,16 @@ class Connection:
     """Carries the cluster's token."""
     forwarded: dict[int, int] = field(default_factory=dict)
     """This machine's port for each port of the head that a tunnel brings here; empty where no tunnel is needed."""
+    logs: str = "/tmp/ray/session_latest/logs on the head"
+    """Where the logs of jobs are, as long as the cluster is not taken down."""
     job_variables: dict[str, str]
     """Environment of each submitted job: its profile, and where it finds files and secrets."""
 
-    def client(self) -> JobSubmissionClient:
-        """Ray's own client for jobs."""
+    def client(self) -> JobClient:
+        """Ray's own client for jobs. Raises `Unreachable` where the cluster does not answer; so do its methods."""
         for name in ("ray", "ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk"):
             logging.getLogger(name).setLevel(logging.ERROR)  # notes on packing and sockets are no news to a person
-        return JobSubmissionClient(self.dashboard, headers=self.headers)
+        return JobClient(self.dashboard, self.headers)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,30 @@
+"""Finds the line that says why a head died, in what it printed and in the logs of its session."""
+
+import re
+from pathlib import Path
+
+SESSION_LOGS = ("gcs_server.out", "gcs_server.err", "raylet.out", "raylet.err", "dashboard.log", "dashboard_agent.log")
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+EXCEPTION = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception): .+", re.MULTILINE)  # the last line of a traceback
+FATAL = re.compile(r"^\[[^]]* [CF] \d+ \d+\] .*?\.cc:\d+: *(.+)", re.MULTILINE)  # of Ray's own C++
+ENDED = re.compile(r"END (\w+)\.\w+ tail \(exit code\(s\)=(.+?)\) -")
+MOST_CHARACTERS = 300
+
+
+def reason(printed: Path, session: Path) -> str:
+    """Why the head died, in one line; `printed` holds its output, `session` its processes' logs."""
+    text = _read(printed)
+    for pattern, log in (
+        (EXCEPTION, text),
+        (FATAL, text + "".join(_read(session / name) for name in SESSION_LOGS)),
+        (ENDED, text),
+        (re.compile(r"^.*\S.*$", re.MULTILINE), text),
+    ):
+        if found := list(pattern.finditer(log)):
+            groups = found[-1].groups() or (found[-1].group(),)
+            return " ended with ".join(groups).strip()[:MOST_CHARACTERS]
+    return "it printed nothing"
+
+
+def _read(file: Path) -> str:
+    return COLOUR.sub("", file.read_text(errors="replace")) if file.is_file() else ""

@@ -1,0 +1,247 @@
+"""What the verbs say when the cluster does not start, dies while a job is followed, or answers as no Ray does."""
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import httpx
+import pytest
+import requests
+from test_local_target import Project, processes, read_until
+
+import settings
+from cluster import head_logs, job_client, local, network, status, submission
+from cluster.job_client import Unreachable
+from cluster.target import Connection
+
+PROBE = '''
+"""A job for the tests: says that it runs, and goes on."""
+import time
+
+if __name__ == "__main__":
+    print("running", flush=True)
+    time.sleep(600)
+'''
+HEAD = '''
+"""Answers as a head that has just started, and dies of the first job that it is sent."""
+import http.server, os, sys
+
+class Head(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        body = b'{"ray_version": "2.60.0", "result": "ALIVE"}'
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_POST(self):
+        print("MemoryError: no room for the object store", flush=True)
+        os._exit(1)
+
+http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Head).serve_forever()
+'''
+
+
+class Misbehaving(BaseHTTPRequestHandler):
+    """Answers every request in the `manner` of its server, and notes what it was asked for."""
+
+    def do_GET(self) -> None:
+        self.server.asked.append(self.path)  # type: ignore[attr-defined]
+        manner = self.server.manner  # type: ignore[attr-defined]
+        if manner == "resets":
+            self.connection.close()
+        elif manner == "hangs":
+            self.server.let_go.wait()  # type: ignore[attr-defined]
+        elif manner == "fails":
+            self._send(500, b"Traceback (most recent call last):\n  ...\n", 0)
+        elif manner == "is no Ray":
+            self._send(200, b"[]", 0)
+        elif manner == "truncates":
+            self._send(200, b'{"ray_version": "2.6', 100)
+        elif manner == "stops in the midst":
+            self._send(200, b'{"ray_version": "2.6', 0)
+
+    do_POST = do_CONNECT = do_GET
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+    def _send(self, code: int, body: bytes, missing: int) -> None:
+        self.send_response(code)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body) + missing))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ThreadingHTTPServer]:
+    stub = ThreadingHTTPServer(("127.0.0.1", 0), Misbehaving)
+    stub.daemon_threads = True
+    stub.manner, stub.asked, stub.let_go = "resets", [], threading.Event()  # type: ignore[attr-defined]
+    threading.Thread(target=stub.serve_forever, daemon=True).start()
+    yield stub
+    stub.let_go.set()  # type: ignore[attr-defined]
+    stub.shutdown()
+
+
+@pytest.fixture
+def connection(server: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch) -> Connection:
+    monkeypatch.setattr(job_client, "TIMEOUTS_S", (2, 2))
+    return Connection(
+        dashboard=f"http://127.0.0.1:{server.server_port}", headers={}, job_variables={"PROFILE": "local"}
+    )
+
+
+MANNERS = ("resets", "hangs", "fails", "is no Ray", "truncates", "stops in the midst")
+
+
+@pytest.mark.parametrize("manner", MANNERS)
+@pytest.mark.parametrize(
+    "verb",
+    [
+        pytest.param(status.take, id="status, chat, bench"),
+        pytest.param(lambda connection: submission.submit(connection, "preprocess", []), id="submit"),
+        pytest.param(lambda connection: submission.find(connection, ""), id="logs"),
+        pytest.param(lambda connection: submission.stop(connection, "probe-1"), id="stop"),
+        pytest.param(lambda connection: submission.follow(connection, "probe-1"), id="follow"),
+    ],
+)
+def test_a_server_that_misbehaves_is_one_sentence(
+    verb: Callable[[Connection], object], manner: str, connection: Connection, server: ThreadingHTTPServer
+) -> None:
+    server.manner = manner  # type: ignore[attr-defined]
+    with pytest.raises(Unreachable) as told:
+        verb(connection)
+    assert "\n" not in str(told.value)
+    assert "inv down" in str(told.value)
+
+
+@pytest.fixture
+def proxied(server: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Leads all that honours proxies to the server; returns what it was asked for."""
+    for name in ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy"):
+        monkeypatch.setenv(name, f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setenv(name.upper(), f"http://127.0.0.1:{server.server_port}")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    server.manner = "resets"  # type: ignore[attr-defined]
+    server.asked.clear()  # type: ignore[attr-defined]
+    return server.asked  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "expected"),
+    [("", network.LOOPBACK), ("intranet.example", f"intranet.example,{network.LOOPBACK}"), ("*", "*")],
+)
+def test_proxies_are_bypassed_and_what_the_user_bypasses_stays(
+    theirs: str, expected: str, proxied: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NO_PROXY", theirs)
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    network.keep_to_loopback()
+    assert os.environ["no_proxy"] == os.environ["NO_PROXY"] == expected
+    assert "RAY_ADDRESS" not in os.environ
+
+
+@pytest.mark.parametrize("get", [requests.get, httpx.get])
+def test_http_clients_reach_loopback_past_a_proxy(
+    get: Callable[..., object], proxied: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api = ThreadingHTTPServer(("127.0.0.1", 0), Misbehaving)
+    api.manner, api.asked = "is no Ray", []  # type: ignore[attr-defined]
+    threading.Thread(target=api.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{api.server_port}/v1/models"
+    with pytest.raises((requests.RequestException, httpx.HTTPError)):
+        get(url, timeout=15)
+    assert proxied == [url], "without the bypass the proxy is asked"
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, network.LOOPBACK)
+    get(url, timeout=15)
+    assert proxied == [url]
+    assert api.asked == ["/v1/models"]  # type: ignore[attr-defined]
+    api.shutdown()
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
+    folder = tmp_path_factory.mktemp("copy") / "project"
+    unwanted = shutil.ignore_patterns(".venv", ".cluster", ".env", "data", "models", "runs", "results", ".git")
+    shutil.copytree(settings.PROJECT, folder, ignore=unwanted)
+    (folder / ".venv").symlink_to(sys.prefix)
+    (folder / "jobs" / "probe.py").write_text(PROBE)
+    copy = Project(folder)
+    yield copy
+    copy.inv("down")
+
+
+def test_a_head_that_does_not_start_gives_its_reason_and_leaves_nothing(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_object_spilling_config", "{broken")
+    printed = project.inv("up", ok=False)
+    assert "did not stay up: json.decoder.JSONDecodeError: Expecting property name" in printed
+    assert "nothing of it is left" in printed
+    assert not (project.folder / ".cluster" / "local.json").exists()
+
+
+@pytest.mark.parametrize("victim", ["gcs_server", "raylet", "dashboard", "agent"])
+def test_a_cluster_that_dies_under_a_job_is_one_sentence(project: Project, victim: str, proxied: list[str]) -> None:
+    project.inv("up")
+    client = subprocess.Popen(
+        [*project.command, "submit", "probe"],
+        cwd=project.folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    job_id = read_until(client, "running")
+    words = {"agent": "DashboardAgent", "dashboard": "dashboard/dashboard.py"}.get(victim, f"/{victim} ")
+    [process] = [one for one in processes(project) if words in " ".join(one.cmdline()) + " "]
+    process.kill()
+    _, told = client.communicate(timeout=120)
+    assert client.returncode == Unreachable.exit_code, told
+    assert told.startswith(f"error: the cluster no longer answers, and {job_id} may be gone with it"), told
+    assert len(told.splitlines()) == 1
+    log = Path(project.state["temp"], "ray", "session_latest", "logs", f"job-driver-{job_id}.log")
+    assert f"{log.name} in {log.parent}" in told
+    assert "running" in log.read_text()
+    assert not [url for url in proxied if "127.0.0.1" in url or "localhost" in url]
+
+
+def test_a_head_that_dies_of_its_first_job_is_not_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, file in (("STATE", ""), ("FILE", "local.json"), ("TOKEN", "token"), ("LOG", "ray.log")):
+        monkeypatch.setattr(local, name, tmp_path / file)
+    (tmp_path / "head.py").write_text(HEAD)
+
+    def start(state: dict, section: local.RaySection) -> subprocess.Popen:
+        command = [sys.executable, str(tmp_path / "head.py"), state["dashboard"].rpartition(":")[2]]
+        with local.LOG.open("w") as log:
+            return subprocess.Popen(command, stdout=log, stderr=subprocess.DEVNULL, start_new_session=True)
+
+    monkeypatch.setattr(local, "_start_head", start)
+    monkeypatch.setattr(local, "_make_env_file", lambda: None)
+    with pytest.raises(settings.Refusal, match="did not stay up: MemoryError: no room for the object store"):
+        local.Local().up(yes=True)
+    assert not local.FILE.exists()
+
+
+@pytest.mark.parametrize(
+    ("printed", "raylet", "expected"),
+    [
+        ("Traceback\n  File\nValueError: no\n", "", "ValueError: no"),
+        ("fine\n", "[2026-11-23 22:00:46,566 C 981 18] (raylet) a.cc:43:  Check failed: disk\n", "Check failed: disk"),
+        ("\x1b[31m----- END gcs_server.out tail (exit code(s)=-9 (signal 9)) -----\x1b[39m\n", "",
+         "gcs_server ended with -9 (signal 9)"),
+        ("starting\n\nfree some memory\n", "", "free some memory"),
+        ("", "", "it printed nothing"),
+    ],
+)  # fmt: skip
+def test_the_reason_of_a_death_is_found(printed: str, raylet: str, expected: str, tmp_path: Path) -> None:
+    (tmp_path / "ray.log").write_text(printed)
+    (tmp_path / "raylet.out").write_text(raylet)
+    assert head_logs.reason(tmp_path / "ray.log", tmp_path) == expected
