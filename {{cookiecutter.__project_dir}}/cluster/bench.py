@@ -75,7 +75,7 @@ def bench(
     """
     key = chat.key(secrets_at)
     with chat.explained(url):
-        model = openai.OpenAI(base_url=url, api_key=key, max_retries=0).models.list().data[0].id
+        model = openai.OpenAI(base_url=url, api_key=key, max_retries=0, timeout=chat.TIMEOUTS).models.list().data[0].id
     seconds = load.seconds * len(load.concurrent)
     console.print(f"{model} at {url}: {len(load.concurrent)} levels of {load.seconds:g} s, about {seconds:g} s in all")
     levels = asyncio.run(_levels(url, key, model, load, console))
