@@ -17,13 +17,15 @@ from collections.abc import Callable
 from typing import Any
 
 import pyarrow as pa
+import ray
 import ray.data
+from ray.actor import ActorHandle
 from ray.data import DataContext
 from ray.exceptions import ActorDiedError, RayTaskError
 
 import settings
 from jobs import capacity, ray_data, serve_llm, weights
-from jobs.generating import prompts
+from jobs.generating import prompts, suspects
 from jobs.generating.output import Output
 from jobs.preprocessing import rows
 from jobs.preprocessing.progress import Progress, time_left
@@ -39,7 +41,7 @@ def main(options: GenerateOptions) -> None:
     serving = serving.model_copy(update={"model": options.model or serving.model})
     serve_llm.check_model(serving)
     source = rows.find(settings.resolve(options.input), "generate")
-    tokenize = prompts.Tokenize(serving.model, options.id_column, serving.max_model_len)
+    tokenize = prompts.Tokenize(serving.model, options.id_column, serving.max_model_len, options.skip_ids)
     cli.connect(log_to_driver=False)  # vLLM's start fills screens; its log files keep it
     output = Output(settings.resolve(options.output))
     _check_cluster(options, serving, source.name, output.uri)
@@ -86,22 +88,31 @@ def _generate(
     options: GenerateOptions,
     serving: ServeOptions,
 ) -> None:
+    held = ray.remote(num_cpus=0)(suspects.Suspects).remote()
     with Progress(_Line(found.rows)) as progress:
         asked = prompts.dataset(source, found, tokenize, output, progress.report)
         # an engine hands on a block once all of it is answered, and a whole file could be one block
-        answers = _answers(asked.repartition(target_num_rows_per_block=BATCH_ROWS), options, serving)
+        answers = _answers(asked.repartition(target_num_rows_per_block=BATCH_ROWS), held, options, serving)
         saved = answers.map_batches(
             functools.partial(_count, report=progress.report), batch_size=None, batch_format="pyarrow"
         ).map_batches(functools.partial(_save, output=output), batch_size=options.rows_per_file, batch_format="pyarrow")
-        for _ in saved.iter_rows():
-            pass
+        try:
+            for _ in saved.iter_rows():
+                pass
+        except ActorDiedError:
+            if convicted := ray.get(held.convicted.remote()):
+                raise Refusal(suspects.sentence(convicted)) from None
+            raise
 
 
-def _answers(asked: ray.data.Dataset, options: GenerateOptions, serving: ServeOptions) -> ray.data.Dataset:
+def _answers(
+    asked: ray.data.Dataset, held: ActorHandle, options: GenerateOptions, serving: ServeOptions
+) -> ray.data.Dataset:
     """What vLLM makes of the prompts, by way of ray.data.llm: the engine's own words, and how many tokens they are."""
     from ray.data.llm import build_processor, vLLMEngineProcessorConfig
 
     from jobs import openai_app  # imports vLLM, now that nothing is left to refuse
+    from jobs.generating import engine
 
     cpu = serving.accelerator == "cpu"
     bundles = [{"CPU": 1}] * serving.tensor_parallel_size * serving.pipeline_parallel_size
@@ -126,6 +137,7 @@ def _answers(asked: ray.data.Dataset, options: GenerateOptions, serving: ServeOp
         postprocess=_as_answer,
         preprocess_map_kwargs={"num_cpus": 0.5},  # else Ray fuses it with what cut the blocks, and joins them again
     )
+    engine.watch(processor, held)
     return processor(asked)
 
 

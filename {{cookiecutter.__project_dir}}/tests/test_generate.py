@@ -1,6 +1,7 @@
 """Many prompts at once: the answers, what is put aside, and what a killed run leaves for the next."""
 
 import contextlib
+import functools
 import io
 import json
 import os
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +29,7 @@ import settings
 from demo import assets as demo_assets
 from jobs import generate, openai_app
 from jobs.generate import GenerateOptions
+from jobs.generating import engine, suspects
 from jobs.serve_llm import ServeOptions
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="vLLM's CPU build exists for Linux only")
@@ -226,13 +229,77 @@ def test_the_engine_is_the_server_s(monkeypatch: pytest.MonkeyPatch, options: Ge
     asked: dict[str, Any] = {}
     monkeypatch.setattr(ray.data.llm, "vLLMEngineProcessorConfig", lambda **words: asked.update(words))
     monkeypatch.setattr(ray.data.llm, "build_processor", lambda *_, **__: lambda rows: rows)
+    monkeypatch.setattr("jobs.generating.engine.watch", lambda *_: None)
     serving = settings.load(ServeOptions, "serve", profile="cluster").model_copy(
         update={"model": options.model, "tensor_parallel_size": 4}
     )
-    generate._answers(None, options, serving)
+    generate._answers(None, None, options, serving)
     assert openai_app.engine(serving).items() <= asked["engine_kwargs"].items()
     assert asked["accelerator_type"] == "A100"
     assert asked["placement_group_config"] is None
+
+
+# ---------------------------------------------------------------- an engine that dies of a row
+
+
+def test_an_engine_that_dies_again_of_a_row_stops_the_run_and_the_rest_is_answered(
+    ray_session: None,
+    options: GenerateOptions,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(engine, "watch", functools.partial(watch_one_that_dies_of, "q33", engine.watch))
+    names = [f"q{number}" for number in range(80)]
+    asked = [json.dumps({"id": name, "prompt": f"What is {name}"}) for name in names]
+    (tmp_path / "rows.jsonl").write_text("\n".join(asked))
+    changes = {"input": str(tmp_path / "rows.jsonl"), "output": str(tmp_path / "out")}
+    options = options.model_copy(update=changes)
+    with pytest.raises(settings.Refusal, match=r"died twice with the same rows in flight.* --skip-ids") as refused:
+        generate.main(options)
+    named = str(refused.value).partition("--skip-ids ")[2].split()
+    assert "q33" in named
+    assert len(named) <= engine.SUSPECTS_AT_ONCE
+    generate.main(options.model_copy(update={"skip_ids": ("q33",)}))
+    assert Counter(row["id"] for row in read(options)) == Counter(set(names) - {"q33"})
+    assert "1: skipped by --skip-ids" in capsys.readouterr().out
+
+
+def watch_one_that_dies_of(name: str, watch: Callable[..., None], processor: Any, held: Any) -> None:
+    """As engine.watch, for the real engine, which is killed whenever it gets the row of this id."""
+
+    class Mortal(engine.Engine):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            whole = self.llm.generate_async
+
+            async def generate_async(row: dict[str, Any]) -> Any:
+                if row["id"] == name:
+                    [core] = [one for one in psutil.Process().children(recursive=True) if "EngineCore" in one.name()]
+                    core.kill()
+                return await whole(row)
+
+            self.llm.generate_async = generate_async
+
+    watch(processor, held)
+    stage = processor.stages["vLLMEngineStage"]
+    processor.stages["vLLMEngineStage"] = stage.model_copy(update={"fn": Mortal})
+
+
+def test_rows_are_suspects_after_one_death_and_convicted_after_two() -> None:
+    held = suspects.Suspects()
+    assert held.start("one") == held.start("two") == frozenset()
+    held.begin("one", ["a", "b", "c"])
+    held.begin("two", ["d"])
+    held.end("one", ["a"])
+    assert held.start("one") == {"b", "c"}
+    assert held.convicted() == []
+    held.begin("one", ["b"])
+    held.end("one", ["b"])
+    held.begin("one", ["c", "e"])
+    assert held.start("one") == {"b", "c", "e"}
+    assert held.convicted() == ["c"]
+    assert suspects.sentence(["c", "a row"]).endswith("--skip-ids c 'a row'")
 
 
 # ---------------------------------------------------------------- refusals

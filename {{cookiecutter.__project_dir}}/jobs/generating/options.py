@@ -28,3 +28,5 @@ class GenerateOptions(settings.Section):
     """Answers in one file, about. A killed run does again those that were not in a file yet."""
     overwrite: bool = False
     """Do all rows again, also those that are answered."""
+    skip_ids: tuple[str, ...] = ()
+    """Ids of rows to put aside, such as those that an engine died of."""

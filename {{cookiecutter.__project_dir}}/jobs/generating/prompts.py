@@ -2,7 +2,7 @@
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 import jinja2
@@ -75,7 +75,7 @@ def _id_of(row: dict[str, Any], column: str) -> str:
 class Tokenize:
     """Makes prompts of rows, as vLLM's server makes them of requests."""
 
-    def __init__(self, model: str, id_column: str, max_model_len: int) -> None:
+    def __init__(self, model: str, id_column: str, max_model_len: int, skip_ids: Collection[str] = ()) -> None:
         """Load the tokenizer.
 
         Raises:
@@ -89,6 +89,7 @@ class Tokenize:
             raise Refusal(f"{model} gives no tokenizer ({reason}); pass another --model.") from None
         self.id_column = id_column
         self.max_model_len = max_model_len
+        self.skip_ids = frozenset(skip_ids)
 
     def prompt(self, found: Found, skipped: frozenset[str], repeated: frozenset[str]) -> dict[str, Any] | None:
         """The id, the prompt as it stands in the row, and its tokens; None for a row that is skipped.
@@ -102,6 +103,8 @@ class Tokenize:
             return None
         if name in repeated:
             raise BadRow("an id that another row has too")
+        if name in self.skip_ids:
+            raise BadRow("skipped by --skip-ids")
         prompt, tokens = self._tokens(row)
         if not tokens:
             raise BadRow("an empty prompt")
