@@ -46,7 +46,7 @@ case $1 in
     fail) exit 42 ;;
     read) cat ;;
     wait)
-        trap 'echo interrupted; exit 130' INT
+        trap 'echo interrupted; read -r go_on; exit 130' INT
         [ -t 0 ] && [ -t 1 ] && echo on a terminal
         while :; do sleep 1; done
         ;;
@@ -344,6 +344,7 @@ def test_the_terminal_and_ctrl_c(with_uv: Machine) -> None:
     assert "on a terminal" in _read(terminal, "on a terminal")
     os.write(terminal, b"\x03")
     assert "interrupted" in _read(terminal, "interrupted")
+    os.write(terminal, b"\n")  # until then it lives: what a terminal still holds may be lost when its last process ends
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
 
 

@@ -29,11 +29,13 @@ if __name__ == "__main__":
 '''
 HEAD = '''
 """Answers as a head that has just started, and dies of the first job that it is sent."""
-import http.server, os, sys
+import http.server, json, os, sys
+
+import ray
 
 class Head(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
-        body = b'{"ray_version": "2.60.0", "result": "ALIVE"}'
+        body = json.dumps({"ray_version": ray.__version__, "result": "ALIVE"}).encode()
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
