@@ -358,7 +358,15 @@ class Engine:
         self.app = app
 
 
-needs_vllm = pytest.mark.skipif(sys.platform != "linux", reason="vLLM's CPU build exists for Linux only")
+@pytest.fixture(scope="module")
+def vllm_loaded() -> None:
+    """Before a test begins to count seconds: the import takes as long as the machine is busy."""
+    if sys.platform != "linux":
+        pytest.skip("vLLM's CPU build exists for Linux only")
+    import vllm.entrypoints.serve.utils.api_utils  # noqa: F401
+
+
+needs_vllm = pytest.mark.usefixtures("vllm_loaded")
 
 
 @needs_vllm
@@ -639,10 +647,10 @@ def test_the_door_costs_less_than_200_microseconds_a_request(file: Path) -> None
     closed = Door(app, Keys(), Rules(10**6, 100, BODY, 60))
 
     async def seconds(called: ASGIApp, count: int = 2000) -> float:
-        started = time.process_time()  # the processor's, not the clock's: other tests may run beside this one
+        started = time.thread_time()  # of this thread's own work, however busy the machine is
         for _ in range(count):
             await called(scope, receive, send)
-        return (time.process_time() - started) / count
+        return (time.thread_time() - started) / count
 
     cost = min(asyncio.run(seconds(closed)) - asyncio.run(seconds(app)) for _ in range(5))
     assert cost < 200e-6

@@ -223,6 +223,13 @@ def test_no_path_breaks_it(upstream: Upstream, path: str) -> None:
     assert asyncio.run(post(fork(upstream, BESIDE), {"model": "sql"}, path=path)).status_code in (404, 503)
 
 
+def test_a_request_that_comes_back_does_not_go_round(upstream: Upstream) -> None:
+    """As one does whose app is being deleted: its path then leads to the app at the root."""
+    answer = asyncio.run(post(fork(upstream, BESIDE), {"model": "sql"}, "/models/sql/v1/chat/completions"))
+    assert answer.status_code == 404
+    assert upstream.asked == []
+
+
 # ---------------------------------------------------------------- what is counted
 
 

@@ -95,7 +95,12 @@ class Door:
                 await self._take(asked.sequences, held)
             call = AppCall(self.app, scope, body, receive, answer, answer.close)
             everything = held.pop_all()
-        call.task.add_done_callback(lambda task: everything.close() or task.cancelled() or task.exception())
+
+        def free(task: asyncio.Future[None]) -> None:
+            everything.close()
+            task.cancelled() or task.exception()  # looked at: asyncio would log one that nobody has seen
+
+        call.task.add_done_callback(free)
         await call.wait()
 
     def _name(self, headers: dict[bytes, bytes]) -> str:
