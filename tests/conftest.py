@@ -1,10 +1,15 @@
 """What the tests share: the template as git holds it, and one project with the default answers."""
 
+import signal
 from pathlib import Path
 
 import pytest
 
 import bake
+
+# a shell that starts tests in the background has both ignored, and so would have the processes that tests interrupt
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")

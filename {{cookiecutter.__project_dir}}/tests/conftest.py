@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,10 @@ import ray
 from cluster.local import free_ports
 from demo import assets as demo_assets
 from jobs.serving import haproxy
+
+# a shell that starts tests in the background has both ignored, and so would have the processes that tests interrupt
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 TAUGHT = 5  # facts that the model of model_folder knows
 
