@@ -634,6 +634,20 @@ def test_what_answers_http_listens_on_loopback_alone(served: ServeOptions) -> No
     assert {address for address, _ in found} == {"127.0.0.1"}
 
 
+def test_only_a_replicas_own_port_listens_beyond_loopback(served: ServeOptions) -> None:
+    """Of all that Ray, Serve, vLLM and HAProxy start; the next test asks that port without the token."""
+    ours = children()
+    beyond = {
+        ours[connection.pid]
+        for connection in psutil.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+        and connection.pid in ours
+        and connection.laddr.ip.removeprefix("::ffff:") not in ("127.0.0.1", "::1")
+    }
+    assert len(beyond) == 1, beyond
+    assert "ServeReplica" in beyond.pop()
+
+
 def test_serves_own_calls_to_a_replica_want_the_token(served: ServeOptions) -> None:
     """Their port is the one that listens on every network: Serve knows no other way."""
     (port,) = [
@@ -981,7 +995,7 @@ def test_an_engine_that_dies_is_replaced_at_once(served: ServeOptions) -> None:
     gone = replica()._actor_id
     with ThreadPoolExecutor(1) as background:
         headers = {"Authorization": f"Bearer {os.environ['SERVE_API_KEY']}"}
-        many = MINUTES | {"messages": user("hi"), "n": 8}
+        many = MINUTES | {"messages": user("hi"), "n": 64}
         asked = background.submit(
             requests.post, f"{served.url}/chat/completions", json=many, headers=headers, timeout=120
         )

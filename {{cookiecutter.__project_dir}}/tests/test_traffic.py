@@ -19,13 +19,14 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 import settings
 from jobs import serve_llm, served
 from jobs.serve_llm import ServeOptions
 from jobs.served import ServedOptions
 from jobs.serving import haproxy, traffic
+from jobs.serving.body import inspect
 from jobs.serving.fork import Counted, Fork
 from jobs.serving.traffic import CANARY, ROOT, Reporter
 
@@ -54,7 +55,16 @@ def model() -> type:
             answering = Counted(Starlette(routes=routes), reporter.note)
             if self._path != ROOT:
                 return answering
-            return Fork(answering, self._model, self._address, lambda: reporter.routes)
+            fork = Fork(answering, self._model, self._address, lambda: reporter.routes)
+
+            async def read(scope: Scope, receive: Receive, send: Send) -> None:
+                """As the door does, which is before the fork."""
+                if scope["type"] == "http" and scope["method"] == "POST":
+                    message = await receive()
+                    scope = {**scope, "state": {"body": inspect(message["body"])}}
+                await fork(scope, receive, send)
+
+            return read
 
     return Model
 
