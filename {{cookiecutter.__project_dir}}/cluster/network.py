@@ -1,4 +1,4 @@
-"""What of a user's environment would lead this project's requests away from its own cluster."""
+"""Keeps this project's requests on its own cluster, whatever proxies the user's environment names."""
 
 import os
 

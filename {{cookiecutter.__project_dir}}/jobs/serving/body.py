@@ -180,7 +180,7 @@ def _check_schema(param: str, schema: Any) -> None:
 
 
 def _sequences(asked: dict[str, Any]) -> int:
-    """Prompts times `n`, whichever route they are for: an embedding has `input`, or conversations in `messages`."""
+    """Return prompts times `n`. Completions have `prompt`, embeddings `input` or conversations in `messages`."""
     answers = asked.get("n")
     if answers is None:
         answers = 1

@@ -226,7 +226,7 @@ async def _nothing() -> Message:
 async def _drop(message: Message) -> None:
     if message["type"] == "http.response.start":
         raise OSError("the client has hung up, or its time is up")
-    # a stream goes on to its next piece: only there, and not in here, does its engine learn that it is cancelled
+    # nothing is raised for a piece of a stream: it must reach its next piece, where cancelling it stops the engine
 
 
 def _inspected(body: bytes) -> Body:
