@@ -20,7 +20,7 @@ from cluster.job_client import Unreachable
 from cluster.target import Connection
 
 PROBE = '''
-"""A job for the tests: says that it runs, and goes on."""
+"""A job for the tests: prints a line, then keeps running."""
 import time
 
 if __name__ == "__main__":

@@ -323,7 +323,7 @@ def stub() -> type:
         async def answer(self, request: Request) -> Response:
             asked = await request.json()
             if "fail" in asked["messages"][-1]["content"]:
-                error = {"message": "the key owner has asked for as much as it may", "code": "rate_limit_exceeded"}
+                error = {"message": "rate limit exceeded for key owner", "code": "rate_limit_exceeded"}
                 return JSONResponse({"error": error}, 429, {"Retry-After": "17"})
             told = [
                 asked["messages"][0]["content"],
@@ -479,7 +479,7 @@ def test_a_served_model_answers_from_the_sources_and_each_part_has_its_replicas(
     shown = f"[1] {sources[0]['document']}: {sources[0]['text']}"
     assert shown[:200] in prompt
     assert (key, tokens) == (os.environ["SERVE_API_KEY"][-4:], "7")
-    with pytest.raises(openai.RateLimitError, match="as much as it may") as caught:
+    with pytest.raises(openai.RateLimitError, match="rate limit exceeded") as caught:
         ask(client, "What does ENOENT mean, fail")
     assert (caught.value.code, caught.value.response.headers["retry-after"]) == ("rate_limit_exceeded", "17")
     for stream in (False, True):

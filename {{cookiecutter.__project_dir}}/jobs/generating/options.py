@@ -13,7 +13,7 @@ class GenerateOptions(settings.Section):
     output: str
     """Folder or s3:// URI that gets answers/ and rejected/; what is answered there is not done again."""
     id_column: str = "id"
-    """Column with each row's own id, a text or a whole number, by which a killed run goes on."""
+    """Column with each row's unique id, a string or an integer. A killed run resumes by it."""
     model: str = ""
     """Folder in Hugging Face format, hub id, or s3:// URI; empty: the one of [serve]."""
     shared_paths: tuple[str, ...] = ()

@@ -37,7 +37,7 @@ class EmbedOptions(settings.Section):
     questions: str = ""
     """JSONL with `question` and the id of the `document` that answers it: the share found is told at the end."""
     fresh: bool = False
-    """Make the index anew, without what is in it."""
+    """Rebuild the index from scratch."""
 
     @model_validator(mode="after")
     def _overlap_is_smaller(self) -> "EmbedOptions":

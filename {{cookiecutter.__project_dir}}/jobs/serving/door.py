@@ -113,7 +113,7 @@ class Door:
     def _charge(self, name: str, count: int, held: ExitStack) -> None:
         """Count sequences of a key, as long as `held` is open."""
         if wait_s := self._limits.begin(name, count):
-            message = f"the key {name} has asked for as much as it may: try again after {wait_s} s"
+            message = f"rate limit exceeded for key {name}: retry in {wait_s} s"
             raise Rejected(429, message, code="rate_limit_exceeded", Retry_After=str(wait_s))
         held.callback(self._limits.end, name, count)
 

@@ -27,7 +27,7 @@ class ServeOptions(settings.Section):
     beside: bool = False
     """Serve the model beside what is served, at the same address, rather than in its place."""
     canary_percent: float = Field(default=0, ge=0, le=100)
-    """Serve the model as a canary: beside the one at the address, by the same name, with this share of its requests."""
+    """Serve the model as a canary under the same name as the current one, with this percentage of its requests."""
     host: str
     """Address to listen on; the loopback address keeps strangers out."""
     port: int = Field(ge=1, le=65535)

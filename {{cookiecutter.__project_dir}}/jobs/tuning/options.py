@@ -31,7 +31,7 @@ class TuneOptions(TrainOptions):
     script: Literal["finetune_ddp", "finetune_fsdp", "finetune_deepspeed"]
     """The job that a trial runs."""
     trials: PositiveInt
-    """Settings that are tried; with more of them, the same name goes on from those that were."""
+    """Number of settings to try. Run again with more under the same name to add trials."""
     trials_at_once: PositiveInt
     """Trials that run side by side, each on num_workers workers."""
 
@@ -45,7 +45,7 @@ class TuneOptions(TrainOptions):
     grace_steps: PositiveInt
     """Steps that each trial has before it is compared with the others (ASHA: Li et al. 2018, arXiv:1810.05934)."""
     reduction_factor: float = Field(gt=1)
-    """Of so many trials, one goes on: at grace_steps, at so many times grace_steps, and so on."""
+    """At each rung (grace_steps, then this many times as many, and so on), one in this many trials continues."""
 
     @model_validator(mode="after")
     def _trials_are_compared(self) -> Self:
