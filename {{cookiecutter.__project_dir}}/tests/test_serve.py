@@ -642,6 +642,7 @@ def test_only_a_replicas_own_port_listens_beyond_loopback(served: ServeOptions) 
         for connection in psutil.net_connections("inet")
         if connection.status == psutil.CONN_LISTEN
         and connection.pid in ours
+        and connection.laddr
         and connection.laddr.ip.removeprefix("::ffff:") not in ("127.0.0.1", "::1")
     }
     assert len(beyond) == 1, beyond
