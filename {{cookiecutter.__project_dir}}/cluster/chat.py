@@ -6,7 +6,7 @@ import os
 import readline  # noqa: F401  gives input() line editing and a history
 from collections.abc import Iterator, Mapping
 
-import httpx
+import httpx2
 import openai
 from openai.types.chat import ChatCompletionMessageParam
 
@@ -87,7 +87,7 @@ def explained(url: str) -> Iterator[None]:
     """Turns what OpenAI's client raises into one sentence, a `settings.Refusal`."""
     try:
         yield
-    except (openai.APIConnectionError, httpx.TransportError):
+    except (openai.APIConnectionError, httpx2.TransportError):
         raise settings.Refusal(f"nothing answers at {url}: serve a model with inv submit serve_llm") from None
     except openai.AuthenticationError:
         raise settings.Refusal(

@@ -30,6 +30,7 @@ from vllm.entrypoints.serve.exception_handling.handlers.vllm_error import vllm_e
 from vllm.v1.engine.exceptions import EngineGenerateError
 
 import settings
+from jobs.serving import routing
 from jobs.serving.adapters import Adapters
 from jobs.serving.door import DEAD_RETRY_S, NO_BOUND, OPEN_ROUTE, Door, Rules
 from jobs.serving.fork import Counted, Fork
@@ -117,7 +118,7 @@ def llm_config(options: "ServeOptions") -> LLMConfig:
             "downscale_delay_s": options.downscale_delay_s,
         },
         "max_ongoing_requests": NO_BOUND,
-        # those that Serve's own proxy holds while there is no replica; more get 503
+        # those that Serve's own proxy holds while it starts a replica of an app at zero; more get 503
         "max_queued_requests": options.max_ongoing_requests + options.max_queued_requests,
         "backpressure_config": BackpressureConfig(retry_after_s=DEAD_RETRY_S),
         "health_check_period_s": 1,  # a replica that has ended is replaced when the next check finds it gone
@@ -128,10 +129,12 @@ def llm_config(options: "ServeOptions") -> LLMConfig:
     }
     if options.prefix_routing:
         deployment["request_router_config"] = RequestRouterConfig(
-            request_router_class=PrefixCacheAffinityRouter,
+            request_router_class=routing.SamePrefix if options.min_replicas else PrefixCacheAffinityRouter,
             # by itself it would pile requests up on one replica, and remember all that was ever asked
             request_router_kwargs={"imbalanced_threshold": options.target_ongoing_requests, "do_eviction": True},
         )
+    elif options.min_replicas:
+        deployment["request_router_config"] = RequestRouterConfig(request_router_class=routing.LeastLoaded)
     cpu = options.accelerator == "cpu"
     return LLMConfig(
         model_loading_config={"model_id": options.served_name, "model_source": options.source},

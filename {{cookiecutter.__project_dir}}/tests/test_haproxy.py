@@ -20,7 +20,7 @@ from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig,
 from ray.serve.config import HTTPOptions
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from cluster.local import free_ports
@@ -43,6 +43,8 @@ class Replica:
         routes = [
             Route("/-/healthz", lambda _: Response("success")),
             Route("/app/stream", self._stream),
+            Route("/app/none", lambda _: PlainTextResponse("Deployment(name='Server') is unavailable", 503)),
+            Route("/app/full", lambda _: JSONResponse({"error": "full"}, 503, {"Retry-After": "1"})),
             Route("/{path:path}", self._repeat, methods=["GET", "POST"]),
         ]
         config = uvicorn.Config(Starlette(routes=routes), port=self.port, log_level="error")
@@ -230,6 +232,17 @@ def test_errors_of_haproxys_own_have_openais_shape(proxy: Proxy) -> None:
         answer = proxy.client.post(path, json={})
         assert error(answer, 503)["message"]
     assert proxy.client.get("/gone/").headers["retry-after"] == "5"
+
+
+def test_serves_own_proxy_without_replicas_speaks_as_openai_does(proxy: Proxy) -> None:
+    answer = proxy.client.get("/app/none")
+    assert error(answer, 503)["message"] == "no replica answers at this moment"
+    assert answer.headers["retry-after"] == "5"
+
+
+def test_a_replicas_own_503_passes_as_it_is(proxy: Proxy) -> None:
+    answer = proxy.client.get("/app/full")
+    assert (answer.json(), answer.headers["retry-after"]) == ({"error": "full"}, "1")
 
 
 # ---------------------------------------------------------------- ports

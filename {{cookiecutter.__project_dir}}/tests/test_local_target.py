@@ -132,6 +132,7 @@ def test_other_users_read_and_write_nothing_of_a_running_job(project: Project) -
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
 def test_other_users_read_and_write_nothing_of_a_job_without_a_cluster(project: Project) -> None:
     variables = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    variables["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"  # where uv runs these tests, Ray would make workers an empty .venv
     job = subprocess.Popen(
         [*project.command[:-1], "jobs.probe", "0", "2"],
         cwd=project.folder, env=variables, stdout=subprocess.PIPE, text=True,

@@ -1011,3 +1011,6 @@ def test_an_engine_that_dies_is_replaced_at_once(served: ServeOptions) -> None:
         assert time.perf_counter() < killed_at + REPLACED_WITHIN_S
         time.sleep(0.05)
     assert len(found) == 1
+    refused = requests.post(f"{served.url}/chat/completions", json=many, headers=headers, timeout=REPLACED_WITHIN_S)
+    assert (refused.status_code, refused.json()["error"]["type"]) == (503, "server_error")
+    assert int(refused.headers["Retry-After"]) >= 1
