@@ -7,7 +7,7 @@ import pytest
 
 import bake
 
-# a shell that starts tests in the background has both ignored, and so would have the processes that tests interrupt
+# a shell ignores both in what it starts in the background, and processes that the tests interrupt would inherit that
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastapi import FastAPI, HTTPException, Request
 from ray import serve
+from ray._private.worker import global_worker
 from ray.llm._internal.common.callbacks.base import CallbackBase
 from ray.llm._internal.serve.core.ingress.builder import _build_openai_ingress_request_router
 from ray.serve.config import BackpressureConfig, RequestRouterConfig
@@ -53,7 +54,7 @@ MISREAD = (AttributeError, LookupError)  # what vLLM stumbles over in messages t
 DEPLOYMENT = "Server"  # the same whatever the model, so that another one replaces it in place
 log = logging.getLogger("ray.serve")
 ENGINE_CHECK_S = 0.25
-LAST_WORDS_S = 0.5  # for the answers to requests that a dead engine was working on
+LAST_WORDS_S = 2  # at most, for the answers to requests that a dead engine was working on
 HUB_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 
 
@@ -118,7 +119,7 @@ def llm_config(options: "ServeOptions") -> LLMConfig:
             "downscale_delay_s": options.downscale_delay_s,
         },
         "max_ongoing_requests": NO_BOUND,
-        # those that Serve's own proxy holds while it starts a replica of an app at zero; more get 503
+        # requests that Serve's own proxy holds while an app at zero starts a replica; more get 503
         "max_queued_requests": options.max_ongoing_requests + options.max_queued_requests,
         "backpressure_config": BackpressureConfig(retry_after_s=DEAD_RETRY_S),
         "health_check_period_s": 1,  # a replica that has ended is replaced when the next check finds it gone
@@ -191,7 +192,7 @@ class Server(LLMServer):
         while self._alive():
             await asyncio.sleep(ENGINE_CHECK_S)
         log.error("the engine is dead, so its replica ends; Serve starts another")
-        await asyncio.sleep(LAST_WORDS_S)
+        await asyncio.wait([_stop_listening()], timeout=LAST_WORDS_S)
         os._exit(1)
 
     def _names(self) -> list[str]:
@@ -219,6 +220,16 @@ class Server(LLMServer):
             await self.engine.start()
         except Exception as error:
             raise RuntimeError(_first_error_in_log() or str(error)) from error
+
+
+def _stop_listening() -> asyncio.Task[None]:
+    """Refuse new connections, so that HAProxy sends them elsewhere. The task ends when all requests are answered.
+
+    Serve has no public call for it.
+    """
+    replica = global_worker.actors[global_worker.core_worker.get_actor_id()]._replica_impl
+    replica._stop_accepting_direct_ingress()
+    return replica._direct_ingress_http_server_task
 
 
 def close(app: FastAPI) -> None:

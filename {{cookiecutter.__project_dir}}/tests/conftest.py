@@ -21,7 +21,7 @@ from cluster.local import free_ports
 from demo import assets as demo_assets
 from jobs.serving import haproxy
 
-# a shell that starts tests in the background has both ignored, and so would have the processes that tests interrupt
+# a shell ignores both in what it starts in the background, and processes that the tests interrupt would inherit that
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 

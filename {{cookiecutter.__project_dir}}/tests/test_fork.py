@@ -224,7 +224,7 @@ def test_no_path_breaks_it(upstream: Upstream, path: str) -> None:
 
 
 def test_a_request_that_comes_back_does_not_go_round(upstream: Upstream) -> None:
-    """As one does whose app is being deleted: its path then leads to the app at the root."""
+    """While an app is being deleted, its path leads to the app at the root."""
     before = len(upstream.asked)
     answer = asyncio.run(post(fork(upstream, BESIDE), {"model": "sql"}, "/models/sql/v1/chat/completions"))
     assert answer.status_code == 404

@@ -1,5 +1,6 @@
 """Many prompts at once: the answers, what is put aside, and what a killed run leaves for the next."""
 
+import asyncio
 import contextlib
 import functools
 import io
@@ -255,7 +256,7 @@ def test_an_engine_that_dies_again_of_a_row_stops_the_run_and_the_rest_is_answer
     (tmp_path / "rows.jsonl").write_text("\n".join(asked))
     changes = {"input": str(tmp_path / "rows.jsonl"), "output": str(tmp_path / "out")}
     options = options.model_copy(update=changes)
-    with pytest.raises(settings.Refusal, match=r"died twice with the same rows in flight.* --skip-ids") as refused:
+    with pytest.raises(settings.Refusal, match=r"crashed twice with the same rows in flight.* --skip-ids") as refused:
         generate.main(options)
     named = str(refused.value).partition("--skip-ids ")[2].split()
     assert "q33" in named
@@ -266,7 +267,7 @@ def test_an_engine_that_dies_again_of_a_row_stops_the_run_and_the_rest_is_answer
 
 
 def watch_one_that_dies_of(name: str, watch: Callable[..., None], processor: Any, held: Any) -> None:
-    """As engine.watch, for the real engine, which is killed whenever it gets the row of this id."""
+    """Like engine.watch; in addition, a real engine is killed whenever it gets the row with this id."""
 
     class Mortal(engine.Engine):
         def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -274,10 +275,14 @@ def watch_one_that_dies_of(name: str, watch: Callable[..., None], processor: Any
             whole = self.llm.generate_async
 
             async def generate_async(row: dict[str, Any]) -> Any:
+                answer = asyncio.ensure_future(whole(row))
                 if row["id"] == name:
-                    [core] = [one for one in psutil.Process().children(recursive=True) if "EngineCore" in one.name()]
+                    # a row crashes an engine only after vLLM has sent it one; a crash before that may hang vLLM
+                    while self.llm.engine.output_handler is None:
+                        await asyncio.sleep(0.001)
+                    [core] = self.llm.engine.engine_core.resources.engine_manager.processes
                     core.kill()
-                return await whole(row)
+                return await answer
 
             self.llm.generate_async = generate_async
 

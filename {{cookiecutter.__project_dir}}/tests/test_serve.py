@@ -215,6 +215,7 @@ def test_clients_that_hang_up_stop_the_engine(served: ServeOptions, client: open
 MINUTES = {"model": "tiny", "max_tokens": 200, "ignore_eos": True}
 """With as many sequences as a key may have, many seconds of work: far more than it takes to stop."""
 REPLACED_WITHIN_S = 10  # one second is usual; Ray's three failed checks by themselves take 30
+REFUSED_WITHIN_S = 3  # one second is usual: HAProxy waits that long before its second try
 STOPS_WITHIN_S = 3  # a fraction of a second where the machine has nothing else to do
 BODIES = {
     "whole": ("chat/completions", {"messages": user("hi")}, 64),
@@ -587,7 +588,8 @@ def test_nothing_hostile_breaks_the_server(served: ServeOptions, client: openai.
         path, raw, headers = request
         connection = http.client.HTTPConnection(served.root.removeprefix("http://"), timeout=60)
         with contextlib.closing(connection):
-            connection.request("POST", path, raw, {**key, **headers})
+            with contextlib.suppress(BrokenPipeError):  # a header can be refused before a long body is read
+                connection.request("POST", path, raw, {**key, **headers})
             answer = connection.getresponse()
             said = answer.read()
         statuses[answer.status] += 1
@@ -597,7 +599,7 @@ def test_nothing_hostile_breaks_the_server(served: ServeOptions, client: openai.
 
     ask_hostile()
     assert not failures
-    assert statuses[200] > 10
+    assert statuses[200] > 4
     assert statuses[400] > 100
     assert ask(client, user("hi"), tokens=1)
 
@@ -994,23 +996,22 @@ def write_adapters(run: Path, base: Path, *, seed: int, weights: Path | None = N
 def test_an_engine_that_dies_is_replaced_at_once(served: ServeOptions) -> None:
     """The last test that needs an engine: nobody waits here until the next one has started."""
     gone = replica()._actor_id
-    with ThreadPoolExecutor(1) as background:
-        headers = {"Authorization": f"Bearer {os.environ['SERVE_API_KEY']}"}
-        many = MINUTES | {"messages": user("hi"), "n": 64}
-        asked = background.submit(
-            requests.post, f"{served.url}/chat/completions", json=many, headers=headers, timeout=120
-        )
+    headers, url = {"Authorization": f"Bearer {os.environ['SERVE_API_KEY']}"}, f"{served.url}/chat/completions"
+    one = {"model": "tiny", "messages": user("hi"), "max_tokens": 1}
+    many = one | {"n": 32, "max_tokens": 150, "ignore_eos": True}  # the update before this takes 200 in all
+    with ThreadPoolExecutor(5) as background:
+        asked = background.submit(requests.post, url, json=many, headers=headers, timeout=120)
         wait_for_engine(True, 60)
         (engine,) = [pid for pid, name in children().items() if "EngineCore" in name]
         psutil.Process(engine).kill()
         killed_at = time.perf_counter()
-        answer = asked.result()
-    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_dead")
-    assert int(answer.headers["Retry-After"]) >= 1
-    while not (found := [each for each in replicas() if each._actor_id != gone]):
-        assert time.perf_counter() < killed_at + REPLACED_WITHIN_S
-        time.sleep(0.05)
+        refused = []
+        while not (found := [each for each in replicas() if each._actor_id != gone]):
+            assert time.perf_counter() < killed_at + REPLACED_WITHIN_S
+            refused += background.map(lambda _: requests.post(url, json=one, headers=headers, timeout=60), range(4))
     assert len(found) == 1
-    refused = requests.post(f"{served.url}/chat/completions", json=many, headers=headers, timeout=REPLACED_WITHIN_S)
-    assert (refused.status_code, refused.json()["error"]["type"]) == (503, "server_error")
-    assert int(refused.headers["Retry-After"]) >= 1
+    for answer in (asked.result(), *refused):
+        assert (answer.status_code, answer.json()["error"]["type"]) == (503, "server_error")
+        assert int(answer.headers["Retry-After"]) >= 1
+    assert asked.result().json()["error"]["code"] == "engine_dead"
+    assert max(answer.elapsed.total_seconds() for answer in refused) < REFUSED_WITHIN_S

@@ -1,4 +1,4 @@
-"""The engine of ray.data.llm, which restarts a dead engine without end, with a limit: see suspects.py."""
+"""Stops ray.data.llm from restarting a crashing engine without end; suspects.py finds the rows at fault."""
 
 import asyncio
 import uuid
@@ -7,45 +7,45 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.llm._internal.batch.processor import Processor  # as ray.data.llm has no hook for a row
+from ray.llm._internal.batch.processor import Processor  # ray.data.llm has no hook for a row
 from ray.llm._internal.batch.stages.vllm_engine_stage import vLLMEngineStageUDF
 
 from settings import Refusal
 
-SUSPECTS_AT_ONCE = 8  # few, so that a second death names few; more than one, so that innocent rows do not take hours
+SUSPECTS_AT_ONCE = 8  # few, so that a second crash names few rows; not one, as innocent rows would take hours
 
 
 class Engine(vLLMEngineStageUDF):
-    """Reports its rows, gets those that were in an engine at a death a few at a time, and does not start in vain."""
+    """Reports its rows in flight, works on suspects a few at a time, and does not start after a second crash."""
 
     def __init__(self, *arguments: Any, suspects: ActorHandle, **options: Any) -> None:
-        self._books = suspects
+        self._tracker = suspects
         self._name = ray.get_runtime_context().get_actor_id()  # a restarted actor keeps it
         self._suspects = ray.get(suspects.start.remote(self._name))
         if ray.get(suspects.convicted.remote()):
-            raise Refusal("this engine died twice with the same rows")
-        self._few = asyncio.Semaphore(SUSPECTS_AT_ONCE)
+            raise Refusal("this engine crashed twice with the same rows")
+        self._limit = asyncio.Semaphore(SUSPECTS_AT_ONCE)
         super().__init__(*arguments, **options)
 
     async def udf(self, batch: list[dict[str, Any]]) -> AsyncIterator[dict[str, Any]]:
         ids = [row["id"] for row in batch if row["id"] not in self._suspects]
-        await self._books.begin.remote(self._name, ids)
+        await self._tracker.begin.remote(self._name, ids)
         async for answer in super().udf(batch):
             yield answer
-        await self._books.end.remote(self._name, ids)
+        await self._tracker.end.remote(self._name, ids)
 
     async def _generate_with_error_handling(self, row: dict[str, Any], batch_uuid: uuid.UUID) -> dict[str, Any]:
         if row["id"] not in self._suspects:
             return await super()._generate_with_error_handling(row, batch_uuid)
-        async with self._few:
-            await self._books.begin.remote(self._name, [row["id"]])
+        async with self._limit:
+            await self._tracker.begin.remote(self._name, [row["id"]])
             answer = await super()._generate_with_error_handling(row, batch_uuid)
-            await self._books.end.remote(self._name, [row["id"]])
+            await self._tracker.end.remote(self._name, [row["id"]])
             return answer
 
 
 def watch(processor: Processor, suspects: ActorHandle) -> None:
-    """Let `suspects` know of the processor's engines."""
+    """Make the processor's engines report their rows to `suspects`."""
     stage = processor.stages["vLLMEngineStage"]
     words = stage.fn_constructor_kwargs | {"suspects": suspects}
     processor.stages["vLLMEngineStage"] = stage.model_copy(update={"fn": Engine, "fn_constructor_kwargs": words})

@@ -29,4 +29,4 @@ class GenerateOptions(settings.Section):
     overwrite: bool = False
     """Do all rows again, also those that are answered."""
     skip_ids: tuple[str, ...] = ()
-    """Ids of rows to put aside, such as those that an engine died of."""
+    """Ids of rows to skip, such as rows that crash the engine."""

@@ -1,11 +1,11 @@
-"""Which rows are in an engine when it dies; a row that is there twice is not tried a third time."""
+"""Finds the rows that crash an engine. A row that was in flight at two crashes is not tried again."""
 
 import shlex
 from collections import defaultdict
 
 
 class Suspects:
-    """Knows each engine's rows. One such actor serves all engines of a run."""
+    """Tracks the rows in flight in each engine. One such actor serves all engines of a run."""
 
     def __init__(self) -> None:
         self._in_flight: defaultdict[str, set[str]] = defaultdict(set)
@@ -13,28 +13,28 @@ class Suspects:
         self._convicted: set[str] = set()
 
     def start(self, engine: str) -> frozenset[str]:
-        """Return the suspects to an engine that starts. The rows that it held before, when it died, are among them."""
+        """Note that an engine starts. Rows still in flight from its last life become suspects; return all suspects."""
         lost = self._in_flight.pop(engine, set())
         self._convicted |= lost & self._suspects
         self._suspects |= lost
         return frozenset(self._suspects)
 
     def begin(self, engine: str, ids: list[str]) -> None:
-        """Note rows that the engine is about to get."""
+        """Note rows that the engine starts on."""
         self._in_flight[engine].update(ids)
 
     def end(self, engine: str, ids: list[str]) -> None:
-        """Note rows that it has answered."""
+        """Note rows that the engine has answered."""
         self._in_flight[engine].difference_update(ids)
 
     def convicted(self) -> list[str]:
-        """Return the rows that were in an engine at two deaths."""
+        """Return the rows that were in flight at two crashes."""
         return sorted(self._convicted)
 
 
 def sentence(convicted: list[str]) -> str:
-    """Return what to tell a person."""
+    """Return the error message that names these rows."""
     return (
-        "an engine died twice with the same rows in flight and is not started again; what was answered is kept. "
-        f"To answer the rest, run this again with: --skip-ids {shlex.join(convicted)}"
+        "an engine crashed twice with the same rows in flight, so the run stopped; finished answers are kept. "
+        f"To answer the remaining rows, run it again with: --skip-ids {shlex.join(convicted)}"
     )

@@ -98,7 +98,7 @@ class Door:
 
         def free(task: asyncio.Future[None]) -> None:
             everything.close()
-            task.cancelled() or task.exception()  # looked at: asyncio would log one that nobody has seen
+            task.cancelled() or task.exception()  # retrieved, as asyncio logs exceptions that nobody retrieves
 
         call.task.add_done_callback(free)
         await call.wait()
@@ -226,7 +226,7 @@ async def _nothing() -> Message:
 async def _drop(message: Message) -> None:
     if message["type"] == "http.response.start":
         raise OSError("the client has hung up, or its time is up")
-    # nothing is raised for a piece of a stream: it must reach its next piece, where cancelling it stops the engine
+    # raise nothing for a chunk: the stream must reach its next chunk, where cancellation stops the engine
 
 
 def _inspected(body: bytes) -> Body:

@@ -42,7 +42,7 @@ class Fork:
             await self.app(scope, receive, send)
             return
         asked: Body = scope["state"]["body"]
-        # what was handed on comes back, below the path of its app, while that is being deleted
+        # while an app is being deleted, requests forwarded to its path end up here
         path = self._choose(asked.model, routes) if scope["path"].startswith("/v1/") else None
         if path is None:
             await self.app(scope, receive, send)

@@ -23,6 +23,8 @@ def environment(folder: str, fallback_port: int = 8500) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": folder,
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": f"{folder}/server-state",
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(fallback_port),
+        # a replica that refuses one connection gets no more until it passes a health check: each try takes a second
+        "RAY_SERVE_HAPROXY_OBSERVE_ERROR_LIMIT": "1",
         # a replica that leaves still takes requests for so long; HAProxy knows within a second
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "3",
         # our app never blocks, so it needs no thread of its own, which each piece of a stream would have to cross

@@ -61,7 +61,7 @@ class ServeOptions(settings.Section):
     takes a few milliseconds of each request."""
     max_surge_percent: int = Field(ge=0, le=100)
     """Replicas more, while an update starts those that replace the old ones, which answer until then; rounded up to
-    whole ones. With 0 the old ones end first: while there is none, requests get 503."""
+    whole ones. With 0 the old ones end first, and requests get 503 until a new one is up."""
     dtype: Literal["float32", "bfloat16", "float16"]
     """Number format of the weights and the computation."""
     max_model_len: int = Field(ge=2)

@@ -1,7 +1,7 @@
-"""How Serve's own proxy chooses a replica. It gets the requests for which HAProxy has none.
+"""How Serve's own proxy chooses a replica. HAProxy sends it the requests for which it knows no replica.
 
-By itself it would hold them until a replica has started, which takes minutes for a large model. A client that is
-refused at once can ask elsewhere, or again.
+By default Serve holds them until a replica has started, which takes minutes for a large model. A client that is refused
+at once can retry, or ask elsewhere.
 """
 
 from typing import Any
@@ -13,10 +13,10 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 
 
 class RefusesWithoutReplicas(RequestRouter):
-    """Answers with status 503 while there is no replica. Not for apps that scale to zero: a request wakes those."""
+    """Answers 503 while there is no replica. Not for apps that scale to zero, where a request starts one."""
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Take over the replicas that there are now; without any, refuse what still waits for one."""
+        """Use these replicas from now on. If there are none, refuse the requests that wait for one."""
         super().update_replicas(replicas)
         if not replicas:
             for pending in self._pending_requests_to_fulfill:
@@ -30,8 +30,8 @@ class RefusesWithoutReplicas(RequestRouter):
 
 
 class LeastLoaded(RefusesWithoutReplicas, PowerOfTwoChoicesRequestRouter):
-    """Of two replicas, the one that works on fewer requests."""
+    """Picks two replicas at random and chooses the one with fewer requests."""
 
 
 class SamePrefix(RefusesWithoutReplicas, PrefixCacheAffinityRouter):
-    """The replica that has answered a request with the same beginning, unless it has much more to do than others."""
+    """Prefers the replica that has answered a request with the same prefix, unless it is much busier than others."""
