@@ -344,7 +344,7 @@ def test_the_terminal_and_ctrl_c(with_uv: Machine) -> None:
     assert "on a terminal" in _read(terminal, "on a terminal")
     os.write(terminal, b"\x03")
     assert "interrupted" in _read(terminal, "interrupted")
-    os.write(terminal, b"\n")  # keeps it alive until here: a terminal may drop pending output when its last process exits
+    os.write(terminal, b"\n")  # ends it: a terminal may drop pending output when its last process exits
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
 
 

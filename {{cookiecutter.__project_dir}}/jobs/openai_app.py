@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 import re
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -192,7 +193,7 @@ class Server(LLMServer):
         while self._alive():
             await asyncio.sleep(ENGINE_CHECK_S)
         log.error("the engine is dead, so its replica ends; Serve starts another")
-        await asyncio.wait([_stop_listening()], timeout=LAST_WORDS_S)
+        await _stop_listening(LAST_WORDS_S)
         os._exit(1)
 
     def _names(self) -> list[str]:
@@ -222,14 +223,19 @@ class Server(LLMServer):
             raise RuntimeError(_first_error_in_log() or str(error)) from error
 
 
-def _stop_listening() -> asyncio.Task[None]:
-    """Refuse new connections, so that HAProxy sends them elsewhere. The task ends when all requests are answered.
+async def _stop_listening(timeout_s: float) -> None:
+    """Refuse new connections, so that HAProxy sends them elsewhere; wait until open requests have their answers.
 
-    Serve has no public call for it.
+    Serve's own way also closes idle connections, on which HAProxy may be sending a request at that moment.
     """
     replica = global_worker.actors[global_worker.core_worker.get_actor_id()]._replica_impl
-    replica._stop_accepting_direct_ingress()
-    return replica._direct_ingress_http_server_task
+    http_server = replica._direct_ingress_http_server
+    for server in http_server.servers:
+        server.close()
+    deadline = time.monotonic() + timeout_s
+    await asyncio.sleep(ENGINE_CHECK_S)
+    while http_server.server_state.tasks and time.monotonic() < deadline:
+        await asyncio.sleep(0.01)
 
 
 def close(app: FastAPI) -> None:

@@ -19,6 +19,7 @@ OPEN_ROUTE = "/health"  # for load balancers: says whether the engine lives, and
 NO_BOUND = 100_000  # of Ray's on a replica's requests, which would also count /health and bodies that still arrive
 QUEUE_RETRY_S = 1
 DEAD_RETRY_S = 5  # another replica answers at once; a new one takes longer, and clients double their pauses
+DEAD_HEADERS = {"Retry-After": str(DEAD_RETRY_S), "Connection": "close"}  # HAProxy then sends no more on this one
 DEAD = "the engine of this replica has failed and is being replaced: try again in a few seconds"
 
 
@@ -152,7 +153,7 @@ class Door:
     async def _take(self, sequences: int, held: ExitStack) -> None:
         """Wait until the replica has room for so many sequences, and hold it as long as `held` is open."""
         if not self._alive():
-            raise Rejected(503, DEAD, code="engine_dead", Retry_After=str(DEAD_RETRY_S))
+            raise Rejected(503, DEAD, code="engine_dead", **DEAD_HEADERS)
         try:
             await self._slots.take(sequences)
         except QueueFull:
@@ -186,7 +187,7 @@ class Answer:
                 return
             status = self._error["status"]
             if status >= 500 and not self._alive():
-                await self.refuse(503, DEAD, code="engine_dead", headers={"Retry-After": str(DEAD_RETRY_S)})
+                await self.refuse(503, DEAD, code="engine_dead", headers=DEAD_HEADERS)
             else:
                 headers = {name.decode(): value.decode() for name, value in self._error["headers"] if name in KEPT}
                 words, param, code = _words(status, self._body)
