@@ -136,7 +136,7 @@ def llm_config(options: "ServeOptions") -> LLMConfig:
             request_router_kwargs={"imbalanced_threshold": options.target_ongoing_requests, "do_eviction": True},
         )
     elif options.min_replicas:
-        deployment["request_router_config"] = RequestRouterConfig(request_router_class=routing.LeastLoaded)
+        deployment["request_router_config"] = routing.behind_haproxy(routing.LeastLoaded)
     cpu = options.accelerator == "cpu"
     return LLMConfig(
         model_loading_config={"model_id": options.served_name, "model_source": options.source},

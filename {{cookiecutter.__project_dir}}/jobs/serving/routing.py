@@ -7,6 +7,7 @@ at once can retry, or ask elsewhere.
 from typing import Any
 
 from ray.serve._private.request_router import PowerOfTwoChoicesRequestRouter  # Serve's default, not public yet
+from ray.serve.config import RequestRouterConfig
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.llm.request_router import PrefixCacheAffinityRouter
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
@@ -35,3 +36,13 @@ class LeastLoaded(RefusesWithoutReplicas, PowerOfTwoChoicesRequestRouter):
 
 class SamePrefix(RefusesWithoutReplicas, PrefixCacheAffinityRouter):
     """Prefers the replica that has answered a request with the same prefix, unless it is much busier than others."""
+
+
+def behind_haproxy(router: type[RequestRouter]) -> RequestRouterConfig:
+    """Return the configuration with this router, for an app that HAProxy reaches directly.
+
+    Serve refuses any router but its own there, because HAProxy never asks it. Serve's proxy does ask it, and answers
+    whenever HAProxy has no replica. Serve compares names only, so the class is stored under the name of the default.
+    """
+    custom = RequestRouterConfig(request_router_class=router)
+    return RequestRouterConfig.from_serialized_request_router_cls({}, custom.get_serialized_request_router_cls())
