@@ -21,6 +21,7 @@ import ray
 import ray.data
 from ray.actor import ActorHandle
 from ray.data import DataContext
+from ray.data.exceptions import ExecutionTimeoutError
 from ray.exceptions import ActorDiedError, RayTaskError
 
 import settings
@@ -53,7 +54,7 @@ def main(options: GenerateOptions) -> None:
             # no engine is started for bad rows alone
             if prompts.dataset(source, found, tokenize, output).take(1):
                 _generate(source, found, tokenize, output, options, serving)
-        except (RayTaskError, ActorDiedError) as error:
+        except (RayTaskError, ActorDiedError, ExecutionTimeoutError) as error:
             raise _explained(error, serving.model) from None
     _print_summary(output)
 
@@ -194,8 +195,14 @@ class _Line:
         return f"generate: {answered:,} of {self._rows - rejected:,} rows, {speed:,.0f} tokens/s, {left}"
 
 
-def _explained(error: RayTaskError | ActorDiedError, model: str) -> Exception:
+def _explained(error: RayTaskError | ActorDiedError | ExecutionTimeoutError, model: str) -> Exception:
     """What to tell a person: one sentence where the input, the disk or an engine is at fault."""
+    if isinstance(error, ExecutionTimeoutError):
+        minutes = DataContext.get_current().execution_no_progress_timeout_s / 60
+        return Refusal(
+            f"no row was answered for {minutes:.0f} minutes: the cluster has no room for an engine, or an engine hangs."
+            " Finished answers are kept. Look at inv status, then run the same command again."
+        )
     if isinstance(error, ActorDiedError):
         reason = str(error).strip().splitlines()[-1]
         return Refusal(f"an engine died ({reason}); to read why, serve it: inv submit serve_llm -- --model {model}.")

@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import settings
 from demo import assets as demo_assets
-from jobs import generate, openai_app
+from jobs import generate, openai_app, ray_data
 from jobs.generate import GenerateOptions
 from jobs.generating import engine, suspects
 from jobs.serve_llm import ServeOptions
@@ -344,4 +344,15 @@ def test_an_engine_that_does_not_start_is_one_sentence(
     (tmp_path / "rows.jsonl").write_text('{"id": 1, "prompt": "hello"}')
     asked = made.options.model_copy(update={"input": str(tmp_path / "rows.jsonl"), "output": str(tmp_path / "out")})
     with pytest.raises(settings.Refusal, match=r"an engine died \(.*Error: .*\); to read why, serve it: inv submit"):
+        generate.main(asked)
+
+
+def test_an_engine_that_hangs_is_one_sentence(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine takes longer than this to start; vLLM may also hang when it dies before its first request."""
+    context = ray_data.quiet_context()
+    context.execution_no_progress_timeout_s = 5
+    monkeypatch.setattr(ray_data, "quiet_context", lambda: context)
+    (tmp_path / "rows.jsonl").write_text('{"id": 1, "prompt": "hello"}')
+    asked = made.options.model_copy(update={"input": str(tmp_path / "rows.jsonl"), "output": str(tmp_path / "out")})
+    with pytest.raises(settings.Refusal, match=r"no row was answered for .* minutes: .* run the same command again"):
         generate.main(asked)
