@@ -123,6 +123,7 @@ async def _print_log(connection: Connection, job_id: str, printer: job_output.Pr
     done, others = await asyncio.wait((streaming, ending), return_when=asyncio.FIRST_COMPLETED)
     for task in others:
         task.cancel()
+    await asyncio.gather(streaming, ending, return_exceptions=True)  # asyncio prints a failure that nobody asked for
     for task in done:
         task.result()  # raises what went wrong
     if ending in done:

@@ -1,17 +1,21 @@
 """What the verbs say when the cluster does not start, dies while a job is followed, or answers as no Ray does."""
 
+import asyncio
+import gc
 import os
 import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import httpx
 import pytest
 import requests
+from ray.job_submission import JobDetails
 from test_local_target import Project, processes, read_until
 
 import settings
@@ -123,6 +127,26 @@ def test_a_server_that_misbehaves_is_one_sentence(
         verb(connection)
     assert "\n" not in str(told.value)
     assert "inv down" in str(told.value)
+
+
+def test_a_log_and_a_status_that_fail_at_once_are_one_sentence(
+    connection: Connection, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Client:
+        async def tail_job_logs(self, job_id: str) -> AsyncIterator[str]:
+            await asyncio.sleep(0)
+            time.sleep(0.5)  # keeps the loop busy until the status has failed too
+            yield ""
+            raise Unreachable("the log's connection failed")
+
+        def get_job_info(self, job_id: str) -> JobDetails:
+            raise Unreachable("the status' connection failed")
+
+    monkeypatch.setattr(Connection, "client", lambda _: Client())
+    with pytest.raises(Unreachable, match="probe-1 may be gone"):
+        submission.follow(connection, "probe-1")
+    gc.collect()
+    assert not caplog.messages
 
 
 @pytest.fixture
