@@ -26,6 +26,7 @@ from cluster import environment
 from cluster.local import RaySection, free_ports
 from demo import assets
 from demo.assets import Fact
+from jobs import cli  # noqa: F401 - sets what Ray reads when it is imported, here and in each part's process
 from jobs.serving import haproxy
 from jobs.training.options import DDPOptions
 
@@ -163,7 +164,7 @@ def scratch() -> Iterator[Path]:
 @contextlib.contextmanager
 def one_ray(cpus: int | None = None) -> Iterator[None]:
     """A Ray with the local target's resources, or so many CPUs, for all rounds of a part: its start is in none."""
-    from jobs.cli import ray  # told there what it reads at its import
+    import ray
 
     own = settings.load(RaySection, "ray")
     temp = tempfile.mkdtemp(prefix="ray-bench-")  # short: a socket path holds 107 bytes
