@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from benchmarks import harness
 from benchmarks.report import Result, at_most
-from jobs.serving.door import Door, Rules
+from jobs.serving.door import Door, Queued, Rules
 from jobs.serving.keys import Keys
 
 WANTED_US = 200
@@ -28,7 +28,8 @@ def measure() -> Result:
     rows = []
     for kind, pieces in PIECES.items():
         bare = _app(pieces)
-        closed = Door(bare, keys, Rules(per_minute=10**9, at_once=10, max_body=10**6, timeout_s=60))
+        rules = Rules(per_minute=10**9, at_once=10, max_body=10**6, timeout_s=60)
+        closed = Door(Queued(bare, rules), keys, rules)
         ways = {"with the door": lambda app=closed: _microseconds(app), "alone": lambda app=bare: _microseconds(app)}
         rounds = harness.alternate(ways, ROUNDS, f"µs a request, {kind}")
         costs = [made["with the door"] - made["alone"] for made in rounds]

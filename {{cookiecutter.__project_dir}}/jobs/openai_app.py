@@ -34,7 +34,7 @@ from vllm.v1.engine.exceptions import EngineGenerateError
 import settings
 from jobs.serving import routing
 from jobs.serving.adapters import Adapters
-from jobs.serving.door import DEAD_RETRY_S, NO_BOUND, OPEN_ROUTE, Door, Rules
+from jobs.serving.door import DEAD_RETRY_S, NO_BOUND, OPEN_ROUTE, Door, Queued, Rules
 from jobs.serving.fork import Counted, Fork
 from jobs.serving.keys import Keys
 from jobs.serving.page import Page
@@ -55,7 +55,7 @@ MISREAD = (AttributeError, LookupError)  # what vLLM stumbles over in messages t
 DEPLOYMENT = "Server"  # the same whatever the model, so that another one replaces it in place
 log = logging.getLogger("ray.serve")
 ENGINE_CHECK_S = 0.25
-LAST_WORDS_S = 2  # at most, for the answers to requests that a dead engine was working on
+LAST_WORDS_S = 2  # maximum wait for the error responses to requests that a dead engine was working on
 HUB_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 
 
@@ -120,10 +120,10 @@ def llm_config(options: "ServeOptions") -> LLMConfig:
             "downscale_delay_s": options.downscale_delay_s,
         },
         "max_ongoing_requests": NO_BOUND,
-        # requests that Serve's own proxy holds while an app at zero starts a replica; more get 503
+        # requests that Serve's proxy holds while an app that is scaled to zero starts a replica; more get 503
         "max_queued_requests": options.max_ongoing_requests + options.max_queued_requests,
         "backpressure_config": BackpressureConfig(retry_after_s=DEAD_RETRY_S),
-        "health_check_period_s": 1,  # a replica that has ended is replaced when the next check finds it gone
+        "health_check_period_s": 1,  # Serve replaces a dead replica at the next check
         "max_surge_percent": options.max_surge_percent,
         "max_constructor_retry_count": 1,  # a model that cannot be loaded is not tried again for minutes
         "ray_actor_options": {"num_cpus": options.num_cpus},
@@ -140,7 +140,7 @@ def llm_config(options: "ServeOptions") -> LLMConfig:
     cpu = options.accelerator == "cpu"
     return LLMConfig(
         model_loading_config={"model_id": options.served_name, "model_source": options.source},
-        # behind the door's own bound, which holds first
+        # a backstop: our own queue limit applies first
         engine_kwargs=engine(options) | {"max_num_queued_reqs": 2 * options.max_ongoing_requests},
         deployment_config=deployment,
         accelerator_config={"kind": "cpu"} if cpu else None,  # without it, Ray asks for a GPU
@@ -174,25 +174,25 @@ class Server(LLMServer):
         if self._adapters:
             tasks.append(self._adapters.keep_up(self._serving))
         self._tasks = [asyncio.create_task(task) for task in tasks]  # kept: a task that nobody holds may vanish
-        answering = Counted(app, self._reporter.note)
+        answering = Queued(Counted(app, self._reporter.note), self._rules, self._alive)
         if self._place.path != ROOT:
             return Door(answering, self._keys, self._rules, self._alive)
         fork = Fork(answering, self._place.model, self._place.address, lambda: self._reporter.routes)
         return Page(Door(fork, self._keys, self._rules, self._alive))
 
     def _alive(self) -> bool:
-        """Whether the engine is."""
+        """Return whether the engine is alive."""
         return not self._engine_client.errored
 
     async def _end_with_engine(self) -> None:
-        """End this process soon after its engine, so that Serve starts another at once.
+        """Exit soon after the engine dies, so that Serve replaces this replica at once.
 
-        Failed health checks would take three periods, while requests fail here. What works on other machines ends
-        with it.
+        Serve itself waits for three failed health checks, and requests fail meanwhile. Engine workers on other
+        machines end with this process.
         """
         while self._alive():
             await asyncio.sleep(ENGINE_CHECK_S)
-        log.error("the engine is dead, so its replica ends; Serve starts another")
+        log.error("the engine died, so this replica exits; Serve starts another")
         await _stop_listening(LAST_WORDS_S)
         os._exit(1)
 
@@ -202,7 +202,7 @@ class Server(LLMServer):
     async def _list_models(self) -> ModelList:
         """The model; its adapters, whether they are loaded or not; and what is served beside it."""
         models: ModelList = await self._serving.registry.show_available_models()
-        models.data[0].root = self._place.model  # vLLM gives its folder on this machine
+        models.data[0].root = self._place.model  # vLLM puts the model's local folder there
         for name in self._names()[1:]:
             models.data.append(ModelCard(id=name, root=self._place.model, permission=[ModelPermission()]))
         for name in self._reporter.routes.others:
@@ -213,7 +213,7 @@ class Server(LLMServer):
         for card in (await self._list_models()).data:
             if card.id == model:
                 return card
-        raise HTTPException(404, f"no model {model} is served: GET /v1/models lists those that are")
+        raise HTTPException(404, f"model {model} is not served: GET /v1/models lists the models that are")
 
     async def _start_engine(self) -> None:
         # Ray's own adds a usage report, for which the replica waits until one more process has imported vLLM
@@ -224,9 +224,9 @@ class Server(LLMServer):
 
 
 async def _stop_listening(timeout_s: float) -> None:
-    """Refuse new connections, so that HAProxy sends them elsewhere; wait until open requests have their answers.
+    """Stop accepting connections, so that HAProxy uses other replicas, and wait until open requests are answered.
 
-    Serve's own way also closes idle connections, on which HAProxy may be sending a request at that moment.
+    Serve's own shutdown also closes idle connections, on which HAProxy may be sending a request at that moment.
     """
     replica = global_worker.actors[global_worker.core_worker.get_actor_id()]._replica_impl
     http_server = replica._direct_ingress_http_server

@@ -1,13 +1,15 @@
 """What a request's body may hold before an engine or another parser sees it."""
 
+import contextlib
 import json
 import time
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from jobs.serving.body import MAX_DEPTH, MAX_SCHEMA, Body, InvalidBody, inspect
+from jobs.serving.body import MAX_COPIES, MAX_DEPTH, MAX_SCHEMA, MAX_TEXT, Body, InvalidBody, inspect
 
 
 def refused(raw: bytes | dict[str, Any]) -> InvalidBody:
@@ -124,40 +126,79 @@ def test_what_is_no_json_object_is_refused(raw: bytes) -> None:
 # ---------------------------------------------------------------- schemas, and what a client has no say in
 
 
+LONG = ["some words"] * 10_000
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({"structured_outputs": {"regex": "x" * MAX_SCHEMA + "x"}}, "structured_outputs.regex"),
-        ({"structured_outputs": {"choice": ["some words"] * 2000}}, "structured_outputs.choice"),
-        ({"structured_outputs": {"json": {"enum": ["some words"] * 2000}}}, "structured_outputs.json"),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"enum": [9] * 9999}}}},
-            "response_format",
-        ),
-        ({"tools": [{"type": "function", "function": {"parameters": {"enum": [9] * 9999}}}]}, "tools"),
+        ({"structured_outputs": {"regex": "x" * MAX_TEXT + "x"}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"choice": LONG}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"json": {"enum": LONG}}}, "structured_outputs.json"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"enum": LONG}}}}, "response_format"),
+        ({"tools": [{"type": "function", "function": {"parameters": {"enum": LONG}}}]}, "tools"),
     ],
 )
 def test_a_schema_that_would_take_seconds_to_compile_is_refused(body: dict[str, Any], param: str) -> None:
     error = refused(body)
     assert (error.param, error.code) == (param, "schema_too_large")
     [field] = body
-    assert taken(**{field: {"json": "x" * 100}, "prompt": "x" * MAX_SCHEMA})  # what is long is something else
+    assert taken(**{field: {"json": "x" * 100}, "prompt": "x" * MAX_SCHEMA})  # only schemas are limited
+
+
+def test_the_tools_of_an_agent_pass() -> None:
+    function = {"name": "f", "description": "in {2024} or a{1,9000} " * 40, "parameters": {"type": "object"}}
+    assert taken(tools=[{"type": "function", "function": function}] * 50)
+
+
+def test_bad_words_that_would_take_seconds_to_tokenize_are_refused() -> None:
+    assert refused({"bad_words": ["word " * MAX_TEXT]}).param == "bad_words"
+    assert taken(bad_words=["word", 3])
+
+
+def schema(pattern: str) -> dict[str, Any]:
+    return {"type": "object", "properties": {"a": {"type": "string", "pattern": pattern}}}
 
 
 @pytest.mark.parametrize(
     "outputs",
     [
-        {"json": {"type": "string", "pattern": "^[a-z]{1,30000}$"}},
-        {"json": r'{"type": "string", "pattern": "^[a-z]\u007b1,30000\u007d$"}'},
-        {"regex": "a{ 1 , 1999 }b{2}"},
+        {"json": schema("^[a-z]{1,30000}$")},
+        {"json": json.dumps(schema("^[a-z]{1,30000}$")).replace("{1", r"\u007b1")},
+        {"json": {"patternProperties": {"a{9000}": {}}}},
+        {"regex": "a{ 1 , 1999 }b{9}"},
+        {"regex": r"([a-z(]\(b{50}){50}"},
+        {"regex": "(((a{99}){99}){99}){99}" * 99},
         {"grammar": "root ::= [a-z]{30000}"},
         {"regex": "a{%s}" % ("9" * 4000)},
+        {"regex": "a{%s}" % ("9" * 9000)},
     ],
 )
 def test_repetitions_that_would_take_seconds_to_parse_are_refused(outputs: dict[str, Any]) -> None:
     [field] = outputs
-    assert refused({"structured_outputs": outputs}).param == f"structured_outputs.{field}"
-    assert taken(structured_outputs={"regex": "[0-9]{4}-[0-9]{2}" * 100, "json": "[]"})
+    error = refused({"structured_outputs": outputs})
+    assert (error.param, error.code) == (f"structured_outputs.{field}", "schema_too_large")
+
+
+def test_repetitions_count_for_each_prompt() -> None:
+    response_format = {"type": "json_schema", "json_schema": {"schema": schema(f"^a{{{MAX_COPIES // 2}}}$")}}
+    assert taken(response_format=response_format, prompt=["a"] * 2)
+    assert refused({"response_format": response_format, "prompt": ["a"] * 3}).param == "response_format"
+
+
+@pytest.mark.parametrize("pattern", ["[0-9]{4}-[0-9]{2}" * 100, r"\{30000\}", "[{30000}]", "){9}", "{9000}", "(a{9}"])
+def test_usual_patterns_pass(pattern: str) -> None:
+    assert taken(structured_outputs={"regex": pattern}, response_format=schema(pattern))
+
+
+@pytest.mark.parametrize("piece", ["{", " ", "9", "[", "(", "\\", "a{1}", "{ 1 ,", "){2}"])
+@pytest.mark.parametrize("first", ["", "{", "{1,", "["])
+def test_reading_a_pattern_takes_no_time(first: str, piece: str) -> None:
+    raw = json.dumps({"structured_outputs": {"regex": first + piece * ((MAX_TEXT - 9) // len(piece))}}).encode()
+    started = time.thread_time()
+    with contextlib.suppress(InvalidBody):
+        inspect(raw)
+    assert time.thread_time() - started < 0.5  # 0.02 s; a quantifier that backtracks takes hours
 
 
 def test_what_only_a_peer_may_send_is_dropped() -> None:
@@ -189,6 +230,11 @@ def test_sequences_are_prompts_times_answers(body: dict[str, Any], sequences: in
     assert taken(**body).sequences == sequences
 
 
+def test_any_number_of_answers_is_counted() -> None:
+    asked = b'{"prompt": ["a", "b"], "n": %s}' % (b"9" * 4300)
+    assert f"{inspect(asked).sequences:,}" == "2,000,000,000"
+
+
 @pytest.mark.parametrize("n", ["8", 8.0, True, [8], "many"])
 def test_an_n_that_could_be_read_in_two_ways_is_refused(n: Any) -> None:
     assert refused({"prompt": "a", "n": n}).param == "n"
@@ -200,6 +246,17 @@ def test_the_model_is_named(model: Any, found: str | None) -> None:
 
 
 # ---------------------------------------------------------------- what it costs
+
+
+@pytest.mark.parametrize("last", ["NaN", r'"\ud83d"'])
+def test_the_place_of_an_error_takes_no_memory(last: str) -> None:
+    raw = f'{{"{"k" * 10**6}": [{"1," * 500_000}{last}]}}'.encode()
+    tracemalloc.start()
+    error = refused(raw)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < 100 * len(raw)
+    assert len(error.message) < 1000
 
 
 def test_a_usual_request_costs_less_than_50_microseconds() -> None:

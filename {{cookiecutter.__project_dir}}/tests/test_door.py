@@ -21,7 +21,7 @@ from starlette.testclient import TestClient
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jobs.serving import keys as keys_module
-from jobs.serving.door import Door, Rules
+from jobs.serving.door import LARGE_BODY, Door, Queued, Rules
 from jobs.serving.fork import Counted, Fork
 from jobs.serving.keys import Keys
 from jobs.serving.limits import Limits, QueueFull, Slots
@@ -86,6 +86,11 @@ def engine() -> FastAPI:
 def door(app: ASGIApp | None = None, *, per_minute: int = 100, at_once: int = 100, timeout_s: float = 5) -> TestClient:
     closed = Door(app or engine(), Keys(), Rules(per_minute, at_once, BODY, timeout_s))
     return TestClient(closed, raise_server_exceptions=False)
+
+
+def guarded(app: ASGIApp, rules: Rules, alive: Callable[[], bool] = lambda: True) -> Door:
+    """A model's app behind all of its middleware."""
+    return Door(Queued(app, rules, alive), Keys(), rules, alive)
 
 
 def error(answer: httpx2.Response, status: int) -> dict:
@@ -155,6 +160,9 @@ def test_a_key_that_is_taken_off_closes_and_a_new_one_opens(file: Path, monkeypa
         ("not a pair", "SERVE_API_KEYS is not NAME:KEY,NAME:KEY"),
         ("owner:other", "entry 1 of SERVE_API_KEYS repeats a name: each key needs its own, not owner"),
         ("bob:first, bob:other", "entry 2 of SERVE_API_KEYS repeats a name: each key needs its own, not owner"),
+        ("bob:first, bob : other", "entry 2 of SERVE_API_KEYS repeats a name: each key needs its own, not owner"),
+        ("bob:other, carol: other", "entry 2 of SERVE_API_KEYS repeats a key: each name needs its own"),
+        ("bob:changed", "entry 1 of SERVE_API_KEYS repeats a key: each name needs its own"),
     ],
 )
 def test_with_a_broken_list_the_last_good_one_stays_and_no_replica_starts(
@@ -183,6 +191,15 @@ def test_no_replica_starts_without_a_key(file: Path) -> None:
     file.write_text("")
     with pytest.raises(ValueError, match="SERVE_API_KEY did not reach"):
         Keys()
+
+
+@pytest.mark.parametrize(("length", "connection"), [(10, None), (LARGE_BODY + 1, "close")])
+def test_who_has_no_key_sends_no_large_body(file: Path, length: int, connection: str | None) -> None:
+    """Nobody reads it, so the connection must not stay open for it."""
+    for path, headers in (("/echo", {}), ("/echo", ALICE)):
+        answer = door(at_once=0).post(path, content=b"x" * length, headers=headers)
+        assert answer.status_code == (429 if headers else 401)
+        assert answer.headers.get("connection") == connection
 
 
 def test_bytes_that_are_no_text_in_headers_are_answered(file: Path) -> None:
@@ -375,8 +392,8 @@ needs_vllm = pytest.mark.usefixtures("vllm_loaded")
 def test_work_ends_and_its_place_is_free_when_nobody_waits_for_it(file: Path, path: str, how: str) -> None:
     async def check() -> None:
         engine, records = Engine(), list[Record]()
-        rules = Rules(100, 1, BODY, timeout_s=0.5 if how == "time is up" else 60, slots=1)
-        door = Door(Counted(engine.app, records.append), Keys(), rules)
+        rules = Rules(100, 1, BODY, timeout_s=2 if how == "time is up" else 60, slots=1)
+        door = guarded(Counted(engine.app, records.append), rules)
         asking = Asking(door, path)
         await until(lambda: engine.running == 1)
         if how == "hangs up":
@@ -404,7 +421,7 @@ def test_it_ends_whenever_the_client_hangs_up(file: Path, path: str) -> None:
 
     async def check() -> None:
         engine = Engine()
-        door = Door(engine.app, Keys(), Rules(1000, 1, BODY, 60, slots=1))
+        door = guarded(engine.app, Rules(1000, 1, BODY, 60, slots=1))
         for turns in range(60):
             asking = Asking(door, path)
             for _ in range(turns):
@@ -467,7 +484,7 @@ def test_a_request_that_was_handed_on_ends_where_it_went(file: Path) -> None:
 
 def test_bodies_that_do_not_come_hold_their_own_keys_place_alone(file: Path) -> None:
     async def check() -> None:
-        door = Door(engine(), Keys(), Rules(100, 2, BODY, 60, body_timeout_s=0.5, slots=1, max_waiting=0))
+        door = guarded(engine(), Rules(100, 2, BODY, 60, body_timeout_s=0.5, slots=1, max_waiting=0))
         slow = [Asking(door, "/echo", body=b"{", whole=False) for _ in range(2)]
         await asyncio.sleep(0)
         assert (await Asking(door, "/echo").answer())[0] == 429
@@ -485,7 +502,7 @@ def test_bodies_that_do_not_come_hold_their_own_keys_place_alone(file: Path) -> 
 def test_more_than_the_replica_works_on_waits_and_more_than_may_wait_is_told_to_come_back(file: Path) -> None:
     async def check() -> None:
         engine = Engine()
-        door = Door(engine.app, Keys(), Rules(100, 100, BODY, 60, slots=2, max_waiting=2))
+        door = guarded(engine.app, Rules(100, 100, BODY, 60, slots=2, max_waiting=2))
         first = [Asking(door, "/whole"), Asking(door, "/deaf")]
         await until(lambda: engine.running == 2)
         waiting = [Asking(door, "/whole", "for-bob"), Asking(door, "/whole", "for-bob")]
@@ -508,7 +525,7 @@ def test_more_than_the_replica_works_on_waits_and_more_than_may_wait_is_told_to_
 def test_time_in_the_queue_counts(file: Path) -> None:
     async def check() -> None:
         engine = Engine()
-        door = Door(engine.app, Keys(), Rules(100, 100, BODY, timeout_s=0.5, slots=1))
+        door = guarded(engine.app, Rules(100, 100, BODY, timeout_s=0.5, slots=1))
         asking = [Asking(door, "/whole"), Asking(door, "/whole", "for-bob")]
         assert [(await each.answer())[0] for each in asking] == [504, 504]
 
@@ -546,6 +563,54 @@ def test_room_goes_to_those_who_came_first() -> None:
     asyncio.run(check())
 
 
+@pytest.mark.parametrize("gives_first", [True, False])
+def test_no_room_is_lost_when_one_who_waits_is_cancelled(gives_first: bool) -> None:
+    """By whatever else happens in the same iteration of the event loop."""
+
+    async def check() -> None:
+        slots = Slots(2, max_waiting=9)
+        await slots.take(2)
+        waiting = [asyncio.create_task(slots.take(count)) for count in (2, 1)]
+        await asyncio.sleep(0)
+        if gives_first:
+            slots.give(2)
+        waiting[0].cancel()
+        if not gives_first:
+            slots.give(2)
+        assert isinstance((await asyncio.gather(*waiting, return_exceptions=True))[0], asyncio.CancelledError)
+        slots.give(1)
+        await asyncio.wait_for(slots.take(2), 1)
+
+    asyncio.run(check())
+
+
+def test_a_request_that_is_handed_on_takes_no_room_here(file: Path) -> None:
+    async def check() -> None:
+        arrived = asyncio.Event()
+
+        class Elsewhere:
+            """Hands requests on to a model that never answers, unless they are for this one."""
+
+            def __init__(self, app: ASGIApp) -> None:
+                self.app = app
+
+            async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+                if scope["state"]["body"].model != "other":
+                    await self.app(scope, receive, send)
+                else:
+                    arrived.set()
+                    await asyncio.Event().wait()
+
+        rules = Rules(100, 100, BODY, 60, slots=1, max_waiting=0)
+        door = Door(Elsewhere(Queued(engine(), rules)), Keys(), rules)
+        asking = Asking(door, "/echo", body=b'{"model": "other"}')
+        await arrived.wait()
+        assert (await Asking(door, "/echo", "for-bob").answer())[0] == 200
+        asking.hang_up()
+
+    asyncio.run(asyncio.wait_for(check(), 30))
+
+
 @pytest.mark.parametrize(
     ("body", "status"),
     [
@@ -579,8 +644,8 @@ def test_a_request_counts_as_often_as_it_has_sequences(file: Path) -> None:
 
 def test_while_an_engine_is_dead_a_client_is_told_to_come_back(file: Path) -> None:
     alive = [True, False]
-    refused = TestClient(Door(engine(), Keys(), Rules(100, 100, BODY, 5), lambda: alive.pop(0)))
-    failed = TestClient(Door(engine(), Keys(), Rules(100, 100, BODY, 5), lambda: False), raise_server_exceptions=False)
+    refused = TestClient(guarded(engine(), Rules(100, 100, BODY, 5), lambda: alive.pop(0)))
+    failed = TestClient(guarded(engine(), Rules(100, 100, BODY, 5), lambda: False), raise_server_exceptions=False)
     assert refused.post("/echo", json={}, headers=ALICE).status_code == 200
     for answer in (refused.post("/echo", json={}, headers=ALICE), failed.get("/fail?status=500", headers=ALICE)):
         assert error(answer, 503)["code"] == "engine_dead"

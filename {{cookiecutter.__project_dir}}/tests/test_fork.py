@@ -24,7 +24,7 @@ from jobs.serving.fork import HUNG_UP, Counted, Fork
 from jobs.serving.keys import Keys
 from jobs.serving.traffic import CANARY, NOWHERE, ROOT, Record, Routes, Traffic
 
-PIECES, PAUSE_S = 20, 0.05
+PIECES, PAUSE_S = 40, 0.05
 NOBODY = "http://127.0.0.1:9"
 
 
@@ -195,7 +195,27 @@ def test_behind_the_door_errors_keep_their_shape(upstream: Upstream) -> None:
     assert asyncio.run(without_length()).status_code == 413
     answer = asyncio.run(post(fork_to(NOBODY, BESIDE), {"model": "sql"}))
     assert answer.status_code == 503
-    assert answer.json()["error"]["message"] == "what serves that model, at /models/sql, does not answer: try again"
+    message = "the app that serves this model, at /models/sql, does not respond: try again"
+    assert answer.json()["error"]["message"] == message
+
+
+@pytest.mark.parametrize("body", [b"[" * 100_000, b'{"a":' * 100_000, b'{"model": "\\ud83d"}'])
+def test_a_body_that_no_parser_survives_goes_nowhere(upstream: Upstream, body: bytes) -> None:
+    async def ask() -> httpx2.Response:
+        transport = httpx2.ASGITransport(fork(upstream, BESIDE, RULES._replace(max_body=10**6)))
+        async with httpx2.AsyncClient(transport=transport, base_url="http://test") as client:
+            headers = {"Authorization": "Bearer key"}
+            return await client.post("/v1/chat/completions", content=body, headers=headers)
+
+    before = len(upstream.asked)
+    assert asyncio.run(ask()).status_code == 400
+    assert len(upstream.asked) == before
+
+
+def test_the_route_without_a_key_is_the_apps_own(upstream: Upstream) -> None:
+    before = len(upstream.asked)
+    assert asyncio.run(post(fork(upstream, BESIDE), {"model": "sql"}, "/health")).status_code == 404
+    assert len(upstream.asked) == before
 
 
 @pytest.mark.parametrize("status", [404, 502, 503])

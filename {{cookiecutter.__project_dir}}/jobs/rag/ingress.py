@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from jobs.rag.generation import End, Failure, until
 from jobs.rag.index import Found
-from jobs.serving.door import OPEN_ROUTE, Door, Rules
+from jobs.serving.door import OPEN_ROUTE, Door, Queued, Rules
 from jobs.serving.keys import Keys
 
 MODEL = "rag"  # by which clients may call it
@@ -37,9 +37,9 @@ class Message(BaseModel):
         if not isinstance(content, list):
             return content
         texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
-        if len(texts) < len(content):
-            raise ValueError("only parts of type `text` can be read here")
-        return "\n".join(map(str, texts))
+        if len(texts) < len(content) or not all(isinstance(text, str) for text in texts):
+            raise ValueError("only parts of type `text` can be read here, each with a text")
+        return "\n".join(texts)
 
 
 class StreamOptions(BaseModel):
@@ -146,7 +146,7 @@ class Ingress:
         app.add_exception_handler(RequestValidationError, _explain)
         app.add_exception_handler(GeneratorError, _say_failed)
         self._task = asyncio.create_task(self._keys.keep_up())  # kept: a task that nobody holds may vanish
-        return Door(app, self._keys, self._rules)
+        return Door(Queued(app, self._rules), self._keys, self._rules)
 
     async def _models(self) -> dict[str, Any]:
         return {"object": "list", "data": [await self._model(MODEL)]}
@@ -162,7 +162,7 @@ class Ingress:
         messages = [message.model_dump() for message in asked.messages]
         question = messages[-1]["content"]
         sources = await self._find(question) if question.strip() else []
-        key = request.headers["authorization"].split()[-1]
+        key = request.headers["authorization"].partition(" ")[2].strip()
         pieces = self._say(messages, sources, asked.passed_on, key)
         answer = _Answer(sources)
         first = await anext(pieces)  # a failure before it is an error, not the start of a stream

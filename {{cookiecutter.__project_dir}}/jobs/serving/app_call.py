@@ -1,27 +1,27 @@
-"""Calls an ASGI app so that its work ends when its client hangs up or its time is up."""
+"""Calls an ASGI app so that its work stops when the client disconnects or the request times out."""
 
 import asyncio
 from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-TURNS = 10  # of the event loop, in which a handler that has just started begins to listen for a hang-up
-GRACE_S = 5.0  # for a handler that listens to stop its work; then its task is cancelled
+TURNS = 10  # iterations of the event loop, in which a handler that just started begins to listen for a disconnect
+GRACE_S = 5.0  # for a handler that got `http.disconnect` to stop; then its task is cancelled
 HANG_UP: Message = {"type": "http.disconnect"}
 
 
 class AppCall:
-    """One request that an app works on, in a task of its own.
+    """One request that an app handles in its own task.
 
-    vLLM runs the handler of a whole answer in a task of its own, which it cancels when it receives `http.disconnect`.
-    When its outer task is cancelled, as Ray does on a hang-up, that handler is orphaned and the engine works on. So
-    the app is told first, in its own terms, and cancelled only where it does not listen.
+    vLLM runs the handler of a non-streaming request in a separate task, and cancels it on `http.disconnect`. If only
+    the outer task is cancelled, as Ray does on a disconnect, the handler is orphaned and the engine keeps working. So
+    the app first receives `http.disconnect`, and is cancelled only if it does not listen.
     """
 
     def __init__(
         self, app: ASGIApp, scope: Scope, body: bytes, receive: Receive, send: Send, close: Callable[[], None]
     ) -> None:
-        """Start the app on a request whose body has been read; `close` is called before its work is ended early."""
+        """Start the app on a request whose body has been read. `close` is called before its work is stopped early."""
         self._body: bytes | None = body
         self._receive = receive
         self._close = close
@@ -30,9 +30,9 @@ class AppCall:
         self.task = asyncio.ensure_future(app(scope, self._next_message, send))
 
     async def wait(self) -> None:
-        """Wait until the app has answered. Where this is cancelled, the app's work is ended first."""
+        """Wait until the app has answered. On cancellation, stop the app's work first."""
         task = self.task
-        del self.task  # it may hold a stream that was cancelled in `send`, and closes when nothing refers to it
+        del self.task  # the task may hold a stream cancelled in `send`, which closes when nothing refers to it
         try:
             await asyncio.wait({task})
         except asyncio.CancelledError:
@@ -46,7 +46,7 @@ class AppCall:
         self._ending = True
         self._close()
         if self._listening:
-            self._listening.cancel()  # which tells the app
+            self._listening.cancel()  # the app then receives HANG_UP
             await asyncio.wait({task}, timeout=GRACE_S)
         task.cancel()
         await asyncio.wait({task}, timeout=GRACE_S)

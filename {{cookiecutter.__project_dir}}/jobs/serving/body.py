@@ -1,6 +1,6 @@
-"""What the body of a request may hold before anything else reads it: its nesting, its text, its schemas, its prompts.
+"""Inspects the body of a request before anything else reads it: nesting, text, schemas, number of prompts.
 
-Each limit stands against a request that ended an engine, or kept all others waiting for seconds.
+Each limit stops a request that killed an engine, or that blocked all other requests for seconds.
 """
 
 import json
@@ -10,17 +10,24 @@ from typing import Any, NamedTuple
 
 from pydantic_core import from_json
 
-MAX_DEPTH = 64  # of lists and objects: the engine's serializer ran out of stack at 300, and the engine ended
-# of a schema, grammar or regex, which block all requests while they are parsed: one of 17 k and 450 levels for 12.6 s
-MAX_SCHEMA = 16 * 1024
-MAX_REPEATS = 2000  # the sum of all bounds as in a{1,30}: their cost is quadratic, and {1,30000} alone took 85 s
-INTERNAL = frozenset({"kv_transfer_params", "ec_transfer_params"})  # one vLLM tells another; clients have no say
-BOUNDS = re.compile(r"\{\s*(\d*)\s*,?\s*(\d*)\s*\}")
+MAX_DEPTH = 64  # of lists and objects: at 300 the engine's serializer overflows its stack, and the engine dies
+# Characters. Requests wait while a schema is parsed: xgrammar takes 15 ms for 85 k of it, if it is not deep.
+MAX_SCHEMA = 64 * 1024
+MAX_TEXT = 16 * 1024  # of a regex, a grammar, and bad_words, which are tokenized while other requests wait
+# Copies that all patterns of a request may expand to, as a{1,30} does to 30. xgrammar parses a `pattern` of a schema in
+# quadratic time, once per prompt: 0.25 s for 2,000 copies, 85 s for 30,000.
+MAX_COPIES = 2000
+HUGE = 10**9  # stands for all larger numbers, so that they can be multiplied and printed
+INTERNAL = frozenset({"kv_transfer_params", "ec_transfer_params"})  # vLLM servers send these to each other
+# Possessive quantifiers: without them, 2,000 spaces after a brace take hours.
+BOUNDS = re.compile(r"\{\s*+(\d*+)\s*+,?+\s*+(\d*+)\s*+\}")
+TOKEN = re.compile(rf"\\.|\[(?:\\.|[^\]\\])*+\]?+|{BOUNDS.pattern}|.", re.DOTALL)  # of a regular expression
 NO_OBJECT = "the body must be a JSON object"
+SHOWN = 200  # characters of a path in an error
 
 
 class InvalidBody(Exception):
-    """A body that nothing else should read: what OpenAI's error says of it."""
+    """The body is refused. The fields are those of OpenAI's errors."""
 
     def __init__(self, message: str, param: str | None = None, code: str = "invalid_json") -> None:
         super().__init__(message)
@@ -31,30 +38,30 @@ class InvalidBody(Exception):
 
 
 class Body(NamedTuple):
-    """A body that may be read."""
+    """A body that passed the inspection."""
 
     raw: bytes
-    """As it came, but for fields that only an internal peer may send."""
+    """The body as received, without the fields that only another vLLM server may send."""
     model: str | None
-    """Name of the model asked for."""
+    """Name of the requested model."""
     sequences: int
-    """Sequences that the engine works on: prompts, times the answers to each."""
+    """Sequences that the engine generates: prompts times answers per prompt."""
 
 
 def inspect(raw: bytes) -> Body:
     """Return what a request asks for.
 
     Raises:
-        InvalidBody: the body is no JSON object, is nested too deep, or holds half a surrogate pair, a schema that is
-            too large, or an `n` that is no whole number.
+        InvalidBody: the body is not a JSON object, is nested too deep, or contains a lone surrogate, a schema that is
+            too large, or an `n` that is not an integer.
     """
     asked = _parse(raw)
     if not isinstance(asked, dict):
         raise InvalidBody(NO_OBJECT)
     for param, text in _arguments(asked):
         _parse_inner(param, text)
-    for param, schema in _schemas(asked):
-        _check_schema(param, schema)
+    _check_schemas(asked)
+    _check_bad_words(asked.get("bad_words"))
     if INTERNAL & asked.keys():
         raw = json.dumps({name: value for name, value in asked.items() if name not in INTERNAL}).encode()
     model = asked.get("model")
@@ -75,7 +82,7 @@ def _parse(raw: bytes | str) -> Any:
 def _unreadable(raw: bytes | str, reason: str) -> InvalidBody:
     if "recursion limit" in reason:
         return _too_deep()
-    try:  # takes lone surrogates, so it can tell where they are
+    try:  # json accepts lone surrogates, so it can locate them
         param = next(_surrogates(json.loads(raw)), None)
     except RecursionError:
         return _too_deep()
@@ -83,7 +90,7 @@ def _unreadable(raw: bytes | str, reason: str) -> InvalidBody:
         param = None
     if param is None:
         return InvalidBody(f"{NO_OBJECT}: {reason}")
-    message = f"{param} holds half of a surrogate pair, which is no character: send both halves"
+    message = f"{param} contains half of a surrogate pair, which is not a character: send both halves"
     return InvalidBody(message, param, "invalid_unicode")
 
 
@@ -93,7 +100,7 @@ def _too_deep() -> InvalidBody:
 
 
 def _is_deep(value: Any) -> bool:
-    """Whether more than MAX_DEPTH lists and objects are inside each other: level by level, as recursion would end."""
+    """Return whether lists and objects are nested deeper than MAX_DEPTH. Not recursive, to survive any depth."""
     level = [value]
     for _ in range(MAX_DEPTH):
         level = [inner for outer in level for inner in _values(outer) if type(inner) in (dict, list)]
@@ -106,21 +113,31 @@ def _values(outer: Any) -> Iterable[Any]:
     return outer.values() if isinstance(outer, dict) else outer
 
 
+def _named(outer: Any) -> Iterable[tuple[Any, Any]]:
+    return outer.items() if isinstance(outer, dict) else enumerate(outer)
+
+
 def _surrogates(body: Any) -> Iterator[str]:
-    """The path of each text with a lone surrogate; of a key with one, the path of what holds it."""
-    waiting = [("", body)]
+    """Yield the path of each text with a lone surrogate; for a key with one, the path of its object."""
+    waiting: list[tuple[Any, Any]] = [(None, body if isinstance(body, dict | list) else [body])]
     while waiting:
         path, value = waiting.pop()
-        if isinstance(value, str):
-            if not _is_text(value):
-                yield path
-        elif isinstance(value, dict | list):
-            named = value.items() if isinstance(value, dict) else enumerate(value)
-            for name, inner in named:
-                if not _is_text(str(name)):
-                    yield path or "a field's name"
-                else:
-                    waiting.append((f"{path}.{name}" if path else str(name), inner))
+        for name, inner in _named(value):
+            if isinstance(name, str) and not _is_text(name):
+                yield _dotted(path) or "a field's name"
+            elif isinstance(inner, dict | list):
+                waiting.append(((path, name), inner))
+            elif isinstance(inner, str) and not _is_text(inner):
+                yield _dotted((path, name))
+
+
+def _dotted(path: Any) -> str:
+    """Return a path, which is (path of its parent, name), in words. Built only for errors: names may be megabytes."""
+    names: list[str] = []
+    while path:
+        path, name = path
+        names.append(str(name)[:SHOWN])
+    return ".".join(reversed(names))[:SHOWN]
 
 
 def _is_text(value: str) -> bool:
@@ -132,7 +149,7 @@ def _is_text(value: str) -> bool:
 
 
 def _arguments(asked: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Arguments of the tool calls of earlier answers: texts that vLLM reads as JSON."""
+    """Yield the arguments of earlier tool calls, which vLLM parses as JSON, with their paths."""
     for place, message in _objects(asked.get("messages")):
         for number, call in _objects(message.get("tool_calls")):
             function = call.get("function")
@@ -146,7 +163,7 @@ def _objects(value: Any) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _parse_inner(param: str, text: str) -> Any:
-    """Return what JSON in a text says; what is no JSON at all is None, as vLLM refuses it or does without."""
+    """Return the value of JSON in a text, or None if it is not JSON: vLLM refuses or ignores that."""
     try:
         return _parse(text)
     except InvalidBody as error:
@@ -155,8 +172,22 @@ def _parse_inner(param: str, text: str) -> Any:
         raise InvalidBody(f"in the JSON of {param}: {error.message}", param, error.code) from None
 
 
+def _check_schemas(asked: dict[str, Any]) -> None:
+    """Check each schema, grammar and regular expression that the answer must match."""
+    counts = [(_copies(param, schema), param) for param, schema in _schemas(asked)]
+    copies, prompts = sum(count for count, _ in counts), _prompts(asked)
+    if copies * prompts > MAX_COPIES:
+        each = "" if prompts == 1 else f" for each of {prompts:,} prompts"
+        raise InvalidBody(
+            f"repetitions such as a{{1,30}} expand to {copies:,} copies{each}, more than {MAX_COPIES:,}: "
+            "use * or + for long ones",
+            max(counts)[1],
+            "schema_too_large",
+        )
+
+
 def _schemas(asked: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """What the answer has to look like, in each of the ways in which that can be said."""
+    """Yield each schema, grammar and regular expression with its path."""
     outputs = asked.get("structured_outputs")
     if isinstance(outputs, dict):
         for name, value in outputs.items():
@@ -166,32 +197,87 @@ def _schemas(asked: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             yield name, asked[name]
 
 
-def _check_schema(param: str, schema: Any) -> None:
-    text = schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False)
-    if len(text) > MAX_SCHEMA:
-        message = f"{param} has {len(text):,} characters, {MAX_SCHEMA:,} at most: send a smaller schema"
+def _copies(param: str, schema: Any) -> int:
+    """Return how many copies the patterns of a schema expand to.
+
+    Raises:
+        InvalidBody: the schema is too large.
+    """
+    is_text = isinstance(schema, str)
+    size = len(schema if is_text else json.dumps(schema, ensure_ascii=False))
+    if size > (limit := MAX_TEXT if is_text else MAX_SCHEMA):
+        message = f"{param} has {size:,} characters, more than {limit:,}: send a smaller schema"
         raise InvalidBody(message, param, "schema_too_large")
-    if isinstance(schema, str) and (inner := _parse_inner(param, schema)):  # JSON can hide braces behind escapes
-        text = json.dumps(inner, ensure_ascii=False)
-    repeats = sum(max(int(bound or 0) for bound in found) for found in BOUNDS.findall(text))
-    if repeats > MAX_REPEATS:
-        message = f"the repetitions in {param}, as in a{{1,30}}, add up to {repeats:,}, {MAX_REPEATS:,} at most"
-        raise InvalidBody(f"{message}: use * or + for long ones", param, "schema_too_large")
+    parsed = _parse_inner(param, schema) if is_text else schema
+    if isinstance(parsed, dict | list):
+        return sum(map(_expanded, _patterns(parsed)))
+    return _expanded(schema) if is_text else 0
+
+
+def _patterns(schema: Any) -> Iterator[str]:
+    """Yield the regular expressions of a JSON schema."""
+    waiting = [schema]
+    while waiting:
+        for name, inner in _named(waiting.pop()):
+            if isinstance(inner, dict | list):
+                waiting.append(inner)
+                if name == "patternProperties" and isinstance(inner, dict):
+                    yield from inner
+            elif isinstance(inner, str) and name == "pattern":
+                yield inner
+
+
+def _expanded(pattern: str) -> int:
+    """Return how many copies of its parts a regular expression or grammar expands to, those of groups multiplied."""
+    sizes, last, plain = [0], 0, 0  # of each open group, of the last part, of the pattern without copies
+    for token in TOKEN.finditer(pattern):
+        text = token[0]
+        if text == "(":
+            sizes.append(0)
+            continue
+        if text == ")":
+            last = sizes.pop() if len(sizes) > 1 else 0
+        elif token.lastindex:  # bounds
+            copies = max(map(_number, token.groups()))
+            sizes[-1] = min(sizes[-1] + last * max(copies - 1, 0), HUGE)
+            last = min(last * max(copies, 1), HUGE)
+            continue
+        else:
+            last = 1
+            plain += 1
+        sizes[-1] = min(sizes[-1] + last, HUGE)
+    return min(sum(sizes) - plain, HUGE)
+
+
+def _number(digits: str | None) -> int:
+    """Return a bound of a repetition: int() refuses to read thousands of digits."""
+    return int(digits or 0) if len(digits or "") < 10 else HUGE
+
+
+def _check_bad_words(words: Any) -> None:
+    size = sum(len(word) for word in words if isinstance(word, str)) if isinstance(words, list) else 0
+    if size > MAX_TEXT:
+        message = f"bad_words has {size:,} characters, more than {MAX_TEXT:,}: send fewer words"
+        raise InvalidBody(message, "bad_words", "too_large")
 
 
 def _sequences(asked: dict[str, Any]) -> int:
-    """Return prompts times `n`. Completions have `prompt`, embeddings `input` or conversations in `messages`."""
+    """Return prompts times answers per prompt."""
     answers = asked.get("n")
     if answers is None:
         answers = 1
     if type(answers) is not int:  # vLLM would take "8" and 8.0 for 8
-        raise InvalidBody("n must be a whole number", "n", "invalid_type")
-    prompts = max(_prompts(asked.get(name)) for name in ("prompt", "prompt_embeds", "input", "messages"))
-    return prompts * max(answers, 1)
+        raise InvalidBody("n must be an integer", "n", "invalid_type")
+    return _prompts(asked) * min(max(answers, 1), HUGE)
 
 
-def _prompts(value: Any) -> int:
-    """How many a text, token ids, or a list of either are; a conversation is one."""
+def _prompts(asked: dict[str, Any]) -> int:
+    """Return the number of prompts: of `prompt` for completions, of `input` or `messages` for embeddings."""
+    return max(_length(asked.get(name)) for name in ("prompt", "prompt_embeds", "input", "messages"))
+
+
+def _length(value: Any) -> int:
+    """Return how many prompts a value holds: a text, token ids, a conversation, or a list of one of these."""
     if isinstance(value, list) and value and isinstance(value[0], str | list):
         return len(value)
     return 1

@@ -1,4 +1,4 @@
-"""What stands before a model's HTTP API: keys, limits, sizes, time, and errors in OpenAI's shape."""
+"""Middleware in front of a model's HTTP API: keys, limits, sizes, timeouts, and errors in OpenAI's shape."""
 
 import asyncio
 import json
@@ -16,15 +16,19 @@ from jobs.serving.limits import Limits, QueueFull, Rules, Slots
 
 KEPT = (b"allow", b"retry-after")  # headers of an error that tell a client what to do
 OPEN_ROUTE = "/health"  # for load balancers: says whether the engine lives, and nothing else
-NO_BOUND = 100_000  # of Ray's on a replica's requests, which would also count /health and bodies that still arrive
+NO_BOUND = 100_000  # turns off Ray's limit of requests per replica, which counts /health and unfinished uploads too
 QUEUE_RETRY_S = 1
-DEAD_RETRY_S = 5  # another replica answers at once; a new one takes longer, and clients double their pauses
-DEAD_HEADERS = {"Retry-After": str(DEAD_RETRY_S), "Connection": "close"}  # HAProxy then sends no more on this one
+DEAD_RETRY_S = 5  # other replicas can answer at once; a new one takes longer, but clients back off exponentially
+DEAD_HEADERS = {
+    "Retry-After": str(DEAD_RETRY_S),
+    "Connection": "close",
+}  # so that HAProxy does not reuse the connection
+LARGE_BODY = 2**16  # bytes; a smaller body is read even if its request is rejected
 DEAD = "the engine of this replica has failed and is being replaced: try again in a few seconds"
 
 
 class Rejected(Exception):
-    """A request that the app never sees, with the error that answers it."""
+    """A request that is answered with this error instead of reaching the app."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None, **headers: str
@@ -38,7 +42,7 @@ class Rejected(Exception):
 
 
 class HungUp(Exception):
-    """The client is gone before its request was read."""
+    """The client disconnected before its request was read."""
 
 
 def _always() -> bool:
@@ -46,16 +50,15 @@ def _always() -> bool:
 
 
 class Door:
-    """ASGI middleware that lets requests with a key through, as many and as large as they may be."""
+    """ASGI middleware that admits requests with a valid key, within the limits of that key."""
 
     def __init__(self, app: ASGIApp, keys: Keys, rules: Rules, alive: Callable[[], bool] = _always) -> None:
-        """`alive` says whether the app's engine still is."""
+        """`alive` returns whether the app's engine is alive."""
         self.app = app
         self._keys = keys
         self._rules = rules
         self._alive = alive
         self._limits = Limits(rules.per_minute, rules.at_once)
-        self._slots = Slots(rules.slots, rules.max_waiting)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -66,7 +69,7 @@ class Door:
             return
         answer = Answer(send, self._alive)
         if scope["path"].removeprefix(scope.get("root_path", "")) == OPEN_ROUTE:
-            method = "GET" if scope["method"] == "HEAD" else scope["method"]  # the server leaves the body out
+            method = "GET" if scope["method"] == "HEAD" else scope["method"]  # the server drops the body
             await self.app({**scope, "method": method}, receive, answer)
             return
         try:
@@ -83,47 +86,52 @@ class Door:
             pass
 
     async def _let_in(self, scope: Scope, receive: Receive, answer: "Answer") -> None:
-        """Pass a request on when its turn comes; what it holds is free again when the app has ended its work."""
+        """Pass a request to the app, and release its key's share when the app has finished."""
         headers = dict(scope["headers"])
-        name = self._name(headers)
         with ExitStack() as held:
-            self._charge(name, 1, held)
+            try:
+                name = self._name(headers)
+                self._charge(name, 1, held)  # an unfinished body counts, too
+            except Rejected as error:
+                if _has_large_body(headers):
+                    error.headers["Connection"] = "close"
+                raise
             body = await self._read(headers, receive)
             if scope["method"] == "POST":
                 asked = _inspected(body)
                 body, scope = asked.raw, {**scope, "state": {**scope.get("state", {}), "body": asked}}
-                self._charge(name, self._checked(asked.sequences) - 1, held)
-                await self._take(asked.sequences, held)
+                self._check(asked.sequences)
+                self._charge(name, asked.sequences - 1, held)
             call = AppCall(self.app, scope, body, receive, answer, answer.close)
             everything = held.pop_all()
 
         def free(task: asyncio.Future[None]) -> None:
             everything.close()
-            task.cancelled() or task.exception()  # retrieved, as asyncio logs exceptions that nobody retrieves
+            task.cancelled() or task.exception()  # asyncio logs exceptions that are never retrieved
 
         call.task.add_done_callback(free)
         await call.wait()
 
     def _name(self, headers: dict[bytes, bytes]) -> str:
-        """The name of the key that asks."""
+        """Return the name of the request's key."""
         if name := self._keys.name_of(headers.get(b"authorization", b"")):
             return name
         message = "a valid API key is required: send the header `Authorization: Bearer YOUR_KEY`"
         raise Rejected(401, message, code="invalid_api_key", WWW_Authenticate="Bearer")
 
     def _charge(self, name: str, count: int, held: ExitStack) -> None:
-        """Count sequences of a key, as long as `held` is open."""
+        """Count sequences against the key's limits until `held` closes."""
         if wait_s := self._limits.begin(name, count):
             message = f"rate limit exceeded for key {name}: retry in {wait_s} s"
             raise Rejected(429, message, code="rate_limit_exceeded", Retry_After=str(wait_s))
         held.callback(self._limits.end, name, count)
 
     async def _read(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
-        """The whole body, where it is small enough and comes soon enough; otherwise the connection closes after it."""
+        """Return the whole body. If it is too large or too slow, reject the request and close the connection."""
         limit, timeout_s = self._rules.max_body, self._rules.body_timeout_s
         message = f"the request is larger than {limit:,} bytes: send less at a time"
         too_large = Rejected(413, message, Connection="close")
-        if int(headers.get(b"content-length", b"0")) > limit:  # a number: the server has parsed it
+        if int(headers.get(b"content-length", b"0")) > limit:  # always a number: the server has checked it
             raise too_large
         pieces, read, more = [], 0, True
         try:
@@ -135,35 +143,51 @@ class Door:
                     pieces.append(message.get("body", b""))
                     more = message.get("more_body", False)
                     read += len(pieces[-1])
-                    if read > limit:  # a body without a length; one that is longer than it says never arrives
+                    if read > limit:  # a body without Content-Length; the server cuts off a longer one
                         raise too_large
         except TimeoutError:
             message = f"the request's body did not arrive within {timeout_s:g} s: send it faster, or less at a time"
             raise Rejected(408, message, code="timeout", Connection="close") from None
         return b"".join(pieces)
 
-    def _checked(self, sequences: int) -> int:
-        """So many, unless that is too much for one request."""
-        if sequences <= self._rules.max_sequences:
-            return sequences
-        most = self._rules.max_sequences
-        message = f"prompts times answers to each are {sequences:,}, more than {most}: ask for fewer"
-        raise Rejected(400, message, code="too_many_sequences")
+    def _check(self, sequences: int) -> None:
+        if sequences > (most := self._rules.max_sequences):
+            message = f"prompts times n is {sequences:,}, more than {most}: ask for fewer"
+            raise Rejected(400, message, code="too_many_sequences")
 
-    async def _take(self, sequences: int, held: ExitStack) -> None:
-        """Wait until the replica has room for so many sequences, and hold it as long as `held` is open."""
+
+class Queued:
+    """ASGI middleware behind `Door` that bounds the sequences a replica works on. Further requests queue.
+
+    It is behind the fork: a request that another replica answers takes no slot of this one.
+    """
+
+    def __init__(self, app: ASGIApp, rules: Rules, alive: Callable[[], bool] = _always) -> None:
+        """`alive` returns whether the app's engine is alive."""
+        self.app = app
+        self._slots = Slots(rules.slots, rules.max_waiting)
+        self._alive = alive
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        asked = scope.get("state", {}).get("body")
+        if asked is None:  # it asks the engine for nothing
+            await self.app(scope, receive, send)
+            return
         if not self._alive():
             raise Rejected(503, DEAD, code="engine_dead", **DEAD_HEADERS)
         try:
-            await self._slots.take(sequences)
+            await self._slots.take(asked.sequences)
         except QueueFull:
-            message = "the server has as many requests as it can hold: try again in a moment"
+            message = "the server's queue is full: try again in a moment"
             raise Rejected(503, message, code="overloaded", Retry_After=str(QUEUE_RETRY_S)) from None
-        held.callback(self._slots.give, sequences)
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            self._slots.give(asked.sequences)
 
 
 class Answer:
-    """The way back. An error that the app answers with gets OpenAI's shape; all else passes as it is.
+    """Passes the app's answer on. Errors get OpenAI's shape.
 
     https://platform.openai.com/docs/guides/error-codes
     """
@@ -199,7 +223,7 @@ class Answer:
         await self._client(message)
 
     def close(self) -> None:
-        """Send nothing more."""
+        """Drop everything that the app sends from now on."""
         self._send = _drop
 
     async def refuse(
@@ -215,7 +239,7 @@ class Answer:
         kind = "invalid_request_error" if status < 500 else "server_error"
         code = code or ("not_found" if status == 404 else None)
         body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
-        # in ASCII: what a client sent and a message repeats need be no text
+        # as ASCII: a message may repeat input that is not valid Unicode
         answer = Response(json.dumps(body), status, headers, "application/json")
         await answer({"type": "http"}, _nothing, self._send)
 
@@ -227,7 +251,12 @@ async def _nothing() -> Message:
 async def _drop(message: Message) -> None:
     if message["type"] == "http.response.start":
         raise OSError("the client has hung up, or its time is up")
-    # raise nothing for a chunk: the stream must reach its next chunk, where cancellation stops the engine
+    # do not raise for a chunk: the stream must get to its next chunk, where cancellation stops the engine
+
+
+def _has_large_body(headers: dict[bytes, bytes]) -> bool:
+    """Return whether the connection should close instead of reading the rest of the request."""
+    return b"transfer-encoding" in headers or int(headers.get(b"content-length", b"0")) > LARGE_BODY
 
 
 def _inspected(body: bytes) -> Body:
@@ -238,7 +267,7 @@ def _inspected(body: bytes) -> Body:
 
 
 def _words(status: int, body: bytes) -> tuple[str, str | None, str | None]:
-    """What an error of the engine's, of FastAPI's or of another app's says: message, parameter, code."""
+    """Return message, parameter and code of an error from the engine, FastAPI or another app."""
     if status == 500:  # what went wrong inside is for the log
         return "the server failed on this request; its log has the reason", None, None
     try:
@@ -248,6 +277,6 @@ def _words(status: int, body: bytes) -> tuple[str, str | None, str | None]:
     if isinstance(found, dict):
         found = found.get("error", found.get("detail", found))
     if isinstance(found, dict) and isinstance(found.get("message"), str):
-        code = found.get("code")  # a number is vLLM's, and no more than the status
+        code = found.get("code")  # vLLM repeats the status here, as a number
         return found["message"], found.get("param"), code if isinstance(code, str) else None
     return found if isinstance(found, str) and found else f"HTTP status {status}", None, None

@@ -1,6 +1,7 @@
 """Where the way forks: requests for other models, and a canary's share, go on to the apps that serve them."""
 
 import contextlib
+import logging
 import random
 import time
 from collections.abc import Callable
@@ -15,16 +16,19 @@ from jobs.serving.traffic import Record, Routes
 
 NOT_HANDED_ON = {b"host", b"content-length", b"connection", b"transfer-encoding"}  # of this connection, not the request
 CONNECT_S = 10.0
-# of an address where nothing is, or nothing that could answer: HAProxy's, and the root's for a path below it
+# Statuses of an app that is gone or cannot answer: from HAProxy, or from the app at the root, which has no such path.
 AWAY = frozenset({404, 502, 503})
 QUERY_CHARACTERS = "%&=+/?:@!$'()*,;~[]"
-HUNG_UP = 499  # as nginx says it: the client did not wait for an answer
+HUNG_UP = 499  # nginx's status for a client that did not wait for its answer
+WARN_EVERY_S = 60.0
+
+log = logging.getLogger("ray.serve")
 
 
 class Fork:
-    """ASGI app in front of a model's own; while nothing stands beside that, it costs nothing.
+    """ASGI app in front of a model's own. It costs nothing while only one model is served.
 
-    The door before it has read the body: `scope["state"]["body"]`.
+    The middleware in front of it reads the body of a POST into `scope["state"]["body"]`.
     """
 
     def __init__(self, app: ASGIApp, model: str, root: str, routes: Callable[[], Routes]) -> None:
@@ -35,22 +39,24 @@ class Fork:
         timeout = httpx2.Timeout(None, connect=CONNECT_S)  # how long an answer may take is the door's business
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=100)
         self._client = httpx2.AsyncClient(base_url=root, timeout=timeout, limits=limits)
+        self._warned_at = -WARN_EVERY_S
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         routes = self._routes()
-        if not (routes.others or routes.canary) or scope["type"] != "http" or scope["method"] != "POST":
+        asked: Body | None = scope.get("state", {}).get("body")
+        if asked is None or not (routes.others or routes.canary):
             await self.app(scope, receive, send)
             return
-        asked: Body = scope["state"]["body"]
         # while an app is being deleted, requests forwarded to its path end up here
         path = self._choose(asked.model, routes) if scope["path"].startswith("/v1/") else None
         if path is None:
             await self.app(scope, receive, send)
         elif path == routes.canary:
             if not await self._hand_on(path, scope, asked.raw, send, AWAY):
+                self._warn(path)
                 await self.app(scope, receive, send)
         elif not await self._hand_on(path, scope, asked.raw, send):
-            message = f"what serves that model, at {path}, does not answer: try again"
+            message = f"the app that serves this model, at {path}, does not respond: try again"
             await JSONResponse({"error": message}, 503)(scope, _nothing, send)
 
     def _choose(self, model: str | None, routes: Routes) -> str | None:
@@ -60,18 +66,22 @@ class Fork:
             return routes.canary
         return None
 
+    def _warn(self, path: str) -> None:
+        if time.monotonic() - self._warned_at >= WARN_EVERY_S:
+            self._warned_at = time.monotonic()
+            log.warning(f"the canary at {path} does not respond: {self._model} answers its requests")
+
     async def _hand_on(
         self, path: str, scope: Scope, body: bytes, send: Send, away: frozenset[int] = frozenset()
     ) -> bool:
-        """Whether the app at the path has answered; where it has not, or with a status of `away`, nothing was sent."""
+        """Forward the request to `path`, and return whether the client got an answer: not on a status in `away`."""
         headers = [(name, value) for name, value in scope["headers"] if name not in NOT_HANDED_ON]
         query = quote(scope["query_string"], safe=QUERY_CHARACTERS)
+        url = f"{path}{quote(scope['path'])}{'?' if query else ''}{query}"
         try:
-            asked = self._client.build_request(
-                "POST", f"{path}{quote(scope['path'])}?{query}".rstrip("?"), content=body, headers=headers
-            )
+            asked = self._client.build_request("POST", url, content=body, headers=headers)
             answer = await self._client.send(asked, stream=True)
-        except httpx2.HTTPError:
+        except (httpx2.HTTPError, httpx2.InvalidURL):  # the latter: a query of more than 64 KiB
             return False
         async with contextlib.aclosing(answer):
             if answer.status_code in away:
@@ -108,7 +118,7 @@ class Counted:
 
         try:
             await self.app(scope, receive, noted)
-        except OSError:  # of `send`: the client is gone, and the status stays
+        except OSError:  # from `send`: the client has disconnected, which is no error of the app
             raise
         except Exception:
             status = 500

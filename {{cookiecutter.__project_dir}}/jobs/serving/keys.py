@@ -18,13 +18,13 @@ log = logging.getLogger("ray.serve")
 
 
 class Keys:
-    """The keys of the moment, as digests."""
+    """The current API keys, as digests."""
 
     def __init__(self) -> None:
         """Read them.
 
         Raises:
-            ValueError: there is none, or SERVE_API_KEYS is not NAME:KEY,NAME:KEY, or gives a name to two keys.
+            ValueError: there is no key, or SERVE_API_KEYS is not NAME:KEY,NAME:KEY or repeats a name or a key.
         """
         self._digests = _read()
         if not self._digests:
@@ -36,7 +36,7 @@ class Keys:
         The time that it takes does not tell how much of a wrong key is right, nor whose it resembles.
         """
         scheme, _, key = authorization.partition(b" ")
-        if scheme.lower() != b"bearer":  # no secret, and in any case: RFC 9110, section 11.1
+        if scheme.lower() != b"bearer":  # not secret, and case-insensitive: RFC 9110, section 11.1
             return None
         given = _digest(key.strip(b" "))
         found = None
@@ -52,18 +52,21 @@ class Keys:
             try:
                 self._digests = await asyncio.to_thread(_read)
             except Exception as error:  # the store may be away, or what stands there malformed: neither ends a server
-                log.warning(f"the API keys could not be read again ({error}); the last ones stay valid")
+                log.warning(f"could not reload the API keys ({error}); the last valid ones stay in use")
 
 
 def _read() -> dict[str, bytes]:
     values = secrets.read(SECRETS)
     keys = {OWNER: values.get("SERVE_API_KEY", "")}
     for number, pair in enumerate(filter(None, values.get("SERVE_API_KEYS", "").split(",")), start=1):
-        name, colon, key = pair.strip().partition(":")
+        name, colon, key = (part.strip() for part in pair.partition(":"))
         if not (name and colon and key):
             raise ValueError("SERVE_API_KEYS is not NAME:KEY,NAME:KEY")
-        if name in keys:  # not said which: where somebody wrote KEY:NAME, it is a key
+        # print neither name nor key: the name is a key if somebody wrote KEY:NAME
+        if name in keys:
             raise ValueError(f"entry {number} of SERVE_API_KEYS repeats a name: each key needs its own, not {OWNER}")
+        if key in keys.values():
+            raise ValueError(f"entry {number} of SERVE_API_KEYS repeats a key: each name needs its own")
         keys[name] = key
     return {name: _digest(key.encode()) for name, key in keys.items() if key}
 

@@ -1,6 +1,6 @@
-"""How much each key may ask of one replica, and how much the replica works on at once.
+"""Limits what each key may ask of a replica, and what the replica works on at once.
 
-Both count sequences: a request for several prompts, or several answers to one, is as much work as so many requests.
+Both count sequences, because a request with several prompts or answers is as much work as several requests.
 """
 
 import asyncio
@@ -13,37 +13,37 @@ WINDOW_S = 60.0
 
 
 class Rules(NamedTuple):
-    """What a replica holds requests to."""
+    """The limits that a replica enforces."""
 
     per_minute: int
-    """Sequences in a minute of each key."""
+    """Maximum sequences per minute and key."""
     at_once: int
-    """Sequences in progress of each key."""
+    """Maximum sequences in progress per key."""
     max_body: int
-    """Bytes of a request's body."""
+    """Maximum bytes of a request's body."""
     timeout_s: float
-    """Seconds in which a request must be answered whole, those in the queue among them."""
+    """Seconds in which a request must be fully answered, including its time in the queue."""
     body_timeout_s: float = 30.0
-    """Seconds in which its body must have arrived."""
+    """Seconds in which a request's body must arrive."""
     max_sequences: int = 64
-    """Sequences of one request."""
+    """Maximum sequences of one request."""
     slots: int = 128
-    """Sequences that the replica works on at once."""
+    """Maximum sequences that the replica works on at once."""
     max_waiting: int = 128
-    """Requests that wait for them."""
+    """Maximum requests that wait for a slot."""
 
 
 class Limits:
-    """Counts what each key asks. Each replica counts its own: two replicas admit twice as many in all."""
+    """Counts the sequences of each key. Each replica counts separately, so two replicas admit twice as many."""
 
     def __init__(self, per_minute: int, at_once: int) -> None:
         self._per_minute = per_minute
         self._at_once = at_once
-        self._begun: defaultdict[str, deque[float]] = defaultdict(deque)  # when each of the last minute began
+        self._begun: defaultdict[str, deque[float]] = defaultdict(deque)  # start times of the last minute's sequences
         self._running: Counter[str] = Counter()
 
     def begin(self, name: str, count: int = 1) -> int:
-        """Count so many, to be ended by `end`; or refuse them: seconds after which to try again, else 0."""
+        """Count the sequences and return 0, or return the seconds after which to retry. `end` releases them."""
         if self._running[name] + count > self._at_once:
             return 1
         begun, now = self._begun[name], time.monotonic()
@@ -56,16 +56,16 @@ class Limits:
         return 0
 
     def end(self, name: str, count: int = 1) -> None:
-        """What `begin` counted is over, however it went."""
+        """Release sequences that `begin` counted."""
         self._running[name] -= count
 
 
 class QueueFull(Exception):
-    """As many requests wait as may."""
+    """The queue is full."""
 
 
 class Slots:
-    """Sequences that a replica works on at once. Requests for more wait in a queue, first come, first served."""
+    """Slots for the sequences that a replica works on at once. Further requests queue, first come, first served."""
 
     def __init__(self, slots: int, max_waiting: int) -> None:
         self._free = slots
@@ -73,32 +73,38 @@ class Slots:
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     async def take(self, count: int) -> None:
-        """Wait for so many slots, to be given back by `give`.
+        """Wait for `count` slots. `give` returns them.
 
         Raises:
-            QueueFull: too many requests wait already.
+            QueueFull: too many requests are waiting.
         """
         if not self._waiting and count <= self._free:
             self._free -= count
             return
         if len(self._waiting) >= self._max_waiting:
             raise QueueFull
-        turn = asyncio.get_running_loop().create_future()
-        self._waiting.append((count, turn))
+        granted = asyncio.get_running_loop().create_future()
+        self._waiting.append((count, granted))
         try:
-            await turn
+            await granted
         except asyncio.CancelledError:
-            if turn.cancelled():
-                self._waiting.remove((count, turn))
-                self.give(0)  # the next one may need fewer
-            else:  # its turn came at the same moment
+            if not granted.cancelled():  # it was granted and cancelled at the same moment
                 self.give(count)
+            elif (count, granted) in self._waiting:
+                self._waiting.remove((count, granted))
+                self.give(0)  # the next one may need fewer
             raise
 
     def give(self, count: int) -> None:
-        """Give slots back, to those who wait."""
+        """Return slots, and grant them to waiting requests."""
         self._free += count
-        while self._waiting and self._waiting[0][0] <= self._free:
-            wanted, turn = self._waiting.popleft()
+        while self._waiting:
+            wanted, granted = self._waiting[0]
+            if granted.done():  # cancelled: its task has not run since
+                self._waiting.popleft()
+                continue
+            if wanted > self._free:
+                return
+            self._waiting.popleft()
             self._free -= wanted
-            turn.set_result(None)
+            granted.set_result(None)
