@@ -20,17 +20,17 @@ from tasks import BUILD, TEST_PROJECT
 
 COREUTILS = ["cat", "chmod", "cksum", "cut", "dirname", "env", "ln", "mkdir", "mv", "rm", "sh", "sleep", "tr", "uname"]
 NOBODY = 65534
-# uv: `venv` makes a folder with a Python that is the next stub
+# uv: `venv` and `sync` make a folder with a Python that is the next stub
 UV = """\
 #!/bin/sh
 case $1 in
+    --version) echo "uv 0.11.3 (2026-11-01)"; exit ;;
     python) exit 1 ;; # no Python of the right version is installed
-    run) shift 3; exec "$PYTHON_STUB" -m "$@" ;;
-    venv)
-        for folder; do :; done
-        mkdir -p "$folder/bin" && cat "$PYTHON_STUB" > "$folder/bin/python" && chmod +x "$folder/bin/python"
-        ;;
+    venv) for folder; do :; done ;;
+    sync) folder=.venv ;;
 esac
+echo "uv $*" >&2
+mkdir -p "$folder/bin" && cat "$PYTHON_STUB" > "$folder/bin/python" && chmod +x "$folder/bin/python"
 """
 # Python of the environment: installs its pins by saying so, and runs verbs by saying what it was given
 PYTHON = """\
@@ -45,6 +45,7 @@ printf '[%s]' "$@"
 case $1 in
     fail) exit 42 ;;
     read) cat ;;
+    name) echo $$ ;;
     wait)
         trap 'echo interrupted; read -r go_on; exit 130' INT
         [ -t 0 ] && [ -t 1 ] && echo on a terminal
@@ -234,6 +235,46 @@ def test_the_environment_has_no_space_in_its_path(with_uv: Machine) -> None:
     assert f"python={environment}/bin/python " in done.stderr
 
 
+def test_a_cache_that_links_to_a_path_with_a_space(with_uv: Machine) -> None:
+    """The environment's own path would have the space."""
+    disk = with_uv.root / "My Passport"
+    disk.mkdir(mode=0o777)
+    disk.chmod(0o777)
+    (with_uv.home / ".cache").symlink_to(disk)
+    plain = with_uv.root / "plain"
+    with_uv.project.rename(plain)
+    assert with_uv.inv("up", folder=plain).returncode == 0
+    assert (plain / ".venv").readlink().parent == plain / ".cluster" / "cache" / "ray-llm"
+
+
+@pytest.mark.parametrize("name", ["CDPATH", "UV_PYTHON", "VIRTUAL_ENV", "UV_PROJECT_ENVIRONMENT"])
+def test_variables_of_the_users_shell_change_nothing(with_uv: Machine, name: str) -> None:
+    with_uv.variables[name] = {"CDPATH": f".:{with_uv.root}", "UV_PYTHON": "3.13"}.get(name, str(with_uv.home))
+    done = with_uv.inv("up")
+    assert "--python 3.11 " in done.stderr, done
+    done = with_uv.inv("status")
+    assert (done.returncode, done.stdout) == (0, "[status]"), done
+    assert "uv venv" not in done.stderr, "the environment is made once"
+
+
+def test_a_copied_project_gets_its_own_environment(with_uv: Machine) -> None:
+    with_uv.inv("up")
+    copy = with_uv.root / "copy"
+    shutil.copytree(with_uv.project, copy, symlinks=True)
+    if os.geteuid() == 0:
+        os.chown(copy, NOBODY, NOBODY)
+    assert with_uv.inv("status", folder=copy).returncode == 0
+    assert (with_uv.project / ".venv").readlink() != (copy / ".venv").readlink()
+
+
+@pytest.mark.parametrize("uv", ["echo uv 0.6.3", "echo pyenv: uv: command not found; exit 127", "exit 1"])
+def test_a_uv_that_is_old_or_does_not_run_is_not_used(with_pip: Machine, uv: str) -> None:
+    with_pip.install("uv", f"#!/bin/sh\n{uv}\n")
+    done = with_pip.inv("up")
+    assert (done.returncode, done.stdout) == (0, "[up]"), done
+    assert f"uv={with_pip.project}/.cluster/uv/bin/uv " in done.stderr
+
+
 def test_two_projects_of_one_name_have_two_environments(with_uv: Machine) -> None:
     with_uv.inv("up")
     other = with_uv.root / "other"
@@ -265,8 +306,27 @@ def test_the_template_runs_its_own_verbs(with_uv: Machine) -> None:
     template = with_uv.root / "c d ü" / "template"
     template.mkdir(parents=True)
     shutil.copy(bake.TEMPLATE / "inv", template)
-    done = with_uv.inv("demo", folder=template)
-    assert (done.returncode, done.stdout) == (0, "[demo]"), done
+    shutil.copy(bake.TEMPLATE / "pyproject.toml", template)
+    if os.geteuid() == 0:
+        os.chown(template, NOBODY, NOBODY)
+    for _ in range(2):
+        done = with_uv.inv("demo", folder=template)
+        assert (done.returncode, done.stdout) == (0, "[demo]"), done
+
+
+def test_who_kills_the_launcher_hits_the_verb(with_uv: Machine) -> None:
+    """In the template, too, where `uv run` would stand between them."""
+    template = with_uv.root / "template"
+    template.mkdir()
+    for name in ("inv", "pyproject.toml"):
+        shutil.copy(bake.TEMPLATE / name, template)
+    if os.geteuid() == 0:
+        os.chown(template, NOBODY, NOBODY)
+    for folder in (template, with_uv.project):
+        process = subprocess.Popen(
+            with_uv.command("name", folder=folder), env=with_uv.variables, stdout=subprocess.PIPE, text=True
+        )
+        assert process.communicate()[0] == f"[name]{process.pid}\n"
 
 
 # ------------------------------------------------------------------------------------------ what is missing
@@ -296,6 +356,13 @@ def test_no_place_without_a_space_is_refused(with_uv: Machine, home: str) -> Non
     assert with_uv.inv("up").returncode == 0
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
+def test_a_folder_that_sudo_left(with_uv: Machine) -> None:
+    (with_uv.project / ".cluster").mkdir(mode=0o755)
+    with_uv.install("id", "#!/bin/sh\necho alice\n")
+    assert "Run: sudo chown -R alice .cluster" in with_uv.refused("up")
+
+
 def test_neither_pip_nor_curl(machine: Machine) -> None:
     assert "Run: sudo apt-get install curl" in machine.inv("up").stderr.splitlines()[-1]
 
@@ -312,6 +379,8 @@ def test_a_clone_of_the_template_without_git(with_uv: Machine) -> None:
     shutil.copy(bake.TEMPLATE / "inv", template)
     (with_uv.bin / "git").unlink()
     assert with_uv.refused("demo", folder=template) == "error: not installed: git. Run: sudo apt-get install git\n"
+    (with_uv.bin / "g++").unlink()
+    assert "Run: sudo apt-get install git g++\n" in with_uv.refused("demo", folder=template)
 
 
 @pytest.mark.parametrize("system", ["MINGW64_NT-10.0-19045", "MSYS_NT-10.0", "CYGWIN_NT-10.0"])

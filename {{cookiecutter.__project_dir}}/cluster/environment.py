@@ -1,11 +1,13 @@
 """The project's environment: installed from requirements/local.txt, and entered by every verb.
 
-It lies in the user's cache, where no path has a space, which Ray could not bear; `.venv` links there. The launcher
-`inv` makes it on first use and whenever the pins change. Only the standard library is imported here: this runs before
+It is in the user's cache, below a path without spaces, because Ray breaks on spaces; `.venv` links to it. The launcher
+`inv` creates it on first use and when the pins change. Only the standard library is imported here: this runs before
 anything is installed.
 """
 
 import ast
+import contextlib
+import fcntl
 import hashlib
 import os
 import shutil
@@ -13,22 +15,27 @@ import subprocess
 import sys
 import sysconfig
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 PROJECT = Path(__file__).resolve().parent.parent
 LAUNCHER = PROJECT / "inv"
 VENV = PROJECT / ".venv"
 PINS = PROJECT / "requirements" / "local.txt"
-STAMP = "installed-pins"  # in the environment: hash of the pins that were installed completely
-OWNER = "project"  # in the environment: the folder of the project that it was made for
+# Files in the environment:
+STAMP = "installed-pins"  # hash of the pins that were installed completely
+OWNER = "project"  # folder of the project that it belongs to; `inv` writes it
+INSTALLING = "installing"  # an installation has begun, and not ended
 
 
 def enter() -> None:
-    """Make sure that this process runs in the project's environment; start the verb again there if not."""
-    if not _is_current():
+    """Make sure that this process runs in the project's environment. If not, restart the verb there."""
+    if not _is_current(VENV):
         _forget(VENV)
-        os.execv(LAUNCHER, [str(LAUNCHER), *sys.argv[1:]])  # makes it, and comes back
+        os.execv(LAUNCHER, [str(LAUNCHER), *sys.argv[1:]])  # creates it, and returns here
     environment = VENV.resolve()
+    if environment.is_relative_to(PROJECT / ".cluster"):  # the launcher found no other place, so nothing else will
+        os.environ.setdefault("XDG_CACHE_HOME", str(PROJECT / ".cluster" / "cache"))
     # what `activate` does: the tools that the verbs start look there, and not where a caller such as `uv run` does
     os.environ |= {"VIRTUAL_ENV": str(environment), "PATH": f"{environment / 'bin'}{os.pathsep}{os.environ['PATH']}"}
     # below `uv run`, Ray would start its workers with `uv run` too, in an environment without Ray
@@ -38,8 +45,8 @@ def enter() -> None:
         os.execv(python, [python, "-m", "invoke", *sys.argv[1:]])
 
 
-def _is_current() -> bool:
-    stamp = VENV / STAMP
+def _is_current(environment: Path) -> bool:
+    stamp = environment / STAMP
     return stamp.is_file() and stamp.read_text() == _pins_hash()
 
 
@@ -49,20 +56,38 @@ def _pins_hash() -> str:
 
 
 def fill() -> None:
-    """Install the pins into the environment that this process runs in, which `inv` has just made."""
+    """Install the pins into the environment that this process runs in, which `inv` has just created."""
     _require_headers()
     environment = Path(sys.prefix)
-    (environment / OWNER).write_text(str(PROJECT), encoding="utf-8")
-    _remove_abandoned(environment.parent)
-    started = time.monotonic()
-    source, _ = package_sources(pip_settings())
-    print(f"making the environment in {environment}", file=sys.stderr)
-    print(f"installing {PINS.relative_to(PROJECT)} (about 3 GB), torch from {source}", file=sys.stderr, flush=True)
-    quiet = [] if sys.stderr.isatty() else ["--quiet"]  # uv draws its progress for a person, and lists all for a log
-    # as pip does: a job starts a dozen processes, and each would compile thousands of files for itself
-    _sync(environment, PINS, "--compile-bytecode", *quiet)
-    (environment / STAMP).write_text(_pins_hash())
-    print(f"environment ready after {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
+    with _locked(environment):
+        if _is_current(environment):
+            return  # another process has just filled it
+        _remove_abandoned(environment.parent)
+        started = time.monotonic()
+        source, _ = package_sources(pip_settings())
+        print(f"making the environment in {environment}", file=sys.stderr)
+        print(f"installing {PINS.relative_to(PROJECT)} (about 3 GB), torch from {source}", file=sys.stderr, flush=True)
+        quiet = [] if sys.stderr.isatty() else ["--quiet"]  # in a log, uv would list all packages
+        begun = environment / INSTALLING
+        again = ["--reinstall"] if begun.exists() else []  # a killed one may have left half a package
+        begun.touch()
+        # as pip does: a job starts a dozen processes, and each would compile thousands of files for itself
+        _sync(environment, PINS, "--compile-bytecode", *quiet, *again)
+        begun.unlink()
+        (environment / STAMP).write_text(_pins_hash())
+        print(f"environment ready after {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _locked(environment: Path) -> Iterator[None]:
+    """Hold the environment's lock, which the system releases when this process ends."""
+    with open(f"{environment}.lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print("waiting for another ./inv, which installs the same packages", file=sys.stderr, flush=True)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _require_headers() -> None:
@@ -76,15 +101,18 @@ def _require_headers() -> None:
 
 
 def _remove_abandoned(environments: Path) -> None:
-    """Remove the environments whose project is gone or uses another one."""
+    """Remove this user's environments whose project is gone or uses another one."""
     for owner in environments.glob(f"*/{OWNER}"):
-        project = Path(owner.read_text(encoding="utf-8"))
-        if (project / ".venv").resolve() != owner.parent.resolve():
-            shutil.rmtree(owner.parent, ignore_errors=True)
+        environment, project = owner.parent, Path(owner.read_text(encoding="utf-8"))
+        # without the parent folder, a disk may be unmounted, or this is a container that shares the cache
+        is_abandoned = project.parent.is_dir() and (project / ".venv").resolve() != environment.resolve()
+        if is_abandoned and environment.stat().st_uid == os.getuid():
+            shutil.rmtree(environment, ignore_errors=True)
+            Path(f"{environment}.lock").unlink(missing_ok=True)
 
 
 def _forget(venv: Path) -> None:
-    """Remove `.venv`: a link, or the folder that it was in earlier versions of this project."""
+    """Remove `.venv`: a link, or a folder in earlier versions of this project."""
     if venv.is_symlink():
         venv.unlink()
     else:
@@ -119,7 +147,9 @@ def _run(command: list[str], variables: dict[str, str]) -> None:
     environment = os.environ | {"DS_BUILD_OPS": "0"} | variables
     environment.pop("VIRTUAL_ENV", None)
     if subprocess.run(command, cwd=PROJECT, env=environment).returncode:
-        sys.exit(f"error: `{' '.join(command[1:3])}` failed as printed above; correct that and run the verb again.")
+        sys.exit(
+            f"error: `{' '.join(command[1:3])}` failed; its message is above. Fix the cause, then run the verb again."
+        )
 
 
 def package_sources(pip: dict[str, str]) -> tuple[str, dict[str, str]]:
@@ -170,4 +200,8 @@ def pip_settings() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    fill()
+    try:
+        fill()
+    except KeyboardInterrupt:
+        print("\nerror: interrupted. The next ./inv continues the installation.", file=sys.stderr)
+        sys.exit(130)

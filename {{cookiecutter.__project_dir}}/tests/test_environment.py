@@ -1,8 +1,10 @@
 """The project's environment: where it is, and where its packages come from."""
 
 import os
+import subprocess
 import sys
 import sysconfig
+import time
 from pathlib import Path
 
 import pytest
@@ -99,15 +101,81 @@ def test_changed_pins_let_the_launcher_make_it_again(venv: Path, old: str) -> No
 
 def test_an_environment_goes_after_its_project(tmp_path: Path) -> None:
     environments = tmp_path / "cache"
-    for name in ("used", "moved away", "uses another"):
-        (environments / name).mkdir(parents=True)
-        (environments / name / environment.OWNER).write_text(str(tmp_path / name))
+    for name in ("used", "moved away", "uses another", "unmounted/away"):
+        folder = environments / Path(name).name
+        folder.mkdir(parents=True)
+        (folder / environment.OWNER).write_text(str(tmp_path / name))
     (environments / "python").mkdir()
     for name, target in (("used", "used"), ("uses another", "used")):
         (tmp_path / name).mkdir()
         (tmp_path / name / ".venv").symlink_to(environments / target)
     environment._remove_abandoned(environments)
-    assert {path.name for path in environments.iterdir()} == {"used", "python"}
+    assert {path.name for path in environments.iterdir()} == {"used", "python", "away"}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another user's folder")
+def test_another_users_environment_stays(tmp_path: Path) -> None:
+    theirs = tmp_path / "cache" / "theirs"
+    theirs.mkdir(parents=True)
+    (theirs / environment.OWNER).write_text(str(tmp_path / "gone"))
+    os.chown(theirs, 65534, 65534)
+    environment._remove_abandoned(tmp_path / "cache")
+    assert theirs.is_dir()
+
+
+FILL = """
+import sys, time
+from pathlib import Path
+from cluster import environment
+
+sys.prefix = sys.argv[1]
+
+def sync(folder, pins, *options):
+    with Path(sys.argv[2]).open("a") as log:
+        print(*options, file=log)
+    time.sleep(float(sys.argv[3]))
+
+environment._sync = sync
+environment.fill()
+"""
+
+
+def fill(folder: Path, log: Path, seconds: float) -> subprocess.Popen[str]:
+    """Another process that fills the environment in `folder`; how it installs is a line in `log`."""
+    return subprocess.Popen(
+        [sys.executable, "-c", FILL, str(folder), str(log), str(seconds)],
+        cwd=environment.PROJECT,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_for(file: Path) -> None:
+    while not file.exists():
+        time.sleep(0.01)
+
+
+def test_two_verbs_at_once_install_once(tmp_path: Path) -> None:
+    folder, log = tmp_path / "environment", tmp_path / "log"
+    folder.mkdir()
+    first = fill(folder, log, 3)
+    wait_for(log)
+    second = fill(folder, log, 0)
+    assert "waiting for another ./inv" in second.communicate()[1]
+    assert first.wait() == second.returncode == 0
+    assert len(log.read_text().splitlines()) == 1
+    assert not (folder / environment.INSTALLING).exists()
+
+
+def test_an_installation_that_was_killed_is_repeated_from_the_start(tmp_path: Path) -> None:
+    folder, log = tmp_path / "environment", tmp_path / "log"
+    folder.mkdir()
+    killed = fill(folder, log, 60)
+    wait_for(log)
+    killed.kill()
+    killed.communicate()
+    assert fill(folder, log, 0).wait() == 0
+    assert [("--reinstall" in line) for line in log.read_text().splitlines()] == [False, True]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="DeepSpeed, which compiles with them, is for Linux")
