@@ -17,7 +17,7 @@ class Refusal(Exception):
     """Bad input, in one sentence for a person: what is wrong, where, and what to type next."""
 
     exit_code = 1
-    """Of the verb that meets it."""
+    """Exit code of a verb that fails with this error."""
 
 
 class Section(BaseModel):

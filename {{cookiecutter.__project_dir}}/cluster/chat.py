@@ -15,7 +15,7 @@ from jobs import secrets
 
 HELP = "/system TEXT: who the model shall be   /model NAME: ask another   /clear: forget what was said   /quit"
 
-TIMEOUTS = openai.Timeout(300, connect=5)  # seconds, from one piece of an answer to the next
+TIMEOUTS = openai.Timeout(300, connect=5)  # seconds: 5 to connect, 300 between two chunks of an answer
 
 
 class Conversation:
@@ -93,8 +93,8 @@ def explained(url: str) -> Iterator[None]:
         raise settings.Refusal(
             f"{url} refuses the SERVE_API_KEY of .env: it was started with another one; inv submit serve_llm again."
         ) from None
-    except (json.JSONDecodeError, AttributeError, LookupError):  # OpenAI's client takes what comes as it is
-        raise settings.Refusal(f"{url} does not answer as a served model does; look with: inv status") from None
+    except (json.JSONDecodeError, AttributeError, LookupError):  # OpenAI's client does not validate what it receives
+        raise settings.Refusal(f"{url} is not an OpenAI-compatible server. Check with: inv status") from None
     except openai.APIError as error:
         raise settings.Refusal(f"{url} answers: {error.message}") from None
 

@@ -32,7 +32,7 @@ class Snapshot:
 
 
 def take(connection: Connection) -> Snapshot:
-    """Ask the dashboard. Raises `Unreachable` when it does not answer, or not as it should."""
+    """Read the cluster's state from its dashboard. Raises `Unreachable` if that gives no valid answer."""
 
     def get(path: str) -> Any:
         response = requests.get(connection.dashboard + path, headers=connection.headers, timeout=job_client.TIMEOUTS_S)

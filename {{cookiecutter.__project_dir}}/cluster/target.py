@@ -20,12 +20,12 @@ class Connection:
     forwarded: dict[int, int] = field(default_factory=dict)
     """This machine's port for each port of the head that a tunnel brings here; empty where no tunnel is needed."""
     logs: str = "/tmp/ray/session_latest/logs on the head"
-    """Where the logs of jobs are, as long as the cluster is not taken down."""
+    """Folder of the jobs' logs, which exists until the cluster is taken down."""
     job_variables: dict[str, str]
     """Environment of each submitted job: its profile, and where it finds files and secrets."""
 
     def client(self) -> JobClient:
-        """Ray's own client for jobs. Raises `Unreachable` where the cluster does not answer; so do its methods."""
+        """Return a job client. This and its methods raise `Unreachable` if the cluster does not answer."""
         for name in ("ray", "ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk"):
             logging.getLogger(name).setLevel(logging.ERROR)  # notes on packing and sockets are no news to a person
         return JobClient(self.dashboard, self.headers)

@@ -5,7 +5,7 @@ from jobs import cli
 from jobs.training.options import NetworkOptions
 
 if __name__ == "__main__":
-    cli.parse(NetworkOptions, "train")  # first: what is imported below takes seconds
+    cli.parse(NetworkOptions, "train")  # before the imports below, which take seconds
 
 import os
 import re

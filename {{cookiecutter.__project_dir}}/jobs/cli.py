@@ -23,14 +23,14 @@ from jobs import secrets
 from jobs.serving import haproxy
 
 PRIVATE_FOLDER = "RAY_PRIVATE_FOLDER"
-"""Environment variable with the folder, which no other user enters, of a Ray of this process alone."""
+"""Environment variable: folder of a Ray that serves only this process. Other users cannot access it."""
 
 # below `uv run`, Ray would start its workers with `uv run` too, in an environment of their own
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
-if os.environ.get("RAY_ADDRESS", "local") == "local":  # a Ray of this process alone
+if os.environ.get("RAY_ADDRESS", "local") == "local":  # this process starts its own Ray
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # stays on loopback; read once, by `import ray`
     if PRIVATE_FOLDER not in os.environ:  # its workers inherit the variable
-        parent = None if sys.platform == "linux" else "/tmp"  # below macOS's TMPDIR no socket's path would fit
+        parent = None if sys.platform == "linux" else "/tmp"  # macOS's TMPDIR is too long for socket paths
         private = tempfile.mkdtemp(prefix="ray-", dir=os.environ.get("RAY_TMPDIR", parent))
         atexit.register(shutil.rmtree, private, ignore_errors=True)
         os.environ[PRIVATE_FOLDER] = private
@@ -42,14 +42,13 @@ Options = TypeVar("Options", bound=settings.Section)
 OPTIONS = constructors.ConstructorRegistry()
 _parsed: settings.Section | None = None
 CHECKED_FOR = "JOB_OPTIONS_CHECKED_FOR"
-"""Environment variable with the command that a person typed before a job's options: they are checked, and nothing runs.
-`inv submit` sets it."""
+"""Environment variable: the command before the options. If `inv submit` sets it, a job only checks its options."""
 
 
 def parse(options_type: type[Options], *sections: str) -> Options:
-    """Read the options of the command line over the settings of `sections`, for `run`; they are returned too.
+    """Read the command line over the settings of `sections`. Return the options, and keep them for `run`.
 
-    A job calls it before it imports torch, Ray or transformers, so that --help and errors are answered at once.
+    Call it before importing torch, Ray or transformers, so that --help and errors appear at once.
     """
     global _parsed
     said = io.StringIO()
@@ -74,7 +73,7 @@ def parse(options_type: type[Options], *sections: str) -> Options:
 
 
 def run(main: Callable[[Any], None]) -> None:
-    """Call `main` with what `parse` has read; an error that is the user's ends the process with one sentence."""
+    """Call `main` with the options that `parse` read. A user's error ends the process with one sentence."""
     try:
         main(_parsed)
     except settings.Refusal as refusal:
@@ -82,20 +81,20 @@ def run(main: Callable[[Any], None]) -> None:
 
 
 def _command() -> str:
-    """What stands before the options."""
+    """Return the command that precedes the options."""
     return os.environ.get(CHECKED_FOR) or f"python -m jobs.{Path(sys.argv[0]).stem}"
 
 
 def _refuse(options_type: type[settings.Section], event: _errors.ParseErrorEvent) -> None:
-    """Say in one sentence what is wrong with the command line; tyro itself draws a box."""
+    """Raise a one-sentence error for a wrong command line, in place of tyro's box."""
     if isinstance(event, _errors.UnrecognizedArgs):
         name = event.tokens[0].partition("=")[0].strip("-").replace("-", "_")
         near = difflib.get_close_matches(name, options_type.model_fields, 1)
         meant = f"; did you mean {_flag(near[0])}?" if near else "."
-        raise settings.Refusal(f"{event.tokens[0]} is no option of this job{meant} All of them: {_command()} --help")
+        raise settings.Refusal(f"unknown option {event.tokens[0]}{meant} List all options: {_command()} --help")
     if argument := getattr(event, "argument", None):
         takes = argument.lowered.metavar
-        raise settings.Refusal(f"{argument.display_name()} takes {takes}; what it is for: {_command()} --help")
+        raise settings.Refusal(f"{argument.display_name()} expects {takes}. Details: {_command()} --help")
 
 
 def _flag(name: str) -> str:
@@ -129,7 +128,7 @@ def _first_error(error: ValidationError) -> str:
     message = first["msg"].removeprefix("Value error, ")
     if not first["loc"]:  # two options that do not go together, which the message names
         return f"{message}."
-    return f"{_flag(str(first['loc'][0]))}: {message} (found {first['input']!r}); what it takes: {_command()} --help"
+    return f"{_flag(str(first['loc'][0]))}: {message} (found {first['input']!r}). Details: {_command()} --help"
 
 
 def connect(*, log_to_driver: bool = True) -> None:
@@ -137,7 +136,7 @@ def connect(*, log_to_driver: bool = True) -> None:
 
     `log_to_driver`: whether the job's log shows what its workers print.
     """
-    import ray  # here: a wrong option is refused before these seconds
+    import ray  # imported late: it takes seconds, and a wrong option must fail before that
 
     secrets.load()
     if ray.is_initialized():
@@ -152,7 +151,7 @@ def connect(*, log_to_driver: bool = True) -> None:
         include_dashboard=True,  # Ray Train asks it whether a run's controller lives, and complains without it
         logging_level=logging.WARNING,
         log_to_driver=log_to_driver,
-        _temp_dir=f"{os.environ[PRIVATE_FOLDER]}/ray",  # one level down: Ray opens the folder it is given to all users
+        _temp_dir=f"{os.environ[PRIVATE_FOLDER]}/ray",  # a subfolder: Ray gives all users access to its temp folder
         runtime_env={
             "worker_process_setup_hook": "jobs.secrets.load",
             "env_vars": {"PYTHONPATH": str(settings.PROJECT)},  # with `python -m`, Ray passes on jobs/ alone

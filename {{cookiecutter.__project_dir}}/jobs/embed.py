@@ -7,7 +7,7 @@ from jobs import cli
 from jobs.rag.options import EmbedOptions
 
 if __name__ == "__main__":
-    cli.parse(EmbedOptions, "embed")  # first: what is imported below takes seconds
+    cli.parse(EmbedOptions, "embed")  # before the imports below, which take seconds
 
 import json
 import time

@@ -4,7 +4,7 @@ from jobs import cli
 from jobs.evaluation.options import EvaluateOptions
 
 if __name__ == "__main__":
-    cli.parse(EvaluateOptions, "evaluate")  # first: what is imported below takes seconds
+    cli.parse(EvaluateOptions, "evaluate")  # before the imports below, which take seconds
 
 import json
 import math

@@ -4,7 +4,7 @@ from jobs import cli
 from jobs.training.options import DDPOptions
 
 if __name__ == "__main__":
-    cli.parse(DDPOptions, "train")  # first: what is imported below takes seconds
+    cli.parse(DDPOptions, "train")  # before the imports below, which take seconds
 
 from jobs import launch
 from jobs.training.strategies import DDP

@@ -4,7 +4,7 @@ from jobs import cli
 from jobs.training.options import DeepSpeedOptions
 
 if __name__ == "__main__":
-    cli.parse(DeepSpeedOptions, "train", "deepspeed")  # first: what is imported below takes seconds
+    cli.parse(DeepSpeedOptions, "train", "deepspeed")  # before the imports below, which take seconds
 
 import json
 from functools import partial

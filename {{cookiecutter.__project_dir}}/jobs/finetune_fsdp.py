@@ -4,7 +4,7 @@ from jobs import cli
 from jobs.training.options import FSDPOptions
 
 if __name__ == "__main__":
-    cli.parse(FSDPOptions, "train", "fsdp")  # first: what is imported below takes seconds
+    cli.parse(FSDPOptions, "train", "fsdp")  # before the imports below, which take seconds
 
 from functools import partial
 

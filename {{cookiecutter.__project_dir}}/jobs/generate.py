@@ -8,7 +8,7 @@ from jobs import cli
 from jobs.generating.options import GenerateOptions
 
 if __name__ == "__main__":
-    cli.parse(GenerateOptions, "generate")  # first: what is imported below takes seconds
+    cli.parse(GenerateOptions, "generate")  # before the imports below, which take seconds
 
 import functools
 import math

@@ -8,7 +8,7 @@ from jobs import cli
 from jobs.preprocessing.options import PreprocessOptions
 
 if __name__ == "__main__":
-    cli.parse(PreprocessOptions, "preprocess")  # first: what is imported below takes seconds
+    cli.parse(PreprocessOptions, "preprocess")  # before the imports below, which take seconds
 
 import contextlib
 import errno

@@ -8,7 +8,7 @@ from jobs import cli
 from jobs.serving.options import APP, ServeOptions
 
 if __name__ == "__main__":
-    cli.parse(ServeOptions, "serve")  # first: what is imported below takes seconds
+    cli.parse(ServeOptions, "serve")  # before the imports below, which take seconds
 
 import importlib.util
 import logging
@@ -72,10 +72,12 @@ def check_model(options: ServeOptions) -> None:
 
 
 def check_accelerator(name: str) -> None:
+    """Raise `settings.Refusal` if Ray does not know the type of accelerator."""
     known = {value for constant, value in vars(accelerators).items() if constant.isupper()}
     if name != "cpu" and name not in known:
         raise settings.Refusal(
-            f"Ray knows no accelerator {name!r}, but cpu, {', '.join(sorted(known))}; correct accelerator in [serve]."
+            f"Ray does not know the accelerator {name!r}. "
+            f"Set accelerator in [serve] to one of: cpu, {', '.join(sorted(known))}."
         )
 
 

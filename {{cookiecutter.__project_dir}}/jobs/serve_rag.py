@@ -7,7 +7,7 @@ from jobs import cli
 from jobs.rag.options import RagOptions
 
 if __name__ == "__main__":
-    cli.parse(RagOptions, "rag")  # first: what is imported below takes seconds
+    cli.parse(RagOptions, "rag")  # before the imports below, which take seconds
 
 import asyncio
 import logging

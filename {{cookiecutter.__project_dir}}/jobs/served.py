@@ -11,7 +11,7 @@ from jobs import cli
 from jobs.serving.options import ServedOptions
 
 if __name__ == "__main__":
-    cli.parse(ServedOptions)  # first: what is imported below takes seconds
+    cli.parse(ServedOptions)  # before the imports below, which take seconds
 
 import time
 
@@ -81,7 +81,7 @@ def _end(told: "ray.actor.ActorHandle", name: str) -> None:
         known = ", ".join(ends) or "none is"
         raise settings.Refusal(f"{name} is not served beside another model ({known}): inv submit served")
     serve.delete(ends[name])
-    ray.get(told.apps.remote())  # so that the traffic actor knows it at once
+    ray.get(told.apps.remote())  # makes the traffic actor drop the app at once
     print(f"{name} is ended", flush=True)
 
 

@@ -8,7 +8,7 @@ from jobs import cli
 from jobs.training.options import ClassifierOptions
 
 if __name__ == "__main__":
-    cli.parse(ClassifierOptions, "train", "classifier")  # first: what is imported below takes seconds
+    cli.parse(ClassifierOptions, "train", "classifier")  # before the imports below, which take seconds
 
 import math
 import tempfile

@@ -9,7 +9,7 @@ from jobs import cli
 from jobs.tuning.options import TuneOptions
 
 if __name__ == "__main__":
-    cli.parse(TuneOptions, "train", "tune")  # first: what is imported below takes seconds
+    cli.parse(TuneOptions, "train", "tune")  # before the imports below, which take seconds
 
 import logging
 import math

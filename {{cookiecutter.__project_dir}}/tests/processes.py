@@ -1,4 +1,4 @@
-"""What tests ask of processes, which may end while they are asked, and what another user's process may do."""
+"""Helpers to inspect processes, which may end meanwhile, and to check what other users can access."""
 
 import contextlib
 import os
@@ -27,7 +27,7 @@ def children() -> dict[int, str]:
 
 
 def open_to_others(folder: Path) -> list[str]:
-    """What user `nobody` can read or write of `folder`, which may change meanwhile, and of all below; needs root."""
+    """Return the paths at and below `folder` that user `nobody` can read or write. Needs root."""
     below = (Path(root) / name for root, folders, files in os.walk(folder) for name in (*folders, *files))
     lines = "".join(f"{path}\n" for path in (folder, *below))
     script = 'while IFS= read -r path; do { [ -r "$path" ] || [ -w "$path" ]; } && echo "$path"; done; true'

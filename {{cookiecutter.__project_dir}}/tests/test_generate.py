@@ -348,7 +348,7 @@ def test_an_engine_that_does_not_start_is_one_sentence(
 
 
 def test_an_engine_that_hangs_is_one_sentence(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine takes longer than this to start; vLLM may also hang when it dies before its first request."""
+    """The timeout is shorter than the start of an engine, which then counts as hanging."""
     context = ray_data.quiet_context()
     context.execution_no_progress_timeout_s = 5
     monkeypatch.setattr(ray_data, "quiet_context", lambda: context)

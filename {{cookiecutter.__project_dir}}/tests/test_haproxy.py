@@ -1,4 +1,4 @@
-"""HAProxy itself, with the configuration that Ray writes and haproxy.sh changes, in front of a stub replica."""
+"""Test the real HAProxy, with Ray's configuration as haproxy.sh changes it, in front of a stub replica."""
 
 import asyncio
 import json
@@ -34,7 +34,7 @@ STAY_S = 45
 
 
 class Replica:
-    """A real server that repeats what it is asked; a stream waits for `go_on` after its first piece."""
+    """A real server that echoes requests. A stream waits for `go_on` after its first piece."""
 
     def __init__(self) -> None:
         self.asked = 0
@@ -83,7 +83,7 @@ def wait_for(condition: Callable[[], object]) -> None:
 
 
 class Proxy:
-    """HAProxy as Ray starts it: an app at /app, one whose replica is gone at /gone, one whose router is gone."""
+    """HAProxy as Ray starts it. /app works, /gone has no replica, and /routed has no router."""
 
     def __init__(self, folder: Path, replica: Replica) -> None:
         folder.mkdir()
@@ -127,7 +127,7 @@ class Proxy:
             return 0
 
     def say(self, *lines: bytes) -> tuple[float, bytes]:
-        """Send what may be no whole request: seconds until HAProxy has closed the connection, and what it said."""
+        """Send a possibly incomplete request. Return the seconds until HAProxy closed it, and its answer."""
         started = time.monotonic()
         with socket.create_connection(("127.0.0.1", self.port), timeout=STAY_S) as connection:
             connection.sendall(b"\r\n".join(lines))

@@ -1,4 +1,4 @@
-"""What a person sees of a job's log, from logs as Ray 2.60 wrote them."""
+"""Test what users see of a job's log, with logs of Ray 2.60."""
 
 import os
 import pty
@@ -104,7 +104,7 @@ def test_a_terminal_has_a_bar_below_and_loses_no_line() -> None:
 
 
 def _read(terminal: int) -> bytes:
-    """What was printed; nothing when the terminal is closed, which Linux tells as an error."""
+    """Return what was printed, or b"" if the terminal is closed, which Linux reports as an error."""
     try:
         return os.read(terminal, 4096)
     except OSError:

@@ -1,4 +1,4 @@
-"""What OpenAI's own client gets from answers with sources: a real generator in front of a pretended model, no Ray."""
+"""Test answers with sources through OpenAI's client: a real generator in front of a fake model, without Ray."""
 
 import asyncio
 import json
@@ -30,7 +30,7 @@ QUOTE = "Apples are red. [1]"
 
 
 class Model:
-    """A served model that remembers what it was asked, and fails as the question has it."""
+    """A fake model that records its requests, and fails as the question says."""
 
     def __init__(self) -> None:
         self.asked: dict[str, Any] = {}
@@ -116,14 +116,14 @@ def handles(generator: Generator, sources: list[Found]) -> Any:
 
 
 class Client:
-    """OpenAI's client of an app in this process."""
+    """OpenAI's client for an app in this process."""
 
     def __init__(self, address: str, *, kind: Any = "model", sources: list[Found] = SOURCES) -> None:
         self._arguments = (kind, address, 10_000)
         self._sources = sources
 
     def run(self, call: Any) -> Any:
-        """What `call` of a client returns."""
+        """Return the result of `call` with a client."""
 
         async def called() -> Any:
             parts = handles(Generator(*self._arguments), self._sources)
@@ -137,7 +137,7 @@ class Client:
         return asyncio.run(called())
 
     def ask(self, content: Any = "What are apples?", **more: Any) -> Any:
-        """The answer, or the list of a stream's chunks."""
+        """Return the answer, or a stream's chunks as a list."""
 
         async def call(client: openai.AsyncOpenAI) -> Any:
             asked: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": content}]} | more

@@ -1,4 +1,4 @@
-"""The emulated cloud and the verb that starts it: a verb that ends, however it ends, leaves no cloud of its own."""
+"""Test that an emulated cloud ends with the verb that started it, however that ends."""
 
 import json
 import os
@@ -27,7 +27,7 @@ FILLING = "from cluster.rehearsal import packages; packages.fill_cache()"
 
 
 def start(code: str, **variables: str) -> subprocess.Popen[str]:
-    """Run code of a verb as a terminal would, in a process group of its own."""
+    """Run a verb's code as a terminal would, in its own process group."""
     return subprocess.Popen(
         [sys.executable, "-c", code],
         cwd=settings.PROJECT,
@@ -108,7 +108,7 @@ def test_a_killed_cloud_leaves_nothing_and_the_next_starts(monkeypatch: pytest.M
 
 @pytest.fixture
 def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A PATH with an apt-get that installs stubs, on a machine that misses two programs; returns what apt was told."""
+    """Set a PATH without two programs and with a stub of apt-get. Return the file with apt-get's arguments."""
     told, programs = tmp_path / "told", tmp_path / "bin"
     programs.mkdir()
     installing = f'if [ $1 = install ]; then cp "$0" {programs}/rsync; cp "$0" {programs}/sudo; fi'
@@ -141,20 +141,20 @@ def test_the_sshd_that_is_installed_does_not_listen(bare: Path, monkeypatch: pyt
 
 def test_where_it_cannot_install_it_says_what_to_type(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    with pytest.raises(settings.Refusal, match="run: sudo apt-get install rsync sudo"):
+    with pytest.raises(settings.Refusal, match="Run: sudo apt-get install rsync sudo"):
         sandbox.start(cluster_file.load().region)
     assert not bare.exists(), "apt-get was not run"
 
 
 def processes_of_the_cloud() -> list[psutil.Process]:
-    """All in the network of the cloud that is up, and first the one that holds it."""
+    """Return the running cloud's processes, the outermost one first."""
     outer = psutil.Process(json.loads(sandbox.FILE.read_text())["pid"])
     network = sandbox._network(outer.pid)
     return [outer, *(process for process in psutil.process_iter() if sandbox._network(process.pid) == network)]
 
 
 def alive_after_patience(processes: list[psutil.Process]) -> list[psutil.Process]:
-    """Those that have not ended in time. A container's first process may leave zombies behind."""
+    """Return the processes that do not end in time. Zombies of a container do not count."""
     deadline = time.monotonic() + ENDED_WITHIN_S
     while alive := [one for one, state in told_by(processes, state_of) if state != psutil.STATUS_ZOMBIE]:
         if time.monotonic() > deadline:

@@ -62,7 +62,7 @@ def test_paths_mean_the_projects_folder_and_uris_stay(monkeypatch: pytest.Monkey
     [
         (
             "--micro-batch-rows 0",
-            "error: --micro-batch-rows: Input should be greater than 0 (found 0); what it takes: ",
+            "error: --micro-batch-rows: Input should be greater than 0 (found 0). Details: ",
         ),
         ("--zero-stage 2 --offload-parameters", "error: offload_parameters needs zero_stage = 3; add --zero-stage 3."),
         ("--num-workers 3 2", "error: num_workers = [MIN, MAX] has the smaller number first."),

@@ -1,4 +1,4 @@
-"""Apps of a real Serve, small ones in place of engines: those at zero replicas are still there, and can be woken."""
+"""Test small apps in a real Serve: an app scaled to zero still exists, and a request starts a replica."""
 
 import asyncio
 import contextlib
@@ -58,7 +58,7 @@ def model() -> type:
             fork = Fork(answering, self._model, self._address, lambda: reporter.routes)
 
             async def read(scope: Scope, receive: Receive, send: Send) -> None:
-                """As the door does, which is before the fork."""
+                """Read the body, as the middleware in front of the fork does."""
                 if scope["type"] == "http" and scope["method"] == "POST":
                     message = await receive()
                     scope = {**scope, "state": {"body": inspect(message["body"])}}
@@ -70,7 +70,7 @@ def model() -> type:
 
 
 def deploy(path: str, address: str) -> None:
-    """Serve an app that ends its replica as soon as nobody asks."""
+    """Serve an app that scales to zero as soon as it is idle."""
     idle = {"min_replicas": 0, "max_replicas": 1, "initial_replicas": 1, "upscale_delay_s": 0, "downscale_delay_s": 1}
     scaling = idle | {"metrics_interval_s": 0.5, "look_back_period_s": 1}
     app = serve.deployment(serve.ingress()(model()), autoscaling_config=scaling, ray_actor_options={"num_cpus": 0.1})
@@ -98,13 +98,13 @@ def wait_for(condition: Callable[[], Any]) -> None:
 
 
 def replicas() -> int:
-    """How many there are, of all apps."""
+    """Return the number of replicas of all apps."""
     deployments = [each for app in serve.status().applications.values() for each in app.deployments.values()]
     return sum(sum(deployment.replica_states.values()) for deployment in deployments)
 
 
 def kill_the_actor() -> None:
-    """Its process, as the kernel does where memory is short; Ray starts another."""
+    """Kill the actor's process, as the kernel does when memory runs out. Ray starts another."""
     [pid] = [pid for pid, name in children().items() if name == "ray::Traffic"]
     os.kill(pid, signal.SIGKILL)
 
@@ -130,7 +130,7 @@ def beside(model: str) -> ServeOptions:
 def test_apps_at_zero_and_the_canarys_share_outlast_their_replicas_and_the_actor(address: str) -> None:
     ray.get(traffic.actor().give_canary.remote(100, beside("own").model_dump()))
     wait_for(lambda: replicas() == 0)
-    kill_the_actor()  # nobody is left who could tell it again
+    kill_the_actor()  # no replica is left to report again
     shown = ray.get(traffic.actor().apps.remote())
     assert {path: app["models"] for path, app in shown.items()} == {path: [model] for path, model in PATHS.items()}
     with pytest.raises(settings.Refusal, match="own is served already"):
@@ -144,7 +144,8 @@ def test_an_app_that_is_ended_is_gone_at_once(address: str) -> None:
     wait_for(lambda: ask(address, "sql") == "/models/sql")
     served.main(ServedOptions(end="sql"))
     assert "/models/sql" not in ray.get(traffic.actor().apps.remote())
-    wait_for(lambda: ask(address, "sql") in (ROOT, CANARY))  # in the engine's place, which would refuse the name
+    # this stub answers for any model; a real engine would reject the name
+    wait_for(lambda: ask(address, "sql") in (ROOT, CANARY))
     served.main(ServedOptions(roll_back=True))
     assert ray.get(traffic.actor().apps.remote()).keys() == {ROOT}
     wait_for(lambda: ask(address, "own") == ROOT)

@@ -1,8 +1,8 @@
-"""Runs a module that ends with the verb that started it, also when the verb is killed.
+"""Run a module that ends when the verb that started it ends, even if that verb is killed.
 
 python -m cluster.rehearsal.owner MODULE [ARGUMENTS]
 
-Its stdin is a pipe that only the verb can write to. The kernel closes it when the verb ends, whatever ends it.
+Its stdin is a pipe that only the verb can write to. However the verb ends, the kernel closes the pipe.
 """
 
 import os
@@ -19,9 +19,9 @@ RELEASED = b"\n"
 
 
 def start(module: str, *arguments: str, prefix: tuple[str, ...] = (), **options: Any) -> subprocess.Popen:
-    """Start `module` in a session of its own. It ends when this process does, or when its `stdin` is closed.
+    """Start `module` in its own session. It ends with this process, or when its `stdin` is closed.
 
-    `prefix`: the command that runs it. `options`: those of Popen.
+    `prefix`: a command to run it with, such as unshare. `options`: passed to Popen.
     """
     command = [*prefix, sys.executable, "-m", "cluster.rehearsal.owner", module, *arguments]
     return subprocess.Popen(command, cwd=settings.PROJECT, stdin=subprocess.PIPE, start_new_session=True, **options)

@@ -1,4 +1,4 @@
-"""Puts what the hosts install into uv's cache, outside the cloud: the hosts have no network."""
+"""Download the hosts' packages into uv's cache, outside the cloud, because the hosts have no network."""
 
 import re
 import shutil
@@ -14,9 +14,9 @@ VENV = settings.PROJECT / ".cluster" / "rehearsal-venv"
 
 
 def fill_cache() -> Path:
-    """Return the pins that the hosts install, all of their packages in uv's cache.
+    """Fill uv's cache with the packages that the hosts install, and return their pins.
 
-    Ends this process where uv fails, which has said why.
+    If uv fails, exit; uv has printed the reason.
     """
     PINS.write_text(_cpu_pins())
     with owner.start("cluster.rehearsal.packages") as filling:
@@ -26,7 +26,7 @@ def fill_cache() -> Path:
 
 
 def _cpu_pins() -> str:
-    """Return this machine's pins without vLLM's CPU build, a gigabyte that no host serves with.
+    """Return this machine's pins without vLLM's CPU build, a gigabyte that no host needs.
 
     They stand in for requirements/cluster.txt, whose CUDA packages need a network and a GPU.
     """

@@ -24,7 +24,7 @@ from cluster.rehearsal.addresses import CALLER_ADDRESS_PORT, ENDPOINT
 STATE = settings.PROJECT / ".cluster"
 FILE = STATE / "rehearsal.json"
 LOG = STATE / "rehearsal.log"
-START_TIMEOUT_S = 180  # it takes seconds; a cloud that fails is noticed at once
+START_TIMEOUT_S = 180  # usually seconds; a cloud that fails is detected at once
 # The programs that the rehearsal needs, and the Debian package of each.
 PROGRAMS = {
     "ssh": "openssh-client",
@@ -65,7 +65,7 @@ def missing() -> str:
         return "the rehearsal needs Linux; on this system use the other targets."
     if packages := _missing_packages():
         sudo = "" if os.geteuid() == 0 else "sudo "
-        return f"the rehearsal needs programs that are not here; run: {sudo}apt-get install {' '.join(packages)}"
+        return f"the rehearsal needs programs that are not installed. Run: {sudo}apt-get install {' '.join(packages)}"
     if os.geteuid() != 0:
         return "the rehearsal needs root, for namespaces and mounts; run the verb again with sudo."
     if (cache := image.uv_cache()).is_relative_to("/tmp"):
@@ -79,7 +79,7 @@ def _missing_packages() -> list[str]:
 
 
 def _install_programs() -> None:
-    """Install what is missing, as root and where apt is; elsewhere `missing` says what to type."""
+    """Install missing programs if this process is root and has apt-get. Otherwise `missing` says what to run."""
     needed = _missing_packages()
     if not needed or os.geteuid() != 0 or not shutil.which("apt-get"):
         return
@@ -88,24 +88,25 @@ def _install_programs() -> None:
     subprocess.run(["apt-get", "update", "-qq"], **quiet)
     if subprocess.run(["apt-get", "install", "--yes", "-qq", "--no-install-recommends", *needed], **quiet).returncode:
         raise settings.Refusal(
-            f"apt-get failed as printed above; correct that and run: apt-get install {' '.join(needed)}"
+            f"apt-get failed; its output is above. Fix that, then run: apt-get install {' '.join(needed)}"
         )
-    if "openssh-server" in needed and shutil.which("systemctl"):  # its program is needed; nobody is to log in here
+    # only the program is needed: this machine must not accept logins
+    if "openssh-server" in needed and shutil.which("systemctl"):
         subprocess.run(["systemctl", "disable", "--now", "ssh.service", "ssh.socket"], capture_output=True)
 
 
 def start(region: str) -> None:
-    """Start the cloud, unless it runs, and let it outlive this process.
+    """Start the cloud unless it is running. It outlives this process.
 
     Raises:
-        settings.Refusal: it cannot start.
+        settings.Refusal: the cloud cannot start.
     """
     if not _process():
         owner.release(_start(region))
 
 
 def _start(region: str) -> subprocess.Popen:
-    """Start a cloud that ends with this process; returns the process that holds it, once it is ready."""
+    """Start a cloud that ends with this process. Return its outermost process once the cloud is ready."""
     _install_programs()
     if reason := missing():
         raise settings.Refusal(reason)
@@ -142,7 +143,7 @@ def run(command: Sequence[str]) -> int:
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
     }
-    # nsenter must outlive the command, which only it can reap; what a terminal sends is for the command
+    # the terminal's signals are for the command: nsenter must outlive it, because only nsenter can reap it
     enter = ["env", "--ignore-signal=INT,QUIT,HUP,TERM", "nsenter", "--target", str(_first(process).pid)]
     enter += ["--net", "--mount", "--pid", f"--wdns={settings.PROJECT}", "env", "--default-signal=INT,QUIT,HUP,TERM"]
     child = subprocess.Popen([*enter, *command], env=variables)

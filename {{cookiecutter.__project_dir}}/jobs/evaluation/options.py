@@ -1,4 +1,4 @@
-"""What a user tunes about `evaluate`: the [evaluate] section of settings.toml, and the command line."""
+"""Options of `evaluate`: the [evaluate] section of settings.toml, and the command line."""
 
 from typing import Literal
 
@@ -15,9 +15,9 @@ class EvaluateOptions(settings.Section):
     """Hugging Face folders, s3:// folders, hub ids, or the `adapter` folder of a LoRA run; the last one is what the
     others are compared with."""
     data: str
-    """Folder or URI that `preprocess` wrote; its held-out part is what counts."""
+    """Folder or URI that `preprocess` wrote. Only its held-out part is used."""
     output: str
-    """Folder or URI that gets the result as NAME.json."""
+    """Folder or URI for the result, NAME.json."""
     name: str = Field("evaluation", pattern=NAME)
     """Name of the result; the same name again replaces it."""
     shared_paths: tuple[str, ...] = ()

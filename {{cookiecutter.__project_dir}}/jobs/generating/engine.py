@@ -1,4 +1,4 @@
-"""Stops ray.data.llm from restarting a crashing engine without end; suspects.py finds the rows at fault."""
+"""Stop ray.data.llm from restarting a crashing engine endlessly. suspects.py finds the rows at fault."""
 
 import asyncio
 import uuid
@@ -7,23 +7,23 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.llm._internal.batch.processor import Processor  # ray.data.llm has no hook for a row
+from ray.llm._internal.batch.processor import Processor  # ray.data.llm has no per-row hook
 from ray.llm._internal.batch.stages.vllm_engine_stage import vLLMEngineStageUDF
 
 from settings import Refusal
 
-SUSPECTS_AT_ONCE = 8  # few, so that a second crash names few rows; not one, as innocent rows would take hours
+SUSPECTS_AT_ONCE = 8  # few, so that a second crash leaves few candidates; one at a time would take hours
 
 
 class Engine(vLLMEngineStageUDF):
-    """Reports its rows in flight, works on suspects a few at a time, and does not start after a second crash."""
+    """An engine that reports its rows in flight, runs few suspects at once, and stays down after a second crash."""
 
     def __init__(self, *arguments: Any, suspects: ActorHandle, **options: Any) -> None:
         self._tracker = suspects
         self._name = ray.get_runtime_context().get_actor_id()  # a restarted actor keeps it
         self._suspects = ray.get(suspects.start.remote(self._name))
         if ray.get(suspects.convicted.remote()):
-            raise Refusal("this engine crashed twice with the same rows")
+            raise Refusal("an engine crashed twice with the same rows in flight")
         self._limit = asyncio.Semaphore(SUSPECTS_AT_ONCE)
         super().__init__(*arguments, **options)
 

@@ -1,4 +1,4 @@
-"""What a user tunes about `generate`: the [generate] section of settings.toml, and the command line."""
+"""Options of `generate`: the [generate] section of settings.toml, and the command line."""
 
 from pydantic import Field, PositiveInt
 
@@ -6,12 +6,12 @@ import settings
 
 
 class GenerateOptions(settings.Section):
-    """The [generate] section of settings.toml; each engine is as [serve] describes it."""
+    """The [generate] section of settings.toml. The engines use the settings of [serve]."""
 
     input: str
-    """Parquet or JSONL with `messages`, or a `prompt` to go on from: a file, folder, glob or s3:// URI."""
+    """Parquet or JSONL with `messages`, or a `prompt` to continue: a file, folder, glob or s3:// URI."""
     output: str
-    """Folder or s3:// URI that gets answers/ and rejected/; what is answered there is not done again."""
+    """Folder or s3:// URI for answers/ and rejected/. Rows that are answered there are skipped."""
     id_column: str = "id"
     """Column with each row's unique id, a string or an integer. A killed run resumes by it."""
     model: str = ""
@@ -19,14 +19,14 @@ class GenerateOptions(settings.Section):
     shared_paths: tuple[str, ...] = ()
     """Folders that every node mounts; on several nodes, other local paths are refused."""
     num_workers: PositiveInt
-    """Engines at most, each on the devices of one replica of [serve]."""
+    """Maximum number of engines. Each uses the devices of one replica of [serve]."""
     max_tokens: PositiveInt
-    """Tokens of an answer at most; where max_model_len of [serve] leaves room for fewer, so many."""
+    """Maximum number of tokens in an answer. max_model_len of [serve] may leave room for fewer."""
     temperature: float = Field(default=0, ge=0)
-    """0: always the likeliest token; more: drawn, and other answers each time."""
+    """0 always takes the likeliest token. Higher values sample, so that answers vary."""
     rows_per_file: PositiveInt
-    """Answers in one file, about. A killed run does again those that were not in a file yet."""
+    """Approximate number of answers per file. A killed run repeats those that were not in a file yet."""
     overwrite: bool = False
-    """Do all rows again, also those that are answered."""
+    """Answer all rows again, including those already answered."""
     skip_ids: tuple[str, ...] = ()
     """Ids of rows to skip, such as rows that crash the engine."""

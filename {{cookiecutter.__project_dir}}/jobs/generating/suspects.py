@@ -1,4 +1,4 @@
-"""Finds the rows that crash an engine. A row that was in flight at two crashes is not tried again."""
+"""Find the rows that crash an engine. A row that was in flight at two crashes is not retried."""
 
 import shlex
 from collections import defaultdict
@@ -13,18 +13,18 @@ class Suspects:
         self._convicted: set[str] = set()
 
     def start(self, engine: str) -> frozenset[str]:
-        """Note that an engine starts. Rows still in flight from its last life become suspects; return all suspects."""
+        """Record the start of an engine, and return all suspects. Rows in flight when it last died become suspects."""
         lost = self._in_flight.pop(engine, set())
         self._convicted |= lost & self._suspects
         self._suspects |= lost
         return frozenset(self._suspects)
 
     def begin(self, engine: str, ids: list[str]) -> None:
-        """Note rows that the engine starts on."""
+        """Record rows that the engine starts to work on."""
         self._in_flight[engine].update(ids)
 
     def end(self, engine: str, ids: list[str]) -> None:
-        """Note rows that the engine has answered."""
+        """Record rows that the engine has answered."""
         self._in_flight[engine].difference_update(ids)
 
     def convicted(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""What a user tunes about `preprocess`: the [preprocess] section of settings.toml, and the command line."""
+"""Options of `preprocess`: the [preprocess] section of settings.toml, and the command line."""
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
@@ -23,11 +23,11 @@ class PreprocessOptions(settings.Section):
     eval_share: float = Field(ge=0, lt=1)
     """Share of the rows held out for evaluation, 0 to 1, chosen by a hash of the row."""
     max_bad_share: float = Field(ge=0, le=1)
-    """Share of bad rows, 0 to 1, above which the job fails; fewer are written aside."""
+    """Share of bad rows, 0 to 1, above which the job fails. Bad rows are saved in rejected/."""
     seed: int
     """Seed of the order of the rows."""
     shard_mib: PositiveFloat = 32
-    """Text in one shard before tokenisation, MiB; about thirty times this is the memory of one task."""
+    """MiB of text in one shard, before tokenisation. A task needs about thirty times as much memory."""
     show: int = Field(0, ge=0)
     """Print this many examples first, with the trained tokens in colour."""
     overwrite: bool = False

@@ -1,4 +1,4 @@
-"""What a user tunes about answers from documents: [embed] and [rag] of settings.toml, and the command line."""
+"""Options of answers from documents: [embed] and [rag] of settings.toml, and the command line."""
 
 from typing import Literal
 
@@ -19,9 +19,9 @@ class EmbedOptions(settings.Section):
     model: str
     """Embedding model: a Hugging Face folder or hub id."""
     chunk_tokens: int = Field(ge=8)
-    """Tokens in a chunk at most."""
+    """Maximum number of tokens in a chunk."""
     chunk_overlap: int = Field(ge=0)
-    """Tokens with which a chunk repeats the end of that before it."""
+    """Number of tokens by which a chunk overlaps the previous one."""
     num_workers: PositiveInt
     """Copies of the model that embed at the same time."""
     num_cpus: NonNegativeFloat
@@ -35,7 +35,7 @@ class EmbedOptions(settings.Section):
     batch_chunks: PositiveInt
     """Chunks in one forward pass."""
     questions: str = ""
-    """JSONL with `question` and the id of the `document` that answers it: the share found is told at the end."""
+    """JSONL with `question` and the id of the `document` that answers it. The job prints the hit rate at its end."""
     fresh: bool = False
     """Rebuild the index from scratch."""
 
@@ -57,7 +57,7 @@ class Replicas(settings.Section):
     min_replicas: int = Field(ge=0)
     """Replicas that always run."""
     max_replicas: PositiveInt
-    """Replicas that run at most."""
+    """Maximum number of replicas."""
     target_ongoing_requests: PositiveInt = 8
     """Requests in progress on one replica, on average, above which replicas are added."""
     num_cpus: NonNegativeFloat
@@ -82,13 +82,13 @@ class RagOptions(settings.Section):
     candidates: PositiveInt
     """Chunks that the retriever finds for a question."""
     sources: PositiveInt
-    """Those of them that rank best, for the answer."""
+    """Number of best-ranked chunks to answer from."""
     reranker: str = ""
     """Cross-encoder that ranks them: a Hugging Face folder or hub id; empty: by cosine and shared words."""
     min_score: float
-    """What a source must score to be used; where none does, the answer is that it does not know."""
+    """Minimum score of a source. If no source reaches it, the answer is "I do not know"."""
     generator: Literal["model", "quote"]
-    """Who writes the answer: the model that `serve_llm` serves, or nobody: the best sentence of the best source."""
+    """`model`: the model of `serve_llm` writes the answer. `quote`: it is the best sentence of the best source."""
     prompt_characters: PositiveInt
     """Characters of the sources that the model reads at most."""
     device: Literal["cpu", "cuda"]
@@ -102,4 +102,4 @@ class RagOptions(settings.Section):
     ingress: Replicas
     """Takes the requests."""
     start_timeout_s: PositiveInt
-    """Seconds until a deployment that is not healthy is given up."""
+    """Seconds to wait for a deployment to become healthy."""

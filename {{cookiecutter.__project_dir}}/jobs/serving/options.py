@@ -1,4 +1,4 @@
-"""What a user tunes about serving: the [serve] section of settings.toml, and the command line."""
+"""Options of serving: the [serve] section of settings.toml, and the command line."""
 
 import hashlib
 import os
@@ -12,9 +12,9 @@ import settings
 from jobs.serving.limits import Rules
 
 APP = "llm"
-"""Name of Serve's application at the address itself; those of the others begin with it."""
+"""Name of the Serve application at the root path. The names of the others start with it."""
 ROOT, CANARY = "/", "/canary"
-"""Paths of the app at the address itself, and of the one that gets a share of its requests."""
+"""Paths of the main app, and of the canary that gets a share of its requests."""
 
 
 class ServeOptions(settings.Section):
@@ -29,7 +29,7 @@ class ServeOptions(settings.Section):
     canary_percent: float = Field(default=0, ge=0, le=100)
     """Serve the model as a canary under the same name as the current one, with this percentage of its requests."""
     host: str
-    """Address to listen on; the loopback address keeps strangers out."""
+    """Address to listen on. Only this machine can reach the loopback address."""
     port: int = Field(ge=1, le=65535)
     """Port to listen on."""
     accelerator: str
@@ -39,29 +39,28 @@ class ServeOptions(settings.Section):
     pipeline_parallel_size: int = Field(ge=1)
     """Groups of devices that share the layers in sequence."""
     num_cpus: float = Field(default=1, ge=0)
-    """Logical CPUs of each replica, beside one for each device that is a CPU."""
+    """Logical CPUs of each replica, in addition to one for each device if accelerator is cpu."""
     min_replicas: int = Field(ge=0)
     """Replicas that always run."""
     max_replicas: int = Field(ge=1)
-    """Replicas that run at most."""
+    """Maximum number of replicas."""
     target_ongoing_requests: int = Field(ge=1)
     """Requests in progress on one replica, on average, above which replicas are added."""
     upscale_delay_s: float = Field(ge=0)
-    """Seconds of more requests than that before a replica is added."""
+    """Seconds above that load before a replica is added."""
     downscale_delay_s: float = Field(ge=0)
-    """Seconds of fewer before one is ended."""
+    """Seconds below it before one is removed."""
     max_ongoing_requests: int = Field(ge=1)
-    """Sequences in progress on one replica at most; requests for more wait."""
+    """Maximum sequences in progress on one replica. Further requests wait."""
     max_queued_requests: int = Field(ge=0)
-    """Requests that wait on one replica at most; more get 503."""
+    """Maximum requests that wait on one replica. More get 503."""
     max_request_sequences: int = Field(ge=1)
-    """Sequences of one request at most: its prompts times the answers to each; more gets 400."""
+    """Maximum sequences of one request (prompts times `n`). More get 400."""
     prefix_routing: bool = False
-    """Hand requests that begin alike to the same replica, which still knows that beginning; asking which one that is
-    takes a few milliseconds of each request."""
+    """Send requests with the same prefix to the replica that has it cached. Adds a few milliseconds to each."""
     max_surge_percent: int = Field(ge=0, le=100)
-    """Replicas more, while an update starts those that replace the old ones, which answer until then; rounded up to
-    whole ones. With 0 the old ones end first, and requests get 503 until a new one is up."""
+    """Percentage of extra replicas during an update, rounded up; the old ones answer until the new ones are ready.
+    With 0 the old ones end first, and requests get 503 until a new one is up."""
     dtype: Literal["float32", "bfloat16", "float16"]
     """Number format of the weights and the computation."""
     max_model_len: int = Field(ge=2)
@@ -69,7 +68,7 @@ class ServeOptions(settings.Section):
     max_num_seqs: int = Field(ge=1)
     """Sequences that the engine decodes in one batch at most."""
     kv_cache_gib: float | None = Field(default=None, gt=0)
-    """GiB of memory for keys and values; none: what vLLM finds free on the device."""
+    """GiB for the KV cache. None: what vLLM finds free on the device."""
     enforce_eager: bool = False
     """Run the model without compiling it: starts sooner, answers slower."""
     adapters: str = ""
@@ -80,17 +79,17 @@ class ServeOptions(settings.Section):
     max_lora_rank: Literal[8, 16, 32, 64, 128, 256]
     """Rank of an adapter at most; the engine sets memory aside for it."""
     start_timeout_s: int = Field(ge=1)
-    """Seconds until a deployment that is not healthy is given up."""
+    """Seconds to wait for a deployment to become healthy."""
     key_requests_per_minute: int = Field(ge=1)
-    """Sequences in a minute that each key may ask of one replica; more get 429."""
+    """Maximum sequences per minute that each key may ask of one replica. More get 429."""
     key_requests_at_once: int = Field(ge=1)
-    """Sequences in progress that each key may have on one replica; more get 429."""
+    """Maximum sequences in progress of each key on one replica. More get 429."""
     max_body_mib: float = Field(gt=0)
     """MiB of one request at most; more gets 413."""
     body_timeout_s: float = Field(gt=0)
-    """Seconds in which a request's body must arrive; after them it gets 408."""
+    """Seconds in which a request's body must arrive. A slower one gets 408."""
     request_timeout_s: float = Field(gt=0)
-    """Seconds in which a request must be answered whole, time in the queue included; then it is ended with 504."""
+    """Seconds in which a request must be fully answered, including its time in the queue. A slower one gets 504."""
 
     @model_validator(mode="after")
     def _replicas_in_order(self) -> "ServeOptions":
@@ -103,14 +102,15 @@ class ServeOptions(settings.Section):
         for name in ("max_ongoing_requests", "key_requests_at_once", "key_requests_per_minute"):
             if getattr(self, name) < self.max_request_sequences:
                 raise ValueError(
-                    f"max_request_sequences = {self.max_request_sequences} is more than {name} = {getattr(self, name)}"
+                    f"max_request_sequences = {self.max_request_sequences} is more than "
+                    f"{name} = {getattr(self, name)}; lower it, or raise {name}"
                 )
         return self
 
     @model_validator(mode="after")
     def _in_one_place(self) -> "ServeOptions":
         if self.beside and self.canary_percent:
-            raise ValueError("beside = true and canary_percent are two different things: leave one out")
+            raise ValueError("beside = true and canary_percent cannot be combined: remove one of them")
         return self
 
     @property
@@ -134,7 +134,7 @@ class ServeOptions(settings.Section):
 
     @property
     def rules(self) -> Rules:
-        """What each replica holds requests to."""
+        """The limits that a replica enforces."""
         return Rules(
             per_minute=self.key_requests_per_minute,
             at_once=self.key_requests_at_once,
@@ -170,30 +170,30 @@ class ServeOptions(settings.Section):
 
 
 def app_name(path: str) -> str:
-    """Name of Serve's application at the path."""
+    """Return the name of the Serve application at a path."""
     return APP if path == ROOT else APP + path.replace("/", "-")
 
 
 def _path_segment(name: str) -> str:
-    """The name as it stands in a path and in an application's name; each name has its own."""
+    """Return a form of the name that fits paths and application names, and that no other name gets."""
     plain = re.sub(r"[^a-zA-Z0-9._-]", "-", name)
     return plain if plain == name else f"{plain}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
 class ServedOptions(settings.Section):
-    """What to do; nothing: show."""
+    """What to change. Without options, the job shows what is served."""
 
     canary_percent: float | None = Field(default=None, ge=0, le=100)
     """Share of the requests that the canary gets from now on."""
     promote: bool = False
-    """Put the canary in the place of the model that it was tried against."""
+    """Replace the main model by the canary."""
     roll_back: bool = False
     """End the canary."""
     end: str = ""
-    """Name of a model that is served beside another, or `rag`, to be ended."""
+    """Stop serving this additional model, or `rag`."""
 
     @model_validator(mode="after")
     def _one_thing(self) -> "ServedOptions":
         if sum((self.canary_percent is not None, self.promote, self.roll_back, bool(self.end))) > 1:
-            raise ValueError("one thing at a time: --canary-percent, --promote, --roll-back or --end")
+            raise ValueError("use only one of --canary-percent, --promote, --roll-back and --end")
         return self

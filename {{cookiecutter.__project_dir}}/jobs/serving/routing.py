@@ -1,7 +1,7 @@
 """How Serve's own proxy chooses a replica. HAProxy sends it the requests for which it knows no replica.
 
-By default Serve holds them until a replica has started, which takes minutes for a large model. A client that is refused
-at once can retry, or ask elsewhere.
+By default Serve holds them until a replica has started, which takes minutes for a large model. A client that gets an
+error at once can retry, or use another server.
 """
 
 from typing import Any

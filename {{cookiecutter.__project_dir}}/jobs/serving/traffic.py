@@ -1,8 +1,8 @@
 """Which models stand behind one address, what share of the requests a canary gets, and how each of them fares.
 
-One small actor of the cluster knows it. Replicas tell it what became of their requests, and learn from its answer
-whom to hand requests on to. Which apps exist it asks Serve: one without replicas is still there, and the next request
-starts one. What must outlive the actor is in the cluster's key-value store.
+One small actor per cluster keeps this state. Replicas report the outcome of their requests to it, and get the routes
+for forwarding requests. It asks Serve which apps exist, because an app without replicas still exists: the next request
+starts one. State that must outlive the actor is in the cluster's key-value store.
 """
 
 import asyncio
@@ -67,22 +67,22 @@ class App:
 
 
 def running_apps() -> set[str]:
-    """Names of Serve's applications, without those that are being deleted."""
-    serve.context._check_cached_client_alive()  # or Serve's client would ask a controller that was shut down
+    """Return the names of Serve's applications, except those being deleted."""
+    serve.context._check_cached_client_alive()  # otherwise Serve's client may ask a controller that was shut down
     apps = serve.status().applications
     return {name for name, app in apps.items() if app.status != ApplicationStatus.DELETING}
 
 
 class Store:
-    """A value of the cluster's key-value store, which lives as long as the cluster's head."""
+    """A value in the cluster's key-value store, which lasts as long as the head."""
 
     def load(self) -> Any:
-        """The value that was saved last; None at first."""
+        """Return the value saved last, or None."""
         found = internal_kv._internal_kv_get(NAME, namespace=NAMESPACE)
         return found and json.loads(found)
 
     def save(self, value: Any) -> None:
-        """Keep a value that JSON can hold."""
+        """Save a JSON-serializable value."""
         internal_kv._internal_kv_put(NAME, json.dumps(value), namespace=NAMESPACE)
 
 
@@ -119,7 +119,7 @@ class Traffic:
             self._canary, self._percent = {}, 0.0
 
     def _save(self) -> None:
-        """Keep what replicas do not tell again: those of an app at zero cannot."""
+        """Save what must survive the actor: an app that is scaled to zero has no replica to report it again."""
         models = {path: app.models for path, app in self._apps.items()}
         state = {"models": models, "canary": self._canary, "percent": self._percent}
         if state != self._saved:

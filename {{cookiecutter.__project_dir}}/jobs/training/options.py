@@ -1,4 +1,4 @@
-"""What a user tunes about a fine-tuning: the [train] section of settings.toml, and the command line."""
+"""Options of the training jobs and `check_network`: sections of settings.toml, and the command line."""
 
 from typing import Literal, Self
 
@@ -29,7 +29,7 @@ class TrainOptions(WorkerOptions):
     resumed run then starts over in the rows, and nothing is held out for evaluation."""
 
     max_failures: int = Field(ge=0)
-    """Times that dead workers are replaced before the run fails."""
+    """How often dead workers are replaced before the run fails."""
 
     global_batch_rows: PositiveInt
     """Rows in one optimizer step, whatever the number of workers."""
@@ -161,11 +161,11 @@ class FSDPOptions(TrainOptions):
 
 
 class NetworkOptions(WorkerOptions):
-    """The workers of [train], and how much they send: by NCCL where device is cuda, by gloo where it is cpu."""
+    """The workers of [train], and the sizes of their messages. They use NCCL on cuda, and gloo on cpu."""
 
     model_config = ConfigDict(extra="ignore")
     message_mib: tuple[PositiveInt, ...] = (1, 16, 256)
-    """Sizes of the messages that are measured; DDP sends gradients by 25 MiB, ZeRO by 500 MB."""
+    """Message sizes to measure. DDP sends gradients in buckets of 25 MiB, ZeRO of 500 MB."""
 
 
 class ClassifierOptions(WorkerOptions):
@@ -179,14 +179,14 @@ class ClassifierOptions(WorkerOptions):
     shared_paths: tuple[str, ...] = ()
     """Folders that every node mounts; on several nodes, other local paths are refused."""
     max_failures: int = Field(ge=0)
-    """Times that dead workers are replaced before the run fails."""
+    """How often dead workers are replaced before the run fails."""
     seed: int
     """Seed of the first weights and of the images."""
 
     images: PositiveInt
-    """Images to train on; a quarter as many are drawn beside them to test with."""
+    """Number of training images. A quarter as many test images are drawn too."""
     epochs: PositiveInt
-    """Passes over the images in all, those of earlier starts included."""
+    """Total passes over the images, including those before a resume."""
     batch_size: PositiveInt
     """Images in one optimizer step, shared out over the workers; rounded up to a multiple of them."""
     learning_rate: PositiveFloat

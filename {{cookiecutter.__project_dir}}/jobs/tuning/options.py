@@ -1,4 +1,4 @@
-"""What a user tunes about `tune`: [train] and [tune] of settings.toml, and the command line."""
+"""Options of `tune`: [train] and [tune] of settings.toml, and the command line."""
 
 from typing import Literal, Self
 
@@ -9,7 +9,7 @@ from jobs.training.options import NAME, TrainOptions
 
 
 class Range(settings.Section):
-    """What numbers are drawn from, evenly in their logarithm."""
+    """A range that is sampled log-uniformly."""
 
     low: PositiveFloat
     """The lowest."""
@@ -24,7 +24,7 @@ class Range(settings.Section):
 
 
 class TuneOptions(TrainOptions):
-    """[train], which all trials share, and what [tune] sets beside or over it."""
+    """[train], which all trials share, with the additions and overrides of [tune]."""
 
     name: str = Field("tune", pattern=NAME)
     """Name of the search; the same name again resumes it."""
@@ -36,11 +36,11 @@ class TuneOptions(TrainOptions):
     """Trials that run side by side, each on num_workers workers."""
 
     learning_rates: Range
-    """What the learning rate of a trial is drawn from."""
+    """Range of the learning rate."""
     global_batches: tuple[PositiveInt, ...] = ()
-    """Choices of global_batch_rows; none: it is not searched."""
+    """Values to try for global_batch_rows. Empty: not searched."""
     lora_ranks: tuple[NonNegativeInt, ...] = ()
-    """Choices of lora_rank; none: it is not searched."""
+    """Values to try for lora_rank. Empty: not searched."""
 
     grace_steps: PositiveInt
     """Steps that each trial has before it is compared with the others (ASHA: Li et al. 2018, arXiv:1810.05934)."""
@@ -50,7 +50,7 @@ class TuneOptions(TrainOptions):
     @model_validator(mode="after")
     def _trials_are_compared(self) -> Self:
         if self.grace_steps >= self.steps:
-            raise ValueError("grace_steps is no less than steps, so that no trial would end early")
+            raise ValueError("grace_steps must be less than steps, otherwise no trial ends early")
         return self
 
     @property

@@ -5,7 +5,7 @@ import re
 from cluster import machines
 from cluster.rehearsal.drill.stage import Stage, changed_cluster_file, last_loss, no_capacity, tell, wait_for
 
-# a zone is given up when AWS refuses, and never here because a slow machine has not started its hosts in time
+# 900 s: zones are given up only because AWS refuses, not because a slow machine starts its hosts late
 GATHER = (
     "import ray, sys; from jobs import gang; ray.init(); "
     "print('gathered', gang.gather(int(sys.argv[1]), {'CPU': 60, 'GPU': 1}, 900, gang.offers()))"
