@@ -30,7 +30,7 @@ def demo(context: Context) -> None:
     """Make a project with the default answers in build/demo and run its whole pipeline."""
     project = _bake(context, "demo")
     _step(f"running that project's own demo in {project}")
-    _verb(context, project, "demo")
+    _become(project, "demo")
 
 
 @task
@@ -42,7 +42,7 @@ def test(context: Context) -> None:
     context.run(f"{PYTHON} -m pytest")
     project = _bake(context, TEST_PROJECT)
     _step(f"running that project's own tests in {project}")
-    _verb(context, project, "test")
+    _become(project, "test")
 
 
 @task
@@ -50,7 +50,7 @@ def rehearse(context: Context) -> None:
     """Make a project with the default answers in build/rehearsal and rehearse its life on AWS, on this machine."""
     project = _bake(context, "rehearsal")
     _step(f"running that project's own rehearsal in {project}")
-    _verb(context, project, "rehearse")
+    _become(project, "rehearse")
 
 
 @task(help={"only": "one part by its name, as benchmarks/__main__.py lists them; all when left out"})
@@ -59,7 +59,7 @@ def bench(context: Context, only: str = "") -> None:
     project = _bake(context, "bench")
     _step(f"making the environment of {project}")
     _verb(context, project, "--list")  # any verb does
-    python = shlex.quote(str(project / ".venv" / "bin" / "python"))
+    python = shlex.quote(str((project / ".venv").resolve() / "bin" / "python"))  # Ray finds a space through the link
     variables = {
         "PYTHONPATH": f"{project}{os.pathsep}{bake.TEMPLATE}",
         "PROFILE": "local",
@@ -103,7 +103,8 @@ def _install_programs(context: Context) -> None:
     context.run("apt-get update -qq", **quiet)
     context.run(f"apt-get install --yes -qq --no-install-recommends {' '.join(missing)}", **quiet)
     if "openssh-server" in missing and shutil.which("systemctl"):
-        context.run("systemctl disable --now ssh", warn=True)  # the program is needed, and no door to this machine
+        # only the program is needed; nobody should log in here
+        context.run("systemctl disable --now ssh.service ssh.socket", hide=True, warn=True)
 
 
 def _rehearsal_programs() -> dict[str, str]:
@@ -127,6 +128,12 @@ def _bake(context: Context, name: str) -> Path:
 def _verb(context: Context, project: Path, verb: str) -> None:
     """Run a verb of the project, as people do; invoke ends with its exit code when it fails."""
     context.run(f"{shlex.quote(str(project / 'inv'))} {verb}", pty=sys.stdout.isatty(), in_stream=False)
+
+
+def _become(project: Path, verb: str) -> None:
+    """Replace this process by a verb of the project, so that signals and kills reach it."""
+    sys.stdout.flush()
+    os.execv(project / "inv", [str(project / "inv"), verb])
 
 
 def _compile(context: Context, project: Path, name: str, options: str, variables: Mapping[str, str]) -> None:

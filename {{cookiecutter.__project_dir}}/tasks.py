@@ -1,4 +1,4 @@
-"""The verbs: inv VERB [--target T]; after -- come a job's own options. `inv --list` shows them all."""
+"""The verbs: inv VERB [--target T]. A job's own options come after --. `inv --list` shows all verbs."""
 
 import contextlib
 import functools
@@ -25,7 +25,7 @@ network.keep_to_loopback()
 # each verb imports what it needs: all together take seconds, which `inv --list` should not
 CONSOLE = Console()
 TARGET = {"target": "where the cluster is: local (this machine), rehearsal (AWS, emulated on this machine) or aws"}
-VERBOSE = {"verbose": "show what Ray says of itself, too"}
+VERBOSE = {"verbose": "also show Ray's own messages"}
 JOB_ID = {"job": "id as `inv status` shows it; the latest when left out"}
 
 
@@ -41,14 +41,12 @@ def verb(*positional: str, **texts: str) -> Callable[..., Any]:
                 raise Exit(f"error: {refusal}", refusal.exit_code) from None
             except Exit:
                 raise
+            except KeyboardInterrupt:
+                raise Exit("\ninterrupted. See what it started: inv status   Stop that: inv down", 130) from None
             except _aws_errors() as error:
                 from cluster import denials
 
                 raise Exit(f"error: {denials.explain(error)}", 1) from None
-            except KeyboardInterrupt:
-                raise Exit(
-                    "\ninterrupted; what it has started is shown by inv status, and ended by inv down", 130
-                ) from None
 
         return task(checked, positional=list(positional), help=texts)
 
@@ -266,7 +264,7 @@ def test(context: Context) -> None:
     for command in ("ruff check", "ruff format --check", "pyrefly check", "pytest"):
         print(f"== {command}", flush=True)
         if context.run(f"python -m {command}", pty=False, warn=True).failed:
-            raise Exit(f"error: `{command}` failed as printed above", 1)
+            raise Exit(f"error: `{command}` failed; its output is above", 1)
 
 
 words.put_in_order(program)

@@ -75,6 +75,7 @@ class Aws:
             ) from None
         bucket = stack.bucket(file)
         return Connection(
+            target=TARGET,
             dashboard=dashboard,
             headers=headers,
             forwarded={serve_port: ports[serve_port]},

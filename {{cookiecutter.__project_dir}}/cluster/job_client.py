@@ -1,65 +1,91 @@
-"""Ray's own client for jobs, made to give up in time and to say why in one sentence."""
+"""Ray's own client for jobs, which gives up in time and says why in one sentence."""
 
+import io
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import aiohttp
 import requests
-from ray.job_submission import JobSubmissionClient
+from ray.exceptions import RayError
+from ray.job_submission import JobDetails, JobSubmissionClient
 
 import settings
 
-TIMEOUTS_S = (5, 30)  # to connect, and between two pieces of an answer; Ray's client would wait without end
-REMEDY = "look with: inv status   where that fails too, start again: inv down, then inv up"
+TIMEOUTS_S = (5, 30)  # to connect or send a block, and between two blocks of an answer; Ray's client has none
+UPLOAD_TIMEOUTS_S = (30, 300)  # through a tunnel, which may still be sending megabytes when the client has sent all
 
 
 class Unreachable(settings.Refusal):
-    """A cluster that was up does not answer, or not as Ray does."""
+    """A cluster that was up gives no answer, or one that is not Ray's."""
 
-    exit_code = 69  # EX_UNAVAILABLE of sysexits.h, which no job ends with by chance
+    exit_code = 69  # EX_UNAVAILABLE of sysexits.h, which no job exits with by chance
 
 
-def reason(error: Exception) -> str:
-    """In a few words, what an HTTP client raised."""
+def unreachable(error: Exception, where: str = "") -> Unreachable:
+    """Return the error to raise for one of an HTTP client; `where`: the target's option, with a space before it."""
+    return Unreachable(
+        f"Ray gives no valid answer ({_reason(error)}). Try again; if it stays so: inv down{where}, then inv up{where}"
+    )
+
+
+def _reason(error: Exception) -> str:
     if isinstance(error, requests.HTTPError) and error.response is not None:
-        return f"it answers {error.response.status_code}"
+        return f"status {error.response.status_code}"
     if isinstance(error, requests.Timeout):
-        return "no answer in time"
-    if isinstance(error, ValueError):
+        return "timed out"
+    if isinstance(error, RayError):
+        return "another token: the cluster was restarted"
+    if isinstance(error, ValueError | LookupError | TypeError | AttributeError):
         return "its answer is cut off, or not Ray's"
     return "the connection failed"
 
 
 class JobClient(JobSubmissionClient):
-    """Raises `Unreachable` where Ray's client hangs, or raises what requests and aiohttp raise."""
+    """Raises `Unreachable` where Ray's client hangs, or raises an error of requests, aiohttp or Ray."""
 
-    def __init__(self, address: str, headers: Mapping[str, str]) -> None:
+    def __init__(self, address: str, headers: Mapping[str, str], where: str = "") -> None:
+        self._where = where
         try:
             super().__init__(address, headers=dict(headers))
-        except (requests.RequestException, OSError, KeyError, TypeError) as error:
-            raise Unreachable(f"Ray does not answer ({reason(error)}); {REMEDY}") from None
+        except (requests.RequestException, OSError, LookupError, TypeError) as error:
+            raise unreachable(error, where) from None
 
     def _do_request(self, method: str, endpoint: str, **options: Any) -> requests.Response:
+        timeouts = TIMEOUTS_S
+        if data := options.get("data"):  # as a file it is sent in blocks, each within the timeout, and not as a whole
+            options["data"], timeouts = io.BytesIO(data), UPLOAD_TIMEOUTS_S
         try:
-            response = super()._do_request(method, endpoint, timeout=TIMEOUTS_S, **options)
+            response = super()._do_request(method, endpoint, timeout=timeouts, **options)
             if response.status_code >= 500:
                 response.raise_for_status()
             if response.ok and response.headers.get("Content-Type", "").startswith("application/json"):
-                response.json()  # raises where the answer was cut off
-        except requests.RequestException as error:
-            raise Unreachable(f"Ray does not answer ({reason(error)}); {REMEDY}") from None
+                response.json()  # raises if the answer was cut off
+        except (requests.RequestException, RayError) as error:
+            raise unreachable(error, self._where) from None
         return response
 
+    def get_job_info(self, job_id: str) -> JobDetails:
+        """Return what Ray knows of a job. Raises `Unreachable` if that is nothing: the cluster was restarted."""
+        try:
+            return super().get_job_info(job_id)
+        except RuntimeError:  # status 404
+            raise Unreachable(f"the cluster does not know {job_id}: it was restarted") from None
+        except (ValueError, TypeError) as error:
+            raise unreachable(error, self._where) from None
+
     async def tail_job_logs(self, job_id: str) -> AsyncIterator[str]:
-        """The log, piece by piece, as it grows."""
+        """Yield the log piece by piece, as it grows."""
         try:
             async for lines in super().tail_job_logs(job_id):
                 yield lines
-        except (RuntimeError, OSError, aiohttp.ClientError) as error:
-            raise Unreachable(f"Ray does not answer ({reason(error)}); {REMEDY}") from None
+        except (RuntimeError, OSError, aiohttp.ClientError, RayError) as error:
+            raise unreachable(error, self._where) from None
 
     def node_is_alive(self, node_id: str) -> bool:
-        """Whether the cluster still counts that node in: the job server may outlive the node that runs the jobs."""
+        """Return whether the node is part of the cluster: the job server may outlive the node that runs the jobs."""
         query = f"filter_keys=node_id&filter_predicates=%3D&filter_values={node_id}"
-        [node] = self._do_request("GET", f"/api/v0/nodes?{query}").json()["data"]["result"]["result"]
-        return node["state"] == "ALIVE"
+        try:
+            nodes = self._do_request("GET", f"/api/v0/nodes?{query}").json()["data"]["result"]["result"]
+            return any(node["state"] == "ALIVE" for node in nodes)
+        except (ValueError, LookupError, TypeError) as error:
+            raise unreachable(error, self._where) from None

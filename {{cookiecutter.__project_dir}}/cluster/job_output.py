@@ -14,7 +14,7 @@ NOISE = re.compile(
     r"|Running entrypoint for job "
     r"|\(raylet[^)]*\) WARNING: \d+ PYTHON worker processes have been started "
     r"|\(autoscaler [^)]*\) Tip: "
-    r"|(\([^)]*\) )?\[[\d-]+ [\d:,]+ [A-Z] \d+ \d+\] core_worker\.cc:\d+: "
+    r"|(\([^)]*\) )?\[[\d-]+ [\d:,]+ [IWE] \d+ \d+\] core_worker\.cc:\d+: "
 )
 WORKER = re.compile(r"^(?:\x1b\[[0-9;]*m)*\(RayTrainWorker pid=\d+[^)]*\)(?:\x1b\[[0-9;]*m)* ")
 PROGRESS = re.compile(
@@ -25,7 +25,12 @@ PROGRESS = re.compile(
 
 def clean(line: str) -> str:
     """Return a line of the log as a person wants it; empty where it is Ray's own."""
-    return "" if NOISE.match(ANSI.sub("", line)) else WORKER.sub("", line)
+    plain = ANSI.sub("", line)
+    if NOISE.match(plain):
+        return ""
+    # a worker elsewhere is named, as an error may be its machine's; progress is that of all
+    is_elsewhere = ", ip=" in plain.partition(")")[0] and not PROGRESS.search(plain)
+    return line if is_elsewhere else WORKER.sub("", line)
 
 
 class Printer:
@@ -80,7 +85,7 @@ class _Bar:
             self._show(found)
         if self._task is None:
             print(line, end="", flush=True)
-        elif line:
+        elif line and not line.endswith("\r"):  # a bar of the job's own would fill the screen
             self._console.print(Text.from_ansi(line.rstrip("\r\n")), soft_wrap=True)
 
     def stop(self) -> None:

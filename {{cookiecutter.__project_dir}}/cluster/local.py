@@ -33,6 +33,7 @@ TOKEN = STATE / "token"
 LOG = STATE / "ray.log"
 MARK = "RAY_PROJECT_CLUSTER"  # in the environment of every process that the cluster starts
 START_TIMEOUT_S = 90
+ANSWER_TIMEOUT_S = 30
 MOST_TEMP_BYTES = 38  # below it: 59 bytes of a socket of HAProxy, which takes 97; Ray's own are shorter
 
 
@@ -60,7 +61,7 @@ class Local:
         if _is_up():
             print(f"local is up already: {_state()['dashboard']}")
             return
-        _clear()  # what a crash left
+        _clear()  # what a crash left behind
         section = settings.load(RaySection, "ray", profile=self.profile)
         _make_env_file()
         started = time.monotonic()
@@ -138,8 +139,32 @@ def _clear() -> list[str]:
 
 
 def _is_up() -> bool:
-    """A dashboard may outlive its node, which runs the jobs."""
-    return FILE.is_file() and TOKEN.is_file() and _answers(_state()["dashboard"], "/api/v0/nodes", '"ALIVE"')
+    """Return whether the cluster answers.
+
+    Raises:
+        Unreachable: it runs, and does not answer. It may be busy: it must not be cleared.
+    """
+    deadline = time.monotonic() + ANSWER_TIMEOUT_S
+    while FILE.is_file() and TOKEN.is_file():
+        if _answers(_state()["dashboard"], "/api/v0/nodes", '"ALIVE"'):  # a dashboard may outlive its node
+            return True
+        if not _head_lives(_state()):
+            return False
+        if time.monotonic() > deadline:
+            raise Unreachable(
+                f"the local cluster runs, and has not answered for {ANSWER_TIMEOUT_S} s. "
+                "Try again; if it stays so: inv down, then inv up"
+            )
+        time.sleep(0.5)
+    return False
+
+
+def _head_lives(state: dict[str, Any]) -> bool:
+    """Return whether the process that `up` started is alive. After a reboot, another one may have its number."""
+    try:
+        return any(state["temp"] in word for word in psutil.Process(state["session"]).cmdline())
+    except (KeyError, psutil.Error):  # a zombie has no command line
+        return False
 
 
 def _answers(dashboard: str, path: str, words: str = "") -> bool:
@@ -174,6 +199,7 @@ def _new_state() -> dict[str, Any]:
         "dashboard": f"http://127.0.0.1:{dashboard_port}",
         "address": f"127.0.0.1:{gcs_port}",
         "other_ports": other_ports,
+        "boot": _boot(),
     }
     FILE.write_text(json.dumps(state))
     return state
@@ -297,19 +323,36 @@ def _is_free(port: int) -> bool:
 
 
 def _processes(state: dict[str, Any]) -> list[psutil.Process]:
-    """Every living process of this cluster, and never another's.
+    """Return every living process of this cluster, and no other.
 
-    Ray's own share the session that `up` opened (some overwrite their environment with a title); a
-    job's driver opens a session of its own but carries the mark; the rest are children of these.
+    Ray's own are in the session that `up` opened (some overwrite their environment with a title). A job's driver opens
+    its own session but carries the mark. The rest are children of these.
     """
     found: dict[int, psutil.Process] = {}
+    session = state.get("session") if _owns_session(state) else None
     for process in psutil.process_iter():
         try:
-            if os.getsid(process.pid) == state.get("session") or process.environ().get(MARK) == state["id"]:
+            if os.getsid(process.pid) == session or process.environ().get(MARK) == state["id"]:
                 found |= {member.pid: member for member in [process, *process.children(recursive=True)]}
         except (psutil.Error, OSError):
             continue  # it ended meanwhile, or it is somebody else's
     return [process for process in found.values() if _is_alive(process) and process.pid != os.getpid()]
+
+
+def _owns_session(state: dict[str, Any]) -> bool:
+    """Return whether the session's number is still the cluster's. After a reboot, the user's shell may have it."""
+    try:
+        if _is_alive(psutil.Process(state["session"])):
+            return _head_lives(state)
+    except (KeyError, psutil.NoSuchProcess):
+        pass
+    return state.get("boot") == _boot()  # no other process gets the number while the session has members
+
+
+def _boot() -> str:
+    """Return what changes with each boot of this machine; the time of the boot may be corrected later."""
+    file = Path("/proc/sys/kernel/random/boot_id")
+    return file.read_text() if file.exists() else str(psutil.boot_time())
 
 
 def _is_alive(process: psutil.Process) -> bool:

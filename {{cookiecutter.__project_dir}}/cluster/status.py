@@ -11,7 +11,6 @@ from rich.table import Table
 
 import settings
 from cluster import job_client
-from cluster.job_client import Unreachable
 from cluster.target import Bill, Connection
 
 SHOWN_RESOURCES = ("CPU", "GPU", "memory", "objectStoreMemory")
@@ -47,7 +46,7 @@ def take(connection: Connection) -> Snapshot:
             serve=get("/api/serve/applications/"),
         )
     except (requests.RequestException, LookupError, TypeError, AttributeError) as error:
-        raise Unreachable(f"Ray does not answer ({job_client.reason(error)}); {job_client.REMEDY}") from None
+        raise job_client.unreachable(error, connection.where) from None
 
 
 def show(snapshot: Snapshot, bill: Bill, console: Console) -> None:

@@ -64,7 +64,7 @@ def submit(connection: Connection, job: str, arguments: list[str]) -> str:
             metadata={"job": job},
         )
     except RuntimeError as error:  # Ray's client raises nothing finer
-        raise settings.Refusal(f"Ray did not take the job ({error}); look at it with: inv status") from None
+        raise settings.Refusal(f"Ray did not accept the job ({error}). Run: inv status{connection.where}") from None
 
 
 def follow(connection: Connection, job_id: str, *, verbose: bool = False) -> int:
@@ -86,7 +86,10 @@ def follow(connection: Connection, job_id: str, *, verbose: bool = False) -> int
 def stop(connection: Connection, job_id: str) -> JobDetails:
     """Stop a job and return its details; a job that has ended is left as it is."""
     connection.client().stop_job(job_id)
-    return _wait_until_ended(connection, job_id)
+    try:
+        return _wait_until_ended(connection, job_id)
+    except Unreachable:
+        raise Unreachable(_last_words(connection, job_id)) from None
 
 
 def find(connection: Connection, job_id: str) -> str:
@@ -131,7 +134,7 @@ async def _print_log(connection: Connection, job_id: str, printer: job_output.Pr
 
 
 def _has_ended(client: JobClient, job_id: str) -> bool:
-    """Raises `Unreachable` when the job's node is gone: nobody would write the job's end."""
+    """Return whether a job has ended. Raises `Unreachable` if its node is gone, as nothing would record the end."""
     deadline = time.monotonic() + NODE_GONE_S
     while True:
         details = client.get_job_info(job_id)
@@ -145,37 +148,36 @@ def _has_ended(client: JobClient, job_id: str) -> bool:
 
 
 def _last_words(connection: Connection, job_id: str) -> str:
-    job = job_id.partition("-")[0]
-    where = "" if connection.job_variables["PROFILE"] == "local" else " --target TARGET"
-    again = f"inv down{where}, inv up{where}"
-    if connection.forwarded:  # perhaps it is the tunnel
-        again = f"inv status{where}; where the cluster answers: inv logs --job {job_id}{where}; where not: {again}"
+    where = connection.where
+    again = f"inv down{where}, then inv up{where}, and submit the job again with the same options"
+    if connection.forwarded:  # perhaps only the tunnel broke
+        again = f"inv logs{where} {job_id}; if that fails too: {again}"
     return (
-        f"the cluster no longer answers, and {job_id} may be gone with it. Saved checkpoints and results stay; its log "
-        f"is job-driver-{job_id}.log in {connection.logs} until inv down. Run: {again}, inv submit{where} {job}; "
-        "a run resumes from its last checkpoint"
+        f"the cluster no longer answers, and {job_id} may be lost with it. Saved checkpoints and results remain, and a "
+        f"run resumes from its last checkpoint. Until inv down, the log is job-driver-{job_id}.log in "
+        f"{connection.logs}. Run: {again}"
     )
 
 
 def _interrupted(connection: Connection, job_id: str) -> int:
-    answer = ""
+    answer, where = "", connection.where
     if sys.stdin.isatty():
         answer = input("\nstop the job, or leave it running? [stop/LEAVE] ")
     if answer.strip().lower() in ("s", "stop"):
         print(f"{job_id} is {stop(connection, job_id).status.value.lower()}")
     else:
-        print(f"\n{job_id} runs on; follow it with: inv logs --job {job_id}   stop it with: inv stop --job {job_id}")
+        print(f"\n{job_id} keeps running. Follow it: inv logs{where} {job_id}   Stop it: inv stop{where} {job_id}")
     return 130  # what shells report for Ctrl-C
 
 
-def _wait_until_ended(connection: Connection, job_id: str, patience_s: float = 60) -> JobDetails:
-    """The log may end before the job's status is written."""
-    client = connection.client()
-    for _ in range(int(patience_s * 5)):
+def _wait_until_ended(connection: Connection, job_id: str, timeout_s: float = 60) -> JobDetails:
+    """Return the details of a job whose log has ended. Its status may be written a little later."""
+    client, deadline = connection.client(), time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
         if _has_ended(client, job_id):
             return client.get_job_info(job_id)
         time.sleep(0.2)
-    raise settings.Refusal(f"{job_id} has not ended after {patience_s:.0f} s; look at it with: inv status")
+    raise settings.Refusal(f"{job_id} has not ended after {timeout_s:.0f} s. Run: inv status{connection.where}")
 
 
 def _exit_code(details: JobDetails) -> int:

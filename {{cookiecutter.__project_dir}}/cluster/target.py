@@ -13,6 +13,8 @@ from cluster.job_client import JobClient
 class Connection:
     """How to reach a running cluster from this machine."""
 
+    target: str = "local"
+    """Name of the target, for commands to type."""
     dashboard: str
     """URL of Ray's dashboard, which answers jobs, state and Serve; on loopback, through a tunnel where need be."""
     headers: dict[str, str] = field(repr=False)
@@ -28,7 +30,12 @@ class Connection:
         """Return a job client. This and its methods raise `Unreachable` if the cluster does not answer."""
         for name in ("ray", "ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk"):
             logging.getLogger(name).setLevel(logging.ERROR)  # notes on packing and sockets are no news to a person
-        return JobClient(self.dashboard, self.headers)
+        return JobClient(self.dashboard, self.headers, self.where)
+
+    @property
+    def where(self) -> str:
+        """The option that names the target in a command, with a space before it; empty for the default."""
+        return "" if self.target == "local" else f" --target {self.target}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,9 +1,12 @@
 """What the verbs say when the cluster does not start, dies while a job is followed, or answers as no Ray does."""
 
 import asyncio
+import dataclasses
 import gc
+import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -14,7 +17,9 @@ from pathlib import Path
 
 import httpx
 import pytest
+import ray
 import requests
+from ray.dashboard.modules.version import CURRENT_VERSION
 from ray.job_submission import JobDetails
 from test_local_target import Project, processes, read_until
 
@@ -54,6 +59,11 @@ http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Head).serve_for
 '''
 
 
+VERSION = json.dumps(
+    {"version": CURRENT_VERSION, "ray_version": ray.__version__, "ray_commit": ray.__commit__, "session_name": "s"}
+).encode()
+
+
 class Misbehaving(BaseHTTPRequestHandler):
     """Answers every request in the `manner` of its server, and notes what it was asked for."""
 
@@ -72,6 +82,13 @@ class Misbehaving(BaseHTTPRequestHandler):
             self._send(200, b'{"ray_version": "2.6', 100)
         elif manner == "stops in the midst":
             self._send(200, b'{"ray_version": "2.6', 0)
+        elif manner == "has another token":
+            self._send(401, b"Unauthorized: invalid token", 0)
+        elif manner == "was restarted":
+            is_version = self.path.startswith("/api/version")
+            self._send(200 if is_version else 404, VERSION if is_version else b"Job does not exist", 0)
+        elif manner == "knows nothing":
+            self._send(200, VERSION if self.path.startswith("/api/version") else b"null", 0)
 
     do_POST = do_CONNECT = do_GET
 
@@ -105,7 +122,7 @@ def connection(server: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch) -> 
     )
 
 
-MANNERS = ("resets", "hangs", "fails", "is no Ray", "truncates", "stops in the midst")
+MANNERS = ("resets", "hangs", "fails", "is no Ray", "truncates", "stops in the midst", "has another token")
 
 
 @pytest.mark.parametrize("manner", MANNERS)
@@ -129,6 +146,46 @@ def test_a_server_that_misbehaves_is_one_sentence(
     assert "inv down" in str(told.value)
 
 
+@pytest.mark.parametrize("manner", ["was restarted", "knows nothing"])
+def test_a_job_that_a_new_cluster_does_not_know(
+    manner: str, connection: Connection, server: ThreadingHTTPServer
+) -> None:
+    server.manner = manner  # type: ignore[attr-defined]
+    with pytest.raises(Unreachable, match="probe-1 may be lost with it"):
+        submission.follow(dataclasses.replace(connection, target="aws", forwarded={1: 2}), "probe-1")
+    with pytest.raises(Unreachable, match=r"inv logs --target aws probe-1; .* inv down --target aws, then inv up"):
+        submission.follow(dataclasses.replace(connection, target="aws", forwarded={1: 2}), "probe-1")
+    for answer in (lambda client: client.get_job_info("probe-1"), lambda client: client.node_is_alive("ab")):
+        with pytest.raises(Unreachable):
+            answer(connection.client())
+
+
+def test_an_upload_may_take_longer_than_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sent as a whole, it has the time to connect: through a tunnel that was 5 s for 100 MiB."""
+    monkeypatch.setattr(job_client, "TIMEOUTS_S", (1, 1))
+    monkeypatch.setattr(job_client, "UPLOAD_TIMEOUTS_S", (1, 10))
+    size, received = 30 * 2**20, []
+
+    def read_slowly(listener: socket.socket) -> None:
+        for is_upload in (False, True):
+            sock, _ = listener.accept()
+            with sock:
+                count = 0
+                while is_upload and count < size:
+                    count += len(sock.recv(2**20))
+                    time.sleep(0.1)  # in all, three times as long as a block may take
+                received.append(count)
+                sock.recv(2**16)
+                head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(VERSION)}\r\nContent-Type: application/json\r\n"
+                sock.sendall(f"{head}Connection: close\r\n\r\n".encode() + VERSION)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=read_slowly, args=(listener,), daemon=True).start()
+        client = job_client.JobClient(f"http://127.0.0.1:{listener.getsockname()[1]}", {})
+        assert client._do_request("PUT", "/api/packages/gcs/a.zip", data=bytes(size)).ok
+    assert received[1] >= size
+
+
 def test_a_log_and_a_status_that_fail_at_once_are_one_sentence(
     connection: Connection, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -143,7 +200,7 @@ def test_a_log_and_a_status_that_fail_at_once_are_one_sentence(
             raise Unreachable("the status' connection failed")
 
     monkeypatch.setattr(Connection, "client", lambda _: Client())
-    with pytest.raises(Unreachable, match="probe-1 may be gone"):
+    with pytest.raises(Unreachable, match="probe-1 may be lost"):
         submission.follow(connection, "probe-1")
     gc.collect()
     assert not caplog.messages
@@ -231,7 +288,7 @@ def test_a_cluster_that_dies_under_a_job_is_one_sentence(project: Project, victi
     process.kill()
     _, told = client.communicate(timeout=120)
     assert client.returncode == Unreachable.exit_code, told
-    assert told.startswith(f"error: the cluster no longer answers, and {job_id} may be gone with it"), told
+    assert told.startswith(f"error: the cluster no longer answers, and {job_id} may be lost with it"), told
     assert len(told.splitlines()) == 1
     log = Path(project.state["temp"], "ray", "session_latest", "logs", f"job-driver-{job_id}.log")
     assert f"{log.name} in {log.parent}" in told

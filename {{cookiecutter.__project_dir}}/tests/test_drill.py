@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 
+from cluster.rehearsal.drill import __main__ as drill
 from cluster.rehearsal.drill import markets, stage
 from jobs.workers import WorkerOptions
 
@@ -17,6 +18,13 @@ def test_a_machine_three_times_slower_has_three_times_longer(monkeypatch: pytest
     assert stage.wait_for(lambda: next(answers), 10, "a host") == 30
     with pytest.raises(AssertionError, match="waited 30 s for a host"):
         stage.wait_for(lambda: False, 10, "a host")
+
+
+@pytest.mark.parametrize(
+    ("only", "rows"), [("", 23), (",", 23), ("limit", 2), ("limit,", 2), ("time limit , spend", 2)]
+)
+def test_faults_are_chosen_by_their_names(only: str, rows: int) -> None:
+    assert len(drill.choose(only)) == rows
 
 
 def test_a_zone_is_not_given_up_while_its_hosts_start() -> None:

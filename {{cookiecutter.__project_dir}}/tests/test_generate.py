@@ -291,6 +291,18 @@ def watch_one_that_dies_of(name: str, watch: Callable[..., None], processor: Any
     processor.stages["vLLMEngineStage"] = stage.model_copy(update={"fn": Mortal})
 
 
+def test_an_engine_that_dies_twice_without_an_answer_is_hopeless() -> None:
+    held = suspects.Suspects()
+    for _ in range(2):
+        held.start("one")
+        assert not held.is_hopeless("one")
+    held.end("one", ["a"])
+    for hopeless in (False, False, True):
+        held.start("one")
+        assert held.is_hopeless("one") == hopeless
+    assert not held.is_hopeless("another")
+
+
 def test_rows_are_suspects_after_one_death_and_convicted_after_two() -> None:
     held = suspects.Suspects()
     assert held.start("one") == held.start("two") == frozenset()

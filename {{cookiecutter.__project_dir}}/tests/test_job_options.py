@@ -105,6 +105,16 @@ def test_help_of_a_job_takes_no_cluster() -> None:
             "inv submit finetune_ddp -- --num-workers 4",
         ),
         (
+            "submit --num-workers 4 finetune_ddp --fresh",
+            "--num-workers is an option of finetune_ddp, and those come after --: "
+            "inv submit finetune_ddp -- --num-workers 4 --fresh",
+        ),
+        (
+            "submit finetune_dpp --num-workers 4",
+            "--num-workers is an option of finetune_dpp, and those come after --: "
+            "inv submit finetune_dpp -- --num-workers 4",
+        ),
+        (
             "submit finetune_ddp -t aws --steps=4 -- --fresh",
             "--steps=4 is an option of finetune_ddp, and those come after --: "
             "inv submit finetune_ddp -t aws -- --steps=4 --fresh",
@@ -130,8 +140,9 @@ def test_the_id_of_a_job_needs_no_flag(words: str) -> None:
     assert said.startswith("error: ")
 
 
-def test_a_drill_without_a_fault_starts_no_cloud() -> None:
-    ended = inv("drill", "--only", "nonsuch")
+@pytest.mark.parametrize("only", ["nonsuch", "limit, nonsuch,"])
+def test_a_drill_without_a_fault_starts_no_cloud(only: str) -> None:
+    ended = inv("drill", "--only", only)
     assert ended.stdout == ""
     assert split(ended.stderr)[1].startswith("error: no fault is named like 'nonsuch'; there are: no spot capacity")
 

@@ -18,8 +18,10 @@ Running entrypoint for job finetune_ddp-20261123-221008-e1c9: python -m jobs.fin
 (autoscaler +5s) Tip: use `ray status` to view detailed cluster status.
 (autoscaler +5s) Adding 2 node(s) of type worker.
 \x1b[36m(RayTrainWorker pid=1037, ip=10.0.0.7)\x1b[0m step  1/20  loss 6.9532  lr 7.50e-05  5,715 tokens/s  0:00:07 left
+\x1b[36m(RayTrainWorker pid=1038, ip=10.0.0.8)\x1b[0m CUDA error: uncorrectable ECC error encountered
 \x1b[33m(raylet)\x1b[0m WARNING: 8 PYTHON worker processes have been started on node: 87d9 with address: 127.0.0.1.
 [2026-11-23 22:11:10,847 E 1355 1355] core_worker.cc:2465: Actor with class name: 'MapWorker(Map(Scorer))' and so on.
+[2026-11-23 22:11:10,848 C 1355 1355] core_worker.cc:99:  Check failed: memory
 \x1b[33m(raylet)\x1b[0m A worker died or was killed while executing a task by an unexpected system error.
 
 \x1b[36m(RayTrainWorker pid=1037)\x1b[0m step 20/20  loss 5.6816  lr 1.50e-03  7,568 tokens/s  0:00:00 left
@@ -30,6 +32,8 @@ SHOWN = """\
 finetune_ddp: 1,000,576 parameters, ddp on 2 x cpu in fp32; from the start
 (autoscaler +5s) Adding 2 node(s) of type worker.
 step  1/20  loss 6.9532  lr 7.50e-05  5,715 tokens/s  0:00:07 left
+\x1b[36m(RayTrainWorker pid=1038, ip=10.0.0.8)\x1b[0m CUDA error: uncorrectable ECC error encountered
+[2026-11-23 22:11:10,848 C 1355 1355] core_worker.cc:99:  Check failed: memory
 \x1b[33m(raylet)\x1b[0m A worker died or was killed while executing a task by an unexpected system error.
 
 step 20/20  loss 5.6816  lr 1.50e-03  7,568 tokens/s  0:00:00 left
@@ -75,6 +79,7 @@ import sys
 from cluster import job_output
 with job_output.Printer() as printer:
     printer.write(sys.stdin.read())
+    printer.write("\\nmodel:  10%\\rmodel:  20%\\rmodel: 100%\\n")
 """
 
 
@@ -100,6 +105,8 @@ def test_a_terminal_has_a_bar_below_and_loses_no_line() -> None:
     lines = [line.strip() for line in re.split(r"[\r\n]+", text)]
     for line in filter(None, re.sub(r"\x1b\[[0-9;]*m", "", SHOWN).splitlines()):
         assert lines.count(line.strip()) == 1
+    assert "model: 100%" in lines
+    assert not [line for line in lines if line.endswith(("10%", "20%"))], "a bar of the job's own would fill the screen"
     assert any(re.match(r"step .*━.* 20/20 .*0:00:00 left", line) for line in lines)
 
 

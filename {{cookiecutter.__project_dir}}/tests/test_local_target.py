@@ -1,5 +1,6 @@
 """The verbs on the `local` target, as a person types them, in a copy of the project with a cluster of its own."""
 
+import functools
 import hashlib
 import json
 import os
@@ -20,6 +21,8 @@ import requests
 from processes import open_to_others, told_by
 
 import settings
+from cluster import local
+from cluster.job_client import Unreachable
 from cluster.local import free_ports
 
 CANARY = secrets.token_hex(16)  # new each time: this file itself is uploaded
@@ -203,7 +206,7 @@ def test_ctrl_c_leaves_the_job_running_where_nobody_can_answer(project: Project)
     client.send_signal(signal.SIGINT)
     rest, _ = client.communicate(timeout=30)
     assert client.returncode == 130
-    assert f"inv stop --job {job_id}" in rest
+    assert f"inv stop {job_id}" in rest
     assert f"{job_id} is stopped" in project.inv("stop", "--job", job_id)
     assert f"{job_id} is stopped" in project.inv("stop", "--job", job_id), "stopping twice is no error"
 
@@ -249,6 +252,32 @@ def test_bad_input_gets_one_sentence(project: Project, words: list[str], sentenc
     assert printed.startswith("error: ")
     assert sentence in printed
     assert "\n" not in printed
+
+
+def test_a_cluster_that_is_too_busy_to_answer_is_not_ended(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = project.folder / ".cluster"
+    for name, file in (("STATE", ""), ("FILE", "local.json"), ("TOKEN", "token")):
+        monkeypatch.setattr(local, name, state / file)
+    monkeypatch.setattr(local, "ANSWER_TIMEOUT_S", 1)
+    running = processes(project)
+    [dashboard] = [one for one in running if "dashboard/dashboard.py" in " ".join(one.cmdline())]
+    dashboard.suspend()
+    try:
+        for verb in (local.Local().connect, functools.partial(local.Local().up, yes=True)):
+            with pytest.raises(Unreachable, match="runs, and has not answered"):
+                verb()
+    finally:
+        dashboard.resume()
+    assert {one.pid for one in running} <= {one.pid for one in local._processes(project.state)}
+    assert "nothing is wrong" in project.inv("status")
+
+
+def test_what_got_the_number_of_a_session_after_a_reboot_is_left_alone() -> None:
+    stranger = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True)
+    state = {"id": "none", "temp": "/tmp/ray-none", "session": stranger.pid, "boot": local._boot()}
+    assert local._processes(state) == []
+    assert not local._head_lives(state)
+    stranger.communicate(b"\n")
 
 
 def test_a_folder_too_large_is_not_uploaded(project: Project) -> None:

@@ -24,6 +24,8 @@ class Engine(vLLMEngineStageUDF):
         self._suspects = ray.get(suspects.start.remote(self._name))
         if ray.get(suspects.convicted.remote()):
             raise Refusal("an engine crashed twice with the same rows in flight")
+        if ray.get(suspects.is_hopeless.remote(self._name)):
+            raise Refusal("it died twice without answering a row, for example because memory ran out")
         self._limit = asyncio.Semaphore(SUSPECTS_AT_ONCE)
         super().__init__(*arguments, **options)
 

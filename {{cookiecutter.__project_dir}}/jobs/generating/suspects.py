@@ -1,19 +1,23 @@
 """Find the rows that crash an engine. A row that was in flight at two crashes is not retried."""
 
 import shlex
-from collections import defaultdict
+from collections import Counter, defaultdict
+
+MOST_STARTS = 2  # of an engine that has answered nothing in between
 
 
 class Suspects:
     """Tracks the rows in flight in each engine. One such actor serves all engines of a run."""
 
     def __init__(self) -> None:
+        self._starts: Counter[str] = Counter()  # of each engine since it last answered a row
         self._in_flight: defaultdict[str, set[str]] = defaultdict(set)
         self._suspects: set[str] = set()
         self._convicted: set[str] = set()
 
     def start(self, engine: str) -> frozenset[str]:
         """Record the start of an engine, and return all suspects. Rows in flight when it last died become suspects."""
+        self._starts[engine] += 1
         lost = self._in_flight.pop(engine, set())
         self._convicted |= lost & self._suspects
         self._suspects |= lost
@@ -26,6 +30,11 @@ class Suspects:
     def end(self, engine: str, ids: list[str]) -> None:
         """Record rows that the engine has answered."""
         self._in_flight[engine].difference_update(ids)
+        self._starts[engine] = 0
+
+    def is_hopeless(self, engine: str) -> bool:
+        """Return whether the engine has died too often without an answer, for example while it loaded the model."""
+        return self._starts[engine] > MOST_STARTS
 
     def convicted(self) -> list[str]:
         """Return the rows that were in flight at two crashes."""

@@ -61,15 +61,16 @@ class Row:
 
 
 def choose(only: str) -> list[tuple[str, str, Body]]:
-    """The rows whose fault contains a part of `only`, which commas separate.
+    """Return the rows whose fault contains a part of `only`, which commas separate; all rows if it is empty.
 
     Raises:
-        settings.Refusal: there is none.
+        settings.Refusal: no fault contains one of the parts.
     """
-    chosen = [row for row in ROWS if any(part in row[0] for part in only.split(","))]
-    if not chosen:
-        raise settings.Refusal(f"no fault is named like {only!r}; there are: {', '.join(row[0] for row in ROWS)}")
-    return chosen
+    parts = [part.strip() for part in only.split(",") if part.strip()]
+    for part in parts:
+        if not any(part in row[0] for row in ROWS):
+            raise settings.Refusal(f"no fault is named like {part!r}; there are: {', '.join(row[0] for row in ROWS)}")
+    return [row for row in ROWS if not parts or any(part in row[0] for part in parts)]
 
 
 def run(only: str) -> None:
