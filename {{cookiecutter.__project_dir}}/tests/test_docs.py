@@ -69,7 +69,11 @@ def test_libraries_still_say_so(heading: str) -> None:
 def test_an_error_has_a_command_to_type_and_a_test(heading: str) -> None:
     said = " ".join(_sections()[heading].split())
     assert re.search(r"[Tt]ype `|[Tt]ype what it says|`inv \w+", said)
-    assert re.search(r"Tests?: `test_\w+\.py::test_\w+`", said)
+    is_of_the_launcher = any(
+        text.fullmatch(_quoted(_sections()[heading]).removeprefix("error: "))
+        for text in _patterns(_texts_of_the_launcher())
+    )
+    assert is_of_the_launcher or re.search(r"Tests?: `test_\w+\.py::test_\w+`", said)
 
 
 def test_a_changed_message_would_be_found() -> None:
@@ -85,7 +89,20 @@ def _messages() -> list[re.Pattern[str]]:
     trees = [ast.parse(file.read_text(encoding="utf-8")) for file in files]
     nodes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.expr)]
     texts = {text for node in nodes for text in _texts(node) if len(text.replace(FILLED, "")) >= OWN_LETTERS}
+    return _patterns(texts | _texts_of_the_launcher())
+
+
+def _patterns(texts: set[str]) -> list[re.Pattern[str]]:
     return [re.compile(re.escape(text).replace(FILLED, ".*")) for text in texts]
+
+
+def _texts_of_the_launcher() -> set[str]:
+    """Return the errors of `inv`, which are the quoted words after `fail`."""
+    shell = (settings.PROJECT / "inv").read_text(encoding="utf-8").replace("\\\n", " ")
+    said = re.findall(r'\bfail ("[^"]*"(?: +"[^"]*")*)', shell)
+    joined = [" ".join(re.findall(r'"([^"]*)"', words)) for words in said]
+    texts = {re.sub(r"\$\([^)]*\)|\$\{?\w+\}?", FILLED, text) for text in joined}
+    return {text for text in texts if len(text.replace(FILLED, "")) >= OWN_LETTERS}
 
 
 def _texts(node: ast.expr) -> list[str]:
