@@ -76,7 +76,7 @@ def demo(context: Context) -> None:
     from demo import play
 
     play.play()
-    print("next: inv chat   or: inv status   or: inv down")
+    print(f"next, in {settings.PROJECT}: ./inv chat   or: ./inv status   or: ./inv down")
 
 
 @verb(message="one question; without it you converse until /quit", **TARGET)

@@ -100,6 +100,7 @@ def _settings() -> Iterator[Finding]:
     from jobs.generating.options import GenerateOptions
     from jobs.preprocessing.options import PreprocessOptions
     from jobs.rag.options import EmbedOptions, RagOptions
+    from jobs.serving.accelerator import check_accelerator
     from jobs.serving.options import ServeOptions
     from jobs.training.options import ClassifierOptions, DDPOptions, DeepSpeedOptions, FSDPOptions
     from jobs.tuning.options import TuneOptions
@@ -119,12 +120,13 @@ def _settings() -> Iterator[Finding]:
         (SecretsSection, ("secrets",)),
     ]
     for profile in settings.PROFILES:
-        for section_type, names in sections:
-            try:
+        try:
+            for section_type, names in sections:
                 settings.load(section_type, *names, profile=profile)
-            except settings.Refusal as refusal:
-                yield Finding("wrong", f"in profile {profile}: {refusal}")
-                return
+            check_accelerator(settings.load(ServeOptions, "serve", profile=profile).accelerator)
+        except settings.Refusal as refusal:
+            yield Finding("wrong", f"in profile {profile}: {refusal}")
+            return
     yield Finding("ok", "settings.toml is sound in both profiles")
 
 

@@ -1,4 +1,4 @@
-"""The project's environment: installed from requirements/local.txt, and entered by every verb.
+"""Install the project's environment from requirements/local.txt, and run every verb in it.
 
 It is in the user's cache, below a path without spaces, because Ray breaks on spaces; `.venv` links to it. The launcher
 `inv` creates it on first use and when the pins change. Only the standard library is imported here: this runs before
@@ -41,7 +41,7 @@ def enter() -> None:
     # below `uv run`, Ray would start its workers with `uv run` too, in an environment without Ray
     os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
     if Path(sys.prefix) != environment:
-        python = str(environment / "bin" / "python")  # whole, as argv[0] too: Python finds its packages by it
+        python = str(environment / "bin" / "python")  # absolute, in argv[0] too: Python finds its packages by this path
         os.execv(python, [python, "-m", "invoke", *sys.argv[1:]])
 
 
@@ -65,7 +65,7 @@ def fill() -> None:
         _remove_abandoned(environment.parent)
         started = time.monotonic()
         source, _ = package_sources(pip_settings())
-        print(f"making the environment in {environment}", file=sys.stderr)
+        print(f"creating the environment in {environment}", file=sys.stderr)
         print(f"installing {PINS.relative_to(PROJECT)} (about 3 GB), torch from {source}", file=sys.stderr, flush=True)
         quiet = [] if sys.stderr.isatty() else ["--quiet"]  # in a log, uv would list all packages
         begun = environment / INSTALLING
@@ -91,7 +91,7 @@ def _locked(environment: Path) -> Iterator[None]:
 
 
 def _require_headers() -> None:
-    """A system's Python may come without them; those that uv fetches have them."""
+    """Exit if Python.h is missing. A system Python may lack it; those that uv downloads have it."""
     if sys.platform == "linux" and not Path(sysconfig.get_path("include"), "Python.h").is_file():
         version = f"{sys.version_info.major}.{sys.version_info.minor}"
         sys.exit(

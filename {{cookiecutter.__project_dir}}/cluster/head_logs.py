@@ -1,4 +1,4 @@
-"""Finds the line that says why a head died, in what it printed and in the logs of its session."""
+"""Find the line that says why a head died, in its output and in the logs of its Ray session."""
 
 import re
 from pathlib import Path
@@ -6,13 +6,13 @@ from pathlib import Path
 SESSION_LOGS = ("gcs_server.out", "gcs_server.err", "raylet.out", "raylet.err", "dashboard.log", "dashboard_agent.log")
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 EXCEPTION = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception): .+", re.MULTILINE)  # the last line of a traceback
-FATAL = re.compile(r"^\[[^]]* [CF] \d+ \d+\] .*?\.cc:\d+: *(.+)", re.MULTILINE)  # of Ray's own C++
+FATAL = re.compile(r"^\[[^]]* [CF] \d+ \d+\] .*?\.cc:\d+: *(.+)", re.MULTILINE)  # a fatal line of Ray's C++ log
 ENDED = re.compile(r"END (\w+)\.\w+ tail \(exit code\(s\)=(.+?)\) -")
 MOST_CHARACTERS = 300
 
 
 def reason(printed: Path, session: Path) -> str:
-    """Why the head died, in one line; `printed` holds its output, `session` its processes' logs."""
+    """Return why the head died, in one line. `printed` is the file with its output, `session` the log folder."""
     text = _read(printed)
     for pattern, log in (
         (EXCEPTION, text),

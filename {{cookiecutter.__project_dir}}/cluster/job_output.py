@@ -1,4 +1,4 @@
-"""Prints a job's log: without what Ray says of itself, and in a terminal with a progress bar below."""
+"""Print a job's log without Ray's own messages, and with a progress bar below it in a terminal."""
 
 import re
 import sys
@@ -24,7 +24,7 @@ PROGRESS = re.compile(
 
 
 def clean(line: str) -> str:
-    """Return a line of the log as a person wants it; empty where it is Ray's own."""
+    """Return a log line without the worker's prefix, or "" if it is one of Ray's own messages."""
     plain = ANSI.sub("", line)
     if NOISE.match(plain):
         return ""
@@ -34,7 +34,7 @@ def clean(line: str) -> str:
 
 
 class Printer:
-    """Prints a log that arrives in pieces, which may end anywhere in a line. `verbose` prints all of it."""
+    """Prints a log that arrives in chunks, which may end in the middle of a line. `verbose` keeps Ray's messages."""
 
     def __init__(self, verbose: bool = False) -> None:
         self._verbose = verbose
@@ -50,9 +50,9 @@ class Printer:
             self._bar.stop()
 
     def write(self, text: str) -> None:
-        """Print the lines that are whole by now."""
+        """Add a chunk, and print the lines that are complete."""
         self._rest += text
-        while end := re.search(r"[\n\r]", self._rest):  # bars of the job's own end their lines with \r
+        while end := re.search(r"[\n\r]", self._rest):  # the job's own progress bars end their lines with \r
             line, self._rest = self._rest[: end.end()], self._rest[end.end() :]
             self._print(line)
 
@@ -65,7 +65,7 @@ class Printer:
 
 
 class _Bar:
-    """A progress bar below the lines of a terminal, from the first line that says how far the job is."""
+    """A progress bar below the log, shown from the first line that reports progress."""
 
     def __init__(self) -> None:
         self._console = Console(highlight=False)

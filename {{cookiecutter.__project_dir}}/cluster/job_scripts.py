@@ -1,4 +1,4 @@
-"""The jobs of this project, and whether a command line suits one: all that is known without a cluster."""
+"""Find the project's jobs and check their command lines, without a cluster."""
 
 import os
 import subprocess
@@ -17,7 +17,7 @@ def names() -> list[str]:
 
 
 def find(job: str) -> Path:
-    """The script of a job. Raises `settings.Refusal` when there is none of that name."""
+    """Return the path of a job's script. Raises `settings.Refusal` if there is no such job."""
     if job not in names():
         raise settings.Refusal(f"there is no job {job!r}; use one of: inv submit {' | '.join(names())}")
     return settings.PROJECT / "jobs" / f"{job}.py"
@@ -30,7 +30,7 @@ def check(job: str, options: list[str], profile: str) -> bool:
 
     Raises:
         settings.Refusal: no such job.
-        Exit: an option is wrong, as the job's own command line has said in one sentence.
+        Exit: an option is wrong; the job has printed the error.
     """
     if "cli.parse(" not in find(job).read_text(encoding="utf-8"):
         return True

@@ -34,7 +34,7 @@ LOG = STATE / "ray.log"
 MARK = "RAY_PROJECT_CLUSTER"  # in the environment of every process that the cluster starts
 START_TIMEOUT_S = 90
 ANSWER_TIMEOUT_S = 30
-MOST_TEMP_BYTES = 38  # below it: 59 bytes of a socket of HAProxy, which takes 97; Ray's own are shorter
+MOST_TEMP_BYTES = 38  # a socket path of HAProxy may have 97 bytes, and adds 59 to this folder; Ray's are shorter
 
 
 class RaySection(settings.Section):
@@ -206,20 +206,22 @@ def _new_state() -> dict[str, Any]:
 
 
 def _temp_root() -> str:
-    """In /tmp, as Ray's own is: below a longer TMPDIR, such as that of macOS, no socket's name would fit."""
+    """Return RAY_TMPDIR or /tmp, as Ray does. TMPDIR, as on macOS, may be too long for socket paths."""
     root = os.environ.get("RAY_TMPDIR", "/tmp")
     if any(character.isspace() for character in root):
-        raise settings.Refusal(f"RAY_TMPDIR is {root!r}, and HAProxy takes no path with a space; run: unset RAY_TMPDIR")
+        problem = f"RAY_TMPDIR is {root!r}, but HAProxy does not support paths with spaces"
+        raise settings.Refusal(f"{problem}. Run: unset RAY_TMPDIR")
     return root
 
 
 def _make_temp_folder(root: str) -> str:
-    """A folder that no other user enters."""
+    """Create a temp folder that other users cannot access, and return its path."""
     folder = tempfile.mkdtemp(prefix="ray-", dir=root)
     if len(os.fsencode(folder)) > MOST_TEMP_BYTES:
         os.rmdir(folder)
         most = MOST_TEMP_BYTES - len(os.fsencode(folder)) + len(os.fsencode(root))
-        raise settings.Refusal(f"RAY_TMPDIR is {root}: sockets allow {most} bytes at most; set another")
+        problem = f"RAY_TMPDIR is {root}, too long for socket paths: use at most {most} bytes"
+        raise settings.Refusal(f"{problem}, or run: unset RAY_TMPDIR")
     return folder
 
 
@@ -240,7 +242,7 @@ def _start_head(state: dict[str, Any], section: RaySection) -> subprocess.Popen:
         *("--min-worker-port=0", "--max-worker-port=0"),  # any free port: the default range is shared by all Rays
         f"--num-cpus={section.num_cpus}",
         f"--object-store-memory={section.object_store_mib * 2**20}",
-        f"--temp-dir={state['temp']}/ray",  # one level down: Ray opens the folder that it is given to all users
+        f"--temp-dir={state['temp']}/ray",  # a subfolder, because Ray gives all users access to its temp folder
     ]
     environment = os.environ | {
         MARK: state["id"],
@@ -271,7 +273,7 @@ def _wait_until_ready(process: subprocess.Popen, dashboard: str) -> None:
 
 
 def _prove(process: subprocess.Popen, dashboard: str) -> None:
-    """Run a job that does nothing: job server, agent, scheduler and a worker have to work, and the head to stay."""
+    """Run an empty job, to check that job server, agent, scheduler and worker work, and that the head stays up."""
     client = JobClient(dashboard, _headers())
     job_id = client.submit_job(entrypoint="true")
     deadline = time.monotonic() + START_TIMEOUT_S
@@ -282,22 +284,22 @@ def _prove(process: subprocess.Popen, dashboard: str) -> None:
         time.sleep(0.1)
     if details.status != JobStatus.SUCCEEDED:
         raise settings.Refusal(f"Ray could not run a job: {details.message}")
-    client.delete_job(job_id)  # nobody asked for it
+    client.delete_job(job_id)  # do not list it among the user's jobs
     _must_live(process)
 
 
 def _given_up(refusal: settings.Refusal, state: dict[str, Any]) -> str:
-    """Clear what was started; returns what to tell of it."""
-    what = "Ray did not stay up" if isinstance(refusal, Unreachable) else str(refusal)
+    """Clean up after a failed start, and return the error message."""
+    what = "Ray stopped while it was starting" if isinstance(refusal, Unreachable) else str(refusal)
     reason = head_logs.reason(LOG, Path(state["temp"], "ray", "session_latest", "logs"))
     left = _clear()
-    rest = f"still there: {', '.join(left)}; run: inv down" if left else "nothing of it is left; try again: inv up"
-    return f"{what}: {reason}   What it printed is in {LOG}; {rest}"
+    rest = f"Left behind: {', '.join(left)}. Run: inv down" if left else "Everything was cleaned up. Try again: inv up"
+    return f"{what}: {reason}. Ray's output is in {LOG}. {rest}"
 
 
 def _must_live(process: subprocess.Popen) -> None:
     if process.poll() is not None:
-        raise settings.Refusal("Ray did not stay up")
+        raise settings.Refusal("Ray stopped while it was starting")
 
 
 def _port(address: str) -> str:

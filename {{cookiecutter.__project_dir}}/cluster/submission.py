@@ -18,7 +18,7 @@ from cluster.target import Connection
 
 # Never uploaded. `.env` holds secrets; the rest is large or made again from what is uploaded.
 EXCLUDES = [".env", ".git", ".venv", ".cluster", "data", "models", "runs", "results", "__pycache__", ".*_cache"]
-NODE_GONE_S = 15  # in which Ray itself may end the job of a node that is gone
+NODE_GONE_S = 15  # time for Ray itself to end a job whose node is gone
 SECRETS_HOOK = "jobs.secrets.load"
 
 
@@ -68,7 +68,7 @@ def submit(connection: Connection, job: str, arguments: list[str]) -> str:
 
 
 def follow(connection: Connection, job_id: str, *, verbose: bool = False) -> int:
-    """Print the job's log as it grows, `verbose` with what Ray says of itself; returns the job's own exit code.
+    """Print the job's log as it grows, and return the job's exit code. `verbose` includes Ray's own messages.
 
     Ctrl-C asks whether to stop the job or to leave it running (which is what happens where nobody can answer).
     """
@@ -126,7 +126,7 @@ async def _print_log(connection: Connection, job_id: str, printer: job_output.Pr
     done, others = await asyncio.wait((streaming, ending), return_when=asyncio.FIRST_COMPLETED)
     for task in others:
         task.cancel()
-    await asyncio.gather(streaming, ending, return_exceptions=True)  # asyncio prints a failure that nobody asked for
+    await asyncio.gather(streaming, ending, return_exceptions=True)  # or asyncio logs the other's exception
     for task in done:
         task.result()  # raises what went wrong
     if ending in done:
@@ -143,7 +143,7 @@ def _has_ended(client: JobClient, job_id: str) -> bool:
         if not details.driver_node_id or client.node_is_alive(details.driver_node_id):
             return False
         if time.monotonic() > deadline:
-            raise Unreachable(f"the node of {job_id} is gone")
+            raise Unreachable(f"the node that ran {job_id} is gone. Run: inv down, then inv up")
         time.sleep(0.5)
 
 

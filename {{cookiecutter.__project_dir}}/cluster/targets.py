@@ -8,18 +8,18 @@ if TYPE_CHECKING:
     from cluster.target import Target
 
 PROFILES = {"local": "local", "rehearsal": "cluster", "aws": "cluster"}
-"""Which settings each target takes, known before Ray and boto3 are imported."""
+"""Settings profile of each target. Known without importing Ray or boto3."""
 
 
 def profile(name: str) -> str:
-    """The profile of that target. Raises `settings.Refusal` for an unknown one."""
+    """Return the settings profile of a target. Raises `settings.Refusal` for an unknown target."""
     if name not in PROFILES:
         raise settings.Refusal(f"target {name!r} is unknown; use: --target {' | '.join(PROFILES)}")
     return PROFILES[name]
 
 
 def get(name: str) -> "Target":
-    """The target of that name, imported now. Raises `settings.Refusal` for an unknown one."""
+    """Import and return a target. Raises `settings.Refusal` for an unknown name."""
     profile(name)
     if name == "local":
         from cluster.local import Local

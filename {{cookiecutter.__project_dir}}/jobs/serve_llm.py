@@ -22,12 +22,12 @@ import ray
 import requests
 from ray import serve
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
-from ray.util import accelerators
 from transformers import AutoConfig
 
 import settings
 from jobs import secrets
 from jobs.serving import traffic
+from jobs.serving.accelerator import check_accelerator
 
 SAY_EVERY_S = 15
 
@@ -68,16 +68,6 @@ def check_model(options: ServeOptions) -> None:
         raise settings.Refusal(
             f"max_model_len = {options.max_model_len} in settings.toml is more than the {limit} tokens that "
             f"{options.model} was made for; lower it."
-        )
-
-
-def check_accelerator(name: str) -> None:
-    """Raise `settings.Refusal` if Ray does not know the type of accelerator."""
-    known = {value for constant, value in vars(accelerators).items() if constant.isupper()}
-    if name != "cpu" and name not in known:
-        raise settings.Refusal(
-            f"Ray does not know the accelerator {name!r}. "
-            f"Set accelerator in [serve] to one of: cpu, {', '.join(sorted(known))}."
         )
 
 

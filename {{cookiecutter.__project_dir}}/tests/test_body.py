@@ -1,4 +1,4 @@
-"""What a request's body may hold before an engine or another parser sees it."""
+"""Test the checks of a request's body before an engine or another parser reads it."""
 
 import contextlib
 import json
@@ -24,7 +24,7 @@ def taken(**body: Any) -> Body:
 
 
 def nested(levels: int) -> Any:
-    """As many lists and objects, alternating, inside each other."""
+    """Return lists and objects, alternating, nested `levels` deep."""
     value: Any = 1
     for level in range(levels):
         value = [value] if level % 2 else {"a": value}
@@ -42,7 +42,7 @@ def test_depth_that_no_parser_survives_is_refused(opening: bytes) -> None:
 def test_the_limit_is_the_limit() -> None:
     assert taken(a=nested(MAX_DEPTH - 1))
     assert refused({"a": nested(MAX_DEPTH)}).code == "nested_too_deep"
-    assert taken(a=[[]] * 1000, b="[" * 1000)  # many, or in a text, are not deep
+    assert taken(a=[[]] * 1000, b="[" * 1000)  # many brackets side by side, or in a string, are not deep
 
 
 @pytest.mark.parametrize("name", ["json", "structural_tag"])

@@ -1,4 +1,4 @@
-"""What the verbs say when the cluster does not start, dies while a job is followed, or answers as no Ray does."""
+"""Test the verbs' errors when the cluster does not start, dies under a job, or does not answer like Ray."""
 
 import asyncio
 import dataclasses
@@ -37,7 +37,7 @@ if __name__ == "__main__":
     time.sleep(600)
 '''
 HEAD = '''
-"""Answers as a head that has just started, and dies of the first job that it is sent."""
+"""Answers like a head that has just started, and dies when it gets its first job."""
 import http.server, json, os, sys
 
 import ray
@@ -65,7 +65,7 @@ VERSION = json.dumps(
 
 
 class Misbehaving(BaseHTTPRequestHandler):
-    """Answers every request in the `manner` of its server, and notes what it was asked for."""
+    """Misbehaves on every request as the server's `manner` says, and records the paths."""
 
     def do_GET(self) -> None:
         self.server.asked.append(self.path)  # type: ignore[attr-defined]
@@ -208,7 +208,7 @@ def test_a_log_and_a_status_that_fail_at_once_are_one_sentence(
 
 @pytest.fixture
 def proxied(server: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Leads all that honours proxies to the server; returns what it was asked for."""
+    """Set the server as the proxy of all clients that honour one. Return the paths that it is asked for."""
     for name in ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy"):
         monkeypatch.setenv(name, f"http://127.0.0.1:{server.server_port}")
         monkeypatch.setenv(name.upper(), f"http://127.0.0.1:{server.server_port}")
@@ -270,8 +270,8 @@ def test_a_head_that_does_not_start_gives_its_reason_and_leaves_nothing(
 ) -> None:
     monkeypatch.setenv("RAY_object_spilling_config", "{broken")
     printed = project.inv("up", ok=False)
-    assert "did not stay up: json.decoder.JSONDecodeError: Expecting property name" in printed
-    assert "nothing of it is left" in printed
+    assert "stopped while it was starting: json.decoder.JSONDecodeError: Expecting property name" in printed
+    assert "Everything was cleaned up" in printed
     assert not (project.folder / ".cluster" / "local.json").exists()
 
 
@@ -308,7 +308,9 @@ def test_a_head_that_dies_of_its_first_job_is_not_up(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(local, "_start_head", start)
     monkeypatch.setattr(local, "_make_env_file", lambda: None)
-    with pytest.raises(settings.Refusal, match="did not stay up: MemoryError: no room for the object store"):
+    with pytest.raises(
+        settings.Refusal, match="stopped while it was starting: MemoryError: no room for the object store"
+    ):
         local.Local().up(yes=True)
     assert not local.FILE.exists()
 

@@ -27,6 +27,16 @@ def test_a_broken_setting_is_named_by_line_and_key(tmp_path: Path, monkeypatch: 
     assert sentence.startswith(f"in profile local: settings.toml line {line}, key local.train.precision: ")
 
 
+def test_an_accelerator_that_ray_does_not_know_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = settings.FILE.read_text().replace('accelerator = "A100"', 'accelerator = "A1000"')
+    (tmp_path / "settings.toml").write_text(text)
+    monkeypatch.setattr(settings.load, "__kwdefaults__", {"profile": None, "file": tmp_path / "settings.toml"})
+    (sentence,) = texts("wrong")
+    assert sentence.startswith(
+        "in profile cluster: Ray does not know the accelerator 'A1000'. Set accelerator in [serve]"
+    )
+
+
 def test_a_missing_compiler_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
     (sentence,) = texts("wrong")

@@ -285,7 +285,7 @@ def test_a_stream_that_takes_too_long_is_cut_off_and_not_ended(file: Path) -> No
 
 
 class Asking:
-    """A request as Ray's replica makes it of a connection: when the client hangs up, it says so and cancels."""
+    """A request as Ray's replica passes it on. A disconnect sends `http.disconnect` and cancels the task."""
 
     def __init__(
         self,
@@ -332,7 +332,7 @@ async def until(holds: Callable[[], bool]) -> None:
 
 
 class Engine:
-    """Handlers that work until they are stopped, in each of the ways in which an app may run them."""
+    """Handlers that work until they are stopped, one for each way in which an app can run them."""
 
     def __init__(self) -> None:
         from vllm.entrypoints.serve.utils.api_utils import with_cancellation
@@ -377,7 +377,7 @@ class Engine:
 
 @pytest.fixture(scope="module")
 def vllm_loaded() -> None:
-    """Before a test begins to count seconds: the import takes as long as the machine is busy."""
+    """Import vLLM before a test measures time: on a busy machine the import is slow."""
     if sys.platform != "linux":
         pytest.skip("vLLM's CPU build exists for Linux only")
     import vllm.entrypoints.serve.utils.api_utils  # noqa: F401
@@ -417,7 +417,7 @@ def test_work_ends_and_its_place_is_free_when_nobody_waits_for_it(file: Path, pa
 @needs_vllm
 @pytest.mark.parametrize("path", ["/whole", "/deaf", "/stream"])
 def test_it_ends_whenever_the_client_hangs_up(file: Path, path: str) -> None:
-    """After each number of turns of the event loop from its first line to its work."""
+    """Hang up after every possible number of event-loop iterations."""
 
     async def check() -> None:
         engine = Engine()
@@ -439,7 +439,7 @@ def test_it_ends_whenever_the_client_hangs_up(file: Path, path: str) -> None:
 
 @needs_vllm
 def test_a_stream_ends_whose_client_does_not_read_and_hangs_up(file: Path) -> None:
-    """It is cancelled where it waits for its next piece, so that what makes the pieces learns of it."""
+    """The stream is cancelled while it waits for its next piece, so that the generator is closed."""
 
     async def check() -> None:
         engine = Engine()
@@ -447,7 +447,7 @@ def test_a_stream_ends_whose_client_does_not_read_and_hangs_up(file: Path) -> No
         asking = Asking(door, "/stream", reads=False)
         await until(lambda: engine.running == 1)
         asking.hang_up()
-        gc.disable()  # as it is nearly: a replica freezes what there is when it starts
+        gc.disable()  # nearly so in production: a replica calls gc.freeze when it starts
         try:
             await asyncio.wait({asking.task})
             await until(lambda: engine.running == 0)
@@ -459,7 +459,7 @@ def test_a_stream_ends_whose_client_does_not_read_and_hangs_up(file: Path) -> No
 
 @needs_vllm
 def test_a_request_that_was_handed_on_ends_where_it_went(file: Path) -> None:
-    """Behind a real server, to which a hang-up is a connection that closes."""
+    """Forward to a real server, which sees a disconnect as a closed connection."""
 
     async def check() -> None:
         engine = Engine()
@@ -489,7 +489,7 @@ def test_bodies_that_do_not_come_hold_their_own_keys_place_alone(file: Path) -> 
         await asyncio.sleep(0)
         assert (await Asking(door, "/echo").answer())[0] == 429
         assert (await Asking(door, "/echo", "for-bob").answer())[0] == 200
-        assert (await Asking(door, "/health", "").answer())[0] == 405  # let in: it takes GET and HEAD alone
+        assert (await Asking(door, "/health", "").answer())[0] == 405  # reaches the app, which allows only GET and HEAD
         for each in slow:
             status, headers, body = await each.answer()
             assert (status, body["error"]["code"], headers["connection"]) == (408, "timeout", "close")
@@ -544,7 +544,7 @@ def test_room_goes_to_those_who_came_first() -> None:
         asking = [asyncio.create_task(take(count)) for count in (4, 2, 1)]
         await asyncio.sleep(0)
         with pytest.raises(QueueFull):
-            await slots.take(1)  # there would be room, but others came before
+            await slots.take(1)  # a slot is free, but others came first
         asking[0].cancel()
         await asyncio.sleep(0.01)
         assert order == []  # 2 came before 1
@@ -712,7 +712,7 @@ def test_the_door_costs_less_than_200_microseconds_a_request(file: Path) -> None
     closed = Door(app, Keys(), Rules(10**6, 100, BODY, 60))
 
     async def seconds(called: ASGIApp, count: int = 2000) -> float:
-        started = time.thread_time()  # of this thread's own work, however busy the machine is
+        started = time.thread_time()  # CPU time of this thread, so that a busy machine does not matter
         for _ in range(count):
             await called(scope, receive, send)
         return (time.thread_time() - started) / count

@@ -1,4 +1,4 @@
-"""The drill's patience: a slow machine is no fault of the cluster."""
+"""Test that timeouts grow on a slow machine."""
 
 import itertools
 
@@ -28,5 +28,5 @@ def test_faults_are_chosen_by_their_names(only: str, rows: int) -> None:
 
 
 def test_a_zone_is_not_given_up_while_its_hosts_start() -> None:
-    """The rows wait for AWS to refuse: the timeout of a zone is the product's own, minutes longer than any start."""
+    """The rows wait until AWS refuses. Their zone timeout is the project's default, far longer than any start."""
     assert f"{WorkerOptions.model_fields['gang_patience_s'].default}, gang.offers()" in markets.GATHER

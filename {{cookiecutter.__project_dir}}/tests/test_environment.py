@@ -63,7 +63,7 @@ def test_pips_own_settings_are_read(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 @pytest.fixture
 def venv(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """`.venv` of a project of its own, which links to an environment; what `enter` becomes is raised instead."""
+    """Return a project's `.venv`, a link to an environment. os.execv raises the command instead of running it."""
     environment_folder = tmp_path / "cache" / "mine"
     (environment_folder / "bin").mkdir(parents=True)
     link = tmp_path / "pro ject" / ".venv"
@@ -96,7 +96,7 @@ def test_changed_pins_let_the_launcher_make_it_again(venv: Path, old: str) -> No
         target.rename(venv)
     with pytest.raises(SystemExit, match=f"^{environment.LAUNCHER} up$"):
         environment.enter()
-    assert not os.path.lexists(venv), "the launcher would take it for current"
+    assert not os.path.lexists(venv), "the launcher would consider it up to date"
 
 
 def test_an_environment_goes_after_its_project(tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def _with_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fork(upstream: Upstream, routes: Routes, rules: Rules = RULES) -> Door:
-    """A fork behind a door, which reads the body for it."""
+    """Return a fork behind the middleware that reads the body for it."""
     return fork_to(f"http://127.0.0.1:{upstream.port}", routes, rules)
 
 
@@ -287,7 +287,7 @@ def test_each_request_is_counted_however_it_ends() -> None:
 
 
 class Kept:
-    """A store that outlives what keeps something in it, as the cluster's does."""
+    """A store that outlives its users, like the cluster's."""
 
     def __init__(self) -> None:
         self._value = ""
@@ -312,7 +312,7 @@ def test_replicas_learn_what_is_served_with_and_without_replicas() -> None:
     assert told.tell(ROOT, ["own"], []) == BESIDE  # a canary without a share gets nothing
     told.give_canary(10, {"model": "new"})
     assert told.tell(ROOT, ["own"], []) == Routes(BESIDE.others, CANARY, 10)
-    apps.clear()  # Serve ends them, though their last replicas still tell
+    apps.clear()  # Serve has deleted them, but their last replicas still report
     told.apps()
     assert told.tell("/models/sql", ["sql"], []) == told.tell(CANARY, ["own"], []) == NOWHERE
     assert told.canary() == {}
@@ -346,7 +346,7 @@ def test_what_is_served_and_the_canarys_share_outlive_the_actor() -> None:
     told.give_canary(20)
     assert traffic_of(apps, store).apps()[CANARY]["percent"] == 20
     assert traffic_of({"llm"}, store).apps().keys() == {ROOT}
-    assert traffic_of(apps, store).canary() == {}  # an ended canary's share is not the next one's
+    assert traffic_of(apps, store).canary() == {}  # a new canary does not inherit the old one's share
 
 
 def test_numbers_stand_beside_each_other_and_begin_anew_with_a_canary() -> None:

@@ -135,7 +135,7 @@ def test_other_users_read_and_write_nothing_of_a_running_job(project: Project) -
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
 def test_other_users_read_and_write_nothing_of_a_job_without_a_cluster(project: Project) -> None:
     variables = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    variables["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"  # where uv runs these tests, Ray would make workers an empty .venv
+    variables["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"  # below `uv run`, Ray would create an empty .venv for its workers
     job = subprocess.Popen(
         [*project.command[:-1], "jobs.probe", "0", "2"],
         cwd=project.folder, env=variables, stdout=subprocess.PIPE, text=True,
@@ -160,7 +160,7 @@ def test_submit_streams_the_log_and_ends_with_the_jobs_code(project: Project) ->
     printed = project.inv("submit", "probe", "--", "0")
     assert "worker" in printed
     rays = "Running entrypoint for job"
-    assert rays not in printed, "only --verbose shows what Ray says of itself"
+    assert rays not in printed, "only --verbose shows Ray's own messages"
     assert rays in project.inv("logs", "--verbose")
     temp = project.state["temp"]
     assert f"temp {temp} {temp}" in printed, "what a job leaves in its temp folder must go with the cluster"
@@ -304,7 +304,7 @@ def test_a_temp_folder_too_long_for_sockets_is_refused(project: Project, tmp_pat
     variables = os.environ | {"RAY_TMPDIR": str(tmp_path)}
     done = subprocess.run([*project.command, "up"], cwd=project.folder, env=variables, capture_output=True, text=True)
     assert done.returncode == 1
-    assert done.stderr.startswith(f"error: RAY_TMPDIR is {tmp_path}: sockets allow 25 bytes at most")
+    assert done.stderr.startswith(f"error: RAY_TMPDIR is {tmp_path}, too long for socket paths: use at most 25 bytes")
     assert not list(tmp_path.iterdir())
 
 
@@ -312,7 +312,7 @@ def test_a_temp_folder_with_a_space_is_refused(
     project: Project, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / "two words"))
-    assert "takes no path with a space; run: unset RAY_TMPDIR" in project.inv("up", ok=False)
+    assert "does not support paths with spaces. Run: unset RAY_TMPDIR" in project.inv("up", ok=False)
     assert not (project.folder / ".cluster" / "local.json").exists()
 
 

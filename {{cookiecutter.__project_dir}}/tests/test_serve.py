@@ -217,7 +217,7 @@ def test_clients_that_hang_up_stop_the_engine(served: ServeOptions, client: open
 
 
 MINUTES = {"model": "tiny", "max_tokens": 200, "ignore_eos": True}
-"""With as many sequences as a key may have, many seconds of work: far more than it takes to stop."""
+"""With the maximum sequences of a key, this is many seconds of work, far more than stopping takes."""
 # Seconds, on a machine that has nothing else to do; multiplied by slowness()
 STOPS_WITHIN_S = 1
 REPLACED_WITHIN_S = 3  # Ray's three failed checks by themselves take 30
@@ -240,13 +240,13 @@ def replicas() -> list[Any]:
 
 
 def replica() -> Any:
-    """The one of them, where there is one."""
+    """Return the only replica."""
     (found,) = replicas()
     return found
 
 
 def wait_for_engine(works: bool, timeout_s: float) -> None:
-    """Wait until the engine works, or has stopped, as its scheduler says itself."""
+    """Wait until the engine's own scheduler reports that it works, or that it is idle."""
 
     def ask(actor: Any) -> bool:
         replica = actor._replica_impl
@@ -261,7 +261,7 @@ def wait_for_engine(works: bool, timeout_s: float) -> None:
 
 @contextlib.contextmanager
 def rules(**changes: float) -> Iterator[None]:
-    """The replica's rules with changes, without a new engine."""
+    """Change the replica's limits temporarily, without restarting its engine."""
 
     def change(actor: Any, changes: dict[str, float]) -> dict[str, float]:
         door = actor._replica_impl._user_callable_wrapper._callable._asgi_app.app
@@ -277,7 +277,7 @@ def rules(**changes: float) -> Iterator[None]:
 
 
 def send(served: ServeOptions, path: str, body: dict, *, missing: int = 0, key: str = "") -> socket.socket:
-    """A connection on which a request was sent, but for the last bytes of its body."""
+    """Send a request without the last `missing` bytes of its body, and return the connection."""
     content = json.dumps(MINUTES | body).encode()
     lines = [f"POST /v1/{path} HTTP/1.1", "Host: tests", f"Authorization: Bearer {key or os.environ['SERVE_API_KEY']}"]
     lines += ["Content-Type: application/json", f"Content-Length: {len(content)}", "", ""]
@@ -435,7 +435,7 @@ def test_health_answers_head_requests(served: ServeOptions) -> None:
 
 
 def test_headers_of_rays_own_are_not_a_clients_to_set(served: ServeOptions) -> None:
-    """The rest of what HAProxy refuses: test_haproxy.py."""
+    """test_haproxy.py tests the other headers."""
     names = ("serve_multiplexed_model_id", "x-session-id", "x-request-disconnect-disabled", "x-request-timeout-seconds")
     wild = {name: b"\xff" for name in names}
     assert requests.get(f"{served.root}/health", headers=wild, timeout=10).status_code == 200
@@ -566,7 +566,7 @@ def test_nothing_that_is_sent_breaks_the_server(served: ServeOptions) -> None:
 
 @strategies.composite
 def hostile(draw: strategies.DrawFn, fields: dict[str, list[str]]) -> tuple[str, bytes, dict[str, bytes]]:
-    """A request's path, body and headers: fit to be answered, but for the value of one field or header."""
+    """Draw the path, body and headers of a request that is valid except for one field or header."""
 
     def nested(levels: int, kind: str) -> str:
         opening, closing = {"list": ("[", "]"), "object": ('{"a":', "}"), "schema": (SCHEMA_OPENING, "}}")}[kind]
@@ -679,7 +679,7 @@ def test_what_answers_http_listens_on_loopback_alone(served: ServeOptions) -> No
 
 
 def test_only_a_replicas_own_port_listens_beyond_loopback(served: ServeOptions) -> None:
-    """Of all that Ray, Serve, vLLM and HAProxy start; the next test asks that port without the token."""
+    """Checks all processes of Ray, Serve, vLLM and HAProxy. The next test calls that port without the token."""
     ours = children()
     beyond = {
         ours[connection.pid]

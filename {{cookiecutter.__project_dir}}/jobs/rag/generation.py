@@ -15,11 +15,11 @@ PROMPT = (
 )
 
 
-NO_USAGE = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}  # of an answer that no model wrote
+NO_USAGE = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}  # for an answer that no model wrote
 
 
 class End(NamedTuple):
-    """The end of an answer, as it passes between replicas."""
+    """How an answer ended. Passed between replicas."""
 
     finish_reason: str = "stop"
     usage: dict[str, Any] = NO_USAGE
@@ -49,7 +49,7 @@ class Generator:
     async def generate(
         self, messages: list[dict[str, str]], sources: list[Found], asked: dict[str, Any], key: str
     ) -> AsyncIterator[Piece]:
-        """The answer, piece by piece; its end or a failure is the last of them."""
+        """Yield the answer in pieces. The last one is an `End` or a `Failure`."""
         async with contextlib.aclosing(self._answer(messages, sources, asked, key)) as pieces:
             async for piece in pieces:
                 yield piece
@@ -90,7 +90,7 @@ class Generator:
 def _failure(error: openai.APIError) -> Failure:
     if isinstance(error, openai.APIConnectionError | openai.NotFoundError):
         return Failure(503, f"the model that writes the answers does not answer ({error}): inv submit serve_llm")
-    if not isinstance(error, openai.APIStatusError):  # in the midst of a stream
+    if not isinstance(error, openai.APIStatusError):  # in the middle of a stream
         return Failure(503, f"the model that writes the answers failed: {error.message}", code=error.code)
     said = error.body if isinstance(error.body, dict) else {}
     message = str(said.get("message") or error.message)
@@ -98,7 +98,7 @@ def _failure(error: openai.APIError) -> Failure:
 
 
 def until(text: str, stops: list[str]) -> str:
-    """The text up to the first of the stops that is in it."""
+    """Return the text before the first stop sequence in it."""
     return text[: min((text.index(stop) for stop in stops if stop in text), default=len(text))]
 
 

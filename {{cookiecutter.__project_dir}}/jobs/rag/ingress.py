@@ -39,23 +39,23 @@ class Message(BaseModel):
         texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
         if len(texts) < len(content) or not all(isinstance(text, str) for text in texts):
             raise ValueError("only parts of type `text` can be read here, each with a text")
-        return "\n".join(texts)
+        return "\n".join(map(str, texts))
 
 
 class StreamOptions(BaseModel):
-    """What a stream holds besides the answer."""
+    """OpenAI's `stream_options`."""
 
     include_usage: bool = False
 
 
 class TextFormat(BaseModel):
-    """The one form that answers with sources have."""
+    """OpenAI's `response_format`; only plain text is supported."""
 
     type: Literal["text"] = "text"
 
 
 class Asked(BaseModel, extra="forbid"):
-    """OpenAI's request; what would change the answer and cannot is refused."""
+    """OpenAI's chat request. Fields that should change the answer but are not supported are rejected."""
 
     model: str = ""
     messages: list[Message] = Field(min_length=1)
@@ -108,7 +108,7 @@ class GeneratorError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """OpenAI's error."""
+        """Return the response's body in the shape of OpenAI's errors."""
         kind = "invalid_request_error" if self.failure.status < 500 else "server_error"
         return {
             "error": {
@@ -153,7 +153,7 @@ class Ingress:
 
     async def _model(self, model: str) -> dict[str, Any]:
         if model != MODEL:
-            raise HTTPException(404, f"there is no model `{model}` here: ask for `{MODEL}`")
+            raise HTTPException(404, f"model `{model}` does not exist: use `{MODEL}`")
         return {"id": MODEL, "object": "model", "created": 0, "owned_by": "project"}
 
     async def _chat(self, asked: Asked, request: Request) -> Response:
@@ -165,7 +165,7 @@ class Ingress:
         key = request.headers["authorization"].partition(" ")[2].strip()
         pieces = self._say(messages, sources, asked.passed_on, key)
         answer = _Answer(sources)
-        first = await anext(pieces)  # a failure before it is an error, not the start of a stream
+        first = await anext(pieces)  # awaited before the response starts, so that a failure gets an error status
         if asked.stream:
             stream = answer.stream(first, pieces, with_usage=asked.stream_options.include_usage)
             return StreamingResponse(stream, media_type="text/event-stream")
@@ -224,7 +224,7 @@ class _Answer:
                 while not isinstance(piece, End):
                     yield self._delta({"content": piece})
                     piece = await anext(pieces)
-            except GeneratorError as error:  # too late for a status
+            except GeneratorError as error:  # the stream has started, so the status cannot change any more
                 yield _event(error.body)
                 return
         yield self._delta({}, piece.finish_reason)

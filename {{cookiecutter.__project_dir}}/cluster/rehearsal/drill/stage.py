@@ -25,7 +25,7 @@ from cluster.ssh import Head
 from cluster.target import Connection
 
 VERB_TIMEOUT_S = 600
-USUAL_START_S = 0.6  # on two cores with nothing else to do
+USUAL_START_S = 0.6  # for `import ray` on two idle cores
 MOST_SLOWNESS = 5.0  # a row still has to show that the cluster recovers in minutes
 
 
