@@ -21,7 +21,7 @@ from starlette.testclient import TestClient
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jobs.serving import keys as keys_module
-from jobs.serving.door import LARGE_BODY, Door, Queued, Rules
+from jobs.serving.door import DISCARDED, Door, Queued, Rules
 from jobs.serving.fork import Counted, Fork
 from jobs.serving.keys import Keys
 from jobs.serving.limits import Limits, QueueFull, Slots
@@ -193,13 +193,24 @@ def test_no_replica_starts_without_a_key(file: Path) -> None:
         Keys()
 
 
-@pytest.mark.parametrize(("length", "connection"), [(10, None), (LARGE_BODY + 1, "close")])
-def test_who_has_no_key_sends_no_large_body(file: Path, length: int, connection: str | None) -> None:
-    """Nobody reads it, so the connection must not stay open for it."""
-    for path, headers in (("/echo", {}), ("/echo", ALICE)):
-        answer = door(at_once=0).post(path, content=b"x" * length, headers=headers)
-        assert answer.status_code == (429 if headers else 401)
-        assert answer.headers.get("connection") == connection
+@pytest.mark.parametrize(
+    ("times", "connection"), [(0.5, None), (1.5, None), (DISCARDED, None), (DISCARDED + 1, "close")]
+)
+@pytest.mark.parametrize("has_length", [True, False])
+def test_a_rejected_body_is_read_unless_it_is_far_too_large(
+    file: Path, times: float, connection: str | None, has_length: bool
+) -> None:
+    """A client that still sends would see its connection break in place of the answer."""
+    body = b"x" * int(times * BODY)
+    allowed = door()
+    for client, headers, status in (
+        (allowed, {}, 401),
+        (door(at_once=0), ALICE, 429),
+        (allowed, ALICE, 413 if times > 1 else 400),
+    ):
+        content = body if has_length else iter([body[start : start + 100] for start in range(0, len(body), 100)])
+        answer = client.post("/echo", content=content, headers=headers)
+        assert (answer.status_code, answer.headers.get("connection")) == (status, connection)
 
 
 def test_bytes_that_are_no_text_in_headers_are_answered(file: Path) -> None:

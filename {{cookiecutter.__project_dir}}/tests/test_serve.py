@@ -20,6 +20,7 @@ from typing import Any
 
 import chromium
 import grpc
+import httpx2
 import hypothesis
 import openai
 import psutil
@@ -359,6 +360,16 @@ def test_a_key_at_its_limit_and_a_full_queue(served: ServeOptions) -> None:
         assert (answer.status_code, answer.json()["error"]["code"]) == (429, "rate_limit_exceeded")
         assert int(answer.headers["Retry-After"]) >= 1
     wait_for_engine(False, STOPS_WITHIN_S * slowness())
+
+
+def test_a_connection_survives_a_request_that_is_too_large(served: ServeOptions) -> None:
+    """Through HAProxy, many times: whether a client sees the answer or a broken connection was a matter of luck."""
+    small = {"model": "tiny", "messages": user("hi"), "max_tokens": 1}
+    too_large = bytes(int(served.max_body_mib * 2**20) + 1)
+    with httpx2.Client(headers={"Authorization": f"Bearer {os.environ['SERVE_API_KEY']}"}, timeout=60) as client:
+        for _ in range(50):
+            assert client.post(f"{served.url}/chat/completions", content=too_large).status_code == 413
+            assert client.post(f"{served.url}/chat/completions", json=small).status_code == 200
 
 
 def test_more_sequences_than_a_request_may_have(client: openai.OpenAI) -> None:

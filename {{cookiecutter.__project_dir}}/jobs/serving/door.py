@@ -23,7 +23,10 @@ DEAD_HEADERS = {
     "Retry-After": str(DEAD_RETRY_S),
     "Connection": "close",
 }  # so that HAProxy does not reuse the connection
-LARGE_BODY = 2**16  # bytes; a smaller body is read even if its request is rejected
+# A rejected body is read all the same, up to so many times what is allowed: a client that is still sending would see
+# its connection break, and not the answer.
+DISCARDED = 4
+CLOSE = {"Connection": "close"}
 DEAD = "the engine of this replica has failed and is being replaced: try again in a few seconds"
 
 
@@ -93,10 +96,13 @@ class Door:
                 name = self._name(headers)
                 self._charge(name, 1, held)  # an unfinished body counts, too
             except Rejected as error:
-                if _has_large_body(headers):
-                    error.headers["Connection"] = "close"
+                _, is_whole = await self._read(headers, receive, keep=False)
+                error.headers |= {} if is_whole else CLOSE
                 raise
-            body = await self._read(headers, receive)
+            body, is_whole = await self._read(headers, receive)
+            if body is None:
+                message = f"the request is larger than {self._rules.max_body:,} bytes: send less at a time"
+                raise Rejected(413, message, **({} if is_whole else CLOSE))
             if scope["method"] == "POST":
                 asked = _inspected(body)
                 body, scope = asked.raw, {**scope, "state": {**scope.get("state", {}), "body": asked}}
@@ -126,29 +132,28 @@ class Door:
             raise Rejected(429, message, code="rate_limit_exceeded", Retry_After=str(wait_s))
         held.callback(self._limits.end, name, count)
 
-    async def _read(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
-        """Return the whole body. If it is too large or too slow, reject the request and close the connection."""
+    async def _read(
+        self, headers: dict[bytes, bytes], receive: Receive, *, keep: bool = True
+    ) -> tuple[bytes | None, bool]:
+        """Return the body, or None if it is too large or not to be kept, and whether it was read to its end."""
         limit, timeout_s = self._rules.max_body, self._rules.body_timeout_s
-        message = f"the request is larger than {limit:,} bytes: send less at a time"
-        too_large = Rejected(413, message, Connection="close")
-        if int(headers.get(b"content-length", b"0")) > limit:  # always a number: the server has checked it
-            raise too_large
-        pieces, read, more = [], 0, True
+        if int(headers.get(b"content-length", b"0")) > DISCARDED * limit:  # always a number: the server has checked it
+            return None, False
+        pieces, size, more = [], 0, True
         try:
             async with asyncio.timeout(timeout_s):
-                while more:
+                while more and size <= DISCARDED * limit:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         raise HungUp
-                    pieces.append(message.get("body", b""))
                     more = message.get("more_body", False)
-                    read += len(pieces[-1])
-                    if read > limit:  # a body without Content-Length; the server cuts off a longer one
-                        raise too_large
+                    size += len(message.get("body", b""))
+                    if keep and size <= limit:
+                        pieces.append(message.get("body", b""))
         except TimeoutError:
-            message = f"the request's body did not arrive within {timeout_s:g} s: send it faster, or less at a time"
-            raise Rejected(408, message, code="timeout", Connection="close") from None
-        return b"".join(pieces)
+            text = f"the request's body did not arrive within {timeout_s:g} s: send it faster, or less at a time"
+            raise Rejected(408, text, code="timeout", **CLOSE) from None
+        return b"".join(pieces) if keep and size <= limit else None, not more
 
     def _check(self, sequences: int) -> None:
         if sequences > (most := self._rules.max_sequences):
@@ -252,11 +257,6 @@ async def _drop(message: Message) -> None:
     if message["type"] == "http.response.start":
         raise OSError("the client has hung up, or its time is up")
     # do not raise for a chunk: the stream must get to its next chunk, where cancellation stops the engine
-
-
-def _has_large_body(headers: dict[bytes, bytes]) -> bool:
-    """Return whether the connection should close instead of reading the rest of the request."""
-    return b"transfer-encoding" in headers or int(headers.get(b"content-length", b"0")) > LARGE_BODY
 
 
 def _inspected(body: bytes) -> Body:
