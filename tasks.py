@@ -18,7 +18,7 @@ import bake
 
 BUILD = bake.TEMPLATE / "build"
 PYTHON = shlex.quote(sys.executable)
-UV = shlex.quote(os.environ.get("UV", "uv"))  # set by `uv run`
+UV = shlex.quote(os.environ.get("UV", "uv"))  # set by `inv`
 # Ray itself splits paths at spaces, and people keep projects in folders such as "My Drive"
 TEST_PROJECT = "a b é/test"
 # a release that is a week old is on every mirror, and a bad one has been withdrawn by then

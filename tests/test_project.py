@@ -85,7 +85,7 @@ def test_the_answers_arrive(made: tuple[Path, dict[str, str]]) -> None:
 
 
 def test_it_has_exactly_these_files(project: Path) -> None:
-    """After a file has come or gone: uv run python -m tests.project_files"""
+    """After you add or remove a file, run: .venv/bin/python -m tests.project_files"""
     expected = (Path(__file__).parent / "project_files.txt").read_text(encoding="utf-8").split()
     assert bake.files(project) == expected
 
