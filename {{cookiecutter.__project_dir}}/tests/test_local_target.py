@@ -269,7 +269,7 @@ def test_a_cluster_that_is_too_busy_to_answer_is_not_ended(project: Project, mon
     finally:
         dashboard.resume()
     assert {one.pid for one in running} <= {one.pid for one in local._processes(project.state)}
-    assert "nothing is wrong" in project.inv("status")
+    assert "alive" in project.inv("status")
 
 
 def test_what_got_the_number_of_a_session_after_a_reboot_is_left_alone() -> None:

@@ -234,9 +234,9 @@ def test_a_question_that_is_no_text_is_refused(client: Client) -> None:
 
 def test_the_model_can_be_retrieved_and_no_other_asked(client: Client) -> None:
     assert client.run(lambda asking: asking.models.retrieve(MODEL)).id == MODEL
-    with pytest.raises(openai.NotFoundError, match="ask for `rag`"):
+    with pytest.raises(openai.NotFoundError, match="use `rag`"):
         client.run(lambda asking: asking.models.retrieve("other"))
-    with pytest.raises(openai.NotFoundError, match="ask for `rag`"):
+    with pytest.raises(openai.NotFoundError, match="use `rag`"):
         client.ask(model="other")
 
 

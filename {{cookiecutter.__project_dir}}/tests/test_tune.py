@@ -127,7 +127,7 @@ def test_settings_of_a_trial_win_over_those_of_the_search(changes: dict[str, Any
         ({"learning_rates": {"low": 1e-3}}, "Field required"),
         ({"lora_ranks": [-1]}, "greater than or equal to 0"),
         ({"script": "finetune_jax"}, "'finetune_ddp', 'finetune_fsdp' or 'finetune_deepspeed'"),
-        ({"grace_steps": 12}, "no trial would end early"),
+        ({"grace_steps": 12}, "otherwise no trial ends early"),
         ({"learning_rates_": RATES}, "Extra inputs are not permitted"),
     ],
     ids=lambda wrong: next(iter(wrong)) if isinstance(wrong, dict) else "",

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 
 import settings
-from cluster import cluster_file
+from cluster import cluster_file, environment
 from cluster.rehearsal import image, owner, packages
 from cluster.rehearsal.addresses import CALLER_ADDRESS_PORT, ENDPOINT
 
@@ -112,7 +112,7 @@ def _start(region: str) -> subprocess.Popen:
         raise settings.Refusal(reason)
     STATE.mkdir(exist_ok=True)
     pins = packages.fill_cache()
-    needed = [settings.PROJECT, Path(sys.base_prefix), Path(sys.prefix)]
+    needed = [settings.PROJECT, Path(sys.base_prefix), Path(sys.prefix), Path(environment.find_uv()).parent]
     kept = "".join(f"{path}\n" for path in needed if path.is_relative_to("/tmp"))
     namespaces = ("unshare", "--net", "--mount", "--pid", "--ipc", "--uts", "--fork", "--kill-child", "--mount-proc")
     with LOG.open("w") as log:
