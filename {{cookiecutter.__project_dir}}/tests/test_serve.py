@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import chromium
@@ -1030,6 +1031,34 @@ def test_adapters_of_a_run_are_served_by_its_name_without_a_restart(client: open
             ask(client, user(QUESTIONS[0]), model=name)
     shutil.rmtree(runs / "sql")
     wait_for_models("tiny")
+
+
+@pytest.mark.parametrize("loads", [True, False])
+def test_a_retrained_adapter_takes_over_in_one_step(loads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that came between its removal and the next load got status 404."""
+    old, new = SimpleNamespace(lora_name="sql@1"), SimpleNamespace(lora_name="sql@2", lora_int_id=1)
+    counter = SimpleNamespace(inc=lambda step: 7)
+
+    async def add_lora(found: SimpleNamespace) -> None:
+        assert found is new
+        assert serving.lora_requests == {"sql": old}, "requests get the old one while the new one loads"
+        if not loads:
+            raise ValueError("half a file")
+
+    serving = SimpleNamespace(
+        lora_requests={"sql": old}, lora_id_counter=counter, engine_client=SimpleNamespace(add_lora=add_lora)
+    )
+    served_adapters = adapters.Adapters("runs", "tiny")
+    monkeypatch.setattr(served_adapters, "_find", lambda name: new)
+    monkeypatch.setattr(served_adapters, "_look", lambda: ["sql"])
+
+    async def look_once() -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(served_adapters.keep_up(serving), 1)  # type: ignore[arg-type]
+
+    asyncio.run(look_once())
+    assert serving.lora_requests == {"sql": new if loads else old}
+    assert new.lora_int_id == 7
 
 
 def write_adapters(run: Path, base: Path, *, seed: int, weights: Path | None = None) -> str:

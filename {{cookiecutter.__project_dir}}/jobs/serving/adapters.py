@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import re
 
@@ -15,6 +16,8 @@ from jobs import weights
 from jobs.training import storage
 
 REFRESH_S = 10
+
+log = logging.getLogger("ray.serve")
 
 
 class Adapters(LoRAResolver):
@@ -40,14 +43,16 @@ class Adapters(LoRAResolver):
         return await asyncio.to_thread(self._find, lora_name)
 
     async def keep_up(self, serving: OpenAIServingModels) -> None:
-        """Look again and again which there are, and forget those loaded ones that were trained anew or deleted."""
+        """Look for new, retrained and deleted adapters, again and again."""
         while True:
             with contextlib.suppress(OSError):  # the bucket does not answer now
                 self.names = await asyncio.to_thread(self._look)
                 for name, loaded in list(serving.lora_requests.items()):
                     found = await asyncio.to_thread(self._find, name)
-                    if found is None or found.lora_name != loaded.lora_name:
-                        serving.lora_requests.pop(name, None)  # a request loads what there is now
+                    if found is None:
+                        serving.lora_requests.pop(name, None)
+                    elif found.lora_name != loaded.lora_name:
+                        await _replace(serving, name, found)
             await asyncio.sleep(REFRESH_S)
 
     def _find(self, name: str) -> LoRARequest | None:
@@ -72,3 +77,14 @@ class Adapters(LoRAResolver):
 
     def _folder(self, name: str) -> str:
         return f"{self._runs}/{name}/adapter"
+
+
+async def _replace(serving: OpenAIServingModels, name: str, found: LoRARequest) -> None:
+    """Load a retrained adapter, then use it. A request that comes meanwhile gets the old one, and not status 404."""
+    found.lora_int_id = serving.lora_id_counter.inc(1)
+    try:
+        await serving.engine_client.add_lora(found)
+    except Exception as error:  # it may still be written: the next look tries again
+        log.warning(f"adapter {name} could not be loaded ({error}); the old one stays in use")
+        return
+    serving.lora_requests[name] = found
