@@ -131,7 +131,7 @@ def _verb(context: Context, project: Path, verb: str) -> None:
 
 
 def _become(project: Path, verb: str) -> None:
-    """Replace this process by a verb of the project, so that signals and kills reach it."""
+    """Replace this process with a verb of the project, so that signals and kills reach it."""
     sys.stdout.flush()
     os.execv(project / "inv", [str(project / "inv"), verb])
 

@@ -24,7 +24,8 @@ class Unreachable(settings.Refusal):
 def unreachable(error: Exception, where: str = "") -> Unreachable:
     """Return the error to raise for one of an HTTP client; `where`: the target's option, with a space before it."""
     return Unreachable(
-        f"Ray gives no valid answer ({_reason(error)}). Try again; if it stays so: inv down{where}, then inv up{where}"
+        f"no valid response from Ray ({_reason(error)}). "
+        f"Try again. If it keeps failing: inv down{where}, then inv up{where}"
     )
 
 

@@ -152,8 +152,8 @@ def _is_up() -> bool:
             return False
         if time.monotonic() > deadline:
             raise Unreachable(
-                f"the local cluster runs, and has not answered for {ANSWER_TIMEOUT_S} s. "
-                "Try again; if it stays so: inv down, then inv up"
+                f"the local cluster is running, but has not answered for {ANSWER_TIMEOUT_S} s. "
+                "Try again. If it keeps failing: inv down, then inv up"
             )
         time.sleep(0.5)
     return False

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -231,6 +232,17 @@ def test_proxies_are_bypassed_and_what_the_user_bypasses_stays(
     network.keep_to_loopback()
     assert os.environ["no_proxy"] == os.environ["NO_PROXY"] == expected
     assert "RAY_ADDRESS" not in os.environ
+
+
+def test_proxies_of_the_system_survive_the_bypass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """macOS keeps them outside the environment, and they count only as long as no variable is set."""
+    monkeypatch.setattr(
+        os, "environ", {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
+    )
+    monkeypatch.setattr(urllib.request, "getproxies", lambda: {"https": "http://proxy.example:3128", "no": "intranet"})
+    network.keep_to_loopback()
+    assert os.environ["https_proxy"] == "http://proxy.example:3128"
+    assert os.environ["no_proxy"] == network.LOOPBACK
 
 
 @pytest.mark.parametrize("get", [requests.get, httpx.get])

@@ -264,7 +264,7 @@ def test_a_cluster_that_is_too_busy_to_answer_is_not_ended(project: Project, mon
     dashboard.suspend()
     try:
         for verb in (local.Local().connect, functools.partial(local.Local().up, yes=True)):
-            with pytest.raises(Unreachable, match="runs, and has not answered"):
+            with pytest.raises(Unreachable, match="is running, but has not answered"):
                 verb()
     finally:
         dashboard.resume()

@@ -348,7 +348,7 @@ def test_bodies_that_do_not_come_hold_their_own_keys_place_alone(served: ServeOp
         wait_until(200)
 
 
-def test_a_key_at_its_limit_and_a_full_queue(served: ServeOptions) -> None:
+def test_a_key_at_its_limit_is_told_when_to_retry(served: ServeOptions) -> None:
     """Through HAProxy, while the engine works on all that the replica has room for."""
     path, body, _ = BODIES["whole"]
     room = served.max_ongoing_requests

@@ -74,7 +74,7 @@ def test_a_dead_node_and_an_unhealthy_application_are_said() -> None:
 
 
 def test_a_dashboard_that_is_gone_is_one_sentence() -> None:
-    with pytest.raises(settings.Refusal, match=r"Ray gives no valid answer \(the connection failed\)"):
+    with pytest.raises(settings.Refusal, match=r"no valid response from Ray \(the connection failed\)"):
         status.take(replace(CONNECTION, dashboard="http://127.0.0.1:9"))
 
 

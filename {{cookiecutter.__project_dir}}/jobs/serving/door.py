@@ -19,14 +19,11 @@ OPEN_ROUTE = "/health"  # for load balancers: says whether the engine lives, and
 NO_BOUND = 100_000  # turns off Ray's limit of requests per replica, which counts /health and unfinished uploads too
 QUEUE_RETRY_S = 1
 DEAD_RETRY_S = 5  # other replicas can answer at once; a new one takes longer, but clients back off exponentially
-DEAD_HEADERS = {
-    "Retry-After": str(DEAD_RETRY_S),
-    "Connection": "close",
-}  # so that HAProxy does not reuse the connection
-# A rejected body is read all the same, up to so many times what is allowed: a client that is still sending would see
-# its connection break, and not the answer.
-DISCARDED = 4
 CLOSE = {"Connection": "close"}
+DEAD_HEADERS = CLOSE | {"Retry-After": str(DEAD_RETRY_S)}  # closed, so that HAProxy does not reuse the connection
+# Rejected bodies are still read, up to this multiple of the limit. Otherwise a client that is still sending sees a
+# broken connection instead of the answer.
+DISCARDED = 4
 DEAD = "the engine of this replica has failed and is being replaced: try again in a few seconds"
 
 
@@ -90,24 +87,8 @@ class Door:
 
     async def _let_in(self, scope: Scope, receive: Receive, answer: "Answer") -> None:
         """Pass a request to the app, and release its key's share when the app has finished."""
-        headers = dict(scope["headers"])
         with ExitStack() as held:
-            try:
-                name = self._name(headers)
-                self._charge(name, 1, held)  # an unfinished body counts, too
-            except Rejected as error:
-                _, is_whole = await self._read(headers, receive, keep=False)
-                error.headers |= {} if is_whole else CLOSE
-                raise
-            body, is_whole = await self._read(headers, receive)
-            if body is None:
-                message = f"the request is larger than {self._rules.max_body:,} bytes: send less at a time"
-                raise Rejected(413, message, **({} if is_whole else CLOSE))
-            if scope["method"] == "POST":
-                asked = _inspected(body)
-                body, scope = asked.raw, {**scope, "state": {**scope.get("state", {}), "body": asked}}
-                self._check(asked.sequences)
-                self._charge(name, asked.sequences - 1, held)
+            body, scope = await self._admit(scope, receive, held)
             call = AppCall(self.app, scope, body, receive, answer, answer.close)
             everything = held.pop_all()
 
@@ -117,6 +98,27 @@ class Door:
 
         call.task.add_done_callback(free)
         await call.wait()
+
+    async def _admit(self, scope: Scope, receive: Receive, held: ExitStack) -> tuple[bytes, Scope]:
+        """Return the body of a request that is within its key's limits, and the scope with what the body asks for."""
+        headers = dict(scope["headers"])
+        try:
+            name = self._name(headers)
+            self._charge(name, 1, held)  # an unfinished body counts, too
+        except Rejected as error:
+            _, is_whole = await self._read(headers, receive, keep=False)
+            error.headers |= {} if is_whole else CLOSE
+            raise
+        body, is_whole = await self._read(headers, receive)
+        if body is None:
+            message = f"the request is larger than {self._rules.max_body:,} bytes: send less at a time"
+            raise Rejected(413, message, **({} if is_whole else CLOSE))
+        if scope["method"] != "POST":
+            return body, scope
+        asked = _inspected(body)
+        self._check(asked.sequences)
+        self._charge(name, asked.sequences - 1, held)
+        return asked.raw, {**scope, "state": {**scope.get("state", {}), "body": asked}}
 
     def _name(self, headers: dict[bytes, bytes]) -> str:
         """Return the name of the request's key."""
