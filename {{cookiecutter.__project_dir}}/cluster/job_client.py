@@ -13,6 +13,8 @@ import settings
 
 TIMEOUTS_S = (5, 30)  # to connect or send a block, and between two blocks of an answer; Ray's client has none
 UPLOAD_TIMEOUTS_S = (30, 300)  # through a tunnel, which may still be sending megabytes when the client has sent all
+PROBE_JOB = "probe"
+"""The empty job that `up` runs. It is not deleted: Ray, still monitoring it, would list it again, as failed."""
 
 
 class Unreachable(settings.Refusal):
@@ -27,6 +29,11 @@ def unreachable(error: Exception, where: str = "") -> Unreachable:
         f"no valid response from Ray ({_reason(error)}). "
         f"Try again. If it keeps failing: inv down{where}, then inv up{where}"
     )
+
+
+def is_submitted(job_id: str | None) -> bool:
+    """Whether `inv submit` started the job: Ray also lists the probe, and programs that connect by themselves."""
+    return bool(job_id) and job_id != PROBE_JOB
 
 
 def _reason(error: Exception) -> str:

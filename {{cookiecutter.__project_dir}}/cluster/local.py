@@ -23,7 +23,7 @@ from rich.console import Console
 
 import settings
 from cluster import doctor, head_logs
-from cluster.job_client import JobClient, Unreachable
+from cluster.job_client import PROBE_JOB, JobClient, Unreachable
 from cluster.target import Bill, Connection, Finding
 from jobs.serving import haproxy
 
@@ -275,16 +275,15 @@ def _wait_until_ready(process: subprocess.Popen, dashboard: str) -> None:
 def _prove(process: subprocess.Popen, dashboard: str) -> None:
     """Run an empty job, to check that job server, agent, scheduler and worker work, and that the head stays up."""
     client = JobClient(dashboard, _headers())
-    job_id = client.submit_job(entrypoint="true")
+    client.submit_job(entrypoint="true", submission_id=PROBE_JOB)
     deadline = time.monotonic() + START_TIMEOUT_S
-    while not (details := client.get_job_info(job_id)).status.is_terminal():
+    while not (details := client.get_job_info(PROBE_JOB)).status.is_terminal():
         _must_live(process)
         if time.monotonic() > deadline:
             raise settings.Refusal(f"Ray did not run a job within {START_TIMEOUT_S} s")
         time.sleep(0.1)
     if details.status != JobStatus.SUCCEEDED:
         raise settings.Refusal(f"Ray could not run a job: {details.message}")
-    client.delete_job(job_id)  # do not list it among the user's jobs
     _must_live(process)
 
 

@@ -42,7 +42,7 @@ def take(connection: Connection) -> Snapshot:
         return Snapshot(
             nodes=get("/api/v0/nodes")["data"]["result"]["result"],
             load=(get("/api/cluster_status")["data"]["clusterStatus"] or {}).get("loadMetricsReport") or {},
-            jobs=[job for job in get("/api/jobs/") if job["submission_id"]],
+            jobs=[job for job in get("/api/jobs/") if job_client.is_submitted(job["submission_id"])],
             serve=get("/api/serve/applications/"),
         )
     except (requests.RequestException, LookupError, TypeError, AttributeError) as error:

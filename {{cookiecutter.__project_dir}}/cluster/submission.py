@@ -13,7 +13,7 @@ from ray.job_submission import JobDetails, JobStatus
 
 import settings
 from cluster import job_output, job_scripts
-from cluster.job_client import JobClient, Unreachable
+from cluster.job_client import JobClient, Unreachable, is_submitted
 from cluster.target import Connection
 
 # Never uploaded. `.env` holds secrets; the rest is large or made again from what is uploaded.
@@ -94,7 +94,7 @@ def stop(connection: Connection, job_id: str) -> JobDetails:
 
 def find(connection: Connection, job_id: str) -> str:
     """`job_id` itself, or the job submitted last when it is empty. Raises `settings.Refusal` when there is none."""
-    jobs = [job for job in connection.client().list_jobs() if job.submission_id]
+    jobs = [job for job in connection.client().list_jobs() if is_submitted(job.submission_id)]
     if not jobs:
         raise settings.Refusal("no job was submitted to this cluster yet; submit one with: inv submit JOB")
     if not job_id:

@@ -22,7 +22,7 @@ from processes import open_to_others, told_by
 
 import settings
 from cluster import local
-from cluster.job_client import Unreachable
+from cluster.job_client import PROBE_JOB, Unreachable
 from cluster.local import free_ports
 
 CANARY = secrets.token_hex(16)  # new each time: this file itself is uploaded
@@ -95,6 +95,16 @@ def test_up_again_says_so(project: Project) -> None:
     before = project.state
     assert "is up already" in project.inv("up")
     assert project.state == before
+
+
+def test_a_new_cluster_shows_no_job_and_no_problem(project: Project) -> None:
+    time.sleep(3)  # Ray monitors a job for a second after its end, and lists a deleted one as failed
+    probes = {job["submission_id"]: job["status"] for job in project.get("/api/jobs/").json()}
+    assert probes == {PROBE_JOB: "SUCCEEDED"}
+    printed = project.inv("status")
+    assert "nothing is wrong" in printed
+    assert "Jobs" not in printed
+    assert "no job was submitted" in project.inv("logs", ok=False)
 
 
 def test_every_port_is_on_loopback_and_wants_the_token(project: Project) -> None:
