@@ -87,6 +87,24 @@ def test_the_resolved_python_runs_the_verb(venv: Path) -> None:
     assert os.environ["VIRTUAL_ENV"] == str(venv.resolve())
 
 
+@pytest.mark.parametrize("own", [False, True])
+def test_the_cache_is_the_projects_where_its_environment_is(
+    monkeypatch: pytest.MonkeyPatch, venv: Path, own: bool
+) -> None:
+    os.environ.pop("XDG_CACHE_HOME", None)
+    if own:  # where the launcher puts the environment when the user's cache cannot be written
+        target = venv.parent / ".cluster" / "cache" / "mine"
+        target.parent.mkdir(parents=True)
+        venv.readlink().rename(target)
+        venv.unlink()
+        venv.symlink_to(target)
+        monkeypatch.setattr(environment, "PROJECT", venv.parent)
+    monkeypatch.setattr(environment, "_is_current", lambda folder: True)
+    with pytest.raises(SystemExit, match="-m invoke up$"):
+        environment.enter()
+    assert os.environ.get("XDG_CACHE_HOME") == (str(venv.parent / ".cluster" / "cache") if own else None)
+
+
 @pytest.mark.parametrize("old", ["link", "folder"])
 def test_changed_pins_let_the_launcher_make_it_again(venv: Path, old: str) -> None:
     (venv / environment.STAMP).write_text("other pins")
