@@ -33,25 +33,28 @@ from jobs import capacity, ray_data, weights
 from jobs.preprocessing import rows, shards
 from jobs.preprocessing.conversations import (
     NOT_TRAINED,
-    BadRow,
     Document,
     Tokenize,
-    read_template,
+    load,
     tokenizer_hash,
 )
 from jobs.preprocessing.output import Output
 from jobs.preprocessing.progress import Progress, time_left
+from jobs.preprocessing.row_formats import BadRow
 from settings import Refusal
 
 HEAD_ROWS = 100  # looked at before anything is started
+EXAMPLES, EXAMPLE_CHARACTERS = 3, 100
 PARTS = ("train", "eval")
 
 
 def main(options: PreprocessOptions) -> None:
     """Turn conversations into packed rows of tokens, of which only the assistant's are trained."""
     source = rows.find(settings.resolve(options.input))
-    tokenize = Tokenize(options.model, options.sequence_length, read_template(options.chat_template))
-    _show(rows.head(source, max(options.show, HEAD_ROWS)), options.show, tokenize)
+    tokenize = load(options)
+    head = rows.head(source, max(options.show, HEAD_ROWS))
+    _describe(head, source)
+    _show(head.rows, options.show, tokenize)
     plan = shards.Plan(
         output=settings.resolve(options.output),
         sequence_length=options.sequence_length,
@@ -59,7 +62,7 @@ def main(options: PreprocessOptions) -> None:
         seed=options.seed,
         partitions=_partitions(source, options.shard_mib),
     )
-    recipe = _recipe(source, plan, options.model, tokenize)
+    recipe = _recipe(source, plan, options, tokenize)
     output = Output(plan.output)
     if output.holds(recipe):
         print(f"{plan.output} is already made from this input with these settings; nothing to do.")
@@ -79,12 +82,12 @@ def _partitions(source: rows.Source, shard_mib: float) -> int:
     return 1 << int((source.text_size - 1) / (shard_mib * 2**20)).bit_length()
 
 
-def _recipe(source: rows.Source, plan: shards.Plan, model: str, tokenize: Tokenize) -> dict[str, Any]:
+def _recipe(source: rows.Source, plan: shards.Plan, options: PreprocessOptions, tokenize: Tokenize) -> dict[str, Any]:
     """The part of the manifest that is known beforehand, and decides the rest of it."""
     tokenizer = tokenize.tokenizer
     files = json.dumps(source.files)
     return {
-        "format": 1,
+        "format": 2,
         "sequence_length": plan.sequence_length,
         "seed": plan.seed,
         "eval_share": plan.eval_share,
@@ -96,12 +99,14 @@ def _recipe(source: rows.Source, plan: shards.Plan, model: str, tokenize: Tokeni
             "hash": hashlib.sha256(files.encode()).hexdigest(),
         },
         "tokenizer": {
-            "model": weights.find(model),
+            "model": weights.find(options.model),
             "hash": tokenizer_hash(tokenizer),
             "vocabulary": len(tokenizer),
             "chat_template": tokenizer.chat_template,
+            "eos_ids": tokenize.eos_ids,
         },
-        "chat_template_hash": hashlib.sha256(tokenizer.chat_template.encode()).hexdigest(),
+        "chat_template_hash": hashlib.sha256((tokenizer.chat_template or "").encode()).hexdigest(),
+        **{name: getattr(options, name) for name in ("turns", "past_reasoning", "overlong")},
     }
 
 
@@ -215,6 +220,17 @@ def _print_summary(manifest: dict[str, Any], plan: shards.Plan) -> None:
     print(f"Written to {plan.output}.")
 
 
+def _describe(head: rows.Head, source: rows.Source) -> None:
+    """Say what the rows were recognised as, with the first three."""
+    unused = f"; not used: {', '.join(head.unused)}" if head.unused else ""
+    print(f"{source.name}: {' and '.join(head.formats)}{unused}")
+    for row in head.rows[:EXAMPLES]:
+        text = row["row"].decode(errors="replace")
+        print(
+            f"  {row['problem'] or 'row'}: {text[:EXAMPLE_CHARACTERS]}{'…' if len(text) > EXAMPLE_CHARACTERS else ''}"
+        )
+
+
 def _show(first: list[dict[str, Any]], count: int, tokenize: Tokenize) -> None:
     """Print documents with the trained tokens in green."""
     console = Console(force_terminal=True, soft_wrap=True)  # a submitted job's log is no terminal, its reader has one
@@ -226,7 +242,7 @@ def _show(first: list[dict[str, Any]], count: int, tokenize: Tokenize) -> None:
 def _documents(first: list[dict[str, Any]], tokenize: Tokenize) -> Iterator[Document]:
     for row in first:
         with contextlib.suppress(BadRow):
-            yield tokenize.document(row)
+            yield from tokenize.documents(row)
 
 
 def _coloured(document: Document, tokenize: Tokenize) -> Text:

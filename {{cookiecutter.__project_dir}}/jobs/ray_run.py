@@ -29,7 +29,6 @@ from ray.tune.trainable.trainable_fn_utils import _in_tune_session
 from torch import nn
 
 from jobs import capacity, cli, gang, quiet, stream
-from jobs.preprocessing.conversations import load_tokenizer
 from jobs.training import preflight
 from jobs.training.arithmetic import check_batches
 from jobs.training.loop import train
@@ -159,8 +158,8 @@ def fit(options: TrainOptions, make_strategy: MakeStrategy) -> None:
 def _check_stream(options: TrainOptions, recipe: stream.Recipe) -> preflight.Identity:
     print(stream.NOTICE, flush=True)
     config = preflight.load_config(options.model)
-    vocabulary = len(load_tokenizer(recipe.model, recipe.chat_template))
-    preflight.check_model(options.model, config, vocabulary, recipe.sequence_length)
+    tokenize = recipe.tokenize
+    preflight.check_model(options.model, config, len(tokenize.tokenizer), tokenize.sequence_length)
     return preflight.identify(options, config, f"stream of {recipe.input}")
 
 

@@ -11,7 +11,7 @@ from ray import ObjectRef
 
 import settings
 from jobs.preprocessing import rows
-from jobs.preprocessing.conversations import Tokenize, padding_id, read_template
+from jobs.preprocessing.conversations import Tokenize, load, padding_id
 from jobs.preprocessing.options import PreprocessOptions
 from jobs.preprocessing.packing import pack
 from jobs.preprocessing.shards import fetch
@@ -26,24 +26,22 @@ NOTICE = (
 
 
 class Recipe(NamedTuple):
-    """What [preprocess] says about the rows; `chat_template` is the text of a template, None for the model's own."""
+    """What [preprocess] says about the rows."""
 
     input: str
-    model: str
-    sequence_length: int
-    chat_template: str | None
+    tokenize: Tokenize
 
 
 def read_recipe(model: str) -> Recipe:
     """The rows of [preprocess], for the tokenizer of `model`."""
     options = settings.load(PreprocessOptions, "preprocess")
-    return Recipe(settings.resolve(options.input), model, options.sequence_length, read_template(options.chat_template))
+    return Recipe(settings.resolve(options.input), load(options, model))
 
 
 def dataset(recipe: Recipe) -> ray.data.Dataset:
     """The packed rows, in the order of the input."""
     ray.data.DataContext.get_current().enable_progress_bars = False
-    shared = ray.put(Tokenize(recipe.model, recipe.sequence_length, recipe.chat_template))
+    shared = ray.put(recipe.tokenize)
     return rows.dataset(rows.find(recipe.input)).map_batches(
         functools.partial(_packed, shared=shared), batch_size=DOCUMENTS_PACKED_TOGETHER, batch_format="pyarrow"
     )
@@ -58,8 +56,9 @@ class StreamSource:
     """This worker's share of the stream, over and over."""
 
     def __init__(self, recipe: Recipe, rows_per_rank: int) -> None:
-        self.sequence_length = recipe.sequence_length
-        self.chat_template = recipe.chat_template
+        self.sequence_length = recipe.tokenize.sequence_length
+        self.chat_template = recipe.tokenize.tokenizer.chat_template
+        self.eos_ids = recipe.tokenize.eos_ids
         self._batches = self._epochs(rows_per_rank)
 
     def rows(self, step: int) -> Batch:

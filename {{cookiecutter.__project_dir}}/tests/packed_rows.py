@@ -63,6 +63,7 @@ def write(
             "hash": tokenizer_hash(tokenizer),
             "vocabulary": len(tokenizer),
             "chat_template": tokenizer.chat_template + "{# as preprocessed #}",
+            "eos_ids": sorted([tokenizer.eos_token_id, tokenizer.pad_token_id]),
         },
     }
     for part, tables in {"train": shards, "eval": [rows.slice(sum(train), evaluated)]}.items():

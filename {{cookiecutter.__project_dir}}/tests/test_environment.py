@@ -100,7 +100,7 @@ def test_the_cache_is_the_projects_where_its_environment_is(
         venv.symlink_to(target)
         monkeypatch.setattr(environment, "PROJECT", venv.parent)
     monkeypatch.setattr(environment, "_is_current", lambda folder: True)
-    with pytest.raises(SystemExit, match="-m invoke up$"):
+    with pytest.raises(SystemExit, match=r"-m invoke up$"):
         environment.enter()
     assert os.environ.get("XDG_CACHE_HOME") == (str(venv.parent / ".cluster" / "cache") if own else None)
 

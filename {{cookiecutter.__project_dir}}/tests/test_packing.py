@@ -3,27 +3,30 @@
 import json
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import settings
+from jobs.preprocessing.chat_template import CHATML, CHATML_TOKENS, Conversation
 from jobs.preprocessing.conversations import (
     NOT_TRAINED,
-    BadRow,
+    Document,
     Tokenize,
-    canonical,
-    conversation,
+    _within,
     load_tokenizer,
     read_template,
+    to_json,
     tokenizer_hash,
 )
 from jobs.preprocessing.packing import pack
+from jobs.preprocessing.row_formats import BadRow, example
 
-CHATML = "jobs/chat_templates/chatml.jinja"
 SYSTEM = {"role": "system", "content": "Answer briefly."}
 QUESTION = {"role": "user", "content": "What does ENOENT mean?"}
 ANSWER = {"role": "assistant", "content": "No such file or directory"}
@@ -37,6 +40,16 @@ def model_folder(assets: Path) -> str:
 
 
 @pytest.fixture(scope="module")
+def chatml_folder(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return a tokenizer that has ChatML's tokens, as base models of Qwen have."""
+    folder = tmp_path_factory.mktemp("chatml")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(model_folder)
+    tokenizer.add_special_tokens({"extra_special_tokens": list(CHATML_TOKENS)})
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
 def tokenize(model_folder: str) -> Tokenize:
     return Tokenize(model_folder, sequence_length=128)
 
@@ -45,6 +58,12 @@ def tokenize(model_folder: str) -> Tokenize:
 def documents(assets: Path, tokenize: Tokenize) -> pa.Table:
     lines = (assets / "data" / "pairs.jsonl").read_text(encoding="utf-8").splitlines()
     return tokenize(pa.Table.from_pylist([json.loads(line) for line in lines[:60]]))
+
+
+def encode(tokenize: Tokenize, *messages: dict) -> Document:
+    """Return the one document of a conversation."""
+    [document] = tokenize.documents({"messages": list(messages)})
+    return document
 
 
 def table_of(lengths: list[int]) -> pa.Table:
@@ -123,9 +142,9 @@ def test_no_document_sees_another(documents: pa.Table, model_folder: str, restar
 
 
 @pytest.mark.parametrize("template", [None, CHATML], ids=["the model's template", "chatml"])
-def test_exactly_what_the_assistant_says_is_trained(model_folder: str, template: str | None) -> None:
-    tokenize = Tokenize(model_folder, 256, read_template(template))
-    document = tokenize.encode([SYSTEM, QUESTION, ANSWER, FOLLOW_UP, SECOND_ANSWER])
+def test_exactly_what_the_assistant_says_is_trained(chatml_folder: str, template: str | None) -> None:
+    tokenize = Tokenize(chatml_folder, 256, read_template(template))
+    document = encode(tokenize, SYSTEM, QUESTION, ANSWER, FOLLOW_UP, SECOND_ANSWER)
     end = "<|im_end|>" if template else "<|eos|>"
     trained = [label for label in document.labels.tolist() if label != NOT_TRAINED]
     assert tokenize.tokenizer.decode(trained) == f"{ANSWER['content']}{end}{SECOND_ANSWER['content']}{end}"
@@ -133,13 +152,13 @@ def test_exactly_what_the_assistant_says_is_trained(model_folder: str, template:
 
 
 @pytest.mark.parametrize("template", [None, CHATML], ids=["the model's template", "chatml"])
-def test_tokens_and_masks_are_those_of_transformers(assets: Path, model_folder: str, template: str | None) -> None:
-    tokenize = Tokenize(model_folder, 10_000, read_template(template))
+def test_tokens_and_masks_are_those_of_transformers(assets: Path, chatml_folder: str, template: str | None) -> None:
+    tokenize = Tokenize(chatml_folder, 10_000, read_template(template))
     lines = (assets / "data" / "pairs.jsonl").read_text(encoding="utf-8").splitlines()[:200]
     two_turns = [SYSTEM, QUESTION, ANSWER, FOLLOW_UP, SECOND_ANSWER]
-    for messages in (two_turns, *(conversation(json.loads(line)) for line in lines)):
+    for messages in (two_turns, *(json.loads(line)["messages"] for line in lines)):
         theirs = tokenize.tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
-        ours = tokenize.encode(messages)
+        ours = encode(tokenize, *messages)
         assert ours.input_ids.tolist() == theirs["input_ids"]
         assert (ours.labels != NOT_TRAINED).tolist() == [bool(mark) for mark in theirs["assistant_masks"]]
 
@@ -157,33 +176,33 @@ def test_chatml_is_what_qwen_expects(model_folder: str) -> None:
 
 
 def test_long_conversations_lose_their_end(model_folder: str, tokenize: Tokenize) -> None:
-    whole = tokenize.encode([QUESTION, ANSWER])
-    cut = Tokenize(model_folder, len(whole.input_ids) - 2).encode([QUESTION, ANSWER])
+    whole = encode(tokenize, QUESTION, ANSWER)
+    cut = encode(Tokenize(model_folder, len(whole.input_ids) - 2), QUESTION, ANSWER)
     assert not whole.cut
     assert cut.input_ids.tolist() == whole.input_ids[:-2].tolist()
     assert cut.labels.tolist() == whole.labels[:-2].tolist()
     assert cut.cut
-    with pytest.raises(BadRow, match="no assistant token within sequence_length"):
-        Tokenize(model_folder, 4).encode([QUESTION, ANSWER])
+    with pytest.raises(BadRow, match="no trained token within sequence_length"):
+        encode(Tokenize(model_folder, 4), QUESTION, ANSWER)
 
 
 def test_instruction_and_response_are_a_conversation() -> None:
     row = {"instruction": QUESTION["content"], "response": ANSWER["content"]}
-    assert conversation(row) == conversation({"messages": [QUESTION, ANSWER]}) == [QUESTION, ANSWER]
+    assert example(row) == example({"messages": [QUESTION, ANSWER]}) == Conversation([QUESTION, ANSWER])
 
 
 def test_canonical_json_does_not_depend_on_spelling() -> None:
     as_parquet_has_it = [{"content": "é", "name": None, "role": "user"}, ANSWER | {"name": None}]
     as_jsonl_has_it = [*json.loads('[{"role": "user", "content": "\\u00e9"}]'), ANSWER]
-    assert canonical(conversation({"messages": as_parquet_has_it})) == canonical(as_jsonl_has_it)
+    assert to_json(example({"messages": as_parquet_has_it})) == to_json(Conversation(as_jsonl_has_it))
 
 
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"text": "hello"}, "neither messages nor instruction and response"),
-        ({"instruction": "Say hello.", "response": None}, "neither messages nor instruction and response"),
-        ({"messages": "hello"}, "messages is not a list of objects"),
+        ({"note": "hello"}, "none of the columns"),
+        ({"instruction": "Say hello.", "response": None}, "none of the columns"),
+        ({"messages": "hello"}, "messages is text that is not valid JSON"),
         ({"messages": ["hello"]}, "messages is not a list of objects"),
         ({"messages": []}, "no assistant turn"),
         ({"messages": [QUESTION]}, "no assistant turn"),
@@ -195,33 +214,65 @@ def test_canonical_json_does_not_depend_on_spelling() -> None:
 )
 def test_bad_rows_say_why(tokenize: Tokenize, row: dict, reason: str) -> None:
     with pytest.raises(BadRow, match=reason):
-        tokenize.document(row)
+        tokenize.documents(row)
 
 
 def test_half_a_surrogate_pair_is_a_bad_row() -> None:
     with pytest.raises(BadRow, match="not valid Unicode"):
-        canonical([{"role": "assistant", "content": "\ud800"}])
+        to_json(Conversation([{"role": "assistant", "content": "\ud800"}]))
 
 
-def test_a_row_that_the_template_refuses_is_a_bad_row(model_folder: str) -> None:
+def test_a_row_that_the_template_refuses_is_a_bad_row(chatml_folder: str) -> None:
     strict = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system message') }}{% endif %}"
-    tokenize = Tokenize(model_folder, 128, f"{strict}{read_template(CHATML)}")
+    tokenize = Tokenize(chatml_folder, 128, f"{strict}{read_template(CHATML)}")
     table = tokenize(pa.Table.from_pylist([{"messages": [SYSTEM, QUESTION, ANSWER]}, {"messages": [QUESTION, ANSWER]}]))
-    assert table["problem"].to_pylist() == ["the chat template refuses it: no system message", None]
+    assert table["problem"].to_pylist() == ["the chat template does not render a system message", None]
     assert table["input_ids"][0].as_py() == []
+
+
+@pytest.mark.parametrize("overlong", ["drop", "error"])
+def test_a_conversation_that_is_too_long_is_not_always_cut(model_folder: str, overlong: Any) -> None:
+    tokenize = Tokenize(model_folder, 8, overlong=overlong)
+    expected = (BadRow, "longer than sequence_length") if overlong == "drop" else (settings.Refusal, "--overlong trunc")
+    with pytest.raises(expected[0], match=expected[1]):
+        encode(tokenize, QUESTION, ANSWER)
+
+
+def test_plain_text_is_trained_whole_and_a_prompt_is_not(tokenize: Tokenize) -> None:
+    [text] = tokenize.documents({"text": "No such file"})
+    assert tokenize.tokenizer.decode(text.input_ids.tolist()) == "<|bos|>No such file<|eos|>"
+    assert text.labels[1:].tolist() == text.input_ids[1:].tolist()
+    [pair] = tokenize.documents({"prompt": "ENOENT: ", "completion": "No such file"})
+    trained = [label for label in pair.labels.tolist() if label != NOT_TRAINED]
+    assert tokenize.tokenizer.decode(trained) == "No such file<|eos|>"
+
+
+def test_text_needs_no_chat_template(model_folder: str, tmp_path: Path) -> None:
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(model_folder)
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path)
+    assert len(Tokenize(str(tmp_path), 128).documents({"text": "No such file"})) == 1
+
+
+def test_a_mask_that_ends_on_a_decomposed_character_ends_there() -> None:
+    """NFC joins e and its accent: no token is the accent's own."""
+    bpe = Tokenizer(models.WordLevel({"c": 0, "af\u00e9": 1, "[UNK]": 2}, unk_token="[UNK]"))
+    bpe.normalizer, bpe.pre_tokenizer = normalizers.NFC(), pre_tokenizers.WhitespaceSplit()
+    encoding = bpe.encode("c afe\u0301 c c")
+    assert _within([(2, 6)], encoding).tolist() == [False, True, False, False]
 
 
 # ---------------------------------------------------------------- tokenizers and templates
 
 
-def test_a_template_without_generation_marks_is_refused(model_folder: str) -> None:
-    with pytest.raises(settings.Refusal, match="chat_template in \\[preprocess\\]"):
-        Tokenize(model_folder, 128, "{% for message in messages %}{{ message['content'] }}{% endfor %}")
+def test_a_template_that_never_ends_a_turn_is_refused(chatml_folder: str) -> None:
+    with pytest.raises(settings.Refusal, match=r"would not stop: in .* set chat_template in \[preprocess\] to jobs/"):
+        Tokenize(chatml_folder, 128, "{% for message in messages %}{{ message['content'] }}{% endfor %}")
 
 
 @pytest.mark.parametrize("template", ["{% for %}", "{{ raise_exception('no') }}"])
 def test_a_broken_template_is_refused(model_folder: str, template: str) -> None:
-    with pytest.raises(settings.Refusal, match=r"is broken \(.*\); correct chat_template"):
+    with pytest.raises(settings.Refusal, match=r"cannot be used \(.*\); correct chat_template"):
         Tokenize(model_folder, 128, template)
 
 
@@ -230,12 +281,23 @@ def test_a_model_without_a_template_is_refused(model_folder: str, tmp_path: Path
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(settings.Refusal, match="has no chat template; set chat_template"):
-        Tokenize(str(tmp_path), 128)
+        encode(Tokenize(str(tmp_path), 128), QUESTION, ANSWER)
 
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(settings.Refusal, match="gives no tokenizer"):
         load_tokenizer(str(tmp_path))
+
+
+def test_chatml_is_refused_where_its_tokens_are_missing(model_folder: str) -> None:
+    with pytest.raises(settings.Refusal, match="would not stop"):
+        Tokenize(model_folder, 128, read_template(CHATML))
+
+
+def test_a_base_model_stops_at_the_end_of_chatmls_turns_when_trained(chatml_folder: str) -> None:
+    tokenize = Tokenize(chatml_folder, 128, read_template(CHATML))
+    ids = tokenize.tokenizer.convert_tokens_to_ids
+    assert tokenize.eos_ids == sorted([ids("<|eos|>"), ids("<|im_end|>")])
 
 
 def test_a_missing_template_is_refused() -> None:

@@ -147,8 +147,8 @@ def test_pieces_of_files_hold_each_row_once(tmp_path: Path, monkeypatch: pytest.
     write_rows(tmp_path / "rows.jsonl", lines)  # lines of one length: some begin where a piece does
     pq.write_table(pa.Table.from_pylist(lines), tmp_path / "rows.parquet", row_group_size=3)
     monkeypatch.setattr(rows, "PIECE_BYTES", piece_bytes)
-    expected = [json.dumps(line["messages"], separators=(",", ":"), sort_keys=True).encode() for line in lines] * 2
-    assert [row["row"] for row in rows.head(rows.find(str(tmp_path)), 100)] == expected
+    expected = [json.dumps(line, separators=(",", ":")).encode() for line in lines] * 2
+    assert [row["row"] for row in rows.head(rows.find(str(tmp_path)), 100).rows] == expected
 
 
 def test_one_worker_and_other_files_give_the_same_bytes(
@@ -207,7 +207,7 @@ def test_bad_rows_are_written_aside_with_their_reasons(assets: Path, tmp_path: P
         lines.write(b'{"messages": [\n\n[1, 2]\n"\xff\xfe"\n')
     preprocess.main(options(assets, tmp_path, input=str(file), max_bad_share=0.5, eval_share=0))
     reasons = {
-        "neither messages nor instruction and response": 1,
+        "none of the columns that hold a text to train": 1,
         "no assistant turn": 1,
         "not a JSON object": 1,
         "not valid JSON": 2,
@@ -247,7 +247,7 @@ def test_a_broken_parquet_file_is_named(assets: Path, tmp_path: Path, ray_sessio
         ("a,b\n1,2\n", "table.csv", r"no \.parquet or \.jsonl file is at"),
         ("", "empty.jsonl", r"empty\.jsonl holds no rows"),
         (" \n\n", "blank.jsonl", r"blank\.jsonl holds no rows"),
-        ('{"prompt": "a", "answer": "b"}\n', "other.jsonl", "have the columns prompt, answer, but need messages"),
+        ('{"a": "a", "b": "b"}\n', "other.jsonl", "the columns a, b hold nothing to train; rename them to messages"),
     ],
 )
 def test_input_without_rows_is_refused(

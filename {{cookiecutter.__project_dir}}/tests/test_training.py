@@ -26,7 +26,7 @@ from peft import LoraConfig, PeftModel
 from pydantic import ValidationError
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 from transformers.optimization import get_cosine_with_min_lr_schedule_with_warmup
 
 import settings
@@ -442,7 +442,9 @@ def test_the_model_folder_is_whole(finetune: Finetune, packed: Path, options: DD
     folder = Path(options.output, options.name, "model")
     assert (folder / "model.safetensors").exists()
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    assert tokenizer.chat_template == read_manifest(str(packed)).tokenizer.chat_template
+    made_with = read_manifest(str(packed)).tokenizer
+    assert tokenizer.chat_template == made_with.chat_template
+    assert GenerationConfig.from_pretrained(folder).eos_token_id == made_with.eos_ids, "where a server stops"
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": "Name HTTP status code 404."}],
         add_generation_prompt=True,

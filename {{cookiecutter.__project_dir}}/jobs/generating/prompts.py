@@ -15,7 +15,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from jobs import weights
 from jobs.generating.output import Output
 from jobs.preprocessing import rows
-from jobs.preprocessing.conversations import BadRow, canonical, well_formed
+from jobs.preprocessing.conversations import canonical
+from jobs.preprocessing.row_formats import BadRow, well_formed
 from jobs.preprocessing.rows import Found, Piece, Source
 from settings import Refusal
 

@@ -1,27 +1,34 @@
-"""Turns rows into conversations, and conversations into documents: tokens of which only the assistant's are trained."""
+"""Turn rows into documents: tokens, of which only what the model should say is trained."""
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-import jinja2
 import numpy as np
 import pyarrow as pa
 
 import settings
 from jobs import weights
+from jobs.preprocessing.chat_template import (
+    ChatTemplate,
+    Conversation,
+    Rejected,
+    Rendered,
+    remedy,
+)
+from jobs.preprocessing.options import Overlong, PastReasoning, PreprocessOptions, Turns
+from jobs.preprocessing.row_formats import BadRow, Completion, Example, example
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
     from transformers import PreTrainedTokenizerFast
 
-COLUMNS = ("messages", "instruction", "response")
-NO_COLUMNS = "neither messages nor instruction and response"
-ROLES = ("system", "developer", "user", "assistant", "tool")
 NOT_TRAINED = -100  # the label that Hugging Face losses skip
 DOCUMENTS = pa.schema(
     [
+        ("row", pa.int32()),
         ("input_ids", pa.list_(pa.int32())),
         ("labels", pa.list_(pa.int32())),
         ("cut", pa.bool_()),
@@ -31,81 +38,64 @@ DOCUMENTS = pa.schema(
 
 T = TypeVar("T")
 
-Message = dict[str, Any]
-
-
-class BadRow(Exception):
-    """A row that nothing can be trained on. Its text is the reason, worded alike for all rows of its kind."""
-
 
 class Document(NamedTuple):
-    """A tokenised conversation, int32: `labels` repeats a token where it is trained and is NOT_TRAINED elsewhere."""
+    """Tokens, int32: `labels` repeats a token where it is trained and is NOT_TRAINED elsewhere."""
 
     input_ids: np.ndarray
     labels: np.ndarray
     cut: bool
 
 
-def conversation(row: Mapping[str, Any]) -> list[Message]:
-    """The messages of a row that has `messages`, or `instruction` and `response`.
-
-    Raises:
-        BadRow: the columns are missing, a message is malformed, or the assistant says nothing.
-    """
-    messages = row.get("messages")
-    if messages is None:
-        if row.get("instruction") is None or row.get("response") is None:
-            raise BadRow(NO_COLUMNS)
-        messages = [{"role": "user", "content": row["instruction"]}, {"role": "assistant", "content": row["response"]}]
-    messages = well_formed(messages)
-    answers = [message["content"] for message in messages if message["role"] == "assistant"]
-    if not answers:
-        raise BadRow("no assistant turn")
-    if not all(answer.strip() for answer in answers):
-        raise BadRow("an empty assistant turn")
-    return messages
-
-
-def well_formed(messages: object) -> list[Message]:
-    """Messages that have a known role and a text each, without what they lack.
-
-    Raises:
-        BadRow: they are anything else.
-    """
-    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise BadRow("messages is not a list of objects")
-    # parquet spells a key that a message lacks as null; a template must not see it
-    messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
-    if not all(message.get("role") in ROLES for message in messages):
-        raise BadRow(f"a message whose role is none of {', '.join(ROLES)}")
-    if not all(isinstance(message.get("content"), str) for message in messages):
-        raise BadRow("a message whose content is not text")
-    return messages
-
-
-def canonical(messages: list[Message]) -> bytes:
-    """The conversation as JSON that depends on nothing but its content.
+def canonical(value: object) -> bytes:
+    """Return a value as JSON that depends on nothing but its content.
 
     Raises:
         BadRow: a text is not Unicode: it holds half of a surrogate pair.
     """
-    text = json.dumps(messages, sort_keys=True, ensure_ascii=False, separators=(",", ":"), default=str)
+    return _dumped(value, sort_keys=True)
+
+
+def _dumped(value: object, *, sort_keys: bool) -> bytes:
+    text = json.dumps(value, sort_keys=sort_keys, ensure_ascii=False, separators=(",", ":"), default=str)
     try:
         return text.encode()
     except UnicodeEncodeError:
         raise BadRow("text that is not valid Unicode") from None
 
 
-def read_template(path: str | None) -> str | None:
-    """The text of the chat template that the settings name, a file that is uploaded with this project; None for none.
+def to_json(found: Example) -> bytes:
+    """Return an example as JSON, alike for all spellings of a row. Arguments and schemas keep the order of their keys.
 
     Raises:
-        Refusal: there is no such file.
+        BadRow: as `canonical`.
+    """
+    return _dumped({name: value for name, value in found._asdict().items() if value}, sort_keys=False)
+
+
+def from_json(row: bytes) -> Example:
+    """Return the example of which `to_json` made `row`."""
+    fields = json.loads(row)
+    if "messages" in fields:
+        return Conversation(fields["messages"], fields.get("tools"))
+    return Completion(fields.get("prompt", ""), fields["completion"])
+
+
+def read_template(path: str | None) -> str | None:
+    """Return the text of the chat template that the settings name; None for none.
+
+    `path` is a file that is uploaded with this project, or a model whose template is taken.
+
+    Raises:
+        Refusal: there is no such file, or the model has no template.
     """
     if path is None:
         return None
+    file = settings.PROJECT / path
+    if file.suffix != ".jinja" and not file.is_file():
+        return load_tokenizer(path).chat_template
     try:
-        return (settings.PROJECT / path).read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8")
     except OSError as error:
         raise settings.Refusal(
             f"the chat template {path} cannot be read ({error.strerror}); correct chat_template in [preprocess]."
@@ -116,12 +106,14 @@ def load_tokenizer(model: str, chat_template: str | None = None) -> "PreTrainedT
     """The tokenizer of a Hugging Face folder or hub id, with `chat_template` (its text) in place of its own.
 
     Raises:
-        Refusal: it cannot be loaded, cannot map characters to tokens, or has no chat template.
+        Refusal: it cannot be loaded, or cannot map characters to tokens.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # seconds, spared to workers that only read rows
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(weights.on_this_node(weights.find(model), weights=False))
+        folder = weights.on_this_node(weights.find(model), weights=False)
+        # mistral-common's tokenizer, which a tekken.json would select, has neither offsets nor a chat template
+        tokenizer = AutoTokenizer.from_pretrained(folder, mistral_format=False)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise settings.Refusal(
@@ -129,12 +121,8 @@ def load_tokenizer(model: str, chat_template: str | None = None) -> "PreTrainedT
         ) from None
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise settings.Refusal(f"{model} has a tokenizer without a tokenizer.json, so no mask can be made; convert it.")
-    if not (chat_template or tokenizer.chat_template):
-        raise settings.Refusal(
-            f"{model} has no chat template; set chat_template in [preprocess], for example to "
-            "jobs/chat_templates/chatml.jinja."
-        )
-    tokenizer.chat_template = chat_template or tokenizer.get_chat_template()  # one, where it has several by name
+    if chat_template or tokenizer.chat_template:
+        tokenizer.chat_template = chat_template or tokenizer.get_chat_template()  # one, where it has several by name
     return tokenizer
 
 
@@ -151,115 +139,169 @@ def padding_id(tokenizer: "PreTrainedTokenizerFast") -> int:
     return next(token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if token is not None)
 
 
+def eos_ids(model: str, tokenizer: "PreTrainedTokenizerFast") -> set[int]:
+    """Return the tokens at which a server stops: those of the model's generation_config.json or config.json, and the
+    tokenizer's own, as vLLM does."""
+    from transformers import AutoConfig, GenerationConfig
+
+    folder = weights.on_this_node(weights.find(model), weights=False)
+    ids: int | list[int] | None = None
+    with contextlib.suppress(OSError, ValueError):
+        ids = GenerationConfig.from_pretrained(folder).eos_token_id
+    if ids is None:
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            ids = AutoConfig.from_pretrained(folder).get_text_config().eos_token_id
+    return {*(ids if isinstance(ids, list) else [ids]), tokenizer.eos_token_id} - {None}
+
+
 class Tokenize:
     """Turns a table of rows into a table of documents; made for `Dataset.map_batches(batch_format="pyarrow")`."""
 
-    def __init__(self, model: str, sequence_length: int, chat_template: str | None = None) -> None:
+    def __init__(
+        self,
+        model: str,
+        sequence_length: int,
+        chat_template: str | None = None,
+        *,
+        turns: Turns = "all",
+        past_reasoning: PastReasoning = "served",
+        overlong: Overlong = "truncate",
+    ) -> None:
         """`chat_template` is the text of a template, not its path.
 
         Raises:
-            Refusal: as `load_tokenizer`, or the template is broken or does not mark what the assistant says.
+            Refusal: as `load_tokenizer` and `ChatTemplate`.
         """
         self.tokenizer = load_tokenizer(model, chat_template)
         self.tokenizer.backend_tokenizer.no_padding()  # a tokenizer.json may ask for both
         self.tokenizer.backend_tokenizer.no_truncation()
         self.sequence_length = sequence_length
-        self._check_generation_marks(model)
+        self.overlong = overlong
+        self._model = model
+        self.template = (
+            ChatTemplate(
+                self.tokenizer,
+                eos_ids(model, self.tokenizer),
+                given=chat_template is not None,
+                turns=turns,
+                past_reasoning=past_reasoning,
+            )
+            if self.tokenizer.chat_template
+            else None
+        )
+
+    @property
+    def eos_ids(self) -> list[int]:
+        """Tokens at which a model stops that is trained on the documents; none: those that it has."""
+        return self.template.eos_ids if self.template else []
 
     def __call__(self, table: pa.Table) -> pa.Table:
-        """A row for each row of `table`, as DOCUMENTS has it; a bad row has its `problem` and no tokens.
+        """Return the documents of `table`, as DOCUMENTS has them; `row` is the position in `table`.
 
-        The rows are as `jobs.preprocessing.rows` reads them, or have `messages`, or `instruction` and `response`.
+        A row has one document, or several where its template renders the past in another way later. A bad row has one
+        without tokens, and with its `problem`. The rows are as `jobs.preprocessing.rows` reads them, or as published.
         """
-        read = [_or_problem(_messages, row) for row in table.to_pylist()]
-        documents = iter(self._documents([messages for messages in read if not isinstance(messages, BadRow)]))
-        made = [messages if isinstance(messages, BadRow) else next(documents) for messages in read]
-        return pa.Table.from_pylist([_as_row(document) for document in made], DOCUMENTS)
+        rendered = [_or_problem(self._rendered, row) for row in table.to_pylist()]
+        texts = [each.text for good in rendered if not isinstance(good, BadRow) for each in good]
+        encodings = iter(self.tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False))
+        made: list[dict[str, Any]] = []
+        for number, found in enumerate(rendered):
+            cut = found if isinstance(found, BadRow) else self._cut_all([(one, next(encodings)) for one in found])
+            made += [_as_row(number, document) for document in ([cut] if isinstance(cut, BadRow) else cut)]
+        return pa.Table.from_pylist(made, DOCUMENTS)
 
-    def encode(self, messages: list[Message]) -> Document:
-        """The document of one conversation, cut at its end to `sequence_length` tokens.
+    def documents(self, row: Mapping[str, Any]) -> list[Document]:
+        """Return the documents of one row, as in `__call__`.
 
         Raises:
-            BadRow: the template refuses the messages, or no trained token is left.
+            BadRow: nothing can be trained on it.
         """
+        rendered = self._rendered(row)
+        encodings = self.tokenizer.backend_tokenizer.encode_batch(
+            [each.text for each in rendered], add_special_tokens=False
+        )
+        made = self._cut_all(list(zip(rendered, encodings, strict=True)))
+        if isinstance(made, BadRow):
+            raise made
+        return made
+
+    def _rendered(self, row: Mapping[str, Any]) -> list[Rendered]:
+        if row.get("problem"):
+            raise BadRow(row["problem"])
+        found = from_json(row["row"]) if isinstance(row.get("row"), bytes) else example(row)
+        if isinstance(found, Completion):
+            return [self._plain(found)]
+        if not self.template:
+            raise settings.Refusal(
+                f"{self._model} has no chat template; set chat_template in [preprocess] to {remedy(self.tokenizer)}."
+            )
         try:
-            (encoded,) = self._apply_template([messages])
-        except (jinja2.TemplateError, TypeError) as error:
-            raise BadRow(f"the chat template refuses it: {error}") from None
-        return self._cut(*encoded)
+            made = self.template.documents(found)
+        except Rejected as error:
+            raise BadRow(str(error)) from None
+        if not made:
+            raise BadRow("no assistant turn that is trained")
+        return made
 
-    def document(self, row: Mapping[str, Any]) -> Document:
-        """The document of one row, as `encode`; the row is as in `__call__`."""
-        return self.encode(_messages(row))
+    def _plain(self, found: Completion) -> Rendered:
+        """Return a text between the tokens that begin and end one, with all but its prompt trained."""
+        begin = (self.tokenizer.bos_token or "") + found.prompt
+        text = begin + found.completion + (self.tokenizer.eos_token or "")
+        return Rendered(text, [(len(begin), len(text))])
 
-    def _documents(self, conversations: list[list[Message]]) -> list[Document | BadRow]:
-        """All in one call, which takes about four fifths of the time of a call for each."""
-        try:
-            encoded = self._apply_template(conversations)
-        except (jinja2.TemplateError, TypeError):  # one of them is refused: which, and why, shows a call for each
-            return [_or_problem(self.encode, messages) for messages in conversations]
-        return [_or_problem(self._cut, *each) for each in encoded]
+    def _cut_all(self, encoded: list[tuple[Rendered, "Encoding"]]) -> list[Document] | BadRow:
+        """Return the documents of one row, or why it is bad."""
+        made = [self._cut(rendered, encoding) for rendered, encoding in encoded]
+        good = [document for document in made if document is not None]
+        if good and not any(document.cut for document in good):
+            return good
+        match self.overlong:
+            case "error":
+                raise settings.Refusal(
+                    f"a conversation has more than sequence_length = {self.sequence_length} tokens; pass a larger "
+                    "--sequence-length, or --overlong truncate."
+                )
+            case "drop":
+                return BadRow("longer than sequence_length")
+        return good or BadRow("no trained token within sequence_length")
 
-    def _cut(self, tokens: np.ndarray, trained: np.ndarray) -> Document:
+    def _cut(self, rendered: Rendered, encoding: "Encoding") -> Document | None:
+        """Return a document of at most `sequence_length` tokens, or None if no trained token is left."""
+        tokens, trained = np.array(encoding.ids, np.int32), _within(rendered.spans, encoding)
         # the first token has no context of its own: what lies before it in a packed row is another document
         trained[:1] = False
         kept = slice(self.sequence_length)
         if not trained[kept].any():
-            raise BadRow("no assistant token within sequence_length")
+            return None
         labels = np.where(trained[kept], tokens[kept], np.int32(NOT_TRAINED))
         return Document(tokens[kept], labels, cut=len(tokens) > self.sequence_length)
 
-    def _apply_template(self, conversations: list[list[Message]]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Of each conversation the tokens, and which of them are trained: int32 and bool, equally long.
 
-        What `tokenizer.apply_chat_template(…, return_assistant_tokens_mask=True)` does, but for its Python lists, which
-        it fills token by token.
-        """
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        texts, answers = render_jinja_template(
-            conversations,
-            chat_template=self.tokenizer.chat_template,
-            return_assistant_tokens_mask=True,
-            **self.tokenizer.special_tokens_map,
-        )
-        encodings = self.tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False)
-        return [
-            (np.array(encoding.ids, np.int32), _within(spans, encoding))
-            for encoding, spans in zip(encodings, answers, strict=True)
-        ]
-
-    def _check_generation_marks(self, model: str) -> None:
-        probe = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
-        try:
-            ((_, marks),) = self._apply_template([probe])
-        except jinja2.TemplateError as error:
-            raise settings.Refusal(
-                f"the chat template for {model} is broken ({error}); correct chat_template in [preprocess]."
-            ) from None
-        if not marks.any():
-            raise settings.Refusal(
-                f"the chat template for {model} does not mark what the assistant says with {{% generation %}}, so "
-                "nothing would be trained; set chat_template in [preprocess] to one that does, for example "
-                "jobs/chat_templates/chatml.jinja."
-            )
-
-
-def _messages(row: Mapping[str, Any]) -> list[Message]:
-    """The conversation of a row as `Tokenize` takes them."""
-    if row.get("problem"):
-        raise BadRow(row["problem"])
-    return json.loads(row["row"]) if isinstance(row.get("row"), bytes) else conversation(row)
+def load(options: PreprocessOptions, model: str = "") -> Tokenize:
+    """Return what the settings describe, for the tokenizer of another `model` where one is given."""
+    return Tokenize(
+        model or options.model,
+        options.sequence_length,
+        read_template(options.chat_template),
+        turns=options.turns,
+        past_reasoning=options.past_reasoning,
+        overlong=options.overlong,
+    )
 
 
 def _within(spans: list[tuple[int, int]], encoding: "Encoding") -> np.ndarray:
-    """Which tokens lie in the spans of characters, (start, stop)."""
+    """Return which tokens lie in the spans of characters, (start, stop)."""
     found = np.zeros(len(encoding), bool)
     for start, stop in spans:
-        first, last = encoding.char_to_token(start), encoding.char_to_token(stop - 1)
-        if first is not None:
-            found[first : None if last is None else last + 1] = True
+        first, last = _token(encoding, range(start, stop)), _token(encoding, range(stop - 1, start - 1, -1))
+        if first is not None and last is not None:
+            found[first : last + 1] = True
     return found
+
+
+def _token(encoding: "Encoding", characters: range) -> int | None:
+    """Return the token of the first of these characters that has one: a normalizer may drop or join characters."""
+    return next((token for at in characters if (token := encoding.char_to_token(at)) is not None), None)
 
 
 def _or_problem(make: Callable[..., T], *arguments: Any) -> T | BadRow:
@@ -269,7 +311,7 @@ def _or_problem(make: Callable[..., T], *arguments: Any) -> T | BadRow:
         return bad
 
 
-def _as_row(made: Document | BadRow) -> dict[str, Any]:
+def _as_row(number: int, made: Document | BadRow) -> dict[str, Any]:
     if isinstance(made, BadRow):
-        return {"input_ids": [], "labels": [], "cut": False, "problem": str(made)}
-    return made._asdict()
+        return {"row": number, "input_ids": [], "labels": [], "cut": False, "problem": str(made)}
+    return made._asdict() | {"row": number}

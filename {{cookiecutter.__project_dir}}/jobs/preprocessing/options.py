@@ -1,15 +1,21 @@
 """Options of `preprocess`: the [preprocess] section of settings.toml, and the command line."""
 
+from typing import Literal
+
 from pydantic import Field, PositiveFloat, PositiveInt
 
 import settings
+
+Turns = Literal["all", "last"]
+PastReasoning = Literal["served", "keep"]
+Overlong = Literal["truncate", "drop", "error"]
 
 
 class PreprocessOptions(settings.Section):
     """The [preprocess] section of settings.toml."""
 
     input: str
-    """Parquet or JSONL with `messages`, or `instruction` and `response`: a file, folder, glob or s3:// URI."""
+    """Parquet or JSONL with conversations, instructions and answers, or text: a file, folder, glob or s3:// URI."""
     output: str
     """Folder or s3:// URI for the packed data."""
     shared_paths: tuple[str, ...] = ()
@@ -17,9 +23,15 @@ class PreprocessOptions(settings.Section):
     model: str
     """Hugging Face folder or hub id whose tokenizer and chat template are used."""
     chat_template: str | None = None
-    """File with a chat template to use instead of the model's; it marks answers with {% generation %}."""
+    """File with a chat template to use instead of the model's own, or a model whose template to use."""
+    turns: Turns = "all"
+    """Assistant turns that are trained: all, or those after the last user message."""
+    past_reasoning: PastReasoning = "served"
+    """Reasoning in earlier turns: as the served model sees it, or kept, for templates that TRL knows."""
+    overlong: Overlong = "truncate"
+    """What becomes of conversations with more tokens: truncate their end, drop them, or stop with an error."""
     sequence_length: PositiveInt
-    """Tokens in each packed row; longer conversations lose their end."""
+    """Tokens in each packed row."""
     eval_share: float = Field(ge=0, lt=1)
     """Share of the rows held out for evaluation, 0 to 1, chosen by a hash of the row."""
     max_bad_share: float = Field(ge=0, le=1)

@@ -8,6 +8,7 @@ import hashlib
 import io
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice
 from pathlib import PurePosixPath
@@ -19,7 +20,16 @@ import pyarrow.parquet as pq
 import ray.data
 from ray.data._internal.arrow_ops.transform_pyarrow import hash_partition
 
-from jobs.preprocessing.conversations import COLUMNS, NO_COLUMNS, BadRow, canonical, conversation
+from jobs.preprocessing.conversations import to_json
+from jobs.preprocessing.row_formats import (
+    COLUMNS,
+    NO_FORMAT,
+    WANTED,
+    BadRow,
+    example,
+    format_of,
+    without_nulls,
+)
 from settings import Refusal
 
 PIECE_BYTES = 32 * 2**20  # of a file, read by one task
@@ -28,7 +38,7 @@ BATCH_BYTES = 4 * 2**20  # of rows, handed on together
 TEXT_PER_BYTE = {".jsonl": 1, ".parquet": 4}  # text in a byte of a file; conversations compress about fourfold
 ROWS = pa.schema(
     [
-        ("row", pa.large_binary()),  # the messages as canonical JSON, or what was found where there is a problem
+        ("row", pa.large_binary()),  # the example as canonical JSON, or what was found where there is a problem
         ("problem", pa.string()),
     ]
 )
@@ -106,23 +116,43 @@ def find(name: str, section: str = "preprocess") -> Source:
     return Source(name, filesystem, files)
 
 
-def head(source: Source, count: int) -> list[dict[str, Any]]:
-    """The first `count` rows, as ROWS has them.
+class Head(NamedTuple):
+    """The first rows of a source."""
+
+    rows: list[dict[str, Any]]
+    """As ROWS has them."""
+    formats: tuple[str, ...]
+    """What the rows were recognised as."""
+    unused: tuple[str, ...]
+    """Columns that are not read."""
+
+
+def head(source: Source, count: int) -> Head:
+    """Return the first `count` rows, and how they are read.
 
     Raises:
-        Refusal: there is none, or all of them lack the columns.
+        Refusal: there is none, or none has a format that can be trained.
     """
-    found = list(islice(chain.from_iterable(read(source.filesystem, piece) for piece in source.pieces), count))
-    rows = [_checked(row) for row in found]
-    if not rows:
+    found = list(islice(chain.from_iterable(read(source.filesystem, piece, ()) for piece in source.pieces), count))
+    if not found:
         raise Refusal(f"{source.name} holds no rows; correct input in [preprocess], or pass --input.")
-    if all(row["problem"] == NO_COLUMNS for row in rows):
-        columns = ", ".join(found[0] if isinstance(found[0], dict) else json.loads(found[0]))
-        raise Refusal(
-            f"the rows of {source.name} have the columns {columns}, but need messages, or instruction and response; "
-            "rename them, or pass another --input."
-        )
-    return rows
+    formats, columns, problems = set(), set(), Counter[str]()
+    for row in found:
+        try:
+            values = parsed(row)
+            columns |= set(values)
+            formats.add(format_of(values))
+        except BadRow as bad:
+            problems[str(bad)] += 1
+    if not formats:
+        problem = problems.most_common(1)[0][0]
+        if problem == NO_FORMAT:
+            problem = f"the columns {', '.join(sorted(columns))} hold nothing to train; rename them to {WANTED}"
+        raise Refusal(f"no row of {source.name} can be used: {problem}; or pass another --input.")
+    used = frozenset().union(*(one.columns for one in formats))
+    return Head(
+        [_checked(row) for row in found], tuple(sorted(one.name for one in formats)), tuple(sorted(columns - used))
+    )
 
 
 def dataset(source: Source, report: Callable[..., Any] | None = None) -> ray.data.Dataset:
@@ -239,7 +269,7 @@ def _first_byte(group: pq.RowGroupMetaData) -> int:
 def _checked(found: Found) -> dict[str, Any]:
     """A row of ROWS: the same conversation gives the same bytes, whatever file it came from."""
     try:
-        return {"row": canonical(conversation(parsed(found))), "problem": None}
+        return {"row": to_json(example(parsed(found))), "problem": None}
     except BadRow as bad:
         return {"row": raw(found), "problem": str(bad)}
 
@@ -256,7 +286,7 @@ def parsed(found: Found) -> dict[str, Any]:
         BadRow: a line is no JSON object.
     """
     if isinstance(found, dict):
-        return found
+        return without_nulls(found)
     try:
         row = json.loads(found)
     except (ValueError, RecursionError):

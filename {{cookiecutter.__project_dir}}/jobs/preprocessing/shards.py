@@ -86,9 +86,10 @@ def write(rows: pa.Table, plan: Plan, shared: ObjectRef, report: Callable[..., A
     documents = _documents(rows, tokenize, report)
     pad_id = padding_id(tokenize.tokenizer)
     good = pc.is_null(documents["problem"])
-    evaluated = pa.array([held_out(row, plan.eval_share) for row in rows["row"].to_pylist()])
-    bad = pc.invert(good)
-    rejected = _reject(rows["row"].filter(bad), documents["problem"].filter(bad), plan, number)
+    evaluated = pa.array([held_out(row, plan.eval_share) for row in rows["row"].to_pylist()], pa.bool_())
+    evaluated = evaluated.take(documents["row"].combine_chunks())
+    bad = documents.filter(pc.invert(good))
+    rejected = _reject(rows["row"].take(bad["row"]), bad["problem"], plan, number)
     name = f"part-{number:05d}.parquet"
     partition = Partition(
         number=number,
@@ -101,9 +102,12 @@ def write(rows: pa.Table, plan: Plan, shared: ObjectRef, report: Callable[..., A
 
 
 def _documents(rows: pa.Table, tokenize: Tokenize, report: Callable[..., Any]) -> pa.Table:
-    made = []
+    made, first = [], 0
     for part in slices(rows):
-        made.append(tokenize(part))
+        documents = tokenize(part)
+        numbers = pc.add(documents["row"], pa.scalar(first, pa.int32()))
+        made.append(documents.set_column(documents.schema.get_field_index("row"), "row", numbers))
+        first += len(part)
         report(rows_packed=len(part))
     return pa.concat_tables(made)
 

@@ -29,6 +29,8 @@ class Source(Protocol):
     sequence_length: int
     chat_template: str | None
     """What the rows were made with, for the tokenizer of the trained model; None: the model's own."""
+    eos_ids: list[int]
+    """Tokens at which the trained model stops; none: those of the model."""
 
     def rows(self, step: int) -> Batch:
         """This rank's rows of optimizer step `step`, counted from 1."""
@@ -46,6 +48,7 @@ class PackedSource:
         manifest = read_manifest(options.data)
         self.sequence_length = manifest.sequence_length
         self.chat_template = manifest.tokenizer.chat_template
+        self.eos_ids = manifest.tokenizer.eos_ids
         self._rows = PackedRows(options.data, "train", options.seed)
         self._global_rows = options.global_batch_rows
         self._rank_rows = spread(options.global_batch_rows, options.micro_batch_rows, run.world_size).rows_per_rank
@@ -222,7 +225,7 @@ class Loop:
 
     def _export(self) -> None:
         tokenizer = load_tokenizer(self.options.model, self.source.chat_template)
-        models.export(self.strategy, tokenizer, self.folder.path, self.options)
+        models.export(self.strategy, tokenizer, self.source.eos_ids, self.folder.path, self.options)
         self.folder.publish()
 
     def _on_device(self, batch: Batch) -> Batch:

@@ -88,7 +88,9 @@ def _computes_in_bf16(device: torch.device) -> bool:
     return any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16", "sve_bf16"))
 
 
-def export(strategy: Strategy, tokenizer: PreTrainedTokenizerFast, run: Path, options: TrainOptions) -> None:
+def export(
+    strategy: Strategy, tokenizer: PreTrainedTokenizerFast, eos_ids: list[int], run: Path, options: TrainOptions
+) -> None:
     """Write model and tokenizer to the folder `model` of the run, which on a disk holds a whole one at any time; of a
     training of adapters also these, alone, to `adapter`. All ranks call it."""
     state = strategy.gather()
@@ -103,6 +105,8 @@ def export(strategy: Strategy, tokenizer: PreTrainedTokenizerFast, run: Path, op
             adapters.save_pretrained(folder)
         model, state = _merged(options, run / "adapter")
     with _replaced(run / "model") as folder:
+        if eos_ids and model.generation_config:
+            model.generation_config.eos_token_id = eos_ids
         _write(model, state, folder, torch.bfloat16 if options.precision == "bf16" else torch.float32)
         tokenizer.save_pretrained(folder)
 

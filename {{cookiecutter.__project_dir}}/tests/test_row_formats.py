@@ -1,0 +1,180 @@
+"""Read rows in the shapes in which data sets are published."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from jobs.preprocessing import rows
+from jobs.preprocessing.chat_template import Conversation
+from jobs.preprocessing.conversations import from_json, to_json
+from jobs.preprocessing.row_formats import BadRow, Completion, example, format_of
+from settings import Refusal
+
+USER = {"role": "user", "content": "2+2?"}
+ASSISTANT = {"role": "assistant", "content": "4"}
+PAIR = [USER, ASSISTANT]
+SYSTEM = {"role": "system", "content": "Be brief."}
+TOOL = {"type": "function", "function": {"name": "add", "description": None, "parameters": {"type": "object"}}}
+CALL = {"id": "c1", "function": {"arguments": {"a": 2}, "name": "add"}, "type": "function"}
+CALLING = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+RESULT = {"role": "tool", "content": "4", "tool_call_id": "c1"}
+
+
+def openai_call(arguments: str = '{"a": 2}') -> dict[str, Any]:
+    return {"id": "c1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+
+
+def parts(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}]
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "expected"),
+    [
+        ("messages", {"messages": PAIR}, Conversation(PAIR)),
+        ("messages as JSON", {"messages": json.dumps(PAIR)}, Conversation(PAIR)),
+        (
+            "OpenAI: parts, weight, null content",
+            {
+                "messages": [
+                    {"role": "user", "content": parts("2+2?")},
+                    {"role": "assistant", "content": None, "tool_calls": [openai_call()]},
+                    RESULT | {"content": parts("4")},
+                    {"role": "assistant", "content": parts("4"), "weight": 0},
+                    {"role": "assistant", "content": parts("4")},
+                ],
+                "tools": [{"type": "function", "function": {"parameters": {"type": "object"}, "name": "add"}}],
+            },
+            Conversation([USER, CALLING, RESULT, ASSISTANT | {"weight": 0}, ASSISTANT], [TOOL]),
+        ),
+        (
+            "tools as JSON, without a wrapper",
+            {"messages": PAIR, "tools": json.dumps([TOOL["function"]])},
+            Conversation(PAIR, [TOOL]),
+        ),
+        ("a system prompt beside", {"messages": PAIR, "system": "Be brief."}, Conversation([SYSTEM, *PAIR])),
+        (
+            "ShareGPT",
+            {
+                "conversations": [
+                    {"from": "system", "value": "Be brief."},
+                    {"from": "human", "value": "2+2?"},
+                    {"from": "gpt", "value": "4"},
+                ]
+            },
+            Conversation([SYSTEM, *PAIR]),
+        ),
+        ("ShareGPT with roles", {"conversations": PAIR}, Conversation(PAIR)),
+        (
+            "ShareGPT with calls",
+            {
+                "conversations": [
+                    {"from": "human", "value": "2+2?"},
+                    {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 2}}'},
+                    {"from": "observation", "value": "4"},
+                    {"from": "gpt", "value": "4"},
+                ],
+            },
+            Conversation(
+                [
+                    USER,
+                    CALLING | {"tool_calls": [{"function": CALL["function"], "type": "function"}]},
+                    {"role": "tool", "content": "4"},
+                    ASSISTANT,
+                ]
+            ),
+        ),
+        (
+            "Alpaca",
+            {"instruction": "Add.", "input": "2+2", "output": "4"},
+            Conversation([{"role": "user", "content": "Add.\n\n2+2"}, ASSISTANT]),
+        ),
+        ("Alpaca without input", {"instruction": "2+2?", "input": "", "output": "4"}, Conversation(PAIR)),
+        (
+            "Dolly",
+            {"instruction": "Add.", "context": "2+2", "response": "4", "category": "maths"},
+            Conversation([{"role": "user", "content": "Add.\n\n2+2"}, ASSISTANT]),
+        ),
+        (
+            "with a history",
+            {"instruction": "2+2?", "output": "4", "history": [["1+1?", "2"]], "system": "Be brief."},
+            Conversation([SYSTEM, {"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}, *PAIR]),
+        ),
+        ("question and answer", {"question": "2+2?", "answer": "4"}, Conversation(PAIR)),
+        ("prompt and response", {"prompt": "2+2?", "response": "4"}, Conversation(PAIR)),
+        ("prompt and completion", {"prompt": "2+2=", "completion": "4"}, Completion("2+2=", "4")),
+        ("conversational completion", {"prompt": [USER], "completion": [ASSISTANT]}, Conversation(PAIR)),
+        ("text", {"text": "2+2=4"}, Completion("", "2+2=4")),
+        (
+            "reasoning",
+            {"messages": [USER, ASSISTANT | {"reasoning": "Twice two."}]},
+            Conversation([USER, ASSISTANT | {"reasoning_content": "Twice two."}]),
+        ),
+    ],
+)
+def test_a_row_is_read_whole(tmp_path: Path, name: str, row: dict[str, Any], expected: object) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "rows.parquet")
+    head = rows.head(rows.find(str(tmp_path)), 10)
+    assert [from_json(found["row"]) for found in head.rows] == [expected] * 2, name
+    assert len({found["row"] for found in head.rows}) == 1, "the bytes do not depend on the kind of file"
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"chosen": "a", "rejected": "b"}, "a preference pair"),
+        ({"prompt": "a", "completion": "b", "label": True}, "a rated completion"),
+        ({"messages": [USER, {"role": "assistant", "content": [{"type": "image_url"}]}]}, "parts that are not text"),
+        ({"messages": PAIR, "functions": [{"name": "add"}]}, "functions, which OpenAI replaced"),
+        ({"messages": [USER, {"role": "assistant", "function_call": {"name": "add"}}]}, "function_call, which OpenAI"),
+        ({"messages": [SYSTEM, *PAIR], "system": "Be kind."}, "a system prompt beside messages that begin with one"),
+        ({"messages": [USER, ASSISTANT | {"weight": 0}]}, "every assistant turn has weight 0"),
+        ({"messages": [USER, {"role": "assistant", "tool_calls": [openai_call("{")]}]}, "the arguments of a tool call"),
+        ({"messages": PAIR, "tools": "add"}, "tools is text that is not valid JSON"),
+        ({"conversations": [{"from": "alien", "value": "hm"}]}, "a turn whose `from` is none of"),
+        ({"text": " "}, "nothing to train"),
+    ],
+)
+def test_what_cannot_be_trained_says_why(row: dict[str, Any], reason: str) -> None:
+    with pytest.raises(BadRow, match=reason):
+        example(row)
+
+
+def test_preferences_beside_messages_are_no_obstacle() -> None:
+    row = {"messages": PAIR, "chosen": PAIR, "rejected": PAIR}
+    assert example(row) == Conversation(PAIR)
+    assert format_of(row).name == "conversations"
+
+
+def test_parquets_nulls_do_not_reach_arguments_and_schemas(tmp_path: Path) -> None:
+    calls = [{"function": {"name": name, "arguments": {key: "2"}}} for name, key in (("add", "a"), ("double", "b"))]
+    table = pa.Table.from_pylist([{"messages": [USER, {"role": "assistant", "tool_calls": calls}]}])
+    pq.write_table(table, tmp_path / "rows.parquet")
+    [found] = rows.head(rows.find(str(tmp_path)), 10).rows
+    made = from_json(found["row"])
+    assert isinstance(made, Conversation)
+    assert [call["function"]["arguments"] for call in made.messages[1]["tool_calls"]] == [{"a": "2"}, {"b": "2"}]
+
+
+def test_arguments_and_schemas_keep_the_order_of_their_keys() -> None:
+    row = {"messages": [USER, {"role": "assistant", "tool_calls": [openai_call('{"z": 1, "a": 2}')]}]}
+    assert b'{"z":1,"a":2}' in to_json(example(row))
+
+
+def test_columns_that_are_not_read_are_listed(tmp_path: Path) -> None:
+    row = {"instruction": "2+2?", "output": "4", "category": "maths", "id": 1}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
+    pq.write_table(pa.Table.from_pylist([row | {"source": "book"}]), tmp_path / "rows.parquet")
+    head = rows.head(rows.find(str(tmp_path)), 10)
+    assert (head.formats, head.unused) == (("instructions and answers",), ("category", "id", "source"))
+
+
+def test_a_file_of_preferences_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"chosen": "a", "rejected": "b"}\n', encoding="utf-8")
+    with pytest.raises(Refusal, match=r"no row of .* can be used: a preference pair .*; or pass another --input"):
+        rows.head(rows.find(str(tmp_path)), 10)
