@@ -1,4 +1,4 @@
-"""Evaluates models on the rows that preprocess held out: perplexity and exact match, side by side."""
+"""Evaluate models on the rows that preprocess held out: perplexity, exact match, and whether answers end."""
 
 from jobs import cli
 from jobs.evaluation.options import EvaluateOptions
@@ -37,6 +37,8 @@ class Result(NamedTuple):
     perplexity: float
     exact_match: float
     """Share of the answers, 0 to 1, that greedy decoding gives token for token."""
+    stops: float
+    """Share of a few generated answers, 0 to 1, that the model ends by itself."""
     tokens_per_s: float
     """Of one worker, padding included."""
 
@@ -120,6 +122,7 @@ def _result(candidate: Candidate, sums: dict[str, float]) -> Result:
         loss=loss,
         perplexity=math.exp(loss),
         exact_match=sums["exact"] / sums["answers"],
+        stops=sums["stopped"] / max(1, sums["generated"]),
         tokens_per_s=sums["tokens"] / sums["seconds"],
     )
 
@@ -132,7 +135,7 @@ def _show(results: list[Result], counts: dict[str, float]) -> None:
     )
     table = Table(box=None)
     table.add_column("model", overflow="fold")
-    for column in ("loss", "perplexity", "exact match", "tokens/s a worker"):
+    for column in ("loss", "perplexity", "exact match", "stops by itself", "tokens/s a worker"):
         table.add_column(column, justify="right")
     for result in results[:-1]:
         table.add_row(*_cells(result, results[-1]))
@@ -141,12 +144,13 @@ def _show(results: list[Result], counts: dict[str, float]) -> None:
 
 
 def _cells(result: Result, base: Result | None = None) -> list[str]:
-    cells = [f"{result.loss:.4f}", f"{result.perplexity:.2f}", f"{result.exact_match:.1%}"]
+    cells = [f"{result.loss:.4f}", f"{result.perplexity:.2f}", f"{result.exact_match:.1%}", f"{result.stops:.0%}"]
     if base:
         differences = [
             f" ({result.loss - base.loss:+.4f})",
             f" ({result.perplexity - base.perplexity:+.2f})",
             f" ({result.exact_match - base.exact_match:+.1%})",
+            f" ({result.stops - base.stops:+.0%})",
         ]
         cells = [cell + difference for cell, difference in zip(cells, differences, strict=True)]
     return [result.model, *cells, f"{result.tokens_per_s:,.0f}"]

@@ -48,7 +48,13 @@ def tokenize(assets: Path, model: Path, sequence_length: int) -> pa.Table:
 
 
 def write(
-    folder: Path, documents: pa.Table, model: Path, sequence_length: int, train: list[int], evaluated: int
+    folder: Path,
+    documents: pa.Table,
+    model: Path,
+    sequence_length: int,
+    train: list[int],
+    evaluated: int,
+    eos_ids: list[int] | None = None,
 ) -> None:
     """Packed documents in `folder`: training shards of as many rows as `train` says, then one of `evaluated` rows."""
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -62,8 +68,8 @@ def write(
             "model": str(model),
             "hash": tokenizer_hash(tokenizer),
             "vocabulary": len(tokenizer),
-            "chat_template": tokenizer.chat_template + "{# as preprocessed #}",
-            "eos_ids": sorted([tokenizer.eos_token_id, tokenizer.pad_token_id]),
+            "chat_template": tokenizer.chat_template if eos_ids else tokenizer.chat_template + "{# as preprocessed #}",
+            "eos_ids": eos_ids or sorted([tokenizer.eos_token_id, tokenizer.pad_token_id]),
         },
     }
     for part, tables in {"train": shards, "eval": [rows.slice(sum(train), evaluated)]}.items():

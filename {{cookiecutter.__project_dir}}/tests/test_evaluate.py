@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import settings
 from jobs import evaluate
 from jobs.evaluate import EvaluateOptions
-from jobs.evaluation import candidates
+from jobs.evaluation import candidates, stopping
 from jobs.evaluation.scoring import Score, Scorer
 from jobs.preprocessing.conversations import DOCUMENTS, NOT_TRAINED
 from jobs.training.loop import train
 from jobs.training.options import DDPOptions
-from jobs.training.packed import read_manifest
+from jobs.training.packed import PackedRows, read_manifest
 from jobs.training.run import OneProcess
 from jobs.training.strategies import DDP
 
@@ -124,6 +125,30 @@ def test_exact_answers_are_those_that_generation_gives(
         ]
         assert len(generated) == scored.answers == ANSWER_COUNT
         assert sum(generated) == scored.exact == expected
+
+
+def test_answers_that_end_are_counted(speaker: Path, documents: list[Document], packed: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(speaker)
+    rows = PackedRows(str(packed), "eval")
+    continued = [
+        _generate(model, tokens[: _answers(labels)[0][0]], stopping.MOST_TOKENS)
+        for tokens, labels in _first_documents(rows)
+    ]
+    [frequent] = Counter(token for answer in continued for token in set(answer)).most_common(1)
+    seldom = next(token for token in range(model.config.vocab_size) if sum(token in a for a in continued) == 1)
+    for token in (frequent[0], seldom):
+        expected = sum(token in answer for answer in continued)
+        assert stopping.count_stops(model, rows.read(0, len(rows)), [token]) == (stopping.QUESTIONS, expected)
+
+
+def _first_documents(rows: PackedRows) -> list[Document]:
+    batch = rows.read(0, len(rows))
+    found = []
+    for row in range(len(rows)):
+        columns = [batch[name][row].tolist() for name in ("input_ids", "labels", "position_ids")]
+        starts = [*(at for at, position in enumerate(columns[2]) if position == 0), SEQUENCE_LENGTH]
+        found += [(columns[0][start:stop], columns[1][start:stop]) for start, stop in pairwise(starts)]
+    return [document for document in found if _answers(document[1])][: stopping.QUESTIONS]
 
 
 def test_the_loss_is_that_of_each_document_alone(stranger: Path, documents: list[Document], packed: Path) -> None:

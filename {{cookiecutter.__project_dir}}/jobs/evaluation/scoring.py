@@ -10,8 +10,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 from jobs import weights
+from jobs.evaluation import stopping
 from jobs.evaluation.candidates import Candidate
-from jobs.preprocessing.conversations import NOT_TRAINED
+from jobs.preprocessing.conversations import NOT_TRAINED, eos_ids, load_tokenizer
 from jobs.training.packed import Batch, PackedRows, trained_tokens
 
 
@@ -67,16 +68,29 @@ class Scorer:
         self._device = torch.device(device)
         self._model = load(candidate, torch.bfloat16 if precision == "bf16" else torch.float32).to(self._device).eval()
         self._rows = PackedRows(data, "eval")
+        self._eos_ids = eos_ids(candidate.model, load_tokenizer(candidate.model))
         self._report = report
 
     def __call__(self, piece: dict[str, int]) -> dict[str, float]:
-        """The score of `rows` rows from position `first` on, with how many `tokens` they have and the `seconds`."""
+        """The score of `rows` rows from position `first` on, with how many `tokens` they have and the `seconds`.
+
+        With the first rows come the answers that were `generated`, and those that `stopped`.
+        """
+        generated, stopped = self._count_stops() if piece["first"] == 0 else (0, 0)
         started = time.perf_counter()
         batch = self._rows.read(piece["first"], piece["rows"])
-        scored = score(self._model, {name: column.to(self._device) for name, column in batch.items()})
+        scored = score(self._model, self._to_device(batch))
         self._report(rows=piece["rows"])
         seconds = time.perf_counter() - started
-        return scored._asdict() | {"tokens": batch["input_ids"].numel(), "seconds": seconds}
+        counts = {"tokens": batch["input_ids"].numel(), "generated": generated, "stopped": stopped}
+        return scored._asdict() | counts | {"seconds": seconds}
+
+    def _count_stops(self) -> tuple[int, int]:
+        batch = self._rows.read(0, min(stopping.QUESTIONS, len(self._rows)))
+        return stopping.count_stops(self._model, self._to_device(batch), self._eos_ids)
+
+    def _to_device(self, batch: Batch) -> Batch:
+        return {name: column.to(self._device) for name, column in batch.items()}
 
 
 def load(candidate: Candidate, dtype: torch.dtype) -> PreTrainedModel:

@@ -216,15 +216,18 @@ class ChatTemplate:
         has_marks = bool(MARKS.search(self.text))
         self._has_marks = given and has_marks  # a user's marks say what to train; a model's may cover its prompt, too
         self._marked = self.text if has_marks else _marked_by_trl(tokenizer)
+        if self._keeps_reasoning and not self._marked:
+            raise settings.Refusal(
+                f"past_reasoning = keep needs a template with marks, and TRL has none for {tokenizer.name_or_path}; "
+                "pass --past-reasoning served."
+            )
         self._reads_parts = False
         self._agrees: dict[object, bool] = {}
         self._stops: tuple[str, ...] = ()
         # where a generation prompt begins the reasoning, and what a conversation without reasoning has in its place
         self._opening = self._in_conversation = ""
-        self._closing = {
-            True: "",
-            False: "",
-        }  # by whether a turn calls tools: what ends it, where the template does not
+        # what ends a turn where the template does not, by whether the turn calls tools
+        self._closing = {True: "", False: ""}
         self._learn_stops(tokenizer)
         with contextlib.suppress(*ERRORS):  # those of a template that knows no tools
             self._ends(tokenizer, FEATURES["tool calls"][0], RESULT)
@@ -250,17 +253,30 @@ class ChatTemplate:
 
     def _documents(self, conversation: Conversation) -> list[Rendered]:
         trained = self._trained(conversation.messages)
-        whole = len(trained) == sum(message["role"] == "assistant" for message in conversation.messages)
-        if self._marked and whole:
-            marked = self._render(self._marked, conversation)
-            if self._has_marks or self._keeps_reasoning:
-                return [marked]
-            shape, marked = _shape(conversation), self._trimmed(marked)
-            if shape not in self._agrees:
-                self._agrees[shape] = [marked] == self._compared(conversation, trained)
-            if self._agrees[shape]:  # one call, where comparing takes two for each turn
-                return [marked]
+        if not self._marked:
+            return self._compared(conversation, trained)
+        if self._has_marks or self._keeps_reasoning:
+            return [self._chosen(conversation, trained)]
+        shape = (_shape(conversation), *sorted(trained))
+        if shape not in self._agrees:
+            self._agrees[shape] = self._compared(conversation, trained) == [self._chosen(conversation, trained)]
+        if self._agrees[shape]:  # one call, where comparing takes two for each turn
+            return [self._chosen(conversation, trained)]
         return self._compared(conversation, trained)
+
+    def _chosen(self, conversation: Conversation, trained: set[int]) -> Rendered:
+        """Return the text with the spans that the marks of the template give to the trained turns."""
+        messages, tools = conversation
+        text, spans = self._render(self._marked or self.text, conversation)
+        skipped = [at for at, message in enumerate(messages) if message["role"] == "assistant" and at not in trained]
+        for at in skipped:  # a template with marks renders what precedes a turn alike, whatever follows
+            start, stop = (
+                len(self._render(self._marked or self.text, Conversation(messages[:end], tools)).text)
+                for end in (at, at + 1)
+            )
+            spans = [span for span in spans if not start <= span[0] < stop]
+        rendered = Rendered(text, spans)
+        return rendered if self._has_marks else self._trimmed(rendered)
 
     def _trained(self, messages: list[Message]) -> set[int]:
         """Return the positions of the assistant messages that are trained."""
