@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -177,6 +178,55 @@ def test_a_single_turn_is_the_templates_own_text(folder: Path, name: str) -> Non
         assert document.text in (f"{original}{token}" for token in FAMILIES[name].eos)
     else:
         assert original.startswith(document.text)
+
+
+WORDS = (
+    *(
+        "yes",
+        "Sentences, with 12 numbers.",
+        "two\n\nparagraphs",
+        "\u00e9\u6f22",
+        "  spaces  ",
+        "line\n",
+        "\\n",
+        "'quoted'",
+    ),
+    *("/no_think", "I think so", "<think>\nhm\n</think>\n\nso", "</think>", "<tool_call>", "<|im_end|>", "List<int>"),
+    *("[INST]", "[1, 2]", "a [TOOL_CALLS] b", "{}", "x" * 3000, "\ue0000\ue001"),
+)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_learned_layout_gives_what_the_template_gives(folder: Path, name: str) -> None:
+    template, _ = load(folder, FAMILIES[name])
+    random = Random(name)
+    conversations = [TWO_TURNS]
+    for _ in range(60):
+        messages: list[Message] = [{"role": "system", "content": random.choice(WORDS)}] if random.random() < 0.3 else []
+        for _ in range(random.randint(1, 3)):
+            messages += [{"role": "user", "content": random.choice(WORDS)}, {"role": "assistant", "content": "-"}]
+            messages[-1]["content"] = random.choice(WORDS)
+            if random.random() < 0.3:
+                messages[-1] |= {"reasoning_content": random.choice(WORDS)}
+            if random.random() < 0.2:
+                messages[-1] |= {"weight": 0}
+        conversations.append(Conversation(messages))
+    for conversation, made in zip(conversations, template.batch(conversations), strict=True):
+        assert str(made) == str(template._documents_or_problem(conversation))
+    assert any(template._layouts.values()), "layouts are used"
+
+
+def test_a_template_that_looks_at_words_is_always_run(folder: Path) -> None:
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    tokenizer.chat_template = (
+        "{% for message in messages %}<|{{ message.role }}|>{{ message.content[:100] }}<|eos|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    template = ChatTemplate(tokenizer, [tokenizer.eos_token_id])
+    conversation = Conversation([QUESTION, ANSWER | {"content": "x" * 200}])
+    [document] = template.documents(conversation)
+    assert template.batch([conversation]) == [[document]]
+    assert document.text.count("x") == 100
 
 
 def test_reasoning_of_earlier_turns_is_as_served_or_kept(folder: Path) -> None:

@@ -9,17 +9,19 @@ goes on (Qwen3 drops earlier reasoning) gives one document for each such prefix.
 import contextlib
 import re
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 
 import settings
+from jobs.preprocessing import layout
+from jobs.preprocessing.layout import Conversation, Message, Rendered
 from jobs.preprocessing.options import PastReasoning, Turns
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-Message = dict[str, Any]
+MOST_LAYOUTS = 10_000  # learned; further shapes of conversations are rendered by the template
 MISMATCH = "its generation prompt is not how its answers begin"
 OPENED = re.compile(r"<(\w+)>\s*")  # a tag in a generation prompt
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -27,20 +29,6 @@ CHATML = "jobs/chat_templates/chatml.jinja"
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError)
 """What a template raises on messages that its author did not think of."""
-
-
-class Conversation(NamedTuple):
-    """Messages in the shape that chat templates read, and the tools that the assistant may call."""
-
-    messages: list[Message]
-    tools: list[dict[str, Any]] | None = None
-
-
-class Rendered(NamedTuple):
-    """A text and the spans of characters, (start, stop), that are trained."""
-
-    text: str
-    spans: list[tuple[int, int]]
 
 
 class Rejected(Exception):
@@ -163,21 +151,6 @@ def _with_parts(message: Message) -> Message:
     return message | {"content": [{"type": "text", "text": content}] if content else []}
 
 
-def _shape(conversation: Conversation) -> object:
-    """Return all that decides how a template treats the messages, but for their words."""
-    messages = tuple(
-        (
-            message["role"],
-            bool(message.get("reasoning_content")),
-            len(message.get("tool_calls") or ()),
-            message.get("content") is None,
-            (text := str(message.get("content", ""))) != text.strip() or "think>" in text,
-        )
-        for message in conversation.messages
-    )
-    return bool(conversation.tools), messages
-
-
 def remedy(tokenizer: "PreTrainedTokenizerFast") -> str:
     """Return what to set chat_template to, in words."""
     vocabulary = tokenizer.get_vocab()
@@ -211,18 +184,20 @@ class ChatTemplate:
         self.text: str = tokenizer.chat_template
         self.eos_ids = sorted(set(eos_ids))
         self._turns = turns
-        self._keeps_reasoning = past_reasoning == "keep"
         self._special_tokens = dict(tokenizer.special_tokens_map)
         has_marks = bool(MARKS.search(self.text))
         self._has_marks = given and has_marks  # a user's marks say what to train; a model's may cover its prompt, too
-        self._marked = self.text if has_marks else _marked_by_trl(tokenizer)
-        if self._keeps_reasoning and not self._marked:
+        self._marked: str | None = self.text if self._has_marks else None
+        if past_reasoning == "keep" and not self._marked:
+            self._marked = self.text if has_marks else _marked_by_trl(tokenizer)
+        if past_reasoning == "keep" and not self._marked:
             raise settings.Refusal(
                 f"past_reasoning = keep needs a template with marks, and TRL has none for {tokenizer.name_or_path}; "
                 "pass --past-reasoning served."
             )
+        self._knows_developer = "developer" in self.text
         self._reads_parts = False
-        self._agrees: dict[object, bool] = {}
+        self._layouts: dict[object, layout.Layout | None] = {}
         self._stops: tuple[str, ...] = ()
         # where a generation prompt begins the reasoning, and what a conversation without reasoning has in its place
         self._opening = self._in_conversation = ""
@@ -247,20 +222,40 @@ class ChatTemplate:
         except ERRORS as error:
             raise Rejected(f"the chat template refuses it: {_line(error)}") from None
 
+    def batch(self, conversations: list[Conversation]) -> list[list[Rendered] | Rejected]:
+        """Return for each conversation what `documents` returns or raises, in a fraction of the time."""
+        return [self._fast(conversation) for conversation in conversations]
+
+    def _fast(self, conversation: Conversation) -> list[Rendered] | Rejected:
+        shape = layout.shape(conversation)
+        if shape is None:
+            return self._documents_or_problem(conversation)
+        if shape not in self._layouts:
+            if len(self._layouts) == MOST_LAYOUTS:
+                return self._documents_or_problem(conversation)
+            self._layouts[shape] = self._learn_layout(conversation)
+        found = self._layouts[shape]
+        return found.fill(conversation) if found else self._documents_or_problem(conversation)
+
+    def _learn_layout(self, conversation: Conversation) -> layout.Layout | None:
+        try:
+            return layout.learn(conversation, self.documents)
+        except Rejected:
+            return None
+
+    def _documents_or_problem(self, conversation: Conversation) -> list[Rendered] | Rejected:
+        try:
+            return self.documents(conversation)
+        except Rejected as problem:
+            return problem
+
     def prompt(self, conversation: Conversation) -> str:
         """Return the text that a server renders for the messages, up to where the assistant begins."""
         return self._render(self.text, conversation, prompt=True).text
 
     def _documents(self, conversation: Conversation) -> list[Rendered]:
         trained = self._trained(conversation.messages)
-        if not self._marked:
-            return self._compared(conversation, trained)
-        if self._has_marks or self._keeps_reasoning:
-            return [self._chosen(conversation, trained)]
-        shape = (_shape(conversation), *sorted(trained))
-        if shape not in self._agrees:
-            self._agrees[shape] = self._compared(conversation, trained) == [self._chosen(conversation, trained)]
-        if self._agrees[shape]:  # one call, where comparing takes two for each turn
+        if self._marked:
             return [self._chosen(conversation, trained)]
         return self._compared(conversation, trained)
 
@@ -275,7 +270,10 @@ class ChatTemplate:
                 for end in (at, at + 1)
             )
             spans = [span for span in spans if not start <= span[0] < stop]
-        rendered = Rendered(text, spans)
+        return self._ended_rightly(Rendered(text, spans))
+
+    def _ended_rightly(self, rendered: Rendered) -> Rendered:
+        """Return a text with marks, trimmed unless the user has set the marks."""
         return rendered if self._has_marks else self._trimmed(rendered)
 
     def _trained(self, messages: list[Message]) -> set[int]:
@@ -341,23 +339,37 @@ class ChatTemplate:
         return written[: min(ends, default=0)]
 
     def _render(self, template: str, conversation: Conversation, *, prompt: bool = False) -> Rendered:
+        [rendered] = self._render_all(template, [conversation.messages], conversation.tools, prompt=prompt)
+        return rendered
+
+    def _render_all(
+        self,
+        template: str,
+        conversations: list[list[Message]],
+        tools: list[dict[str, Any]] | None = None,
+        *,
+        prompt: bool = False,
+    ) -> list[Rendered]:
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        messages = [{key: value for key, value in one.items() if key != "weight"} for one in conversation.messages]
-        if "developer" not in self.text:
-            messages = _with_developer_as_system(messages)
-        if self._reads_parts:
-            messages = [_with_parts(message) for message in messages]
-        marked = bool(MARKS.search(template)) and not prompt
-        (text,), *spans = render_jinja_template(
-            [messages],
-            tools=conversation.tools,
+        marked = template is self._marked and not prompt
+        texts, *spans = render_jinja_template(
+            [self._as_served(messages) for messages in conversations],
+            tools=tools,
             chat_template=template,
             add_generation_prompt=prompt,
             return_assistant_tokens_mask=marked,
             **self._special_tokens,
         )
-        return Rendered(text, [tuple(span) for span in spans[0][0]] if marked else [])
+        return [Rendered(*each) for each in zip(texts, spans[0] if marked else [[]] * len(texts), strict=True)]
+
+    def _as_served(self, messages: list[Message]) -> list[Message]:
+        """Return messages as vLLM hands them to the template."""
+        if any("weight" in message for message in messages):
+            messages = [{key: value for key, value in one.items() if key != "weight"} for one in messages]
+        if not self._knows_developer:
+            messages = _with_developer_as_system(messages)
+        return [_with_parts(message) for message in messages] if self._reads_parts else messages
 
     def _trimmed(self, rendered: Rendered) -> Rendered:
         """Return the text up to the last token that ends a turn, with spans that end there and touch no other."""

@@ -201,7 +201,8 @@ class Tokenize:
         A row has one document, or several where its template renders the past in another way later. A bad row has one
         without tokens, and with its `problem`. The rows are as `jobs.preprocessing.rows` reads them, or as published.
         """
-        rendered = [_or_problem(self._rendered, row) for row in table.to_pylist()]
+        read = [_or_problem(self._read, row) for row in table.to_pylist()]
+        rendered = self._rendered(read)
         texts = [each.text for good in rendered if not isinstance(good, BadRow) for each in good]
         encodings = iter(self.tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False))
         made: list[dict[str, Any]] = []
@@ -216,7 +217,9 @@ class Tokenize:
         Raises:
             BadRow: nothing can be trained on it.
         """
-        rendered = self._rendered(row)
+        [rendered] = self._rendered([self._read(row)])
+        if isinstance(rendered, BadRow):
+            raise rendered
         encodings = self.tokenizer.backend_tokenizer.encode_batch(
             [each.text for each in rendered], add_special_tokens=False
         )
@@ -225,23 +228,27 @@ class Tokenize:
             raise made
         return made
 
-    def _rendered(self, row: Mapping[str, Any]) -> list[Rendered]:
+    def _read(self, row: Mapping[str, Any]) -> Example:
         if row.get("problem"):
             raise BadRow(row["problem"])
         found = from_json(row["row"]) if isinstance(row.get("row"), bytes) else example(row)
-        if isinstance(found, Completion):
-            return [self._plain(found)]
-        if not self.template:
+        if isinstance(found, Conversation) and not self.template:
             raise settings.Refusal(
                 f"{self._model} has no chat template; set chat_template in [preprocess] to {remedy(self.tokenizer)}."
             )
-        try:
-            made = self.template.documents(found)
-        except Rejected as error:
-            raise BadRow(str(error)) from None
-        if not made:
-            raise BadRow("no assistant turn that is trained")
-        return made
+        return found
+
+    def _rendered(self, read: list[Example | BadRow]) -> list[list[Rendered] | BadRow]:
+        conversations = [found for found in read if isinstance(found, Conversation)]
+        made = iter(self.template.batch(conversations) if self.template else [])
+        return [
+            found
+            if isinstance(found, BadRow)
+            else [self._plain(found)]
+            if isinstance(found, Completion)
+            else _or_bad(next(made))
+            for found in read
+        ]
 
     def _plain(self, found: Completion) -> Rendered:
         """Return a text between the tokens that begin and end one, with all but its prompt trained."""
@@ -302,6 +309,12 @@ def _within(spans: list[tuple[int, int]], encoding: "Encoding") -> np.ndarray:
 def _token(encoding: "Encoding", characters: range) -> int | None:
     """Return the token of the first of these characters that has one: a normalizer may drop or join characters."""
     return next((token for at in characters if (token := encoding.char_to_token(at)) is not None), None)
+
+
+def _or_bad(made: list[Rendered] | Rejected) -> list[Rendered] | BadRow:
+    if isinstance(made, Rejected):
+        return BadRow(str(made))
+    return made or BadRow("no assistant turn that is trained")
 
 
 def _or_problem(make: Callable[..., T], *arguments: Any) -> T | BadRow:

@@ -1,0 +1,131 @@
+"""Render conversations of one shape without running their template for each.
+
+A template writes the texts of a conversation between fixed strings, which depend on roles and not on words. So what it
+makes of placeholders is the layout of every conversation with the same roles. A layout is used only if it gives what
+the template gives for texts of several kinds, and never for texts that templates look into.
+"""
+
+import re
+from collections.abc import Callable
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+Message = dict[str, Any]
+
+PLACEHOLDER = "\ue000{}\ue001"  # characters for private use, which no text has
+FIND_PLACEHOLDER = re.compile("\ue000(\\d+)\ue001")
+TEXTS = ("content", "reasoning_content")
+KNOWN = frozenset((*TEXTS, "role", "weight"))
+LOOKED_INTO = re.compile(r"\A\s|\s\Z|\A/|<[\w/|]|\[[A-Z/]|[Tt]hink|[\ue000\ue001]")
+"""Templates trim texts, split them at tags, and look for switches such as /no_think."""
+SAMPLES = (
+    "a",
+    "B2",
+    "Two words.\n\nA second paragraph: 1, 2, 3.",
+    "caf\u00e9 \u6f22\u5b57 \u2713",
+    "long " * 1000 + "text",
+    '{"json": ["or", "code"]}',
+    "# Title\n- item\n    indented",
+)
+
+
+class Conversation(NamedTuple):
+    """Messages in the shape that chat templates read, and the tools that the assistant may call."""
+
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None = None
+
+
+class Rendered(NamedTuple):
+    """A text and the spans of characters, (start, stop), that are trained."""
+
+    text: str
+    spans: list[tuple[int, int]]
+
+
+Render = Callable[[Conversation], list[Rendered]]
+
+
+def shape(conversation: Conversation) -> object | None:
+    """Return what a layout depends on: the roles, and system prompts themselves. None: the template must be run."""
+    if conversation.tools:
+        return None
+    found: list[object] = []
+    for message in conversation.messages:
+        if not message.keys() <= KNOWN:
+            return None
+        if message["role"] in ("user", "assistant"):
+            texts = _texts(message)
+            if not all(texts.values()) or any(map(LOOKED_INTO.search, texts.values())):
+                return None
+            found.append((message["role"], *texts, message.get("weight")))
+        else:
+            found.append((message["role"], message["content"]))
+    return tuple(found)
+
+
+class Layout:
+    """The documents of all conversations of one shape, with numbered gaps for their texts."""
+
+    def __init__(self, documents: list[tuple[list[str | int], list[tuple[int, int]]]]) -> None:
+        """Each document: fixed strings and the numbers of texts, and the spans of these pieces, [start, stop)."""
+        self._documents = documents
+
+    def fill(self, conversation: Conversation) -> list[Rendered]:
+        """Return the documents of a conversation."""
+        texts = _gaps(conversation)
+        made = []
+        for pieces, spans in self._documents:
+            written = [texts[piece] if isinstance(piece, int) else piece for piece in pieces]
+            ends = [0, *accumulate(map(len, written))]
+            made.append(Rendered("".join(written), [(ends[start], ends[stop]) for start, stop in spans]))
+        return made
+
+
+def learn(conversation: Conversation, render: Render) -> Layout | None:
+    """Return the layout of the shape of `conversation`, or None if it depends on words."""
+    count = len(_gaps(conversation))
+    documents = [_pieces(made) for made in render(_with(conversation, [PLACEHOLDER.format(n) for n in range(count)]))]
+    layout = Layout([document for document in documents if document])
+    for first in range(len(SAMPLES)):
+        sample = _with(conversation, [SAMPLES[(first + number) % len(SAMPLES)] for number in range(count)])
+        if layout.fill(sample) != render(sample):
+            return None
+    return layout
+
+
+def _pieces(made: Rendered) -> tuple[list[str | int], list[tuple[int, int]]] | None:
+    """Split a text with placeholders into pieces, of which none reaches over the edge of a span."""
+    gaps = {match.start(): match for match in FIND_PLACEHOLDER.finditer(made.text)}
+    edges = {0, len(made.text), *(edge for span in made.spans for edge in span)}
+    edges |= {edge for match in gaps.values() for edge in match.span()}
+    ordered = sorted(edges)
+    if any(start < edge < match.end() for start, match in gaps.items() for edge in ordered):
+        return None
+    pieces = [int(gaps[start][1]) if start in gaps else made.text[start:stop] for start, stop in pairwise(ordered)]
+    return pieces, [(ordered.index(start), ordered.index(stop)) for start, stop in made.spans]
+
+
+def _texts(message: Message) -> dict[str, str]:
+    return {key: message[key] for key in TEXTS if key in message}
+
+
+def _gaps(conversation: Conversation) -> list[str]:
+    return [
+        text
+        for message in conversation.messages
+        if message["role"] in ("user", "assistant")
+        for text in _texts(message).values()
+    ]
+
+
+def _with(conversation: Conversation, texts: list[str]) -> Conversation:
+    """Return the conversation with other texts in its gaps."""
+    following = iter(texts)
+    messages = [
+        message | {key: next(following) for key in _texts(message)}
+        if message["role"] in ("user", "assistant")
+        else message
+        for message in conversation.messages
+    ]
+    return conversation._replace(messages=messages)
