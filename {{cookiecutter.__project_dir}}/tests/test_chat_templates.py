@@ -216,6 +216,15 @@ def test_a_learned_layout_gives_what_the_template_gives(folder: Path, name: str)
     assert any(template._layouts.values()), "layouts are used"
 
 
+def test_an_answer_that_holds_the_models_stop_is_rejected_not_cut(folder: Path) -> None:
+    template, _ = load(folder, FAMILIES["MiniMax M2"])
+    conversation = Conversation([QUESTION, ANSWER | {"content": "before [e~[ after"}])
+    with pytest.raises(Rejected, match=r"an answer contains \[e~\[, at which the model stops"):
+        template.documents(conversation)
+    [rejected] = template.batch([conversation])
+    assert isinstance(rejected, Rejected)
+
+
 def test_a_template_that_looks_at_words_is_always_run(folder: Path) -> None:
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     tokenizer.chat_template = (

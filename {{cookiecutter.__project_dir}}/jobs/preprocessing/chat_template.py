@@ -99,7 +99,7 @@ def features(conversation: Conversation) -> Iterator[str]:
 
 def _marked_by_trl(tokenizer: "PreTrainedTokenizerFast") -> str | None:
     """Return TRL's template with marks for a template that it knows. It keeps all reasoning of the past."""
-    from trl.chat_template_utils import get_training_chat_template  # here: it takes a second
+    from trl.chat_template_utils import get_training_chat_template  # here: it takes three seconds
 
     try:
         return get_training_chat_template(tokenizer)
@@ -217,6 +217,7 @@ class ChatTemplate:
         lost = next((name for name in features(conversation) if name in self.dropped), None)
         if lost:
             raise Rejected(f"the chat template does not render {lost}")
+        self._reject_stops(conversation)
         try:
             return self._documents(conversation)
         except ERRORS as error:
@@ -228,7 +229,7 @@ class ChatTemplate:
 
     def _fast(self, conversation: Conversation) -> list[Rendered] | Rejected:
         shape = layout.shape(conversation)
-        if shape is None:
+        if shape is None or any(map(self._stop_in, conversation.messages)):
             return self._documents_or_problem(conversation)
         if shape not in self._layouts:
             if len(self._layouts) == MOST_LAYOUTS:
@@ -236,6 +237,18 @@ class ChatTemplate:
             self._layouts[shape] = self._learn_layout(conversation)
         found = self._layouts[shape]
         return found.fill(conversation) if found else self._documents_or_problem(conversation)
+
+    def _reject_stops(self, conversation: Conversation) -> None:
+        for message in conversation.messages:
+            if stop := self._stop_in(message):
+                raise Rejected(f"an answer contains {stop}, at which the model stops")
+
+    def _stop_in(self, message: Message) -> str | None:
+        """Return the token in an answer at which the model would stop halfway."""
+        if message["role"] != "assistant":
+            return None
+        texts = (message["content"], message.get("reasoning_content", ""))
+        return next((stop for stop in self._stops if any(stop in text for text in texts)), None)
 
     def _learn_layout(self, conversation: Conversation) -> layout.Layout | None:
         try:
@@ -270,10 +283,7 @@ class ChatTemplate:
                 for end in (at, at + 1)
             )
             spans = [span for span in spans if not start <= span[0] < stop]
-        return self._ended_rightly(Rendered(text, spans))
-
-    def _ended_rightly(self, rendered: Rendered) -> Rendered:
-        """Return a text with marks, trimmed unless the user has set the marks."""
+        rendered = Rendered(text, spans)
         return rendered if self._has_marks else self._trimmed(rendered)
 
     def _trained(self, messages: list[Message]) -> set[int]:
@@ -339,29 +349,18 @@ class ChatTemplate:
         return written[: min(ends, default=0)]
 
     def _render(self, template: str, conversation: Conversation, *, prompt: bool = False) -> Rendered:
-        [rendered] = self._render_all(template, [conversation.messages], conversation.tools, prompt=prompt)
-        return rendered
-
-    def _render_all(
-        self,
-        template: str,
-        conversations: list[list[Message]],
-        tools: list[dict[str, Any]] | None = None,
-        *,
-        prompt: bool = False,
-    ) -> list[Rendered]:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         marked = template is self._marked and not prompt
-        texts, *spans = render_jinja_template(
-            [self._as_served(messages) for messages in conversations],
-            tools=tools,
+        [text], *spans = render_jinja_template(
+            [self._as_served(conversation.messages)],
+            tools=conversation.tools,
             chat_template=template,
             add_generation_prompt=prompt,
             return_assistant_tokens_mask=marked,
             **self._special_tokens,
         )
-        return [Rendered(*each) for each in zip(texts, spans[0] if marked else [[]] * len(texts), strict=True)]
+        return Rendered(text, spans[0][0] if marked else [])
 
     def _as_served(self, messages: list[Message]) -> list[Message]:
         """Return messages as vLLM hands them to the template."""
