@@ -127,7 +127,9 @@ def _outcome(partitions: list[shards.Partition]) -> dict[str, Any]:
 def _part(made: list[shards.Shard]) -> dict[str, Any]:
     counts = ("rows", "documents", "cut_documents", "tokens", "trained_tokens")
     files = [{"name": shard.name, "rows": shard.rows} for shard in made]
-    return {"files": files} | {count: sum(getattr(shard, count) for shard in made) for count in counts}
+    lengths = sum((Counter(shard.lengths) for shard in made), Counter())
+    summed = {count: sum(getattr(shard, count) for shard in made) for count in counts}
+    return {"files": files} | summed | {"lengths": {str(bound): lengths[bound] for bound in sorted(lengths)}}
 
 
 def _make_shards(source: rows.Source, plan: shards.Plan, tokenize: Tokenize) -> list[shards.Partition]:
@@ -212,10 +214,14 @@ def _print_summary(manifest: dict[str, Any], plan: shards.Plan) -> None:
     for part in PARTS:
         counts = manifest[part]
         filled = counts["tokens"] / max(1, counts["rows"] * plan.sequence_length)
+        trained = counts["trained_tokens"] / max(1, counts["tokens"])
         print(
-            f"{part}: {counts['documents']:,} conversations ({counts['cut_documents']:,} cut) in {counts['rows']:,} "
-            f"rows of {plan.sequence_length} tokens: {filled:.1%} filled, {counts['trained_tokens']:,} tokens trained"
+            f"{part}: {counts['documents']:,} documents ({counts['cut_documents']:,} cut) in {counts['rows']:,} "
+            f"rows of {plan.sequence_length} tokens: {filled:.1%} filled, {counts['trained_tokens']:,} tokens "
+            f"({trained:.0%}) trained"
         )
+        if counts["lengths"]:
+            print(f"  tokens: {', '.join(f'up to {bound}: {count:,}' for bound, count in counts['lengths'].items())}")
     print(f"{manifest['rows_rejected']:,} of {manifest['rows_read']:,} rows were bad.")
     print(f"Written to {plan.output}.")
 

@@ -117,6 +117,7 @@ def test_the_manifest_counts_what_is_there(made: Path) -> None:
         assert [len(table) for table in tables] == [file["rows"] for file in recorded[part]["files"]]
         labels = pa.concat_tables(tables)["labels"].combine_chunks().flatten().to_numpy()
         assert recorded[part]["trained_tokens"] == np.count_nonzero(labels != NOT_TRAINED)
+        assert sum(recorded[part]["lengths"].values()) == recorded[part]["documents"]
         assert all(table.schema.field("labels").type == pa.list_(pa.int32(), 128) for table in tables)
     assert recorded["train"]["tokens"] / (recorded["train"]["rows"] * 128) > 0.94
 

@@ -15,7 +15,8 @@ class PreprocessOptions(settings.Section):
     """The [preprocess] section of settings.toml."""
 
     input: str
-    """Parquet or JSONL with conversations, instructions and answers, or text: a file, folder, glob or s3:// URI."""
+    """Parquet or JSONL with conversations, instructions and answers, or text: a file, folder, glob, s3:// URI, or
+    hf://datasets/OWNER/NAME."""
     output: str
     """Folder or s3:// URI for the packed data."""
     shared_paths: tuple[str, ...] = ()

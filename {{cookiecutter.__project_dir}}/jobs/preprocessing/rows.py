@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice
 from pathlib import PurePosixPath
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import pyarrow as pa
 import pyarrow.fs
@@ -32,6 +32,9 @@ from jobs.preprocessing.row_formats import (
 )
 from settings import Refusal
 
+if TYPE_CHECKING:
+    from huggingface_hub import HfFileSystem
+
 PIECE_BYTES = 32 * 2**20  # of a file, read by one task
 PARQUET_ROWS = 128  # decoded together: rows can be long
 BATCH_BYTES = 4 * 2**20  # of rows, handed on together
@@ -42,6 +45,8 @@ ROWS = pa.schema(
         ("problem", pa.string()),
     ]
 )
+
+HUB = "hf://"
 
 Found = dict[str, Any] | bytes
 """A row as it stands in a file: a parquet row, or a line of JSONL."""
@@ -102,18 +107,43 @@ def find(name: str, section: str = "preprocess") -> Source:
         Refusal: there is no such file, or it cannot be read.
     """
     try:
-        filesystem, path = pyarrow.fs.FileSystem.from_uri(name)
+        filesystem, path = _on_the_hub(name) if name.startswith(HUB) else pyarrow.fs.FileSystem.from_uri(name)
         found = list_files(filesystem, path)
     except (OSError, pa.ArrowInvalid) as error:
         raise Refusal(f"{name} cannot be read ({error}); correct input in [{section}], or pass --input.") from None
     files = sorted(
-        File(info.path, info.size, info.mtime_ns)
+        File(info.path, info.size, info.mtime_ns or 0)
         for info in found
         if info.is_file and PurePosixPath(info.path).suffix in TEXT_PER_BYTE
     )
     if not files:
         raise Refusal(f"no .parquet or .jsonl file is at {name}; correct input in [{section}], or pass --input.")
     return Source(name, filesystem, files)
+
+
+def _on_the_hub(uri: str) -> tuple[pyarrow.fs.FileSystem, str]:
+    """Return the hub as a file system, and the path there. A data set alone is its train split in the hub's parquet."""
+    from huggingface_hub import HfFileSystem
+
+    hub, path = HfFileSystem(), uri.removeprefix(HUB)
+    if re.fullmatch(r"datasets/[^/@]+/[^/@]+", path):
+        path = _only(hub, _only(hub, f"{path}@~parquet", "default"), "train")
+    return pyarrow.fs.PyFileSystem(pyarrow.fs.FSSpecHandler(hub)), path
+
+
+def _only(hub: "HfFileSystem", folder: str, preferred: str) -> str:
+    """Return the folder named `preferred` in a folder, or the only one there.
+
+    Raises:
+        Refusal: there are several others.
+    """
+    entries = cast("list[dict[str, Any]]", hub.ls(folder, detail=True))
+    found = [entry["name"] for entry in entries if entry["type"] == "directory"]
+    chosen = [path for path in found if path.endswith(f"/{preferred}")] or found
+    if len(chosen) == 1:
+        return chosen[0]
+    names = ", ".join(path.rpartition("/")[2] for path in found)
+    raise Refusal(f"{HUB}{folder} has {names}; name one: --input {HUB}{found[0]}")
 
 
 class Head(NamedTuple):

@@ -46,6 +46,8 @@ class Shard(BaseModel):
     cut_documents: int
     tokens: int
     trained_tokens: int
+    lengths: dict[int, int]
+    """How many documents have at most so many tokens, and more than half as many: by powers of two."""
     sha256: str
 
 
@@ -144,8 +146,15 @@ def _write_shard(documents: pa.Table, plan: Plan, pad_id: int, name: str) -> Sha
         cut_documents=pc.sum(documents["cut"]).as_py(),
         tokens=pc.sum(pc.list_value_length(documents["input_ids"])).as_py(),
         trained_tokens=int(np.count_nonzero(columns[1] != NOT_TRAINED)),
+        lengths=_lengths(documents),
         sha256=_hash(columns),
     )
+
+
+def _lengths(documents: pa.Table) -> dict[int, int]:
+    lengths = pc.list_value_length(documents["input_ids"]).to_numpy()
+    bounds, counts = np.unique(2 ** np.ceil(np.log2(lengths)).astype(int), return_counts=True)
+    return dict(zip(bounds.tolist(), counts.tolist(), strict=True))
 
 
 def _hash(columns: list[np.ndarray]) -> str:

@@ -1,0 +1,149 @@
+"""Read a data set from a hub: a fake one, which answers as huggingface.co does, asked by the real client."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import settings
+
+ROWS = [{"instruction": f"question {number}", "output": f"answer {number}", "id": number} for number in range(5)]
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+READ = """
+import json, pickle, sys
+from jobs.preprocessing import rows
+from settings import Refusal
+try:
+    source = pickle.loads(pickle.dumps(rows.find(sys.argv[1])))  # Ray sends it to its workers
+except Refusal as error:
+    sys.exit(str(error))
+print(json.dumps([json.loads(row["row"]) for row in rows.head(source, 10).rows]))
+"""
+
+
+class Hub(BaseHTTPRequestHandler):
+    """The requests that HfFileSystem makes: of a repository, of folders and files in it, and for their bytes."""
+
+    protocol_version = "HTTP/1.1"
+    files: dict[str, bytes]
+
+    def do_GET(self) -> None:
+        path = unquote(self.path.partition("?")[0])
+        if match := re.fullmatch(r"/api/datasets/acme/([^/]+)(?:/revision/.+)?", path):
+            known = any(file.startswith(f"{match[1]}/") for file in self.files)
+            self._json({"id": f"acme/{match[1]}", "sha": COMMIT, "siblings": []} if known else None)
+        elif match := re.fullmatch(r"/api/datasets/acme/([^/]+)/tree/~parquet/?(.*)", path):
+            self._json(self._tree(match[1], match[2]))
+        elif match := re.fullmatch(r"/datasets/acme/([^/]+)/resolve/~parquet/(.+)", path):
+            self._bytes(self.files.get(f"{match[1]}/{match[2]}"))
+        else:
+            self._json(None)
+
+    do_HEAD = do_GET
+
+    def _tree(self, name: str, folder: str) -> list[dict]:
+        below = [file.removeprefix(f"{name}/") for file in self.files if file.startswith(f"{name}/")]
+        prefix = f"{folder}/" if folder else ""
+        children = sorted(
+            {prefix + path.removeprefix(prefix).split("/")[0] for path in below if path.startswith(prefix)}
+        )
+        return [one for child in children for one in self._described(name, child)]
+
+    def _described(self, name: str, path: str) -> list[dict]:
+        if content := self.files.get(f"{name}/{path}"):
+            return [{"type": "file", "path": path, "size": len(content), "oid": COMMIT}]
+        is_folder = any(file.startswith(f"{name}/{path}/") for file in self.files)
+        return [{"type": "directory", "path": path, "oid": COMMIT}] if is_folder else []
+
+    def _bytes(self, content: bytes | None) -> None:
+        if content is None:
+            self._json(None)
+            return
+        start, stop = 0, len(content)
+        if match := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
+            start, stop = int(match[1]), min(len(content), int(match[2] or len(content)) + 1)
+        self._answer(206 if "Range" in self.headers else 200, content[start:stop], "application/octet-stream")
+
+    def _json(self, value: object | None) -> None:
+        if value is None:
+            self._answer(404, b'{"error": "not found"}', "application/json")
+        else:
+            self._answer(200, json.dumps(value).encode(), "application/json")
+
+    def _answer(self, status: int, content: bytes, kind: str) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("ETag", f'"{COMMIT}"')
+        self.send_header("X-Repo-Commit", COMMIT)
+        if status == 404:
+            self.send_header("X-Error-Code", "RepoNotFound" if "/tree/" not in self.path else "EntryNotFound")
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Keep the tests quiet."""
+
+
+@pytest.fixture(scope="module")
+def hub() -> Iterator[str]:
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.Table.from_pylist(ROWS), sink)
+    content = sink.getvalue().to_pybytes()
+    files = {
+        "simple/default/train/0000.parquet": content,
+        "simple/default/test/0000.parquet": content,
+        "languages/de/train/0000.parquet": content,
+        "languages/en/train/0000.parquet": content,
+    }
+    handler = type("Handler", (Hub,), {"files": files})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def read(hub: str, uri: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
+    """Read a source in a process of its own: huggingface_hub reads its address when it is imported."""
+    environment = os.environ | {"HF_ENDPOINT": hub, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
+    command = [sys.executable, "-c", READ, uri]
+    return subprocess.run(command, env=environment, cwd=settings.PROJECT, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("name", ["simple", "languages@~parquet/de/train"])
+def test_a_data_set_of_the_hub_is_read(hub: str, tmp_path: Path, name: str) -> None:
+    done = read(hub, f"hf://datasets/acme/{name}", tmp_path)
+    assert done.returncode == 0, done.stderr
+    answers = [row["messages"][1]["content"] for row in json.loads(done.stdout.splitlines()[-1])]
+    assert answers == [row["output"] for row in ROWS]
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        (
+            "languages",
+            "hf://datasets/acme/languages@~parquet has de, en; name one: --input hf://datasets/acme/languages@",
+        ),
+        ("missing", "hf://datasets/acme/missing cannot be read"),
+    ],
+)
+def test_a_data_set_that_cannot_be_chosen_is_one_sentence(hub: str, tmp_path: Path, name: str, sentence: str) -> None:
+    done = read(hub, f"hf://datasets/acme/{name}", tmp_path)
+    assert done.returncode == 1
+    assert sentence in done.stderr.splitlines()[-1]
