@@ -61,6 +61,7 @@ def main(options: PreprocessOptions) -> None:
         eval_share=options.eval_share,
         seed=options.seed,
         partitions=_partitions(source, options.shard_mib),
+        deduplicate=options.deduplicate,
     )
     recipe = _recipe(source, plan, options, tokenize)
     output = Output(plan.output)
@@ -106,7 +107,7 @@ def _recipe(source: rows.Source, plan: shards.Plan, options: PreprocessOptions, 
             "eos_ids": tokenize.eos_ids,
         },
         "chat_template_hash": hashlib.sha256((tokenizer.chat_template or "").encode()).hexdigest(),
-        **{name: getattr(options, name) for name in ("turns", "past_reasoning", "overlong")},
+        **{name: getattr(options, name) for name in ("turns", "past_reasoning", "overlong", "deduplicate")},
     }
 
 
@@ -117,6 +118,7 @@ def _outcome(partitions: list[shards.Partition]) -> dict[str, Any]:
     hashes = "".join(shard.sha256 for part in PARTS for shard in made[part])
     return {
         "rows_read": sum(partition.rows for partition in partitions),
+        "rows_duplicate": sum(partition.duplicates for partition in partitions),
         "rows_rejected": rejected.total(),
         "rejected_by_reason": dict(sorted(rejected.items())),
         **{part: _part(made[part]) for part in PARTS},
@@ -222,7 +224,8 @@ def _print_summary(manifest: dict[str, Any], plan: shards.Plan) -> None:
         )
         if counts["lengths"]:
             print(f"  tokens: {', '.join(f'up to {bound}: {count:,}' for bound, count in counts['lengths'].items())}")
-    print(f"{manifest['rows_rejected']:,} of {manifest['rows_read']:,} rows were bad.")
+    duplicates = f", {manifest['rows_duplicate']:,} were duplicates" if plan.deduplicate else ""
+    print(f"{manifest['rows_rejected']:,} of {manifest['rows_read']:,} rows were bad{duplicates}.")
     print(f"Written to {plan.output}.")
 
 

@@ -222,6 +222,18 @@ def test_bad_rows_are_written_aside_with_their_reasons(assets: Path, tmp_path: P
     assert {"problem": "not valid JSON", "row": '{"messages": ['} in rejected
 
 
+@pytest.mark.parametrize("deduplicate", [False, True])
+def test_identical_rows_are_used_once_when_told(
+    assets: Path, tmp_path: Path, ray_session: None, deduplicate: bool
+) -> None:
+    other = {"messages": [GOOD["messages"][0], {"role": "assistant", "content": "Another answer"}]}
+    file = write_rows(tmp_path / "rows.jsonl", [GOOD, other, GOOD | {"id": 1}, GOOD, other | {"id": 2}])
+    preprocess.main(options(assets, tmp_path, input=str(file), eval_share=0, deduplicate=deduplicate))
+    recorded = manifest(tmp_path)
+    assert (recorded["rows_read"], recorded["rows_duplicate"]) == (5, 3 if deduplicate else 0)
+    assert recorded["train"]["documents"] == (2 if deduplicate else 5)
+
+
 def test_too_many_bad_rows_are_refused(assets: Path, tmp_path: Path, ray_session: None) -> None:
     file = write_rows(tmp_path / "rows.jsonl", [GOOD] * 9 + [SILENT])
     with pytest.raises(settings.Refusal, match=r"1 of 10 rows are bad \(no assistant turn: 1\)"):

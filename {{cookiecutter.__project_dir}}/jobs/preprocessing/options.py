@@ -33,6 +33,8 @@ class PreprocessOptions(settings.Section):
     """What becomes of conversations with more tokens: truncate their end, drop them, or stop with an error."""
     sequence_length: PositiveInt
     """Tokens in each packed row."""
+    deduplicate: bool = False
+    """Use identical rows once."""
     eval_share: float = Field(ge=0, lt=1)
     """Share of the rows held out for evaluation, 0 to 1, chosen by a hash of the row."""
     max_bad_share: float = Field(ge=0, le=1)

@@ -35,6 +35,7 @@ class Plan:
     eval_share: float
     seed: int
     partitions: int
+    deduplicate: bool = False
 
 
 class Shard(BaseModel):
@@ -56,6 +57,8 @@ class Partition(BaseModel):
 
     number: int
     rows: int
+    duplicates: int
+    """Rows that were left out, as another one is identical."""
     rejected: dict[str, int]
     train: Shard | None
     eval: Shard | None
@@ -82,8 +85,10 @@ def write(rows: pa.Table, plan: Plan, shared: ObjectRef, report: Callable[..., A
     Raises:
         Refusal: there is no room on the disk.
     """
-    number = rows["partition"][0].as_py()
+    number, read = rows["partition"][0].as_py(), len(rows)
     rows = rows.sort_by("key")
+    if plan.deduplicate:
+        rows = _without_duplicates(rows)
     tokenize = fetch(shared)
     documents = _documents(rows, tokenize, report)
     pad_id = padding_id(tokenize.tokenizer)
@@ -95,12 +100,19 @@ def write(rows: pa.Table, plan: Plan, shared: ObjectRef, report: Callable[..., A
     name = f"part-{number:05d}.parquet"
     partition = Partition(
         number=number,
-        rows=len(rows),
+        rows=read,
+        duplicates=read - len(rows),
         rejected=rejected,
         train=_write_shard(documents.filter(pc.and_not(good, evaluated)), plan, pad_id, f"train/{name}"),
         eval=_write_shard(documents.filter(pc.and_(good, evaluated)), plan, pad_id, f"eval/{name}"),
     )
     return pa.table({"summary": [partition.model_dump_json()]})
+
+
+def _without_duplicates(rows: pa.Table) -> pa.Table:
+    """Return the first of each run of rows with the same key; identical rows have one, and are of one partition."""
+    keys = rows["key"].combine_chunks()
+    return rows.filter(pa.concat_arrays([pa.array([True]), pc.not_equal(keys[1:], keys[:-1])]))
 
 
 def _documents(rows: pa.Table, tokenize: Tokenize, report: Callable[..., Any]) -> pa.Table:
