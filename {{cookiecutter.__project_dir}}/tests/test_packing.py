@@ -1,6 +1,7 @@
 """Conversations become tokens, and documents become rows: what is trained, and that no document sees another."""
 
 import json
+import shutil
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -282,6 +283,17 @@ def test_a_model_without_a_template_is_refused(model_folder: str, tmp_path: Path
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(settings.Refusal, match="has no chat template; set chat_template"):
         encode(Tokenize(str(tmp_path), 128), QUESTION, ANSWER)
+
+
+def test_mistrals_own_tokenizer_file_is_not_taken(model_folder: str, tmp_path: Path) -> None:
+    """mistral-common's class, which such a file selects, has neither offsets nor a chat template."""
+    mistral_common = pytest.importorskip("mistral_common", reason="vLLM brings it, on Linux")
+    shutil.copytree(model_folder, tmp_path / "model")
+    tekken = Path(mistral_common.__file__).parent / "data" / "tekken_240718.json"
+    (tmp_path / "model" / "tekken.json").symlink_to(tekken)
+    config = tmp_path / "model" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": "mistral"}))
+    assert len(Tokenize(str(tmp_path / "model"), 128).documents({"messages": [QUESTION, ANSWER]})) == 1
 
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
