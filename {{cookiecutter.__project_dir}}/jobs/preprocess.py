@@ -50,55 +50,64 @@ PARTS = ("train", "eval")
 
 def main(options: PreprocessOptions) -> None:
     """Turn conversations into packed rows of tokens, of which only the assistant's are trained."""
-    source = rows.find(settings.resolve(options.input))
+    sources = rows.find_all(options.input, options.mix)
     tokenize = load(options)
-    head = rows.head(source, max(options.show, HEAD_ROWS))
-    _describe(head, source)
-    _show(head.rows, options.show, tokenize)
+    for source in sources:
+        head = rows.head(source, max(options.show, HEAD_ROWS))
+        _describe(head, source)
+        _show(head.rows, options.show, tokenize)
     plan = shards.Plan(
         output=settings.resolve(options.output),
         sequence_length=options.sequence_length,
         eval_share=options.eval_share,
         seed=options.seed,
-        partitions=_partitions(source, options.shard_mib),
+        partitions=_partitions(sources, options.shard_mib),
         deduplicate=options.deduplicate,
     )
-    recipe = _recipe(source, plan, options, tokenize)
+    recipe = _recipe(sources, plan, options, tokenize)
     output = Output(plan.output)
     if output.holds(recipe):
         print(f"{plan.output} is already made from this input with these settings; nothing to do.")
         return
     cli.connect()
-    capacity.refuse_private_paths({"input": source.name, "output": plan.output}, options.shared_paths, "preprocess")
+    for source in sources:
+        paths = {"input": source.name, "output": plan.output}
+        capacity.refuse_private_paths(paths, options.shared_paths, "preprocess")
     output.begin(options.overwrite)
-    partitions = _make_shards(source, plan, tokenize)
-    manifest = recipe | _outcome(partitions)
+    partitions = _make_shards(sources, plan, tokenize)
+    manifest = recipe | _outcome(partitions, sources)
     _check(manifest, options, plan)
     output.finish(manifest)
     _print_summary(manifest, plan)
 
 
-def _partitions(source: rows.Source, shard_mib: float) -> int:
+def _partitions(sources: list[rows.Source], shard_mib: float) -> int:
     """How many partitions: a power of two, so that about the same input, split into other files, gives as many."""
-    return 1 << int((source.text_size - 1) / (shard_mib * 2**20)).bit_length()
+    size = sum(int(source.text_size * source.weight) for source in sources)
+    return 1 << int((size - 1) / (shard_mib * 2**20)).bit_length()
 
 
-def _recipe(source: rows.Source, plan: shards.Plan, options: PreprocessOptions, tokenize: Tokenize) -> dict[str, Any]:
+def _recipe(
+    sources: list[rows.Source], plan: shards.Plan, options: PreprocessOptions, tokenize: Tokenize
+) -> dict[str, Any]:
     """The part of the manifest that is known beforehand, and decides the rest of it."""
     tokenizer = tokenize.tokenizer
-    files = json.dumps(source.files)
     return {
         "format": 2,
         "sequence_length": plan.sequence_length,
         "seed": plan.seed,
         "eval_share": plan.eval_share,
         "partitions": plan.partitions,
-        "input": {
-            "name": source.name,
-            "files": len(source.files),
-            "bytes": source.size,
-            "hash": hashlib.sha256(files.encode()).hexdigest(),
-        },
+        "input": [
+            {
+                "name": source.name,
+                "weight": source.weight,
+                "files": len(source.files),
+                "bytes": source.size,
+                "hash": hashlib.sha256(json.dumps(source.files).encode()).hexdigest(),
+            }
+            for source in sources
+        ],
         "tokenizer": {
             "model": weights.find(options.model),
             "hash": tokenizer_hash(tokenizer),
@@ -111,7 +120,7 @@ def _recipe(source: rows.Source, plan: shards.Plan, options: PreprocessOptions, 
     }
 
 
-def _outcome(partitions: list[shards.Partition]) -> dict[str, Any]:
+def _outcome(partitions: list[shards.Partition], sources: list[rows.Source]) -> dict[str, Any]:
     """The part of the manifest that is known afterwards."""
     rejected = sum((Counter(partition.rejected) for partition in partitions), Counter())
     made = {part: [shard for partition in partitions if (shard := getattr(partition, part))] for part in PARTS}
@@ -121,9 +130,15 @@ def _outcome(partitions: list[shards.Partition]) -> dict[str, Any]:
         "rows_duplicate": sum(partition.duplicates for partition in partitions),
         "rows_rejected": rejected.total(),
         "rejected_by_reason": dict(sorted(rejected.items())),
+        "sources": {source.name: _of_source(partitions, number) for number, source in enumerate(sources)},
         **{part: _part(made[part]) for part in PARTS},
         "content_hash": hashlib.sha256(hashes.encode()).hexdigest(),
     }
+
+
+def _of_source(partitions: list[shards.Partition], number: int) -> dict[str, int]:
+    counts = sum((Counter(partition.sources.get(number, {})) for partition in partitions), Counter())
+    return {count: counts[count] for count in ("documents", "tokens", "trained_tokens")}
 
 
 def _part(made: list[shards.Shard]) -> dict[str, Any]:
@@ -134,9 +149,9 @@ def _part(made: list[shards.Shard]) -> dict[str, Any]:
     return {"files": files} | summed | {"lengths": {str(bound): lengths[bound] for bound in sorted(lengths)}}
 
 
-def _make_shards(source: rows.Source, plan: shards.Plan, tokenize: Tokenize) -> list[shards.Partition]:
-    with DataContext.current(_data_context()), Progress(_Line(source.size)) as progress:
-        keyed = rows.dataset(source, progress.report).map_batches(
+def _make_shards(sources: list[rows.Source], plan: shards.Plan, tokenize: Tokenize) -> list[shards.Partition]:
+    with DataContext.current(_data_context()), Progress(_Line(sum(source.size for source in sources))) as progress:
+        keyed = rows.dataset(sources, plan.seed, progress.report).map_batches(
             partial(rows.assign, seed=plan.seed, places=rows.places(plan.partitions)),
             batch_size=None,
             batch_format="pyarrow",
@@ -224,6 +239,9 @@ def _print_summary(manifest: dict[str, Any], plan: shards.Plan) -> None:
         )
         if counts["lengths"]:
             print(f"  tokens: {', '.join(f'up to {bound}: {count:,}' for bound, count in counts['lengths'].items())}")
+    if len(manifest["sources"]) > 1:
+        for name, counts in manifest["sources"].items():
+            print(f"  {name}: {counts['documents']:,} documents, {counts['tokens']:,} tokens")
     duplicates = f", {manifest['rows_duplicate']:,} were duplicates" if plan.deduplicate else ""
     print(f"{manifest['rows_rejected']:,} of {manifest['rows_read']:,} rows were bad{duplicates}.")
     print(f"Written to {plan.output}.")

@@ -30,19 +30,20 @@ class Recipe(NamedTuple):
 
     input: str
     tokenize: Tokenize
+    mix: tuple[str, ...] = ()
 
 
 def read_recipe(model: str) -> Recipe:
     """The rows of [preprocess], for the tokenizer of `model`."""
     options = settings.load(PreprocessOptions, "preprocess")
-    return Recipe(settings.resolve(options.input), load(options, model))
+    return Recipe(settings.resolve(options.input), load(options, model), options.mix)
 
 
 def dataset(recipe: Recipe) -> ray.data.Dataset:
     """The packed rows, in the order of the input."""
     ray.data.DataContext.get_current().enable_progress_bars = False
     shared = ray.put(recipe.tokenize)
-    return rows.dataset(rows.find(recipe.input)).map_batches(
+    return rows.dataset(rows.find_all(recipe.input, recipe.mix)).map_batches(
         functools.partial(_packed, shared=shared), batch_size=DOCUMENTS_PACKED_TOGETHER, batch_format="pyarrow"
     )
 

@@ -234,6 +234,39 @@ def test_identical_rows_are_used_once_when_told(
     assert recorded["train"]["documents"] == (2 if deduplicate else 5)
 
 
+def test_a_weight_is_how_often_each_row_is_used(assets: Path, tmp_path: Path, ray_session: None) -> None:
+    for name in ("once", "half", "more"):
+        found = [{"instruction": f"{name} {number}", "output": f"answer {number}"} for number in range(400)]
+        write_rows(tmp_path / f"{name}.jsonl", found)
+    mix = (f"{tmp_path}/half.jsonl=0.5", f"{tmp_path}/more.jsonl=2.25")
+    preprocess.main(options(assets, tmp_path, input=f"{tmp_path}/once.jsonl", mix=mix, eval_share=0.1))
+    counts = Counter(
+        text.split("<|user|>")[1].split("<|assistant|>")[0]
+        for part in ("train", "eval")
+        for text in documents(tmp_path, part, assets)
+    )
+    used = {name: [counts[f"{name} {number}"] for number in range(400)] for name in ("once", "half", "more")}
+    assert set(used["once"]) == {1}
+    assert set(used["half"]) == {0, 1}
+    assert set(used["more"]) == {2, 3}
+    assert sum(used["half"]) == pytest.approx(200, abs=50)
+    assert sum(used["more"]) == pytest.approx(900, abs=50)
+    recorded = manifest(tmp_path)["sources"]
+    assert [recorded[f"{tmp_path}/{name}.jsonl"]["documents"] for name in used] == [sum(row) for row in used.values()]
+    assert sum(one["tokens"] for one in recorded.values()) == sum(
+        manifest(tmp_path)[part]["tokens"] for part in ("train", "eval")
+    )
+    held_out = [text.split("<|user|>")[1].split("<|assistant|>")[0] for text in documents(tmp_path, "eval", assets)]
+    trained = [text.split("<|user|>")[1].split("<|assistant|>")[0] for text in documents(tmp_path, "train", assets)]
+    assert not set(held_out) & set(trained), "copies are on one side"
+
+
+@pytest.mark.parametrize("part", ["data/pairs.jsonl", "=2", "data/pairs.jsonl=0", "data/pairs.jsonl=much"])
+def test_a_weight_that_is_none_is_refused(assets: Path, tmp_path: Path, part: str) -> None:
+    with pytest.raises(settings.Refusal, match=r"mix has .*; write INPUT=WEIGHT"):
+        preprocess.main(options(assets, tmp_path, mix=(part,)))
+
+
 def test_too_many_bad_rows_are_refused(assets: Path, tmp_path: Path, ray_session: None) -> None:
     file = write_rows(tmp_path / "rows.jsonl", [GOOD] * 9 + [SILENT])
     with pytest.raises(settings.Refusal, match=r"1 of 10 rows are bad \(no assistant turn: 1\)"):

@@ -17,6 +17,8 @@ class PreprocessOptions(settings.Section):
     input: str
     """Parquet or JSONL with conversations, instructions and answers, or text: a file, folder, glob, s3:// URI, or
     hf://datasets/OWNER/NAME."""
+    mix: tuple[str, ...] = ()
+    """More inputs, as INPUT=WEIGHT: each of their rows is used WEIGHT times on average, such as 0.5 or 3."""
     output: str
     """Folder or s3:// URI for the packed data."""
     shared_paths: tuple[str, ...] = ()

@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 import ray.data
 from ray.data._internal.arrow_ops.transform_pyarrow import hash_partition
 
+import settings
 from jobs.preprocessing.conversations import to_json
 from jobs.preprocessing.row_formats import (
     COLUMNS,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from huggingface_hub import HfFileSystem
 
 PIECE_BYTES = 32 * 2**20  # of a file, read by one task
+MOST_COPIES = 1000  # of a row
 PARQUET_ROWS = 128  # decoded together: rows can be long
 BATCH_BYTES = 4 * 2**20  # of rows, handed on together
 TEXT_PER_BYTE = {".jsonl": 1, ".parquet": 4}  # text in a byte of a file; conversations compress about fourfold
@@ -43,6 +45,8 @@ ROWS = pa.schema(
     [
         ("row", pa.large_binary()),  # the example as canonical JSON, or what was found where there is a problem
         ("problem", pa.string()),
+        ("source", pa.int16()),  # which of the inputs
+        ("copy", pa.int16()),  # rows of an input with a weight may stand there more than once
     ]
 )
 
@@ -70,6 +74,8 @@ class Piece(NamedTuple):
     path: str
     start: int
     stop: int
+    source: int = 0
+    """Which of the inputs the file is of."""
 
 
 class Source(NamedTuple):
@@ -78,6 +84,8 @@ class Source(NamedTuple):
     name: str
     filesystem: pyarrow.fs.FileSystem
     files: list[File]
+    weight: float = 1.0
+    """How often each row is used, on average."""
 
     @property
     def size(self) -> int:
@@ -96,6 +104,25 @@ class Source(NamedTuple):
             for file in self.files
             for start in range(0, file.size, PIECE_BYTES)
         ]
+
+
+def find_all(name: str, mix: Iterable[str]) -> list[Source]:
+    """Return the input and those that are mixed in, as INPUT=WEIGHT, with absolute paths or URIs.
+
+    Raises:
+        Refusal: as `find`, or a weight is no positive number.
+    """
+    sources = [find(settings.resolve(name))]
+    for part in mix:
+        other, _, weight = part.rpartition("=")
+        try:
+            value = float(weight)
+        except ValueError:
+            value = 0.0
+        if not other or not 0 < value < MOST_COPIES:
+            raise Refusal(f"mix has {part!r}; write INPUT=WEIGHT, with a weight above 0 and below {MOST_COPIES}.")
+        sources.append(find(settings.resolve(other))._replace(weight=value))
+    return sources
 
 
 def find(name: str, section: str = "preprocess") -> Source:
@@ -185,27 +212,39 @@ def head(source: Source, count: int) -> Head:
     )
 
 
-def dataset(source: Source, report: Callable[..., Any] | None = None) -> ray.data.Dataset:
-    """All rows, as ROWS has them, in no particular order.
+def dataset(sources: list[Source], seed: int = 0, report: Callable[..., Any] | None = None) -> ray.data.Dataset:
+    """All rows of all sources, as ROWS has them, in no particular order.
 
     Every task calls `report(rows_read=…, bytes_read=…)` with what it has read: rows, and bytes of the files.
     """
 
     def read_pieces(pieces: pa.Table) -> Iterator[pa.Table]:
         for piece in [Piece(**piece) for piece in pieces.to_pylist()]:
-            rows = 0
-            for batch in _batches(map(_checked, read(source.filesystem, piece))):
+            rows, source = 0, sources[piece.source]
+            checked = map(_checked, read(source.filesystem, piece))
+            for batch in _batches(_copied(checked, piece.source, source.weight, seed)):
                 rows += len(batch)
                 yield batch
             if report:
                 report(rows_read=rows, bytes_read=piece.stop - piece.start)
 
-    return a_task_each(source).map_batches(read_pieces, batch_size=None, batch_format="pyarrow")
+    return a_task_each(*sources).map_batches(read_pieces, batch_size=None, batch_format="pyarrow")
 
 
-def a_task_each(source: Source) -> ray.data.Dataset:
+def _copied(rows: Iterable[dict[str, Any]], source: int, weight: float, seed: int) -> Iterator[dict[str, Any]]:
+    """Yield each row `weight` times on average: which rows are used once more, or not, depends on their content."""
+    for row in rows:
+        digest = hashlib.blake2b(row["row"], digest_size=8, key=str(seed).encode(), person=b"mix").digest()
+        copies = 1 if row["problem"] else int(weight + int.from_bytes(digest) / 2**64)
+        for copy in range(copies):
+            yield row | {"source": source, "copy": copy}
+
+
+def a_task_each(*sources: Source) -> ray.data.Dataset:
     """The pieces, each of which is read by a task of its own."""
-    pieces = [piece._asdict() for piece in source.pieces]
+    pieces = [
+        piece._replace(source=number)._asdict() for number, source in enumerate(sources) for piece in source.pieces
+    ]
     return ray.data.from_items(pieces, override_num_blocks=len(pieces))
 
 
@@ -228,7 +267,10 @@ def assign(rows: pa.Table, seed: int, places: pa.Array) -> pa.Table:
 
     To order rows by such a key is to shuffle them all, and needs no row to know of another.
     """
-    keys = [hashlib.blake2b(row, digest_size=16, key=str(seed).encode()).digest() for row in rows["row"].to_pylist()]
+    keys = [
+        hashlib.blake2b(row, digest_size=16, key=str(seed).encode(), salt=copy.to_bytes(2)).digest()
+        for row, copy in zip(rows["row"].to_pylist(), rows["copy"].to_pylist(), strict=True)
+    ]
     numbers = pa.array([int.from_bytes(key[:8]) % len(places) for key in keys], pa.int32())
     columns = {"key": pa.array(keys, pa.binary(16)), "partition": numbers, "place": places.take(numbers)}
     return pa.table(dict(zip(rows.column_names, rows.columns, strict=True)) | columns)

@@ -60,6 +60,8 @@ class Partition(BaseModel):
     duplicates: int
     """Rows that were left out, as another one is identical."""
     rejected: dict[str, int]
+    sources: dict[int, dict[str, int]]
+    """By input: documents, tokens and trained tokens."""
     train: Shard | None
     eval: Shard | None
 
@@ -103,10 +105,27 @@ def write(rows: pa.Table, plan: Plan, shared: ObjectRef, report: Callable[..., A
         rows=read,
         duplicates=read - len(rows),
         rejected=rejected,
+        sources=_by_source(documents.filter(good), rows["source"]),
         train=_write_shard(documents.filter(pc.and_not(good, evaluated)), plan, pad_id, f"train/{name}"),
         eval=_write_shard(documents.filter(pc.and_(good, evaluated)), plan, pad_id, f"eval/{name}"),
     )
     return pa.table({"summary": [partition.model_dump_json()]})
+
+
+def _by_source(documents: pa.Table, sources: pa.ChunkedArray) -> dict[int, dict[str, int]]:
+    origins = sources.take(documents["row"]).to_numpy()
+    tokens = pc.list_value_length(documents["input_ids"]).to_numpy()
+    labels = documents["labels"].combine_chunks()
+    trained = pc.list_value_length(labels).to_numpy(zero_copy_only=False) * 0
+    np.add.at(trained, pc.list_parent_indices(labels).to_numpy(), labels.flatten().to_numpy() != NOT_TRAINED)
+    return {
+        int(source): {
+            "documents": int((origins == source).sum()),
+            "tokens": int(tokens[origins == source].sum()),
+            "trained_tokens": int(trained[origins == source].sum()),
+        }
+        for source in np.unique(origins)
+    }
 
 
 def _without_duplicates(rows: pa.Table) -> pa.Table:
