@@ -70,9 +70,8 @@ def main(options: PreprocessOptions) -> None:
         print(f"{plan.output} is already made from this input with these settings; nothing to do.")
         return
     cli.connect()
-    for source in sources:
-        paths = {"input": source.name, "output": plan.output}
-        capacity.refuse_private_paths(paths, options.shared_paths, "preprocess")
+    for setting, name in (*rows.names(sources), ("output", plan.output)):
+        capacity.refuse_private_paths({setting: name}, options.shared_paths, "preprocess")
     output.begin(options.overwrite)
     partitions = _make_shards(sources, plan, tokenize)
     manifest = recipe | _outcome(partitions, sources)
@@ -238,7 +237,8 @@ def _print_summary(manifest: dict[str, Any], plan: shards.Plan) -> None:
             f"({trained:.0%}) trained"
         )
         if counts["lengths"]:
-            print(f"  tokens: {', '.join(f'up to {bound}: {count:,}' for bound, count in counts['lengths'].items())}")
+            lengths = ", ".join(f"{count:,} up to {bound}" for bound, count in counts["lengths"].items())
+            print(f"  tokens per document: {lengths}")
     if len(manifest["sources"]) > 1:
         for name, counts in manifest["sources"].items():
             print(f"  {name}: {counts['documents']:,} documents, {counts['tokens']:,} tokens")
@@ -248,7 +248,7 @@ def _print_summary(manifest: dict[str, Any], plan: shards.Plan) -> None:
 
 
 def _describe(head: rows.Head, source: rows.Source) -> None:
-    """Say what the rows were recognised as, with the first three."""
+    """Print the formats found, and the first rows."""
     unused = f"; not used: {', '.join(head.unused)}" if head.unused else ""
     print(f"{source.name}: {' and '.join(head.formats)}{unused}")
     for row in head.rows[:EXAMPLES]:

@@ -29,6 +29,7 @@ from ray.tune.trainable.trainable_fn_utils import _in_tune_session
 from torch import nn
 
 from jobs import capacity, cli, gang, quiet, stream
+from jobs.preprocessing import rows
 from jobs.training import preflight
 from jobs.training.arithmetic import check_batches
 from jobs.training.loop import train
@@ -160,15 +161,16 @@ def _check_stream(options: TrainOptions, recipe: stream.Recipe) -> preflight.Ide
     config = preflight.load_config(options.model)
     tokenize = recipe.tokenize
     preflight.check_model(options.model, config, len(tokenize.tokenizer), tokenize.sequence_length)
-    return preflight.identify(options, config, f"stream of {recipe.input}")
+    names = ", ".join(source.name for source in recipe.sources)
+    return preflight.identify(options, config, f"stream of {names}")
 
 
 def _check_cluster(options: TrainOptions, recipe: stream.Recipe | None) -> None:
     capacity.refuse_too_many_workers(options.min_workers, options.worker_resources)
-    rows = {"input": recipe.input} if recipe else {"data": options.data}
-    capacity.refuse_private_paths(
-        {"model": options.model, "output": options.output} | rows, options.shared_paths, "train"
-    )
+    paths = {"model": options.model, "output": options.output} | ({} if recipe else {"data": options.data})
+    capacity.refuse_private_paths(paths, options.shared_paths, "train")
+    for setting, name in rows.names(recipe.sources) if recipe else ():
+        capacity.refuse_private_paths({setting: name}, options.shared_paths, "preprocess")
     if recipe:
         capacity.refuse_workers_on_every_cpu(options.max_workers * options.cpus_per_worker)
 

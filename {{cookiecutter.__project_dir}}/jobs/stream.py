@@ -28,22 +28,21 @@ NOTICE = (
 class Recipe(NamedTuple):
     """What [preprocess] says about the rows."""
 
-    input: str
+    sources: list[rows.Source]
     tokenize: Tokenize
-    mix: tuple[str, ...] = ()
 
 
 def read_recipe(model: str) -> Recipe:
     """The rows of [preprocess], for the tokenizer of `model`."""
     options = settings.load(PreprocessOptions, "preprocess")
-    return Recipe(settings.resolve(options.input), load(options, model), options.mix)
+    return Recipe(rows.find_all(options.input, options.mix), load(options, model))
 
 
 def dataset(recipe: Recipe) -> ray.data.Dataset:
     """The packed rows, in the order of the input."""
     ray.data.DataContext.get_current().enable_progress_bars = False
     shared = ray.put(recipe.tokenize)
-    return rows.dataset(rows.find_all(recipe.input, recipe.mix)).map_batches(
+    return rows.dataset(recipe.sources).map_batches(
         functools.partial(_packed, shared=shared), batch_size=DOCUMENTS_PACKED_TOGETHER, batch_format="pyarrow"
     )
 

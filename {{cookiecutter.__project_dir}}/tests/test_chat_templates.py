@@ -34,6 +34,7 @@ from jobs.preprocessing.chat_template import (
     Message,
     Rejected,
 )
+from jobs.preprocessing.conversations import Tokenize
 from jobs.preprocessing.row_formats import example
 
 START_S = 180
@@ -41,10 +42,10 @@ LONGEST = 100_000  # tokens; Muse's and Kimi's descriptions of tools take thousa
 
 
 OTHER_TEXT = {"Gemma 4", "DeepSeek R1", "DeepSeek R1 Distill", "GLM 4.7", "OLMo 3 Think", "MiniMax M2"}
-"""Templates whose prompt begins the reasoning in another way than their conversations: training follows the prompt."""
+"""Templates with a prompt that begins the reasoning unlike their conversations. Training follows the prompt."""
 
 NO_END = {"GLM 4", "GLM 4.5, 4.6"}
-"""Templates that leave it to the next message to end a turn."""
+"""Templates that end a turn only when another message follows."""
 
 TWO_TURNS = Conversation([QUESTION, ANSWER, NEXT, NEXT_ANSWER])
 TWO_THOUGHTS = Conversation([QUESTION, THINKING, NEXT, THINKING | {"content": "probe-last"}])
@@ -173,7 +174,7 @@ def test_a_single_turn_is_the_templates_own_text(folder: Path, name: str) -> Non
     [document] = template.documents(Conversation(messages))
     original = tokenizer.apply_chat_template(messages, tokenize=False)
     if name in OTHER_TEXT:
-        assert document.text not in original, "an exception that is none any more"
+        assert document.text not in original, "no longer an exception: remove it from OTHER_TEXT"
     elif name in NO_END:
         assert document.text in (f"{original}{token}" for token in FAMILIES[name].eos)
     else:
@@ -253,6 +254,18 @@ def test_reasoning_of_earlier_turns_is_as_served_or_kept(folder: Path) -> None:
         load(folder, FAMILIES["OLMo 3 Think"], past_reasoning="keep")
 
 
+def test_a_turn_that_is_cut_off_whole_is_counted(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "model")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    tokenizer.chat_template = template_of(FAMILIES["Qwen 3"])
+    tokenizer.save_pretrained(tmp_path / "model")
+    row = {"messages": [QUESTION, ANSWER, NEXT | {"content": "word " * 200}, NEXT_ANSWER]}
+    both = Tokenize(str(tmp_path / "model"), LONGEST).documents(row)
+    assert [document.cut for document in both] == [False, False]
+    [first] = Tokenize(str(tmp_path / "model"), 100).documents(row)
+    assert first.cut
+
+
 def test_turns_are_chosen_by_weight_and_by_place(folder: Path) -> None:
     template, _ = load(folder, FAMILIES["Llama 3"])
     [document] = template.documents(Conversation([QUESTION, ANSWER | {"weight": 0}, NEXT, NEXT_ANSWER]))
@@ -289,7 +302,7 @@ def test_trl_trains_the_same_tokens(folder: Path, name: str) -> None:
     [(start, stop)] = document.spans
     ours = tokenizer.encode(document.text[start:stop], add_special_tokens=False)
     if name in OTHER_TEXT:
-        assert ours != theirs, "an exception that is none any more"
+        assert ours != theirs, "no longer an exception: remove it from OTHER_TEXT"
         return
     at = next(index for index in range(len(theirs)) if theirs[index : index + len(ours)] == ours)
     before, after = tokenizer.decode(theirs[:at]), tokenizer.decode(theirs[at + len(ours) :])

@@ -130,10 +130,9 @@ def test_exact_answers_are_those_that_generation_gives(
 def test_answers_that_end_are_counted(speaker: Path, documents: list[Document], packed: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(speaker)
     rows = PackedRows(str(packed), "eval")
-    continued = [
-        _generate(model, tokens[: _answers(labels)[0][0]], stopping.MOST_TOKENS)
-        for tokens, labels in _first_documents(rows)
-    ]
+    questions = [tokens[: _answers(labels)[0][0]] for tokens, labels in _first_documents(rows)]
+    longest = model.config.max_position_embeddings
+    continued = [_generate(model, tokens, min(stopping.MOST_TOKENS, longest - len(tokens))) for tokens in questions]
     [frequent] = Counter(token for answer in continued for token in set(answer)).most_common(1)
     seldom = next(token for token in range(model.config.vocab_size) if sum(token in a for a in continued) == 1)
     for token in (frequent[0], seldom):

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 import settings
 from jobs import finetune_ddp, finetune_deepspeed, finetune_fsdp, launch, preprocess, ray_run, stream
 from jobs.preprocess import PreprocessOptions
+from jobs.preprocessing import rows
 from jobs.preprocessing.conversations import Tokenize
 from jobs.training.arithmetic import BatchPlan
 from jobs.training.loop import train
@@ -138,7 +139,7 @@ def test_a_stream_trains_and_its_workers_can_start_tasks(
     assets: Path, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = _ddp_options(changes | {"name": "stream", "stream": True, "steps": 4, "stop_after": None})
-    recipe = stream.Recipe(str(assets / "data/*.jsonl"), Tokenize(options.model, 128))
+    recipe = stream.Recipe(rows.find_all(str(assets / "data/*.jsonl"), ()), Tokenize(options.model, 128))
     monkeypatch.setattr(stream, "read_recipe", lambda _: recipe)
     ray_run.fit(options, _ddp_that_starts_a_task)
     assert "starts over in the rows" in capsys.readouterr().out

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import settings
-from jobs.preprocessing.chat_template import CHATML, CHATML_TOKENS, Conversation
+from jobs.preprocessing.chat_template import CHATML, CHATML_TOKENS, ChatTemplate, Conversation
 from jobs.preprocessing.conversations import (
     NOT_TRAINED,
     Document,
@@ -201,16 +201,16 @@ def test_canonical_json_does_not_depend_on_spelling() -> None:
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"note": "hello"}, "none of the columns"),
-        ({"instruction": "Say hello.", "response": None}, "none of the columns"),
-        ({"messages": "hello"}, "messages is text that is not valid JSON"),
+        ({"note": "hello"}, "no known columns"),
+        ({"instruction": "Say hello.", "response": None}, "no known columns"),
+        ({"messages": "hello"}, "messages is text but not valid JSON"),
         ({"messages": ["hello"]}, "messages is not a list of objects"),
         ({"messages": []}, "no assistant turn"),
         ({"messages": [QUESTION]}, "no assistant turn"),
         ({"messages": [QUESTION, {"role": "assistant", "content": " \n"}]}, "an empty assistant turn"),
-        ({"messages": [QUESTION, {"role": "oracle", "content": "42"}]}, "a message whose role is none of"),
-        ({"messages": [QUESTION, {"role": "assistant", "content": 42}]}, "a message whose content is not text"),
-        ({"instruction": 1, "response": "one"}, "a message whose content is not text"),
+        ({"messages": [QUESTION, {"role": "oracle", "content": "42"}]}, "a message with an unknown role"),
+        ({"messages": [QUESTION, {"role": "assistant", "content": 42}]}, "a message with content that is not text"),
+        ({"instruction": 1, "response": "one"}, "a message with content that is not text"),
     ],
 )
 def test_bad_rows_say_why(tokenize: Tokenize, row: dict, reason: str) -> None:
@@ -267,7 +267,7 @@ def test_a_mask_that_ends_on_a_decomposed_character_ends_there() -> None:
 
 
 def test_a_template_that_never_ends_a_turn_is_refused(chatml_folder: str) -> None:
-    with pytest.raises(settings.Refusal, match=r"would not stop: in .* set chat_template in \[preprocess\] to jobs/"):
+    with pytest.raises(settings.Refusal, match=r"would never stop: .*; set chat_template in \[preprocess\] to jobs/"):
         Tokenize(chatml_folder, 128, "{% for message in messages %}{{ message['content'] }}{% endfor %}")
 
 
@@ -302,7 +302,7 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
 
 
 def test_chatml_is_refused_where_its_tokens_are_missing(model_folder: str) -> None:
-    with pytest.raises(settings.Refusal, match="would not stop"):
+    with pytest.raises(settings.Refusal, match="would never stop"):
         Tokenize(model_folder, 128, read_template(CHATML))
 
 
@@ -310,6 +310,33 @@ def test_a_base_model_stops_at_the_end_of_chatmls_turns_when_trained(chatml_fold
     tokenize = Tokenize(chatml_folder, 128, read_template(CHATML))
     ids = tokenize.tokenizer.convert_tokens_to_ids
     assert tokenize.eos_ids == sorted([ids("<|eos|>"), ids("<|im_end|>")])
+
+
+def test_a_model_without_a_template_gives_none_to_others(model_folder: str, tmp_path: Path) -> None:
+    assert read_template(model_folder) == load_tokenizer(model_folder).chat_template
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(model_folder)
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path)
+    for model in (str(tmp_path), "acme/nothing"):
+        with pytest.raises(settings.Refusal, match="is neither a file nor a model with a chat template"):
+            read_template(model)
+
+
+def test_a_stop_that_the_tokenizer_lacks_is_no_obstacle(model_folder: str) -> None:
+    tokenizer = load_tokenizer(model_folder)
+    template = ChatTemplate(tokenizer, [tokenizer.eos_token_id, 1_000_000])
+    assert template.eos_ids == [tokenizer.eos_token_id, 1_000_000]
+
+
+def test_arguments_nested_too_deeply_are_rejected(chatml_folder: str) -> None:
+    nested: dict[str, Any] = {}
+    for _ in range(900):
+        nested = {"a": nested}
+    call = {"function": {"name": "f", "arguments": nested}}
+    row = {"messages": [QUESTION, {"role": "assistant", "tool_calls": [call]}]}
+    template = "{{ messages | tojson }}" + (read_template(CHATML) or "")
+    with pytest.raises(BadRow):
+        Tokenize(chatml_folder, 128, template).documents(row)
 
 
 def test_a_missing_template_is_refused() -> None:

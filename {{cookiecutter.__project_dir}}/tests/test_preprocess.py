@@ -208,7 +208,7 @@ def test_bad_rows_are_written_aside_with_their_reasons(assets: Path, tmp_path: P
         lines.write(b'{"messages": [\n\n[1, 2]\n"\xff\xfe"\n')
     preprocess.main(options(assets, tmp_path, input=str(file), max_bad_share=0.5, eval_share=0))
     reasons = {
-        "none of the columns that hold a text to train": 1,
+        "no known columns": 1,
         "no assistant turn": 1,
         "not a JSON object": 1,
         "not valid JSON": 2,
@@ -293,7 +293,7 @@ def test_a_broken_parquet_file_is_named(assets: Path, tmp_path: Path, ray_sessio
         ("a,b\n1,2\n", "table.csv", r"no \.parquet or \.jsonl file is at"),
         ("", "empty.jsonl", r"empty\.jsonl holds no rows"),
         (" \n\n", "blank.jsonl", r"blank\.jsonl holds no rows"),
-        ('{"a": "a", "b": "b"}\n', "other.jsonl", "the columns a, b hold nothing to train; rename them to messages"),
+        ('{"a": "a", "b": "b"}\n', "other.jsonl", "its columns are a, b; rename them to messages"),
     ],
 )
 def test_input_without_rows_is_refused(

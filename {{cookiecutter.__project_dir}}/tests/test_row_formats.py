@@ -1,17 +1,21 @@
 """Read rows in the shapes in which data sets are published."""
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jobs.preprocessing import rows
 from jobs.preprocessing.chat_template import Conversation
 from jobs.preprocessing.conversations import from_json, to_json
-from jobs.preprocessing.row_formats import BadRow, Completion, example, format_of
+from jobs.preprocessing.row_formats import COLUMNS, BadRow, Completion, example, format_of
 from settings import Refusal
 
 USER = {"role": "user", "content": "2+2?"}
@@ -56,7 +60,7 @@ def parts(text: str) -> list[dict[str, str]]:
             {"messages": PAIR, "tools": json.dumps([TOOL["function"]])},
             Conversation(PAIR, [TOOL]),
         ),
-        ("a system prompt beside", {"messages": PAIR, "system": "Be brief."}, Conversation([SYSTEM, *PAIR])),
+        ("a system prompt in a column", {"messages": PAIR, "system": "Be brief."}, Conversation([SYSTEM, *PAIR])),
         (
             "ShareGPT",
             {
@@ -130,13 +134,13 @@ def test_a_row_is_read_whole(tmp_path: Path, name: str, row: dict[str, Any], exp
         ({"chosen": "a", "rejected": "b"}, "a preference pair"),
         ({"prompt": "a", "completion": "b", "label": True}, "a rated completion"),
         ({"messages": [USER, {"role": "assistant", "content": [{"type": "image_url"}]}]}, "parts that are not text"),
-        ({"messages": PAIR, "functions": [{"name": "add"}]}, "functions, which OpenAI replaced"),
-        ({"messages": [USER, {"role": "assistant", "function_call": {"name": "add"}}]}, "function_call, which OpenAI"),
-        ({"messages": [SYSTEM, *PAIR], "system": "Be kind."}, "a system prompt beside messages that begin with one"),
+        ({"messages": PAIR, "functions": [{"name": "add"}]}, "functions is deprecated"),
+        ({"messages": [USER, {"role": "assistant", "function_call": {"name": "add"}}]}, "function_call is deprecated"),
+        ({"messages": [SYSTEM, *PAIR], "system": "Be kind."}, "two system prompts"),
         ({"messages": [USER, ASSISTANT | {"weight": 0}]}, "every assistant turn has weight 0"),
         ({"messages": [USER, {"role": "assistant", "tool_calls": [openai_call("{")]}]}, "the arguments of a tool call"),
-        ({"messages": PAIR, "tools": "add"}, "tools is text that is not valid JSON"),
-        ({"conversations": [{"from": "alien", "value": "hm"}]}, "a turn whose `from` is none of"),
+        ({"messages": PAIR, "tools": "add"}, "tools is text but not valid JSON"),
+        ({"conversations": [{"from": "alien", "value": "hm"}]}, "a turn with an unknown `from`"),
         ({"text": " "}, "nothing to train"),
     ],
 )
@@ -145,7 +149,24 @@ def test_what_cannot_be_trained_says_why(row: dict[str, Any], reason: str) -> No
         example(row)
 
 
-def test_preferences_beside_messages_are_no_obstacle() -> None:
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 3) | st.sampled_from(["", "user", "[1]", "{", "\ud83d"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["role", "content", "tool_calls", "from", "function", "type"]), inner)
+    ),
+    max_leaves=12,
+)
+
+
+@hypothesis.settings(max_examples=1000, derandomize=True, database=None, deadline=None)
+@given(st.dictionaries(st.sampled_from(COLUMNS), json_values, min_size=1, max_size=4))
+def test_any_row_is_read_or_bad(row: dict[str, Any]) -> None:
+    with contextlib.suppress(BadRow):
+        to_json(example(row))
+
+
+def test_messages_are_read_though_the_row_has_preferences_too() -> None:
     row = {"messages": PAIR, "chosen": PAIR, "rejected": PAIR}
     assert example(row) == Conversation(PAIR)
     assert format_of(row).name == "conversations"

@@ -1,5 +1,6 @@
-"""Let a model answer held-out questions, and count the answers that it ends by itself."""
+"""Generate answers to held-out questions, and count how many end by themselves."""
 
+import sys
 from collections.abc import Collection
 from itertools import pairwise
 
@@ -10,23 +11,24 @@ from jobs.preprocessing.conversations import NOT_TRAINED
 from jobs.training.packed import Batch
 
 QUESTIONS = 8
-MOST_TOKENS = 128  # of an answer; one that is longer counts as not ended
+MOST_TOKENS = 128  # longer answers count as not ended
 
 
 @torch.no_grad()
 def count_stops(model: PreTrainedModel, batch: Batch, eos_ids: Collection[int]) -> tuple[int, int]:
-    """Return how many answers were generated, greedily, and how many of them end in a token of `eos_ids`.
+    """Return how many answers were generated greedily, and how many of them end in one of `eos_ids`.
 
-    The questions are the beginnings of the first QUESTIONS documents in `batch`, each up to its first trained token.
+    A question is a document up to its first trained token. The first QUESTIONS of `batch` are asked.
     """
-    questions = _questions(batch)[:QUESTIONS]
+    longest = getattr(model.config, "max_position_embeddings", None) or sys.maxsize
+    questions = [question for question in _questions(batch) if len(question) < longest][:QUESTIONS]
     stopped = 0
     for question in questions:
         answer = model.generate(
             question[None],
             attention_mask=torch.ones_like(question[None]),
             do_sample=False,
-            max_new_tokens=MOST_TOKENS,
+            max_new_tokens=min(MOST_TOKENS, longest - len(question)),
             eos_token_id=sorted(eos_ids),
             pad_token_id=0,
         )

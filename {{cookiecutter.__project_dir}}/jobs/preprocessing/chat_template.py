@@ -1,9 +1,9 @@
 """Render conversations with a model's own chat template, and find what the assistant writes in the text.
 
-An assistant turn is what the template adds to the prompt that a server would render for it: the text of the messages
-up to the turn, minus the text of the messages before it with the generation prompt. So training sees the very prefix
-that the served model will see, for any template. A template that renders the past differently once the conversation
-goes on (Qwen3 drops earlier reasoning) gives one document for each such prefix.
+An assistant turn is the text that the template adds to the prompt a server would render: the messages up to and
+including the turn, minus the messages before it with the generation prompt. So training sees the same prefix as the
+served model, for any template. Some templates render earlier turns differently later: Qwen3 drops their reasoning. Then
+each turn gets a document of its own.
 """
 
 import contextlib
@@ -21,18 +21,18 @@ from jobs.preprocessing.options import PastReasoning, Turns
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-MOST_LAYOUTS = 10_000  # learned; further shapes of conversations are rendered by the template
-MISMATCH = "its generation prompt is not how its answers begin"
-OPENED = re.compile(r"<(\w+)>\s*")  # a tag in a generation prompt
+MOST_LAYOUTS = 10_000  # kept in memory; the template renders all further shapes of conversations
+MISMATCH = "its answers do not begin with its generation prompt"
+OPENED = re.compile(r"<(\w+)>\s*")  # a generation prompt that opens the reasoning
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 CHATML = "jobs/chat_templates/chatml.jinja"
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
-ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError)
-"""What a template raises on messages that its author did not think of."""
+ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError)
+"""Errors that templates raise on unexpected messages."""
 
 
 class Rejected(Exception):
-    """A conversation that the template cannot render, or from which it would drop something."""
+    """The template cannot render a conversation, or would drop part of it."""
 
 
 # ---------------------------------------------------------------- probes
@@ -80,11 +80,11 @@ FEATURES: dict[str, tuple[Conversation, tuple[str, ...]]] = {
     ),
     "tool results": (Conversation([QUESTION, CALL, RESULT, ANSWER], [TOOL]), ("probe-result", "probe-answer")),
 }
-"""Each thing that a conversation may have: a probe, and what of it must be in the rendered text."""
+"""Optional parts of a conversation. Each has a probe and the strings that its rendered text must contain."""
 
 
 def features(conversation: Conversation) -> Iterator[str]:
-    """Yield the names in FEATURES of what the conversation has."""
+    """Yield the keys of FEATURES that apply to a conversation."""
     if conversation.tools:
         yield "tools"
     for message in conversation.messages:
@@ -98,19 +98,19 @@ def features(conversation: Conversation) -> Iterator[str]:
 
 
 def _marked_by_trl(tokenizer: "PreTrainedTokenizerFast") -> str | None:
-    """Return TRL's template with marks for a template that it knows. It keeps all reasoning of the past."""
+    """Return TRL's marked version of a template, which keeps earlier reasoning, or None if TRL has none."""
     from trl.chat_template_utils import get_training_chat_template  # here: it takes three seconds
 
     try:
         return get_training_chat_template(tokenizer)
-    except ERRORS:  # it does not know the template
+    except ERRORS:  # TRL raises ValueError for a template that it does not know
         return None
 
 
 def _after_ending(prompt: str, whole: str, before: Message) -> str:
-    """Return what follows the end of `prompt` in a text that is different before it.
+    """Return the text after the last message of `prompt`, where the rest of `prompt` is not in `whole`.
 
-    Mistral writes system prompt and tools into the last user message, and nowhere once that is answered.
+    Mistral puts the system prompt and the tools into the last user message, and drops them once it is answered.
     """
     start = prompt.rfind(before["content"]) if before["content"] else -1
     end = whole.rfind(prompt[start:]) if start >= 0 else -1
@@ -120,7 +120,7 @@ def _after_ending(prompt: str, whole: str, before: Message) -> str:
 
 
 def _with_developer_as_system(messages: list[Message]) -> list[Message]:
-    """Return messages as vLLM hands them to a template that knows no developer: one system message, at the start."""
+    """Merge system and developer messages into one, as vLLM does for templates without a developer role."""
     if not any(message["role"] == "developer" for message in messages):
         return messages
     instructions = [message for message in messages if message["role"] in ("system", "developer")]
@@ -129,7 +129,7 @@ def _with_developer_as_system(messages: list[Message]) -> list[Message]:
 
 
 def _reads_parts(template: str) -> bool:
-    """Return whether a template reads the content of messages in parts: vLLM then hands it parts, not text."""
+    """Return whether a template loops over the parts of a message. vLLM then passes parts instead of text."""
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
     for loop in _compile_jinja_template(template).environment.parse(template).find_all(jinja2.nodes.For):
@@ -152,7 +152,7 @@ def _with_parts(message: Message) -> Message:
 
 
 def remedy(tokenizer: "PreTrainedTokenizerFast") -> str:
-    """Return what to set chat_template to, in words."""
+    """Return, in words, a chat template that would work."""
     vocabulary = tokenizer.get_vocab()
     if all(token in vocabulary for token in CHATML_TOKENS):
         return CHATML
@@ -176,7 +176,7 @@ class ChatTemplate:
         turns: Turns = "all",
         past_reasoning: PastReasoning = "served",
     ) -> None:
-        """Take the template of `tokenizer`, whose model stops at `eos_ids`; `given`: the user has written it.
+        """Probe the template of `tokenizer`. The model stops at `eos_ids`. `given`: the user wrote the template.
 
         Raises:
             settings.Refusal: the template is broken, or a model trained with it would never stop.
@@ -186,7 +186,7 @@ class ChatTemplate:
         self._turns = turns
         self._special_tokens = dict(tokenizer.special_tokens_map)
         has_marks = bool(MARKS.search(self.text))
-        self._has_marks = given and has_marks  # a user's marks say what to train; a model's may cover its prompt, too
+        self._has_marks = given and has_marks  # a user's marks say what to train; a model's may include the prompt
         self._marked: str | None = self.text if self._has_marks else None
         if past_reasoning == "keep" and not self._marked:
             self._marked = self.text if has_marks else _marked_by_trl(tokenizer)
@@ -195,24 +195,24 @@ class ChatTemplate:
                 f"past_reasoning = keep needs a template with marks, and TRL has none for {tokenizer.name_or_path}; "
                 "pass --past-reasoning served."
             )
-        self._knows_developer = "developer" in self.text
+        self._knows_developer = "'developer'" in self.text or '"developer"' in self.text  # vLLM's own test
         self._reads_parts = False
         self._layouts: dict[object, layout.Layout | None] = {}
         self._stops: tuple[str, ...] = ()
-        # where a generation prompt begins the reasoning, and what a conversation without reasoning has in its place
+        # how the generation prompt begins the reasoning, and what a conversation without reasoning has instead
         self._opening = self._in_conversation = ""
-        # what ends a turn where the template does not, by whether the turn calls tools
+        # the token that ends a turn where the template writes none; the key: whether the turn calls tools
         self._closing = {True: "", False: ""}
         self._learn_stops(tokenizer)
-        with contextlib.suppress(*ERRORS):  # those of a template that knows no tools
+        with contextlib.suppress(*ERRORS):  # a template without tools may raise
             self._ends(tokenizer, FEATURES["tool calls"][0], RESULT)
         self.dropped = {name for name, (probe, expected) in FEATURES.items() if not self._keeps(probe, expected)}
 
     def documents(self, conversation: Conversation) -> list[Rendered]:
-        """Return the texts to train on, together with every assistant turn once.
+        """Return the texts to train on. Together they train every assistant turn once.
 
         Raises:
-            Rejected: the template refuses the messages, or would drop something that they have.
+            Rejected: the template raises, would drop part of the conversation, or an answer contains a stop token.
         """
         lost = next((name for name in features(conversation) if name in self.dropped), None)
         if lost:
@@ -224,7 +224,7 @@ class ChatTemplate:
             raise Rejected(f"the chat template refuses it: {_line(error)}") from None
 
     def batch(self, conversations: list[Conversation]) -> list[list[Rendered] | Rejected]:
-        """Return for each conversation what `documents` returns or raises, in a fraction of the time."""
+        """Return what `documents` returns or raises for each conversation, in a fraction of the time."""
         return [self._fast(conversation) for conversation in conversations]
 
     def _fast(self, conversation: Conversation) -> list[Rendered] | Rejected:
@@ -244,7 +244,7 @@ class ChatTemplate:
                 raise Rejected(f"an answer contains {stop}, at which the model stops")
 
     def _stop_in(self, message: Message) -> str | None:
-        """Return the token in an answer at which the model would stop halfway."""
+        """Return a stop token that an answer contains, or None."""
         if message["role"] != "assistant":
             return None
         texts = (message["content"], message.get("reasoning_content", ""))
@@ -273,11 +273,11 @@ class ChatTemplate:
         return self._compared(conversation, trained)
 
     def _chosen(self, conversation: Conversation, trained: set[int]) -> Rendered:
-        """Return the text with the spans that the marks of the template give to the trained turns."""
+        """Return the rendered text with the marked spans of the trained turns."""
         messages, tools = conversation
         text, spans = self._render(self._marked or self.text, conversation)
         skipped = [at for at, message in enumerate(messages) if message["role"] == "assistant" and at not in trained]
-        for at in skipped:  # a template with marks renders what precedes a turn alike, whatever follows
+        for at in skipped:  # later messages do not change how a marked template renders earlier ones
             start, stop = (
                 len(self._render(self._marked or self.text, Conversation(messages[:end], tools)).text)
                 for end in (at, at + 1)
@@ -298,7 +298,7 @@ class ChatTemplate:
         }
 
     def _compared(self, conversation: Conversation, trained: set[int]) -> list[Rendered]:
-        """Return the documents whose prefixes are the prompts that a server would render."""
+        """Return documents that contain the prompt a server would render before each trained turn."""
         messages, tools = conversation
         made: list[Rendered] = []
         text, spans = "", []
@@ -316,7 +316,7 @@ class ChatTemplate:
         return [*made, Rendered(text, spans)] if spans else made
 
     def _turn(self, prompt: str, conversation: Conversation) -> str:
-        """Return what the assistant writes after `prompt` in the last message, with the token that ends its turn."""
+        """Return the last message as the assistant writes it after `prompt`, including the stop token."""
         message = conversation.messages[-1]
         whole = self._render(self.text, conversation).text
         written = whole.removeprefix(prompt)
@@ -328,7 +328,7 @@ class ChatTemplate:
         return self._ended(written) or written + self._closing[bool(message.get("tool_calls"))]
 
     def _after_reasoning(self, prompt: str, whole: str, reasoning: str) -> str:
-        """Return what follows a prompt that begins the reasoning in another way than the conversation does."""
+        """Return the text after a prompt that begins the reasoning unlike the conversation."""
         header = prompt.removesuffix(self._opening)
         if header == prompt or not whole.startswith(header + self._in_conversation):
             raise ValueError(MISMATCH)
@@ -344,7 +344,7 @@ class ChatTemplate:
         raise ValueError(MISMATCH)
 
     def _ended(self, written: str) -> str:
-        """Return what is written up to the first token at which the model stops, with it; empty if there is none."""
+        """Return the text up to and including the first stop token, or an empty string if there is none."""
         ends = [written.find(stop) + len(stop) for stop in self._stops if stop in written]
         return written[: min(ends, default=0)]
 
@@ -363,7 +363,7 @@ class ChatTemplate:
         return Rendered(text, spans[0][0] if marked else [])
 
     def _as_served(self, messages: list[Message]) -> list[Message]:
-        """Return messages as vLLM hands them to the template."""
+        """Return messages as vLLM passes them to the template."""
         if any("weight" in message for message in messages):
             messages = [{key: value for key, value in one.items() if key != "weight"} for one in messages]
         if not self._knows_developer:
@@ -371,7 +371,7 @@ class ChatTemplate:
         return [_with_parts(message) for message in messages] if self._reads_parts else messages
 
     def _trimmed(self, rendered: Rendered) -> Rendered:
-        """Return the text up to the last token that ends a turn, with spans that end there and touch no other."""
+        """Cut the text after the last stop token, end each span at its stop token, and merge adjacent spans."""
         spans: list[tuple[int, int]] = []
         for start, stop in rendered.spans:
             if spans and spans[-1][1] == start:
@@ -384,7 +384,7 @@ class ChatTemplate:
         """Find the tokens that end an assistant turn.
 
         Raises:
-            settings.Refusal: the template is broken, or its turns end in no token at which the model stops.
+            settings.Refusal: the template is broken, or its turns do not end in a stop token.
         """
         name = tokenizer.name_or_path
         try:
@@ -398,15 +398,15 @@ class ChatTemplate:
         if not stops:
             shown = self._render(self._marked or self.text, Conversation([QUESTION, ANSWER])).text
             raise settings.Refusal(
-                f"a model trained with the chat template of {name} would not stop: in {shown!r} no trained token that "
-                f"follows the answer is an end-of-sequence token; set chat_template in [preprocess] to "
-                f"{remedy(tokenizer)}."
+                f"a model trained with this chat template would never stop: no stop token of {name} follows the answer "
+                f"in {shown!r}; set chat_template in [preprocess] to {remedy(tokenizer)}."
             )
 
     def _ends(self, tokenizer: "PreTrainedTokenizerFast", probe: Conversation, following: Message) -> bool:
-        """Learn what ends the last turn of `probe`, which `following` follows. Return whether the model stops there."""
+        """Learn which token ends the last turn of `probe`, perhaps that of the next message. Return whether one does."""
         written = self._written(probe)
-        eos = {tokenizer.convert_ids_to_tokens(one): one for one in self.eos_ids}
+        tokens = (tokenizer.convert_ids_to_tokens(one) for one in self.eos_ids)
+        eos = [token for token in tokens if token]  # a model may stop at ids that its tokenizer lacks
         if any(stop in written for stop in eos):
             self._stops = tuple(eos)
             return True
@@ -421,7 +421,7 @@ class ChatTemplate:
             return True
         ids = tokenizer.encode(written.partition(str(probe.messages[-1]["content"]))[2], add_special_tokens=False)
         added = tokenizer.get_added_vocab().values()
-        if ids and ids[0] in added:  # a base model with an instruct model's template: it stops there once it is trained
+        if ids and ids[0] in added:  # a base model with a chat template: training makes it stop there
             self.eos_ids = sorted([*self.eos_ids, ids[0]])
             self._stops = (*eos, tokenizer.convert_ids_to_tokens(ids[0]))
             return True
@@ -439,14 +439,14 @@ class ChatTemplate:
             self._opening, self._in_conversation = prompt.removeprefix(header), before.removeprefix(header)
 
     def _written(self, probe: Conversation) -> str:
-        """Return what is trained of the last turn."""
+        """Return the trained text of the last turn."""
         if self._has_marks:
             text, spans = self._render(self.text, probe)
             return text[slice(*spans[-1])] if spans else ""
         return self._turn(self.prompt(Conversation(probe.messages[:-1], probe.tools)), probe)
 
     def _keeps(self, probe: Conversation, expected: tuple[str, ...]) -> bool:
-        """Return whether all that is expected is in the text of a probe, and its last turn ends."""
+        """Return whether the text of a probe contains all expected strings and ends in a stop token."""
         try:
             text, spans = self._documents(probe)[-1]
         except ERRORS:

@@ -11,13 +11,7 @@ import pyarrow as pa
 
 import settings
 from jobs import weights
-from jobs.preprocessing.chat_template import (
-    ChatTemplate,
-    Conversation,
-    Rejected,
-    Rendered,
-    remedy,
-)
+from jobs.preprocessing.chat_template import ChatTemplate, Conversation, Rejected, Rendered, remedy
 from jobs.preprocessing.options import Overlong, PastReasoning, PreprocessOptions, Turns
 from jobs.preprocessing.row_formats import BadRow, Completion, Example, example
 
@@ -65,7 +59,7 @@ def _dumped(value: object, *, sort_keys: bool) -> bytes:
 
 
 def to_json(found: Example) -> bytes:
-    """Return an example as JSON, alike for all spellings of a row. Arguments and schemas keep the order of their keys.
+    """Return an example as JSON, the same for parquet and JSONL. Arguments and schemas keep the order of their keys.
 
     Raises:
         BadRow: as `canonical`.
@@ -74,7 +68,7 @@ def to_json(found: Example) -> bytes:
 
 
 def from_json(row: bytes) -> Example:
-    """Return the example of which `to_json` made `row`."""
+    """Return the example that `to_json` encoded."""
     fields = json.loads(row)
     if "messages" in fields:
         return Conversation(fields["messages"], fields.get("tools"))
@@ -82,18 +76,24 @@ def from_json(row: bytes) -> Example:
 
 
 def read_template(path: str | None) -> str | None:
-    """Return the text of the chat template that the settings name; None for none.
-
-    `path` is a file that is uploaded with this project, or a model whose template is taken.
+    """Return the text of a chat template, from a file of this project or from a model. None gives None.
 
     Raises:
-        Refusal: there is no such file, or the model has no template.
+        Refusal: the file cannot be read, or the model has no template.
     """
     if path is None:
         return None
     file = settings.PROJECT / path
     if file.suffix != ".jinja" and not file.is_file():
-        return load_tokenizer(path).chat_template
+        try:
+            template = load_tokenizer(path).chat_template
+        except settings.Refusal:
+            template = None
+        if not template:
+            raise settings.Refusal(
+                f"{path} is neither a file nor a model with a chat template; correct chat_template in [preprocess]."
+            )
+        return template
     try:
         return file.read_text(encoding="utf-8")
     except OSError as error:
@@ -140,8 +140,7 @@ def padding_id(tokenizer: "PreTrainedTokenizerFast") -> int:
 
 
 def eos_ids(model: str, tokenizer: "PreTrainedTokenizerFast") -> set[int]:
-    """Return the tokens at which a server stops: those of the model's generation_config.json or config.json, and the
-    tokenizer's own, as vLLM does."""
+    """Return the tokens at which vLLM stops: those of generation_config.json or config.json, and the tokenizer's."""
     from transformers import AutoConfig, GenerationConfig
 
     folder = weights.on_this_node(weights.find(model), weights=False)
@@ -192,14 +191,14 @@ class Tokenize:
 
     @property
     def eos_ids(self) -> list[int]:
-        """Tokens at which a model stops that is trained on the documents; none: those that it has."""
+        """Stop tokens of a model that is trained on the documents. Empty: those of the base model."""
         return self.template.eos_ids if self.template else []
 
     def __call__(self, table: pa.Table) -> pa.Table:
         """Return the documents of `table`, as DOCUMENTS has them; `row` is the position in `table`.
 
-        A row has one document, or several where its template renders the past in another way later. A bad row has one
-        without tokens, and with its `problem`. The rows are as `jobs.preprocessing.rows` reads them, or as published.
+        A row gives one document, or several if its template renders earlier turns differently later. A bad row gives
+        one with a `problem` and no tokens. Rows are as `jobs.preprocessing.rows` reads them, or as published.
         """
         read = [_or_problem(self._read, row) for row in table.to_pylist()]
         rendered = self._rendered(read)
@@ -251,25 +250,25 @@ class Tokenize:
         ]
 
     def _plain(self, found: Completion) -> Rendered:
-        """Return a text between the tokens that begin and end one, with all but its prompt trained."""
+        """Return the text with its BOS and EOS tokens. All of it but the prompt is trained."""
         begin = (self.tokenizer.bos_token or "") + found.prompt
         text = begin + found.completion + (self.tokenizer.eos_token or "")
         return Rendered(text, [(len(begin), len(text))])
 
     def _cut_all(self, encoded: list[tuple[Rendered, "Encoding"]]) -> list[Document] | BadRow:
-        """Return the documents of one row, or why it is bad."""
-        made = [self._cut(rendered, encoding) for rendered, encoding in encoded]
-        good = [document for document in made if document is not None]
-        if good and not any(document.cut for document in good):
-            return good
-        match self.overlong:
-            case "error":
+        """Return the documents of one row within `sequence_length`, or why the row is bad."""
+        if any(len(encoding) > self.sequence_length for _, encoding in encoded):
+            if self.overlong == "error":
                 raise settings.Refusal(
                     f"a conversation has more than sequence_length = {self.sequence_length} tokens; pass a larger "
                     "--sequence-length, or --overlong truncate."
                 )
-            case "drop":
+            if self.overlong == "drop":
                 return BadRow("longer than sequence_length")
+        cut = [self._cut(rendered, encoding) for rendered, encoding in encoded]
+        good = [document for document in cut if document is not None]
+        if good and len(good) < len(cut):  # a whole turn was cut off: count it
+            good[-1] = good[-1]._replace(cut=True)
         return good or BadRow("no trained token within sequence_length")
 
     def _cut(self, rendered: Rendered, encoding: "Encoding") -> Document | None:
@@ -285,7 +284,7 @@ class Tokenize:
 
 
 def load(options: PreprocessOptions, model: str = "") -> Tokenize:
-    """Return what the settings describe, for the tokenizer of another `model` where one is given."""
+    """Return the tokenization that the settings describe. `model` replaces the one of the settings."""
     return Tokenize(
         model or options.model,
         options.sequence_length,
@@ -307,7 +306,7 @@ def _within(spans: list[tuple[int, int]], encoding: "Encoding") -> np.ndarray:
 
 
 def _token(encoding: "Encoding", characters: range) -> int | None:
-    """Return the token of the first of these characters that has one: a normalizer may drop or join characters."""
+    """Return the first token of these characters: a normalizer may drop or join some."""
     return next((token for at in characters if (token := encoding.char_to_token(at)) is not None), None)
 
 

@@ -1,8 +1,8 @@
-"""Render conversations of one shape without running their template for each.
+"""Render conversations of the same shape from a learned layout instead of running their template for each.
 
-A template writes the texts of a conversation between fixed strings, which depend on roles and not on words. So what it
-makes of placeholders is the layout of every conversation with the same roles. A layout is used only if it gives what
-the template gives for texts of several kinds, and never for texts that templates look into.
+Most templates insert the texts of a conversation between fixed strings that depend on its roles only. The rendered text
+for placeholders then gives the layout of every conversation with the same roles. A layout is used only if it matches
+the template on several sample texts, and never for texts that templates inspect.
 """
 
 import re
@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 Message = dict[str, Any]
 
-PLACEHOLDER = "\ue000{}\ue001"  # characters for private use, which no text has
+PLACEHOLDER = "\ue000{}\ue001"  # private-use characters
 FIND_PLACEHOLDER = re.compile("\ue000(\\d+)\ue001")
 TEXTS = ("content", "reasoning_content")
 KNOWN = frozenset((*TEXTS, "role", "weight"))
-LOOKED_INTO = re.compile(r"\A\s|\s\Z|\A/|<[\w/|]|\[[A-Z/]|[Tt]hink|[\ue000\ue001]")
-"""Templates trim texts, split them at tags, and look for switches such as /no_think."""
+INSPECTED = re.compile(r"\A\s|\s\Z|\A/|<[\w/|]|\[[A-Z/]|[Tt]hink|[\ue000\ue001]")
+"""Texts that need the template: it may trim them, split them at tags, or react to switches such as /no_think."""
 SAMPLES = (
     "a",
     "B2",
@@ -30,14 +30,14 @@ SAMPLES = (
 
 
 class Conversation(NamedTuple):
-    """Messages in the shape that chat templates read, and the tools that the assistant may call."""
+    """Messages and tools, in the shape that chat templates read."""
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
 
 
 class Rendered(NamedTuple):
-    """A text and the spans of characters, (start, stop), that are trained."""
+    """A text and its trained spans of characters, each (start, stop)."""
 
     text: str
     spans: list[tuple[int, int]]
@@ -47,7 +47,7 @@ Render = Callable[[Conversation], list[Rendered]]
 
 
 def shape(conversation: Conversation) -> object | None:
-    """Return what a layout depends on: the roles, and system prompts themselves. None: the template must be run."""
+    """Return what a layout depends on, roles and system prompts, or None if the conversation needs the template."""
     if conversation.tools:
         return None
     found: list[object] = []
@@ -56,7 +56,7 @@ def shape(conversation: Conversation) -> object | None:
             return None
         if message["role"] in ("user", "assistant"):
             texts = _texts(message)
-            if not all(texts.values()) or any(map(LOOKED_INTO.search, texts.values())):
+            if not all(texts.values()) or any(map(INSPECTED.search, texts.values())):
                 return None
             found.append((message["role"], *texts, message.get("weight")))
         else:
@@ -68,7 +68,7 @@ class Layout:
     """The documents of all conversations of one shape, with numbered gaps for their texts."""
 
     def __init__(self, documents: list[tuple[list[str | int], list[tuple[int, int]]]]) -> None:
-        """Each document: fixed strings and the numbers of texts, and the spans of these pieces, [start, stop)."""
+        """Each document is a list of pieces, which are fixed strings or numbers of texts, and its spans of pieces."""
         self._documents = documents
 
     def fill(self, conversation: Conversation) -> list[Rendered]:
@@ -83,10 +83,10 @@ class Layout:
 
 
 def learn(conversation: Conversation, render: Render) -> Layout | None:
-    """Return the layout of the shape of `conversation`, or None if it depends on words."""
+    """Return the layout of all conversations of this shape, or None if it depends on their words."""
     count = len(_gaps(conversation))
-    documents = [_pieces(made) for made in render(_with(conversation, [PLACEHOLDER.format(n) for n in range(count)]))]
-    layout = Layout([document for document in documents if document])
+    rendered = render(_with(conversation, [PLACEHOLDER.format(number) for number in range(count)]))
+    layout = Layout([_pieces(made) for made in rendered])
     for first in range(len(SAMPLES)):
         sample = _with(conversation, [SAMPLES[(first + number) % len(SAMPLES)] for number in range(count)])
         if layout.fill(sample) != render(sample):
@@ -94,14 +94,12 @@ def learn(conversation: Conversation, render: Render) -> Layout | None:
     return layout
 
 
-def _pieces(made: Rendered) -> tuple[list[str | int], list[tuple[int, int]]] | None:
-    """Split a text with placeholders into pieces, of which none reaches over the edge of a span."""
+def _pieces(made: Rendered) -> tuple[list[str | int], list[tuple[int, int]]]:
+    """Split a text at its placeholders and at the edges of its spans."""
     gaps = {match.start(): match for match in FIND_PLACEHOLDER.finditer(made.text)}
     edges = {0, len(made.text), *(edge for span in made.spans for edge in span)}
     edges |= {edge for match in gaps.values() for edge in match.span()}
     ordered = sorted(edges)
-    if any(start < edge < match.end() for start, match in gaps.items() for edge in ordered):
-        return None
     pieces = [int(gaps[start][1]) if start in gaps else made.text[start:stop] for start, stop in pairwise(ordered)]
     return pieces, [(ordered.index(start), ordered.index(stop)) for start, stop in made.spans]
 
@@ -120,7 +118,7 @@ def _gaps(conversation: Conversation) -> list[str]:
 
 
 def _with(conversation: Conversation, texts: list[str]) -> Conversation:
-    """Return the conversation with other texts in its gaps."""
+    """Return the conversation with these texts in place of its own."""
     following = iter(texts)
     messages = [
         message | {key: next(following) for key in _texts(message)}

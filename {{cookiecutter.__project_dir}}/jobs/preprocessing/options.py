@@ -18,7 +18,7 @@ class PreprocessOptions(settings.Section):
     """Parquet or JSONL with conversations, instructions and answers, or text: a file, folder, glob, s3:// URI, or
     hf://datasets/OWNER/NAME."""
     mix: tuple[str, ...] = ()
-    """More inputs, as INPUT=WEIGHT: each of their rows is used WEIGHT times on average, such as 0.5 or 3."""
+    """More inputs, each INPUT=WEIGHT: its rows are used WEIGHT times on average."""
     output: str
     """Folder or s3:// URI for the packed data."""
     shared_paths: tuple[str, ...] = ()
@@ -26,13 +26,13 @@ class PreprocessOptions(settings.Section):
     model: str
     """Hugging Face folder or hub id whose tokenizer and chat template are used."""
     chat_template: str | None = None
-    """File with a chat template to use instead of the model's own, or a model whose template to use."""
+    """Chat template to use instead of the model's own: a file, or another model's folder or hub id."""
     turns: Turns = "all"
-    """Assistant turns that are trained: all, or those after the last user message."""
+    """Assistant turns to train: all, or those after the last user message."""
     past_reasoning: PastReasoning = "served"
-    """Reasoning in earlier turns: as the served model sees it, or kept, for templates that TRL knows."""
+    """Reasoning in earlier turns: as the served model sees it, or always kept (for templates that TRL knows)."""
     overlong: Overlong = "truncate"
-    """What becomes of conversations with more tokens: truncate their end, drop them, or stop with an error."""
+    """How to handle conversations with too many tokens: truncate them, drop them, or stop with an error."""
     sequence_length: PositiveInt
     """Tokens in each packed row."""
     deduplicate: bool = False

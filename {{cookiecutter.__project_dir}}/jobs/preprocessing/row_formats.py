@@ -1,7 +1,6 @@
-"""Read training rows in the shapes that people publish: a conversation, a prompt with its completion, or plain text.
+"""Read training rows in published formats: conversations, prompts with completions, or plain text.
 
-The columns of a row decide its format. A column that a format knows is read or rejected; `preprocess` lists the
-columns that it does not know.
+The columns of a row decide its format. `preprocess` lists the columns that the format does not read.
 """
 
 import json
@@ -27,18 +26,18 @@ SHAREGPT_ROLES = {
     "function_response": "tool",
     "function_call": "assistant",
 }
-REASONING = ("reasoning_content", "reasoning", "thinking")  # as servers and templates call it
+REASONING = ("reasoning_content", "reasoning", "thinking")  # servers and templates use all three
 QUESTIONS = ("instruction", "question", "query", "prompt")
 CONTEXTS = ("input", "context")
 ANSWERS = ("response", "output", "answer", "completion", "target")
 
 
 class BadRow(Exception):
-    """A row that cannot be trained. Its text is the reason, worded alike for all rows of its kind."""
+    """A row cannot be trained. The text is the reason, the same for all rows of its kind."""
 
 
 class Completion(NamedTuple):
-    """Text to continue, which is not trained, and its continuation, which is. No chat template is used."""
+    """A prompt, which is not trained, and a completion, which is. No chat template applies."""
 
     prompt: str
     completion: str
@@ -49,13 +48,13 @@ Example = Conversation | Completion
 
 
 class Format(NamedTuple):
-    """A shape of rows."""
+    """A row format."""
 
     name: str
     needs: tuple[tuple[str, ...], ...]
-    """Columns that such a row has: one of each tuple."""
+    """Required columns: one of each tuple."""
     takes: tuple[str, ...]
-    """Columns that it may have."""
+    """Optional columns."""
     read: Callable[[Mapping[str, Any]], Example]
 
     def fits(self, row: Mapping[str, Any]) -> bool:
@@ -73,7 +72,7 @@ def example(row: Mapping[str, Any]) -> Example:
     """Return what a row holds.
 
     Raises:
-        BadRow: it has no format that can be trained, or what it holds is malformed.
+        BadRow: no format fits the row, or the row is malformed.
     """
     found = format_of(row).read(row)
     if isinstance(found, Completion):
@@ -94,7 +93,7 @@ def format_of(row: Mapping[str, Any]) -> Format:
     """Return the first of FORMATS that fits a row.
 
     Raises:
-        BadRow: none does.
+        BadRow: none fits.
     """
     found = next((one for one in FORMATS if one.fits(row)), None)
     if not found or found.needs[0] == ("prompt",):
@@ -120,9 +119,9 @@ def _sharegpt(row: Mapping[str, Any]) -> Conversation:
 def _from_sharegpt(turn: Message) -> Message:
     speaker = turn.get("from")
     if speaker is None:
-        return turn  # role and content already
-    if speaker not in SHAREGPT_ROLES:
-        raise BadRow(f"a turn whose `from` is none of {', '.join(SHAREGPT_ROLES)}")
+        return turn  # it has role and content
+    if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
+        raise BadRow(f"a turn with an unknown `from`; known: {', '.join(SHAREGPT_ROLES)}")
     value = turn.get("value")
     message: Message = {"role": SHAREGPT_ROLES[speaker], "content": value}
     if speaker == "function_call":
@@ -132,7 +131,7 @@ def _from_sharegpt(turn: Message) -> Message:
 
 
 def _instruction(row: Mapping[str, Any]) -> Conversation:
-    """Alpaca, Dolly, and question and answer: one exchange, after the `history` that some rows have."""
+    """Read Alpaca, Dolly, and question and answer: one exchange, after an optional `history`."""
     question, context, answer = (_first(row, names) for names in (QUESTIONS, CONTEXTS, ANSWERS))
     content = f"{_text(question)}\n\n{_text(context)}" if context else question
     history = _unpacked(row.get("history") or [], "history")
@@ -149,8 +148,8 @@ def _completion(row: Mapping[str, Any]) -> Example:
         return Completion(prompt, completion)
     if not isinstance(prompt, list) or not isinstance(completion, list):
         raise BadRow("prompt and completion are neither texts nor lists of messages")
-    asked = [message | {"weight": 0} if message.get("role") == "assistant" else message for message in prompt]
-    return _with_siblings(row, well_formed([*asked, *completion]))
+    asked = [one | {"weight": 0} if one["role"] == "assistant" else one for one in well_formed(prompt)]
+    return _with_siblings(row, [*asked, *well_formed(completion)])
 
 
 def _plain_text(row: Mapping[str, Any]) -> Completion:
@@ -161,10 +160,10 @@ def _plain_text(row: Mapping[str, Any]) -> Completion:
 
 
 def well_formed(messages: object) -> list[Message]:
-    """Return messages that each have a known role and a text or tool calls, in the shape that templates read.
+    """Return messages in the shape that templates read: each has a known role, and text or tool calls.
 
     Raises:
-        BadRow: they are anything else.
+        BadRow: a message is malformed.
     """
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise BadRow("messages is not a list of objects")
@@ -172,13 +171,16 @@ def well_formed(messages: object) -> list[Message]:
 
 
 def _message(message: Message) -> Message:
-    # parquet spells a key that a message lacks as null; a template must not see it
+    # parquet writes null for a missing key; templates must not see it
     message = {key: value for key, value in message.items() if value is not None}
     if message.get("role") not in ROLES:
-        raise BadRow(f"a message whose role is none of {', '.join(ROLES)}")
+        raise BadRow(f"a message with an unknown role; known: {', '.join(ROLES)}")
     if message.get("function_call"):
-        raise BadRow("function_call, which OpenAI replaced: use tool_calls")
-    calls = [_call(call) for call in message.pop("tool_calls", [])]
+        raise BadRow("function_call is deprecated: use tool_calls")
+    calls = message.pop("tool_calls", [])
+    if not isinstance(calls, list):
+        raise BadRow("tool_calls is not a list")
+    calls = [_call(call) for call in calls]
     content = _content(message.pop("content", "" if calls else None))
     reasoning = next((message.pop(name) for name in REASONING if name in message), None)
     made: Message = {"role": message.pop("role"), "content": content}
@@ -190,19 +192,19 @@ def _message(message: Message) -> Message:
 
 
 def _content(content: object) -> str:
-    """Return the text of a message; OpenAI's content parts are joined as vLLM does."""
+    """Return the text of a message. Content parts are joined as in vLLM."""
     if isinstance(content, list) and all(isinstance(part, dict) for part in content):
-        kinds = {part.get("type") for part in content} - {"text"}
+        kinds = {str(part.get("type")) for part in content} - {"text"}
         if kinds:
-            raise BadRow(f"a message with parts that are not text: {', '.join(sorted(map(str, kinds)))}")
+            raise BadRow(f"a message with parts that are not text: {', '.join(sorted(kinds))}")
         content = "\n".join(_text(part.get("text")) for part in content)
     if not isinstance(content, str):
-        raise BadRow("a message whose content is not text")
+        raise BadRow("a message with content that is not text")
     return content
 
 
 def _call(call: object) -> dict[str, Any]:
-    """Return a tool call as vLLM hands it to templates: its arguments an object, its keys in this order."""
+    """Return a tool call as vLLM passes it to templates: arguments as an object, keys in this order."""
     if not isinstance(call, dict):
         raise BadRow("a tool call that is not an object")
     function = call.get("function", call)
@@ -210,18 +212,18 @@ def _call(call: object) -> dict[str, Any]:
         raise BadRow("a tool call without a function's name")
     arguments = _unpacked(function.get("arguments") or {}, "the arguments of a tool call")
     if not isinstance(arguments, dict):
-        raise BadRow("a tool call whose arguments are not an object")
+        raise BadRow("a tool call with arguments that are not an object")
     name = {"id": call["id"]} if call.get("id") else {}
     return name | {"function": {"arguments": arguments, "name": function["name"]}, "type": "function"}
 
 
 def _with_siblings(row: Mapping[str, Any], messages: list[Message]) -> Conversation:
-    """Add what stands beside the messages: a system prompt and tools."""
+    """Add the system prompt and the tools from the row's other columns."""
     if row.get("functions") is not None:
-        raise BadRow("functions, which OpenAI replaced: use tools")
+        raise BadRow("functions is deprecated: use tools")
     if system := row.get("system") or row.get("system_prompt"):
         if messages and messages[0]["role"] == "system":
-            raise BadRow("a system prompt beside messages that begin with one")
+            raise BadRow("two system prompts: a column and a message")
         messages = [{"role": "system", "content": _text(system)}, *messages]
     tools = _unpacked(row.get("tools") or [], "tools")
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
@@ -230,7 +232,7 @@ def _with_siblings(row: Mapping[str, Any], messages: list[Message]) -> Conversat
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool as vLLM hands it to templates: with these keys, in this order, null where it lacks one."""
+    """Return a tool as vLLM passes it to templates: these keys first, with null for a missing one."""
     function = tool.get("function", tool)  # some data sets list the bare functions
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise BadRow("a tool without a name")
@@ -239,17 +241,17 @@ def _tool(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _unpacked(value: object, what: str) -> Any:
-    """Return a value that may stand in its column as JSON."""
+    """Decode a value that its column may hold as JSON."""
     if not isinstance(value, str):
         return value
     try:
         return json.loads(value)
     except (ValueError, RecursionError):
-        raise BadRow(f"{what} is text that is not valid JSON") from None
+        raise BadRow(f"{what} is text but not valid JSON") from None
 
 
 def without_nulls(value: Any) -> Any:
-    """Return a value of a parquet row without the nulls that parquet puts where a row lacks a key."""
+    """Remove nulls from a parquet value: parquet adds them for keys that a row lacks."""
     if isinstance(value, dict):
         return {key: without_nulls(one) for key, one in value.items() if one is not None}
     return [without_nulls(one) for one in value] if isinstance(value, list) else value
@@ -269,24 +271,31 @@ def _first(row: Mapping[str, Any], names: Iterable[str]) -> Any:
 
 def _text(value: object) -> str:
     if not isinstance(value, str):
-        raise BadRow("a column whose value is not text")
+        raise BadRow("a column with a value that is not text")
     return value
 
 
 # ---------------------------------------------------------------- formats
 
-BESIDE = ("tools", "functions", "system", "system_prompt")
+SIBLINGS = ("tools", "functions", "system", "system_prompt")
 FORMATS = (
-    Format("conversations", (("messages",),), BESIDE, _conversation),
-    Format("ShareGPT conversations", (("conversations",),), BESIDE, _sharegpt),
-    Format("prompts and completions", (("prompt",), ("completion",)), BESIDE, _completion),
-    Format("instructions and answers", (QUESTIONS, ANSWERS), (*CONTEXTS, "history", *BESIDE), _instruction),
+    Format("conversations", (("messages",),), SIBLINGS, _conversation),
+    Format("ShareGPT conversations", (("conversations",),), SIBLINGS, _sharegpt),
+    Format("prompts and completions", (("prompt",), ("completion",)), SIBLINGS, _completion),
+    Format("instructions and answers", (QUESTIONS, ANSWERS), (*CONTEXTS, "history", *SIBLINGS), _instruction),
     Format("plain text", (("text",),), (), _plain_text),
 )
 UNSUPPORTED = {
-    ("chosen", "rejected"): "a preference pair (chosen, rejected): only answers to imitate can be trained",
-    ("prompt", "completion", "label"): "a rated completion (label, as for KTO): only answers to imitate can be trained",
+    (
+        "chosen",
+        "rejected",
+    ): "a preference pair (chosen, rejected): this project does not do DPO",
+    (
+        "prompt",
+        "completion",
+        "label",
+    ): "a rated completion (label): this project does not do KTO",
 }
 COLUMNS = tuple(sorted({name for one in FORMATS for name in one.columns} | {name for n in UNSUPPORTED for name in n}))
-NO_FORMAT = "none of the columns that hold a text to train"
+NO_FORMAT = "no known columns"
 WANTED = "messages, or instruction and response, or prompt and completion, or text"

@@ -45,8 +45,8 @@ ROWS = pa.schema(
     [
         ("row", pa.large_binary()),  # the example as canonical JSON, or what was found where there is a problem
         ("problem", pa.string()),
-        ("source", pa.int16()),  # which of the inputs
-        ("copy", pa.int16()),  # rows of an input with a weight may stand there more than once
+        ("source", pa.int16()),  # number of the input
+        ("copy", pa.int16()),  # number of the copy, for inputs with a weight
     ]
 )
 
@@ -75,7 +75,7 @@ class Piece(NamedTuple):
     start: int
     stop: int
     source: int = 0
-    """Which of the inputs the file is of."""
+    """Number of the input."""
 
 
 class Source(NamedTuple):
@@ -85,7 +85,7 @@ class Source(NamedTuple):
     filesystem: pyarrow.fs.FileSystem
     files: list[File]
     weight: float = 1.0
-    """How often each row is used, on average."""
+    """How many times each row is used, on average."""
 
     @property
     def size(self) -> int:
@@ -107,10 +107,10 @@ class Source(NamedTuple):
 
 
 def find_all(name: str, mix: Iterable[str]) -> list[Source]:
-    """Return the input and those that are mixed in, as INPUT=WEIGHT, with absolute paths or URIs.
+    """Return the source `name`, and those of `mix`, each INPUT=WEIGHT.
 
     Raises:
-        Refusal: as `find`, or a weight is no positive number.
+        Refusal: as `find`, or a weight is not a positive number.
     """
     sources = [find(settings.resolve(name))]
     for part in mix:
@@ -123,6 +123,11 @@ def find_all(name: str, mix: Iterable[str]) -> list[Source]:
             raise Refusal(f"mix has {part!r}; write INPUT=WEIGHT, with a weight above 0 and below {MOST_COPIES}.")
         sources.append(find(settings.resolve(other))._replace(weight=value))
     return sources
+
+
+def names(sources: list[Source]) -> list[tuple[str, str]]:
+    """Return for each source the setting that names it, and its name."""
+    return [("mix" if number else "input", source.name) for number, source in enumerate(sources)]
 
 
 def find(name: str, section: str = "preprocess") -> Source:
@@ -149,7 +154,7 @@ def find(name: str, section: str = "preprocess") -> Source:
 
 
 def _on_the_hub(uri: str) -> tuple[pyarrow.fs.FileSystem, str]:
-    """Return the hub as a file system, and the path there. A data set alone is its train split in the hub's parquet."""
+    """Return the hub as a file system, and a path in it. For a whole data set: its train split, as parquet."""
     from huggingface_hub import HfFileSystem
 
     hub, path = HfFileSystem(), uri.removeprefix(HUB)
@@ -159,16 +164,18 @@ def _on_the_hub(uri: str) -> tuple[pyarrow.fs.FileSystem, str]:
 
 
 def _only(hub: "HfFileSystem", folder: str, preferred: str) -> str:
-    """Return the folder named `preferred` in a folder, or the only one there.
+    """Return the subfolder `preferred`, or the only one.
 
     Raises:
-        Refusal: there are several others.
+        Refusal: there are several others, or none.
     """
     entries = cast("list[dict[str, Any]]", hub.ls(folder, detail=True))
     found = [entry["name"] for entry in entries if entry["type"] == "directory"]
     chosen = [path for path in found if path.endswith(f"/{preferred}")] or found
     if len(chosen) == 1:
         return chosen[0]
+    if not found:
+        raise Refusal(f"{HUB}{folder} is empty: the hub has not converted this data set; name its files with --input.")
     names = ", ".join(path.rpartition("/")[2] for path in found)
     raise Refusal(f"{HUB}{folder} has {names}; name one: --input {HUB}{found[0]}")
 
@@ -179,16 +186,16 @@ class Head(NamedTuple):
     rows: list[dict[str, Any]]
     """As ROWS has them."""
     formats: tuple[str, ...]
-    """What the rows were recognised as."""
+    """Names of the formats found."""
     unused: tuple[str, ...]
     """Columns that are not read."""
 
 
 def head(source: Source, count: int) -> Head:
-    """Return the first `count` rows, and how they are read.
+    """Return the first `count` rows, their formats, and the columns that are not read.
 
     Raises:
-        Refusal: there is none, or none has a format that can be trained.
+        Refusal: there are no rows, or no row has a known format.
     """
     found = list(islice(chain.from_iterable(read(source.filesystem, piece, ()) for piece in source.pieces), count))
     if not found:
@@ -204,7 +211,7 @@ def head(source: Source, count: int) -> Head:
     if not formats:
         problem = problems.most_common(1)[0][0]
         if problem == NO_FORMAT:
-            problem = f"the columns {', '.join(sorted(columns))} hold nothing to train; rename them to {WANTED}"
+            problem = f"its columns are {', '.join(sorted(columns))}; rename them to {WANTED}"
         raise Refusal(f"no row of {source.name} can be used: {problem}; or pass another --input.")
     used = frozenset().union(*(one.columns for one in formats))
     return Head(
@@ -232,7 +239,7 @@ def dataset(sources: list[Source], seed: int = 0, report: Callable[..., Any] | N
 
 
 def _copied(rows: Iterable[dict[str, Any]], source: int, weight: float, seed: int) -> Iterator[dict[str, Any]]:
-    """Yield each row `weight` times on average: which rows are used once more, or not, depends on their content."""
+    """Yield each row `weight` times on average. A hash of its content decides whether it gets one copy more."""
     for row in rows:
         digest = hashlib.blake2b(row["row"], digest_size=8, key=str(seed).encode(), person=b"mix").digest()
         copies = 1 if row["problem"] else int(weight + int.from_bytes(digest) / 2**64)

@@ -48,7 +48,7 @@ class Shard(BaseModel):
     tokens: int
     trained_tokens: int
     lengths: dict[int, int]
-    """How many documents have at most so many tokens, and more than half as many: by powers of two."""
+    """Histogram of tokens per document: upper bounds, which are powers of two, and counts."""
     sha256: str
 
 
@@ -58,10 +58,10 @@ class Partition(BaseModel):
     number: int
     rows: int
     duplicates: int
-    """Rows that were left out, as another one is identical."""
+    """Rows left out because another one is identical."""
     rejected: dict[str, int]
     sources: dict[int, dict[str, int]]
-    """By input: documents, tokens and trained tokens."""
+    """Documents, tokens and trained tokens of each input, by its number."""
     train: Shard | None
     eval: Shard | None
 
@@ -129,7 +129,7 @@ def _by_source(documents: pa.Table, sources: pa.ChunkedArray) -> dict[int, dict[
 
 
 def _without_duplicates(rows: pa.Table) -> pa.Table:
-    """Return the first of each run of rows with the same key; identical rows have one, and are of one partition."""
+    """Return rows without repeated keys. Identical rows have the same key, and are next to each other."""
     keys = rows["key"].combine_chunks()
     return rows.filter(pa.concat_arrays([pa.array([True]), pc.not_equal(keys[1:], keys[:-1])]))
 
