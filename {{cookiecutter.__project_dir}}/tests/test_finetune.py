@@ -180,7 +180,11 @@ def test_a_full_gpu_is_one_sentence(changes: dict[str, Any]) -> None:
     ],
     ids=lambda wrong: next(iter(wrong)) if isinstance(wrong, dict) else "",
 )
-def test_what_the_cluster_cannot_run_is_refused(wrong: dict[str, Any], sentence: str, changes: dict[str, Any]) -> None:
+def test_what_the_cluster_cannot_run_is_refused(
+    wrong: dict[str, Any], sentence: str, changes: dict[str, Any], assets: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = stream.Recipe(rows.find_all(str(assets / "data/*.jsonl"), ()), Tokenize(changes["model"], 128))
+    monkeypatch.setattr(stream, "read_recipe", lambda _: recipe)
     with pytest.raises(settings.Refusal, match=sentence):
         finetune_ddp.main(_ddp_options(changes | {"name": "refused-before"} | wrong))
     assert not Path(changes["output"], "refused-before").exists()

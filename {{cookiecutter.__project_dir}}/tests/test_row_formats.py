@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from jobs.preprocessing import rows
 from jobs.preprocessing.chat_template import Conversation
 from jobs.preprocessing.conversations import from_json, to_json
-from jobs.preprocessing.row_formats import COLUMNS, BadRow, Completion, example, format_of
+from jobs.preprocessing.row_formats import COLUMNS, ROLES, BadRow, Completion, example, format_of
 from settings import Refusal
 
 USER = {"role": "user", "content": "2+2?"}
@@ -150,17 +150,30 @@ def test_what_cannot_be_trained_says_why(row: dict[str, Any], reason: str) -> No
 
 
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers(-3, 3) | st.sampled_from(["", "user", "[1]", "{", "\ud83d"]),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(st.sampled_from(["role", "content", "tool_calls", "from", "function", "type"]), inner)
-    ),
-    max_leaves=12,
+    st.none() | st.booleans() | st.integers(-3, 3) | st.sampled_from(["", "text", "[1]", "{", "\ud83d"]),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["function", "name", "type"]), inner),
+    max_leaves=6,
+)
+messages = st.lists(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "role": st.sampled_from(ROLES) | json_values,
+            "from": st.sampled_from(["human", "gpt", "function_call"]) | json_values,
+            **dict.fromkeys(("content", "value", "tool_calls", "reasoning", "weight"), json_values),
+        },
+    )
+    | json_values,
+    max_size=3,
 )
 
 
-@hypothesis.settings(max_examples=1000, derandomize=True, database=None, deadline=None)
-@given(st.dictionaries(st.sampled_from(COLUMNS), json_values, min_size=1, max_size=4))
+@hypothesis.settings(max_examples=3000, derandomize=True, database=None, deadline=None)
+@given(
+    st.dictionaries(st.sampled_from(COLUMNS), messages | json_values, min_size=1, max_size=4)
+    | st.fixed_dictionaries({"messages": messages})
+    | st.fixed_dictionaries({"conversations": messages})
+)
 def test_any_row_is_read_or_bad(row: dict[str, Any]) -> None:
     with contextlib.suppress(BadRow):
         to_json(example(row))

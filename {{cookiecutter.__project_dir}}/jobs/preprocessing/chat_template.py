@@ -403,7 +403,7 @@ class ChatTemplate:
             )
 
     def _ends(self, tokenizer: "PreTrainedTokenizerFast", probe: Conversation, following: Message) -> bool:
-        """Learn which token ends the last turn of `probe`, perhaps that of the next message. Return whether one does."""
+        """Learn which token ends the last turn of `probe`: its own, or that of `following`. Return whether one does."""
         written = self._written(probe)
         tokens = (tokenizer.convert_ids_to_tokens(one) for one in self.eos_ids)
         eos = [token for token in tokens if token]  # a model may stop at ids that its tokenizer lacks
