@@ -43,7 +43,7 @@ BAD = {
     '{"id": "twice", "prompt": "hi"}': "an id that another row has too",
     '{"id": "twice", "prompt": "ho"}': "an id that another row has too",
     '{"id": "nothing", "text": "hi"}': "neither messages nor a prompt that is text",
-    '{"id": "odd", "messages": [{"role": "user", "content": 3}]}': "a message whose content is not text",
+    '{"id": "odd", "messages": [{"role": "user", "content": 3}]}': "a message with content that is not text",
     '{"id": "long", "prompt": "' + "word " * 500 + '"}': "too long: no token of max_model_len = 256 is left",
 }
 

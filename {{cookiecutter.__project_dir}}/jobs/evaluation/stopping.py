@@ -18,7 +18,8 @@ MOST_TOKENS = 128  # longer answers count as not ended
 def count_stops(model: PreTrainedModel, batch: Batch, eos_ids: Collection[int]) -> tuple[int, int]:
     """Return how many answers were generated greedily, and how many of them end in one of `eos_ids`.
 
-    A question is a document up to its first trained token. The first QUESTIONS of `batch` are asked.
+    A question is a document up to its first trained token. The first QUESTIONS of `batch` that leave room for an answer
+    in the context of the model are asked.
     """
     longest = getattr(model.config, "max_position_embeddings", None) or sys.maxsize
     questions = [question for question in _questions(batch) if len(question) < longest][:QUESTIONS]

@@ -85,14 +85,9 @@ def read_template(path: str | None) -> str | None:
         return None
     file = settings.PROJECT / path
     if file.suffix != ".jinja" and not file.is_file():
-        try:
-            template = load_tokenizer(path).chat_template
-        except settings.Refusal:
-            template = None
+        template = load_tokenizer(path, setting="chat_template").chat_template
         if not template:
-            raise settings.Refusal(
-                f"{path} is neither a file nor a model with a chat template; correct chat_template in [preprocess]."
-            )
+            raise settings.Refusal(f"{path} has no chat template; correct chat_template in [preprocess].")
         return template
     try:
         return file.read_text(encoding="utf-8")
@@ -102,8 +97,12 @@ def read_template(path: str | None) -> str | None:
         ) from None
 
 
-def load_tokenizer(model: str, chat_template: str | None = None) -> "PreTrainedTokenizerFast":
+def load_tokenizer(
+    model: str, chat_template: str | None = None, *, setting: str = "model"
+) -> "PreTrainedTokenizerFast":
     """The tokenizer of a Hugging Face folder or hub id, with `chat_template` (its text) in place of its own.
+
+    `setting` is the one in [preprocess] that names `model`, for the message.
 
     Raises:
         Refusal: it cannot be loaded, or cannot map characters to tokens.
@@ -117,7 +116,8 @@ def load_tokenizer(model: str, chat_template: str | None = None) -> "PreTrainedT
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise settings.Refusal(
-            f"{model} gives no tokenizer ({reason}); set model in [preprocess] to a folder with one, or to a hub id."
+            f"{model} gives no tokenizer ({reason}); set {setting} in [preprocess] to a folder with one, or to a hub "
+            "id."
         ) from None
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise settings.Refusal(f"{model} has a tokenizer without a tokenizer.json, so no mask can be made; convert it.")

@@ -286,15 +286,8 @@ FORMATS = (
     Format("plain text", (("text",),), (), _plain_text),
 )
 UNSUPPORTED = {
-    (
-        "chosen",
-        "rejected",
-    ): "a preference pair (chosen, rejected): this project does not do DPO",
-    (
-        "prompt",
-        "completion",
-        "label",
-    ): "a rated completion (label): this project does not do KTO",
+    ("chosen", "rejected"): "a preference pair (chosen, rejected): this project does not do DPO",
+    ("prompt", "completion", "label"): "a rated completion (label): this project does not do KTO",
 }
 COLUMNS = tuple(sorted({name for one in FORMATS for name in one.columns} | {name for n in UNSUPPORTED for name in n}))
 NO_FORMAT = "no known columns"
