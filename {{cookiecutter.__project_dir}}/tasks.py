@@ -225,7 +225,7 @@ def ssh(context: Context, command: str = "", target: str = "local") -> None:
 
 @verb(runs="names of runs, with commas between; all when left out", **TARGET)
 def report(context: Context, runs: str = "", target: str = "local") -> None:
-    """Draw trainings beside each other, in results/report.html: losses, speed, checkpoints, restarts, cost."""
+    """Draw trainings beside each other, in results/report.html: losses, speed, checkpoints, restarts, cost, data."""
     from cluster import prices, targets
     from jobs.training import report as training_report
 

@@ -28,6 +28,8 @@ from jobs.preprocessing import rows, shards
 from jobs.preprocessing.conversations import NOT_TRAINED, load_tokenizer
 from jobs.preprocessing.output import Output
 from jobs.preprocessing.progress import time_left
+from jobs.training import data_report
+from jobs.training.history import History
 
 GOOD = {"messages": [{"role": "user", "content": "Say hello."}, {"role": "assistant", "content": "Hello."}]}
 SILENT = {"messages": [{"role": "user", "content": "Say hello."}]}
@@ -256,6 +258,9 @@ def test_a_weight_is_how_often_each_row_is_used(assets: Path, tmp_path: Path, ra
     assert sum(one["tokens"] for one in recorded.values()) == sum(
         manifest(tmp_path)[part]["tokens"] for part in ("train", "eval")
     )
+    [report] = data_report.of([History("run", {}, [], [], manifest(tmp_path))])
+    assert [cells["weight"] for cells in report.inputs] == ["1", "0.5", "2.25"]
+    assert [cells["documents"] for cells in report.inputs] == [f"{sum(row):,}" for row in used.values()]
     held_out = [text.split("<|user|>")[1].split("<|assistant|>")[0] for text in documents(tmp_path, "eval", assets)]
     trained = [text.split("<|user|>")[1].split("<|assistant|>")[0] for text in documents(tmp_path, "train", assets)]
     assert not set(held_out) & set(trained), "copies are on one side"

@@ -16,7 +16,7 @@ from rich.console import Console
 import settings
 from cluster import cluster_file, prices, stack
 from cluster.aws import Aws
-from jobs.training import history, loop, preflight, report, storage
+from jobs.training import data_report, history, loop, preflight, report, storage
 from jobs.training.options import DDPOptions
 from jobs.training.record import Record
 from jobs.training.run import OneProcess
@@ -35,7 +35,7 @@ def output(request: pytest.FixtureRequest, tmp_path: Path, s3: str) -> str:
 def train(output: str, name: str, *, done: int = 0, until: int = STEPS, killed: bool = False, **options: Any) -> None:
     """What the loop calls of Record, from after step `done` to `until`."""
     train_options = settings.load(DDPOptions, "train", profile="local").model_copy(
-        update={"output": output, "name": name, "steps": STEPS} | options
+        update={"output": output, "name": name, "steps": STEPS, "data": "/nowhere"} | options
     )
     preflight.claim(train_options, preflight_identity(train_options))
     folder = RunFolder(f"{output}/{name}")
@@ -171,6 +171,38 @@ def test_a_run_that_goes_on_is_seen_to_its_last_step(tmp_path: Path) -> None:
     (run,) = history.read_all(str(tmp_path), [])
     assert run.starts[-1].last["step"] == 3
     assert run.seconds == run.rows[-1]["time"] - run.events[0]["time"]
+
+
+def test_the_page_has_what_preprocess_counted(tmp_path: Path) -> None:
+    counts = {"files": [], "rows": 20, "documents": 4000, "cut_documents": 17, "tokens": 1900, "trained_tokens": 950}
+    part = counts | {"lengths": {"16": 1000, "32": 3000}}
+    source = {"documents": 2500, "tokens": 1140, "trained_tokens": 114}
+    other = {"documents": 1500, "tokens": 760, "trained_tokens": 760}
+    manifest = {
+        "content_hash": "0123456789abcdef" * 4,
+        "sequence_length": 100,
+        "rows_read": 8000,
+        "rows_duplicate": 80,
+        "rejected_by_reason": {"an empty <b>turn</b>": 240},
+        "input": [{"name": "chats.jsonl", "weight": 1.0}, {"name": "faq.jsonl", "weight": 2.5}],
+        "sources": {"chats.jsonl": source, "faq.jsonl": other},
+        "train": part,
+        "eval": part | {"documents": 0},
+    }
+    storage.write_text(f"{tmp_path}/packed/manifest.json", json.dumps(manifest))
+    train(str(tmp_path), "one", data=f"{tmp_path}/packed")
+    train(str(tmp_path), "two", data=f"{tmp_path}/packed", learning_rate=0.5)
+    train(str(tmp_path), "other")
+    train(str(tmp_path), "streamed", data=f"{tmp_path}/packed", stream=True)
+    storage.delete_folder(f"{tmp_path}/packed")  # a run keeps the counts of its data
+    page = Page(history.read_all(str(tmp_path), ["one", "two", "other", "streamed"]))
+    text = " ".join(page.text.split())
+    assert "Data 0123456789ab Trained on by one, two. 8,000 rows were read." in text
+    assert "train 4,000 17 20 1,900 95.0% 50.0%" in text
+    assert "faq.jsonl 2.5 1,500 760 40.0% 100.0%" in text
+    assert "240 3.0% an empty <b>turn</b> 80 1.0% a duplicate" in text
+    [bars] = data_report.lengths(data_report.of(history.read_all(str(tmp_path), []))).to_dict()["data"]
+    assert (list(bars["x"]), list(bars["y"])) == (["≤ 16", "≤ 32"], [0.25, 0.75])
 
 
 def test_text_stays_text_and_nothing_is_fetched(tmp_path: Path) -> None:

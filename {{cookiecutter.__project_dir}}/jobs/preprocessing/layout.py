@@ -16,8 +16,9 @@ PLACEHOLDER = "\ue000{}\ue001"  # private-use characters
 FIND_PLACEHOLDER = re.compile("\ue000(\\d+)\ue001")
 TEXTS = ("content", "reasoning_content")
 KNOWN = frozenset((*TEXTS, "role", "weight"))
-INSPECTED = re.compile(r"\A\s|\s\Z|\A/|<[\w/|]|\[[A-Z/]|[Tt]hink|[\ue000\ue001]")
-"""Texts that need the template: it may trim them, split them at tags, or react to switches such as /no_think."""
+INSPECTED = re.compile(r"\A/|<[\w/|]|\[[A-Z/]|[Tt]hink|[\ue000\ue001]")
+"""Texts that need the template: it may split them at tags, or react to switches such as /no_think."""
+HINTS = ("<", "[", "hink", "\ue000", "\ue001")  # what INSPECTED finds has one of these, but for the first slash
 SAMPLES = (
     "a",
     "B2",
@@ -27,6 +28,8 @@ SAMPLES = (
     '{"json": ["or", "code"]}',
     "# Title\n- item\n    indented",
 )
+SPACED_SAMPLES = (*SAMPLES, " a", "B2\n", "\n\nline\n", "\tcaf\u00e9 ", "  two words \n ", "\r\nend\u00a0")
+"""For conversations with a text that begins or ends with white space: some templates trim it."""
 
 
 class Conversation(NamedTuple):
@@ -47,21 +50,32 @@ Render = Callable[[Conversation], list[Rendered]]
 
 
 def shape(conversation: Conversation) -> object | None:
-    """Return what a layout depends on, roles and system prompts, or None if the conversation needs the template."""
+    """Return what a layout depends on, or None if the conversation needs the template.
+
+    These are roles, system prompts, and whether a text begins or ends with white space.
+    """
     if conversation.tools:
         return None
     found: list[object] = []
+    spaced = False
     for message in conversation.messages:
         if not message.keys() <= KNOWN:
             return None
         if message["role"] in ("user", "assistant"):
             texts = _texts(message)
-            if not all(texts.values()) or any(map(INSPECTED.search, texts.values())):
-                return None
+            for text in texts.values():
+                words = text.strip()
+                if not words or _is_inspected(words):
+                    return None
+                spaced = spaced or len(words) < len(text)
             found.append((message["role"], *texts, message.get("weight")))
         else:
             found.append((message["role"], message["content"]))
-    return tuple(found)
+    return (*found, spaced)
+
+
+def _is_inspected(text: str) -> bool:
+    return (text[0] == "/" or any(map(text.__contains__, HINTS))) and INSPECTED.search(text) is not None
 
 
 class Layout:
@@ -84,11 +98,13 @@ class Layout:
 
 def learn(conversation: Conversation, render: Render) -> Layout | None:
     """Return the layout of all conversations of this shape, or None if it depends on their words."""
-    count = len(_gaps(conversation))
+    texts = _gaps(conversation)
+    count = len(texts)
     rendered = render(_with(conversation, [PLACEHOLDER.format(number) for number in range(count)]))
     layout = Layout([_pieces(made) for made in rendered])
-    for first in range(len(SAMPLES)):
-        sample = _with(conversation, [SAMPLES[(first + number) % len(SAMPLES)] for number in range(count)])
+    samples = SAMPLES if all(text == text.strip() for text in texts) else SPACED_SAMPLES
+    for first in range(len(samples)):
+        sample = _with(conversation, [samples[(first + number) % len(samples)] for number in range(count)])
         if layout.fill(sample) != render(sample):
             return None
     return layout

@@ -116,8 +116,8 @@ def _by_source(documents: pa.Table, sources: pa.ChunkedArray) -> dict[int, dict[
     origins = sources.take(documents["row"]).to_numpy()
     tokens = pc.list_value_length(documents["input_ids"]).to_numpy()
     labels = documents["labels"].combine_chunks()
-    trained = pc.list_value_length(labels).to_numpy(zero_copy_only=False) * 0
-    np.add.at(trained, pc.list_parent_indices(labels).to_numpy(), labels.flatten().to_numpy() != NOT_TRAINED)
+    trained_so_far = np.cumsum(labels.flatten().to_numpy() != NOT_TRAINED)
+    trained = np.diff(trained_so_far[np.cumsum(tokens) - 1], prepend=0)  # no document is empty
     return {
         int(source): {
             "documents": int((origins == source).sum()),

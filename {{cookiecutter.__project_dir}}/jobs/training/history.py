@@ -41,6 +41,8 @@ class History:
     events: list[Line]
     rows: list[Line]
     """One a step, without those that a restart computed again."""
+    data: dict[str, Any] | None = None
+    """The manifest of the packed rows that the run was trained on."""
 
     @cached_property
     def starts(self) -> list[Start]:
@@ -99,7 +101,10 @@ def read(output: str, name: str) -> History | None:
     identity, events, rows = (storage.read_text(f"{output}/{name}/{file}") for file in FILES)
     if not (identity and events and rows):
         return None
-    return History(name, json.loads(identity), list(lines(events)), list(lines(rows)))
+    data = storage.read_text(f"{output}/{name}/data.json")
+    return History(
+        name, json.loads(identity), list(lines(events)), list(lines(rows)), json.loads(data) if data else None
+    )
 
 
 def lines(text: str) -> Iterator[Line]:

@@ -114,7 +114,7 @@ def identify(options: TrainOptions, config: PreTrainedConfig, data: str) -> Iden
 
 def claim(options: TrainOptions, identity: Identity) -> None:
     """Make the run's folder, or find it begun with the same identity, to which its launcher belongs where it has one:
-    neither reads the other's checkpoints.
+    neither reads the other's checkpoints. The manifest of its data goes along, for `inv report`.
 
     Raises:
         Refusal: it was begun with another.
@@ -126,6 +126,8 @@ def claim(options: TrainOptions, identity: Identity) -> None:
     elif text is not None:
         _refuse_another_run(json.loads(text), identity, options.name)
     storage.write_text(f"{folder}/run.json", json.dumps(identity, indent=2) + "\n")
+    if not options.stream and (manifest := storage.read_text(f"{options.data}/manifest.json")):
+        storage.write_text(f"{folder}/data.json", manifest)
 
 
 def _refuse_another_run(begun: Identity, identity: Identity, name: str) -> None:

@@ -18,7 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 
 import settings
-from jobs.training import history
+from jobs.training import data_report, history
 from jobs.training.history import History, Line
 
 FILE = settings.PROJECT / "results" / "report.html"
@@ -99,6 +99,7 @@ def summarize(runs: list[History], price: Price) -> Summary:
 
 def page(runs: list[History], summary: Summary, output: str) -> str:
     """The page, as HTML."""
+    data = data_report.of(runs)
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         output=output,
@@ -106,13 +107,14 @@ def page(runs: list[History], summary: Summary, output: str) -> str:
         summary=list(zip(summary, cycle(COLOURS))),
         names=[run.name for run in runs],
         identities={key: [run.identity.get(key, "") for run in runs] for run in runs for key in run.identity},
-        figure=figure(runs).to_html(
-            full_html=False,
-            include_plotlyjs=True,
-            div_id="curves",
-            config={"displaylogo": False},
-        ),
+        figure=_html(figure(runs), "curves", include_plotlyjs=True),
+        data=data,
+        lengths=_html(data_report.lengths(data), "lengths", include_plotlyjs=False),
     )
+
+
+def _html(drawn: go.Figure, name: str, *, include_plotlyjs: bool) -> str:
+    return drawn.to_html(full_html=False, include_plotlyjs=include_plotlyjs, div_id=name, config={"displaylogo": False})
 
 
 def figure(runs: list[History]) -> go.Figure:
