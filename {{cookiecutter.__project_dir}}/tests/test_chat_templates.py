@@ -1,5 +1,6 @@
 """Train every family in its own format: the real templates, against TRL's masks and vLLM's prompts."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -14,7 +15,8 @@ from typing import Any
 import pytest
 import requests
 from families import FAMILIES, Family, add_tokens, template_of
-from transformers import PreTrainedTokenizerFast
+from openai_harmony import HarmonyEncodingName, load_harmony_encoding
+from transformers import GptOssConfig, PreTrainedTokenizerFast
 from trl.chat_template_utils import get_training_chat_template
 
 import settings
@@ -71,13 +73,19 @@ def folder(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def renderer(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def renderer(folder: Path) -> Iterator[str]:
     """Return the URL of vLLM's own server that renders prompts without an engine."""
+    with rendering(folder) as url:
+        yield url
+
+
+@contextlib.contextmanager
+def rendering(folder: Path, parser: str = "hermes") -> Iterator[str]:
     [port] = free_ports(1)
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "launch", "render", str(folder)]
     command += ["--host", "127.0.0.1", "--port", str(port), "--trust-request-chat-template"]
-    command += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]  # it takes no tools without a parser
-    log = tmp_path_factory.mktemp("log") / "render.log"
+    command += ["--enable-auto-tool-choice", "--tool-call-parser", parser]  # it takes no tools without a parser
+    log = folder.with_name("render.log")
     with log.open("w") as file:
         process = subprocess.Popen(command, stdout=file, stderr=file, cwd=folder.parent)
     url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + START_S
@@ -124,10 +132,10 @@ def as_openai(message: Message) -> Message:
     return kept | reasoning | ({"tool_calls": calls} if calls else {})
 
 
-def served_prompt(url: str, template: str, conversation: Conversation) -> list[int]:
+def served_prompt(url: str, template: str | None, conversation: Conversation) -> list[int]:
     """Return the tokens that vLLM hands to a model for these messages."""
     body: dict[str, Any] = {"messages": [as_openai(message) for message in conversation.messages]}
-    body |= {"chat_template": template, "max_tokens": 1}
+    body |= {"max_tokens": 1} | ({"chat_template": template} if template else {})
     if conversation.tools:
         body["tools"] = conversation.tools
     answer = requests.post(f"{url}/v1/chat/completions/render", json=body, timeout=START_S)
@@ -135,25 +143,51 @@ def served_prompt(url: str, template: str, conversation: Conversation) -> list[i
     return answer.json()["token_ids"]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_training_sees_the_prompts_that_vllm_renders(folder: Path, renderer: str, name: str) -> None:
-    template, tokenizer = load(folder, FAMILIES[name])
-    compared = 0
+def prompts(template: ChatTemplate) -> Iterator[tuple[str, Conversation]]:
+    """Yield the text before each trained turn of CONVERSATIONS, and the messages before it."""
     for conversation in CONVERSATIONS.values():
         try:
             documents = template.documents(as_row(conversation))
         except Rejected:
             continue
         turns = [index for index, message in enumerate(conversation.messages) if message["role"] == "assistant"]
-        starts = [(document.text, start) for document in documents for start, _ in document.spans]
+        starts = [document.text[:start] for document in documents for start, _ in document.spans]
         assert len(starts) == len(turns), "each turn is trained once"
-        for (text, start), index in zip(starts, turns, strict=True):
-            before = Conversation(conversation.messages[:index], conversation.tools)
-            served = served_prompt(renderer, template.text, before)
-            assert text[:start] == tokenizer.decode(served)
-            assert tokenizer.encode(text[:start], add_special_tokens=False) == served
-            compared += 1
-    assert compared >= 2
+        for text, index in zip(starts, turns, strict=True):
+            yield text, Conversation(conversation.messages[:index], conversation.tools)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_training_sees_the_prompts_that_vllm_renders(folder: Path, renderer: str, name: str) -> None:
+    template, tokenizer = load(folder, FAMILIES[name])
+    compared = list(prompts(template))
+    for text, before in compared:
+        served = served_prompt(renderer, template.text, before)
+        assert text == tokenizer.decode(served)
+        assert tokenizer.encode(text, add_special_tokens=False) == served
+    assert len(compared) >= 2
+
+
+@pytest.mark.skipif(
+    "TIKTOKEN_ENCODINGS_BASE" not in os.environ,
+    reason="vLLM's Harmony needs o200k_base.tiktoken, which no small package contains; set TIKTOKEN_ENCODINGS_BASE to "
+    "a folder with it",
+)
+def test_gpt_oss_sees_the_prompts_of_harmony_but_for_two_differences(folder: Path, tmp_path: Path) -> None:
+    """vLLM does not use the chat template of gpt-oss."""
+    template, tokenizer = load(folder, FAMILIES["gpt-oss"])
+    model = shutil.copytree(folder, tmp_path / "model")
+    shape = {"num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    GptOssConfig(**shape, vocab_size=len(tokenizer), head_dim=32).save_pretrained(model)
+    harmony = load_harmony_encoding(HarmonyEncodingName.HARMONY_GPT_OSS)
+    compared = list(prompts(template))
+    with rendering(model, parser="openai") as url:
+        for text, before in compared:
+            served = harmony.decode(served_prompt(url, None, before))
+            assert (
+                text.replace("probe-system\n\n<", "probe-system<").replace('"probe-result"', "probe-result") == served
+            )
+    assert len(compared) >= 10
 
 
 @pytest.mark.parametrize("name", FAMILIES)

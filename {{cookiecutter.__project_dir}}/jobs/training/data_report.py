@@ -96,15 +96,7 @@ def lengths(reports: list[DataReport]) -> go.Figure:
         categoryarray=[f"≤ {bound}" for bound in bounds],
     )
     figure.update_yaxes(title_text="share of the documents", tickformat=".0%")
-    figure.update_layout(
-        template="plotly_white",
-        width=1240,
-        height=320,
-        margin={"l": 80, "r": 20, "t": 20, "b": 60},
-        font={"family": "system-ui, sans-serif", "size": 13, "color": "#222222"},
-        showlegend=len(reports) > 1,
-    )
-    return figure
+    return figure.update_layout(height=320, showlegend=len(reports) > 1)
 
 
 def _share(part: int, whole: int) -> str:

@@ -29,6 +29,13 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#0
 MARKS = {"evaluation": "circle", "checkpoint": "diamond", "restart": "x"}
 SIZES = {"evaluation": 8, "checkpoint": 9, "restart": 13}
 GREY = "#777777"
+LOOK = {
+    "template": "plotly_white",
+    "colorway": COLOURS,
+    "width": 1240,
+    "margin": {"l": 80, "r": 20, "t": 20, "b": 70},
+    "font": {"family": "system-ui, sans-serif", "size": 13, "color": "#222222"},
+}
 SHOWN = ("run", "steps", "loss", "best evaluation", "tokens/s", "time", "restarts")
 STEP, HOURS = "step", "hours since the first start"
 UNKNOWN = "—"
@@ -114,7 +121,9 @@ def page(runs: list[History], summary: Summary, output: str) -> str:
 
 
 def _html(drawn: go.Figure, name: str, *, include_plotlyjs: bool) -> str:
-    return drawn.to_html(full_html=False, include_plotlyjs=include_plotlyjs, div_id=name, config={"displaylogo": False})
+    return drawn.update_layout(LOOK).to_html(
+        full_html=False, include_plotlyjs=include_plotlyjs, div_id=name, config={"displaylogo": False}
+    )
 
 
 def figure(runs: list[History]) -> go.Figure:
@@ -136,11 +145,7 @@ def figure(runs: list[History]) -> go.Figure:
     panels.update_yaxes(row=3, exponentformat="power")
     panels.update_yaxes(row=4, rangemode="tozero")
     panels.update_layout(
-        template="plotly_white",
-        width=1240,
         height=900,
-        margin={"l": 80, "r": 20, "t": 20, "b": 70},
-        font={"family": "system-ui, sans-serif", "size": 13, "color": "#222222"},
         legend={"orientation": "h", "yanchor": "bottom", "y": 1.01, "x": 0},
         hovermode="x",
         updatemenus=[_switch(curves)],
