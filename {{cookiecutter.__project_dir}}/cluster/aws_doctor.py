@@ -114,6 +114,7 @@ class JobsSection(settings.Section):
 
     model_config = ConfigDict(extra="ignore")
     input: str
+    mix: tuple[str, ...] = ()
     output: str
     shared_paths: tuple[str, ...] = ()
     min_replicas: int
@@ -456,7 +457,9 @@ def _paths(file: ClusterFile) -> Iterator[Finding]:
     with _cluster_of([{"resources": {}, "count": file.most_workers}]):
         paths = {"model": train.model, "data": train.data, "output": train.output}
         capacity.refuse_private_paths(paths, train.shared_paths, "train")
-        capacity.refuse_private_paths({"input": rows.input, "output": rows.output}, rows.shared_paths, "preprocess")
+        mixed = (("mix", part.rpartition("=")[0]) for part in rows.mix)
+        for setting, path in (("input", rows.input), *mixed, ("output", rows.output)):
+            capacity.refuse_private_paths({setting: path}, rows.shared_paths, "preprocess")
     yield Finding("ok", "the paths in settings.toml can be read by all nodes")
 
 

@@ -444,6 +444,11 @@ def test_a_path_of_one_node(cloud: Cloud, file: ClusterFile, tune: Callable[[str
     assert "shared_paths of [train]" in text
 
 
+def test_a_mixed_path_of_one_node(cloud: Cloud, file: ClusterFile, tune: Callable[[str, str], None]) -> None:
+    tune("cluster.preprocess", 'mix = ["faq.jsonl=2", "/home/me/chats.jsonl=0.5"]')
+    assert "mix = /home/me/chats.jsonl is on the disk of one node" in only(file, "wrong")
+
+
 def test_another_ray_or_python_than_the_clusters(
     cloud: Cloud, file: ClusterFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
