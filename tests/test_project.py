@@ -90,6 +90,15 @@ def test_it_has_exactly_these_files(project: Path) -> None:
     assert bake.files(project) == expected
 
 
+def test_the_readmes_are_short(project: Path, template: Path) -> None:
+    for page, most_lines in ((template / "README.md", 120), (project / "README.md", 150)):
+        text = page.read_text(encoding="utf-8")
+        assert len(text.splitlines()) <= most_lines
+        assert [line for line in text.splitlines() if len(line) > 120] == []
+        paragraphs = re.sub(r"^(```.*?^```|\||- |#).*?$", "", text, flags=re.MULTILINE | re.DOTALL).split("\n\n")
+        assert [lines for lines in paragraphs if len(lines.strip().splitlines()) > 4] == []
+
+
 def test_python_files_are_the_template_s_own(project: Path, template: Path) -> None:
     source = template / bake.PROJECT.name
     for path in project.rglob("*.py"):
