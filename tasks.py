@@ -72,11 +72,17 @@ def bench(context: Context, only: str = "") -> None:
 
 @task
 def lint(context: Context) -> None:
-    """Check the style of the template's Python files and of the project's, as they stand."""
+    """Check the Python files and the GitHub workflows of the template and of the project, as they stand."""
     _step("checking style")
     # no cache: it would be baked into the next project; RUF200: a pyproject.toml with Jinja is not TOML yet
     context.run(f"{PYTHON} -m ruff check --no-cache --ignore RUF200 .")
     context.run(f"{PYTHON} -m ruff format --no-cache --check .")
+    _step("checking GitHub workflows")
+    folders = (bake.TEMPLATE / ".github", bake.PROJECT / ".github")
+    workflows = [shlex.quote(str(file)) for folder in folders for file in sorted(folder.glob("workflows/*.yml"))]
+    context.run(f"{PYTHON} -m check_jsonschema -q --builtin-schema vendor.github-workflows {' '.join(workflows)}")
+    zizmor = shlex.quote(str(Path(sys.executable).with_name("zizmor")))  # a program, no module
+    context.run(f"{zizmor} --quiet --offline {' '.join(workflows)}")
 
 
 @task

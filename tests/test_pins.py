@@ -18,6 +18,12 @@ VERSIONS = {
 PACKAGES = ("ray", "torch", "transformers", "deepspeed", "vllm")
 
 
+@pytest.mark.parametrize("folder", ["template", "project"])
+def test_editors_and_uv_see_the_same_python(folder: str, request: pytest.FixtureRequest) -> None:
+    file = request.getfixturevalue(folder) / ".python-version"
+    assert file.read_text(encoding="utf-8").strip() == VERSIONS["python"]
+
+
 def pins(project: Path, name: str) -> list[str]:
     """The lines of requirements/NAME.txt that are no comment."""
     lines = (project / "requirements" / f"{name}.txt").read_text(encoding="utf-8").splitlines()
