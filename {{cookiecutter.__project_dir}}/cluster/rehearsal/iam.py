@@ -6,14 +6,15 @@ https://docs.aws.amazon.com/IAM/latest/UserGuide/reference_policies_evaluation-l
 """
 
 import fnmatch
-import hashlib
 import hmac
 import json
-import urllib.parse
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from botocore.auth import S3SigV4Auth, SigV4Auth
+from botocore.awsrequest import AWSRequest
+from botocore.credentials import Credentials
 from moto.iam.access_control import CreateAccessKeyFailure, create_access_key
 
 from cluster.rehearsal.instances import ACCOUNT
@@ -133,33 +134,14 @@ def _statements(policy: Any) -> list[dict[str, Any]]:
 def _signature(
     environ: Mapping[str, Any], body: bytes, fields: Mapping[str, str], scope: list[str], secret: str
 ) -> str:
-    """Signature version 4: https://docs.aws.amazon.com/IAM/latest/UserGuide/reference_sigv-create-signed-request.html"""
-    path, _, query = environ["RAW_URI"].partition("?")
-    pairs = sorted(urllib.parse.parse_qsl(query, keep_blank_values=True))
+    """Return the signature that a client with this secret gives the request."""
+    _, region, service, _ = scope
+    signer = (S3SigV4Auth if service == "s3" else SigV4Auth)(Credentials("", secret), service, region)
     headers = {name: environ[_variable(name)] for name in fields["SignedHeaders"].split(";")}
-    canonical = "\n".join(
-        [
-            environ["REQUEST_METHOD"],
-            path or "/",
-            urllib.parse.urlencode(pairs, quote_via=urllib.parse.quote, safe="-_.~"),
-            *(f"{name}:{' '.join(value.split())}" for name, value in headers.items()),
-            "",
-            fields["SignedHeaders"],
-            environ.get("HTTP_X_AMZ_CONTENT_SHA256") or hashlib.sha256(body).hexdigest(),
-        ]
-    )
-    signed = "\n".join(
-        [
-            "AWS4-HMAC-SHA256",
-            environ["HTTP_X_AMZ_DATE"],
-            "/".join(scope),
-            hashlib.sha256(canonical.encode()).hexdigest(),
-        ]
-    )
-    key = f"AWS4{secret}".encode()
-    for part in scope:
-        key = hmac.digest(key, part.encode(), "sha256")
-    return hmac.new(key, signed.encode(), "sha256").hexdigest()
+    url = f"http://{environ['HTTP_HOST']}{environ['RAW_URI']}"
+    request = AWSRequest(environ["REQUEST_METHOD"], url, headers, body)
+    request.context["timestamp"] = environ["HTTP_X_AMZ_DATE"]
+    return signer.signature(signer.string_to_sign(request, signer.canonical_request(request)), request)
 
 
 def _variable(header: str) -> str:
