@@ -1,10 +1,17 @@
 """The rehearsal's judge of permissions, on policies and calls made for it."""
 
+from collections.abc import Iterator
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
+from botocore.auth import S3SigV4Auth, SigV4Auth
+from botocore.awsrequest import AWSRequest
+from botocore.credentials import Credentials
+from moto.iam.models import iam_backends
 
 from cluster.rehearsal import iam, needs
+from cluster.rehearsal.instances import ACCOUNT
 
 BUCKET = "arn:aws:s3:::bucket"
 TAGGED = {
@@ -54,6 +61,51 @@ def test_an_unknown_operator_is_an_error_and_not_a_yes() -> None:
 def test_a_refusal_names_who_what_and_where() -> None:
     with pytest.raises(iam.Refused, match=r"user/me is not authorized .*: s3:GetObject on resource: .*bucket/a"):
         iam.authorize(iam.Principal("arn:aws:iam::1:user/me", []), [need("s3:GetObject", f"{BUCKET}/a")])
+
+
+@pytest.fixture
+def key() -> Iterator[Credentials]:
+    """A user's access key."""
+    backend = iam_backends[ACCOUNT]["aws"]
+    backend.create_user(region_name="us-east-1", user_name="me")
+    made = backend.create_access_key(user_name="me")
+    yield Credentials(made.access_key_id, made.secret_access_key)
+    backend.delete_access_key(made.access_key_id, "me")
+    backend.delete_user("me")
+
+
+def signed(key: Credentials, service: str, url: str, body: bytes) -> dict[str, str]:
+    """A request as a WSGI server gives it."""
+    request = AWSRequest("PUT", url, {"Host": urlsplit(url).netloc, "Content-Type": "text/plain; a=b"}, body)
+    request.context["payload_signing_enabled"] = True
+    (S3SigV4Auth if service == "s3" else SigV4Auth)(key, service, "us-east-1").add_auth(request)
+    environ = {iam._variable(name): value for name, value in request.headers.items()}
+    return environ | {"REQUEST_METHOD": "PUT", "RAW_URI": url.removeprefix(f"http://{urlsplit(url).netloc}")}
+
+
+@pytest.mark.parametrize("service", ["s3", "ec2"])
+@pytest.mark.parametrize(
+    "path", ["/", "/bucket/a%20b/%C3%A9//c?prefix=x%2Fy&list-type=2&empty=", "/bucket/a+b?b=2&a=1&a=0"]
+)
+def test_a_caller_is_who_signed(key: Credentials, service: str, path: str) -> None:
+    environ = signed(key, service, f"http://127.0.0.1:4000{path}", b"body")
+    assert iam.authenticate(environ, b"body").arn.endswith(":user/me")
+    for changed in ({"RAW_URI": "/other"}, {"REQUEST_METHOD": "GET"}, {"HTTP_HOST": "127.0.0.1:4001"}):
+        with pytest.raises(iam.Refused) as refused:
+            iam.authenticate(environ | changed, b"body")
+        assert refused.value.code == "SignatureDoesNotMatch"
+    forged = signed(Credentials(key.access_key, "guessed"), service, f"http://127.0.0.1:4000{path}", b"body")
+    with pytest.raises(iam.Refused, match="does not match"):
+        iam.authenticate(forged, b"body")
+    stranger = signed(Credentials("AKIANOBODY", "guessed"), service, f"http://127.0.0.1:4000{path}", b"body")
+    with pytest.raises(iam.Refused, match="security token"):
+        iam.authenticate(stranger, b"body")
+
+
+def test_a_body_that_was_changed_on_its_way_is_refused(key: Credentials) -> None:
+    environ = signed(key, "ec2", "http://127.0.0.1:4000/", b"Action=RunInstances")
+    with pytest.raises(iam.Refused, match="does not match"):
+        iam.authenticate(environ, b"Action=TerminateInstances")
 
 
 @pytest.mark.parametrize(
