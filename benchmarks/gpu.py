@@ -67,10 +67,10 @@ def measure() -> Result:
     """Each switch trains a model of its own for some steps.
 
     Raises:
-        Refusal: there is no device, or none whose peak is known.
+        UserError: there is no device, or none whose peak is known.
     """
     if not torch.cuda.is_available():
-        raise settings.Refusal(
+        raise settings.UserError(
             "there is no CUDA device, or torch is its CPU build; on a machine with one, in an environment of "
             "build/bench/requirements/cluster.txt: PYTHONPATH=build/bench:. python -m benchmarks gpu"
         )
@@ -100,7 +100,7 @@ def _measure(folder: Path, documents: int = 1, attention: str = "", **changes: A
     except torch.OutOfMemoryError:
         return {"MFU": "out of memory", "tokens/s": "", "GiB": ""}
     if "mfu" not in row:
-        raise settings.Refusal(f"the peak of a {torch.cuda.get_device_name()} is not in PEAK_BF16_FLOPS; add it.")
+        raise settings.UserError(f"the peak of a {torch.cuda.get_device_name()} is not in PEAK_BF16_FLOPS; add it.")
     return {"MFU": row["mfu"], "tokens/s": row["tokens_per_s"], "GiB": torch.cuda.max_memory_allocated() / 2**30}
 
 

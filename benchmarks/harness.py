@@ -44,7 +44,7 @@ def main(measure: Callable[[], Result]) -> None:
     """Run one part in this process: its result goes to the file that the command names, a refusal to the eye."""
     try:
         result = measure()
-    except settings.Refusal as refusal:
+    except settings.UserError as refusal:
         print(f"not measured: {refusal}", flush=True)
     else:
         Path(sys.argv[1]).write_text(json.dumps(result), encoding="utf-8")

@@ -102,7 +102,7 @@ def _peer(script: str, rows: Path, folder: Path) -> Work:
 
 def _refuse_different_work(made: list[Work]) -> None:
     if len({work[1:] for work in made}) > 1:
-        raise settings.Refusal(f"the ways made different tokens, so their times say nothing: {made}")
+        raise settings.UserError(f"the ways made different tokens, so their times say nothing: {made}")
 
 
 def _peak_mib(count: int, folder: Path) -> float:

@@ -13,7 +13,7 @@ FILE = PROJECT / "settings.toml"
 PROFILES = ("local", "cluster")
 
 
-class Refusal(Exception):
+class UserError(Exception):
     """Bad input, in one sentence for a person: what is wrong, where, and what to type next."""
 
     exit_code = 1
@@ -41,7 +41,7 @@ def load(section_type: type[S], *names: str, profile: str | None = None, file: P
     """The named sections, each overlaid by the profile's, as one object.
 
     Raises:
-        Refusal: the file is missing or broken, or a key is unknown or has a wrong value.
+        UserError: the file is missing or broken, or a key is unknown or has a wrong value.
     """
     profile = profile or active_profile()
     tables = _tables(names, profile)
@@ -52,7 +52,7 @@ def load(section_type: type[S], *names: str, profile: str | None = None, file: P
     try:
         return section_type.model_validate(merged)
     except ValidationError as error:
-        raise Refusal(_first_error(error, tables, file)) from None
+        raise UserError(_first_error(error, tables, file)) from None
 
 
 def resolve(path: str) -> str:
@@ -70,15 +70,15 @@ def _parse(file: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise Refusal(f"{file} is missing; restore it with: git checkout {file.name}") from None
+        raise UserError(f"{file} is missing; restore it with: git checkout {file.name}") from None
     except tomllib.TOMLDecodeError as error:
-        raise Refusal(f"{file.name} is not valid TOML: {error}; correct that line.") from None
+        raise UserError(f"{file.name} is not valid TOML: {error}; correct that line.") from None
 
 
 def _tables(names: tuple[str, ...], profile: str) -> list[str]:
     """Dotted names of the tables to merge, weakest first."""
     if profile not in PROFILES:
-        raise Refusal(f"profile {profile!r} is unknown; use one of: {', '.join(PROFILES)}.")
+        raise UserError(f"profile {profile!r} is unknown; use one of: {', '.join(PROFILES)}.")
     return [table for name in names for table in (name, f"{profile}.{name}")]
 
 

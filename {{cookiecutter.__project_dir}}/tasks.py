@@ -37,7 +37,7 @@ def verb(*positional: str, **texts: str) -> Callable[..., Any]:
         def checked(context: Context, *args: Any, **options: Any) -> None:
             try:
                 body(context, *args, **options)
-            except settings.Refusal as refusal:
+            except settings.UserError as refusal:
                 raise Exit(f"error: {refusal}", refusal.exit_code) from None
             except Exit:
                 raise

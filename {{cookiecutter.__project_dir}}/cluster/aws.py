@@ -70,7 +70,7 @@ class Aws:
         try:
             requests.get(f"{dashboard}/api/version", headers=headers, timeout=30).raise_for_status()
         except requests.RequestException:
-            raise settings.Refusal(
+            raise settings.UserError(
                 f"Ray does not answer on the head {head.instance_id}; mend it with: inv up --target {TARGET}"
             ) from None
         bucket = stack.bucket(file)
@@ -92,7 +92,7 @@ class Aws:
     def files(self) -> dict[str, str]:
         file = cluster_file.load()
         if not stack.bucket_exists(file):
-            raise settings.Refusal(
+            raise settings.UserError(
                 f"{file.slug} has no bucket on AWS yet, so no job wrote anything; start with: inv up --target {TARGET}"
             )
         return {"PROFILE": self.profile, "PROJECT_DIR": f"s3://{stack.bucket(file)}", **stack.access(file)}
@@ -134,25 +134,25 @@ class Aws:
 
 
 def _examine(findings: list[Finding], target: str) -> None:
-    """Show what the doctor has to say. Raises `settings.Refusal` when something would fail."""
+    """Show what the doctor has to say. Raises `settings.UserError` when something would fail."""
     told = [finding for finding in findings if finding.verdict != "ok"]
     print(
         f"doctor: {len(findings) - len(told)} of {len(findings)} checks are fine; see all: inv doctor --target {target}"
     )
     if not doctor.show(told, Console()):
-        raise settings.Refusal("nothing was started: what is marked ✗ has its remedy beside it")
+        raise settings.UserError("nothing was started: what is marked ✗ has its remedy beside it")
 
 
 def _ask(question: str, yes: bool) -> None:
-    """Nothing that costs money starts without a yes. Raises `settings.Refusal` for any other answer."""
+    """Nothing that costs money starts without a yes. Raises `settings.UserError` for any other answer."""
     if yes:
         return
     if not sys.stdin.isatty():
-        raise settings.Refusal(
+        raise settings.UserError(
             f"this costs money and nobody is here to agree; say so with: inv up --target {TARGET} --yes"
         )
     if input(f"{question} [y/N] ").strip().lower() not in ("y", "yes"):
-        raise settings.Refusal("nothing was started.")
+        raise settings.UserError("nothing was started.")
 
 
 def _what_changes(file: ClusterFile, running: machines.Machine | None) -> str:
@@ -197,7 +197,7 @@ def _runs(head: ssh.Head) -> bool:
     head.run("true")  # a head that ssh does not reach is another matter
     try:
         said = report(head)
-    except settings.Refusal:  # no Ray to ask
+    except settings.UserError:  # no Ray to ask
         return False
     return not _missing(said)
 
@@ -217,7 +217,7 @@ def _wait_for_head(head: ssh.Head) -> None:
             waited = time.monotonic() - started
             if waited > (READY_TIMEOUT_S if said["autoscaler"] else START_TIMEOUT_S):
                 words = said["last_words"][missing].splitlines()[-1:] or ["no reason given"]
-                raise settings.Refusal(
+                raise settings.UserError(
                     f"the head is up but its {missing} does not run ({words[0]}); correct cluster/cluster.yaml and "
                     f"run again: inv up --target {TARGET}   or end it: inv down --target {TARGET}"
                 )

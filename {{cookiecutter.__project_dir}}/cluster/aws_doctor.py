@@ -134,7 +134,7 @@ def checks(file: ClusterFile) -> list[Finding]:
 def _checks(file: ClusterFile) -> list[Finding]:
     try:
         account = _sign_in(file)
-    except settings.Refusal as refusal:
+    except settings.UserError as refusal:
         unknown = Finding("wrong", f"{refusal}; until then these are not checked: {', '.join(ASKED_OF_AWS)}")
         return [unknown, *_all(HERE, file)]
     with ThreadPoolExecutor(len(ASKED_OF_AWS)) as pool:  # AWS answers slowly, but many at once no slower
@@ -145,7 +145,7 @@ def _checks(file: ClusterFile) -> list[Finding]:
 
 
 def _sign_in(file: ClusterFile) -> Account:
-    """Who asks. Raises `settings.Refusal` when AWS is not reached, or does not know."""
+    """Who asks. Raises `settings.UserError` when AWS is not reached, or does not know."""
     try:
         # This process's clients give up soon: a report that waits minutes for a dead network helps nobody.
         session = botocore.session.get_session()
@@ -154,11 +154,11 @@ def _sign_in(file: ClusterFile) -> Account:
         clients = {service: file.client(service) for service in SERVICES}
         arn = clients["sts"].get_caller_identity()["Arn"]
     except (NoConnectionError, HTTPClientError) as error:
-        raise settings.Refusal(
+        raise settings.UserError(
             f"AWS is not reached from here ({error}): mend the network, HTTPS_PROXY, or region in cluster/cluster.yaml"
         ) from None
     except (BotoCoreError, ClientError) as error:
-        raise settings.Refusal(
+        raise settings.UserError(
             f"no AWS credentials that work ({error}): run aws configure, or aws sso login where you have that, or set "
             "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
         ) from None
@@ -173,7 +173,7 @@ def _findings(subject: str, check: Callable[[F], Iterator[Finding]], file: F) ->
     """What a check finds; what stops it is a finding too."""
     try:
         yield from check(file)
-    except settings.Refusal as refusal:
+    except settings.UserError as refusal:
         yield Finding("wrong", str(refusal))
     except ClientError as error:
         if denials.missing_permission(error):

@@ -71,7 +71,7 @@ def bench(
     """Load the server level by level; leave the numbers and a plot of them in `folder`.
 
     Raises:
-        settings.Refusal: there is no key, the server is away or refuses it, or it answers nothing.
+        settings.UserError: there is no key, the server is away or refuses it, or it answers nothing.
     """
     key = chat.key(secrets_at)
     with chat.explained(url):
@@ -96,7 +96,7 @@ async def _levels(url: str, key: str, model: str, load: Load, console: Console) 
             level = await _level(client, model, load, concurrent)
             if not level.requests_per_s and not levels:
                 reason = next(iter(level.errors))
-                raise settings.Refusal(
+                raise settings.UserError(
                     f"{url} answered none of {concurrent} clients at once ({reason}): read its log with inv logs"
                 )
             levels.append(level)

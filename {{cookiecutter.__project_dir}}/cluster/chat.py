@@ -57,7 +57,7 @@ def chat(url: str, secrets_at: Mapping[str, str], message: str = "") -> None:
     """Ask one question, or converse until /quit when there is none; `secrets_at` says where the server's key is.
 
     Raises:
-        settings.Refusal: there is no key, the server is away, or it refuses the key.
+        settings.UserError: there is no key, the server is away, or it refuses the key.
     """
     client = openai.OpenAI(base_url=url, api_key=key(secrets_at), max_retries=0, timeout=TIMEOUTS)
     with explained(url):
@@ -72,31 +72,31 @@ def key(secrets_at: Mapping[str, str]) -> str:
     """The server's key, from where `secrets_at` says.
 
     Raises:
-        settings.Refusal: there is none.
+        settings.UserError: there is none.
     """
     os.environ |= {name: value for name, value in secrets_at.items() if name.startswith(("SECRETS_", "AWS_"))}
     os.environ["SECRET_NAMES"] = "SERVE_API_KEY"
     secrets.load()
     if found := os.environ.get("SERVE_API_KEY"):
         return found
-    raise settings.Refusal("SERVE_API_KEY is not set: put the server's key into .env.")
+    raise settings.UserError("SERVE_API_KEY is not set: put the server's key into .env.")
 
 
 @contextlib.contextmanager
 def explained(url: str) -> Iterator[None]:
-    """Turns what OpenAI's client raises into one sentence, a `settings.Refusal`."""
+    """Turns what OpenAI's client raises into one sentence, a `settings.UserError`."""
     try:
         yield
     except (openai.APIConnectionError, httpx2.TransportError):
-        raise settings.Refusal(f"nothing answers at {url}: serve a model with inv submit serve_llm") from None
+        raise settings.UserError(f"nothing answers at {url}: serve a model with inv submit serve_llm") from None
     except openai.AuthenticationError:
-        raise settings.Refusal(
+        raise settings.UserError(
             f"{url} refuses the SERVE_API_KEY of .env: it was started with another one; inv submit serve_llm again."
         ) from None
     except (json.JSONDecodeError, AttributeError, LookupError):  # OpenAI's client does not validate what it receives
-        raise settings.Refusal(f"{url} is not an OpenAI-compatible server. Check with: inv status") from None
+        raise settings.UserError(f"{url} is not an OpenAI-compatible server. Check with: inv status") from None
     except openai.APIError as error:
-        raise settings.Refusal(f"{url} answers: {error.message}") from None
+        raise settings.UserError(f"{url} answers: {error.message}") from None
 
 
 def _converse(conversation: Conversation, url: str) -> None:

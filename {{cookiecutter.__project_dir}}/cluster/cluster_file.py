@@ -96,7 +96,7 @@ class ClusterFile:
 
 
 def load(file: Path = FILE) -> ClusterFile:
-    """Read the cluster file. Raises `settings.Refusal` when it is not YAML or lacks what the verbs need."""
+    """Read the cluster file. Raises `settings.UserError` when it is not YAML or lacks what the verbs need."""
     try:
         text = file.read_text(encoding="utf-8")
         limits = tomllib.loads(settings.FILE.read_text(encoding="utf-8")).get("cluster", {}).get("limits")
@@ -104,13 +104,15 @@ def load(file: Path = FILE) -> ClusterFile:
         read = ClusterFile(yaml.safe_load(text), digest)
         _ = (read.slug, read.region, read.key_file, read.auth["ssh_user"], read.head, read.workers)
     except FileNotFoundError as error:
-        raise settings.Refusal(f"{error.filename} is missing; restore it with: git checkout {error.filename}") from None
+        raise settings.UserError(
+            f"{error.filename} is missing; restore it with: git checkout {error.filename}"
+        ) from None
     except tomllib.TOMLDecodeError as error:
-        raise settings.Refusal(f"settings.toml is not valid TOML: {error}; correct that line.") from None
+        raise settings.UserError(f"settings.toml is not valid TOML: {error}; correct that line.") from None
     except yaml.YAMLError as error:
-        raise settings.Refusal(
+        raise settings.UserError(
             f"{file} is not valid YAML: {' '.join(str(error).split())}; correct that line."
         ) from None
     except (KeyError, TypeError) as error:
-        raise settings.Refusal(f"{file} lacks {error}; compare it with: git diff {file}") from None
+        raise settings.UserError(f"{file} lacks {error}; compare it with: git diff {file}") from None
     return read

@@ -124,7 +124,7 @@ def _settings() -> Iterator[Finding]:
             for section_type, names in sections:
                 settings.load(section_type, *names, profile=profile)
             check_accelerator(settings.load(ServeOptions, "serve", profile=profile).accelerator)
-        except settings.Refusal as refusal:
+        except settings.UserError as refusal:
             yield Finding("wrong", f"in profile {profile}: {refusal}")
             return
     yield Finding("ok", "settings.toml is sound in both profiles")
@@ -135,7 +135,7 @@ def _port() -> Iterator[Finding]:
 
     try:
         options = settings.load(ServeOptions, "serve", profile="local")
-    except settings.Refusal:
+    except settings.UserError:
         return  # said already
     with socket.socket() as probe:
         taken = probe.connect_ex((options.host, options.port)) == 0

@@ -17,7 +17,7 @@ PROBE_JOB = "probe"
 """The empty job that `up` runs. It is not deleted: Ray, still monitoring it, would list it again, as failed."""
 
 
-class Unreachable(settings.Refusal):
+class Unreachable(settings.UserError):
     """A cluster that was up gives no answer, or one that is not Ray's."""
 
     exit_code = 69  # EX_UNAVAILABLE of sysexits.h, which no job exits with by chance

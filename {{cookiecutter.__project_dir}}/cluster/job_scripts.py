@@ -17,9 +17,9 @@ def names() -> list[str]:
 
 
 def find(job: str) -> Path:
-    """Return the path of a job's script. Raises `settings.Refusal` if there is no such job."""
+    """Return the path of a job's script. Raises `settings.UserError` if there is no such job."""
     if job not in names():
-        raise settings.Refusal(f"there is no job {job!r}; use one of: inv submit {' | '.join(names())}")
+        raise settings.UserError(f"there is no job {job!r}; use one of: inv submit {' | '.join(names())}")
     return settings.PROJECT / "jobs" / f"{job}.py"
 
 
@@ -29,7 +29,7 @@ def check(job: str, options: list[str], profile: str) -> bool:
     A script that does not read its options with `cli.parse` is not asked: nobody knows what it would do.
 
     Raises:
-        settings.Refusal: no such job.
+        settings.UserError: no such job.
         Exit: an option is wrong; the job has printed the error.
     """
     if "cli.parse(" not in find(job).read_text(encoding="utf-8"):

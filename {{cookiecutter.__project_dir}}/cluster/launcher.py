@@ -16,7 +16,7 @@ COLOUR = re.compile(r"\x1b\[[\d;]*m")
 
 
 def up() -> None:
-    """`ray up cluster/cluster.yaml`. Raises `settings.Refusal` with its last words when it fails."""
+    """`ray up cluster/cluster.yaml`. Raises `settings.UserError` with its last words when it fails."""
     LOG.parent.mkdir(exist_ok=True)
     started = time.monotonic()
     command = [sys.executable, "-m", "ray.scripts.scripts", "up", "--yes", "--no-config-cache", str(FILE)]
@@ -37,7 +37,7 @@ def up() -> None:
             spinner.update(f"{step} ({time.monotonic() - started:.0f} s)")
         code = process.wait()
     if code:
-        raise settings.Refusal(
+        raise settings.UserError(
             f"`ray up` failed in {step}: {_reason()} (all of it: {LOG.relative_to(settings.PROJECT)})"
         )
     print(f"`ray up` took {time.monotonic() - started:.0f} s")

@@ -71,8 +71,8 @@ class Local:
         try:
             _wait_until_ready(process, state["dashboard"])
             _prove(process, state["dashboard"])
-        except settings.Refusal as refusal:
-            raise settings.Refusal(_given_up(refusal, state)) from None
+        except settings.UserError as refusal:
+            raise settings.UserError(_given_up(refusal, state)) from None
         print(
             f"local is up after {time.monotonic() - started:.0f} s: {section.num_cpus} logical CPUs, "
             f"{section.object_store_mib} MiB of object store, dashboard {state['dashboard']}"
@@ -80,7 +80,7 @@ class Local:
 
     def connect(self) -> Connection:
         if not _is_up():
-            raise settings.Refusal("the local cluster is not up; start it with: inv up")
+            raise settings.UserError("the local cluster is not up; start it with: inv up")
         return Connection(
             dashboard=_state()["dashboard"],
             headers=_headers(),
@@ -97,7 +97,7 @@ class Local:
         return {"PROFILE": self.profile, "PROJECT_DIR": str(settings.PROJECT)}
 
     def shell(self, command: str) -> int:
-        raise settings.Refusal("local is this machine: there is nowhere to go by ssh")
+        raise settings.UserError("local is this machine: there is nowhere to go by ssh")
 
     def dollars_per_machine_hour(self) -> dict[int, float]:
         return {}
@@ -210,7 +210,7 @@ def _temp_root() -> str:
     root = os.environ.get("RAY_TMPDIR", "/tmp")
     if any(character.isspace() for character in root):
         problem = f"RAY_TMPDIR is {root!r}, but HAProxy does not support paths with spaces"
-        raise settings.Refusal(f"{problem}. Run: unset RAY_TMPDIR")
+        raise settings.UserError(f"{problem}. Run: unset RAY_TMPDIR")
     return root
 
 
@@ -221,7 +221,7 @@ def _make_temp_folder(root: str) -> str:
         os.rmdir(folder)
         most = MOST_TEMP_BYTES - len(os.fsencode(folder)) + len(os.fsencode(root))
         problem = f"RAY_TMPDIR is {root}, too long for socket paths: use at most {most} bytes"
-        raise settings.Refusal(f"{problem}, or run: unset RAY_TMPDIR")
+        raise settings.UserError(f"{problem}, or run: unset RAY_TMPDIR")
     return folder
 
 
@@ -267,7 +267,7 @@ def _wait_until_ready(process: subprocess.Popen, dashboard: str) -> None:
             waited = time.monotonic() - started
             _must_live(process)
             if waited > START_TIMEOUT_S:
-                raise settings.Refusal(f"Ray did not answer within {START_TIMEOUT_S} s")
+                raise settings.UserError(f"Ray did not answer within {START_TIMEOUT_S} s")
             spinner.update(f"starting Ray on loopback: {waited:.0f} s")
             time.sleep(0.5)
 
@@ -280,14 +280,14 @@ def _prove(process: subprocess.Popen, dashboard: str) -> None:
     while not (details := client.get_job_info(PROBE_JOB)).status.is_terminal():
         _must_live(process)
         if time.monotonic() > deadline:
-            raise settings.Refusal(f"Ray did not run a job within {START_TIMEOUT_S} s")
+            raise settings.UserError(f"Ray did not run a job within {START_TIMEOUT_S} s")
         time.sleep(0.1)
     if details.status != JobStatus.SUCCEEDED:
-        raise settings.Refusal(f"Ray could not run a job: {details.message}")
+        raise settings.UserError(f"Ray could not run a job: {details.message}")
     _must_live(process)
 
 
-def _given_up(refusal: settings.Refusal, state: dict[str, Any]) -> str:
+def _given_up(refusal: settings.UserError, state: dict[str, Any]) -> str:
     """Clean up after a failed start, and return the error message."""
     what = "Ray stopped while it was starting" if isinstance(refusal, Unreachable) else str(refusal)
     reason = head_logs.reason(LOG, Path(state["temp"], "ray", "session_latest", "logs"))
@@ -298,7 +298,7 @@ def _given_up(refusal: settings.Refusal, state: dict[str, Any]) -> str:
 
 def _must_live(process: subprocess.Popen) -> None:
     if process.poll() is not None:
-        raise settings.Refusal("Ray stopped while it was starting")
+        raise settings.UserError("Ray stopped while it was starting")
 
 
 def _port(address: str) -> str:

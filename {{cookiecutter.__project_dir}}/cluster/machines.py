@@ -64,14 +64,14 @@ def head(file: ClusterFile) -> Machine | None:
 
 
 def reach(file: ClusterFile) -> Head:
-    """The way to the head. Raises `settings.Refusal` when no head runs."""
+    """The way to the head. Raises `settings.UserError` when no head runs."""
     machine = head(file)
     if machine is None:
-        raise settings.Refusal(
+        raise settings.UserError(
             f"no cluster {file.slug} runs in {file.region}{_last_words(file)}; start it with: inv up --target {TARGET}"
         )
     if not file.key_file.exists():
-        raise settings.Refusal(
+        raise settings.UserError(
             f"the cluster's private key {file.key_file} is not on this machine; copy it from where `inv up` ran."
         )
     address = machine.public_address or machine.private_address
@@ -88,7 +88,7 @@ def end_all(file: ClusterFile) -> None:
     """Terminate every instance of the project, the head first: its autoscaler would replace the others.
 
     Raises:
-        settings.Refusal: some have not ended after a quarter of an hour.
+        settings.UserError: some have not ended after a quarter of an hour.
     """
     ec2 = file.client("ec2")
     started = time.monotonic()
@@ -100,7 +100,7 @@ def end_all(file: ClusterFile) -> None:
             waited = time.monotonic() - started
             if waited > TERMINATE_TIMEOUT_S:
                 names = ", ".join(machine.id for machine in machines)
-                raise settings.Refusal(
+                raise settings.UserError(
                     f"{names} have not ended after {waited:.0f} s; try again: inv down --target {TARGET}"
                 )
             spinner.update(f"ending {len(machines)} instances: {waited:.0f} s")

@@ -121,14 +121,14 @@ def shape_of(config: PreTrainedConfig) -> Shape:
     """Build the model without memory, on torch's meta device, and count it.
 
     Raises:
-        Refusal: the configuration is not of a causal language model.
+        UserError: the configuration is not of a causal language model.
     """
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
     except ValueError:
         reason = f"{config.model_type} is no causal language model"
-        raise settings.Refusal(f"{reason} that transformers knows; name another: inv plan MODEL") from None
+        raise settings.UserError(f"{reason} that transformers knows; name another: inv plan MODEL") from None
     text = config.get_text_config()
     heads = text.num_attention_heads
     head = getattr(text, "head_dim", None) or text.hidden_size // heads

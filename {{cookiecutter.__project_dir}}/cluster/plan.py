@@ -67,7 +67,7 @@ def plan(model: str, console: Console, dollars_per_machine_hour: Mapping[int, fl
     """Print the plan for a model under the cluster's settings; prices are by GiB of an A100, 40 or 80.
 
     Raises:
-        Refusal: the model cannot be loaded, or a setting is wrong.
+        UserError: the model cannot be loaded, or a setting is wrong.
     """
     from jobs.preprocessing.options import PreprocessOptions
     from jobs.serving.options import ServeOptions
@@ -110,7 +110,7 @@ def estimate(
     """The plan for a model with this configuration, on `most_machines` with cards of `card_gib`.
 
     Raises:
-        Refusal: the configuration is not of a causal language model.
+        UserError: the configuration is not of a causal language model.
     """
     shape = shape_of(config)
     training = Training(sequence_length, micro_batch_rows, precision, gpus=num_workers)
@@ -134,7 +134,7 @@ def estimate(
 def _tokens(data: str) -> int | None:
     try:
         manifest = read_manifest(data)
-    except settings.Refusal:
+    except settings.UserError:
         return None
     return manifest.train.rows * manifest.sequence_length
 

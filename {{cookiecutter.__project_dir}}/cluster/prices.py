@@ -32,7 +32,7 @@ class Prices:
 
 
 def ask(file: ClusterFile) -> Prices:
-    """Ask AWS. Raises `settings.Refusal` when a type has no price in the region."""
+    """Ask AWS. Raises `settings.UserError` when a type has no price in the region."""
     known: dict[tuple[str, str], float] = {}
 
     def price(node_type: NodeType) -> float:
@@ -91,7 +91,7 @@ def _on_demand(file: ClusterFile, instance_type: str) -> float:
             for dimension in term["priceDimensions"].values():
                 if (dollars := float(dimension["pricePerUnit"]["USD"])) > 0:
                     return dollars
-    raise settings.Refusal(
+    raise settings.UserError(
         f"AWS has no price for {instance_type} in {file.region}; set another InstanceType in cluster/cluster.yaml."
     )
 
@@ -103,7 +103,7 @@ def _spot(file: ClusterFile, instance_type: str) -> float:
         StartTime=datetime.datetime.now(datetime.UTC),  # gives the price of now in each zone
     )["SpotPriceHistory"]
     if not history:
-        raise settings.Refusal(
+        raise settings.UserError(
             f"{instance_type} is not sold as spot in {file.region}; remove that type from cluster/cluster.yaml."
         )
     return min(float(entry["SpotPrice"]) for entry in history)

@@ -48,15 +48,15 @@ class Head:
         """Run `command` on the head and return what it prints.
 
         Raises:
-            settings.Refusal: the head is not reached, or the command failed; with ssh's last line.
+            settings.UserError: the head is not reached, or the command failed; with ssh's last line.
         """
         done = subprocess.run(
             [*self.command("-T"), ENVIRONMENT + command], stdin=subprocess.DEVNULL, capture_output=True, text=True
         )
         if done.returncode == 255:
-            raise settings.Refusal(self._unreachable(done.stderr))
+            raise settings.UserError(self._unreachable(done.stderr))
         if done.returncode:
-            raise settings.Refusal(f"`{command}` failed on the head: {_last_line(done.stderr)}")
+            raise settings.UserError(f"`{command}` failed on the head: {_last_line(done.stderr)}")
         return done.stdout
 
     def tunnel(self, *ports: int) -> tuple[dict[int, int], str]:
@@ -81,7 +81,7 @@ class Head:
         assert process.stderr
         token = process.stdout.readline().strip()
         if not token:
-            raise settings.Refusal(self._unreachable(process.stderr.read()))
+            raise settings.UserError(self._unreachable(process.stderr.read()))
         atexit.register(process.kill)
         return here, token
 

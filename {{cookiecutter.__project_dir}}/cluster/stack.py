@@ -63,7 +63,7 @@ def prepare(file: ClusterFile) -> None:
     """Make or update the stack and the key pair; nothing changes where nothing has to.
 
     Raises:
-        settings.Refusal: no network to be in, a key that is elsewhere, or a stack that AWS could not make.
+        settings.UserError: no network to be in, a key that is elsewhere, or a stack that AWS could not make.
     """
     section = settings.load(NetworkSection, "network", profile="cluster")
     network = find_network(file, section.vpc)
@@ -84,7 +84,7 @@ def _https(section: NetworkSection, network: Network) -> dict[str, str]:
     if not section.certificate:
         return {}
     if network.subnets[0] == network.subnets[1]:
-        raise settings.Refusal(
+        raise settings.UserError(
             "a load balancer needs two zones, and the cluster has subnets in one: take another region in "
             "cluster/cluster.yaml, or remove certificate from [cluster.network] of settings.toml."
         )
@@ -161,7 +161,7 @@ def find_network(file: ClusterFile, vpc: str) -> Network:
     if not vpc:
         vpcs = ec2.describe_vpcs(Filters=[{"Name": "is-default", "Values": ["true"]}])["Vpcs"]
         if not vpcs:
-            raise settings.Refusal(
+            raise settings.UserError(
                 f"{file.region} has no default VPC; name one as vpc in [cluster.network] of settings.toml, "
                 "or make one: aws ec2 create-default-vpc"
             )
@@ -178,7 +178,7 @@ def find_network(file: ClusterFile, vpc: str) -> Network:
         if subnet["AvailabilityZone"] in zones
     }
     if not by_zone:
-        raise settings.Refusal(
+        raise settings.UserError(
             f"no zone of {file.region} with a subnet in {vpc} offers {instance_type}; "
             "take another region or type in cluster/cluster.yaml."
         )
@@ -190,7 +190,7 @@ def ensure_key_pair(file: ClusterFile) -> None:
     """The same key here and on AWS, made where neither has one.
 
     Raises:
-        settings.Refusal: AWS has a key of that name and this machine has not, or has another.
+        settings.UserError: AWS has a key of that name and this machine has not, or has another.
     """
     ec2 = file.client("ec2")
     on_aws = ec2.describe_key_pairs(Filters=[{"Name": "key-name", "Values": [file.slug]}], IncludePublicKey=True)[
@@ -205,12 +205,12 @@ def ensure_key_pair(file: ClusterFile) -> None:
             TagSpecifications=[{"ResourceType": "key-pair", "Tags": [{"Key": "ray-project", "Value": file.slug}]}],
         )
     elif not file.key_file.exists():
-        raise settings.Refusal(
+        raise settings.UserError(
             f"the cluster's private key {file.key_file} is not on this machine; copy it from where `inv up` ran, "
             f"or end that cluster: inv down --target {TARGET}"
         )
     elif (theirs := on_aws[0].get("PublicKey")) and theirs.split()[:2] != _public_key(file.key_file).split()[:2]:
-        raise settings.Refusal(
+        raise settings.UserError(
             f"{file.key_file} is not the private key of the key pair {file.slug} on AWS; move it away and copy the "
             f"right one there, or end that cluster: inv down --target {TARGET}"
         )
@@ -225,7 +225,7 @@ def _make_key(file: Path) -> None:
 def _public_key(file: Path) -> str:
     shown = subprocess.run(["ssh-keygen", "-y", "-f", file], capture_output=True, text=True)
     if shown.returncode:
-        raise settings.Refusal(f"{file} is not a private key that ssh-keygen reads ({shown.stderr.strip()}).")
+        raise settings.UserError(f"{file} is not a private key that ssh-keygen reads ({shown.stderr.strip()}).")
     return shown.stdout
 
 
@@ -237,7 +237,7 @@ def _own_address() -> str:
         response.raise_for_status()
         return response.text.strip()
     except requests.RequestException as error:
-        raise settings.Refusal(
+        raise settings.UserError(
             f"{url} did not say this machine's address ({error}); "
             'set it as caller = "a.b.c.d/32" in [cluster.network] of settings.toml.'
         ) from None
@@ -279,7 +279,7 @@ def _deploy(file: ClusterFile, parameters: dict[str, str]) -> str:
 
 
 def _wait(file: ClusterFile, doing: str) -> None:
-    """Until the stack has settled. Raises `settings.Refusal` with AWS's first reason when that failed."""
+    """Until the stack has settled. Raises `settings.UserError` with AWS's first reason when that failed."""
     started = time.monotonic()
     stack = find(file)
     identity = stack["StackId"] if stack else ""
@@ -287,7 +287,7 @@ def _wait(file: ClusterFile, doing: str) -> None:
         while (stack := find(file)) and stack["StackStatus"].endswith("_IN_PROGRESS"):
             waited = time.monotonic() - started
             if waited > STACK_TIMEOUT_S:
-                raise settings.Refusal(
+                raise settings.UserError(
                     f"the stack {file.slug} is still {stack['StackStatus']} after {waited:.0f} s; "
                     f"look again with: inv prepare --target {TARGET}"
                 )
@@ -295,7 +295,7 @@ def _wait(file: ClusterFile, doing: str) -> None:
             time.sleep(2)
     failed = stack is not None and re.search("ROLLBACK|FAILED", stack["StackStatus"])
     if failed or (stack is None) != (doing == "deleting"):
-        raise settings.Refusal(f"AWS could not finish {doing} the stack {file.slug}: {_reason(file, identity)}")
+        raise settings.UserError(f"AWS could not finish {doing} the stack {file.slug}: {_reason(file, identity)}")
 
 
 def _reason(file: ClusterFile, stack_id: str) -> str:

@@ -64,7 +64,7 @@ def show(snapshot: Snapshot, bill: Bill, console: Console) -> None:
 
 
 def address(snapshot: Snapshot, connection: Connection) -> str:
-    """URL, on this machine, of the application that answers. Raises `settings.Refusal` when none does."""
+    """URL, on this machine, of the application that answers. Raises `settings.UserError` when none does."""
     applications = snapshot.serve["applications"].values()
     for application in sorted(applications, key=lambda one: one["route_prefix"] or ""):  # the one that knows all first
         if application["status"] == "RUNNING":
@@ -72,7 +72,7 @@ def address(snapshot: Snapshot, connection: Connection) -> str:
             for port, here in connection.forwarded.items():
                 url = url.replace(f":{port}", f":{here}")
             return url
-    raise settings.Refusal("no model is served; serve one with: inv submit serve_llm")
+    raise settings.UserError("no model is served; serve one with: inv submit serve_llm")
 
 
 def problems(snapshot: Snapshot) -> list[str]:

@@ -39,7 +39,7 @@ def submit(connection: Connection, job: str, arguments: list[str]) -> str:
     """Submit `jobs/JOB.py` with its own command line; returns Ray's id of the job.
 
     Raises:
-        settings.Refusal: no such job, or the project's folder is too large to upload.
+        settings.UserError: no such job, or the project's folder is too large to upload.
     """
     job_scripts.find(job)
     profile = connection.job_variables["PROFILE"]
@@ -64,7 +64,7 @@ def submit(connection: Connection, job: str, arguments: list[str]) -> str:
             metadata={"job": job},
         )
     except RuntimeError as error:  # Ray's client raises nothing finer
-        raise settings.Refusal(f"Ray did not accept the job ({error}). Run: inv status{connection.where}") from None
+        raise settings.UserError(f"Ray did not accept the job ({error}). Run: inv status{connection.where}") from None
 
 
 def follow(connection: Connection, job_id: str, *, verbose: bool = False) -> int:
@@ -93,14 +93,14 @@ def stop(connection: Connection, job_id: str) -> JobDetails:
 
 
 def find(connection: Connection, job_id: str) -> str:
-    """`job_id` itself, or the job submitted last when it is empty. Raises `settings.Refusal` when there is none."""
+    """`job_id` itself, or the job submitted last when it is empty. Raises `settings.UserError` when there is none."""
     jobs = [job for job in connection.client().list_jobs() if is_submitted(job.submission_id)]
     if not jobs:
-        raise settings.Refusal("no job was submitted to this cluster yet; submit one with: inv submit JOB")
+        raise settings.UserError("no job was submitted to this cluster yet; submit one with: inv submit JOB")
     if not job_id:
         return max(jobs, key=lambda job: job.start_time or 0).submission_id
     if job_id not in [job.submission_id for job in jobs]:
-        raise settings.Refusal(f"there is no job {job_id!r} here; list the jobs with: inv status")
+        raise settings.UserError(f"there is no job {job_id!r} here; list the jobs with: inv status")
     return job_id
 
 
@@ -177,7 +177,7 @@ def _wait_until_ended(connection: Connection, job_id: str, timeout_s: float = 60
         if _has_ended(client, job_id):
             return client.get_job_info(job_id)
         time.sleep(0.2)
-    raise settings.Refusal(f"{job_id} has not ended after {timeout_s:.0f} s. Run: inv status{connection.where}")
+    raise settings.UserError(f"{job_id} has not ended after {timeout_s:.0f} s. Run: inv status{connection.where}")
 
 
 def _exit_code(details: JobDetails) -> int:
@@ -200,7 +200,7 @@ def check_size(most_mib: int) -> None:
     total = sum(sizes.values()) / 2**20
     if total > most_mib:
         largest = max(sizes, key=lambda top: sizes[top])
-        raise settings.Refusal(
+        raise settings.UserError(
             f"the project's folder would upload {total:.0f} MiB, {sizes[largest] / 2**20:.0f} of it in {largest}, "
             f"and {most_mib} is the most: move it into data/, or raise working_dir_mib in settings.toml."
         )

@@ -76,7 +76,7 @@ class Target(Protocol):
         """
 
     def connect(self) -> Connection:
-        """The running cluster. Raises `settings.Refusal` when it is not up."""
+        """The running cluster. Raises `settings.UserError` when it is not up."""
 
     def files(self) -> dict[str, str]:
         """Environment in which this machine finds what the jobs wrote, whether the cluster is up or not."""

@@ -12,14 +12,14 @@ PROFILES = {"local": "local", "rehearsal": "cluster", "aws": "cluster"}
 
 
 def profile(name: str) -> str:
-    """Return the settings profile of a target. Raises `settings.Refusal` for an unknown target."""
+    """Return the settings profile of a target. Raises `settings.UserError` for an unknown target."""
     if name not in PROFILES:
-        raise settings.Refusal(f"target {name!r} is unknown; use: --target {' | '.join(PROFILES)}")
+        raise settings.UserError(f"target {name!r} is unknown; use: --target {' | '.join(PROFILES)}")
     return PROFILES[name]
 
 
 def get(name: str) -> "Target":
-    """Import and return a target. Raises `settings.Refusal` for an unknown name."""
+    """Import and return a target. Raises `settings.UserError` for an unknown name."""
     profile(name)
     if name == "local":
         from cluster.local import Local

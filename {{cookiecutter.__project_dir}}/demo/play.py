@@ -41,7 +41,7 @@ def play() -> dict[str, Any]:
     """Run every step and return the result, which is also in results/demo.json.
 
     Raises:
-        settings.Refusal: a job failed, or the result is not what the demo promises.
+        settings.UserError: a job failed, or the result is not what the demo promises.
     """
     times: dict[str, float] = {}
     with _peak_memory() as memory:
@@ -100,7 +100,7 @@ def _run(connection: Connection, job: str, *arguments: str) -> None:
 
 def _follow(connection: Connection, job_id: str) -> None:
     if code := submission.follow(connection, job_id):
-        raise settings.Refusal(
+        raise settings.UserError(
             f"{job_id} ended with code {code}, for the reason above; look again with: inv logs --job {job_id}"
         )
 
@@ -241,7 +241,7 @@ def _check(result: dict[str, Any]) -> None:
     }
     for promise, kept in promises.items():
         if not kept:
-            raise settings.Refusal(f"the demo did not show that {promise}; the numbers are in results/demo.json.")
+            raise settings.UserError(f"the demo did not show that {promise}; the numbers are in results/demo.json.")
 
 
 @contextmanager

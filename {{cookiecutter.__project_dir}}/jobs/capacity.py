@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import ray
 
-from settings import Refusal
+from settings import UserError
 
 
 class Node(NamedTuple):
@@ -44,7 +44,7 @@ def refuse_too_many_workers(
     most = room(needs)
     if workers > most:
         each = " and ".join(f"{need:g} {name}" for name, need in needs.items())
-        raise Refusal(
+        raise UserError(
             f"num_workers = {workers}, with {each} for each, is more than the {most} that this cluster can ever hold; "
             + (f"use --num-workers {most}." if most else f"set {decided_by} to what it has.")
         )
@@ -54,7 +54,7 @@ def refuse_workers_on_every_cpu(cpus_of_workers: int) -> None:
     """Refuse a stream without a CPU of its own: its tasks would wait for the workers, and the workers for them."""
     cpus = int(sum(node.count * node.resources.get("CPU", 0) for node in nodes()))
     if cpus_of_workers >= cpus:
-        raise Refusal(
+        raise UserError(
             f"--stream needs a CPU beside those of the workers, which take {cpus_of_workers} of {cpus}; use a smaller "
             "--num-workers, or train on preprocessed rows."
         )
@@ -69,7 +69,7 @@ def refuse_private_paths(paths: Mapping[str, str], shared_folders: Sequence[str]
         return
     for key, path in paths.items():
         if os.path.isabs(path) and not any(Path(path).is_relative_to(folder) for folder in shared_folders):
-            raise Refusal(
+            raise UserError(
                 f"{key} = {path} is on the disk of one node, and this cluster has several; set --{key} to a URI such "
                 "as s3://bucket/folder (for a model, a hub id), or name the folder that all nodes mount in "
                 f"shared_paths of [{section}]."

@@ -62,8 +62,8 @@ def parse(options_type: type[Options], *sections: str) -> Options:
                 default=settings.load(options_type, *sections),
                 registry=OPTIONS,
             )
-    except settings.Refusal as refusal:
-        sys.exit(f"error: {refusal}")
+    except settings.UserError as error:
+        sys.exit(f"error: {error}")
     except SystemExit:  # --help
         print(said.getvalue().replace(" [-h]", "", 1), end="")
         raise
@@ -76,8 +76,8 @@ def run(main: Callable[[Any], None]) -> None:
     """Call `main` with the options that `parse` read. A user's error ends the process with one sentence."""
     try:
         main(_parsed)
-    except settings.Refusal as refusal:
-        sys.exit(f"error: {refusal}")
+    except settings.UserError as error:
+        sys.exit(f"error: {error}")
 
 
 def _command() -> str:
@@ -91,10 +91,10 @@ def _refuse(options_type: type[settings.Section], event: _errors.ParseErrorEvent
         name = event.tokens[0].partition("=")[0].strip("-").replace("-", "_")
         near = difflib.get_close_matches(name, options_type.model_fields, 1)
         meant = f"; did you mean {_flag(near[0])}?" if near else "."
-        raise settings.Refusal(f"unknown option {event.tokens[0]}{meant} List all options: {_command()} --help")
+        raise settings.UserError(f"unknown option {event.tokens[0]}{meant} List all options: {_command()} --help")
     if argument := getattr(event, "argument", None):
         takes = argument.lowered.metavar
-        raise settings.Refusal(f"{argument.display_name()} expects {takes}. Details: {_command()} --help")
+        raise settings.UserError(f"{argument.display_name()} expects {takes}. Details: {_command()} --help")
 
 
 def _flag(name: str) -> str:
@@ -112,7 +112,7 @@ def _section(info: constructors.StructTypeInfo) -> constructors.StructConstructo
         try:
             return section_type(**values)
         except ValidationError as error:
-            raise settings.Refusal(_first_error(error)) from None
+            raise settings.UserError(_first_error(error)) from None
 
     fields = tuple(
         constructors.StructFieldSpec(

@@ -26,7 +26,7 @@ from jobs.rag import documents, index, pipeline, ranking
 from jobs.rag.documents import Chunker
 from jobs.rag.embedder import Described
 from jobs.training import storage
-from settings import Refusal
+from settings import UserError
 
 PASSES = 4  # forward passes in a batch: fewer, and its way to the worker costs; more, and the last worker is waited for
 COMMIT_S = 10.0  # so much work is lost at most when the job is killed
@@ -63,7 +63,7 @@ def _check_cluster(options: EmbedOptions, model: str, location: str) -> None:
     capacity.refuse_too_many_workers(options.num_workers, options.needs, "num_cpus and num_gpus in [embed]")
     reader = {"CPU": options.num_cpus * options.num_workers + 1}
     if sum(node.count * node.resources.get("CPU", 0) for node in capacity.nodes()) < reader["CPU"]:
-        raise Refusal(
+        raise UserError(
             f"{options.num_workers} workers leave no CPU to read the documents with: use a smaller --num-workers, or "
             "a smaller num_cpus in [embed]."
         )
@@ -101,10 +101,10 @@ def _embed(
 
 def _explained(error: RayTaskError, options: EmbedOptions) -> Exception:
     """What to tell a person about a task that failed: one sentence where a document or a GPU's memory is at fault."""
-    if isinstance(error.cause, Refusal):
-        return Refusal(str(error.cause).splitlines()[0])  # Ray adds advice of its own in the lines below
+    if isinstance(error.cause, UserError):
+        return UserError(str(error.cause).splitlines()[0])  # Ray adds advice of its own in the lines below
     if isinstance(error.cause, torch.OutOfMemoryError):
-        return Refusal(
+        return UserError(
             f"a GPU has no room for {options.batch_chunks} chunks in one forward pass; pass a smaller --batch-chunks."
         )
     return error
@@ -114,7 +114,7 @@ def _refuse_twice(ids: list[str], seen: set[str]) -> None:
     """Note the ids, and refuse one that two documents have."""
     for name in ids:
         if name in seen:
-            raise Refusal(f"two documents have the id {name}: give each its own, or leave the ids out.")
+            raise UserError(f"two documents have the id {name}: give each its own, or leave the ids out.")
         seen.add(name)
 
 
@@ -163,7 +163,7 @@ def _questions(file: str) -> list[dict[str, Any]]:
         return []
     text = storage.read_text(settings.resolve(file))
     if text is None:
-        raise Refusal(f"there is no file {settings.resolve(file)}; correct questions in [embed], or leave it empty.")
+        raise UserError(f"there is no file {settings.resolve(file)}; correct questions in [embed], or leave it empty.")
     return [json.loads(line) for line in text.splitlines() if line.strip()]
 
 

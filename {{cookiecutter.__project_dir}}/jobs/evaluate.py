@@ -25,7 +25,7 @@ from jobs.evaluation.scoring import Scorer
 from jobs.preprocessing.progress import Progress, time_left
 from jobs.training import storage
 from jobs.training.packed import Manifest, PackedRows, read_manifest
-from settings import Refusal
+from settings import UserError
 
 
 class Result(NamedTuple):
@@ -49,7 +49,7 @@ def main(options: EvaluateOptions) -> None:
     options = options.model_copy(update=paths)
     manifest, rows = read_manifest(options.data), len(PackedRows(options.data, "eval"))
     if not rows:
-        raise Refusal(f"{options.data} holds no rows for evaluation; run preprocess with a larger --eval-share.")
+        raise UserError(f"{options.data} holds no rows for evaluation; run preprocess with a larger --eval-share.")
     found = [candidates.find(model) for model in options.models]
     for candidate in found:
         candidates.check(candidate, options.data, manifest)
@@ -92,7 +92,7 @@ def _evaluate(candidate: Candidate, options: EvaluateOptions, rows: int) -> dict
 def _explained(error: RayTaskError, options: EvaluateOptions) -> Exception:
     """What to tell a person about a worker that failed: one sentence where its memory is at fault."""
     if isinstance(error.cause, torch.OutOfMemoryError):
-        return Refusal(
+        return UserError(
             f"a GPU has no room for {options.batch_rows} rows in one forward pass; pass a smaller --batch-rows."
         )
     return error

@@ -31,7 +31,7 @@ from jobs.generating.output import Output
 from jobs.preprocessing import rows
 from jobs.preprocessing.progress import Progress, time_left
 from jobs.serving.options import ServeOptions
-from settings import Refusal
+from settings import UserError
 
 BATCH_ROWS = 32  # handed to an engine, and by it, together; several such are in it at once
 
@@ -102,7 +102,7 @@ def _generate(
                 pass
         except ActorDiedError:
             if convicted := ray.get(held.convicted.remote()):
-                raise Refusal(suspects.sentence(convicted)) from None
+                raise UserError(suspects.sentence(convicted)) from None
             raise
 
 
@@ -199,15 +199,15 @@ def _explained(error: RayTaskError | ActorDiedError | ExecutionTimeoutError, mod
     """What to tell a person: one sentence where the input, the disk or an engine is at fault."""
     if isinstance(error, ExecutionTimeoutError):
         minutes = DataContext.get_current().execution_no_progress_timeout_s / 60
-        return Refusal(
+        return UserError(
             f"no row was answered for {minutes:.0f} minutes: the cluster has no room for an engine, or an engine hangs."
             " Finished answers are kept. Look at inv status, then run the same command again."
         )
     if isinstance(error, ActorDiedError):
         reason = str(error).strip().splitlines()[-1]
-        return Refusal(f"an engine died ({reason}); to read why, serve it: inv submit serve_llm -- --model {model}.")
-    if isinstance(error.cause, Refusal):
-        return Refusal(str(error.cause).splitlines()[0])  # Ray adds advice of its own in the lines below
+        return UserError(f"an engine died ({reason}); to read why, serve it: inv submit serve_llm -- --model {model}.")
+    if isinstance(error.cause, UserError):
+        return UserError(str(error.cause).splitlines()[0])  # Ray adds advice of its own in the lines below
     return error
 
 

@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 from jobs.training.options import TrainOptions
 from jobs.training.strategies import MakeStrategy
-from settings import Refusal
+from settings import UserError
 
 
 def fit(options: TrainOptions, make_strategy: MakeStrategy) -> None:
@@ -20,7 +20,7 @@ def fit(options: TrainOptions, make_strategy: MakeStrategy) -> None:
 
             ray_run.fit(options, make_strategy)
     except torch.OutOfMemoryError:
-        raise Refusal(
+        raise UserError(
             f"the memory of a GPU is full; see what fits with: inv plan {options.model}   It may be a smaller "
             "--micro-batch-rows, --gradient-checkpointing, --lora-rank 16, or finetune_fsdp on more workers."
         ) from None

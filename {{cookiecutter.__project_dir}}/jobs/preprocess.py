@@ -41,7 +41,7 @@ from jobs.preprocessing.conversations import (
 from jobs.preprocessing.output import Output
 from jobs.preprocessing.progress import Progress, time_left
 from jobs.preprocessing.row_formats import BadRow
-from settings import Refusal
+from settings import UserError
 
 HEAD_ROWS = 100  # looked at before anything is started
 EXAMPLES, EXAMPLE_CHARACTERS = 3, 100
@@ -168,11 +168,11 @@ def _make_shards(sources: list[rows.Source], plan: shards.Plan, tokenize: Tokeni
 
 def _explained(error: RayTaskError) -> Exception:
     """What to tell a person about a task that failed: one sentence where the input or a disk is at fault."""
-    if isinstance(error.cause, Refusal):
-        return Refusal(str(error.cause).splitlines()[0])  # Ray adds advice of its own in the lines below
+    if isinstance(error.cause, UserError):
+        return UserError(str(error.cause).splitlines()[0])  # Ray adds advice of its own in the lines below
     no_space = isinstance(error.cause, OSError) and error.cause.errno == errno.ENOSPC
     if no_space or isinstance(error.cause, ShuffleDiskError):
-        return Refusal(
+        return UserError(
             f"no space is left in {tempfile.gettempdir()} on a node: the shuffle keeps the text of the input there, "
             "compressed; free some, or use a larger disk: RAY_TMPDIR=FOLDER inv up (with python -m: TMPDIR=FOLDER)."
         )
@@ -218,12 +218,12 @@ def _check(manifest: dict[str, Any], options: PreprocessOptions, plan: shards.Pl
     bad, read = manifest["rows_rejected"], manifest["rows_read"]
     if bad > options.max_bad_share * read:
         reasons = "; ".join(f"{reason}: {count:,}" for reason, count in manifest["rejected_by_reason"].items())
-        raise Refusal(
+        raise UserError(
             f"{bad:,} of {read:,} rows are bad ({reasons}), more than max_bad_share = {options.max_bad_share} allows; "
             f"see {plan.output}/rejected and correct the input, or pass another --max-bad-share."
         )
     if not manifest["train"]["rows"]:
-        raise Refusal(f"no row of {options.input} is left for training; give more rows or a smaller --eval-share.")
+        raise UserError(f"no row of {options.input} is left for training; give more rows or a smaller --eval-share.")
 
 
 def _print_summary(manifest: dict[str, Any], plan: shards.Plan) -> None:

@@ -36,7 +36,7 @@ from jobs.training.loop import train
 from jobs.training.options import TrainOptions
 from jobs.training.run import Metrics, Write
 from jobs.training.strategies import MakeStrategy
-from settings import Refusal
+from settings import UserError
 
 SCORE = "checkpoint_score"
 """The evaluation loss, by which Ray keeps the best; without one a checkpoint is the worst, and the newest of these."""
@@ -133,7 +133,7 @@ def fit(options: TrainOptions, make_strategy: MakeStrategy) -> None:
     """Check all that can be checked, start the workers, and wait for the trained model.
 
     Raises:
-        Refusal: something does not fit, or the loop refused to go on.
+        UserError: something does not fit, or the loop refused to go on.
         torch.OutOfMemoryError: a worker's GPU is too small.
     """
     options = preflight.with_absolute_paths(options)
@@ -152,7 +152,7 @@ def fit(options: TrainOptions, make_strategy: MakeStrategy) -> None:
             raise torch.OutOfMemoryError from None
         raise
     if result.return_value:
-        raise Refusal(result.return_value)
+        raise UserError(result.return_value)
     print(f"the trained model is in {options.output}/{options.name}/model", flush=True)
 
 
@@ -201,13 +201,13 @@ def _trainer(
 
 
 def _work(config: dict[str, Any]) -> str | None:
-    """What each worker runs. A refusal is returned, not raised: Ray would start the workers again."""
+    """What each worker runs. A user error is returned, not raised: Ray would start the workers again."""
     quiet.worker()
     options, make_strategy, recipe = ray.get(config["work"])
     run = RayRun(options.device)
     source = stream.StreamSource(recipe, options.global_batch_rows // run.world_size) if recipe else None
     try:
         train(options, run, make_strategy, source)
-    except Refusal as refusal:
-        return str(refusal)
+    except UserError as error:
+        return str(error)
     return None

@@ -46,7 +46,7 @@ def main(options: ServeOptions) -> None:
 def check(options: ServeOptions) -> None:
     """Refuse what can be known to fail before anything is started."""
     if not secrets.read(["SERVE_API_KEY"]):
-        raise settings.Refusal("SERVE_API_KEY is not set, and nothing is served without a key: put it into .env.")
+        raise settings.UserError("SERVE_API_KEY is not set, and nothing is served without a key: put it into .env.")
     check_model(options)
 
 
@@ -54,18 +54,18 @@ def check_model(options: ServeOptions) -> None:
     """Refuse a machine without vLLM, what is no model, and more tokens than it was made for."""
     check_accelerator(options.accelerator)
     if importlib.util.find_spec("vllm") is None:
-        raise settings.Refusal("vLLM is not installed on this machine, and its CPU build exists for Linux only.")
+        raise settings.UserError("vLLM is not installed on this machine, and its CPU build exists for Linux only.")
     if "://" in options.source:
         return  # the replica that fetches it is the first who can look at it
     remedy = "train one with inv submit finetune_ddp, or set model in [serve] of settings.toml."
     if not options.is_hub_id and not os.path.isfile(f"{options.source}/config.json"):
-        raise settings.Refusal(f"{options.source} holds no model: {remedy}")
+        raise settings.UserError(f"{options.source} holds no model: {remedy}")
     try:
         limit = getattr(AutoConfig.from_pretrained(options.source), "max_position_embeddings", None)
     except (OSError, ValueError) as error:
-        raise settings.Refusal(f"{options.model} cannot be read ({str(error).splitlines()[0]}): {remedy}") from None
+        raise settings.UserError(f"{options.model} cannot be read ({str(error).splitlines()[0]}): {remedy}") from None
     if limit and options.max_model_len > limit:
-        raise settings.Refusal(
+        raise settings.UserError(
             f"max_model_len = {options.max_model_len} in settings.toml is more than the {limit} tokens that "
             f"{options.model} was made for; lower it."
         )
@@ -75,7 +75,7 @@ def deploy(options: ServeOptions) -> None:
     """Deploy the application, or update the one that runs, and return when it answers.
 
     Raises:
-        settings.Refusal: the port is taken, the cluster is too small, or the application fails to start.
+        settings.UserError: the port is taken, the cluster is too small, or the application fails to start.
     """
     check_cpus(options)
     check_address(options)
@@ -103,18 +103,20 @@ def as_place_demands(options: ServeOptions) -> ServeOptions:
     """A canary answers by the name of the model at the address; beside it, no other has that name.
 
     Raises:
-        settings.Refusal: nothing is served there, or the name is taken.
+        settings.UserError: nothing is served there, or the name is taken.
     """
     if options.path == traffic.ROOT:
         return options
     apps = ray.get(traffic.actor().apps.remote())
     if traffic.ROOT not in apps:
-        raise settings.Refusal("nothing is served yet that this could stand beside: inv submit serve_llm")
+        raise settings.UserError("nothing is served yet that this could stand beside: inv submit serve_llm")
     name = apps[traffic.ROOT]["models"][0]
     if options.canary_percent:
         return options.model_copy(update={"model_name": name})
     if options.served_name == name:
-        raise settings.Refusal(f"{name} is served already: give this one another --model-name, or leave out --beside.")
+        raise settings.UserError(
+            f"{name} is served already: give this one another --model-name, or leave out --beside."
+        )
     return options
 
 
@@ -131,7 +133,7 @@ def check_cpus(options: ServeOptions) -> None:
     wanted = options.tensor_parallel_size * options.pipeline_parallel_size + options.num_cpus
     there = ray.cluster_resources().get("CPU", 0)
     if options.min_replicas * wanted > there:
-        raise settings.Refusal(
+        raise settings.UserError(
             f"{options.min_replicas} replicas of {wanted:g} CPUs each do not fit the cluster's {there:g}: "
             "lower min_replicas in [serve] of settings.toml, or raise num_cpus in [local.ray] and start it again."
         )
@@ -144,14 +146,14 @@ def check_address(options: ServeOptions) -> None:
         return
     others = serve.status().applications.keys() - {options.app}
     if current and others:
-        raise settings.Refusal(
+        raise settings.UserError(
             f"Serve listens on port {current[1]} for {', '.join(others)} too: set port in [serve] of settings.toml "
             f"to {current[1]}, or end {', '.join(others)} first."
         )
     try:
         socket.create_server((options.host, options.port)).close()
     except OSError as error:
-        raise settings.Refusal(
+        raise settings.UserError(
             f"port {options.port} on {options.host} cannot be had ({error.strerror}): end what listens there, "
             "or set another port in [serve] of settings.toml."
         ) from None
@@ -191,7 +193,7 @@ def wait_until_healthy(job: str, app: str, name: str, url: str, timeout_s: int, 
             if not is_update:
                 stop(app)
             outcome = "what was served before goes on" if is_update else "it is stopped"
-            raise settings.Refusal(
+            raise settings.UserError(
                 f"{name} was not healthy after {waited:.0f} s, and {outcome}: {last_words(status)}; "
                 f"correct that and try again: inv submit {job}"
             )

@@ -21,7 +21,7 @@ from jobs import capacity, secrets, serve_llm, weights
 from jobs.rag import index
 from jobs.serving import traffic
 from jobs.serving.options import ServeOptions
-from settings import Refusal
+from settings import UserError
 
 APP, PATH = "rag", "/rag"
 
@@ -30,7 +30,7 @@ def main(options: RagOptions) -> None:
     """Serve answers from the index, with sources, over an OpenAI-compatible API, and return when it answers."""
     secrets.load()
     if not secrets.read(["SERVE_API_KEY"]):
-        raise Refusal("SERVE_API_KEY is not set, and nothing is served without a key: put it into .env.")
+        raise UserError("SERVE_API_KEY is not set, and nothing is served without a key: put it into .env.")
     asyncio.run(index.Reader.open(settings.resolve(options.index)))  # refuses where there is none
     cli.connect(log_to_driver=False)
     print(f"answers from {options.index} are served at {deploy(options)}, for any client of OpenAI's API", flush=True)
@@ -42,7 +42,7 @@ def deploy(options: RagOptions) -> str:
     """Deploy the application, or update the one that runs; returns the base URL for OpenAI clients when it answers.
 
     Raises:
-        settings.Refusal: there is no model to ask, or the application fails to start.
+        settings.UserError: there is no model to ask, or the application fails to start.
     """
     from jobs.rag import app  # imports torch
 
@@ -69,7 +69,7 @@ def _server(options: RagOptions) -> ServeOptions:
         serve_llm.check_address(server)
         serve_llm.start_serve(server)
     if options.generator == "model" and traffic.ROOT not in ray.get(traffic.actor().apps.remote()):
-        raise Refusal("no model is served that could answer: inv submit serve_llm, or pass --generator quote.")
+        raise UserError("no model is served that could answer: inv submit serve_llm, or pass --generator quote.")
     return server
 
 

@@ -51,7 +51,7 @@ def _canary(told: "ray.actor.ActorHandle") -> ServeOptions:
     """The options that the canary was served with."""
     options = ray.get(told.canary.remote())
     if not options:
-        raise settings.Refusal("there is no canary: inv submit serve_llm -- --model MODEL --canary-percent 5")
+        raise settings.UserError("there is no canary: inv submit serve_llm -- --model MODEL --canary-percent 5")
     return ServeOptions(**options)
 
 
@@ -79,7 +79,7 @@ def _end(told: "ray.actor.ActorHandle", name: str) -> None:
         ends[serve_rag.APP] = serve_rag.APP
     if name not in ends:
         known = ", ".join(ends) or "none is"
-        raise settings.Refusal(f"{name} is not served beside another model ({known}): inv submit served")
+        raise settings.UserError(f"{name} is not served beside another model ({known}): inv submit served")
     serve.delete(ends[name])
     ray.get(told.apps.remote())  # makes the traffic actor drop the app at once
     print(f"{name} is ended", flush=True)

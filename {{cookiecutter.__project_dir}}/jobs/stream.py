@@ -16,7 +16,7 @@ from jobs.preprocessing.options import PreprocessOptions
 from jobs.preprocessing.packing import pack
 from jobs.preprocessing.shards import fetch
 from jobs.training.packed import Batch, as_arrays, as_batch
-from settings import Refusal
+from settings import UserError
 
 DOCUMENTS_PACKED_TOGETHER = 1024  # the last row of each lot stays partly empty
 NOTICE = (
@@ -77,6 +77,6 @@ class StreamSource:
                 batches += 1
                 yield as_batch(as_arrays(table))
             if not batches:
-                raise Refusal(
+                raise UserError(
                     "the stream has less than one global batch; give more rows or a smaller --global-batch-rows."
                 )

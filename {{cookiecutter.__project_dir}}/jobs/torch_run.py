@@ -18,7 +18,7 @@ from jobs.training.loop import train
 from jobs.training.options import TrainOptions
 from jobs.training.run import Metrics, OneProcess, Write
 from jobs.training.strategies import MakeStrategy
-from settings import Refusal
+from settings import UserError
 
 
 class TorchRun(OneProcess):
@@ -52,7 +52,7 @@ def fit(options: TrainOptions, make_strategy: MakeStrategy) -> None:
     """Train in this process, one of those that torchrun started; their number is num_workers.
 
     Raises:
-        Refusal: something does not fit, or the loop refused to go on; on rank 0, the others just end.
+        UserError: something does not fit, or the loop refused to go on; on rank 0, the others just end.
     """
     secrets.load()
     dist.init_process_group(dist.get_default_backend_for_device(options.device))
@@ -61,7 +61,7 @@ def fit(options: TrainOptions, make_strategy: MakeStrategy) -> None:
         options = preflight.with_absolute_paths(options).model_copy(update={"num_workers": dist.get_world_size()})
         _agree(_prepare(options) if dist.get_rank() == 0 else "")
         train(options, TorchRun(Path(options.output, options.name), device, options.keep_checkpoints), make_strategy)
-    except Refusal:
+    except UserError:
         if dist.get_rank() == 0:
             raise
         sys.exit(1)
@@ -80,17 +80,17 @@ def _prepare(options: TrainOptions) -> str:
     """Check all that can be checked, and begin the run; returns what is refused."""
     try:
         if options.stream or not storage.is_local(options.output):
-            raise Refusal("under torchrun, rows come from preprocess and output is a folder that all processes see.")
+            raise UserError("under torchrun, rows come from preprocess and output is a folder that all processes see.")
         check_batches(options.global_batch_rows, options.micro_batch_rows, options.min_workers, options.max_workers)
         preflight.claim(options, preflight.check_packed(options) | {"launcher": "torchrun"})
-    except Refusal as refusal:
-        return str(refusal)
+    except UserError as error:
+        return str(error)
     return ""
 
 
-def _agree(refusal: str) -> None:
+def _agree(message: str) -> None:
     """All ranks refuse what rank 0 does, so that none waits for another."""
-    answer = [refusal]
+    answer = [message]
     dist.broadcast_object_list(answer)
     if answer[0]:
-        raise Refusal(answer[0])
+        raise UserError(answer[0])

@@ -33,7 +33,7 @@ from jobs.training.options import DDPOptions, DeepSpeedOptions, FSDPOptions, Tra
 from jobs.training.packed import read_manifest
 from jobs.tuning import trials as records
 from jobs.tuning.trials import Trial
-from settings import Refusal
+from settings import UserError
 
 CONSOLE = Console(highlight=False, width=120)
 
@@ -64,7 +64,7 @@ def main(options: TuneOptions) -> None:
     failures = search(options, trials)
     _show(options, trials)
     if failures:
-        raise Refusal(
+        raise UserError(
             f"{len(failures)} of {len(trials)} trials failed ({failures[0]}); mend it, then run the same command again "
             "to go on with them."
         )
@@ -74,12 +74,12 @@ def _check(options: TuneOptions) -> preflight.Identity:
     """Refuse what no trial could run; returns what makes a search the same search, which the number of trials is no
     part of."""
     if options.stream:
-        raise Refusal("trials read preprocessed rows: leave --stream out, and run preprocess first.")
+        raise UserError("trials read preprocessed rows: leave --stream out, and run preprocess first.")
     for rows in options.global_batches or (options.global_batch_rows,):
         check_batches(rows, options.micro_batch_rows, options.min_workers, options.max_workers)
     identity = preflight.check_packed(options)
     if not read_manifest(options.data).eval.rows:
-        raise Refusal(f"{options.data} holds nothing to evaluate on; run preprocess with a larger --eval-share.")
+        raise UserError(f"{options.data} holds nothing to evaluate on; run preprocess with a larger --eval-share.")
     rates = options.learning_rates
     return identity | {
         "learning_rate": [rates.low, rates.high],
@@ -91,7 +91,7 @@ def _check(options: TuneOptions) -> preflight.Identity:
 def _check_cluster(options: TuneOptions) -> None:
     room, each = capacity.room(options.worker_resources), options.min_workers
     if options.trials_at_once * each > room:
-        raise Refusal(
+        raise UserError(
             f"trials_at_once = {options.trials_at_once}, with {each} workers for each, is more than the {room} workers "
             "that this cluster can ever hold; "
             + (f"use --trials-at-once {room // each}." if room >= each else "use a smaller --num-workers.")
@@ -125,7 +125,7 @@ def search(options: TuneOptions, trials: Sequence[Trial]) -> list[str]:
     os.environ |= {
         "RAY_AIR_NEW_OUTPUT": "0",  # the older way to report can be silent
         "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # each run has its own files
-        "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",  # a refusal comes without a loss
+        "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",  # a user error comes without a loss
     }
     logging.getLogger("ray.tune").setLevel(logging.ERROR)  # it misses the files of its own that nobody reads
     zone = gang.find_zone(options)
@@ -186,8 +186,8 @@ def _run(
         tune.report(line)
     try:
         main(options)
-    except Refusal as refusal:
-        return {"refusal": str(refusal)}
+    except UserError as error:
+        return {"user_error": str(error)}
     return None
 
 
@@ -202,10 +202,10 @@ class Note(tune.Callback):
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         ours = self._trials[trial.config["trial"]]
-        refusal, step = (trial.last_result.get(key, default) for key, default in (("refusal", ""), ("step", 0)))
-        diverged = re.match(r"step \d+ diverged", refusal)
-        if refusal and not diverged:
-            self._fail(ours, refusal)
+        message, step = (trial.last_result.get(key, default) for key, default in (("user_error", ""), ("step", 0)))
+        diverged = re.match(r"step \d+ diverged", message)
+        if message and not diverged:
+            self._fail(ours, message)
             return
         outcome = records.Outcome(ours, records.curve(self._folder, ours.name))
         stopped = f"stopped at step {step}"  # its workers may have gone a few further

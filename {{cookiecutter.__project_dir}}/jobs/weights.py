@@ -86,7 +86,7 @@ def _mirror(model: str, uri: str) -> None:
         folder = snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"])
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise settings.Refusal(
+        raise settings.UserError(
             f"{model} is neither in the project's bucket nor on the Hugging Face hub ({reason}); "
             "correct model in settings.toml, or add HF_TOKEN to the secrets for a gated one."
         ) from None

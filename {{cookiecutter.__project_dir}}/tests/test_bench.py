@@ -77,11 +77,11 @@ def test_a_key_that_is_held_back_ends_it_with_what_to_type(api: PretendApi, tmp_
 
 def test_a_server_that_answers_nothing_is_no_measurement(api: PretendApi, tmp_path: Path) -> None:
     api.gone = {"small"}
-    with pytest.raises(settings.Refusal, match=r"answered none of 1 clients at once .*does not exist"):
+    with pytest.raises(settings.UserError, match=r"answered none of 1 clients at once .*does not exist"):
         run(api, tmp_path, (1,), 0.2)
 
 
 def test_a_server_that_is_away_is_said(api: PretendApi, tmp_path: Path) -> None:
     api.url = "http://127.0.0.1:9/v1"
-    with pytest.raises(settings.Refusal, match=r"nothing answers at .* inv submit serve_llm"):
+    with pytest.raises(settings.UserError, match=r"nothing answers at .* inv submit serve_llm"):
         run(api, tmp_path)

@@ -320,7 +320,7 @@ def test_a_head_that_dies_of_its_first_job_is_not_up(tmp_path: Path, monkeypatch
     monkeypatch.setattr(local, "_start_head", start)
     monkeypatch.setattr(local, "_make_env_file", lambda: None)
     with pytest.raises(
-        settings.Refusal, match="stopped while it was starting: MemoryError: no room for the object store"
+        settings.UserError, match="stopped while it was starting: MemoryError: no room for the object store"
     ):
         local.Local().up(yes=True)
     assert not local.FILE.exists()

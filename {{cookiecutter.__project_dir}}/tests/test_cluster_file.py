@@ -32,9 +32,9 @@ def test_its_digest_changes_with_the_file_and_is_the_same_otherwise(tmp_path: Pa
 
 
 def test_what_cannot_be_read_is_refused_in_a_sentence(tmp_path: Path) -> None:
-    with pytest.raises(settings.Refusal, match="not valid YAML"):
+    with pytest.raises(settings.UserError, match="not valid YAML"):
         cluster_file.load(changed(tmp_path, "cluster_name:", "cluster_name: ["))
-    with pytest.raises(settings.Refusal, match="lacks 'auth'"):
+    with pytest.raises(settings.UserError, match="lacks 'auth'"):
         cluster_file.load(changed(tmp_path, "auth:", "oath:"))
-    with pytest.raises(settings.Refusal, match="is missing"):
+    with pytest.raises(settings.UserError, match="is missing"):
         cluster_file.load(tmp_path / "none.yaml")

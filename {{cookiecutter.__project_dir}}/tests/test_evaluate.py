@@ -209,7 +209,7 @@ def test_models_stand_side_by_side(
 def test_folders_of_a_training_are_refused_for_that_of_their_model(run: Path) -> None:
     (checkpoint,) = run.glob("step-*")
     for folder, kind in ((checkpoint, "a checkpoint"), (run, "a run")):
-        with pytest.raises(settings.Refusal, match=f"is the folder of {kind}; give .*: {run}/model$"):
+        with pytest.raises(settings.UserError, match=f"is the folder of {kind}; give .*: {run}/model$"):
             candidates.find(f"{folder}/")
 
 
@@ -217,25 +217,25 @@ def test_another_tokenizer_is_refused_by_both_names(
     options: EvaluateOptions, speaker: Path, stranger: Path, tmp_path: Path
 ) -> None:
     other = packed_rows.write_other_tokenizer(stranger, tmp_path / "other")
-    with pytest.raises(settings.Refusal, match=rf"tokenizer of {speaker}, .* not that of {other}"):
+    with pytest.raises(settings.UserError, match=rf"tokenizer of {speaker}, .* not that of {other}"):
         evaluate.main(options.model_copy(update={"models": (str(speaker), str(other))}))
 
 
 def test_a_model_that_is_not_there_is_refused(options: EvaluateOptions) -> None:
-    with pytest.raises(settings.Refusal, match="nothing cannot be loaded"):
+    with pytest.raises(settings.UserError, match="nothing cannot be loaded"):
         evaluate.main(options.model_copy(update={"models": ("nothing",)}))
 
 
 def test_data_with_nothing_held_out_is_refused(options: EvaluateOptions, packed: Path, tmp_path: Path) -> None:
     manifest = json.loads((packed / "manifest.json").read_text())
     (tmp_path / "manifest.json").write_text(json.dumps(manifest | {"eval": {"files": [], "rows": 0}}))
-    with pytest.raises(settings.Refusal, match="larger --eval-share"):
+    with pytest.raises(settings.UserError, match="larger --eval-share"):
         evaluate.main(options.model_copy(update={"data": str(tmp_path)}))
 
 
 def test_a_full_gpu_is_told_from_other_failures(options: EvaluateOptions) -> None:
     full = RayTaskError("task", "traceback", torch.OutOfMemoryError("CUDA out of memory"))
-    with pytest.raises(settings.Refusal, match=r"no room for 2 rows .* smaller --batch-rows"):
+    with pytest.raises(settings.UserError, match=r"no room for 2 rows .* smaller --batch-rows"):
         raise evaluate._explained(full, options)
     other = RayTaskError("task", "traceback", ZeroDivisionError())
     assert evaluate._explained(other, options) is other

@@ -151,13 +151,13 @@ def test_a_stream_trains_and_its_workers_can_start_tasks(
 def test_a_refusal_in_the_workers_reaches_the_driver(changes: dict[str, Any]) -> None:
     """And is not tried again: only a worker that dies is replaced."""
     options = _ddp_options(changes | {"name": "refused", "max_failures": 3})
-    with pytest.raises(settings.Refusal, match="refused by rank 0"):
+    with pytest.raises(settings.UserError, match="refused by rank 0"):
         ray_run.fit(options, _refuse)
 
 
 def test_a_full_gpu_is_one_sentence(changes: dict[str, Any]) -> None:
     options = _ddp_options(changes | {"name": "full", "max_failures": 0})
-    with pytest.raises(settings.Refusal, match=r"the memory of a GPU is full; .*inv plan .*--micro-batch-rows"):
+    with pytest.raises(settings.UserError, match=r"the memory of a GPU is full; .*inv plan .*--micro-batch-rows"):
         launch.fit(options, _fill_the_gpu)
 
 
@@ -185,7 +185,7 @@ def test_what_the_cluster_cannot_run_is_refused(
 ) -> None:
     recipe = stream.Recipe(rows.find_all(str(assets / "data/*.jsonl"), ()), Tokenize(changes["model"], 128))
     monkeypatch.setattr(stream, "read_recipe", lambda _: recipe)
-    with pytest.raises(settings.Refusal, match=sentence):
+    with pytest.raises(settings.UserError, match=sentence):
         finetune_ddp.main(_ddp_options(changes | {"name": "refused-before"} | wrong))
     assert not Path(changes["output"], "refused-before").exists()
 
@@ -194,10 +194,10 @@ def test_private_paths_are_refused_where_there_are_several_nodes(
     changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CLUSTER_NODES", json.dumps([{"resources": {"CPU": 4}, "count": 2}]))
-    with pytest.raises(settings.Refusal, match=r"model = .* is on the disk of one node"):
+    with pytest.raises(settings.UserError, match=r"model = .* is on the disk of one node"):
         finetune_ddp.main(_ddp_options(changes))
     shared = _ddp_options(changes | {"shared_paths": (changes["model"], changes["data"])})
-    with pytest.raises(settings.Refusal, match=r"output = .* is on the disk of one node"):
+    with pytest.raises(settings.UserError, match=r"output = .* is on the disk of one node"):
         finetune_ddp.main(shared)
 
 
@@ -285,4 +285,4 @@ def _fill_the_gpu(model: PreTrainedModel, options: TrainOptions, run: Run, plan:
 
 
 def _refuse(model: PreTrainedModel, options: TrainOptions, run: Run, plan: BatchPlan) -> Strategy:
-    raise settings.Refusal(f"refused by rank {run.rank}")
+    raise settings.UserError(f"refused by rank {run.rank}")

@@ -256,7 +256,7 @@ def test_an_engine_that_dies_again_of_a_row_stops_the_run_and_the_rest_is_answer
     (tmp_path / "rows.jsonl").write_text("\n".join(asked))
     changes = {"input": str(tmp_path / "rows.jsonl"), "output": str(tmp_path / "out")}
     options = options.model_copy(update=changes)
-    with pytest.raises(settings.Refusal, match=r"crashed twice with the same rows in flight.* --skip-ids") as refused:
+    with pytest.raises(settings.UserError, match=r"crashed twice with the same rows in flight.* --skip-ids") as refused:
         generate.main(options)
     named = str(refused.value).partition("--skip-ids ")[2].split()
     assert "q33" in named
@@ -323,23 +323,23 @@ def test_rows_are_suspects_after_one_death_and_convicted_after_two() -> None:
 
 
 def test_answers_of_another_kind_are_not_mixed(made: Made) -> None:
-    with pytest.raises(settings.Refusal, match=r"made with another max_tokens; replace them with --overwrite"):
+    with pytest.raises(settings.UserError, match=r"made with another max_tokens; replace them with --overwrite"):
         generate.main(made.options.model_copy(update={"max_tokens": TOKENS + 1}))
 
 
 def test_a_folder_of_somebody_else_s_is_left_alone(made: Made) -> None:
-    with pytest.raises(settings.Refusal, match="holds other files; pass another --output"):
+    with pytest.raises(settings.UserError, match="holds other files; pass another --output"):
         generate.main(made.options.model_copy(update={"output": made.options.input}))
 
 
 def test_rows_without_ids_are_refused(made: Made, tmp_path: Path) -> None:
     changes = {"id_column": "number", "output": str(tmp_path / "out")}
-    with pytest.raises(settings.Refusal, match=r"no row of .* has an id in the column number.*--id-column"):
+    with pytest.raises(settings.UserError, match=r"no row of .* has an id in the column number.*--id-column"):
         generate.main(made.options.model_copy(update=changes))
 
 
 def test_no_input_is_refused(options: GenerateOptions, tmp_path: Path) -> None:
-    with pytest.raises(settings.Refusal, match=r"no \.parquet or \.jsonl .* correct input in \[generate\]"):
+    with pytest.raises(settings.UserError, match=r"no \.parquet or \.jsonl .* correct input in \[generate\]"):
         generate.main(options.model_copy(update={"input": str(tmp_path)}))
 
 
@@ -355,7 +355,7 @@ def test_an_engine_that_does_not_start_is_one_sentence(
     monkeypatch.setattr(settings, "load", load)
     (tmp_path / "rows.jsonl").write_text('{"id": 1, "prompt": "hello"}')
     asked = made.options.model_copy(update={"input": str(tmp_path / "rows.jsonl"), "output": str(tmp_path / "out")})
-    with pytest.raises(settings.Refusal, match=r"an engine died \(.*Error: .*\); to read why, serve it: inv submit"):
+    with pytest.raises(settings.UserError, match=r"an engine died \(.*Error: .*\); to read why, serve it: inv submit"):
         generate.main(asked)
 
 
@@ -366,5 +366,5 @@ def test_an_engine_that_hangs_is_one_sentence(made: Made, tmp_path: Path, monkey
     monkeypatch.setattr(ray_data, "quiet_context", lambda: context)
     (tmp_path / "rows.jsonl").write_text('{"id": 1, "prompt": "hello"}')
     asked = made.options.model_copy(update={"input": str(tmp_path / "rows.jsonl"), "output": str(tmp_path / "out")})
-    with pytest.raises(settings.Refusal, match=r"no row was answered for .* minutes: .* run the same command again"):
+    with pytest.raises(settings.UserError, match=r"no row was answered for .* minutes: .* run the same command again"):
         generate.main(asked)

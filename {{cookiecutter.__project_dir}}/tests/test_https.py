@@ -79,5 +79,5 @@ def test_certificate_and_clients_go_together(network: dict[str, str]) -> None:
 
 def test_it_needs_two_zones() -> None:
     section = stack.NetworkSection(certificate=CERTIFICATE, clients="198.51.100.0/24")
-    with pytest.raises(settings.Refusal, match="a load balancer needs two zones"):
+    with pytest.raises(settings.UserError, match="a load balancer needs two zones"):
         stack._https(section, stack.Network(vpc="vpc-1", subnets=["subnet-1"] * 3, zones=["us-east-1a"]))

@@ -23,10 +23,10 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 READ = """
 import json, pickle, sys
 from jobs.preprocessing import rows
-from settings import Refusal
+from settings import UserError
 try:
     source = pickle.loads(pickle.dumps(rows.find(sys.argv[1])))  # Ray sends it to its workers
-except Refusal as error:
+except UserError as error:
     sys.exit(str(error))
 print(json.dumps([json.loads(row["row"]) for row in rows.head(source, 10).rows]))
 """

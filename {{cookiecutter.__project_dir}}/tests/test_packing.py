@@ -234,7 +234,9 @@ def test_a_row_that_the_template_refuses_is_a_bad_row(chatml_folder: str) -> Non
 @pytest.mark.parametrize("overlong", ["drop", "error"])
 def test_a_conversation_that_is_too_long_is_not_always_cut(model_folder: str, overlong: Any) -> None:
     tokenize = Tokenize(model_folder, 8, overlong=overlong)
-    expected = (BadRow, "longer than sequence_length") if overlong == "drop" else (settings.Refusal, "--overlong trunc")
+    expected = (
+        (BadRow, "longer than sequence_length") if overlong == "drop" else (settings.UserError, "--overlong trunc")
+    )
     with pytest.raises(expected[0], match=expected[1]):
         encode(tokenize, QUESTION, ANSWER)
 
@@ -267,13 +269,13 @@ def test_a_mask_that_ends_on_a_decomposed_character_ends_there() -> None:
 
 
 def test_a_template_that_never_ends_a_turn_is_refused(chatml_folder: str) -> None:
-    with pytest.raises(settings.Refusal, match=r"would never stop: .*; set chat_template in \[preprocess\] to jobs/"):
+    with pytest.raises(settings.UserError, match=r"would never stop: .*; set chat_template in \[preprocess\] to jobs/"):
         Tokenize(chatml_folder, 128, "{% for message in messages %}{{ message['content'] }}{% endfor %}")
 
 
 @pytest.mark.parametrize("template", ["{% for %}", "{{ raise_exception('no') }}"])
 def test_a_broken_template_is_refused(model_folder: str, template: str) -> None:
-    with pytest.raises(settings.Refusal, match=r"cannot be used \(.*\); correct chat_template"):
+    with pytest.raises(settings.UserError, match=r"cannot be used \(.*\); correct chat_template"):
         Tokenize(model_folder, 128, template)
 
 
@@ -281,7 +283,7 @@ def test_a_model_without_a_template_is_refused(model_folder: str, tmp_path: Path
     tokenizer = PreTrainedTokenizerFast.from_pretrained(model_folder)
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(settings.Refusal, match="has no chat template; set chat_template"):
+    with pytest.raises(settings.UserError, match="has no chat template; set chat_template"):
         encode(Tokenize(str(tmp_path), 128), QUESTION, ANSWER)
 
 
@@ -297,12 +299,12 @@ def test_mistrals_own_tokenizer_file_is_not_taken(model_folder: str, tmp_path: P
 
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(settings.Refusal, match="gives no tokenizer"):
+    with pytest.raises(settings.UserError, match="gives no tokenizer"):
         load_tokenizer(str(tmp_path))
 
 
 def test_chatml_is_refused_where_its_tokens_are_missing(model_folder: str) -> None:
-    with pytest.raises(settings.Refusal, match="would never stop"):
+    with pytest.raises(settings.UserError, match="would never stop"):
         Tokenize(model_folder, 128, read_template(CHATML))
 
 
@@ -317,10 +319,10 @@ def test_a_model_without_a_template_gives_none_to_others(model_folder: str, tmp_
     tokenizer = PreTrainedTokenizerFast.from_pretrained(model_folder)
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(settings.Refusal, match="has no chat template; correct chat_template"):
+    with pytest.raises(settings.UserError, match="has no chat template; correct chat_template"):
         read_template(str(tmp_path))
     # the reason stays: a gated model, no network and a typing error have different remedies
-    with pytest.raises(settings.Refusal, match=r"acme/nothing gives no tokenizer \(.+\); set chat_template in"):
+    with pytest.raises(settings.UserError, match=r"acme/nothing gives no tokenizer \(.+\); set chat_template in"):
         read_template("acme/nothing")
 
 
@@ -342,7 +344,7 @@ def test_arguments_nested_too_deeply_are_rejected(chatml_folder: str) -> None:
 
 
 def test_a_missing_template_is_refused() -> None:
-    with pytest.raises(settings.Refusal, match=r"missing\.jinja cannot be read"):
+    with pytest.raises(settings.UserError, match=r"missing\.jinja cannot be read"):
         read_template("missing.jinja")
 
 

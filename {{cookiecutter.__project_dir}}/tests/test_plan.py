@@ -78,7 +78,7 @@ def test_known_models_have_their_published_sizes(llama: Shape) -> None:
 
 
 def test_a_model_of_another_kind_is_refused() -> None:
-    with pytest.raises(settings.Refusal, match="t5 is no causal language model"):
+    with pytest.raises(settings.UserError, match="t5 is no causal language model"):
         memory.shape_of(T5Config())
 
 
@@ -348,7 +348,7 @@ def test_hours_without_data_say_how_to_make_it(assets: Path, monkeypatch: pytest
 
 
 def test_a_model_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(settings.Refusal, match="cannot be loaded"):
+    with pytest.raises(settings.UserError, match="cannot be loaded"):
         plan.plan(str(tmp_path / "nothing"), Console(file=io.StringIO()))
 
 

@@ -268,13 +268,13 @@ def test_a_weight_is_how_often_each_row_is_used(assets: Path, tmp_path: Path, ra
 
 @pytest.mark.parametrize("part", ["data/pairs.jsonl", "=2", "data/pairs.jsonl=0", "data/pairs.jsonl=much"])
 def test_a_weight_that_is_none_is_refused(assets: Path, tmp_path: Path, part: str) -> None:
-    with pytest.raises(settings.Refusal, match=r"mix has .*; write INPUT=WEIGHT"):
+    with pytest.raises(settings.UserError, match=r"mix has .*; write INPUT=WEIGHT"):
         preprocess.main(options(assets, tmp_path, mix=(part,)))
 
 
 def test_too_many_bad_rows_are_refused(assets: Path, tmp_path: Path, ray_session: None) -> None:
     file = write_rows(tmp_path / "rows.jsonl", [GOOD] * 9 + [SILENT])
-    with pytest.raises(settings.Refusal, match=r"1 of 10 rows are bad \(no assistant turn: 1\)"):
+    with pytest.raises(settings.UserError, match=r"1 of 10 rows are bad \(no assistant turn: 1\)"):
         preprocess.main(options(assets, tmp_path, input=str(file)))
     assert not (tmp_path / "packed" / "manifest.json").exists()
     assert (tmp_path / "packed" / "rejected").is_dir()
@@ -283,7 +283,7 @@ def test_too_many_bad_rows_are_refused(assets: Path, tmp_path: Path, ray_session
 def test_a_broken_parquet_file_is_named(assets: Path, tmp_path: Path, ray_session: None) -> None:
     write_rows(tmp_path / "raw" / "a.jsonl", [GOOD] * 200)
     (tmp_path / "raw" / "b.parquet").write_bytes(b"PAR1 and nothing more PAR1")
-    with pytest.raises(settings.Refusal, match=r"b\.parquet is not a sound parquet file \(.*\); replace"):
+    with pytest.raises(settings.UserError, match=r"b\.parquet is not a sound parquet file \(.*\); replace"):
         preprocess.main(options(assets, tmp_path, input=str(tmp_path / "raw")))
 
 
@@ -306,21 +306,21 @@ def test_input_without_rows_is_refused(
 ) -> None:
     if content is not None:
         (tmp_path / asked).write_text(content, encoding="utf-8")
-    with pytest.raises(settings.Refusal, match=sentence):
+    with pytest.raises(settings.UserError, match=sentence):
         preprocess.main(options(assets, tmp_path, input=str(tmp_path / asked)))
     assert not (tmp_path / "packed").exists()
 
 
 def test_an_empty_parquet_file_is_refused(assets: Path, tmp_path: Path) -> None:
     pq.write_table(pa.table({"instruction": pa.array([], pa.string())}), tmp_path / "empty.parquet")
-    with pytest.raises(settings.Refusal, match="holds no rows"):
+    with pytest.raises(settings.UserError, match="holds no rows"):
         preprocess.main(options(assets, tmp_path, input=str(tmp_path / "empty.parquet")))
 
 
 def test_a_path_that_only_one_of_several_nodes_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CLUSTER_NODES", json.dumps([{"resources": {"CPU": 1}, "count": 2}]))
     refuse_private_paths({"input": "s3://bucket/data", "output": "/efs/packed"}, ("/efs",), "preprocess")
-    with pytest.raises(settings.Refusal, match="output = /efs2/packed is on the disk of one node"):
+    with pytest.raises(settings.UserError, match="output = /efs2/packed is on the disk of one node"):
         refuse_private_paths({"output": "/efs2/packed"}, ("/efs",), "preprocess")
     monkeypatch.setenv("CLUSTER_NODES", json.dumps([{"resources": {"CPU": 1}, "count": 1}]))
     refuse_private_paths({"output": "/efs2/packed"}, (), "preprocess")
@@ -349,7 +349,9 @@ def test_what_is_made_is_not_made_again(
 def test_another_data_set_is_replaced_only_when_told(assets: Path, tmp_path: Path, ray_session: None) -> None:
     preprocess.main(options(assets, tmp_path))
     before = shard_bytes(tmp_path)
-    with pytest.raises(settings.Refusal, match="made from other input or with other settings; replace it with --over"):
+    with pytest.raises(
+        settings.UserError, match="made from other input or with other settings; replace it with --over"
+    ):
         preprocess.main(options(assets, tmp_path, seed=1))
     assert shard_bytes(tmp_path) == before
     preprocess.main(options(assets, tmp_path, seed=1, overwrite=True))
@@ -361,7 +363,7 @@ def test_somebody_elses_folder_is_left_alone(tmp_path: Path) -> None:
     photo = tmp_path / "train" / "photo.jpg"
     photo.parent.mkdir()
     photo.touch()
-    with pytest.raises(settings.Refusal, match="holds other files"):
+    with pytest.raises(settings.UserError, match="holds other files"):
         Output(str(tmp_path)).begin(overwrite=True)
     assert photo.exists()
 
@@ -380,7 +382,7 @@ def test_what_a_stopped_run_left_is_no_data_set_and_goes(tmp_path: Path) -> None
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a disk that is always full: Linux")
 def test_a_full_disk_is_one_sentence() -> None:
-    with pytest.raises(settings.Refusal, match="no space is left for /dev; free some"):
+    with pytest.raises(settings.UserError, match="no space is left for /dev; free some"):
         Output("/dev").save("full", b"content")
 
 
@@ -389,12 +391,12 @@ def test_a_full_disk_is_one_sentence() -> None:
     [
         (OSError(errno.ENOSPC, "No space left on device"), r"no space is left in .* on a node: the shuffle"),
         (ShuffleDiskError("exhausted"), r"no space is left in .* on a node: the shuffle"),
-        (settings.Refusal("x.parquet is broken.\nRay's own advice"), r"^x\.parquet is broken\.$"),
+        (settings.UserError("x.parquet is broken.\nRay's own advice"), r"^x\.parquet is broken\.$"),
     ],
 )
 def test_what_a_task_met_is_one_sentence(cause: Exception, sentence: str) -> None:
     explained = preprocess._explained(RayTaskError("task", "traceback", cause))
-    assert isinstance(explained, settings.Refusal)
+    assert isinstance(explained, settings.UserError)
     assert re.search(sentence, str(explained))
 
 
@@ -405,7 +407,7 @@ def test_a_bug_in_a_task_keeps_its_traceback() -> None:
 
 def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(settings.Refusal, match="cannot be written"):
+    with pytest.raises(settings.UserError, match="cannot be written"):
         Output(str(tmp_path / "file" / "packed")).begin(overwrite=False)
 
 
@@ -420,9 +422,9 @@ def test_a_bucket_serves_as_a_folder_does(made: Path, many: Path, assets: Path, 
     pyarrow.fs.copy_files(f"{bucket}/packed", str(tmp_path / "packed"), source_filesystem=filesystem)
     assert shard_bytes(tmp_path) == shard_bytes(made)
     assert manifest(tmp_path)["content_hash"] == manifest(made)["content_hash"]
-    with pytest.raises(settings.Refusal, match=r"s3://bucket/packed holds a data set that was made from other input"):
+    with pytest.raises(settings.UserError, match=r"s3://bucket/packed holds a data set that was made from other input"):
         preprocess.main(options(assets, tmp_path, shard_mib=0.15, seed=1, **in_bucket))
-    with pytest.raises(settings.Refusal, match=r"no .parquet or .jsonl file is at s3://bucket/nothing"):
+    with pytest.raises(settings.UserError, match=r"no .parquet or .jsonl file is at s3://bucket/nothing"):
         preprocess.main(options(assets, tmp_path, input=f"{s3}/nothing"))
 
 

@@ -41,7 +41,7 @@ from jobs.rag.pipeline import Worker
 from jobs.serve_rag import RagOptions
 from jobs.served import ServedOptions
 from jobs.serving import traffic
-from settings import Refusal
+from settings import UserError
 
 SHOWN = 5
 ASKED = 30
@@ -262,7 +262,7 @@ def test_a_large_table_is_indexed_and_finds_the_same(tmp_path: Path, monkeypatch
 
 
 def refused(options: EmbedOptions, **changes: object) -> str:
-    with pytest.raises(Refusal) as refusal:
+    with pytest.raises(UserError) as refusal:
         embed.main(options.model_copy(update=changes))
     return str(refusal.value)
 
@@ -435,7 +435,7 @@ def test_without_a_key_and_with_nonsense_it_is_refused(client: openai.OpenAI) ->
 
 
 def test_without_an_index_nothing_is_served(tmp_path: Path, embedded: EmbedOptions) -> None:
-    with pytest.raises(Refusal, match=r"there is no index in .*; make it with: inv submit embed"):
+    with pytest.raises(UserError, match=r"there is no index in .*; make it with: inv submit embed"):
         serve_rag.main(rag_options(embedded, index=str(tmp_path)))
 
 
@@ -465,7 +465,7 @@ def hang_up(client: openai.OpenAI, question: str, *, stream: bool) -> None:
 def test_a_served_model_answers_from_the_sources_and_each_part_has_its_replicas(
     client: openai.OpenAI, embedded: EmbedOptions
 ) -> None:
-    with pytest.raises(Refusal, match="no model is served that could answer"):
+    with pytest.raises(UserError, match="no model is served that could answer"):
         serve_rag.deploy(rag_options(embedded, generator="model"))
     serve.run(serve.deployment(serve.ingress()(stub())).bind(), name=traffic.app_name(traffic.ROOT), route_prefix="/")
     ray.get(traffic.actor().tell.remote(traffic.ROOT, ["stub"], []))
@@ -490,5 +490,5 @@ def test_a_served_model_answers_from_the_sources_and_each_part_has_its_replicas(
         ask(client, "What does ENOENT mean?")
     served.main(ServedOptions(end="rag"))
     assert serve_rag.APP not in serve.status().applications
-    with pytest.raises(Refusal, match="rag is not served"):
+    with pytest.raises(UserError, match="rag is not served"):
         served.main(ServedOptions(end="rag"))

@@ -243,12 +243,12 @@ def run_on(device: str) -> history.History:
 
 
 def test_what_is_not_there_is_refused_with_what_is(tmp_path: Path) -> None:
-    with pytest.raises(settings.Refusal, match="inv submit finetune_ddp"):
+    with pytest.raises(settings.UserError, match="inv submit finetune_ddp"):
         history.read_all(str(tmp_path / "runs"), [])
     train(str(tmp_path), "one")
     train(str(tmp_path), "other")
     storage.write_text(f"{tmp_path}/claimed/run.json", "{}")
-    with pytest.raises(settings.Refusal, match="no run 'third' with a step in it; it has: one, other"):
+    with pytest.raises(settings.UserError, match="no run 'third' with a step in it; it has: one, other"):
         history.read_all(str(tmp_path), ["one", "third"])
 
 

@@ -16,7 +16,7 @@ from jobs.preprocessing import rows
 from jobs.preprocessing.chat_template import Conversation
 from jobs.preprocessing.conversations import from_json, to_json
 from jobs.preprocessing.row_formats import COLUMNS, ROLES, BadRow, Completion, example, format_of
-from settings import Refusal
+from settings import UserError
 
 USER = {"role": "user", "content": "2+2?"}
 ASSISTANT = {"role": "assistant", "content": "4"}
@@ -210,5 +210,5 @@ def test_columns_that_are_not_read_are_listed(tmp_path: Path) -> None:
 
 def test_a_file_of_preferences_is_refused_in_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"chosen": "a", "rejected": "b"}\n', encoding="utf-8")
-    with pytest.raises(Refusal, match=r"no row of .* can be used: a preference pair .*; or pass another --input"):
+    with pytest.raises(UserError, match=r"no row of .* can be used: a preference pair .*; or pass another --input"):
         rows.head(rows.find(str(tmp_path)), 10)

@@ -141,7 +141,7 @@ def test_the_sshd_that_is_installed_does_not_listen(bare: Path, monkeypatch: pyt
 
 def test_where_it_cannot_install_it_says_what_to_type(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    with pytest.raises(settings.Refusal, match="Run: sudo apt-get install rsync sudo"):
+    with pytest.raises(settings.UserError, match="Run: sudo apt-get install rsync sudo"):
         sandbox.start(cluster_file.load().region)
     assert not bare.exists(), "apt-get was not run"
 

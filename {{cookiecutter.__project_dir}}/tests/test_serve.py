@@ -782,14 +782,14 @@ def test_hub_tokens_are_in_no_runtime_env(model: str, downloads: bool) -> None:
 
 def test_refused_without_a_key(monkeypatch: pytest.MonkeyPatch, assets: Path) -> None:
     monkeypatch.setenv("SECRETS_FILE", str(assets / "absent"))
-    with pytest.raises(settings.Refusal, match=r"SERVE_API_KEY.*put it into \.env"):
+    with pytest.raises(settings.UserError, match=r"SERVE_API_KEY.*put it into \.env"):
         serve_llm.check(options(model=str(assets / "model")))
 
 
 def test_refused_without_a_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / ".env").write_text("SERVE_API_KEY=some")
     monkeypatch.setenv("SECRETS_FILE", str(tmp_path / ".env"))
-    with pytest.raises(settings.Refusal, match=f"{tmp_path}/absent holds no model.*inv submit finetune_ddp"):
+    with pytest.raises(settings.UserError, match=f"{tmp_path}/absent holds no model.*inv submit finetune_ddp"):
         serve_llm.check(options(model=str(tmp_path / "absent")))
 
 
@@ -798,20 +798,20 @@ def test_refused_when_longer_than_the_model_allows(
 ) -> None:
     (tmp_path / ".env").write_text("SERVE_API_KEY=some")
     monkeypatch.setenv("SECRETS_FILE", str(tmp_path / ".env"))
-    with pytest.raises(settings.Refusal, match=r"max_model_len = 513 .* the 512 tokens"):
+    with pytest.raises(settings.UserError, match=r"max_model_len = 513 .* the 512 tokens"):
         serve_llm.check(options(model=str(assets / "model"), max_model_len=513))
 
 
 def test_refused_on_a_taken_port_and_what_runs_lives_on(served: ServeOptions, client: openai.OpenAI) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(settings.Refusal, match=rf"port {port} .*in use.* set another port in \[serve\]"):
+        with pytest.raises(settings.UserError, match=rf"port {port} .*in use.* set another port in \[serve\]"):
             serve_llm.check_address(served.model_copy(update={"port": port}))
     assert ask(client, user("hi"), tokens=1)
 
 
 def test_refused_when_it_can_never_fit(served: ServeOptions) -> None:
-    with pytest.raises(settings.Refusal, match="1 replicas of 99 CPUs each do not fit the cluster's 4"):
+    with pytest.raises(settings.UserError, match="1 replicas of 99 CPUs each do not fit the cluster's 4"):
         serve_llm.check_cpus(served.model_copy(update={"tensor_parallel_size": 33, "pipeline_parallel_size": 3}))
 
 
@@ -821,7 +821,7 @@ def test_more_replicas_at_least_than_at_most() -> None:
 
 
 def test_an_accelerator_that_ray_does_not_know() -> None:
-    with pytest.raises(settings.Refusal, match=r"know the accelerator 'A1000'.* cpu, .*A100"):
+    with pytest.raises(settings.UserError, match=r"know the accelerator 'A1000'.* cpu, .*A100"):
         serve_llm.check_model(options(accelerator="A1000"))
 
 
@@ -920,13 +920,13 @@ def test_chat_remembers_until_told_to_forget(
 
 
 def test_chat_says_what_to_type_when_the_server_is_away() -> None:
-    with pytest.raises(settings.Refusal, match=r"nothing answers at .* inv submit serve_llm"):
+    with pytest.raises(settings.UserError, match=r"nothing answers at .* inv submit serve_llm"):
         chat.chat("http://127.0.0.1:9/v1", {}, "hi")
 
 
 def test_chat_says_when_the_key_is_another_one(served: ServeOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SERVE_API_KEY", "wrong")
-    with pytest.raises(settings.Refusal, match="refuses the SERVE_API_KEY"):
+    with pytest.raises(settings.UserError, match="refuses the SERVE_API_KEY"):
         chat.chat(served.url, {}, "hi")
 
 
@@ -955,7 +955,7 @@ def test_a_canary_and_updates_lose_no_request_and_an_update_that_fails_changes_n
         try:
             file.write_text(f"{keys}\nSERVE_API_KEYS=broken\n")  # refused before an engine starts, which takes long
             failed = r"tiny was not healthy .* what was served before goes on: SERVE_API_KEYS is not NAME:KEY,NAME:KEY"
-            with pytest.raises(settings.Refusal, match=failed):
+            with pytest.raises(settings.UserError, match=failed):
                 serve_llm.deploy(served.model_copy(update={"max_model_len": 199}))
             assert length(client) == served.max_model_len
             file.write_text(keys)
@@ -967,7 +967,7 @@ def test_a_canary_and_updates_lose_no_request_and_an_update_that_fails_changes_n
             job_served.main(job_served.ServedOptions())
             job_served.main(job_served.ServedOptions(promote=True))
             assert length(client) == 200
-            with pytest.raises(settings.Refusal, match="there is no canary"):
+            with pytest.raises(settings.UserError, match="there is no canary"):
                 job_served.main(job_served.ServedOptions(roll_back=True))
         finally:
             done.set()

@@ -39,14 +39,14 @@ def test_the_profile_wins_over_what_both_share(tmp_path: Path) -> None:
     ],
 )
 def test_a_broken_file_is_named_by_line_and_key(tmp_path: Path, text: str, sentence: str) -> None:
-    with pytest.raises(settings.Refusal, match="^" + re.escape(sentence)):
+    with pytest.raises(settings.UserError, match="^" + re.escape(sentence)):
         settings.load(Machine, "machine", profile="local", file=write(tmp_path, text))
 
 
 def test_a_missing_file_and_an_unknown_profile_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(settings.Refusal, match=r"git checkout settings\.toml"):
+    with pytest.raises(settings.UserError, match=r"git checkout settings\.toml"):
         settings.load(Machine, "machine", file=tmp_path / "settings.toml")
-    with pytest.raises(settings.Refusal, match="profile 'laptop' is unknown"):
+    with pytest.raises(settings.UserError, match="profile 'laptop' is unknown"):
         settings.load(Machine, "machine", profile="laptop")
 
 

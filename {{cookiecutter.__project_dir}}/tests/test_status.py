@@ -69,12 +69,12 @@ def test_a_dead_node_and_an_unhealthy_application_are_said() -> None:
     sick = APPLICATION | {"status": "DEPLOY_FAILED", "message": "The engine\ndid not start"}
     serve = {"http_options": {}, "applications": {"llm": sick}}
     assert status.problems(snapshot(serve=serve)) == ["application llm is deploy_failed: did not start"]
-    with pytest.raises(settings.Refusal, match="inv submit serve_llm"):
+    with pytest.raises(settings.UserError, match="inv submit serve_llm"):
         status.address(snapshot(serve=serve), CONNECTION)
 
 
 def test_a_dashboard_that_is_gone_is_one_sentence() -> None:
-    with pytest.raises(settings.Refusal, match=r"no valid response from Ray \(the connection failed\)"):
+    with pytest.raises(settings.UserError, match=r"no valid response from Ray \(the connection failed\)"):
         status.take(replace(CONNECTION, dashboard="http://127.0.0.1:9"))
 
 

@@ -133,7 +133,7 @@ def test_apps_at_zero_and_the_canarys_share_outlast_their_replicas_and_the_actor
     kill_the_actor()  # no replica is left to report again
     shown = ray.get(traffic.actor().apps.remote())
     assert {path: app["models"] for path, app in shown.items()} == {path: [model] for path, model in PATHS.items()}
-    with pytest.raises(settings.Refusal, match="own is served already"):
+    with pytest.raises(settings.UserError, match="own is served already"):
         serve_llm.as_place_demands(beside("own"))
     assert serve_llm.as_place_demands(beside("another")).served_name == "another"
     wait_for(lambda: ask(address, "own") == CANARY)  # the first replica of the root learns its routes as it starts

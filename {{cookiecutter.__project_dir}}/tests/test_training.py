@@ -116,7 +116,7 @@ def test_a_global_batch_is_spread_whole(rows: int, micro: int, workers: int) -> 
 
 
 def test_a_remainder_is_refused_with_the_nearest_that_work() -> None:
-    with pytest.raises(settings.Refusal) as refused:
+    with pytest.raises(settings.UserError) as refused:
         arithmetic.check_batches(20, 2, 3, 3)
     assert "--global-batch-rows 18 or 24" in str(refused.value)
     assert "--num-workers 2 or 5" in str(refused.value)
@@ -128,7 +128,7 @@ def test_between_two_numbers_of_workers_each_has_as_many_passes() -> None:
     arithmetic.check_batches(16, 4, 1, 4)
     assert [arithmetic.spread(16, 4, workers).accumulation for workers in (1, 2, 3, 4)] == [4, 2, 2, 1]
     for rows, micro, most in [(16, 4, 5), (18, 4, 2)]:  # a worker, or a part of a micro-batch, would have no rows
-        with pytest.raises(settings.Refusal, match=f"--global-batch-rows {micro * most}"):
+        with pytest.raises(settings.UserError, match=f"--global-batch-rows {micro * most}"):
             arithmetic.check_batches(rows, micro, 1, most)
 
 
@@ -258,7 +258,7 @@ def test_data_without_evaluation_rows_is_no_error(packed: Path, tmp_path: Path) 
 def test_missing_rows_are_refused(packed: Path, tmp_path: Path) -> None:
     shutil.copytree(packed, tmp_path, dirs_exist_ok=True)
     shutil.copy(tmp_path / "train/part-00001.parquet", tmp_path / "train/part-00000.parquet")
-    with pytest.raises(settings.Refusal, match="run preprocess again"):
+    with pytest.raises(settings.UserError, match="run preprocess again"):
         PackedRows(str(tmp_path), "train")
 
 
@@ -529,7 +529,7 @@ def test_a_loss_that_is_not_finite_stops_with_its_rows(
     broken = LlamaForCausalLM.from_pretrained(model)
     broken.get_input_embeddings().weight.data[token] = math.inf
     broken.save_pretrained(tmp_path / "broken")
-    with pytest.raises(settings.Refusal, match="--fresh and a lower --learning-rate") as refused:
+    with pytest.raises(settings.UserError, match="--fresh and a lower --learning-rate") as refused:
         finetune(model=str(tmp_path / "broken"), micro_batch_rows=1, checkpoint_every=1, log_every=1)
     assert f"step {min(steps)} diverged" in str(refused.value)
     assert "the loss is nan" in str(refused.value)
@@ -541,19 +541,21 @@ def test_a_loss_that_is_not_finite_stops_with_its_rows(
 
 
 def test_a_loss_that_explodes_stops(finetune: Finetune) -> None:
-    with pytest.raises(settings.Refusal, match=r"diverged on the rows part-.*: the loss is .*, twice that of guessing"):
+    with pytest.raises(
+        settings.UserError, match=r"diverged on the rows part-.*: the loss is .*, twice that of guessing"
+    ):
         finetune(learning_rate=30.0, max_grad_norm=1e3, warmup_steps=0)
 
 
 def test_a_full_disk_is_refused_before_writing(finetune: Finetune, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(2**30, 2**30, 2**10))
-    with pytest.raises(settings.Refusal, match=r"no room for a checkpoint .* has 0 MiB left"):
+    with pytest.raises(settings.UserError, match=r"no room for a checkpoint .* has 0 MiB left"):
         finetune()
 
 
 def test_missing_data_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(settings.Refusal, match="inv submit preprocess"):
+    with pytest.raises(settings.UserError, match="inv submit preprocess"):
         read_manifest(str(tmp_path))
 
 
@@ -562,21 +564,21 @@ def test_rows_of_another_tokenizer_are_refused_by_both_names(
 ) -> None:
     other = packed_rows.write_other_tokenizer(model, tmp_path / "other")
     preflight.check_data(options, read_manifest(str(packed)))
-    with pytest.raises(settings.Refusal, match=rf"{model}.*{other}"):
+    with pytest.raises(settings.UserError, match=rf"{model}.*{other}"):
         preflight.check_data(options.model_copy(update={"model": str(other)}), read_manifest(str(packed)))
 
 
 def test_a_model_that_does_not_fit_the_rows_is_refused(model: Path) -> None:
     config = preflight.load_config(str(model))
     preflight.check_model("m", config, config.vocab_size, 128)
-    with pytest.raises(settings.Refusal, match=f"{config.vocab_size + 1} tokens"):
+    with pytest.raises(settings.UserError, match=f"{config.vocab_size + 1} tokens"):
         preflight.check_model("m", config, config.vocab_size + 1, 128)
-    with pytest.raises(settings.Refusal, match="reads 128 at most"):
+    with pytest.raises(settings.UserError, match="reads 128 at most"):
         preflight.check_model("m", config, config.vocab_size, 129)
 
 
 def test_a_model_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(settings.Refusal, match="cannot be loaded"):
+    with pytest.raises(settings.UserError, match="cannot be loaded"):
         preflight.load_config(str(tmp_path / "nothing"))
 
 
@@ -592,7 +594,7 @@ def test_a_run_goes_on_only_as_it_began(options: DDPOptions, model: Path, tmp_pa
         preflight.identify(options, config, "other rows"),
         preflight.identify(options.model_copy(update={"learning_rate": 0.5}), config, "rows"),
     ):
-        with pytest.raises(settings.Refusal, match=r"was begun with (model|data|learning_rate) = .*--fresh"):
+        with pytest.raises(settings.UserError, match=r"was begun with (model|data|learning_rate) = .*--fresh"):
             preflight.claim(options, other)
     (tmp_path / options.name / "step-00000001").mkdir()
     preflight.claim(options.model_copy(update={"fresh": True}), other)

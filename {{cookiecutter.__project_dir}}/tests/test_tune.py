@@ -72,7 +72,7 @@ def test_the_good_settings_are_found_and_a_later_start_goes_on(
     file.write_text(_settings_with(snippet))
     assert settings.load(DDPOptions, "train", file=file).learning_rate == learned.trial.settings["learning_rate"]
 
-    with pytest.raises(settings.Refusal, match="was begun with learning_rate = "):
+    with pytest.raises(settings.UserError, match="was begun with learning_rate = "):
         tune.main(_options(changes | {"learning_rates": RATES | {"high": 1e-2}}))
 
 
@@ -94,8 +94,8 @@ def test_divergence_ends_a_trial_and_another_failure_does_not(
 ) -> None:
     searched = [Trial("trial-01", {"learning_rate": 1e3}), Trial("trial-02", {"learning_rate": 1e-3})]
     note = tune.Note(str(tmp_path), 12, searched)
-    for name, refusal in (("trial-01", "step 2 diverged on the rows 7: inf"), ("trial-02", "no room for a checkpoint")):
-        note.on_trial_complete(0, [], SimpleNamespace(config={"trial": name}, last_result={"refusal": refusal}))
+    for name, error in (("trial-01", "step 2 diverged on the rows 7: inf"), ("trial-02", "no room for a checkpoint")):
+        note.on_trial_complete(0, [], SimpleNamespace(config={"trial": name}, last_result={"user_error": error}))
     kept = trials.load(str(tmp_path), tune.draw(_options(changes | {"trials": 2})))
     assert [trial.ended for trial in kept] == ["step 2 diverged", ""]
     assert note.failures == ["trial-02: no room for a checkpoint"]
@@ -148,7 +148,7 @@ def test_a_wrong_search_space_is_refused(wrong: dict[str, Any], sentence: str, c
     ids=lambda wrong: next(iter(wrong)) if isinstance(wrong, dict) else "",
 )
 def test_what_no_trial_can_run_is_refused(wrong: dict[str, Any], sentence: str, changes: dict[str, Any]) -> None:
-    with pytest.raises(settings.Refusal, match=sentence):
+    with pytest.raises(settings.UserError, match=sentence):
         tune.main(_options(changes | {"name": "refused"} | wrong))
     assert not Path(changes["output"], "refused").exists()
 

@@ -80,7 +80,7 @@ class Api:
             iam.authorize(principal, call.needs)
             if call.action == "RunInstances":
                 body = _with_count(body, self._grant(call))
-        except iam.Refused as refused:
+        except iam.AwsError as refused:
             self._note(replace(call, refused=refused.code))
             return _refuse(call.service, refused, start_response)
         self._note(call)
@@ -109,7 +109,7 @@ class Api:
         }
         granted = self.faults.grant(launch, int(call.parameters["MaxCount"]))
         if granted < int(call.parameters["MinCount"]):
-            raise iam.Refused(
+            raise iam.AwsError(
                 "InsufficientInstanceCapacity",
                 f"We currently do not have sufficient {launch['type']} capacity in the Availability Zone you requested "
                 f"({launch['zone']}).",
@@ -170,7 +170,7 @@ def _needs(call: Call, environ: dict[str, Any], body: bytes) -> list[iam.Need]:
     return needs.of(call.service, call.action, call.region, call.parameters, http)
 
 
-def _refuse(service: str, refused: iam.Refused, start_response: StartResponse) -> list[bytes]:
+def _refuse(service: str, refused: iam.AwsError, start_response: StartResponse) -> list[bytes]:
     """The refusal in the words and the shape of the service."""
     if service in ("ec2", ""):  # "": unsigned, so that nothing tells which it is for
         code = "UnauthorizedOperation" if refused.code == "AccessDenied" else refused.code

@@ -41,7 +41,7 @@ class Principal:
     """Of all its identity policies."""
 
 
-class Refused(Exception):
+class AwsError(Exception):
     """A call that AWS would refuse, with AWS's error code."""
 
     def __init__(self, code: str, message: str) -> None:
@@ -53,21 +53,21 @@ def authenticate(environ: Mapping[str, Any], body: bytes) -> Principal:
     """The caller, proved by the request's signature.
 
     Raises:
-        Refused: unsigned, signed with a key that nobody has, or not by that key's owner.
+        AwsError: unsigned, signed with a key that nobody has, or not by that key's owner.
     """
     authorization = environ.get("HTTP_AUTHORIZATION", "")
     if not authorization.startswith("AWS4-HMAC-SHA256 "):
-        raise Refused("MissingAuthenticationToken", "Request is missing Authentication Token")
+        raise AwsError("MissingAuthenticationToken", "Request is missing Authentication Token")
     fields = dict(part.strip().split("=", 1) for part in authorization.partition(" ")[2].split(","))
     key_id, *scope = fields["Credential"].split("/")
     token = environ.get("HTTP_X_AMZ_SECURITY_TOKEN")
     try:
         key = create_access_key(ACCOUNT, "aws", key_id, {"X-Amz-Security-Token": token} if token else {})
     except CreateAccessKeyFailure:
-        raise Refused("InvalidClientTokenId", "The security token included in the request is invalid.") from None
+        raise AwsError("InvalidClientTokenId", "The security token included in the request is invalid.") from None
     credentials = key.create_credentials()
     if not hmac.compare_digest(_signature(environ, body, fields, scope, credentials.secret_key), fields["Signature"]):
-        raise Refused(
+        raise AwsError(
             "SignatureDoesNotMatch",
             "The request signature we calculated does not match the signature you provided.",
         )
@@ -75,10 +75,10 @@ def authenticate(environ: Mapping[str, Any], body: bytes) -> Principal:
 
 
 def authorize(principal: Principal, needs: Iterable[Need]) -> None:
-    """Raises `Refused` for the first need that the principal's policies do not allow."""
+    """Raises `AwsError` for the first need that the principal's policies do not allow."""
     for need in needs:
         if not is_allowed(principal.statements, need):
-            raise Refused(
+            raise AwsError(
                 "AccessDenied",
                 f"User: {principal.arn} is not authorized to perform: {need.action} on resource: {need.resource} "
                 f"because no identity-based policy allows the {need.action} action",

@@ -48,7 +48,7 @@ def play() -> None:
     """The play inside the cloud.
 
     Raises:
-        settings.Refusal: a step failed, or something is left at the end.
+        settings.UserError: a step failed, or something is left at the end.
     """
     file, target, began = cluster_file.load(), Aws(), time.time()
     with ThreadPoolExecutor(1) as background:
@@ -62,7 +62,9 @@ def play() -> None:
         connection = target.connect()
         job = submission.submit(connection, "finetune_ddp", TRAINING)
         if submission.follow(connection, job):
-            raise settings.Refusal(f"{job} failed for the reason above; cluster.yaml or the job is not ready for AWS.")
+            raise settings.UserError(
+                f"{job} failed for the reason above; cluster.yaml or the job is not ready for AWS."
+            )
     with _step("idle machines leave"):
         shorten_idle_timeout(file)
         _wait_until_alone(file)
@@ -74,7 +76,7 @@ def play() -> None:
     _show_calls(seen["calls"])
     _save(seen | {"policies": policies, "left": left})
     if left:
-        raise settings.Refusal(f"still there after down: {', '.join(left)}")
+        raise settings.UserError(f"still there after down: {', '.join(left)}")
 
 
 @contextmanager
@@ -101,7 +103,7 @@ def upload_assets(file: ClusterFile) -> None:
             text=True,
         )
         if packing.returncode:
-            raise settings.Refusal(f"preprocess failed: {packing.stderr.strip().splitlines()[-1]}")
+            raise settings.UserError(f"preprocess failed: {packing.stderr.strip().splitlines()[-1]}")
         for path in Path(folder).rglob("*"):
             if path.is_file():
                 client.upload_file(str(path), bucket, str(path.relative_to(folder)))
@@ -117,7 +119,7 @@ def _wait_until_alone(file: ClusterFile, patience_s: float = 120) -> None:
     started = time.monotonic()
     while len(machines.living(file)) > 1:
         if time.monotonic() - started > patience_s:
-            raise settings.Refusal(f"workers were idle for {patience_s:.0f} s and did not leave.")
+            raise settings.UserError(f"workers were idle for {patience_s:.0f} s and did not leave.")
         time.sleep(1)
 
 
@@ -174,5 +176,5 @@ def _show_calls(calls: list[dict[str, Any]]) -> None:
 if __name__ == "__main__":
     try:
         play()
-    except settings.Refusal as refusal:
+    except settings.UserError as refusal:
         sys.exit(f"error: {refusal}")

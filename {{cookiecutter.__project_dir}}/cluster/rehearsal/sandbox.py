@@ -87,7 +87,7 @@ def _install_programs() -> None:
     quiet: dict[str, Any] = {"env": os.environ | {"DEBIAN_FRONTEND": "noninteractive"}, "stdout": subprocess.DEVNULL}
     subprocess.run(["apt-get", "update", "-qq"], **quiet)
     if subprocess.run(["apt-get", "install", "--yes", "-qq", "--no-install-recommends", *needed], **quiet).returncode:
-        raise settings.Refusal(
+        raise settings.UserError(
             f"apt-get failed; its output is above. Fix that, then run: apt-get install {' '.join(needed)}"
         )
     # only the program is needed: this machine must not accept logins
@@ -99,7 +99,7 @@ def start(region: str) -> None:
     """Start the cloud unless it is running. It outlives this process.
 
     Raises:
-        settings.Refusal: the cloud cannot start.
+        settings.UserError: the cloud cannot start.
     """
     if not _process():
         owner.release(_start(region))
@@ -109,7 +109,7 @@ def _start(region: str) -> subprocess.Popen:
     """Start a cloud that ends with this process. Return its outermost process once the cloud is ready."""
     _install_programs()
     if reason := missing():
-        raise settings.Refusal(reason)
+        raise settings.UserError(reason)
     STATE.mkdir(exist_ok=True)
     pins = packages.fill_cache()
     needed = [settings.PROJECT, Path(sys.base_prefix), Path(sys.prefix), Path(environment.find_uv()).parent]
@@ -134,7 +134,7 @@ def run(command: Sequence[str]) -> int:
     """Run `command` inside the cloud's network and mounts, as its administrator's laptop; returns its exit code."""
     process = _process()
     if process is None:
-        raise settings.Refusal("no rehearsal runs; start one with: inv up --target rehearsal")
+        raise settings.UserError("no rehearsal runs; start one with: inv up --target rehearsal")
     variables = {name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "RAY_"))}
     variables |= {
         cluster_file.REHEARSAL: "1",
@@ -224,4 +224,4 @@ def _wait_until_ready() -> None:
         time.sleep(0.1)
     end()
     words = [line for line in LOG.read_text(errors="replace").splitlines() if line.strip()] or ["it said nothing"]
-    raise settings.Refusal(f"the emulated cloud did not start ({words[-1]}): read {LOG}, then try again")
+    raise settings.UserError(f"the emulated cloud did not start ({words[-1]}): read {LOG}, then try again")

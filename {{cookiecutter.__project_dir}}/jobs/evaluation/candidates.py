@@ -7,7 +7,7 @@ import settings
 from jobs import weights
 from jobs.training import checkpoints, preflight, storage
 from jobs.training.packed import Manifest
-from settings import Refusal
+from settings import UserError
 
 
 class Candidate(NamedTuple):
@@ -25,7 +25,7 @@ def find(name: str) -> Candidate:
     """The model, or the adapters, of a Hugging Face folder, a URI or a hub id.
 
     Raises:
-        Refusal: it is a folder of a training that holds no model itself.
+        UserError: it is a folder of a training that holds no model itself.
     """
     folder = settings.resolve(name).rstrip("/")
     _refuse_folders_of_a_training(name.rstrip("/"), folder)
@@ -47,4 +47,4 @@ def _refuse_folders_of_a_training(name: str, folder: str) -> None:
     signs = {checkpoints.STATE: ("a checkpoint", name.rpartition("/")[0]), "run.json": ("a run", name)}
     for file, (kind, run) in signs.items():
         if storage.read_text(f"{folder}/{file}") is not None:
-            raise Refusal(f"{name} is the folder of {kind}; give that of the model which it leads to: {run}/model")
+            raise UserError(f"{name} is the folder of {kind}; give that of the model which it leads to: {run}/model")

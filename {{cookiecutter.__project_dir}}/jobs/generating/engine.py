@@ -10,7 +10,7 @@ from ray.actor import ActorHandle
 from ray.llm._internal.batch.processor import Processor  # ray.data.llm has no per-row hook
 from ray.llm._internal.batch.stages.vllm_engine_stage import vLLMEngineStageUDF
 
-from settings import Refusal
+from settings import UserError
 
 SUSPECTS_AT_ONCE = 8  # few, so that a second crash leaves few candidates; one at a time would take hours
 
@@ -23,9 +23,9 @@ class Engine(vLLMEngineStageUDF):
         self._name = ray.get_runtime_context().get_actor_id()  # a restarted actor keeps it
         self._suspects = ray.get(suspects.start.remote(self._name))
         if ray.get(suspects.convicted.remote()):
-            raise Refusal("an engine crashed twice with the same rows in flight")
+            raise UserError("an engine crashed twice with the same rows in flight")
         if ray.get(suspects.is_hopeless.remote(self._name)):
-            raise Refusal("it died twice without answering a row, for example because memory ran out")
+            raise UserError("it died twice without answering a row, for example because memory ran out")
         self._limit = asyncio.Semaphore(SUSPECTS_AT_ONCE)
         super().__init__(*arguments, **options)
 

@@ -15,7 +15,7 @@ import pyarrow.fs
 import pyarrow.parquet as pq
 from pyarrow.fs import FileSelector, FileSystem, FileType
 
-from settings import Refusal
+from settings import UserError
 
 ANSWERS, REJECTED = "answers", "rejected"
 RECIPE = "recipe.json"
@@ -25,7 +25,7 @@ BAD_ROWS = pa.schema([("row", pa.binary()), ("reason", pa.string())])
 
 @dataclass(frozen=True)
 class Output:
-    """A folder by its absolute path or URI; every method raises Refusal where it cannot be used."""
+    """A folder by its absolute path or URI; every method raises UserError where it cannot be used."""
 
     uri: str
 
@@ -36,7 +36,7 @@ class Output:
             if overwrite:
                 _delete(filesystem, f"{folder}/{ANSWERS}")
             elif found and (changed := [key for key in recipe if found.get(key) != recipe[key]]):
-                raise Refusal(
+                raise UserError(
                     f"{self.uri} holds answers that were made with another {' and another '.join(changed)}; "
                     "replace them with --overwrite, or pass another --output."
                 )
@@ -80,7 +80,7 @@ class Output:
         path = f"{folder}/{RECIPE}"
         if filesystem.get_file_info(path).type == FileType.NotFound:
             if _files(filesystem, folder):
-                raise Refusal(f"{self.uri} holds other files; pass another --output, or remove them.")
+                raise UserError(f"{self.uri} holds other files; pass another --output, or remove them.")
             return None
         with filesystem.open_input_stream(path) as file:
             return json.loads(file.read())
@@ -92,8 +92,8 @@ class Output:
             yield FileSystem.from_uri(self.uri)
         except OSError as error:
             if error.errno == errno.ENOSPC:
-                raise Refusal(f"no space is left for {self.uri}; free some, or pass another --output.") from None
-            raise Refusal(f"{self.uri} cannot be written ({error}); pass another --output.") from None
+                raise UserError(f"no space is left for {self.uri}; free some, or pass another --output.") from None
+            raise UserError(f"{self.uri} cannot be written ({error}); pass another --output.") from None
 
 
 def _files(filesystem: FileSystem, folder: str) -> list[str]:

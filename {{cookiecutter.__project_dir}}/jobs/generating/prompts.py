@@ -18,7 +18,7 @@ from jobs.preprocessing import rows
 from jobs.preprocessing.conversations import canonical
 from jobs.preprocessing.row_formats import BadRow, well_formed
 from jobs.preprocessing.rows import Found, Piece, Source
-from settings import Refusal
+from settings import UserError
 
 COLUMNS = ("messages", "prompt")
 ROWS_AT_ONCE = 256  # handed on together
@@ -39,14 +39,14 @@ def survey(source: Source, id_column: str, answered: frozenset[str]) -> Survey:
     """Read all ids, each piece in a task of its own.
 
     Raises:
-        Refusal: no row has one.
+        UserError: no row has one.
     """
     read = functools.partial(_ids, source=source, id_column=id_column)
     seen: Counter[str | None] = Counter()
     for batch in rows.a_task_each(source).map_batches(read, batch_size=None, batch_format="pyarrow").iter_rows():
         seen.update(batch["ids"])
     if not seen.keys() - {None}:
-        raise Refusal(
+        raise UserError(
             f"no row of {source.name} has an id in the column {id_column}, by which a killed run goes on; "
             "name the column with --id-column."
         )
@@ -80,14 +80,14 @@ class Tokenize:
         """Load the tokenizer.
 
         Raises:
-            Refusal: the model has none.
+            UserError: the model has none.
         """
         try:
             folder = weights.on_this_node(weights.find(model), weights=False)
             self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
         except (OSError, ValueError) as error:
             reason = str(error).strip().splitlines()[0]
-            raise Refusal(f"{model} gives no tokenizer ({reason}); pass another --model.") from None
+            raise UserError(f"{model} gives no tokenizer ({reason}); pass another --model.") from None
         self.id_column = id_column
         self.max_model_len = max_model_len
         self.skip_ids = frozenset(skip_ids)

@@ -179,7 +179,7 @@ class ChatTemplate:
         """Probe the template of `tokenizer`. The model stops at `eos_ids`. `given`: the user wrote the template.
 
         Raises:
-            settings.Refusal: the template is broken, or a model trained with it would never stop.
+            settings.UserError: the template is broken, or a model trained with it would never stop.
         """
         self.text: str = tokenizer.chat_template
         self.eos_ids = sorted(set(eos_ids))
@@ -191,7 +191,7 @@ class ChatTemplate:
         if past_reasoning == "keep" and not self._marked:
             self._marked = self.text if has_marks else _marked_by_trl(tokenizer)
         if past_reasoning == "keep" and not self._marked:
-            raise settings.Refusal(
+            raise settings.UserError(
                 f"past_reasoning = keep needs a template with marks, and TRL has none for {tokenizer.name_or_path}; "
                 "pass --past-reasoning served."
             )
@@ -384,7 +384,7 @@ class ChatTemplate:
         """Find the tokens that end an assistant turn.
 
         Raises:
-            settings.Refusal: the template is broken, or its turns do not end in a stop token.
+            settings.UserError: the template is broken, or its turns do not end in a stop token.
         """
         name = tokenizer.name_or_path
         try:
@@ -392,12 +392,12 @@ class ChatTemplate:
             self._learn_reasoning()
             stops = self._ends(tokenizer, Conversation([QUESTION, ANSWER]), NEXT)
         except ERRORS as error:
-            raise settings.Refusal(
+            raise settings.UserError(
                 f"the chat template of {name} cannot be used ({_line(error)}); correct chat_template in [preprocess]."
             ) from None
         if not stops:
             shown = self._render(self._marked or self.text, Conversation([QUESTION, ANSWER])).text
-            raise settings.Refusal(
+            raise settings.UserError(
                 f"a model trained with this chat template would never stop: no stop token of {name} follows the answer "
                 f"in {shown!r}; set chat_template in [preprocess] to {remedy(tokenizer)}."
             )

@@ -79,7 +79,7 @@ def read_template(path: str | None) -> str | None:
     """Return the text of a chat template, from a file of this project or from a model. None gives None.
 
     Raises:
-        Refusal: the file cannot be read, or the model has no template.
+        UserError: the file cannot be read, or the model has no template.
     """
     if path is None:
         return None
@@ -87,12 +87,12 @@ def read_template(path: str | None) -> str | None:
     if file.suffix != ".jinja" and not file.is_file():
         template = load_tokenizer(path, setting="chat_template").chat_template
         if not template:
-            raise settings.Refusal(f"{path} has no chat template; correct chat_template in [preprocess].")
+            raise settings.UserError(f"{path} has no chat template; correct chat_template in [preprocess].")
         return template
     try:
         return file.read_text(encoding="utf-8")
     except OSError as error:
-        raise settings.Refusal(
+        raise settings.UserError(
             f"the chat template {path} cannot be read ({error.strerror}); correct chat_template in [preprocess]."
         ) from None
 
@@ -105,7 +105,7 @@ def load_tokenizer(
     `setting` is the one in [preprocess] that names `model`, for the message.
 
     Raises:
-        Refusal: it cannot be loaded, or cannot map characters to tokens.
+        UserError: it cannot be loaded, or cannot map characters to tokens.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # seconds, spared to workers that only read rows
 
@@ -115,12 +115,14 @@ def load_tokenizer(
         tokenizer = AutoTokenizer.from_pretrained(folder, mistral_format=False)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise settings.Refusal(
+        raise settings.UserError(
             f"{model} gives no tokenizer ({reason}); set {setting} in [preprocess] to a folder with one, or to a hub "
             "id."
         ) from None
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise settings.Refusal(f"{model} has a tokenizer without a tokenizer.json, so no mask can be made; convert it.")
+        raise settings.UserError(
+            f"{model} has a tokenizer without a tokenizer.json, so no mask can be made; convert it."
+        )
     if chat_template or tokenizer.chat_template:
         tokenizer.chat_template = chat_template or tokenizer.get_chat_template()  # one, where it has several by name
     return tokenizer
@@ -169,7 +171,7 @@ class Tokenize:
         """`chat_template` is the text of a template, not its path.
 
         Raises:
-            Refusal: as `load_tokenizer` and `ChatTemplate`.
+            UserError: as `load_tokenizer` and `ChatTemplate`.
         """
         self.tokenizer = load_tokenizer(model, chat_template)
         self.tokenizer.backend_tokenizer.no_padding()  # a tokenizer.json may ask for both
@@ -232,7 +234,7 @@ class Tokenize:
             raise BadRow(row["problem"])
         found = from_json(row["row"]) if isinstance(row.get("row"), bytes) else example(row)
         if isinstance(found, Conversation) and not self.template:
-            raise settings.Refusal(
+            raise settings.UserError(
                 f"{self._model} has no chat template; set chat_template in [preprocess] to {remedy(self.tokenizer)}."
             )
         return found
@@ -259,7 +261,7 @@ class Tokenize:
         """Return the documents of one row within `sequence_length`, or why the row is bad."""
         if any(len(encoding) > self.sequence_length for _, encoding in encoded):
             if self.overlong == "error":
-                raise settings.Refusal(
+                raise settings.UserError(
                     f"a conversation has more than sequence_length = {self.sequence_length} tokens; pass a larger "
                     "--sequence-length, or --overlong truncate."
                 )

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.fs
 from pyarrow.fs import FileSelector, FileType
 
-from settings import Refusal
+from settings import UserError
 
 FOLDERS = ("train", "eval", "rejected")
 MANIFEST = "manifest.json"
@@ -20,7 +20,7 @@ MARK = "UNFINISHED"  # what lies beside it a stopped run of ours left, and may g
 
 @dataclass(frozen=True)
 class Output:
-    """A folder by its absolute path or URI; every method raises Refusal where it cannot be used."""
+    """A folder by its absolute path or URI; every method raises UserError where it cannot be used."""
 
     uri: str
 
@@ -34,12 +34,12 @@ class Output:
         with self._opened() as (filesystem, folder):
             present = {info.base_name for info in filesystem.get_file_info(FileSelector(folder, allow_not_found=True))}
             if self._manifest() is not None and not overwrite:
-                raise Refusal(
+                raise UserError(
                     f"{self.uri} holds a data set that was made from other input or with other settings; "
                     "replace it with --overwrite, or pass another --output."
                 )
             if present and not present & {MANIFEST, MARK}:
-                raise Refusal(f"{self.uri} holds other files; pass another --output, or remove them.")
+                raise UserError(f"{self.uri} holds other files; pass another --output, or remove them.")
             self.save(MARK, b"")
             for name in present & {MANIFEST}:
                 filesystem.delete_file(f"{folder}/{name}")
@@ -76,5 +76,5 @@ class Output:
             yield pyarrow.fs.FileSystem.from_uri(self.uri)
         except OSError as error:
             if error.errno == errno.ENOSPC:
-                raise Refusal(f"no space is left for {self.uri}; free some, or pass another --output.") from None
-            raise Refusal(f"{self.uri} cannot be written ({error}); pass another --output.") from None
+                raise UserError(f"no space is left for {self.uri}; free some, or pass another --output.") from None
+            raise UserError(f"{self.uri} cannot be written ({error}); pass another --output.") from None

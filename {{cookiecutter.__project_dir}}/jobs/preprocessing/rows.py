@@ -31,7 +31,7 @@ from jobs.preprocessing.row_formats import (
     format_of,
     without_nulls,
 )
-from settings import Refusal
+from settings import UserError
 
 if TYPE_CHECKING:
     from huggingface_hub import HfFileSystem
@@ -110,7 +110,7 @@ def find_all(name: str, mix: Iterable[str]) -> list[Source]:
     """Return the source `name`, and those of `mix`, each INPUT=WEIGHT.
 
     Raises:
-        Refusal: as `find`, or a weight is not a positive number.
+        UserError: as `find`, or a weight is not a positive number.
     """
     sources = [find(settings.resolve(name))]
     for part in mix:
@@ -120,7 +120,7 @@ def find_all(name: str, mix: Iterable[str]) -> list[Source]:
         except ValueError:
             value = 0.0
         if not other or not 0 < value < MOST_COPIES:
-            raise Refusal(f"mix has {part!r}; write INPUT=WEIGHT, with a weight above 0 and below {MOST_COPIES}.")
+            raise UserError(f"mix has {part!r}; write INPUT=WEIGHT, with a weight above 0 and below {MOST_COPIES}.")
         sources.append(find(settings.resolve(other))._replace(weight=value))
     return sources
 
@@ -136,20 +136,20 @@ def find(name: str, section: str = "preprocess") -> Source:
     `section` of the settings is who names it.
 
     Raises:
-        Refusal: there is no such file, or it cannot be read.
+        UserError: there is no such file, or it cannot be read.
     """
     try:
         filesystem, path = _on_the_hub(name) if name.startswith(HUB) else pyarrow.fs.FileSystem.from_uri(name)
         found = list_files(filesystem, path)
     except (OSError, pa.ArrowInvalid) as error:
-        raise Refusal(f"{name} cannot be read ({error}); correct input in [{section}], or pass --input.") from None
+        raise UserError(f"{name} cannot be read ({error}); correct input in [{section}], or pass --input.") from None
     files = sorted(
         File(info.path, info.size, info.mtime_ns or 0)
         for info in found
         if info.is_file and PurePosixPath(info.path).suffix in TEXT_PER_BYTE
     )
     if not files:
-        raise Refusal(f"no .parquet or .jsonl file is at {name}; correct input in [{section}], or pass --input.")
+        raise UserError(f"no .parquet or .jsonl file is at {name}; correct input in [{section}], or pass --input.")
     return Source(name, filesystem, files)
 
 
@@ -167,7 +167,7 @@ def _only(hub: "HfFileSystem", folder: str, preferred: str) -> str:
     """Return the subfolder `preferred`, or the only one.
 
     Raises:
-        Refusal: there are several others, or none.
+        UserError: there are several others, or none.
     """
     entries = cast("list[dict[str, Any]]", hub.ls(folder, detail=True))
     found = [entry["name"] for entry in entries if entry["type"] == "directory"]
@@ -175,9 +175,11 @@ def _only(hub: "HfFileSystem", folder: str, preferred: str) -> str:
     if len(chosen) == 1:
         return chosen[0]
     if not found:
-        raise Refusal(f"{HUB}{folder} is empty: the hub has not converted this data set; name its files with --input.")
+        raise UserError(
+            f"{HUB}{folder} is empty: the hub has not converted this data set; name its files with --input."
+        )
     names = ", ".join(path.rpartition("/")[2] for path in found)
-    raise Refusal(f"{HUB}{folder} has {names}; name one: --input {HUB}{found[0]}")
+    raise UserError(f"{HUB}{folder} has {names}; name one: --input {HUB}{found[0]}")
 
 
 class Head(NamedTuple):
@@ -195,11 +197,11 @@ def head(source: Source, count: int) -> Head:
     """Return the first `count` rows, their formats, and the columns that are not read.
 
     Raises:
-        Refusal: there are no rows, or no row has a known format.
+        UserError: there are no rows, or no row has a known format.
     """
     found = list(islice(chain.from_iterable(read(source.filesystem, piece, ()) for piece in source.pieces), count))
     if not found:
-        raise Refusal(f"{source.name} holds no rows; correct input in [preprocess], or pass --input.")
+        raise UserError(f"{source.name} holds no rows; correct input in [preprocess], or pass --input.")
     formats, columns, problems = set(), set(), Counter[str]()
     for row in found:
         try:
@@ -212,7 +214,7 @@ def head(source: Source, count: int) -> Head:
         problem = problems.most_common(1)[0][0]
         if problem == NO_FORMAT:
             problem = f"its columns are {', '.join(sorted(columns))}; rename them to {WANTED}"
-        raise Refusal(f"no row of {source.name} can be used: {problem}; or pass another --input.")
+        raise UserError(f"no row of {source.name} can be used: {problem}; or pass another --input.")
     used = frozenset().union(*(one.columns for one in formats))
     return Head(
         [_checked(row) for row in found], tuple(sorted(one.name for one in formats)), tuple(sorted(columns - used))
@@ -305,7 +307,7 @@ def read(filesystem: pyarrow.fs.FileSystem, piece: Piece, columns: tuple[str, ..
     """The rows of one piece; of parquet these columns alone, or all where there is none of them.
 
     Raises:
-        Refusal: the file is broken.
+        UserError: the file is broken.
     """
     with filesystem.open_input_file(piece.path) as file:
         if not piece.path.endswith(".parquet"):
@@ -314,7 +316,7 @@ def read(filesystem: pyarrow.fs.FileSystem, piece: Piece, columns: tuple[str, ..
         try:
             yield from _read_row_groups(file, piece, columns)
         except pa.ArrowInvalid as error:
-            raise Refusal(f"{piece.path} is not a sound parquet file ({error}); replace or remove it.") from None
+            raise UserError(f"{piece.path} is not a sound parquet file ({error}); replace or remove it.") from None
 
 
 def _read_lines(file: pa.NativeFile, piece: Piece) -> Iterator[bytes]:

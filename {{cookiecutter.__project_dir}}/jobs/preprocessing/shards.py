@@ -85,7 +85,7 @@ def write(rows: pa.Table, plan: Plan, shared: ObjectRef, report: Callable[..., A
     `shared` refers to a Tokenize. Each slice that is done calls `report(rows_packed=…)`.
 
     Raises:
-        Refusal: there is no room on the disk.
+        UserError: there is no room on the disk.
     """
     number, read = rows["partition"][0].as_py(), len(rows)
     rows = rows.sort_by("key")

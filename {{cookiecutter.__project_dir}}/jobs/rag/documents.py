@@ -12,7 +12,7 @@ import pyarrow.fs
 import pyarrow.parquet as pq
 from tokenizers import Tokenizer
 
-from settings import Refusal
+from settings import UserError
 
 SUFFIXES = (".parquet", ".jsonl", ".md", ".txt")
 PARQUET_ROWS = 256  # decoded together: documents can be long
@@ -93,7 +93,7 @@ def find(name: str) -> Source:
     and below.
 
     Raises:
-        Refusal: there is no such file, or it cannot be read.
+        UserError: there is no such file, or it cannot be read.
     """
     from jobs.preprocessing.rows import list_files  # imports Ray Data, which the readers need not
 
@@ -103,12 +103,12 @@ def find(name: str) -> Source:
         everything = pyarrow.fs.FileSelector(path, recursive=True)
         found = filesystem.get_file_info(everything) if is_folder else list_files(filesystem, path)
     except (OSError, pa.ArrowInvalid) as error:
-        raise Refusal(f"{name} cannot be read ({error}); correct input in [embed], or pass --input.") from None
+        raise UserError(f"{name} cannot be read ({error}); correct input in [embed], or pass --input.") from None
     files = sorted(
         File(info.path, info.size) for info in found if info.is_file and PurePosixPath(info.path).suffix in SUFFIXES
     )
     if not files:
-        raise Refusal(f"no {', '.join(SUFFIXES)} file is at {name}; correct input in [embed], or pass --input.")
+        raise UserError(f"no {', '.join(SUFFIXES)} file is at {name}; correct input in [embed], or pass --input.")
     return Source(filesystem, path if is_folder else _folder_of(path), files)
 
 
@@ -123,7 +123,7 @@ def read(source: Source, path: str) -> Iterator[Document]:
     """The documents of one file.
 
     Raises:
-        Refusal: the file is broken, or a row has no text.
+        UserError: the file is broken, or a row has no text.
     """
     name = str(PurePosixPath(path).relative_to(source.folder))
     with source.filesystem.open_input_file(path) as file:
@@ -138,7 +138,7 @@ def read(source: Source, path: str) -> Iterator[Document]:
             return
         for number, (row, row_size) in enumerate(rows, 1):
             if not isinstance(row.get("text"), str):
-                raise Refusal(f"row {number} of {path} has no `text`; give each a text, and if you like an id.")
+                raise UserError(f"row {number} of {path} has no `text`; give each a text, and if you like an id.")
             yield Document(str(row.get("id") or f"{name}#{number}"), row["text"], row_size)
 
 
@@ -150,7 +150,7 @@ def _parquet_rows(file: pa.NativeFile, path: str, size: int) -> Iterator[tuple[d
             for row in batch.to_pylist():
                 yield row, size // parquet.metadata.num_rows
     except pa.ArrowInvalid as error:
-        raise Refusal(f"{path} is not a sound parquet file ({error}); replace or remove it.") from None
+        raise UserError(f"{path} is not a sound parquet file ({error}); replace or remove it.") from None
 
 
 def _json_rows(file: pa.NativeFile, path: str) -> Iterator[tuple[dict[str, Any], int]]:
@@ -162,7 +162,7 @@ def _json_rows(file: pa.NativeFile, path: str) -> Iterator[tuple[dict[str, Any],
         except ValueError:
             row = None
         if not isinstance(row, dict):
-            raise Refusal(f"line {number} of {path} is no JSON object; correct or remove it.")
+            raise UserError(f"line {number} of {path} is no JSON object; correct or remove it.")
         yield row, len(line)
 
 

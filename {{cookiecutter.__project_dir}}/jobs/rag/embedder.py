@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer
 from transformers.utils import cached_file, logging
 
 from jobs import weights
-from settings import Refusal
+from settings import UserError
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -63,13 +63,13 @@ class Described:
     """What of a model the driver needs, without its weights."""
 
     def __init__(self, model: str) -> None:
-        """Raises: `Refusal` when there is no such model."""
+        """Raises: `UserError` when there is no such model."""
         folder = weights.on_this_node(model, weights=False)
         try:
             self.dimension: int = AutoConfig.from_pretrained(folder).hidden_size
             tokenizer = AutoTokenizer.from_pretrained(folder)
         except (OSError, ValueError) as error:
-            raise Refusal(
+            raise UserError(
                 f"{model} cannot be read ({str(error).splitlines()[0]}): set model in [embed] of settings.toml to an "
                 "embedding model; inv demo writes one to models/embedder."
             ) from None

@@ -14,7 +14,7 @@ import pyarrow as pa
 from lancedb.index import IvfFlat
 
 from jobs.rag.documents import CHUNKS
-from settings import Refusal
+from settings import UserError
 
 warnings.filterwarnings("ignore", "lancedb fork support")  # what Ray forks becomes another program at once
 
@@ -47,7 +47,7 @@ class Writer:
         """Open the table in the folder or URI `location` for the documents of `source`, or make it; `fresh`: anew.
 
         Raises:
-            Refusal: the table's vectors were made in another way.
+            UserError: the table's vectors were made in another way.
         """
         columns = [pa.field("source", pa.string()), *CHUNKS, pa.field("vector", pa.list_(pa.float32(), dimension))]
         self._schema = pa.schema(columns, metadata={"recipe": json.dumps(recipe._asdict())})
@@ -60,7 +60,7 @@ class Writer:
         made = _recipe(self._table.schema)
         for key, was in made._asdict().items():
             if was != getattr(recipe, key):
-                raise Refusal(
+                raise UserError(
                     f"the index in {location} was made with {key} = {was}, not {getattr(recipe, key)}: go on with "
                     "that, take another --index, or make it anew with --fresh."
                 )
@@ -110,12 +110,12 @@ class Reader:
 
     @classmethod
     async def open(cls, location: str) -> "Reader":
-        """Raises: `Refusal` when no index is there."""
+        """Raises: `UserError` when no index is there."""
         latest = timedelta(0)
         options = _storage_options()
         database = await lancedb.connect_async(location, storage_options=options, read_consistency_interval=latest)
         if TABLE not in (await database.list_tables()).tables:
-            raise Refusal(f"there is no index in {location}; make it with: inv submit embed")
+            raise UserError(f"there is no index in {location}; make it with: inv submit embed")
         table = await database.open_table(TABLE)
         return cls(table, _recipe(await table.schema()))
 

@@ -6,10 +6,10 @@ import settings
 
 
 def check_accelerator(name: str) -> None:
-    """Raise `settings.Refusal` if Ray does not know the type of accelerator."""
+    """Raise `settings.UserError` if Ray does not know the type of accelerator."""
     known = {value for constant, value in vars(accelerators).items() if constant.isupper()}
     if name != "cpu" and name not in known:
-        raise settings.Refusal(
+        raise settings.UserError(
             f"Ray does not know the accelerator {name!r}. "
             f"Set accelerator in [serve] to one of: cpu, {', '.join(sorted(known))}."
         )

@@ -3,7 +3,7 @@
 import math
 from typing import NamedTuple
 
-from settings import Refusal
+from settings import UserError
 
 
 class BatchPlan(NamedTuple):
@@ -31,11 +31,11 @@ def check_batches(global_rows: int, micro_rows: int, min_workers: int, max_worke
     Numbers of workers between the two may compute some micro-batches for nothing (see `spread`), a fixed number not.
 
     Raises:
-        Refusal: it names the nearest batches and worker counts that work.
+        UserError: it names the nearest batches and worker counts that work.
     """
     if min_workers < max_workers:
         if global_rows % micro_rows or global_rows < micro_rows * max_workers:
-            raise Refusal(
+            raise UserError(
                 f"global_batch_rows = {global_rows} has no whole micro-batch of micro_batch_rows = {micro_rows} for "
                 f"each of {max_workers} workers; use --global-batch-rows {micro_rows * max_workers}."
             )
@@ -45,7 +45,7 @@ def check_batches(global_rows: int, micro_rows: int, min_workers: int, max_worke
         return
     sizes = [size for size in (global_rows // unit * unit, (global_rows // unit + 1) * unit) if size]
     counts = _nearest_worker_counts(global_rows, micro_rows, max_workers)
-    raise Refusal(
+    raise UserError(
         f"global_batch_rows = {global_rows} is no multiple of num_workers x micro_batch_rows = "
         f"{max_workers} x {micro_rows} = {unit}; use --global-batch-rows {_either(sizes)}"
         + (

@@ -12,7 +12,7 @@ from jobs.training.ranks import any_rank, total
 from jobs.training.run import Metrics, Run
 from jobs.training.storage import is_local
 from jobs.training.strategies import Strategy
-from settings import Refusal
+from settings import UserError
 
 STATE = "state.json"
 
@@ -24,7 +24,7 @@ def save(strategy: Strategy, run: Run, row: Metrics, output: str) -> None:
     as main memory holds one copy.
 
     Raises:
-        Refusal: there is no room for it, on every rank alike.
+        UserError: there is no room for it, on every rank alike.
     """
     run.wait()
     refuse_full_disk(strategy, run, output)
@@ -94,7 +94,7 @@ def refuse_full_disk(strategy: Strategy, run: Run, output: str) -> None:
     ]
     if any_rank(bool(short), run.device):
         where = " and ".join(short) or "the disk of another worker is full"
-        raise Refusal(
+        raise UserError(
             f"no room for a checkpoint of {all_ranks >> 20} MiB: {where}; free some, then run the same command again "
             "to resume."
         )

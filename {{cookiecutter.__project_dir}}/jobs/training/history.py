@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from jobs.training import storage
-from settings import Refusal
+from settings import UserError
 
 FILES = ("run.json", "events.jsonl", "metrics.jsonl")
 """What says that a folder is a run: what it is, and what Record wrote of it."""
@@ -79,20 +79,20 @@ def read_all(output: str, names: Sequence[str]) -> list[History]:
     """The runs of these names, or all, in the folder or URI `output`.
 
     Raises:
-        Refusal: there is none, or not one of that name.
+        UserError: there is none, or not one of that name.
     """
     try:
         found = {name: read(output, name) for name in names or storage.list_names(output)}
         runs = [run for run in found.values() if run]
         if unknown := [name for name in names if not found[name]]:
             there = [name for name in storage.list_names(output) if read(output, name)]
-            raise Refusal(
+            raise UserError(
                 f"{output} has no run {unknown[0]!r} with a step in it; it has: {', '.join(there) or 'none'}."
             )
     except OSError as error:
-        raise Refusal(f"the runs in {output} cannot be read ({error}); correct output in [train].") from None
+        raise UserError(f"the runs in {output} cannot be read ({error}); correct output in [train].") from None
     if not runs:
-        raise Refusal(f"{output} has no run with a step in it yet; make one with: inv submit finetune_ddp")
+        raise UserError(f"{output} has no run with a step in it yet; make one with: inv submit finetune_ddp")
     return runs
 
 

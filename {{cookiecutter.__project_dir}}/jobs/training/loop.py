@@ -17,7 +17,7 @@ from jobs.training.record import Record
 from jobs.training.run import Metrics, Run
 from jobs.training.storage import RunFolder
 from jobs.training.strategies import MakeStrategy
-from settings import Refusal
+from settings import UserError
 
 ROWS_NAMED = 8
 SECONDS_BETWEEN_LOOKS = 10  # at most, or log_every steps: a spot machine goes two minutes after its notice
@@ -69,7 +69,7 @@ def train(options: TrainOptions, run: Run, make_strategy: MakeStrategy, stream: 
     The rows come from `stream`, or from the packed data. Paths in `options` are absolute, or URIs.
 
     Raises:
-        Refusal: on every rank alike, so that none waits for another.
+        UserError: on every rank alike, so that none waits for another.
     """
     os.environ["DS_ACCELERATOR"] = run.device.type  # transformers imports deepspeed, which would guess, and say so
     torch.set_num_threads(min(options.cpus_per_worker, os.cpu_count() or 1))  # logical CPUs may be more than real ones
@@ -172,7 +172,7 @@ class Loop:
         """The steps since the last look.
 
         Raises:
-            Refusal: one of them diverged, on every rank alike; nothing of it was saved.
+            UserError: one of them diverged, on every rank alike; nothing of it was saved.
         """
         try:
             return self.meter.read()
@@ -181,7 +181,7 @@ class Loop:
             good = (
                 f"the last good checkpoint is that of step {self.saved}" if self.saved else "there is no checkpoint yet"
             )
-            raise Refusal(
+            raise UserError(
                 f"step {diverged.step} diverged{self._rows_of(diverged)}: {diverged}; {good}. Look at the rows, or "
                 "start over with --fresh and a lower --learning-rate or a longer --warmup-steps."
             ) from None

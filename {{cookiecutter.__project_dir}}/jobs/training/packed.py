@@ -13,7 +13,7 @@ import torch
 from pydantic import BaseModel
 
 from jobs.preprocessing.conversations import NOT_TRAINED
-from settings import Refusal
+from settings import UserError
 
 COLUMNS = ("input_ids", "labels", "position_ids")
 
@@ -62,14 +62,14 @@ def read_manifest(folder: str) -> Manifest:
     """The manifest of the packed data in `folder`, a path or a URI.
 
     Raises:
-        Refusal: nothing is there.
+        UserError: nothing is there.
     """
     filesystem, path = pyarrow.fs.FileSystem.from_uri(folder)
     try:
         with filesystem.open_input_stream(f"{path}/manifest.json") as file:
             return Manifest.model_validate(json.load(file))
     except FileNotFoundError:
-        raise Refusal(f"there is no packed data in {folder}; make it with: inv submit preprocess") from None
+        raise UserError(f"there is no packed data in {folder}; make it with: inv submit preprocess") from None
 
 
 class PackedRows:
@@ -93,7 +93,7 @@ class PackedRows:
         self._seed = seed
         self._read_group = lru_cache(maxsize=2)(self._read_group)  # two: a batch may span their boundary
         if len(self) != sum(shard.rows for shard in shards):
-            raise Refusal(f"{folder}/{part} does not hold the rows that its manifest counts; run preprocess again.")
+            raise UserError(f"{folder}/{part} does not hold the rows that its manifest counts; run preprocess again.")
 
     def __len__(self) -> int:
         return int(self._sizes.sum())

@@ -12,7 +12,7 @@ from jobs.preprocessing.conversations import load_tokenizer, tokenizer_hash
 from jobs.training import storage
 from jobs.training.options import TrainOptions
 from jobs.training.packed import Manifest, TokenizerRecord, read_manifest
-from settings import Refusal
+from settings import UserError
 
 Options = TypeVar("Options", bound=TrainOptions)
 
@@ -60,13 +60,13 @@ def load_config(model: str) -> PreTrainedConfig:
     """The architecture of a Hugging Face folder or hub id.
 
     Raises:
-        Refusal: nothing can be loaded from there.
+        UserError: nothing can be loaded from there.
     """
     try:
         return AutoConfig.from_pretrained(weights.on_this_node(model, weights=False))
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise Refusal(
+        raise UserError(
             f"the model {model} cannot be loaded ({reason}); correct it in settings.toml, or on the command line."
         ) from None
 
@@ -75,13 +75,13 @@ def check_data(options: TrainOptions, manifest: Manifest) -> None:
     """Refuse packed data without training rows, or made with another tokenizer than the model's."""
     check_tokenizer(options.model, options.data, manifest.tokenizer)
     if not manifest.train.rows:
-        raise Refusal(f"{options.data} holds no training rows; run preprocess on more input.")
+        raise UserError(f"{options.data} holds no training rows; run preprocess on more input.")
 
 
 def check_tokenizer(model: str, data: str, made_with: TokenizerRecord) -> None:
     """Refuse rows that were made with another tokenizer than the model's."""
     if made_with.hash != tokenizer_hash(load_tokenizer(model, made_with.chat_template)):
-        raise Refusal(
+        raise UserError(
             f"the rows in {data} were made with the tokenizer of {made_with.model}, which is not that of {model}; "
             f"run preprocess with --model {model}, or take a model with that tokenizer."
         )
@@ -90,13 +90,13 @@ def check_tokenizer(model: str, data: str, made_with: TokenizerRecord) -> None:
 def check_model(model: str, config: PreTrainedConfig, vocabulary: int, sequence_length: int) -> None:
     """Refuse a model with fewer tokens than its tokenizer, or that reads shorter rows than the data has."""
     if vocabulary > config.vocab_size:
-        raise Refusal(
+        raise UserError(
             f"the tokenizer of {model} has {vocabulary} tokens and its model knows {config.vocab_size}; they are not "
             "of one model: correct the folder, or name another in settings.toml, or on the command line."
         )
     longest = getattr(config, "max_position_embeddings", None) or sequence_length
     if sequence_length > longest:
-        raise Refusal(
+        raise UserError(
             f"the rows have {sequence_length} tokens and {model} reads {longest} at most; "
             f"run preprocess with --sequence-length {longest}."
         )
@@ -117,7 +117,7 @@ def claim(options: TrainOptions, identity: Identity) -> None:
     neither reads the other's checkpoints. The manifest of its data goes along, for `inv report`.
 
     Raises:
-        Refusal: it was begun with another.
+        UserError: it was begun with another.
     """
     folder = f"{options.output}/{options.name}"
     text = storage.read_text(f"{folder}/run.json")
@@ -133,7 +133,7 @@ def claim(options: TrainOptions, identity: Identity) -> None:
 def _refuse_another_run(begun: Identity, identity: Identity, name: str) -> None:
     for key, value in identity.items():
         if begun.get(key) != value:
-            raise Refusal(
+            raise UserError(
                 f"the run {name} was begun with {key} = {begun.get(key)}, not {value}: go on with that, take another "
                 "--name, or start it over with --fresh."
             )

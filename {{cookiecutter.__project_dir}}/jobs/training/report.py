@@ -86,7 +86,7 @@ def draw(names: Sequence[str], price: Price, console: Console) -> None:
     """Write the page of the runs of these names, or of all, and print its table.
 
     Raises:
-        Refusal: there is none, or not one of that name.
+        UserError: there is none, or not one of that name.
     """
     output = settings.resolve(settings.load(OutputSection, "train").output)
     runs = history.read_all(output, names)

@@ -19,7 +19,7 @@ from jobs.training.packed import Batch
 from jobs.training.ranks import any_rank, total
 from jobs.training.run import Run, Write
 from jobs.training.strategies import Strategy, adamw, copied
-from settings import Refusal
+from settings import UserError
 
 TAG = "zero"
 """DeepSpeed's name for a checkpoint: a folder in that of the loop."""
@@ -100,7 +100,7 @@ class ZeRO(Strategy):
         converted, problem = _convert(folder)
         if any_rank(bool(problem), self._engine.device):
             reason = problem or "another rank has the reason"
-            raise Refusal(f"DeepSpeed could not convert the checkpoint in {folder} ({reason}); use as many workers.")
+            raise UserError(f"DeepSpeed could not convert the checkpoint in {folder} ({reason}); use as many workers.")
         self._load_universal(converted)
         total(torch.zeros(1, device=self._engine.device))  # no rank of this node reads it any more
         shutil.rmtree(converted, ignore_errors=True)

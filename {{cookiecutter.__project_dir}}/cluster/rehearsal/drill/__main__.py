@@ -64,12 +64,12 @@ def choose(only: str) -> list[tuple[str, str, Body]]:
     """Return the rows whose fault contains a part of `only`, which commas separate; all rows if it is empty.
 
     Raises:
-        settings.Refusal: no fault contains one of the parts.
+        settings.UserError: no fault contains one of the parts.
     """
     parts = [part.strip() for part in only.split(",") if part.strip()]
     for part in parts:
         if not any(part in row[0] for row in ROWS):
-            raise settings.Refusal(f"no fault is named like {part!r}; there are: {', '.join(row[0] for row in ROWS)}")
+            raise settings.UserError(f"no fault is named like {part!r}; there are: {', '.join(row[0] for row in ROWS)}")
     return [row for row in ROWS if not parts or any(part in row[0] for part in parts)]
 
 
@@ -77,7 +77,7 @@ def run(only: str) -> None:
     """Run the rows that `choose` finds.
 
     Raises:
-        settings.Refusal: a row did not go as expected, or something is left at the end.
+        settings.UserError: a row did not go as expected, or something is left at the end.
     """
     chosen = choose(only)
     stage, target = Stage(), Aws()
@@ -87,9 +87,9 @@ def run(only: str) -> None:
     left = target.down()
     _show(rows)
     if wrong := [row.fault for row in rows if row.problem]:
-        raise settings.Refusal(f"not as expected: {'; '.join(wrong)}")
+        raise settings.UserError(f"not as expected: {'; '.join(wrong)}")
     if left:
-        raise settings.Refusal(f"still there after down: {', '.join(left)}")
+        raise settings.UserError(f"still there after down: {', '.join(left)}")
 
 
 def _run_row(stage: Stage, fault: str, expected: str, body: Body) -> Row:
@@ -124,5 +124,5 @@ def _show(rows: list[Row]) -> None:
 if __name__ == "__main__":
     try:
         run(sys.argv[1])
-    except settings.Refusal as refusal:
+    except settings.UserError as refusal:
         sys.exit(f"error: {refusal}")

@@ -43,7 +43,7 @@ class Stage:
         try:
             with contextlib.redirect_stdout(said):  # the same fifty lines for each row
                 target.up(yes=True)
-        except settings.Refusal:
+        except settings.UserError:
             print(said.getvalue())
             raise
         print(f"up after {time.monotonic() - started:.0f} s", flush=True)
