@@ -15,7 +15,7 @@ from benchmarks.report import Result, at_least, at_most
 from jobs import preprocess
 from jobs.preprocess import PreprocessOptions
 
-ROWS, ROUNDS = 200_000, 5
+ROWS, ROUNDS = 300_000, 9
 FEW = 100  # rows that take no time: what is measured with them is the start-up
 MEMORY_ROWS = 30_000
 MEMORY_SHARD_MIB = 8  # so that the few rows keep all cores busy too

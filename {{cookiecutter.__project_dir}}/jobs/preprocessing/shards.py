@@ -22,7 +22,7 @@ from jobs.preprocessing.conversations import NOT_TRAINED, Tokenize, padding_id
 from jobs.preprocessing.output import Output
 from jobs.preprocessing.packing import pack
 
-SLICE_BYTES = 2**19  # of text, tokenised together: meanwhile its tokens take thirty times the text's memory
+SLICE_BYTES = 2**21  # of text, tokenised together: meanwhile its tokens take thirty times the text's memory
 ROW_GROUP_TOKENS = 2**20  # what training reads at once
 
 
