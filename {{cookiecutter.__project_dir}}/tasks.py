@@ -98,7 +98,7 @@ def doctor(context: Context, target: str = "local") -> None:
     from cluster import targets
 
     if not cluster_doctor.show(targets.get(target).doctor(), CONSOLE):
-        raise Exit("error: what is marked ✗ has its remedy beside it", 1)
+        raise Exit(f"error: some checks failed. Fix the problems marked ✗, then run: inv doctor --target {target}", 1)
 
 
 @verb("model", model="a Hugging Face id or a folder; its configuration is all that is fetched", **TARGET)

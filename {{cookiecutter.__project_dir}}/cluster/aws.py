@@ -134,13 +134,15 @@ class Aws:
 
 
 def _examine(findings: list[Finding], target: str) -> None:
-    """Show what the doctor has to say. Raises `settings.UserError` when something would fail."""
+    """Show the findings that are not ok. Raises `settings.UserError` when something would fail."""
     told = [finding for finding in findings if finding.verdict != "ok"]
     print(
         f"doctor: {len(findings) - len(told)} of {len(findings)} checks are fine; see all: inv doctor --target {target}"
     )
     if not doctor.show(told, Console()):
-        raise settings.UserError("nothing was started: what is marked ✗ has its remedy beside it")
+        raise settings.UserError(
+            f"nothing was started. Fix the problems marked ✗, then run: inv doctor --target {target}"
+        )
 
 
 def _ask(question: str, yes: bool) -> None:

@@ -133,7 +133,7 @@ def _show(results: list[Result], counts: dict[str, float]) -> None:
         f"held out: {counts['documents']:,} documents with {counts['answers']:,} answers, "
         f"{counts['trained_tokens']:,} trained tokens; in brackets: the difference to {results[-1].model}"
     )
-    console.print(f"stops by itself: of {counts['generated']:.0f} answers, generated to held-out questions")
+    console.print(f"stops by itself: the share of {counts['generated']:.0f} answers to held-out questions that end")
     table = Table(box=None)
     table.add_column("model", overflow="fold")
     for column in ("loss", "perplexity", "exact match", "stops by itself", "tokens/s a worker"):

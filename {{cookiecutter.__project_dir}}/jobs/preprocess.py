@@ -187,7 +187,7 @@ def _data_context() -> DataContext:
     context.shuffle_input_batch_bytes = min(context.shuffle_input_batch_bytes, store // 8)
     # through the object store, the many small pieces of a shuffle would gather in the memory of this process
     context.use_disk_based_hash_shuffle = True
-    # otherwise a core is kept for the shuffle, which has nothing to do until all is read
+    # by default Ray Data reserves a core for the shuffle, which waits until everything is read
     context.op_resource_reservation_enabled = False
     return context
 

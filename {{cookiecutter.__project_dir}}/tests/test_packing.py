@@ -321,7 +321,7 @@ def test_a_model_without_a_template_gives_none_to_others(model_folder: str, tmp_
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(settings.UserError, match="has no chat template; correct chat_template"):
         read_template(str(tmp_path))
-    # the reason stays: a gated model, no network and a typing error have different remedies
+    # keep the reason: a gated model, a missing network and a typo have different remedies
     with pytest.raises(settings.UserError, match=r"acme/nothing gives no tokenizer \(.+\); set chat_template in"):
         read_template("acme/nothing")
 

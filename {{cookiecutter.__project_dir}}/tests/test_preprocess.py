@@ -258,7 +258,7 @@ def test_a_weight_is_how_often_each_row_is_used(assets: Path, tmp_path: Path, ra
     assert sum(one["tokens"] for one in recorded.values()) == sum(
         manifest(tmp_path)[part]["tokens"] for part in ("train", "eval")
     )
-    [report] = data_report.of([History("run", {}, [], [], manifest(tmp_path))])
+    [report] = data_report.data_reports([History("run", {}, [], [], manifest(tmp_path))])
     assert [cells["weight"] for cells in report.inputs] == ["1", "0.5", "2.25"]
     assert [cells["documents"] for cells in report.inputs] == [f"{sum(row):,}" for row in used.values()]
     held_out = [text.split("<|user|>")[1].split("<|assistant|>")[0] for text in documents(tmp_path, "eval", assets)]

@@ -75,7 +75,7 @@ def authenticate(environ: Mapping[str, Any], body: bytes) -> Principal:
 
 
 def authorize(principal: Principal, needs: Iterable[Need]) -> None:
-    """Raises `AwsError` for the first need that the principal's policies do not allow."""
+    """Raise `AwsError` for the first need that the policies of the principal do not allow."""
     for need in needs:
         if not is_allowed(principal.statements, need):
             raise AwsError(

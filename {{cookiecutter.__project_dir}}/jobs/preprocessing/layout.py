@@ -18,7 +18,7 @@ TEXTS = ("content", "reasoning_content")
 KNOWN = frozenset((*TEXTS, "role", "weight"))
 INSPECTED = re.compile(r"\A/|<[\w/|]|\[[A-Z/]|[Tt]hink|[\ue000\ue001]")
 """Texts that need the template: it may split them at tags, or react to switches such as /no_think."""
-HINTS = ("<", "[", "hink", "\ue000", "\ue001")  # what INSPECTED finds has one of these, but for the first slash
+HINTS = ("<", "[", "hink", "\ue000", "\ue001")  # INSPECTED finds a leading "/", or a text with one of these
 SAMPLES = (
     "a",
     "B2",

@@ -1,4 +1,4 @@
-"""The page's part about the packed data: what `preprocess` counted of each data set that the runs were trained on."""
+"""The data section of the report page: what `preprocess` counted in each data set that the runs trained on."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ Cells = list[dict[str, str]]
 
 
 class DataReport(NamedTuple):
-    """What is shown of one data set."""
+    """The counts of one data set, as tables."""
 
     hash: str
     """The first characters of its content hash, as run.json has them under `data`."""
@@ -55,10 +55,8 @@ class DataReport(NamedTuple):
 
     @property
     def left_out(self) -> Cells:
-        """Rows that gave no document."""
-        reasons = self.manifest["rejected_by_reason"] | (
-            {"a duplicate": self.manifest["rows_duplicate"]} if self.manifest["rows_duplicate"] else {}
-        )
+        """Rows without a document, most frequent reason first."""
+        reasons = {**self.manifest["rejected_by_reason"], "a duplicate": self.manifest["rows_duplicate"]}
         return [
             {
                 "rows left out": f"{count:,}",
@@ -66,15 +64,16 @@ class DataReport(NamedTuple):
                 "reason": reason,
             }
             for reason, count in sorted(reasons.items(), key=lambda pair: -pair[1])
+            if count
         ]
 
 
-def of(runs: Iterable[History]) -> list[DataReport]:
-    """The data sets of the runs that have their counts; those that stream their data have none."""
+def data_reports(runs: Iterable[History]) -> list[DataReport]:
+    """Return the data sets of the runs. Runs that stream their data, or began before there were counts, have none."""
     manifests: dict[str, dict[str, Any]] = {}
     names = defaultdict(list)
     for run in runs:
-        if run.data and "rows_read" in run.data:
+        if run.data and "sources" in run.data:
             short = run.data["content_hash"][:12]
             manifests[short] = run.data
             names[short].append(run.name)
@@ -82,7 +81,7 @@ def of(runs: Iterable[History]) -> list[DataReport]:
 
 
 def lengths(reports: list[DataReport]) -> go.Figure:
-    """How many tokens the documents for training have: the share of those in each range."""
+    """Draw a histogram of the lengths of the training documents."""
     figure = go.Figure()
     for report in reports:
         counts = report.manifest["train"]["lengths"]

@@ -114,7 +114,7 @@ def identify(options: TrainOptions, config: PreTrainedConfig, data: str) -> Iden
 
 def claim(options: TrainOptions, identity: Identity) -> None:
     """Make the run's folder, or find it begun with the same identity, to which its launcher belongs where it has one:
-    neither reads the other's checkpoints. The manifest of its data goes along, for `inv report`.
+    neither reads the other's checkpoints. Copies the manifest of the data for `inv report`.
 
     Raises:
         UserError: it was begun with another.

@@ -106,7 +106,7 @@ def summarize(runs: list[History], price: Price) -> Summary:
 
 def page(runs: list[History], summary: Summary, output: str) -> str:
     """The page, as HTML."""
-    data = data_report.of(runs)
+    data = data_report.data_reports(runs)
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         output=output,
