@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pipeline.training import checkpoints
+from pipeline.training.loop import train
+from pipeline.training.options import DDPOptions
+from pipeline.training.runtimes.runtime import Metrics, OneProcess, Write
+from pipeline.training.strategies import DDP
 
 from benchmarks import harness
 from benchmarks.report import Result, at_most
 from demo import assets
-from jobs.training import checkpoints
-from jobs.training.loop import train
-from jobs.training.options import DDPOptions
-from jobs.training.run import Metrics, OneProcess, Write
-from jobs.training.strategies import DDP
 
 STEPS, EVERY = 30, 10
 STORAGE_S = 8  # beside the disk's own time

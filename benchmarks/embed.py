@@ -7,6 +7,9 @@ import time
 from pathlib import Path
 
 import torch
+from pipeline.rag import documents, index
+from pipeline.rag.embedder import Described
+from pipeline.rag.pipeline import Worker
 
 import settings
 from benchmarks import harness
@@ -14,9 +17,6 @@ from benchmarks.report import Result, at_least
 from demo import assets
 from jobs import embed
 from jobs.embed import EmbedOptions
-from jobs.rag import documents, index
-from jobs.rag.embedder import Described
-from jobs.rag.pipeline import Worker
 
 DOCUMENTS, ROUNDS = 1200, 5
 PROCESSES = 2

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pyarrow.parquet as pq
+from pipeline.serving import app
 
 import settings
 from benchmarks import harness
 from benchmarks.report import Result, at_least
 from benchmarks.serving import LARGE, SHAPES, THREADS, VOCABULARY
-from jobs import generate, openai_app
+from jobs import generate
 from jobs.generate import GenerateOptions
 from jobs.serve_llm import ServeOptions
 
@@ -103,7 +104,7 @@ def _vllm(rows: Path, folder: Path) -> Work:
     asked = {
         "rows": str(rows),
         "output": str(output / "answers.parquet"),
-        "engine": {"model": serving.source} | openai_app.engine(serving),
+        "engine": {"model": serving.source} | app.engine(serving),
         "max_tokens": TOKENS,
     }
     started = time.perf_counter()

@@ -5,17 +5,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pipeline.training.arithmetic import BatchPlan
+from pipeline.training.loop import Loop
+from pipeline.training.options import DDPOptions, TrainOptions
+from pipeline.training.packed import Batch
+from pipeline.training.runtimes.runtime import OneProcess, Run
+from pipeline.training.strategies import DDP, Strategy
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import settings
 from benchmarks import harness
 from benchmarks.report import Result, at_least
-from jobs.training.arithmetic import BatchPlan
-from jobs.training.loop import Loop
-from jobs.training.options import DDPOptions, TrainOptions
-from jobs.training.packed import Batch
-from jobs.training.run import OneProcess, Run
-from jobs.training.strategies import DDP, Strategy
 
 LENGTH, ROWS = 4096, 4
 FIRST, STEPS = 3, 10  # the first ones compile, and find out which kernels are fast

@@ -19,6 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from pipeline.ray_support import cli  # noqa: F401 - sets what Ray reads when it is imported, here and in each part's process
+from pipeline.serving import haproxy
+from pipeline.training.options import DDPOptions
 
 import settings
 from benchmarks.report import FOLDER, Result
@@ -26,9 +29,6 @@ from cluster import environment
 from cluster.local import RaySection, free_ports
 from demo import assets
 from demo.assets import Fact
-from jobs import cli  # noqa: F401 - sets what Ray reads when it is imported, here and in each part's process
-from jobs.serving import haproxy
-from jobs.training.options import DDPOptions
 
 PEERS = FOLDER.parent / "build" / "bench-peers"
 PEERS_PINS = FOLDER / "peers" / "requirements.txt"

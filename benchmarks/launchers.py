@@ -12,17 +12,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from pipeline.training.arithmetic import BatchPlan
+from pipeline.training.options import DDPOptions, TrainOptions
+from pipeline.training.runtimes import ray_train
+from pipeline.training.runtimes.runtime import Run
+from pipeline.training.strategies import DDP, Strategy
 from transformers import PreTrainedModel
 
 import settings
 from benchmarks import harness
 from benchmarks.report import Result, at_least, at_most
 from demo import assets
-from jobs import finetune_ddp, ray_run
-from jobs.training.arithmetic import BatchPlan
-from jobs.training.options import DDPOptions, TrainOptions
-from jobs.training.run import Run
-from jobs.training.strategies import DDP, Strategy
+from jobs import finetune_ddp
 
 ROUNDS = 9
 STEPS, FIRST = 20, 5  # the first ones, in which memory is allocated, do not count
@@ -95,7 +96,7 @@ def _options(changes: dict[str, Any]) -> DDPOptions:
 def _cost_of_the_port(changes: dict[str, Any]) -> dict[str, float]:
     """Milliseconds a step that the slower of the workers spent in each call."""
     options = _options(changes | {"steps": CLOCKED_STEPS, "name": "clocked"})
-    ray_run.fit(options, _clocked_ddp)
+    ray_train.fit(options, _clocked_ddp)
     files = sorted(Path(options.output).glob("port-*.json"))
     each = [json.loads(file.read_text()) for file in files]
     return {name: max(1000 * seconds[name] / CLOCKED_STEPS for seconds in each) for name in each[0]}

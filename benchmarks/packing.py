@@ -2,11 +2,11 @@
 
 import pyarrow as pa
 import pyarrow.compute as pc
+from pipeline.data.conversations import Tokenize, padding_id
+from pipeline.data.packing import pack
 
 from benchmarks import harness
 from benchmarks.report import Result, at_least
-from jobs.preprocessing.conversations import Tokenize, padding_id
-from jobs.preprocessing.packing import pack
 
 LENGTH = 1024
 TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}

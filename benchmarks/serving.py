@@ -16,12 +16,13 @@ from typing import NamedTuple
 
 import aiohttp
 import requests
+from pipeline.serving import app
 
 import settings
 from benchmarks import harness
 from benchmarks.report import Result, at_least, at_most
 from cluster.local import free_ports
-from jobs import openai_app, serve_llm
+from jobs import serve_llm
 from jobs.serve_llm import ServeOptions
 
 LARGE, SMALL = "30M", "tiny"
@@ -88,7 +89,7 @@ def served(model: Path, **changes: object) -> Iterator[ServeOptions]:
 @contextlib.contextmanager
 def _bare(options: ServeOptions, log: Path) -> Iterator[Side]:
     (port,) = free_ports(1)
-    engine = {name: value for name, value in openai_app.engine(options).items() if value not in (None, False)}
+    engine = {name: value for name, value in app.engine(options).items() if value not in (None, False)}
     words = [f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}") for name, value in engine.items()]
     command = [Path(sys.executable).with_name("vllm"), "serve", options.source, f"--port={port}", "--host=127.0.0.1"]
     command += [f"--served-model-name={options.served_name}", "--disable-uvicorn-access-log", *words]

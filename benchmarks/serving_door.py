@@ -5,12 +5,12 @@ import os
 import statistics
 import time
 
+from pipeline.serving.door import Door, Queued, Rules
+from pipeline.serving.keys import Keys
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from benchmarks import harness
 from benchmarks.report import Result, at_most
-from jobs.serving.door import Door, Queued, Rules
-from jobs.serving.keys import Keys
 
 WANTED_US = 200
 ROUNDS, REQUESTS = 9, 2000

@@ -7,12 +7,12 @@ import socket
 import time
 from pathlib import Path
 
+from pipeline.serving.app import DEPLOYMENT
 from ray import serve
 
 from benchmarks import harness, visitors
 from benchmarks.report import Result, at_least, at_most
 from benchmarks.visitors import CLEAN, Log, Visitor
-from jobs.openai_app import DEPLOYMENT
 from jobs.serve_llm import APP, ServeOptions
 
 BUSY, QUIET = 16, 1  # clients

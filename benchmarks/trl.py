@@ -8,16 +8,16 @@ from typing import Any
 
 import pyarrow as pa
 import torch
+from pipeline.data.conversations import Tokenize, load_tokenizer, padding_id
+from pipeline.training.loop import PackedSource, train
+from pipeline.training.options import DDPOptions
+from pipeline.training.packed import COLUMNS
+from pipeline.training.runtimes.runtime import OneProcess
+from pipeline.training.strategies import BETAS, DDP
 
 from benchmarks import harness
 from benchmarks.harness import Row
 from benchmarks.report import Result, at_least, at_most
-from jobs.preprocessing.conversations import Tokenize, load_tokenizer, padding_id
-from jobs.training.loop import PackedSource, train
-from jobs.training.options import DDPOptions
-from jobs.training.packed import COLUMNS
-from jobs.training.run import OneProcess
-from jobs.training.strategies import BETAS, DDP
 
 ROUNDS = 3
 STEPS, FIRST = 32, 4  # the first ones, in which memory is allocated, do not count

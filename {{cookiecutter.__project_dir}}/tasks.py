@@ -44,9 +44,9 @@ def verb(*positional: str, **texts: str) -> Callable[..., Any]:
             except KeyboardInterrupt:
                 raise Exit("\ninterrupted. See what it started: inv status   Stop that: inv down", 130) from None
             except _aws_errors() as error:
-                from cluster import denials
+                from cluster.aws import aws_errors
 
-                raise Exit(f"error: {denials.explain(error)}", 1) from None
+                raise Exit(f"error: {aws_errors.explain(error)}", 1) from None
 
         return task(checked, positional=list(positional), help=texts)
 
@@ -104,8 +104,8 @@ def doctor(context: Context, target: str = "local") -> None:
 @verb("model", model="a Hugging Face id or a folder; its configuration is all that is fetched", **TARGET)
 def plan(context: Context, model: str, target: str = "local") -> None:
     """What a model takes to train and to serve: memory, A100s, hours; with --target aws dollars too. Starts nothing."""
-    from cluster import plan as cluster_plan
     from cluster import targets
+    from cluster.planner import plan as cluster_plan
 
     cluster_plan.plan(model, CONSOLE, targets.get(target).dollars_per_machine_hour())
 
@@ -131,19 +131,19 @@ def up(context: Context, target: str = "local", yes: bool = False) -> None:
 @verb()
 def rehearse(context: Context) -> None:
     """Run a cluster's whole life on AWS, emulated on this machine: up, a fine-tuning on two A100 machines, down."""
-    from cluster.rehearsal import sandbox
+    from cluster.emulator import sandbox
 
-    _prove_gone(sandbox.run_in_fresh_cloud("cluster.rehearsal.play"))
+    _prove_gone(sandbox.run_in_fresh_cloud("cluster.emulator.scenario"))
 
 
 @verb(only="faults whose names contain one of these words, with commas between; all when left out")
 def drill(context: Context, only: str = "") -> None:
     """Let things go wrong in the emulated AWS, one after the other, and see that the cluster answers as it should."""
-    from cluster.rehearsal import sandbox
-    from cluster.rehearsal.drill.__main__ import choose
+    from cluster.emulator import sandbox
+    from cluster.emulator.drill.__main__ import choose
 
     choose(only)  # a name that is none costs no cloud
-    _prove_gone(sandbox.run_in_fresh_cloud("cluster.rehearsal.drill", only))
+    _prove_gone(sandbox.run_in_fresh_cloud("cluster.emulator.drill", only))
 
 
 @verb(
@@ -165,9 +165,9 @@ def bench(context: Context, seconds: int = 10, tokens: int = 64, target: str = "
 @verb()
 def bench_up(context: Context) -> None:
     """Measure, in the emulated AWS, what `inv up` adds to `ray up`."""
-    from cluster.rehearsal import sandbox
+    from cluster.emulator import sandbox
 
-    _prove_gone(sandbox.run_in_fresh_cloud("cluster.rehearsal.bench"))
+    _prove_gone(sandbox.run_in_fresh_cloud("cluster.emulator.bench"))
 
 
 @verb("job", job=f"one of: {', '.join(job_scripts.names())}", **VERBOSE, **TARGET)
@@ -226,8 +226,9 @@ def ssh(context: Context, command: str = "", target: str = "local") -> None:
 @verb(runs="names of runs, with commas between; all when left out", **TARGET)
 def report(context: Context, runs: str = "", target: str = "local") -> None:
     """Draw trainings beside each other, in results/report.html: losses, speed, checkpoints, restarts, cost, data."""
-    from cluster import prices, targets
-    from jobs.training import report as training_report
+    from cluster import targets
+    from cluster.common import prices
+    from pipeline.training import report as training_report
 
     place = targets.get(target)
     os.environ |= place.files()

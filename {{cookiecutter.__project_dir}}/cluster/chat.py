@@ -11,7 +11,7 @@ import openai
 from openai.types.chat import ChatCompletionMessageParam
 
 import settings
-from jobs import secrets
+from pipeline.ray_support import job_secrets
 
 HELP = "/system TEXT: who the model shall be   /model NAME: ask another   /clear: forget what was said   /quit"
 
@@ -76,7 +76,7 @@ def key(secrets_at: Mapping[str, str]) -> str:
     """
     os.environ |= {name: value for name, value in secrets_at.items() if name.startswith(("SECRETS_", "AWS_"))}
     os.environ["SECRET_NAMES"] = "SERVE_API_KEY"
-    secrets.load()
+    job_secrets.load()
     if found := os.environ.get("SERVE_API_KEY"):
         return found
     raise settings.UserError("SERVE_API_KEY is not set: put the server's key into .env.")

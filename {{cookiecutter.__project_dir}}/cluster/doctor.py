@@ -96,14 +96,14 @@ def _env_file() -> Iterator[Finding]:
 
 def _settings() -> Iterator[Finding]:
     """The jobs' sections of both profiles, typed as the jobs read them."""
-    from jobs.evaluation.options import EvaluateOptions
-    from jobs.generating.options import GenerateOptions
-    from jobs.preprocessing.options import PreprocessOptions
-    from jobs.rag.options import EmbedOptions, RagOptions
-    from jobs.serving.accelerator import check_accelerator
-    from jobs.serving.options import ServeOptions
-    from jobs.training.options import ClassifierOptions, DDPOptions, DeepSpeedOptions, FSDPOptions
-    from jobs.tuning.options import TuneOptions
+    from pipeline.data.options import PreprocessOptions
+    from pipeline.evaluation.options import EvaluateOptions
+    from pipeline.generation.options import GenerateOptions
+    from pipeline.rag.options import EmbedOptions, RagOptions
+    from pipeline.serving.accelerator import check_accelerator
+    from pipeline.serving.options import ServeOptions
+    from pipeline.training.options import ClassifierOptions, DDPOptions, DeepSpeedOptions, FSDPOptions
+    from pipeline.tuning.options import TuneOptions
 
     sections: list[tuple[type[settings.Section], tuple[str, ...]]] = [
         (PreprocessOptions, ("preprocess",)),
@@ -131,7 +131,7 @@ def _settings() -> Iterator[Finding]:
 
 
 def _port() -> Iterator[Finding]:
-    from jobs.serving.options import ServeOptions
+    from pipeline.serving.options import ServeOptions
 
     try:
         options = settings.load(ServeOptions, "serve", profile="local")

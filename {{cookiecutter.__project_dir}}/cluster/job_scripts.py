@@ -11,9 +11,8 @@ import settings
 
 
 def names() -> list[str]:
-    """The jobs of this project: the modules in jobs/ that can be run."""
-    scripts = sorted((settings.PROJECT / "jobs").glob("*.py"))
-    return [script.stem for script in scripts if '__name__ == "__main__"' in script.read_text(encoding="utf-8")]
+    """Return the names of this project's jobs: the scripts in jobs/."""
+    return sorted(script.stem for script in (settings.PROJECT / "jobs").glob("*.py") if script.stem != "__init__")
 
 
 def find(job: str) -> Path:

@@ -25,7 +25,7 @@ import settings
 from cluster import doctor, head_logs
 from cluster.job_client import PROBE_JOB, JobClient, Unreachable
 from cluster.target import Bill, Connection, Finding
-from jobs.serving import haproxy
+from pipeline.serving import haproxy
 
 STATE = settings.PROJECT / ".cluster"
 FILE = STATE / "local.json"

@@ -19,7 +19,7 @@ from cluster.target import Connection
 # Never uploaded. `.env` holds secrets; the rest is large or made again from what is uploaded.
 EXCLUDES = [".env", ".git", ".venv", ".cluster", "data", "models", "runs", "results", "__pycache__", ".*_cache"]
 NODE_GONE_S = 15  # time for Ray itself to end a job whose node is gone
-SECRETS_HOOK = "jobs.secrets.load"
+SECRETS_HOOK = "pipeline.ray_support.job_secrets.load"
 
 
 class SecretsSection(settings.Section):

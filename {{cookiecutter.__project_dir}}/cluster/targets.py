@@ -26,11 +26,11 @@ def get(name: str) -> "Target":
 
         return Local()
     if name == "rehearsal":
-        from cluster.rehearsal import sandbox
-        from cluster.rehearsal.target import Rehearsal
+        from cluster.emulator import sandbox
+        from cluster.emulator.target import Rehearsal
 
         if not sandbox.is_inside():
             return Rehearsal()
-    from cluster.aws import Aws
+    from cluster.aws.target import Aws
 
     return Aws()

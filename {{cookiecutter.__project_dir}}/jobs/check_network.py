@@ -1,8 +1,8 @@
 """Measures the network between the workers of a training, before an expensive one starts: all-reduce bandwidth by
 message size, and whether EFA carries it."""
 
-from jobs import cli
-from jobs.training.options import NetworkOptions
+from pipeline.ray_support import cli
+from pipeline.training.options import NetworkOptions
 
 if __name__ == "__main__":
     cli.parse(NetworkOptions, "train")  # before the imports below, which take seconds
@@ -20,7 +20,7 @@ import torch.distributed
 from ray.train import LoggingConfig, RunConfig
 from ray.train.torch import TorchConfig, TorchTrainer, get_device
 
-from jobs import capacity, gang
+from pipeline.ray_support import capacity, gang
 
 ROUNDS = 10
 LOG = f"{tempfile.gettempdir()}/check-network-nccl.%p.log"  # NCCL puts the process's number in the place of %p

@@ -3,8 +3,8 @@
 A document is known by its id and a hash of its text. One that is no longer among the input's is removed.
 """
 
-from jobs import cli
-from jobs.rag.options import EmbedOptions
+from pipeline.rag.options import EmbedOptions
+from pipeline.ray_support import cli
 
 if __name__ == "__main__":
     cli.parse(EmbedOptions, "embed")  # before the imports below, which take seconds
@@ -20,12 +20,12 @@ import torch
 from ray.exceptions import RayTaskError
 
 import settings
-from jobs import capacity, weights
-from jobs.preprocessing.progress import Progress, time_left
-from jobs.rag import documents, index, pipeline, ranking
-from jobs.rag.documents import Chunker
-from jobs.rag.embedder import Described
-from jobs.training import storage
+from pipeline.rag import documents, index, pipeline, ranking
+from pipeline.rag.documents import Chunker
+from pipeline.rag.embedder import Described
+from pipeline.ray_support import capacity, model_cache
+from pipeline.ray_support.progress import Progress, time_left
+from pipeline.training import storage
 from settings import UserError
 
 PASSES = 4  # forward passes in a batch: fewer, and its way to the worker costs; more, and the last worker is waited for
@@ -37,7 +37,7 @@ def main(options: EmbedOptions) -> None:
     """Cut documents into chunks, embed these, and keep them with their vectors in an index to search."""
     source = documents.find(settings.resolve(options.input))
     questions = _questions(options.questions)
-    model = weights.find(options.model)
+    model = model_cache.find(options.model)
     described = Described(model)
     location = settings.resolve(options.index)
     cli.connect()

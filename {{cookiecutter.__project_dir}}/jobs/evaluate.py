@@ -1,7 +1,7 @@
 """Evaluate models on the rows that preprocess held out: perplexity, exact match, and whether answers end."""
 
-from jobs import cli
-from jobs.evaluation.options import EvaluateOptions
+from pipeline.evaluation.options import EvaluateOptions
+from pipeline.ray_support import cli
 
 if __name__ == "__main__":
     cli.parse(EvaluateOptions, "evaluate")  # before the imports below, which take seconds
@@ -18,13 +18,13 @@ from rich.console import Console
 from rich.table import Table
 
 import settings
-from jobs import capacity, ray_data
-from jobs.evaluation import candidates
-from jobs.evaluation.candidates import Candidate
-from jobs.evaluation.scoring import Scorer
-from jobs.preprocessing.progress import Progress, time_left
-from jobs.training import storage
-from jobs.training.packed import Manifest, PackedRows, read_manifest
+from pipeline.evaluation import candidates
+from pipeline.evaluation.candidates import Candidate
+from pipeline.evaluation.scoring import Scorer
+from pipeline.ray_support import capacity, ray_data
+from pipeline.ray_support.progress import Progress, time_left
+from pipeline.training import storage
+from pipeline.training.packed import Manifest, PackedRows, read_manifest
 from settings import UserError
 
 

@@ -1,13 +1,13 @@
 """Fine-tunes a language model with each worker holding the whole of it: DistributedDataParallel."""
 
-from jobs import cli
-from jobs.training.options import DDPOptions
+from pipeline.ray_support import cli
+from pipeline.training.options import DDPOptions
 
 if __name__ == "__main__":
     cli.parse(DDPOptions, "train")  # before the imports below, which take seconds
 
-from jobs import launch
-from jobs.training.strategies import DDP
+from pipeline.training import launch
+from pipeline.training.strategies import DDP
 
 
 def main(options: DDPOptions) -> None:

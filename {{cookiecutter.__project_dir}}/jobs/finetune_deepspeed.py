@@ -1,19 +1,19 @@
 """Fine-tunes a language model that is sharded over the workers: DeepSpeed's ZeRO."""
 
-from jobs import cli
-from jobs.training.options import DeepSpeedOptions
+from pipeline.ray_support import cli
+from pipeline.training.options import DeepSpeedOptions
 
 if __name__ == "__main__":
     cli.parse(DeepSpeedOptions, "train", "deepspeed")  # before the imports below, which take seconds
 
 import json
 from functools import partial
-from pathlib import Path
 
-from jobs import launch
-from jobs.training.zero import ZeRO
+import settings
+from pipeline.training import launch
+from pipeline.training.zero import ZeRO
 
-CONFIG = Path(__file__).with_suffix(".json")
+CONFIG = settings.PROJECT / "pipeline" / "training" / "deepspeed.json"
 
 
 def main(options: DeepSpeedOptions) -> None:

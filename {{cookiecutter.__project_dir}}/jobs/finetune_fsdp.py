@@ -1,15 +1,15 @@
 """Fine-tunes a language model that is sharded over the workers: PyTorch's FSDP2."""
 
-from jobs import cli
-from jobs.training.options import FSDPOptions
+from pipeline.ray_support import cli
+from pipeline.training.options import FSDPOptions
 
 if __name__ == "__main__":
     cli.parse(FSDPOptions, "train", "fsdp")  # before the imports below, which take seconds
 
 from functools import partial
 
-from jobs import launch
-from jobs.training.fsdp import FSDP
+from pipeline.training import launch
+from pipeline.training.fsdp import FSDP
 
 
 def main(options: FSDPOptions) -> None:

@@ -4,8 +4,8 @@ python -m jobs.generate             answers the rows of [generate] in settings.t
 python -m jobs.generate --help      explains every option
 """
 
-from jobs import cli
-from jobs.generating.options import GenerateOptions
+from pipeline.generation.options import GenerateOptions
+from pipeline.ray_support import cli
 
 if __name__ == "__main__":
     cli.parse(GenerateOptions, "generate")  # before the imports below, which take seconds
@@ -25,12 +25,13 @@ from ray.data.exceptions import ExecutionTimeoutError
 from ray.exceptions import ActorDiedError, RayTaskError
 
 import settings
-from jobs import capacity, ray_data, serve_llm, weights
-from jobs.generating import prompts, suspects
-from jobs.generating.output import Output
-from jobs.preprocessing import rows
-from jobs.preprocessing.progress import Progress, time_left
-from jobs.serving.options import ServeOptions
+from jobs import serve_llm
+from pipeline.data import rows
+from pipeline.generation import prompts, suspects
+from pipeline.generation.output import Output
+from pipeline.ray_support import capacity, model_cache, ray_data
+from pipeline.ray_support.progress import Progress, time_left
+from pipeline.serving.options import ServeOptions
 from settings import UserError
 
 BATCH_ROWS = 32  # handed to an engine, and by it, together; several such are in it at once
@@ -69,11 +70,11 @@ def _check_cluster(options: GenerateOptions, serving: ServeOptions, source: str,
 
 def _recipe(options: GenerateOptions, serving: ServeOptions) -> dict[str, Any]:
     """What decides the answer to a prompt."""
-    location = weights.find(serving.model)
+    location = model_cache.find(serving.model)
     is_folder = "://" in location or os.path.isdir(location)
     return {
         "model": location,
-        "weights": weights.version(location) if is_folder else "",
+        "weights": model_cache.version(location) if is_folder else "",
         "dtype": serving.dtype,
         "max_model_len": serving.max_model_len,
         "max_tokens": options.max_tokens,
@@ -112,14 +113,14 @@ def _answers(
     """What vLLM makes of the prompts, by way of ray.data.llm: the engine's own words, and how many tokens they are."""
     from ray.data.llm import build_processor, vLLMEngineProcessorConfig
 
-    from jobs import openai_app  # imports vLLM, now that nothing is left to refuse
-    from jobs.generating import engine
+    from pipeline.generation import engine
+    from pipeline.serving import app  # imports vLLM, now that nothing is left to refuse
 
     cpu = serving.accelerator == "cpu"
     bundles = [{"CPU": 1}] * serving.tensor_parallel_size * serving.pipeline_parallel_size
     config = vLLMEngineProcessorConfig(
         model_source=serving.source,
-        engine_kwargs=openai_app.engine(serving) | {"disable_log_stats": True},
+        engine_kwargs=app.engine(serving) | {"disable_log_stats": True},
         batch_size=BATCH_ROWS,
         max_concurrent_batches=max(8, math.ceil(2 * serving.max_num_seqs / BATCH_ROWS)),
         max_pending_requests=2 * serving.max_num_seqs,  # answers may all end at once: as many wait to take their places
@@ -146,7 +147,7 @@ def _sampling(options: GenerateOptions, serving: ServeOptions) -> dict[str, Any]
     """How tokens are chosen: as the options say, and else as the model's own file does, which the server heeds too."""
     from vllm.transformers_utils.config import try_get_generation_config
 
-    folder = weights.on_this_node(weights.find(serving.model), weights=False)
+    folder = model_cache.on_this_node(model_cache.find(serving.model), weights=False)
     config = try_get_generation_config(folder, trust_remote_code=False)
     own = config.to_diff_dict() if config else {}
     names = ("repetition_penalty", "top_k", "top_p", "min_p")

@@ -4,8 +4,8 @@ The shuffle is a global one: rows go to partitions by a hash of seed and content
 that hash. So the result depends on the input and the settings alone, not on workers, blocks or timing.
 """
 
-from jobs import cli
-from jobs.preprocessing.options import PreprocessOptions
+from pipeline.data.options import PreprocessOptions
+from pipeline.ray_support import cli
 
 if __name__ == "__main__":
     cli.parse(PreprocessOptions, "preprocess")  # before the imports below, which take seconds
@@ -29,18 +29,12 @@ from rich.console import Console
 from rich.text import Text
 
 import settings
-from jobs import capacity, ray_data, weights
-from jobs.preprocessing import rows, shards
-from jobs.preprocessing.conversations import (
-    NOT_TRAINED,
-    Document,
-    Tokenize,
-    load,
-    tokenizer_hash,
-)
-from jobs.preprocessing.output import Output
-from jobs.preprocessing.progress import Progress, time_left
-from jobs.preprocessing.row_formats import BadRow
+from pipeline.data import rows, shards
+from pipeline.data.conversations import NOT_TRAINED, Document, Tokenize, load, tokenizer_hash
+from pipeline.data.output import Output
+from pipeline.data.row_formats import BadRow
+from pipeline.ray_support import capacity, model_cache, ray_data
+from pipeline.ray_support.progress import Progress, time_left
 from settings import UserError
 
 HEAD_ROWS = 100  # looked at before anything is started
@@ -108,7 +102,7 @@ def _recipe(
             for source in sources
         ],
         "tokenizer": {
-            "model": weights.find(options.model),
+            "model": model_cache.find(options.model),
             "hash": tokenizer_hash(tokenizer),
             "vocabulary": len(tokenizer),
             "chat_template": tokenizer.chat_template,

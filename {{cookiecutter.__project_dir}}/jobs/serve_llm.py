@@ -4,8 +4,8 @@ python -m jobs.serve_llm            deploys [serve] of settings.toml, or updates
 python -m jobs.serve_llm --help     explains every option
 """
 
-from jobs import cli
-from jobs.serving.options import APP, ServeOptions
+from pipeline.ray_support import cli
+from pipeline.serving.options import APP, ServeOptions
 
 if __name__ == "__main__":
     cli.parse(ServeOptions, "serve")  # before the imports below, which take seconds
@@ -25,16 +25,16 @@ from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 from transformers import AutoConfig
 
 import settings
-from jobs import secrets
-from jobs.serving import traffic
-from jobs.serving.accelerator import check_accelerator
+from pipeline.ray_support import job_secrets
+from pipeline.serving import traffic
+from pipeline.serving.accelerator import check_accelerator
 
 SAY_EVERY_S = 15
 
 
 def main(options: ServeOptions) -> None:
     """Serve a model over an OpenAI-compatible API, and return when it answers."""
-    secrets.load()
+    job_secrets.load()
     check(options)
     cli.connect(log_to_driver=False)  # vLLM's start fills screens; its log files keep it
     deploy(options)
@@ -45,7 +45,7 @@ def main(options: ServeOptions) -> None:
 
 def check(options: ServeOptions) -> None:
     """Refuse what can be known to fail before anything is started."""
-    if not secrets.read(["SERVE_API_KEY"]):
+    if not job_secrets.read(["SERVE_API_KEY"]):
         raise settings.UserError("SERVE_API_KEY is not set, and nothing is served without a key: put it into .env.")
     check_model(options)
 
@@ -84,14 +84,14 @@ def deploy(options: ServeOptions) -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     with ThreadPoolExecutor(1) as background:
         started = background.submit(start_serve, options)
-        from jobs import openai_app  # imports vLLM, which takes about as long as Serve takes to start
+        from pipeline.serving import app  # imports vLLM, which takes about as long as Serve takes to start
 
         started.result()
     options = as_place_demands(options)
     told = traffic.actor()
     url = options.root + options.path.rstrip("/")
     is_update = answers(url)
-    application = openai_app.build(options, address(options))
+    application = app.build(options, address(options))
     target = serve.RunTarget(application, name=options.app, route_prefix=options.path)
     serve.run_many([target], wait_for_applications_running=False)
     wait_until_healthy("serve_llm", options.app, options.served_name, url, options.start_timeout_s, is_update=is_update)

@@ -3,8 +3,8 @@
 It stands beside the model of `serve_llm`, at the same address, behind the same keys and limits, and asks that model.
 """
 
-from jobs import cli
-from jobs.rag.options import RagOptions
+from pipeline.rag.options import RagOptions
+from pipeline.ray_support import cli
 
 if __name__ == "__main__":
     cli.parse(RagOptions, "rag")  # before the imports below, which take seconds
@@ -17,10 +17,11 @@ import ray
 from ray import serve
 
 import settings
-from jobs import capacity, secrets, serve_llm, weights
-from jobs.rag import index
-from jobs.serving import traffic
-from jobs.serving.options import ServeOptions
+from jobs import serve_llm
+from pipeline.rag import index
+from pipeline.ray_support import capacity, job_secrets, model_cache
+from pipeline.serving import traffic
+from pipeline.serving.options import ServeOptions
 from settings import UserError
 
 APP, PATH = "rag", "/rag"
@@ -28,8 +29,8 @@ APP, PATH = "rag", "/rag"
 
 def main(options: RagOptions) -> None:
     """Serve answers from the index, with sources, over an OpenAI-compatible API, and return when it answers."""
-    secrets.load()
-    if not secrets.read(["SERVE_API_KEY"]):
+    job_secrets.load()
+    if not job_secrets.read(["SERVE_API_KEY"]):
         raise UserError("SERVE_API_KEY is not set, and nothing is served without a key: put it into .env.")
     asyncio.run(index.Reader.open(settings.resolve(options.index)))  # refuses where there is none
     cli.connect(log_to_driver=False)
@@ -44,11 +45,11 @@ def deploy(options: RagOptions) -> str:
     Raises:
         settings.UserError: there is no model to ask, or the application fails to start.
     """
-    from jobs.rag import app  # imports torch
+    from pipeline.rag import app  # imports torch
 
     logging.getLogger("ray.serve").setLevel(logging.WARNING)  # what it says at INFO, wait_until_healthy says shorter
     location = settings.resolve(options.index)
-    paths = {"index": location} | ({"reranker": weights.find(options.reranker)} if options.reranker else {})
+    paths = {"index": location} | ({"reranker": model_cache.find(options.reranker)} if options.reranker else {})
     capacity.refuse_private_paths(paths, options.shared_paths, "rag")
     server = _server(options)
     url = f"{server.root}{PATH}"

@@ -7,8 +7,8 @@ inv submit served -- --roll-back             ends the canary
 inv submit served -- --end NAME              ends a model that is served beside another, or `rag`
 """
 
-from jobs import cli
-from jobs.serving.options import ServedOptions
+from pipeline.ray_support import cli
+from pipeline.serving.options import ServedOptions
 
 if __name__ == "__main__":
     cli.parse(ServedOptions)  # before the imports below, which take seconds
@@ -21,9 +21,10 @@ from rich.console import Console
 from rich.table import Table
 
 import settings
-from jobs import secrets, serve_llm, serve_rag
-from jobs.serving import traffic
-from jobs.serving.options import ServeOptions
+from jobs import serve_llm, serve_rag
+from pipeline.ray_support import job_secrets
+from pipeline.serving import traffic
+from pipeline.serving.options import ServeOptions
 
 TIMES = ("first_p50_ms", "first_p95_ms", "whole_p50_ms", "whole_p95_ms")
 
@@ -57,7 +58,7 @@ def _canary(told: "ray.actor.ActorHandle") -> ServeOptions:
 
 def _promote(told: "ray.actor.ActorHandle") -> None:
     canary = _canary(told)
-    secrets.load()
+    job_secrets.load()
     serve_llm.deploy(canary.model_copy(update={"canary_percent": 0}))
     _end_canary(told)
     print(f"{canary.model} is in its place", flush=True)

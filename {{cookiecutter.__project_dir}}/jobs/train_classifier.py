@@ -4,8 +4,8 @@
 To train your own, put your model into `make_model` and your data into `draw_digits`.
 """
 
-from jobs import cli
-from jobs.training.options import ClassifierOptions
+from pipeline.ray_support import cli
+from pipeline.training.options import ClassifierOptions
 
 if __name__ == "__main__":
     cli.parse(ClassifierOptions, "train", "classifier")  # before the imports below, which take seconds
@@ -25,8 +25,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import settings
-from jobs import capacity, gang, quiet
-from jobs.training.ranks import total
+from pipeline.ray_support import capacity, gang, ray_logging
+from pipeline.training.ranks import total
 
 STATE = "state.pt"
 SIDE = 28  # pixels of an image
@@ -38,7 +38,7 @@ def main(options: ClassifierOptions) -> None:
     """Train a small image classifier on digits that are drawn here: your own loop on many workers."""
     options = options.model_copy(update={"output": settings.resolve(options.output)})
     cli.connect()
-    quiet.driver()
+    ray_logging.driver()
     capacity.refuse_too_many_workers(options.min_workers, options.worker_resources)
     capacity.refuse_private_paths({"output": options.output}, options.shared_paths, "train")
     trainer = TorchTrainer(
@@ -63,7 +63,7 @@ def main(options: ClassifierOptions) -> None:
 
 def train(options: ClassifierOptions) -> None:
     """What each worker runs, all of them at the same time."""
-    quiet.worker()
+    ray_logging.worker()
     context = ray.train.get_context()
     rank, workers = context.get_world_rank(), context.get_world_size()  # many: which worker this is, and of how many
     device = torch.device("cpu") if options.device == "cpu" else get_device()  # many: the GPU that is this worker's

@@ -5,8 +5,8 @@ nothing. Tune's own way to resume forgets what the trials so far have set as the
 start shows it to the scheduler again.
 """
 
-from jobs import cli
-from jobs.tuning.options import TuneOptions
+from pipeline.ray_support import cli
+from pipeline.tuning.options import TuneOptions
 
 if __name__ == "__main__":
     cli.parse(TuneOptions, "train", "tune")  # before the imports below, which take seconds
@@ -26,13 +26,14 @@ from ray.tune.schedulers import ASHAScheduler
 from rich.console import Console
 
 import settings
-from jobs import capacity, finetune_ddp, finetune_deepspeed, finetune_fsdp, gang
-from jobs.training import preflight
-from jobs.training.arithmetic import check_batches
-from jobs.training.options import DDPOptions, DeepSpeedOptions, FSDPOptions, TrainOptions
-from jobs.training.packed import read_manifest
-from jobs.tuning import trials as records
-from jobs.tuning.trials import Trial
+from jobs import finetune_ddp, finetune_deepspeed, finetune_fsdp
+from pipeline.ray_support import capacity, gang
+from pipeline.training import preflight
+from pipeline.training.arithmetic import check_batches
+from pipeline.training.options import DDPOptions, DeepSpeedOptions, FSDPOptions, TrainOptions
+from pipeline.training.packed import read_manifest
+from pipeline.tuning import trials as records
+from pipeline.tuning.trials import Trial
 from settings import UserError
 
 CONSOLE = Console(highlight=False, width=120)

@@ -15,7 +15,7 @@ from moto.server import ThreadedMotoServer
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # read by `import ray`: everything stays on loopback
 os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"  # likewise: below `uv run`, workers would get another environment
 os.environ["HF_HUB_OFFLINE"] = "1"
-from jobs.serving import haproxy
+from pipeline.serving import haproxy
 
 os.environ |= haproxy.environment("/")  # read by `import ray.serve`, as in a job; ray_session names the folder
 import ray

@@ -10,8 +10,8 @@ import pyarrow.parquet as pq
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from jobs.preprocessing.conversations import Tokenize, padding_id, tokenizer_hash
-from jobs.preprocessing.packing import pack
+from pipeline.data.conversations import Tokenize, padding_id, tokenizer_hash
+from pipeline.data.packing import pack
 
 
 def write_model(folder: Path, assets: Path, seed: int = 0, **config: float) -> Path:

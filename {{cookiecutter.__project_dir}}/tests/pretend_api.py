@@ -17,9 +17,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from jobs.serving.door import Door, Rules
-from jobs.serving.keys import Keys
-from jobs.serving.page import Page
+from pipeline.serving.door import Door, Rules
+from pipeline.serving.keys import Keys
+from pipeline.serving.page import Page
 
 KEY = "for-whoever-tries-it"
 MODELS = ("small", "large")

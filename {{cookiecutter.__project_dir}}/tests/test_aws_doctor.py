@@ -16,8 +16,9 @@ from botocore.exceptions import EndpointConnectionError, NoCredentialsError
 from botocore.stub import Stubber
 
 import settings
-from cluster import aws_doctor, stack
-from cluster.cluster_file import ClusterFile
+from cluster.aws import doctor as aws_doctor
+from cluster.aws import stack
+from cluster.common.cluster_file import ClusterFile
 from cluster.target import Finding
 
 USER = "arn:aws:iam::123456789012:user/ada"

@@ -21,7 +21,7 @@ from trl.chat_template_utils import get_training_chat_template
 
 import settings
 from cluster.local import free_ports
-from jobs.preprocessing.chat_template import (
+from pipeline.data.chat_template import (
     ANSWER,
     CALL,
     FEATURES,
@@ -36,8 +36,8 @@ from jobs.preprocessing.chat_template import (
     Message,
     Rejected,
 )
-from jobs.preprocessing.conversations import Tokenize
-from jobs.preprocessing.row_formats import example
+from pipeline.data.conversations import Tokenize
+from pipeline.data.row_formats import example
 
 START_S = 180
 LONGEST = 100_000  # tokens; Muse's and Kimi's descriptions of tools take thousands of the tiny tokenizer's

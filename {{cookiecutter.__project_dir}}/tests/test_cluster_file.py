@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import settings
-from cluster import cluster_file
+from cluster.common import cluster_file
 
 
 def changed(folder: Path, old: str, new: str) -> Path:

@@ -21,7 +21,7 @@ from ray import autoscaler
 from ray.autoscaler._private.util import prepare_config, validate_config
 
 import settings
-from cluster import steward
+from cluster.node import watchdog
 
 FILE = settings.PROJECT / "cluster" / "cluster.yaml"
 STACK = settings.PROJECT / "cluster" / "stack.yaml"
@@ -181,20 +181,20 @@ def test_disks_are_encrypted_and_go_with_the_instance(node_config: dict[str, Any
 
 @pytest.mark.parametrize("node_config", node_configs())
 def test_a_machine_ends_itself_when_nobody_renews_its_lease(node_config: dict[str, Any]) -> None:
-    assert str(steward.LEASE) in node_config["UserData"]
+    assert str(watchdog.LEASE) in node_config["UserData"]
     assert "-lt 600 ] || shutdown" in node_config["UserData"]
 
 
 def test_a_steward_watches_every_node() -> None:
     config = load()
-    assert "cluster.steward head" in config["head_start_ray_commands"][-1]
-    assert "cluster.steward worker" in config["worker_start_ray_commands"][-1]
+    assert "cluster.node.watchdog head" in config["head_start_ray_commands"][-1]
+    assert "cluster.node.watchdog worker" in config["worker_start_ray_commands"][-1]
 
 
 @pytest.mark.parametrize(
     "command",
     [
-        ["-m", "jobs.serving.haproxy"],
+        ["-m", "pipeline.serving.haproxy"],
         ["-c", "from cluster import cluster_file, head_report, machines, prices, steward"],
     ],
 )

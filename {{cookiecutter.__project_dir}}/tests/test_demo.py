@@ -9,10 +9,10 @@ import settings
 from demo import assets as demo_assets
 from demo import play
 from jobs import preprocess
-from jobs.training.loop import train
-from jobs.training.options import DDPOptions
-from jobs.training.run import OneProcess
-from jobs.training.strategies import DDP
+from pipeline.training.loop import train
+from pipeline.training.options import DDPOptions
+from pipeline.training.runtimes.runtime import OneProcess
+from pipeline.training.strategies import DDP
 
 
 @pytest.mark.parametrize(("shuffle_answers", "least", "most"), [(False, 0.95, 1.0), (True, 0.0, 0.2)])

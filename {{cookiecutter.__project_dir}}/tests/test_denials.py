@@ -3,7 +3,7 @@
 import pytest
 from botocore.exceptions import ClientError, NoCredentialsError
 
-from cluster import denials
+from cluster.aws import aws_errors
 
 
 def answer(code: str, message: str = "", operation: str = "RunInstances") -> ClientError:
@@ -12,14 +12,14 @@ def answer(code: str, message: str = "", operation: str = "RunInstances") -> Cli
 
 def test_a_denied_call_names_the_permission_and_the_resource() -> None:
     words = "User: me is not authorized to perform: iam:PassRole on resource: arn:aws:iam::1:role/x because no policy"
-    said = denials.explain(answer("UnauthorizedOperation", words))
+    said = aws_errors.explain(answer("UnauthorizedOperation", words))
     assert said == (
         "you may not iam:PassRole on arn:aws:iam::1:role/x; ask whoever manages your AWS account for that permission."
     )
 
 
 def test_a_denial_without_words_names_the_call() -> None:
-    assert denials.missing_permission(answer("AccessDenied", "", "DescribeStacks")) == "DescribeStacks"
+    assert aws_errors.missing_permission(answer("AccessDenied", "", "DescribeStacks")) == "DescribeStacks"
 
 
 @pytest.mark.parametrize(
@@ -31,5 +31,5 @@ def test_a_denial_without_words_names_the_call() -> None:
     ],
 )
 def test_other_errors_say_what_to_do(error: NoCredentialsError | ClientError, remedy: str) -> None:
-    assert remedy in denials.explain(error)
-    assert "\n" not in denials.explain(error)
+    assert remedy in aws_errors.explain(error)
+    assert "\n" not in aws_errors.explain(error)

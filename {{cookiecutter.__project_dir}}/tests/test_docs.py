@@ -16,11 +16,11 @@ from ray.train.torch import TorchTrainer, get_device
 
 import settings
 from cluster import job_scripts
-from jobs import torch_run
-from jobs.training.options import DDPOptions
+from pipeline.training.options import DDPOptions
+from pipeline.training.runtimes import torchrun
 
 PAGES = ["README.md", *(str(page.relative_to(settings.PROJECT)) for page in settings.PROJECT.glob("docs/*.md"))]
-SOURCES = ["settings.py", "cluster/**/*.py", "jobs/**/*.py"]
+SOURCES = ["settings.py", "cluster/**/*.py", "jobs/**/*.py", "pipeline/**/*.py"]
 FILLED = "\0"  # in a message, where a value is filled in
 OWN_LETTERS = 20  # of a message, besides what is filled in; one with fewer would match anything
 PLACEHOLDERS = {"VERB", "JOB", "NAME", "MODEL"}  # words of the pages that stand for others
@@ -170,7 +170,7 @@ def test_links_lead_somewhere(page: str) -> None:
 def test_torchrun_wants_packed_rows_and_a_folder() -> None:
     options = settings.load(DDPOptions, "train", profile="local")
     for wrong in ({"stream": True}, {"output": "s3://bucket/runs"}):
-        said = torch_run._prepare(options.model_copy(update=wrong))
+        said = torchrun._prepare(options.model_copy(update=wrong))
         assert said.startswith("under torchrun, rows come from preprocess and output is a folder")
 
 

@@ -20,12 +20,12 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.testclient import TestClient
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jobs.serving import keys as keys_module
-from jobs.serving.door import DISCARDED, Door, Queued, Rules
-from jobs.serving.fork import Counted, Fork
-from jobs.serving.keys import Keys
-from jobs.serving.limits import Limits, QueueFull, Slots
-from jobs.serving.traffic import NOWHERE, Record
+from pipeline.serving import keys as keys_module
+from pipeline.serving.door import DISCARDED, Door, Queued, Rules
+from pipeline.serving.fork import Counted, Fork
+from pipeline.serving.keys import Keys
+from pipeline.serving.limits import Limits, QueueFull, Slots
+from pipeline.serving.traffic import NOWHERE, Record
 
 BODY = 1000
 OWNER = {"Authorization": "Bearer the-owner"}
@@ -216,7 +216,7 @@ def test_more_in_a_minute_than_a_key_may_is_told_when_to_come_back(file: Path) -
 
 def test_a_minute_later_a_key_may_ask_again(monkeypatch: pytest.MonkeyPatch) -> None:
     limits, clock = Limits(per_minute=2, at_once=100), iter([0.0, 30.0, 59.5, 60.0, 60.0, 90.0])
-    monkeypatch.setattr("jobs.serving.limits.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr("pipeline.serving.limits.time", SimpleNamespace(monotonic=lambda: next(clock)))
     assert [limits.begin("alice") for _ in range(6)] == [0, 0, 1, 0, 30, 0]
 
 

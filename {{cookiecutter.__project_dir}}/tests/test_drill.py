@@ -4,9 +4,9 @@ import itertools
 
 import pytest
 
-from cluster.rehearsal.drill import __main__ as drill
-from cluster.rehearsal.drill import markets, stage
-from jobs.workers import WorkerOptions
+from cluster.emulator.drill import __main__ as drill
+from cluster.emulator.drill import markets, stage
+from pipeline.ray_support.workers import WorkerOptions
 
 
 def test_a_machine_three_times_slower_has_three_times_longer(monkeypatch: pytest.MonkeyPatch) -> None:

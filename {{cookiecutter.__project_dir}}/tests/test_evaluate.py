@@ -18,14 +18,14 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import settings
 from jobs import evaluate
 from jobs.evaluate import EvaluateOptions
-from jobs.evaluation import candidates, stopping
-from jobs.evaluation.scoring import Score, Scorer
-from jobs.preprocessing.conversations import DOCUMENTS, NOT_TRAINED
-from jobs.training.loop import train
-from jobs.training.options import DDPOptions
-from jobs.training.packed import PackedRows, read_manifest
-from jobs.training.run import OneProcess
-from jobs.training.strategies import DDP
+from pipeline.data.conversations import DOCUMENTS, NOT_TRAINED
+from pipeline.evaluation import candidates, stopping
+from pipeline.evaluation.scoring import Score, Scorer
+from pipeline.training.loop import train
+from pipeline.training.options import DDPOptions
+from pipeline.training.packed import PackedRows, read_manifest
+from pipeline.training.runtimes.runtime import OneProcess
+from pipeline.training.strategies import DDP
 
 SEQUENCE_LENGTH = 64
 DOCUMENT_COUNT, WRONG_COUNT = 12, 3

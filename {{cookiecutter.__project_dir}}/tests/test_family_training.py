@@ -11,12 +11,12 @@ from families import FAMILIES, add_tokens, template_of
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import settings
-from jobs.preprocessing.conversations import Tokenize, to_json
-from jobs.preprocessing.row_formats import example
-from jobs.training.loop import train
-from jobs.training.options import DDPOptions
-from jobs.training.run import OneProcess
-from jobs.training.strategies import DDP
+from pipeline.data.conversations import Tokenize, to_json
+from pipeline.data.row_formats import example
+from pipeline.training.loop import train
+from pipeline.training.options import DDPOptions
+from pipeline.training.runtimes.runtime import OneProcess
+from pipeline.training.strategies import DDP
 
 SEQUENCE_LENGTH = 1024
 MOST_TOKENS = 200

@@ -18,15 +18,17 @@ from ray.cluster_utils import Cluster
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import settings
-from jobs import finetune_ddp, finetune_deepspeed, finetune_fsdp, launch, preprocess, ray_run, stream
+from jobs import finetune_ddp, finetune_deepspeed, finetune_fsdp, preprocess
 from jobs.preprocess import PreprocessOptions
-from jobs.preprocessing import rows
-from jobs.preprocessing.conversations import Tokenize
-from jobs.training.arithmetic import BatchPlan
-from jobs.training.loop import train
-from jobs.training.options import DDPOptions, DeepSpeedOptions, FSDPOptions, TrainOptions
-from jobs.training.run import OneProcess, Run
-from jobs.training.strategies import DDP, Strategy
+from pipeline.data import rows, streaming
+from pipeline.data.conversations import Tokenize
+from pipeline.training import launch
+from pipeline.training.arithmetic import BatchPlan
+from pipeline.training.loop import train
+from pipeline.training.options import DDPOptions, DeepSpeedOptions, FSDPOptions, TrainOptions
+from pipeline.training.runtimes import ray_train
+from pipeline.training.runtimes.runtime import OneProcess, Run
+from pipeline.training.strategies import DDP, Strategy
 
 STEPS = 30  # of the local profile's own schedule, which is the demo's
 KILL_AFTER_STEP = 15
@@ -139,9 +141,9 @@ def test_a_stream_trains_and_its_workers_can_start_tasks(
     assets: Path, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = _ddp_options(changes | {"name": "stream", "stream": True, "steps": 4, "stop_after": None})
-    recipe = stream.Recipe(rows.find_all(str(assets / "data/*.jsonl"), ()), Tokenize(options.model, 128))
-    monkeypatch.setattr(stream, "read_recipe", lambda _: recipe)
-    ray_run.fit(options, _ddp_that_starts_a_task)
+    recipe = streaming.Recipe(rows.find_all(str(assets / "data/*.jsonl"), ()), Tokenize(options.model, 128))
+    monkeypatch.setattr(streaming, "read_recipe", lambda _: recipe)
+    ray_train.fit(options, _ddp_that_starts_a_task)
     assert "starts over in the rows" in capsys.readouterr().out
     assert [row["step"] for row in _metrics(options)] == [1, 2, 3, 4]
     tokenizer = AutoTokenizer.from_pretrained(_folder(options) / "model")
@@ -152,7 +154,7 @@ def test_a_refusal_in_the_workers_reaches_the_driver(changes: dict[str, Any]) ->
     """And is not tried again: only a worker that dies is replaced."""
     options = _ddp_options(changes | {"name": "refused", "max_failures": 3})
     with pytest.raises(settings.UserError, match="refused by rank 0"):
-        ray_run.fit(options, _refuse)
+        ray_train.fit(options, _refuse)
 
 
 def test_a_full_gpu_is_one_sentence(changes: dict[str, Any]) -> None:
@@ -183,8 +185,8 @@ def test_a_full_gpu_is_one_sentence(changes: dict[str, Any]) -> None:
 def test_what_the_cluster_cannot_run_is_refused(
     wrong: dict[str, Any], sentence: str, changes: dict[str, Any], assets: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = stream.Recipe(rows.find_all(str(assets / "data/*.jsonl"), ()), Tokenize(changes["model"], 128))
-    monkeypatch.setattr(stream, "read_recipe", lambda _: recipe)
+    recipe = streaming.Recipe(rows.find_all(str(assets / "data/*.jsonl"), ()), Tokenize(changes["model"], 128))
+    monkeypatch.setattr(streaming, "read_recipe", lambda _: recipe)
     with pytest.raises(settings.UserError, match=sentence):
         finetune_ddp.main(_ddp_options(changes | {"name": "refused-before"} | wrong))
     assert not Path(changes["output"], "refused-before").exists()

@@ -18,11 +18,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from jobs.serving import traffic
-from jobs.serving.door import Door, Rules
-from jobs.serving.fork import HUNG_UP, Counted, Fork
-from jobs.serving.keys import Keys
-from jobs.serving.traffic import CANARY, NOWHERE, ROOT, Record, Routes, Traffic
+from pipeline.serving import traffic
+from pipeline.serving.door import Door, Rules
+from pipeline.serving.fork import HUNG_UP, Counted, Fork
+from pipeline.serving.keys import Keys
+from pipeline.serving.traffic import CANARY, NOWHERE, ROOT, Record, Routes, Traffic
 
 PIECES, PAUSE_S = 40, 0.05
 NOBODY = "http://127.0.0.1:9"

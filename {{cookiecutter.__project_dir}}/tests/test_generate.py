@@ -28,10 +28,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import settings
 from demo import assets as demo_assets
-from jobs import generate, openai_app, ray_data
+from jobs import generate
 from jobs.generate import GenerateOptions
-from jobs.generating import engine, suspects
 from jobs.serve_llm import ServeOptions
+from pipeline.generation import engine, suspects
+from pipeline.ray_support import ray_data
+from pipeline.serving import app
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="vLLM's CPU build exists for Linux only")
 
@@ -98,7 +100,7 @@ def made(ray_session: None, options: GenerateOptions) -> Made:
     killed = {row["id"] for row in read(options)}
     said = io.StringIO()
     with pytest.MonkeyPatch.context() as patched, ThreadPoolExecutor(1) as pool, contextlib.redirect_stdout(said):
-        patched.setattr("jobs.preprocessing.progress.INTERVAL_S", 0.5)
+        patched.setattr("pipeline.ray_support.progress.INTERVAL_S", 0.5)
         engine_killed_at = pool.submit(kill_the_engine, options)
         generate.main(options)
     return Made(options, prompts, killed, left, engine_killed_at.result(), said.getvalue())
@@ -230,12 +232,12 @@ def test_the_engine_is_the_server_s(monkeypatch: pytest.MonkeyPatch, options: Ge
     asked: dict[str, Any] = {}
     monkeypatch.setattr(ray.data.llm, "vLLMEngineProcessorConfig", lambda **words: asked.update(words))
     monkeypatch.setattr(ray.data.llm, "build_processor", lambda *_, **__: lambda rows: rows)
-    monkeypatch.setattr("jobs.generating.engine.watch", lambda *_: None)
+    monkeypatch.setattr("pipeline.generation.engine.watch", lambda *_: None)
     serving = settings.load(ServeOptions, "serve", profile="cluster").model_copy(
         update={"model": options.model, "tensor_parallel_size": 4}
     )
     generate._answers(None, None, options, serving)
-    assert openai_app.engine(serving).items() <= asked["engine_kwargs"].items()
+    assert app.engine(serving).items() <= asked["engine_kwargs"].items()
     assert asked["accelerator_type"] == "A100"
     assert asked["placement_group_config"] is None
 

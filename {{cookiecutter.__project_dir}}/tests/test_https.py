@@ -7,8 +7,9 @@ import boto3
 import pytest
 
 import settings
-from cluster import cluster_file, stack
-from cluster.cluster_file import ClusterFile
+from cluster.aws import stack
+from cluster.common import cluster_file
+from cluster.common.cluster_file import ClusterFile
 
 CERTIFICATE = "arn:aws:acm:us-east-1:123456789012:certificate/0a1b2c3d-0000-0000-0000-000000000000"
 

@@ -22,7 +22,7 @@ ROWS = [{"instruction": f"question {number}", "output": f"answer {number}", "id"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 READ = """
 import json, pickle, sys
-from jobs.preprocessing import rows
+from pipeline.data import rows
 from settings import UserError
 try:
     source = pickle.loads(pickle.dumps(rows.find(sys.argv[1])))  # Ray sends it to its workers

@@ -14,8 +14,8 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import settings
-from jobs.preprocessing.chat_template import CHATML, CHATML_TOKENS, ChatTemplate, Conversation
-from jobs.preprocessing.conversations import (
+from pipeline.data.chat_template import CHATML, CHATML_TOKENS, ChatTemplate, Conversation
+from pipeline.data.conversations import (
     NOT_TRAINED,
     Document,
     Tokenize,
@@ -25,8 +25,8 @@ from jobs.preprocessing.conversations import (
     to_json,
     tokenizer_hash,
 )
-from jobs.preprocessing.packing import pack
-from jobs.preprocessing.row_formats import BadRow, example
+from pipeline.data.packing import pack
+from pipeline.data.row_formats import BadRow, example
 
 SYSTEM = {"role": "system", "content": "Answer briefly."}
 QUESTION = {"role": "user", "content": "What does ENOENT mean?"}

@@ -8,7 +8,7 @@ import requests
 from playwright.sync_api import Browser, Page, Request, expect
 from pretend_api import KEY, PretendApi, running, wait_until
 
-from jobs.serving.page import TEXT
+from pipeline.serving.page import TEXT
 
 
 @pytest.fixture(scope="module")

@@ -19,20 +19,22 @@ from transformers import AutoModelForCausalLM
 
 import settings
 from jobs.finetune_deepspeed import CONFIG
-from jobs.torch_run import TorchRun
-from jobs.training.fsdp import FSDP
-from jobs.training.loop import train
-from jobs.training.options import DDPOptions, DeepSpeedOptions, FSDPOptions, TrainOptions
-from jobs.training.run import OneProcess
-from jobs.training.strategies import DDP, MakeStrategy
-from jobs.training.zero import ZeRO
+from pipeline.training.fsdp import FSDP
+from pipeline.training.loop import train
+from pipeline.training.options import DDPOptions, DeepSpeedOptions, FSDPOptions, TrainOptions
+from pipeline.training.runtimes.runtime import OneProcess
+from pipeline.training.runtimes.torchrun import TorchRun
+from pipeline.training.strategies import DDP, MakeStrategy
+from pipeline.training.zero import ZeRO
 
 STEPS = 30  # of the local profile's own schedule, which is the demo's
 EXACT, ELASTIC, BF16 = 1e-5, 1e-4, 1e-2
 
 os.environ["DS_ACCELERATOR"] = "cpu"  # read when deepspeed is imported
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["jobs.torch_run", "jobs.training.fsdp", "deepspeed"])  # each rank is a fork of them
+PROCESSES.set_forkserver_preload(
+    ["pipeline.training.runtimes.torchrun", "pipeline.training.fsdp", "deepspeed"]
+)  # each rank is a fork of them
 
 Row = dict[str, float]
 Way = Callable[[dict[str, Any]], tuple[TrainOptions, MakeStrategy]]

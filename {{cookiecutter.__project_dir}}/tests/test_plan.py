@@ -21,12 +21,12 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM, T5Config
 
 import settings
-from cluster import memory, plan
-from cluster.memory import METHODS, Method, Shape, Training
-from jobs.training.arithmetic import BatchPlan, check_batches
-from jobs.training.options import DDPOptions, DeepSpeedOptions
-from jobs.training.strategies import DDP, Strategy
-from jobs.training.zero import ZeRO
+from cluster.planner import memory, plan
+from cluster.planner.memory import METHODS, Method, Shape, Training
+from pipeline.training.arithmetic import BatchPlan, check_batches
+from pipeline.training.options import DDPOptions, DeepSpeedOptions
+from pipeline.training.strategies import DDP, Strategy
+from pipeline.training.zero import ZeRO
 
 LLAMA_3_8B = LlamaConfig(
     vocab_size=128256,
@@ -160,7 +160,7 @@ def _strategy(method: Method, rank: int) -> Strategy:
             "offload_parameters": method.offload_parameters,
         }
     )
-    config = json.loads((settings.PROJECT / "jobs/finetune_deepspeed.json").read_text())
+    config = json.loads((settings.PROJECT / "pipeline/training/deepspeed.json").read_text())
     config["zero_optimization"]["reduce_bucket_size"] = 5000  # in the plan, buckets are no states
     return ZeRO(config, model, options, run, batches)
 

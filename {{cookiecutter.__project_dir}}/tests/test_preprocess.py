@@ -22,14 +22,14 @@ from ray.exceptions import RayTaskError
 
 import settings
 from jobs import preprocess
-from jobs.capacity import refuse_private_paths
 from jobs.preprocess import PreprocessOptions
-from jobs.preprocessing import rows, shards
-from jobs.preprocessing.conversations import NOT_TRAINED, load_tokenizer
-from jobs.preprocessing.output import Output
-from jobs.preprocessing.progress import time_left
-from jobs.training import data_report
-from jobs.training.history import History
+from pipeline.data import rows, shards
+from pipeline.data.conversations import NOT_TRAINED, load_tokenizer
+from pipeline.data.output import Output
+from pipeline.ray_support.capacity import refuse_private_paths
+from pipeline.ray_support.progress import time_left
+from pipeline.training import data_report
+from pipeline.training.history import History
 
 GOOD = {"messages": [{"role": "user", "content": "Say hello."}, {"role": "assistant", "content": "Hello."}]}
 SILENT = {"messages": [{"role": "user", "content": "Say hello."}]}

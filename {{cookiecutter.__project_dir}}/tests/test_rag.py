@@ -28,19 +28,20 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 
 import settings
 from demo import assets as demo_assets
-from jobs import embed, secrets, serve_llm, serve_rag, served
+from jobs import embed, serve_llm, serve_rag, served
 from jobs.embed import EmbedOptions
-from jobs.rag import documents, index, pipeline, ranking
-from jobs.rag.cross_encoder import CrossEncoder
-from jobs.rag.documents import Chunker
-from jobs.rag.embedder import Described, Embedder
-from jobs.rag.index import Found
-from jobs.rag.ingress import NOT_KNOWN
-from jobs.rag.options import Replicas
-from jobs.rag.pipeline import Worker
 from jobs.serve_rag import RagOptions
 from jobs.served import ServedOptions
-from jobs.serving import traffic
+from pipeline.rag import documents, index, pipeline, ranking
+from pipeline.rag.cross_encoder import CrossEncoder
+from pipeline.rag.documents import Chunker
+from pipeline.rag.embedder import Described, Embedder
+from pipeline.rag.index import Found
+from pipeline.rag.ingress import NOT_KNOWN
+from pipeline.rag.options import Replicas
+from pipeline.rag.pipeline import Worker
+from pipeline.ray_support import job_secrets
+from pipeline.serving import traffic
 from settings import UserError
 
 SHOWN = 5
@@ -366,7 +367,7 @@ def client(embedded: EmbedOptions) -> Iterator[openai.OpenAI]:
     """Of answers that quote the documents."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    secrets.load()
+    job_secrets.load()
     serve_llm.start_serve(settings.load(serve_llm.ServeOptions, "serve").model_copy(update={"port": port}))
     url = serve_rag.deploy(rag_options(embedded))
     yield openai.OpenAI(base_url=url, api_key=os.environ["SERVE_API_KEY"], max_retries=0, timeout=60)

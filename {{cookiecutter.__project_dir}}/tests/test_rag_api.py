@@ -19,10 +19,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from jobs.rag.generation import PROMPT, Generator
-from jobs.rag.index import Found
-from jobs.rag.ingress import MODEL, NOT_KNOWN, Ingress
-from jobs.serving.door import Rules
+from pipeline.rag.generation import PROMPT, Generator
+from pipeline.rag.index import Found
+from pipeline.rag.ingress import MODEL, NOT_KNOWN, Ingress
+from pipeline.serving.door import Rules
 
 SOURCES = [Found("a.md", "Apples are red. Pears are green.", 0.9)]
 USAGE = {"prompt_tokens": 7, "completion_tokens": 2, "total_tokens": 9}

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 import settings
-from cluster import cluster_file
-from cluster.rehearsal import iam, sandbox
-from cluster.rehearsal.play import RECORD
+from cluster.common import cluster_file
+from cluster.emulator import iam, sandbox
+from cluster.emulator.scenario import RECORD
 
 pytestmark = pytest.mark.skipif(bool(sandbox.missing()), reason=sandbox.missing() or "it can run here")
 HEAD, WORKER = "head", "worker"

@@ -10,8 +10,8 @@ from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials
 from moto.iam.models import iam_backends
 
-from cluster.rehearsal import iam, needs
-from cluster.rehearsal.instances import ACCOUNT
+from cluster.emulator import iam, needs
+from cluster.emulator.instances import ACCOUNT
 
 BUCKET = "arn:aws:s3:::bucket"
 TAGGED = {

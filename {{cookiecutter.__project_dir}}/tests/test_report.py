@@ -14,14 +14,15 @@ import torch
 from rich.console import Console
 
 import settings
-from cluster import cluster_file, prices, stack
-from cluster.aws import Aws
-from jobs.training import data_report, history, loop, preflight, report, storage
-from jobs.training.options import DDPOptions
-from jobs.training.record import Record
-from jobs.training.run import OneProcess
-from jobs.training.storage import RunFolder
-from jobs.training.strategies import DDP
+from cluster.aws import stack
+from cluster.aws.target import Aws
+from cluster.common import cluster_file, prices
+from pipeline.training import data_report, history, loop, preflight, report, storage
+from pipeline.training.options import DDPOptions
+from pipeline.training.record import Record
+from pipeline.training.runtimes.runtime import OneProcess
+from pipeline.training.storage import RunFolder
+from pipeline.training.strategies import DDP
 
 A100 = "NVIDIA A100-SXM4-40GB"
 STEPS, CHECKPOINT_EVERY = 12, 5

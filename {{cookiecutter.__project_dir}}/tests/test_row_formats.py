@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs.preprocessing import rows
-from jobs.preprocessing.chat_template import Conversation
-from jobs.preprocessing.conversations import from_json, to_json
-from jobs.preprocessing.row_formats import COLUMNS, ROLES, BadRow, Completion, example, format_of
+from pipeline.data import rows
+from pipeline.data.chat_template import Conversation
+from pipeline.data.conversations import from_json, to_json
+from pipeline.data.row_formats import COLUMNS, ROLES, BadRow, Completion, example, format_of
 from settings import UserError
 
 USER = {"role": "user", "content": "2+2?"}

@@ -14,16 +14,17 @@ import pytest
 from processes import told_by
 
 import settings
-from cluster import cluster_file, environment
-from cluster.rehearsal import packages, sandbox
+from cluster import environment
+from cluster.common import cluster_file
+from cluster.emulator import packages, sandbox
 
 pytestmark = pytest.mark.skipif(bool(sandbox.missing()), reason=sandbox.missing() or "it can run here")
 ENDED_WITHIN_S = 10
 WITHOUT_PACKAGES = (
-    "from cluster.rehearsal import packages, sandbox; packages.fill_cache = lambda: 'requirements/local.txt'"
+    "from cluster.emulator import packages, sandbox; packages.fill_cache = lambda: 'requirements/local.txt'"
 )
 OWNER = f"{WITHOUT_PACKAGES}; sandbox.run_in_fresh_cloud('http.server')"
-FILLING = "from cluster.rehearsal import packages; packages.fill_cache()"
+FILLING = "from cluster.emulator import packages; packages.fill_cache()"
 
 
 def start(code: str, **variables: str) -> subprocess.Popen[str]:

@@ -48,18 +48,19 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import settings
 from cluster import bench, chat
-from cluster.rehearsal.drill.stage import slowness
+from cluster.emulator.drill.stage import slowness
 from demo import assets as demo_assets
-from jobs import embed, generate, secrets, serve_llm, serve_rag
+from jobs import embed, generate, serve_llm, serve_rag
 from jobs import served as job_served
 from jobs.embed import EmbedOptions
 from jobs.generate import GenerateOptions
-from jobs.rag import generation
-from jobs.rag.index import Found
 from jobs.serve_llm import ServeOptions
 from jobs.serve_rag import RagOptions
-from jobs.serving import adapters, page, traffic
-from jobs.serving.keys import REFRESH_S, Keys
+from pipeline.rag import generation
+from pipeline.rag.index import Found
+from pipeline.ray_support import job_secrets
+from pipeline.serving import adapters, page, traffic
+from pipeline.serving.keys import REFRESH_S, Keys
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="vLLM's CPU build exists for Linux only")
 
@@ -96,7 +97,7 @@ def served(ray_session: None, model_folder: Path) -> Iterator[ServeOptions]:
     file = Path(os.environ["SECRETS_FILE"])
     file.write_text(f"{file.read_text()}SERVE_API_KEYS=other:{OTHER_KEY}\n")
     deployed = options(model=str(model_folder), port=port, key_requests_per_minute=100_000)
-    secrets.load()
+    job_secrets.load()
     serve_llm.check(deployed)
     serve_llm.deploy(deployed)
     yield deployed
@@ -544,11 +545,11 @@ def test_the_client_sees_an_authentication_error(served: ServeOptions) -> None:
 @pytest.mark.parametrize("asked", [True, False])
 def test_a_router_is_asked_where_the_setting_says_so(served: ServeOptions, asked: bool) -> None:
     """It is Ray's own: which replica it chooses is measured by hand, as that takes two engines."""
-    from jobs import openai_app
+    from pipeline.serving import app
 
-    app = openai_app.build(served.model_copy(update={"prefix_routing": asked}), served.root)
-    assert (app._ingress_request_router is not None) == asked
-    config = app._bound_deployment._deployment_config.request_router_config
+    application = app.build(served.model_copy(update={"prefix_routing": asked}), served.root)
+    assert (application._ingress_request_router is not None) == asked
+    config = application._bound_deployment._deployment_config.request_router_config
     assert ("Prefix" in config.request_router_class) == asked
 
 
@@ -768,10 +769,10 @@ def test_a_replica_without_a_key_does_not_start(monkeypatch: pytest.MonkeyPatch,
 
 @pytest.mark.parametrize(("model", "downloads"), [("s3://bucket/runs/monday/model", True), ("owner/name", False)])
 def test_hub_tokens_are_in_no_runtime_env(model: str, downloads: bool) -> None:
-    from jobs import openai_app
+    from pipeline.serving import app
 
     runtime_env = {"env_vars": {"HF_TOKEN": "secret", "PROFILE": "local"}}
-    setup = openai_app.NodeSetup(openai_app.llm_config(options(model=model)), ctx_kwargs={"runtime_env": runtime_env})
+    setup = app.NodeSetup(app.llm_config(options(model=model)), ctx_kwargs={"runtime_env": runtime_env})
     asyncio.run(setup.on_before_node_init())
     assert runtime_env == {"env_vars": {"PROFILE": "local"}}
     assert setup.ctx.run_init_node == downloads
@@ -865,11 +866,11 @@ def test_each_name_has_a_path_and_an_application_of_its_own() -> None:
 
 
 def test_the_cluster_profile_asks_for_its_gpus() -> None:
-    from jobs import openai_app
+    from pipeline.serving import app
 
     section = settings.load(ServeOptions, "serve", profile="cluster")
     wide = section.model_copy(update={"tensor_parallel_size": 4, "pipeline_parallel_size": 2})
-    config = openai_app.llm_config(wide)
+    config = app.llm_config(wide)
     assert config.get_engine_config().placement_bundles == [{"GPU": 1, "accelerator_type:A100": 0.001}] * 8
     assert config.deployment_config["autoscaling_config"]["max_replicas"] == section.max_replicas
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 import settings
-from jobs import cli
-from jobs.training.options import DeepSpeedOptions
+from pipeline.ray_support import cli
+from pipeline.training.options import DeepSpeedOptions
 
 
 class Machine(settings.Section):

@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 import settings
-from cluster import cluster_file, machines
-from cluster.ssh import Head
+from cluster.aws.ssh import Head
+from cluster.common import cluster_file, instances
 
 
 def understood(head: Head) -> dict[str, str]:
@@ -39,7 +39,7 @@ def test_through_ssm_it_goes_to_the_instances_id(tmp_path: Path, monkeypatch: py
     auth = content["auth"] | yaml.safe_load(block)["auth"] | {"ssh_private_key": str(key)}
     file = cluster_file.ClusterFile(content | {"auth": auth}, "")
     machine = Mock(id="i-0a1", public_address="", private_address="10.0.0.7")
-    monkeypatch.setattr(machines, "head", lambda file: machine)
-    options = understood(machines.reach(file))
+    monkeypatch.setattr(instances, "head", lambda file: machine)
+    options = understood(instances.reach(file))
     assert options["hostname"] == "i-0a1"
     assert options["proxycommand"].startswith('sh -c "aws ssm start-session --target %h')

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster import cluster_file, head_report, steward
+from cluster.common import cluster_file
+from cluster.node import head_report, watchdog
 
 NOW = datetime.datetime(2026, 1, 1, 10, 0, 10).timestamp()  # in this machine's zone, as Ray's logs are
 
@@ -19,18 +20,18 @@ def refusal(node_type: str, at: str) -> dict[str, str]:
 
 
 @pytest.fixture
-def market() -> steward.Market:
-    return steward.Market({"spot": 2, "on-demand": 2})
+def market() -> watchdog.Market:
+    return watchdog.Market({"spot": 2, "on-demand": 2})
 
 
-def test_a_refused_type_is_closed_for_five_minutes(market: steward.Market) -> None:
+def test_a_refused_type_is_closed_for_five_minutes(market: watchdog.Market) -> None:
     (said,) = market.note_refusals([refusal("spot", "10:00:00")], NOW)
     assert said == "AWS refused spot (InsufficientInstanceCapacity): closed for 5 minutes"
     assert market.limits(Counter(), NOW + 289) == {"spot": 0, "on-demand": 2}
     assert market.limits(Counter(), NOW + 291) == {"spot": 2, "on-demand": 2}
 
 
-def test_a_refusal_counts_once_however_often_ray_repeats_it(market: steward.Market) -> None:
+def test_a_refusal_counts_once_however_often_ray_repeats_it(market: watchdog.Market) -> None:
     early, late = refusal("spot", "10:00:00"), refusal("spot", "10:00:05")
     assert len(market.note_refusals([early, early, late], NOW)) == 1
     assert market.note_refusals([early, late], NOW + 200) == []
@@ -38,12 +39,12 @@ def test_a_refusal_counts_once_however_often_ray_repeats_it(market: steward.Mark
     assert market.limits(Counter(), NOW + 296)["spot"] == 2
 
 
-def test_a_closed_type_keeps_the_machines_that_run(market: steward.Market) -> None:
+def test_a_closed_type_keeps_the_machines_that_run(market: watchdog.Market) -> None:
     market.note_refusals([refusal("spot", "10:00:00")], NOW)
     assert market.limits(Counter(spot=1), NOW)["spot"] == 1
 
 
-def test_three_failed_setups_close_a_type_for_good_and_are_said_once(market: steward.Market) -> None:
+def test_three_failed_setups_close_a_type_for_good_and_are_said_once(market: watchdog.Market) -> None:
     assert market.note_failed_setups(Counter(spot=2)) == []
     (said,) = market.note_failed_setups(Counter(spot=3))
     assert "run `inv up` again" in said
@@ -53,35 +54,35 @@ def test_three_failed_setups_close_a_type_for_good_and_are_said_once(market: ste
 
 
 def test_the_meter_counts_each_machine_by_its_type() -> None:
-    meter = steward.Meter({"head": 0.4, "spot": 11.0}, dollars=5.0)
+    meter = watchdog.Meter({"head": 0.4, "spot": 11.0}, dollars=5.0)
     meter.add(Counter(head=1, spot=2, unknown=1), 1800)
     assert meter.dollars == pytest.approx(5.0 + 0.2 + 11.0)
 
 
 def test_the_lease_is_renewed_until_the_hours_are_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[str] = []
-    monkeypatch.setattr(steward, "LEASE", tmp_path / "renewed")
-    monkeypatch.setattr(steward, "end_everything", lambda file, reason: ended.append(reason))
-    limits, file = steward.LimitsSection(hours=2, dollars=10), cluster_file.load()
-    steward.LEASE.touch()
-    os.utime(steward.LEASE, (0, 0))
+    monkeypatch.setattr(watchdog, "LEASE", tmp_path / "renewed")
+    monkeypatch.setattr(watchdog, "end_everything", lambda file, reason: ended.append(reason))
+    limits, file = watchdog.LimitsSection(hours=2, dollars=10), cluster_file.load()
+    watchdog.LEASE.touch()
+    os.utime(watchdog.LEASE, (0, 0))
     os.utime(tmp_path, (time.time(), time.time() - 1.9 * 3600))
-    steward.renew_lease_within(limits, file)
-    assert steward.LEASE.stat().st_mtime > 0
+    watchdog.renew_lease_within(limits, file)
+    assert watchdog.LEASE.stat().st_mtime > 0
     assert ended == []
     os.utime(tmp_path, (time.time(), time.time() - 2.1 * 3600))
-    steward.renew_lease_within(limits, file)
+    watchdog.renew_lease_within(limits, file)
     assert ended == ["the limit of 2 hours in settings.toml is reached"]
 
 
 def test_limits_are_written_whole_and_only_when_they_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tmp_path / "ray.yaml"
     config.write_text(json.dumps({"available_node_types": {"spot": {"max_workers": 2}, "head": {"max_workers": 0}}}))
-    monkeypatch.setattr(steward, "RAY_CONFIG", config)
+    monkeypatch.setattr(watchdog, "RAY_CONFIG", config)
     before = config.stat().st_ino
-    steward.write_limits({"spot": 2})
+    watchdog.write_limits({"spot": 2})
     assert config.stat().st_ino == before
-    steward.write_limits({"spot": 0})
+    watchdog.write_limits({"spot": 0})
     assert json.loads(config.read_text())["available_node_types"] == {
         "spot": {"max_workers": 0},
         "head": {"max_workers": 0},

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import settings
-from jobs.training.options import DDPOptions
-from jobs.training.storage import RunFolder
-from jobs.training.trackers import EXPERIMENT, Trackers
+from pipeline.training.options import DDPOptions
+from pipeline.training.storage import RunFolder
+from pipeline.training.trackers import EXPERIMENT, Trackers
 
 ROWS = [{"step": float(step), "loss": 3.0 / step} for step in range(1, 7)]
 

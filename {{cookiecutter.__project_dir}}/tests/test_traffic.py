@@ -25,10 +25,10 @@ import settings
 from jobs import serve_llm, served
 from jobs.serve_llm import ServeOptions
 from jobs.served import ServedOptions
-from jobs.serving import haproxy, traffic
-from jobs.serving.body import inspect
-from jobs.serving.fork import Counted, Fork
-from jobs.serving.traffic import CANARY, ROOT, Reporter
+from pipeline.serving import haproxy, traffic
+from pipeline.serving.body import inspect
+from pipeline.serving.fork import Counted, Fork
+from pipeline.serving.traffic import CANARY, ROOT, Reporter
 
 pytestmark = pytest.mark.skipif(not haproxy.environment("/"), reason="HAProxy is installed on Linux only")
 
@@ -40,7 +40,7 @@ def model() -> type:
     """A class that Ray pickles whole: replicas cannot import this module."""
 
     class Model:
-        """What `jobs/openai_app.py` puts around an engine, without one."""
+        """What `pipeline/serving/app.py` puts around an engine, without one."""
 
         def __init__(self, path: str, model: str, address: str) -> None:
             self._path, self._model, self._address = path, model, address

@@ -31,14 +31,14 @@ from transformers.optimization import get_cosine_with_min_lr_schedule_with_warmu
 
 import settings
 from jobs import finetune_deepspeed
-from jobs.preprocessing.conversations import NOT_TRAINED
-from jobs.training import arithmetic, preflight
-from jobs.training.loop import PackedSource, train
-from jobs.training.options import DDPOptions, DeepSpeedOptions
-from jobs.training.packed import COLUMNS, PackedRows, read_manifest
-from jobs.training.run import Metrics, OneProcess, Write
-from jobs.training.strategies import DDP
-from jobs.training.zero import fill_config
+from pipeline.data.conversations import NOT_TRAINED
+from pipeline.training import arithmetic, preflight
+from pipeline.training.loop import PackedSource, train
+from pipeline.training.options import DDPOptions, DeepSpeedOptions
+from pipeline.training.packed import COLUMNS, PackedRows, read_manifest
+from pipeline.training.runtimes.runtime import Metrics, OneProcess, Write
+from pipeline.training.strategies import DDP
+from pipeline.training.zero import fill_config
 
 SEQUENCE_LENGTH = 64
 TRAIN_ROWS, EVAL_ROWS = 13 + 8, 5  # neither fits a whole number of batches
@@ -642,9 +642,8 @@ def test_offloaded_parameters_need_stage_3() -> None:
 
 
 def test_the_loop_runs_where_ray_is_absent() -> None:
-    code = (
-        "import sys; sys.modules['ray'] = None; import jobs.training.loop, jobs.training.zero, jobs.training.preflight"
-    )
+    modules = "pipeline.training.loop, pipeline.training.zero, pipeline.training.preflight"
+    code = f"import sys; sys.modules['ray'] = None; import {modules}"
     environment = os.environ | {"PYTHONPATH": str(settings.PROJECT)}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
 

@@ -13,10 +13,10 @@ from ray.tune.schedulers import TrialScheduler
 
 import settings
 from jobs import tune
-from jobs.training.options import DDPOptions
 from jobs.tune import TuneOptions
-from jobs.tuning import trials
-from jobs.tuning.trials import Outcome, Trial
+from pipeline.training.options import DDPOptions
+from pipeline.tuning import trials
+from pipeline.tuning.trials import Outcome, Trial
 
 SEED = 1286
 RATES = {"low": 1e-6, "high": 1e4}  # with SEED, the first draw learns and the second does not

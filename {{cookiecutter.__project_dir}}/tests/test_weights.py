@@ -5,7 +5,7 @@ from pathlib import Path
 import boto3
 import pytest
 
-from jobs import weights
+from pipeline.ray_support import model_cache
 
 
 @pytest.fixture
@@ -20,42 +20,42 @@ def bucket(s3: str, assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_path_of_the_project_is_found_in_its_bucket(bucket: str) -> None:
-    assert weights.find("models/tiny") == f"{bucket}/models/tiny"
+    assert model_cache.find("models/tiny") == f"{bucket}/models/tiny"
 
 
 def test_a_hub_id_that_was_fetched_before_is_found_there(bucket: str) -> None:
-    assert weights.find("tiny") == f"{bucket}/models/tiny"
+    assert model_cache.find("tiny") == f"{bucket}/models/tiny"
 
 
 def test_a_node_copies_a_model_once(bucket: str, assets: Path) -> None:
-    folder = Path(weights.on_this_node(f"{bucket}/models/tiny"))
+    folder = Path(model_cache.on_this_node(f"{bucket}/models/tiny"))
     for file in (assets / "model").iterdir():
         assert (folder / file.name).read_bytes() == file.read_bytes()
     (folder / "config.json").write_text("kept")
-    assert (Path(weights.on_this_node(f"{bucket}/models/tiny")) / "config.json").read_text() == "kept"
+    assert (Path(model_cache.on_this_node(f"{bucket}/models/tiny")) / "config.json").read_text() == "kept"
 
 
 def test_a_model_that_is_written_again_is_copied_again(bucket: str) -> None:
-    weights.on_this_node(f"{bucket}/models/tiny")
+    model_cache.on_this_node(f"{bucket}/models/tiny")
     boto3.client("s3").put_object(Bucket="bucket", Key="models/tiny/config.json", Body=b"another")
-    assert (Path(weights.on_this_node(f"{bucket}/models/tiny")) / "config.json").read_text() == "another"
+    assert (Path(model_cache.on_this_node(f"{bucket}/models/tiny")) / "config.json").read_text() == "another"
 
 
 def test_a_copy_that_was_cut_off_is_made_anew(bucket: str) -> None:
-    folder = Path(weights.on_this_node(f"{bucket}/models/tiny"))
-    (folder / weights.COMPLETE).unlink()
+    folder = Path(model_cache.on_this_node(f"{bucket}/models/tiny"))
+    (folder / model_cache.COMPLETE).unlink()
     (folder / "config.json").write_text("half")
-    assert (Path(weights.on_this_node(f"{bucket}/models/tiny")) / "config.json").read_text() != "half"
+    assert (Path(model_cache.on_this_node(f"{bucket}/models/tiny")) / "config.json").read_text() != "half"
 
 
 def test_what_describes_a_model_comes_without_its_weights(bucket: str) -> None:
-    folder = Path(weights.on_this_node(f"{bucket}/models/tiny", weights=False))
+    folder = Path(model_cache.on_this_node(f"{bucket}/models/tiny", weights=False))
     assert (folder / "tokenizer.json").exists()
     assert not list(folder.glob("*.safetensors"))
 
 
 def test_on_one_machine_a_folder_and_a_hub_id_stay_what_they_are(assets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PROJECT_DIR", str(assets))
-    assert weights.find("model") == f"{assets}/model"
-    assert weights.find("owner/name") == "owner/name"
-    assert weights.on_this_node("owner/name") == "owner/name"
+    assert model_cache.find("model") == f"{assets}/model"
+    assert model_cache.find("owner/name") == "owner/name"
+    assert model_cache.on_this_node("owner/name") == "owner/name"

@@ -1,0 +1,51 @@
+"""Runs Ray's own launcher on cluster.yaml, and says in few lines what it does."""
+
+import re
+import subprocess
+import sys
+import time
+
+from rich.console import Console
+
+import settings
+from cluster.common.cluster_file import FILE
+
+LOG = settings.PROJECT / ".cluster" / "up.log"
+STEP = re.compile(r"updater\.py.*\[(\d+)/(\d+)\]\s+(.*)")
+COLOUR = re.compile(r"\x1b\[[\d;]*m")
+
+
+def up() -> None:
+    """`ray up cluster/cluster.yaml`. Raises `settings.UserError` with its last words when it fails."""
+    LOG.parent.mkdir(exist_ok=True)
+    started = time.monotonic()
+    command = [sys.executable, "-m", "ray.scripts.scripts", "up", "--yes", "--no-config-cache", str(FILE)]
+    step = "asking AWS"
+    with LOG.open("w") as log, Console().status(step) as spinner:
+        # its folder: the file mounts of cluster.yaml are relative to it
+        process = subprocess.Popen(
+            command, cwd=settings.PROJECT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+        )
+        assert process.stdout
+        for line in process.stdout:
+            log.write(line)
+            log.flush()
+            if found := STEP.search(COLOUR.sub("", line)):
+                step = f"head, step {found[1]} of {found[2]}: {found[3].strip().lower()}"
+                if not spinner.console.is_terminal:
+                    print(f"{time.monotonic() - started:4.0f} s  {step}", flush=True)
+            spinner.update(f"{step} ({time.monotonic() - started:.0f} s)")
+        code = process.wait()
+    if code:
+        raise settings.UserError(
+            f"`ray up` failed in {step}: {_reason()} (all of it: {LOG.relative_to(settings.PROJECT)})"
+        )
+    print(f"`ray up` took {time.monotonic() - started:.0f} s")
+
+
+def _reason() -> str:
+    """The last words of the command that failed: what it printed stands between Ray's own lines, which have a date."""
+    text = COLOUR.sub("", LOG.read_text(errors="replace")).partition("update-failed")[0]
+    noise = r"\d{4}-\d\d-\d\d |Shared connection|Warning: Permanently added"
+    told = [line.strip() for line in text.splitlines() if line.strip() and not re.match(noise, line)]
+    return told[-1][:300] if told else "it said nothing"

@@ -1,0 +1,109 @@
+"""What the machines of cluster.yaml cost, asked of AWS."""
+
+import datetime
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import boto3
+from rich.table import Table
+
+import settings
+from cluster.common.cluster_file import GPUS_A_MACHINE, ClusterFile, NodeType
+
+PRICING_REGION = "us-east-1"  # where AWS answers for the prices of all regions
+LINUX = "Linux/UNIX"
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Dollars an hour by node type, without disks and traffic."""
+
+    head: float
+    workers: dict[str, float]
+    """By name of the node type; a spot price is that of this hour in the cheapest zone."""
+    most: float
+    """The head and as many workers as max_workers allows, each of the dearest kind."""
+
+    def of(self, node_type: str, file: ClusterFile) -> float:
+        """Price of one machine of that type."""
+        return self.head if node_type == file.head.name else self.workers[node_type]
+
+
+def ask(file: ClusterFile) -> Prices:
+    """Ask AWS. Raises `settings.UserError` when a type has no price in the region."""
+    known: dict[tuple[str, str], float] = {}
+
+    def price(node_type: NodeType) -> float:
+        key = (node_type.instance_type, node_type.market)
+        if key not in known:
+            known[key] = _spot(file, key[0]) if key[1] == "spot" else _on_demand(file, key[0])
+        return known[key]
+
+    workers = {node_type.name: price(node_type) for node_type in file.workers}
+    head = price(file.head)
+    return Prices(head=head, workers=workers, most=head + file.most_workers * max(workers.values(), default=0))
+
+
+def table(file: ClusterFile, prices: Prices) -> Table:
+    """The prices as people want to see them before they say yes."""
+    shown = Table(title="Price, without disks and traffic", title_justify="left", title_style="bold", box=None)
+    for column in ("", "machine", "market", "dollars an hour"):
+        shown.add_column(column, header_style="dim", justify="right" if column.startswith("dollars") else "left")
+    shown.add_row("now", f"1 × {file.head.instance_type} (head)", file.head.market, f"{prices.head:.2f}")
+    seen: set[tuple[str, str]] = set()
+    for worker in file.workers:
+        if (key := (worker.instance_type, worker.market)) not in seen:
+            seen.add(key)
+            each = f"{prices.workers[worker.name]:.2f} each"
+            shown.add_row("while work waits", f"0 to {worker.most} × {worker.instance_type}", worker.market, each)
+    shown.add_row("at most", f"the head and {file.most_workers} of the dearest", "", f"{prices.most:.2f}")
+    return shown
+
+
+def of_workers(dollars_per_machine_hour: Mapping[int, float], device: str, workers: int) -> float | None:
+    """Dollars an hour of whole machines with a GPU for each worker; None where that GPU is none that is rented.
+
+    `device` is a GPU's name, such as "NVIDIA A100-SXM4-40GB", and the prices are by GiB of an A100.
+    """
+    for gib, dollars in dollars_per_machine_hour.items():
+        if "A100" in device and f"{gib}GB" in device:
+            return dollars * math.ceil(workers / GPUS_A_MACHINE)
+    return None
+
+
+def _on_demand(file: ClusterFile, instance_type: str) -> float:
+    wanted = {
+        "instanceType": instance_type,
+        "regionCode": file.region,
+        "operatingSystem": "Linux",
+        "tenancy": "Shared",
+        "preInstalledSw": "NA",
+        "capacitystatus": "Used",
+    }
+    answer = boto3.client("pricing", region_name=PRICING_REGION).get_products(
+        ServiceCode="AmazonEC2",
+        Filters=[{"Type": "TERM_MATCH", "Field": field, "Value": value} for field, value in wanted.items()],
+    )
+    for product in map(json.loads, answer["PriceList"]):
+        for term in product["terms"]["OnDemand"].values():
+            for dimension in term["priceDimensions"].values():
+                if (dollars := float(dimension["pricePerUnit"]["USD"])) > 0:
+                    return dollars
+    raise settings.UserError(
+        f"AWS has no price for {instance_type} in {file.region}; set another InstanceType in cluster/cluster.yaml."
+    )
+
+
+def _spot(file: ClusterFile, instance_type: str) -> float:
+    history = file.client("ec2").describe_spot_price_history(
+        InstanceTypes=[instance_type],
+        ProductDescriptions=[LINUX],
+        StartTime=datetime.datetime.now(datetime.UTC),  # gives the price of now in each zone
+    )["SpotPriceHistory"]
+    if not history:
+        raise settings.UserError(
+            f"{instance_type} is not sold as spot in {file.region}; remove that type from cluster/cluster.yaml."
+        )
+    return min(float(entry["SpotPrice"]) for entry in history)

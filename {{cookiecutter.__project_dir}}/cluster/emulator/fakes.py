@@ -1,0 +1,79 @@
+"""Answers of AWS that moto has not: prices, quotas, and IAM's simulator. Prices and quotas are round and made up; the
+shapes are AWS's.
+
+Not modelled: that prices differ by region, zone and hour; that quotas are enforced.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+from cluster.emulator.iam import Need, Principal, is_allowed
+
+DOLLARS_AN_HOUR = {"m6i.2xlarge": 0.4, "m6i.8xlarge": 1.6, "p4d.24xlarge": 22.0, "p4de.24xlarge": 28.0}
+SPOT_SHARE = 0.5
+"""Of the price on demand."""
+
+VCPUS = 1000.0
+"""What every quota of vCPUs allows."""
+
+SIMULATION = """<?xml version="1.0" encoding="UTF-8"?>
+<SimulatePrincipalPolicyResponse xmlns="https://iam.amazonaws.com/doc/2010-05-08/"><SimulatePrincipalPolicyResult>
+<EvaluationResults>{results}</EvaluationResults><IsTruncated>false</IsTruncated>
+</SimulatePrincipalPolicyResult></SimulatePrincipalPolicyResponse>"""
+SPOT_PRICES = """<?xml version="1.0" encoding="UTF-8"?>
+<DescribeSpotPriceHistoryResponse xmlns="http://ec2.amazonaws.com/doc/2016-11-15/"><spotPriceHistorySet><item>
+<instanceType>{instance_type}</instanceType><productDescription>Linux/UNIX</productDescription>
+<spotPrice>{dollars:.6f}</spotPrice><timestamp>2026-01-01T00:00:00.000Z</timestamp>
+<availabilityZone>us-east-1a</availabilityZone></item></spotPriceHistorySet></DescribeSpotPriceHistoryResponse>"""
+
+
+def answer(service: str, action: str, parameters: dict[str, Any], principal: Principal) -> str | None:
+    """The body of the answer to a call by `principal`; None where moto answers."""
+    if (service, action) == ("iam", "SimulatePrincipalPolicy"):
+        return _simulate(parameters, principal)
+    fake = FAKES.get((service, action))
+    return fake(parameters) if fake else None
+
+
+def _get_products(request: dict[str, Any]) -> str:
+    wanted = {entry["Field"]: entry["Value"] for entry in request["Filters"]}
+    price = DOLLARS_AN_HOUR.get(wanted["instanceType"])
+    dimension = {"unit": "Hrs", "pricePerUnit": {"USD": f"{price:.10f}"}} if price else None
+    product = {"terms": {"OnDemand": {"term": {"priceDimensions": {"dimension": dimension}}}}}
+    return json.dumps({"FormatVersion": "aws_v1", "PriceList": [json.dumps(product)] if price else []})
+
+
+def _spot_price_history(request: dict[str, str]) -> str:
+    instance_type = request["InstanceType.1"]
+    return SPOT_PRICES.format(instance_type=instance_type, dollars=DOLLARS_AN_HOUR.get(instance_type, 1) * SPOT_SHARE)
+
+
+def _get_service_quota(request: dict[str, Any]) -> str:
+    quota = {"ServiceCode": "ec2", "QuotaCode": request["QuotaCode"], "QuotaName": "vCPUs of running machines"}
+    return json.dumps({"Quota": quota | {"Value": VCPUS, "Unit": "None", "Adjustable": True}})
+
+
+def _simulate(request: dict[str, str], principal: Principal) -> str:
+    """By the judge that decides on the calls themselves; of the caller's own policies, whoever is asked about."""
+
+    def members(prefix: str) -> list[str]:
+        return [value for key, value in sorted(request.items()) if re.fullmatch(rf"{prefix}\.member\.\d+", key)]
+
+    keys = [key.removesuffix("ContextKeyName") for key in request if key.endswith(".ContextKeyName")]
+    context = {request[f"{key}ContextKeyName"]: request[f"{key}ContextKeyValues.member.1"] for key in keys}
+    results = ""
+    for action in members("ActionNames"):
+        (resource,) = members("ResourceArns")
+        allowed = is_allowed(principal.statements, Need(action, resource, context))
+        decision = "allowed" if allowed else "implicitDeny"
+        results += f"<member><EvalActionName>{action}</EvalActionName><EvalDecision>{decision}</EvalDecision></member>"
+    return SIMULATION.format(results=results)
+
+
+FAKES: dict[tuple[str, str], Callable[[dict[str, Any]], str]] = {
+    ("pricing", "GetProducts"): _get_products,
+    ("ec2", "DescribeSpotPriceHistory"): _spot_price_history,
+    ("servicequotas", "GetServiceQuota"): _get_service_quota,
+}

@@ -1,0 +1,114 @@
+"""An emulated instance as a real host: its own network card, addresses, processes, users and files, and a real sshd."""
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cluster.emulator.addresses import GATEWAY
+
+INIT = Path(__file__).with_name("host_init.sh")
+BOOT_TIMEOUT_S = 120  # it takes a second; a host that fails is noticed at once
+
+
+@dataclass
+class Host:
+    """One host, in namespaces that end with its first process, and that process with the cloud."""
+
+    folder: Path
+    """On a tmpfs of the cloud's own: what the host writes lies below, and goes with it."""
+    instance_id: str
+    private_ip: str
+    public_ip: str
+    public_key: str
+    user_data: bytes
+    layers: str
+    shared: list[str]
+    process: subprocess.Popen | None = field(default=None, init=False)
+
+    def boot(self) -> None:
+        """Returns when sshd answers. Raises RuntimeError when it does not, with the last lines of the boot."""
+        self.folder.mkdir(parents=True)
+        name = f"ip-{self.private_ip.replace('.', '-')}"
+        for file, text in {
+            "layers": self.layers,
+            "shared": "".join(f"{path}\n" for path in self.shared),
+            "hostname": name,
+            "hosts": f"127.0.0.1 localhost\n{self.private_ip} {name}\n",
+            "authorized_keys": self.public_key,
+        }.items():
+            (self.folder / file).write_text(text)
+        (self.folder / "user-data").write_bytes(self.user_data)
+        namespaces = ["unshare", "--net", "--mount", "--pid", "--ipc", "--uts", "--fork", "--kill-child"]
+        with (self.folder / "boot.log").open("wb") as log:
+            self.process = subprocess.Popen(
+                [*namespaces, "bash", str(INIT), str(self.folder), self.private_ip, self.public_ip, GATEWAY],
+                env={"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8"},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        self._plug_in()
+        self._wait_for_sshd()
+
+    def is_alive(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    def end(self) -> None:
+        """End every process of the host at once, as pulling its plug would, and forget its files."""
+        if self.process:
+            self.process.send_signal(signal.SIGKILL)  # --kill-child: the host's PID 1 goes with it
+            self.process.wait()
+        with contextlib.suppress(subprocess.CalledProcessError):
+            _ip("link", "del", self._card())
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def age_lease(self, seconds: float) -> None:
+        """Turn the host's lease (see cluster.yaml) back: drills do not wait ten minutes."""
+        lease = Path("/proc", self._first_process(), "root", "run/lease/renewed")
+        renewed = lease.stat().st_mtime - seconds
+        os.utime(lease, (renewed, renewed))
+
+    def log(self) -> str:
+        return (self.folder / "boot.log").read_text(errors="replace")
+
+    def _first_process(self) -> str:
+        """The host's process 1, by the number that it has in the cloud."""
+        assert self.process
+        return Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()[0]
+
+    def _card(self) -> str:
+        return f"v{self.instance_id[-12:]}"  # a name of at most 15 characters
+
+    def _plug_in(self) -> None:
+        assert self.process
+        deadline = time.monotonic() + BOOT_TIMEOUT_S
+        while not self._has_own_network() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        _ip("link", "add", self._card(), "type", "veth", "peer", "name", "eth0", "netns", str(self.process.pid))
+        _ip("link", "set", self._card(), "master", "br0", "up")
+        _ip("route", "replace", self.public_ip, "via", self.private_ip)
+
+    def _has_own_network(self) -> bool:
+        """`unshare` enters its new network before it forks the host's first process."""
+        assert self.process
+        return Path(f"/proc/{self.process.pid}/ns/net").readlink() != Path("/proc/self/ns/net").readlink()
+
+    def _wait_for_sshd(self) -> None:
+        deadline = time.monotonic() + BOOT_TIMEOUT_S
+        while self.is_alive() and time.monotonic() < deadline:
+            with contextlib.suppress(OSError):
+                socket.create_connection((self.private_ip, 22), 1).close()
+                return
+            time.sleep(0.05)
+        raise RuntimeError(f"{self.instance_id} did not boot: {self.log()[-500:]}")
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True)

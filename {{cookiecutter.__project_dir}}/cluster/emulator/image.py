@@ -1,0 +1,140 @@
+"""The image that emulated instances start from: this machine's own root below one small layer of differences.
+
+What the layer holds is all that sets an emulated instance apart from one of AWS: the user `ubuntu`, an sshd, where the
+cloud's endpoint is, and packages from this machine's cache in the place of the network.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from cluster import environment
+from cluster.common import cluster_file
+
+UBUNTU = 1500  # user and group id
+UV_SETTINGS = [
+    *("UV_DEFAULT_INDEX", "UV_INDEX", "UV_INDEX_URL", "UV_EXTRA_INDEX_URL"),
+    *("UV_FIND_LINKS", "UV_INDEX_STRATEGY", "UV_TORCH_BACKEND"),
+]
+SSHD_CONFIG = """\
+HostKey /etc/ssh/ssh_host_ed25519_key
+UsePAM no
+PasswordAuthentication no
+PermitRootLogin no
+UseDNS no
+PrintMotd no
+MaxStartups 100
+Subsystem sftp internal-sftp
+"""
+CURL = """\
+#!/bin/bash
+# curl, but uv's installer is answered here: it installs the uv of this machine, as there is no network.
+case "$*" in
+    *https://astral.sh/uv/*/install.sh*) echo 'mkdir -p ~/.local/bin && cp /opt/rehearsal/uv ~/.local/bin/uv' ;;
+    *) exec /usr/bin/curl "$@" ;;
+esac
+"""
+SHUTDOWN = (
+    "#!/bin/sh\n# ends this emulated instance; EC2 would then terminate it as its settings say\nexec kill -USR1 1\n"
+)
+
+
+def build(layer: Path, endpoint: str) -> None:
+    """Write the layer to `layer`, an empty folder on a file system that an overlay may stack."""
+    quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # torch warns of each host that no DNS knows
+    variables = {cluster_file.REHEARSAL: "1", "AWS_ENDPOINT_URL": endpoint, **quiet, **_package_variables()}
+    _write(layer / "etc/ssh/sshd_config", SSHD_CONFIG + _set_env(variables))
+    _write(layer / "etc/rehearsal-environment", "".join(f"{name}='{value}'\n" for name, value in variables.items()))
+    _write(layer / "etc/sudoers.d/ubuntu", "ubuntu ALL=(ALL) NOPASSWD:ALL\n", 0o440)
+    _write(layer / "usr/local/bin/curl", CURL, 0o755)
+    _write(layer / "usr/local/sbin/shutdown", SHUTDOWN, 0o755)
+    _write(layer / "opt/rehearsal/uv", Path(environment.find_uv()).read_bytes(), 0o755)
+    # a script and no link: by a link, Python would look for its library beside the link
+    name = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    _write(layer / "usr/local/bin" / name, f'#!/bin/sh\nexec {sys.base_prefix}/bin/{name} "$@"\n', 0o755)
+    subprocess.run(
+        ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", layer / "etc/ssh/ssh_host_ed25519_key"], check=True
+    )
+    _add_user(layer)
+    _open_parents(layer, Path(sys.base_prefix))
+
+
+def lower_layers(layer: Path, scratch: Path) -> str:
+    """The overlay's `lowerdir`: the image, what makes uv's cache writable in it, and this machine's root."""
+    cache = uv_cache()
+    opened = scratch / "cache"
+    for name in ("upper", "work", "root"):
+        (opened / name).mkdir(parents=True)
+    options = f"lowerdir=/,upperdir={opened / 'upper'},workdir={opened / 'work'}"
+    subprocess.run(["mount", "-t", "overlay", "overlay", "-o", options, opened / "root"], check=True)
+    # uv writes locks beside what it caches; it is the folders and those locks that another user must be able to write
+    written = ["(", "-type", "d", "-o", "-name", ".*", "-o", "-name", "*.lock", ")"]
+    subprocess.run(["find", f"{opened / 'root'}{cache}", *written, "-exec", "chmod", "a+rwX", "{}", "+"], check=True)
+    _open_parents(opened / "root", cache)
+    subprocess.run(["umount", opened / "root"], check=True)
+    return f"{layer}:{opened / 'upper'}:/"
+
+
+def shared_paths() -> list[str]:
+    """Folders that hosts read and that are not on the file system of `/`, which is all that an overlay shows of it."""
+    paths = [Path(sys.base_prefix), uv_cache(), *map(Path, _local_package_folders())]
+    return [str(path) for path in paths if path.exists() and path.stat().st_dev != Path("/").stat().st_dev]
+
+
+def _package_variables() -> dict[str, str]:
+    """What makes uv on a host take packages from this machine's cache, by the settings that filled it."""
+    _, sources = environment.package_sources(environment.pip_settings())
+    asked = {name: os.environ[name] for name in UV_SETTINGS if name in os.environ}
+    return {
+        **asked,
+        **sources,
+        "UV_OFFLINE": "1",
+        "UV_CACHE_DIR": str(uv_cache()),
+        "UV_LINK_MODE": "symlink",
+        "UV_PYTHON_DOWNLOADS": "never",
+    }
+
+
+def _local_package_folders() -> list[str]:
+    values = " ".join(_package_variables().values()).replace(",", " ").split()
+    return [value.removeprefix("file://") for value in values if value.startswith(("file://", "/"))]
+
+
+def uv_cache() -> Path:
+    """Where this machine keeps packages, and hosts take them from."""
+    asked = subprocess.run([environment.find_uv(), "cache", "dir"], check=True, capture_output=True, text=True)
+    return Path(asked.stdout.strip())
+
+
+def _set_env(variables: dict[str, str]) -> str:
+    return "SetEnv " + " ".join(f'"{name}={value}"' for name, value in variables.items()) + "\n"
+
+
+def _write(file: Path, content: str | bytes, mode: int = 0o644) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(content.encode() if isinstance(content, str) else content)
+    file.chmod(mode)
+
+
+def _add_user(layer: Path) -> None:
+    lines = {
+        "passwd": f"ubuntu:x:{UBUNTU}:{UBUNTU}::/home/ubuntu:/bin/bash\n",
+        "group": f"ubuntu:x:{UBUNTU}:\n",
+        "shadow": "ubuntu:*:19000:0:99999:7:::\n",
+    }
+    for name, line in lines.items():
+        others = [old for old in Path("/etc", name).read_text().splitlines() if not old.startswith("ubuntu:")]
+        _write(layer / "etc" / name, "\n".join(others) + "\n" + line, 0o640 if name == "shadow" else 0o644)
+    (layer / "home/ubuntu/.ssh").mkdir(parents=True, mode=0o700)
+    _write(layer / "home/ubuntu/.bashrc", "# nothing yet: setup_commands write here\n")
+    for path in (layer / "home/ubuntu", *(layer / "home/ubuntu").rglob("*")):
+        os.chown(path, UBUNTU, UBUNTU)
+
+
+def _open_parents(root: Path, path: Path) -> None:
+    """Let every user pass through the folders above `path`, such as /root, which may hold an interpreter."""
+    for parent in reversed(path.parents[:-1]):
+        folder = root / parent.relative_to("/")
+        folder.mkdir(exist_ok=True)
+        folder.chmod(parent.stat().st_mode | 0o055)

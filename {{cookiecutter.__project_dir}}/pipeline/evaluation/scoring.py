@@ -1,0 +1,104 @@
+"""Scores a model on packed rows: its loss, and the answers that it would give to the letter."""
+
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging
+
+from pipeline.data.conversations import NOT_TRAINED, eos_ids, load_tokenizer
+from pipeline.evaluation import stopping
+from pipeline.evaluation.candidates import Candidate
+from pipeline.ray_support import model_cache
+from pipeline.training.packed import Batch, PackedRows, trained_tokens
+
+
+class Score(NamedTuple):
+    """Sums over packed rows."""
+
+    loss: float
+    """Cross-entropy of the trained tokens, in nats."""
+    trained_tokens: int
+    documents: int
+    """Documents with a trained token; padding is none."""
+    answers: int
+    """Runs of trained tokens: what the assistant says in one turn, to its end-of-turn token."""
+    exact: int
+    """Answers that greedy decoding gives token for token."""
+
+
+@torch.no_grad()
+def score(model: PreTrainedModel, batch: Batch) -> Score:
+    """The score of `model` on a batch of packed rows.
+
+    Nothing is generated: greedy decoding gives an answer exactly where each token of it is the likeliest after all
+    that precedes it, as up to its first wrong token it has read what stands in the row.
+    """
+    output = model(**batch, num_items_in_batch=1, use_cache=False)  # 1: the loss is a sum
+    labels = batch["labels"][:, 1:]
+    trained = labels != NOT_TRAINED
+    wrong = trained & (output.logits[:, :-1].argmax(-1) != labels)
+    begins = trained & ~functional.pad(trained, (1, 0))[:, :-1]
+    answers = int(begins.sum())
+    return Score(
+        loss=float(output.loss),
+        trained_tokens=int(trained_tokens(batch)),
+        documents=_parts_with(batch["labels"] != NOT_TRAINED, begins=batch["position_ids"] == 0),
+        answers=answers,
+        exact=answers - _parts_with(wrong, begins),
+    )
+
+
+def _parts_with(marked: torch.Tensor, begins: torch.Tensor) -> int:
+    """How many parts hold a marked token, where a part is what follows one that begins it; both (rows, length)."""
+    number = begins.flatten().cumsum(0)
+    return len(number[marked.flatten()].unique())
+
+
+class Scorer:
+    """A model on a device, loaded once, and the held-out rows, which it scores by position."""
+
+    def __init__(
+        self, candidate: Candidate, data: str, device: str, precision: str, report: Callable[..., Any]
+    ) -> None:
+        """`data` is the folder or URI of the packed data; `report(rows=…)` hears of rows that are done."""
+        self._device = torch.device(device)
+        self._model = load(candidate, torch.bfloat16 if precision == "bf16" else torch.float32).to(self._device).eval()
+        self._rows = PackedRows(data, "eval")
+        self._eos_ids = eos_ids(candidate.model, load_tokenizer(candidate.model))
+        self._report = report
+
+    def __call__(self, piece: dict[str, int]) -> dict[str, float]:
+        """The score of `rows` rows from position `first` on, with how many `tokens` they have and the `seconds`.
+
+        With the first rows come the answers that were `generated`, and those that `stopped`.
+        """
+        generated, stopped = self._count_stops() if piece["first"] == 0 else (0, 0)
+        started = time.perf_counter()
+        batch = self._rows.read(piece["first"], piece["rows"])
+        scored = score(self._model, self._to_device(batch))
+        self._report(rows=piece["rows"])
+        seconds = time.perf_counter() - started
+        counts = {"tokens": batch["input_ids"].numel(), "generated": generated, "stopped": stopped}
+        return scored._asdict() | counts | {"seconds": seconds}
+
+    def _count_stops(self) -> tuple[int, int]:
+        batch = self._rows.read(0, min(stopping.QUESTIONS, len(self._rows)))
+        return stopping.count_stops(self._model, self._to_device(batch), self._eos_ids)
+
+    def _to_device(self, batch: Batch) -> Batch:
+        return {name: column.to(self._device) for name, column in batch.items()}
+
+
+def load(candidate: Candidate, dtype: torch.dtype) -> PreTrainedModel:
+    """The candidate's model in main memory, fetched to this node first where it is elsewhere."""
+    logging.disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(model_cache.on_this_node(candidate.model), dtype=dtype)
+    if candidate.adapter:
+        from peft import PeftModel  # seconds, spared to workers with a whole model
+
+        model = PeftModel.from_pretrained(model, model_cache.on_this_node(candidate.adapter))
+    return model

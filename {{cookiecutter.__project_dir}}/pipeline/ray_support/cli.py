@@ -1,0 +1,159 @@
+"""The entry of every job: typed options over settings.toml, and one-sentence errors."""
+
+import atexit
+import contextlib
+import difflib
+import functools
+import io
+import logging
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import tyro
+from pydantic import ValidationError
+from tyro import _errors, constructors
+
+import settings
+from pipeline.ray_support import job_secrets
+from pipeline.serving import haproxy
+
+PRIVATE_FOLDER = "RAY_PRIVATE_FOLDER"
+"""Environment variable: folder of a Ray that serves only this process. Other users cannot access it."""
+
+# below `uv run`, Ray would start its workers with `uv run` too, in an environment of their own
+os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+if os.environ.get("RAY_ADDRESS", "local") == "local":  # this process starts its own Ray
+    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # stays on loopback; read once, by `import ray`
+    if PRIVATE_FOLDER not in os.environ:  # its workers inherit the variable
+        parent = None if sys.platform == "linux" else "/tmp"  # macOS's TMPDIR is too long for socket paths
+        private = tempfile.mkdtemp(prefix="ray-", dir=os.environ.get("RAY_TMPDIR", parent))
+        atexit.register(shutil.rmtree, private, ignore_errors=True)
+        os.environ[PRIVATE_FOLDER] = private
+    if "RAY_SERVE_ENABLE_HA_PROXY" not in os.environ:
+        os.environ |= haproxy.environment(os.environ[PRIVATE_FOLDER])
+
+Options = TypeVar("Options", bound=settings.Section)
+
+OPTIONS = constructors.ConstructorRegistry()
+_parsed: settings.Section | None = None
+CHECKED_FOR = "JOB_OPTIONS_CHECKED_FOR"
+"""Environment variable: the command before the options. If `inv submit` sets it, a job only checks its options."""
+
+
+def parse(options_type: type[Options], *sections: str) -> Options:
+    """Read the command line over the settings of `sections`. Return the options, and keep them for `run`.
+
+    Call it before importing torch, Ray or transformers, so that --help and errors appear at once.
+    """
+    global _parsed
+    said = io.StringIO()
+    try:
+        refusing = _errors.on_parse_error(functools.partial(_refuse, options_type))  # private to tyro, which is pinned
+        with refusing, contextlib.redirect_stdout(said):
+            _parsed = options = tyro.cli(
+                options_type,
+                prog=_command(),
+                description=(sys.modules["__main__"].__doc__ or "").partition("\n\n")[0],
+                default=settings.load(options_type, *sections),
+                registry=OPTIONS,
+            )
+    except settings.UserError as error:
+        sys.exit(f"error: {error}")
+    except SystemExit:  # --help
+        print(said.getvalue().replace(" [-h]", "", 1), end="")
+        raise
+    if CHECKED_FOR in os.environ:
+        sys.exit()
+    return options
+
+
+def run(main: Callable[[Any], None]) -> None:
+    """Call `main` with the options that `parse` read. A user's error ends the process with one sentence."""
+    try:
+        main(_parsed)
+    except settings.UserError as error:
+        sys.exit(f"error: {error}")
+
+
+def _command() -> str:
+    """Return the command that precedes the options."""
+    return os.environ.get(CHECKED_FOR) or f"python -m jobs.{Path(sys.argv[0]).stem}"
+
+
+def _refuse(options_type: type[settings.Section], event: _errors.ParseErrorEvent) -> None:
+    """Raise a one-sentence error for a wrong command line, in place of tyro's box."""
+    if isinstance(event, _errors.UnrecognizedArgs):
+        name = event.tokens[0].partition("=")[0].strip("-").replace("-", "_")
+        near = difflib.get_close_matches(name, options_type.model_fields, 1)
+        meant = f"; did you mean {_flag(near[0])}?" if near else "."
+        raise settings.UserError(f"unknown option {event.tokens[0]}{meant} List all options: {_command()} --help")
+    if argument := getattr(event, "argument", None):
+        takes = argument.lowered.metavar
+        raise settings.UserError(f"{argument.display_name()} expects {takes}. Details: {_command()} --help")
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+@OPTIONS.struct_rule
+def _section(info: constructors.StructTypeInfo) -> constructors.StructConstructorSpec | None:
+    """How tyro makes a section from options: as it makes any model, but a bad value is one sentence, and no dump."""
+    section_type = info.type
+    if not (isinstance(section_type, type) and issubclass(section_type, settings.Section)):
+        return None
+
+    def make(**values: Any) -> settings.Section:
+        try:
+            return section_type(**values)
+        except ValidationError as error:
+            raise settings.UserError(_first_error(error)) from None
+
+    fields = tuple(
+        constructors.StructFieldSpec(
+            name, field.rebuild_annotation(), getattr(info.default, name), helptext=field.description
+        )
+        for name, field in section_type.model_fields.items()
+    )
+    return constructors.StructConstructorSpec(make, fields)
+
+
+def _first_error(error: ValidationError) -> str:
+    first = error.errors()[0]
+    message = first["msg"].removeprefix("Value error, ")
+    if not first["loc"]:  # two options that do not go together, which the message names
+        return f"{message}."
+    return f"{_flag(str(first['loc'][0]))}: {message} (found {first['input']!r}). Details: {_command()} --help"
+
+
+def connect(*, log_to_driver: bool = True) -> None:
+    """Join the cluster that the job was submitted to, or start one in this process for `python -m`.
+
+    `log_to_driver`: whether the job's log shows what its workers print.
+    """
+    import ray  # imported late: it takes seconds, and a wrong option must fail before that
+
+    job_secrets.load()
+    if ray.is_initialized():
+        return
+    address = os.environ.get("RAY_ADDRESS", "local")  # never a stranger's cluster that happens to run here
+    if address != "local":
+        ray.init(address=address, log_to_driver=log_to_driver)
+        return
+    os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # nobody takes this machine away
+    ray.init(
+        address="local",
+        include_dashboard=True,  # Ray Train asks it whether a run's controller lives, and complains without it
+        logging_level=logging.WARNING,
+        log_to_driver=log_to_driver,
+        _temp_dir=f"{os.environ[PRIVATE_FOLDER]}/ray",  # a subfolder: Ray gives all users access to its temp folder
+        runtime_env={
+            "worker_process_setup_hook": "pipeline.ray_support.job_secrets.load",
+            "env_vars": {"PYTHONPATH": str(settings.PROJECT)},  # with `python -m`, Ray passes on jobs/ alone
+        },
+    )

@@ -1,0 +1,60 @@
+"""Reads secrets by name in each process that needs them; values travel in no file, argv or metadata.
+
+The verb that submits sets SECRET_NAMES (comma separated) and says where values are: SECRETS_FILE on this machine,
+SECRETS_PREFIX in Secrets Manager, where a name is PREFIX + NAME. Ray calls `load` in every worker
+(`worker_process_setup_hook`); a driver calls it for itself.
+"""
+
+import functools
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from dotenv import dotenv_values
+
+
+def load() -> None:
+    """Put the named secrets into this process's environment; a name without a value stays unset."""
+    submitted = os.environ.get("SECRET_NAMES")
+    # plain `python -m` has no verb to name them: all of .env
+    names = submitted.split(",") if submitted else _from_file()
+    for name, value in read(name for name in names if name not in os.environ).items():
+        os.environ[name] = value
+
+
+def read(names: Iterable[str]) -> dict[str, str]:
+    """The values that the named secrets have now, whatever this process's environment says; those without are left out.
+
+    Raises:
+        OSError, botocore's errors: they cannot be read at this moment.
+    """
+    if prefix := os.environ.get("SECRETS_PREFIX"):
+        return _from_aws(prefix, names)
+    values = _from_file()
+    return {name: value for name in names if (value := values.get(name))}
+
+
+def _from_file() -> Mapping[str, str | None]:
+    # not settings.PROJECT: every worker process runs this first, and would import pydantic for it
+    file = Path(os.environ.get("SECRETS_FILE") or Path(__file__).parents[2] / ".env")
+    return dotenv_values(file) if file.is_file() else {}
+
+
+def _from_aws(prefix: str, names: Iterable[str]) -> dict[str, str]:
+    client = _secrets_manager()
+    values = {}
+    for name in names:
+        try:
+            values[name] = client.get_secret_value(SecretId=prefix + name)["SecretString"]
+        except client.exceptions.ResourceNotFoundException:
+            continue  # a name without a value, as in .env
+    return values
+
+
+@functools.cache
+def _secrets_manager() -> Any:
+    """Asked with the role of the machine that this runs on."""
+    import boto3  # here, as a process on this machine needs it not
+
+    return boto3.client("secretsmanager")

@@ -1,0 +1,75 @@
+"""Who may use the API: keys by name, read as secrets, and again every few seconds, so that one can be withdrawn.
+
+SERVE_API_KEY is the owner's; SERVE_API_KEYS, as NAME:KEY,NAME:KEY, are other people's.
+"""
+
+import asyncio
+import hashlib
+import hmac
+import logging
+
+from pipeline.ray_support import job_secrets
+
+OWNER = "owner"
+SECRETS = ("SERVE_API_KEY", "SERVE_API_KEYS")
+REFRESH_S = 10
+
+log = logging.getLogger("ray.serve")
+
+
+class Keys:
+    """The current API keys, as digests."""
+
+    def __init__(self) -> None:
+        """Read them.
+
+        Raises:
+            ValueError: there is no key, or SERVE_API_KEYS is not NAME:KEY,NAME:KEY or repeats a name or a key.
+        """
+        self._digests = _read()
+        if not self._digests:
+            raise ValueError("SERVE_API_KEY did not reach the replica: name it in [secrets] of settings.toml")
+
+    def name_of(self, authorization: bytes) -> str | None:
+        """The name of the key that the header carries, or None.
+
+        The time that it takes does not tell how much of a wrong key is right, nor whose it resembles.
+        """
+        scheme, _, key = authorization.partition(b" ")
+        if scheme.lower() != b"bearer":  # not secret, and case-insensitive: RFC 9110, section 11.1
+            return None
+        given = _digest(key.strip(b" "))
+        found = None
+        for name, digest in self._digests.items():
+            if hmac.compare_digest(given, digest):
+                found = name
+        return found
+
+    async def keep_up(self) -> None:
+        """Read them again and again. While they cannot be read, those that were read last stay valid."""
+        while True:
+            await asyncio.sleep(REFRESH_S)
+            try:
+                self._digests = await asyncio.to_thread(_read)
+            except Exception as error:  # the store may be away, or what stands there malformed: neither ends a server
+                log.warning(f"could not reload the API keys ({error}); the last valid ones stay in use")
+
+
+def _read() -> dict[str, bytes]:
+    values = job_secrets.read(SECRETS)
+    keys = {OWNER: values.get("SERVE_API_KEY", "")}
+    for number, pair in enumerate(filter(None, values.get("SERVE_API_KEYS", "").split(",")), start=1):
+        name, colon, key = (part.strip() for part in pair.partition(":"))
+        if not (name and colon and key):
+            raise ValueError("SERVE_API_KEYS is not NAME:KEY,NAME:KEY")
+        # print neither name nor key: the name is a key if somebody wrote KEY:NAME
+        if name in keys:
+            raise ValueError(f"entry {number} of SERVE_API_KEYS repeats a name: each key needs its own, not {OWNER}")
+        if key in keys.values():
+            raise ValueError(f"entry {number} of SERVE_API_KEYS repeats a key: each name needs its own")
+        keys[name] = key
+    return {name: _digest(key.encode()) for name, key in keys.items() if key}
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()

@@ -1,0 +1,199 @@
+"""Options of serving: the [serve] section of settings.toml, and the command line."""
+
+import hashlib
+import os
+import re
+from pathlib import PurePosixPath
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+import settings
+from pipeline.serving.limits import Rules
+
+APP = "llm"
+"""Name of the Serve application at the root path. The names of the others start with it."""
+ROOT, CANARY = "/", "/canary"
+"""Paths of the main app, and of the canary that gets a share of its requests."""
+
+
+class ServeOptions(settings.Section):
+    """[serve] of settings.toml."""
+
+    model: str
+    """Folder in Hugging Face format, hub id, or s3:// URI."""
+    model_name: str = ""
+    """Name by which clients ask for the model; empty: the run's name, or the model's own."""
+    beside: bool = False
+    """Serve the model beside what is served, at the same address, rather than in its place."""
+    canary_percent: float = Field(default=0, ge=0, le=100)
+    """Serve the model as a canary under the same name as the current one, with this percentage of its requests."""
+    host: str
+    """Address to listen on. Only this machine can reach the loopback address."""
+    port: int = Field(ge=1, le=65535)
+    """Port to listen on."""
+    accelerator: str
+    """`cpu`, or a type of GPU as Ray names it, such as A100."""
+    tensor_parallel_size: int = Field(ge=1)
+    """Devices that share each layer."""
+    pipeline_parallel_size: int = Field(ge=1)
+    """Groups of devices that share the layers in sequence."""
+    num_cpus: float = Field(default=1, ge=0)
+    """Logical CPUs of each replica, in addition to one for each device if accelerator is cpu."""
+    min_replicas: int = Field(ge=0)
+    """Replicas that always run."""
+    max_replicas: int = Field(ge=1)
+    """Maximum number of replicas."""
+    target_ongoing_requests: int = Field(ge=1)
+    """Requests in progress on one replica, on average, above which replicas are added."""
+    upscale_delay_s: float = Field(ge=0)
+    """Seconds above that load before a replica is added."""
+    downscale_delay_s: float = Field(ge=0)
+    """Seconds below it before one is removed."""
+    max_ongoing_requests: int = Field(ge=1)
+    """Maximum sequences in progress on one replica. Further requests wait."""
+    max_queued_requests: int = Field(ge=0)
+    """Maximum requests that wait on one replica. More get 503."""
+    max_request_sequences: int = Field(ge=1)
+    """Maximum sequences of one request (prompts times `n`). More get 400."""
+    prefix_routing: bool = False
+    """Send requests with the same prefix to the replica that has it cached. Adds a few milliseconds to each."""
+    max_surge_percent: int = Field(ge=0, le=100)
+    """Percentage of extra replicas during an update, rounded up; the old ones answer until the new ones are ready.
+    With 0 the old ones end first, and requests get 503 until a new one is up."""
+    dtype: Literal["float32", "bfloat16", "float16"]
+    """Number format of the weights and the computation."""
+    max_model_len: int = Field(ge=2)
+    """Tokens of prompt and answer together at most."""
+    max_num_seqs: int = Field(ge=1)
+    """Sequences that the engine decodes in one batch at most."""
+    kv_cache_gib: float | None = Field(default=None, gt=0)
+    """GiB for the KV cache. None: what vLLM finds free on the device."""
+    enforce_eager: bool = False
+    """Run the model without compiling it: starts sooner, answers slower."""
+    adapters: str = ""
+    """Folder of runs, or its s3:// URI, whose LoRA adapters over `model` are served too, each by its run's name; empty:
+    none. The engine is somewhat slower with them."""
+    max_loras: int = Field(ge=1)
+    """Adapters that share a batch at most; requests for more wait."""
+    max_lora_rank: Literal[8, 16, 32, 64, 128, 256]
+    """Rank of an adapter at most; the engine sets memory aside for it."""
+    start_timeout_s: int = Field(ge=1)
+    """Seconds to wait for a deployment to become healthy."""
+    key_requests_per_minute: int = Field(ge=1)
+    """Maximum sequences per minute that each key may ask of one replica. More get 429."""
+    key_requests_at_once: int = Field(ge=1)
+    """Maximum sequences in progress of each key on one replica. More get 429."""
+    max_body_mib: float = Field(gt=0)
+    """MiB of one request at most; more gets 413."""
+    body_timeout_s: float = Field(gt=0)
+    """Seconds in which a request's body must arrive. A slower one gets 408."""
+    request_timeout_s: float = Field(gt=0)
+    """Seconds in which a request must be fully answered, including its time in the queue. A slower one gets 504."""
+
+    @model_validator(mode="after")
+    def _replicas_in_order(self) -> "ServeOptions":
+        if self.min_replicas > self.max_replicas:
+            raise ValueError(f"min_replicas = {self.min_replicas} is more than max_replicas = {self.max_replicas}")
+        return self
+
+    @model_validator(mode="after")
+    def _room_for_the_largest_request(self) -> "ServeOptions":
+        for name in ("max_ongoing_requests", "key_requests_at_once", "key_requests_per_minute"):
+            if getattr(self, name) < self.max_request_sequences:
+                raise ValueError(
+                    f"max_request_sequences = {self.max_request_sequences} is more than "
+                    f"{name} = {getattr(self, name)}; lower it, or raise {name}"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _in_one_place(self) -> "ServeOptions":
+        if self.beside and self.canary_percent:
+            raise ValueError("beside = true and canary_percent cannot be combined: remove one of them")
+        return self
+
+    @property
+    def is_hub_id(self) -> bool:
+        """Whether `model` reads like `owner/name` and not like a path in this project."""
+        reads_like_one = re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", self.model) is not None
+        return reads_like_one and not os.path.isdir(settings.resolve(self.model.split("/")[0]))
+
+    @property
+    def source(self) -> str:
+        """Where vLLM finds the model: an absolute folder, a URI or a hub id."""
+        return self.model if self.is_hub_id else settings.resolve(self.model)
+
+    @property
+    def served_name(self) -> str:
+        """Name of the model in the API: `runs/NAME/model` is NAME, another path its last part, a hub id itself."""
+        if self.model_name or self.is_hub_id:
+            return self.model_name or self.model
+        parts = PurePosixPath(self.source).parts
+        return parts[-2] if parts[-1] == "model" else parts[-1]
+
+    @property
+    def rules(self) -> Rules:
+        """The limits that a replica enforces."""
+        return Rules(
+            per_minute=self.key_requests_per_minute,
+            at_once=self.key_requests_at_once,
+            max_body=int(self.max_body_mib * 2**20),
+            timeout_s=self.request_timeout_s,
+            body_timeout_s=self.body_timeout_s,
+            max_sequences=self.max_request_sequences,
+            slots=self.max_ongoing_requests,
+            max_waiting=self.max_queued_requests,
+        )
+
+    @property
+    def root(self) -> str:
+        """The server's address on the machine that listens, or behind a tunnel to it."""
+        return f"http://{self.host.replace('0.0.0.0', '127.0.0.1')}:{self.port}"
+
+    @property
+    def path(self) -> str:
+        """Where the application is, below the server's address."""
+        if self.canary_percent:
+            return CANARY
+        return f"/models/{_path_segment(self.served_name)}" if self.beside else ROOT
+
+    @property
+    def app(self) -> str:
+        """Name of Serve's application."""
+        return app_name(self.path)
+
+    @property
+    def url(self) -> str:
+        """Base URL for OpenAI clients."""
+        return f"{self.root}/v1"
+
+
+def app_name(path: str) -> str:
+    """Return the name of the Serve application at a path."""
+    return APP if path == ROOT else APP + path.replace("/", "-")
+
+
+def _path_segment(name: str) -> str:
+    """Return a form of the name that fits paths and application names, and that no other name gets."""
+    plain = re.sub(r"[^a-zA-Z0-9._-]", "-", name)
+    return plain if plain == name else f"{plain}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+
+
+class ServedOptions(settings.Section):
+    """What to change. Without options, the job shows what is served."""
+
+    canary_percent: float | None = Field(default=None, ge=0, le=100)
+    """Share of the requests that the canary gets from now on."""
+    promote: bool = False
+    """Replace the main model by the canary."""
+    roll_back: bool = False
+    """End the canary."""
+    end: str = ""
+    """Stop serving this additional model, or `rag`."""
+
+    @model_validator(mode="after")
+    def _one_thing(self) -> "ServedOptions":
+        if sum((self.canary_percent is not None, self.promote, self.roll_back, bool(self.end))) > 1:
+            raise ValueError("use only one of --canary-percent, --promote, --roll-back and --end")
+        return self

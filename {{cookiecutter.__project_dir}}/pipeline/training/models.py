@@ -1,0 +1,139 @@
+"""Loads what is trained, and writes what was trained, as Hugging Face folders."""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers.utils import is_flash_attn_2_available, logging
+
+from pipeline.ray_support import model_cache
+from pipeline.training.options import TrainOptions
+from pipeline.training.strategies import Strategy
+
+
+def load_model(options: TrainOptions) -> PreTrainedModel:
+    """The model in fp32 in main memory: master weights, whatever the precision of the computation.
+
+    With LoRA every linear layer but the last has an adapter, and nothing else is trained.
+    """
+    logging.disable_progress_bar()
+    model = _load(options, quantized=options.quantize_base)
+    if options.liger:
+        from transformers.integrations.liger import apply_liger_kernel  # seconds, as peft below
+
+        apply_liger_kernel(model, None)
+    if options.lora_rank:
+        _add_adapters(model, options)
+    if options.gradient_checkpointing:
+        model.activation_checkpointing_enable()
+    if options.compile:
+        for layer in decoder_layers(model):  # one compilation serves all of them, as they are alike
+            layer.compile()
+    return model.train()
+
+
+def _add_adapters(model: PreTrainedModel, options: TrainOptions) -> None:
+    from peft import LoraConfig  # seconds, for those who train adapters
+
+    model.add_adapter(
+        LoraConfig(
+            r=options.lora_rank,
+            lora_alpha=options.lora_alpha,
+            lora_dropout=options.lora_dropout,
+            target_modules="all-linear",
+            task_type="CAUSAL_LM",
+        )
+    )
+    model.enable_input_require_grads()  # or checkpointed layers below frozen ones would get no gradient
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The modules of the classes that transformers never splits between devices."""
+    return [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or [])]
+
+
+def _load(options: TrainOptions, quantized: bool = False) -> PreTrainedModel:
+    computed_in = torch.bfloat16 if options.precision == "bf16" else torch.float32
+    nf4 = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=computed_in,
+    )
+    flash = options.precision == "bf16" and is_flash_attn_2_available()
+    return AutoModelForCausalLM.from_pretrained(
+        model_cache.on_this_node(options.model),
+        dtype=torch.float32,
+        quantization_config=nf4 if quantized else None,
+        attn_implementation="flash_attention_2" if flash else "sdpa",
+    )
+
+
+def with_supported_precision(options: TrainOptions, device: torch.device) -> TrainOptions:
+    """`options` with fp32 in place of bf16 where the device would only emulate it."""
+    if options.precision == "fp32" or _computes_in_bf16(device):
+        return options
+    print(f"{device} does not compute in bf16: training in fp32", flush=True)
+    return options.model_copy(update={"precision": "fp32"})
+
+
+def _computes_in_bf16(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    capabilities = torch.cpu.get_capabilities()
+    return any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16", "sve_bf16"))
+
+
+def export(
+    strategy: Strategy, tokenizer: PreTrainedTokenizerFast, eos_ids: list[int], run: Path, options: TrainOptions
+) -> None:
+    """Write model and tokenizer to the folder `model` of the run, which on a disk holds a whole one at any time; of a
+    training of adapters also these, alone, to `adapter`. All ranks call it."""
+    state = strategy.gather()
+    if not state:
+        return  # another rank writes
+    model = strategy.model
+    if options.lora_rank:
+        with _replaced(run / "adapter") as folder:
+            model.save_pretrained(folder, state_dict=state)
+            adapters = model.peft_config["default"]
+            adapters.base_model_name_or_path = options.model  # it has written where this node's copy is
+            adapters.save_pretrained(folder)
+        model, state = _merged(options, run / "adapter")
+    with _replaced(run / "model") as folder:
+        if eos_ids and model.generation_config:
+            model.generation_config.eos_token_id = eos_ids
+        _write(model, state, folder, torch.bfloat16 if options.precision == "bf16" else torch.float32)
+        tokenizer.save_pretrained(folder)
+
+
+def _merged(options: TrainOptions, adapter: Path) -> tuple[PreTrainedModel, dict[str, torch.Tensor]]:
+    """The base model with the adapters added to its weights."""
+    from peft import PeftModel
+
+    merged = PeftModel.from_pretrained(_load(options), str(adapter)).merge_and_unload()
+    return merged, merged.state_dict()
+
+
+def _write(model: PreTrainedModel, state: dict[str, torch.Tensor], folder: Path, dtype: torch.dtype) -> None:
+    every_name = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    tied = every_name - {name for name, _ in model.named_parameters()}  # loading ties them again
+    model.save_pretrained(
+        folder, state_dict={name: value.to(dtype) for name, value in state.items() if name not in tied}
+    )
+    model.config.dtype = dtype  # it has written that of the parameters in memory
+    model.config.save_pretrained(folder)
+
+
+@contextmanager
+def _replaced(folder: Path) -> Iterator[Path]:
+    """A folder to write to, which takes the place of `folder` when it is whole."""
+    partial = folder.with_name(f".{folder.name}-partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    yield partial
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.rename(folder)

@@ -1,0 +1,148 @@
+"""Reads the packed rows that `preprocess` wrote, by position: what a step reads depends on nothing but its number."""
+
+import json
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.dataset
+import pyarrow.fs
+import torch
+from pydantic import BaseModel
+
+from pipeline.data.conversations import NOT_TRAINED
+from settings import UserError
+
+COLUMNS = ("input_ids", "labels", "position_ids")
+
+Arrays = dict[str, np.ndarray]
+"""Each of COLUMNS as int32 (rows, sequence_length)."""
+
+Batch = dict[str, torch.Tensor]
+"""Each of COLUMNS as int64 (rows, sequence_length)."""
+
+
+class Shard(BaseModel):
+    """One parquet file of a part."""
+
+    name: str
+    rows: int
+
+
+class Part(BaseModel):
+    """The training or the evaluation part of the data."""
+
+    files: list[Shard]
+    rows: int
+
+
+class TokenizerRecord(BaseModel):
+    """The tokenizer that the rows were made with."""
+
+    model: str
+    hash: str
+    vocabulary: int
+    chat_template: str | None
+    eos_ids: list[int] = []
+
+
+class Manifest(BaseModel):
+    """What training reads of preprocess's manifest.json."""
+
+    sequence_length: int
+    content_hash: str
+    tokenizer: TokenizerRecord
+    train: Part
+    eval: Part
+
+
+def read_manifest(folder: str) -> Manifest:
+    """The manifest of the packed data in `folder`, a path or a URI.
+
+    Raises:
+        UserError: nothing is there.
+    """
+    filesystem, path = pyarrow.fs.FileSystem.from_uri(folder)
+    try:
+        with filesystem.open_input_stream(f"{path}/manifest.json") as file:
+            return Manifest.model_validate(json.load(file))
+    except FileNotFoundError:
+        raise UserError(f"there is no packed data in {folder}; make it with: inv submit preprocess") from None
+
+
+class PackedRows:
+    """The packed rows of one part.
+
+    Position p is row p % len(self) of epoch p // len(self). With a seed, each epoch takes the row groups,
+    and the rows of each, in an order of its own: shuffled, and yet one row group at a time is in memory.
+    """
+
+    def __init__(self, folder: str, part: Literal["train", "eval"], seed: int | None = None) -> None:
+        shards = getattr(read_manifest(folder), part).files
+        filesystem, path = pyarrow.fs.FileSystem.from_uri(folder)
+        files = [f"{path}/{part}/{shard.name}" for shard in shards]
+        fragments = pa.dataset.dataset(files, filesystem=filesystem).get_fragments() if files else []
+        self._groups = [group for fragment in fragments for group in fragment.split_by_row_group()]
+        self._sizes = np.array([group.row_groups[0].num_rows for group in self._groups], dtype=np.int64)
+        self._files = [group.path.rpartition("/")[2] for group in self._groups]
+        before = (self._sizes.cumsum() - self._sizes).tolist()
+        first: dict[str, int] = {}
+        self._starts = [start - first.setdefault(file, start) for file, start in zip(self._files, before, strict=True)]
+        self._seed = seed
+        self._read_group = lru_cache(maxsize=2)(self._read_group)  # two: a batch may span their boundary
+        if len(self) != sum(shard.rows for shard in shards):
+            raise UserError(f"{folder}/{part} does not hold the rows that its manifest counts; run preprocess again.")
+
+    def __len__(self) -> int:
+        return int(self._sizes.sum())
+
+    def read(self, first: int, count: int) -> Batch:
+        """The rows at positions first .. first + count - 1."""
+        pieces = [
+            {name: array[rows] for name, array in self._read_group(group).items()}
+            for group, rows in self._places(first, count)
+        ]
+        return as_batch({name: np.concatenate([piece[name] for piece in pieces]) for name in COLUMNS})
+
+    def names(self, first: int, count: int) -> list[str]:
+        """The rows at these positions as FILE:ROW, rows counted from 0."""
+        return [
+            f"{self._files[group]}:{self._starts[group] + row}"
+            for group, rows in self._places(first, count)
+            for row in rows
+        ]
+
+    def _places(self, first: int, count: int) -> Iterator[tuple[int, np.ndarray]]:
+        """Row groups, and the rows in each, that hold the positions from `first` on."""
+        while count:
+            epoch, offset = divmod(first, len(self))
+            groups = self._order(len(self._groups), epoch)
+            ends = self._sizes[groups].cumsum()
+            slot = int(ends.searchsorted(offset, side="right"))
+            group, end = int(groups[slot]), int(ends[slot])
+            rows = self._order(self._sizes[group], epoch, group)[offset - end :][:count]
+            yield group, rows
+            first, count = first + len(rows), count - len(rows)
+
+    def _order(self, size: int, *where: int) -> np.ndarray:
+        return np.arange(size) if self._seed is None else np.random.default_rng([self._seed, *where]).permutation(size)
+
+    def _read_group(self, group: int) -> Arrays:
+        return as_arrays(self._groups[group].to_table(columns=list(COLUMNS)))
+
+
+def as_arrays(table: pa.Table) -> Arrays:
+    """The columns of packed rows, fixed-size lists, as arrays."""
+    return {name: table[name].combine_chunks().flatten().to_numpy().reshape(len(table), -1) for name in COLUMNS}
+
+
+def as_batch(arrays: Arrays) -> Batch:
+    """Tensors of the type that an embedding looks up by."""
+    return {name: torch.from_numpy(array).long() for name, array in arrays.items()}
+
+
+def trained_tokens(batch: Batch) -> torch.Tensor:
+    """How many tokens carry loss: the first of a row never does, as nothing predicts it. A scalar."""
+    return (batch["labels"][:, 1:] != NOT_TRAINED).sum()

@@ -1,0 +1,104 @@
+"""What a person or a plot reads of a run, written on rank 0: metrics, events, TensorBoard's files, progress lines."""
+
+import json
+import time
+from collections.abc import Iterable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.tensorboard import SummaryWriter
+
+from pipeline.training.history import Line, last_seen, lines
+from pipeline.training.options import TrainOptions
+from pipeline.training.runtimes.runtime import Metrics, Run
+from pipeline.training.storage import RunFolder
+from pipeline.training.trackers import Trackers
+
+
+class Record:
+    """Each step once, in order: a resumed run forgets the steps after its checkpoint, which it makes again.
+
+    A line of metrics.jsonl holds step, time, loss, lr, grad_norm, tokens_per_s, memory_gib, and where known mfu,
+    eval_loss and eval_perplexity. One of events.jsonl holds event, step and time: each `start` of the workers, and what
+    they are, each `checkpoint`, and the `end`. A start that came to no end is `broken off` where it was seen last; the
+    next one adds that. Times are Unix seconds.
+    """
+
+    def __init__(self, folder: RunFolder, options: TrainOptions, run: Run, done: int) -> None:
+        self._last_step = options.last_step
+        self._metrics, self._events = folder.fetch("metrics.jsonl"), folder.fetch("events.jsonl")
+        rows, events = _read(self._metrics), _read(self._events)
+        if events and events[-1]["event"] != "end":
+            last = last_seen(events, rows)
+            events.append({"event": "broken off", "step": last["step"], "time": last["time"]})
+        _write(self._metrics, (row for row in rows if row["step"] <= done))
+        _write(self._events, events)
+        self._board = SummaryWriter(folder.path / "tensorboard", purge_step=done + 1)
+        if done < self._last_step:
+            self._trackers = Trackers(options, folder)
+            workers = {"world_size": run.world_size, "strategy": options.strategy}
+            self._note("start", done, workers | {"device": _name(run.device), "precision": options.precision})
+
+    def write(self, rows: list[Metrics], seconds_per_step: float) -> None:
+        """Append the steps since the last call, and say how far the run is."""
+        now = time.time()
+        times = (now - left * seconds_per_step for left in reversed(range(len(rows))))
+        _append(self._metrics, (row | {"time": at} for row, at in zip(rows, times, strict=True)))
+        for row in rows:
+            for name, value in row.items():
+                self._board.add_scalar(name, value, int(row["step"]))
+        self._board.flush()
+        self._trackers.write(rows)
+        print(progress_line(rows[-1], self._last_step, seconds_per_step), flush=True)
+
+    def checkpoint(self, step: int) -> None:
+        """A checkpoint after `step` was begun."""
+        self._note("checkpoint", step)
+
+    def end(self, step: int) -> None:
+        """This start ends as it should, after `step`."""
+        self._note("end", step)
+        self._trackers.end()
+
+    def _note(self, event: str, step: int, more: dict[str, Any] | None = None) -> None:
+        _append(self._events, [{"event": event, "step": step, "time": time.time()} | (more or {})])
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _read(file: Path) -> list[Line]:
+    return list(lines(file.read_text())) if file.exists() else []
+
+
+def _write(file: Path, content: Iterable[Line]) -> None:
+    """In the place of what is there, which stays as it is if a kill comes in between."""
+    partial = file.with_name(f".{file.name}")
+    partial.write_text("".join(json.dumps(line) + "\n" for line in content))
+    partial.rename(file)
+
+
+def _append(file: Path, content: Iterable[Line]) -> None:
+    with file.open("a", encoding="utf-8") as opened:
+        opened.writelines(json.dumps(line) + "\n" for line in content)
+
+
+def progress_line(row: Metrics, last_step: int, seconds_per_step: float) -> str:
+    """How far, how good, how fast, how long still."""
+    left = timedelta(seconds=round((last_step - row["step"]) * seconds_per_step))
+    parts = [
+        f"step {row['step']:>{len(str(last_step))}}/{last_step}",
+        f"loss {row['loss']:.4f}",
+        f"lr {row['lr']:.2e}",
+        f"{row['tokens_per_s']:,.0f} tokens/s",
+    ]
+    if "mfu" in row:
+        parts.append(f"MFU {row['mfu']:.1%}")
+    parts.append(f"{row['memory_gib']:.1f} GiB")
+    parts.append(f"{left} left")
+    if "eval_loss" in row:
+        parts.append(f"evaluation loss {row['eval_loss']:.4f}, perplexity {row['eval_perplexity']:.2f}")
+    return "  ".join(parts)

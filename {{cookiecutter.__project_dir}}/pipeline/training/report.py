@@ -1,0 +1,247 @@
+"""Draws runs beside each other, as one HTML page that needs no network: `inv report`."""
+
+import html
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from itertools import cycle, groupby
+from pathlib import Path
+from typing import Any
+
+import plotly.graph_objects as go
+from jinja2 import Environment, StrictUndefined
+from plotly.subplots import make_subplots
+from pydantic import ConfigDict
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+import settings
+from pipeline.training import data_report, history
+from pipeline.training.history import History, Line
+
+FILE = settings.PROJECT / "results" / "report.html"
+TEMPLATE = Path(__file__).with_name("report.html.jinja")
+PANELS = {"loss": "loss", "grad_norm": "gradient norm", "lr": "learning rate", "tokens_per_s": "tokens/s"}
+HEIGHTS = (0.49, 0.17, 0.17, 0.17)
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")  # for colour-blind people too
+MARKS = {"evaluation": "circle", "checkpoint": "diamond", "restart": "x"}
+SIZES = {"evaluation": 8, "checkpoint": 9, "restart": 13}
+GREY = "#777777"
+LOOK = {
+    "template": "plotly_white",
+    "colorway": COLOURS,
+    "width": 1240,
+    "margin": {"l": 80, "r": 20, "t": 20, "b": 70},
+    "font": {"family": "system-ui, sans-serif", "size": 13, "color": "#222222"},
+}
+SHOWN = ("run", "steps", "loss", "best evaluation", "tokens/s", "time", "restarts")
+STEP, HOURS = "step", "hours since the first start"
+UNKNOWN = "—"
+
+Price = Callable[[str, int], float | None]
+"""Dollars an hour of the machines with so many devices of that name; None where that is not known."""
+
+Summary = list[dict[str, str]]
+"""One run each, by the names of the columns."""
+
+
+class OutputSection(settings.Section):
+    """What of [train] says where runs are."""
+
+    model_config = ConfigDict(extra="ignore")
+    output: str
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What is drawn of one run in one panel."""
+
+    run: History
+    rows: list[Line]
+    metric: str
+    style: dict[str, Any]
+
+    @property
+    def panel(self) -> int:
+        """Counted from 1, from the top."""
+        return list(PANELS).index(self.metric.removeprefix("eval_")) + 1
+
+    @property
+    def steps(self) -> list[int]:
+        return [row["step"] for row in self.rows]
+
+    @property
+    def hours(self) -> list[float]:
+        """Since the run was first started."""
+        return [(row["time"] - self.run.events[0]["time"]) / 3600 for row in self.rows]
+
+    @property
+    def values(self) -> list[float]:
+        return [row[self.metric] for row in self.rows]
+
+
+def draw(names: Sequence[str], price: Price, console: Console) -> None:
+    """Write the page of the runs of these names, or of all, and print its table.
+
+    Raises:
+        UserError: there is none, or not one of that name.
+    """
+    output = settings.resolve(settings.load(OutputSection, "train").output)
+    runs = history.read_all(output, names)
+    summary = summarize(runs, price)
+    FILE.parent.mkdir(exist_ok=True)
+    FILE.write_text(page(runs, summary, output), encoding="utf-8")
+    console.print(_table(summary))
+    console.print(f"curves: {FILE}", soft_wrap=True, highlight=False, markup=False)
+
+
+def summarize(runs: list[History], price: Price) -> Summary:
+    """The table, without columns of which nothing is known."""
+    rows = [_cells(run, price) for run in runs]
+    known = [column for column in rows[0] if any(row[column] != UNKNOWN for row in rows)]
+    return [{column: row[column] for column in known} for row in rows]
+
+
+def page(runs: list[History], summary: Summary, output: str) -> str:
+    """The page, as HTML."""
+    data = data_report.data_reports(runs)
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+        output=output,
+        drawn=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
+        summary=list(zip(summary, cycle(COLOURS))),
+        names=[run.name for run in runs],
+        identities={key: [run.identity.get(key, "") for run in runs] for run in runs for key in run.identity},
+        figure=_html(figure(runs), "curves", include_plotlyjs=True),
+        data=data,
+        lengths=_html(data_report.lengths(data), "lengths", include_plotlyjs=False),
+    )
+
+
+def _html(drawn: go.Figure, name: str, *, include_plotlyjs: bool) -> str:
+    return drawn.update_layout(LOOK).to_html(
+        full_html=False, include_plotlyjs=include_plotlyjs, div_id=name, config={"displaylogo": False}
+    )
+
+
+def figure(runs: list[History]) -> go.Figure:
+    """Panels above each other over the same steps, or, at a click, over the hours since each run began."""
+    panels = make_subplots(len(PANELS), 1, shared_xaxes=True, vertical_spacing=0.025, row_heights=HEIGHTS)
+    coloured = list(zip(runs, cycle(COLOURS)))
+    curves = [curve for draw in (_lines, _marks) for run, colour in coloured for curve in draw(run, colour)]
+    for curve in curves:
+        group = html.escape(curve.run.name)
+        trace = go.Scatter(x=curve.steps, y=curve.values, **{"legendgroup": group, "name": group} | curve.style)
+        panels.add_trace(trace, curve.panel, 1)
+    for mark in MARKS:
+        legend = go.Scatter(x=[None], y=[None], name=mark, mode="markers", marker=_marker(mark, GREY))
+        panels.add_trace(legend, 1, 1)
+    for panel, title in enumerate(PANELS.values(), 1):
+        panels.update_yaxes(title_text=title, row=panel)
+    panels.update_xaxes(title_text=STEP, row=len(PANELS))
+    panels.update_yaxes(row=2, type="log", nticks=4, tickformat="~g")  # a spike would flatten all else
+    panels.update_yaxes(row=3, exponentformat="power")
+    panels.update_yaxes(row=4, rangemode="tozero")
+    panels.update_layout(
+        height=900,
+        legend={"orientation": "h", "yanchor": "bottom", "y": 1.01, "x": 0},
+        hovermode="x",
+        updatemenus=[_switch(curves)],
+    )
+    return panels
+
+
+def _lines(run: History, colour: str) -> Iterator[Curve]:
+    for metric in PANELS:
+        look = {"mode": "lines", "line": {"color": colour, "width": 1.2}, "opacity": 0.7}
+        yield Curve(run, run.rows, metric, look | {"showlegend": metric == "loss"})
+
+
+def _marks(run: History, colour: str) -> Iterator[Curve]:
+    """On the loss: what was evaluated, the steps that were saved, and the first one after each restart."""
+    by_step = {row["step"]: row for row in run.rows}
+    marked = {
+        "evaluation": ([row for row in run.rows if "eval_loss" in row], "eval_loss", "lines+markers"),
+        "checkpoint": ([by_step[step] for step in run.checkpoints if step in by_step], "loss", "markers"),
+        "restart": ([by_step[step + 1] for step in run.restarts if step + 1 in by_step], "loss", "markers"),
+    }
+    for mark, (rows, metric, mode) in marked.items():
+        name = f"{html.escape(run.name)}, {mark}"
+        look = {"mode": mode, "marker": _marker(mark, colour), "line": {"color": colour, "width": 1.5, "dash": "dot"}}
+        yield Curve(run, rows, metric, look | {"name": name, "showlegend": False})
+
+
+def _marker(mark: str, colour: str) -> dict[str, Any]:
+    inside, edge = ("white", colour) if mark == "checkpoint" else (colour, "white")
+    return {"symbol": MARKS[mark], "color": inside, "size": SIZES[mark], "line": {"color": edge, "width": 1.5}}
+
+
+def _switch(curves: list[Curve]) -> dict[str, Any]:
+    """Two buttons that say what the curves are drawn over."""
+
+    def button(title: str, values: list[list[Any]]) -> dict[str, Any]:
+        bottom = f"xaxis{len(PANELS)}.title.text"
+        arguments = [{"x": values}, {bottom: title, "xaxis.autorange": True}, list(range(len(curves)))]
+        return {"label": title, "method": "update", "args": arguments}
+
+    return {
+        "type": "buttons",
+        "direction": "right",
+        "buttons": [
+            button(STEP, [curve.steps for curve in curves]),
+            button(HOURS, [curve.hours for curve in curves]),
+        ],
+        "x": 1,
+        "xanchor": "right",
+        "y": -0.035,
+        "yanchor": "top",
+    }
+
+
+def _cells(run: History, price: Price) -> dict[str, str]:
+    last, workers = run.rows[-1], run.starts[-1].began
+    best = min((row for row in run.rows if "eval_loss" in row), key=lambda row: row["eval_loss"], default=None)
+    mfu = [row["mfu"] for row in run.rows if "mfu" in row]
+    gpu_hours, dollars = _cost(run, price)
+    numbers = " → ".join(str(number) for number, _ in groupby(start.began["world_size"] for start in run.starts))
+    return {
+        "run": run.name,
+        "strategy": f"{workers['strategy']}, {workers['precision']}",
+        "workers": f"{numbers} × {workers['device'].removeprefix('NVIDIA ')}",
+        "steps": f"{last['step']:,}/{run.identity['steps']:,}",
+        "loss": f"{last['loss']:.4f}",
+        "best evaluation": f"{best['eval_loss']:.4f} at {best['step']:,}" if best else UNKNOWN,
+        "tokens/s": f"{statistics.median(row['tokens_per_s'] for row in run.rows):,.0f}",
+        "MFU": f"{statistics.median(mfu):.1%}" if mfu else UNKNOWN,
+        "time": str(timedelta(seconds=round(run.seconds))),
+        "restarts": str(len(run.restarts)),
+        "steps lost": str(run.steps_lost),
+        "GPU-hours": UNKNOWN if gpu_hours is None else f"{gpu_hours:,.2f}",
+        "dollars": UNKNOWN if dollars is None else f"≈ {dollars:,.2f}",
+    }
+
+
+def _cost(run: History, price: Price) -> tuple[float | None, float | None]:
+    """GPU-hours and dollars, as far as they are known."""
+    on_gpus = [start for start in run.starts if start.began["device"] != "cpu"]
+    if not on_gpus:
+        return None, None
+    hours = [start.seconds / 3600 for start in on_gpus]
+    workers = [start.began["world_size"] for start in on_gpus]
+    prices = [price(start.began["device"], start.began["world_size"]) for start in on_gpus]
+    gpu_hours = sum(number * time for number, time in zip(workers, hours, strict=True))
+    known = [dollars * time for dollars, time in zip(prices, hours, strict=True) if dollars is not None]
+    return gpu_hours, sum(known) if len(known) == len(hours) else None
+
+
+def _table(summary: Summary) -> Table:
+    """What of it fits a terminal."""
+    table = Table(box=None, pad_edge=False)
+    shown = [column for column in SHOWN if column in summary[0]]
+    for column in shown:
+        table.add_column(column, header_style="dim", overflow="fold", justify="left" if column == "run" else "right")
+    for cells in summary:
+        table.add_row(*(escape(cells[column]) for column in shown))
+    return table

@@ -1,0 +1,213 @@
+"""Runs the training loop under Ray Train: the workers' side of the Run port, and the driver that starts them."""
+
+import hashlib
+import shutil
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.train
+import torch
+from pyarrow.fs import FileSelector
+from ray.train import (
+    Checkpoint,
+    CheckpointConfig,
+    CheckpointUploadMode,
+    FailureConfig,
+    LoggingConfig,
+    RunConfig,
+    ScalingConfig,
+    WorkerGroupError,
+)
+from ray.train.torch import TorchConfig, TorchTrainer, get_device, prepare_model
+from ray.tune.integration.ray_train import TuneReportCallback
+from ray.tune.trainable.trainable_fn_utils import _in_tune_session
+from torch import nn
+
+from pipeline.data import rows, streaming
+from pipeline.ray_support import capacity, cli, gang, ray_logging
+from pipeline.training import preflight
+from pipeline.training.arithmetic import check_batches
+from pipeline.training.loop import train
+from pipeline.training.options import TrainOptions
+from pipeline.training.runtimes.runtime import Metrics, Write
+from pipeline.training.strategies import MakeStrategy
+from settings import UserError
+
+SCORE = "checkpoint_score"
+"""The evaluation loss, by which Ray keeps the best; without one a checkpoint is the worst, and the newest of these."""
+
+
+class RayRun:
+    """The Run port in a worker of Ray Train."""
+
+    def __init__(self, device: str) -> None:
+        context = ray.train.get_context()
+        self.rank = context.get_world_rank()
+        self.world_size = context.get_world_size()
+        self.device = torch.device("cpu") if device == "cpu" else get_device()
+        self._storage = context.get_storage()
+        reported = ray.train.get_all_reported_checkpoints()
+        self._reported = sorted(reported, key=lambda one: one.metrics["step"], reverse=True)
+        self._names = {Path(one.checkpoint.path).name for one in reported}
+        self._kept = threading.Event()
+        self._kept.set()
+        self._nodes_to_go: set[str] = set()
+        run = hashlib.sha256(self._storage.experiment_fs_path.encode()).hexdigest()[:12]
+        self.scratch = Path(tempfile.gettempdir(), f"checkpoint-{run}", f"rank-{self.rank}")
+        self._forget_unfinished()
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        options = {"gradient_as_bucket_view": True}  # no second copy of the gradients
+        return prepare_model(model, move_to_device=self.device, parallel_strategy_kwargs=options)
+
+    def report(self, metrics: Metrics, write: Write) -> None:
+        """Ray merges the ranks' folders into one under the run's, and keeps the best and the last."""
+        self._kept.clear()
+        self.scratch.mkdir(parents=True)
+
+        is_written = False
+
+        def keep(checkpoint: Checkpoint, name: str) -> Checkpoint:
+            nonlocal is_written
+            if not is_written:  # Ray calls again where the storage was busy; where that is no use it ends the workers
+                write(self.scratch)
+                is_written = True
+            stored = self._storage.persist_current_checkpoint(checkpoint, name)
+            shutil.rmtree(self.scratch)
+            self._kept.set()
+            return stored
+
+        ray.train.report(
+            metrics | {SCORE: metrics.get("eval_loss", sys.float_info.max)},
+            checkpoint=Checkpoint.from_directory(self.scratch),
+            checkpoint_dir_name=self._new_name(int(metrics["step"])),
+            checkpoint_upload_mode=CheckpointUploadMode.ASYNC,
+            delete_local_checkpoint_after_upload=False,  # it would be after the next one may have begun
+            checkpoint_upload_fn=keep,
+        )
+
+    def wait(self) -> None:
+        self._kept.wait()
+
+    def checkpoints(self) -> Iterator[Path]:
+        for reported in self._reported:
+            with reported.checkpoint.as_directory() as folder:
+                yield Path(folder)
+
+    def should_stop(self) -> bool:
+        """Never: Ray ends workers without asking, and a new start resumes from the last checkpoint."""
+        return False
+
+    def should_save(self) -> bool:
+        """Once for each machine of the workers that AWS has announced to take away (a drain of its Ray node)."""
+        notice = ray.train.get_preemption_info()
+        nodes = set(notice.preempted_node_ids) if notice else set()
+        is_news = not nodes <= self._nodes_to_go
+        self._nodes_to_go |= nodes
+        return is_news
+
+    def _new_name(self, step: int) -> str:
+        """The folder of a checkpoint. Ray still counts one that was found torn, and would delete both with one name."""
+        name = f"step-{step:08d}"
+        while name in self._names:
+            name += "-again"
+        self._names.add(name)
+        return name
+
+    def _forget_unfinished(self) -> None:
+        """Delete what workers that were killed left of a checkpoint: their copies, and what they had stored of it."""
+        shutil.rmtree(self.scratch.parent, ignore_errors=True)  # whichever ranks they had on this node
+        if self.rank == 0:
+            files = self._storage.storage_filesystem
+            for entry in files.get_file_info(FileSelector(self._storage.experiment_fs_path)):
+                if entry.base_name.startswith("step-") and entry.base_name not in self._names:
+                    files.delete_dir(entry.path)
+
+
+def fit(options: TrainOptions, make_strategy: MakeStrategy) -> None:
+    """Check all that can be checked, start the workers, and wait for the trained model.
+
+    Raises:
+        UserError: something does not fit, or the loop refused to go on.
+        torch.OutOfMemoryError: a worker's GPU is too small.
+    """
+    options = preflight.with_absolute_paths(options)
+    check_batches(options.global_batch_rows, options.micro_batch_rows, options.min_workers, options.max_workers)
+    recipe = streaming.read_recipe(options.model) if options.stream else None
+    identity = _check_stream(options, recipe) if recipe else preflight.check_packed(options)
+    cli.connect()
+    ray_logging.driver()
+    _check_cluster(options, recipe)
+    preflight.claim(options, identity | {"launcher": "Ray Train"})
+    scaling = gang.scaling(options)
+    try:
+        result = _trainer(options, make_strategy, recipe, scaling).fit()
+    except WorkerGroupError as error:
+        if "torch.OutOfMemoryError" in str(error):  # a text: the worker's own exception does not travel
+            raise torch.OutOfMemoryError from None
+        raise
+    if result.return_value:
+        raise UserError(result.return_value)
+    print(f"the trained model is in {options.output}/{options.name}/model", flush=True)
+
+
+def _check_stream(options: TrainOptions, recipe: streaming.Recipe) -> preflight.Identity:
+    print(streaming.NOTICE, flush=True)
+    config = preflight.load_config(options.model)
+    tokenize = recipe.tokenize
+    preflight.check_model(options.model, config, len(tokenize.tokenizer), tokenize.sequence_length)
+    names = ", ".join(source.name for source in recipe.sources)
+    return preflight.identify(options, config, f"stream of {names}")
+
+
+def _check_cluster(options: TrainOptions, recipe: streaming.Recipe | None) -> None:
+    capacity.refuse_too_many_workers(options.min_workers, options.worker_resources)
+    paths = {"model": options.model, "output": options.output} | ({} if recipe else {"data": options.data})
+    capacity.refuse_private_paths(paths, options.shared_paths, "train")
+    for setting, name in rows.names(recipe.sources) if recipe else ():
+        capacity.refuse_private_paths({setting: name}, options.shared_paths, "preprocess")
+    if recipe:
+        capacity.refuse_workers_on_every_cpu(options.max_workers * options.cpus_per_worker)
+
+
+def _trainer(
+    options: TrainOptions, make_strategy: MakeStrategy, recipe: streaming.Recipe | None, scaling: ScalingConfig
+) -> TorchTrainer:
+    return TorchTrainer(
+        _work,
+        # a reference: Ray's controller, which only passes it on, would import torch and transformers to unpack it
+        train_loop_config={"work": ray.put((options, make_strategy, recipe))},
+        datasets={"train": streaming.dataset(recipe)} if recipe else None,
+        torch_config=TorchConfig(backend=torch.distributed.get_default_backend_for_device(options.device)),
+        scaling_config=scaling,
+        run_config=RunConfig(
+            name=options.name,
+            storage_path=options.output,
+            callbacks=[TuneReportCallback()] if _in_tune_session() else [],  # for a trial of jobs/tune.py
+            logging_config=LoggingConfig(log_level="WARNING"),  # the loop's own lines say what happens
+            failure_config=FailureConfig(max_failures=options.max_failures),
+            checkpoint_config=CheckpointConfig(
+                num_to_keep=options.keep_checkpoints,
+                checkpoint_score_attribute=SCORE,
+                checkpoint_score_order="min",
+            ),
+        ),
+    )
+
+
+def _work(config: dict[str, Any]) -> str | None:
+    """What each worker runs. A user error is returned, not raised: Ray would start the workers again."""
+    ray_logging.worker()
+    options, make_strategy, recipe = ray.get(config["work"])
+    run = RayRun(options.device)
+    source = streaming.StreamSource(recipe, options.global_batch_rows // run.world_size) if recipe else None
+    try:
+        train(options, run, make_strategy, source)
+    except UserError as error:
+        return str(error)
+    return None

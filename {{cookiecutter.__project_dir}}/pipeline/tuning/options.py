@@ -1,0 +1,63 @@
+"""Options of `tune`: [train] and [tune] of settings.toml, and the command line."""
+
+from typing import Literal, Self
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+import settings
+from pipeline.training.options import NAME, TrainOptions
+
+
+class Range(settings.Section):
+    """A range that is sampled log-uniformly."""
+
+    low: PositiveFloat
+    """The lowest."""
+    high: PositiveFloat
+    """The highest."""
+
+    @model_validator(mode="after")
+    def _bounds_are_in_order(self) -> Self:
+        if self.low > self.high:
+            raise ValueError("low is above high")
+        return self
+
+
+class TuneOptions(TrainOptions):
+    """[train], which all trials share, with the additions and overrides of [tune]."""
+
+    name: str = Field("tune", pattern=NAME)
+    """Name of the search; the same name again resumes it."""
+    script: Literal["finetune_ddp", "finetune_fsdp", "finetune_deepspeed"]
+    """The job that a trial runs."""
+    trials: PositiveInt
+    """Number of settings to try. Run again with more under the same name to add trials."""
+    trials_at_once: PositiveInt
+    """Trials that run side by side, each on num_workers workers."""
+
+    learning_rates: Range
+    """Range of the learning rate."""
+    global_batches: tuple[PositiveInt, ...] = ()
+    """Values to try for global_batch_rows. Empty: not searched."""
+    lora_ranks: tuple[NonNegativeInt, ...] = ()
+    """Values to try for lora_rank. Empty: not searched."""
+
+    grace_steps: PositiveInt
+    """Steps that each trial has before it is compared with the others (ASHA: Li et al. 2018, arXiv:1810.05934)."""
+    reduction_factor: float = Field(gt=1)
+    """At each rung (grace_steps, then this many times as many, and so on), one in this many trials continues."""
+
+    @model_validator(mode="after")
+    def _trials_are_compared(self) -> Self:
+        if self.grace_steps >= self.steps:
+            raise ValueError("grace_steps must be less than steps, otherwise no trial ends early")
+        return self
+
+    @property
+    def strategy(self) -> str:
+        return self.script.removeprefix("finetune_")
+
+    @property
+    def folder(self) -> str:
+        """Where the search and its trials are."""
+        return f"{self.output}/{self.name}"
