@@ -14,7 +14,7 @@ from benchmarks.harness import PEERS_PINS
 PARTS = {  # the quick ones first
     "packing": "Packing: how much of the packed rows is padding?",
     "checkpoint": "A checkpoint: how long does the loop stand still?",
-    "serving_door": "What keys and limits cost a request to a served model",
+    "serving_middleware": "What keys and limits cost a request to a served model",
     "launchers": "Ray Train against torchrun, on the same loop",
     "trl": "Against TRL's SFTTrainer, in one process",
     "embed": "embed with two workers against two plain processes",

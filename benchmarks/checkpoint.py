@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from pipeline.training import checkpoints
-from pipeline.training.loop import train
 from pipeline.training.options import DDPOptions
-from pipeline.training.runtimes.runtime import Metrics, OneProcess, Write
+from pipeline.training.runtimes.runtime import Metrics, SingleProcess, Write
 from pipeline.training.strategies import DDP
+from pipeline.training.trainer import train
 
 from benchmarks import harness
 from benchmarks.report import Result, at_most
@@ -22,7 +22,7 @@ STORAGE_S = 8  # beside the disk's own time
 LLAMA = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "num_attention_heads": 8}
 
 
-class SlowStorage(OneProcess):
+class SlowStorage(SingleProcess):
     """A run whose checkpoints take long to be kept."""
 
     def _keep(self, metrics: Metrics, write: Write) -> None:

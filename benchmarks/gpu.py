@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pipeline.training.arithmetic import BatchPlan
-from pipeline.training.loop import Loop
+from pipeline.training.dataset import Batch
 from pipeline.training.options import DDPOptions, TrainOptions
-from pipeline.training.packed import Batch
-from pipeline.training.runtimes.runtime import OneProcess, Run
+from pipeline.training.runtimes.runtime import Runtime, SingleProcess
+from pipeline.training.schedule import BatchPlan
 from pipeline.training.strategies import DDP, Strategy
+from pipeline.training.trainer import Trainer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import settings
@@ -83,7 +83,7 @@ def measure() -> Result:
 
 
 def _measure(folder: Path, documents: int = 1, attention: str = "", **changes: Any) -> dict[str, Any]:
-    def make(model: PreTrainedModel, options: TrainOptions, run: Run, plan: BatchPlan) -> Strategy:
+    def make(model: PreTrainedModel, options: TrainOptions, run: Runtime, plan: BatchPlan) -> Strategy:
         if attention:
             model.set_attn_implementation(attention)
         return DDP(model, options, run, plan)
@@ -92,11 +92,11 @@ def _measure(folder: Path, documents: int = 1, attention: str = "", **changes: A
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    run = OneProcess(folder / "runs", torch.device("cuda", 0), keep_checkpoints=1)
+    run = SingleProcess(folder / "runs", torch.device("cuda", 0), keep_checkpoints=1)
     try:
-        loop = Loop(_options(folder, changes), run, make, RandomRows(documents))
-        _steps(loop, 1, FIRST)
-        row = _steps(loop, FIRST + 1, FIRST + STEPS)
+        trainer = Trainer(_options(folder, changes), run, make, RandomRows(documents))
+        _steps(trainer, 1, FIRST)
+        row = _steps(trainer, FIRST + 1, FIRST + STEPS)
     except torch.OutOfMemoryError:
         return {"MFU": "out of memory", "tokens/s": "", "GiB": ""}
     if "mfu" not in row:
@@ -104,12 +104,12 @@ def _measure(folder: Path, documents: int = 1, attention: str = "", **changes: A
     return {"MFU": row["mfu"], "tokens/s": row["tokens_per_s"], "GiB": torch.cuda.max_memory_allocated() / 2**30}
 
 
-def _steps(loop: Loop, first: int, last: int) -> dict[str, float]:
+def _steps(trainer: Trainer, first: int, last: int) -> dict[str, float]:
     """The loop's own steps and meter, without its checkpoint at the end; returns the last step's numbers."""
-    loop.meter.restart()
+    trainer.meter.restart()
     for step in range(first, last + 1):
-        loop._step(step)
-    return loop.meter.read()[-1]
+        trainer._step(step)
+    return trainer.meter.read()[-1]
 
 
 def _options(folder: Path, changes: dict[str, Any]) -> DDPOptions:

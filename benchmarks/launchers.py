@@ -12,10 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pipeline.training.arithmetic import BatchPlan
 from pipeline.training.options import DDPOptions, TrainOptions
 from pipeline.training.runtimes import ray_train
-from pipeline.training.runtimes.runtime import Run
+from pipeline.training.runtimes.runtime import Runtime
+from pipeline.training.schedule import BatchPlan
 from pipeline.training.strategies import DDP, Strategy
 from transformers import PreTrainedModel
 
@@ -102,7 +102,7 @@ def _cost_of_the_port(changes: dict[str, Any]) -> dict[str, float]:
     return {name: max(1000 * seconds[name] / CLOCKED_STEPS for seconds in each) for name in each[0]}
 
 
-def _clocked_ddp(model: PreTrainedModel, options: TrainOptions, run: Run, plan: BatchPlan) -> Strategy:
+def _clocked_ddp(model: PreTrainedModel, options: TrainOptions, run: Runtime, plan: BatchPlan) -> Strategy:
     """DDP, and a clock on what the loop asks of Ray Train."""
     names = (*IN_A_STEP, "wait")  # to wait is the storage's time, not Ray's
     seconds = dict.fromkeys(names, 0.0)

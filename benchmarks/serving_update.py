@@ -6,9 +6,9 @@ from collections.abc import Callable
 from benchmarks import harness, visitors
 from benchmarks.report import Result, at_most
 from benchmarks.visitors import CLEAN, Log, Visitor
-from jobs import serve_llm, served
+from jobs import models, serve_llm
+from jobs.models import ModelsOptions
 from jobs.serve_llm import ServeOptions
-from jobs.served import ServedOptions
 
 CLIENTS = 4
 CALM_S = 60.0
@@ -49,7 +49,7 @@ async def _update(options: ServeOptions, answers: dict[str, str]) -> tuple[Log, 
         phases["undisturbed"] = log.now()
         await phase("an update", lambda: serve_llm.deploy(shorter))
         await phase("a canary", lambda: serve_llm.deploy(canary))
-        await phase("its promotion", lambda: served.main(ServedOptions(promote=True)))
+        await phase("its promotion", lambda: models.main(ModelsOptions(promote=True)))
         over.set()
         await staying
     return log, phases

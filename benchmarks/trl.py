@@ -9,11 +9,11 @@ from typing import Any
 import pyarrow as pa
 import torch
 from pipeline.data.conversations import Tokenize, load_tokenizer, padding_id
-from pipeline.training.loop import PackedSource, train
+from pipeline.training.dataset import COLUMNS
 from pipeline.training.options import DDPOptions
-from pipeline.training.packed import COLUMNS
-from pipeline.training.runtimes.runtime import OneProcess
+from pipeline.training.runtimes.runtime import SingleProcess
 from pipeline.training.strategies import BETAS, DDP
+from pipeline.training.trainer import PackedSource, train
 
 from benchmarks import harness
 from benchmarks.harness import Row
@@ -104,7 +104,7 @@ def _config(folder: Path, options: DDPOptions) -> dict[str, Any]:
 def _train(options: DDPOptions) -> list[dict[str, float]]:
     """The metrics of the steps; the run goes, so that the next one begins anew."""
     folder = Path(options.output, options.name)
-    train(options, OneProcess(folder, torch.device("cpu"), options.keep_checkpoints), DDP)
+    train(options, SingleProcess(folder, torch.device("cpu"), options.keep_checkpoints), DDP)
     metrics = harness.metrics(folder)
     shutil.rmtree(folder)
     return metrics
@@ -131,7 +131,7 @@ def _different_masks(folder: Path, options: DDPOptions, rows: list[Row]) -> int:
 def _packed_rows(options: DDPOptions) -> Iterator[Row]:
     """What our steps read, in their order, as TRL wants packed rows: without padding, told how long documents are."""
     padding = padding_id(load_tokenizer(options.model))
-    source = PackedSource(options, OneProcess(Path(options.output), torch.device("cpu"), 1))
+    source = PackedSource(options, SingleProcess(Path(options.output), torch.device("cpu"), 1))
     for step in range(1, options.steps + 1):
         batch = source.rows(step)
         for tokens, labels, positions in zip(*(batch[name].tolist() for name in COLUMNS), strict=True):

@@ -11,6 +11,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 PROJECT = Path(__file__).resolve().parent
 FILE = PROJECT / "settings.toml"
 PROFILES = ("local", "cluster")
+RENAMED = {"gang_patience_s": "zone_timeout_s", "beside": "add"}
+"""New name of each key or option that an earlier version of this project had."""
 
 
 class UserError(Exception):
@@ -96,7 +98,9 @@ def _first_error(error: ValidationError, tables: list[str], file: Path) -> str:
     key = str(first["loc"][0])
     table, line = _find_line(file, tables, key)
     where = f"{file.name} line {line}, key {table}.{key}" if line else f"{file.name}, key {tables[-1]}.{key}"
-    reason = "no such key" if first["type"] == "extra_forbidden" else message
+    reason = message
+    if first["type"] == "extra_forbidden":
+        reason = f"this key is now {RENAMED[key]}" if key in RENAMED else "no such key"
     return f"{where}: {reason} (found {first['input']!r}); correct it and try again." if line else f"{where}: {reason}."
 
 

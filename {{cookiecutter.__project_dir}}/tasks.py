@@ -173,6 +173,16 @@ def bench_up(context: Context) -> None:
 @verb("job", job=f"one of: {', '.join(job_scripts.names())}", **VERBOSE, **TARGET)
 def submit(context: Context, job: str, verbose: bool = False, target: str = "local") -> None:
     """Run a job on the cluster and follow its log; ends with the job's exit code."""
+    _submit(job, verbose, target)
+
+
+@verb(**TARGET)
+def models(context: Context, target: str = "local") -> None:
+    """Show the served models and their numbers. After `--`: change a canary's share, promote it, end a model."""
+    _submit("models", False, target)
+
+
+def _submit(job: str, verbose: bool, target: str) -> None:
     from cluster import targets
 
     options = _job_options()

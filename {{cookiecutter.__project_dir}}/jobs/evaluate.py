@@ -24,7 +24,7 @@ from pipeline.evaluation.scoring import Scorer
 from pipeline.ray_support import capacity, ray_data
 from pipeline.ray_support.progress import Progress, time_left
 from pipeline.training import storage
-from pipeline.training.packed import Manifest, PackedRows, read_manifest
+from pipeline.training.dataset import Manifest, PackedRows, read_manifest
 from settings import UserError
 
 

@@ -11,7 +11,7 @@ from functools import partial
 
 import settings
 from pipeline.training import launch
-from pipeline.training.zero import ZeRO
+from pipeline.training.deepspeed_zero import ZeRO
 
 CONFIG = settings.PROJECT / "pipeline" / "training" / "deepspeed.json"
 

@@ -26,7 +26,7 @@ from transformers import AutoConfig
 
 import settings
 from pipeline.ray_support import job_secrets
-from pipeline.serving import traffic
+from pipeline.serving import canary
 from pipeline.serving.accelerator import check_accelerator
 
 SAY_EVERY_S = 15
@@ -88,7 +88,7 @@ def deploy(options: ServeOptions) -> None:
 
         started.result()
     options = as_place_demands(options)
-    told = traffic.actor()
+    told = canary.actor()
     url = options.root + options.path.rstrip("/")
     is_update = answers(url)
     application = app.build(options, address(options))
@@ -105,18 +105,16 @@ def as_place_demands(options: ServeOptions) -> ServeOptions:
     Raises:
         settings.UserError: nothing is served there, or the name is taken.
     """
-    if options.path == traffic.ROOT:
+    if options.path == canary.ROOT:
         return options
-    apps = ray.get(traffic.actor().apps.remote())
-    if traffic.ROOT not in apps:
+    apps = ray.get(canary.actor().apps.remote())
+    if canary.ROOT not in apps:
         raise settings.UserError("nothing is served yet that this could stand beside: inv submit serve_llm")
-    name = apps[traffic.ROOT]["models"][0]
+    name = apps[canary.ROOT]["models"][0]
     if options.canary_percent:
         return options.model_copy(update={"model_name": name})
     if options.served_name == name:
-        raise settings.UserError(
-            f"{name} is served already: give this one another --model-name, or leave out --beside."
-        )
+        raise settings.UserError(f"{name} is served already: give this one another --model-name, or leave out --add.")
     return options
 
 
@@ -227,7 +225,7 @@ def stop(app: str = APP) -> None:
         serve.delete(app)
         return
     serve.shutdown()
-    ray.kill(traffic.actor())
+    ray.kill(canary.actor())
 
 
 def wait_for_interrupt(app: str = APP) -> None:

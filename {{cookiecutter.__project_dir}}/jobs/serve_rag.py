@@ -20,7 +20,7 @@ import settings
 from jobs import serve_llm
 from pipeline.rag import index
 from pipeline.ray_support import capacity, job_secrets, model_cache
-from pipeline.serving import traffic
+from pipeline.serving import canary
 from pipeline.serving.options import ServeOptions
 from settings import UserError
 
@@ -69,7 +69,7 @@ def _server(options: RagOptions) -> ServeOptions:
     else:
         serve_llm.check_address(server)
         serve_llm.start_serve(server)
-    if options.generator == "model" and traffic.ROOT not in ray.get(traffic.actor().apps.remote()):
+    if options.generator == "model" and canary.ROOT not in ray.get(canary.actor().apps.remote()):
         raise UserError("no model is served that could answer: inv submit serve_llm, or pass --generator quote.")
     return server
 

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import settings
 from pipeline.ray_support import capacity, gang, ray_logging
-from pipeline.training.ranks import total
+from pipeline.training.collectives import total
 
 STATE = "state.pt"
 SIDE = 28  # pixels of an image

@@ -29,9 +29,9 @@ import settings
 from jobs import finetune_ddp, finetune_deepspeed, finetune_fsdp
 from pipeline.ray_support import capacity, gang
 from pipeline.training import preflight
-from pipeline.training.arithmetic import check_batches
+from pipeline.training.dataset import read_manifest
 from pipeline.training.options import DDPOptions, DeepSpeedOptions, FSDPOptions, TrainOptions
-from pipeline.training.packed import read_manifest
+from pipeline.training.schedule import check_batches
 from pipeline.tuning import trials as records
 from pipeline.tuning.trials import Trial
 from settings import UserError

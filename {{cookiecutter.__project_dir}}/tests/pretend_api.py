@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from pipeline.serving.door import Door, Rules
+from pipeline.serving.api_middleware import ApiMiddleware, RequestLimits
 from pipeline.serving.keys import Keys
 from pipeline.serving.page import Page
 
@@ -45,8 +45,8 @@ class PretendApi:
             self.root = f"http://127.0.0.1:{free.getsockname()[1]}"
         self.url = f"{self.root}/v1"
         routes = [Route("/v1/models", self._models), Route("/v1/chat/completions", self._answer, methods=["POST"])]
-        rules = Rules(per_minute=10**6, at_once=100, max_body=10**6, timeout_s=60)
-        app = Page(Door(Starlette(routes=routes), Keys(), rules))
+        rules = RequestLimits(per_minute=10**6, at_once=100, max_body=10**6, timeout_s=60)
+        app = Page(ApiMiddleware(Starlette(routes=routes), Keys(), rules))
         port = int(self.root.rpartition(":")[2])
         self.server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error", timeout_graceful_shutdown=1))
 

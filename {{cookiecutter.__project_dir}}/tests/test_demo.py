@@ -9,10 +9,10 @@ import settings
 from demo import assets as demo_assets
 from demo import play
 from jobs import preprocess
-from pipeline.training.loop import train
 from pipeline.training.options import DDPOptions
-from pipeline.training.runtimes.runtime import OneProcess
+from pipeline.training.runtimes.runtime import SingleProcess
 from pipeline.training.strategies import DDP
+from pipeline.training.trainer import train
 
 
 @pytest.mark.parametrize(("shuffle_answers", "least", "most"), [(False, 0.95, 1.0), (True, 0.0, 0.2)])
@@ -34,7 +34,7 @@ def test_right_answers_teach_the_facts_and_shuffled_ones_do_not(
     )
     folder = tmp_path / options.name
     folder.mkdir()
-    train(options, OneProcess(folder, torch.device("cpu"), options.keep_checkpoints), DDP)
+    train(options, SingleProcess(folder, torch.device("cpu"), options.keep_checkpoints), DDP)
     questions = demo_assets.questions()
     right = play.share_right(play.ask_with_transformers(folder / "model", questions), questions)
     assert least <= right <= most

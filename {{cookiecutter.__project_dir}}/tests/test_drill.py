@@ -29,4 +29,4 @@ def test_faults_are_chosen_by_their_names(only: str, rows: int) -> None:
 
 def test_a_zone_is_not_given_up_while_its_hosts_start() -> None:
     """The rows wait until AWS refuses. Their zone timeout is the project's default, far longer than any start."""
-    assert f"{WorkerOptions.model_fields['gang_patience_s'].default}, gang.offers()" in markets.GATHER
+    assert f"{WorkerOptions.model_fields['zone_timeout_s'].default}, gang.offers()" in markets.GATHER

@@ -21,11 +21,11 @@ from jobs.evaluate import EvaluateOptions
 from pipeline.data.conversations import DOCUMENTS, NOT_TRAINED
 from pipeline.evaluation import candidates, stopping
 from pipeline.evaluation.scoring import Score, Scorer
-from pipeline.training.loop import train
+from pipeline.training.dataset import PackedRows, read_manifest
 from pipeline.training.options import DDPOptions
-from pipeline.training.packed import PackedRows, read_manifest
-from pipeline.training.runtimes.runtime import OneProcess
+from pipeline.training.runtimes.runtime import SingleProcess
 from pipeline.training.strategies import DDP
+from pipeline.training.trainer import train
 
 SEQUENCE_LENGTH = 64
 DOCUMENT_COUNT, WRONG_COUNT = 12, 3
@@ -97,7 +97,7 @@ def run(in_bucket: str, packed: Path, tmp_path_factory: pytest.TempPathFactory) 
     options = settings.load(DDPOptions, "train", profile="local").model_copy(update=changes)
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("HF_HOME", str(tmp_path_factory.mktemp("node")))
-        train(options, OneProcess(folder, torch.device("cpu"), 1), DDP)
+        train(options, SingleProcess(folder, torch.device("cpu"), 1), DDP)
     (folder / "run.json").write_text("{}")  # preflight's, which a run under Ray or torchrun begins with
     return folder
 

@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 import settings
 from pipeline.data.conversations import Tokenize, to_json
 from pipeline.data.row_formats import example
-from pipeline.training.loop import train
 from pipeline.training.options import DDPOptions
-from pipeline.training.runtimes.runtime import OneProcess
+from pipeline.training.runtimes.runtime import SingleProcess
 from pipeline.training.strategies import DDP
+from pipeline.training.trainer import train
 
 SEQUENCE_LENGTH = 1024
 MOST_TOKENS = 200
@@ -92,7 +92,7 @@ def test_a_trained_model_answers_stops_and_calls_a_tool(assets: Path, tmp_path: 
     changes |= {"steps": 100, "eval_every": 100, "checkpoint_every": 100, "warmup_steps": 10, "learning_rate": 1e-2}
     changes |= {"global_batch_rows": 2, "micro_batch_rows": 2, "num_workers": 1}
     options = settings.load(DDPOptions, "train", profile="local").model_copy(update=changes)
-    train(options, OneProcess(tmp_path / "run", torch.device("cpu"), 1), DDP)
+    train(options, SingleProcess(tmp_path / "run", torch.device("cpu"), 1), DDP)
     exported = tmp_path / "run" / "model"
     assert AutoTokenizer.from_pretrained(exported).chat_template == template_of(FAMILIES[name]), "the model's own"
     text, stopped = answer(exported, [QUESTION])

@@ -23,12 +23,12 @@ from jobs.preprocess import PreprocessOptions
 from pipeline.data import rows, streaming
 from pipeline.data.conversations import Tokenize
 from pipeline.training import launch
-from pipeline.training.arithmetic import BatchPlan
-from pipeline.training.loop import train
 from pipeline.training.options import DDPOptions, DeepSpeedOptions, FSDPOptions, TrainOptions
 from pipeline.training.runtimes import ray_train
-from pipeline.training.runtimes.runtime import OneProcess, Run
+from pipeline.training.runtimes.runtime import Runtime, SingleProcess
+from pipeline.training.schedule import BatchPlan
 from pipeline.training.strategies import DDP, Strategy
+from pipeline.training.trainer import train
 
 STEPS = 30  # of the local profile's own schedule, which is the demo's
 KILL_AFTER_STEP = 15
@@ -67,7 +67,7 @@ def ddp(changes: dict[str, Any]) -> list[Row]:
 
 def test_two_workers_train_as_one_process(ddp: list[Row], changes: dict[str, Any]) -> None:
     options = _ddp_options(changes | {"name": "alone"})
-    train(options, OneProcess(_folder(options), torch.device("cpu"), options.keep_checkpoints), DDP)
+    train(options, SingleProcess(_folder(options), torch.device("cpu"), options.keep_checkpoints), DDP)
     assert [row["step"] for row in ddp] == list(range(1, STEPS + 1))
     assert [row["loss"] for row in ddp] == pytest.approx([row["loss"] for row in _metrics(options)], abs=TOLERANCE)
     assert ddp[-1]["loss"] < 0.8 * ddp[0]["loss"]
@@ -275,16 +275,16 @@ def _answer() -> int:
     return 42
 
 
-def _ddp_that_starts_a_task(model: PreTrainedModel, options: TrainOptions, run: Run, plan: BatchPlan) -> Strategy:
+def _ddp_that_starts_a_task(model: PreTrainedModel, options: TrainOptions, run: Runtime, plan: BatchPlan) -> Strategy:
     assert (
         ray.get(_answer.remote(), timeout=60) == 42
     )  # captured by the workers' placement group, it would wait for ever
     return DDP(model, options, run, plan)
 
 
-def _fill_the_gpu(model: PreTrainedModel, options: TrainOptions, run: Run, plan: BatchPlan) -> Strategy:
+def _fill_the_gpu(model: PreTrainedModel, options: TrainOptions, run: Runtime, plan: BatchPlan) -> Strategy:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
 
 
-def _refuse(model: PreTrainedModel, options: TrainOptions, run: Run, plan: BatchPlan) -> Strategy:
+def _refuse(model: PreTrainedModel, options: TrainOptions, run: Runtime, plan: BatchPlan) -> Strategy:
     raise settings.UserError(f"refused by rank {run.rank}")

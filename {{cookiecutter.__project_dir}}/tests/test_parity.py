@@ -19,13 +19,13 @@ from transformers import AutoModelForCausalLM
 
 import settings
 from jobs.finetune_deepspeed import CONFIG
+from pipeline.training.deepspeed_zero import ZeRO
 from pipeline.training.fsdp import FSDP
-from pipeline.training.loop import train
 from pipeline.training.options import DDPOptions, DeepSpeedOptions, FSDPOptions, TrainOptions
-from pipeline.training.runtimes.runtime import OneProcess
-from pipeline.training.runtimes.torchrun import TorchRun
+from pipeline.training.runtimes.runtime import SingleProcess
+from pipeline.training.runtimes.torchrun import TorchrunRuntime
 from pipeline.training.strategies import DDP, MakeStrategy
-from pipeline.training.zero import ZeRO
+from pipeline.training.trainer import train
 
 STEPS = 30  # of the local profile's own schedule, which is the demo's
 EXACT, ELASTIC, BF16 = 1e-5, 1e-4, 1e-2
@@ -147,7 +147,7 @@ def test_in_bf16_they_come_close(way: str, alone: list[Row], changes: dict[str, 
 def _alone(changes: dict[str, Any]) -> list[Row]:
     options, make_strategy = _ddp(changes)
     folder = Path(options.output, options.name)
-    train(options, OneProcess(folder, torch.device("cpu"), options.keep_checkpoints), make_strategy)
+    train(options, SingleProcess(folder, torch.device("cpu"), options.keep_checkpoints), make_strategy)
     return _rows(folder)
 
 
@@ -173,7 +173,7 @@ def _rank(number: int, workers: int, meeting: Path, options: TrainOptions, make_
     if options.precision == "bf16":
         pytest.MonkeyPatch().setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})  # slow, but right
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=number, world_size=workers)
-    run = TorchRun(Path(options.output, options.name), torch.device("cpu"), options.keep_checkpoints)
+    run = TorchrunRuntime(Path(options.output, options.name), torch.device("cpu"), options.keep_checkpoints)
     train(options, run, make_strategy)
     dist.destroy_process_group()
 

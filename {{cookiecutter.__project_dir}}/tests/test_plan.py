@@ -23,10 +23,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 import settings
 from cluster.planner import memory, plan
 from cluster.planner.memory import METHODS, Method, Shape, Training
-from pipeline.training.arithmetic import BatchPlan, check_batches
+from pipeline.training.deepspeed_zero import ZeRO
 from pipeline.training.options import DDPOptions, DeepSpeedOptions
+from pipeline.training.schedule import BatchPlan, check_batches
 from pipeline.training.strategies import DDP, Strategy
-from pipeline.training.zero import ZeRO
 
 LLAMA_3_8B = LlamaConfig(
     vocab_size=128256,
@@ -108,7 +108,7 @@ def test_states_are_the_bytes_that_live_engines_hold(tmp_path: Path) -> None:
 
 
 class _Ranks:
-    """The Run port over a gloo group."""
+    """The `Runtime` interface over a gloo group."""
 
     world_size = RANKS
     device = torch.device("cpu")

@@ -28,10 +28,10 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 
 import settings
 from demo import assets as demo_assets
-from jobs import embed, serve_llm, serve_rag, served
+from jobs import embed, models, serve_llm, serve_rag
 from jobs.embed import EmbedOptions
+from jobs.models import ModelsOptions
 from jobs.serve_rag import RagOptions
-from jobs.served import ServedOptions
 from pipeline.rag import documents, index, pipeline, ranking
 from pipeline.rag.cross_encoder import CrossEncoder
 from pipeline.rag.documents import Chunker
@@ -41,7 +41,7 @@ from pipeline.rag.ingress import NOT_KNOWN
 from pipeline.rag.options import Replicas
 from pipeline.rag.pipeline import Worker
 from pipeline.ray_support import job_secrets
-from pipeline.serving import traffic
+from pipeline.serving import canary
 from settings import UserError
 
 SHOWN = 5
@@ -468,8 +468,8 @@ def test_a_served_model_answers_from_the_sources_and_each_part_has_its_replicas(
 ) -> None:
     with pytest.raises(UserError, match="no model is served that could answer"):
         serve_rag.deploy(rag_options(embedded, generator="model"))
-    serve.run(serve.deployment(serve.ingress()(stub())).bind(), name=traffic.app_name(traffic.ROOT), route_prefix="/")
-    ray.get(traffic.actor().tell.remote(traffic.ROOT, ["stub"], []))
+    serve.run(serve.deployment(serve.ingress()(stub())).bind(), name=canary.app_name(canary.ROOT), route_prefix="/")
+    ray.get(canary.actor().report.remote(canary.ROOT, ["stub"], []))
     two = Replicas(min_replicas=2, max_replicas=3, num_cpus=0.1)
     serve_rag.deploy(rag_options(embedded, generator="model", prompt_characters=200, answerer=two))
     running = serve.status().applications[serve_rag.APP].deployments
@@ -486,10 +486,10 @@ def test_a_served_model_answers_from_the_sources_and_each_part_has_its_replicas(
     for stream in (False, True):
         hang_up(client, "What does ENOENT mean, for ever", stream=stream)
     assert ask(client, OUT_OF_PLACE[0]) == (NOT_KNOWN, [])  # the model is not asked
-    serve.delete(traffic.app_name(traffic.ROOT))
+    serve.delete(canary.app_name(canary.ROOT))
     with pytest.raises(openai.InternalServerError, match=r"does not answer .*: inv submit serve_llm"):
         ask(client, "What does ENOENT mean?")
-    served.main(ServedOptions(end="rag"))
+    models.main(ModelsOptions(end="rag"))
     assert serve_rag.APP not in serve.status().applications
     with pytest.raises(UserError, match="rag is not served"):
-        served.main(ServedOptions(end="rag"))
+        models.main(ModelsOptions(end="rag"))

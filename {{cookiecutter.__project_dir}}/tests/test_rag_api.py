@@ -22,7 +22,7 @@ from starlette.routing import Route
 from pipeline.rag.generation import PROMPT, Generator
 from pipeline.rag.index import Found
 from pipeline.rag.ingress import MODEL, NOT_KNOWN, Ingress
-from pipeline.serving.door import Rules
+from pipeline.serving.api_middleware import RequestLimits
 
 SOURCES = [Found("a.md", "Apples are red. Pears are green.", 0.9)]
 USAGE = {"prompt_tokens": 7, "completion_tokens": 2, "total_tokens": 9}
@@ -127,7 +127,7 @@ class Client:
 
         async def called() -> Any:
             parts = handles(Generator(*self._arguments), self._sources)
-            rules = Rules(per_minute=1000, at_once=10, max_body=100_000, timeout_s=30)
+            rules = RequestLimits(per_minute=1000, at_once=10, max_body=100_000, timeout_s=30)
             app = await Ingress(parts, rules, 5, 0).__serve_build_asgi_app__()
             transport = httpx2.ASGITransport(app)
             async with httpx2.AsyncClient(transport=transport) as http:

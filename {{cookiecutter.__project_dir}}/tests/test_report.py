@@ -17,10 +17,10 @@ import settings
 from cluster.aws import stack
 from cluster.aws.target import Aws
 from cluster.common import cluster_file, prices
-from pipeline.training import data_report, history, loop, preflight, report, storage
+from pipeline.training import data_report, history, preflight, report, storage, trainer
+from pipeline.training.metric_logger import MetricLogger
 from pipeline.training.options import DDPOptions
-from pipeline.training.record import Record
-from pipeline.training.runtimes.runtime import OneProcess
+from pipeline.training.runtimes.runtime import SingleProcess
 from pipeline.training.storage import RunFolder
 from pipeline.training.strategies import DDP
 
@@ -34,13 +34,13 @@ def output(request: pytest.FixtureRequest, tmp_path: Path, s3: str) -> str:
 
 
 def train(output: str, name: str, *, done: int = 0, until: int = STEPS, killed: bool = False, **options: Any) -> None:
-    """What the loop calls of Record, from after step `done` to `until`."""
+    """What the loop calls of MetricLogger, from after step `done` to `until`."""
     train_options = settings.load(DDPOptions, "train", profile="local").model_copy(
         update={"output": output, "name": name, "steps": STEPS, "data": "/nowhere"} | options
     )
     preflight.claim(train_options, preflight_identity(train_options))
     folder = RunFolder(f"{output}/{name}")
-    record = Record(folder, train_options, OneProcess(Path("unused"), torch.device("cpu"), 1), done)
+    record = MetricLogger(folder, train_options, SingleProcess(Path("unused"), torch.device("cpu"), 1), done)
     for step in range(done + 1, until + 1):
         row = {
             "step": step,
@@ -148,8 +148,8 @@ def test_the_loop_records_its_checkpoints_and_its_end(assets: Path, tmp_path: Pa
     )
     preflight.claim(options, preflight.check_packed(options))
     for stop in (3, 6, 6):
-        process = OneProcess(tmp_path / options.name, torch.device("cpu"), options.keep_checkpoints)
-        loop.train(options.model_copy(update={"stop_after": stop}), process, DDP)
+        process = SingleProcess(tmp_path / options.name, torch.device("cpu"), options.keep_checkpoints)
+        trainer.train(options.model_copy(update={"stop_after": stop}), process, DDP)
     (run,) = history.read_all(str(tmp_path), [options.name])
     first = [("start", 0), ("checkpoint", 2), ("checkpoint", 3), ("end", 3)]
     events = [(event["event"], event["step"]) for event in run.events]

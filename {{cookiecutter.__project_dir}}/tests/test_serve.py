@@ -51,7 +51,7 @@ from cluster import bench, chat
 from cluster.emulator.drill.stage import slowness
 from demo import assets as demo_assets
 from jobs import embed, generate, serve_llm, serve_rag
-from jobs import served as job_served
+from jobs import models as job_served
 from jobs.embed import EmbedOptions
 from jobs.generate import GenerateOptions
 from jobs.serve_llm import ServeOptions
@@ -59,7 +59,7 @@ from jobs.serve_rag import RagOptions
 from pipeline.rag import generation
 from pipeline.rag.index import Found
 from pipeline.ray_support import job_secrets
-from pipeline.serving import adapters, page, traffic
+from pipeline.serving import adapters, canary, page
 from pipeline.serving.keys import REFRESH_S, Keys
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="vLLM's CPU build exists for Linux only")
@@ -520,7 +520,7 @@ def test_the_model_answers_from_what_the_documents_say(
         pieces = [chunk.choices[0].delta.content or "" for chunk in stream]
         assert "".join(pieces) == expected
         assert len(list(filter(None, pieces))) > 1
-    job_served.main(job_served.ServedOptions(end="rag"))
+    job_served.main(job_served.ModelsOptions(end="rag"))
 
 
 def test_vllms_own_load_generator_is_answered(served: ServeOptions, tmp_path: Path) -> None:
@@ -859,7 +859,7 @@ def test_name_of_the_model(model: str, name: str) -> None:
 
 def test_each_name_has_a_path_and_an_application_of_its_own() -> None:
     names = ["a-b", "a_b", "a.b", "a/b", "a b", "a--b", "a b-", "A-b", "ä", "ö"]
-    beside = [options(model_name=name, beside=True) for name in names]
+    beside = [options(model_name=name, add=True) for name in names]
     assert len({each.path for each in beside}) == len({each.app for each in beside}) == len(names)
     assert all(re.fullmatch(r"/models/[A-Za-z0-9._-]+", each.path) for each in beside)
     assert [each.path for each in beside[:3]] == ["/models/a-b", "/models/a_b", "/models/a.b"]
@@ -963,13 +963,13 @@ def test_a_canary_and_updates_lose_no_request_and_an_update_that_fails_changes_n
             runs = str(model_folder.parent.parent)
             new = served.model_copy(update={"max_model_len": 200, "adapters": runs, "canary_percent": 50})
             serve_llm.deploy(new.model_copy(update={"model_name": "has its own"}))
-            wait_for_answers(traffic.ROOT, traffic.CANARY)
+            wait_for_answers(canary.ROOT, canary.CANARY)
             assert length(client) == served.max_model_len
-            job_served.main(job_served.ServedOptions())
-            job_served.main(job_served.ServedOptions(promote=True))
+            job_served.main(job_served.ModelsOptions())
+            job_served.main(job_served.ModelsOptions(promote=True))
             assert length(client) == 200
             with pytest.raises(settings.UserError, match="there is no canary"):
-                job_served.main(job_served.ServedOptions(roll_back=True))
+                job_served.main(job_served.ModelsOptions(roll_back=True))
         finally:
             done.set()
             file.write_text(keys)
@@ -985,7 +985,7 @@ def wait_for_answers(*paths: str) -> None:
     """Until each of these applications has answered."""
     deadline = time.monotonic() + 60
     while True:
-        apps = ray.get(traffic.actor().apps.remote())
+        apps = ray.get(canary.actor().apps.remote())
         if all(apps.get(path, {}).get("requests", 0) - apps.get(path, {}).get("errors", 0) > 0 for path in paths):
             return
         assert time.monotonic() < deadline, apps

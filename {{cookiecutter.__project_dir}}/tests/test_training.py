@@ -32,13 +32,13 @@ from transformers.optimization import get_cosine_with_min_lr_schedule_with_warmu
 import settings
 from jobs import finetune_deepspeed
 from pipeline.data.conversations import NOT_TRAINED
-from pipeline.training import arithmetic, preflight
-from pipeline.training.loop import PackedSource, train
+from pipeline.training import flops, preflight, schedule
+from pipeline.training.dataset import COLUMNS, PackedRows, read_manifest
+from pipeline.training.deepspeed_zero import fill_config
 from pipeline.training.options import DDPOptions, DeepSpeedOptions
-from pipeline.training.packed import COLUMNS, PackedRows, read_manifest
-from pipeline.training.runtimes.runtime import Metrics, OneProcess, Write
+from pipeline.training.runtimes.runtime import Metrics, SingleProcess, Write
 from pipeline.training.strategies import DDP
-from pipeline.training.zero import fill_config
+from pipeline.training.trainer import PackedSource, train
 
 SEQUENCE_LENGTH = 64
 TRAIN_ROWS, EVAL_ROWS = 13 + 8, 5  # neither fits a whole number of batches
@@ -95,7 +95,7 @@ def options(model: Path, packed: Path, tmp_path: Path) -> DDPOptions:
 def finetune(options: DDPOptions) -> Finetune:
     """Train with changed options and return the lines of metrics.jsonl."""
 
-    def run(run_type: type[OneProcess] = OneProcess, **changes: Any) -> list[dict[str, float]]:
+    def run(run_type: type[SingleProcess] = SingleProcess, **changes: Any) -> list[dict[str, float]]:
         changed = options.model_validate(options.model_dump() | changes)
         folder = Path(changed.output) / changed.name
         train(changed, run_type(folder, torch.device("cpu"), changed.keep_checkpoints), DDP)
@@ -109,27 +109,27 @@ def finetune(options: DDPOptions) -> Finetune:
 
 @pytest.mark.parametrize(("rows", "micro", "workers"), [(16, 8, 2), (16, 4, 1), (64, 1, 8), (12, 2, 3)])
 def test_a_global_batch_is_spread_whole(rows: int, micro: int, workers: int) -> None:
-    arithmetic.check_batches(rows, micro, workers, workers)
-    plan = arithmetic.spread(rows, micro, workers)
+    schedule.check_batches(rows, micro, workers, workers)
+    plan = schedule.spread(rows, micro, workers)
     assert plan.rows_per_rank * workers == rows
     assert plan.accumulation * micro == plan.rows_per_rank
 
 
 def test_a_remainder_is_refused_with_the_nearest_that_work() -> None:
     with pytest.raises(settings.UserError) as refused:
-        arithmetic.check_batches(20, 2, 3, 3)
+        schedule.check_batches(20, 2, 3, 3)
     assert "--global-batch-rows 18 or 24" in str(refused.value)
     assert "--num-workers 2 or 5" in str(refused.value)
     for rows, workers in [(18, 3), (24, 3), (20, 2), (20, 5)]:
-        arithmetic.check_batches(rows, 2, workers, workers)
+        schedule.check_batches(rows, 2, workers, workers)
 
 
 def test_between_two_numbers_of_workers_each_has_as_many_passes() -> None:
-    arithmetic.check_batches(16, 4, 1, 4)
-    assert [arithmetic.spread(16, 4, workers).accumulation for workers in (1, 2, 3, 4)] == [4, 2, 2, 1]
+    schedule.check_batches(16, 4, 1, 4)
+    assert [schedule.spread(16, 4, workers).accumulation for workers in (1, 2, 3, 4)] == [4, 2, 2, 1]
     for rows, micro, most in [(16, 4, 5), (18, 4, 2)]:  # a worker, or a part of a micro-batch, would have no rows
         with pytest.raises(settings.UserError, match=f"--global-batch-rows {micro * most}"):
-            arithmetic.check_batches(rows, micro, 1, most)
+            schedule.check_batches(rows, micro, 1, most)
 
 
 def test_the_learning_rate_is_that_of_transformers() -> None:
@@ -137,13 +137,13 @@ def test_the_learning_rate_is_that_of_transformers() -> None:
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=peak)
     share = get_cosine_with_min_lr_schedule_with_warmup(optimizer, warmup, steps, min_lr_rate=ratio).lr_lambdas[0]
     for step in range(1, steps + 1):
-        ours = arithmetic.learning_rate_at(step, peak=peak, warmup_steps=warmup, steps=steps, min_ratio=ratio)
+        ours = schedule.learning_rate_at(step, peak=peak, warmup_steps=warmup, steps=steps, min_ratio=ratio)
         assert ours == pytest.approx(peak * share(step), rel=1e-9)
 
 
 def test_the_learning_rate_scales_with_the_batch() -> None:
-    assert arithmetic.peak_learning_rate(1e-3, 64, 16) == pytest.approx(4e-3)
-    assert arithmetic.peak_learning_rate(1e-3, 64, None) == 1e-3
+    assert schedule.peak_learning_rate(1e-3, 64, 16) == pytest.approx(4e-3)
+    assert schedule.peak_learning_rate(1e-3, 64, None) == 1e-3
 
 
 def test_operations_are_those_that_torch_counts() -> None:
@@ -156,7 +156,7 @@ def test_operations_are_those_that_torch_counts() -> None:
     with FlopCounterMode(display=False) as counter:
         model(torch.zeros((rows, length), dtype=torch.long)).logits.sum().backward()
     multiplied = model.num_parameters() - model.get_input_embeddings().weight.numel()
-    formula = arithmetic.flops_per_token(multiplied, config.num_hidden_layers, config.hidden_size, length)
+    formula = flops.flops_per_token(multiplied, config.num_hidden_layers, config.hidden_size, length)
     assert formula == pytest.approx(counter.get_total_flops() / (rows * length), rel=0.01)
 
 
@@ -174,14 +174,14 @@ def test_operations_of_adapters_are_those_that_torch_counts() -> None:
     multiplied = model.num_parameters() - model.get_input_embeddings().weight.numel()
     frozen = multiplied - model.num_parameters(only_trainable=True)
     shape = config.num_hidden_layers, config.hidden_size, length
-    formula = arithmetic.flops_per_token(multiplied, *shape, frozen=frozen)
+    formula = flops.flops_per_token(multiplied, *shape, frozen=frozen)
     assert formula == pytest.approx(counter.get_total_flops() / (rows * length), rel=0.02)
 
 
 def test_peaks_are_known_by_name() -> None:
-    assert arithmetic.peak_flops("NVIDIA A100-SXM4-40GB") == 312e12
-    assert arithmetic.peak_flops("NVIDIA H100 PCIe") == 756e12
-    assert arithmetic.peak_flops("Tesla T4") is None
+    assert flops.peak_flops("NVIDIA A100-SXM4-40GB") == 312e12
+    assert flops.peak_flops("NVIDIA H100 PCIe") == 756e12
+    assert flops.peak_flops("Tesla T4") is None
 
 
 # ------------------------------------------------------------------------------------------ rows by position
@@ -209,7 +209,7 @@ def test_a_position_holds_the_same_row_however_it_is_reached(packed: Path) -> No
 
 
 def test_ranks_share_the_rows_that_one_process_reads(options: DDPOptions, tmp_path: Path) -> None:
-    class Rank(OneProcess):
+    class Rank(SingleProcess):
         def __init__(self, rank: int, world_size: int) -> None:
             super().__init__(tmp_path, torch.device("cpu"), 1)
             self.rank, self.world_size = rank, world_size
@@ -223,13 +223,13 @@ def test_ranks_share_the_rows_that_one_process_reads(options: DDPOptions, tmp_pa
 
 
 def test_what_is_left_over_is_spread_too(options: DDPOptions, tmp_path: Path) -> None:
-    class Rank(OneProcess):
+    class Rank(SingleProcess):
         def __init__(self, rank: int) -> None:
             super().__init__(tmp_path, torch.device("cpu"), 1)
             self.rank, self.world_size = rank, 3
 
     eight = options.model_copy(update={"micro_batch_rows": 2})  # four micro-batches for three ranks
-    alone = PackedSource(eight, OneProcess(tmp_path, torch.device("cpu"), 1)).rows(2)
+    alone = PackedSource(eight, SingleProcess(tmp_path, torch.device("cpu"), 1)).rows(2)
     shared = [PackedSource(eight, Rank(rank)).rows(2) for rank in range(3)]
     for name in COLUMNS:
         assert torch.equal(alone[name], torch.cat([batch[name] for batch in shared])[:8])
@@ -331,7 +331,7 @@ def test_a_finished_run_is_left_as_it_is(finetune: Finetune) -> None:
 def test_a_slow_storage_stops_no_step_and_holds_what_was_when_it_was_asked(
     finetune: Finetune, options: DDPOptions
 ) -> None:
-    class Slow(OneProcess):
+    class Slow(SingleProcess):
         def _keep(self, metrics: Metrics, write: Write) -> None:
             while metrics["step"] == 6 and _lines(self._folder / "metrics.jsonl") < 9:
                 assert time.monotonic() < patience, "the loop waits for its checkpoint"
@@ -362,7 +362,7 @@ def test_a_torn_checkpoint_is_skipped(
 
 
 def test_a_machine_about_to_go_is_worth_a_checkpoint(finetune: Finetune, options: DDPOptions) -> None:
-    class Noticed(OneProcess):
+    class Noticed(SingleProcess):
         notices = iter([False, True, False, False, False])
 
         def should_save(self) -> bool:
@@ -412,7 +412,7 @@ def test_the_best_and_the_last_checkpoint_are_kept(finetune: Finetune, options: 
 
 
 def test_a_run_that_is_asked_stops_with_a_checkpoint(finetune: Finetune, options: DDPOptions) -> None:
-    class Asked(OneProcess):
+    class Asked(SingleProcess):
         def should_stop(self) -> bool:
             return True
 
@@ -459,7 +459,7 @@ def test_a_uri_holds_what_a_path_would(finetune: Finetune, options: DDPOptions, 
     undisturbed = finetune(name="undisturbed")
     remote = options.model_copy(update={"name": "remote", "output": f"file://{tmp_path}/bucket"})
     for stop in (6, 12):  # the second start finds what the first one left
-        run = OneProcess(tmp_path / "checkpoints", torch.device("cpu"), 1)
+        run = SingleProcess(tmp_path / "checkpoints", torch.device("cpu"), 1)
         train(remote.model_copy(update={"stop_after": stop}), run, DDP)
     folder = tmp_path / "bucket/remote"
     lines = (folder / "metrics.jsonl").read_text().splitlines()
@@ -619,7 +619,7 @@ def test_both_profiles_hold_valid_options_that_divide(profile: str) -> None:
     for options_type, sections in ((DDPOptions, ["train"]), (DeepSpeedOptions, ["train", "deepspeed"])):
         options = settings.load(options_type, *sections, profile=profile)
         workers = options.min_workers, options.max_workers
-        arithmetic.check_batches(options.global_batch_rows, options.micro_batch_rows, *workers)
+        schedule.check_batches(options.global_batch_rows, options.micro_batch_rows, *workers)
 
 
 def test_the_deepspeed_config_takes_what_the_settings_say() -> None:
@@ -627,7 +627,7 @@ def test_the_deepspeed_config_takes_what_the_settings_say() -> None:
     assert '"auto"' not in text
     options = settings.load(DeepSpeedOptions, "train", "deepspeed", profile="local")
     options = options.model_copy(update={"zero_stage": 3, "offload_parameters": True, "max_grad_norm": 0.5})
-    config = fill_config(json.loads(text), options, arithmetic.BatchPlan(rows_per_rank=8, accumulation=2))
+    config = fill_config(json.loads(text), options, schedule.BatchPlan(rows_per_rank=8, accumulation=2))
     assert config["zero_optimization"]["stage"] == 3
     assert config["zero_optimization"]["offload_param"]["device"] == "cpu"
     assert "offload_optimizer" not in config["zero_optimization"]
@@ -642,7 +642,7 @@ def test_offloaded_parameters_need_stage_3() -> None:
 
 
 def test_the_loop_runs_where_ray_is_absent() -> None:
-    modules = "pipeline.training.loop, pipeline.training.zero, pipeline.training.preflight"
+    modules = "pipeline.training.trainer, pipeline.training.deepspeed_zero, pipeline.training.preflight"
     code = f"import sys; sys.modules['ray'] = None; import {modules}"
     environment = os.environ | {"PYTHONPATH": str(settings.PROJECT)}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
@@ -662,7 +662,7 @@ def _token_of_few_rows(options: DDPOptions) -> tuple[int, dict[int, int]]:
 
 
 def _train_alone(options: DDPOptions) -> None:
-    run = OneProcess(Path(options.output, options.name), torch.device("cpu"), options.keep_checkpoints)
+    run = SingleProcess(Path(options.output, options.name), torch.device("cpu"), options.keep_checkpoints)
     train(options, run, DDP)
 
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 import settings
 from cluster.common.cluster_file import GPUS_A_MACHINE
-from pipeline.training.arithmetic import PEAK_BF16_FLOPS, flops_per_token
+from pipeline.training.flops import PEAK_BF16_FLOPS, flops_per_token
 
 GIB = 2**30
 CARDS_GIB = (40, 80)

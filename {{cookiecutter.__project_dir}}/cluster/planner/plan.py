@@ -34,8 +34,8 @@ from cluster.planner.memory import (
 )
 from pipeline.ray_support import model_cache
 from pipeline.training import preflight
+from pipeline.training.dataset import read_manifest
 from pipeline.training.options import DDPOptions
-from pipeline.training.packed import read_manifest
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from pipeline.data.conversations import Tokenize, load, padding_id
 from pipeline.data.options import PreprocessOptions
 from pipeline.data.packing import pack
 from pipeline.data.shards import fetch
-from pipeline.training.packed import Batch, as_arrays, as_batch
+from pipeline.training.dataset import Batch, as_arrays, as_batch
 from settings import UserError
 
 DOCUMENTS_PACKED_TOGETHER = 1024  # the last row of each lot stays partly empty

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import settings
 from pipeline.ray_support import model_cache
 from pipeline.training import checkpoints, preflight, storage
-from pipeline.training.packed import Manifest
+from pipeline.training.dataset import Manifest
 from settings import UserError
 
 

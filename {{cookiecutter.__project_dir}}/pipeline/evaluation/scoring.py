@@ -13,7 +13,7 @@ from pipeline.data.conversations import NOT_TRAINED, eos_ids, load_tokenizer
 from pipeline.evaluation import stopping
 from pipeline.evaluation.candidates import Candidate
 from pipeline.ray_support import model_cache
-from pipeline.training.packed import Batch, PackedRows, trained_tokens
+from pipeline.training.dataset import Batch, PackedRows, trained_tokens
 
 
 class Score(NamedTuple):

@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from pipeline.data.conversations import NOT_TRAINED
-from pipeline.training.packed import Batch
+from pipeline.training.dataset import Batch
 
 QUESTIONS = 8
 MOST_TOKENS = 128  # longer answers count as not ended

@@ -11,13 +11,13 @@ from ray.serve.deployment import Application
 from pipeline.rag.generation import Generator
 from pipeline.rag.ingress import Ingress
 from pipeline.rag.retrieval import Reranker, Retriever
-from pipeline.serving.door import NO_BOUND, Rules
+from pipeline.serving.api_middleware import NO_BOUND, RequestLimits
 
 if TYPE_CHECKING:
     from pipeline.rag.options import RagOptions, Replicas
 
 
-def build(options: "RagOptions", location: str, address: str, rules: Rules) -> Application:
+def build(options: "RagOptions", location: str, address: str, rules: RequestLimits) -> Application:
     """The whole application: answers from the index at `location`, and where a model writes them, from that at the
     address; nothing is started."""
     retriever = _deployment(Retriever, options.retriever).bind(location, options.device, options.candidates)

@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from pipeline.rag.generation import End, Failure, until
 from pipeline.rag.index import Found
-from pipeline.serving.door import OPEN_ROUTE, Door, Queued, Rules
+from pipeline.serving.api_middleware import OPEN_ROUTE, ApiMiddleware, Queued, RequestLimits
 from pipeline.serving.keys import Keys
 
 MODEL = "rag"  # by which clients may call it
@@ -126,7 +126,7 @@ class Ingress:
     def __init__(
         self,
         parts: tuple[DeploymentHandle, DeploymentHandle, DeploymentHandle],
-        rules: Rules,
+        rules: RequestLimits,
         sources: int,
         least: float,
     ) -> None:
@@ -137,7 +137,7 @@ class Ingress:
         self._least = least
         self._keys = Keys()
 
-    async def __serve_build_asgi_app__(self) -> Door:
+    async def __serve_build_asgi_app__(self) -> ApiMiddleware:
         app = FastAPI(title="Answers with sources")
         app.add_api_route(OPEN_ROUTE, lambda: {"status": "ok"})
         app.add_api_route("/v1/models", self._models)
@@ -146,7 +146,7 @@ class Ingress:
         app.add_exception_handler(RequestValidationError, _explain)
         app.add_exception_handler(GeneratorError, _say_failed)
         self._task = asyncio.create_task(self._keys.keep_up())  # kept: a task that nobody holds may vanish
-        return Door(Queued(app, self._rules), self._keys, self._rules)
+        return ApiMiddleware(Queued(app, self._rules), self._keys, self._rules)
 
     async def _models(self) -> dict[str, Any]:
         return {"object": "list", "data": [await self._model(MODEL)]}

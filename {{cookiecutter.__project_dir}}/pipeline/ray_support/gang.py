@@ -50,7 +50,7 @@ def scaling(options: WorkerOptions) -> ScalingConfig:
 
 def find_zone(options: WorkerOptions) -> dict[str, str] | None:
     """The label selector of a zone that has room for the fewest workers of a training (see `gather`)."""
-    return gather(options.min_workers, options.worker_resources, options.gang_patience_s, offers())
+    return gather(options.min_workers, options.worker_resources, options.zone_timeout_s, offers())
 
 
 def gather(

@@ -18,7 +18,7 @@ class WorkerOptions(settings.Section):
     """Where the workers compute; `cpu` with use_gpu rehearses a GPU cluster without its cards."""
     cpus_per_worker: PositiveInt
     """Logical CPUs reserved for each worker, and its number of torch threads."""
-    gang_patience_s: PositiveFloat = 900
+    zone_timeout_s: PositiveFloat = 900
     """Seconds after which a zone without room for all workers is given up for the next."""
 
     @model_validator(mode="after")

@@ -34,11 +34,11 @@ from vllm.v1.engine.exceptions import EngineGenerateError
 import settings
 from pipeline.serving import routing
 from pipeline.serving.adapters import Adapters
-from pipeline.serving.door import DEAD_RETRY_S, NO_BOUND, OPEN_ROUTE, Door, Queued, Rules
-from pipeline.serving.fork import Counted, Fork
+from pipeline.serving.api_middleware import DEAD_RETRY_S, NO_BOUND, OPEN_ROUTE, ApiMiddleware, Queued, RequestLimits
+from pipeline.serving.canary import ROOT, Reporter
 from pipeline.serving.keys import Keys
+from pipeline.serving.model_router import MetricsMiddleware, ModelRouter
 from pipeline.serving.page import Page
-from pipeline.serving.traffic import ROOT, Reporter
 
 if TYPE_CHECKING:
     from pipeline.serving.options import ServeOptions
@@ -153,7 +153,9 @@ def llm_config(options: "ServeOptions") -> LLMConfig:
 class Server(LLMServer):
     """A replica: one engine, and the HTTP API that it answers."""
 
-    async def __init__(self, llm_config: LLMConfig, rules: Rules, adapters: Adapters | None, place: Place) -> None:
+    async def __init__(
+        self, llm_config: LLMConfig, rules: RequestLimits, adapters: Adapters | None, place: Place
+    ) -> None:
         self._rules = rules
         self._place = place
         self._keys = Keys()  # before the engine starts: without a key, nothing does
@@ -174,11 +176,11 @@ class Server(LLMServer):
         if self._adapters:
             tasks.append(self._adapters.keep_up(self._serving))
         self._tasks = [asyncio.create_task(task) for task in tasks]  # kept: a task that nobody holds may vanish
-        answering = Queued(Counted(app, self._reporter.note), self._rules, self._alive)
+        answering = Queued(MetricsMiddleware(app, self._reporter.note), self._rules, self._alive)
         if self._place.path != ROOT:
-            return Door(answering, self._keys, self._rules, self._alive)
-        fork = Fork(answering, self._place.model, self._place.address, lambda: self._reporter.routes)
-        return Page(Door(fork, self._keys, self._rules, self._alive))
+            return ApiMiddleware(answering, self._keys, self._rules, self._alive)
+        fork = ModelRouter(answering, self._place.model, self._place.address, lambda: self._reporter.routes)
+        return Page(ApiMiddleware(fork, self._keys, self._rules, self._alive))
 
     def _alive(self) -> bool:
         """Return whether the engine is alive."""

@@ -12,7 +12,7 @@ from typing import NamedTuple
 WINDOW_S = 60.0
 
 
-class Rules(NamedTuple):
+class RequestLimits(NamedTuple):
     """The limits that a replica enforces."""
 
     per_minute: int

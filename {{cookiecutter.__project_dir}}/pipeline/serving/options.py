@@ -9,7 +9,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 import settings
-from pipeline.serving.limits import Rules
+from pipeline.serving.limits import RequestLimits
 
 APP = "llm"
 """Name of the Serve application at the root path. The names of the others start with it."""
@@ -24,8 +24,8 @@ class ServeOptions(settings.Section):
     """Folder in Hugging Face format, hub id, or s3:// URI."""
     model_name: str = ""
     """Name by which clients ask for the model; empty: the run's name, or the model's own."""
-    beside: bool = False
-    """Serve the model beside what is served, at the same address, rather than in its place."""
+    add: bool = False
+    """Serve an additional model at the same address. Without it, the model replaces the one served now."""
     canary_percent: float = Field(default=0, ge=0, le=100)
     """Serve the model as a canary under the same name as the current one, with this percentage of its requests."""
     host: str
@@ -109,8 +109,8 @@ class ServeOptions(settings.Section):
 
     @model_validator(mode="after")
     def _in_one_place(self) -> "ServeOptions":
-        if self.beside and self.canary_percent:
-            raise ValueError("beside = true and canary_percent cannot be combined: remove one of them")
+        if self.add and self.canary_percent:
+            raise ValueError("add = true and canary_percent cannot be combined: remove one of them")
         return self
 
     @property
@@ -133,9 +133,9 @@ class ServeOptions(settings.Section):
         return parts[-2] if parts[-1] == "model" else parts[-1]
 
     @property
-    def rules(self) -> Rules:
+    def rules(self) -> RequestLimits:
         """The limits that a replica enforces."""
-        return Rules(
+        return RequestLimits(
             per_minute=self.key_requests_per_minute,
             at_once=self.key_requests_at_once,
             max_body=int(self.max_body_mib * 2**20),
@@ -156,7 +156,7 @@ class ServeOptions(settings.Section):
         """Where the application is, below the server's address."""
         if self.canary_percent:
             return CANARY
-        return f"/models/{_path_segment(self.served_name)}" if self.beside else ROOT
+        return f"/models/{_path_segment(self.served_name)}" if self.add else ROOT
 
     @property
     def app(self) -> str:
@@ -180,7 +180,7 @@ def _path_segment(name: str) -> str:
     return plain if plain == name else f"{plain}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
-class ServedOptions(settings.Section):
+class ModelsOptions(settings.Section):
     """What to change. Without options, the job shows what is served."""
 
     canary_percent: float | None = Field(default=None, ge=0, le=100)
@@ -193,7 +193,7 @@ class ServedOptions(settings.Section):
     """Stop serving this additional model, or `rag`."""
 
     @model_validator(mode="after")
-    def _one_thing(self) -> "ServedOptions":
+    def _one_thing(self) -> "ModelsOptions":
         if sum((self.canary_percent is not None, self.promote, self.roll_back, bool(self.end))) > 1:
             raise ValueError("use only one of --canary-percent, --promote, --roll-back and --end")
         return self

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from pipeline.training.ranks import any_rank, total
-from pipeline.training.runtimes.runtime import Metrics, Run
+from pipeline.training.collectives import any_rank, total
+from pipeline.training.runtimes.runtime import Metrics, Runtime
 from pipeline.training.storage import is_local
 from pipeline.training.strategies import Strategy
 from settings import UserError
@@ -17,7 +17,7 @@ from settings import UserError
 STATE = "state.json"
 
 
-def save(strategy: Strategy, run: Run, row: Metrics, output: str) -> None:
+def save(strategy: Strategy, run: Runtime, row: Metrics, output: str) -> None:
     """Begin a checkpoint of all ranks: parameters, optimizer, random states, and the step, which is the position.
 
     They are copied now, and written while the loop trains on; a checkpoint that is still being written is waited for,
@@ -41,7 +41,7 @@ def save(strategy: Strategy, run: Run, row: Metrics, output: str) -> None:
     run.report(row, write)
 
 
-def restore(strategy: Strategy, run: Run) -> int:
+def restore(strategy: Strategy, run: Runtime) -> int:
     """Load the last checkpoint of the run that is whole; returns its step, 0 where there is none."""
     for folder in run.checkpoints():
         problem = _what_is_torn(folder)
@@ -79,7 +79,7 @@ def _what_is_torn(folder: Path) -> str:
     return ""
 
 
-def refuse_full_disk(strategy: Strategy, run: Run, output: str) -> None:
+def refuse_full_disk(strategy: Strategy, run: Runtime, output: str) -> None:
     """Refuse before writing: a full disk in the middle of it would leave the ranks waiting for one another."""
     own = strategy.checkpoint_bytes()
     all_ranks = int(total(torch.tensor(own, device=run.device)))

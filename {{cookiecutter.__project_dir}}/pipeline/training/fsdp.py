@@ -19,11 +19,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from pipeline.training.arithmetic import BatchPlan
+from pipeline.training.dataset import Batch
 from pipeline.training.models import decoder_layers
 from pipeline.training.options import TrainOptions
-from pipeline.training.packed import Batch
-from pipeline.training.runtimes.runtime import Run, Write
+from pipeline.training.runtimes.runtime import Runtime, Write
+from pipeline.training.schedule import BatchPlan
 from pipeline.training.strategies import Strategy, adamw, copied
 
 TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
@@ -36,7 +36,7 @@ class FSDP(Strategy):
     """
 
     def __init__(
-        self, reshard_after_forward: bool, model: PreTrainedModel, options: TrainOptions, run: Run, plan: BatchPlan
+        self, reshard_after_forward: bool, model: PreTrainedModel, options: TrainOptions, run: Runtime, plan: BatchPlan
     ) -> None:
         self.model = model
         mesh = init_device_mesh(run.device.type, (run.world_size,))

@@ -11,7 +11,7 @@ from pipeline.training import storage
 from settings import UserError
 
 FILES = ("run.json", "events.jsonl", "metrics.jsonl")
-"""What says that a folder is a run: what it is, and what Record wrote of it."""
+"""What says that a folder is a run: what it is, and what MetricLogger wrote of it."""
 
 Line = dict[str, Any]
 """Of metrics.jsonl or events.jsonl: it has a step, and the time after it in Unix seconds."""

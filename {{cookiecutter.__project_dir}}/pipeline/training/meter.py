@@ -7,10 +7,10 @@ import psutil
 import torch
 from transformers import PreTrainedModel
 
-from pipeline.training.arithmetic import flops_per_token, peak_flops
+from pipeline.training.collectives import total
+from pipeline.training.flops import flops_per_token, peak_flops
 from pipeline.training.options import TrainOptions
-from pipeline.training.ranks import total
-from pipeline.training.runtimes.runtime import Metrics, Run
+from pipeline.training.runtimes.runtime import Metrics, Runtime
 
 
 class Diverged(Exception):
@@ -26,7 +26,7 @@ class Diverged(Exception):
 class Meter:
     """Losses, gradient norms and speed of the steps since the last `restart`."""
 
-    def __init__(self, options: TrainOptions, run: Run, model: PreTrainedModel, sequence_length: int) -> None:
+    def __init__(self, options: TrainOptions, run: Runtime, model: PreTrainedModel, sequence_length: int) -> None:
         self._run = run
         self._largest_loss = 2 * math.log(model.config.vocab_size)
         self._tokens_per_step = options.global_batch_rows * sequence_length
@@ -93,7 +93,9 @@ def _memory(device: torch.device) -> int:
     return psutil.Process().memory_info().rss
 
 
-def _peak_tokens_per_s(options: TrainOptions, run: Run, model: PreTrainedModel, sequence_length: int) -> float | None:
+def _peak_tokens_per_s(
+    options: TrainOptions, run: Runtime, model: PreTrainedModel, sequence_length: int
+) -> float | None:
     """Tokens a second of all devices at their bf16 peak: MFU is the share of it that is reached (PaLM, appendix B)."""
     if options.precision != "bf16" or run.device.type != "cuda":
         return None

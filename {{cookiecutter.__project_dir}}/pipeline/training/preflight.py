@@ -10,8 +10,8 @@ import settings
 from pipeline.data.conversations import load_tokenizer, tokenizer_hash
 from pipeline.ray_support import model_cache
 from pipeline.training import storage
+from pipeline.training.dataset import Manifest, TokenizerRecord, read_manifest
 from pipeline.training.options import TrainOptions
-from pipeline.training.packed import Manifest, TokenizerRecord, read_manifest
 from settings import UserError
 
 Options = TypeVar("Options", bound=TrainOptions)

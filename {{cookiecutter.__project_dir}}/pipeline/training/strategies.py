@@ -12,10 +12,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
-from pipeline.training.arithmetic import BatchPlan
+from pipeline.training.dataset import Batch
 from pipeline.training.options import TrainOptions
-from pipeline.training.packed import Batch
-from pipeline.training.runtimes.runtime import Run, Write
+from pipeline.training.runtimes.runtime import Runtime, Write
+from pipeline.training.schedule import BatchPlan
 
 BETAS = (0.9, 0.95)  # the usual pair for language models: the second moment forgets within tens of steps
 
@@ -71,7 +71,7 @@ def copied(state: Any) -> Any:
     return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), state)
 
 
-MakeStrategy = Callable[[PreTrainedModel, TrainOptions, Run, BatchPlan], Strategy]
+MakeStrategy = Callable[[PreTrainedModel, TrainOptions, Runtime, BatchPlan], Strategy]
 
 
 def adamw(model: nn.Module, weight_decay: float) -> torch.optim.AdamW:
@@ -86,7 +86,7 @@ def adamw(model: nn.Module, weight_decay: float) -> torch.optim.AdamW:
 class DDP(Strategy):
     """Every rank holds the whole model and optimizer; gradients are averaged."""
 
-    def __init__(self, model: PreTrainedModel, options: TrainOptions, run: Run, plan: BatchPlan) -> None:
+    def __init__(self, model: PreTrainedModel, options: TrainOptions, run: Runtime, plan: BatchPlan) -> None:
         self.model = model
         self.module = run.wrap(model)
         self.optimizer = adamw(model, options.weight_decay)

@@ -1,4 +1,4 @@
-"""Runs the training loop under Ray Train: the workers' side of the Run port, and the driver that starts them."""
+"""Runs the trainer under Ray Train: the `Runtime` in each worker, and the driver that starts the workers."""
 
 import hashlib
 import shutil
@@ -31,19 +31,19 @@ from torch import nn
 from pipeline.data import rows, streaming
 from pipeline.ray_support import capacity, cli, gang, ray_logging
 from pipeline.training import preflight
-from pipeline.training.arithmetic import check_batches
-from pipeline.training.loop import train
 from pipeline.training.options import TrainOptions
 from pipeline.training.runtimes.runtime import Metrics, Write
+from pipeline.training.schedule import check_batches
 from pipeline.training.strategies import MakeStrategy
+from pipeline.training.trainer import train
 from settings import UserError
 
 SCORE = "checkpoint_score"
 """The evaluation loss, by which Ray keeps the best; without one a checkpoint is the worst, and the newest of these."""
 
 
-class RayRun:
-    """The Run port in a worker of Ray Train."""
+class RayTrainRuntime:
+    """The `Runtime` interface in a worker of Ray Train."""
 
     def __init__(self, device: str) -> None:
         context = ray.train.get_context()
@@ -204,7 +204,7 @@ def _work(config: dict[str, Any]) -> str | None:
     """What each worker runs. A user error is returned, not raised: Ray would start the workers again."""
     ray_logging.worker()
     options, make_strategy, recipe = ray.get(config["work"])
-    run = RayRun(options.device)
+    run = RayTrainRuntime(options.device)
     source = streaming.StreamSource(recipe, options.global_batch_rows // run.world_size) if recipe else None
     try:
         train(options, run, make_strategy, source)

@@ -22,7 +22,7 @@ Write = Callable[[Path], None]
 thread may call it while the loop trains on."""
 
 
-class Run(Protocol):
+class Runtime(Protocol):
     """What the loop asks of its surroundings. Every rank makes the same calls in the same order."""
 
     rank: int
@@ -63,7 +63,7 @@ class Run(Protocol):
         ...
 
 
-class OneProcess:
+class SingleProcess:
     """A run in this process alone; whoever holds it sets `stop` to end it early."""
 
     rank = 0

@@ -1,4 +1,4 @@
-"""Runs the training loop under torchrun, without Ray: the workers' side of the Run port, and what each process does."""
+"""Runs the trainer under torchrun, without Ray: the `Runtime` in each process, and what each process does."""
 
 import os
 import shutil
@@ -13,16 +13,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipeline.ray_support import job_secrets
 from pipeline.training import preflight, storage
-from pipeline.training.arithmetic import check_batches
-from pipeline.training.loop import train
 from pipeline.training.options import TrainOptions
-from pipeline.training.runtimes.runtime import Metrics, OneProcess, Write
+from pipeline.training.runtimes.runtime import Metrics, SingleProcess, Write
+from pipeline.training.schedule import check_batches
 from pipeline.training.strategies import MakeStrategy
+from pipeline.training.trainer import train
 from settings import UserError
 
 
-class TorchRun(OneProcess):
-    """The Run port in one of torchrun's processes; all of them see the run's folder."""
+class TorchrunRuntime(SingleProcess):
+    """The `Runtime` interface in one of torchrun's processes; all of them see the run's folder."""
 
     def __init__(self, folder: Path, device: torch.device, keep_checkpoints: int) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
@@ -60,7 +60,11 @@ def fit(options: TrainOptions, make_strategy: MakeStrategy) -> None:
         device = _device(options)
         options = preflight.with_absolute_paths(options).model_copy(update={"num_workers": dist.get_world_size()})
         _agree(_prepare(options) if dist.get_rank() == 0 else "")
-        train(options, TorchRun(Path(options.output, options.name), device, options.keep_checkpoints), make_strategy)
+        train(
+            options,
+            TorchrunRuntime(Path(options.output, options.name), device, options.keep_checkpoints),
+            make_strategy,
+        )
     except UserError:
         if dist.get_rank() == 0:
             raise

@@ -21,11 +21,11 @@ from starlette.testclient import TestClient
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pipeline.serving import keys as keys_module
-from pipeline.serving.door import DISCARDED, Door, Queued, Rules
-from pipeline.serving.fork import Counted, Fork
+from pipeline.serving.api_middleware import DISCARDED, ApiMiddleware, Queued, RequestLimits
+from pipeline.serving.canary import NOWHERE, RequestOutcome
 from pipeline.serving.keys import Keys
 from pipeline.serving.limits import Limits, QueueFull, Slots
-from pipeline.serving.traffic import NOWHERE, Record
+from pipeline.serving.model_router import MetricsMiddleware, ModelRouter
 
 BODY = 1000
 OWNER = {"Authorization": "Bearer the-owner"}
@@ -84,13 +84,13 @@ def engine() -> FastAPI:
 
 
 def door(app: ASGIApp | None = None, *, per_minute: int = 100, at_once: int = 100, timeout_s: float = 5) -> TestClient:
-    closed = Door(app or engine(), Keys(), Rules(per_minute, at_once, BODY, timeout_s))
+    closed = ApiMiddleware(app or engine(), Keys(), RequestLimits(per_minute, at_once, BODY, timeout_s))
     return TestClient(closed, raise_server_exceptions=False)
 
 
-def guarded(app: ASGIApp, rules: Rules, alive: Callable[[], bool] = lambda: True) -> Door:
+def guarded(app: ASGIApp, rules: RequestLimits, alive: Callable[[], bool] = lambda: True) -> ApiMiddleware:
     """A model's app behind all of its middleware."""
-    return Door(Queued(app, rules, alive), Keys(), rules, alive)
+    return ApiMiddleware(Queued(app, rules, alive), Keys(), rules, alive)
 
 
 def error(answer: httpx2.Response, status: int) -> dict:
@@ -258,7 +258,7 @@ def test_a_rejected_body_is_read_unless_it_is_far_too_large(
     async def check(key: str, at_once: int, wanted: int) -> None:
         size = int(times * BODY)
         asking = Asking(
-            Door(engine(), Keys(), Rules(100, at_once, BODY, 60)), "/echo", key, b"x", whole=False,
+            ApiMiddleware(engine(), Keys(), RequestLimits(100, at_once, BODY, 60)), "/echo", key, b"x", whole=False,
             length=size if has_length else None,
         )  # fmt: skip
         for sent in range(1, size):
@@ -276,7 +276,7 @@ def test_an_answer_that_takes_too_long_is_ended(file: Path) -> None:
 
 
 def test_a_stream_that_takes_too_long_is_cut_off_and_not_ended(file: Path) -> None:
-    closed = Door(engine(), Keys(), Rules(100, 100, BODY, timeout_s=0.2))
+    closed = ApiMiddleware(engine(), Keys(), RequestLimits(100, 100, BODY, timeout_s=0.2))
     sent = []
 
     async def cut() -> None:
@@ -411,9 +411,9 @@ needs_vllm = pytest.mark.usefixtures("vllm_loaded")
 @pytest.mark.parametrize("how", ["hangs up", "time is up"])
 def test_work_ends_and_its_place_is_free_when_nobody_waits_for_it(file: Path, path: str, how: str) -> None:
     async def check() -> None:
-        engine, records = Engine(), list[Record]()
-        rules = Rules(100, 1, BODY, timeout_s=2 if how == "time is up" else 60, slots=1)
-        door = guarded(Counted(engine.app, records.append), rules)
+        engine, records = Engine(), list[RequestOutcome]()
+        rules = RequestLimits(100, 1, BODY, timeout_s=2 if how == "time is up" else 60, slots=1)
+        door = guarded(MetricsMiddleware(engine.app, records.append), rules)
         asking = Asking(door, path)
         await until(lambda: engine.running == 1)
         if how == "hangs up":
@@ -441,7 +441,7 @@ def test_it_ends_whenever_the_client_hangs_up(file: Path, path: str) -> None:
 
     async def check() -> None:
         engine = Engine()
-        door = guarded(engine.app, Rules(1000, 1, BODY, 60, slots=1))
+        door = guarded(engine.app, RequestLimits(1000, 1, BODY, 60, slots=1))
         for turns in range(60):
             asking = Asking(door, path)
             for _ in range(turns):
@@ -463,7 +463,7 @@ def test_a_stream_ends_whose_client_does_not_read_and_hangs_up(file: Path) -> No
 
     async def check() -> None:
         engine = Engine()
-        door = Door(engine.app, Keys(), Rules(100, 1, BODY, 60))
+        door = ApiMiddleware(engine.app, Keys(), RequestLimits(100, 1, BODY, 60))
         asking = Asking(door, "/stream", reads=False)
         await until(lambda: engine.running == 1)
         asking.hang_up()
@@ -488,8 +488,10 @@ def test_a_request_that_was_handed_on_ends_where_it_went(file: Path) -> None:
         serving = asyncio.create_task(server.serve())
         await until(lambda: server.started)
         root = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-        fork = Fork(engine.app, "own", root, lambda: NOWHERE._replace(others={"other": ""}))
-        asking = Asking(Door(fork, Keys(), Rules(100, 1, BODY, 60)), "/whole", body=b'{"model": "other"}')
+        fork = ModelRouter(engine.app, "own", root, lambda: NOWHERE._replace(others={"other": ""}))
+        asking = Asking(
+            ApiMiddleware(fork, Keys(), RequestLimits(100, 1, BODY, 60)), "/whole", body=b'{"model": "other"}'
+        )
         await until(lambda: engine.running == 1)
         asking.hang_up()
         await until(lambda: engine.running == 0)
@@ -504,7 +506,7 @@ def test_a_request_that_was_handed_on_ends_where_it_went(file: Path) -> None:
 
 def test_bodies_that_do_not_come_hold_their_own_keys_place_alone(file: Path) -> None:
     async def check() -> None:
-        door = guarded(engine(), Rules(100, 2, BODY, 60, body_timeout_s=0.5, slots=1, max_waiting=0))
+        door = guarded(engine(), RequestLimits(100, 2, BODY, 60, body_timeout_s=0.5, slots=1, max_waiting=0))
         slow = [Asking(door, "/echo", body=b"{", whole=False) for _ in range(2)]
         await asyncio.sleep(0)
         assert (await Asking(door, "/echo").answer())[0] == 429
@@ -522,7 +524,7 @@ def test_bodies_that_do_not_come_hold_their_own_keys_place_alone(file: Path) -> 
 def test_more_than_the_replica_works_on_waits_and_more_than_may_wait_is_told_to_come_back(file: Path) -> None:
     async def check() -> None:
         engine = Engine()
-        door = guarded(engine.app, Rules(100, 100, BODY, 60, slots=2, max_waiting=2))
+        door = guarded(engine.app, RequestLimits(100, 100, BODY, 60, slots=2, max_waiting=2))
         first = [Asking(door, "/whole"), Asking(door, "/deaf")]
         await until(lambda: engine.running == 2)
         waiting = [Asking(door, "/whole", "for-bob"), Asking(door, "/whole", "for-bob")]
@@ -545,7 +547,7 @@ def test_more_than_the_replica_works_on_waits_and_more_than_may_wait_is_told_to_
 def test_time_in_the_queue_counts(file: Path) -> None:
     async def check() -> None:
         engine = Engine()
-        door = guarded(engine.app, Rules(100, 100, BODY, timeout_s=0.5, slots=1))
+        door = guarded(engine.app, RequestLimits(100, 100, BODY, timeout_s=0.5, slots=1))
         asking = [Asking(door, "/whole"), Asking(door, "/whole", "for-bob")]
         assert [(await each.answer())[0] for each in asking] == [504, 504]
 
@@ -621,8 +623,8 @@ def test_a_request_that_is_handed_on_takes_no_room_here(file: Path) -> None:
                     arrived.set()
                     await asyncio.Event().wait()
 
-        rules = Rules(100, 100, BODY, 60, slots=1, max_waiting=0)
-        door = Door(Elsewhere(Queued(engine(), rules)), Keys(), rules)
+        rules = RequestLimits(100, 100, BODY, 60, slots=1, max_waiting=0)
+        door = ApiMiddleware(Elsewhere(Queued(engine(), rules)), Keys(), rules)
         asking = Asking(door, "/echo", body=b'{"model": "other"}')
         await arrived.wait()
         assert (await Asking(door, "/echo", "for-bob").answer())[0] == 200
@@ -641,8 +643,8 @@ def test_a_request_that_is_handed_on_takes_no_room_here(file: Path) -> None:
     ],
 )
 def test_prompts_times_answers_are_capped(file: Path, body: dict, status: int) -> None:
-    rules = Rules(100, 100, BODY, 5, max_sequences=8)
-    answer = TestClient(Door(engine(), Keys(), rules)).post("/echo", json=body, headers=ALICE)
+    rules = RequestLimits(100, 100, BODY, 5, max_sequences=8)
+    answer = TestClient(ApiMiddleware(engine(), Keys(), rules)).post("/echo", json=body, headers=ALICE)
     assert answer.status_code == status
     if status == 400:
         assert error(answer, 400)["code"] == "too_many_sequences"
@@ -664,8 +666,10 @@ def test_a_request_counts_as_often_as_it_has_sequences(file: Path) -> None:
 
 def test_while_an_engine_is_dead_a_client_is_told_to_come_back(file: Path) -> None:
     alive = [True, False]
-    refused = TestClient(guarded(engine(), Rules(100, 100, BODY, 5), lambda: alive.pop(0)))
-    failed = TestClient(guarded(engine(), Rules(100, 100, BODY, 5), lambda: False), raise_server_exceptions=False)
+    refused = TestClient(guarded(engine(), RequestLimits(100, 100, BODY, 5), lambda: alive.pop(0)))
+    failed = TestClient(
+        guarded(engine(), RequestLimits(100, 100, BODY, 5), lambda: False), raise_server_exceptions=False
+    )
     assert refused.post("/echo", json={}, headers=ALICE).status_code == 200
     for answer in (refused.post("/echo", json={}, headers=ALICE), failed.get("/fail?status=500", headers=ALICE)):
         assert error(answer, 503)["code"] == "engine_dead"
@@ -729,7 +733,7 @@ def test_the_door_costs_less_than_200_microseconds_a_request(file: Path) -> None
     body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "some words " * 90}]}).encode()
     headers = [(b"authorization", b"Bearer for-bob")]
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers}
-    closed = Door(app, Keys(), Rules(10**6, 100, BODY, 60))
+    closed = ApiMiddleware(app, Keys(), RequestLimits(10**6, 100, BODY, 60))
 
     async def seconds(called: ASGIApp, count: int = 2000) -> float:
         started = time.thread_time()  # CPU time of this thread, so that a busy machine does not matter

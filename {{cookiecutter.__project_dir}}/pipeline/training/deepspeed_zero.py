@@ -13,11 +13,11 @@ import torch
 from filelock import FileLock
 from transformers import PreTrainedModel
 
-from pipeline.training.arithmetic import BatchPlan
+from pipeline.training.collectives import any_rank, total
+from pipeline.training.dataset import Batch
 from pipeline.training.options import DeepSpeedOptions
-from pipeline.training.packed import Batch
-from pipeline.training.ranks import any_rank, total
-from pipeline.training.runtimes.runtime import Run, Write
+from pipeline.training.runtimes.runtime import Runtime, Write
+from pipeline.training.schedule import BatchPlan
 from pipeline.training.strategies import Strategy, adamw, copied
 from settings import UserError
 
@@ -54,7 +54,7 @@ class ZeRO(Strategy):
         config: dict[str, Any],
         model: PreTrainedModel,
         options: DeepSpeedOptions,
-        run: Run,
+        run: Runtime,
         plan: BatchPlan,
     ) -> None:
         self.model = model

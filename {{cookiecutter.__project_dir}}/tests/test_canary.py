@@ -22,13 +22,13 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 import settings
-from jobs import serve_llm, served
+from jobs import models, serve_llm
+from jobs.models import ModelsOptions
 from jobs.serve_llm import ServeOptions
-from jobs.served import ServedOptions
-from pipeline.serving import haproxy, traffic
+from pipeline.serving import canary, haproxy
 from pipeline.serving.body import inspect
-from pipeline.serving.fork import Counted, Fork
-from pipeline.serving.traffic import CANARY, ROOT, Reporter
+from pipeline.serving.canary import CANARY, ROOT, Reporter
+from pipeline.serving.model_router import MetricsMiddleware, ModelRouter
 
 pytestmark = pytest.mark.skipif(not haproxy.environment("/"), reason="HAProxy is installed on Linux only")
 
@@ -52,10 +52,10 @@ def model() -> type:
             routes = [Route("/health", lambda _: Response()), Route("/v1/completions", say, methods=["POST"])]
             reporter = Reporter(self._path)
             self._task = asyncio.create_task(reporter.keep_up(lambda: [self._model]))
-            answering = Counted(Starlette(routes=routes), reporter.note)
+            answering = MetricsMiddleware(Starlette(routes=routes), reporter.note)
             if self._path != ROOT:
                 return answering
-            fork = Fork(answering, self._model, self._address, lambda: reporter.routes)
+            fork = ModelRouter(answering, self._model, self._address, lambda: reporter.routes)
 
             async def read(scope: Scope, receive: Receive, send: Send) -> None:
                 """Read the body, as the middleware in front of the fork does."""
@@ -74,7 +74,7 @@ def deploy(path: str, address: str) -> None:
     idle = {"min_replicas": 0, "max_replicas": 1, "initial_replicas": 1, "upscale_delay_s": 0, "downscale_delay_s": 1}
     scaling = idle | {"metrics_interval_s": 0.5, "look_back_period_s": 1}
     app = serve.deployment(serve.ingress()(model()), autoscaling_config=scaling, ray_actor_options={"num_cpus": 0.1})
-    serve.run(app.bind(path, PATHS[path], address), name=traffic.app_name(path), route_prefix=path)
+    serve.run(app.bind(path, PATHS[path], address), name=canary.app_name(path), route_prefix=path)
 
 
 @pytest.fixture(scope="module")
@@ -84,10 +84,10 @@ def address(ray_session: None) -> Iterator[str]:
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     for path in PATHS:
         deploy(path, f"http://127.0.0.1:{port}")
-    wait_for(lambda: ray.get(traffic.actor().apps.remote()).keys() == PATHS.keys())
+    wait_for(lambda: ray.get(canary.actor().apps.remote()).keys() == PATHS.keys())
     yield f"http://127.0.0.1:{port}"
     for path in reversed(PATHS):
-        serve_llm.stop(traffic.app_name(path))
+        serve_llm.stop(canary.app_name(path))
 
 
 def wait_for(condition: Callable[[], Any]) -> None:
@@ -105,12 +105,12 @@ def replicas() -> int:
 
 def kill_the_actor() -> None:
     """Kill the actor's process, as the kernel does when memory runs out. Ray starts another."""
-    [pid] = [pid for pid, name in children().items() if name == "ray::Traffic"]
+    [pid] = [pid for pid, name in children().items() if name == "ray::RoutingState"]
     os.kill(pid, signal.SIGKILL)
 
     def is_back() -> bool:
         with contextlib.suppress(ray.exceptions.RayActorError):
-            ray.get(traffic.actor().apps.remote())
+            ray.get(canary.actor().apps.remote())
             return not psutil.pid_exists(pid)
         return False
 
@@ -128,10 +128,10 @@ def beside(model: str) -> ServeOptions:
 
 
 def test_apps_at_zero_and_the_canarys_share_outlast_their_replicas_and_the_actor(address: str) -> None:
-    ray.get(traffic.actor().give_canary.remote(100, beside("own").model_dump()))
+    ray.get(canary.actor().give_canary.remote(100, beside("own").model_dump()))
     wait_for(lambda: replicas() == 0)
     kill_the_actor()  # no replica is left to report again
-    shown = ray.get(traffic.actor().apps.remote())
+    shown = ray.get(canary.actor().apps.remote())
     assert {path: app["models"] for path, app in shown.items()} == {path: [model] for path, model in PATHS.items()}
     with pytest.raises(settings.UserError, match="own is served already"):
         serve_llm.as_place_demands(beside("own"))
@@ -142,10 +142,10 @@ def test_apps_at_zero_and_the_canarys_share_outlast_their_replicas_and_the_actor
 
 def test_an_app_that_is_ended_is_gone_at_once(address: str) -> None:
     wait_for(lambda: ask(address, "sql") == "/models/sql")
-    served.main(ServedOptions(end="sql"))
-    assert "/models/sql" not in ray.get(traffic.actor().apps.remote())
+    models.main(ModelsOptions(end="sql"))
+    assert "/models/sql" not in ray.get(canary.actor().apps.remote())
     # this stub answers for any model; a real engine would reject the name
     wait_for(lambda: ask(address, "sql") in (ROOT, CANARY))
-    served.main(ServedOptions(roll_back=True))
-    assert ray.get(traffic.actor().apps.remote()).keys() == {ROOT}
+    models.main(ModelsOptions(roll_back=True))
+    assert ray.get(canary.actor().apps.remote()).keys() == {ROOT}
     wait_for(lambda: ask(address, "own") == ROOT)

@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from pipeline.serving.app_call import AppCall
 from pipeline.serving.body import Body, InvalidBody, inspect
 from pipeline.serving.keys import Keys
-from pipeline.serving.limits import Limits, QueueFull, Rules, Slots
+from pipeline.serving.limits import Limits, QueueFull, RequestLimits, Slots
 
 KEPT = (b"allow", b"retry-after")  # headers of an error that tell a client what to do
 OPEN_ROUTE = "/health"  # for load balancers: says whether the engine lives, and nothing else
@@ -49,10 +49,10 @@ def _always() -> bool:
     return True
 
 
-class Door:
+class ApiMiddleware:
     """ASGI middleware that admits requests with a valid key, within the limits of that key."""
 
-    def __init__(self, app: ASGIApp, keys: Keys, rules: Rules, alive: Callable[[], bool] = _always) -> None:
+    def __init__(self, app: ASGIApp, keys: Keys, rules: RequestLimits, alive: Callable[[], bool] = _always) -> None:
         """`alive` returns whether the app's engine is alive."""
         self.app = app
         self._keys = keys
@@ -164,12 +164,12 @@ class Door:
 
 
 class Queued:
-    """ASGI middleware behind `Door` that bounds the sequences a replica works on. Further requests queue.
+    """ASGI middleware behind `ApiMiddleware` that bounds the sequences a replica works on. Further requests queue.
 
     It is behind the fork: a request that another replica answers takes no slot of this one.
     """
 
-    def __init__(self, app: ASGIApp, rules: Rules, alive: Callable[[], bool] = _always) -> None:
+    def __init__(self, app: ASGIApp, rules: RequestLimits, alive: Callable[[], bool] = _always) -> None:
         """`alive` returns whether the app's engine is alive."""
         self.app = app
         self._slots = Slots(rules.slots, rules.max_waiting)

@@ -8,13 +8,13 @@ import torch
 
 from pipeline.data.conversations import NOT_TRAINED, load_tokenizer
 from pipeline.training import checkpoints, models
-from pipeline.training.arithmetic import learning_rate_at, peak_learning_rate, spread
+from pipeline.training.collectives import any_rank, total
+from pipeline.training.dataset import Batch, PackedRows, read_manifest, trained_tokens
 from pipeline.training.meter import Diverged, Meter
+from pipeline.training.metric_logger import MetricLogger
 from pipeline.training.options import TrainOptions
-from pipeline.training.packed import Batch, PackedRows, read_manifest, trained_tokens
-from pipeline.training.ranks import any_rank, total
-from pipeline.training.record import Record
-from pipeline.training.runtimes.runtime import Metrics, Run
+from pipeline.training.runtimes.runtime import Metrics, Runtime
+from pipeline.training.schedule import learning_rate_at, peak_learning_rate, spread
 from pipeline.training.storage import RunFolder
 from pipeline.training.strategies import MakeStrategy
 from settings import UserError
@@ -44,7 +44,7 @@ class Source(Protocol):
 class PackedSource:
     """Rows by position: the step and the rank say which, so a resumed run reads on exactly where it was."""
 
-    def __init__(self, options: TrainOptions, run: Run) -> None:
+    def __init__(self, options: TrainOptions, run: Runtime) -> None:
         manifest = read_manifest(options.data)
         self.sequence_length = manifest.sequence_length
         self.chat_template = manifest.tokenizer.chat_template
@@ -63,7 +63,7 @@ class PackedSource:
         return self._rows.names((step - 1) * self._global_rows + first, count)
 
 
-def train(options: TrainOptions, run: Run, make_strategy: MakeStrategy, stream: Source | None = None) -> None:
+def train(options: TrainOptions, run: Runtime, make_strategy: MakeStrategy, stream: Source | None = None) -> None:
     """Train on to `options.last_step` from the run's last checkpoint, or from the model; then write the model.
 
     The rows come from `stream`, or from the packed data. Paths in `options` are absolute, or URIs.
@@ -73,13 +73,13 @@ def train(options: TrainOptions, run: Run, make_strategy: MakeStrategy, stream: 
     """
     os.environ["DS_ACCELERATOR"] = run.device.type  # transformers imports deepspeed, which would guess, and say so
     torch.set_num_threads(min(options.cpus_per_worker, os.cpu_count() or 1))  # logical CPUs may be more than real ones
-    Loop(models.with_supported_precision(options, run.device), run, make_strategy, stream).fit()
+    Trainer(models.with_supported_precision(options, run.device), run, make_strategy, stream).fit()
 
 
-class Loop:
+class Trainer:
     """What one rank holds of a training, and the steps that change it."""
 
-    def __init__(self, options: TrainOptions, run: Run, make_strategy: MakeStrategy, stream: Source | None) -> None:
+    def __init__(self, options: TrainOptions, run: Runtime, make_strategy: MakeStrategy, stream: Source | None) -> None:
         self.options, self.run = options, run
         self.folder = RunFolder(f"{options.output}/{options.name}")
         self.source = stream or PackedSource(options, run)
@@ -94,12 +94,12 @@ class Loop:
         checkpoints.refuse_full_disk(self.strategy, run, options.output)
         self.done = self.saved = checkpoints.restore(self.strategy, run)
         self.pace = 1  # steps between looks; the first one says how long a step takes
-        self.record = Record(self.folder, options, run, self.done) if run.rank == 0 else None
+        self.metric_logger = MetricLogger(self.folder, options, run, self.done) if run.rank == 0 else None
 
     def fit(self) -> None:
         """The steps that are left, and the model at the end; without it when the run was asked to stop."""
         options = self.options
-        if self.record:
+        if self.metric_logger:
             print(self._description(), flush=True)
         self.meter.restart()
         for step in range(self.done + 1, options.last_step + 1):
@@ -112,8 +112,8 @@ class Loop:
         else:
             self._export()
         self.run.wait()
-        if self.record and self.done < options.last_step:
-            self.record.end(self.saved)
+        if self.metric_logger and self.done < options.last_step:
+            self.metric_logger.end(self.saved)
             self.folder.publish()
 
     def _description(self) -> str:
@@ -157,13 +157,13 @@ class Loop:
         stops = any_rank(self.run.should_stop(), self.run.device)
         if self.evaluation and (evaluates or stops):
             rows[-1] |= self._evaluate(self.evaluation)
-        if self.record:
-            self.record.write(rows, self.meter.seconds_per_step)
+        if self.metric_logger:
+            self.metric_logger.write(rows, self.meter.seconds_per_step)
         if saves or stops or self._is_to_lose_a_machine(rows[-1]):
             checkpoints.save(self.strategy, self.run, rows[-1], self.options.output)
             self.saved = int(rows[-1]["step"])
-            if self.record:
-                self.record.checkpoint(self.saved)
+            if self.metric_logger:
+                self.metric_logger.checkpoint(self.saved)
             self.folder.publish()
         self.meter.restart()
         return stops
@@ -200,7 +200,7 @@ class Loop:
     def _is_to_lose_a_machine(self, row: Metrics) -> bool:
         if not self.run.should_save():
             return False
-        if self.record:
+        if self.metric_logger:
             print(f"a machine is about to be taken away: a checkpoint of step {row['step']} is written now", flush=True)
         return True
 

@@ -5,7 +5,7 @@ import os
 import statistics
 import time
 
-from pipeline.serving.door import Door, Queued, Rules
+from pipeline.serving.api_middleware import ApiMiddleware, Queued, RequestLimits
 from pipeline.serving.keys import Keys
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -28,8 +28,8 @@ def measure() -> Result:
     rows = []
     for kind, pieces in PIECES.items():
         bare = _app(pieces)
-        rules = Rules(per_minute=10**9, at_once=10, max_body=10**6, timeout_s=60)
-        closed = Door(Queued(bare, rules), keys, rules)
+        rules = RequestLimits(per_minute=10**9, at_once=10, max_body=10**6, timeout_s=60)
+        closed = ApiMiddleware(Queued(bare, rules), keys, rules)
         ways = {"with the door": lambda app=closed: _microseconds(app), "alone": lambda app=bare: _microseconds(app)}
         rounds = harness.alternate(ways, ROUNDS, f"µs a request, {kind}")
         costs = [made["with the door"] - made["alone"] for made in rounds]

@@ -18,11 +18,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from pipeline.serving import traffic
-from pipeline.serving.door import Door, Rules
-from pipeline.serving.fork import HUNG_UP, Counted, Fork
+from pipeline.serving import canary
+from pipeline.serving.api_middleware import ApiMiddleware, RequestLimits
+from pipeline.serving.canary import CANARY, NOWHERE, ROOT, RequestOutcome, Routes, RoutingState
 from pipeline.serving.keys import Keys
-from pipeline.serving.traffic import CANARY, NOWHERE, ROOT, Record, Routes, Traffic
+from pipeline.serving.model_router import HUNG_UP, MetricsMiddleware, ModelRouter
 
 PIECES, PAUSE_S = 40, 0.05
 NOBODY = "http://127.0.0.1:9"
@@ -77,7 +77,7 @@ async def own(request: Request) -> Response:
     return JSONResponse({"from": "own", "body": body.decode()})
 
 
-RULES = Rules(per_minute=10_000, at_once=10, max_body=200_000, timeout_s=5)
+RULES = RequestLimits(per_minute=10_000, at_once=10, max_body=200_000, timeout_s=5)
 
 
 @pytest.fixture(autouse=True)
@@ -87,14 +87,14 @@ def _with_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SECRETS_PREFIX", raising=False)
 
 
-def fork(upstream: Upstream, routes: Routes, rules: Rules = RULES) -> Door:
+def fork(upstream: Upstream, routes: Routes, rules: RequestLimits = RULES) -> ApiMiddleware:
     """Return a fork behind the middleware that reads the body for it."""
     return fork_to(f"http://127.0.0.1:{upstream.port}", routes, rules)
 
 
-def fork_to(root: str, routes: Routes, rules: Rules = RULES) -> Door:
+def fork_to(root: str, routes: Routes, rules: RequestLimits = RULES) -> ApiMiddleware:
     app = Starlette(routes=[Route("/v1/chat/completions", own, methods=["POST"])])
-    return Door(Fork(app, "own", root, lambda: routes), Keys(), rules)
+    return ApiMiddleware(ModelRouter(app, "own", root, lambda: routes), Keys(), rules)
 
 
 async def post(app: Any, body: Any, path: str = "/v1/chat/completions", **options: Any) -> httpx2.Response:
@@ -255,7 +255,7 @@ def test_a_request_that_comes_back_does_not_go_round(upstream: Upstream) -> None
 
 
 def test_each_request_is_counted_however_it_ends() -> None:
-    records: list[Record] = []
+    records: list[RequestOutcome] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         if scope["path"] == "/late":
@@ -274,7 +274,7 @@ def test_each_request_is_counted_however_it_ends() -> None:
     async def ask(path: str, method: str = "POST") -> None:
         scope = {"type": "http", "method": method, "path": path, "headers": []}
         with contextlib.suppress(TimeoutError, ValueError):
-            await asyncio.wait_for(Counted(app, records.append)(scope, nothing, nothing), 0.2)
+            await asyncio.wait_for(MetricsMiddleware(app, records.append)(scope, nothing, nothing), 0.2)
 
     for path in ("/", "/late", "/broken"):
         asyncio.run(ask(path))
@@ -299,22 +299,22 @@ class Kept:
         self._value = json.dumps(value)
 
 
-def traffic_of(apps: set[str], store: Kept | None = None) -> Traffic:
-    return Traffic(lambda: set(apps), store or Kept())
+def traffic_of(apps: set[str], store: Kept | None = None) -> RoutingState:
+    return RoutingState(lambda: set(apps), store or Kept())
 
 
 def test_replicas_learn_what_is_served_with_and_without_replicas() -> None:
     apps = {"llm", "llm-models-sql", "llm-canary"}
     told = traffic_of(apps)
-    assert told.tell(ROOT, ["own", "adapter"], []) == NOWHERE
-    told.tell("/models/sql", ["sql", "sql-short"], [])
-    told.tell(CANARY, ["own"], [])
-    assert told.tell(ROOT, ["own"], []) == BESIDE  # a canary without a share gets nothing
+    assert told.report(ROOT, ["own", "adapter"], []) == NOWHERE
+    told.report("/models/sql", ["sql", "sql-short"], [])
+    told.report(CANARY, ["own"], [])
+    assert told.report(ROOT, ["own"], []) == BESIDE  # a canary without a share gets nothing
     told.give_canary(10, {"model": "new"})
-    assert told.tell(ROOT, ["own"], []) == Routes(BESIDE.others, CANARY, 10)
+    assert told.report(ROOT, ["own"], []) == Routes(BESIDE.others, CANARY, 10)
     apps.clear()  # Serve has deleted them, but their last replicas still report
     told.apps()
-    assert told.tell("/models/sql", ["sql"], []) == told.tell(CANARY, ["own"], []) == NOWHERE
+    assert told.report("/models/sql", ["sql"], []) == told.report(CANARY, ["own"], []) == NOWHERE
     assert told.canary() == {}
 
 
@@ -322,15 +322,15 @@ def test_an_app_without_replicas_stays_until_serve_ends_it(monkeypatch: pytest.M
     apps = {"llm", "llm-models-sql", "llm-canary"}
     told = traffic_of(apps)
     for path, model in {ROOT: "own", "/models/sql": "sql", CANARY: "own"}.items():
-        told.tell(path, [model], [])
+        told.report(path, [model], [])
     told.give_canary(10, {"model": "new"})
     now = time.monotonic()
-    monkeypatch.setattr(traffic.time, "monotonic", lambda: now + 3600)
-    assert told.tell(ROOT, ["own"], []) == Routes({"sql": "/models/sql"}, CANARY, 10)
+    monkeypatch.setattr(canary.time, "monotonic", lambda: now + 3600)
+    assert told.report(ROOT, ["own"], []) == Routes({"sql": "/models/sql"}, CANARY, 10)
     assert told.apps()[ROOT]["models"] == ["own"]
     apps.remove("llm-models-sql")
-    monkeypatch.setattr(traffic.time, "monotonic", lambda: now + 3600 + traffic.TELL_EVERY_S)
-    assert told.tell(ROOT, ["own"], []) == Routes({}, CANARY, 10)
+    monkeypatch.setattr(canary.time, "monotonic", lambda: now + 3600 + canary.REPORT_INTERVAL_S)
+    assert told.report(ROOT, ["own"], []) == Routes({}, CANARY, 10)
     assert set(told.apps()) == {ROOT, CANARY}
 
 
@@ -338,10 +338,10 @@ def test_what_is_served_and_the_canarys_share_outlive_the_actor() -> None:
     apps, store = {"llm", "llm-models-sql", "llm-canary"}, Kept()
     told = traffic_of(apps, store)
     for path, model in {ROOT: "own", "/models/sql": "sql", CANARY: "own"}.items():
-        told.tell(path, [model], [])
+        told.report(path, [model], [])
     told.give_canary(10, {"model": "new"})
     told = traffic_of(apps, store)
-    assert told.tell(ROOT, ["own"], []) == Routes({"sql": "/models/sql"}, CANARY, 10)
+    assert told.report(ROOT, ["own"], []) == Routes({"sql": "/models/sql"}, CANARY, 10)
     assert told.canary() == {"model": "new"}
     told.give_canary(20)
     assert traffic_of(apps, store).apps()[CANARY]["percent"] == 20
@@ -351,10 +351,10 @@ def test_what_is_served_and_the_canarys_share_outlive_the_actor() -> None:
 
 def test_numbers_stand_beside_each_other_and_begin_anew_with_a_canary() -> None:
     told = traffic_of({"llm", "llm-canary"})
-    told.tell(ROOT, ["own"], [Record(200, 1.0, 2.0)] * 10)
+    told.report(ROOT, ["own"], [RequestOutcome(200, 1.0, 2.0)] * 10)
     told.give_canary(20, {"model": "new"})
-    told.tell(ROOT, ["own"], [Record(200, 0.1, 0.2)] * 99 + [Record(500, 0.0, 9.0)])
-    told.tell(CANARY, ["own"], [Record(200, 0.3, 0.4)] * 3 + [Record(429, 0.0, 0.0)])
+    told.report(ROOT, ["own"], [RequestOutcome(200, 0.1, 0.2)] * 99 + [RequestOutcome(500, 0.0, 9.0)])
+    told.report(CANARY, ["own"], [RequestOutcome(200, 0.3, 0.4)] * 3 + [RequestOutcome(429, 0.0, 0.0)])
     root, canary = told.apps()[ROOT], told.apps()[CANARY]
     assert (root["percent"], root["requests"], root["errors"]) == (80, 100, 1)
     assert (canary["percent"], canary["requests"], canary["errors"]) == (20, 4, 0)

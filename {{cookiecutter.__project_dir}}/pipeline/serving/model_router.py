@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pipeline.serving.body import Body
-from pipeline.serving.traffic import Record, Routes
+from pipeline.serving.canary import RequestOutcome, Routes
 
 NOT_HANDED_ON = {b"host", b"content-length", b"connection", b"transfer-encoding"}  # of this connection, not the request
 CONNECT_S = 10.0
@@ -25,7 +25,7 @@ WARN_EVERY_S = 60.0
 log = logging.getLogger("ray.serve")
 
 
-class Fork:
+class ModelRouter:
     """ASGI app in front of a model's own. It costs nothing while only one model is served.
 
     The middleware in front of it reads the body of a POST into `scope["state"]["body"]`.
@@ -94,10 +94,10 @@ class Fork:
         return True
 
 
-class Counted:
+class MetricsMiddleware:
     """ASGI app that notes what becomes of each request to the model of `app`."""
 
-    def __init__(self, app: ASGIApp, note: Callable[[Record], None]) -> None:
+    def __init__(self, app: ASGIApp, note: Callable[[RequestOutcome], None]) -> None:
         self.app = app
         self._note = note
 
@@ -124,7 +124,7 @@ class Counted:
             status = 500
             raise
         finally:
-            self._note(Record(status, first_s, time.perf_counter() - started))
+            self._note(RequestOutcome(status, first_s, time.perf_counter() - started))
 
 
 async def _nothing() -> Message:

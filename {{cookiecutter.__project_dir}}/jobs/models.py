@@ -1,17 +1,17 @@
 """Shows which models are served and how each fares; moves a canary's share, promotes it, rolls it back; ends a model.
 
-inv submit served                            requests, errors and times of each since the last canary began
-inv submit served -- --canary-percent 20     gives the canary that share of the requests
-inv submit served -- --promote               puts the canary in the place of the model that it was tried against
-inv submit served -- --roll-back             ends the canary
-inv submit served -- --end NAME              ends a model that is served beside another, or `rag`
+inv models                            requests, errors and times of each since the last canary began
+inv models -- --canary-percent 20     gives the canary that share of the requests
+inv models -- --promote               puts the canary in the place of the model that it was tried against
+inv models -- --roll-back             ends the canary
+inv models -- --end NAME              ends an additional model, or `rag`
 """
 
 from pipeline.ray_support import cli
-from pipeline.serving.options import ServedOptions
+from pipeline.serving.options import ModelsOptions
 
 if __name__ == "__main__":
-    cli.parse(ServedOptions)  # before the imports below, which take seconds
+    cli.parse(ModelsOptions)  # before the imports below, which take seconds
 
 import time
 
@@ -23,66 +23,66 @@ from rich.table import Table
 import settings
 from jobs import serve_llm, serve_rag
 from pipeline.ray_support import job_secrets
-from pipeline.serving import traffic
-from pipeline.serving.options import ServeOptions
+from pipeline.serving import canary as canary_state
+from pipeline.serving.options import CANARY, ROOT, ServeOptions, app_name
 
 TIMES = ("first_p50_ms", "first_p95_ms", "whole_p50_ms", "whole_p95_ms")
 
 
-def main(options: ServedOptions) -> None:
+def main(options: ModelsOptions) -> None:
     """Show which models are served and how each fares, or change what a canary gets."""
     cli.connect(log_to_driver=False)
-    told = traffic.actor()
+    state = canary_state.actor()
     if options.canary_percent is not None:
-        _canary(told)
-        ray.get(told.give_canary.remote(options.canary_percent))
+        _canary(state)
+        ray.get(state.give_canary.remote(options.canary_percent))
         print(f"the canary gets {options.canary_percent:g} % of the requests", flush=True)
     elif options.promote:
-        _promote(told)
+        _promote(state)
     elif options.roll_back:
-        _canary(told)
-        _end_canary(told)
+        _canary(state)
+        _end_canary(state)
     elif options.end:
-        _end(told, options.end)
+        _end(state, options.end)
     else:
-        _show(ray.get(told.apps.remote()))
+        _show(ray.get(state.apps.remote()))
 
 
-def _canary(told: "ray.actor.ActorHandle") -> ServeOptions:
+def _canary(state: "ray.actor.ActorHandle") -> ServeOptions:
     """The options that the canary was served with."""
-    options = ray.get(told.canary.remote())
+    options = ray.get(state.canary.remote())
     if not options:
         raise settings.UserError("there is no canary: inv submit serve_llm -- --model MODEL --canary-percent 5")
     return ServeOptions(**options)
 
 
-def _promote(told: "ray.actor.ActorHandle") -> None:
-    canary = _canary(told)
+def _promote(state: "ray.actor.ActorHandle") -> None:
+    canary = _canary(state)
     job_secrets.load()
     serve_llm.deploy(canary.model_copy(update={"canary_percent": 0}))
-    _end_canary(told)
+    _end_canary(state)
     print(f"{canary.model} is in its place", flush=True)
 
 
-def _end_canary(told: "ray.actor.ActorHandle") -> None:
+def _end_canary(state: "ray.actor.ActorHandle") -> None:
     """End it when no replica hands requests on to it any more, so that none is lost."""
-    ray.get(told.give_canary.remote(0, {}))
-    time.sleep(2 * traffic.TELL_EVERY_S)
-    serve.delete(traffic.app_name(traffic.CANARY))
+    ray.get(state.give_canary.remote(0, {}))
+    time.sleep(2 * canary_state.REPORT_INTERVAL_S)
+    serve.delete(app_name(CANARY))
     print("the canary is ended", flush=True)
 
 
-def _end(told: "ray.actor.ActorHandle", name: str) -> None:
-    apps = ray.get(told.apps.remote())
-    others = [path for path in apps if path not in (traffic.ROOT, traffic.CANARY)]
-    ends = {apps[path]["models"][0]: traffic.app_name(path) for path in others}
+def _end(state: "ray.actor.ActorHandle", name: str) -> None:
+    apps = ray.get(state.apps.remote())
+    others = [path for path in apps if path not in (ROOT, CANARY)]
+    ends = {apps[path]["models"][0]: app_name(path) for path in others}
     if serve_rag.APP in serve.status().applications:
         ends[serve_rag.APP] = serve_rag.APP
     if name not in ends:
         known = ", ".join(ends) or "none is"
-        raise settings.UserError(f"{name} is not served beside another model ({known}): inv submit served")
+        raise settings.UserError(f"{name} is not an additional model ({known}): inv models")
     serve.delete(ends[name])
-    ray.get(told.apps.remote())  # makes the traffic actor drop the app at once
+    ray.get(state.apps.remote())  # makes the traffic actor drop the app at once
     print(f"{name} is ended", flush=True)
 
 

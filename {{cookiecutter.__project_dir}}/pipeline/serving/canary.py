@@ -23,14 +23,14 @@ from ray.serve.schema import ApplicationStatus
 from pipeline.serving.options import CANARY, ROOT, app_name
 
 NAME, NAMESPACE = "traffic", "serve_llm"
-TELL_EVERY_S = 2.0
+REPORT_INTERVAL_S = 2.0
 KEPT = 10_000
 """Requests of an app whose times are remembered."""
 
 log = logging.getLogger("ray.serve")
 
 
-class Record(NamedTuple):
+class RequestOutcome(NamedTuple):
     """What became of a request."""
 
     status: int
@@ -63,7 +63,7 @@ class App:
     requests: int = 0
     errors: int = 0
     """Those that the server is to blame for: status 500 and above."""
-    records: deque[Record] = field(default_factory=lambda: deque(maxlen=KEPT))
+    records: deque[RequestOutcome] = field(default_factory=lambda: deque(maxlen=KEPT))
 
 
 def running_apps() -> set[str]:
@@ -86,19 +86,19 @@ class Store:
         internal_kv._internal_kv_put(NAME, json.dumps(value), namespace=NAMESPACE)
 
 
-class Traffic:
+class RoutingState:
     """The actor's state."""
 
     def __init__(self, running: Callable[[], set[str]] = running_apps, store: Any = None) -> None:
         self._running = running
-        self._looked_at = -TELL_EVERY_S
+        self._looked_at = -REPORT_INTERVAL_S
         self._store = store or Store()
         self._saved = self._store.load() or {"models": {}, "canary": {}, "percent": 0.0}
         self._apps = {path: App(models) for path, models in self._saved["models"].items()}
         self._canary: dict[str, Any] = self._saved["canary"]
         self._percent: float = self._saved["percent"]
 
-    def tell(self, path: str, models: list[str], records: list[Record]) -> Routes:
+    def report(self, path: str, models: list[str], records: list[RequestOutcome]) -> Routes:
         """A replica of the app at `path`, which answers for `models`, tells what became of its last requests."""
         is_new = path not in self._apps
         app = self._apps.setdefault(path, App())
@@ -106,7 +106,7 @@ class Traffic:
         app.requests += len(records)
         app.errors += sum(record.status >= 500 for record in records)
         app.records.extend(records)
-        if is_new or time.monotonic() - self._looked_at >= TELL_EVERY_S:
+        if is_new or time.monotonic() - self._looked_at >= REPORT_INTERVAL_S:
             self._forget_ended()
         self._save()
         return self._routes()
@@ -172,7 +172,7 @@ def _numbers(app: App) -> dict[str, float]:
 def actor() -> Any:
     """The cluster's one; it is started when there is none, and ends with the cluster."""
     kept = {"name": NAME, "namespace": NAMESPACE, "lifetime": "detached", "get_if_exists": True, "max_restarts": -1}
-    return ray.remote(Traffic).options(num_cpus=0, **kept).remote()
+    return ray.remote(RoutingState).options(num_cpus=0, **kept).remote()
 
 
 class Reporter:
@@ -182,9 +182,9 @@ class Reporter:
         self.path = path
         self.routes = NOWHERE
         self._actor = actor()
-        self._records: list[Record] = []
+        self._records: list[RequestOutcome] = []
 
-    def note(self, record: Record) -> None:
+    def note(self, record: RequestOutcome) -> None:
         """Remember a request that is over, until the actor is told."""
         self._records.append(record)
 
@@ -193,7 +193,7 @@ class Reporter:
         while True:
             told, self._records = self._records, []
             try:
-                self.routes = await self._actor.tell.remote(self.path, models(), told)
+                self.routes = await self._actor.report.remote(self.path, models(), told)
             except Exception as error:  # the actor starts anew, say: the last routes stay
                 log.warning(f"traffic was not told ({type(error).__name__}); the last routes stay")
-            await asyncio.sleep(TELL_EVERY_S)
+            await asyncio.sleep(REPORT_INTERVAL_S)

@@ -12,12 +12,12 @@ from torch.utils.tensorboard import SummaryWriter
 
 from pipeline.training.history import Line, last_seen, lines
 from pipeline.training.options import TrainOptions
-from pipeline.training.runtimes.runtime import Metrics, Run
+from pipeline.training.runtimes.runtime import Metrics, Runtime
 from pipeline.training.storage import RunFolder
 from pipeline.training.trackers import Trackers
 
 
-class Record:
+class MetricLogger:
     """Each step once, in order: a resumed run forgets the steps after its checkpoint, which it makes again.
 
     A line of metrics.jsonl holds step, time, loss, lr, grad_norm, tokens_per_s, memory_gib, and where known mfu,
@@ -26,7 +26,7 @@ class Record:
     next one adds that. Times are Unix seconds.
     """
 
-    def __init__(self, folder: RunFolder, options: TrainOptions, run: Run, done: int) -> None:
+    def __init__(self, folder: RunFolder, options: TrainOptions, run: Runtime, done: int) -> None:
         self._last_step = options.last_step
         self._metrics, self._events = folder.fetch("metrics.jsonl"), folder.fetch("events.jsonl")
         rows, events = _read(self._metrics), _read(self._events)
