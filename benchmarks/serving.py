@@ -21,7 +21,7 @@ from pipeline.serving import app
 import settings
 from benchmarks import harness
 from benchmarks.report import Result, at_least, at_most
-from cluster.local import free_ports
+from cluster.network import free_ports
 from jobs import serve_llm
 from jobs.serve_llm import ServeOptions
 

@@ -87,7 +87,7 @@ def chat(context: Context, message: str = "", target: str = "local") -> None:
     from cluster import targets
 
     connection = targets.get(target).connect()
-    served = cluster_status.address(cluster_status.take(connection), connection)
+    served = cluster_status.address(cluster_status.snapshot(connection), connection)
     cluster_chat.chat(f"{served}/v1", connection.job_variables, message)
 
 
@@ -158,7 +158,7 @@ def bench(context: Context, seconds: int = 10, tokens: int = 64, target: str = "
     from cluster import targets
 
     connection = targets.get(target).connect()
-    served = cluster_status.address(cluster_status.take(connection), connection)
+    served = cluster_status.address(cluster_status.snapshot(connection), connection)
     cluster_bench.bench(f"{served}/v1", connection.job_variables, cluster_bench.Load(seconds, tokens), CONSOLE)
 
 
@@ -203,7 +203,7 @@ def status(context: Context, target: str = "local") -> None:
     from cluster import targets
 
     place = targets.get(target)
-    cluster_status.show(cluster_status.take(place.connect()), place.bill(), CONSOLE)
+    cluster_status.show(cluster_status.snapshot(place.connect()), place.bill(), CONSOLE)
 
 
 @verb(**JOB_ID, **VERBOSE, **TARGET)

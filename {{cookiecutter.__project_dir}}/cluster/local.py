@@ -1,14 +1,11 @@
 """The `local` target: a Ray head on this machine's loopback, closed by a token, beside any other Ray here."""
 
 import contextlib
-import itertools
 import json
 import os
-import random
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -24,6 +21,7 @@ from rich.console import Console
 import settings
 from cluster import doctor, head_logs
 from cluster.job_client import PROBE_JOB, JobClient, Unreachable
+from cluster.network import free_ports
 from cluster.target import Bill, Connection, Finding
 from pipeline.serving import haproxy
 
@@ -303,24 +301,6 @@ def _must_live(process: subprocess.Popen) -> None:
 
 def _port(address: str) -> str:
     return address.rpartition(":")[2]
-
-
-def free_ports(count: int) -> list[int]:
-    """Different ports that nobody listens on, and that no outgoing connection takes before they are used.
-
-    From below the ranges that Linux (32768 up) and macOS (49152 up) give to connections: of the many that Ray
-    makes while it starts, one sometimes got a port that was meant for its agent.
-    """
-    candidates = random.SystemRandom().sample(range(20_000, 32_000), 1_000)
-    return list(itertools.islice(filter(_is_free, candidates), count))
-
-
-def _is_free(port: int) -> bool:
-    try:
-        socket.create_server(("127.0.0.1", port)).close()
-    except OSError:
-        return False
-    return True
 
 
 def _processes(state: dict[str, Any]) -> list[psutil.Process]:

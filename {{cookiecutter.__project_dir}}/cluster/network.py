@@ -1,6 +1,9 @@
-"""Sends this project's requests to its own cluster, whatever proxies the user's environment names."""
+"""Loopback on this machine: free ports, and requests that bypass proxies."""
 
+import itertools
 import os
+import random
+import socket
 import urllib.request
 
 LOOPBACK = "127.0.0.1,localhost,::1"
@@ -20,3 +23,21 @@ def keep_to_loopback() -> None:
     os.environ |= {"no_proxy": bypassed, "NO_PROXY": bypassed}
     for name in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS"):  # Ray's client prefers these to the address it is given
         os.environ.pop(name, None)
+
+
+def free_ports(count: int) -> list[int]:
+    """Different ports that nobody listens on, and that no outgoing connection takes before they are used.
+
+    From below the ranges that Linux (32768 up) and macOS (49152 up) give to connections: of the many that Ray
+    makes while it starts, one sometimes got a port that was meant for its agent.
+    """
+    candidates = random.SystemRandom().sample(range(20_000, 32_000), 1_000)
+    return list(itertools.islice(filter(_is_free, candidates), count))
+
+
+def _is_free(port: int) -> bool:
+    try:
+        socket.create_server(("127.0.0.1", port)).close()
+    except OSError:
+        return False
+    return True

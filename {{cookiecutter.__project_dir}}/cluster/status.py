@@ -30,7 +30,7 @@ class Snapshot:
     serve: dict[str, Any]
 
 
-def take(connection: Connection) -> Snapshot:
+def snapshot(connection: Connection) -> Snapshot:
     """Read the cluster's state from its dashboard. Raises `Unreachable` if that gives no valid answer."""
 
     def get(path: str) -> Any:

@@ -23,7 +23,8 @@ from rich.table import Table
 
 import settings
 from cluster import status, submission
-from cluster.local import Local, free_ports
+from cluster.local import Local
+from cluster.network import free_ports
 from cluster.target import Connection
 from demo import assets
 
@@ -68,7 +69,7 @@ def play() -> dict[str, Any]:
         with _step(times, "serve the trained model with vLLM"):
             _follow(connection, serving)
         with _step(times, "ask the trained model"):
-            url = status.address(status.take(connection), connection)
+            url = status.address(status.snapshot(connection), connection)
             after = _ask_served(questions, url)
         with _step(times, "embed the library's documentation, and answer from it with sources"):
             asked = ["--questions", f"{DATA}/questions/library.jsonl"]

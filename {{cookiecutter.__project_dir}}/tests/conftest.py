@@ -20,7 +20,7 @@ from pipeline.serving import haproxy
 os.environ |= haproxy.environment("/")  # read by `import ray.serve`, as in a job; ray_session names the folder
 import ray
 
-from cluster.local import free_ports
+from cluster.network import free_ports
 from demo import assets as demo_assets
 
 # a shell ignores both in what it starts in the background, and processes that the tests interrupt would inherit that

@@ -20,7 +20,7 @@ from transformers import GptOssConfig, PreTrainedTokenizerFast
 from trl.chat_template_utils import get_training_chat_template
 
 import settings
-from cluster.local import free_ports
+from cluster.network import free_ports
 from pipeline.data.chat_template import (
     ANSWER,
     CALL,

@@ -130,7 +130,7 @@ MANNERS = ("resets", "hangs", "fails", "is no Ray", "truncates", "stops in the m
 @pytest.mark.parametrize(
     "verb",
     [
-        pytest.param(status.take, id="status, chat, bench"),
+        pytest.param(status.snapshot, id="status, chat, bench"),
         pytest.param(lambda connection: submission.submit(connection, "preprocess", []), id="submit"),
         pytest.param(lambda connection: submission.find(connection, ""), id="logs"),
         pytest.param(lambda connection: submission.stop(connection, "probe-1"), id="stop"),

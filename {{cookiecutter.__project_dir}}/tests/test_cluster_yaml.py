@@ -21,7 +21,7 @@ from ray import autoscaler
 from ray.autoscaler._private.util import prepare_config, validate_config
 
 import settings
-from cluster.node import watchdog
+from cluster.node import state
 
 FILE = settings.PROJECT / "cluster" / "cluster.yaml"
 STACK = settings.PROJECT / "cluster" / "stack.yaml"
@@ -181,11 +181,11 @@ def test_disks_are_encrypted_and_go_with_the_instance(node_config: dict[str, Any
 
 @pytest.mark.parametrize("node_config", node_configs())
 def test_a_machine_ends_itself_when_nobody_renews_its_lease(node_config: dict[str, Any]) -> None:
-    assert str(watchdog.LEASE) in node_config["UserData"]
+    assert str(state.LEASE) in node_config["UserData"]
     assert "-lt 600 ] || shutdown" in node_config["UserData"]
 
 
-def test_a_steward_watches_every_node() -> None:
+def test_a_watchdog_guards_every_node() -> None:
     config = load()
     assert "cluster.node.watchdog head" in config["head_start_ray_commands"][-1]
     assert "cluster.node.watchdog worker" in config["worker_start_ray_commands"][-1]
@@ -195,7 +195,7 @@ def test_a_steward_watches_every_node() -> None:
     "command",
     [
         ["-m", "pipeline.serving.haproxy"],
-        ["-c", "from cluster import cluster_file, head_report, machines, prices, steward"],
+        ["-c", "from cluster.node import head_report, watchdog, watchdog_head, watchdog_worker"],
     ],
 )
 def test_what_a_node_runs_needs_no_file_that_it_does_not_have(command: list[str], tmp_path: Path) -> None:

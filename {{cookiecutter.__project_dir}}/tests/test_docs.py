@@ -136,11 +136,12 @@ def _named(pattern: str) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("page", "command"), _named(r"\binv (?:--list|[a-z]\w*[^`;]*)"))
 def test_a_command_exists(page: str, command: str) -> None:
-    verb, *words = command.split()[1:]
-    mine, _, of_the_job = " ".join(words).partition(" -- ")
+    own, _, of_the_job = command.partition(" -- ")
+    verb, *words = own.split()[1:]
+    mine = " ".join(words)
     assert verb == "--list" or verb in _verbs()
     assert {option for option in re.findall(r"--([\w-]+)", mine)} <= _verbs().get(verb, set())
-    jobs = [word for word in mine.split() if word in job_scripts.names()]
+    jobs = [word for word in (verb, *mine.split()) if word in job_scripts.names()]
     if verb == "submit" and mine:
         assert jobs or PLACEHOLDERS & set(mine.split())
     assert {option for option in re.findall(r"--([\w-]+)", of_the_job)} <= _options(*jobs)
@@ -156,7 +157,7 @@ def test_a_module_can_be_started(page: str, command: str) -> None:
 @pytest.mark.parametrize(("page", "name"), _named(r"test_\w+\.py::test_\w+"))
 def test_a_named_test_exists(page: str, name: str) -> None:
     file, _, function = name.partition("::")
-    tree = ast.parse((settings.PROJECT / "tests" / file).read_text(encoding="utf-8"))
+    tree = ast.parse(next((settings.PROJECT / "tests").rglob(file)).read_text(encoding="utf-8"))
     assert function in [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from cluster.aws import target
+from cluster.aws import capacity
 from cluster.common import cluster_file
 from pipeline.ray_support import gang
 
@@ -16,7 +16,7 @@ def test_on_one_machine_there_is_nothing_to_gather(monkeypatch: pytest.MonkeyPat
 
 
 def test_every_zone_of_the_cheaper_market_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GANG_OFFERS", json.dumps(target.offers(cluster_file.load())))
+    monkeypatch.setenv("GANG_OFFERS", json.dumps(capacity.offers(cluster_file.load())))
     places = [(offer.market, offer.zone) for offer in gang.offers()]
     assert places == [(market, zone) for market in ("spot", "on-demand") for zone in "123"]
 

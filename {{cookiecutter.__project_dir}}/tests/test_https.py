@@ -7,7 +7,7 @@ import boto3
 import pytest
 
 import settings
-from cluster.aws import stack
+from cluster.aws import key_pair, stack, vpc
 from cluster.common import cluster_file
 from cluster.common.cluster_file import ClusterFile
 
@@ -17,7 +17,7 @@ CERTIFICATE = "arn:aws:acm:us-east-1:123456789012:certificate/0a1b2c3d-0000-0000
 @pytest.fixture
 def file(s3: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[ClusterFile]:
     """The cluster's file, in the account of moto's that has the tests' bucket, and a default VPC."""
-    monkeypatch.setattr(stack, "ensure_key_pair", lambda file: None)
+    monkeypatch.setattr(key_pair, "ensure", lambda file: None)
     monkeypatch.setattr(stack, "_own_address", lambda: "192.0.2.1")
     file = cluster_file.load()
     yield file
@@ -25,7 +25,7 @@ def file(s3: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[ClusterFile]:
 
 
 def prepare(file: ClusterFile, monkeypatch: pytest.MonkeyPatch, **network: str) -> None:
-    section = stack.NetworkSection(**network)
+    section = vpc.NetworkSection(**network)
     real = settings.load
 
     def load(section_type: Any, *names: str, **options: Any) -> Any:
@@ -75,10 +75,10 @@ def test_the_head_is_behind_it(
 @pytest.mark.parametrize("network", [{"certificate": CERTIFICATE}, {"clients": "198.51.100.0/24"}])
 def test_certificate_and_clients_go_together(network: dict[str, str]) -> None:
     with pytest.raises(ValueError, match="certificate and clients go together"):
-        stack.NetworkSection(**network)
+        vpc.NetworkSection(**network)
 
 
 def test_it_needs_two_zones() -> None:
-    section = stack.NetworkSection(certificate=CERTIFICATE, clients="198.51.100.0/24")
+    section = vpc.NetworkSection(certificate=CERTIFICATE, clients="198.51.100.0/24")
     with pytest.raises(settings.UserError, match="a load balancer needs two zones"):
-        stack._https(section, stack.Network(vpc="vpc-1", subnets=["subnet-1"] * 3, zones=["us-east-1a"]))
+        stack._https(section, vpc.Network(vpc="vpc-1", subnets=["subnet-1"] * 3, zones=["us-east-1a"]))

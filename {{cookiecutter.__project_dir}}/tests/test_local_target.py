@@ -23,7 +23,7 @@ from processes import open_to_others, told_by
 import settings
 from cluster import local
 from cluster.job_client import PROBE_JOB, Unreachable
-from cluster.local import free_ports
+from cluster.network import free_ports
 
 CANARY = secrets.token_hex(16)  # new each time: this file itself is uploaded
 PROBE = '''

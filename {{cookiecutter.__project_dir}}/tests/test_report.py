@@ -14,9 +14,8 @@ import torch
 from rich.console import Console
 
 import settings
-from cluster.aws import stack
 from cluster.aws.target import Aws
-from cluster.common import cluster_file, prices
+from cluster.common import bucket, cluster_file, prices
 from pipeline.training import data_report, history, preflight, report, storage, trainer
 from pipeline.training.metric_logger import MetricLogger
 from pipeline.training.options import DDPOptions
@@ -259,8 +258,8 @@ def test_the_verb_finds_runs_in_the_bucket_by_the_profile_of_aws(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, s3: str
 ) -> None:
     file = cluster_file.load()
-    boto3.client("s3").create_bucket(Bucket=stack.bucket(file))
-    train(f"s3://{stack.bucket(file)}/runs", "run")
+    boto3.client("s3").create_bucket(Bucket=bucket.name(file))
+    train(f"s3://{bucket.name(file)}/runs", "run")
     config = f"[default]\nendpoint_url = {boto3.client('s3').meta.endpoint_url}\n"
     (tmp_path / "config").write_text(f"{config}aws_access_key_id = test\naws_secret_access_key = test\n")
     for name in ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION"):
@@ -275,4 +274,4 @@ def test_the_verb_finds_runs_in_the_bucket_by_the_profile_of_aws(
     said = console.file.getvalue()  # type: ignore[attr-defined]
     assert f"curves: {tmp_path}/results/report.html" in said
     assert "12/12" in said
-    assert f"s3://{stack.bucket(file)}/runs" in (tmp_path / "results/report.html").read_text()
+    assert f"s3://{bucket.name(file)}/runs" in (tmp_path / "results/report.html").read_text()

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 import settings
+from cluster.aws import ssh
 from cluster.aws.ssh import Head
 from cluster.common import cluster_file, instances
 
@@ -40,6 +41,6 @@ def test_through_ssm_it_goes_to_the_instances_id(tmp_path: Path, monkeypatch: py
     file = cluster_file.ClusterFile(content | {"auth": auth}, "")
     machine = Mock(id="i-0a1", public_address="", private_address="10.0.0.7")
     monkeypatch.setattr(instances, "head", lambda file: machine)
-    options = understood(instances.reach(file))
+    options = understood(ssh.reach(file))
     assert options["hostname"] == "i-0a1"
     assert options["proxycommand"].startswith('sh -c "aws ssm start-session --target %h')

@@ -75,7 +75,7 @@ def test_a_dead_node_and_an_unhealthy_application_are_said() -> None:
 
 def test_a_dashboard_that_is_gone_is_one_sentence() -> None:
     with pytest.raises(settings.UserError, match=r"no valid response from Ray \(the connection failed\)"):
-        status.take(replace(CONNECTION, dashboard="http://127.0.0.1:9"))
+        status.snapshot(replace(CONNECTION, dashboard="http://127.0.0.1:9"))
 
 
 def test_a_served_model_is_reached_through_the_tunnel_where_there_is_one() -> None:

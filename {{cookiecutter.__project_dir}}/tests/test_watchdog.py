@@ -1,4 +1,4 @@
-"""What the steward decides: which node types may be asked for, and what the machines have cost."""
+"""What the watchdog decides: which node types may be asked for, and what the machines have cost."""
 
 import datetime
 import json
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cluster.common import cluster_file
-from cluster.node import head_report, watchdog
+from cluster.node import autoscaler_log, watchdog_head
 
 NOW = datetime.datetime(2026, 1, 1, 10, 0, 10).timestamp()  # in this machine's zone, as Ray's logs are
 
@@ -20,18 +20,18 @@ def refusal(node_type: str, at: str) -> dict[str, str]:
 
 
 @pytest.fixture
-def market() -> watchdog.Market:
-    return watchdog.Market({"spot": 2, "on-demand": 2})
+def market() -> watchdog_head.Markets:
+    return watchdog_head.Markets({"spot": 2, "on-demand": 2})
 
 
-def test_a_refused_type_is_closed_for_five_minutes(market: watchdog.Market) -> None:
+def test_a_refused_type_is_closed_for_five_minutes(market: watchdog_head.Markets) -> None:
     (said,) = market.note_refusals([refusal("spot", "10:00:00")], NOW)
     assert said == "AWS refused spot (InsufficientInstanceCapacity): closed for 5 minutes"
     assert market.limits(Counter(), NOW + 289) == {"spot": 0, "on-demand": 2}
     assert market.limits(Counter(), NOW + 291) == {"spot": 2, "on-demand": 2}
 
 
-def test_a_refusal_counts_once_however_often_ray_repeats_it(market: watchdog.Market) -> None:
+def test_a_refusal_counts_once_however_often_ray_repeats_it(market: watchdog_head.Markets) -> None:
     early, late = refusal("spot", "10:00:00"), refusal("spot", "10:00:05")
     assert len(market.note_refusals([early, early, late], NOW)) == 1
     assert market.note_refusals([early, late], NOW + 200) == []
@@ -39,12 +39,12 @@ def test_a_refusal_counts_once_however_often_ray_repeats_it(market: watchdog.Mar
     assert market.limits(Counter(), NOW + 296)["spot"] == 2
 
 
-def test_a_closed_type_keeps_the_machines_that_run(market: watchdog.Market) -> None:
+def test_a_closed_type_keeps_the_machines_that_run(market: watchdog_head.Markets) -> None:
     market.note_refusals([refusal("spot", "10:00:00")], NOW)
     assert market.limits(Counter(spot=1), NOW)["spot"] == 1
 
 
-def test_three_failed_setups_close_a_type_for_good_and_are_said_once(market: watchdog.Market) -> None:
+def test_three_failed_setups_close_a_type_for_good_and_are_said_once(market: watchdog_head.Markets) -> None:
     assert market.note_failed_setups(Counter(spot=2)) == []
     (said,) = market.note_failed_setups(Counter(spot=3))
     assert "run `inv up` again" in said
@@ -53,36 +53,36 @@ def test_three_failed_setups_close_a_type_for_good_and_are_said_once(market: wat
     assert market.limits(Counter(), NOW + 1e9)["spot"] == 0
 
 
-def test_the_meter_counts_each_machine_by_its_type() -> None:
-    meter = watchdog.Meter({"head": 0.4, "spot": 11.0}, dollars=5.0)
-    meter.add(Counter(head=1, spot=2, unknown=1), 1800)
-    assert meter.dollars == pytest.approx(5.0 + 0.2 + 11.0)
+def test_spending_counts_each_machine_by_its_type() -> None:
+    spending = watchdog_head.Spending({"head": 0.4, "spot": 11.0}, dollars=5.0)
+    spending.add(Counter(head=1, spot=2, unknown=1), 1800)
+    assert spending.dollars == pytest.approx(5.0 + 0.2 + 11.0)
 
 
 def test_the_lease_is_renewed_until_the_hours_are_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[str] = []
-    monkeypatch.setattr(watchdog, "LEASE", tmp_path / "renewed")
-    monkeypatch.setattr(watchdog, "end_everything", lambda file, reason: ended.append(reason))
-    limits, file = watchdog.LimitsSection(hours=2, dollars=10), cluster_file.load()
-    watchdog.LEASE.touch()
-    os.utime(watchdog.LEASE, (0, 0))
+    monkeypatch.setattr(watchdog_head, "LEASE", tmp_path / "renewed")
+    monkeypatch.setattr(watchdog_head, "end_cluster", lambda file, reason: ended.append(reason))
+    limits, file = watchdog_head.LimitsSection(hours=2, dollars=10), cluster_file.load()
+    watchdog_head.LEASE.touch()
+    os.utime(watchdog_head.LEASE, (0, 0))
     os.utime(tmp_path, (time.time(), time.time() - 1.9 * 3600))
-    watchdog.renew_lease_within(limits, file)
-    assert watchdog.LEASE.stat().st_mtime > 0
+    watchdog_head.renew_lease_within(limits, file)
+    assert watchdog_head.LEASE.stat().st_mtime > 0
     assert ended == []
     os.utime(tmp_path, (time.time(), time.time() - 2.1 * 3600))
-    watchdog.renew_lease_within(limits, file)
+    watchdog_head.renew_lease_within(limits, file)
     assert ended == ["the limit of 2 hours in settings.toml is reached"]
 
 
 def test_limits_are_written_whole_and_only_when_they_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tmp_path / "ray.yaml"
     config.write_text(json.dumps({"available_node_types": {"spot": {"max_workers": 2}, "head": {"max_workers": 0}}}))
-    monkeypatch.setattr(watchdog, "RAY_CONFIG", config)
+    monkeypatch.setattr(watchdog_head, "RAY_CONFIG", config)
     before = config.stat().st_ino
-    watchdog.write_limits({"spot": 2})
+    watchdog_head.write_limits({"spot": 2})
     assert config.stat().st_ino == before
-    watchdog.write_limits({"spot": 0})
+    watchdog_head.write_limits({"spot": 0})
     assert json.loads(config.read_text())["available_node_types"] == {
         "spot": {"max_workers": 0},
         "head": {"max_workers": 0},
@@ -95,7 +95,7 @@ def test_refusals_are_read_with_awss_own_code() -> None:
         "2026-01-01 10:00:05,880\tINFO node_provider.py:491 -- Failed to launch 2 nodes of type a100-spot-1: "
         "Node Launch Exception (InsufficientInstanceCapacity): We currently do not have enough.\n"
     )
-    assert head_report.refusals(log) == [
+    assert autoscaler_log.refusals(log) == [
         {
             "type": "a100-spot-1",
             "at": "2026-01-01 10:00:05",
@@ -114,8 +114,8 @@ error: no space left on device
 2026-01-01 10:00:02,000\tINFO log_timer.py:25 -- NodeUpdater: i-0b2: Ray start commands failed [LogTimer=2ms]
 """
     ended = "Update instance RAY_INSTALLING->TERMINATING (id=0, type=cpu, cloud_instance_id=i-0a1, ray_id=): not needed"
-    assert head_report.failed_setups(log, ended) == ["i-0b2: ray start commands failed: no output"]
-    assert head_report.failed_setups(log, "") == [
+    assert autoscaler_log.failed_setups(log, ended) == ["i-0b2: ray start commands failed: no output"]
+    assert autoscaler_log.failed_setups(log, "") == [
         "i-0a1: setup commands failed: compiling / error: no space left on device",
         "i-0b2: ray start commands failed: no output",
     ]

@@ -7,33 +7,33 @@ from rich.table import Table
 
 from cluster.common import instances, prices
 from cluster.common.cluster_file import TARGET, ClusterFile
-from cluster.common.instances import Machine
+from cluster.common.instances import Instance
 from cluster.target import Bill
 
 
-def draw_up(file: ClusterFile, report: dict[str, Any]) -> Bill:
+def report(file: ClusterFile, head_report: dict[str, Any]) -> Bill:
     """From what EC2 says of the machines, and the head of its autoscaler (see head_report.py)."""
     living = instances.living(file)
     known = prices.ask(file)
     hourly = {machine.id: _price(machine, known, file) for machine in living}
-    spent = report["steward"].get("dollars", 0.0)
+    spent = head_report["watchdog"].get("dollars", 0.0)
     notes = [f"{sum(hourly.values()):.2f} dollars an hour now, {spent:.2f} spent since up, without disks and traffic"]
     return Bill(
-        tables=[_table(living, hourly, report)],
-        notes=notes + _pending(report) + report["steward"].get("said", []),
-        problems=_problems(report),
+        tables=[_table(living, hourly, head_report)],
+        notes=notes + _pending(head_report) + head_report["watchdog"].get("messages", []),
+        problems=_problems(head_report),
     )
 
 
-def _price(machine: Machine, known: prices.Prices, file: ClusterFile) -> float:
+def _price(machine: Instance, known: prices.Prices, file: ClusterFile) -> float:
     return known.of(machine.node_type, file) if machine.node_type in (file.head.name, *known.workers) else 0.0
 
 
-def _table(living: list[Machine], hourly: dict[str, float], report: dict[str, Any]) -> Table:
+def _table(living: list[Instance], hourly: dict[str, float], head_report: dict[str, Any]) -> Table:
     table = Table(title="Machines", title_justify="left", title_style="bold", box=None, pad_edge=False)
     for column in ("id", "node type", "machine", "zone", "age", "state", "$/hour"):
         table.add_column(column, header_style="dim", overflow="fold", no_wrap=column == "id")  # ids are copied
-    joined = {node["instance"] for node in report["nodes"]} | {node["address"] for node in report["nodes"]}
+    joined = {node["instance"] for node in head_report["nodes"]} | {node["address"] for node in head_report["nodes"]}
     for machine in living:
         state = machine.state
         if state == "running":
@@ -46,31 +46,32 @@ def _table(living: list[Machine], hourly: dict[str, float], report: dict[str, An
     return table
 
 
-def _pending(report: dict[str, Any]) -> list[str]:
+def _pending(head_report: dict[str, Any]) -> list[str]:
     coming = Counter[tuple[str, str]]()
-    for entry in report["pending"]:
+    for entry in head_report["pending"]:
         coming[entry["type"], entry["details"] or "asked for"] += entry["count"]
     notes = [f"{count} × {node_type} on the way: {details}" for (node_type, details), count in coming.items()]
-    for demand in report["demands"]:
+    for demand in head_report["demands"]:
         resources = ", ".join(f"{amount:g} {name}" for name, amount in demand["resources"].items())
         notes.append(f"{demand['count']} × {{{resources}}} is asked for and has no place yet")
     return notes
 
 
-def _problems(report: dict[str, Any]) -> list[str]:
+def _problems(head_report: dict[str, Any]) -> list[str]:
     problems = []
-    if not report["autoscaler"]:
+    if not head_report["autoscaler"]:
         problems.append(
-            f"the autoscaler does not run on the head: no worker comes or goes; mend it with: inv up --target {TARGET}"
-        )
-    elif not report["steward"]["runs"]:
-        problems.append(
-            "the steward does not run on the head, which ends itself when its lease is over; mend it with: "
+            "the autoscaler does not run on the head, so no worker starts or ends; repair it with: "
             f"inv up --target {TARGET}"
         )
-    for refused in report["refused"]:
+    elif not head_report["watchdog"]["runs"]:
+        problems.append(
+            "the watchdog does not run on the head, which ends when its lease expires; repair it with: "
+            f"inv up --target {TARGET}"
+        )
+    for refused in head_report["refused"]:
         problems.append(f"AWS refused {refused['type']} at {refused['at']} ({refused['code']}): {refused['words']}")
-    return problems + [f"a new worker was given up: {words}" for words in report["failed_setups"]]
+    return problems + [f"a new worker was given up: {words}" for words in head_report["failed_setups"]]
 
 
 def _duration(seconds: float) -> str:

@@ -23,10 +23,11 @@ from pydantic import ConfigDict
 
 import settings
 from cluster import submission
-from cluster.aws import aws_errors, secrets_manager, stack, target
+from cluster.aws import aws_errors, secrets_manager, vpc
+from cluster.aws.capacity import possible_nodes
 from cluster.common import instances, prices
 from cluster.common.cluster_file import PINS, TARGET, ClusterFile, NodeType
-from cluster.node import watchdog
+from cluster.node.watchdog_head import LimitsSection
 from cluster.target import Finding
 from pipeline.ray_support import capacity
 from pipeline.training.options import DDPOptions
@@ -228,7 +229,7 @@ def _permissions(account: Account) -> Iterator[Finding]:
 
 
 def _has_https() -> bool:
-    return bool(settings.load(stack.NetworkSection, "network", profile="cluster").certificate)
+    return bool(settings.load(vpc.NetworkSection, "network", profile="cluster").certificate)
 
 
 def _simulate(account: Account) -> list[str]:
@@ -349,7 +350,7 @@ def _zones(account: Account) -> Iterator[Finding]:
 
 
 def _subnets(account: Account) -> Iterator[Finding]:
-    network = stack.find_network(account, settings.load(stack.NetworkSection, "network", profile="cluster").vpc)
+    network = vpc.find_network(account, settings.load(vpc.NetworkSection, "network", profile="cluster").vpc)
     subnets = account.client("ec2").describe_subnets(SubnetIds=sorted(set(network.subnets)))["Subnets"]
     most = account.most_workers + 1  # all workers may come into one zone, the head's
     for subnet in sorted(subnets, key=lambda subnet: subnet["AvailabilityZone"]):
@@ -406,7 +407,7 @@ def _prices(account: Account) -> Iterator[Finding]:
 
 def _gpus(account: Account) -> Iterator[Finding]:
     """What jobs ask for, against the machines that there can ever be."""
-    nodes = target.capacity(account)
+    nodes = possible_nodes(account)
     train = settings.load(DDPOptions, "train", profile="cluster")
     with _cluster_of(nodes):
         each = {"CPU": train.cpus_per_worker} | ({"GPU": 1} if train.use_gpu else {})
@@ -467,7 +468,7 @@ def _paths(file: ClusterFile) -> Iterator[Finding]:
 
 
 def _limits(file: ClusterFile) -> Iterator[Finding]:
-    limits = settings.load(watchdog.LimitsSection, "limits", profile="cluster")
+    limits = settings.load(LimitsSection, "limits", profile="cluster")
     yield Finding("ok", f"the cluster ends itself after {limits.hours:g} hours or {limits.dollars:g} dollars")
 
 

@@ -1,6 +1,6 @@
 """The cluster's secrets in AWS Secrets Manager: filled from .env by `up`, deleted by `down`."""
 
-import secrets as random
+import secrets
 from typing import Any
 
 from dotenv import dotenv_values
@@ -12,7 +12,7 @@ from cluster.submission import SecretsSection
 SERVER_KEY = "SERVE_API_KEY"
 
 
-def fill(file: ClusterFile) -> None:
+def upload(file: ClusterFile) -> None:
     """Store each named secret that .env has a value for; say which name has none anywhere.
 
     The key of the served model is made up where nobody chose one: nothing is ever served without.
@@ -22,7 +22,7 @@ def fill(file: ClusterFile) -> None:
     values = dotenv_values(env_file) if env_file.is_file() else {}
     stored = names(file)
     for name in settings.load(SecretsSection, "secrets", profile="cluster").names:
-        value = values.get(name) or ("" if name in stored or name != SERVER_KEY else random.token_urlsafe(32))
+        value = values.get(name) or ("" if name in stored or name != SERVER_KEY else secrets.token_urlsafe(32))
         if value:
             _store(client, file, name, value, is_new=name not in stored)
         elif name not in stored:
@@ -39,7 +39,7 @@ def names(file: ClusterFile) -> list[str]:
     return [secret["Name"].removeprefix(f"{file.slug}/") for page in pages for secret in page["SecretList"]]
 
 
-def empty(file: ClusterFile) -> None:
+def delete(file: ClusterFile) -> None:
     """Delete them at once: a deletion that waits is paid for while it waits."""
     client = file.client("secretsmanager")
     for name in names(file):

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import settings
-from cluster.common.cluster_file import TARGET
-from cluster.local import free_ports
+from cluster.common import bucket, instances
+from cluster.common.cluster_file import TARGET, ClusterFile
+from cluster.network import free_ports
 
 KNOWN_HOSTS = settings.PROJECT / ".cluster" / "known_hosts"
 DASHBOARD_PORT = 8265
@@ -95,3 +96,24 @@ class Head:
 def _last_line(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else "no reason given"
+
+
+def reach(file: ClusterFile) -> Head:
+    """The way to the head. Raises `settings.UserError` when no head runs."""
+    machine = instances.head(file)
+    if machine is None:
+        raise settings.UserError(
+            f"no cluster {file.slug} runs in {file.region}{bucket.note(file)}; start it with: inv up --target {TARGET}"
+        )
+    if not file.key_file.exists():
+        raise settings.UserError(
+            f"the cluster's private key {file.key_file} is not on this machine; copy it from where `inv up` ran."
+        )
+    address = machine.public_address or machine.private_address
+    return Head(
+        instance_id=machine.id,
+        address=machine.id if file.auth.get("ssh_proxy_use_node_id") else address,
+        user=file.auth["ssh_user"],
+        key_file=file.key_file,
+        proxy_command=file.auth.get("ssh_proxy_command", ""),
+    )

@@ -2,44 +2,21 @@
 
 import os
 import re
-import subprocess
 import time
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-import boto3
 import botocore.exceptions
 import requests
-from pydantic import ConfigDict, model_validator
+from pydantic import ConfigDict
 from rich.console import Console
 
 import settings
+from cluster.aws import key_pair, vpc
+from cluster.common import bucket
 from cluster.common.cluster_file import TARGET, ClusterFile
 
 TEMPLATE = settings.PROJECT / "cluster" / "stack.yaml"
-ZONES = 3
-"""As many launch templates as stack.yaml has."""
 STACK_TIMEOUT_S = 600
-
-
-class NetworkSection(settings.Section):
-    """[cluster.network] of settings.toml."""
-
-    vpc: str = ""
-    """id of the VPC to be in; the region's default VPC when empty"""
-    caller: str = ""
-    """who may reach the head on port 22, as a.b.c.d/32; the address of this machine when empty"""
-    certificate: str = ""
-    """ARN of a certificate in ACM: a load balancer then takes HTTPS for the served model; there is none when empty"""
-    clients: str = ""
-    """who may reach that, as a.b.c.d/n"""
-
-    @model_validator(mode="after")
-    def _clients_are_named(self) -> Self:
-        if bool(self.certificate) != bool(self.clients):
-            raise ValueError("certificate and clients go together: a load balancer, and who may reach it")
-        return self
 
 
 class ServeSection(settings.Section):
@@ -49,24 +26,14 @@ class ServeSection(settings.Section):
     port: int
 
 
-@dataclass(frozen=True)
-class Network:
-    """Where the cluster is."""
-
-    vpc: str
-    subnets: list[str]
-    """One a zone, three in all; repeated where fewer zones offer what cluster.yaml asks for."""
-    zones: list[str]
-
-
 def prepare(file: ClusterFile) -> None:
     """Make or update the stack and the key pair; nothing changes where nothing has to.
 
     Raises:
         settings.UserError: no network to be in, a key that is elsewhere, or a stack that AWS could not make.
     """
-    section = settings.load(NetworkSection, "network", profile="cluster")
-    network = find_network(file, section.vpc)
+    section = settings.load(vpc.NetworkSection, "network", profile="cluster")
+    network = vpc.find_network(file, section.vpc)
     parameters = {
         "Vpc": network.vpc,
         **{f"Subnet{number}": subnet for number, subnet in enumerate(network.subnets, 1)},
@@ -74,13 +41,13 @@ def prepare(file: ClusterFile) -> None:
         "MakeBucket": _make_bucket(file),
         **_https(section, network),
     }
-    ensure_key_pair(file)
+    key_pair.ensure(file)
     change = _deploy(file, parameters)
     print(f"stack {file.slug} {change}: in {', '.join(network.zones)}; port 22 is open to {parameters['Caller']} only")
-    print(f"bucket: s3://{bucket(file)}")
+    print(f"bucket: s3://{bucket.name(file)}")
 
 
-def _https(section: NetworkSection, network: Network) -> dict[str, str]:
+def _https(section: vpc.NetworkSection, network: vpc.Network) -> dict[str, str]:
     if not section.certificate:
         return {}
     if network.subnets[0] == network.subnets[1]:
@@ -123,112 +90,6 @@ def delete(file: ClusterFile) -> None:
         _wait(file, "deleting")
 
 
-def bucket(file: ClusterFile) -> str:
-    """Name of the project's bucket, whether it exists or not."""
-    account = file.client("sts").get_caller_identity()["Account"]
-    return f"{file.slug}-{account}-{file.region}"
-
-
-def bucket_exists(file: ClusterFile) -> bool:
-    """Whether there is a bucket to keep."""
-    try:
-        file.client("s3").head_bucket(Bucket=bucket(file))
-    except botocore.exceptions.ClientError as error:
-        if error.response["Error"]["Code"] in ("404", "NoSuchBucket"):
-            return False
-        raise
-    return True
-
-
-def access(file: ClusterFile) -> dict[str, str]:
-    """What boto3 knows of the way to the bucket, for Arrow, which looks in fewer places: never for a job."""
-    found = boto3.Session().get_credentials()
-    assert found  # without any, nobody knows the bucket
-    credentials = found.get_frozen_credentials()
-    variables = {
-        "AWS_DEFAULT_REGION": file.region,
-        "AWS_ENDPOINT_URL_S3": file.client("s3").meta.endpoint_url,
-        "AWS_ACCESS_KEY_ID": credentials.access_key,
-        "AWS_SECRET_ACCESS_KEY": credentials.secret_key,
-        "AWS_SESSION_TOKEN": credentials.token,
-    }
-    return {name: value for name, value in variables.items() if value}
-
-
-def find_network(file: ClusterFile, vpc: str) -> Network:
-    """The VPC and, in each zone that offers the largest worker type, one of its subnets."""
-    ec2 = file.client("ec2")
-    if not vpc:
-        vpcs = ec2.describe_vpcs(Filters=[{"Name": "is-default", "Values": ["true"]}])["Vpcs"]
-        if not vpcs:
-            raise settings.UserError(
-                f"{file.region} has no default VPC; name one as vpc in [cluster.network] of settings.toml, "
-                "or make one: aws ec2 create-default-vpc"
-            )
-        vpc = vpcs[0]["VpcId"]
-    instance_type = file.workers[-1].instance_type
-    offered = ec2.describe_instance_type_offerings(
-        LocationType="availability-zone", Filters=[{"Name": "instance-type", "Values": [instance_type]}]
-    )["InstanceTypeOfferings"]
-    zones = {offer["Location"] for offer in offered}
-    subnets = ec2.describe_subnets(Filters=[{"Name": "vpc-id", "Values": [vpc]}])["Subnets"]
-    by_zone = {
-        subnet["AvailabilityZone"]: subnet["SubnetId"]
-        for subnet in sorted(subnets, key=lambda subnet: subnet["AvailableIpAddressCount"])  # the roomiest of a zone
-        if subnet["AvailabilityZone"] in zones
-    }
-    if not by_zone:
-        raise settings.UserError(
-            f"no zone of {file.region} with a subnet in {vpc} offers {instance_type}; "
-            "take another region or type in cluster/cluster.yaml."
-        )
-    used = sorted(by_zone)[:ZONES]
-    return Network(vpc=vpc, subnets=[by_zone[used[index % len(used)]] for index in range(ZONES)], zones=used)
-
-
-def ensure_key_pair(file: ClusterFile) -> None:
-    """The same key here and on AWS, made where neither has one.
-
-    Raises:
-        settings.UserError: AWS has a key of that name and this machine has not, or has another.
-    """
-    ec2 = file.client("ec2")
-    on_aws = ec2.describe_key_pairs(Filters=[{"Name": "key-name", "Values": [file.slug]}], IncludePublicKey=True)[
-        "KeyPairs"
-    ]
-    if not on_aws:
-        if not file.key_file.exists():
-            _make_key(file.key_file)
-        ec2.import_key_pair(
-            KeyName=file.slug,
-            PublicKeyMaterial=_public_key(file.key_file).encode(),
-            TagSpecifications=[{"ResourceType": "key-pair", "Tags": [{"Key": "ray-project", "Value": file.slug}]}],
-        )
-    elif not file.key_file.exists():
-        raise settings.UserError(
-            f"the cluster's private key {file.key_file} is not on this machine; copy it from where `inv up` ran, "
-            f"or end that cluster: inv down --target {TARGET}"
-        )
-    elif (theirs := on_aws[0].get("PublicKey")) and theirs.split()[:2] != _public_key(file.key_file).split()[:2]:
-        raise settings.UserError(
-            f"{file.key_file} is not the private key of the key pair {file.slug} on AWS; move it away and copy the "
-            f"right one there, or end that cluster: inv down --target {TARGET}"
-        )
-
-
-def _make_key(file: Path) -> None:
-    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", file.stem, "-f", file], check=True)
-    file.with_name(f"{file.name}.pub").unlink()  # ssh-keygen -y tells it at any time
-
-
-def _public_key(file: Path) -> str:
-    shown = subprocess.run(["ssh-keygen", "-y", "-f", file], capture_output=True, text=True)
-    if shown.returncode:
-        raise settings.UserError(f"{file} is not a private key that ssh-keygen reads ({shown.stderr.strip()}).")
-    return shown.stdout
-
-
 def _own_address() -> str:
     """The address by which AWS sees this machine, told by AWS."""
     url = os.environ.get("CALLER_ADDRESS_URL", "https://checkip.amazonaws.com")  # the rehearsal has its own
@@ -247,7 +108,7 @@ def _make_bucket(file: ClusterFile) -> str:
     """Whether the stack makes the bucket: not where an earlier stack left it, which this one cannot take over."""
     if stack := find(file):
         return next(p["ParameterValue"] for p in stack["Parameters"] if p["ParameterKey"] == "MakeBucket")
-    return "no" if bucket_exists(file) else "yes"
+    return "no" if bucket.exists(file) else "yes"
 
 
 def _deploy(file: ClusterFile, parameters: dict[str, str]) -> str:

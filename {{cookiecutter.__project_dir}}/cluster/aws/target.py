@@ -6,21 +6,17 @@ import json
 import subprocess
 import sys
 import time
-from typing import Any
 
 import requests
 from rich.console import Console
 
 import settings
 from cluster import doctor
-from cluster.aws import costs, ray_up, secrets_manager, ssh, stack
-from cluster.common import cluster_file, instances, prices
+from cluster.aws import capacity, costs, head, ray_up, secrets_manager, ssh, stack, teardown
+from cluster.common import bucket, cluster_file, instances, prices
 from cluster.common.cluster_file import TARGET, ClusterFile
 from cluster.target import Bill, Connection, Finding
 
-READY_TIMEOUT_S = 120
-START_TIMEOUT_S = 15
-"""So long after `ray up` the autoscaler's process is there, or will never be."""
 A100_GIB = {"p4d.24xlarge": 40, "p4de.24xlarge": 80}
 
 
@@ -31,7 +27,7 @@ class Aws:
     profile = "cluster"
 
     def doctor(self) -> list[Finding]:
-        from cluster.aws import doctor as aws_doctor  # imports what jobs read, which takes seconds
+        from cluster.aws import doctor as aws_doctor  # imports the jobs' options, which takes seconds
 
         return aws_doctor.checks(cluster_file.load())
 
@@ -43,7 +39,7 @@ class Aws:
         running = instances.head(file)
         changes = _what_changes(file, running)
         if running and not changes:
-            secrets_manager.fill(file)
+            secrets_manager.upload(file)
             print(f"{self.name} is up already, and as cluster.yaml says: head {running.id}")
             stack.open_https(file, running.id)
             return
@@ -53,29 +49,28 @@ class Aws:
         _ask("go on?" if running else "start it?", yes)
         started = time.monotonic()
         stack.prepare(file)
-        secrets_manager.fill(file)
-        instances.forget_last_words(file)
+        secrets_manager.upload(file)
+        bucket.forget_note(file)
         if running:
-            _mark(file, "being set up")  # what is interrupted from here on is not up already
+            head.mark(file, "being set up")  # what is interrupted from here on is not up already
         ray_up.up()
-        _wait_for_head(instances.reach(file))
-        _mark(file, file.digest)
+        head.wait_until_ready(ssh.reach(file))
+        head.mark(file, file.digest)
         print(f"{self.name} is up after {time.monotonic() - started:.0f} s: a head with its autoscaler, no worker yet")
-        stack.open_https(file, instances.reach(file).instance_id)
+        stack.open_https(file, ssh.reach(file).instance_id)
 
     def connect(self) -> Connection:
         file = cluster_file.load()
         serve_port = settings.load(stack.ServeSection, "serve", profile=self.profile).port
-        head = instances.reach(file)
-        ports, token = head.tunnel(ssh.DASHBOARD_PORT, serve_port)
+        reached = ssh.reach(file)
+        ports, token = reached.tunnel(ssh.DASHBOARD_PORT, serve_port)
         dashboard, headers = f"http://127.0.0.1:{ports[ssh.DASHBOARD_PORT]}", {"Authorization": f"Bearer {token}"}
         try:
             requests.get(f"{dashboard}/api/version", headers=headers, timeout=30).raise_for_status()
         except requests.RequestException:
             raise settings.UserError(
-                f"Ray does not answer on the head {head.instance_id}; mend it with: inv up --target {TARGET}"
+                f"Ray does not answer on the head {reached.instance_id}; mend it with: inv up --target {TARGET}"
             ) from None
-        bucket = stack.bucket(file)
         return Connection(
             target=TARGET,
             dashboard=dashboard,
@@ -83,9 +78,9 @@ class Aws:
             forwarded={serve_port: ports[serve_port]},
             job_variables={
                 "PROFILE": self.profile,
-                "PROJECT_DIR": f"s3://{bucket}",
-                "CLUSTER_NODES": json.dumps(capacity(file)),
-                "GANG_OFFERS": json.dumps(offers(file)),
+                "PROJECT_DIR": f"s3://{bucket.name(file)}",
+                "CLUSTER_NODES": json.dumps(capacity.possible_nodes(file)),
+                "GANG_OFFERS": json.dumps(capacity.offers(file)),
                 "SECRETS_PREFIX": f"{file.slug}/",
                 "AWS_DEFAULT_REGION": file.region,
             },
@@ -93,17 +88,17 @@ class Aws:
 
     def files(self) -> dict[str, str]:
         file = cluster_file.load()
-        if not stack.bucket_exists(file):
+        if not bucket.exists(file):
             raise settings.UserError(
                 f"{file.slug} has no bucket on AWS yet, so no job wrote anything; start with: inv up --target {TARGET}"
             )
-        return {"PROFILE": self.profile, "PROJECT_DIR": f"s3://{stack.bucket(file)}", **stack.access(file)}
+        return {"PROFILE": self.profile, "PROJECT_DIR": f"s3://{bucket.name(file)}", **bucket.access(file)}
 
     def shell(self, command: str) -> int:
-        head = instances.reach(cluster_file.load())
+        reached = ssh.reach(cluster_file.load())
         if command:
-            return subprocess.call([*head.command("-T"), ssh.ENVIRONMENT + command])
-        return subprocess.call([*head.command("-t"), "bash", "-l"])
+            return subprocess.call([*reached.command("-T"), ssh.ENVIRONMENT + command])
+        return subprocess.call([*reached.command("-t"), "bash", "-l"])
 
     def dollars_per_machine_hour(self) -> dict[int, float]:
         file = cluster_file.load()
@@ -116,22 +111,22 @@ class Aws:
 
     def bill(self) -> Bill:
         file = cluster_file.load()
-        return costs.draw_up(file, report(instances.reach(file)))
+        return costs.report(file, head.report(ssh.reach(file)))
 
     def down(self) -> list[str]:
         file = cluster_file.load()
-        instances.end_all(file)
-        instances.delete_loose(file)
+        teardown.end_instances(file)
+        teardown.delete_orphans(file)
         stack.delete(file)
-        secrets_manager.empty(file)
-        left = instances.leftovers(file) + [f"secret {name}" for name in secrets_manager.names(file)]
+        secrets_manager.delete(file)
+        left = teardown.leftovers(file) + [f"secret {name}" for name in secrets_manager.names(file)]
         if not left:
             print(
                 f"{self.name} is down: no instance, volume, interface, security group, key, role, secret or stack "
                 f"of {file.slug} is left"
             )
-            if stack.bucket_exists(file):
-                print(f"kept, with your work in it: s3://{stack.bucket(file)}")
+            if bucket.exists(file):
+                print(f"kept, with your work in it: s3://{bucket.name(file)}")
         return left
 
 
@@ -159,15 +154,15 @@ def _ask(question: str, yes: bool) -> None:
         raise settings.UserError("nothing was started.")
 
 
-def _what_changes(file: ClusterFile, running: instances.Machine | None) -> str:
+def _what_changes(file: ClusterFile, running: instances.Instance | None) -> str:
     """What `up` will do, in a sentence; nothing is to be done where it is empty."""
     if running is None:
         orphans = len(instances.living(file))
         return "a head is started" + (f", and takes over {orphans} machines that have none" if orphans else "")
     if running.tags.get(instances.FILES_TAG) == file.digest:
-        if _runs(instances.reach(file)):
+        if head.runs(ssh.reach(file)):
             return ""
-        return f"Ray, its autoscaler or the steward does not run on the head {running.id}: it is set up anew"
+        return f"Ray, its autoscaler or the watchdog does not run on the head {running.id}: it is set up again"
     if running.tags.get("ray-launch-config") == _launch_hash(file):
         return (
             "cluster.yaml, the pins or a limit changed since the last up: the head is set up anew, and running jobs end"
@@ -183,77 +178,3 @@ def _launch_hash(file: ClusterFile) -> str:
     with contextlib.redirect_stdout(io.StringIO()):  # what Ray says on its way is no news to a person
         config = bootstrap_aws(prepare_config(file.content))
     return hash_launch_conf(config["available_node_types"][file.head.name]["node_config"], config["auth"])
-
-
-def _mark(file: ClusterFile, digest: str) -> None:
-    """Write on the head what it was set up from."""
-    head = instances.head(file)
-    assert head
-    file.client("ec2").create_tags(Resources=[head.id], Tags=[{"Key": instances.FILES_TAG, "Value": digest}])
-
-
-def report(head: ssh.Head) -> dict[str, Any]:
-    """What head_report.py says."""
-    return json.loads(head.run("cd ~/project && python -m cluster.node.head_report"))
-
-
-def _runs(head: ssh.Head) -> bool:
-    head.run("true")  # a head that ssh does not reach is another matter
-    try:
-        said = report(head)
-    except settings.UserError:  # no Ray to ask
-        return False
-    return not _missing(said)
-
-
-def _missing(said: dict[str, Any]) -> str:
-    """Which part of a head does not run; empty when all do."""
-    if not (said["autoscaler"] and said["reported"]):
-        return "autoscaler"
-    return "" if said["steward"]["runs"] else "steward"
-
-
-def _wait_for_head(head: ssh.Head) -> None:
-    """`ray up` ends well also where no autoscaler runs, so no worker comes, or no steward: the head ends itself."""
-    started = time.monotonic()
-    with Console().status("waiting for the autoscaler") as spinner:
-        while missing := _missing(said := report(head)):
-            waited = time.monotonic() - started
-            if waited > (READY_TIMEOUT_S if said["autoscaler"] else START_TIMEOUT_S):
-                words = said["last_words"][missing].splitlines()[-1:] or ["no reason given"]
-                raise settings.UserError(
-                    f"the head is up but its {missing} does not run ({words[0]}); correct cluster/cluster.yaml and "
-                    f"run again: inv up --target {TARGET}   or end it: inv down --target {TARGET}"
-                )
-            spinner.update(f"waiting for the {missing}: {waited:.0f} s")
-            time.sleep(1)
-
-
-def offers(file: ClusterFile) -> list[dict[str, str]]:
-    """What pipeline/ray_support/gang.py tries: each zone of the market that comes first, then those of the next."""
-    zoned = [worker for worker in file.workers if worker.zone]
-    return [
-        {"node_type": worker.name, "zone": worker.zone, "market": worker.market}
-        for worker in sorted(zoned, key=lambda worker: (-worker.priority, worker.zone))
-    ]
-
-
-def capacity(file: ClusterFile) -> list[dict[str, Any]]:
-    """Return every machine that the cluster can ever have, for pipeline/ray_support/capacity.py.
-
-    Markets and zones of one instance type count once.
-    """
-    types = sorted({worker.instance_type for worker in file.workers})
-    described = file.client("ec2").describe_instance_types(InstanceTypes=types)["InstanceTypes"]
-    return [
-        {
-            "resources": {"CPU": one["VCpuInfo"]["DefaultVCpus"]} | _gpus(one),
-            "count": max(worker.most for worker in file.workers if worker.instance_type == one["InstanceType"]),
-        }
-        for one in described
-    ]
-
-
-def _gpus(described: dict[str, Any]) -> dict[str, int]:
-    gpus = described.get("GpuInfo", {}).get("Gpus", [])
-    return {"GPU": sum(gpu["Count"] for gpu in gpus)} if gpus else {}

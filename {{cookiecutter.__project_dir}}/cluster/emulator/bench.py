@@ -5,8 +5,8 @@ import subprocess
 import sys
 import time
 
-from cluster.aws import ray_up, stack
-from cluster.common import cluster_file, instances
+from cluster.aws import ray_up, stack, teardown
+from cluster.common import cluster_file
 from cluster.common.cluster_file import FILE
 
 ROUNDS = 3
@@ -24,7 +24,7 @@ def run() -> None:
             way()
             times[name].append(time.monotonic() - started)
             print(f"round {number + 1}, {name}: {times[name][-1]:.1f} s", flush=True)
-            instances.end_all(file)
+            teardown.end_instances(file)
     ratio = statistics.median(ours / bare for bare, ours in zip(times["ray up"], times["inv up"], strict=True))
     print(f"launcher time inside inv up: {ratio:.2f} of bare ray up (median of {ROUNDS} rounds; at most 1.1 is wanted)")
 

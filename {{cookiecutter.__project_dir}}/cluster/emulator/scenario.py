@@ -24,9 +24,9 @@ from rich.table import Table
 
 import settings
 from cluster import submission
-from cluster.aws import stack
+from cluster.aws import ssh
 from cluster.aws.target import Aws
-from cluster.common import cluster_file, instances
+from cluster.common import bucket, cluster_file, instances
 from cluster.common.cluster_file import ClusterFile
 from cluster.emulator.addresses import CONTROL_PORT
 from demo import assets
@@ -91,7 +91,7 @@ def _step(title: str) -> Iterator[None]:
 
 def upload_assets(file: ClusterFile) -> None:
     """A tiny model and packed rows for it, where the cluster reads them."""
-    client, bucket = file.client("s3"), stack.bucket(file)
+    client, name = file.client("s3"), bucket.name(file)
     with tempfile.TemporaryDirectory() as folder:
         rows, model, packed = f"{folder}/rows", f"{folder}/models/tiny", f"{folder}/data/packed"
         assets.write_data(Path(rows))
@@ -108,13 +108,13 @@ def upload_assets(file: ClusterFile) -> None:
             raise settings.UserError(f"preprocess failed: {packing.stderr.strip().splitlines()[-1]}")
         for path in Path(folder).rglob("*"):
             if path.is_file():
-                client.upload_file(str(path), bucket, str(path.relative_to(folder)))
+                client.upload_file(str(path), name, str(path.relative_to(folder)))
 
 
 def shorten_idle_timeout(file: ClusterFile) -> None:
     """The autoscaler reads this file anew in each of its loops."""
     edit = f's/"idle_timeout_minutes": [0-9.]+/"idle_timeout_minutes": {IDLE_TIMEOUT_MINUTES}/'
-    instances.reach(file).run(f"sed -i -E '{edit}' ~/ray_bootstrap_config.yaml")
+    ssh.reach(file).run(f"sed -i -E '{edit}' ~/ray_bootstrap_config.yaml")
 
 
 def _wait_until_alone(file: ClusterFile, patience_s: float = 120) -> None:

@@ -91,7 +91,7 @@ def _try(place: Offer, workers: int, needs: Mapping[str, float], patience_s: flo
             if _is_refused(place, status, started):
                 return "AWS refuses machines"  # inv status has its words
             if time.time() - started > ASKED_WITHIN_S and not _is_coming(place, status):
-                return "no machine is asked for"  # the steward keeps a refused type closed for a while
+                return "no machine is asked for"  # the watchdog keeps a refused type closed for a while
             if time.time() - said > LINE_EVERY_S:
                 said = time.time()
                 print(

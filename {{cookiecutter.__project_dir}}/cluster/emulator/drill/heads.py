@@ -9,7 +9,8 @@ from cluster.common import instances
 from cluster.emulator import scenario
 from cluster.emulator.drill.setups import ONE_CPU
 from cluster.emulator.drill.stage import Stage, slowness, tell, verb, wait_for
-from cluster.node import watchdog
+from cluster.node import watchdog_head
+from cluster.node.state import INTERVAL_S, LEASE
 
 REPAIRED_WITHIN_S = 180
 AT_WORK = (
@@ -66,7 +67,7 @@ def time_limit(stage: Stage) -> str:
     """The hours of settings.toml are over: the cluster ends itself, workers too."""
     _worker_at_work(stage)
     limit = _limits().hours
-    stage.head().run(f"touch --date='{limit:g} hours ago' {watchdog.LEASE.parent}")  # as if it had been launched then
+    stage.head().run(f"touch --date='{limit:g} hours ago' {LEASE.parent}")  # as if it had been launched then
     told = _ends_itself(stage)
     shown = verb("status", expect=1)
     assert f"the limit of {limit:g} hours" in shown, shown
@@ -79,7 +80,7 @@ def spend_limit(stage: Stage) -> str:
     limit = _limits().dollars
     spent = json.dumps({"at": time.time(), "dollars": limit - 0.0001, "said": []})
     restart = stage.file.content["head_start_ray_commands"][-1]
-    stage.head().run(f"kill $(cat ~/steward.pid); sleep 1; echo '{spent}' > ~/steward.json; {restart}")
+    stage.head().run(f"kill $(cat ~/watchdog.pid); sleep 1; echo '{spent}' > ~/watchdog.json; {restart}")
     told = _ends_itself(stage)
     shown = verb("status", expect=1)
     assert f"the limit of {limit:g} dollars" in shown, shown
@@ -92,21 +93,21 @@ def head_lost(stage: Stage) -> str:
     assert head
     stage.file.client("ec2").terminate_instances(InstanceIds=[head.id])
     wait_for(lambda: not _has_host(head.id), 30, "the head to be gone")
-    time.sleep(watchdog.EVERY_S)  # a steward that saw the head just before may renew its lease once more
+    time.sleep(INTERVAL_S)  # a watchdog that saw the head just before may renew its lease once more
     tell(age_leases_s=570)
     wait_for(lambda: not instances.living(stage.file), 120, "the workers to end themselves")
     return f"ended themselves: {len(workers)}; a lease lasts 600 s, of which 570 were skipped"
 
 
-def _worker_at_work(stage: Stage) -> list[instances.Machine]:
+def _worker_at_work(stage: Stage) -> list[instances.Instance]:
     """Workers, of which one has work for the rest of the row."""
     job = stage.submit(AT_WORK)
     wait_for(lambda: "at work" in stage.log(job), 240, "a worker to be at work")
     return stage.workers()
 
 
-def _limits() -> watchdog.LimitsSection:
-    return settings.load(watchdog.LimitsSection, "limits", profile="cluster")
+def _limits() -> watchdog_head.LimitsSection:
+    return settings.load(watchdog_head.LimitsSection, "limits", profile="cluster")
 
 
 def _ends_itself(stage: Stage) -> str:

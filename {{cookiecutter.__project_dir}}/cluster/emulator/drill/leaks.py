@@ -9,7 +9,7 @@ from pathlib import Path
 import requests
 
 import settings
-from cluster.aws import stack
+from cluster.common import bucket
 from cluster.emulator import scenario
 from cluster.emulator.drill.stage import Stage
 
@@ -78,10 +78,10 @@ def _processes() -> list[str]:
 
 
 def _objects(stage: Stage) -> Iterator[tuple[str, bytes]]:
-    s3, bucket = stage.file.client("s3"), stack.bucket(stage.file)
-    for page in s3.get_paginator("list_objects_v2").paginate(Bucket=bucket):
+    s3, name = stage.file.client("s3"), bucket.name(stage.file)
+    for page in s3.get_paginator("list_objects_v2").paginate(Bucket=name):
         for entry in page.get("Contents", []):
-            yield f"s3://{bucket}/{entry['Key']}", s3.get_object(Bucket=bucket, Key=entry["Key"])["Body"].read()
+            yield f"s3://{name}/{entry['Key']}", s3.get_object(Bucket=name, Key=entry["Key"])["Body"].read()
 
 
 def _answers(stage: Stage) -> Iterator[tuple[str, bytes]]:

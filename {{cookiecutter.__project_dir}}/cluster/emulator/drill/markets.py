@@ -37,7 +37,7 @@ def all_spot_refuses(stage: Stage) -> str:
 def half_a_gang(stage: Stage) -> str:
     """One machine where two are asked for: it is given back, and the gang comes together in another zone."""
     stage.wait_until_alone()
-    none = {"market": "spot", "zone": f"{stage.file.region}a"}  # closed by the steward, where a row before found none
+    none = {"market": "spot", "zone": f"{stage.file.region}a"}  # closed by the watchdog, where a row before found none
     one = {"market": "spot", "zone": f"{stage.file.region}b", "left": 1}
     with no_capacity(none, one):
         job = stage.submit(GATHER, "2")

@@ -18,11 +18,13 @@ def setup_fails(stage: Stage) -> str:
         wait_for(lambda: stage.report()["failed_setups"], 60, "status to say that a set-up failed")
         said = stage.report()["failed_setups"][0]
         assert "no-such-package" in said, said
-        wait_for(lambda: "no more are started" in str(stage.report()["steward"]["said"]), 420, "the steward to stop it")
+        wait_for(
+            lambda: "no more are started" in str(stage.report()["watchdog"]["messages"]), 420, "the watchdog to stop it"
+        )
     finally:
         stage.connection.client().stop_job(job)
         head.run(f"cp ~/good.txt {pins}")
-    return stage.report()["steward"]["said"][-1]
+    return stage.report()["watchdog"]["messages"][-1]
 
 
 def other_python_on_a_worker(stage: Stage) -> str:

@@ -19,6 +19,7 @@ import yaml
 
 import settings
 from cluster import submission
+from cluster.aws import head, ssh
 from cluster.aws import target as aws
 from cluster.aws.ssh import Head
 from cluster.common import cluster_file, instances
@@ -53,13 +54,13 @@ class Stage:
         self.connection = target.connect()
 
     def head(self) -> Head:
-        return instances.reach(self.file)
+        return ssh.reach(self.file)
 
     def report(self) -> dict[str, Any]:
         """What head_report.py says."""
-        return aws.report(self.head())
+        return head.report(self.head())
 
-    def workers(self) -> list[instances.Machine]:
+    def workers(self) -> list[instances.Instance]:
         return [machine for machine in instances.living(self.file) if machine.node_type != self.file.head.name]
 
     def wait_until_alone(self) -> None:

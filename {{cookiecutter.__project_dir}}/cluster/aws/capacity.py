@@ -1,0 +1,35 @@
+"""What a submitted job is told about the machines that the cluster can have."""
+
+from typing import Any
+
+from cluster.common.cluster_file import ClusterFile
+
+
+def offers(file: ClusterFile) -> list[dict[str, str]]:
+    """Return the places that pipeline/ray_support/gang.py tries, in order: one market's zones, then the next's."""
+    zoned = [worker for worker in file.workers if worker.zone]
+    return [
+        {"node_type": worker.name, "zone": worker.zone, "market": worker.market}
+        for worker in sorted(zoned, key=lambda worker: (-worker.priority, worker.zone))
+    ]
+
+
+def possible_nodes(file: ClusterFile) -> list[dict[str, Any]]:
+    """Return every machine that the cluster can ever have, for pipeline/ray_support/capacity.py.
+
+    Markets and zones of one instance type count once.
+    """
+    types = sorted({worker.instance_type for worker in file.workers})
+    described = file.client("ec2").describe_instance_types(InstanceTypes=types)["InstanceTypes"]
+    return [
+        {
+            "resources": {"CPU": one["VCpuInfo"]["DefaultVCpus"]} | _gpus(one),
+            "count": max(worker.most for worker in file.workers if worker.instance_type == one["InstanceType"]),
+        }
+        for one in described
+    ]
+
+
+def _gpus(described: dict[str, Any]) -> dict[str, int]:
+    gpus = described.get("GpuInfo", {}).get("Gpus", [])
+    return {"GPU": sum(gpu["Count"] for gpu in gpus)} if gpus else {}

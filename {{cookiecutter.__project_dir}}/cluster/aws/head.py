@@ -1,0 +1,64 @@
+"""The state of a running head: its report, whether all its parts run, and what it was set up from."""
+
+import json
+import time
+from typing import Any
+
+from rich.console import Console
+
+import settings
+from cluster.aws import ssh
+from cluster.common import instances
+from cluster.common.cluster_file import TARGET, ClusterFile
+
+READY_TIMEOUT_S = 120
+START_TIMEOUT_S = 15
+"""If the autoscaler has no process this long after `ray up`, it never will."""
+
+
+def mark(file: ClusterFile, digest: str) -> None:
+    """Tag the head with the digest of the files that it was set up from."""
+    head = instances.head(file)
+    assert head
+    file.client("ec2").create_tags(Resources=[head.id], Tags=[{"Key": instances.FILES_TAG, "Value": digest}])
+
+
+def report(head: ssh.Head) -> dict[str, Any]:
+    """Return what cluster/node/head_report.py prints."""
+    return json.loads(head.run("cd ~/project && python -m cluster.node.head_report"))
+
+
+def runs(head: ssh.Head) -> bool:
+    """Return whether Ray, its autoscaler and the watchdog run. Raises `settings.UserError` if ssh cannot connect."""
+    head.run("true")
+    try:
+        return not _missing(report(head))
+    except settings.UserError:  # Ray does not run
+        return False
+
+
+def _missing(said: dict[str, Any]) -> str:
+    """Return which part of the head does not run; empty if all do."""
+    if not (said["autoscaler"] and said["reported"]):
+        return "autoscaler"
+    return "" if said["watchdog"]["runs"] else "watchdog"
+
+
+def wait_until_ready(head: ssh.Head) -> None:
+    """Wait until the autoscaler and the watchdog run: `ray up` also succeeds without them.
+
+    Raises:
+        settings.UserError: one of them does not run; with the last line of its log.
+    """
+    started = time.monotonic()
+    with Console().status("waiting for the autoscaler") as spinner:
+        while missing := _missing(said := report(head)):
+            waited = time.monotonic() - started
+            if waited > (READY_TIMEOUT_S if said["autoscaler"] else START_TIMEOUT_S):
+                words = said["last_words"][missing].splitlines()[-1:] or ["no reason given"]
+                raise settings.UserError(
+                    f"the head is up but its {missing} does not run ({words[0]}); correct cluster/cluster.yaml and "
+                    f"run again: inv up --target {TARGET}   or end it: inv down --target {TARGET}"
+                )
+            spinner.update(f"waiting for the {missing}: {waited:.0f} s")
+            time.sleep(1)

@@ -1,0 +1,50 @@
+"""The SSH key pair of a cluster: a private key on this machine, and its public half on AWS."""
+
+import subprocess
+from pathlib import Path
+
+import settings
+from cluster.common.cluster_file import TARGET, ClusterFile
+
+
+def ensure(file: ClusterFile) -> None:
+    """The same key here and on AWS, made where neither has one.
+
+    Raises:
+        settings.UserError: AWS has a key of that name and this machine has not, or has another.
+    """
+    ec2 = file.client("ec2")
+    on_aws = ec2.describe_key_pairs(Filters=[{"Name": "key-name", "Values": [file.slug]}], IncludePublicKey=True)[
+        "KeyPairs"
+    ]
+    if not on_aws:
+        if not file.key_file.exists():
+            _make_key(file.key_file)
+        ec2.import_key_pair(
+            KeyName=file.slug,
+            PublicKeyMaterial=_public_key(file.key_file).encode(),
+            TagSpecifications=[{"ResourceType": "key-pair", "Tags": [{"Key": "ray-project", "Value": file.slug}]}],
+        )
+    elif not file.key_file.exists():
+        raise settings.UserError(
+            f"the cluster's private key {file.key_file} is not on this machine; copy it from where `inv up` ran, "
+            f"or end that cluster: inv down --target {TARGET}"
+        )
+    elif (theirs := on_aws[0].get("PublicKey")) and theirs.split()[:2] != _public_key(file.key_file).split()[:2]:
+        raise settings.UserError(
+            f"{file.key_file} is not the private key of the key pair {file.slug} on AWS; move it away and copy the "
+            f"right one there, or end that cluster: inv down --target {TARGET}"
+        )
+
+
+def _make_key(file: Path) -> None:
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", file.stem, "-f", file], check=True)
+    file.with_name(f"{file.name}.pub").unlink()  # ssh-keygen -y tells it at any time
+
+
+def _public_key(file: Path) -> str:
+    shown = subprocess.run(["ssh-keygen", "-y", "-f", file], capture_output=True, text=True)
+    if shown.returncode:
+        raise settings.UserError(f"{file} is not a private key that ssh-keygen reads ({shown.stderr.strip()}).")
+    return shown.stdout

@@ -1,0 +1,98 @@
+"""Ends everything that the project rents on AWS, and finds what is left."""
+
+import time
+
+import botocore.exceptions
+from rich.console import Console
+
+import settings
+from cluster.aws import stack
+from cluster.common import instances
+from cluster.common.cluster_file import TARGET, ClusterFile
+
+TERMINATE_TIMEOUT_S = 900
+
+
+def end_instances(file: ClusterFile) -> None:
+    """Terminate every instance of the project, the head first: its autoscaler would replace the others.
+
+    Raises:
+        settings.UserError: some have not ended after a quarter of an hour.
+    """
+    ec2 = file.client("ec2")
+    started = time.monotonic()
+    with Console().status("ending instances") as spinner:
+        while machines := instances.living(file):
+            if to_end := [machine.id for machine in machines if machine.state != "shutting-down"]:
+                heads = [machine.id for machine in machines if machine.node_type == file.head.name]
+                ec2.terminate_instances(InstanceIds=[*heads, *(one for one in to_end if one not in heads)])
+            waited = time.monotonic() - started
+            if waited > TERMINATE_TIMEOUT_S:
+                names = ", ".join(machine.id for machine in machines)
+                raise settings.UserError(
+                    f"{names} have not ended after {waited:.0f} s; try again: inv down --target {TARGET}"
+                )
+            spinner.update(f"ending {len(machines)} instances: {waited:.0f} s")
+            time.sleep(1)
+
+
+def leftovers(file: ClusterFile) -> list[str]:
+    """Everything but the bucket that AWS still holds of the project, in words."""
+    ec2 = file.client("ec2")
+    tagged = [{"Name": "tag:ray-project", "Values": [file.slug]}]
+    named = [{"Name": "group-name", "Values": [file.slug]}]
+    left = [f"instance {machine.id} ({machine.state})" for machine in instances.living(file)]
+    requests = ec2.describe_spot_instance_requests(
+        Filters=[{"Name": "launch.key-name", "Values": [file.slug]}, {"Name": "state", "Values": ["open", "active"]}]
+    )["SpotInstanceRequests"]
+    left += [f"spot request {request['SpotInstanceRequestId']}" for request in requests]
+    left += [f"volume {volume['VolumeId']}" for volume in ec2.describe_volumes(Filters=tagged)["Volumes"]]
+    interfaces = ec2.describe_network_interfaces(Filters=tagged)["NetworkInterfaces"]
+    left += [f"network interface {interface['NetworkInterfaceId']}" for interface in interfaces]
+    left += [
+        f"security group {group['GroupId']}" for group in ec2.describe_security_groups(Filters=named)["SecurityGroups"]
+    ]
+    keys = ec2.describe_key_pairs(Filters=[{"Name": "key-name", "Values": [file.slug]}])["KeyPairs"]
+    left += [f"key pair {key['KeyName']}" for key in keys]
+    templates = ec2.describe_launch_templates(
+        Filters=[{"Name": "launch-template-name", "Values": [f"{file.slug}-zone-*"]}]
+    )["LaunchTemplates"]
+    left += [f"launch template {template['LaunchTemplateName']}" for template in templates]
+    left += _roles_and_profiles(file)
+    if found := stack.find(file):
+        left.append(f"stack {file.slug} ({found['StackStatus']})")
+    return left
+
+
+def delete_orphans(file: ClusterFile) -> None:
+    """Delete volumes and interfaces that outlived their instances, and cancel spot requests."""
+    ec2 = file.client("ec2")
+    available = [{"Name": "tag:ray-project", "Values": [file.slug]}, {"Name": "status", "Values": ["available"]}]
+    for volume in ec2.describe_volumes(Filters=available)["Volumes"]:
+        ec2.delete_volume(VolumeId=volume["VolumeId"])
+    for interface in ec2.describe_network_interfaces(Filters=available)["NetworkInterfaces"]:
+        ec2.delete_network_interface(NetworkInterfaceId=interface["NetworkInterfaceId"])
+    requests = ec2.describe_spot_instance_requests(
+        Filters=[{"Name": "launch.key-name", "Values": [file.slug]}, {"Name": "state", "Values": ["open"]}]
+    )["SpotInstanceRequests"]
+    if requests:
+        ec2.cancel_spot_instance_requests(SpotInstanceRequestIds=[one["SpotInstanceRequestId"] for one in requests])
+
+
+def _roles_and_profiles(file: ClusterFile) -> list[str]:
+    iam = file.client("iam")
+    left = []
+    for part in ("head", "worker"):
+        name = f"{file.slug}-{part}"
+        for kind, ask in (
+            ("role", lambda name=name: iam.get_role(RoleName=name)),
+            ("instance profile", lambda name=name: iam.get_instance_profile(InstanceProfileName=name)),
+        ):
+            try:
+                ask()
+            except botocore.exceptions.ClientError as error:
+                if error.response["Error"]["Code"] != "NoSuchEntity":
+                    raise
+            else:
+                left.append(f"{kind} {name}")
+    return left

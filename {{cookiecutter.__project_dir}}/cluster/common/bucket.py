@@ -1,0 +1,66 @@
+"""The project's bucket: its name, how to reach it, and the note that a cluster leaves there when it ends itself."""
+
+import datetime
+
+import boto3
+import botocore.exceptions
+
+from cluster.common.cluster_file import ClusterFile
+
+NOTE = "cluster/ended.txt"
+"""Object in the bucket that says why the cluster ended itself."""
+
+
+def name(file: ClusterFile) -> str:
+    """Return the name of the project's bucket, whether or not it exists."""
+    account = file.client("sts").get_caller_identity()["Account"]
+    return f"{file.slug}-{account}-{file.region}"
+
+
+def exists(file: ClusterFile) -> bool:
+    """Return whether the bucket exists."""
+    try:
+        file.client("s3").head_bucket(Bucket=name(file))
+    except botocore.exceptions.ClientError as error:
+        if error.response["Error"]["Code"] in ("404", "NoSuchBucket"):
+            return False
+        raise
+    return True
+
+
+def access(file: ClusterFile) -> dict[str, str]:
+    """Return the variables with which Arrow reaches the bucket from this machine. Never pass them to a job.
+
+    boto3 finds credentials in more places than Arrow does.
+    """
+    found = boto3.Session().get_credentials()
+    assert found  # the caller has already asked AWS for the bucket
+    credentials = found.get_frozen_credentials()
+    variables = {
+        "AWS_DEFAULT_REGION": file.region,
+        "AWS_ENDPOINT_URL_S3": file.client("s3").meta.endpoint_url,
+        "AWS_ACCESS_KEY_ID": credentials.access_key,
+        "AWS_SECRET_ACCESS_KEY": credentials.secret_key,
+        "AWS_SESSION_TOKEN": credentials.token,
+    }
+    return {name: value for name, value in variables.items() if value}
+
+
+def leave_note(file: ClusterFile, reason: str) -> None:
+    """Write why the cluster ended itself, for `inv status`: its logs end with its instances."""
+    words = f"it ended itself at {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC: {reason}"
+    file.client("s3").put_object(Bucket=name(file), Key=NOTE, Body=words.encode())
+
+
+def note(file: ClusterFile) -> str:
+    """Return why the last cluster ended itself, in parentheses; empty if it did not."""
+    try:
+        answer = file.client("s3").get_object(Bucket=name(file), Key=NOTE)
+    except botocore.exceptions.ClientError:  # there is no note
+        return ""
+    return f" ({answer['Body'].read().decode()})"
+
+
+def forget_note(file: ClusterFile) -> None:
+    """Delete the note of an earlier cluster."""
+    file.client("s3").delete_object(Bucket=name(file), Key=NOTE)

@@ -1,0 +1,56 @@
+"""Reads the logs of Ray's autoscaler: launches that AWS refused, and set-ups that failed."""
+
+import re
+from collections import Counter
+from pathlib import Path
+
+LOGS = Path("/tmp/ray/session_latest/logs")
+TAIL_BYTES = 400_000  # some hundred launches
+
+
+def failed_setups(text: str, log: str) -> list[str]:
+    """Return why set-ups of new nodes failed, oldest first, with the last lines of the failed command.
+
+    `text` is monitor.out: the output of all nodes' commands, between Ray's own lines, which begin with a date.
+    `log` is monitor.log: it names nodes that the autoscaler ended before they were ready. Their set-up did not fail.
+    """
+    not_needed = re.findall(r"RAY_INSTALLING->TERMINATING \(.*cloud_instance_id=(i-\w+)", log)
+    failures: dict[str, str] = {}
+    words: list[str] = []
+    for line in re.sub(r"\x1b\[[\d;]*m", "", text).splitlines():
+        if found := re.search(r"NodeUpdater: (i-\w+): (\w[\w ]*) failed", line):
+            # Ray retries on the same node: the last failure counts
+            failures.pop(found[1], None)
+            failures[found[1]] = f"{found[1]}: {found[2].lower()} failed: {' / '.join(words[-3:]) or 'no output'}"
+            words = []
+        elif line.strip() and not re.match(r"\d{4}-\d\d-\d\d", line):
+            words.append(line.strip()[:200])
+    return [words for instance, words in failures.items() if instance not in not_needed]
+
+
+def refusals(text: str) -> list[dict[str, str]]:
+    """Return launches that AWS refused, oldest first: `type`, `at` (the head's clock), AWS's `code` and `words`.
+
+    Only monitor.log has them: the autoscaler's own report names no reason.
+    """
+    line = r"(\S+ [\d:]+),\d+.*Failed to launch \d+ nodes of type (\S+): Node Launch Exception \((\w+)\): (.*)"
+    return [dict(zip(("at", "type", "code", "words"), found, strict=True)) for found in re.findall(line, text)]
+
+
+def recent_refusals() -> list[dict[str, str]]:
+    """Return the refusals since Ray started."""
+    return refusals(tail(LOGS / "monitor.log"))
+
+
+def failed_setups_by_type() -> Counter[str]:
+    """Count failed set-ups by node type since Ray started."""
+    return Counter(re.findall(r"->RAY_INSTALL_FAILED \(id=[\w-]+, type=([\w.-]+),", tail(LOGS / "monitor.log")))
+
+
+def tail(file: Path, size: int = TAIL_BYTES) -> str:
+    """Return the end of a file as text; empty if there is no such file."""
+    if not file.exists():
+        return ""
+    with file.open("rb") as opened:
+        opened.seek(max(0, file.stat().st_size - size))
+        return opened.read().decode(errors="replace").strip()

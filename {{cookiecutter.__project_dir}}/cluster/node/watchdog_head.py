@@ -1,0 +1,151 @@
+"""The watchdog on the head: markets, limits and the lease.
+
+Ray's autoscaler retries a refused node type forever. This closes the type for some minutes, so that the next is tried.
+"""
+
+import datetime
+import json
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import settings
+from cluster.common import bucket, cluster_file, instances, prices
+from cluster.common.cluster_file import ClusterFile
+from cluster.node import autoscaler_log
+from cluster.node.state import INTERVAL_S, LEASE, RAY_CONFIG, STATE_FILE
+
+CLOSED_S = 300.0
+"""How long a node type stays closed after AWS refuses it."""
+MOST_FAILED_SETUPS = 3
+
+
+class LimitsSection(settings.Section):
+    """[cluster.limits] of settings.toml."""
+
+    hours: float
+    """Hours after the launch of its head at which the cluster ends itself."""
+    dollars: float
+    """Dollars at which the cluster ends itself. Counts instances, not disks or traffic."""
+
+
+@dataclass
+class Markets:
+    """Which node types the autoscaler may request."""
+
+    max_workers: dict[str, int]
+    """max_workers of each type in cluster.yaml."""
+    closed_until: dict[str, float] = field(default_factory=dict)
+    """Seconds since the epoch; infinity for a type whose set-up fails."""
+
+    def note_refusals(self, refusals: Iterable[Mapping[str, str]], now: float) -> list[str]:
+        """Close the type of each refusal (see autoscaler_log.py) for CLOSED_S. Return messages for the user."""
+        messages = []
+        for refusal in refusals:
+            node_type = refusal["type"]
+            closed, until = self.closed_until.get(node_type, 0), _seconds(refusal["at"]) + CLOSED_S
+            if closed <= now < until:  # Ray retries before it sees the new limit
+                messages.append(f"AWS refused {node_type} ({refusal['code']}): closed for {CLOSED_S / 60:.0f} minutes")
+            self.closed_until[node_type] = max(closed, until)
+        return messages
+
+    def note_failed_setups(self, failures: Counter[str]) -> list[str]:
+        """Close a type for good after its third failed set-up. Return messages for the user."""
+        messages = []
+        for node_type, count in failures.items():
+            if count >= MOST_FAILED_SETUPS and self.closed_until.get(node_type) != float("inf"):
+                self.closed_until[node_type] = float("inf")
+                messages.append(
+                    f"the set-up of {count} {node_type} instances failed: no more are started until you correct "
+                    "setup_commands in cluster/cluster.yaml and run `inv up` again"
+                )
+        return messages
+
+    def limits(self, running: Counter[str], now: float) -> dict[str, int]:
+        """Return max_workers of each type for now.
+
+        A closed type keeps the instances that run, because Ray would end those above the limit.
+        """
+        return {
+            node_type: running[node_type] if self.closed_until.get(node_type, 0) > now else maximum
+            for node_type, maximum in self.max_workers.items()
+        }
+
+
+@dataclass
+class Spending:
+    """What the instances have cost so far."""
+
+    hourly: dict[str, float]
+    """Dollars per hour, by node type."""
+    dollars: float
+
+    def add(self, running: Counter[str], seconds: float) -> None:
+        """Add the cost of `seconds` of each running instance."""
+        hourly = sum(count * self.hourly.get(node_type, 0.0) for node_type, count in running.items())
+        self.dollars += hourly * seconds / 3600
+
+
+def watch() -> None:
+    """Guard the lease, the markets and the limits. Never returns."""
+    limits = settings.load(LimitsSection, "limits", profile="cluster")
+    file = cluster_file.load()
+    renew_lease_within(limits, file)  # before asking AWS: its silence must not end the cluster
+    known = prices.ask(file)
+    state = json.loads(STATE_FILE.read_text()) if STATE_FILE.exists() else {}
+    markets = Markets({worker.name: worker.most for worker in file.workers})
+    spending = Spending({file.head.name: known.head, **known.workers}, state.get("dollars", 0.0))
+    messages, last = state.get("messages", []), state.get("at", time.time())
+    while True:
+        renew_lease_within(limits, file)
+        running, now = Counter(one.node_type for one in instances.living(file)), time.time()
+        spending.add(running, now - last)
+        last = now
+        news = markets.note_refusals(autoscaler_log.recent_refusals(), now)
+        news += markets.note_failed_setups(autoscaler_log.failed_setups_by_type())
+        write_limits(markets.limits(running, now))
+        messages = [*messages, *(f"{time.strftime('%H:%M:%S')} {message}" for message in news)][-20:]
+        STATE_FILE.write_text(json.dumps({"at": now, "dollars": spending.dollars, "messages": messages}))
+        if spending.dollars >= limits.dollars:
+            end_cluster(file, f"the limit of {limits.dollars:g} dollars in settings.toml is reached")
+        time.sleep(INTERVAL_S)
+
+
+def renew_lease_within(limits: LimitsSection, file: ClusterFile) -> None:
+    """Renew the head's lease, or end the cluster after its hours. The folder of the lease was made at boot."""
+    if time.time() - LEASE.parent.stat().st_mtime >= limits.hours * 3600:
+        end_cluster(file, f"the limit of {limits.hours:g} hours in settings.toml is reached")
+    LEASE.touch()
+
+
+def write_limits(max_workers: dict[str, int]) -> None:
+    """Change max_workers of each type in the configuration of the running autoscaler."""
+    config = json.loads(RAY_CONFIG.read_text())
+    types = config["available_node_types"]
+    changed = [name for name, limit in max_workers.items() if types[name].get("max_workers") != limit]
+    for name in changed:
+        types[name]["max_workers"] = max_workers[name]
+    if changed:
+        partial = RAY_CONFIG.with_suffix(".partial")
+        partial.write_text(json.dumps(config))
+        partial.replace(RAY_CONFIG)  # so that the autoscaler never reads half a file
+
+
+def end_cluster(file: ClusterFile, reason: str) -> None:
+    """End all workers, then this machine. A worker that cannot be ended now ends when its lease runs out."""
+    print(reason, flush=True)
+    write_limits({worker.name: 0 for worker in file.workers})  # otherwise the autoscaler replaces them
+    try:
+        if workers := [one.id for one in instances.living(file) if one.node_type != file.head.name]:
+            file.client("ec2").terminate_instances(InstanceIds=workers)
+        bucket.leave_note(file, reason)
+    finally:
+        subprocess.run(["sudo", "shutdown", "-h", "now"], check=True)
+        time.sleep(60)  # the shutdown takes effect meanwhile
+
+
+def _seconds(log_time: str) -> float:
+    """Convert a time in Ray's logs, which is in this machine's time zone, to seconds since the epoch."""
+    return datetime.datetime.fromisoformat(log_time).timestamp()

@@ -1,0 +1,59 @@
+"""The watchdog on a worker: renews the lease, and drains the node when AWS takes it back."""
+
+import datetime
+import json
+import socket
+import subprocess
+import time
+import urllib.request
+
+from cluster.node.state import GCS_PORT, INTERVAL_S, LEASE, answers
+
+METADATA = "http://169.254.169.254/latest/"
+
+
+def watch(head: str) -> None:
+    """Renew the lease while the head answers, and drain this node after a spot notice. Never returns."""
+    drained = False
+    while True:
+        if answers(head):
+            LEASE.touch()
+        if not drained and (notice := spot_notice()):
+            drained = drain(head, notice)
+        time.sleep(INTERVAL_S)
+
+
+def spot_notice() -> str | None:
+    """Return the time at which AWS takes this machine back, in ISO 8601, or None if there is no notice."""
+    try:
+        token_request = urllib.request.Request(
+            f"{METADATA}api/token", method="PUT", headers={"X-aws-ec2-metadata-token-ttl-seconds": "60"}
+        )
+        with urllib.request.urlopen(token_request, timeout=2) as answer:
+            token = answer.read().decode()
+        request = urllib.request.Request(
+            f"{METADATA}meta-data/spot/instance-action", headers={"X-aws-ec2-metadata-token": token}
+        )
+        with urllib.request.urlopen(request, timeout=2) as answer:
+            return json.loads(answer.read())["time"]
+    except OSError:
+        return None  # 404: no notice
+
+
+def drain(head: str, notice: str) -> bool:
+    """Have Ray place nothing new on this node. Return whether Ray accepted."""
+    seconds = datetime.datetime.fromisoformat(notice).timestamp() - time.time()
+    command = ["ray", "drain-node", "--address", f"{head}:{GCS_PORT}", "--node-id", own_node_id(head)]
+    command += ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--deadline-remaining-seconds", str(max(0, int(seconds)))]
+    command += ["--reason-message", f"AWS takes this machine back at {notice}"]
+    return subprocess.run(command, check=False).returncode == 0
+
+
+def own_node_id(head: str) -> str:
+    """Return Ray's id of this node."""
+    from ray._raylet import GcsClient  # importing Ray takes memory, which the watchdog needs only here
+
+    with socket.create_connection((head, GCS_PORT)) as connection:
+        address = connection.getsockname()[0]
+    nodes = GcsClient(address=f"{head}:{GCS_PORT}").get_all_node_info().values()
+    return next(node.node_id.hex() for node in nodes if node.node_manager_address == address and node.state == 0)
