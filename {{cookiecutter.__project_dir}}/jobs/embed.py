@@ -22,7 +22,7 @@ from ray.exceptions import RayTaskError
 import settings
 from pipeline.rag import documents, index, pipeline, ranking
 from pipeline.rag.documents import Chunker
-from pipeline.rag.embedder import Described
+from pipeline.rag.embedder import EmbeddingModelInfo
 from pipeline.ray_support import capacity, model_cache
 from pipeline.ray_support.progress import Progress, time_left
 from pipeline.training import storage
@@ -38,14 +38,16 @@ def main(options: EmbedOptions) -> None:
     source = documents.find(settings.resolve(options.input))
     questions = _questions(options.questions)
     model = model_cache.find(options.model)
-    described = Described(model)
+    described = EmbeddingModelInfo(model)
     location = settings.resolve(options.index)
     cli.connect()
     _check_cluster(options, model, location)
-    recipe = index.Recipe(options.model, options.chunk_tokens, options.chunk_overlap)
+    recipe = index.IndexConfig(options.model, options.chunk_tokens, options.chunk_overlap)
     writer = index.Writer(location, options.input, recipe, described.dimension, fresh=options.fresh)
     resources = {"num_cpus": options.num_cpus, "num_gpus": options.num_gpus}
-    pool = pipeline.Pool(options.num_workers, resources, model, options.device, options.precision, options.batch_chunks)
+    pool = pipeline.WorkerPool(
+        options.num_workers, resources, model, options.device, options.precision, options.batch_chunks
+    )
     cut = Chunker(described.tokenizer, options.chunk_tokens, options.chunk_overlap)
     counts = _embed(source, writer, pool, cut, options)
     print(
@@ -72,7 +74,7 @@ def _check_cluster(options: EmbedOptions, model: str, location: str) -> None:
 
 
 def _embed(
-    source: documents.Source, writer: index.Writer, pool: pipeline.Pool, cut: Chunker, options: EmbedOptions
+    source: documents.Source, writer: index.Writer, pool: pipeline.WorkerPool, cut: Chunker, options: EmbedOptions
 ) -> Counter[str]:
     """Embed what is new or changed, and remove what is gone; returns how many documents are what."""
     known = writer.known()
@@ -123,10 +125,10 @@ class Commits:
 
     def __init__(self, writer: index.Writer) -> None:
         self._writer = writer
-        self._batches: list[pipeline.Embedded] = []
+        self._batches: list[pipeline.EmbeddedBatch] = []
         self._since = time.monotonic()
 
-    def add(self, batch: pipeline.Embedded) -> None:
+    def add(self, batch: pipeline.EmbeddedBatch) -> None:
         if len(batch.chunks):
             self._batches.append(batch)
         if time.monotonic() - self._since > COMMIT_S:
@@ -167,7 +169,7 @@ def _questions(file: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines() if line.strip()]
 
 
-def _show_hit_rate(questions: list[dict[str, Any]], pool: pipeline.Pool, location: str) -> None:
+def _show_hit_rate(questions: list[dict[str, Any]], pool: pipeline.WorkerPool, location: str) -> None:
     """How often the right document is among the first, by the vectors alone and in the plain ranking."""
     texts = [row["question"] for row in questions]
     vectors = ray.get(pool.actors[0].embed.remote(texts, "query"))

@@ -25,12 +25,12 @@ from ray.data.exceptions import ExecutionTimeoutError
 from ray.exceptions import ActorDiedError, RayTaskError
 
 import settings
-from jobs import serve_llm
 from pipeline.data import rows
 from pipeline.generation import prompts, suspects
 from pipeline.generation.output import Output
 from pipeline.ray_support import capacity, model_cache, ray_data
 from pipeline.ray_support.progress import Progress, time_left
+from pipeline.serving import preflight
 from pipeline.serving.options import ServeOptions
 from settings import UserError
 
@@ -41,7 +41,7 @@ def main(options: GenerateOptions) -> None:
     """Answer the prompts of all rows that are not answered yet; bad rows go aside, each with its reason."""
     serving = settings.load(ServeOptions, "serve")
     serving = serving.model_copy(update={"model": options.model or serving.model})
-    serve_llm.check_model(serving)
+    preflight.check_model(serving)
     source = rows.find(settings.resolve(options.input), "generate")
     tokenize = prompts.Tokenize(serving.model, options.id_column, serving.max_model_len, options.skip_ids)
     cli.connect(log_to_driver=False)  # vLLM's start fills screens; its log files keep it
@@ -120,7 +120,7 @@ def _answers(
     bundles = [{"CPU": 1}] * serving.tensor_parallel_size * serving.pipeline_parallel_size
     config = vLLMEngineProcessorConfig(
         model_source=serving.source,
-        engine_kwargs=app.engine(serving) | {"disable_log_stats": True},
+        engine_kwargs=app.engine_args(serving) | {"disable_log_stats": True},
         batch_size=BATCH_ROWS,
         max_concurrent_batches=max(8, math.ceil(2 * serving.max_num_seqs / BATCH_ROWS)),
         max_pending_requests=2 * serving.max_num_seqs,  # answers may all end at once: as many wait to take their places

@@ -26,8 +26,8 @@ def test_another_model_is_asked_and_knows_what_was_said(
 ) -> None:
     converse(api, monkeypatch, "hello", "/model", "/model large", "and you?", "/model huge", "again")
     printed = capsys.readouterr().out
-    assert [asked["model"] for asked in api.asked] == ["small", "large", "large"]
-    assert [message["content"] for message in api.asked[1]["messages"]] == ["hello", "All is well.", "and you?"]
+    assert [asked["model"] for asked in api.requests] == ["small", "large", "large"]
+    assert [message["content"] for message in api.requests[1]["messages"]] == ["hello", "All is well.", "and you?"]
     assert "* small\n  large\n" in printed
     assert "  small\n* large\n" in printed
     assert "no model huge is served; there is: small, large\n" in printed
@@ -36,8 +36,8 @@ def test_another_model_is_asked_and_knows_what_was_said(
 def test_a_model_that_has_gone_ends_no_conversation(
     api: PretendApi, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    api.gone = {"large"}
+    api.deleted = {"large"}
     converse(api, monkeypatch, "/model large", "hello", "/model small", "hello")
     assert "the model large does not exist" in capsys.readouterr().out
-    assert [asked["model"] for asked in api.asked] == ["large", "small"]
-    assert [message["content"] for message in api.asked[1]["messages"]] == ["hello"]
+    assert [asked["model"] for asked in api.requests] == ["large", "small"]
+    assert [message["content"] for message in api.requests[1]["messages"]] == ["hello"]

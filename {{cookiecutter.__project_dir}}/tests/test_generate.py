@@ -30,10 +30,10 @@ import settings
 from demo import assets as demo_assets
 from jobs import generate
 from jobs.generate import GenerateOptions
-from jobs.serve_llm import ServeOptions
 from pipeline.generation import engine, suspects
 from pipeline.ray_support import ray_data
 from pipeline.serving import app
+from pipeline.serving.options import ServeOptions
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="vLLM's CPU build exists for Linux only")
 
@@ -237,7 +237,7 @@ def test_the_engine_is_the_server_s(monkeypatch: pytest.MonkeyPatch, options: Ge
         update={"model": options.model, "tensor_parallel_size": 4}
     )
     generate._answers(None, None, options, serving)
-    assert app.engine(serving).items() <= asked["engine_kwargs"].items()
+    assert app.engine_args(serving).items() <= asked["engine_kwargs"].items()
     assert asked["accelerator_type"] == "A100"
     assert asked["placement_group_config"] is None
 

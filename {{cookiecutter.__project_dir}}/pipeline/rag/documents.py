@@ -1,4 +1,4 @@
-"""Reads documents, out of parquet, JSONL, Markdown and text files, and cuts them into chunks."""
+"""Reads documents from parquet, JSONL, Markdown and text files, and splits them into chunks."""
 
 import hashlib
 import io
@@ -15,13 +15,13 @@ from tokenizers import Tokenizer
 from settings import UserError
 
 SUFFIXES = (".parquet", ".jsonl", ".md", ".txt")
-PARQUET_ROWS = 256  # decoded together: documents can be long
+PARQUET_ROWS = 256  # decoded at once; few, because documents can be long
 PIECE_BYTES = 8 * 2**20  # of files, read by one task
 CHUNKS = pa.schema(
     [
-        ("document", pa.string()),  # its id
-        ("hash", pa.string()),  # of its text
-        ("chunk", pa.int32()),  # number in the document
+        ("document", pa.string()),  # id of the document
+        ("hash", pa.string()),  # of the document's text
+        ("chunk", pa.int32()),  # position in the document
         ("text", pa.string()),
     ]
 )
@@ -62,13 +62,13 @@ class Source(NamedTuple):
 
 
 class Document(NamedTuple):
-    """One document."""
+    """A document."""
 
     id: str
-    """That of its row; else its file's path below the source's folder, with the row's number where a file has rows."""
+    """The row's id, or the file's path below the source's folder. Rows without id add their number to the path."""
     text: str
     size: int
-    """About how many bytes of its file it takes."""
+    """Approximate number of bytes in its file."""
 
     @property
     def hash(self) -> str:
@@ -76,16 +76,16 @@ class Document(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Some documents that were read together."""
+    """A batch of documents."""
 
     seen: list[str]
-    """Ids of all of them."""
+    """Ids of all documents."""
     changed: list[str]
-    """Ids of those that were known with another text."""
+    """Ids of known documents with a new text."""
     chunks: pa.Table
-    """CHUNKS of those that are new or changed."""
+    """Chunks of new and changed documents, with the schema CHUNKS."""
     size: int
-    """Bytes of the files that they take."""
+    """Approximate number of bytes in their files."""
 
 
 def find(name: str) -> Source:
@@ -120,7 +120,7 @@ def _folder_of(path: str) -> str:
 
 
 def read(source: Source, path: str) -> Iterator[Document]:
-    """The documents of one file.
+    """Yield the documents of a file.
 
     Raises:
         UserError: the file is broken, or a row has no text.
@@ -138,7 +138,7 @@ def read(source: Source, path: str) -> Iterator[Document]:
             return
         for number, (row, row_size) in enumerate(rows, 1):
             if not isinstance(row.get("text"), str):
-                raise UserError(f"row {number} of {path} has no `text`; give each a text, and if you like an id.")
+                raise UserError(f"row {number} of {path} has no `text`. Each row needs a `text`; an `id` is optional.")
             yield Document(str(row.get("id") or f"{name}#{number}"), row["text"], row_size)
 
 
@@ -150,7 +150,7 @@ def _parquet_rows(file: pa.NativeFile, path: str, size: int) -> Iterator[tuple[d
             for row in batch.to_pylist():
                 yield row, size // parquet.metadata.num_rows
     except pa.ArrowInvalid as error:
-        raise UserError(f"{path} is not a sound parquet file ({error}); replace or remove it.") from None
+        raise UserError(f"{path} is not a valid parquet file ({error}). Replace or remove it.") from None
 
 
 def _json_rows(file: pa.NativeFile, path: str) -> Iterator[tuple[dict[str, Any], int]]:
@@ -162,12 +162,12 @@ def _json_rows(file: pa.NativeFile, path: str) -> Iterator[tuple[dict[str, Any],
         except ValueError:
             row = None
         if not isinstance(row, dict):
-            raise UserError(f"line {number} of {path} is no JSON object; correct or remove it.")
+            raise UserError(f"line {number} of {path} is not a JSON object. Fix or remove it.")
         yield row, len(line)
 
 
 class Chunker:
-    """Cuts a text into chunks of so many tokens, each of which begins with the last ones of that before it."""
+    """Splits a text into chunks of at most `tokens` tokens, which overlap by `overlap` tokens."""
 
     def __init__(self, tokenizer: Tokenizer, tokens: int, overlap: int) -> None:
         self._tokenizer = tokenizer
@@ -178,15 +178,15 @@ class Chunker:
         offsets = self._tokenizer.encode(text, add_special_tokens=False).offsets
         chunks, start = [], 0
         while len(offsets) - start > self._tokens:
-            stop = _word(text, offsets, start, start + self._tokens)
+            stop = _word_start(text, offsets, start, start + self._tokens)
             chunks.append(text[offsets[start][0] : offsets[stop][0]].strip())
-            again = stop - self._overlap
-            start = _word(text, offsets, start, again) if again > start else stop
+            next_start = stop - self._overlap
+            start = _word_start(text, offsets, start, next_start) if next_start > start else stop
         return [*chunks, text[offsets[start][0] if start else 0 :].strip()]
 
 
-def _word(text: str, offsets: list[tuple[int, int]], after: int, token: int) -> int:
-    """The last token up to this one that begins a word, `after` excluded; this one where there is none."""
+def _word_start(text: str, offsets: list[tuple[int, int]], after: int, token: int) -> int:
+    """Return the last token in (after, token] that starts a word, or `token` if there is none."""
     for number in range(token, after, -1):
         first = offsets[number][0]
         if text[first].isspace() or text[first - 1].isspace():
@@ -197,9 +197,9 @@ def _word(text: str, offsets: list[tuple[int, int]], after: int, token: int) -> 
 def batches(
     source: Source, paths: list[str], known: Mapping[str, str], cut: Callable[[str], list[str]], size: int
 ) -> Iterator[Batch]:
-    """The documents of these files in batches of about `size` chunks; a document is in one batch with all its chunks.
+    """Yield the documents of these files in batches of about `size` chunks. A batch contains complete documents.
 
-    `known` are the hashes of documents, by id, whose chunks are not needed again.
+    `known` maps the ids of known documents to their hashes. Unchanged documents get no chunks.
     """
     seen: list[str] = []
     changed: list[str] = []
@@ -209,7 +209,7 @@ def batches(
         for document in read(source, path):
             read_bytes += document.size
             if not document.text.strip():
-                continue  # as if it were not there
+                continue  # treat an empty document as absent
             seen.append(document.id)
             if known.get(document.id) != document.hash:
                 chunks += _chunks(document, cut)
