@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import torch
-from pipeline.rag import documents, index
+from pipeline.rag import documents, embedding, index
 from pipeline.rag.embedder import Described
 from pipeline.rag.pipeline import Worker
 
@@ -85,9 +85,9 @@ def _one_process(options: EmbedOptions) -> None:
     cut = documents.Chunker(described.tokenizer, options.chunk_tokens, options.chunk_overlap)
     worker = Worker(options.model, options.device, options.precision, options.batch_chunks)
     source = documents.find(options.input)
-    waiting = embed.Commits(writer)
-    for piece in source.pieces:
-        for batch in documents.batches(source, piece, {}, cut, embed.PASSES * options.batch_chunks):
+    waiting = embedding.CommitBuffer(writer)
+    for piece in documents.pieces(source):
+        for batch in documents.batches(source, piece, {}, cut, embedding.PASSES_PER_BATCH * options.batch_chunks):
             waiting.add(worker.work(batch))
     waiting.commit()
     writer.finish()

@@ -32,7 +32,7 @@ from jobs import embed, models, serve_llm, serve_rag
 from jobs.embed import EmbedOptions
 from jobs.models import ModelsOptions
 from jobs.serve_rag import RagOptions
-from pipeline.rag import documents, index, pipeline, ranking
+from pipeline.rag import documents, embedding, index, pipeline, ranking
 from pipeline.rag.cross_encoder import CrossEncoder
 from pipeline.rag.documents import Chunker
 from pipeline.rag.embedder import Described, Embedder
@@ -209,7 +209,7 @@ def test_a_killed_run_goes_on_with_the_rest(
         commits.append(len(chunks))
         commit(writer, chunks, changed)
 
-    monkeypatch.setattr(embed, "COMMIT_S", 0)
+    monkeypatch.setattr(embedding, "COMMIT_INTERVAL_S", 0)
     monkeypatch.setattr(index.Writer, "commit", fail)
     with pytest.raises(MemoryError):
         embed.main(small)
@@ -271,7 +271,7 @@ def refused(options: EmbedOptions, **changes: object) -> str:
 def test_what_cannot_be_embedded_is_refused(embedded: EmbedOptions, tmp_path: Path) -> None:
     assert "was made with chunk_tokens = 200, not 100: go on" in refused(embedded, chunk_tokens=100)
     assert refused(embedded, input="/nowhere/*.md").startswith(
-        "no .parquet, .jsonl, .md, .txt file is at /nowhere/*.md"
+        "no .parquet, .jsonl, .md or .txt file is at /nowhere/*.md"
     )
     assert "set model in [embed] of settings.toml" in refused(embedded, model=str(tmp_path))
     assert "use --num-workers 4." in refused(embedded, num_workers=5, num_cpus=1)

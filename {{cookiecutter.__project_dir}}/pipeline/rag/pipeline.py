@@ -8,8 +8,9 @@ import pyarrow as pa
 import ray
 from ray import ObjectRef
 
+from pipeline.data.files import InputFiles
 from pipeline.rag import documents
-from pipeline.rag.documents import Batch, Chunker, Source
+from pipeline.rag.documents import Batch, Chunker
 from pipeline.rag.embedder import Embedder
 
 AHEAD = 2  # batches with each worker: one in work, one that waits
@@ -77,14 +78,14 @@ class Pool:
         return ray.get(done)
 
 
-def read(source: Source, known: dict[str, str], cut: Chunker, size: int, at_once: int) -> Iterator[ObjectRef]:
+def read(source: InputFiles, known: dict[str, str], cut: Chunker, size: int, at_once: int) -> Iterator[ObjectRef]:
     """References to the source's batches, of about `size` chunks, that `at_once` tasks make; each task in its turn."""
     task = ray.remote(documents.batches).options(
         num_returns="streaming", _generator_backpressure_num_objects=READ_AHEAD, max_retries=-1
     )
     shared = ray.put(known)
     shared_cut = ray.put(cut)
-    waiting = deque(source.pieces)
+    waiting = deque(documents.pieces(source))
     running: list[Any] = []
     while waiting or running:
         while waiting and len(running) < at_once:
