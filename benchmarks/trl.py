@@ -8,7 +8,8 @@ from typing import Any
 
 import pyarrow as pa
 import torch
-from pipeline.data.conversations import Tokenize, load_tokenizer, padding_id
+from pipeline.data.tokenization import DocumentTokenizer
+from pipeline.data.tokenizer import load_tokenizer, padding_id
 from pipeline.training.dataset import COLUMNS
 from pipeline.training.options import DDPOptions
 from pipeline.training.runtimes.runtime import SingleProcess
@@ -121,7 +122,7 @@ def _our_speed(metrics: list[dict[str, float]], packed: list[Row], rows_a_step: 
 
 def _different_masks(folder: Path, options: DDPOptions, rows: list[Row]) -> int:
     """How many conversations TRL gives other labels than `preprocess` does."""
-    documents = Tokenize(options.model, LENGTH)(pa.Table.from_pylist(rows))
+    documents = DocumentTokenizer(options.model, LENGTH)(pa.Table.from_pylist(rows))
     ours = [labels for labels in documents["labels"].to_pylist() if labels]
     config = {"assistant_only_loss": True, "max_length": LENGTH}
     theirs = _ask(folder, options, rows, config, trains=False)["labels"]

@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import settings
 from jobs import finetune_ddp, finetune_deepspeed, finetune_fsdp, preprocess
-from jobs.preprocess import PreprocessOptions
-from pipeline.data import rows, streaming
-from pipeline.data.conversations import Tokenize
+from pipeline.data import row_sources, streaming
+from pipeline.data.options import PreprocessOptions
+from pipeline.data.tokenization import DocumentTokenizer
 from pipeline.training import launch
 from pipeline.training.options import DDPOptions, DeepSpeedOptions, FSDPOptions, TrainOptions
 from pipeline.training.runtimes import ray_train
@@ -141,8 +141,10 @@ def test_a_stream_trains_and_its_workers_can_start_tasks(
     assets: Path, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = _ddp_options(changes | {"name": "stream", "stream": True, "steps": 4, "stop_after": None})
-    recipe = streaming.Recipe(rows.find_all(str(assets / "data/*.jsonl"), ()), Tokenize(options.model, 128))
-    monkeypatch.setattr(streaming, "read_recipe", lambda _: recipe)
+    stream_input = streaming.StreamInput(
+        row_sources.find_all(str(assets / "data/*.jsonl"), ()), DocumentTokenizer(options.model, 128)
+    )
+    monkeypatch.setattr(streaming, "find_input", lambda _: stream_input)
     ray_train.fit(options, _ddp_that_starts_a_task)
     assert "starts over in the rows" in capsys.readouterr().out
     assert [row["step"] for row in _metrics(options)] == [1, 2, 3, 4]
@@ -185,8 +187,10 @@ def test_a_full_gpu_is_one_sentence(changes: dict[str, Any]) -> None:
 def test_what_the_cluster_cannot_run_is_refused(
     wrong: dict[str, Any], sentence: str, changes: dict[str, Any], assets: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = streaming.Recipe(rows.find_all(str(assets / "data/*.jsonl"), ()), Tokenize(changes["model"], 128))
-    monkeypatch.setattr(streaming, "read_recipe", lambda _: recipe)
+    stream_input = streaming.StreamInput(
+        row_sources.find_all(str(assets / "data/*.jsonl"), ()), DocumentTokenizer(changes["model"], 128)
+    )
+    monkeypatch.setattr(streaming, "find_input", lambda _: stream_input)
     with pytest.raises(settings.UserError, match=sentence):
         finetune_ddp.main(_ddp_options(changes | {"name": "refused-before"} | wrong))
     assert not Path(changes["output"], "refused-before").exists()

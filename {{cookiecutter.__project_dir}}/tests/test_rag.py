@@ -30,7 +30,7 @@ import settings
 from demo import assets as demo_assets
 from jobs import embed, models, serve_rag
 from jobs.embed import EmbedOptions
-from pipeline.rag import deployment, documents, index, pipeline, ranking
+from pipeline.rag import deployment, documents, embedding, index, pipeline, ranking
 from pipeline.rag.cross_encoder import CrossEncoder
 from pipeline.rag.documents import Chunker
 from pipeline.rag.embedder import Embedder, EmbeddingModelInfo
@@ -213,7 +213,7 @@ def test_a_killed_run_resumes(
         commits.append(len(chunks))
         commit(writer, chunks, changed)
 
-    monkeypatch.setattr(embed, "COMMIT_S", 0)
+    monkeypatch.setattr(embedding, "COMMIT_INTERVAL_S", 0)
     monkeypatch.setattr(index.Writer, "commit", fail)
     with pytest.raises(MemoryError):
         embed.main(small)
@@ -277,7 +277,7 @@ def error_of(options: EmbedOptions, **changes: object) -> str:
 def test_invalid_input_is_rejected(embedded: EmbedOptions, tmp_path: Path) -> None:
     assert "was built with chunk_tokens = 200, not 100. Use" in error_of(embedded, chunk_tokens=100)
     assert error_of(embedded, input="/nowhere/*.md").startswith(
-        "no .parquet, .jsonl, .md, .txt file is at /nowhere/*.md"
+        "no .parquet, .jsonl, .md or .txt file is at /nowhere/*.md"
     )
     assert "set model in [embed] of settings.toml" in error_of(embedded, model=str(tmp_path))
     assert "use --num-workers 4." in error_of(embedded, num_workers=5, num_cpus=1)

@@ -31,7 +31,7 @@ from transformers.optimization import get_cosine_with_min_lr_schedule_with_warmu
 
 import settings
 from jobs import finetune_deepspeed
-from pipeline.data.conversations import NOT_TRAINED
+from pipeline.data.tokenization import NOT_TRAINED
 from pipeline.training import flops, preflight, schedule
 from pipeline.training.dataset import COLUMNS, PackedRows, read_manifest
 from pipeline.training.deepspeed_zero import fill_config

@@ -8,10 +8,11 @@ from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 import pyarrow as pa
-import pyarrow.fs
 import pyarrow.parquet as pq
 from tokenizers import Tokenizer
 
+from pipeline.data import files
+from pipeline.data.files import InputFiles
 from settings import UserError
 
 SUFFIXES = (".parquet", ".jsonl", ".md", ".txt")
@@ -25,40 +26,6 @@ CHUNKS = pa.schema(
         ("text", pa.string()),
     ]
 )
-
-
-class File(NamedTuple):
-    """One input file."""
-
-    path: str
-    size: int
-
-
-class Source(NamedTuple):
-    """The files that an input names."""
-
-    filesystem: pyarrow.fs.FileSystem
-    folder: str
-    """What all their paths begin with."""
-    files: list[File]
-
-    @property
-    def size(self) -> int:
-        """Bytes of all files."""
-        return sum(file.size for file in self.files)
-
-    @property
-    def pieces(self) -> list[list[str]]:
-        """Paths that one task each reads: a large file, or many small ones."""
-        pieces: list[list[str]] = []
-        room = 0
-        for file in self.files:
-            if file.size > room:
-                pieces.append([])
-                room = PIECE_BYTES
-            pieces[-1].append(file.path)
-            room -= file.size
-        return pieces
 
 
 class Document(NamedTuple):
@@ -88,44 +55,36 @@ class Batch(NamedTuple):
     """Approximate number of bytes in their files."""
 
 
-def find(name: str) -> Source:
-    """The .parquet, .jsonl, .md and .txt files that an absolute path or URI names: a file, a glob's, or all in a folder
-    and below.
+def find(name: str) -> InputFiles:
+    """Return the .parquet, .jsonl, .md and .txt files at an absolute path or URI: a file, a folder with its subfolders,
+    or a glob.
 
     Raises:
         UserError: there is no such file, or it cannot be read.
     """
-    from pipeline.data.rows import list_files  # imports Ray Data, which the readers need not
-
-    try:
-        filesystem, path = pyarrow.fs.FileSystem.from_uri(name)
-        is_folder = filesystem.get_file_info(path).type == pyarrow.fs.FileType.Directory
-        everything = pyarrow.fs.FileSelector(path, recursive=True)
-        found = filesystem.get_file_info(everything) if is_folder else list_files(filesystem, path)
-    except (OSError, pa.ArrowInvalid) as error:
-        raise UserError(f"{name} cannot be read ({error}); correct input in [embed], or pass --input.") from None
-    files = sorted(
-        File(info.path, info.size) for info in found if info.is_file and PurePosixPath(info.path).suffix in SUFFIXES
-    )
-    if not files:
-        raise UserError(f"no {', '.join(SUFFIXES)} file is at {name}; correct input in [embed], or pass --input.")
-    return Source(filesystem, path if is_folder else _folder_of(path), files)
+    return files.find(name, SUFFIXES, "embed", recursive=True)
 
 
-def _folder_of(path: str) -> str:
-    """The folder of a file, or the one below which a glob begins."""
-    parts = PurePosixPath(path).parts
-    plain = [number for number, part in enumerate(parts) if any(sign in part for sign in "*?[")]
-    return str(PurePosixPath(*parts[: min([*plain, len(parts) - 1])]))
+def pieces(source: InputFiles) -> list[list[str]]:
+    """Return groups of paths, one for each reading task: a large file, or many small ones."""
+    groups: list[list[str]] = []
+    room = 0
+    for file in source.files:
+        if file.size > room:
+            groups.append([])
+            room = PIECE_BYTES
+        groups[-1].append(file.path)
+        room -= file.size
+    return groups
 
 
-def read(source: Source, path: str) -> Iterator[Document]:
+def read(source: InputFiles, path: str) -> Iterator[Document]:
     """Yield the documents of a file.
 
     Raises:
         UserError: the file is broken, or a row has no text.
     """
-    name = str(PurePosixPath(path).relative_to(source.folder))
+    name = str(PurePosixPath(path).relative_to(source.root))
     with source.filesystem.open_input_file(path) as file:
         size = file.size()
         if path.endswith(".parquet"):
@@ -195,7 +154,7 @@ def _word_start(text: str, offsets: list[tuple[int, int]], after: int, token: in
 
 
 def batches(
-    source: Source, paths: list[str], known: Mapping[str, str], cut: Callable[[str], list[str]], size: int
+    source: InputFiles, paths: list[str], known: Mapping[str, str], cut: Callable[[str], list[str]], size: int
 ) -> Iterator[Batch]:
     """Yield the documents of these files in batches of about `size` chunks. A batch contains complete documents.
 

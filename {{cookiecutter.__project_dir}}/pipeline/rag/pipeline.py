@@ -8,8 +8,9 @@ import pyarrow as pa
 import ray
 from ray import ObjectRef
 
+from pipeline.data.files import InputFiles
 from pipeline.rag import documents
-from pipeline.rag.documents import Batch, Chunker, Source
+from pipeline.rag.documents import Batch, Chunker
 from pipeline.rag.embedder import Embedder
 
 BATCHES_PER_WORKER = 2  # one in progress, one waiting
@@ -77,14 +78,14 @@ class WorkerPool:
         return ray.get(done)
 
 
-def read(source: Source, known: dict[str, str], cut: Chunker, size: int, max_tasks: int) -> Iterator[ObjectRef]:
+def read(source: InputFiles, known: dict[str, str], cut: Chunker, size: int, max_tasks: int) -> Iterator[ObjectRef]:
     """Yield references to batches of about `size` chunks, which at most `max_tasks` tasks read at the same time."""
     task = ray.remote(documents.batches).options(
         num_returns="streaming", _generator_backpressure_num_objects=MAX_UNREAD_BATCHES, max_retries=-1
     )
     shared = ray.put(known)
     shared_cut = ray.put(cut)
-    waiting = deque(source.pieces)
+    waiting = deque(documents.pieces(source))
     running: list[Any] = []
     while waiting or running:
         while waiting and len(running) < max_tasks:

@@ -12,7 +12,7 @@ import pyarrow.fs
 import torch
 from pydantic import BaseModel
 
-from pipeline.data.conversations import NOT_TRAINED
+from pipeline.data.tokenization import NOT_TRAINED
 from settings import UserError
 
 COLUMNS = ("input_ids", "labels", "position_ids")

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from transformers import AutoConfig, PreTrainedConfig
 
 import settings
-from pipeline.data.conversations import load_tokenizer, tokenizer_hash
+from pipeline.data.tokenizer import load_tokenizer, tokenizer_hash
 from pipeline.ray_support import model_cache
 from pipeline.training import storage
 from pipeline.training.dataset import Manifest, TokenizerRecord, read_manifest

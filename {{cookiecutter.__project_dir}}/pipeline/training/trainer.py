@@ -6,7 +6,8 @@ from typing import Protocol
 
 import torch
 
-from pipeline.data.conversations import NOT_TRAINED, load_tokenizer
+from pipeline.data.tokenization import NOT_TRAINED
+from pipeline.data.tokenizer import load_tokenizer
 from pipeline.training import checkpoints, models
 from pipeline.training.collectives import any_rank, total
 from pipeline.training.dataset import Batch, PackedRows, read_manifest, trained_tokens

@@ -28,7 +28,7 @@ from ray.tune.integration.ray_train import TuneReportCallback
 from ray.tune.trainable.trainable_fn_utils import _in_tune_session
 from torch import nn
 
-from pipeline.data import rows, streaming
+from pipeline.data import row_sources, streaming
 from pipeline.ray_support import capacity, cli, gang, ray_logging
 from pipeline.training import preflight
 from pipeline.training.options import TrainOptions
@@ -138,15 +138,15 @@ def fit(options: TrainOptions, make_strategy: MakeStrategy) -> None:
     """
     options = preflight.with_absolute_paths(options)
     check_batches(options.global_batch_rows, options.micro_batch_rows, options.min_workers, options.max_workers)
-    recipe = streaming.read_recipe(options.model) if options.stream else None
-    identity = _check_stream(options, recipe) if recipe else preflight.check_packed(options)
+    stream = streaming.find_input(options.model) if options.stream else None
+    identity = _check_stream(options, stream) if stream else preflight.check_packed(options)
     cli.connect()
     ray_logging.driver()
-    _check_cluster(options, recipe)
+    _check_cluster(options, stream)
     preflight.claim(options, identity | {"launcher": "Ray Train"})
     scaling = gang.scaling(options)
     try:
-        result = _trainer(options, make_strategy, recipe, scaling).fit()
+        result = _trainer(options, make_strategy, stream, scaling).fit()
     except WorkerGroupError as error:
         if "torch.OutOfMemoryError" in str(error):  # a text: the worker's own exception does not travel
             raise torch.OutOfMemoryError from None
@@ -156,33 +156,33 @@ def fit(options: TrainOptions, make_strategy: MakeStrategy) -> None:
     print(f"the trained model is in {options.output}/{options.name}/model", flush=True)
 
 
-def _check_stream(options: TrainOptions, recipe: streaming.Recipe) -> preflight.Identity:
+def _check_stream(options: TrainOptions, stream: streaming.StreamInput) -> preflight.Identity:
     print(streaming.NOTICE, flush=True)
     config = preflight.load_config(options.model)
-    tokenize = recipe.tokenize
-    preflight.check_model(options.model, config, len(tokenize.tokenizer), tokenize.sequence_length)
-    names = ", ".join(source.name for source in recipe.sources)
+    tokenizer = stream.tokenizer
+    preflight.check_model(options.model, config, len(tokenizer.tokenizer), tokenizer.sequence_length)
+    names = ", ".join(source.name for source in stream.sources)
     return preflight.identify(options, config, f"stream of {names}")
 
 
-def _check_cluster(options: TrainOptions, recipe: streaming.Recipe | None) -> None:
+def _check_cluster(options: TrainOptions, stream: streaming.StreamInput | None) -> None:
     capacity.refuse_too_many_workers(options.min_workers, options.worker_resources)
-    paths = {"model": options.model, "output": options.output} | ({} if recipe else {"data": options.data})
+    paths = {"model": options.model, "output": options.output} | ({} if stream else {"data": options.data})
     capacity.refuse_private_paths(paths, options.shared_paths, "train")
-    for setting, name in rows.names(recipe.sources) if recipe else ():
+    for setting, name in row_sources.names_by_setting(stream.sources) if stream else ():
         capacity.refuse_private_paths({setting: name}, options.shared_paths, "preprocess")
-    if recipe:
+    if stream:
         capacity.refuse_workers_on_every_cpu(options.max_workers * options.cpus_per_worker)
 
 
 def _trainer(
-    options: TrainOptions, make_strategy: MakeStrategy, recipe: streaming.Recipe | None, scaling: ScalingConfig
+    options: TrainOptions, make_strategy: MakeStrategy, stream: streaming.StreamInput | None, scaling: ScalingConfig
 ) -> TorchTrainer:
     return TorchTrainer(
         _work,
         # a reference: Ray's controller, which only passes it on, would import torch and transformers to unpack it
-        train_loop_config={"work": ray.put((options, make_strategy, recipe))},
-        datasets={"train": streaming.dataset(recipe)} if recipe else None,
+        train_loop_config={"work": ray.put((options, make_strategy, stream))},
+        datasets={"train": streaming.dataset(stream)} if stream else None,
         torch_config=TorchConfig(backend=torch.distributed.get_default_backend_for_device(options.device)),
         scaling_config=scaling,
         run_config=RunConfig(
@@ -203,9 +203,9 @@ def _trainer(
 def _work(config: dict[str, Any]) -> str | None:
     """What each worker runs. A user error is returned, not raised: Ray would start the workers again."""
     ray_logging.worker()
-    options, make_strategy, recipe = ray.get(config["work"])
+    options, make_strategy, stream = ray.get(config["work"])
     run = RayTrainRuntime(options.device)
-    source = streaming.StreamSource(recipe, options.global_batch_rows // run.world_size) if recipe else None
+    source = streaming.StreamSource(stream, options.global_batch_rows // run.world_size) if stream else None
     try:
         train(options, run, make_strategy, source)
     except UserError as error:
