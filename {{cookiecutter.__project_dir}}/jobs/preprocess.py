@@ -23,7 +23,6 @@ from typing import Any
 
 import ray
 from ray.data import DataContext
-from ray.data._internal.execution.operators.shuffle_operators.disk_shuffle_runtime import ShuffleDiskError
 from ray.exceptions import RayTaskError
 from rich.console import Console
 from rich.text import Text
@@ -34,6 +33,7 @@ from pipeline.data.conversations import NOT_TRAINED, Document, Tokenize, load, t
 from pipeline.data.output import Output
 from pipeline.data.row_formats import BadRow
 from pipeline.ray_support import capacity, model_cache, ray_data
+from pipeline.ray_support.private.data import ShuffleDiskError
 from pipeline.ray_support.progress import Progress, time_left
 from settings import UserError
 

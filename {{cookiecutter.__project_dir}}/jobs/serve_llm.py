@@ -26,6 +26,7 @@ from transformers import AutoConfig
 
 import settings
 from pipeline.ray_support import job_secrets
+from pipeline.ray_support.private import serve as private_serve
 from pipeline.serving import canary
 from pipeline.serving.accelerator import check_accelerator
 
@@ -169,8 +170,8 @@ def start_serve(options: ServeOptions) -> None:
 
 
 def current_address() -> tuple[str, int] | None:
-    """Host and port that this cluster's Serve listens on, which it tells by no public call."""
-    running = serve.context._get_global_client(raise_if_no_controller_running=False)
+    """Return host and port that this cluster's Serve listens on, or None if it does not run."""
+    running = private_serve.client()
     return running and (running.http_config.host, running.http_config.port)
 
 

@@ -124,7 +124,7 @@ def ask(address: str, model: str) -> Any:
 
 def beside(model: str) -> ServeOptions:
     options = settings.load(ServeOptions, "serve", profile="local")
-    return options.model_copy(update={"model_name": model, "beside": True})
+    return options.model_copy(update={"model_name": model, "add": True})
 
 
 def test_apps_at_zero_and_the_canarys_share_outlast_their_replicas_and_the_actor(address: str) -> None:

@@ -18,11 +18,11 @@ import pyarrow as pa
 import pyarrow.fs
 import pyarrow.parquet as pq
 import ray.data
-from ray.data._internal.arrow_ops.transform_pyarrow import hash_partition
 
 import settings
 from pipeline.data.conversations import to_json
 from pipeline.data.row_formats import COLUMNS, NO_FORMAT, WANTED, BadRow, example, format_of, without_nulls
+from pipeline.ray_support.private.data import partition
 from settings import UserError
 
 if TYPE_CHECKING:
@@ -259,7 +259,7 @@ def places(partitions: int) -> pa.Array:
     while len(found) < partitions:
         candidates *= 4
         values = pa.table({"place": pa.array(range(candidates), pa.int32())})
-        found = hash_partition(values, hash_cols=["place"], num_partitions=partitions)
+        found = partition(values, "place", partitions)
     return pa.array([found[task]["place"][0].as_py() for task in range(partitions)], pa.int32())
 
 

@@ -7,15 +7,14 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.llm._internal.batch.processor import Processor  # ray.data.llm has no per-row hook
-from ray.llm._internal.batch.stages.vllm_engine_stage import vLLMEngineStageUDF
 
+from pipeline.ray_support.private.data_llm import EngineStage, Processor, replace_engine
 from settings import UserError
 
 SUSPECTS_AT_ONCE = 8  # few, so that a second crash leaves few candidates; one at a time would take hours
 
 
-class Engine(vLLMEngineStageUDF):
+class Engine(EngineStage):
     """An engine that reports its rows in flight, runs few suspects at once, and stays down after a second crash."""
 
     def __init__(self, *arguments: Any, suspects: ActorHandle, **options: Any) -> None:
@@ -36,18 +35,16 @@ class Engine(vLLMEngineStageUDF):
             yield answer
         await self._tracker.end.remote(self._name, ids)
 
-    async def _generate_with_error_handling(self, row: dict[str, Any], batch_uuid: uuid.UUID) -> dict[str, Any]:
+    async def generate_row(self, row: dict[str, Any], batch_uuid: uuid.UUID) -> dict[str, Any]:
         if row["id"] not in self._suspects:
-            return await super()._generate_with_error_handling(row, batch_uuid)
+            return await super().generate_row(row, batch_uuid)
         async with self._limit:
             await self._tracker.begin.remote(self._name, [row["id"]])
-            answer = await super()._generate_with_error_handling(row, batch_uuid)
+            answer = await super().generate_row(row, batch_uuid)
             await self._tracker.end.remote(self._name, [row["id"]])
             return answer
 
 
 def watch(processor: Processor, suspects: ActorHandle) -> None:
     """Make the processor's engines report their rows to `suspects`."""
-    stage = processor.stages["vLLMEngineStage"]
-    words = stage.fn_constructor_kwargs | {"suspects": suspects}
-    processor.stages["vLLMEngineStage"] = stage.model_copy(update={"fn": Engine, "fn_constructor_kwargs": words})
+    replace_engine(processor, Engine, suspects=suspects)

@@ -142,6 +142,8 @@ def connect(*, log_to_driver: bool = True) -> None:
     """
     import ray  # imported late: it takes seconds, and a wrong option must fail before that
 
+    from pipeline.ray_support.private import core
+
     job_secrets.load()
     if ray.is_initialized():
         return
@@ -150,12 +152,12 @@ def connect(*, log_to_driver: bool = True) -> None:
         ray.init(address=address, log_to_driver=log_to_driver)
         return
     os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # nobody takes this machine away
-    ray.init(
+    core.init(
+        f"{os.environ[PRIVATE_FOLDER]}/ray",  # a subfolder: Ray gives all users access to its temp folder
         address="local",
         include_dashboard=True,  # Ray Train asks it whether a run's controller lives, and complains without it
         logging_level=logging.WARNING,
         log_to_driver=log_to_driver,
-        _temp_dir=f"{os.environ[PRIVATE_FOLDER]}/ray",  # a subfolder: Ray gives all users access to its temp folder
         runtime_env={
             "worker_process_setup_hook": "pipeline.ray_support.job_secrets.load",
             "env_vars": {"PYTHONPATH": str(settings.PROJECT)},  # with `python -m`, Ray passes on jobs/ alone

@@ -9,13 +9,11 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import ray
-from ray._raylet import GcsClient
-from ray.autoscaler.v2.schema import ClusterStatus
-from ray.autoscaler.v2.sdk import get_cluster_status
-from ray.core.generated.autoscaler_pb2 import DrainNodeReason
 from ray.train import ScalingConfig
 from ray.util.placement_group import placement_group, remove_placement_group
 
+from pipeline.ray_support.private import gcs
+from pipeline.ray_support.private.autoscaler import ClusterStatus, cluster_status
 from pipeline.ray_support.workers import WorkerOptions
 
 LINE_EVERY_S = 30
@@ -87,7 +85,7 @@ def _try(place: Offer, workers: int, needs: Mapping[str, float], patience_s: flo
         while time.time() - started < patience_s:
             if ray.wait([group.ready()], timeout=3)[0]:
                 return None
-            status = get_cluster_status(ray.get_runtime_context().gcs_address)
+            status = cluster_status(ray.get_runtime_context().gcs_address)
             if _is_refused(place, status, started):
                 return "AWS refuses machines"  # inv status has its words
             if time.time() - started > ASKED_WITHIN_S and not _is_coming(place, status):
@@ -109,27 +107,21 @@ def _give_back(place: Offer) -> str:
     They are paid, and count in max_workers. The autoscaler ends those that are still being set up (cluster.yaml has it
     do so); those that are would idle for minutes.
     """
-    gcs = GcsClient(address=ray.get_runtime_context().gcs_address)
+    address = ray.get_runtime_context().gcs_address
     most, deadline = 0, time.time() + GIVEN_BACK_WITHIN_S
     while (unused := _unused(place)) and time.time() < deadline:
         most = max(most, len(unused))
         for node_id in filter(None, unused):
-            _drain(gcs, node_id)
+            gcs.drain_idle(address, node_id, "half of a gang")
         time.sleep(3)
     return f", {most} given back" if most else ""
 
 
 def _unused(place: Offer) -> list[str | None]:
     """Ray's id of each machine of a place that does nothing; None for one that is still being set up."""
-    status = get_cluster_status(ray.get_runtime_context().gcs_address)
+    status = cluster_status(ray.get_runtime_context().gcs_address)
     machines = [*status.idle_nodes, *status.pending_nodes]
     return [machine.node_id for machine in machines if machine.ray_node_type_name == place.node_type]
-
-
-def _drain(gcs: GcsClient, node_id: str) -> None:
-    """Have a node ended for being idle, which Ray refuses while it works."""
-    reason = DrainNodeReason.DRAIN_NODE_REASON_IDLE_TERMINATION
-    gcs.drain_node(node_id, reason, "half of a gang", deadline_timestamp_ms=0)
 
 
 def _is_refused(place: Offer, status: ClusterStatus, since: float) -> bool:

@@ -25,11 +25,11 @@ from ray.train import (
 )
 from ray.train.torch import TorchConfig, TorchTrainer, get_device, prepare_model
 from ray.tune.integration.ray_train import TuneReportCallback
-from ray.tune.trainable.trainable_fn_utils import _in_tune_session
 from torch import nn
 
 from pipeline.data import rows, streaming
 from pipeline.ray_support import capacity, cli, gang, ray_logging
+from pipeline.ray_support.private.tune import is_in_trial
 from pipeline.training import preflight
 from pipeline.training.options import TrainOptions
 from pipeline.training.runtimes.runtime import Metrics, Write
@@ -188,7 +188,7 @@ def _trainer(
         run_config=RunConfig(
             name=options.name,
             storage_path=options.output,
-            callbacks=[TuneReportCallback()] if _in_tune_session() else [],  # for a trial of jobs/tune.py
+            callbacks=[TuneReportCallback()] if is_in_trial() else [],  # for a trial of jobs/tune.py
             logging_config=LoggingConfig(log_level="WARNING"),  # the loop's own lines say what happens
             failure_config=FailureConfig(max_failures=options.max_failures),
             checkpoint_config=CheckpointConfig(
