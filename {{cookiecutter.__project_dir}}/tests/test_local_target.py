@@ -30,7 +30,7 @@ PROBE = '''
 """A job for the tests: says where secrets arrive, then ends as it is told."""
 import hashlib, os, pathlib, sys, tempfile, time
 import ray
-from jobs import cli
+from pipeline.ray_support import cli
 
 def seen() -> str:
     return hashlib.sha256(os.environ.get("HF_TOKEN", "").encode()).hexdigest()

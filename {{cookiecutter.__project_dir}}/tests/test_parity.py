@@ -1,6 +1,6 @@
-"""However a training is spread, its numbers are the same: strategies, ranks and precisions against one process.
+"""Every strategy, number of ranks and precision gives the numbers of a single process.
 
-The ranks are processes as torchrun starts them, forked from one that has imported everything.
+Ranks are processes like those of torchrun, forked from one that has imported everything.
 """
 
 import json
@@ -18,7 +18,6 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 import settings
-from jobs.finetune_deepspeed import CONFIG
 from pipeline.training.deepspeed_zero import ZeRO
 from pipeline.training.fsdp import FSDP
 from pipeline.training.options import DDPOptions, DeepSpeedOptions, FSDPOptions, TrainOptions
@@ -46,13 +45,13 @@ def _ddp(changes: dict[str, Any]) -> tuple[TrainOptions, MakeStrategy]:
 
 def _fsdp(changes: dict[str, Any]) -> tuple[TrainOptions, MakeStrategy]:
     options = settings.load(FSDPOptions, "train", "fsdp", profile="local").model_copy(update=changes)
-    return options, partial(FSDP, options.reshard_after_forward)
+    return options, FSDP
 
 
 def _zero(stage: int, offload: bool, changes: dict[str, Any]) -> tuple[TrainOptions, MakeStrategy]:
     own = {"zero_stage": stage, "offload_optimizer": offload}
     options = settings.load(DeepSpeedOptions, "train", "deepspeed", profile="local").model_copy(update=changes | own)
-    return options, partial(ZeRO, json.loads(CONFIG.read_text()))
+    return options, ZeRO
 
 
 WAYS: dict[str, Way] = {
@@ -173,8 +172,8 @@ def _rank(number: int, workers: int, meeting: Path, options: TrainOptions, make_
     if options.precision == "bf16":
         pytest.MonkeyPatch().setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})  # slow, but right
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=number, world_size=workers)
-    run = TorchrunRuntime(Path(options.output, options.name), torch.device("cpu"), options.keep_checkpoints)
-    train(options, run, make_strategy)
+    runtime = TorchrunRuntime(Path(options.output, options.name), torch.device("cpu"), options.keep_checkpoints)
+    train(options, runtime, make_strategy)
     dist.destroy_process_group()
 
 

@@ -30,13 +30,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from transformers.optimization import get_cosine_with_min_lr_schedule_with_warmup
 
 import settings
-from jobs import finetune_deepspeed
 from pipeline.data.conversations import NOT_TRAINED
-from pipeline.training import flops, preflight, schedule
+from pipeline.training import deepspeed_zero, flops, preflight, schedule
 from pipeline.training.dataset import COLUMNS, PackedRows, read_manifest
-from pipeline.training.deepspeed_zero import fill_config
 from pipeline.training.options import DDPOptions, DeepSpeedOptions
-from pipeline.training.runtimes.runtime import Metrics, SingleProcess, Write
+from pipeline.training.runtimes.runtime import Metrics, SingleProcess, WriteCheckpoint
 from pipeline.training.strategies import DDP
 from pipeline.training.trainer import PackedSource, train
 
@@ -48,7 +46,7 @@ Finetune = Callable[..., list[dict[str, float]]]
 
 @pytest.fixture(scope="module")
 def model(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With dropout, so that random states matter."""
+    """A model with dropout, so that random states matter."""
     folder = tmp_path_factory.mktemp("model")
     packed_rows.write_model(folder, assets, attention_dropout=0.1)
     return folder
@@ -95,10 +93,10 @@ def options(model: Path, packed: Path, tmp_path: Path) -> DDPOptions:
 def finetune(options: DDPOptions) -> Finetune:
     """Train with changed options and return the lines of metrics.jsonl."""
 
-    def run(run_type: type[SingleProcess] = SingleProcess, **changes: Any) -> list[dict[str, float]]:
+    def run(runtime_type: type[SingleProcess] = SingleProcess, **changes: Any) -> list[dict[str, float]]:
         changed = options.model_validate(options.model_dump() | changes)
         folder = Path(changed.output) / changed.name
-        train(changed, run_type(folder, torch.device("cpu"), changed.keep_checkpoints), DDP)
+        train(changed, runtime_type(folder, torch.device("cpu"), changed.keep_checkpoints), DDP)
         return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
     return run
@@ -258,7 +256,7 @@ def test_data_without_evaluation_rows_is_no_error(packed: Path, tmp_path: Path) 
 def test_missing_rows_are_refused(packed: Path, tmp_path: Path) -> None:
     shutil.copytree(packed, tmp_path, dirs_exist_ok=True)
     shutil.copy(tmp_path / "train/part-00001.parquet", tmp_path / "train/part-00000.parquet")
-    with pytest.raises(settings.UserError, match="run preprocess again"):
+    with pytest.raises(settings.UserError, match="Run: inv submit preprocess"):
         PackedRows(str(tmp_path), "train")
 
 
@@ -332,7 +330,7 @@ def test_a_slow_storage_stops_no_step_and_holds_what_was_when_it_was_asked(
     finetune: Finetune, options: DDPOptions
 ) -> None:
     class Slow(SingleProcess):
-        def _keep(self, metrics: Metrics, write: Write) -> None:
+        def _keep(self, metrics: Metrics, write: WriteCheckpoint) -> None:
             while metrics["step"] == 6 and _lines(self._folder / "metrics.jsonl") < 9:
                 assert time.monotonic() < patience, "the loop waits for its checkpoint"
                 time.sleep(0.01)
@@ -355,8 +353,8 @@ def test_a_torn_checkpoint_is_skipped(
     (folder / "step-00000006/random-00000.pt").unlink()
     rows = finetune(name="torn")
     said = capsys.readouterr().out
-    assert re.search(r"step-00000009 is skipped, as it is not whole: ddp.pt has 1000 of \d+ bytes", said)
-    assert re.search(r"step-00000006 is skipped, as it is not whole: random-00000.pt has 0 of \d+ bytes", said)
+    assert re.search(r"incomplete checkpoint step-00000009: ddp.pt has 1000 of \d+ bytes", said)
+    assert re.search(r"incomplete checkpoint step-00000006: random-00000.pt has 0 of \d+ bytes", said)
     assert "resumed after step 3" in said
     assert [row["loss"] for row in rows] == [row["loss"] for row in undisturbed]
 
@@ -459,8 +457,8 @@ def test_a_uri_holds_what_a_path_would(finetune: Finetune, options: DDPOptions, 
     undisturbed = finetune(name="undisturbed")
     remote = options.model_copy(update={"name": "remote", "output": f"file://{tmp_path}/bucket"})
     for stop in (6, 12):  # the second start finds what the first one left
-        run = SingleProcess(tmp_path / "checkpoints", torch.device("cpu"), 1)
-        train(remote.model_copy(update={"stop_after": stop}), run, DDP)
+        runtime = SingleProcess(tmp_path / "checkpoints", torch.device("cpu"), 1)
+        train(remote.model_copy(update={"stop_after": stop}), runtime, DDP)
     folder = tmp_path / "bucket/remote"
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["loss"] for line in lines] == [row["loss"] for row in undisturbed]
@@ -533,7 +531,7 @@ def test_a_loss_that_is_not_finite_stops_with_its_rows(
         finetune(model=str(tmp_path / "broken"), micro_batch_rows=1, checkpoint_every=1, log_every=1)
     assert f"step {min(steps)} diverged" in str(refused.value)
     assert "the loss is nan" in str(refused.value)
-    assert f"the last good checkpoint is that of step {min(steps) - 1}" in str(refused.value)
+    assert f"the last good checkpoint is of step {min(steps) - 1}" in str(refused.value)
     named = re.findall(r"(part-\d+\.parquet):(\d+)", str(refused.value))
     assert len(named) == steps[min(steps)]
     for file, row in named:
@@ -573,12 +571,12 @@ def test_a_model_that_does_not_fit_the_rows_is_refused(model: Path) -> None:
     preflight.check_model("m", config, config.vocab_size, 128)
     with pytest.raises(settings.UserError, match=f"{config.vocab_size + 1} tokens"):
         preflight.check_model("m", config, config.vocab_size + 1, 128)
-    with pytest.raises(settings.UserError, match="reads 128 at most"):
+    with pytest.raises(settings.UserError, match="context of m is 128 tokens"):
         preflight.check_model("m", config, config.vocab_size, 129)
 
 
 def test_a_model_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(settings.UserError, match="cannot be loaded"):
+    with pytest.raises(settings.UserError, match="cannot load the model"):
         preflight.load_config(str(tmp_path / "nothing"))
 
 
@@ -594,7 +592,7 @@ def test_a_run_goes_on_only_as_it_began(options: DDPOptions, model: Path, tmp_pa
         preflight.identify(options, config, "other rows"),
         preflight.identify(options.model_copy(update={"learning_rate": 0.5}), config, "rows"),
     ):
-        with pytest.raises(settings.UserError, match=r"was begun with (model|data|learning_rate) = .*--fresh"):
+        with pytest.raises(settings.UserError, match=r"was started with (model|data|learning_rate) = .*--fresh"):
             preflight.claim(options, other)
     (tmp_path / options.name / "step-00000001").mkdir()
     preflight.claim(options.model_copy(update={"fresh": True}), other)
@@ -623,11 +621,10 @@ def test_both_profiles_hold_valid_options_that_divide(profile: str) -> None:
 
 
 def test_the_deepspeed_config_takes_what_the_settings_say() -> None:
-    text = finetune_deepspeed.CONFIG.read_text()
-    assert '"auto"' not in text
+    assert '"auto"' not in deepspeed_zero.CONFIG_FILE.read_text()
     options = settings.load(DeepSpeedOptions, "train", "deepspeed", profile="local")
     options = options.model_copy(update={"zero_stage": 3, "offload_parameters": True, "max_grad_norm": 0.5})
-    config = fill_config(json.loads(text), options, schedule.BatchPlan(rows_per_rank=8, accumulation=2))
+    config = deepspeed_zero.config(options, schedule.BatchPlan(rows_per_rank=8, accumulation=2))
     assert config["zero_optimization"]["stage"] == 3
     assert config["zero_optimization"]["offload_param"]["device"] == "cpu"
     assert "offload_optimizer" not in config["zero_optimization"]
@@ -662,8 +659,8 @@ def _token_of_few_rows(options: DDPOptions) -> tuple[int, dict[int, int]]:
 
 
 def _train_alone(options: DDPOptions) -> None:
-    run = SingleProcess(Path(options.output, options.name), torch.device("cpu"), options.keep_checkpoints)
-    train(options, run, DDP)
+    runtime = SingleProcess(Path(options.output, options.name), torch.device("cpu"), options.keep_checkpoints)
+    train(options, runtime, DDP)
 
 
 def _lines(file: Path) -> int:
