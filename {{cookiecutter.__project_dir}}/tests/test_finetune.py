@@ -95,8 +95,8 @@ def test_torchrun_agrees_with_ray(ddp: list[Row], changes: dict[str, Any]) -> No
 
 
 def test_under_torchrun_a_refusal_is_said_once(changes: dict[str, Any]) -> None:
-    said = _torchrun(changes | {"name": "refused", "data": "nowhere"}, expect=1)
-    assert said.count("error: no packed data") == 1
+    printed = _torchrun(changes | {"name": "refused", "data": "nowhere"}, expect=1)
+    assert printed.count("error: no packed data") == 1
 
 
 def test_a_killed_worker_changes_no_bit(ddp: list[Row], changes: dict[str, Any]) -> None:

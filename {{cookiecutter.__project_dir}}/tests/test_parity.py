@@ -65,7 +65,7 @@ WAYS: dict[str, Way] = {
 
 @pytest.fixture(scope="module")
 def changes(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the runs here set beside the local profile."""
+    """Changes of the local profile."""
     data, model = tmp_path_factory.mktemp("packed"), tmp_path_factory.mktemp("model")
     packed_rows.write_model(model, assets, num_hidden_layers=3)
     packed_rows.write(data, packed_rows.tokenize(assets, model, 128), model, 128, train=[60, 40], evaluated=7)
@@ -82,7 +82,7 @@ def changes(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 @pytest.fixture(scope="module")
 def alone(changes: dict[str, Any]) -> list[Row]:
-    """One process that accumulates micro-batches."""
+    """Train in one process that accumulates micro-batches."""
     return _alone(changes | {"name": "alone"})
 
 
@@ -98,12 +98,12 @@ def test_two_ranks_agree_with_one_process(way: str, alone: list[Row], changes: d
 
 @pytest.fixture(scope="module")
 def whole(changes: dict[str, Any]) -> list[Row]:
-    """One process, to the end of the schedule."""
+    """Train in one process to the end of the schedule."""
     return _alone(changes | {"name": "whole", "stop_after": None, "checkpoint_every": 50})
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_longer_run_ends_alike(way: str, whole: list[Row], changes: dict[str, Any]) -> None:
+def test_a_full_run_ends_with_the_same_loss(way: str, whole: list[Row], changes: dict[str, Any]) -> None:
     rows = _spread(WAYS[way], 2, changes | {"name": f"whole-{way}", "stop_after": None, "checkpoint_every": 50})
     assert len(rows) == len(whole) > 4 * STEPS
     assert rows[-1]["eval_loss"] == pytest.approx(whole[-1]["eval_loss"], rel=0.01)
@@ -124,7 +124,7 @@ def test_three_ranks_share_four_micro_batches(way: str, alone: list[Row], change
 
 
 @pytest.mark.parametrize("way", ["fsdp", "zero3"])
-def test_adapters_agree_too(way: str, changes: dict[str, Any]) -> None:
+def test_lora_agrees_with_one_process(way: str, changes: dict[str, Any]) -> None:
     lora = changes | {"lora_rank": 4, "learning_rate": 1e-2}
     alone = _alone(lora | {"name": f"lora-alone-{way}"})
     rows = _spread(WAYS[way], 2, lora | {"name": f"lora-{way}"})
@@ -136,11 +136,11 @@ def test_adapters_agree_too(way: str, changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("way", ["ddp", "fsdp", "zero2-offload"])
-def test_in_bf16_they_come_close(way: str, alone: list[Row], changes: dict[str, Any]) -> None:
+def test_bf16_is_close_to_fp32(way: str, alone: list[Row], changes: dict[str, Any]) -> None:
     rows = _spread(WAYS[way], 2, changes | {"name": f"bf16-{way}", "precision": "bf16"})
     _assert_close(rows, alone, BF16)
     apart = max(abs(row["loss"] - other["loss"]) for row, other in zip(rows, alone, strict=True))
-    assert apart > EXACT  # it did compute in bf16
+    assert apart > EXACT  # so it computed in bf16
 
 
 def _alone(changes: dict[str, Any]) -> list[Row]:

@@ -271,7 +271,7 @@ def test_the_verb_finds_runs_in_the_bucket_by_the_profile_of_aws(
     monkeypatch.setattr(report, "FILE", tmp_path / "results/report.html")
     console = Console(file=io.StringIO(), width=160)
     report.draw(["run"], unknown_price, console)
-    said = console.file.getvalue()  # type: ignore[attr-defined]
-    assert f"curves: {tmp_path}/results/report.html" in said
-    assert "12/12" in said
+    output = console.file.getvalue()  # type: ignore[attr-defined]
+    assert f"curves: {tmp_path}/results/report.html" in output
+    assert "12/12" in output
     assert f"s3://{bucket.name(file)}/runs" in (tmp_path / "results/report.html").read_text()

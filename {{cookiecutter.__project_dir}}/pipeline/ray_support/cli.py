@@ -53,9 +53,8 @@ def parse(options_type: type[Options], *sections: str) -> Options:
     global _parsed
     printed = io.StringIO()
     try:
-        with_our_errors = _errors.on_parse_error(
-            functools.partial(_refuse, options_type)
-        )  # private to tyro, which is pinned
+        # private to tyro, which is pinned
+        with_our_errors = _errors.on_parse_error(functools.partial(_refuse, options_type))
         with with_our_errors, contextlib.redirect_stdout(printed):
             _parsed = options = tyro.cli(
                 options_type,
@@ -88,7 +87,7 @@ def _command() -> str:
 
 
 def _refuse(options_type: type[settings.Section], event: _errors.ParseErrorEvent) -> None:
-    """Raise a one-sentence error for a wrong command line, in place of tyro's box."""
+    """Raise a one-sentence error for a wrong command line, instead of tyro's box."""
     if isinstance(event, _errors.UnrecognizedArgs):
         name = event.tokens[0].partition("=")[0].strip("-").replace("-", "_")
         if name in settings.RENAMED:

@@ -33,14 +33,14 @@ def find(model: str) -> str:
 
 
 def on_this_node(location: str, *, weights: bool = True) -> str:
-    """Return a folder with the model's files. A `location` that is no URI is returned as it is.
+    """Return a folder with the model's files. A `location` that is not a URI is returned unchanged.
 
     The first process of a node copies the files, and others wait. Without `weights`, only configuration and tokenizer
     are copied.
     """
     if "://" not in location:
         return location
-    kind = "whole" if weights else "described"
+    kind = "full" if weights else "config"
     folder = _node_folder() / kind / location.replace("://", "/") / version(location)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
