@@ -428,7 +428,7 @@ def test_a_type_without_a_price(cloud: Cloud, file: ClusterFile) -> None:
 
 def test_more_workers_than_there_can_be(cloud: Cloud, file: ClusterFile, tune: Callable[[str, str], None]) -> None:
     tune("cluster.train", "num_workers = 17")
-    assert "more than the 16 that this cluster can ever hold; use --num-workers 16" in only(file, "wrong")
+    assert "more than the 16 that this cluster can hold; use --num-workers 16" in only(file, "wrong")
 
 
 def test_more_replicas_than_there_can_be(cloud: Cloud, file: ClusterFile, tune: Callable[[str, str], None]) -> None:

@@ -172,7 +172,7 @@ def test_torchrun_wants_packed_rows_and_a_folder() -> None:
     options = settings.load(DDPOptions, "train", profile="local")
     for wrong in ({"stream": True}, {"output": "s3://bucket/runs"}):
         said = torchrun._prepare(options.model_copy(update=wrong))
-        assert said.startswith("under torchrun, rows come from preprocess and output is a folder")
+        assert said.startswith("torchrun reads preprocessed rows and writes to a folder that all processes share")
 
 
 @cache

@@ -100,7 +100,7 @@ def made(ray_session: None, options: GenerateOptions) -> KilledRuns:
     killed = {row["id"] for row in read(options)}
     output = io.StringIO()
     with pytest.MonkeyPatch.context() as patched, ThreadPoolExecutor(1) as pool, contextlib.redirect_stdout(output):
-        patched.setattr("pipeline.ray_support.progress.INTERVAL_S", 0.5)
+        patched.setattr("pipeline.ray_support.progress.PROGRESS_INTERVAL_S", 0.5)
         engine_killed_at = pool.submit(kill_the_engine, options)
         generate.main(options)
     return KilledRuns(options, prompts, killed, survivors, engine_killed_at.result(), output.getvalue())

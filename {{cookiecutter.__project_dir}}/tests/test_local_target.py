@@ -28,16 +28,16 @@ from cluster.network import free_ports
 CANARY = secrets.token_hex(16)  # new each time: this file itself is uploaded
 PROBE = '''
 """A job for the tests: says where secrets arrive, then ends as it is told."""
-import hashlib, os, sys, tempfile, time
+import hashlib, os, pathlib, sys, tempfile, time
 import ray
-from jobs import cli
+from pipeline.ray_support import cli
 
 def seen() -> str:
     return hashlib.sha256(os.environ.get("HF_TOKEN", "").encode()).hexdigest()
 
 if __name__ == "__main__":
     cli.connect()
-    print("session", ray._private.worker._global_node.get_session_dir_path())
+    print("session", pathlib.Path(ray.nodes()[0]["ObjectStoreSocketName"]).parents[1])
     print("driver", seen())
     print("worker", ray.get(ray.remote(num_cpus=0.1)(seen).remote()), flush=True)
     print("temp", ray.get(ray.remote(num_cpus=0.1)(tempfile.gettempdir).remote()), tempfile.gettempdir(), flush=True)

@@ -17,7 +17,6 @@ import pyarrow.fs
 import pyarrow.parquet as pq
 import pytest
 from ray.data import DataContext, ExecutionResources
-from ray.data._internal.execution.operators.shuffle_operators.disk_shuffle_runtime import ShuffleDiskError
 from ray.exceptions import RayTaskError
 
 import settings
@@ -28,6 +27,7 @@ from pipeline.data.packed_folder import PackedFolder
 from pipeline.data.tokenization import NOT_TRAINED
 from pipeline.data.tokenizer import load_tokenizer
 from pipeline.ray_support.capacity import refuse_private_paths
+from pipeline.ray_support.private.data import ShuffleDiskError
 from pipeline.ray_support.progress import time_left
 from pipeline.training import data_report
 from pipeline.training.history import History

@@ -37,7 +37,6 @@ from openai.types.chat import ChatCompletionChunk, ChatCompletionMessageParam
 from peft import LoraConfig, get_peft_model
 from playwright.sync_api import expect
 from processes import children
-from ray import serve
 from ray.serve.generated.serve_pb2 import ASGIRequest
 from ray.serve.generated.serve_pb2_grpc import ASGIServiceStub
 from ray.serve.schema import ApplicationStatusOverview, DeploymentStatusOverview
@@ -57,6 +56,7 @@ from pipeline.rag import deployment, generation
 from pipeline.rag.index import ScoredChunk
 from pipeline.rag.options import RagOptions
 from pipeline.ray_support import job_secrets
+from pipeline.ray_support.private import serve as private_serve
 from pipeline.serving import adapters, canary, http_server, lifecycle, page, preflight
 from pipeline.serving.keys import REFRESH_S, ApiKeys
 from pipeline.serving.options import ModelsOptions, ServeOptions
@@ -749,7 +749,7 @@ def test_keys_can_be_added_and_revoked_without_a_restart(served: ServeOptions) -
 def test_the_key_is_in_no_config_log_or_argv(served: ServeOptions, client: openai.OpenAI) -> None:
     ask(client, user("hi"))
     key = os.environ["SERVE_API_KEY"]
-    details = serve.context._get_global_client().get_serve_details()  # what the dashboard shows of Serve
+    details = private_serve.client().get_serve_details()  # what the dashboard shows of Serve
     assert "Server" in str(details)
     assert key not in str(details)
     assert not [

@@ -1,7 +1,5 @@
 """The `aws` target: cluster.yaml on AWS, by Ray's own launcher. The rehearsal runs this very code inside its cloud."""
 
-import contextlib
-import io
 import json
 import subprocess
 import sys
@@ -171,10 +169,7 @@ def _what_changes(file: ClusterFile, running: instances.Instance | None) -> str:
 
 
 def _launch_hash(file: ClusterFile) -> str:
-    """What Ray compares to know whether a head is the one that the file describes."""
-    from ray.autoscaler._private.aws.config import bootstrap_aws
-    from ray.autoscaler._private.util import hash_launch_conf, prepare_config
+    """Return what Ray compares to decide whether a running head matches the file."""
+    from pipeline.ray_support.private import cluster_launcher  # importing Ray takes a second
 
-    with contextlib.redirect_stdout(io.StringIO()):  # what Ray says on its way is no news to a person
-        config = bootstrap_aws(prepare_config(file.content))
-    return hash_launch_conf(config["available_node_types"][file.head.name]["node_config"], config["auth"])
+    return cluster_launcher.launch_hash(file.content, file.head.name)

@@ -7,16 +7,15 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.llm._internal.batch.processor import Processor  # ray.data.llm has no per-row hook
-from ray.llm._internal.batch.stages.vllm_engine_stage import vLLMEngineStageUDF
 
+from pipeline.ray_support.private.data_llm import EngineStage, Processor, replace_engine
 from settings import UserError
 
 STAGE = "vLLMEngineStage"
 SUSPECTS_AT_ONCE = 8  # few, so that a second crash leaves few candidates; one at a time would take hours
 
 
-class TrackedEngine(vLLMEngineStageUDF):
+class TrackedEngine(EngineStage):
     """An engine that reports its rows in flight, runs few suspects at once, and stays down after a second crash."""
 
     def __init__(self, *arguments: Any, tracker: ActorHandle, **options: Any) -> None:
@@ -37,18 +36,16 @@ class TrackedEngine(vLLMEngineStageUDF):
             yield answer
         await self._tracker.end.remote(self._name, ids)
 
-    async def _generate_with_error_handling(self, row: dict[str, Any], batch_uuid: uuid.UUID) -> dict[str, Any]:
+    async def generate_row(self, row: dict[str, Any], batch_uuid: uuid.UUID) -> dict[str, Any]:
         if row["id"] not in self._suspects:
-            return await super()._generate_with_error_handling(row, batch_uuid)
+            return await super().generate_row(row, batch_uuid)
         async with self._limit:
             await self._tracker.begin.remote(self._name, [row["id"]])
-            answer = await super()._generate_with_error_handling(row, batch_uuid)
+            answer = await super().generate_row(row, batch_uuid)
             await self._tracker.end.remote(self._name, [row["id"]])
             return answer
 
 
 def track(processor: Processor, tracker: ActorHandle) -> None:
     """Make the processor's engines report their rows to `tracker`."""
-    stage = processor.stages[STAGE]
-    arguments = stage.fn_constructor_kwargs | {"tracker": tracker}
-    processor.stages[STAGE] = stage.model_copy(update={"fn": TrackedEngine, "fn_constructor_kwargs": arguments})
+    replace_engine(processor, TrackedEngine, tracker=tracker)

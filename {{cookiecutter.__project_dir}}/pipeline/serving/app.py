@@ -15,13 +15,9 @@ from typing import Any, NamedTuple
 
 from fastapi import FastAPI, HTTPException, Request
 from ray import serve
-from ray._private.worker import global_worker
-from ray.llm._internal.common.callbacks.base import CallbackBase
-from ray.llm._internal.serve.core.ingress.builder import _build_openai_ingress_request_router
 from ray.serve.config import BackpressureConfig, RequestRouterConfig
 from ray.serve.deployment import Application
 from ray.serve.llm import LLMConfig, build_llm_deployment
-from ray.serve.llm.deployment import LLMServer
 from ray.serve.llm.request_router import PrefixCacheAffinityRouter
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse
@@ -31,6 +27,8 @@ from vllm.entrypoints.serve.exception_handling.handlers.vllm_error import vllm_e
 from vllm.v1.engine.exceptions import EngineGenerateError
 
 import settings
+from pipeline.ray_support.private import serve as private_serve
+from pipeline.ray_support.private.serve_llm import EngineServer, NodeCallback, with_request_router
 from pipeline.serving import routing
 from pipeline.serving.adapters import Adapters
 from pipeline.serving.api_middleware import HEALTH_ROUTE, ApiMiddleware
@@ -86,7 +84,7 @@ def build(options: ServeOptions, address: str) -> Application:
     )
     if not options.prefix_routing:
         return app
-    return app._with_ingress_request_router(_build_openai_ingress_request_router(server=app, llm_config=config))
+    return with_request_router(app, config)
 
 
 def engine_args(options: ServeOptions) -> dict[str, Any]:
@@ -151,7 +149,7 @@ def llm_config(options: ServeOptions) -> LLMConfig:
     )
 
 
-class Server(LLMServer):
+class Server(EngineServer):
     """A replica: one engine and its HTTP API."""
 
     async def __init__(
@@ -165,8 +163,8 @@ class Server(LLMServer):
             adapters.register()
         await super().__init__(llm_config)
 
-    async def __serve_build_asgi_app__(self) -> ASGIApp:
-        app = await super().__serve_build_asgi_app__()
+    async def build_asgi_app(self, app: FastAPI) -> ASGIApp:
+        """Return vLLM's app behind the middleware, and start the background tasks."""
         restrict(app)
         app.add_api_route("/v1/models", self._list_models)
         app.add_api_route("/v1/models/{model:path}", self._retrieve_model)
@@ -222,10 +220,10 @@ class Server(LLMServer):
                 return card
         raise HTTPException(404, f"model `{model}` does not exist; list the models with GET /v1/models")
 
-    async def _start_engine(self) -> None:
-        # Ray's own method also sends a usage report, for which another process has to import vLLM first
+    async def start_engine(self) -> None:
+        """Start the engine. Raises RuntimeError with the first error in its log."""
         try:
-            await self.engine.start()
+            await super().start_engine()
         except Exception as error:
             raise RuntimeError(_first_error_in_log() or str(error)) from error
 
@@ -235,8 +233,7 @@ async def _stop_listening(timeout_s: float) -> None:
 
     Serve's own shutdown also closes idle connections, on which HAProxy may be sending a request at that moment.
     """
-    replica = global_worker.actors[global_worker.core_worker.get_actor_id()]._replica_impl
-    http_server = replica._direct_ingress_http_server
+    http_server = private_serve.own_http_server()
     for server in http_server.servers:
         server.close()
     deadline = time.monotonic() + timeout_s
@@ -275,7 +272,7 @@ def _first_error_in_log() -> str | None:
     return found and found[1]
 
 
-class NodeSetup(CallbackBase):
+class NodeSetup(NodeCallback):
     """Prepares a replica's nodes before its engine starts."""
 
     async def on_before_node_init(self) -> None:

@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 
 import ray
 from ray import serve
-from ray.experimental import internal_kv
 from ray.serve.schema import ApplicationStatus
 
+from pipeline.ray_support.private import key_value
+from pipeline.ray_support.private import serve as private_serve
 from pipeline.serving.options import CANARY, ROOT, app_name
 
 NAME, NAMESPACE = "routing", "serve_llm"
@@ -90,7 +91,7 @@ class AppMetrics:
 
 def running_apps() -> set[str]:
     """Return the names of Serve's applications, except those being deleted."""
-    serve.context._check_cached_client_alive()  # otherwise Serve's client may ask a controller that was shut down
+    private_serve.forget_dead_client()
     apps = serve.status().applications
     return {name for name, app in apps.items() if app.status != ApplicationStatus.DELETING}
 
@@ -100,12 +101,12 @@ class StateStore:
 
     def load(self) -> Any:
         """Return the value saved last, or None."""
-        found = internal_kv._internal_kv_get(NAME, namespace=NAMESPACE)
+        found = key_value.get(NAME, NAMESPACE)
         return found and json.loads(found)
 
     def save(self, value: Any) -> None:
         """Save a JSON-serializable value."""
-        internal_kv._internal_kv_put(NAME, json.dumps(value), namespace=NAMESPACE)
+        key_value.put(NAME, json.dumps(value), NAMESPACE)
 
 
 class RoutingState:
