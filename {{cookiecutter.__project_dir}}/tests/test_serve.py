@@ -48,7 +48,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import settings
 from cluster import bench, chat
-from cluster.emulator.drill.stage import slowness
+from cluster.emulator.waiting import slowdown
 from demo import assets as demo_assets
 from jobs import embed, generate, serve_llm, serve_rag
 from jobs import models as job_served
@@ -221,7 +221,7 @@ def test_clients_that_hang_up_stop_the_engine(served: ServeOptions, client: open
 
 MINUTES = {"model": "tiny", "max_tokens": 200, "ignore_eos": True}
 """With the maximum sequences of a key, this is many seconds of work, far more than stopping takes."""
-# Seconds, on a machine that has nothing else to do; multiplied by slowness()
+# Seconds, on a machine that has nothing else to do; multiplied by slowdown()
 STOPS_WITHIN_S = 1
 REPLACED_WITHIN_S = 3  # Ray's three failed checks by themselves take 30
 REFUSED_WITHIN_S = 3  # HAProxy waits one second before its second try
@@ -298,7 +298,7 @@ def test_the_engine_stops_when_the_client_hangs_up(served: ServeOptions, kind: s
     time.sleep(0.2)
     for connection in connections:
         connection.close()
-    wait_for_engine(False, STOPS_WITHIN_S * slowness())
+    wait_for_engine(False, STOPS_WITHIN_S * slowdown())
 
 
 @pytest.mark.parametrize("kind", BODIES)
@@ -307,7 +307,7 @@ def test_the_engine_stops_when_the_time_is_up(served: ServeOptions, kind: str) -
     wait_for_engine(False, 60)
     headers = {"Authorization": f"Bearer {os.environ['SERVE_API_KEY']}"}
     asked = MINUTES | body | ({"n": count} if count > 1 else {})
-    with rules(timeout_s=slowness()), ThreadPoolExecutor(1) as background:
+    with rules(timeout_s=slowdown()), ThreadPoolExecutor(1) as background:
         asking = background.submit(requests.post, f"{served.url}/{path}", json=asked, headers=headers, timeout=60)
         wait_for_engine(True, 60)
         if "streamed" in kind:
@@ -316,7 +316,7 @@ def test_the_engine_stops_when_the_time_is_up(served: ServeOptions, kind: str) -
         else:
             answer = asking.result()
             assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
-    wait_for_engine(False, STOPS_WITHIN_S * slowness())
+    wait_for_engine(False, STOPS_WITHIN_S * slowdown())
 
 
 @pytest.mark.parametrize("content", ["hi", LARGER_THAN_HAPROXYS_BUFFER], ids=["small", "large"])
@@ -330,11 +330,11 @@ def test_bodies_that_do_not_come_hold_their_own_keys_place_alone(served: ServeOp
         return requests.post(f"{served.url}/chat/completions", json=asked, headers=headers, timeout=30).status_code
 
     def wait_until(wanted: int) -> None:
-        deadline = time.monotonic() + 20 * slowness()
+        deadline = time.monotonic() + 20 * slowdown()
         while status(os.environ["SERVE_API_KEY"]) != wanted:
             assert time.monotonic() < deadline
 
-    with contextlib.ExitStack() as slow, rules(body_timeout_s=10 * slowness()):
+    with contextlib.ExitStack() as slow, rules(body_timeout_s=10 * slowdown()):
         sent = [
             slow.enter_context(send(served, "chat/completions", body, missing=1))
             for _ in range(served.key_requests_at_once + 8)  # one may be refused because of a request below
@@ -361,7 +361,7 @@ def test_a_key_at_its_limit_is_told_when_to_retry(served: ServeOptions) -> None:
         answer = requests.post(f"{served.url}/{path}", json=MINUTES | body, headers=headers, timeout=30)
         assert (answer.status_code, answer.json()["error"]["code"]) == (429, "rate_limit_exceeded")
         assert int(answer.headers["Retry-After"]) >= 1
-    wait_for_engine(False, STOPS_WITHIN_S * slowness())
+    wait_for_engine(False, STOPS_WITHIN_S * slowdown())
 
 
 def test_a_connection_survives_a_request_that_is_too_large(served: ServeOptions) -> None:
@@ -1081,7 +1081,7 @@ def test_an_engine_that_dies_is_replaced_at_once(served: ServeOptions) -> None:
 
     Meanwhile each client gets an answer or a 503 that names a time to retry.
     """
-    gone, patience = replica()._actor_id, slowness()
+    gone, patience = replica()._actor_id, slowdown()
     headers, url = {"Authorization": f"Bearer {os.environ['SERVE_API_KEY']}"}, f"{served.url}/chat/completions"
     one = {"model": "tiny", "messages": user("hi"), "max_tokens": 1}
     many = one | {"n": 32, "max_tokens": 150, "ignore_eos": True}  # the update before this takes 200 in all
@@ -1109,7 +1109,7 @@ def test_an_engine_that_dies_is_replaced_at_once(served: ServeOptions) -> None:
         killed_at = time.perf_counter()
         try:
             while not (found := [each for each in replicas() if each._actor_id != gone]):
-                assert time.perf_counter() < killed_at + REPLACED_WITHIN_S * slowness()
+                assert time.perf_counter() < killed_at + REPLACED_WITHIN_S * slowdown()
                 time.sleep(0.05)
             time.sleep(1)
         finally:
