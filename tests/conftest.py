@@ -7,6 +7,8 @@ import pytest
 
 import bake
 
+collect_ignore = ["emulator"]  # these tests need a project's environment: see `test` in tasks.py
+
 # a shell ignores both in what it starts in the background, and processes that the tests interrupt would inherit that
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)

@@ -65,11 +65,6 @@ def _job_options() -> list[str]:
     return sys.argv[sys.argv.index("--") + 1 :] if "--" in sys.argv else []
 
 
-def _prove_gone(left: list[str], target: str = "rehearsal") -> None:
-    if left:
-        raise Exit(f"error: still there: {', '.join(left)}; try again: inv down --target {target}", 1)
-
-
 @verb()
 def demo(context: Context) -> None:
     """The whole pipeline on this machine: data, training, serving, and the numbers that show that it works."""
@@ -130,20 +125,10 @@ def up(context: Context, target: str = "local", yes: bool = False) -> None:
 
 @verb()
 def rehearse(context: Context) -> None:
-    """Run a cluster's whole life on AWS, emulated on this machine: up, a fine-tuning on two A100 machines, down."""
+    """Run the whole life of a cluster on an emulated AWS: up, fine-tuning on two A100 machines, down."""
     from cluster.emulator import sandbox
 
-    _prove_gone(sandbox.run_in_fresh_cloud("cluster.emulator.scenario"))
-
-
-@verb(only="faults whose names contain one of these words, with commas between; all when left out")
-def drill(context: Context, only: str = "") -> None:
-    """Let things go wrong in the emulated AWS, one after the other, and see that the cluster answers as it should."""
-    from cluster.emulator import sandbox
-    from cluster.emulator.drill.__main__ import choose
-
-    choose(only)  # a name that is none costs no cloud
-    _prove_gone(sandbox.run_in_fresh_cloud("cluster.emulator.drill", only))
+    sandbox.run_in_fresh_cloud("cluster.emulator.scenario")
 
 
 @verb(
@@ -160,14 +145,6 @@ def bench(context: Context, seconds: int = 10, tokens: int = 64, target: str = "
     connection = targets.get(target).connect()
     served = cluster_status.address(cluster_status.snapshot(connection), connection)
     cluster_bench.bench(f"{served}/v1", connection.job_variables, cluster_bench.Load(seconds, tokens), CONSOLE)
-
-
-@verb()
-def bench_up(context: Context) -> None:
-    """Measure, in the emulated AWS, what `inv up` adds to `ray up`."""
-    from cluster.emulator import sandbox
-
-    _prove_gone(sandbox.run_in_fresh_cloud("cluster.emulator.bench"))
 
 
 @verb("job", job=f"one of: {', '.join(job_scripts.names())}", **VERBOSE, **TARGET)
@@ -266,7 +243,8 @@ def down(context: Context, target: str = "local") -> None:
     """End the cluster, and prove that nothing of it is left."""
     from cluster import targets
 
-    _prove_gone(targets.get(target).down(), target)
+    if left := targets.get(target).down():
+        raise Exit(f"error: still there: {', '.join(left)}. Run again: inv down --target {target}", 1)
 
 
 @verb()

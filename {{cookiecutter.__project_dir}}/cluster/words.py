@@ -23,6 +23,8 @@ def put_in_order(program: Program) -> None:
         words.insert(1, "JOB")  # otherwise invoke takes --help for the name of a job
     elif words[:1] == ["submit"]:
         _refuse_options_of_the_job(words)
+    elif words[:1] == ["drill"]:
+        raise Exit("error: the fault tests are in the template that made this project. Run there: ./inv faults", 1)
     elif words and words[0] in TAKES_ID and (places := _bare(words)):
         words.insert(places[0], "--job")
 
