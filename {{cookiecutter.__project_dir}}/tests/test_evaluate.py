@@ -219,12 +219,12 @@ def test_another_tokenizer_is_refused_with_both_names(
     options: EvaluateOptions, speaker: Path, stranger: Path, tmp_path: Path
 ) -> None:
     other = packed_rows.write_other_tokenizer(stranger, tmp_path / "other")
-    with pytest.raises(settings.UserError, match=rf"tokenizer of {speaker}, .* not that of {other}"):
+    with pytest.raises(settings.UserError, match=rf"tokenizer of {speaker}, .* differs from that of {other}"):
         evaluate.main(options.model_copy(update={"models": (str(speaker), str(other))}))
 
 
 def test_a_missing_model_is_refused(options: EvaluateOptions) -> None:
-    with pytest.raises(settings.UserError, match="nothing cannot be loaded"):
+    with pytest.raises(settings.UserError, match="cannot load the model nothing"):
         evaluate.main(options.model_copy(update={"models": ("nothing",)}))
 
 
