@@ -14,29 +14,30 @@ import ray
 from settings import UserError
 
 
-class NodeType(NamedTuple):
-    """A kind of machine."""
+class NodeGroup(NamedTuple):
+    """Machines of one kind."""
 
     resources: dict[str, float]
     count: int
     """How many of them the cluster can have."""
 
 
-def nodes() -> list[NodeType]:
+def nodes() -> list[NodeGroup]:
     """Return all machines that the cluster can have.
 
     For a cluster that grows, `inv submit` sets CLUSTER_NODES, a JSON list such as
     [{"resources": {"CPU": 96, "GPU": 8}, "count": 4}]. Otherwise they are the machines that run now.
     """
     if described := os.environ.get("CLUSTER_NODES"):
-        return [NodeType(node["resources"], node["count"]) for node in json.loads(described)]
-    return [NodeType(node["Resources"], 1) for node in ray.nodes() if node["Alive"]]
+        return [NodeGroup(node["resources"], node["count"]) for node in json.loads(described)]
+    return [NodeGroup(node["Resources"], 1) for node in ray.nodes() if node["Alive"]]
 
 
 def max_workers(needs: Mapping[str, float]) -> int:
     """Return how many workers the cluster can hold at most. Each needs these resources on one node."""
     return sum(
-        kind.count * min(int(kind.resources.get(name, 0) // need) for name, need in needs.items()) for kind in nodes()
+        group.count * min(int(group.resources.get(name, 0) // need) for name, need in needs.items())
+        for group in nodes()
     )
 
 
@@ -55,7 +56,7 @@ def refuse_too_many_workers(
 
 def refuse_workers_on_every_cpu(cpus_of_workers: int) -> None:
     """Refuse a stream without a spare CPU: its tasks would wait for the workers, and the workers for the tasks."""
-    cpus = int(sum(kind.count * kind.resources.get("CPU", 0) for kind in nodes()))
+    cpus = int(sum(group.count * group.resources.get("CPU", 0) for group in nodes()))
     if cpus_of_workers >= cpus:
         raise UserError(
             f"--stream needs a spare CPU, and the workers take {cpus_of_workers} of {cpus}; use a smaller "
@@ -70,7 +71,7 @@ def refuse_private_paths(paths: Mapping[str, str], shared_folders: Sequence[str]
         paths: absolute paths, URIs or hub ids, by the names of their settings in `section`.
         shared_folders: folders that every node mounts.
     """
-    if sum(kind.count for kind in nodes()) == 1:
+    if sum(group.count for group in nodes()) == 1:
         return
     for key, path in paths.items():
         if os.path.isabs(path) and not any(Path(path).is_relative_to(folder) for folder in shared_folders):

@@ -24,7 +24,7 @@ MAX_ROWS_LISTED = 8
 PROGRESS_INTERVAL_S = 10  # at most, or log_every steps: a spot machine ends two minutes after its notice
 
 
-class RowSource(Protocol):
+class TrainingRows(Protocol):
     """The training rows of this rank."""
 
     sequence_length: int
@@ -66,7 +66,7 @@ class PackedSource:
 
 
 def train(
-    options: TrainOptions, runtime: Runtime, make_strategy: MakeStrategy, stream: RowSource | None = None
+    options: TrainOptions, runtime: Runtime, make_strategy: MakeStrategy, stream: TrainingRows | None = None
 ) -> None:
     """Train up to `options.last_step`, from the run's last checkpoint or from the base model, and export the model.
 
@@ -86,7 +86,7 @@ class Trainer:
     """The training of one rank: model, optimizer, rows and metrics."""
 
     def __init__(
-        self, options: TrainOptions, runtime: Runtime, make_strategy: MakeStrategy, stream: RowSource | None
+        self, options: TrainOptions, runtime: Runtime, make_strategy: MakeStrategy, stream: TrainingRows | None
     ) -> None:
         self.options, self.runtime = options, runtime
         self.folder = RunFolder(f"{options.output}/{options.name}")
