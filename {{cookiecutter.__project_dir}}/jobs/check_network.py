@@ -67,7 +67,7 @@ def verdict(nodes: int, carrier: str, device: str) -> str:
     if nodes == 1:
         return "all workers are on one node: no network is between them; measure it with a larger --num-workers"
     if device == "cuda" and carrier != "EFA":
-        return f"gradients travel over {carrier} and not over EFA, which is several times faster: cluster/variants.md"
+        return f"gradients travel over {carrier} and not over EFA, which is several times faster: docs/aws-variants.md"
     return f"gradients travel over {carrier}"
 
 

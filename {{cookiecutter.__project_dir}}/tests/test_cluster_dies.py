@@ -1,4 +1,4 @@
-"""Test the verbs' errors when the cluster does not start, dies under a job, or does not answer like Ray."""
+"""Test the errors of verbs when the cluster does not start, dies during a job, or does not answer like Ray."""
 
 import asyncio
 import dataclasses
@@ -25,8 +25,10 @@ from ray.job_submission import JobDetails
 from test_local_target import Project, processes, read_until
 
 import settings
-from cluster import head_logs, job_client, local, network, status, submission
+from cluster import job_client, network, status, submission
 from cluster.job_client import Unreachable
+from cluster.local import crash_reason, head, state
+from cluster.local import target as local_target
 from cluster.target import Connection
 
 PROBE = '''
@@ -43,7 +45,7 @@ import http.server, json, os, sys
 
 import ray
 
-class Head(http.server.BaseHTTPRequestHandler):
+class FailingHead(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         body = json.dumps({"ray_version": ray.__version__, "result": "ALIVE"}).encode()
         self.send_response(200)
@@ -56,7 +58,7 @@ class Head(http.server.BaseHTTPRequestHandler):
         print("MemoryError: no room for the object store", flush=True)
         os._exit(1)
 
-http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Head).serve_forever()
+http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), FailingHead).serve_forever()
 '''
 
 
@@ -153,9 +155,9 @@ def test_a_job_that_a_new_cluster_does_not_know(
 ) -> None:
     server.manner = manner  # type: ignore[attr-defined]
     with pytest.raises(Unreachable, match="probe-1 may be lost with it"):
-        submission.follow(dataclasses.replace(connection, target="aws", forwarded={1: 2}), "probe-1")
+        submission.follow(dataclasses.replace(connection, target="aws", forwarded_ports={1: 2}), "probe-1")
     with pytest.raises(Unreachable, match=r"inv logs --target aws probe-1; .* inv down --target aws, then inv up"):
-        submission.follow(dataclasses.replace(connection, target="aws", forwarded={1: 2}), "probe-1")
+        submission.follow(dataclasses.replace(connection, target="aws", forwarded_ports={1: 2}), "probe-1")
     for answer in (lambda client: client.get_job_info("probe-1"), lambda client: client.node_is_alive("ab")):
         with pytest.raises(Unreachable):
             answer(connection.client())
@@ -308,22 +310,22 @@ def test_a_cluster_that_dies_under_a_job_is_one_sentence(project: Project, victi
 
 
 def test_a_head_that_dies_of_its_first_job_is_not_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, file in (("STATE", ""), ("FILE", "local.json"), ("TOKEN", "token"), ("LOG", "ray.log")):
-        monkeypatch.setattr(local, name, tmp_path / file)
+    for name, file in (("FOLDER", ""), ("STATE_FILE", "local.json"), ("TOKEN_FILE", "token"), ("LOG_FILE", "ray.log")):
+        monkeypatch.setattr(state, name, tmp_path / file)
     (tmp_path / "head.py").write_text(HEAD)
 
-    def start(state: dict, section: local.RaySection) -> subprocess.Popen:
-        command = [sys.executable, str(tmp_path / "head.py"), state["dashboard"].rpartition(":")[2]]
-        with local.LOG.open("w") as log:
+    def start(cluster: dict, section: head.RaySection) -> subprocess.Popen:
+        command = [sys.executable, str(tmp_path / "head.py"), cluster["dashboard"].rpartition(":")[2]]
+        with state.LOG_FILE.open("w") as log:
             return subprocess.Popen(command, stdout=log, stderr=subprocess.DEVNULL, start_new_session=True)
 
-    monkeypatch.setattr(local, "_start_head", start)
-    monkeypatch.setattr(local, "_make_env_file", lambda: None)
+    monkeypatch.setattr(head, "start", start)
+    monkeypatch.setattr(local_target, "_make_env_file", lambda: None)
     with pytest.raises(
         settings.UserError, match="stopped while it was starting: MemoryError: no room for the object store"
     ):
-        local.Local().up(yes=True)
-    assert not local.FILE.exists()
+        local_target.Local().up(yes=True)
+    assert not state.STATE_FILE.exists()
 
 
 @pytest.mark.parametrize(
@@ -334,10 +336,10 @@ def test_a_head_that_dies_of_its_first_job_is_not_up(tmp_path: Path, monkeypatch
         ("\x1b[31m----- END gcs_server.out tail (exit code(s)=-9 (signal 9)) -----\x1b[39m\n", "",
          "gcs_server ended with -9 (signal 9)"),
         ("starting\n\nfree some memory\n", "", "free some memory"),
-        ("", "", "it printed nothing"),
+        ("", "", "no output"),
     ],
 )  # fmt: skip
 def test_the_reason_of_a_death_is_found(printed: str, raylet: str, expected: str, tmp_path: Path) -> None:
     (tmp_path / "ray.log").write_text(printed)
     (tmp_path / "raylet.out").write_text(raylet)
-    assert head_logs.reason(tmp_path / "ray.log", tmp_path) == expected
+    assert crash_reason.find(tmp_path / "ray.log", tmp_path) == expected

@@ -51,8 +51,8 @@ def node_configs() -> list[Any]:
 
 
 def variants() -> list[Any]:
-    """One test parameter for each block of variants.md, by the heading above it."""
-    sections = (settings.PROJECT / "cluster" / "variants.md").read_text(encoding="utf-8").split("\n## ")[1:]
+    """One test parameter for each block of aws-variants.md, by the heading above it."""
+    sections = (settings.PROJECT / "docs" / "aws-variants.md").read_text(encoding="utf-8").split("\n## ")[1:]
     found = [(section.splitlines()[0], re.findall(r"```yaml\n(.*?)```", section, re.DOTALL)) for section in sections]
     return [pytest.param(yaml.safe_load(block), id=title) for title, blocks in found for block in blocks]
 
@@ -195,7 +195,7 @@ def test_a_watchdog_guards_every_node() -> None:
     "command",
     [
         ["-m", "pipeline.serving.haproxy"],
-        ["-c", "from cluster.node import head_report, watchdog, watchdog_head, watchdog_worker"],
+        ["-c", "from cluster.node import head_status, watchdog, watchdog_head, watchdog_worker"],
     ],
 )
 def test_what_a_node_runs_needs_no_file_that_it_does_not_have(command: list[str], tmp_path: Path) -> None:

@@ -101,25 +101,25 @@ def test_help_of_a_job_takes_no_cluster() -> None:
         ),
         (
             "submit finetune_ddp --num-workers 4",
-            "--num-workers is an option of finetune_ddp, and those come after --: "
+            "--num-workers is an option of finetune_ddp, and job options come after --. Run: "
             "inv submit finetune_ddp -- --num-workers 4",
         ),
         (
             "submit --num-workers 4 finetune_ddp --fresh",
-            "--num-workers is an option of finetune_ddp, and those come after --: "
+            "--num-workers is an option of finetune_ddp, and job options come after --. Run: "
             "inv submit finetune_ddp -- --num-workers 4 --fresh",
         ),
         (
             "submit finetune_dpp --num-workers 4",
-            "--num-workers is an option of finetune_dpp, and those come after --: "
+            "--num-workers is an option of finetune_dpp, and job options come after --. Run: "
             "inv submit finetune_dpp -- --num-workers 4",
         ),
         (
             "submit finetune_ddp -t aws --steps=4 -- --fresh",
-            "--steps=4 is an option of finetune_ddp, and those come after --: "
+            "--steps=4 is an option of finetune_ddp, and job options come after --. Run: "
             "inv submit finetune_ddp -t aws -- --steps=4 --fresh",
         ),
-        ("submit finetune_ddp --target azure", "target 'azure' is unknown; use: --target local | rehearsal | aws"),
+        ("submit finetune_ddp --target azure", "unknown target 'azure'. Use: --target local | rehearsal | aws"),
     ],
 )
 def test_a_wrong_command_line_is_one_sentence_and_nothing_is_connected_to(words: str, sentence: str) -> None:

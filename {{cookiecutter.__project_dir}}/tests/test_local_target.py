@@ -21,8 +21,10 @@ import requests
 from processes import open_to_others, told_by
 
 import settings
-from cluster import local
 from cluster.job_client import PROBE_JOB, Unreachable
+from cluster.local import head, state
+from cluster.local import processes as cluster_processes
+from cluster.local.target import Local
 from cluster.network import free_ports
 
 CANARY = secrets.token_hex(16)  # new each time: this file itself is uploaded
@@ -30,7 +32,7 @@ PROBE = '''
 """A job for the tests: says where secrets arrive, then ends as it is told."""
 import hashlib, os, sys, tempfile, time
 import ray
-from jobs import cli
+from pipeline.ray_support import cli
 
 def seen() -> str:
     return hashlib.sha256(os.environ.get("HF_TOKEN", "").encode()).hexdigest()
@@ -93,7 +95,7 @@ def processes(project: Project) -> list[psutil.Process]:
 
 def test_up_again_says_so(project: Project) -> None:
     before = project.state
-    assert "is up already" in project.inv("up")
+    assert "is already up" in project.inv("up")
     assert project.state == before
 
 
@@ -102,7 +104,7 @@ def test_a_new_cluster_shows_no_job_and_no_problem(project: Project) -> None:
     probes = {job["submission_id"]: job["status"] for job in project.get("/api/jobs/").json()}
     assert probes == {PROBE_JOB: "SUCCEEDED"}
     printed = project.inv("status")
-    assert "nothing is wrong" in printed
+    assert "no problems" in printed
     assert "Jobs" not in printed
     assert "no job was submitted" in project.inv("logs", ok=False)
 
@@ -251,7 +253,7 @@ def read_until(client: subprocess.Popen, word: str) -> str:
     ("words", "sentence"),
     [
         (["submit", "prepocess"], "there is no job 'prepocess'"),
-        (["up", "--target", "azure"], "target 'azure' is unknown"),
+        (["up", "--target", "azure"], "unknown target 'azure'"),
         (["logs", "--job", "nothing-1"], "there is no job 'nothing-1'"),
         (["logs", "nothing-1"], "there is no job 'nothing-1'"),
         (["stop", "--target", "local", "nothing-1"], "there is no job 'nothing-1'"),
@@ -265,28 +267,28 @@ def test_bad_input_gets_one_sentence(project: Project, words: list[str], sentenc
 
 
 def test_a_cluster_that_is_too_busy_to_answer_is_not_ended(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    state = project.folder / ".cluster"
-    for name, file in (("STATE", ""), ("FILE", "local.json"), ("TOKEN", "token")):
-        monkeypatch.setattr(local, name, state / file)
-    monkeypatch.setattr(local, "ANSWER_TIMEOUT_S", 1)
+    folder = project.folder / ".cluster"
+    for name, file in (("FOLDER", ""), ("STATE_FILE", "local.json"), ("TOKEN_FILE", "token")):
+        monkeypatch.setattr(state, name, folder / file)
+    monkeypatch.setattr(head, "ANSWER_TIMEOUT_S", 1)
     running = processes(project)
     [dashboard] = [one for one in running if "dashboard/dashboard.py" in " ".join(one.cmdline())]
     dashboard.suspend()
     try:
-        for verb in (local.Local().connect, functools.partial(local.Local().up, yes=True)):
+        for verb in (Local().connect, functools.partial(Local().up, yes=True)):
             with pytest.raises(Unreachable, match="is running, but has not answered"):
                 verb()
     finally:
         dashboard.resume()
-    assert {one.pid for one in running} <= {one.pid for one in local._processes(project.state)}
+    assert {one.pid for one in running} <= {one.pid for one in cluster_processes.find(project.state)}
     assert "alive" in project.inv("status")
 
 
 def test_what_got_the_number_of_a_session_after_a_reboot_is_left_alone() -> None:
     stranger = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True)
-    state = {"id": "none", "temp": "/tmp/ray-none", "session": stranger.pid, "boot": local._boot()}
-    assert local._processes(state) == []
-    assert not local._head_lives(state)
+    cluster = {"id": "none", "temp": "/tmp/ray-none", "session": stranger.pid, "boot": state.boot_id()}
+    assert cluster_processes.find(cluster) == []
+    assert not cluster_processes.head_is_alive(cluster)
     stranger.communicate(b"\n")
 
 
@@ -301,11 +303,11 @@ def test_a_folder_too_large_is_not_uploaded(project: Project) -> None:
 def test_down_leaves_nothing_and_says_so_twice(project: Project, ray_session: None) -> None:
     import ray
 
-    state, running = project.state, processes(project)
+    cluster, running = project.state, processes(project)
     assert "local is down" in project.inv("down")
     assert not [process for process in running if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
-    assert not Path(state["temp"]).exists()
-    assert "there is nothing to end" in project.inv("down")
+    assert not Path(cluster["temp"]).exists()
+    assert "nothing to end" in project.inv("down")
     assert "inv up" in project.inv("status", ok=False)
     assert ray.get(ray.remote(num_cpus=0.1)(lambda: "another Ray lives on").remote()) == "another Ray lives on"
 

@@ -244,7 +244,7 @@ def test_an_index_on_s3_from_documents_on_s3(
 
 
 def test_the_demos_questions_are_answered_by_documents_that_are_there() -> None:
-    assert set(demo_assets.ASKED.values()) <= demo_assets.documents().keys()
+    assert set(demo_assets.DOCUMENT_QUESTIONS.values()) <= demo_assets.documents().keys()
 
 
 def test_a_large_table_is_indexed_and_finds_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,7 @@ def test_a_broken_file_is_named_by_line_and_key(tmp_path: Path, text: str, sente
 def test_a_missing_file_and_an_unknown_profile_are_refused(tmp_path: Path) -> None:
     with pytest.raises(settings.UserError, match=r"git checkout settings\.toml"):
         settings.load(Machine, "machine", file=tmp_path / "settings.toml")
-    with pytest.raises(settings.UserError, match="profile 'laptop' is unknown"):
+    with pytest.raises(settings.UserError, match="unknown profile 'laptop'"):
         settings.load(Machine, "machine", profile="laptop")
 
 

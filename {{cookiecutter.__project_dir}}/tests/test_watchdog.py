@@ -16,7 +16,7 @@ NOW = datetime.datetime(2026, 1, 1, 10, 0, 10).timestamp()  # in this machine's 
 
 
 def refusal(node_type: str, at: str) -> dict[str, str]:
-    return {"type": node_type, "at": f"2026-01-01 {at}", "code": "InsufficientInstanceCapacity", "words": "no"}
+    return {"type": node_type, "at": f"2026-01-01 {at}", "code": "InsufficientInstanceCapacity", "message": "no"}
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def test_refusals_are_read_with_awss_own_code() -> None:
             "type": "a100-spot-1",
             "at": "2026-01-01 10:00:05",
             "code": "InsufficientInstanceCapacity",
-            "words": "We currently do not have enough.",
+            "message": "We currently do not have enough.",
         }
     ]
 

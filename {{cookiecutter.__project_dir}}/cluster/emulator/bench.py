@@ -5,7 +5,7 @@ import subprocess
 import sys
 import time
 
-from cluster.aws import ray_up, stack, teardown
+from cluster.aws import prepare, ray_up, teardown
 from cluster.common import cluster_file
 from cluster.common.cluster_file import FILE
 
@@ -15,7 +15,7 @@ ROUNDS = 3
 def run() -> None:
     """Each round starts a head in both ways, the first of them in turn."""
     file = cluster_file.load()
-    stack.prepare(file)
+    prepare.prepare(file)
     times: dict[str, list[float]] = {"ray up": [], "inv up": []}
     for number in range(ROUNDS):
         ways = [("ray up", _by_hand), ("inv up", ray_up.up)]

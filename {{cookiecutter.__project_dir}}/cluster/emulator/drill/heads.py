@@ -53,7 +53,7 @@ def head_killed(stage: Stage) -> str:
     said = verb("up", "--yes")
     took = time.monotonic() - started
     assert took < REPAIRED_WITHIN_S * slowness(), f"the repair took {took:.0f} s"
-    assert "takes over 2 machines that have none" in said, said
+    assert "take over 2 instances that have no head" in said, said
     stage.set_up()
     log = stage.ended(stage.train("beheaded"), 300)
     resumed = re.findall(r"resum\w+ .*?step (\d+)", log)
@@ -78,7 +78,7 @@ def spend_limit(stage: Stage) -> str:
     """The dollars of settings.toml are spent: the cluster ends itself, workers too."""
     _worker_at_work(stage)
     limit = _limits().dollars
-    spent = json.dumps({"at": time.time(), "dollars": limit - 0.0001, "said": []})
+    spent = json.dumps({"at": time.time(), "dollars": limit - 0.0001, "messages": []})
     restart = stage.file.content["head_start_ray_commands"][-1]
     stage.head().run(f"kill $(cat ~/watchdog.pid); sleep 1; echo '{spent}' > ~/watchdog.json; {restart}")
     told = _ends_itself(stage)

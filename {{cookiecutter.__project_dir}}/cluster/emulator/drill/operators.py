@@ -28,7 +28,7 @@ def up_again(stage: Stage) -> str:
     assert head
     wait_for(lambda: "at work" in stage.log(job), 60, "the job to start")
     for _ in range(2):
-        assert f"is up already, and as cluster.yaml says: head {head.id}" in verb("up")
+        assert f"is already up and matches cluster.yaml: head {head.id}" in verb("up")
     with changed_cluster_file(idle_timeout_minutes=6):
         said = verb("up", expect=1)  # nobody agrees: it only says what it would do
         assert "the head is set up anew, and running jobs end" in said, said

@@ -37,7 +37,7 @@ def other_python_on_a_worker(stage: Stage) -> str:
         stage.submit(ONE_CPU)
         wait_for(lambda: "3.11.99" in str(stage.report()["failed_setups"]), 120, "status to say why")
         said = verb("status")
-    return re.findall(r"a new worker was given up: .*?3\.11\.99", said)[0]
+    return re.findall(r"the set-up of a new worker failed: .*?3\.11\.99", said)[0]
 
 
 def other_ray_here(stage: Stage) -> str:

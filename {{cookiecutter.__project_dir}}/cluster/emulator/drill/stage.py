@@ -21,7 +21,7 @@ import settings
 from cluster import submission
 from cluster.aws import head, ssh
 from cluster.aws import target as aws
-from cluster.aws.ssh import Head
+from cluster.aws.ssh import SshHead
 from cluster.common import cluster_file, instances
 from cluster.common.cluster_file import ClusterFile
 from cluster.emulator import scenario
@@ -53,12 +53,12 @@ class Stage:
         scenario.shorten_idle_timeout(self.file)
         self.connection = target.connect()
 
-    def head(self) -> Head:
-        return ssh.reach(self.file)
+    def head(self) -> SshHead:
+        return ssh.find_head(self.file)
 
     def report(self) -> dict[str, Any]:
-        """What head_report.py says."""
-        return head.report(self.head())
+        """What head_status.py says."""
+        return head.read_status(self.head())
 
     def workers(self) -> list[instances.Instance]:
         return [machine for machine in instances.living(self.file) if machine.node_type != self.file.head.name]
