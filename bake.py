@@ -30,9 +30,7 @@ def bake(folder: Path, **answers: str) -> Path:
     """Generate a project in `folder`. Replaces its content but `.venv`, so that packages are installed only once."""
     with tempfile.TemporaryDirectory() as scratch:
         template = snapshot(Path(scratch) / "template")
-        config = (
-            Path(scratch) / "config.yaml"
-        )  # instead of the user's; by default, cookiecutter saves answers in their home
+        config = Path(scratch) / "config.yaml"  # cookiecutter would save answers in the user's home
         config.write_text(f"replay_dir: {scratch}\ncookiecutters_dir: {scratch}\n", encoding="utf-8")
         project = cookiecutter(
             str(template), no_input=True, config_file=str(config), extra_context=answers, output_dir=scratch

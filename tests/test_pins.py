@@ -58,9 +58,7 @@ def test_versions_are_in_one_place_only(template: Path) -> None:
     """Python's version is too short to search for: the next test checks its places."""
     sources = [path for path in template.rglob("*") if path.suffix in (".in", ".yaml", ".toml", ".py", ".json")]
     for path in sources:
-        if (
-            path != template / "cookiecutter.json" and path.parent.name != "results"
-        ):  # a result has the versions that it measured
+        if path != template / "cookiecutter.json" and path.parent.name != "results":  # results name versions
             text = path.read_text(encoding="utf-8")
             assert not [package for package in PACKAGES if VERSIONS[package] in text], path
 

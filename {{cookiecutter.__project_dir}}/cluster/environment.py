@@ -57,7 +57,7 @@ def _pins_hash() -> str:
     return hashlib.sha256(b"".join(file.read_bytes() for file in files if file.is_file())).hexdigest()
 
 
-def fill() -> None:
+def install_pins() -> None:
     """Install the pins into the environment of this process, which `inv` has just created."""
     _require_headers()
     environment = Path(sys.prefix)
@@ -203,7 +203,7 @@ def pip_settings() -> dict[str, str]:
 
 if __name__ == "__main__":
     try:
-        fill()
+        install_pins()
     except KeyboardInterrupt:
         print("\nerror: interrupted. The next ./inv continues the installation.", file=sys.stderr)
         sys.exit(130)

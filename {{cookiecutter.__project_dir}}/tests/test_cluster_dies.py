@@ -68,7 +68,7 @@ VERSION = json.dumps(
 
 
 class Misbehaving(BaseHTTPRequestHandler):
-    """Misbehaves on every request as the server's `manner` says, and records the paths."""
+    """Misbehaves on every request according to the server's `manner`, and records the paths."""
 
     def do_GET(self) -> None:
         self.server.asked.append(self.path)  # type: ignore[attr-defined]
@@ -143,10 +143,10 @@ def test_a_server_that_misbehaves_is_one_sentence(
     verb: Callable[[Connection], object], manner: str, connection: Connection, server: ThreadingHTTPServer
 ) -> None:
     server.manner = manner  # type: ignore[attr-defined]
-    with pytest.raises(Unreachable) as told:
+    with pytest.raises(Unreachable) as raised:
         verb(connection)
-    assert "\n" not in str(told.value)
-    assert "inv down" in str(told.value)
+    assert "\n" not in str(raised.value)
+    assert "inv down" in str(raised.value)
 
 
 @pytest.mark.parametrize("manner", ["was restarted", "knows nothing"])
@@ -164,7 +164,7 @@ def test_a_job_that_a_new_cluster_does_not_know(
 
 
 def test_an_upload_may_take_longer_than_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sent as a whole, it has the time to connect: through a tunnel that was 5 s for 100 MiB."""
+    """Sent as a whole, an upload would have only the connect timeout: 5 s for 100 MiB through a tunnel."""
     monkeypatch.setattr(job_client, "TIMEOUTS_S", (1, 1))
     monkeypatch.setattr(job_client, "UPLOAD_TIMEOUTS_S", (1, 10))
     size, received = 30 * 2**20, 0
@@ -177,7 +177,7 @@ def test_an_upload_may_take_longer_than_an_answer(monkeypatch: pytest.MonkeyPatc
                 is_upload = sock.recv(2**12).startswith(b"PUT")
                 while is_upload and received < size - 2**12:
                     received += len(sock.recv(2**20))
-                    time.sleep(0.1)  # in all, three times as long as a block may take
+                    time.sleep(0.1)  # in total three times the timeout of a block
                 head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(VERSION)}\r\nContent-Type: application/json\r\n"
                 sock.sendall(f"{head}Connection: close\r\n\r\n".encode() + VERSION)
 
@@ -210,7 +210,7 @@ def test_a_log_and_a_status_that_fail_at_once_are_one_sentence(
 
 @pytest.fixture
 def proxied(server: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Set the server as the proxy of all clients that honour one. Return the paths that it is asked for."""
+    """Make the server the proxy of all clients that honour one. Return the requested paths."""
     for name in ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy"):
         monkeypatch.setenv(name, f"http://127.0.0.1:{server.server_port}")
         monkeypatch.setenv(name.upper(), f"http://127.0.0.1:{server.server_port}")
@@ -237,7 +237,7 @@ def test_proxies_are_bypassed_and_what_the_user_bypasses_stays(
 
 
 def test_proxies_of_the_system_survive_the_bypass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """macOS keeps them outside the environment, and they count only as long as no variable is set."""
+    """macOS keeps proxies outside the environment, and they count only while no variable is set."""
     monkeypatch.setattr(
         os, "environ", {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
     )
@@ -299,12 +299,12 @@ def test_a_cluster_that_dies_under_a_job_is_one_sentence(project: Project, victi
     words = {"agent": "DashboardAgent", "dashboard": "dashboard/dashboard.py"}.get(victim, f"/{victim} ")
     [process] = [one for one in processes(project) if words in " ".join(one.cmdline()) + " "]
     process.kill()
-    _, told = client.communicate(timeout=120)
-    assert client.returncode == Unreachable.exit_code, told
-    assert told.startswith(f"error: the cluster no longer answers, and {job_id} may be lost with it"), told
-    assert len(told.splitlines()) == 1
+    _, stderr = client.communicate(timeout=120)
+    assert client.returncode == Unreachable.exit_code, stderr
+    assert stderr.startswith(f"error: the cluster no longer answers, and {job_id} may be lost with it"), stderr
+    assert len(stderr.splitlines()) == 1
     log = Path(project.state["temp"], "ray", "session_latest", "logs", f"job-driver-{job_id}.log")
-    assert f"{log.name} in {log.parent}" in told
+    assert f"{log.name} in {log.parent}" in stderr
     assert "running" in log.read_text()
     assert not [url for url in proxied if "127.0.0.1" in url or "localhost" in url]
 
@@ -339,7 +339,7 @@ def test_a_head_that_dies_of_its_first_job_is_not_up(tmp_path: Path, monkeypatch
         ("", "", "no output"),
     ],
 )  # fmt: skip
-def test_the_reason_of_a_death_is_found(printed: str, raylet: str, expected: str, tmp_path: Path) -> None:
+def test_the_reason_of_a_crash_is_found(printed: str, raylet: str, expected: str, tmp_path: Path) -> None:
     (tmp_path / "ray.log").write_text(printed)
     (tmp_path / "raylet.out").write_text(raylet)
     assert crash_reason.find(tmp_path / "ray.log", tmp_path) == expected

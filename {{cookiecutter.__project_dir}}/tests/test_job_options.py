@@ -73,12 +73,12 @@ def test_a_wrong_option_is_one_sentence_with_the_command_to_type(options: str, s
     assert ended.returncode == 1
 
 
-def test_options_that_are_only_checked_run_nothing() -> None:
+def test_checking_options_does_not_run_the_job() -> None:
     ended = type_options("finetune_ddp", "--steps", "10", checked_for="inv submit finetune_ddp --")
     assert (ended.returncode, ended.stdout, split(ended.stderr)[1]) == (0, "", "")
 
 
-def test_help_of_a_job_takes_no_cluster() -> None:
+def test_help_of_a_job_needs_no_cluster() -> None:
     ended = inv("submit", "finetune_ddp", "--", "--help")
     imported, said = split(ended.stderr)
     assert (ended.returncode, said) == (0, "")
@@ -129,7 +129,7 @@ def test_a_wrong_command_line_is_one_sentence_and_nothing_is_connected_to(words:
     assert not imported & SLOW
 
 
-def test_help_of_submit_is_not_taken_for_a_job() -> None:
+def test_help_of_submit_lists_the_jobs() -> None:
     assert "one of: check_network, embed, " in inv("submit", "--help").stdout
 
 

@@ -1,4 +1,4 @@
-"""The verbs on the `local` target, as a person types them, in a copy of the project with a cluster of its own."""
+"""Test the verbs with the `local` target, in a copy of the project with its own cluster."""
 
 import functools
 import hashlib
@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 import requests
-from processes import open_to_others, told_by
+from processes import open_to_others, read_all
 
 import settings
 from cluster.job_client import PROBE_JOB, Unreachable
@@ -27,9 +27,9 @@ from cluster.local import processes as cluster_processes
 from cluster.local.target import Local
 from cluster.network import free_ports
 
-CANARY = secrets.token_hex(16)  # new each time: this file itself is uploaded
+CANARY = secrets.token_hex(16)  # random, because this file is uploaded
 PROBE = '''
-"""A job for the tests: says where secrets arrive, then ends as it is told."""
+"""A job for the tests: prints hashes of the secret, then exits with the given code."""
 import hashlib, os, sys, tempfile, time
 import ray
 from pipeline.ray_support import cli
@@ -49,14 +49,14 @@ if __name__ == "__main__":
 
 
 class Project:
-    """A copy of this project, whose verbs run in a process of their own."""
+    """A copy of this project, whose verbs run in separate processes."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.command = [str(folder / ".venv" / "bin" / "python"), "-m", "invoke"]
 
     def inv(self, *words: str, ok: bool = True) -> str:
-        """What the verb prints on both streams; asserts that it ends as expected."""
+        """Return stdout and stderr of a verb. Asserts that it succeeds, or fails if not `ok`."""
         done = subprocess.run([*self.command, *words], cwd=self.folder, capture_output=True, text=True, timeout=180)
         printed = done.stdout + done.stderr
         assert (done.returncode == 0) == ok, printed
@@ -88,19 +88,19 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
 
 
 def processes(project: Project) -> list[psutil.Process]:
-    """Everything below the head that `up` started."""
+    """Return the head that `up` started, and all its descendants."""
     head = psutil.Process(project.state["session"])
     return [head, *head.children(recursive=True)]
 
 
-def test_up_again_says_so(project: Project) -> None:
+def test_a_second_up_changes_nothing(project: Project) -> None:
     before = project.state
     assert "is already up" in project.inv("up")
     assert project.state == before
 
 
 def test_a_new_cluster_shows_no_job_and_no_problem(project: Project) -> None:
-    time.sleep(3)  # Ray monitors a job for a second after its end, and lists a deleted one as failed
+    time.sleep(3)  # Ray monitors a job for a second after its end, and would list a deleted one as failed
     probes = {job["submission_id"]: job["status"] for job in project.get("/api/jobs/").json()}
     assert probes == {PROBE_JOB: "SUCCEEDED"}
     printed = project.inv("status")
@@ -109,10 +109,10 @@ def test_a_new_cluster_shows_no_job_and_no_problem(project: Project) -> None:
     assert "no job was submitted" in project.inv("logs", ok=False)
 
 
-def test_every_port_is_on_loopback_and_wants_the_token(project: Project) -> None:
+def test_every_port_is_on_loopback_and_requires_the_token(project: Project) -> None:
     ports = [
         connection.laddr
-        for connections in told_by(processes(project), lambda process: process.net_connections("tcp"))
+        for connections in read_all(processes(project), lambda process: process.net_connections("tcp"))
         for connection in connections
         if connection.status == psutil.CONN_LISTEN
     ]
@@ -123,7 +123,7 @@ def test_every_port_is_on_loopback_and_wants_the_token(project: Project) -> None
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
-def test_other_users_read_and_write_nothing_of_a_running_job(project: Project) -> None:
+def test_other_users_cannot_access_files_of_a_running_job(project: Project) -> None:
     open_folder = Path(tempfile.mkdtemp(dir="/tmp"))
     open_folder.chmod(0o777)
     assert open_to_others(open_folder) == [str(open_folder)], "the check must see what is open"
@@ -145,9 +145,9 @@ def test_other_users_read_and_write_nothing_of_a_running_job(project: Project) -
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
-def test_other_users_read_and_write_nothing_of_a_job_without_a_cluster(project: Project) -> None:
+def test_other_users_cannot_access_files_of_a_job_without_a_cluster(project: Project) -> None:
     variables = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    variables["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"  # below `uv run`, Ray would create an empty .venv for its workers
+    variables["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"  # under `uv run`, Ray would create an empty .venv for its workers
     job = subprocess.Popen(
         [*project.command[:-1], "jobs.probe", "0", "2"],
         cwd=project.folder, env=variables, stdout=subprocess.PIPE, text=True,
@@ -168,14 +168,14 @@ def test_no_outgoing_connection_can_take_a_free_port() -> None:
     assert max(ports) < first_of_connections
 
 
-def test_submit_streams_the_log_and_ends_with_the_jobs_code(project: Project) -> None:
+def test_submit_streams_the_log_and_exits_with_the_jobs_code(project: Project) -> None:
     printed = project.inv("submit", "probe", "--", "0")
     assert "worker" in printed
     rays = "Running entrypoint for job"
     assert rays not in printed, "only --verbose shows Ray's own messages"
     assert rays in project.inv("logs", "--verbose")
     temp = project.state["temp"]
-    assert f"temp {temp} {temp}" in printed, "what a job leaves in its temp folder must go with the cluster"
+    assert f"temp {temp} {temp}" in printed, "temporary files of jobs must end with the cluster"
     done = subprocess.run([*project.command, "submit", "probe", "--", "7"], cwd=project.folder, capture_output=True)
     assert done.returncode == 7
 
@@ -186,8 +186,8 @@ def test_a_secret_reaches_driver_and_workers_and_shows_nowhere(project: Project)
     assert f"driver {digest}" in log
     assert f"worker {digest}" in log
 
-    argv = told_by(processes(project), psutil.Process.cmdline)
-    environments = told_by(processes(project), psutil.Process.environ)
+    argv = read_all(processes(project), psutil.Process.cmdline)
+    environments = read_all(processes(project), psutil.Process.environ)
     assert min(len(argv), len(environments)) > 5
     assert CANARY not in json.dumps([argv, environments, log])
     answers = [project.get(path).text for path in ("/api/jobs/", "/api/v0/actors?detail=1", "/api/v0/workers?detail=1")]
@@ -209,7 +209,7 @@ def test_status_shows_nodes_jobs_and_what_is_wrong(project: Project) -> None:
         assert expected in printed
 
 
-def test_ctrl_c_leaves_the_job_running_where_nobody_can_answer(project: Project) -> None:
+def test_ctrl_c_without_a_terminal_leaves_the_job_running(project: Project) -> None:
     client = subprocess.Popen(
         [*project.command, "submit", "probe", "--", "0", "120"],
         cwd=project.folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True,
@@ -238,7 +238,7 @@ def test_ctrl_c_offers_to_stop_the_job(project: Project) -> None:
 
 
 def read_until(client: subprocess.Popen, word: str) -> str:
-    """Id of the submitted job, once `word` stands in its log."""
+    """Wait until a line of the log starts with `word`. Return the id of the job."""
     assert client.stdout is not None
     job_id = ""
     for line in client.stdout:
@@ -284,7 +284,7 @@ def test_a_cluster_that_is_too_busy_to_answer_is_not_ended(project: Project, mon
     assert "alive" in project.inv("status")
 
 
-def test_what_got_the_number_of_a_session_after_a_reboot_is_left_alone() -> None:
+def test_a_process_with_the_sessions_number_after_a_reboot_is_not_ended() -> None:
     stranger = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True)
     cluster = {"id": "none", "temp": "/tmp/ray-none", "session": stranger.pid, "boot": state.boot_id()}
     assert cluster_processes.find(cluster) == []
@@ -300,7 +300,7 @@ def test_a_folder_too_large_is_not_uploaded(project: Project) -> None:
     shutil.rmtree(large.parent)
 
 
-def test_down_leaves_nothing_and_says_so_twice(project: Project, ray_session: None) -> None:
+def test_down_leaves_nothing_and_can_be_repeated(project: Project, ray_session: None) -> None:
     import ray
 
     cluster, running = project.state, processes(project)

@@ -62,7 +62,7 @@ def llama() -> Shape:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_parameters_are_those_of_the_built_model(tied: bool) -> None:
+def test_parameters_match_the_built_model(tied: bool) -> None:
     config = LlamaConfig(**TINY, tie_word_embeddings=tied)
     model, shape = LlamaForCausalLM(config), shape_of(config)
     embedding = model.get_input_embeddings().weight
@@ -74,7 +74,7 @@ def test_parameters_are_those_of_the_built_model(tied: bool) -> None:
 
 
 def test_known_models_have_their_published_sizes(llama: Shape) -> None:
-    assert llama.parameters == 8_030_261_248  # of the hub's safetensors index
+    assert llama.parameters == 8_030_261_248  # from the safetensors index on the hub
     assert memory.states(llama, TRAINING).gpu == 16 * llama.parameters
     assert serving.kv_bytes(llama, 2) == 128 * 1024
 
@@ -88,7 +88,7 @@ def test_a_model_of_another_kind_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("stage", "gigabytes"), [(1, 31.4), (2, 16.6), (3, 1.9)])
-def test_states_are_those_of_the_zero_paper(llama: Shape, stage: int, gigabytes: float) -> None:
+def test_states_match_the_zero_paper(llama: Shape, stage: int, gigabytes: float) -> None:
     """Figure 1 of arXiv:1910.02054: 7.5 billion parameters on 64 GPUs; 120 GB without sharding."""
     shape, training = replace(llama, parameters=7_500_000_000), replace(TRAINING, gpus=64)
     assert memory.states(shape, training).gpu == pytest.approx(120e9)
@@ -97,8 +97,8 @@ def test_states_are_those_of_the_zero_paper(llama: Shape, stage: int, gigabytes:
     )
 
 
-def test_states_are_the_bytes_that_live_engines_hold(tmp_path: Path) -> None:
-    """The most of a rank's parameters, gradients and optimizer states after the backward passes of a step."""
+def test_states_match_live_engines(tmp_path: Path) -> None:
+    """Compare with the peak of parameters, gradients and optimizer states after the backward passes of a step."""
     spawn(_count_states, (tmp_path,), nprocs=RANKS)
     counted = json.loads((tmp_path / "counted.json").read_text())
     shape = shape_of(LlamaConfig(**TINY))
@@ -123,13 +123,13 @@ class _Ranks:
 
 
 def _count_states(rank: int, folder: Path) -> None:
-    """Train two steps by every method and write down what rank 0 holds."""
+    """Train two steps with every method, and save the bytes of rank 0."""
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
     distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
     counted = {}
     for method in METHODS:
-        gc.freeze()  # what is there already, and what earlier engines leave, is not looked at
+        gc.freeze()  # ignores existing objects, and what earlier engines left
         strategy = _strategy(method, rank)
         row = torch.arange(16)[None]
         batch = {"input_ids": row, "labels": row, "position_ids": row}
@@ -163,7 +163,7 @@ def _strategy(method: Method, rank: int) -> Strategy:
         }
     )
     config = json.loads((settings.PROJECT / "pipeline/training/deepspeed.json").read_text())
-    config["zero_optimization"]["reduce_bucket_size"] = 5000  # in the plan, buckets are no states
+    config["zero_optimization"]["reduce_bucket_size"] = 5000  # the plan does not count buckets as states
     return ZeRO(config, model, options, run, batches)
 
 
@@ -173,7 +173,7 @@ def _live_tensors() -> list[torch.Tensor]:
 
 
 def _bytes(tensors: list[torch.Tensor]) -> int:
-    """Of their storages, each once."""
+    """Return the bytes of the tensors' storages; shared storages count once."""
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())
 
@@ -182,7 +182,7 @@ def _bytes(tensors: list[torch.Tensor]) -> int:
 
 
 class _Peak(TorchDispatchMode):
-    """The most bytes at once of what operations allocate."""
+    """Measures the peak bytes that operations allocate."""
 
     def __init__(self, ignored: list[torch.Tensor]) -> None:
         super().__init__()
@@ -204,8 +204,8 @@ class _Peak(TorchDispatchMode):
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("strategy", ["autocast", "sharded bf16", "fp32"])
 @pytest.mark.parametrize("architecture", [(LlamaConfig, LlamaForCausalLM), (Qwen3Config, Qwen3ForCausalLM)])
-def test_activations_are_what_a_pass_allocates(architecture: Any, strategy: str, checkpointing: bool) -> None:
-    """A forward and a backward pass over a packed row, through the strategies' own loss."""
+def test_activations_match_the_allocations_of_a_pass(architecture: Any, strategy: str, checkpointing: bool) -> None:
+    """Compare with a forward and a backward pass over a packed row, with the strategies' loss."""
     config_type, model_type = architecture
     config = config_type(**TINY, head_dim=24)
     model = model_type(config).train()
@@ -309,7 +309,7 @@ def test_a_tiny_model_needs_no_sharding_and_a_huge_one_fits_nothing() -> None:
 
 
 def test_hours_follow_the_operations(llama: Shape) -> None:
-    """10^9 tokens on 8 A100s at 0.4 of 312 TFLOP/s: 6 N operations each, and attention's."""
+    """10^9 tokens on 8 A100s at 0.4 of 312 TFLOP/s, with 6 N operations per token plus attention."""
     plain = memory.hours(llama, replace(TRAINING, gpus=8), 10**9)
     assert plain is not None
     assert plain == pytest.approx(6 * 7.5e9 * 1e9 / (8 * 312e12 * 0.4) / 3600, rel=0.05)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from processes import told_by
+from processes import read_all
 
 import settings
 from cluster import environment
@@ -157,7 +157,7 @@ def processes_of_the_cloud() -> list[psutil.Process]:
 def alive_after_patience(processes: list[psutil.Process]) -> list[psutil.Process]:
     """Return the processes that do not end in time. Zombies of a container do not count."""
     deadline = time.monotonic() + ENDED_WITHIN_S
-    while alive := [one for one, state in told_by(processes, state_of) if state != psutil.STATUS_ZOMBIE]:
+    while alive := [one for one, state in read_all(processes, state_of) if state != psutil.STATUS_ZOMBIE]:
         if time.monotonic() > deadline:
             break
         time.sleep(0.1)

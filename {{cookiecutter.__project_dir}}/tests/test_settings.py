@@ -1,4 +1,4 @@
-"""settings.toml: profiles overlay, and what is wrong is said by line and key."""
+"""Test settings.toml: profiles override shared keys, and errors name line and key."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ from pipeline.ray_support import cli
 from pipeline.training.options import DeepSpeedOptions
 
 
-class Machine(settings.Section):
+class Example(settings.Section):
     cores: int
     name: str = "unnamed"
 
@@ -21,12 +21,12 @@ def write(folder: Path, text: str) -> Path:
     return file
 
 
-def test_the_profile_wins_over_what_both_share(tmp_path: Path) -> None:
+def test_the_profile_overrides_shared_keys(tmp_path: Path) -> None:
     file = write(
         tmp_path, '[machine]\ncores = 1\nname = "shared"\n[local.machine]\ncores = 2\n[cluster.machine]\ncores = 3\n'
     )
-    assert settings.load(Machine, "machine", profile="local", file=file) == Machine(cores=2, name="shared")
-    assert settings.load(Machine, "machine", profile="cluster", file=file) == Machine(cores=3, name="shared")
+    assert settings.load(Example, "machine", profile="local", file=file) == Example(cores=2, name="shared")
+    assert settings.load(Example, "machine", profile="cluster", file=file) == Example(cores=3, name="shared")
 
 
 @pytest.mark.parametrize(
@@ -40,17 +40,17 @@ def test_the_profile_wins_over_what_both_share(tmp_path: Path) -> None:
 )
 def test_a_broken_file_is_named_by_line_and_key(tmp_path: Path, text: str, sentence: str) -> None:
     with pytest.raises(settings.UserError, match="^" + re.escape(sentence)):
-        settings.load(Machine, "machine", profile="local", file=write(tmp_path, text))
+        settings.load(Example, "machine", profile="local", file=write(tmp_path, text))
 
 
 def test_a_missing_file_and_an_unknown_profile_are_refused(tmp_path: Path) -> None:
     with pytest.raises(settings.UserError, match=r"git checkout settings\.toml"):
-        settings.load(Machine, "machine", file=tmp_path / "settings.toml")
+        settings.load(Example, "machine", file=tmp_path / "settings.toml")
     with pytest.raises(settings.UserError, match="unknown profile 'laptop'"):
-        settings.load(Machine, "machine", profile="laptop")
+        settings.load(Example, "machine", profile="laptop")
 
 
-def test_paths_mean_the_projects_folder_and_uris_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relative_paths_are_in_the_project_and_uris_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PROJECT_DIR", "/somewhere/project")
     assert settings.resolve("data/packed") == "/somewhere/project/data/packed"
     assert settings.resolve("/shared/data") == "/shared/data"
@@ -74,10 +74,10 @@ def test_a_bad_option_on_the_command_line_is_one_sentence(
     monkeypatch.setattr("sys.argv", ["jobs/finetune_deepspeed.py", *options.split()])
     with pytest.raises(SystemExit, match="^" + re.escape(sentence)):
         cli.parse(DeepSpeedOptions, "train", "deepspeed")
-    assert "".join(capfd.readouterr()) == ""  # the sentence, which the exit prints, is all
+    assert "".join(capfd.readouterr()) == ""  # nothing but the message, which the exit prints
 
 
-def test_options_of_the_command_line_win_over_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_line_options_override_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["jobs/finetune_deepspeed.py", "--zero-stage", "1", "--num-workers", "2", "4"])
     found = []
     cli.parse(DeepSpeedOptions, "train", "deepspeed")
