@@ -59,9 +59,8 @@ def bench(context: Context, only: str = "") -> None:
     project = _bake(context, "bench")
     _step(f"creating the environment of {project}")
     _verb(context, project, "--list")  # any verb creates it
-    python = shlex.quote(
-        str((project / ".venv").resolve() / "bin" / "python")
-    )  # resolved: Ray would find the space in the link's path
+    environment = (project / ".venv").resolve()  # Ray would find the space in the link's path
+    python = shlex.quote(str(environment / "bin" / "python"))
     variables = {
         "PYTHONPATH": f"{project}{os.pathsep}{bake.TEMPLATE}",
         "PROFILE": "local",

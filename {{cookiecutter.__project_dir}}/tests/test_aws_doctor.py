@@ -119,7 +119,11 @@ PRODUCT = {"terms": {"OnDemand": {"term": {"priceDimensions": {"it": {"pricePerU
 
 def simulated(actions: list[str], *denied: str) -> Answer:
     decisions = {action: "implicitDeny" if action in denied else "allowed" for action in actions}
-    return {"EvaluationResults": [{"EvalActionName": name, "EvalDecision": said} for name, said in decisions.items()]}
+    return {
+        "EvaluationResults": [
+            {"EvalActionName": name, "EvalDecision": decision} for name, decision in decisions.items()
+        ]
+    }
 
 
 def quota(code: str, vcpus: float) -> Answer:

@@ -12,8 +12,8 @@ def answer(code: str, message: str = "", operation: str = "RunInstances") -> Cli
 
 def test_a_denied_call_names_the_permission_and_the_resource() -> None:
     words = "User: me is not authorized to perform: iam:PassRole on resource: arn:aws:iam::1:role/x because no policy"
-    said = aws_errors.explain(answer("UnauthorizedOperation", words))
-    assert said == (
+    message = aws_errors.explain(answer("UnauthorizedOperation", words))
+    assert message == (
         "you lack the permission iam:PassRole on arn:aws:iam::1:role/x. "
         "Ask the administrator of your AWS account for it"
     )

@@ -67,13 +67,13 @@ def test_libraries_still_say_so(heading: str) -> None:
 
 @pytest.mark.parametrize("heading", _sections())
 def test_an_error_has_a_command_to_type_and_a_test(heading: str) -> None:
-    said = " ".join(_sections()[heading].split())
-    assert re.search(r"[Tt]ype `|[Tt]ype what it says|`inv \w+", said)
+    text = " ".join(_sections()[heading].split())
+    assert re.search(r"[Tt]ype `|[Tt]ype what it says|`inv \w+", text)
     is_of_the_launcher = any(
         text.fullmatch(_quoted(_sections()[heading]).removeprefix("error: "))
         for text in _patterns(_texts_of_the_launcher())
     )
-    assert is_of_the_launcher or re.search(r"Tests?: `test_\w+\.py::test_\w+`", said)
+    assert is_of_the_launcher or re.search(r"Tests?: `test_\w+\.py::test_\w+`", text)
 
 
 def test_a_changed_message_would_be_found() -> None:
@@ -99,8 +99,8 @@ def _patterns(texts: set[str]) -> list[re.Pattern[str]]:
 def _texts_of_the_launcher() -> set[str]:
     """Return the errors of `inv`, which are the quoted words after `fail`."""
     shell = (settings.PROJECT / "inv").read_text(encoding="utf-8").replace("\\\n", " ")
-    said = re.findall(r'\bfail ("[^"]*"(?: +"[^"]*")*)', shell)
-    joined = [" ".join(re.findall(r'"([^"]*)"', words)) for words in said]
+    errors = re.findall(r'\bfail ("[^"]*"(?: +"[^"]*")*)', shell)
+    joined = [" ".join(re.findall(r'"([^"]*)"', words)) for words in errors]
     texts = {re.sub(r"\$\([^)]*\)|\$\{?\w+\}?", FILLED, text) for text in joined}
     return {text for text in texts if len(text.replace(FILLED, "")) >= MIN_LETTERS}
 
@@ -171,8 +171,8 @@ def test_links_lead_somewhere(page: str) -> None:
 def test_torchrun_wants_packed_rows_and_a_folder() -> None:
     options = settings.load(DDPOptions, "train", profile="local")
     for wrong in ({"stream": True}, {"output": "s3://bucket/runs"}):
-        said = torchrun._prepare(options.model_copy(update=wrong))
-        assert said.startswith("under torchrun, rows come from preprocess and output is a folder")
+        message = torchrun._prepare(options.model_copy(update=wrong))
+        assert message.startswith("under torchrun, rows come from preprocess and output is a folder")
 
 
 @cache

@@ -41,15 +41,15 @@ def split(stderr: str) -> tuple[set[str], str]:
 def test_options_are_read_before_anything_slow_is_imported(job: str) -> None:
     for options in (["--help"], ["--no-such-option"]):
         ended = type_options(job, *options)
-        imported, said = split(ended.stderr)
+        imported, stderr = split(ended.stderr)
         assert not imported & SLOW
         if options == ["--help"]:
             assert ended.returncode == 0
             assert ended.stdout.startswith(f"usage: python -m jobs.{job} [")
         else:
             assert ended.returncode == 1
-            assert said.startswith("error: unknown option --no-such-option")
-            assert said.count("\n") == 1
+            assert stderr.startswith("error: unknown option --no-such-option")
+            assert stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -80,8 +80,8 @@ def test_checking_options_does_not_run_the_job() -> None:
 
 def test_help_of_a_job_needs_no_cluster() -> None:
     ended = inv("submit", "finetune_ddp", "--", "--help")
-    imported, said = split(ended.stderr)
-    assert (ended.returncode, said) == (0, "")
+    imported, stderr = split(ended.stderr)
+    assert (ended.returncode, stderr) == (0, "")
     assert ended.stdout.startswith("usage: inv submit finetune_ddp -- [OPTIONS]\n")
     assert "--micro-batch-rows INT" in ended.stdout
     assert not imported & SLOW
@@ -124,8 +124,8 @@ def test_help_of_a_job_needs_no_cluster() -> None:
 )
 def test_a_wrong_command_line_is_one_sentence_and_nothing_is_connected_to(words: str, sentence: str) -> None:
     ended = inv(*words.split())
-    imported, said = split(ended.stderr)
-    assert (ended.returncode, ended.stdout, said) == (1, "", f"error: {sentence}\n")
+    imported, stderr = split(ended.stderr)
+    assert (ended.returncode, ended.stdout, stderr) == (1, "", f"error: {sentence}\n")
     assert not imported & SLOW
 
 
@@ -135,9 +135,9 @@ def test_help_of_submit_lists_the_jobs() -> None:
 
 @pytest.mark.parametrize("words", ["logs some-job-1", "stop some-job-1", "logs -t local some-job-1", "logs"])
 def test_the_id_of_a_job_needs_no_flag(words: str) -> None:
-    said = split(inv(*words.split()).stderr)[1]
-    assert "No idea what" not in said
-    assert said.startswith("error: ")
+    stderr = split(inv(*words.split()).stderr)[1]
+    assert "No idea what" not in stderr
+    assert stderr.startswith("error: ")
 
 
 @pytest.mark.parametrize("only", ["nonsuch", "limit, nonsuch,"])
@@ -149,9 +149,9 @@ def test_a_drill_without_a_fault_starts_no_cloud(only: str) -> None:
 
 def test_the_verbs_are_listed_before_anything_slow_is_imported() -> None:
     ended = inv("--list")
-    imported, said = split(ended.stderr)
+    imported, stderr = split(ended.stderr)
     assert "submit" in ended.stdout
-    assert said == ""
+    assert stderr == ""
     assert not imported & SLOW
 
 

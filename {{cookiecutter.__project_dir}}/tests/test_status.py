@@ -49,7 +49,7 @@ def test_a_healthy_cluster_is_shown_whole_and_nothing_is_wrong() -> None:
     assert "no problems" in text
 
 
-def test_demand_that_no_node_can_meet_is_said() -> None:
+def test_demand_that_no_node_can_meet_is_reported() -> None:
     load = {"usage": {"CPU": [0.0, 4.0]}, "resourceDemand": [[{"CPU": 8.0}, 3]], "pgDemand": []}
     assert status.problems(snapshot(load=load)) == ["3 × 8 CPU is requested, but the cluster has only 4 CPU"]
     fits = {"usage": {"CPU": [4.0, 4.0]}, "resourceDemand": [[{"CPU": 1.0}, 3]], "pgDemand": []}
@@ -63,7 +63,7 @@ def test_a_failed_job_gives_its_code_and_its_last_words() -> None:
     assert sentence == "job preprocess-1 failed with exit code 1: error: there is no data"
 
 
-def test_a_dead_node_and_an_unhealthy_application_are_said() -> None:
+def test_a_dead_node_and_an_unhealthy_application_are_reported() -> None:
     dead = NODE | {"state": "DEAD", "state_message": "health check failed"}
     assert status.problems(snapshot(nodes=[dead])) == ["node 10.0.0.1 is dead: health check failed"]
     sick = APPLICATION | {"status": "DEPLOY_FAILED", "message": "The engine\ndid not start"}
@@ -84,7 +84,7 @@ def test_a_served_model_is_reached_through_the_tunnel_where_there_is_one() -> No
     assert status.address(snapshot(), tunnelled) == "http://127.0.0.1:23456"
 
 
-def test_what_is_rented_and_refused_is_said() -> None:
+def test_what_is_rented_and_refused_is_reported() -> None:
     cloud = CloudStatus(notes=["0.40 dollars per hour now"], problems=["AWS refused a100-spot-1: no capacity"])
     text = printed(snapshot(), cloud)
     assert "0.40 dollars per hour now" in text
