@@ -1,4 +1,4 @@
-"""How long a checkpoint keeps the loop from training, where storage takes much longer than that."""
+"""Measures how long a checkpoint blocks training on slow storage."""
 
 import statistics
 import time
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from pipeline.training import checkpoints
 from pipeline.training.options import DDPOptions
-from pipeline.training.runtimes.runtime import Metrics, SingleProcess, Write
+from pipeline.training.runtimes.runtime import Metrics, SingleProcess, WriteCheckpoint
 from pipeline.training.strategies import DDP
 from pipeline.training.trainer import train
 
@@ -18,20 +18,20 @@ from benchmarks.report import Result, at_most
 from demo import assets
 
 STEPS, EVERY = 30, 10
-STORAGE_S = 8  # beside the disk's own time
+STORAGE_S = 8  # in addition to the disk's time
 LLAMA = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "num_attention_heads": 8}
 
 
 class SlowStorage(SingleProcess):
-    """A run whose checkpoints take long to be kept."""
+    """A runtime with slow storage."""
 
-    def _keep(self, metrics: Metrics, write: Write) -> None:
+    def _keep(self, metrics: Metrics, write: WriteCheckpoint) -> None:
         super()._keep(metrics, write)
         time.sleep(STORAGE_S)
 
 
 def measure() -> Result:
-    """Each step is metered alone; those after a checkpoint train while it is being written."""
+    """Time each step. The steps after a checkpoint run while it is being written."""
     with harness.scratch() as folder:
         parameters = harness.write_model(folder / "model", 4096, **LLAMA)
         assets.write_data(folder / "data")
@@ -39,8 +39,8 @@ def measure() -> Result:
         options = _options(folder)
         blocked: list[float] = []
         checkpoints.save = _clocked(checkpoints.save, blocked)
-        run = SlowStorage(folder / "runs" / options.name, torch.device("cpu"), options.keep_checkpoints)
-        train(options, run, DDP)
+        runtime = SlowStorage(folder / "runs" / options.name, torch.device("cpu"), options.keep_checkpoints)
+        train(options, runtime, DDP)
         seconds = [
             options.global_batch_rows * 128 / row["tokens_per_s"]
             for row in harness.metrics(folder / "runs" / options.name)
@@ -49,12 +49,12 @@ def measure() -> Result:
     rounds = [
         {
             "checkpoint after step": number * EVERY,
-            "loop stood still (s)": stood,
-            "in steps": stood / step,
-            "a step before (s)": step,
-            "a step meanwhile (s)": statistics.median(meanwhile) if meanwhile else "",
+            "training blocked (s)": seconds_blocked,
+            "in steps": seconds_blocked / step,
+            "step before (s)": step,
+            "step meanwhile (s)": statistics.median(meanwhile) if meanwhile else "",
         }
-        for number, stood in enumerate(blocked, 1)
+        for number, seconds_blocked in enumerate(blocked, 1)
         for meanwhile in [seconds[number * EVERY : number * EVERY + 4]]
     ]
     longest = max(made["in steps"] for made in rounds)

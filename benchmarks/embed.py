@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 
 import torch
-from pipeline.rag import documents, index
-from pipeline.rag.embedder import Described
-from pipeline.rag.pipeline import Worker
+from pipeline.rag import documents, embedding, index
+from pipeline.rag.embedder import EmbeddingModelInfo
+from pipeline.rag.pipeline import EmbeddingWorker
 
 import settings
 from benchmarks import harness
@@ -79,16 +79,16 @@ def _plain(folder: Path) -> float:
 def _one_process(options: EmbedOptions) -> None:
     """Read, cut, embed and keep, one after the other."""
     torch.set_num_threads(1)  # as Ray gives each worker
-    described = Described(options.model)
-    recipe = index.Recipe(options.model, options.chunk_tokens, options.chunk_overlap)
+    described = EmbeddingModelInfo(options.model)
+    recipe = index.IndexConfig(options.model, options.chunk_tokens, options.chunk_overlap)
     writer = index.Writer(options.index, options.input, recipe, described.dimension, fresh=False)
     cut = documents.Chunker(described.tokenizer, options.chunk_tokens, options.chunk_overlap)
-    worker = Worker(options.model, options.device, options.precision, options.batch_chunks)
+    worker = EmbeddingWorker(options.model, options.device, options.precision, options.batch_chunks)
     source = documents.find(options.input)
-    waiting = embed.Commits(writer)
-    for piece in source.pieces:
-        for batch in documents.batches(source, piece, {}, cut, embed.PASSES * options.batch_chunks):
-            waiting.add(worker.work(batch))
+    waiting = embedding.CommitBuffer(writer)
+    for piece in documents.pieces(source):
+        for batch in documents.batches(source, piece, {}, cut, embedding.PASSES_PER_BATCH * options.batch_chunks):
+            waiting.add(worker.embed_batch(batch))
     waiting.commit()
     writer.finish()
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import pyarrow.parquet as pq
 from pipeline.serving import app
+from pipeline.serving.options import ServeOptions
 
 import settings
 from benchmarks import harness
@@ -18,7 +19,6 @@ from benchmarks.report import Result, at_least
 from benchmarks.serving import LARGE, SHAPES, THREADS, VOCABULARY
 from jobs import generate
 from jobs.generate import GenerateOptions
-from jobs.serve_llm import ServeOptions
 
 ROWS, ROUNDS, TOKENS = 1500, 5, 32
 
@@ -104,7 +104,7 @@ def _vllm(rows: Path, folder: Path) -> Work:
     asked = {
         "rows": str(rows),
         "output": str(output / "answers.parquet"),
-        "engine": {"model": serving.source} | app.engine(serving),
+        "engine": {"model": serving.source} | app.engine_args(serving),
         "max_tokens": TOKENS,
     }
     started = time.perf_counter()

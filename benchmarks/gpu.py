@@ -1,4 +1,4 @@
-"""MFU of a Llama of a billion parameters on one CUDA device, and what each switch of the loop gives. No Ray here."""
+"""Measures the MFU of a Llama with a billion parameters on one CUDA device, with and without each switch. No Ray."""
 
 import gc
 from pathlib import Path
@@ -18,7 +18,7 @@ from benchmarks import harness
 from benchmarks.report import Result, at_least
 
 LENGTH, ROWS = 4096, 4
-FIRST, STEPS = 3, 10  # the first ones compile, and find out which kernels are fast
+FIRST, STEPS = 3, 10  # the first steps compile, and choose kernels
 LLAMA = {  # the shape of Llama 3.2 1B
     "vocab_size": 128256,
     "hidden_size": 2048,
@@ -29,7 +29,7 @@ LLAMA = {  # the shape of Llama 3.2 1B
     "max_position_embeddings": LENGTH,
     "tie_word_embeddings": True,
 }
-SWITCHES: dict[str, dict[str, Any]] = {  # beside the plain loop: SDPA, one document a row, two rows a pass
+SWITCHES: dict[str, dict[str, Any]] = {  # changes of the plain loop: SDPA, one document per row, two rows per pass
     "plain": {},
     "rows one by one": {"micro_batch_rows": 1},
     "four rows a pass": {"micro_batch_rows": 4},
@@ -47,7 +47,7 @@ SWITCHES: dict[str, dict[str, Any]] = {  # beside the plain loop: SDPA, one docu
 
 
 class RandomRows:
-    """Rows of random tokens, all of them trained; `documents` of one length in each."""
+    """Rows of random tokens, all trained, with `documents` of equal length in each."""
 
     sequence_length = LENGTH
     chat_template = None
@@ -64,15 +64,15 @@ class RandomRows:
 
 
 def measure() -> Result:
-    """Each switch trains a model of its own for some steps.
+    """Train some steps with each switch.
 
     Raises:
-        UserError: there is no device, or none whose peak is known.
+        UserError: there is no device, or its peak is unknown.
     """
     if not torch.cuda.is_available():
         raise settings.UserError(
-            "there is no CUDA device, or torch is its CPU build; on a machine with one, in an environment of "
-            "build/bench/requirements/cluster.txt: PYTHONPATH=build/bench:. python -m benchmarks gpu"
+            "there is no CUDA device, or torch is a CPU build. On a machine with one, in an environment of "
+            "build/bench/requirements/cluster.txt, run: PYTHONPATH=build/bench:. python -m benchmarks gpu"
         )
     with harness.scratch() as folder:
         LlamaForCausalLM(LlamaConfig(**LLAMA)).save_pretrained(folder / "model")
@@ -83,18 +83,18 @@ def measure() -> Result:
 
 
 def _measure(folder: Path, documents: int = 1, attention: str = "", **changes: Any) -> dict[str, Any]:
-    def make(model: PreTrainedModel, options: TrainOptions, run: Runtime, plan: BatchPlan) -> Strategy:
+    def make(model: PreTrainedModel, options: TrainOptions, runtime: Runtime, plan: BatchPlan) -> Strategy:
         if attention:
             model.set_attn_implementation(attention)
-        return DDP(model, options, run, plan)
+        return DDP(model, options, runtime, plan)
 
-    torch.compiler.reset()  # and with it the model before this one
+    torch.compiler.reset()  # frees the previous model too
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    run = SingleProcess(folder / "runs", torch.device("cuda", 0), keep_checkpoints=1)
+    runtime = SingleProcess(folder / "runs", torch.device("cuda", 0), keep_checkpoints=1)
     try:
-        trainer = Trainer(_options(folder, changes), run, make, RandomRows(documents))
+        trainer = Trainer(_options(folder, changes), runtime, make, RandomRows(documents))
         _steps(trainer, 1, FIRST)
         row = _steps(trainer, FIRST + 1, FIRST + STEPS)
     except torch.OutOfMemoryError:
@@ -105,10 +105,10 @@ def _measure(folder: Path, documents: int = 1, attention: str = "", **changes: A
 
 
 def _steps(trainer: Trainer, first: int, last: int) -> dict[str, float]:
-    """The loop's own steps and meter, without its checkpoint at the end; returns the last step's numbers."""
+    """Run the trainer's steps without its final checkpoint, and return the metrics of the last step."""
     trainer.meter.restart()
     for step in range(first, last + 1):
-        trainer._step(step)
+        trainer.step(step)
     return trainer.meter.read()[-1]
 
 

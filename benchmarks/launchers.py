@@ -1,4 +1,4 @@
-"""The same training under Ray Train and under torchrun: two workers of one thread each."""
+"""Compares the same training under Ray Train and torchrun: two workers with one thread each."""
 
 import functools
 import json
@@ -26,14 +26,14 @@ from demo import assets
 from jobs import finetune_ddp
 
 ROUNDS = 9
-STEPS, FIRST = 20, 5  # the first ones, in which memory is allocated, do not count
-CLOCKED_STEPS = 100  # with the settings' own looks and checkpoints
+STEPS, FIRST = 20, 5  # the first steps allocate memory and do not count
+CLOCKED_STEPS = 100  # with the log and checkpoint intervals of settings.toml
 LLAMA = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6, "num_attention_heads": 4}
-IN_A_STEP = ("should_stop", "should_save", "report")  # what the loop calls between its first step and its last
+IN_A_STEP = ("should_stop", "should_save", "report")  # calls between the first and the last step
 
 
 def measure() -> Result:
-    """Pairs of whole runs, then one run whose port to Ray has a clock on every call."""
+    """Measure pairs of runs, then time every call of the runtime in one more run."""
     with harness.scratch() as folder, harness.one_ray():
         harness.write_model(folder / "model", 1024, **LLAMA)
         assets.write_data(folder / "data")
@@ -49,13 +49,13 @@ def measure() -> Result:
             "torchrun": functools.partial(_under_torchrun, changes),
         }
         rounds = harness.alternate(ways, ROUNDS, "tokens/s")
-        cost = _cost_of_the_port({**changes, "log_every": _options({}).log_every})
+        cost = _cost_of_the_runtime({**changes, "log_every": _options({}).log_every})
     return {
         "bars": [
             at_least(
                 0.95, "tokens/s by those of torchrun, median", harness.median_ratio(rounds, "Ray Train", "torchrun")
             ),
-            at_most(1, "ms a step in calls of the port to Ray Train", sum(cost[name] for name in IN_A_STEP)),
+            at_most(1, "ms a step in calls of RayTrainRuntime", sum(cost[name] for name in IN_A_STEP)),
         ],
         "rounds": [{"round": number, **made} for number, made in enumerate(rounds, 1)],
         "ms_a_step": cost,
@@ -79,7 +79,7 @@ def _under_torchrun(changes: dict[str, Any]) -> float:
 
 
 def _steady_tokens_per_s(options: DDPOptions) -> float:
-    """Of the steps after the first ones; the run goes, so that the next one begins anew."""
+    """Return the speed after the first steps. Deletes the run, so that the next one starts over."""
     folder = Path(options.output, options.name)
     rows = [row for row in harness.metrics(folder) if row["step"] > FIRST]
     shutil.rmtree(folder)
@@ -90,25 +90,26 @@ def _options(changes: dict[str, Any]) -> DDPOptions:
     return settings.load(DDPOptions, "train", profile="local").model_copy(update=changes)
 
 
-# ------------------------------------------------------------------------------------------ what the port costs
+# ------------------------------------------------------------------------------------------ cost of the runtime
 
 
-def _cost_of_the_port(changes: dict[str, Any]) -> dict[str, float]:
-    """Milliseconds a step that the slower of the workers spent in each call."""
+def _cost_of_the_runtime(changes: dict[str, Any]) -> dict[str, float]:
+    """Return the milliseconds per step in each call, of the slower worker."""
     options = _options(changes | {"steps": CLOCKED_STEPS, "name": "clocked"})
     ray_train.fit(options, _clocked_ddp)
-    files = sorted(Path(options.output).glob("port-*.json"))
+    files = sorted(Path(options.output).glob("calls-*.json"))
     each = [json.loads(file.read_text()) for file in files]
     return {name: max(1000 * seconds[name] / CLOCKED_STEPS for seconds in each) for name in each[0]}
 
 
-def _clocked_ddp(model: PreTrainedModel, options: TrainOptions, run: Runtime, plan: BatchPlan) -> Strategy:
-    """DDP, and a clock on what the loop asks of Ray Train."""
-    names = (*IN_A_STEP, "wait")  # to wait is the storage's time, not Ray's
+def _clocked_ddp(model: PreTrainedModel, options: TrainOptions, runtime: Runtime, plan: BatchPlan) -> Strategy:
+    """Return DDP, and time the trainer's calls to Ray Train."""
+    names = (*IN_A_STEP, "wait")  # `wait` is the time of the storage, not of Ray
     seconds = dict.fromkeys(names, 0.0)
     for name in names:
-        setattr(run, name, _clocked(getattr(run, name), name, seconds, Path(options.output, f"port-{run.rank}.json")))
-    return DDP(model, options, run, plan)
+        file = Path(options.output, f"calls-{runtime.rank}.json")
+        setattr(runtime, name, _clocked(getattr(runtime, name), name, seconds, file))
+    return DDP(model, options, runtime, plan)
 
 
 def _clocked(method: Callable[..., Any], name: str, seconds: dict[str, float], file: Path) -> Callable[..., Any]:

@@ -2,8 +2,9 @@
 
 import pyarrow as pa
 import pyarrow.compute as pc
-from pipeline.data.conversations import Tokenize, padding_id
 from pipeline.data.packing import pack
+from pipeline.data.tokenization import DocumentTokenizer
+from pipeline.data.tokenizer import padding_id
 
 from benchmarks import harness
 from benchmarks.report import Result, at_least
@@ -16,7 +17,7 @@ def measure() -> Result:
     """Each docstring is a document, as it comes."""
     with harness.scratch() as folder:
         harness.write_model(folder, 16384, **TINY)
-        tokenize = Tokenize(str(folder), LENGTH)
+        tokenize = DocumentTokenizer(str(folder), LENGTH)
     rows = [{"instruction": fact.question, "response": fact.answer} for fact in harness.docstrings()]
     documents = tokenize(pa.Table.from_pylist(rows))
     tokens = pc.sum(pc.list_value_length(documents["input_ids"])).as_py()

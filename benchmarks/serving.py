@@ -16,14 +16,13 @@ from typing import NamedTuple
 
 import aiohttp
 import requests
-from pipeline.serving import app
+from pipeline.serving import app, lifecycle
+from pipeline.serving.options import ServeOptions
 
 import settings
 from benchmarks import harness
 from benchmarks.report import Result, at_least, at_most
 from cluster.network import free_ports
-from jobs import serve_llm
-from jobs.serve_llm import ServeOptions
 
 LARGE, SMALL = "30M", "tiny"
 SHAPES = {
@@ -32,13 +31,13 @@ SHAPES = {
 }
 VOCABULARY = {LARGE: 8192, SMALL: 1024}
 WANTED = {LARGE: 0.97, SMALL: 0.85}
-WANTED_BOUND = 0.93  # of the large model's median
-WANTED_FIRST_MS = {1: 5, 32: 15}  # over bare vLLM's time to the first token, by concurrency
+WANTED_BOUND = 0.93  # for the median of the large model
+WANTED_FIRST_MS = {1: 5, 32: 15}  # more than bare vLLM's time to the first token, by concurrency
 CONCURRENT = (1, 8, 32)
 PAIRS, SECONDS, WARM_S = 25, 3.0, 0.25
-PAUSE_S = 1.25  # vLLM's CPU worker spins for 1 s after its work, on the other side's core
+PAUSE_S = 1.25  # vLLM's CPU worker spins for 1 s after its work, on the core that the other server needs
 TOKENS = 32
-THREADS = "1"  # of each engine, and so a core for all else
+THREADS = "1"  # of each engine, which leaves a core for everything else
 KEY = "the-benchmark's-own-key"
 
 
@@ -49,22 +48,22 @@ class Side(NamedTuple):
     key: str
 
 
-class Seen(NamedTuple):
-    """What clients saw of one side."""
+class LoadResult(NamedTuple):
+    """Throughput and latency of one server."""
 
     per_s: float
-    """Requests in a second."""
+    """Requests per second."""
     first_ms: float
-    """Milliseconds until the first token of a stream, or a whole answer; the median."""
+    """Median milliseconds until the first token of a stream, or until the complete answer."""
 
 
 def measure(name: str = LARGE) -> Result:
-    """Both sides serve the model of that name, side by side, and take turns."""
-    os.environ["OMP_NUM_THREADS"] = THREADS  # Ray hands it on to replicas
+    """Serve the model with both servers, and load them in turns."""
+    os.environ["OMP_NUM_THREADS"] = THREADS  # Ray passes it on to replicas
     with harness.scratch() as folder:
         (folder / ".env").write_text(f"SERVE_API_KEY={KEY}\n", encoding="utf-8")
         os.environ |= {"SECRETS_FILE": str(folder / ".env"), "SECRET_NAMES": "SERVE_API_KEY"}
-        with harness.one_ray():  # whose workers find all that in their environment
+        with harness.one_ray():  # its workers inherit the environment
             size = harness.write_model(folder / name, VOCABULARY[name], **SHAPES[name])
             print(f"{name}: a model of {size / 1e6:.1f} million parameters", flush=True)
             with served(folder / name, max_num_seqs=32) as options, _bare(options, folder / f"{name}.log") as bare:
@@ -75,21 +74,21 @@ def measure(name: str = LARGE) -> Result:
 
 @contextlib.contextmanager
 def served(model: Path, **changes: object) -> Iterator[ServeOptions]:
-    """The app, with changed settings, and with its keys and limits, which no client here reaches."""
+    """Serve a model with changed settings. Keys and limits apply, but no client here reaches a limit."""
     (port,) = free_ports(1)
     changes |= {"model": str(model), "port": port, "key_requests_per_minute": 10**6}
     options = settings.load(ServeOptions, "serve", profile="local").model_copy(update=changes)
-    serve_llm.deploy(options)
+    lifecycle.deploy_model(options)
     try:
         yield options
     finally:
-        serve_llm.stop()
+        lifecycle.stop()
 
 
 @contextlib.contextmanager
 def _bare(options: ServeOptions, log: Path) -> Iterator[Side]:
     (port,) = free_ports(1)
-    engine = {name: value for name, value in app.engine(options).items() if value not in (None, False)}
+    engine = {name: value for name, value in app.engine_args(options).items() if value not in (None, False)}
     words = [f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}") for name, value in engine.items()]
     command = [Path(sys.executable).with_name("vllm"), "serve", options.source, f"--port={port}", "--host=127.0.0.1"]
     command += [f"--served-model-name={options.served_name}", "--disable-uvicorn-access-log", *words]
@@ -115,15 +114,15 @@ def _wait_until_healthy(side: Side, process: subprocess.Popen, log: Path) -> Non
 
 
 def _compare(model: str, sides: dict[str, Side], concurrent: int, stream: bool) -> dict:
-    """Pairs of one cell: what each side came to, and the ratio of their rates."""
+    """Measure pairs of both servers. Return the medians, and the ratios of the throughput."""
 
-    def turn(name: str) -> Seen:
+    def turn(name: str) -> LoadResult:
         time.sleep(PAUSE_S)
         asyncio.run(_load(sides[name], model, concurrent, stream, WARM_S))
         return asyncio.run(_load(sides[name], model, concurrent, stream, SECONDS))
 
     for name in sides:
-        turn(name)  # what is compiled and allocated at the first request
+        turn(name)  # warm up: the first requests compile and allocate
     pairs = []
     for number in range(PAIRS):
         names = list(sides) if number % 2 == 0 else list(reversed(sides))
@@ -133,7 +132,7 @@ def _compare(model: str, sides: dict[str, Side], concurrent: int, stream: bool) 
     medians = {
         f"{name} {field}": statistics.median(getattr(pair[name], field) for pair in pairs)
         for name in sides
-        for field in Seen._fields
+        for field in LoadResult._fields
     }
     later_ms = statistics.median(pair["ours"].first_ms - pair["bare vLLM"].first_ms for pair in pairs)
     print(f"{cell}: {statistics.median(ratios):.3f} of bare vLLM's {medians['bare vLLM per_s']:.1f}/s", flush=True)
@@ -142,14 +141,14 @@ def _compare(model: str, sides: dict[str, Side], concurrent: int, stream: bool) 
 
 
 def _bound(ratios: list[float]) -> float:
-    """The lower end of the median's 95 % bootstrap interval (Efron 1979, percentile method)."""
+    """Return the lower bound of the median's 95 % bootstrap interval (Efron 1979, percentile method)."""
     draw = random.Random(0)
     medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(10_000))
     return medians[250]
 
 
-async def _load(side: Side, model: str, concurrent: int, stream: bool, seconds: float) -> Seen:
-    """So many clients, each of which asks again when it is answered, and none after `seconds`."""
+async def _load(side: Side, model: str, concurrent: int, stream: bool, seconds: float) -> LoadResult:
+    """Run `concurrent` clients. Each sends requests one after the other until `seconds` have passed."""
     firsts: list[float] = []
     answered = 0
     headers = {"Authorization": f"Bearer {side.key}"}
@@ -159,7 +158,7 @@ async def _load(side: Side, model: str, concurrent: int, stream: bool, seconds: 
         async def client(number: int) -> None:
             nonlocal answered
             for question in itertools.count():
-                if (asked := time.perf_counter()) - started >= seconds:
+                if (sent := time.perf_counter()) - started >= seconds:
                     return
                 body = {
                     "model": model,
@@ -172,11 +171,11 @@ async def _load(side: Side, model: str, concurrent: int, stream: bool, seconds: 
                 async with session.post(f"{side.root}/v1/chat/completions", json=body) as response:
                     response.raise_for_status()
                     first = await (_read_stream(response) if stream else _read(response))
-                firsts.append(first - asked)
+                firsts.append(first - sent)
                 answered += 1
 
         await asyncio.gather(*map(client, range(concurrent)))
-        return Seen(answered / (time.perf_counter() - started), 1000 * statistics.median(firsts))
+        return LoadResult(answered / (time.perf_counter() - started), 1000 * statistics.median(firsts))
 
 
 async def _read(response: aiohttp.ClientResponse) -> float:
@@ -186,7 +185,7 @@ async def _read(response: aiohttp.ClientResponse) -> float:
 
 
 async def _read_stream(response: aiohttp.ClientResponse) -> float:
-    """When the first token came; the stream must come to its end."""
+    """Return the time of the first token. The stream must be complete."""
     first, last = 0.0, b""
     async for line in response.content:
         if line.startswith(b"data: "):

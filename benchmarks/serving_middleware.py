@@ -1,12 +1,14 @@
-"""What keys and limits cost a request: the door before an app that answers at once, against that app alone."""
+"""Overhead of keys and limits per request: an app that answers at once, with and without the middleware."""
 
 import asyncio
 import os
 import statistics
 import time
 
-from pipeline.serving.api_middleware import ApiMiddleware, Queued, RequestLimits
-from pipeline.serving.keys import Keys
+from pipeline.serving.api_middleware import ApiMiddleware
+from pipeline.serving.keys import ApiKeys
+from pipeline.serving.limits import RequestLimits
+from pipeline.serving.request_queue import QueueMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from benchmarks import harness
@@ -14,42 +16,45 @@ from benchmarks.report import Result, at_most
 
 WANTED_US = 200
 ROUNDS, REQUESTS = 9, 2000
-PIECES = {"whole": 1, "streamed": 32}
+CHUNKS = {"whole": 1, "streamed": 32}
 PEOPLE = 10
 
 
 def measure() -> Result:
-    """Time both, in turns, in this process."""
+    """Time both in turns, in this process."""
     with harness.scratch() as folder:
         named = ",".join(f"person{number}:key-{number}" for number in range(PEOPLE))
         (folder / ".env").write_text(f"SERVE_API_KEY=the-owner's\nSERVE_API_KEYS={named}\n", encoding="utf-8")
         os.environ |= {"SECRETS_FILE": str(folder / ".env"), "SECRET_NAMES": "SERVE_API_KEY,SERVE_API_KEYS"}
-        keys = Keys()
+        keys = ApiKeys()
     rows = []
-    for kind, pieces in PIECES.items():
-        bare = _app(pieces)
-        rules = RequestLimits(per_minute=10**9, at_once=10, max_body=10**6, timeout_s=60)
-        closed = ApiMiddleware(Queued(bare, rules), keys, rules)
-        ways = {"with the door": lambda app=closed: _microseconds(app), "alone": lambda app=bare: _microseconds(app)}
+    for kind, chunks in CHUNKS.items():
+        bare = _app(chunks)
+        limits = RequestLimits(per_minute=10**9, at_once=10, max_body=10**6, timeout_s=60)
+        protected = ApiMiddleware(QueueMiddleware(bare, limits), keys, limits)
+        ways = {
+            "with middleware": lambda app=protected: _microseconds(app),
+            "alone": lambda app=bare: _microseconds(app),
+        }
         rounds = harness.alternate(ways, ROUNDS, f"µs a request, {kind}")
-        costs = [made["with the door"] - made["alone"] for made in rounds]
-        rows.append({"answer": kind, "pieces": pieces, "median_us": statistics.median(costs), "most_us": max(costs)})
+        costs = [made["with middleware"] - made["alone"] for made in rounds]
+        rows.append({"answer": kind, "pieces": chunks, "median_us": statistics.median(costs), "most_us": max(costs)})
     bars = [at_most(WANTED_US, f"{row['answer']} answer: µs that keys and limits cost", row["most_us"]) for row in rows]
     return {"bars": bars, "rounds": rows}
 
 
-def _app(pieces: int) -> ASGIApp:
+def _app(chunks: int) -> ASGIApp:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await receive()
         await send({"type": "http.response.start", "status": 200, "headers": []})
-        for number in range(pieces):
-            await send({"type": "http.response.body", "body": b"data: {}", "more_body": number < pieces - 1})
+        for number in range(chunks):
+            await send({"type": "http.response.body", "body": b"data: {}", "more_body": number < chunks - 1})
 
     return app
 
 
 def _microseconds(app: ASGIApp) -> float:
-    """Of one request, as the mean of many."""
+    """Return the mean microseconds per request."""
     headers = [(b"authorization", f"Bearer key-{PEOPLE - 1}".encode()), (b"content-length", b"100")]
     scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": headers}
 

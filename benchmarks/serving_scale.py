@@ -1,4 +1,4 @@
-"""A served model that gets a second replica under load and gives it up again: what became of every request."""
+"""The outcome of every request while a served model gains a second replica under load and loses it again."""
 
 import asyncio
 import csv
@@ -8,22 +8,22 @@ import time
 from pathlib import Path
 
 from pipeline.serving.app import DEPLOYMENT
+from pipeline.serving.options import APP, ServeOptions
 from ray import serve
 
 from benchmarks import harness, visitors
 from benchmarks.report import Result, at_least, at_most
-from benchmarks.visitors import CLEAN, Log, Visitor
-from jobs.serve_llm import APP, ServeOptions
+from benchmarks.visitors import CLEAN, RequestLog, Visitor
 
-BUSY, QUIET = 16, 1  # clients
-STAY_S = 20.0  # with two replicas, and with one again
-PATIENCE_S = 300.0
+BUSY, IDLE = 16, 1  # clients
+STAY_S = 20.0  # with two replicas, and then with one
+TIMEOUT_S = 300.0
 SETTINGS = {"max_replicas": 2, "target_ongoing_requests": 4, "upscale_delay_s": 5, "downscale_delay_s": 10}
 
 
 def measure() -> Result:
-    """Many clients until there are two replicas, then one until there is one again."""
-    with visitors.a_served_model(**SETTINGS) as (options, answers):
+    """Run many clients until there are two replicas, then one client until there is one replica again."""
+    with visitors.served_model(**SETTINGS) as (options, answers):
         log, phases, answered = asyncio.run(_scale(options, answers))
         left = _replicas()
     bars = [
@@ -31,18 +31,18 @@ def measure() -> Result:
         at_least(2, "replicas that answered", len([count for count in answered.values() if count])),
         at_most(1, "replicas in the end", left),
     ]
-    return {"bars": bars, "rounds": list(visitors.by_phase(log, phases)), "answered": answered, "words": log.words}
+    return {"bars": bars, "rounds": list(visitors.by_phase(log, phases)), "answered": answered, "words": log.messages}
 
 
-async def _scale(options: ServeOptions, answers: dict[str, str]) -> tuple[Log, dict[str, float], dict[str, int]]:
-    log, phases = Log(), {}
+async def _scale(options: ServeOptions, answers: dict[str, str]) -> tuple[RequestLog, dict[str, float], dict[str, int]]:
+    log, phases = RequestLog(), {}
     async with visitors.clients(options) as (client, http):
 
         async def stay(count: int, replicas: int) -> None:
-            """So many clients, until there are so many replicas, and a while longer."""
+            """Run `count` clients until there are `replicas` replicas, and for STAY_S longer."""
             over = asyncio.Event()
             staying = [
-                Visitor(number, options, client, http, answers, log).stay(visitors.POLITE, over.is_set)
+                Visitor(number, options, client, http, answers, log).run(visitors.POLITE, over.is_set)
                 for number in range(count)
             ]
             together = asyncio.gather(*staying)
@@ -55,15 +55,15 @@ async def _scale(options: ServeOptions, answers: dict[str, str]) -> tuple[Log, d
 
         await stay(BUSY, 2)
         answered = _requests_by_replica()
-        await stay(QUIET, 1)
+        await stay(IDLE, 1)
     return log, phases, answered
 
 
 async def _wait_for(replicas: int) -> None:
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + TIMEOUT_S
     while await asyncio.to_thread(_replicas) != replicas:
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{_replicas()} replicas run after {PATIENCE_S:.0f} s, not {replicas}")
+            raise TimeoutError(f"{_replicas()} replicas run after {TIMEOUT_S:.0f} s, not {replicas}")
         await asyncio.sleep(1)
 
 
@@ -73,9 +73,12 @@ def _replicas() -> int:
 
 
 def _requests_by_replica() -> dict[str, int]:
-    """What HAProxy says that it handed to each: https://docs.haproxy.org/3.0/management.html#9.3-show%20stat"""
+    """Return the requests of each replica by HAProxy's count.
+
+    https://docs.haproxy.org/3.0/management.html#9.3-show%20stat
+    """
     socket_path = Path(os.environ["RAY_SERVE_HAPROXY_SOCKET_PATH"])
-    (path,) = socket_path.parent.glob(f"*/{socket_path.name}")  # in a folder of its node
+    (path,) = socket_path.parent.glob(f"*/{socket_path.name}")  # Ray gives each node its own folder
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(str(path))
         connection.sendall(b"show stat\n")

@@ -1,4 +1,4 @@
-"""Ten minutes of a served model among rude clients, with its engine killed once: what became of every request."""
+"""The outcome of every request in ten minutes with misbehaving clients and one killed engine."""
 
 import asyncio
 import statistics
@@ -6,41 +6,42 @@ from collections import Counter
 from collections.abc import Iterator
 
 import psutil
+from pipeline.serving.options import ServeOptions
 
 from benchmarks import harness, visitors
 from benchmarks.report import Result, at_most
-from benchmarks.visitors import CLEAN, GRACE_S, TIMEOUT_S, Log, Visitor
-from jobs.serve_llm import ServeOptions
+from benchmarks.visitors import CLEAN, GRACE_S, TIMEOUT_S, RequestLog, Visitor
 
 CLIENTS = 32
 MINUTE = 60.0
 LENGTH_S, KILL_AT_S = 10 * MINUTE, 3 * MINUTE
-WARM_AT_S = 7 * MINUTE  # long after a new engine has taken over
+WARM_AT_S = 7 * MINUTE  # long after a new engine has replaced the killed one
 GROWTH_PERCENT = 2
+LOST = ("timed out", "cut off", "an error in another format", "no connection")
 
 Memory = list[tuple[float, float]]
 """Seconds since the start, and MiB of the replica, its engine and HAProxy."""
 
 
 def measure() -> Result:
-    """Serve a small model that was taught some facts, and let the clients come."""
-    with visitors.a_served_model() as (options, answers):
+    """Serve a small model that knows some facts, and run the clients."""
+    with visitors.served_model() as (options, answers):
         log, memory = asyncio.run(_soak(options, answers))
-    return {"bars": list(_bars(log, memory)), "rounds": list(_phases(log)), "words": log.words}
+    return {"bars": list(_bars(log, memory)), "rounds": list(_phases(log)), "words": log.messages}
 
 
-async def _soak(options: ServeOptions, answers: dict[str, str]) -> tuple[Log, Memory]:
-    log = Log()
+async def _soak(options: ServeOptions, answers: dict[str, str]) -> tuple[RequestLog, Memory]:
+    log = RequestLog()
     async with visitors.clients(options) as (client, http):
         staying = [
-            Visitor(number, options, client, http, answers, log).stay(visitors.RUDE, lambda: log.now() > LENGTH_S)
+            Visitor(number, options, client, http, answers, log).run(visitors.MISBEHAVING, lambda: log.now() > LENGTH_S)
             for number in range(CLIENTS)
         ]
-        memory, *_ = await asyncio.gather(_watch_memory(log), _kill_the_engine(log), *staying)
+        memory, *_ = await asyncio.gather(_watch_memory(log), _kill_engine(log), *staying)
     return log, memory
 
 
-async def _watch_memory(log: Log) -> Memory:
+async def _watch_memory(log: RequestLog) -> Memory:
     memory = []
     while log.now() < LENGTH_S:
         private = sum(harness.private_bytes(process) for process in _server_processes())
@@ -54,7 +55,7 @@ def _server_processes() -> list[psutil.Process]:
     return [one for one in psutil.Process().children(recursive=True) if one.name().startswith(names)]
 
 
-async def _kill_the_engine(log: Log) -> None:
+async def _kill_engine(log: RequestLog) -> None:
     await asyncio.sleep(KILL_AT_S)
     engines = [one for one in _server_processes() if one.name().startswith("VLLM::Engine")]
     print(f"killing {engines} after {log.now():.0f} s", flush=True)
@@ -62,32 +63,32 @@ async def _kill_the_engine(log: Log) -> None:
         engine.kill()
 
 
-def _bars(log: Log, memory: Memory) -> Iterator[dict]:
-    back = _back_at(log)
-    calm = [outcome for asked, over, outcome in log.ended if over < KILL_AT_S or asked > back]
-    wild = [outcome for asked, over, outcome in log.ended if not (over < KILL_AT_S or asked > back)]
-    yield at_most(0, "wrong or mixed-up answers", Counter(calm + wild)["wrong"])
-    yield at_most(0, "requests lost while the engine lived", sum(outcome not in CLEAN for outcome in calm))
-    unclean = ("hung", "cut off", "an error of another shape", "no connection")
-    yield at_most(0, "requests that the kill left without an answer or a clean error", sum(map(wild.count, unclean)))
-    longest = max(over - asked for asked, over, _ in log.ended)
+def _bars(log: RequestLog, memory: Memory) -> Iterator[dict]:
+    recovered = _recovered_at(log)
+    calm = [outcome for sent, over, outcome in log.ended if over < KILL_AT_S or sent > recovered]
+    disturbed = [outcome for sent, over, outcome in log.ended if not (over < KILL_AT_S or sent > recovered)]
+    yield at_most(0, "wrong answers", Counter(calm + disturbed)["wrong"])
+    yield at_most(0, "failed requests while the engine was alive", sum(outcome not in CLEAN for outcome in calm))
+    lost = sum(map(disturbed.count, LOST))
+    yield at_most(0, "requests without an answer or a well-formed error after the kill", lost)
+    longest = max(over - sent for sent, over, _ in log.ended)
     yield at_most(TIMEOUT_S + GRACE_S, "longest request, seconds", longest)
     early, late = (_mib(memory, start) for start in (WARM_AT_S, LENGTH_S - MINUTE))
     yield at_most(GROWTH_PERCENT, "growth of memory in the last three minutes, percent", 100 * (late / early - 1))
 
 
-def _back_at(log: Log) -> float:
-    """When the first request that was asked after the kill got its right answer."""
-    return min(over for asked, over, outcome in log.ended if asked > KILL_AT_S + 1 and outcome == "right")
+def _recovered_at(log: RequestLog) -> float:
+    """Return the time of the first correct answer to a request sent after the kill."""
+    return min(over for sent, over, outcome in log.ended if sent > KILL_AT_S + 1 and outcome == "correct")
 
 
 def _mib(memory: Memory, start: float) -> float:
     return statistics.median(mib for at, mib in memory if start <= at < start + MINUTE)
 
 
-def _phases(log: Log) -> Iterator[dict]:
+def _phases(log: RequestLog) -> Iterator[dict]:
     last = max(over for _, over, _ in log.ended)
-    ends = {"before the kill": KILL_AT_S, "until the next answer": _back_at(log), "after it": last}
+    ends = {"before the kill": KILL_AT_S, "until the next answer": _recovered_at(log), "after it": last}
     return visitors.by_phase(log, ends)
 
 

@@ -1,4 +1,4 @@
-"""The same as `serving` with a model of a million parameters, where what lies around the engine weighs most."""
+"""The same as `serving` with a model of a million parameters, where the overhead around the engine matters most."""
 
 import functools
 

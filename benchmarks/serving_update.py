@@ -1,14 +1,14 @@
-"""A served model that is updated under load, and then tried against a canary: how long the requests took meanwhile."""
+"""Latency of requests during an update of a served model, and during a canary and its promotion."""
 
 import asyncio
 from collections.abc import Callable
 
+from pipeline.serving import lifecycle, models
+from pipeline.serving.options import ServeOptions
+
 from benchmarks import harness, visitors
 from benchmarks.report import Result, at_most
-from benchmarks.visitors import CLEAN, Log, Visitor
-from jobs import models, serve_llm
-from jobs.models import ModelsOptions
-from jobs.serve_llm import ServeOptions
+from benchmarks.visitors import CLEAN, RequestLog, Visitor
 
 CLIENTS = 4
 CALM_S = 60.0
@@ -16,8 +16,8 @@ LATER_S = 2.0
 
 
 def measure() -> Result:
-    """Clients who find it undisturbed for a minute; then an update; then a canary, which is promoted."""
-    with visitors.a_served_model() as (options, answers):
+    """Run clients for a minute without changes, then during an update, a canary and its promotion."""
+    with visitors.served_model() as (options, answers):
         log, phases = asyncio.run(_update(options, answers))
     rows = list(visitors.by_phase(log, phases))
     calm, *disturbed = rows
@@ -25,11 +25,11 @@ def measure() -> Result:
     for row in disturbed:
         later = row["longest_s"] - calm["p99_s"]
         bars.append(at_most(LATER_S, f"{row['phase']}: longest request, seconds beyond the undisturbed p99", later))
-    return {"bars": bars, "rounds": rows, "words": log.words}
+    return {"bars": bars, "rounds": rows, "words": log.messages}
 
 
-async def _update(options: ServeOptions, answers: dict[str, str]) -> tuple[Log, dict[str, float]]:
-    log, phases = Log(), {}
+async def _update(options: ServeOptions, answers: dict[str, str]) -> tuple[RequestLog, dict[str, float]]:
+    log, phases = RequestLog(), {}
     over = asyncio.Event()
 
     async def phase(name: str, change: Callable[[], None]) -> None:
@@ -41,15 +41,15 @@ async def _update(options: ServeOptions, answers: dict[str, str]) -> tuple[Log, 
     async with visitors.clients(options) as (client, http):
         staying = asyncio.gather(
             *(
-                Visitor(number, options, client, http, answers, log).stay(visitors.POLITE, over.is_set)
+                Visitor(number, options, client, http, answers, log).run(visitors.POLITE, over.is_set)
                 for number in range(CLIENTS)
             )
         )
         await asyncio.sleep(CALM_S)
         phases["undisturbed"] = log.now()
-        await phase("an update", lambda: serve_llm.deploy(shorter))
-        await phase("a canary", lambda: serve_llm.deploy(canary))
-        await phase("its promotion", lambda: models.main(ModelsOptions(promote=True)))
+        await phase("an update", lambda: lifecycle.deploy_model(shorter))
+        await phase("a canary", lambda: lifecycle.deploy_model(canary))
+        await phase("its promotion", lambda: models.promote())
         over.set()
         await staying
     return log, phases

@@ -1,4 +1,4 @@
-"""The same model, rows, order and hyper-parameters through TRL's SFTTrainer: masks, losses, and speed."""
+"""Compares masks, losses and speed with TRL's SFTTrainer: same model, rows, order and hyper-parameters."""
 
 import shutil
 from collections.abc import Iterator
@@ -8,7 +8,8 @@ from typing import Any
 
 import pyarrow as pa
 import torch
-from pipeline.data.conversations import Tokenize, load_tokenizer, padding_id
+from pipeline.data.tokenization import DocumentTokenizer
+from pipeline.data.tokenizer import load_tokenizer, padding_id
 from pipeline.training.dataset import COLUMNS
 from pipeline.training.options import DDPOptions
 from pipeline.training.runtimes.runtime import SingleProcess
@@ -20,14 +21,14 @@ from benchmarks.harness import Row
 from benchmarks.report import Result, at_least, at_most
 
 ROUNDS = 3
-STEPS, FIRST = 32, 4  # the first ones, in which memory is allocated, do not count
+STEPS, FIRST = 32, 4  # the first steps allocate memory and do not count
 LENGTH = 512
-MASKS = 1000  # conversations whose masks are compared
+MASKS = 1000  # conversations with compared masks
 LLAMA = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6, "num_attention_heads": 4}
 
 
 def measure() -> Result:
-    """One process on each side, as many threads."""
+    """Run one process with the same number of threads on each side."""
     with harness.scratch() as folder:
         harness.write_model(folder / "model", 8192, **LLAMA)
         rows = list(harness.conversations(6000, turns=2))
@@ -73,7 +74,7 @@ def _options(folder: Path) -> DDPOptions:
 
 
 def _config(folder: Path, options: DDPOptions) -> dict[str, Any]:
-    """The options in TRL's words; its schedule of this name counts steps from 1 in the warm-up, as ours does."""
+    """Return the options by TRL's names. The warm-up of this scheduler counts steps from 1, like ours."""
     return {
         "output_dir": str(folder / "trl"),
         "max_steps": options.steps,
@@ -102,7 +103,7 @@ def _config(folder: Path, options: DDPOptions) -> dict[str, Any]:
 
 
 def _train(options: DDPOptions) -> list[dict[str, float]]:
-    """The metrics of the steps; the run goes, so that the next one begins anew."""
+    """Return the metrics of the steps. Deletes the run, so that the next one starts over."""
     folder = Path(options.output, options.name)
     train(options, SingleProcess(folder, torch.device("cpu"), options.keep_checkpoints), DDP)
     metrics = harness.metrics(folder)
@@ -111,7 +112,7 @@ def _train(options: DDPOptions) -> list[dict[str, float]]:
 
 
 def _our_speed(metrics: list[dict[str, float]], packed: list[Row], rows_a_step: int) -> float:
-    """Tokens/s of the steps after the first ones, without the padding, which our own number counts."""
+    """Return tokens/s after the first steps, without padding, which our own metric counts."""
     real = sum(len(row["input_ids"]) for row in packed[FIRST * rows_a_step :])
     return real / sum(rows_a_step * LENGTH / step["tokens_per_s"] for step in metrics[FIRST:])
 
@@ -121,7 +122,7 @@ def _our_speed(metrics: list[dict[str, float]], packed: list[Row], rows_a_step: 
 
 def _different_masks(folder: Path, options: DDPOptions, rows: list[Row]) -> int:
     """How many conversations TRL gives other labels than `preprocess` does."""
-    documents = Tokenize(options.model, LENGTH)(pa.Table.from_pylist(rows))
+    documents = DocumentTokenizer(options.model, LENGTH)(pa.Table.from_pylist(rows))
     ours = [labels for labels in documents["labels"].to_pylist() if labels]
     config = {"assistant_only_loss": True, "max_length": LENGTH}
     theirs = _ask(folder, options, rows, config, trains=False)["labels"]
@@ -129,7 +130,7 @@ def _different_masks(folder: Path, options: DDPOptions, rows: list[Row]) -> int:
 
 
 def _packed_rows(options: DDPOptions) -> Iterator[Row]:
-    """What our steps read, in their order, as TRL wants packed rows: without padding, told how long documents are."""
+    """Yield the rows of our steps in order, in TRL's format: without padding, with document lengths."""
     padding = padding_id(load_tokenizer(options.model))
     source = PackedSource(options, SingleProcess(Path(options.output), torch.device("cpu"), 1))
     for step in range(1, options.steps + 1):
@@ -143,19 +144,19 @@ def _packed_rows(options: DDPOptions) -> Iterator[Row]:
 
 
 def _train_packed(folder: Path, options: DDPOptions, packed: list[Row]) -> list[dict[str, float]]:
-    """Our rows by TRL's own way of training on packed ones: the rows of a micro-batch in one."""
+    """Train on our packed rows with TRL's padding_free: the rows of a micro-batch are one row."""
     return _ask(folder, options, packed, {"padding_free": True, "max_length": None}, trains=True)["steps"]
 
 
 def _train_padded(folder: Path, options: DDPOptions, packed: list[Row], rows: list[Row]) -> list[dict[str, float]]:
-    """Conversations padded to the longest in their batch, which holds as many of them as our packed one on average."""
+    """Train on padded conversations. A batch holds as many as one of our packed batches on average."""
     documents = round(options.micro_batch_rows * sum(len(row["seq_lengths"]) for row in packed) / len(packed))
     config = {"assistant_only_loss": True, "max_length": LENGTH, "per_device_train_batch_size": documents}
     return _ask(folder, options, rows, config, trains=True)["steps"]
 
 
 def _speed(steps: list[dict[str, float]]) -> float:
-    """Tokens/s of the steps after the first ones."""
+    """Return tokens/s after the first steps."""
     first, last = steps[FIRST - 1], steps[-1]
     return (last["tokens"] - first["tokens"]) / (last["seconds"] - first["seconds"])
 

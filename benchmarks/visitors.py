@@ -1,4 +1,4 @@
-"""Clients of a served model who know what it has to say, some of them rude; what becomes of each of their requests."""
+"""Clients that check every answer of a served model. Some misbehave on purpose. All outcomes are logged."""
 
 import asyncio
 import contextlib
@@ -15,63 +15,63 @@ from pathlib import Path
 import httpx2
 import openai
 import torch
+from pipeline.serving.options import ServeOptions
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks import harness
 from benchmarks.serving import KEY, SHAPES, SMALL, THREADS, VOCABULARY, served
-from jobs.serve_llm import ServeOptions
 
 FACTS, EPOCHS = 24, 20
 TOKENS = 32
-TIMEOUT_S = 30.0  # of a request, as the server holds it
-GRACE_S = 5.0  # that a client gives the server beyond it
+TIMEOUT_S = 30.0  # the server's limit for a request
+GRACE_S = 5.0  # for which a client waits longer
 POLITE = {"stream": 1}
-RUDE = {"stream": 80, "hang up": 10, "garbage": 4, "too much": 3, "wrong key": 3}
-"""How often a client does what, of as many requests as these are together."""
+MISBEHAVING = {"stream": 80, "disconnect": 10, "garbage": 4, "too much": 3, "wrong key": 3}
+"""Relative frequency of each kind of request."""
 EXPECTED = {"garbage": 400, "too much": 413, "wrong key": 401}
-CLEAN = ("right", "hung up", "refused as it should be")
+CLEAN = ("correct", "disconnected", "rejected as expected")
 
 
 @dataclass
-class Log:
-    """What became of the requests."""
+class RequestLog:
+    """The outcomes of all requests."""
 
     started: float = field(default_factory=time.monotonic)
     ended: list[tuple[float, float, str]] = field(default_factory=list)
-    """Of each request: seconds since the start when it was asked and when it was over, and how."""
-    words: Counter[str] = field(default_factory=Counter)
-    """What errors that no client asked for said."""
+    """Start and end of each request in seconds since the start of the log, and its outcome."""
+    messages: Counter[str] = field(default_factory=Counter)
+    """Messages of unexpected errors."""
 
     def now(self) -> float:
-        """Seconds since the start."""
+        """Return the seconds since the start of the log."""
         return time.monotonic() - self.started
 
 
-def by_phase(log: Log, phases: dict[str, float]) -> Iterator[dict]:
-    """A row for each phase, of those requests that were over in it; `phases` names the second in which each ended.
+def by_phase(log: RequestLog, phases: dict[str, float]) -> Iterator[dict]:
+    """Yield a row for each phase, about the requests that ended in it. `phases` maps each phase to its last second.
 
-    Median and 99th percentile are those of right answers; the longest is that of all requests.
+    Median and 99th percentile are over correct answers, the longest time is over all requests.
     """
     start = 0.0
     for name, end in phases.items():
-        here = [(over - asked, outcome) for asked, over, outcome in log.ended if start < over <= end]
-        waits = sorted(wait for wait, outcome in here if outcome == "right") or [0.0]
-        others = Counter(outcome for _, outcome in here if outcome != "right")
+        here = [(over - sent, outcome) for sent, over, outcome in log.ended if start < over <= end]
+        latencies = sorted(latency for latency, outcome in here if outcome == "correct") or [0.0]
+        others = Counter(outcome for _, outcome in here if outcome != "correct")
         yield {
             "phase": name,
             "seconds": end - start,
-            "right": sum(outcome == "right" for _, outcome in here),
-            "p50_s": statistics.median(waits),
-            "p99_s": waits[int(0.99 * (len(waits) - 1))],
-            "longest_s": max((wait for wait, _ in here), default=0.0),
+            "correct": sum(outcome == "correct" for _, outcome in here),
+            "p50_s": statistics.median(latencies),
+            "p99_s": latencies[int(0.99 * (len(latencies) - 1))],
+            "longest_s": max((latency for latency, _ in here), default=0.0),
             "others": ", ".join(f"{count} {what}" for what, count in others.items()),
         }
         start = end
 
 
 @contextlib.contextmanager
-def a_served_model(**changes: object) -> Iterator[tuple[ServeOptions, dict[str, str]]]:
-    """A small model that was taught some facts, served with changed settings; and its answer to each question."""
+def served_model(**changes: object) -> Iterator[tuple[ServeOptions, dict[str, str]]]:
+    """Serve a small model that knows some facts. Yield the options, and the answers by question."""
     with harness.scratch() as folder:
         (folder / ".env").write_text(f"SERVE_API_KEY={KEY}\n", encoding="utf-8")
         os.environ |= {
@@ -79,13 +79,13 @@ def a_served_model(**changes: object) -> Iterator[tuple[ServeOptions, dict[str, 
             "SECRET_NAMES": "SERVE_API_KEY",
             "OMP_NUM_THREADS": THREADS,
         }
-        answers = _taught_model(folder / SMALL)
+        answers = _train_model(folder / SMALL)
         with harness.one_ray(), served(folder / SMALL, request_timeout_s=TIMEOUT_S, **changes) as options:
             yield options, answers
 
 
-def _taught_model(folder: Path) -> dict[str, str]:
-    """Write a model that knows some docstrings; what it says to each question, greedily, by transformers itself."""
+def _train_model(folder: Path) -> dict[str, str]:
+    """Write a model that knows some docstrings. Return its greedy answers, computed by transformers, by question."""
     harness.write_model(folder, VOCABULARY[SMALL], **SHAPES[SMALL])
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
@@ -115,84 +115,84 @@ def _asking(question: str) -> list[dict[str, str]]:
 
 @contextlib.asynccontextmanager
 async def clients(options: ServeOptions) -> AsyncIterator[tuple[openai.AsyncOpenAI, httpx2.AsyncClient]]:
-    """OpenAI's client, and a plain one for what that would not send."""
+    """Yield OpenAI's client, and a plain HTTP client for requests that OpenAI's client would not send."""
     async with httpx2.AsyncClient(limits=httpx2.Limits(max_connections=None), timeout=TIMEOUT_S + GRACE_S) as http:
         yield openai.AsyncOpenAI(base_url=options.url, api_key=KEY, max_retries=0, http_client=http), http
 
 
 @dataclass
 class Visitor:
-    """One client, which asks one thing after the other."""
+    """A client that sends one request after the other."""
 
     number: int
     options: ServeOptions
     client: openai.AsyncOpenAI
     http: httpx2.AsyncClient
     answers: dict[str, str]
-    log: Log
+    log: RequestLog
 
-    async def stay(self, manners: dict[str, int], until: Callable[[], bool]) -> None:
-        """Ask again and again; note what became of each request."""
+    async def run(self, kinds: dict[str, int], until: Callable[[], bool]) -> None:
+        """Send requests until `until` returns True, and log their outcomes."""
         draw = random.Random(self.number)
         while not until():
-            asked = self.log.now()
-            manner = draw.choices(list(manners), list(manners.values()))[0]
+            sent = self.log.now()
+            kind = draw.choices(list(kinds), list(kinds.values()))[0]
             try:
-                outcome = await (self._rude(manner, draw) if manner in EXPECTED else self._stream(manner, draw))
+                outcome = await (self._misbehave(kind, draw) if kind in EXPECTED else self._stream(kind, draw))
             except (openai.APITimeoutError, httpx2.TimeoutException):
-                outcome = "hung"
+                outcome = "timed out"
             except openai.APIStatusError as error:
-                outcome = self._refused(error.status_code, error.response.text)
+                outcome = self._unexpected(error.status_code, error.response.text)
             except openai.APIConnectionError as error:
                 outcome = self._failed("no connection", str(error.__cause__))
             except openai.APIError as error:  # an error in the stream itself
                 outcome = self._failed("an error in the stream", error.message)
             except httpx2.HTTPError as error:
                 outcome = self._failed("cut off", type(error).__name__)
-            self.log.ended.append((asked, self.log.now(), outcome))
+            self.log.ended.append((sent, self.log.now(), outcome))
             if outcome not in CLEAN:
-                await asyncio.sleep(0.5)  # as clients that try again do
+                await asyncio.sleep(0.5)  # like clients that retry
 
-    async def _stream(self, manner: str, draw: random.Random) -> str:
+    async def _stream(self, kind: str, draw: random.Random) -> str:
         question = draw.choice(list(self.answers))
-        said = ""
+        text = ""
         async with await self.client.chat.completions.create(
             model=SMALL, messages=_asking(question), max_tokens=TOKENS, temperature=0, stream=True
         ) as stream:
-            pieces = 0
+            chunks = 0
             finished = False
             async for chunk in stream:
-                said += chunk.choices[0].delta.content or ""
+                text += chunk.choices[0].delta.content or ""
                 finished = finished or chunk.choices[0].finish_reason is not None
-                pieces += 1
-                if manner == "hang up" and pieces == 4:
-                    return "hung up"
+                chunks += 1
+                if kind == "disconnect" and chunks == 4:
+                    return "disconnected"
         if not finished:
-            return self._failed("cut off", "the stream ended without an end")
-        return "right" if said == self.answers[question] else self._failed("wrong", f"{question} {said!r}")
+            return self._failed("cut off", "the stream ended without a finish reason")
+        return "correct" if text == self.answers[question] else self._failed("wrong", f"{question} {text!r}")
 
-    async def _rude(self, manner: str, draw: random.Random) -> str:
+    async def _misbehave(self, kind: str, draw: random.Random) -> str:
         body = {"model": SMALL, "messages": _asking("hi"), "max_tokens": 1}
         content = json.dumps(body).encode()
-        if manner == "garbage":
+        if kind == "garbage":
             content = draw.randbytes(200) if draw.random() < 0.5 else json.dumps(body | {"messages": "hi"}).encode()
-        if manner == "too much":
+        if kind == "too much":
             content = bytes(int(self.options.max_body_mib * 2**20) + 1)
-        key = "wrong" if manner == "wrong key" else KEY
+        key = "wrong" if kind == "wrong key" else KEY
         headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
         answer = await self.http.post(f"{self.options.url}/chat/completions", content=content, headers=headers)
-        if answer.status_code == EXPECTED[manner] and answer.json()["error"]["message"]:
-            return "refused as it should be"
-        return self._refused(answer.status_code, answer.text)
+        if answer.status_code == EXPECTED[kind] and answer.json()["error"]["message"]:
+            return "rejected as expected"
+        return self._unexpected(answer.status_code, answer.text)
 
-    def _refused(self, status: int, text: str) -> str:
+    def _unexpected(self, status: int, text: str) -> str:
         try:
             words = json.loads(text)["error"]["message"]
         except (ValueError, LookupError, TypeError):
-            return self._failed("an error of another shape", f"{status} {text[:200]}")
-        self.log.words[f"{status} {words}"] += 1
+            return self._failed("an error in another format", f"{status} {text[:200]}")
+        self.log.messages[f"{status} {words}"] += 1
         return f"error {status}"
 
     def _failed(self, outcome: str, words: str) -> str:
-        self.log.words[f"{outcome}: {words}"] += 1
+        self.log.messages[f"{outcome}: {words}"] += 1
         return outcome

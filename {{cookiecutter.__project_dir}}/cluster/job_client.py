@@ -7,9 +7,10 @@ from typing import Any
 import aiohttp
 import requests
 from ray.exceptions import RayError
-from ray.job_submission import JobDetails, JobSubmissionClient
+from ray.job_submission import JobDetails
 
 import settings
+from pipeline.ray_support.private.job_sdk import HookedJobClient
 
 TIMEOUTS_S = (5, 30)  # to connect or send a block, and between two blocks of a response; Ray's client has none
 UPLOAD_TIMEOUTS_S = (30, 300)  # a tunnel may still be sending megabytes when the client has finished
@@ -48,7 +49,7 @@ def _reason(error: Exception) -> str:
     return "the connection failed"
 
 
-class JobClient(JobSubmissionClient):
+class JobClient(HookedJobClient):
     """Raises `Unreachable` if Ray's client would hang, or raise an error of requests, aiohttp or Ray."""
 
     def __init__(self, address: str, headers: Mapping[str, str], target_option: str = "") -> None:
@@ -58,12 +59,13 @@ class JobClient(JobSubmissionClient):
         except (requests.RequestException, OSError, LookupError, TypeError) as error:
             raise unreachable(error, target_option) from None
 
-    def _do_request(self, method: str, endpoint: str, **options: Any) -> requests.Response:
+    def send(self, method: str, endpoint: str, **options: Any) -> requests.Response:
+        """Send one request. Raises `Unreachable` if there is no valid response in time."""
         timeouts = TIMEOUTS_S
         if data := options.get("data"):  # a file is sent in blocks, so that the timeout applies to each of them
             options["data"], timeouts = io.BytesIO(data), UPLOAD_TIMEOUTS_S
         try:
-            response = super()._do_request(method, endpoint, timeout=timeouts, **options)
+            response = super().send(method, endpoint, timeout=timeouts, **options)
             if response.status_code >= 500:
                 response.raise_for_status()
             if response.ok and response.headers.get("Content-Type", "").startswith("application/json"):
@@ -93,7 +95,7 @@ class JobClient(JobSubmissionClient):
         """Return whether the node is part of the cluster: the job server may outlive the node that runs the jobs."""
         query = f"filter_keys=node_id&filter_predicates=%3D&filter_values={node_id}"
         try:
-            nodes = self._do_request("GET", f"/api/v0/nodes?{query}").json()["data"]["result"]["result"]
+            nodes = self.send("GET", f"/api/v0/nodes?{query}").json()["data"]["result"]["result"]
             return any(node["state"] == "ALIVE" for node in nodes)
         except (ValueError, LookupError, TypeError) as error:
             raise unreachable(error, self._target_option) from None

@@ -8,6 +8,7 @@ from rich.table import Table
 
 from cluster.doctor import Finding
 from cluster.job_client import JobClient
+from pipeline.ray_support.private.job_sdk import LOGGERS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +29,7 @@ class Connection:
 
     def client(self) -> JobClient:
         """Return a job client. This and its methods raise `Unreachable` if the cluster does not answer."""
-        for name in ("ray", "ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.job.sdk"):
+        for name in LOGGERS:
             logging.getLogger(name).setLevel(logging.ERROR)  # users need no notes on packages and sockets
         return JobClient(self.dashboard, self.headers, self.target_option)
 

@@ -1,17 +1,17 @@
-"""Fine-tunes a language model with each worker holding the whole of it: DistributedDataParallel."""
+"""Fine-tunes a language model, with the full model on each worker (DistributedDataParallel)."""
 
 from pipeline.ray_support import cli
 from pipeline.training.options import DDPOptions
 
 if __name__ == "__main__":
-    cli.parse(DDPOptions, "train")  # before the imports below, which take seconds
+    cli.parse(DDPOptions, "train")  # before the slow imports below
 
 from pipeline.training import launch
 from pipeline.training.strategies import DDP
 
 
 def main(options: DDPOptions) -> None:
-    """Fine-tune a language model on packed rows, the whole model on each worker."""
+    """Fine-tune a language model on packed rows, with the full model on each worker."""
     launch.fit(options, DDP)
 
 

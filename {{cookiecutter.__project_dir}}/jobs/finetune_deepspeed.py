@@ -1,24 +1,18 @@
-"""Fine-tunes a language model that is sharded over the workers: DeepSpeed's ZeRO."""
+"""Fine-tunes a language model that is sharded over the workers with DeepSpeed's ZeRO."""
 
 from pipeline.ray_support import cli
 from pipeline.training.options import DeepSpeedOptions
 
 if __name__ == "__main__":
-    cli.parse(DeepSpeedOptions, "train", "deepspeed")  # before the imports below, which take seconds
+    cli.parse(DeepSpeedOptions, "train", "deepspeed")  # before the slow imports below
 
-import json
-from functools import partial
-
-import settings
 from pipeline.training import launch
 from pipeline.training.deepspeed_zero import ZeRO
 
-CONFIG = settings.PROJECT / "pipeline" / "training" / "deepspeed.json"
-
 
 def main(options: DeepSpeedOptions) -> None:
-    """Fine-tune a language model on packed rows, its optimizer, gradients or parameters sharded over the workers."""
-    launch.fit(options, partial(ZeRO, json.loads(CONFIG.read_text())))
+    """Fine-tune a language model on packed rows, with optimizer, gradients or parameters sharded over the workers."""
+    launch.fit(options, ZeRO)
 
 
 if __name__ == "__main__":

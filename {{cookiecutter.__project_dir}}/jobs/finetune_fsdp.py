@@ -1,20 +1,18 @@
-"""Fine-tunes a language model that is sharded over the workers: PyTorch's FSDP2."""
+"""Fine-tunes a language model that is sharded over the workers with PyTorch's FSDP2."""
 
 from pipeline.ray_support import cli
 from pipeline.training.options import FSDPOptions
 
 if __name__ == "__main__":
-    cli.parse(FSDPOptions, "train", "fsdp")  # before the imports below, which take seconds
-
-from functools import partial
+    cli.parse(FSDPOptions, "train", "fsdp")  # before the slow imports below
 
 from pipeline.training import launch
 from pipeline.training.fsdp import FSDP
 
 
 def main(options: FSDPOptions) -> None:
-    """Fine-tune a language model on packed rows, its parameters, gradients and optimizer sharded over the workers."""
-    launch.fit(options, partial(FSDP, options.reshard_after_forward))
+    """Fine-tune a language model on packed rows, with parameters, gradients and optimizer sharded over the workers."""
+    launch.fit(options, FSDP)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ import ray
 
 from cluster.network import free_ports
 from demo import assets as demo_assets
+from pipeline.ray_support.private import core
 
 # a shell ignores both signals in background processes, and child processes would inherit that
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -88,13 +89,13 @@ def ray_session(tmp_path_factory: pytest.TempPathFactory, s3: str) -> Iterator[N
     os.environ |= {"SECRETS_FILE": str(secrets_file), "SECRET_NAMES": "SERVE_API_KEY", "TMPDIR": temp}
     os.environ |= haproxy.environment(temp, *free_ports(1))
     os.environ["RAY_TRAIN_ENABLE_STATE_TRACKING"] = "0"
-    ray.init(
+    core.init(
+        temp,
         address="local",
         num_cpus=4,
         object_store_memory=512 * 2**20,
         include_dashboard=False,
         log_to_driver=False,
-        _temp_dir=temp,
     )
     yield
     ray.shutdown()

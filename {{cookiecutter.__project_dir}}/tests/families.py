@@ -62,7 +62,7 @@ FAMILIES = {
 MARKERS = re.compile(
     r"<[|\uff5c][^<>{}'\"\s]*[|\uff5c]?>|</?(?:start_of_turn|bos|eos|s|think|tool_call)>|\[/?[A-Z_]{3,}\]"
 )
-"""What looks like a special token in a template."""
+"""Matches special tokens in templates."""
 
 
 def template_of(family: Family) -> str:

@@ -1,4 +1,4 @@
-"""A small model, and packed rows for it as preprocess leaves them, made without Ray."""
+"""Write a small model, and packed rows for it like those of preprocess, without Ray."""
 
 import json
 import shutil
@@ -10,12 +10,13 @@ import pyarrow.parquet as pq
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from pipeline.data.conversations import Tokenize, padding_id, tokenizer_hash
 from pipeline.data.packing import pack
+from pipeline.data.tokenization import DocumentTokenizer
+from pipeline.data.tokenizer import padding_id, tokenizer_hash
 
 
 def write_model(folder: Path, assets: Path, seed: int = 0, **config: float) -> Path:
-    """An untrained Llama of about 100,000 parameters with the demo's tokenizer, in `folder`; returns that."""
+    """Write an untrained Llama with about 100,000 parameters and the demo's tokenizer. Return `folder`."""
     tokenizer = AutoTokenizer.from_pretrained(assets / "model")
     torch.manual_seed(seed)
     shape = {
@@ -33,7 +34,7 @@ def write_model(folder: Path, assets: Path, seed: int = 0, **config: float) -> P
 
 
 def write_other_tokenizer(model: Path, folder: Path) -> Path:
-    """A model folder like `model`, but for one merge of its tokenizer; returns it."""
+    """Write a copy of `model` whose tokenizer lacks one merge. Return `folder`."""
     shutil.copytree(model, folder)
     definition = json.loads((model / "tokenizer.json").read_text())
     definition["model"]["merges"].pop()
@@ -42,9 +43,9 @@ def write_other_tokenizer(model: Path, folder: Path) -> Path:
 
 
 def tokenize(assets: Path, model: Path, sequence_length: int) -> pa.Table:
-    """The documents of the demo's conversations."""
+    """Return the documents of the demo's conversations."""
     lines = (assets / "data/pairs.jsonl").read_text().splitlines()
-    return Tokenize(str(model), sequence_length)(pa.Table.from_pylist([json.loads(line) for line in lines]))
+    return DocumentTokenizer(str(model), sequence_length)(pa.Table.from_pylist([json.loads(line) for line in lines]))
 
 
 def write(
@@ -56,7 +57,7 @@ def write(
     evaluated: int,
     eos_ids: list[int] | None = None,
 ) -> None:
-    """Packed documents in `folder`: training shards of as many rows as `train` says, then one of `evaluated` rows."""
+    """Write packed documents: a training shard for each number of rows in `train`, and `evaluated` held-out rows."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     rows = pack(documents, sequence_length, padding_id(tokenizer))
     ends = [sum(train[: number + 1]) for number in range(len(train))]

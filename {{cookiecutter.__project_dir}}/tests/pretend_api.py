@@ -1,4 +1,4 @@
-"""A server of OpenAI's API without a model, behind the door and the page of a real one."""
+"""A fake of the served API: no model, but the real middleware and web page."""
 
 import asyncio
 import contextlib
@@ -17,36 +17,37 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from pipeline.serving.api_middleware import ApiMiddleware, RequestLimits
-from pipeline.serving.keys import Keys
-from pipeline.serving.page import Page
+from pipeline.serving.api_middleware import ApiMiddleware
+from pipeline.serving.keys import ApiKeys
+from pipeline.serving.limits import RequestLimits
+from pipeline.serving.page import ChatPage
 
-KEY = "for-whoever-tries-it"
+KEY = "the-key-of-the-fake-api"
 MODELS = ("small", "large")
 
 
 class PretendApi:
-    """It answers in the words of `pieces`, and remembers what it was asked."""
+    """Answers each request with `chunks`, and records the requests."""
 
     def __init__(self) -> None:
-        self.pieces: list[str] = ["All ", "is ", "well."]
-        self.pause_s = 0.0
-        self.go_on = threading.Event()
-        """What it waits for after the first piece."""
-        self.go_on.set()
-        self.gone: set[str] = set()
-        """Models that it names, and no longer has."""
-        self.refuse_every = 0
-        """Every third request, say, is refused; 0: none."""
-        self.refusal = 503
-        self.asked: list[dict[str, Any]] = []
+        self.chunks: list[str] = ["All ", "is ", "well."]
+        self.delay_s = 0.0
+        self.resume = threading.Event()
+        """A stream waits for this event after its first chunk."""
+        self.resume.set()
+        self.deleted: set[str] = set()
+        """Models that are listed, but answer 404."""
+        self.fail_every = 0
+        """Every n-th request fails with `failure_status`. 0: none."""
+        self.failure_status = 503
+        self.requests: list[dict[str, Any]] = []
         self.sent = 0
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.root = f"http://127.0.0.1:{free.getsockname()[1]}"
         self.url = f"{self.root}/v1"
         routes = [Route("/v1/models", self._models), Route("/v1/chat/completions", self._answer, methods=["POST"])]
-        rules = RequestLimits(per_minute=10**6, at_once=100, max_body=10**6, timeout_s=60)
-        app = Page(ApiMiddleware(Starlette(routes=routes), Keys(), rules))
+        limits = RequestLimits(per_minute=10**6, at_once=100, max_body=10**6, timeout_s=60)
+        app = ChatPage(ApiMiddleware(Starlette(routes=routes), ApiKeys(), limits))
         port = int(self.root.rpartition(":")[2])
         self.server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error", timeout_graceful_shutdown=1))
 
@@ -54,24 +55,24 @@ class PretendApi:
         return JSONResponse({"object": "list", "data": [{"id": name, "object": "model"} for name in MODELS]})
 
     async def _answer(self, request: Request) -> Response:
-        asked = await request.json()
-        self.asked.append(asked)
-        if asked["model"] in self.gone:
-            return JSONResponse({"error": {"message": f"the model {asked['model']} does not exist"}}, 404)
-        if self.refuse_every and len(self.asked) % self.refuse_every == 0:
-            return JSONResponse({"error": {"message": "busy"}}, self.refusal)
-        if "too long" in asked["messages"][-1]["content"]:
+        body = await request.json()
+        self.requests.append(body)
+        if body["model"] in self.deleted:
+            return JSONResponse({"error": {"message": f"the model {body['model']} does not exist"}}, 404)
+        if self.fail_every and len(self.requests) % self.fail_every == 0:
+            return JSONResponse({"error": {"message": "busy"}}, self.failure_status)
+        if "too long" in body["messages"][-1]["content"]:
             return JSONResponse({"error": {"message": "at most 256 tokens"}}, 400)
-        return StreamingResponse(self._stream(asked["model"]), media_type="text/event-stream")
+        return StreamingResponse(self._stream(body["model"]), media_type="text/event-stream")
 
     async def _stream(self, model: str) -> AsyncIterator[str]:
-        for number, piece in enumerate(self.pieces):
-            if number and not self.go_on.is_set():
-                await asyncio.to_thread(self.go_on.wait, 30)
+        for number, chunk in enumerate(self.chunks):
+            if number and not self.resume.is_set():
+                await asyncio.to_thread(self.resume.wait, 30)
             if number:
-                await asyncio.sleep(self.pause_s)
+                await asyncio.sleep(self.delay_s)
             self.sent += 1
-            yield _event(model, {"content": piece})
+            yield _event(model, {"content": chunk})
         yield "data: [DONE]\n\n"
 
 
@@ -83,7 +84,7 @@ def _event(model: str, delta: dict[str, str]) -> str:
 
 @contextlib.contextmanager
 def running(folder: Path) -> Iterator[PretendApi]:
-    """A running one, whose key is in a file in `folder` and, for clients, in the environment."""
+    """Run a fake API. Its key is in a file in `folder` and, for clients, in the environment."""
     with pytest.MonkeyPatch.context() as environment:
         (folder / ".env").write_text(f"SERVE_API_KEY={KEY}\n")
         environment.setenv("SECRETS_FILE", str(folder / ".env"))
@@ -94,14 +95,13 @@ def running(folder: Path) -> Iterator[PretendApi]:
         thread.start()
         wait_until(lambda: api.server.started)
         yield api
-        api.go_on.set()
+        api.resume.set()
         api.server.should_exit = True
         thread.join()
 
 
-def wait_until(so: Callable[[], bool], timeout_s: float = 10) -> None:
-    """Return once it is so."""
+def wait_until(condition: Callable[[], bool], timeout_s: float = 10) -> None:
     deadline = time.monotonic() + timeout_s
-    while not so():
+    while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)

@@ -436,7 +436,7 @@ def test_more_workers_than_the_cluster_can_have(
     cloud: StubbedAws, file: ClusterFile, tune: Callable[[str, str], None]
 ) -> None:
     tune("cluster.train", "num_workers = 17")
-    assert "more than the 16 that this cluster can ever hold; use --num-workers 16" in only(file, "error")
+    assert "more than the 16 that this cluster can hold; use --num-workers 16" in only(file, "error")
 
 
 def test_more_replicas_than_the_cluster_can_have(

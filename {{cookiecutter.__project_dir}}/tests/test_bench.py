@@ -20,7 +20,7 @@ PIECES, PAUSE_S = 6, 0.05
 @pytest.fixture
 def api(tmp_path: Path) -> Iterator[PretendApi]:
     with running(tmp_path) as started:
-        started.pieces, started.pause_s = ["word "] * PIECES, PAUSE_S
+        started.chunks, started.delay_s = ["word "] * PIECES, PAUSE_S
         yield started
 
 
@@ -51,16 +51,16 @@ def test_the_numbers_are_what_the_server_did(api: PretendApi, tmp_path: Path) ->
 def test_prompts_are_the_same_in_each_run_and_never_repeat(api: PretendApi, tmp_path: Path) -> None:
     asked = []
     for _ in range(2):
-        api.asked.clear()
+        api.requests.clear()
         run(api, tmp_path, (2,), 0.4)
-        asked.append([body["messages"][0]["content"] for body in api.asked if body["max_tokens"] == PIECES])
-        assert len(set(asked[-1])) == len(asked[-1]) == len(api.asked) - 2  # one each to warm up
+        asked.append([body["messages"][0]["content"] for body in api.requests if body["max_tokens"] == PIECES])
+        assert len(set(asked[-1])) == len(asked[-1]) == len(api.requests) - 2  # one each to warm up
     assert set(asked[0][:2]) == set(asked[1][:2])
     assert statistics.mean(len(prompt.split()) for prompt in asked[0]) == bench.PROMPT_WORDS + 1
 
 
 def test_errors_are_counted_and_shown(api: PretendApi, tmp_path: Path) -> None:
-    api.refuse_every = 3
+    api.fail_every = 3
     saved, printed = run(api, tmp_path, (1,))
     [(words, count)] = saved["levels"][0]["errors"].items()
     assert words.endswith("busy")
@@ -69,7 +69,7 @@ def test_errors_are_counted_and_shown(api: PretendApi, tmp_path: Path) -> None:
 
 
 def test_a_rate_limit_ends_the_measurement_with_what_to_do(api: PretendApi, tmp_path: Path) -> None:
-    api.refuse_every, api.refusal = 4, 429
+    api.fail_every, api.failure_status = 4, 429
     saved, printed = run(api, tmp_path, (1, 2))
     assert [level["concurrent"] for level in saved["levels"]] == [1]
     assert (
@@ -79,7 +79,7 @@ def test_a_rate_limit_ends_the_measurement_with_what_to_do(api: PretendApi, tmp_
 
 
 def test_a_server_that_fails_every_request_is_an_error(api: PretendApi, tmp_path: Path) -> None:
-    api.gone = {"small"}
+    api.deleted = {"small"}
     with pytest.raises(settings.UserError, match=r"answered no request of 1 concurrent clients .*does not exist"):
         run(api, tmp_path, (1,), 0.2)
 

@@ -12,14 +12,14 @@ import pytest
 from pipeline.serving.body import MAX_COPIES, MAX_DEPTH, MAX_SCHEMA, MAX_TEXT, Body, InvalidBody, inspect
 
 
-def refused(raw: bytes | dict[str, Any]) -> InvalidBody:
+def rejected(raw: bytes | dict[str, Any]) -> InvalidBody:
     with pytest.raises(InvalidBody) as caught:
         inspect(raw if isinstance(raw, bytes) else json.dumps(raw).encode())
     json.dumps({"message": caught.value.message, "param": caught.value.param}, ensure_ascii=False).encode()
     return caught.value
 
 
-def taken(**body: Any) -> Body:
+def accepted(**body: Any) -> Body:
     return inspect(json.dumps(body).encode())
 
 
@@ -35,35 +35,35 @@ def nested(levels: int) -> Any:
 
 
 @pytest.mark.parametrize("opening", [b"[", b'{"a":', b'{"a":[', b'{"m":"\\ud83d","a":' + b"["])
-def test_depth_that_no_parser_survives_is_refused(opening: bytes) -> None:
-    assert refused(opening * 100_000).code == "nested_too_deep"
+def test_extreme_nesting_is_rejected(opening: bytes) -> None:
+    assert rejected(opening * 100_000).code == "nested_too_deep"
 
 
-def test_the_limit_is_the_limit() -> None:
-    assert taken(a=nested(MAX_DEPTH - 1))
-    assert refused({"a": nested(MAX_DEPTH)}).code == "nested_too_deep"
-    assert taken(a=[[]] * 1000, b="[" * 1000)  # many brackets side by side, or in a string, are not deep
+def test_the_nesting_limit_is_exact() -> None:
+    assert accepted(a=nested(MAX_DEPTH - 1))
+    assert rejected({"a": nested(MAX_DEPTH)}).code == "nested_too_deep"
+    assert accepted(a=[[]] * 1000, b="[" * 1000)  # many brackets side by side, or in a string, are not deep
 
 
 @pytest.mark.parametrize("name", ["json", "structural_tag"])
-def test_a_schema_in_a_text_is_as_deep_as_any(name: str) -> None:
-    assert taken(structured_outputs={name: json.dumps(nested(MAX_DEPTH))})
-    error = refused({"structured_outputs": {name: json.dumps(nested(MAX_DEPTH + 1))}})
+def test_the_nesting_limit_applies_to_a_schema_in_a_string(name: str) -> None:
+    assert accepted(structured_outputs={name: json.dumps(nested(MAX_DEPTH))})
+    error = rejected({"structured_outputs": {name: json.dumps(nested(MAX_DEPTH + 1))}})
     assert (error.code, error.param) == ("nested_too_deep", f"structured_outputs.{name}")
-    assert refused({"structured_outputs": {name: "[" * 16_000}}).code == "nested_too_deep"
-    assert taken(structured_outputs={name: "no JSON"})  # for vLLM to refuse
+    assert rejected({"structured_outputs": {name: "[" * 16_000}}).code == "nested_too_deep"
+    assert accepted(structured_outputs={name: "no JSON"})  # vLLM rejects it
 
 
-def test_the_arguments_of_a_tool_call_are_read_as_json() -> None:
+def test_the_arguments_of_a_tool_call_are_checked_as_json() -> None:
     def body(arguments: Any) -> dict[str, Any]:
         call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
         return {"messages": [{"role": "user"}, {"role": "assistant", "tool_calls": [call]}]}
 
     param = "messages.1.tool_calls.0.function.arguments"
-    assert taken(**body(json.dumps({"a": 1})))
-    assert taken(**body("half an ans"))
-    assert refused(body('{"a":' * 9000)).param == param
-    error = refused(body(r'{"a": "\ud83d"}'))
+    assert accepted(**body(json.dumps({"a": 1})))
+    assert accepted(**body("half an ans"))
+    assert rejected(body('{"a":' * 9000)).param == param
+    error = rejected(body(r'{"a": "\ud83d"}'))
     assert (error.param, error.code) == (param, "invalid_unicode")
 
 
@@ -85,14 +85,14 @@ def test_the_arguments_of_a_tool_call_are_read_as_json() -> None:
         ),
     ],
 )
-def test_half_of_a_surrogate_pair_is_named(body: dict[str, Any], param: str) -> None:
-    error = refused(body)
+def test_the_path_of_a_lone_surrogate_is_reported(body: dict[str, Any], param: str) -> None:
+    error = rejected(body)
     assert (error.param, error.code) == (param, "invalid_unicode")
-    assert refused(json.dumps(body, ensure_ascii=False).encode(errors="surrogatepass")).param == param
+    assert rejected(json.dumps(body, ensure_ascii=False).encode(errors="surrogatepass")).param == param
 
 
 @pytest.mark.parametrize("text", ["größer", "\U0001f600", "\\ud83d", "[" * 99])
-def test_all_that_is_text_passes_byte_by_byte(text: str) -> None:
+def test_valid_text_passes_unchanged(text: str) -> None:
     for raw in (json.dumps({"stop": text}), json.dumps({"stop": text}, ensure_ascii=False, indent=3)):
         assert inspect(raw.encode()).raw == raw.encode()
 
@@ -117,13 +117,13 @@ def test_all_that_is_text_passes_byte_by_byte(text: str) -> None:
         b'{"a": %s}' % (b"9" * 5000),
     ],
 )
-def test_what_is_no_json_object_is_refused(raw: bytes) -> None:
-    error = refused(raw)
+def test_a_body_that_is_not_a_json_object_is_rejected(raw: bytes) -> None:
+    error = rejected(raw)
     assert (error.status, error.code) == (400, "invalid_json")
     assert error.message.startswith("the body must be a JSON object")
 
 
-# ---------------------------------------------------------------- schemas, and what a client has no say in
+# ---------------------------------------------------------------- schemas and internal fields
 
 
 LONG = ["some words"] * 10_000
@@ -139,21 +139,21 @@ LONG = ["some words"] * 10_000
         ({"tools": [{"type": "function", "function": {"parameters": {"enum": LONG}}}]}, "tools"),
     ],
 )
-def test_a_schema_that_would_take_seconds_to_compile_is_refused(body: dict[str, Any], param: str) -> None:
-    error = refused(body)
+def test_a_schema_that_would_take_seconds_to_compile_is_rejected(body: dict[str, Any], param: str) -> None:
+    error = rejected(body)
     assert (error.param, error.code) == (param, "schema_too_large")
     [field] = body
-    assert taken(**{field: {"json": "x" * 100}, "prompt": "x" * MAX_SCHEMA})  # only schemas are limited
+    assert accepted(**{field: {"json": "x" * 100}, "prompt": "x" * MAX_SCHEMA})  # only schemas are limited
 
 
-def test_the_tools_of_an_agent_pass() -> None:
+def test_fifty_usual_tools_pass() -> None:
     function = {"name": "f", "description": "in {2024} or a{1,9000} " * 40, "parameters": {"type": "object"}}
-    assert taken(tools=[{"type": "function", "function": function}] * 50)
+    assert accepted(tools=[{"type": "function", "function": function}] * 50)
 
 
-def test_bad_words_that_would_take_seconds_to_tokenize_are_refused() -> None:
-    assert refused({"bad_words": ["word " * MAX_TEXT]}).param == "bad_words"
-    assert taken(bad_words=["word", 3])
+def test_bad_words_that_would_take_seconds_to_tokenize_are_rejected() -> None:
+    assert rejected({"bad_words": ["word " * MAX_TEXT]}).param == "bad_words"
+    assert accepted(bad_words=["word", 3])
 
 
 def schema(pattern: str) -> dict[str, Any]:
@@ -174,26 +174,26 @@ def schema(pattern: str) -> dict[str, Any]:
         {"regex": "a{%s}" % ("9" * 9000)},
     ],
 )
-def test_repetitions_that_would_take_seconds_to_parse_are_refused(outputs: dict[str, Any]) -> None:
+def test_repetitions_that_would_take_seconds_to_parse_are_rejected(outputs: dict[str, Any]) -> None:
     [field] = outputs
-    error = refused({"structured_outputs": outputs})
+    error = rejected({"structured_outputs": outputs})
     assert (error.param, error.code) == (f"structured_outputs.{field}", "schema_too_large")
 
 
 def test_repetitions_count_for_each_prompt() -> None:
     response_format = {"type": "json_schema", "json_schema": {"schema": schema(f"^a{{{MAX_COPIES // 2}}}$")}}
-    assert taken(response_format=response_format, prompt=["a"] * 2)
-    assert refused({"response_format": response_format, "prompt": ["a"] * 3}).param == "response_format"
+    assert accepted(response_format=response_format, prompt=["a"] * 2)
+    assert rejected({"response_format": response_format, "prompt": ["a"] * 3}).param == "response_format"
 
 
 @pytest.mark.parametrize("pattern", ["[0-9]{4}-[0-9]{2}" * 100, r"\{30000\}", "[{30000}]", "){9}", "{9000}", "(a{9}"])
 def test_usual_patterns_pass(pattern: str) -> None:
-    assert taken(structured_outputs={"regex": pattern}, response_format=schema(pattern))
+    assert accepted(structured_outputs={"regex": pattern}, response_format=schema(pattern))
 
 
 @pytest.mark.parametrize("piece", ["{", " ", "9", "[", "(", "\\", "a{1}", "{ 1 ,", "){2}"])
 @pytest.mark.parametrize("first", ["", "{", "{1,", "["])
-def test_reading_a_pattern_takes_no_time(first: str, piece: str) -> None:
+def test_patterns_are_checked_in_linear_time(first: str, piece: str) -> None:
     raw = json.dumps({"structured_outputs": {"regex": first + piece * ((MAX_TEXT - 9) // len(piece))}}).encode()
     started = time.thread_time()
     with contextlib.suppress(InvalidBody):
@@ -201,12 +201,12 @@ def test_reading_a_pattern_takes_no_time(first: str, piece: str) -> None:
     assert time.thread_time() - started < 0.5  # 0.02 s; a quantifier that backtracks takes hours
 
 
-def test_what_only_a_peer_may_send_is_dropped() -> None:
-    asked = {"model": "m", "prompt": "größer", "kv_transfer_params": nested(9), "ec_transfer_params": {}}
-    assert json.loads(taken(**asked).raw) == {"model": "m", "prompt": "größer"}
+def test_fields_for_other_vllm_servers_are_removed() -> None:
+    body = {"model": "m", "prompt": "größer", "kv_transfer_params": nested(9), "ec_transfer_params": {}}
+    assert json.loads(accepted(**body).raw) == {"model": "m", "prompt": "größer"}
 
 
-# ---------------------------------------------------------------- what is asked for
+# ---------------------------------------------------------------- model and sequences
 
 
 @pytest.mark.parametrize(
@@ -226,36 +226,36 @@ def test_what_only_a_peer_may_send_is_dropped() -> None:
         ({"messages": [[{"role": "user"}], [{"role": "user"}]]}, 2),
     ],
 )
-def test_sequences_are_prompts_times_answers(body: dict[str, Any], sequences: int) -> None:
-    assert taken(**body).sequences == sequences
+def test_sequences_are_prompts_times_n(body: dict[str, Any], sequences: int) -> None:
+    assert accepted(**body).sequences == sequences
 
 
-def test_any_number_of_answers_is_counted() -> None:
-    asked = b'{"prompt": ["a", "b"], "n": %s}' % (b"9" * 4300)
-    assert f"{inspect(asked).sequences:,}" == "2,000,000,000"
+def test_a_huge_n_is_counted() -> None:
+    raw = b'{"prompt": ["a", "b"], "n": %s}' % (b"9" * 4300)
+    assert f"{inspect(raw).sequences:,}" == "2,000,000,000"
 
 
 @pytest.mark.parametrize("n", ["8", 8.0, True, [8], "many"])
-def test_an_n_that_could_be_read_in_two_ways_is_refused(n: Any) -> None:
-    assert refused({"prompt": "a", "n": n}).param == "n"
+def test_an_n_that_is_not_an_integer_is_rejected(n: Any) -> None:
+    assert rejected({"prompt": "a", "n": n}).param == "n"
 
 
 @pytest.mark.parametrize(("model", "found"), [("m", "m"), (None, None), (3, None), (["m"], None)])
-def test_the_model_is_named(model: Any, found: str | None) -> None:
-    assert taken(model=model).model == found
+def test_the_model_is_returned(model: Any, found: str | None) -> None:
+    assert accepted(model=model).model == found
 
 
-# ---------------------------------------------------------------- what it costs
+# ---------------------------------------------------------------- overhead
 
 
 @pytest.mark.parametrize("last", ["NaN", r'"\ud83d"'])
-def test_the_place_of_an_error_takes_no_memory(last: str) -> None:
+def test_reporting_an_error_takes_little_memory(last: str) -> None:
     raw = f'{{"{"k" * 10**6}": [{"1," * 500_000}{last}]}}'.encode()
     tracemalloc.start()
-    error = refused(raw)
-    most = tracemalloc.get_traced_memory()[1]
+    error = rejected(raw)
+    peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert most < 100 * len(raw)
+    assert peak < 100 * len(raw)
     assert len(error.message) < 1000
 
 
@@ -274,7 +274,7 @@ def test_a_usual_request_costs_less_than_50_microseconds() -> None:
 
 
 @pytest.mark.parametrize("piece", ["[]", '{"a": 1}', "1", '"[{"', '"größer"'])
-def test_a_large_request_costs_a_few_times_what_it_takes_to_parse_it(piece: str) -> None:
+def test_a_large_request_takes_at_most_eight_times_as_long_as_its_parsing(piece: str) -> None:
     raw = f'{{"a": [{",".join([piece] * (10**6 // len(piece)))}]}}'.encode()
 
     def seconds(called: Callable[[bytes], object]) -> float:

@@ -1,4 +1,4 @@
-"""Test small apps in a real Serve: an app scaled to zero still exists, and a request starts a replica."""
+"""Test canaries and additional models with small apps in a real Serve, scaled to zero and back."""
 
 import asyncio
 import contextlib
@@ -22,13 +22,13 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 import settings
-from jobs import models, serve_llm
-from jobs.models import ModelsOptions
-from jobs.serve_llm import ServeOptions
-from pipeline.serving import canary, haproxy
+from jobs import models
+from pipeline.serving import canary, haproxy, lifecycle
 from pipeline.serving.body import inspect
 from pipeline.serving.canary import CANARY, ROOT, Reporter
-from pipeline.serving.model_router import MetricsMiddleware, ModelRouter
+from pipeline.serving.metrics_middleware import MetricsMiddleware
+from pipeline.serving.model_router import ModelRouter
+from pipeline.serving.options import ModelsOptions, ServeOptions
 
 pytestmark = pytest.mark.skipif(not haproxy.environment("/"), reason="HAProxy is installed on Linux only")
 
@@ -37,32 +37,32 @@ START_S = 120
 
 
 def model() -> type:
-    """A class that Ray pickles whole: replicas cannot import this module."""
+    """Return a class that Ray pickles by value: replicas cannot import this module."""
 
     class Model:
-        """What `pipeline/serving/app.py` puts around an engine, without one."""
+        """The middleware of `pipeline/serving/app.py`, without an engine."""
 
         def __init__(self, path: str, model: str, address: str) -> None:
             self._path, self._model, self._address = path, model, address
 
         async def __serve_build_asgi_app__(self) -> ASGIApp:
-            async def say(_: Request) -> Response:
+            async def answer(_: Request) -> Response:
                 return JSONResponse({"from": self._path})
 
-            routes = [Route("/health", lambda _: Response()), Route("/v1/completions", say, methods=["POST"])]
+            routes = [Route("/health", lambda _: Response()), Route("/v1/completions", answer, methods=["POST"])]
             reporter = Reporter(self._path)
-            self._task = asyncio.create_task(reporter.keep_up(lambda: [self._model]))
-            answering = MetricsMiddleware(Starlette(routes=routes), reporter.note)
+            self._task = asyncio.create_task(reporter.report_forever(lambda: [self._model]))
+            app = MetricsMiddleware(Starlette(routes=routes), reporter.record)
             if self._path != ROOT:
-                return answering
-            fork = ModelRouter(answering, self._model, self._address, lambda: reporter.routes)
+                return app
+            router = ModelRouter(app, self._model, self._address, lambda: reporter.routes)
 
             async def read(scope: Scope, receive: Receive, send: Send) -> None:
-                """Read the body, as the middleware in front of the fork does."""
+                """Read the body, like the middleware in front of the router."""
                 if scope["type"] == "http" and scope["method"] == "POST":
                     message = await receive()
                     scope = {**scope, "state": {"body": inspect(message["body"])}}
-                await fork(scope, receive, send)
+                await router(scope, receive, send)
 
             return read
 
@@ -87,7 +87,7 @@ def address(ray_session: None) -> Iterator[str]:
     wait_for(lambda: ray.get(canary.actor().apps.remote()).keys() == PATHS.keys())
     yield f"http://127.0.0.1:{port}"
     for path in reversed(PATHS):
-        serve_llm.stop(canary.app_name(path))
+        lifecycle.stop(canary.app_name(path))
 
 
 def wait_for(condition: Callable[[], Any]) -> None:
@@ -103,7 +103,7 @@ def replicas() -> int:
     return sum(sum(deployment.replica_states.values()) for deployment in deployments)
 
 
-def kill_the_actor() -> None:
+def kill_actor() -> None:
     """Kill the actor's process, as the kernel does when memory runs out. Ray starts another."""
     [pid] = [pid for pid, name in children().items() if name == "ray::RoutingState"]
     os.kill(pid, signal.SIGKILL)
@@ -122,25 +122,25 @@ def ask(address: str, model: str) -> Any:
     return answer.json()["from"] if answer.ok else answer.status_code
 
 
-def beside(model: str) -> ServeOptions:
+def additional(model: str) -> ServeOptions:
     options = settings.load(ServeOptions, "serve", profile="local")
-    return options.model_copy(update={"model_name": model, "beside": True})
+    return options.model_copy(update={"model_name": model, "add": True})
 
 
-def test_apps_at_zero_and_the_canarys_share_outlast_their_replicas_and_the_actor(address: str) -> None:
-    ray.get(canary.actor().give_canary.remote(100, beside("own").model_dump()))
+def test_apps_and_the_canarys_share_outlive_their_replicas_and_the_actor(address: str) -> None:
+    ray.get(canary.actor().set_canary.remote(100, additional("own").model_dump()))
     wait_for(lambda: replicas() == 0)
-    kill_the_actor()  # no replica is left to report again
+    kill_actor()  # no replica is left to report again
     shown = ray.get(canary.actor().apps.remote())
     assert {path: app["models"] for path, app in shown.items()} == {path: [model] for path, model in PATHS.items()}
-    with pytest.raises(settings.UserError, match="own is served already"):
-        serve_llm.as_place_demands(beside("own"))
-    assert serve_llm.as_place_demands(beside("another")).served_name == "another"
+    with pytest.raises(settings.UserError, match="a model named own is already served"):
+        lifecycle.resolve_name(additional("own"))
+    assert lifecycle.resolve_name(additional("another")).served_name == "another"
     wait_for(lambda: ask(address, "own") == CANARY)  # the first replica of the root learns its routes as it starts
     assert ask(address, "sql") == "/models/sql"
 
 
-def test_an_app_that_is_ended_is_gone_at_once(address: str) -> None:
+def test_a_stopped_app_disappears_at_once(address: str) -> None:
     wait_for(lambda: ask(address, "sql") == "/models/sql")
     models.main(ModelsOptions(end="sql"))
     assert "/models/sql" not in ray.get(canary.actor().apps.remote())

@@ -26,8 +26,8 @@ def test_after_a_switch_the_other_model_sees_all_messages(
 ) -> None:
     converse(api, monkeypatch, "hello", "/model", "/model large", "and you?", "/model huge", "again")
     printed = capsys.readouterr().out
-    assert [asked["model"] for asked in api.asked] == ["small", "large", "large"]
-    assert [message["content"] for message in api.asked[1]["messages"]] == ["hello", "All is well.", "and you?"]
+    assert [asked["model"] for asked in api.requests] == ["small", "large", "large"]
+    assert [message["content"] for message in api.requests[1]["messages"]] == ["hello", "All is well.", "and you?"]
     assert "* small\n  large\n" in printed
     assert "  small\n* large\n" in printed
     assert "no model is named huge. Served models: small, large\n" in printed
@@ -36,8 +36,8 @@ def test_after_a_switch_the_other_model_sees_all_messages(
 def test_a_deleted_model_does_not_end_the_chat(
     api: PretendApi, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    api.gone = {"large"}
+    api.deleted = {"large"}
     converse(api, monkeypatch, "/model large", "hello", "/model small", "hello")
     assert "the model large does not exist" in capsys.readouterr().out
-    assert [asked["model"] for asked in api.asked] == ["large", "small"]
-    assert [message["content"] for message in api.asked[1]["messages"]] == ["hello"]
+    assert [asked["model"] for asked in api.requests] == ["large", "small"]
+    assert [message["content"] for message in api.requests[1]["messages"]] == ["hello"]

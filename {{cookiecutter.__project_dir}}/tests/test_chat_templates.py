@@ -1,4 +1,4 @@
-"""Train every family in its own format: the real templates, against TRL's masks and vLLM's prompts."""
+"""Compare the real templates of model families with TRL's masks and vLLM's prompts."""
 
 import contextlib
 import json
@@ -21,7 +21,10 @@ from trl.chat_template_utils import get_training_chat_template
 
 import settings
 from cluster.network import free_ports
-from pipeline.data.chat_template import (
+from pipeline.data.chat_template import ChatTemplate, TemplateRejection
+from pipeline.data.examples import Conversation, Message
+from pipeline.data.row_formats import read_example
+from pipeline.data.template_probes import (
     ANSWER,
     CALL,
     FEATURES,
@@ -31,20 +34,16 @@ from pipeline.data.chat_template import (
     RESULT,
     THINKING,
     TOOL,
-    ChatTemplate,
-    Conversation,
-    Message,
-    Rejected,
 )
-from pipeline.data.conversations import Tokenize
-from pipeline.data.row_formats import example
+from pipeline.data.tokenization import DocumentTokenizer
 
 START_S = 180
-LONGEST = 100_000  # tokens; Muse's and Kimi's descriptions of tools take thousands of the tiny tokenizer's
+MAX_LENGTH = 100_000  # tokens; Muse's and Kimi's descriptions of tools take thousands of the tiny tokenizer's
 
 
 OTHER_TEXT = {"Gemma 4", "DeepSeek R1", "DeepSeek R1 Distill", "GLM 4.7", "OLMo 3 Think", "MiniMax M2"}
-"""Templates with a prompt that begins the reasoning unlike their conversations. Training follows the prompt."""
+"""Templates whose generation prompt begins the reasoning differently than a finished conversation. Training follows the
+prompt."""
 
 NO_END = {"GLM 4", "GLM 4.5, 4.6"}
 """Templates that end a turn only when another message follows."""
@@ -65,10 +64,10 @@ def folder(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("families") / "model"
     shutil.copytree(assets / "model", folder)
     tokenizer = add_tokens(PreTrainedTokenizerFast.from_pretrained(folder), *FAMILIES.values())
-    tokenizer.model_max_length = LONGEST
+    tokenizer.model_max_length = MAX_LENGTH
     tokenizer.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": LONGEST}))
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": MAX_LENGTH}))
     return folder
 
 
@@ -96,7 +95,7 @@ def rendering(folder: Path, parser: str = "hermes") -> Iterator[str]:
             time.sleep(0.5)
         yield url
     finally:
-        process.kill()  # it waits for open connections when it is asked to stop
+        process.kill()  # SIGTERM would wait for open connections
         process.wait(START_S)
 
 
@@ -115,14 +114,14 @@ def load(folder: Path, family: Family, **options: Any) -> tuple[ChatTemplate, Pr
 
 
 def as_row(conversation: Conversation) -> Conversation:
-    """Return a conversation as it is read from a row."""
-    found = example({"messages": conversation.messages, "tools": conversation.tools})
+    """Return a conversation as `read_example` returns it for a row."""
+    found = read_example({"messages": conversation.messages, "tools": conversation.tools})
     assert isinstance(found, Conversation)
     return found
 
 
 def as_openai(message: Message) -> Message:
-    """Return a message as a client of a server sends it."""
+    """Return a message as an OpenAI client sends it."""
     calls = [
         call | {"function": call["function"] | {"arguments": json.dumps(call["function"]["arguments"])}}
         for call in message.get("tool_calls", [])
@@ -133,7 +132,7 @@ def as_openai(message: Message) -> Message:
 
 
 def served_prompt(url: str, template: str | None, conversation: Conversation) -> list[int]:
-    """Return the tokens that vLLM hands to a model for these messages."""
+    """Return the tokens that vLLM passes to a model for these messages."""
     body: dict[str, Any] = {"messages": [as_openai(message) for message in conversation.messages]}
     body |= {"max_tokens": 1} | ({"chat_template": template} if template else {})
     if conversation.tools:
@@ -148,7 +147,7 @@ def prompts(template: ChatTemplate) -> Iterator[tuple[str, Conversation]]:
     for conversation in CONVERSATIONS.values():
         try:
             documents = template.documents(as_row(conversation))
-        except Rejected:
+        except TemplateRejection:
             continue
         turns = [index for index, message in enumerate(conversation.messages) if message["role"] == "assistant"]
         starts = [document.text[:start] for document in documents for start, _ in document.spans]
@@ -173,7 +172,7 @@ def test_training_sees_the_prompts_that_vllm_renders(folder: Path, renderer: str
     reason="vLLM's Harmony needs o200k_base.tiktoken, which no small package contains; set TIKTOKEN_ENCODINGS_BASE to "
     "a folder with it",
 )
-def test_gpt_oss_sees_the_prompts_of_harmony_but_for_two_differences(folder: Path, tmp_path: Path) -> None:
+def test_gpt_oss_prompts_differ_from_harmony_in_two_places(folder: Path, tmp_path: Path) -> None:
     """vLLM does not use the chat template of gpt-oss."""
     template, tokenizer = load(folder, FAMILIES["gpt-oss"])
     model = shutil.copytree(folder, tmp_path / "model")
@@ -232,7 +231,7 @@ WORDS = (
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_learned_layout_gives_what_the_template_gives(folder: Path, name: str) -> None:
+def test_a_learned_layout_gives_the_same_text_as_the_template(folder: Path, name: str) -> None:
     template, _ = load(folder, FAMILIES[name])
     random = Random(name)
     conversations = [TWO_TURNS]
@@ -247,20 +246,20 @@ def test_a_learned_layout_gives_what_the_template_gives(folder: Path, name: str)
                 messages[-1] |= {"weight": 0}
         conversations.append(Conversation(messages))
     for conversation, made in zip(conversations, template.batch(conversations), strict=True):
-        assert str(made) == str(template._documents_or_problem(conversation))
+        assert str(made) == str(template._documents_or_rejection(conversation))
     assert any(template._layouts.values()), "layouts are used"
 
 
-def test_an_answer_that_holds_the_models_stop_is_rejected_not_cut(folder: Path) -> None:
+def test_an_answer_that_contains_a_stop_token_is_rejected(folder: Path) -> None:
     template, _ = load(folder, FAMILIES["MiniMax M2"])
     conversation = Conversation([QUESTION, ANSWER | {"content": "before [e~[ after"}])
-    with pytest.raises(Rejected, match=r"an answer contains \[e~\[, at which the model stops"):
+    with pytest.raises(TemplateRejection, match=r"an answer contains \[e~\[, at which the model stops"):
         template.documents(conversation)
     [rejected] = template.batch([conversation])
-    assert isinstance(rejected, Rejected)
+    assert isinstance(rejected, TemplateRejection)
 
 
-def test_a_template_that_looks_at_words_is_always_run(folder: Path) -> None:
+def test_a_template_that_depends_on_the_text_gets_no_layout(folder: Path) -> None:
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     tokenizer.chat_template = (
         "{% for message in messages %}<|{{ message.role }}|>{{ message.content[:100] }}<|eos|>{% endfor %}"
@@ -273,11 +272,11 @@ def test_a_template_that_looks_at_words_is_always_run(folder: Path) -> None:
     assert document.text.count("x") == 100
 
 
-def test_reasoning_of_earlier_turns_is_as_served_or_kept(folder: Path) -> None:
+def test_earlier_reasoning_is_as_served_or_kept(folder: Path) -> None:
     first, second = load(folder, FAMILIES["Qwen 3"])[0].documents(TWO_THOUGHTS)
     assert "probe-reasoning" in first.text
     assert "probe-next" not in first.text
-    assert second.text.count("probe-reasoning") == 1, "Qwen 3 drops what it thought before the last question"
+    assert second.text.count("probe-reasoning") == 1, "Qwen 3 drops the reasoning before the last question"
     [kept] = load(folder, FAMILIES["Qwen 3"], past_reasoning="keep")[0].documents(TWO_THOUGHTS)
     assert kept.text.count("probe-reasoning") == 2
     last, _ = load(folder, FAMILIES["Qwen 3"], past_reasoning="keep", turns="last")
@@ -288,19 +287,19 @@ def test_reasoning_of_earlier_turns_is_as_served_or_kept(folder: Path) -> None:
         load(folder, FAMILIES["OLMo 3 Think"], past_reasoning="keep")
 
 
-def test_a_turn_that_is_cut_off_whole_is_counted(folder: Path, tmp_path: Path) -> None:
+def test_a_document_without_a_later_turn_counts_as_cut(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "model")
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     tokenizer.chat_template = template_of(FAMILIES["Qwen 3"])
     tokenizer.save_pretrained(tmp_path / "model")
     row = {"messages": [QUESTION, ANSWER, NEXT | {"content": "word " * 200}, NEXT_ANSWER]}
-    both = Tokenize(str(tmp_path / "model"), LONGEST).documents(row)
+    both = DocumentTokenizer(str(tmp_path / "model"), MAX_LENGTH).documents(row)
     assert [document.cut for document in both] == [False, False]
-    [first] = Tokenize(str(tmp_path / "model"), 100).documents(row)
+    [first] = DocumentTokenizer(str(tmp_path / "model"), 100).documents(row)
     assert first.cut
 
 
-def test_turns_are_chosen_by_weight_and_by_place(folder: Path) -> None:
+def test_turns_are_selected_by_weight_and_position(folder: Path) -> None:
     template, _ = load(folder, FAMILIES["Llama 3"])
     [document] = template.documents(Conversation([QUESTION, ANSWER | {"weight": 0}, NEXT, NEXT_ANSWER]))
     assert [document.text[slice(*span)] for span in document.spans] == ["probe-last<|eot_id|>"]
@@ -313,7 +312,7 @@ def test_turns_are_chosen_by_weight_and_by_place(folder: Path) -> None:
 
 
 def trained_by_trl(tokenizer: PreTrainedTokenizerFast, conversation: Conversation) -> list[int] | None:
-    """Return the tokens that TRL trains, or None where it does not know the template."""
+    """Return the tokens that TRL trains, or None if it does not know the template."""
     try:
         marked = get_training_chat_template(tokenizer) or tokenizer.chat_template
     except ValueError:
@@ -326,7 +325,7 @@ def trained_by_trl(tokenizer: PreTrainedTokenizerFast, conversation: Conversatio
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_trl_trains_the_same_tokens(folder: Path, name: str) -> None:
-    """But for the end of the prompt, and for what follows the token that ends a turn."""
+    """Exceptions: the end of the prompt, and text after the token that ends a turn."""
     template, tokenizer = load(folder, FAMILIES[name])
     conversation = Conversation([QUESTION, ANSWER])
     theirs = trained_by_trl(tokenizer, conversation)

@@ -1,4 +1,4 @@
-"""The network check on two workers, and what it reads in NCCL's log."""
+"""The network check on two workers, and how it reads NCCL's log."""
 
 import sys
 
@@ -7,7 +7,8 @@ import ray
 
 import settings
 from jobs import check_network
-from jobs.check_network import NetworkOptions
+from pipeline.ray_support import network_check
+from pipeline.training.options import NetworkOptions
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import a test
 
@@ -25,7 +26,7 @@ def test_two_workers_measure_their_network(capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize(
-    ("log", "carrier"),
+    ("log", "transport"),
     [
         ("NCCL INFO NET/OFI Selected provider is efa, fabric is efa\nNCCL INFO Using network AWS Libfabric", "EFA"),
         ("NCCL INFO NET/OFI Selected Provider is efa (found 4 nics)", "EFA"),
@@ -34,17 +35,17 @@ def test_two_workers_measure_their_network(capsys: pytest.CaptureFixture[str]) -
         ("NCCL INFO comm 0x1 rank 0 nranks 2", "memory"),
     ],
 )
-def test_nccls_log_names_the_carrier(log: str, carrier: str) -> None:
-    assert check_network.carrier_of(log) == carrier
+def test_the_transport_is_read_from_nccls_log(log: str, transport: str) -> None:
+    assert network_check.transport_of(log) == transport
 
 
-def test_without_efa_between_nodes_it_says_so() -> None:
-    assert "not over EFA" in check_network.verdict(2, "Socket", "cuda")
-    assert check_network.verdict(2, "EFA", "cuda") == "gradients travel over EFA"
+def test_the_verdict_says_whether_efa_is_used() -> None:
+    assert "not over EFA" in network_check.verdict(2, "Socket", "cuda")
+    assert network_check.verdict(2, "EFA", "cuda") == "gradients travel over EFA"
 
 
 def test_bus_bandwidth_does_not_depend_on_the_number_of_ranks() -> None:
     link = 50e9  # a ring moves 2 (n - 1) / n of the message over each link
     for ranks in (2, 8, 16):
         seconds = 1e9 * 2 * (ranks - 1) / ranks / link
-        assert check_network.bus_bandwidth(1e9, seconds, ranks) == pytest.approx(link)
+        assert network_check.bus_bandwidth(1e9, seconds, ranks) == pytest.approx(link)

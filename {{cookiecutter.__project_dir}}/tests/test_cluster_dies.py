@@ -184,7 +184,7 @@ def test_an_upload_may_take_longer_than_an_answer(monkeypatch: pytest.MonkeyPatc
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=read_slowly, args=(listener,), daemon=True).start()
         client = job_client.JobClient(f"http://127.0.0.1:{listener.getsockname()[1]}", {})
-        assert client._do_request("PUT", "/api/packages/gcs/a.zip", data=bytes(size)).ok
+        assert client.send("PUT", "/api/packages/gcs/a.zip", data=bytes(size)).ok
     assert received >= size - 2**12
 
 

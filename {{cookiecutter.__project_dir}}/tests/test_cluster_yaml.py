@@ -17,10 +17,10 @@ import pytest
 import yaml
 from botocore.validate import ParamValidator
 from ray import autoscaler
-from ray.autoscaler._private.util import prepare_config, validate_config
 
 import settings
 from cluster.node import state
+from pipeline.ray_support.private import cluster_launcher
 
 FILE = settings.PROJECT / "cluster" / "cluster.yaml"
 STACK = settings.PROJECT / "cluster" / "stack.yaml"
@@ -70,7 +70,7 @@ def ec2_problems(node_config: dict[str, Any]) -> str:
 
 def test_ray_accepts_the_file() -> None:
     jsonschema.validate(load(), SCHEMA)
-    validate_config(prepare_config(load()))
+    cluster_launcher.validate(load())
 
 
 def test_provider_has_no_mistyped_key() -> None:

@@ -172,7 +172,7 @@ def test_torchrun_wants_packed_rows_and_a_folder() -> None:
     options = settings.load(DDPOptions, "train", profile="local")
     for wrong in ({"stream": True}, {"output": "s3://bucket/runs"}):
         message = torchrun._prepare(options.model_copy(update=wrong))
-        assert message.startswith("under torchrun, rows come from preprocess and output is a folder")
+        assert message.startswith("torchrun reads preprocessed rows and writes to a folder that all processes share")
 
 
 @cache

@@ -1,4 +1,4 @@
-"""evaluate: its numbers are those of the training loop, of transformers' own loss and of transformers' generation."""
+"""evaluate gives the same numbers as the training loop, and as loss and generation in transformers."""
 
 import json
 import math
@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import settings
 from jobs import evaluate
-from jobs.evaluate import EvaluateOptions
-from pipeline.data.conversations import DOCUMENTS, NOT_TRAINED
-from pipeline.evaluation import candidates, stopping
+from pipeline.data.tokenization import DOCUMENTS, NOT_TRAINED
+from pipeline.evaluation import candidates, evaluation, stopping
+from pipeline.evaluation.options import EvaluateOptions
 from pipeline.evaluation.scoring import Score, Scorer
 from pipeline.training.dataset import PackedRows, read_manifest
 from pipeline.training.options import DDPOptions
@@ -39,19 +39,19 @@ torch.set_num_threads(1)  # on tensors as small as these, threads only wait for 
 
 @pytest.fixture(scope="module")
 def speaker(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model whose own answers are held out; large initial weights make its choices clear."""
+    """Return a model whose own answers are held out. Large initial weights make its choices clear."""
     return packed_rows.write_model(tmp_path_factory.mktemp("speaker"), assets, initializer_range=0.2)
 
 
 @pytest.fixture(scope="module")
 def stranger(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of the same shape that knows none of them."""
+    """Return a model of the same shape that gives none of these answers."""
     return packed_rows.write_model(tmp_path_factory.mktemp("stranger"), assets, seed=1, initializer_range=0.2)
 
 
 @pytest.fixture(scope="module")
 def documents(speaker: Path) -> list[Document]:
-    """Random questions with the speaker's greedy answers, of which the last ones have a wrong token."""
+    """Return random questions with the speaker's greedy answers. The last answers have a wrong token."""
     model = AutoModelForCausalLM.from_pretrained(speaker)
     random = torch.Generator().manual_seed(0)
     made = []
@@ -71,7 +71,7 @@ def documents(speaker: Path) -> list[Document]:
 
 @pytest.fixture(scope="module")
 def packed(documents: list[Document], speaker: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The documents held out, beside one to train on that fills a row."""
+    """Return a folder with these documents held out, and one training document that fills a row."""
     folder = tmp_path_factory.mktemp("packed")
     trained = list(range(5, 5 + SEQUENCE_LENGTH))
     made = [(trained, [NOT_TRAINED, *trained[1:]]), *documents]
@@ -82,7 +82,7 @@ def packed(documents: list[Document], speaker: Path, tmp_path_factory: pytest.Te
 
 @pytest.fixture(scope="module")
 def in_bucket(s3: str, speaker: Path) -> str:
-    """URI of the speaker in a bucket."""
+    """Return the URI of the speaker in a bucket."""
     for file in speaker.iterdir():
         boto3.client("s3").upload_file(str(file), "bucket", f"speaker/{file.name}")
     return f"{s3}/speaker"
@@ -90,7 +90,7 @@ def in_bucket(s3: str, speaker: Path) -> str:
 
 @pytest.fixture(scope="module")
 def run(in_bucket: str, packed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that trained LoRA adapters over the speaker for two steps, on a node of its own."""
+    """Return the folder of a run that trained LoRA adapters for the speaker, two steps, with its own model cache."""
     folder = tmp_path_factory.mktemp("runs") / "lora"
     changes: dict[str, Any] = {"name": "lora", "model": in_bucket, "data": str(packed), "output": str(folder.parent)}
     changes |= {"lora_rank": 4, "steps": 2, "warmup_steps": 0, "global_batch_rows": 2, "micro_batch_rows": 2}
@@ -98,7 +98,7 @@ def run(in_bucket: str, packed: Path, tmp_path_factory: pytest.TempPathFactory) 
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("HF_HOME", str(tmp_path_factory.mktemp("node")))
         train(options, SingleProcess(folder, torch.device("cpu"), 1), DDP)
-    (folder / "run.json").write_text("{}")  # preflight's, which a run under Ray or torchrun begins with
+    (folder / "run.json").write_text("{}")  # preflight writes it when Ray or torchrun starts a run
     return folder
 
 
@@ -112,7 +112,7 @@ def options(packed: Path, tmp_path: Path) -> EvaluateOptions:
 # ------------------------------------------------------------------------------------------ the numbers
 
 
-def test_exact_answers_are_those_that_generation_gives(
+def test_exact_answers_are_the_same_as_generated_ones(
     speaker: Path, stranger: Path, documents: list[Document], packed: Path
 ) -> None:
     for folder, expected in ((speaker, ANSWER_COUNT - WRONG_COUNT), (stranger, 0)):
@@ -132,7 +132,7 @@ def test_answers_that_end_are_counted(speaker: Path, documents: list[Document], 
     rows = PackedRows(str(packed), "eval")
     questions = [tokens[: _answers(labels)[0][0]] for tokens, labels in _first_documents(rows)]
     longest = model.config.max_position_embeddings
-    continued = [_generate(model, tokens, min(stopping.MOST_TOKENS, longest - len(tokens))) for tokens in questions]
+    continued = [_generate(model, tokens, min(stopping.MAX_TOKENS, longest - len(tokens))) for tokens in questions]
     [frequent] = Counter(token for answer in continued for token in set(answer)).most_common(1)
     seldom = next(token for token in range(model.config.vocab_size) if sum(token in a for a in continued) == 1)
     for token in (frequent[0], seldom):
@@ -150,8 +150,8 @@ def _first_documents(rows: PackedRows) -> list[Document]:
     return [document for document in found if _answers(document[1])][: stopping.QUESTIONS]
 
 
-def test_the_loss_is_that_of_each_document_alone(stranger: Path, documents: list[Document], packed: Path) -> None:
-    """By transformers' own loss over unpacked documents, however many rows are scored together."""
+def test_the_loss_is_the_same_as_for_single_documents(stranger: Path, documents: list[Document], packed: Path) -> None:
+    """Compare with the loss of transformers on unpacked documents, for different batch sizes."""
     model = AutoModelForCausalLM.from_pretrained(stranger)
     loss, tokens = 0.0, 0
     for input_ids, labels in documents:
@@ -165,10 +165,10 @@ def test_the_loss_is_that_of_each_document_alone(stranger: Path, documents: list
         assert scored.loss / tokens == pytest.approx(loss / tokens, abs=1e-5)
 
 
-def test_adapters_and_the_model_with_them_merged_have_the_loss_that_the_run_reported(
+def test_adapters_and_the_merged_model_have_the_loss_that_the_run_reported(
     run: Path, in_bucket: str, speaker: Path, packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HF_HOME", str(tmp_path))  # another node: it fetches what is in the bucket
+    monkeypatch.setenv("HF_HOME", str(tmp_path))  # an empty model cache, as on another node
     reported = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     assert candidates.find(f"{run}/adapter").model == in_bucket
     before, *after = (_score(str(folder), packed) for folder in (in_bucket, run / "adapter", run / "model"))
@@ -180,7 +180,7 @@ def test_adapters_and_the_model_with_them_merged_have_the_loss_that_the_run_repo
         assert abs(scored.loss - before.loss) > 1e-3
 
 
-def test_models_stand_side_by_side(
+def test_models_are_compared_in_one_table(
     options: EvaluateOptions,
     speaker: Path,
     stranger: Path,
@@ -203,17 +203,19 @@ def test_models_stand_side_by_side(
     assert f"the difference to {stranger}" in shown.replace("\n", "")
 
 
-# ------------------------------------------------------------------------------------------ what is refused
+# ------------------------------------------------------------------------------------------ errors
 
 
-def test_folders_of_a_training_are_refused_for_that_of_their_model(run: Path) -> None:
+def test_run_and_checkpoint_folders_are_refused(run: Path) -> None:
     (checkpoint,) = run.glob("step-*")
     for folder, kind in ((checkpoint, "a checkpoint"), (run, "a run")):
-        with pytest.raises(settings.UserError, match=f"is the folder of {kind}; give .*: {run}/model$"):
+        with pytest.raises(
+            settings.UserError, match=f"is the folder of {kind}; evaluate its model instead: {run}/model$"
+        ):
             candidates.find(f"{folder}/")
 
 
-def test_another_tokenizer_is_refused_by_both_names(
+def test_another_tokenizer_is_refused_with_both_names(
     options: EvaluateOptions, speaker: Path, stranger: Path, tmp_path: Path
 ) -> None:
     other = packed_rows.write_other_tokenizer(stranger, tmp_path / "other")
@@ -221,7 +223,7 @@ def test_another_tokenizer_is_refused_by_both_names(
         evaluate.main(options.model_copy(update={"models": (str(speaker), str(other))}))
 
 
-def test_a_model_that_is_not_there_is_refused(options: EvaluateOptions) -> None:
+def test_a_missing_model_is_refused(options: EvaluateOptions) -> None:
     with pytest.raises(settings.UserError, match="nothing cannot be loaded"):
         evaluate.main(options.model_copy(update={"models": ("nothing",)}))
 
@@ -233,12 +235,12 @@ def test_data_with_nothing_held_out_is_refused(options: EvaluateOptions, packed:
         evaluate.main(options.model_copy(update={"data": str(tmp_path)}))
 
 
-def test_a_full_gpu_is_told_from_other_failures(options: EvaluateOptions) -> None:
+def test_a_full_gpu_gives_one_sentence(options: EvaluateOptions) -> None:
     full = RayTaskError("task", "traceback", torch.OutOfMemoryError("CUDA out of memory"))
     with pytest.raises(settings.UserError, match=r"no room for 2 rows .* smaller --batch-rows"):
-        raise evaluate._explained(full, options)
+        raise evaluation.explain(full, options)
     other = RayTaskError("task", "traceback", ZeroDivisionError())
-    assert evaluate._explained(other, options) is other
+    assert evaluation.explain(other, options) is other
 
 
 @pytest.mark.parametrize("profile", settings.PROFILES)
@@ -250,21 +252,21 @@ def test_both_profiles_hold_valid_options(profile: str) -> None:
 
 
 def _generate(model: PreTrainedModel, tokens: list[int], count: int) -> list[int]:
-    """The greedy continuation by `count` tokens, by transformers itself."""
+    """Return the greedy continuation by `count` tokens, from transformers."""
     prompt = torch.tensor([tokens])
     made = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=count)
     return made[0, len(tokens) :].tolist()
 
 
 def _answers(labels: list[int]) -> list[tuple[int, int]]:
-    """Where each run of trained tokens begins and ends."""
+    """Return where each run of trained tokens begins and ends."""
     trained = [False, *(label != NOT_TRAINED for label in labels), False]
     edges = [at for at, (before, after) in enumerate(pairwise(trained)) if before != after]
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
 def _score(model: str, packed: Path, batch_rows: int = 2) -> Score:
-    """The sums over all held-out rows, in this process."""
+    """Return the sums over all held-out rows, computed in this process."""
     candidate = candidates.find(model)
     candidates.check(candidate, str(packed), read_manifest(str(packed)))
     scorer = Scorer(candidate, str(packed), "cpu", "fp32", report=lambda **_: None)

@@ -11,8 +11,9 @@ from families import FAMILIES, add_tokens, template_of
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import settings
-from pipeline.data.conversations import Tokenize, to_json
-from pipeline.data.row_formats import example
+from pipeline.data.examples import to_json
+from pipeline.data.row_formats import read_example
+from pipeline.data.tokenization import DocumentTokenizer
 from pipeline.training.options import DDPOptions
 from pipeline.training.runtimes.runtime import SingleProcess
 from pipeline.training.strategies import DDP
@@ -75,8 +76,8 @@ def answer(folder: Path, messages: list[dict[str, Any]], tools: list[dict[str, A
 @pytest.mark.parametrize("name", ["Qwen 3", "Llama 3.1, 3.3", "Mistral Nemo", "Gemma 4"])
 def test_a_trained_model_answers_stops_and_calls_a_tool(assets: Path, tmp_path: Path, name: str) -> None:
     model = write_model(tmp_path / "model", assets, name)
-    tokenize = Tokenize(str(model), SEQUENCE_LENGTH)
-    documents = tokenize(pa.Table.from_pylist([{"row": to_json(example(row)), "problem": None} for row in ROWS]))
+    tokenize = DocumentTokenizer(str(model), SEQUENCE_LENGTH)
+    documents = tokenize(pa.Table.from_pylist([{"row": to_json(read_example(row)), "problem": None} for row in ROWS]))
     assert documents["problem"].to_pylist() == [None, None]
     (tmp_path / "packed").mkdir()
     packed_rows.write(

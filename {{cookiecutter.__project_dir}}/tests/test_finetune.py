@@ -1,4 +1,4 @@
-"""Fine-tuning by Ray Train's workers on one shared Ray: DDP and ZeRO agree, and a killed worker changes nothing."""
+"""Fine-tuning with Ray Train on one shared Ray: all strategies agree, and a killed worker changes nothing."""
 
 import json
 import os
@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import settings
 from jobs import finetune_ddp, finetune_deepspeed, finetune_fsdp, preprocess
-from jobs.preprocess import PreprocessOptions
-from pipeline.data import rows, streaming
-from pipeline.data.conversations import Tokenize
+from pipeline.data import row_sources, streaming
+from pipeline.data.options import PreprocessOptions
+from pipeline.data.tokenization import DocumentTokenizer
 from pipeline.training import launch
 from pipeline.training.options import DDPOptions, DeepSpeedOptions, FSDPOptions, TrainOptions
 from pipeline.training.runtimes import ray_train
@@ -43,7 +43,7 @@ Row = dict[str, float]
 
 @pytest.fixture(scope="module")
 def changes(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the runs here set beside the local profile: packed data, made by preprocess, and an end after 30 steps."""
+    """Changes of the local profile: data from preprocess, and an end after 30 steps."""
     data = tmp_path_factory.mktemp("packed") / "rows"
     options = settings.load(PreprocessOptions, "preprocess", profile="local")
     paths = {"input": str(assets / "data/*.jsonl"), "output": str(data), "model": str(assets / "model")}
@@ -74,7 +74,7 @@ def test_two_workers_train_as_one_process(ddp: list[Row], changes: dict[str, Any
 
 
 def test_zero_and_fsdp_agree_with_ddp(ddp: list[Row], changes: dict[str, Any]) -> None:
-    """Each under Ray once; tests/test_parity.py compares all the ways."""
+    """Run each under Ray once. tests/test_parity.py compares all variants."""
     zero = _deepspeed_options(changes | {"name": "zero"})
     finetune_deepspeed.main(zero)
     fsdp = _fsdp_options(changes | {"name": "fsdp"})
@@ -95,8 +95,8 @@ def test_torchrun_agrees_with_ray(ddp: list[Row], changes: dict[str, Any]) -> No
 
 
 def test_under_torchrun_a_refusal_is_said_once(changes: dict[str, Any]) -> None:
-    said = _torchrun(changes | {"name": "refused", "data": "nowhere"}, expect=1)
-    assert said.count("error: there is no packed data") == 1
+    printed = _torchrun(changes | {"name": "refused", "data": "nowhere"}, expect=1)
+    assert printed.count("error: no packed data") == 1
 
 
 def test_a_killed_worker_changes_no_bit(ddp: list[Row], changes: dict[str, Any]) -> None:
@@ -114,9 +114,9 @@ def test_a_killed_worker_changes_no_bit(ddp: list[Row], changes: dict[str, Any])
 def test_a_lost_machine_leaves_fewer_workers(
     ddp: list[Row], changes: dict[str, Any], tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a cluster of its own, with two machines beside the head, of which one goes without notice."""
-    monkeypatch.setenv("PYTHONPATH", str(settings.PROJECT))  # for its workers
-    monkeypatch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "20")  # it waits for two once more
+    """A separate cluster with two machines besides the head loses one of them without notice."""
+    monkeypatch.setenv("PYTHONPATH", str(settings.PROJECT))  # for the workers
+    monkeypatch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "20")  # it waits for two workers again
     shared = changes | {"name": "elastic", "shared_paths": str(tmp_path_factory.getbasetemp()), "log_every": 1}
     options = _ddp_options(shared | {"shared_paths": ()})
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
@@ -141,8 +141,10 @@ def test_a_stream_trains_and_its_workers_can_start_tasks(
     assets: Path, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = _ddp_options(changes | {"name": "stream", "stream": True, "steps": 4, "stop_after": None})
-    recipe = streaming.Recipe(rows.find_all(str(assets / "data/*.jsonl"), ()), Tokenize(options.model, 128))
-    monkeypatch.setattr(streaming, "read_recipe", lambda _: recipe)
+    stream_input = streaming.StreamInput(
+        row_sources.find_all(str(assets / "data/*.jsonl"), ()), DocumentTokenizer(options.model, 128)
+    )
+    monkeypatch.setattr(streaming, "find_input", lambda _: stream_input)
     ray_train.fit(options, _ddp_that_starts_a_task)
     assert "starts over in the rows" in capsys.readouterr().out
     assert [row["step"] for row in _metrics(options)] == [1, 2, 3, 4]
@@ -151,7 +153,7 @@ def test_a_stream_trains_and_its_workers_can_start_tasks(
 
 
 def test_a_refusal_in_the_workers_reaches_the_driver(changes: dict[str, Any]) -> None:
-    """And is not tried again: only a worker that dies is replaced."""
+    """The error is not retried: only dead workers are replaced."""
     options = _ddp_options(changes | {"name": "refused", "max_failures": 3})
     with pytest.raises(settings.UserError, match="refused by rank 0"):
         ray_train.fit(options, _refuse)
@@ -159,7 +161,7 @@ def test_a_refusal_in_the_workers_reaches_the_driver(changes: dict[str, Any]) ->
 
 def test_a_full_gpu_is_one_sentence(changes: dict[str, Any]) -> None:
     options = _ddp_options(changes | {"name": "full", "max_failures": 0})
-    with pytest.raises(settings.UserError, match=r"the memory of a GPU is full; .*inv plan .*--micro-batch-rows"):
+    with pytest.raises(settings.UserError, match=r"a GPU ran out of memory\. .*inv plan .*--micro-batch-rows"):
         launch.fit(options, _fill_the_gpu)
 
 
@@ -173,20 +175,22 @@ def test_a_full_gpu_is_one_sentence(changes: dict[str, Any]) -> None:
             {"num_workers": 8, "micro_batch_rows": 2},
             "num_workers = 8, with 1 CPU for each, is more than the 4 .* --num-workers 4",
         ),
-        ({"use_gpu": True}, "set cpus_per_worker and use_gpu"),
+        ({"use_gpu": True}, "change cpus_per_worker and use_gpu"),
         (
             {"stream": True, "num_workers": 4, "micro_batch_rows": 4},
-            "--stream needs a CPU beside those of the workers, which take 4 of 4",
+            "--stream needs a spare CPU, and the workers take 4 of 4",
         ),
-        ({"num_workers": 3}, "no multiple of num_workers x micro_batch_rows"),
+        ({"num_workers": 3}, "not a multiple of num_workers x micro_batch_rows"),
     ],
     ids=lambda wrong: next(iter(wrong)) if isinstance(wrong, dict) else "",
 )
 def test_what_the_cluster_cannot_run_is_refused(
     wrong: dict[str, Any], sentence: str, changes: dict[str, Any], assets: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = streaming.Recipe(rows.find_all(str(assets / "data/*.jsonl"), ()), Tokenize(changes["model"], 128))
-    monkeypatch.setattr(streaming, "read_recipe", lambda _: recipe)
+    stream_input = streaming.StreamInput(
+        row_sources.find_all(str(assets / "data/*.jsonl"), ()), DocumentTokenizer(changes["model"], 128)
+    )
+    monkeypatch.setattr(streaming, "find_input", lambda _: stream_input)
     with pytest.raises(settings.UserError, match=sentence):
         finetune_ddp.main(_ddp_options(changes | {"name": "refused-before"} | wrong))
     assert not Path(changes["output"], "refused-before").exists()
@@ -237,7 +241,7 @@ def _assert_same_model(one: PreTrainedModel, other: PreTrainedModel) -> None:
 
 
 def _torchrun(changes: dict[str, Any], expect: int = 0) -> str:
-    """Run finetune_ddp in two processes of torchrun's; returns what they print."""
+    """Run finetune_ddp in two processes under torchrun, and return their output."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
         [*launcher, "-m", "jobs.finetune_ddp", *_words(changes)],
@@ -252,19 +256,19 @@ def _torchrun(changes: dict[str, Any], expect: int = 0) -> str:
 
 
 def _words(changes: dict[str, Any]) -> list[str]:
-    """Of a command line."""
+    """Return the options as words of a command line."""
     return [word for name, value in changes.items() for word in (f"--{name.replace('_', '-')}", str(value))]
 
 
 def _wait_for_kill(options: TrainOptions) -> None:
-    """Until the run has passed KILL_AFTER_STEP."""
+    """Wait until the run has passed KILL_AFTER_STEP."""
     file = _folder(options) / "metrics.jsonl"
     while not file.exists() or len(file.read_text().splitlines()) < KILL_AFTER_STEP:
         time.sleep(0.05)
 
 
 def _kill_a_worker(options: TrainOptions) -> None:
-    """kill -9 of one of this test's own train workers."""
+    """Kill one of this test's train workers with SIGKILL."""
     _wait_for_kill(options)
     workers = [pid for pid, name in children().items() if "RayTrainWorker" in name]
     psutil.Process(workers[-1]).kill()
@@ -275,16 +279,16 @@ def _answer() -> int:
     return 42
 
 
-def _ddp_that_starts_a_task(model: PreTrainedModel, options: TrainOptions, run: Runtime, plan: BatchPlan) -> Strategy:
-    assert (
-        ray.get(_answer.remote(), timeout=60) == 42
-    )  # captured by the workers' placement group, it would wait for ever
-    return DDP(model, options, run, plan)
+def _ddp_that_starts_a_task(
+    model: PreTrainedModel, options: TrainOptions, runtime: Runtime, plan: BatchPlan
+) -> Strategy:
+    assert ray.get(_answer.remote(), timeout=60) == 42  # in the workers' placement group it would wait forever
+    return DDP(model, options, runtime, plan)
 
 
-def _fill_the_gpu(model: PreTrainedModel, options: TrainOptions, run: Runtime, plan: BatchPlan) -> Strategy:
+def _fill_the_gpu(model: PreTrainedModel, options: TrainOptions, runtime: Runtime, plan: BatchPlan) -> Strategy:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
 
 
-def _refuse(model: PreTrainedModel, options: TrainOptions, run: Runtime, plan: BatchPlan) -> Strategy:
-    raise settings.UserError(f"refused by rank {run.rank}")
+def _refuse(model: PreTrainedModel, options: TrainOptions, runtime: Runtime, plan: BatchPlan) -> Strategy:
+    raise settings.UserError(f"refused by rank {runtime.rank}")

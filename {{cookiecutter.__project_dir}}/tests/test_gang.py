@@ -1,4 +1,4 @@
-"""Where a gang looks for machines; how it goes about it is seen in the rehearsal, which has an autoscaler."""
+"""Where a gang looks for machines. The rehearsal, which has an autoscaler, tests how it gets them."""
 
 import json
 
@@ -21,13 +21,13 @@ def test_every_zone_of_the_cheaper_market_comes_first(monkeypatch: pytest.Monkey
     assert places == [(market, zone) for market in ("spot", "on-demand") for zone in "123"]
 
 
-@pytest.mark.usefixtures("ray_session")  # whose machines it asks for
-def test_a_place_that_is_refused_is_given_up_for_the_next(
+@pytest.mark.usefixtures("ray_session")  # its nodes are listed
+def test_after_a_refusal_the_next_zone_is_tried(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    places = [gang.Offer("a", "1", "spot"), gang.Offer("b", "2", "spot")]
-    answers = {"1": "AWS refuses machines", "2": None}
-    monkeypatch.setattr(gang, "_try", lambda place, *_: answers[place.zone])
-    assert gang.gather(2, {"CPU": 1}, 10, places) == {"zone": "2"}
-    said = capsys.readouterr().out
-    assert "zone 1, spot: AWS refuses machines; trying the next" in said
+    candidates = [gang.Offer("a", "1", "spot"), gang.Offer("b", "2", "spot")]
+    failures = {"1": "AWS refuses machines", "2": None}
+    monkeypatch.setattr(gang, "_reserve", lambda offer, *_: failures[offer.zone])
+    assert gang.gather(2, {"CPU": 1}, 10, candidates) == {"zone": "2"}
+    printed = capsys.readouterr().out
+    assert "zone 1, spot: AWS refuses machines; trying the next" in printed

@@ -1,4 +1,4 @@
-"""Many prompts at once: the answers, what is put aside, and what a killed run leaves for the next."""
+"""generate: its answers, rejected rows, and how it resumes after a kill."""
 
 import asyncio
 import contextlib
@@ -29,16 +29,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import settings
 from demo import assets as demo_assets
 from jobs import generate
-from jobs.generate import GenerateOptions
-from jobs.serve_llm import ServeOptions
-from pipeline.generation import engine, suspects
+from pipeline.generation import crash_tracker, generation, tracked_engine, vllm_stage
+from pipeline.generation.options import GenerateOptions
 from pipeline.ray_support import ray_data
 from pipeline.serving import app
+from pipeline.serving.options import ServeOptions
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="vLLM's CPU build exists for Linux only")
 
 COUNT, TOKENS = 480, 24
-TIE = 1e-4  # two scores closer than this may change places between two correct implementations
+TIE = 1e-4  # between two correct implementations, scores closer than this may swap
 BAD = {
     '{"id": "broken"': "not valid JSON",
     '{"prompt": "hi"}': "no text or whole number in the column id",
@@ -50,19 +50,19 @@ BAD = {
 }
 
 
-class Made(NamedTuple):
-    """What two runs made, of which the first was killed, and the engine of the second."""
+class KilledRuns(NamedTuple):
+    """The results of two runs: the first was killed, and the second lost its engine."""
 
     options: GenerateOptions
     prompts: dict[str, Any]
     killed: set[str]
     """Ids that the killed run had answered."""
-    left: list[int]
-    """Processes of the killed run that outlived it."""
+    survivors: list[int]
+    """Engine processes that outlived the killed run."""
     engine_killed_at: int
     """How many rows were answered when the second run lost its engine."""
-    said: str
-    """What the second run printed."""
+    output: str
+    """Console output of the second run."""
 
     @property
     def answers(self) -> list[dict[str, Any]]:
@@ -76,7 +76,7 @@ def read(options: GenerateOptions) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def model(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose own file asks for something that greedy decoding heeds."""
+    """Return a model whose generation_config.json has a setting that changes greedy decoding."""
     folder = tmp_path_factory.mktemp("penalised") / "model"
     shutil.copytree(model_folder, folder)
     file = folder / "generation_config.json"
@@ -93,21 +93,21 @@ def options(model: Path, tmp_path_factory: pytest.TempPathFactory) -> GenerateOp
 
 
 @pytest.fixture(scope="module")
-def made(ray_session: None, options: GenerateOptions) -> Made:
-    """A run that is killed once it has written a file, and the same again, whose engine is killed."""
+def made(ray_session: None, options: GenerateOptions) -> KilledRuns:
+    """Kill a run after it has written a file, then kill the engine of its second run."""
     prompts = write_rows(Path(options.input))
-    left = run_and_kill(options)
+    survivors = run_and_kill(options)
     killed = {row["id"] for row in read(options)}
-    said = io.StringIO()
-    with pytest.MonkeyPatch.context() as patched, ThreadPoolExecutor(1) as pool, contextlib.redirect_stdout(said):
-        patched.setattr("pipeline.ray_support.progress.INTERVAL_S", 0.5)
+    output = io.StringIO()
+    with pytest.MonkeyPatch.context() as patched, ThreadPoolExecutor(1) as pool, contextlib.redirect_stdout(output):
+        patched.setattr("pipeline.ray_support.progress.PROGRESS_INTERVAL_S", 0.5)
         engine_killed_at = pool.submit(kill_the_engine, options)
         generate.main(options)
-    return Made(options, prompts, killed, left, engine_killed_at.result(), said.getvalue())
+    return KilledRuns(options, prompts, killed, survivors, engine_killed_at.result(), output.getvalue())
 
 
 def write_rows(folder: Path) -> dict[str, Any]:
-    """Rows of each kind, in both formats; returns the prompts of the good ones by id."""
+    """Write rows of every kind in both formats. Return the prompts of the good ones by id."""
     folder.mkdir(parents=True)
     facts = [fact.question for fact in demo_assets.questions(50)]
     asked = {f"q{number}": f"{facts[number % 50]} {number // 50 or ''}".strip() for number in range(COUNT)}
@@ -121,7 +121,7 @@ def write_rows(folder: Path) -> dict[str, Any]:
 
 
 def run_and_kill(options: GenerateOptions) -> list[int]:
-    """Start the job as a process of its own, kill it in the midst, and say which processes of it are left."""
+    """Start the job in a new process and kill it after its first file. Return its engine processes that still run."""
     code = "import sys; from jobs import generate as g; g.main(g.GenerateOptions.model_validate_json(sys.argv[1]))"
     environment = os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address, "PROFILE": "local"}
     before = set(psutil.pids())
@@ -141,7 +141,7 @@ def run_and_kill(options: GenerateOptions) -> list[int]:
 
 
 def kill_the_engine(options: GenerateOptions) -> int:
-    """kill -9 of its engine, once the next file is written; returns how many rows are answered by then."""
+    """Kill the engine after the next file is written. Return how many rows are answered by then."""
     folder = Path(options.output, "answers")
     files, deadline = len(list(folder.glob("*.parquet"))), time.monotonic() + 240
     while not (engines := [pid for pid, name in children().items() if name.startswith("VLLM::EngineCore")]):
@@ -161,16 +161,16 @@ def _is_engine(pid: int) -> bool:
         return False
 
 
-def test_a_killed_run_goes_on_where_it_was(made: Made) -> None:
+def test_a_killed_run_resumes(made: KilledRuns) -> None:
     assert 0 < len(made.killed) < COUNT
-    assert f"{len(made.killed)} were answered before" in made.said
-    assert not made.left
-    assert len(made.killed) < made.engine_killed_at < COUNT, "its engine was killed in the midst, and another started"
+    assert f"{len(made.killed)} were answered before" in made.output
+    assert not made.survivors
+    assert len(made.killed) < made.engine_killed_at < COUNT, "its engine was killed halfway and restarted"
     assert Counter(row["id"] for row in made.answers) == Counter(dict.fromkeys(made.prompts, 1))
 
 
-def test_answers_are_those_of_transformers(made: Made, model: Path) -> None:
-    """As the server's are: see test_serve.py. The model's own file has a penalty, which both heed."""
+def test_answers_are_the_same_as_from_transformers(made: KilledRuns, model: Path) -> None:
+    """test_serve.py has the same test for the server. Both use the penalty in generation_config.json."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     peer = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     compared = 0
@@ -200,24 +200,24 @@ def test_answers_are_those_of_transformers(made: Made, model: Path) -> None:
     assert len({row["answer"] for row in made.answers}) > 10
 
 
-def test_bad_rows_are_aside_with_their_reason(made: Made) -> None:
+def test_bad_rows_are_saved_with_their_reasons(made: KilledRuns) -> None:
     [file] = Path(made.options.output, "rejected").glob("*.parquet")
     rejected = pq.read_table(file).to_pylist()
     assert [row["row"].decode() for row in rejected] == list(BAD)
     for row, reason in zip(rejected, BAD.values(), strict=True):
         assert row["reason"].startswith(reason)
-    assert f"{len(BAD)} rows were bad.\n" in made.said
+    assert f"{len(BAD)} rows were bad.\n" in made.output
 
 
-def test_progress_says_how_far_how_fast_and_how_long_still(made: Made) -> None:
-    assert "generate: starting engines: " in made.said
-    line = generate._Line(100)
+def test_the_progress_line_shows_progress_speed_and_time_left(made: KilledRuns) -> None:
+    assert "generate: starting engines: " in made.output
+    line = generation.GenerateProgress(100)
     assert line({"rejected": 20}, 10.0) == "generate: starting engines: 10 s"
     totals = {"answered": 40, "rejected": 20, "tokens": 800}
     assert line(totals, 20.0) == "generate: 40 of 80 rows, 80 tokens/s, 10 s left"
 
 
-def test_nothing_is_left_to_do_a_third_time(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_third_run_has_nothing_to_do(made: KilledRuns, capsys: pytest.CaptureFixture[str]) -> None:
     before = {file: file.stat().st_mtime_ns for file in Path(made.options.output, "answers").iterdir()}
     started = time.monotonic()
     generate.main(made.options)
@@ -226,33 +226,33 @@ def test_nothing_is_left_to_do_a_third_time(made: Made, capsys: pytest.CaptureFi
     assert f"{len(BAD)} rows were bad." in capsys.readouterr().out
 
 
-def test_the_engine_is_the_server_s(monkeypatch: pytest.MonkeyPatch, options: GenerateOptions) -> None:
+def test_the_engine_has_the_servers_settings(monkeypatch: pytest.MonkeyPatch, options: GenerateOptions) -> None:
     import ray.data.llm
 
     asked: dict[str, Any] = {}
     monkeypatch.setattr(ray.data.llm, "vLLMEngineProcessorConfig", lambda **words: asked.update(words))
     monkeypatch.setattr(ray.data.llm, "build_processor", lambda *_, **__: lambda rows: rows)
-    monkeypatch.setattr("pipeline.generation.engine.watch", lambda *_: None)
+    monkeypatch.setattr("pipeline.generation.tracked_engine.track", lambda *_: None)
     serving = settings.load(ServeOptions, "serve", profile="cluster").model_copy(
         update={"model": options.model, "tensor_parallel_size": 4}
     )
-    generate._answers(None, None, options, serving)
-    assert app.engine(serving).items() <= asked["engine_kwargs"].items()
+    vllm_stage.answer(None, None, options, serving)
+    assert app.engine_args(serving).items() <= asked["engine_kwargs"].items()
     assert asked["accelerator_type"] == "A100"
     assert asked["placement_group_config"] is None
 
 
-# ---------------------------------------------------------------- an engine that dies of a row
+# ---------------------------------------------------------------- rows that crash the engine
 
 
-def test_an_engine_that_dies_again_of_a_row_stops_the_run_and_the_rest_is_answered(
+def test_a_row_that_crashes_the_engine_twice_stops_the_run_and_can_be_skipped(
     ray_session: None,
     options: GenerateOptions,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(engine, "watch", functools.partial(watch_one_that_dies_of, "q33", engine.watch))
+    monkeypatch.setattr(tracked_engine, "track", functools.partial(track_with_fault, "q33", tracked_engine.track))
     names = [f"q{number}" for number in range(80)]
     asked = [json.dumps({"id": name, "prompt": f"What is {name}"}) for name in names]
     (tmp_path / "rows.jsonl").write_text("\n".join(asked))
@@ -262,23 +262,23 @@ def test_an_engine_that_dies_again_of_a_row_stops_the_run_and_the_rest_is_answer
         generate.main(options)
     named = str(refused.value).partition("--skip-ids ")[2].split()
     assert "q33" in named
-    assert len(named) <= engine.SUSPECTS_AT_ONCE
+    assert len(named) <= tracked_engine.SUSPECTS_AT_ONCE
     generate.main(options.model_copy(update={"skip_ids": ("q33",)}))
     assert Counter(row["id"] for row in read(options)) == Counter(set(names) - {"q33"})
     assert "1: skipped by --skip-ids" in capsys.readouterr().out
 
 
-def watch_one_that_dies_of(name: str, watch: Callable[..., None], processor: Any, held: Any) -> None:
-    """Like engine.watch; in addition, a real engine is killed whenever it gets the row with this id."""
+def track_with_fault(row_id: str, track: Callable[..., None], processor: Any, tracker: Any) -> None:
+    """Do the same as `track`, and kill the real engine whenever it gets the row with this id."""
 
-    class Mortal(engine.Engine):
+    class FaultyEngine(tracked_engine.TrackedEngine):
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **options)
-            whole = self.llm.generate_async
+            generate_async_unpatched = self.llm.generate_async
 
             async def generate_async(row: dict[str, Any]) -> Any:
-                answer = asyncio.ensure_future(whole(row))
-                if row["id"] == name:
+                answer = asyncio.ensure_future(generate_async_unpatched(row))
+                if row["id"] == row_id:
                     # a row crashes an engine only after vLLM has sent it one; a crash before that may hang vLLM
                     while self.llm.engine.output_handler is None:
                         await asyncio.sleep(0.001)
@@ -288,65 +288,65 @@ def watch_one_that_dies_of(name: str, watch: Callable[..., None], processor: Any
 
             self.llm.generate_async = generate_async
 
-    watch(processor, held)
+    track(processor, tracker)
     stage = processor.stages["vLLMEngineStage"]
-    processor.stages["vLLMEngineStage"] = stage.model_copy(update={"fn": Mortal})
+    processor.stages["vLLMEngineStage"] = stage.model_copy(update={"fn": FaultyEngine})
 
 
-def test_an_engine_that_dies_twice_without_an_answer_is_hopeless() -> None:
-    held = suspects.Suspects()
+def test_an_engine_that_dies_twice_without_an_answer_is_crash_looping() -> None:
+    tracker = crash_tracker.CrashTracker()
     for _ in range(2):
-        held.start("one")
-        assert not held.is_hopeless("one")
-    held.end("one", ["a"])
-    for hopeless in (False, False, True):
-        held.start("one")
-        assert held.is_hopeless("one") == hopeless
-    assert not held.is_hopeless("another")
+        tracker.start("one")
+        assert not tracker.is_crash_looping("one")
+    tracker.end("one", ["a"])
+    for expected in (False, False, True):
+        tracker.start("one")
+        assert tracker.is_crash_looping("one") == expected
+    assert not tracker.is_crash_looping("another")
 
 
-def test_rows_are_suspects_after_one_death_and_convicted_after_two() -> None:
-    held = suspects.Suspects()
-    assert held.start("one") == held.start("two") == frozenset()
-    held.begin("one", ["a", "b", "c"])
-    held.begin("two", ["d"])
-    held.end("one", ["a"])
-    assert held.start("one") == {"b", "c"}
-    assert held.convicted() == []
-    held.begin("one", ["b"])
-    held.end("one", ["b"])
-    held.begin("one", ["c", "e"])
-    assert held.start("one") == {"b", "c", "e"}
-    assert held.convicted() == ["c"]
-    assert suspects.sentence(["c", "a row"]).endswith("--skip-ids c 'a row'")
+def test_rows_are_suspects_after_one_crash_and_culprits_after_two() -> None:
+    tracker = crash_tracker.CrashTracker()
+    assert tracker.start("one") == tracker.start("two") == frozenset()
+    tracker.begin("one", ["a", "b", "c"])
+    tracker.begin("two", ["d"])
+    tracker.end("one", ["a"])
+    assert tracker.start("one") == {"b", "c"}
+    assert tracker.culprits() == []
+    tracker.begin("one", ["b"])
+    tracker.end("one", ["b"])
+    tracker.begin("one", ["c", "e"])
+    assert tracker.start("one") == {"b", "c", "e"}
+    assert tracker.culprits() == ["c"]
+    assert crash_tracker.error_message(["c", "a row"]).endswith("--skip-ids c 'a row'")
 
 
-# ---------------------------------------------------------------- refusals
+# ---------------------------------------------------------------- errors
 
 
-def test_answers_of_another_kind_are_not_mixed(made: Made) -> None:
+def test_answers_with_other_settings_are_not_mixed(made: KilledRuns) -> None:
     with pytest.raises(settings.UserError, match=r"made with another max_tokens; replace them with --overwrite"):
         generate.main(made.options.model_copy(update={"max_tokens": TOKENS + 1}))
 
 
-def test_a_folder_of_somebody_else_s_is_left_alone(made: Made) -> None:
+def test_a_folder_with_other_files_is_left_alone(made: KilledRuns) -> None:
     with pytest.raises(settings.UserError, match="holds other files; pass another --output"):
         generate.main(made.options.model_copy(update={"output": made.options.input}))
 
 
-def test_rows_without_ids_are_refused(made: Made, tmp_path: Path) -> None:
+def test_rows_without_ids_are_refused(made: KilledRuns, tmp_path: Path) -> None:
     changes = {"id_column": "number", "output": str(tmp_path / "out")}
     with pytest.raises(settings.UserError, match=r"no row of .* has an id in the column number.*--id-column"):
         generate.main(made.options.model_copy(update=changes))
 
 
-def test_no_input_is_refused(options: GenerateOptions, tmp_path: Path) -> None:
+def test_missing_input_is_refused(options: GenerateOptions, tmp_path: Path) -> None:
     with pytest.raises(settings.UserError, match=r"no \.parquet or \.jsonl .* correct input in \[generate\]"):
         generate.main(options.model_copy(update={"input": str(tmp_path)}))
 
 
-def test_an_engine_that_does_not_start_is_one_sentence(
-    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_engine_that_does_not_start_gives_one_sentence(
+    made: KilledRuns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = settings.load
 
@@ -357,12 +357,16 @@ def test_an_engine_that_does_not_start_is_one_sentence(
     monkeypatch.setattr(settings, "load", load)
     (tmp_path / "rows.jsonl").write_text('{"id": 1, "prompt": "hello"}')
     asked = made.options.model_copy(update={"input": str(tmp_path / "rows.jsonl"), "output": str(tmp_path / "out")})
-    with pytest.raises(settings.UserError, match=r"an engine died \(.*Error: .*\); to read why, serve it: inv submit"):
+    with pytest.raises(
+        settings.UserError, match=r"an engine died \(.*Error: .*\)\. To see why, serve the model: inv submit"
+    ):
         generate.main(asked)
 
 
-def test_an_engine_that_hangs_is_one_sentence(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The timeout is shorter than the start of an engine, which then counts as hanging."""
+def test_an_engine_that_hangs_gives_one_sentence(
+    made: KilledRuns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The timeout is shorter than an engine's start, so a starting engine counts as hanging."""
     context = ray_data.quiet_context()
     context.execution_no_progress_timeout_s = 5
     monkeypatch.setattr(ray_data, "quiet_context", lambda: context)

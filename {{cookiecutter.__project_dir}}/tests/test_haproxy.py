@@ -29,39 +29,39 @@ from pipeline.serving import haproxy
 pytestmark = pytest.mark.skipif(not haproxy.environment("/"), reason="HAProxy is installed on Linux only")
 
 START_S = 60
-STAY_S = 45
-"""Seconds after which a connection that is still open counts as never closed."""
+OPEN_S = 45
+"""A connection that is open for this many seconds counts as never closed."""
 
 
 class Replica:
-    """A real server that echoes requests. A stream waits for `go_on` after its first piece."""
+    """A real server that echoes requests. A stream waits for `resume` after its first chunk."""
 
     def __init__(self) -> None:
-        self.asked = 0
-        self.go_on = threading.Event()
+        self.requests = 0
+        self.resume = threading.Event()
         [self.port] = free_ports(1)
         routes = [
             Route("/-/healthz", lambda _: Response("success")),
             Route("/app/stream", self._stream),
             Route("/app/none", lambda _: PlainTextResponse("Deployment(name='Server') is unavailable", 503)),
             Route("/app/full", lambda _: JSONResponse({"error": "full"}, 503, {"Retry-After": "1"})),
-            Route("/{path:path}", self._repeat, methods=["GET", "POST"]),
+            Route("/{path:path}", self._echo, methods=["GET", "POST"]),
         ]
         config = uvicorn.Config(Starlette(routes=routes), port=self.port, log_level="error")
         self.server = uvicorn.Server(config)
 
-    async def _repeat(self, request: Request) -> Response:
-        self.asked += 1
+    async def _echo(self, request: Request) -> Response:
+        self.requests += 1
         body = await request.body()
         return JSONResponse({"headers": request.headers.items(), "length": len(body)})
 
     async def _stream(self, _: Request) -> Response:
-        async def pieces() -> AsyncIterator[str]:
+        async def chunks() -> AsyncIterator[str]:
             yield "first"
-            await asyncio.to_thread(self.go_on.wait, START_S)
+            await asyncio.to_thread(self.resume.wait, START_S)
             yield "last"
 
-        return StreamingResponse(pieces())
+        return StreamingResponse(chunks())
 
 
 @pytest.fixture(scope="module")
@@ -126,15 +126,15 @@ class Proxy:
         except httpx2.TransportError:
             return 0
 
-    def say(self, *lines: bytes) -> tuple[float, bytes]:
+    def send_raw(self, *lines: bytes) -> tuple[float, bytes]:
         """Send a possibly incomplete request. Return the seconds until HAProxy closed it, and its answer."""
         started = time.monotonic()
-        with socket.create_connection(("127.0.0.1", self.port), timeout=STAY_S) as connection:
+        with socket.create_connection(("127.0.0.1", self.port), timeout=OPEN_S) as connection:
             connection.sendall(b"\r\n".join(lines))
-            said = b""
-            while piece := connection.recv(2**16):
-                said += piece
-        return time.monotonic() - started, said
+            answer = b""
+            while chunk := connection.recv(2**16):
+                answer += chunk
+        return time.monotonic() - started, answer
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +146,7 @@ def proxy(replica: Replica, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 def error(answer: httpx2.Response, status: int) -> dict[str, str | None]:
-    """The error of an answer, which must have OpenAI's shape and this status."""
+    """Return the error of an answer. It must have OpenAI's format and this status."""
     assert (answer.status_code, answer.headers["content-type"]) == (status, "application/json")
     found = answer.json()["error"]
     assert set(found) == {"message", "type", "param", "code"}
@@ -157,7 +157,7 @@ def error(answer: httpx2.Response, status: int) -> dict[str, str | None]:
 # ---------------------------------------------------------------- headers
 
 
-def test_headers_that_ray_takes_for_its_own_do_not_pass(proxy: Proxy) -> None:
+def test_headers_that_ray_interprets_are_removed(proxy: Proxy) -> None:
     names = ["serve_multiplexed_model_id", "Serve-Multiplexed-Model_Id", "X-Session-Id", "x_session_id"]
     names += ["X-Request-Timeout-Seconds", "x-request-disconnect-disabled", "X-Serve-Router-Kv-Token-Key"]
     kept = [("authorization", "Bearer some"), ("x-mine", "\u00ff"), ("x-request-id", "req_1.2-3:4")]
@@ -169,24 +169,24 @@ def test_headers_that_ray_takes_for_its_own_do_not_pass(proxy: Proxy) -> None:
 
 @pytest.mark.parametrize("request_id", [b"\xff", b"a b", b"a,b", b"x" * 129, b"{}", "ä".encode()])
 @pytest.mark.parametrize("path", ["/app/", "/routed/"])
-def test_a_bad_request_id_is_refused_before_a_replica_sees_it(
+def test_an_invalid_request_id_is_rejected_before_a_replica_sees_it(
     proxy: Proxy, replica: Replica, request_id: bytes, path: str
 ) -> None:
-    before = replica.asked
+    before = replica.requests
     answer = proxy.client.post(path, headers=[(b"x-request-id", request_id)], json={})
     assert error(answer, 400)["code"] == "invalid_request_id"
-    assert replica.asked == before
+    assert replica.requests == before
 
 
-def test_two_request_ids_are_refused(proxy: Proxy) -> None:
+def test_two_request_ids_are_rejected(proxy: Proxy) -> None:
     answer = proxy.client.get("/app/", headers=[(b"x-request-id", b"one"), (b"x-request-id", b"two")])
     assert error(answer, 400)["code"] == "invalid_request_id"
 
 
-# ---------------------------------------------------------------- time
+# ---------------------------------------------------------------- timeouts and streaming
 
 
-def test_what_never_becomes_a_request_is_closed(proxy: Proxy, replica: Replica) -> None:
+def test_incomplete_requests_are_closed(proxy: Proxy, replica: Replica) -> None:
     post = [b"POST /app/v1/completions HTTP/1.1", b"Host: localhost"]
     partial = {
         "nothing": [b""],
@@ -195,38 +195,38 @@ def test_what_never_becomes_a_request_is_closed(proxy: Proxy, replica: Replica) 
         "half a body": [*post, b"Content-Length: 100", b"", b'{"model":'],
         "half a chunk": [*post, b"Transfer-Encoding: chunked", b"", b"10", b'{"model":'],
     }
-    before = replica.asked
+    before = replica.requests
     with ThreadPoolExecutor(len(partial)) as clients:
-        said = dict(zip(partial, clients.map(lambda lines: proxy.say(*lines), partial.values()), strict=True))
-    assert {what: seconds for what, (seconds, _) in said.items() if seconds > STAY_S} == {}
-    assert replica.asked == before
+        answers = dict(zip(partial, clients.map(lambda lines: proxy.send_raw(*lines), partial.values()), strict=True))
+    assert {what: seconds for what, (seconds, _) in answers.items() if seconds > OPEN_S} == {}
+    assert replica.requests == before
     for what in ("half a body", "half a chunk"):
-        head, _, body = said[what][1].partition(b"\r\n\r\n")
+        head, _, body = answers[what][1].partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 408 ")
         assert json.loads(body)["error"]["code"] == "timeout"
 
 
-def test_large_bodies_and_those_in_pieces_pass_whole(proxy: Proxy) -> None:
+def test_large_and_chunked_bodies_pass_unchanged(proxy: Proxy) -> None:
     large = b"x" * 3_000_000
     assert proxy.client.post("/app/", content=large).json()["length"] == len(large)
-    pieces = (large[start : start + 100_000] for start in range(0, len(large), 100_000))
-    assert proxy.client.post("/app/", content=pieces).json()["length"] == len(large)
-    asks_first = {"Expect": "100-continue"}
-    assert proxy.client.post("/app/", content=large, headers=asks_first).json()["length"] == len(large)
+    chunks = (large[start : start + 100_000] for start in range(0, len(large), 100_000))
+    assert proxy.client.post("/app/", content=chunks).json()["length"] == len(large)
+    expect = {"Expect": "100-continue"}
+    assert proxy.client.post("/app/", content=large, headers=expect).json()["length"] == len(large)
 
 
-def test_an_answer_comes_piece_by_piece(proxy: Proxy, replica: Replica) -> None:
+def test_a_stream_arrives_in_chunks(proxy: Proxy, replica: Replica) -> None:
     with proxy.client.stream("GET", "/app/stream") as answer:
-        pieces = answer.iter_text()
-        assert next(pieces) == "first"
-        replica.go_on.set()
-        assert "".join(pieces) == "last"
+        chunks = answer.iter_text()
+        assert next(chunks) == "first"
+        replica.resume.set()
+        assert "".join(chunks) == "last"
 
 
 # ---------------------------------------------------------------- errors
 
 
-def test_errors_of_haproxys_own_have_openais_shape(proxy: Proxy) -> None:
+def test_haproxys_own_errors_have_openais_format(proxy: Proxy) -> None:
     assert error(proxy.client.get("/absent"), 404)["code"] == "not_found"
     for path in ("/gone/v1/models", "/routed/v1/completions"):
         answer = proxy.client.post(path, json={})
@@ -234,13 +234,13 @@ def test_errors_of_haproxys_own_have_openais_shape(proxy: Proxy) -> None:
     assert proxy.client.get("/gone/").headers["retry-after"] == "5"
 
 
-def test_serves_own_proxy_without_replicas_speaks_as_openai_does(proxy: Proxy) -> None:
+def test_errors_of_serves_proxy_have_openais_format(proxy: Proxy) -> None:
     answer = proxy.client.get("/app/none")
-    assert error(answer, 503)["message"] == "no replica answers at this moment"
+    assert error(answer, 503)["message"] == "no replica is available; try again in a few seconds"
     assert answer.headers["retry-after"] == "5"
 
 
-def test_a_replicas_own_503_passes_as_it_is(proxy: Proxy) -> None:
+def test_a_replicas_own_503_passes_unchanged(proxy: Proxy) -> None:
     answer = proxy.client.get("/app/full")
     assert (answer.json(), answer.headers["retry-after"]) == ({"error": "full"}, "1")
 
@@ -248,7 +248,7 @@ def test_a_replicas_own_503_passes_as_it_is(proxy: Proxy) -> None:
 # ---------------------------------------------------------------- ports
 
 
-def test_it_listens_on_its_own_address_alone(proxy: Proxy) -> None:
+def test_it_listens_only_on_its_own_address(proxy: Proxy) -> None:
     found = read_all([psutil.Process(proxy.process.pid)], lambda each: each.net_connections("inet"))
     listening = {each.laddr for [*connections] in found for each in connections if each.status == psutil.CONN_LISTEN}
     assert {(address.ip, address.port) for address in listening} == {("127.0.0.1", proxy.port)}

@@ -1,4 +1,4 @@
-"""Read a data set from a hub: a fake one, which answers as huggingface.co does, asked by the real client."""
+"""Read data sets from a fake hub, which answers like huggingface.co, with the real client."""
 
 import json
 import os
@@ -22,18 +22,18 @@ ROWS = [{"instruction": f"question {number}", "output": f"answer {number}", "id"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 READ = """
 import json, pickle, sys
-from pipeline.data import rows
+from pipeline.data import row_sources
 from settings import UserError
 try:
-    source = pickle.loads(pickle.dumps(rows.find(sys.argv[1])))  # Ray sends it to its workers
+    source = pickle.loads(pickle.dumps(row_sources.find(sys.argv[1])))  # Ray sends it to its workers
 except UserError as error:
     sys.exit(str(error))
-print(json.dumps([json.loads(row["row"]) for row in rows.head(source, 10).rows]))
+print(json.dumps([json.loads(row["row"]) for row in row_sources.head(source, 10).rows]))
 """
 
 
 class Hub(BaseHTTPRequestHandler):
-    """The requests that HfFileSystem makes: of a repository, of folders and files in it, and for their bytes."""
+    """Answers the requests of HfFileSystem: for a repository, its folders and files, and their content."""
 
     protocol_version = "HTTP/1.1"
     files: dict[str, bytes]
@@ -58,9 +58,9 @@ class Hub(BaseHTTPRequestHandler):
         children = sorted(
             {prefix + path.removeprefix(prefix).split("/")[0] for path in below if path.startswith(prefix)}
         )
-        return [one for child in children for one in self._described(name, child)]
+        return [one for child in children for one in self._entries(name, child)]
 
-    def _described(self, name: str, path: str) -> list[dict]:
+    def _entries(self, name: str, path: str) -> list[dict]:
         if content := self.files.get(f"{name}/{path}"):
             return [{"type": "file", "path": path, "size": len(content), "oid": COMMIT}]
         is_folder = any(file.startswith(f"{name}/{path}/") for file in self.files)
@@ -94,7 +94,7 @@ class Hub(BaseHTTPRequestHandler):
             self.wfile.write(content)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Keep the tests quiet."""
+        """Do not log requests."""
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +119,7 @@ def hub() -> Iterator[str]:
 
 
 def read(hub: str, uri: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
-    """Read a source in a process of its own: huggingface_hub reads its address when it is imported."""
+    """Read a source in a new process: huggingface_hub reads the hub's address when it is imported."""
     environment = os.environ | {"HF_ENDPOINT": hub, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
     command = [sys.executable, "-c", READ, uri]
     return subprocess.run(command, env=environment, cwd=settings.PROJECT, capture_output=True, text=True)
@@ -143,7 +143,9 @@ def test_a_data_set_of_the_hub_is_read(hub: str, tmp_path: Path, name: str) -> N
         ("missing", "hf://datasets/acme/missing cannot be read"),
     ],
 )
-def test_a_data_set_that_cannot_be_chosen_is_one_sentence(hub: str, tmp_path: Path, name: str, sentence: str) -> None:
+def test_an_ambiguous_or_missing_data_set_gives_one_sentence(
+    hub: str, tmp_path: Path, name: str, sentence: str
+) -> None:
     done = read(hub, f"hf://datasets/acme/{name}", tmp_path)
     assert done.returncode == 1
     assert sentence in done.stderr.splitlines()[-1]

@@ -30,7 +30,7 @@ from cluster.network import free_ports
 CANARY = secrets.token_hex(16)  # random, because this file is uploaded
 PROBE = '''
 """A job for the tests: prints hashes of the secret, then exits with the given code."""
-import hashlib, os, sys, tempfile, time
+import hashlib, os, pathlib, sys, tempfile, time
 import ray
 from pipeline.ray_support import cli
 
@@ -39,7 +39,7 @@ def seen() -> str:
 
 if __name__ == "__main__":
     cli.connect()
-    print("session", ray._private.worker._global_node.get_session_dir_path())
+    print("session", pathlib.Path(ray.nodes()[0]["ObjectStoreSocketName"]).parents[1])
     print("driver", seen())
     print("worker", ray.get(ray.remote(num_cpus=0.1)(seen).remote()), flush=True)
     print("temp", ray.get(ray.remote(num_cpus=0.1)(tempfile.gettempdir).remote()), tempfile.gettempdir(), flush=True)

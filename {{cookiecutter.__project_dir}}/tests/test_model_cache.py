@@ -1,4 +1,4 @@
-"""Models in a bucket: found by every node, copied once a node."""
+"""Models in a bucket: every node finds them, and copies each once."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from pipeline.ray_support import model_cache
 
 @pytest.fixture
 def bucket(s3: str, assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A project's bucket that holds the tiny model, and a node with an empty disk."""
+    """Return a bucket with the tiny model, seen from a node with an empty disk."""
     client = boto3.client("s3")
     for file in (assets / "model").iterdir():
         client.upload_file(str(file), "bucket", f"models/tiny/{file.name}")
@@ -19,11 +19,11 @@ def bucket(s3: str, assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     return s3
 
 
-def test_a_path_of_the_project_is_found_in_its_bucket(bucket: str) -> None:
+def test_a_relative_path_is_found_in_the_bucket(bucket: str) -> None:
     assert model_cache.find("models/tiny") == f"{bucket}/models/tiny"
 
 
-def test_a_hub_id_that_was_fetched_before_is_found_there(bucket: str) -> None:
+def test_a_hub_id_that_was_copied_before_is_found_in_the_bucket(bucket: str) -> None:
     assert model_cache.find("tiny") == f"{bucket}/models/tiny"
 
 
@@ -35,26 +35,26 @@ def test_a_node_copies_a_model_once(bucket: str, assets: Path) -> None:
     assert (Path(model_cache.on_this_node(f"{bucket}/models/tiny")) / "config.json").read_text() == "kept"
 
 
-def test_a_model_that_is_written_again_is_copied_again(bucket: str) -> None:
+def test_a_rewritten_model_is_copied_again(bucket: str) -> None:
     model_cache.on_this_node(f"{bucket}/models/tiny")
     boto3.client("s3").put_object(Bucket="bucket", Key="models/tiny/config.json", Body=b"another")
     assert (Path(model_cache.on_this_node(f"{bucket}/models/tiny")) / "config.json").read_text() == "another"
 
 
-def test_a_copy_that_was_cut_off_is_made_anew(bucket: str) -> None:
+def test_an_incomplete_copy_is_repeated(bucket: str) -> None:
     folder = Path(model_cache.on_this_node(f"{bucket}/models/tiny"))
     (folder / model_cache.COMPLETE).unlink()
     (folder / "config.json").write_text("half")
     assert (Path(model_cache.on_this_node(f"{bucket}/models/tiny")) / "config.json").read_text() != "half"
 
 
-def test_what_describes_a_model_comes_without_its_weights(bucket: str) -> None:
+def test_configuration_and_tokenizer_are_copied_without_weights(bucket: str) -> None:
     folder = Path(model_cache.on_this_node(f"{bucket}/models/tiny", weights=False))
     assert (folder / "tokenizer.json").exists()
     assert not list(folder.glob("*.safetensors"))
 
 
-def test_on_one_machine_a_folder_and_a_hub_id_stay_what_they_are(assets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_locally_a_folder_and_a_hub_id_stay_unchanged(assets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PROJECT_DIR", str(assets))
     assert model_cache.find("model") == f"{assets}/model"
     assert model_cache.find("owner/name") == "owner/name"

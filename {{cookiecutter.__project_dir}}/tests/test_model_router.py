@@ -1,4 +1,4 @@
-"""Several models behind one address: who gets a request, what comes back, and how it is counted."""
+"""Test several models at one address: routing, forwarding and metrics."""
 
 import asyncio
 import contextlib
@@ -19,20 +19,22 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from pipeline.serving import canary
-from pipeline.serving.api_middleware import ApiMiddleware, RequestLimits
-from pipeline.serving.canary import CANARY, NOWHERE, ROOT, RequestOutcome, Routes, RoutingState
-from pipeline.serving.keys import Keys
-from pipeline.serving.model_router import HUNG_UP, MetricsMiddleware, ModelRouter
+from pipeline.serving.api_middleware import ApiMiddleware
+from pipeline.serving.canary import CANARY, NO_ROUTES, ROOT, RequestOutcome, Routes, RoutingState
+from pipeline.serving.keys import ApiKeys
+from pipeline.serving.limits import RequestLimits
+from pipeline.serving.metrics_middleware import CLIENT_CLOSED_REQUEST, MetricsMiddleware
+from pipeline.serving.model_router import ModelRouter
 
-PIECES, PAUSE_S = 40, 0.05
-NOBODY = "http://127.0.0.1:9"
+CHUNKS, DELAY_S = 40, 0.05
+UNREACHABLE = "http://127.0.0.1:9"
 
 
 class Upstream:
-    """A real server of two other apps; it remembers what it was asked and how far it came."""
+    """A real server for two other apps. It records the requests and the number of chunks that it sent."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[str, dict[str, Any], str | None]] = []
+        self.requests: list[tuple[str, dict[str, Any], str | None]] = []
         self.sent = 0
         self.query = ""
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -42,22 +44,22 @@ class Upstream:
 
     async def _answer(self, request: Request) -> Response:
         body = await request.json()
-        self.asked.append((f"/{request.path_params['app']}", body, request.headers.get("authorization")))
+        self.requests.append((f"/{request.path_params['app']}", body, request.headers.get("authorization")))
         self.query = request.url.query
         if status := body.get("fail"):
             return JSONResponse({"error": {"message": "no", "code": "some_code"}}, status)
-        if body.get("wrong"):
-            return JSONResponse({"error": {"message": "that is wrong"}}, 400)
+        if body.get("invalid"):
+            return JSONResponse({"error": {"message": "this is invalid"}}, 400)
         if not body.get("stream"):
             return JSONResponse({"from": request.path_params["app"]})
         self.sent = 0
-        return StreamingResponse(self._pieces(), media_type="text/event-stream")
+        return StreamingResponse(self._chunks(), media_type="text/event-stream")
 
-    async def _pieces(self) -> AsyncIterator[str]:
-        for number in range(PIECES):
+    async def _chunks(self) -> AsyncIterator[str]:
+        for number in range(CHUNKS):
             self.sent += 1
             yield f"data: {number}\n\n"
-            await asyncio.sleep(PAUSE_S)
+            await asyncio.sleep(DELAY_S)
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +79,7 @@ async def own(request: Request) -> Response:
     return JSONResponse({"from": "own", "body": body.decode()})
 
 
-RULES = RequestLimits(per_minute=10_000, at_once=10, max_body=200_000, timeout_s=5)
+LIMITS = RequestLimits(per_minute=10_000, at_once=10, max_body=200_000, timeout_s=5)
 
 
 @pytest.fixture(autouse=True)
@@ -87,14 +89,14 @@ def _with_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SECRETS_PREFIX", raising=False)
 
 
-def fork(upstream: Upstream, routes: Routes, rules: RequestLimits = RULES) -> ApiMiddleware:
-    """Return a fork behind the middleware that reads the body for it."""
-    return fork_to(f"http://127.0.0.1:{upstream.port}", routes, rules)
+def router(upstream: Upstream, routes: Routes, limits: RequestLimits = LIMITS) -> ApiMiddleware:
+    """Return a router behind the middleware that reads the body."""
+    return router_to(f"http://127.0.0.1:{upstream.port}", routes, limits)
 
 
-def fork_to(root: str, routes: Routes, rules: RequestLimits = RULES) -> ApiMiddleware:
+def router_to(root: str, routes: Routes, limits: RequestLimits = LIMITS) -> ApiMiddleware:
     app = Starlette(routes=[Route("/v1/chat/completions", own, methods=["POST"])])
-    return ApiMiddleware(ModelRouter(app, "own", root, lambda: routes), Keys(), rules)
+    return ApiMiddleware(ModelRouter(app, "own", root, lambda: routes), ApiKeys(), limits)
 
 
 async def post(app: Any, body: Any, path: str = "/v1/chat/completions", **options: Any) -> httpx2.Response:
@@ -103,48 +105,48 @@ async def post(app: Any, body: Any, path: str = "/v1/chat/completions", **option
         return await client.post(path, json=body, headers={"Authorization": "Bearer key"}, **options)
 
 
-BESIDE = Routes({"sql": "/models/sql", "sql-short": "/models/sql"}, None, 0)
+TWO_NAMES = Routes({"sql": "/models/sql", "sql-short": "/models/sql"}, None, 0)
 
 
 @pytest.mark.parametrize(("model", "path"), [("own", "own"), ("sql", "models/sql"), ("sql-short", "models/sql")])
-def test_a_model_answers_by_its_name(upstream: Upstream, model: str, path: str) -> None:
-    answer = asyncio.run(post(fork(upstream, BESIDE), {"model": model}))
+def test_requests_are_routed_by_model_name(upstream: Upstream, model: str, path: str) -> None:
+    answer = asyncio.run(post(router(upstream, TWO_NAMES), {"model": model}))
     assert answer.json()["from"] == path
 
 
-def test_the_request_goes_on_as_it_was(upstream: Upstream) -> None:
+def test_a_forwarded_request_is_unchanged(upstream: Upstream) -> None:
     body = {"model": "sql", "messages": [{"role": "user", "content": "größer"}]}
-    assert asyncio.run(post(fork(upstream, BESIDE), body)).status_code == 200
-    assert upstream.asked[-1] == ("/models/sql", body, "Bearer key")
+    assert asyncio.run(post(router(upstream, TWO_NAMES), body)).status_code == 200
+    assert upstream.requests[-1] == ("/models/sql", body, "Bearer key")
     own_body = {"model": "own", "messages": ["x" * 100_000]}
-    assert json.loads(asyncio.run(post(fork(upstream, BESIDE), own_body)).json()["body"]) == own_body
+    assert json.loads(asyncio.run(post(router(upstream, TWO_NAMES), own_body)).json()["body"]) == own_body
 
 
 @pytest.mark.parametrize("body", [{}, {"model": 3}, {"model": None}, {"model": "absent"}])
-def test_what_names_no_other_model_stays(upstream: Upstream, body: Any) -> None:
-    assert asyncio.run(post(fork(upstream, BESIDE), body)).json()["from"] == "own"
+def test_other_requests_stay_at_the_app(upstream: Upstream, body: Any) -> None:
+    assert asyncio.run(post(router(upstream, TWO_NAMES), body)).json()["from"] == "own"
 
 
 def test_a_canary_gets_its_share(upstream: Upstream) -> None:
     async def ask_many() -> int:
-        app = fork(upstream, Routes({}, CANARY, 25))
+        app = router(upstream, Routes({}, CANARY, 25))
         answers = [await post(app, {"model": "own"}) for _ in range(400)]
         return sum(answer.json()["from"] == "canary" for answer in answers)
 
-    assert 60 < asyncio.run(ask_many()) < 140  # of 400, five standard deviations around 100
+    assert 60 < asyncio.run(ask_many()) < 140  # of 400; 100 plus or minus five standard deviations
 
 
-def test_an_error_is_handed_back(upstream: Upstream) -> None:
-    answer = asyncio.run(post(fork(upstream, BESIDE), {"model": "sql", "wrong": True}))
-    assert (answer.status_code, answer.json()["error"]["message"]) == (400, "that is wrong")
+def test_an_error_is_passed_back(upstream: Upstream) -> None:
+    answer = asyncio.run(post(router(upstream, TWO_NAMES), {"model": "sql", "invalid": True}))
+    assert (answer.status_code, answer.json()["error"]["message"]) == (400, "this is invalid")
 
 
-def test_a_stream_arrives_piece_by_piece_and_ends_where_the_client_hangs_up(upstream: Upstream) -> None:
+def test_a_stream_arrives_in_chunks_and_stops_when_the_client_disconnects(upstream: Upstream) -> None:
     arrived: list[float] = []
 
-    async def run(give_up_after: int | None) -> None:
+    async def run(disconnect_after: int | None) -> None:
         arrived.clear()
-        told = asyncio.Event()
+        reached = asyncio.Event()
 
         async def receive() -> dict[str, Any]:
             return {"type": "http.request", "body": b'{"model": "sql", "stream": true}'}
@@ -152,8 +154,8 @@ def test_a_stream_arrives_piece_by_piece_and_ends_where_the_client_hangs_up(upst
         async def send(message: Any) -> None:
             if message.get("body"):
                 arrived.append(time.perf_counter())
-            if len(arrived) == give_up_after:
-                told.set()
+            if len(arrived) == disconnect_after:
+                reached.set()
 
         headers = [(b"authorization", b"Bearer key")]
         scope = {
@@ -163,99 +165,100 @@ def test_a_stream_arrives_piece_by_piece_and_ends_where_the_client_hangs_up(upst
             "query_string": b"",
             "headers": headers,
         }
-        asking = asyncio.create_task(fork(upstream, BESIDE)(scope, receive, send))
-        if give_up_after:
-            await told.wait()
-            asking.cancel()  # as Serve does with the task of a client that is gone
-            await asyncio.sleep(5 * PAUSE_S)
+        task = asyncio.create_task(router(upstream, TWO_NAMES)(scope, receive, send))
+        if disconnect_after:
+            await reached.wait()
+            task.cancel()  # as Serve does when the client disconnects
+            await asyncio.sleep(5 * DELAY_S)
         else:
-            await asking
+            await task
 
     asyncio.run(run(None))
-    assert len(arrived) == PIECES
-    assert arrived[-1] - arrived[0] > PIECES * PAUSE_S / 2
+    assert len(arrived) == CHUNKS
+    assert arrived[-1] - arrived[0] > CHUNKS * DELAY_S / 2
     asyncio.run(run(3))
-    assert upstream.sent < PIECES / 2
+    assert upstream.sent < CHUNKS / 2
 
 
-def test_behind_the_door_errors_keep_their_shape(upstream: Upstream) -> None:
-    open_door = fork(upstream, BESIDE, RULES._replace(max_body=1000))
-    too_large = asyncio.run(post(open_door, {"model": "sql", "messages": "x" * 2000}))
+def test_errors_behind_the_middleware_have_openais_format(upstream: Upstream) -> None:
+    app = router(upstream, TWO_NAMES, LIMITS._replace(max_body=1000))
+    too_large = asyncio.run(post(app, {"model": "sql", "messages": "x" * 2000}))
     assert too_large.status_code == 413
 
-    async def in_pieces() -> AsyncIterator[bytes]:
+    async def chunks() -> AsyncIterator[bytes]:
         for _ in range(20):
             yield bytes(100)
 
     async def without_length() -> httpx2.Response:
-        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(open_door), base_url="http://test") as client:
+        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://test") as client:
             headers = {"Authorization": "Bearer key"}
-            return await client.post("/v1/chat/completions", content=in_pieces(), headers=headers)
+            return await client.post("/v1/chat/completions", content=chunks(), headers=headers)
 
     assert asyncio.run(without_length()).status_code == 413
-    answer = asyncio.run(post(fork_to(NOBODY, BESIDE), {"model": "sql"}))
+    answer = asyncio.run(post(router_to(UNREACHABLE, TWO_NAMES), {"model": "sql"}))
     assert answer.status_code == 503
-    message = "the app that serves this model, at /models/sql, does not respond: try again"
+    message = "the app that serves this model, at /models/sql, does not respond; try again"
     assert answer.json()["error"]["message"] == message
 
 
 @pytest.mark.parametrize("body", [b"[" * 100_000, b'{"a":' * 100_000, b'{"model": "\\ud83d"}'])
-def test_a_body_that_no_parser_survives_goes_nowhere(upstream: Upstream, body: bytes) -> None:
+def test_an_invalid_body_is_not_forwarded(upstream: Upstream, body: bytes) -> None:
     async def ask() -> httpx2.Response:
-        transport = httpx2.ASGITransport(fork(upstream, BESIDE, RULES._replace(max_body=10**6)))
+        transport = httpx2.ASGITransport(router(upstream, TWO_NAMES, LIMITS._replace(max_body=10**6)))
         async with httpx2.AsyncClient(transport=transport, base_url="http://test") as client:
             headers = {"Authorization": "Bearer key"}
             return await client.post("/v1/chat/completions", content=body, headers=headers)
 
-    before = len(upstream.asked)
+    before = len(upstream.requests)
     assert asyncio.run(ask()).status_code == 400
-    assert len(upstream.asked) == before
+    assert len(upstream.requests) == before
 
 
-def test_the_route_without_a_key_is_the_apps_own(upstream: Upstream) -> None:
-    before = len(upstream.asked)
-    assert asyncio.run(post(fork(upstream, BESIDE), {"model": "sql"}, "/health")).status_code == 404
-    assert len(upstream.asked) == before
+def test_health_checks_are_not_forwarded(upstream: Upstream) -> None:
+    before = len(upstream.requests)
+    assert asyncio.run(post(router(upstream, TWO_NAMES), {"model": "sql"}, "/health")).status_code == 404
+    assert len(upstream.requests) == before
 
 
 @pytest.mark.parametrize("status", [404, 502, 503])
-def test_the_base_model_answers_where_the_canary_cannot(upstream: Upstream, status: int) -> None:
-    everything = Routes({}, CANARY, 100)
-    assert asyncio.run(post(fork_to(NOBODY, everything), {"model": "own"})).json()["from"] == "own"
+def test_the_main_model_answers_if_the_canary_cannot(upstream: Upstream, status: int) -> None:
+    all_to_canary = Routes({}, CANARY, 100)
+    assert asyncio.run(post(router_to(UNREACHABLE, all_to_canary), {"model": "own"})).json()["from"] == "own"
     body = {"model": "own", "fail": status}
-    assert asyncio.run(post(fork(upstream, everything), body)).json()["body"] == json.dumps(body, separators=(",", ":"))
-    assert upstream.asked[-1][:2] == (CANARY, body)
+    answer = asyncio.run(post(router(upstream, all_to_canary), body))
+    assert answer.json()["body"] == json.dumps(body, separators=(",", ":"))
+    assert upstream.requests[-1][:2] == (CANARY, body)
 
 
-def test_what_a_canary_refuses_is_refused(upstream: Upstream) -> None:
-    answer = asyncio.run(post(fork(upstream, Routes({}, CANARY, 100)), {"model": "own", "fail": 429}))
+def test_an_error_of_the_canary_is_passed_back(upstream: Upstream) -> None:
+    answer = asyncio.run(post(router(upstream, Routes({}, CANARY, 100)), {"model": "own", "fail": 429}))
     assert (answer.status_code, answer.json()["error"]["code"]) == (429, "some_code")
 
 
 @pytest.mark.parametrize("query", ["", "a=1&b=2", "a=%20%C3%BC%2B+&b"])
-def test_the_query_goes_on_too(upstream: Upstream, query: str) -> None:
-    asyncio.run(post(fork(upstream, BESIDE), {"model": "sql"}, f"/v1/chat/completions?{query}"))
+def test_the_query_is_forwarded(upstream: Upstream, query: str) -> None:
+    asyncio.run(post(router(upstream, TWO_NAMES), {"model": "sql"}, f"/v1/chat/completions?{query}"))
     assert upstream.query == query
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions%3Fx", "/%00", "/v1/%ED%A0%80", "/%20%23%25"])
-def test_no_path_breaks_it(upstream: Upstream, path: str) -> None:
-    assert asyncio.run(post(fork(upstream, BESIDE), {"model": "sql"}, path=path)).status_code in (404, 503)
+def test_odd_paths_do_not_break_the_router(upstream: Upstream, path: str) -> None:
+    assert asyncio.run(post(router(upstream, TWO_NAMES), {"model": "sql"}, path=path)).status_code in (404, 503)
 
 
-def test_a_request_that_comes_back_does_not_go_round(upstream: Upstream) -> None:
+def test_a_forwarded_request_that_comes_back_is_not_forwarded_again(upstream: Upstream) -> None:
     """While an app is being deleted, its path leads to the app at the root."""
-    before = len(upstream.asked)
-    answer = asyncio.run(post(fork(upstream, BESIDE), {"model": "sql"}, "/models/sql/v1/chat/completions"))
+    before = len(upstream.requests)
+    answer = asyncio.run(post(router(upstream, TWO_NAMES), {"model": "sql"}, "/models/sql/v1/chat/completions"))
     assert answer.status_code == 404
-    assert len(upstream.asked) == before
+    assert len(upstream.requests) == before
 
 
-# ---------------------------------------------------------------- what is counted
+# ---------------------------------------------------------------- metrics and state
 
 
-def test_each_request_is_counted_however_it_ends() -> None:
-    records: list[RequestOutcome] = []
+def test_each_outcome_is_recorded() -> None:
+    outcomes: list[RequestOutcome] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         if scope["path"] == "/late":
@@ -274,19 +277,19 @@ def test_each_request_is_counted_however_it_ends() -> None:
     async def ask(path: str, method: str = "POST") -> None:
         scope = {"type": "http", "method": method, "path": path, "headers": []}
         with contextlib.suppress(TimeoutError, ValueError):
-            await asyncio.wait_for(MetricsMiddleware(app, records.append)(scope, nothing, nothing), 0.2)
+            await asyncio.wait_for(MetricsMiddleware(app, outcomes.append)(scope, nothing, nothing), 0.2)
 
     for path in ("/", "/late", "/broken"):
         asyncio.run(ask(path))
     asyncio.run(ask("/", "GET"))
-    answered, hung_up, broken = records
+    answered, disconnected, failed = outcomes
     assert answered.status == 200
-    assert 0.02 <= answered.first_s < answered.whole_s
-    assert hung_up.status == HUNG_UP
-    assert broken.status == 500
+    assert 0.02 <= answered.first_s < answered.total_s
+    assert disconnected.status == CLIENT_CLOSED_REQUEST
+    assert failed.status == 500
 
 
-class Kept:
+class FakeStore:
     """A store that outlives its users, like the cluster's."""
 
     def __init__(self) -> None:
@@ -299,67 +302,67 @@ class Kept:
         self._value = json.dumps(value)
 
 
-def traffic_of(apps: set[str], store: Kept | None = None) -> RoutingState:
-    return RoutingState(lambda: set(apps), store or Kept())
+def state_of(apps: set[str], store: FakeStore | None = None) -> RoutingState:
+    return RoutingState(lambda: set(apps), store or FakeStore())
 
 
-def test_replicas_learn_what_is_served_with_and_without_replicas() -> None:
+def test_replicas_get_the_current_routes() -> None:
     apps = {"llm", "llm-models-sql", "llm-canary"}
-    told = traffic_of(apps)
-    assert told.report(ROOT, ["own", "adapter"], []) == NOWHERE
-    told.report("/models/sql", ["sql", "sql-short"], [])
-    told.report(CANARY, ["own"], [])
-    assert told.report(ROOT, ["own"], []) == BESIDE  # a canary without a share gets nothing
-    told.give_canary(10, {"model": "new"})
-    assert told.report(ROOT, ["own"], []) == Routes(BESIDE.others, CANARY, 10)
+    state = state_of(apps)
+    assert state.report(ROOT, ["own", "adapter"], []) == NO_ROUTES
+    state.report("/models/sql", ["sql", "sql-short"], [])
+    state.report(CANARY, ["own"], [])
+    assert state.report(ROOT, ["own"], []) == TWO_NAMES  # a canary without a share gets nothing
+    state.set_canary(10, {"model": "new"})
+    assert state.report(ROOT, ["own"], []) == Routes(TWO_NAMES.others, CANARY, 10)
     apps.clear()  # Serve has deleted them, but their last replicas still report
-    told.apps()
-    assert told.report("/models/sql", ["sql"], []) == told.report(CANARY, ["own"], []) == NOWHERE
-    assert told.canary() == {}
+    state.apps()
+    assert state.report("/models/sql", ["sql"], []) == state.report(CANARY, ["own"], []) == NO_ROUTES
+    assert state.canary() == {}
 
 
-def test_an_app_without_replicas_stays_until_serve_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_app_without_replicas_stays_until_serve_deletes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     apps = {"llm", "llm-models-sql", "llm-canary"}
-    told = traffic_of(apps)
+    state = state_of(apps)
     for path, model in {ROOT: "own", "/models/sql": "sql", CANARY: "own"}.items():
-        told.report(path, [model], [])
-    told.give_canary(10, {"model": "new"})
+        state.report(path, [model], [])
+    state.set_canary(10, {"model": "new"})
     now = time.monotonic()
     monkeypatch.setattr(canary.time, "monotonic", lambda: now + 3600)
-    assert told.report(ROOT, ["own"], []) == Routes({"sql": "/models/sql"}, CANARY, 10)
-    assert told.apps()[ROOT]["models"] == ["own"]
+    assert state.report(ROOT, ["own"], []) == Routes({"sql": "/models/sql"}, CANARY, 10)
+    assert state.apps()[ROOT]["models"] == ["own"]
     apps.remove("llm-models-sql")
     monkeypatch.setattr(canary.time, "monotonic", lambda: now + 3600 + canary.REPORT_INTERVAL_S)
-    assert told.report(ROOT, ["own"], []) == Routes({}, CANARY, 10)
-    assert set(told.apps()) == {ROOT, CANARY}
+    assert state.report(ROOT, ["own"], []) == Routes({}, CANARY, 10)
+    assert set(state.apps()) == {ROOT, CANARY}
 
 
-def test_what_is_served_and_the_canarys_share_outlive_the_actor() -> None:
-    apps, store = {"llm", "llm-models-sql", "llm-canary"}, Kept()
-    told = traffic_of(apps, store)
+def test_models_and_the_canarys_share_outlive_the_actor() -> None:
+    apps, store = {"llm", "llm-models-sql", "llm-canary"}, FakeStore()
+    state = state_of(apps, store)
     for path, model in {ROOT: "own", "/models/sql": "sql", CANARY: "own"}.items():
-        told.report(path, [model], [])
-    told.give_canary(10, {"model": "new"})
-    told = traffic_of(apps, store)
-    assert told.report(ROOT, ["own"], []) == Routes({"sql": "/models/sql"}, CANARY, 10)
-    assert told.canary() == {"model": "new"}
-    told.give_canary(20)
-    assert traffic_of(apps, store).apps()[CANARY]["percent"] == 20
-    assert traffic_of({"llm"}, store).apps().keys() == {ROOT}
-    assert traffic_of(apps, store).canary() == {}  # a new canary does not inherit the old one's share
+        state.report(path, [model], [])
+    state.set_canary(10, {"model": "new"})
+    state = state_of(apps, store)
+    assert state.report(ROOT, ["own"], []) == Routes({"sql": "/models/sql"}, CANARY, 10)
+    assert state.canary() == {"model": "new"}
+    state.set_canary(20)
+    assert state_of(apps, store).apps()[CANARY]["percent"] == 20
+    assert state_of({"llm"}, store).apps().keys() == {ROOT}
+    assert state_of(apps, store).canary() == {}  # a new canary does not inherit the old one's share
 
 
-def test_numbers_stand_beside_each_other_and_begin_anew_with_a_canary() -> None:
-    told = traffic_of({"llm", "llm-canary"})
-    told.report(ROOT, ["own"], [RequestOutcome(200, 1.0, 2.0)] * 10)
-    told.give_canary(20, {"model": "new"})
-    told.report(ROOT, ["own"], [RequestOutcome(200, 0.1, 0.2)] * 99 + [RequestOutcome(500, 0.0, 9.0)])
-    told.report(CANARY, ["own"], [RequestOutcome(200, 0.3, 0.4)] * 3 + [RequestOutcome(429, 0.0, 0.0)])
-    root, canary = told.apps()[ROOT], told.apps()[CANARY]
+def test_metrics_start_from_zero_with_a_new_canary() -> None:
+    state = state_of({"llm", "llm-canary"})
+    state.report(ROOT, ["own"], [RequestOutcome(200, 1.0, 2.0)] * 10)
+    state.set_canary(20, {"model": "new"})
+    state.report(ROOT, ["own"], [RequestOutcome(200, 0.1, 0.2)] * 99 + [RequestOutcome(500, 0.0, 9.0)])
+    state.report(CANARY, ["own"], [RequestOutcome(200, 0.3, 0.4)] * 3 + [RequestOutcome(429, 0.0, 0.0)])
+    root, canary = state.apps()[ROOT], state.apps()[CANARY]
     assert (root["percent"], root["requests"], root["errors"]) == (80, 100, 1)
     assert (canary["percent"], canary["requests"], canary["errors"]) == (20, 4, 0)
     assert root["first_p50_ms"] == pytest.approx(100)
-    assert canary["whole_p95_ms"] == pytest.approx(400)
-    assert told.canary() == {"model": "new"}
-    told.give_canary(0, {})
-    assert told.canary() == {}
+    assert canary["total_p95_ms"] == pytest.approx(400)
+    assert state.canary() == {"model": "new"}
+    state.set_canary(0, {})
+    assert state.canary() == {}

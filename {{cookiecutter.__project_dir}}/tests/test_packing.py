@@ -1,4 +1,4 @@
-"""Conversations become tokens, and documents become rows: what is trained, and that no document sees another."""
+"""Tokenization and packing: which tokens are trained, and that documents do not attend to each other."""
 
 import json
 import shutil
@@ -14,19 +14,12 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import settings
-from pipeline.data.chat_template import CHATML, CHATML_TOKENS, ChatTemplate, Conversation
-from pipeline.data.conversations import (
-    NOT_TRAINED,
-    Document,
-    Tokenize,
-    _within,
-    load_tokenizer,
-    read_template,
-    to_json,
-    tokenizer_hash,
-)
+from pipeline.data.chat_template import CHATML, CHATML_TOKENS, ChatTemplate
+from pipeline.data.examples import BadRow, Conversation, to_json
 from pipeline.data.packing import pack
-from pipeline.data.row_formats import BadRow, example
+from pipeline.data.row_formats import read_example
+from pipeline.data.tokenization import NOT_TRAINED, DocumentTokenizer, TokenizedDocument, _tokens_in
+from pipeline.data.tokenizer import load_tokenizer, read_template, tokenizer_hash
 
 SYSTEM = {"role": "system", "content": "Answer briefly."}
 QUESTION = {"role": "user", "content": "What does ENOENT mean?"}
@@ -42,7 +35,7 @@ def model_folder(assets: Path) -> str:
 
 @pytest.fixture(scope="module")
 def chatml_folder(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return a tokenizer that has ChatML's tokens, as base models of Qwen have."""
+    """Return the folder of a tokenizer with ChatML's tokens, like Qwen's base models."""
     folder = tmp_path_factory.mktemp("chatml")
     tokenizer = PreTrainedTokenizerFast.from_pretrained(model_folder)
     tokenizer.add_special_tokens({"extra_special_tokens": list(CHATML_TOKENS)})
@@ -51,24 +44,24 @@ def chatml_folder(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.fixture(scope="module")
-def tokenize(model_folder: str) -> Tokenize:
-    return Tokenize(model_folder, sequence_length=128)
+def tokenize(model_folder: str) -> DocumentTokenizer:
+    return DocumentTokenizer(model_folder, sequence_length=128)
 
 
 @pytest.fixture(scope="module")
-def documents(assets: Path, tokenize: Tokenize) -> pa.Table:
+def documents(assets: Path, tokenize: DocumentTokenizer) -> pa.Table:
     lines = (assets / "data" / "pairs.jsonl").read_text(encoding="utf-8").splitlines()
     return tokenize(pa.Table.from_pylist([json.loads(line) for line in lines[:60]]))
 
 
-def encode(tokenize: Tokenize, *messages: dict) -> Document:
+def encode(tokenize: DocumentTokenizer, *messages: dict) -> TokenizedDocument:
     """Return the one document of a conversation."""
     [document] = tokenize.documents({"messages": list(messages)})
     return document
 
 
 def table_of(lengths: list[int]) -> pa.Table:
-    """Documents of these lengths, no two tokens alike; odd tokens are trained."""
+    """Return documents of these lengths. All tokens differ, and odd tokens are trained."""
     tokens = [list(range(start, stop)) for start, stop in pairwise(np.cumsum([0, *lengths]))]
     labels = [[token if token % 2 else NOT_TRAINED for token in document] for document in tokens]
     lists = pa.list_(pa.int32())
@@ -76,7 +69,7 @@ def table_of(lengths: list[int]) -> pa.Table:
 
 
 def unpack(packed: pa.Table, pad_id: int) -> list[tuple[list[int], list[int]]]:
-    """The documents (tokens and labels) of packed rows, split where position_ids restart; padding left out."""
+    """Return the documents (tokens and labels) of packed rows, split where position_ids restart, without padding."""
     found = []
     for row in packed.to_pylist():
         starts = [index for index, position in enumerate(row["position_ids"]) if position == 0]
@@ -90,7 +83,7 @@ def unpack(packed: pa.Table, pad_id: int) -> list[tuple[list[int], list[int]]]:
 # ---------------------------------------------------------------- packing
 
 
-def test_every_document_comes_back_whole() -> None:
+def test_unpacking_gives_every_document_back() -> None:
     lengths = np.random.default_rng(0).integers(1, 65, 500).tolist()
     documents = table_of(lengths)
     packed = pack(documents, 64, pad_id=-1)
@@ -112,19 +105,19 @@ def test_padding_is_not_trained_and_counts_from_zero() -> None:
     assert row["position_ids"] == [0, 1, 2, 0, 1, 0, 1, 2]
 
 
-def test_little_is_wasted() -> None:
+def test_rows_have_little_padding() -> None:
     lengths = np.random.default_rng(1).integers(5, 400, 3000).tolist()
     rows = len(pack(table_of(lengths), 512, pad_id=-1))
     assert sum(lengths) / (rows * 512) > 0.97
 
 
-def test_nothing_packs_to_nothing() -> None:
+def test_no_documents_give_no_rows() -> None:
     assert len(pack(table_of([]), 8, pad_id=-1)) == 0
     assert len(pack(table_of([0, 0]), 8, pad_id=-1)) == 0
 
 
 @pytest.mark.parametrize("restart", [True, False], ids=["packed", "control: positions that do not restart"])
-def test_no_document_sees_another(documents: pa.Table, model_folder: str, restart: bool) -> None:
+def test_documents_do_not_attend_to_each_other(documents: pa.Table, model_folder: str, restart: bool) -> None:
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
     worst = 0.0
     for row in pack(documents, 128, pad_id=0).slice(0, 4).to_pylist():
@@ -144,7 +137,7 @@ def test_no_document_sees_another(documents: pa.Table, model_folder: str, restar
 
 @pytest.mark.parametrize("template", [None, CHATML], ids=["the model's template", "chatml"])
 def test_exactly_what_the_assistant_says_is_trained(chatml_folder: str, template: str | None) -> None:
-    tokenize = Tokenize(chatml_folder, 256, read_template(template))
+    tokenize = DocumentTokenizer(chatml_folder, 256, read_template(template))
     document = encode(tokenize, SYSTEM, QUESTION, ANSWER, FOLLOW_UP, SECOND_ANSWER)
     end = "<|im_end|>" if template else "<|eos|>"
     trained = [label for label in document.labels.tolist() if label != NOT_TRAINED]
@@ -154,7 +147,7 @@ def test_exactly_what_the_assistant_says_is_trained(chatml_folder: str, template
 
 @pytest.mark.parametrize("template", [None, CHATML], ids=["the model's template", "chatml"])
 def test_tokens_and_masks_are_those_of_transformers(assets: Path, chatml_folder: str, template: str | None) -> None:
-    tokenize = Tokenize(chatml_folder, 10_000, read_template(template))
+    tokenize = DocumentTokenizer(chatml_folder, 10_000, read_template(template))
     lines = (assets / "data" / "pairs.jsonl").read_text(encoding="utf-8").splitlines()[:200]
     two_turns = [SYSTEM, QUESTION, ANSWER, FOLLOW_UP, SECOND_ANSWER]
     for messages in (two_turns, *(json.loads(line)["messages"] for line in lines)):
@@ -176,26 +169,26 @@ def test_chatml_is_what_qwen_expects(model_folder: str) -> None:
     assert prompt == whole.removesuffix("No such file or directory<|im_end|>\n")
 
 
-def test_long_conversations_lose_their_end(model_folder: str, tokenize: Tokenize) -> None:
+def test_long_conversations_are_cut_at_the_end(model_folder: str, tokenize: DocumentTokenizer) -> None:
     whole = encode(tokenize, QUESTION, ANSWER)
-    cut = encode(Tokenize(model_folder, len(whole.input_ids) - 2), QUESTION, ANSWER)
+    cut = encode(DocumentTokenizer(model_folder, len(whole.input_ids) - 2), QUESTION, ANSWER)
     assert not whole.cut
     assert cut.input_ids.tolist() == whole.input_ids[:-2].tolist()
     assert cut.labels.tolist() == whole.labels[:-2].tolist()
     assert cut.cut
     with pytest.raises(BadRow, match="no trained token within sequence_length"):
-        encode(Tokenize(model_folder, 4), QUESTION, ANSWER)
+        encode(DocumentTokenizer(model_folder, 4), QUESTION, ANSWER)
 
 
 def test_instruction_and_response_are_a_conversation() -> None:
     row = {"instruction": QUESTION["content"], "response": ANSWER["content"]}
-    assert example(row) == example({"messages": [QUESTION, ANSWER]}) == Conversation([QUESTION, ANSWER])
+    assert read_example(row) == read_example({"messages": [QUESTION, ANSWER]}) == Conversation([QUESTION, ANSWER])
 
 
-def test_canonical_json_does_not_depend_on_spelling() -> None:
-    as_parquet_has_it = [{"content": "é", "name": None, "role": "user"}, ANSWER | {"name": None}]
-    as_jsonl_has_it = [*json.loads('[{"role": "user", "content": "\\u00e9"}]'), ANSWER]
-    assert to_json(example({"messages": as_parquet_has_it})) == to_json(Conversation(as_jsonl_has_it))
+def test_json_is_the_same_for_parquet_and_jsonl() -> None:
+    parquet_messages = [{"content": "é", "name": None, "role": "user"}, ANSWER | {"name": None}]
+    jsonl_messages = [*json.loads('[{"role": "user", "content": "\\u00e9"}]'), ANSWER]
+    assert to_json(read_example({"messages": parquet_messages})) == to_json(Conversation(jsonl_messages))
 
 
 @pytest.mark.parametrize(
@@ -213,7 +206,7 @@ def test_canonical_json_does_not_depend_on_spelling() -> None:
         ({"instruction": 1, "response": "one"}, "a message with content that is not text"),
     ],
 )
-def test_bad_rows_say_why(tokenize: Tokenize, row: dict, reason: str) -> None:
+def test_bad_rows_have_a_reason(tokenize: DocumentTokenizer, row: dict, reason: str) -> None:
     with pytest.raises(BadRow, match=reason):
         tokenize.documents(row)
 
@@ -225,15 +218,15 @@ def test_half_a_surrogate_pair_is_a_bad_row() -> None:
 
 def test_a_row_that_the_template_refuses_is_a_bad_row(chatml_folder: str) -> None:
     strict = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system message') }}{% endif %}"
-    tokenize = Tokenize(chatml_folder, 128, f"{strict}{read_template(CHATML)}")
+    tokenize = DocumentTokenizer(chatml_folder, 128, f"{strict}{read_template(CHATML)}")
     table = tokenize(pa.Table.from_pylist([{"messages": [SYSTEM, QUESTION, ANSWER]}, {"messages": [QUESTION, ANSWER]}]))
     assert table["problem"].to_pylist() == ["the chat template does not render a system message", None]
     assert table["input_ids"][0].as_py() == []
 
 
 @pytest.mark.parametrize("overlong", ["drop", "error"])
-def test_a_conversation_that_is_too_long_is_not_always_cut(model_folder: str, overlong: Any) -> None:
-    tokenize = Tokenize(model_folder, 8, overlong=overlong)
+def test_overlong_conversations_can_be_dropped_or_an_error(model_folder: str, overlong: Any) -> None:
+    tokenize = DocumentTokenizer(model_folder, 8, overlong=overlong)
     expected = (
         (BadRow, "longer than sequence_length") if overlong == "drop" else (settings.UserError, "--overlong trunc")
     )
@@ -241,7 +234,7 @@ def test_a_conversation_that_is_too_long_is_not_always_cut(model_folder: str, ov
         encode(tokenize, QUESTION, ANSWER)
 
 
-def test_plain_text_is_trained_whole_and_a_prompt_is_not(tokenize: Tokenize) -> None:
+def test_all_of_a_text_is_trained_but_no_prompt(tokenize: DocumentTokenizer) -> None:
     [text] = tokenize.documents({"text": "No such file"})
     assert tokenize.tokenizer.decode(text.input_ids.tolist()) == "<|bos|>No such file<|eos|>"
     assert text.labels[1:].tolist() == text.input_ids[1:].tolist()
@@ -254,29 +247,31 @@ def test_text_needs_no_chat_template(model_folder: str, tmp_path: Path) -> None:
     tokenizer = PreTrainedTokenizerFast.from_pretrained(model_folder)
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path)
-    assert len(Tokenize(str(tmp_path), 128).documents({"text": "No such file"})) == 1
+    assert len(DocumentTokenizer(str(tmp_path), 128).documents({"text": "No such file"})) == 1
 
 
 def test_a_mask_that_ends_on_a_decomposed_character_ends_there() -> None:
-    """NFC joins e and its accent: no token is the accent's own."""
+    """NFC joins e and its accent, so the accent has no token of its own."""
     bpe = Tokenizer(models.WordLevel({"c": 0, "af\u00e9": 1, "[UNK]": 2}, unk_token="[UNK]"))
     bpe.normalizer, bpe.pre_tokenizer = normalizers.NFC(), pre_tokenizers.WhitespaceSplit()
     encoding = bpe.encode("c afe\u0301 c c")
-    assert _within([(2, 6)], encoding).tolist() == [False, True, False, False]
+    assert _tokens_in([(2, 6)], encoding).tolist() == [False, True, False, False]
 
 
 # ---------------------------------------------------------------- tokenizers and templates
 
 
 def test_a_template_that_never_ends_a_turn_is_refused(chatml_folder: str) -> None:
-    with pytest.raises(settings.UserError, match=r"would never stop: .*; set chat_template in \[preprocess\] to jobs/"):
-        Tokenize(chatml_folder, 128, "{% for message in messages %}{{ message['content'] }}{% endfor %}")
+    with pytest.raises(
+        settings.UserError, match=r"would never stop: .*; set chat_template in \[preprocess\] to pipeline/"
+    ):
+        DocumentTokenizer(chatml_folder, 128, "{% for message in messages %}{{ message['content'] }}{% endfor %}")
 
 
 @pytest.mark.parametrize("template", ["{% for %}", "{{ raise_exception('no') }}"])
 def test_a_broken_template_is_refused(model_folder: str, template: str) -> None:
     with pytest.raises(settings.UserError, match=r"cannot be used \(.*\); correct chat_template"):
-        Tokenize(model_folder, 128, template)
+        DocumentTokenizer(model_folder, 128, template)
 
 
 def test_a_model_without_a_template_is_refused(model_folder: str, tmp_path: Path) -> None:
@@ -284,37 +279,37 @@ def test_a_model_without_a_template_is_refused(model_folder: str, tmp_path: Path
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(settings.UserError, match="has no chat template; set chat_template"):
-        encode(Tokenize(str(tmp_path), 128), QUESTION, ANSWER)
+        encode(DocumentTokenizer(str(tmp_path), 128), QUESTION, ANSWER)
 
 
-def test_mistrals_own_tokenizer_file_is_not_taken(model_folder: str, tmp_path: Path) -> None:
-    """mistral-common's class, which such a file selects, has neither offsets nor a chat template."""
-    mistral_common = pytest.importorskip("mistral_common", reason="vLLM brings it, on Linux")
+def test_mistrals_own_tokenizer_file_is_not_used(model_folder: str, tmp_path: Path) -> None:
+    """The file would select mistral-common's class, which has neither offsets nor a chat template."""
+    mistral_common = pytest.importorskip("mistral_common", reason="vLLM installs it, on Linux")
     shutil.copytree(model_folder, tmp_path / "model")
     tekken = Path(mistral_common.__file__).parent / "data" / "tekken_240718.json"
     (tmp_path / "model" / "tekken.json").symlink_to(tekken)
     config = tmp_path / "model" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": "mistral"}))
-    assert len(Tokenize(str(tmp_path / "model"), 128).documents({"messages": [QUESTION, ANSWER]})) == 1
+    assert len(DocumentTokenizer(str(tmp_path / "model"), 128).documents({"messages": [QUESTION, ANSWER]})) == 1
 
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(settings.UserError, match="gives no tokenizer"):
+    with pytest.raises(settings.UserError, match="cannot be loaded"):
         load_tokenizer(str(tmp_path))
 
 
-def test_chatml_is_refused_where_its_tokens_are_missing(model_folder: str) -> None:
+def test_chatml_is_refused_if_the_tokenizer_lacks_its_tokens(model_folder: str) -> None:
     with pytest.raises(settings.UserError, match="would never stop"):
-        Tokenize(model_folder, 128, read_template(CHATML))
+        DocumentTokenizer(model_folder, 128, read_template(CHATML))
 
 
-def test_a_base_model_stops_at_the_end_of_chatmls_turns_when_trained(chatml_folder: str) -> None:
-    tokenize = Tokenize(chatml_folder, 128, read_template(CHATML))
+def test_a_base_model_learns_to_stop_at_the_end_of_chatml_turns(chatml_folder: str) -> None:
+    tokenize = DocumentTokenizer(chatml_folder, 128, read_template(CHATML))
     ids = tokenize.tokenizer.convert_tokens_to_ids
     assert tokenize.eos_ids == sorted([ids("<|eos|>"), ids("<|im_end|>")])
 
 
-def test_a_model_without_a_template_gives_none_to_others(model_folder: str, tmp_path: Path) -> None:
+def test_another_models_template_must_exist(model_folder: str, tmp_path: Path) -> None:
     assert read_template(model_folder) == load_tokenizer(model_folder).chat_template
     tokenizer = PreTrainedTokenizerFast.from_pretrained(model_folder)
     tokenizer.chat_template = None
@@ -322,11 +317,13 @@ def test_a_model_without_a_template_gives_none_to_others(model_folder: str, tmp_
     with pytest.raises(settings.UserError, match="has no chat template; correct chat_template"):
         read_template(str(tmp_path))
     # keep the reason: a gated model, a missing network and a typo have different remedies
-    with pytest.raises(settings.UserError, match=r"acme/nothing gives no tokenizer \(.+\); set chat_template in"):
+    with pytest.raises(
+        settings.UserError, match=r"the tokenizer of acme/nothing cannot be loaded \(.+\); set chat_template in"
+    ):
         read_template("acme/nothing")
 
 
-def test_a_stop_that_the_tokenizer_lacks_is_no_obstacle(model_folder: str) -> None:
+def test_a_stop_id_may_be_missing_from_the_tokenizer(model_folder: str) -> None:
     tokenizer = load_tokenizer(model_folder)
     template = ChatTemplate(tokenizer, [tokenizer.eos_token_id, 1_000_000])
     assert template.eos_ids == [tokenizer.eos_token_id, 1_000_000]
@@ -340,7 +337,7 @@ def test_arguments_nested_too_deeply_are_rejected(chatml_folder: str) -> None:
     row = {"messages": [QUESTION, {"role": "assistant", "tool_calls": [call]}]}
     template = "{{ messages | tojson }}" + (read_template(CHATML) or "")
     with pytest.raises(BadRow):
-        Tokenize(chatml_folder, 128, template).documents(row)
+        DocumentTokenizer(chatml_folder, 128, template).documents(row)
 
 
 def test_a_missing_template_is_refused() -> None:
@@ -348,7 +345,7 @@ def test_a_missing_template_is_refused() -> None:
         read_template("missing.jinja")
 
 
-def test_the_hash_is_of_the_tokens_a_text_becomes(model_folder: str) -> None:
+def test_the_tokenizer_hash_changes_only_with_the_tokens(model_folder: str) -> None:
     tokenizer = load_tokenizer(model_folder)
     before = tokenizer_hash(tokenizer)
     tokenizer(["a", "longer text"], padding=True, truncation=True, max_length=2)

@@ -1,4 +1,4 @@
-"""The page on which a person tries a served model, in a real Chromium; and what of the server is open to all."""
+"""Test the web page of a served model in a real Chromium, and what the server shows without a key."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ import requests
 from playwright.sync_api import Browser, Page, Request, expect
 from pretend_api import KEY, PretendApi, running, wait_until
 
-from pipeline.serving.page import TEXT
+from pipeline.serving.page import HTML
 
 
 @pytest.fixture(scope="module")
@@ -25,21 +25,21 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def page(browser: Browser, api: PretendApi) -> Iterator[Page]:
-    """The page, opened by somebody new; all that it asks for must be of its own origin, and no address has the key."""
-    api.pieces, api.pause_s = ["All ", "is ", "well."], 0.0
-    api.go_on.set()
-    api.asked.clear()
-    asked_for: list[Request] = []
+    """Open the page in a new browser context. All its requests must go to its own origin, without the key in a URL."""
+    api.chunks, api.delay_s = ["All ", "is ", "well."], 0.0
+    api.resume.set()
+    api.requests.clear()
+    requests_sent: list[Request] = []
     errors: list[str] = []
     with browser.new_context() as context:
         opened = context.new_page()
         opened.set_default_timeout(10_000)
-        opened.on("request", lambda asked: asked_for.append(asked))
+        opened.on("request", lambda request: requests_sent.append(request))
         opened.on("pageerror", lambda error: errors.append(str(error)))
         opened.goto(api.root)
         yield opened
         assert not errors
-        sent = [asked.url for asked in asked_for if asked.failure != "csp"]
+        sent = [each.url for each in requests_sent if each.failure != "csp"]
         assert not [url for url in sent if not url.startswith((f"{api.root}/", "data:"))]
         assert not [url for url in sent if KEY in url]
 
@@ -55,36 +55,37 @@ def ask(page: Page, text: str) -> None:
     page.get_by_label("Your question").press("Enter")
 
 
-def test_a_person_asks_and_the_answer_appears_as_it_comes(page: Page, api: PretendApi) -> None:
+def test_an_answer_appears_while_it_is_streamed(page: Page, api: PretendApi) -> None:
     sign_in(page)
     page.get_by_text("System prompt").click()
     page.get_by_label("System prompt").fill("be brief")
-    api.go_on.clear()
+    api.resume.clear()
     ask(page, "How is it?")
     log = page.get_by_role("log")
     expect(log).to_contain_text("How is it?")
     expect(log.locator("article").last).to_have_text("smallAll ")
     assert page.get_by_role("button", name="Stop").is_visible()
-    api.go_on.set()
+    api.resume.set()
     expect(log.locator("article").last).to_have_text("smallAll is well.")
     page.get_by_label("Model").select_option("large")
     ask(page, "And now?")
     expect(log.locator("article").last).to_have_text("largeAll is well.")
-    said = [
+    conversation = [
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": "How is it?"},
         {"role": "assistant", "content": "All is well."},
         {"role": "user", "content": "And now?"},
     ]
-    assert [(asked["model"], asked["messages"]) for asked in api.asked] == [("small", said[:2]), ("large", said)]
+    sent = [(request["model"], request["messages"]) for request in api.requests]
+    assert sent == [("small", conversation[:2]), ("large", conversation)]
     page.get_by_role("button", name="Clear").click()
     expect(log).to_be_empty()
-    ask(page, "Anew?")
+    ask(page, "And again?")
     expect(log.locator("article")).to_have_count(2)
-    assert api.asked[-1]["messages"] == [said[0], {"role": "user", "content": "Anew?"}]
+    assert api.requests[-1]["messages"] == [conversation[0], {"role": "user", "content": "And again?"}]
 
 
-def test_a_wrong_key_is_told_in_the_server_s_words(page: Page) -> None:
+def test_a_wrong_key_shows_the_servers_message(page: Page) -> None:
     page.get_by_label("API key").fill("wrong")
     ask(page, "hello")
     expect(page.get_by_role("alert")).to_contain_text("a valid API key is required")
@@ -94,7 +95,7 @@ def test_a_wrong_key_is_told_in_the_server_s_words(page: Page) -> None:
     expect(page.get_by_role("alert")).to_be_empty()
 
 
-def test_a_refused_question_can_be_changed(page: Page, api: PretendApi) -> None:
+def test_a_rejected_question_can_be_edited(page: Page, api: PretendApi) -> None:
     sign_in(page)
     ask(page, "too long")
     expect(page.get_by_role("alert")).to_have_text("at most 256 tokens")
@@ -102,59 +103,59 @@ def test_a_refused_question_can_be_changed(page: Page, api: PretendApi) -> None:
     ask(page, "shorter")
     expect(page.get_by_role("log")).to_contain_text("All is well.")
     expect(page.get_by_role("alert")).to_be_empty()
-    assert api.asked[-1]["messages"] == [{"role": "user", "content": "shorter"}]
+    assert api.requests[-1]["messages"] == [{"role": "user", "content": "shorter"}]
 
 
-def test_what_the_model_says_is_text(page: Page, api: PretendApi) -> None:
-    api.pieces = ["<script>window.", "seen=1</script><img src=/x onerror='window.seen=1'>", "<b>bold</b>"]
+def test_html_in_an_answer_is_shown_as_text(page: Page, api: PretendApi) -> None:
+    api.chunks = ["<script>window.", "seen=1</script><img src=/x onerror='window.seen=1'>", "<b>bold</b>"]
     sign_in(page)
     ask(page, "<i>hello</i>")
-    expect(page.get_by_role("log")).to_contain_text("".join(api.pieces))
+    expect(page.get_by_role("log")).to_contain_text("".join(api.chunks))
     expect(page.get_by_role("log")).to_contain_text("<i>hello</i>")
-    assert page.locator("#said").locator("script, img, b, i").count() == 0
+    assert page.locator("#conversation").locator("script, img, b, i").count() == 0
     assert page.evaluate("window.seen") is None
 
 
-def test_stop_ends_the_answer_on_both_sides(page: Page, api: PretendApi) -> None:
-    api.pieces, api.pause_s = ["and on "] * 2000, 0.02
+def test_the_stop_button_ends_the_answer_in_browser_and_server(page: Page, api: PretendApi) -> None:
+    api.chunks, api.delay_s = ["and on "] * 2000, 0.02
     sign_in(page)
     ask(page, "Tell me all.")
     answer = page.get_by_role("log").locator("article").last
     expect(answer).to_contain_text("and on and on")
     page.get_by_role("button", name="Stop").click()
     expect(page.get_by_role("button", name="Send")).to_be_visible()
-    said = answer.locator("p").text_content()
+    shown = answer.locator("p").text_content()
     sent = -1
 
-    def stands_still() -> bool:
+    def has_stopped() -> bool:
         nonlocal sent
         before, sent = sent, api.sent
         page.wait_for_timeout(200)
         return before == sent
 
-    wait_until(stands_still)
-    assert answer.locator("p").text_content() == said
+    wait_until(has_stopped)
+    assert answer.locator("p").text_content() == shown
     expect(page.get_by_role("alert")).to_be_empty()
-    api.pieces = ["Enough."]
+    api.chunks = ["Enough."]
     ask(page, "And then?")
     expect(page.get_by_role("log")).to_contain_text("Enough.")
-    assert api.asked[-1]["messages"][1] == {"role": "assistant", "content": said}
+    assert api.requests[-1]["messages"][1] == {"role": "assistant", "content": shown}
 
 
-def test_clearing_half_way_forgets_the_answer(page: Page, api: PretendApi) -> None:
+def test_clear_during_an_answer_discards_it(page: Page, api: PretendApi) -> None:
     sign_in(page)
-    api.go_on.clear()
+    api.resume.clear()
     ask(page, "hello")
     expect(page.get_by_role("log")).to_contain_text("All")
     page.get_by_role("button", name="Clear").click()
-    api.go_on.set()
+    api.resume.set()
     expect(page.get_by_role("button", name="Send")).to_be_visible()
     ask(page, "again")
     expect(page.get_by_role("log")).to_contain_text("All is well.")
-    assert api.asked[-1]["messages"] == [{"role": "user", "content": "again"}]
+    assert api.requests[-1]["messages"] == [{"role": "user", "content": "again"}]
 
 
-def test_an_answer_that_breaks_off_is_not_taken_for_a_whole_one(page: Page, api: PretendApi) -> None:
+def test_a_stream_that_breaks_off_shows_an_error(page: Page, api: PretendApi) -> None:
     sign_in(page)
     page.evaluate('window.fetch = async () => new Response(\'data: {"choices": [{"delta": {"content": "half"}}]}\\n\')')
     ask(page, "hello")
@@ -162,7 +163,7 @@ def test_an_answer_that_breaks_off_is_not_taken_for_a_whole_one(page: Page, api:
     expect(page.get_by_role("log")).to_contain_text("half")
 
 
-def test_the_key_is_nowhere_but_in_the_tab(page: Page) -> None:
+def test_the_key_is_only_in_the_memory_of_the_tab(page: Page) -> None:
     sign_in(page)
     ask(page, "hello")
     expect(page.get_by_role("log")).to_contain_text("All is well.")
@@ -174,34 +175,42 @@ def test_the_key_is_nowhere_but_in_the_tab(page: Page) -> None:
     expect(page.get_by_role("log")).to_be_empty()
 
 
-def test_nothing_of_elsewhere_gets_into_the_page(page: Page, api: PretendApi) -> None:
-    elsewhere = api.root.replace("127.0.0.1", "localhost")
-    fetch = "address => fetch(address, {mode: 'no-cors'}).then(() => 'let through', () => 'refused')"
-    assert page.evaluate(fetch, elsewhere) == "refused"
-    refused = page.evaluate(
+def test_other_origins_and_injected_scripts_are_blocked(page: Page, api: PretendApi) -> None:
+    other_origin = api.root.replace("127.0.0.1", "localhost")
+    fetch = "address => fetch(address, {mode: 'no-cors'}).then(() => 'allowed', () => 'blocked')"
+    assert page.evaluate(fetch, other_origin) == "blocked"
+    outcome = page.evaluate(
         """() => {
             const script = document.createElement("script");
-            try { script.textContent = "window.seen = 1"; } catch { return "refused"; }
+            try { script.textContent = "window.seen = 1"; } catch { return "blocked"; }
             document.body.append(script);
-            return window.seen ? "ran" : "refused";
+            return window.seen ? "ran" : "blocked";
         }"""
     )
-    assert refused == "refused"
+    assert outcome == "blocked"
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_can_be_read_by_day_and_by_night(page: Page, scheme: str) -> None:
-    """Contrast as WCAG 2 counts it; 4.5 is what its level AA asks of text."""
+def test_text_has_enough_contrast(page: Page, scheme: str) -> None:
+    """WCAG 2, level AA, requires a contrast of 4.5 for text."""
     page.emulate_media(color_scheme="dark" if scheme == "dark" else "light")
     sign_in(page)
     ask(page, "hello")
     expect(page.get_by_role("log")).to_contain_text("All is well.")
     ask(page, "too long")
     expect(page.get_by_role("alert")).to_have_text("at most 256 tokens")
-    for text in ("#said .user p", "#said .assistant p", "#said h2", "label span", "#wrong", "#send", "#question"):
+    for text in (
+        "#conversation .user p",
+        "#conversation .assistant p",
+        "#conversation h2",
+        "label span",
+        "#error",
+        "#send",
+        "#question",
+    ):
         assert page.locator(text).first.evaluate(CONTRAST) >= 4.5, text
-    ground = page.locator("body").evaluate("body => getComputedStyle(body).backgroundColor")
-    assert (int(ground.removeprefix("rgb(").split(",")[0]) < 128) == (scheme == "dark")
+    background = page.locator("body").evaluate("body => getComputedStyle(body).backgroundColor")
+    assert (int(background.removeprefix("rgb(").split(",")[0]) < 128) == (scheme == "dark")
 
 
 CONTRAST = """element => {
@@ -219,9 +228,9 @@ CONTRAST = """element => {
 # ---------------------------------------------------------------- without a browser
 
 
-def test_the_page_is_there_without_a_key_and_at_one_place_alone(api: PretendApi) -> None:
+def test_the_page_needs_no_key_and_is_only_at_the_root(api: PretendApi) -> None:
     answer = requests.get(api.root, timeout=10)
-    assert (answer.status_code, answer.text) == (200, TEXT)
+    assert (answer.status_code, answer.text) == (200, HTML)
     assert answer.headers["content-type"] == "text/html; charset=utf-8"
     assert answer.headers["cache-control"] == "no-store"
     policy = answer.headers["content-security-policy"]
@@ -234,5 +243,5 @@ def test_the_page_is_there_without_a_key_and_at_one_place_alone(api: PretendApi)
         assert requests.request(method, api.root + path, timeout=10).status_code == 401, (method, path)
 
 
-def test_the_page_names_no_other_place() -> None:
-    assert "//" not in TEXT.replace("// ", "").replace("http://www.w3.org/2000/svg", "")
+def test_the_page_refers_to_no_other_site() -> None:
+    assert "//" not in HTML.replace("// ", "").replace("http://www.w3.org/2000/svg", "")

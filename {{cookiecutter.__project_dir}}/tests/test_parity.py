@@ -1,6 +1,6 @@
-"""However a training is spread, its numbers are the same: strategies, ranks and precisions against one process.
+"""Every strategy, number of ranks and precision gives the numbers of a single process.
 
-The ranks are processes as torchrun starts them, forked from one that has imported everything.
+Ranks are processes like those of torchrun, forked from one that has imported everything.
 """
 
 import json
@@ -18,7 +18,6 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 import settings
-from jobs.finetune_deepspeed import CONFIG
 from pipeline.training.deepspeed_zero import ZeRO
 from pipeline.training.fsdp import FSDP
 from pipeline.training.options import DDPOptions, DeepSpeedOptions, FSDPOptions, TrainOptions
@@ -46,13 +45,13 @@ def _ddp(changes: dict[str, Any]) -> tuple[TrainOptions, MakeStrategy]:
 
 def _fsdp(changes: dict[str, Any]) -> tuple[TrainOptions, MakeStrategy]:
     options = settings.load(FSDPOptions, "train", "fsdp", profile="local").model_copy(update=changes)
-    return options, partial(FSDP, options.reshard_after_forward)
+    return options, FSDP
 
 
 def _zero(stage: int, offload: bool, changes: dict[str, Any]) -> tuple[TrainOptions, MakeStrategy]:
     own = {"zero_stage": stage, "offload_optimizer": offload}
     options = settings.load(DeepSpeedOptions, "train", "deepspeed", profile="local").model_copy(update=changes | own)
-    return options, partial(ZeRO, json.loads(CONFIG.read_text()))
+    return options, ZeRO
 
 
 WAYS: dict[str, Way] = {
@@ -66,7 +65,7 @@ WAYS: dict[str, Way] = {
 
 @pytest.fixture(scope="module")
 def changes(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the runs here set beside the local profile."""
+    """Changes of the local profile."""
     data, model = tmp_path_factory.mktemp("packed"), tmp_path_factory.mktemp("model")
     packed_rows.write_model(model, assets, num_hidden_layers=3)
     packed_rows.write(data, packed_rows.tokenize(assets, model, 128), model, 128, train=[60, 40], evaluated=7)
@@ -83,7 +82,7 @@ def changes(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 @pytest.fixture(scope="module")
 def alone(changes: dict[str, Any]) -> list[Row]:
-    """One process that accumulates micro-batches."""
+    """Train in one process that accumulates micro-batches."""
     return _alone(changes | {"name": "alone"})
 
 
@@ -99,12 +98,12 @@ def test_two_ranks_agree_with_one_process(way: str, alone: list[Row], changes: d
 
 @pytest.fixture(scope="module")
 def whole(changes: dict[str, Any]) -> list[Row]:
-    """One process, to the end of the schedule."""
+    """Train in one process to the end of the schedule."""
     return _alone(changes | {"name": "whole", "stop_after": None, "checkpoint_every": 50})
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_longer_run_ends_alike(way: str, whole: list[Row], changes: dict[str, Any]) -> None:
+def test_a_full_run_ends_with_the_same_loss(way: str, whole: list[Row], changes: dict[str, Any]) -> None:
     rows = _spread(WAYS[way], 2, changes | {"name": f"whole-{way}", "stop_after": None, "checkpoint_every": 50})
     assert len(rows) == len(whole) > 4 * STEPS
     assert rows[-1]["eval_loss"] == pytest.approx(whole[-1]["eval_loss"], rel=0.01)
@@ -125,7 +124,7 @@ def test_three_ranks_share_four_micro_batches(way: str, alone: list[Row], change
 
 
 @pytest.mark.parametrize("way", ["fsdp", "zero3"])
-def test_adapters_agree_too(way: str, changes: dict[str, Any]) -> None:
+def test_lora_agrees_with_one_process(way: str, changes: dict[str, Any]) -> None:
     lora = changes | {"lora_rank": 4, "learning_rate": 1e-2}
     alone = _alone(lora | {"name": f"lora-alone-{way}"})
     rows = _spread(WAYS[way], 2, lora | {"name": f"lora-{way}"})
@@ -137,11 +136,11 @@ def test_adapters_agree_too(way: str, changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("way", ["ddp", "fsdp", "zero2-offload"])
-def test_in_bf16_they_come_close(way: str, alone: list[Row], changes: dict[str, Any]) -> None:
+def test_bf16_is_close_to_fp32(way: str, alone: list[Row], changes: dict[str, Any]) -> None:
     rows = _spread(WAYS[way], 2, changes | {"name": f"bf16-{way}", "precision": "bf16"})
     _assert_close(rows, alone, BF16)
     apart = max(abs(row["loss"] - other["loss"]) for row, other in zip(rows, alone, strict=True))
-    assert apart > EXACT  # it did compute in bf16
+    assert apart > EXACT  # so it computed in bf16
 
 
 def _alone(changes: dict[str, Any]) -> list[Row]:
@@ -173,8 +172,8 @@ def _rank(number: int, workers: int, meeting: Path, options: TrainOptions, make_
     if options.precision == "bf16":
         pytest.MonkeyPatch().setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})  # slow, but right
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=number, world_size=workers)
-    run = TorchrunRuntime(Path(options.output, options.name), torch.device("cpu"), options.keep_checkpoints)
-    train(options, run, make_strategy)
+    runtime = TorchrunRuntime(Path(options.output, options.name), torch.device("cpu"), options.keep_checkpoints)
+    train(options, runtime, make_strategy)
     dist.destroy_process_group()
 
 

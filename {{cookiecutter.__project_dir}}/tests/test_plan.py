@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from cluster.planner import estimate, memory, plan, report, serving
 from cluster.planner.estimate import ModelPlan
 from cluster.planner.memory import METHODS, Method, Training
 from cluster.planner.shape import Shape, shape_of
+from pipeline.training import deepspeed_zero
 from pipeline.training.deepspeed_zero import ZeRO
 from pipeline.training.options import DDPOptions, DeepSpeedOptions
 from pipeline.training.schedule import BatchPlan, check_batches
@@ -149,10 +151,10 @@ def _count_states(rank: int, folder: Path) -> None:
 
 
 def _strategy(method: Method, rank: int) -> Strategy:
-    run: Any = _Ranks(rank)
+    runtime: Any = _Ranks(rank)
     model, batches = LlamaForCausalLM(LlamaConfig(**TINY)).train(), BatchPlan(rows_per_rank=2, accumulation=2)
     if not method.zero_stage:
-        return DDP(model, settings.load(DDPOptions, "train", profile="local"), run, batches)
+        return DDP(model, settings.load(DDPOptions, "train", profile="local"), runtime, batches)
     options = settings.load(DeepSpeedOptions, "train", "deepspeed", profile="local").model_copy(
         update={
             "micro_batch_rows": 1,
@@ -162,9 +164,10 @@ def _strategy(method: Method, rank: int) -> Strategy:
             "offload_parameters": method.offload_parameters,
         }
     )
-    config = json.loads((settings.PROJECT / "pipeline/training/deepspeed.json").read_text())
-    config["zero_optimization"]["reduce_bucket_size"] = 5000  # the plan does not count buckets as states
-    return ZeRO(config, model, options, run, batches)
+    config = deepspeed_zero.config(options, batches)
+    config["zero_optimization"]["reduce_bucket_size"] = 5000  # the plan does not count buckets
+    with mock.patch.object(deepspeed_zero, "config", return_value=config):
+        return ZeRO(model, options, runtime, batches)
 
 
 def _live_tensors() -> list[torch.Tensor]:

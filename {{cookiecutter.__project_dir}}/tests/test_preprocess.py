@@ -1,4 +1,4 @@
-"""preprocess end to end: the same rows and seed give the same bytes, bad input one sentence, memory stays flat."""
+"""preprocess end to end: the same rows and seed give the same bytes, errors are one sentence, memory stays flat."""
 
 import errno
 import json
@@ -17,16 +17,17 @@ import pyarrow.fs
 import pyarrow.parquet as pq
 import pytest
 from ray.data import DataContext, ExecutionResources
-from ray.data._internal.execution.operators.shuffle_operators.disk_shuffle_runtime import ShuffleDiskError
 from ray.exceptions import RayTaskError
 
 import settings
 from jobs import preprocess
-from jobs.preprocess import PreprocessOptions
-from pipeline.data import rows, shards
-from pipeline.data.conversations import NOT_TRAINED, load_tokenizer
-from pipeline.data.output import Output
+from pipeline.data import preprocessing, row_sources, shards
+from pipeline.data.options import PreprocessOptions
+from pipeline.data.packed_folder import PackedFolder
+from pipeline.data.tokenization import NOT_TRAINED
+from pipeline.data.tokenizer import load_tokenizer
 from pipeline.ray_support.capacity import refuse_private_paths
+from pipeline.ray_support.private.data import ShuffleDiskError
 from pipeline.ray_support.progress import time_left
 from pipeline.training import data_report
 from pipeline.training.history import History
@@ -36,7 +37,7 @@ SILENT = {"messages": [{"role": "user", "content": "Say hello."}]}
 
 
 def options(assets: Path, folder: Path, **changes: Any) -> PreprocessOptions:
-    """The local profile's options, on the demo's data, writing to `folder`/packed."""
+    """Return the local profile's options, with the demo's data as input and `folder`/packed as output."""
     given = {"input": str(assets / "data"), "output": str(folder / "packed"), "model": str(assets / "model")}
     defaults = settings.load(PreprocessOptions, "preprocess", profile="local")
     return PreprocessOptions.model_validate(defaults.model_dump() | given | changes)
@@ -53,7 +54,7 @@ def manifest(folder: Path) -> dict[str, Any]:
 
 
 def documents(folder: Path, part: str, assets: Path) -> list[str]:
-    """The text of the packed documents of one part, in order, padding left out."""
+    """Return the texts of the packed documents of one part, in order, without padding."""
     tokenizer = load_tokenizer(str(assets / "model"))
     texts = []
     for file in sorted((folder / "packed" / part).glob("*.parquet")):
@@ -71,7 +72,7 @@ def shard_bytes(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def many(tmp_path_factory: pytest.TempPathFactory, assets: Path) -> Path:
-    """The demo's rows six times over, each copy with its number: enough for four partitions."""
+    """Return a file with six numbered copies of each of the demo's rows: enough for four partitions."""
     lines = (assets / "data" / "pairs.jsonl").read_text(encoding="utf-8").splitlines()
     numbered = []
     for copy in range(6):
@@ -84,7 +85,7 @@ def many(tmp_path_factory: pytest.TempPathFactory, assets: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory, assets: Path, many: Path, ray_session: None) -> Path:
-    """The folder of a finished run over `many`."""
+    """Return the folder of a finished run over `many`."""
     folder = tmp_path_factory.mktemp("made")
     preprocess.main(options(assets, folder, input=str(many), shard_mib=0.15))
     return folder
@@ -92,7 +93,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, assets: Path, many: Path, ray
 
 @pytest.fixture
 def data_context() -> Iterator[DataContext]:
-    """Ray Data's settings, for one test to change."""
+    """Yield a copy of Ray Data's settings that a test can change."""
     context = DataContext.get_current().copy()
     with DataContext.current(context):
         yield context
@@ -110,7 +111,7 @@ def test_every_row_is_packed_once(made: Path, many: Path, assets: Path) -> None:
     assert Counter(packed) == Counter(expected)
 
 
-def test_the_manifest_counts_what_is_there(made: Path) -> None:
+def test_the_manifest_has_the_right_counts(made: Path) -> None:
     recorded = manifest(made)
     assert recorded["partitions"] == 4
     assert recorded["rows_read"] == recorded["train"]["documents"] + recorded["eval"]["documents"]
@@ -124,34 +125,34 @@ def test_the_manifest_counts_what_is_there(made: Path) -> None:
     assert recorded["train"]["tokens"] / (recorded["train"]["rows"] * 128) > 0.94
 
 
-def test_about_the_asked_share_is_held_out(made: Path) -> None:
+def test_eval_share_of_the_rows_is_held_out(made: Path) -> None:
     recorded = manifest(made)
     assert recorded["eval"]["documents"] / recorded["rows_read"] == pytest.approx(0.02, abs=0.005)
 
 
 def test_the_shuffle_is_global(made: Path, many: Path, assets: Path) -> None:
-    """Where a row comes from says nothing about where it goes: neither its shard nor its place."""
-    place = {}
+    """A row's position in the input does not predict its position in the output."""
+    positions = {}
     for line in many.read_text(encoding="utf-8").splitlines():
-        place[json.loads(line)["messages"][0]["content"]] = len(place)
+        positions[json.loads(line)["messages"][0]["content"]] = len(positions)
     questions = [text.split("<|user|>")[1].split("<|assistant|>")[0] for text in documents(made, "train", assets)]
-    origins = np.array([place[question] for question in questions])
+    origins = np.array([positions[question] for question in questions])
     assert abs(np.corrcoef(origins, np.arange(len(origins)))[0, 1]) < 0.05
     for quarter in np.array_split(origins, 4):
-        assert np.histogram(quarter, bins=4, range=(0, len(place)))[0].min() > len(quarter) / 5
+        assert np.histogram(quarter, bins=4, range=(0, len(positions)))[0].min() > len(quarter) / 5
 
 
 # ---------------------------------------------------------------- the same bytes
 
 
 @pytest.mark.parametrize("piece_bytes", [1, 7, 55, 64, 1000])
-def test_pieces_of_files_hold_each_row_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece_bytes: int) -> None:
+def test_each_row_is_in_exactly_one_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece_bytes: int) -> None:
     lines = [{"messages": [{"role": "assistant", "content": f"{number:02}"}]} for number in range(20)]
-    write_rows(tmp_path / "rows.jsonl", lines)  # lines of one length: some begin where a piece does
+    write_rows(tmp_path / "rows.jsonl", lines)  # lines of equal length: some begin exactly where a piece begins
     pq.write_table(pa.Table.from_pylist(lines), tmp_path / "rows.parquet", row_group_size=3)
-    monkeypatch.setattr(rows, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(row_sources, "PIECE_BYTES", piece_bytes)
     expected = [json.dumps(line, separators=(",", ":")).encode() for line in lines] * 2
-    assert [row["row"] for row in rows.head(rows.find(str(tmp_path)), 100).rows] == expected
+    assert [row["row"] for row in row_sources.head(row_sources.find(str(tmp_path)), 100).rows] == expected
 
 
 def test_one_worker_and_other_files_give_the_same_bytes(
@@ -172,7 +173,7 @@ def test_three_workers_and_other_blocks_give_the_same_bytes(
 ) -> None:
     data_context.execution_options.resource_limits = ExecutionResources(cpu=3)
     data_context.target_max_block_size = 2**16
-    monkeypatch.setattr(rows, "PIECE_BYTES", 100_000)
+    monkeypatch.setattr(row_sources, "PIECE_BYTES", 100_000)
     preprocess.main(options(assets, tmp_path, input=str(many), shard_mib=0.15))
     assert shard_bytes(tmp_path) == shard_bytes(made)
 
@@ -204,7 +205,7 @@ def test_another_seed_gives_another_order_but_the_same_evaluation_rows(
 # ---------------------------------------------------------------- bad rows
 
 
-def test_bad_rows_are_written_aside_with_their_reasons(assets: Path, tmp_path: Path, ray_session: None) -> None:
+def test_bad_rows_are_saved_with_their_reasons(assets: Path, tmp_path: Path, ray_session: None) -> None:
     file = write_rows(tmp_path / "rows.jsonl", [GOOD | {"id": number} for number in range(20)] + [SILENT, {"a": 1}])
     with file.open("ab") as lines:
         lines.write(b'{"messages": [\n\n[1, 2]\n"\xff\xfe"\n')
@@ -218,14 +219,14 @@ def test_bad_rows_are_written_aside_with_their_reasons(assets: Path, tmp_path: P
     recorded = manifest(tmp_path)
     assert (recorded["rows_read"], recorded["rows_rejected"]) == (25, 5)
     assert recorded["rejected_by_reason"] == reasons
-    (aside,) = (tmp_path / "packed" / "rejected").iterdir()
-    rejected = [json.loads(line) for line in aside.read_text(encoding="utf-8").splitlines()]
+    (file,) = (tmp_path / "packed" / "rejected").iterdir()
+    rejected = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     assert Counter(row["problem"] for row in rejected) == reasons
     assert {"problem": "not valid JSON", "row": '{"messages": ['} in rejected
 
 
 @pytest.mark.parametrize("deduplicate", [False, True])
-def test_identical_rows_are_used_once_when_told(
+def test_deduplicate_uses_identical_rows_once(
     assets: Path, tmp_path: Path, ray_session: None, deduplicate: bool
 ) -> None:
     other = {"messages": [GOOD["messages"][0], {"role": "assistant", "content": "Another answer"}]}
@@ -267,7 +268,7 @@ def test_a_weight_is_how_often_each_row_is_used(assets: Path, tmp_path: Path, ra
 
 
 @pytest.mark.parametrize("part", ["data/pairs.jsonl", "=2", "data/pairs.jsonl=0", "data/pairs.jsonl=much"])
-def test_a_weight_that_is_none_is_refused(assets: Path, tmp_path: Path, part: str) -> None:
+def test_an_invalid_weight_is_refused(assets: Path, tmp_path: Path, part: str) -> None:
     with pytest.raises(settings.UserError, match=r"mix has .*; write INPUT=WEIGHT"):
         preprocess.main(options(assets, tmp_path, mix=(part,)))
 
@@ -283,15 +284,15 @@ def test_too_many_bad_rows_are_refused(assets: Path, tmp_path: Path, ray_session
 def test_a_broken_parquet_file_is_named(assets: Path, tmp_path: Path, ray_session: None) -> None:
     write_rows(tmp_path / "raw" / "a.jsonl", [GOOD] * 200)
     (tmp_path / "raw" / "b.parquet").write_bytes(b"PAR1 and nothing more PAR1")
-    with pytest.raises(settings.UserError, match=r"b\.parquet is not a sound parquet file \(.*\); replace"):
+    with pytest.raises(settings.UserError, match=r"b\.parquet is not a valid parquet file \(.*\)\. Replace"):
         preprocess.main(options(assets, tmp_path, input=str(tmp_path / "raw")))
 
 
-# ---------------------------------------------------------------- refused before anything starts
+# ---------------------------------------------------------------- errors before anything starts
 
 
 @pytest.mark.parametrize(
-    ("content", "asked", "sentence"),
+    ("content", "name", "sentence"),
     [
         (None, "missing.jsonl", r"no \.parquet or \.jsonl file is at .*missing\.jsonl"),
         (None, "none/*.parquet", r"no \.parquet or \.jsonl file is at"),
@@ -302,12 +303,12 @@ def test_a_broken_parquet_file_is_named(assets: Path, tmp_path: Path, ray_sessio
     ],
 )
 def test_input_without_rows_is_refused(
-    assets: Path, tmp_path: Path, content: str | None, asked: str, sentence: str
+    assets: Path, tmp_path: Path, content: str | None, name: str, sentence: str
 ) -> None:
     if content is not None:
-        (tmp_path / asked).write_text(content, encoding="utf-8")
+        (tmp_path / name).write_text(content, encoding="utf-8")
     with pytest.raises(settings.UserError, match=sentence):
-        preprocess.main(options(assets, tmp_path, input=str(tmp_path / asked)))
+        preprocess.main(options(assets, tmp_path, input=str(tmp_path / name)))
     assert not (tmp_path / "packed").exists()
 
 
@@ -317,7 +318,7 @@ def test_an_empty_parquet_file_is_refused(assets: Path, tmp_path: Path) -> None:
         preprocess.main(options(assets, tmp_path, input=str(tmp_path / "empty.parquet")))
 
 
-def test_a_path_that_only_one_of_several_nodes_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_local_path_is_refused_on_several_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CLUSTER_NODES", json.dumps([{"resources": {"CPU": 1}, "count": 2}]))
     refuse_private_paths({"input": "s3://bucket/data", "output": "/efs/packed"}, ("/efs",), "preprocess")
     with pytest.raises(settings.UserError, match="output = /efs2/packed is on the disk of one node"):
@@ -337,7 +338,7 @@ def test_the_command_prints_one_sentence() -> None:
 # ---------------------------------------------------------------- the output folder
 
 
-def test_what_is_made_is_not_made_again(
+def test_a_complete_data_set_is_not_made_again(
     made: Path, many: Path, assets: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = (made / "packed" / "manifest.json").stat().st_mtime_ns
@@ -346,7 +347,7 @@ def test_what_is_made_is_not_made_again(
     assert (made / "packed" / "manifest.json").stat().st_mtime_ns == before
 
 
-def test_another_data_set_is_replaced_only_when_told(assets: Path, tmp_path: Path, ray_session: None) -> None:
+def test_another_data_set_is_replaced_only_with_overwrite(assets: Path, tmp_path: Path, ray_session: None) -> None:
     preprocess.main(options(assets, tmp_path))
     before = shard_bytes(tmp_path)
     with pytest.raises(
@@ -359,31 +360,31 @@ def test_another_data_set_is_replaced_only_when_told(assets: Path, tmp_path: Pat
     assert shard_bytes(tmp_path) != before
 
 
-def test_somebody_elses_folder_is_left_alone(tmp_path: Path) -> None:
+def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
     photo = tmp_path / "train" / "photo.jpg"
     photo.parent.mkdir()
     photo.touch()
     with pytest.raises(settings.UserError, match="holds other files"):
-        Output(str(tmp_path)).begin(overwrite=True)
+        PackedFolder(str(tmp_path)).begin(overwrite=True)
     assert photo.exists()
 
 
-def test_what_a_stopped_run_left_is_no_data_set_and_goes(tmp_path: Path) -> None:
-    output = Output(str(tmp_path))
+def test_the_files_of_an_interrupted_run_are_deleted(tmp_path: Path) -> None:
+    output = PackedFolder(str(tmp_path))
     output.begin(overwrite=False)
     output.save("train/part-00007.parquet", b"half")
-    assert not output.holds({})
+    assert not output.is_complete({})
     output.begin(overwrite=False)
     assert not (tmp_path / "train").exists()
     output.finish({"seed": 0})
-    assert output.holds({"seed": 0})
+    assert output.is_complete({"seed": 0})
     assert [file.name for file in tmp_path.iterdir()] == ["manifest.json"]
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a disk that is always full: Linux")
-def test_a_full_disk_is_one_sentence() -> None:
-    with pytest.raises(settings.UserError, match="no space is left for /dev; free some"):
-        Output("/dev").save("full", b"content")
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, which only Linux has")
+def test_a_full_disk_gives_one_sentence() -> None:
+    with pytest.raises(settings.UserError, match="no space is left for /dev; free some space"):
+        PackedFolder("/dev").save("full", b"content")
 
 
 @pytest.mark.parametrize(
@@ -394,27 +395,27 @@ def test_a_full_disk_is_one_sentence() -> None:
         (settings.UserError("x.parquet is broken.\nRay's own advice"), r"^x\.parquet is broken\.$"),
     ],
 )
-def test_what_a_task_met_is_one_sentence(cause: Exception, sentence: str) -> None:
-    explained = preprocess._explained(RayTaskError("task", "traceback", cause))
+def test_a_failed_task_gives_one_sentence(cause: Exception, sentence: str) -> None:
+    explained = preprocessing.explain(RayTaskError("task", "traceback", cause))
     assert isinstance(explained, settings.UserError)
     assert re.search(sentence, str(explained))
 
 
 def test_a_bug_in_a_task_keeps_its_traceback() -> None:
     error = RayTaskError("task", "traceback", ZeroDivisionError())
-    assert preprocess._explained(error) is error
+    assert preprocessing.explain(error) is error
 
 
-def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
+def test_an_output_that_cannot_be_written_gives_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(settings.UserError, match="cannot be written"):
-        Output(str(tmp_path / "file" / "packed")).begin(overwrite=False)
+        PackedFolder(str(tmp_path / "file" / "packed")).begin(overwrite=False)
 
 
 # ---------------------------------------------------------------- S3
 
 
-def test_a_bucket_serves_as_a_folder_does(made: Path, many: Path, assets: Path, tmp_path: Path, s3: str) -> None:
+def test_a_bucket_works_like_a_folder(made: Path, many: Path, assets: Path, tmp_path: Path, s3: str) -> None:
     filesystem, bucket = pyarrow.fs.FileSystem.from_uri(s3)
     pyarrow.fs.copy_files(str(many.parent), f"{bucket}/raw", destination_filesystem=filesystem)
     in_bucket = {"input": f"{s3}/raw/*.jsonl", "output": f"{s3}/packed"}
@@ -428,10 +429,10 @@ def test_a_bucket_serves_as_a_folder_does(made: Path, many: Path, assets: Path, 
         preprocess.main(options(assets, tmp_path, input=f"{s3}/nothing"))
 
 
-# ---------------------------------------------------------------- what a person sees
+# ---------------------------------------------------------------- console output
 
 
-def test_examples_are_shown_with_the_mask_in_colour(
+def test_examples_show_the_trained_tokens_in_color(
     made: Path, many: Path, assets: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     preprocess.main(options(assets, made, input=str(many), shard_mib=0.15, show=2))
@@ -440,8 +441,8 @@ def test_examples_are_shown_with_the_mask_in_colour(
     assert "\x1b[2m<|bos|><|user|>What is the reason phrase of HTTP status 100? (0)<|assistant|>\x1b[0m" in shown
 
 
-def test_the_progress_line_says_how_far_how_fast_and_how_long() -> None:
-    line = preprocess._Line(size=1000)
+def test_the_progress_line_shows_progress_speed_and_time_left() -> None:
+    line = preprocessing.PreprocessProgress(1000)
     assert line({}, 5) == "starting workers: 5 s"
     read = {"rows_read": 50, "bytes_read": 250}
     assert line(read, 10) == "reading: 50 rows, 25% of the input, 5 rows/s, 30 s left"
@@ -464,7 +465,7 @@ def watch():
         for process in [this, *this.children(recursive=True)]:
             try:
                 peaks[-1] = max(peaks[-1], process.memory_full_info().uss)
-            except psutil.Error:  # it ended while we looked
+            except psutil.Error:  # it ended meanwhile
                 pass
         time.sleep(0.3)
 
@@ -479,7 +480,7 @@ print(json.dumps({"store": ray.cluster_resources()["object_store_memory"], "peak
 
 
 def write_bulky_rows(folder: Path, megabytes: int) -> int:
-    """Write so much JSONL, in rows of 20 kB of which a template uses little; returns the bytes."""
+    """Write JSONL rows of 20 kB, of which a template uses little. Return the bytes written."""
     noise = random.Random(megabytes)
     found = []
     for number in range(megabytes * 50):
@@ -490,11 +491,11 @@ def write_bulky_rows(folder: Path, megabytes: int) -> int:
 
 def test_ten_times_the_object_store_streams_in_flat_memory(assets: Path, tmp_path: Path) -> None:
     sizes = [write_bulky_rows(tmp_path / name, megabytes) for name, megabytes in (("small", 20), ("large", 850))]
-    asked = [
+    runs = [
         options(assets, tmp_path / name, input=str(tmp_path / name), shard_mib=8).model_dump_json()
         for name in ("small", "large")
     ]
-    command = [sys.executable, "-c", STREAM, *asked]
+    command = [sys.executable, "-c", STREAM, *runs]
     done = subprocess.run(command, cwd=settings.PROJECT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     measured = json.loads(done.stdout.splitlines()[-1])
@@ -504,11 +505,11 @@ def test_ten_times_the_object_store_streams_in_flat_memory(assets: Path, tmp_pat
     assert large - small < 100 * 2**20
 
 
-def test_rows_are_tokenized_in_parts_of_about_as_much_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_tokenized_in_slices_of_similar_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shards, "SLICE_BYTES", 10)
     lengths = [3, 3, 3, 3, 50, 1, 9, 10, 2]
     table = pa.table({"row": pa.array([bytes(length) for length in lengths], pa.large_binary())})
     parts = list(shards.slices(table))
     assert pa.concat_tables(parts).equals(table)
     assert len(parts) > 4
-    assert all(sum(map(len, part["row"].to_pylist()[1:])) < 10 for part in parts)  # beside its first row
+    assert all(sum(map(len, part["row"].to_pylist()[1:])) < 10 for part in parts)  # besides its first row

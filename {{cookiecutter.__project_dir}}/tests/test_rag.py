@@ -1,4 +1,4 @@
-"""Documents to answers: chunks, vectors, the index as documents come, change and go, and answers with their sources."""
+"""Test chunks, vectors, updates of the index, and answers with sources."""
 
 import asyncio
 import errno
@@ -28,25 +28,24 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 
 import settings
 from demo import assets as demo_assets
-from jobs import embed, models, serve_llm, serve_rag
+from jobs import embed, models, serve_rag
 from jobs.embed import EmbedOptions
-from jobs.models import ModelsOptions
-from jobs.serve_rag import RagOptions
-from pipeline.rag import documents, index, pipeline, ranking
+from pipeline.rag import deployment, documents, embedding, index, pipeline, ranking
 from pipeline.rag.cross_encoder import CrossEncoder
 from pipeline.rag.documents import Chunker
-from pipeline.rag.embedder import Described, Embedder
-from pipeline.rag.index import Found
-from pipeline.rag.ingress import NOT_KNOWN
-from pipeline.rag.options import Replicas
-from pipeline.rag.pipeline import Worker
+from pipeline.rag.embedder import Embedder, EmbeddingModelInfo
+from pipeline.rag.index import ScoredChunk
+from pipeline.rag.ingress import NO_ANSWER
+from pipeline.rag.options import RagOptions, Replicas
+from pipeline.rag.pipeline import EmbeddingWorker
 from pipeline.ray_support import job_secrets
-from pipeline.serving import canary
+from pipeline.serving import canary, http_server
+from pipeline.serving.options import RAG_APP, ModelsOptions, ServeOptions
 from settings import UserError
 
-SHOWN = 5
-ASKED = 30
-OUT_OF_PLACE = ("How long do I boil an egg?", "Who won the football world cup in 1998?", "best pizza in Naples")
+SOURCES = 5
+NUM_QUESTIONS = 30
+UNRELATED = ("How long do I boil an egg?", "Who won the football world cup in 1998?", "best pizza in Naples")
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +56,7 @@ def embedder_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def facts() -> dict[str, tuple[str, str]]:
-    """By the id of its document: a question, and the one sentence that answers it."""
+    """Return a question and the sentence that answers it, by the id of the document."""
     found = {}
     for number, name in errno.errorcode.items():
         found[name] = (f"What does {name} mean?", f"{name} is the error that says: {os.strerror(number)}.")
@@ -68,7 +67,7 @@ def facts() -> dict[str, tuple[str, str]]:
 
 
 def write(folder: Path) -> dict[str, tuple[str, str]]:
-    """A quarter of the facts in each format; returns them by the ids that their documents get."""
+    """Write a quarter of the facts in each format. Return them by the ids of their documents."""
     folder.mkdir(parents=True)
     written: dict[str, tuple[str, str]] = {}
     rows: dict[str, list[dict[str, str]]] = {"a.parquet": [], "b.jsonl": []}
@@ -115,17 +114,17 @@ def options(tmp_path_factory: pytest.TempPathFactory, embedder_folder: str, corp
 # ------------------------------------------------------------------------------------------ chunks and vectors
 
 
-def test_chunks_hold_every_word_and_repeat_the_end_of_the_one_before(embedder_folder: str) -> None:
+def test_chunks_contain_every_word_and_overlap(embedder_folder: str) -> None:
     words = [f"word{number}" for number in range(400)]
-    tokenizer = Described(embedder_folder).tokenizer
+    tokenizer = EmbeddingModelInfo(embedder_folder).tokenizer
     chunks = Chunker(tokenizer, 50, 12)(" ".join(words))
-    assert [word for chunk in chunks for word in chunk.split() if word not in words] == []  # none is cut in two
+    assert [word for chunk in chunks for word in chunk.split() if word not in words] == []  # no word is split
     assert set(words) == {word for chunk in chunks for word in chunk.split()}
     assert all(len(tokenizer.encode(chunk, add_special_tokens=False).ids) <= 50 for chunk in chunks)
     for one, next_ in pairwise(chunks):
         assert one.split()[-2:] == [word for word in one.split() if word in next_.split()][-2:]
     assert Chunker(tokenizer, 50, 12)("a b c ") == ["a b c"]
-    assert len(Chunker(tokenizer, 50, 12)("字" * 500)) > 10  # no word to end at
+    assert len(Chunker(tokenizer, 50, 12)("字" * 500)) > 10  # a text without spaces
 
 
 def test_a_vector_is_the_same_alone_and_in_a_batch(embedder_folder: str) -> None:
@@ -137,7 +136,7 @@ def test_a_vector_is_the_same_alone_and_in_a_batch(embedder_folder: str) -> None
     torch.testing.assert_close(vectors.norm(dim=1), torch.ones(3))
 
 
-def test_a_model_that_says_how_it_pools_is_pooled_so(embedder_folder: str, tmp_path: Path) -> None:
+def test_pooling_and_prompts_of_the_model_are_used(embedder_folder: str, tmp_path: Path) -> None:
     shutil.copytree(embedder_folder, tmp_path, dirs_exist_ok=True)
     (tmp_path / "1_Pooling" / "config.json").write_text('{"pooling_mode_cls_token": true}')
     prompts = {"prompts": {"query": "query: "}}
@@ -159,13 +158,17 @@ def test_a_cross_encoder_ranks_by_its_own_scores(embedder_folder: str, tmp_path:
     def score(text: str) -> float:
         return model(**tokenizer("a question", text, return_tensors="pt")).logits.sigmoid().item()
 
-    ranked = CrossEncoder(str(tmp_path), "cpu").rank("a question", [Found(text, text, 0.0) for text in texts])
+    ranked = CrossEncoder(str(tmp_path), "cpu").rank("a question", [ScoredChunk(text, text, 0.0) for text in texts])
     assert [chunk.text for chunk in ranked] == sorted(texts, key=score, reverse=True)
     assert [chunk.score for chunk in ranked] == pytest.approx([score(chunk.text) for chunk in ranked], abs=1e-4)
 
 
-def test_the_plain_ranking_knows_names_and_meanings() -> None:
-    found = [Found("a", "ENOENT is one", 0.4), Found("b", "ENOTDIR is another", 0.5), Found("c", "the sea", 0.45)]
+def test_ranking_without_a_model_considers_words_and_vectors() -> None:
+    found = [
+        ScoredChunk("a", "ENOENT is one", 0.4),
+        ScoredChunk("b", "ENOTDIR is another", 0.5),
+        ScoredChunk("c", "the sea", 0.45),
+    ]
     assert [chunk.document for chunk in ranking.rank("What is ENOENT?", found)] == ["a", "b", "c"]
     assert ranking.quote("What is ENOENT?", "This is a text. ENOENT is\nan error. And more.") == "ENOENT is an error."
 
@@ -179,16 +182,17 @@ def embedded(ray_session: None, options: EmbedOptions) -> EmbedOptions:
     return options
 
 
-def said(capsys: pytest.CaptureFixture) -> str:
+def summary(capsys: pytest.CaptureFixture) -> str:
+    """Return the printed line with the numbers of documents."""
     return next(line for line in capsys.readouterr().out.splitlines() if line.startswith("documents: "))
 
 
-def test_what_is_there_already_is_not_embedded_again(embedded: EmbedOptions, capsys: pytest.CaptureFixture) -> None:
+def test_unchanged_documents_are_not_embedded_again(embedded: EmbedOptions, capsys: pytest.CaptureFixture) -> None:
     embed.main(embedded)
-    assert said(capsys) == f"documents: 0 new, 0 changed, 0 removed, {len(facts())} unchanged"
+    assert summary(capsys) == f"documents: 0 new, 0 changed, 0 removed, {len(facts())} unchanged"
 
 
-def test_a_killed_run_goes_on_with_the_rest(
+def test_a_killed_run_resumes(
     ray_session: None,
     options: EmbedOptions,
     tmp_path: Path,
@@ -209,7 +213,7 @@ def test_a_killed_run_goes_on_with_the_rest(
         commits.append(len(chunks))
         commit(writer, chunks, changed)
 
-    monkeypatch.setattr(embed, "COMMIT_S", 0)
+    monkeypatch.setattr(embedding, "COMMIT_INTERVAL_S", 0)
     monkeypatch.setattr(index.Writer, "commit", fail)
     with pytest.raises(MemoryError):
         embed.main(small)
@@ -217,18 +221,20 @@ def test_a_killed_run_goes_on_with_the_rest(
     capsys.readouterr()
     embed.main(small)
     assert 0 < sum(commits) < len(rows)
-    assert said(capsys) == f"documents: {len(rows) - sum(commits)} new, 0 changed, 0 removed, {sum(commits)} unchanged"
+    assert (
+        summary(capsys) == f"documents: {len(rows) - sum(commits)} new, 0 changed, 0 removed, {sum(commits)} unchanged"
+    )
 
 
-def test_the_same_files_answer_from_s3(embedded: EmbedOptions, s3: str, embedder_folder: str) -> None:
+def test_an_index_works_the_same_on_s3(embedded: EmbedOptions, s3: str, embedder_folder: str) -> None:
     pyarrow.fs.copy_files(embedded.index, f"{s3}/copied")
     vectors = Embedder(embedder_folder, "cpu", "fp32").embed(["What does ENOENT mean?"])
-    here, there = (index.search_all(place, vectors, SHOWN) for place in (embedded.index, f"{s3}/copied"))
+    here, there = (index.search_all(location, vectors, SOURCES) for location in (embedded.index, f"{s3}/copied"))
     assert here == there
     assert "No such file" in here[0][0].text
 
 
-def test_an_index_on_s3_from_documents_on_s3(
+def test_documents_and_index_can_be_on_s3(
     ray_session: None, s3: str, options: EmbedOptions, capsys: pytest.CaptureFixture
 ) -> None:
     filesystem, path = pyarrow.fs.FileSystem.from_uri(f"{s3}/documents")
@@ -237,24 +243,24 @@ def test_an_index_on_s3_from_documents_on_s3(
             file.write(f"# {name}\n\nThis is {name}.".encode())
     on_s3 = options.model_copy(update={"input": f"{s3}/documents", "index": f"{s3}/index"})
     embed.main(on_s3)
-    assert said(capsys) == "documents: 2 new, 0 changed, 0 removed, 0 unchanged"
+    assert summary(capsys) == "documents: 2 new, 0 changed, 0 removed, 0 unchanged"
     filesystem.delete_file(f"{path}/one.md")
     embed.main(on_s3)
-    assert said(capsys) == "documents: 0 new, 0 changed, 1 removed, 1 unchanged"
+    assert summary(capsys) == "documents: 0 new, 0 changed, 1 removed, 1 unchanged"
 
 
-def test_the_demos_questions_are_answered_by_documents_that_are_there() -> None:
+def test_the_demos_questions_refer_to_existing_documents() -> None:
     assert set(demo_assets.DOCUMENT_QUESTIONS.values()) <= demo_assets.documents().keys()
 
 
-def test_a_large_table_is_indexed_and_finds_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index, "INDEXED_FROM", 500)
+def test_a_large_table_is_indexed_and_finds_the_same_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index, "MIN_INDEXED_CHUNKS", 500)
     torch.manual_seed(0)
     vectors = torch.nn.functional.normalize(torch.randn(600, 8), dim=1).numpy()
     texts = {"document": list(map(str, range(600))), "hash": ["h"] * 600, "chunk": [0] * 600, "text": ["t"] * 600}
     chunks = pa.table(texts, schema=documents.CHUNKS)
     column = pa.FixedSizeListArray.from_arrays(pa.array(vectors.ravel()), 8)
-    writer = index.Writer(str(tmp_path), "source", index.Recipe("model", 50, 0), 8, fresh=False)
+    writer = index.Writer(str(tmp_path), "source", index.IndexConfig("model", 50, 0), 8, fresh=False)
     writer.commit(chunks.append_column("vector", column), [])
     assert writer.finish() == 600
     found = index.search_all(str(tmp_path), vectors[:20], 1)
@@ -262,32 +268,32 @@ def test_a_large_table_is_indexed_and_finds_the_same(tmp_path: Path, monkeypatch
     assert all(chunk.score == pytest.approx(1, abs=1e-4) for [chunk] in found)
 
 
-def refused(options: EmbedOptions, **changes: object) -> str:
-    with pytest.raises(UserError) as refusal:
+def error_of(options: EmbedOptions, **changes: object) -> str:
+    with pytest.raises(UserError) as caught:
         embed.main(options.model_copy(update=changes))
-    return str(refusal.value)
+    return str(caught.value)
 
 
-def test_what_cannot_be_embedded_is_refused(embedded: EmbedOptions, tmp_path: Path) -> None:
-    assert "was made with chunk_tokens = 200, not 100: go on" in refused(embedded, chunk_tokens=100)
-    assert refused(embedded, input="/nowhere/*.md").startswith(
-        "no .parquet, .jsonl, .md, .txt file is at /nowhere/*.md"
+def test_invalid_input_is_rejected(embedded: EmbedOptions, tmp_path: Path) -> None:
+    assert "was built with chunk_tokens = 200, not 100. Use" in error_of(embedded, chunk_tokens=100)
+    assert error_of(embedded, input="/nowhere/*.md").startswith(
+        "no .parquet, .jsonl, .md or .txt file is at /nowhere/*.md"
     )
-    assert "set model in [embed] of settings.toml" in refused(embedded, model=str(tmp_path))
-    assert "use --num-workers 4." in refused(embedded, num_workers=5, num_cpus=1)
-    assert refused(embedded, num_workers=4, num_cpus=1).startswith("4 workers leave no CPU to read the documents with")
+    assert "set model in [embed] of settings.toml" in error_of(embedded, model=str(tmp_path))
+    assert "use --num-workers 4." in error_of(embedded, num_workers=5, num_cpus=1)
+    assert error_of(embedded, num_workers=4, num_cpus=1).startswith("4 workers leave no CPU to read the documents with")
     write_rows(tmp_path / "rows.jsonl", [{"id": "1", "text": "one"}, {"id": "1", "text": "two"}])
     other = embedded.model_copy(update={"input": str(tmp_path / "rows.jsonl"), "index": str(tmp_path / "index")})
-    assert refused(other).startswith("two documents have the id 1:")
+    assert error_of(other).startswith("two documents have the id 1:")
     write_rows(tmp_path / "rows.jsonl", [{"id": "1", "title": "one"}])
-    assert refused(other).startswith(f"row 1 of {tmp_path}/rows.jsonl has no `text`")
+    assert error_of(other).startswith(f"row 1 of {tmp_path}/rows.jsonl has no `text`")
 
 
 def test_each_worker_loads_the_model_once(
     ray_session: None, options: EmbedOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Noting(Worker):
-        """A worker that notes in a file that it has loaded the model."""
+    class LoggingWorker(EmbeddingWorker):
+        """A worker that appends its pid to a file after loading the model."""
 
         def __init__(self, model: str, *arguments: Any) -> None:
             super().__init__(model, *arguments)
@@ -296,7 +302,7 @@ def test_each_worker_loads_the_model_once(
 
     model = tmp_path / "model"
     demo_assets.write_embedder(model)
-    monkeypatch.setattr(pipeline, "Worker", Noting)
+    monkeypatch.setattr(pipeline, "EmbeddingWorker", LoggingWorker)
     embed.main(options.model_copy(update={"model": str(model), "index": str(tmp_path / "index"), "batch_chunks": 4}))
     loaded = (model / "loaded").read_text().split()
     assert len(loaded) == len(set(loaded)) == options.num_workers
@@ -306,10 +312,10 @@ def test_each_worker_loads_the_model_once(
 
 
 def stub() -> type:
-    """A deployment in place of a served model; a class of this module's own could not be imported by a replica."""
+    """Return the class of a fake served model. Ray pickles it by value: replicas cannot import this module."""
 
     class Model:
-        """In place of a served model: it repeats what it was told, with the key that came with it."""
+        """A fake model. It answers with its prompt, the end of the API key, and `max_tokens`."""
 
         def __init__(self) -> None:
             app = FastAPI()
@@ -322,24 +328,24 @@ def stub() -> type:
             return self._app
 
         async def answer(self, request: Request) -> Response:
-            asked = await request.json()
-            if "fail" in asked["messages"][-1]["content"]:
+            body = await request.json()
+            if "fail" in body["messages"][-1]["content"]:
                 error = {"message": "rate limit exceeded for key owner", "code": "rate_limit_exceeded"}
                 return JSONResponse({"error": error}, 429, {"Retry-After": "17"})
-            told = [
-                asked["messages"][0]["content"],
+            words = [
+                body["messages"][0]["content"],
                 request.headers["authorization"][-4:],
-                str(asked.get("max_tokens")),
+                str(body.get("max_tokens")),
             ]
 
             async def stream() -> Any:
-                for piece in told:
+                for piece in words:
                     chunk = {"id": "1", "object": "chat.completion.chunk", "created": 0, "model": "m"}
                     choice = {"index": 0, "delta": {"content": f"{piece}|"}, "finish_reason": None}
                     yield f"data: {json.dumps(chunk | {'choices': [choice]})}\n\n"
                 yield "data: [DONE]\n\n"
 
-            async def for_ever() -> Any:
+            async def endless() -> Any:
                 self._answering += 1
                 try:
                     while True:
@@ -350,56 +356,56 @@ def stub() -> type:
                 finally:
                     self._answering -= 1
 
-            if "for ever" in asked["messages"][-1]["content"]:
-                return StreamingResponse(for_ever(), media_type="text/event-stream")
+            if "endless" in body["messages"][-1]["content"]:
+                return StreamingResponse(endless(), media_type="text/event-stream")
             return StreamingResponse(stream(), media_type="text/event-stream")
 
     return Model
 
 
 def rag_options(embedded: EmbedOptions, **changes: object) -> RagOptions:
-    made = {"index": embedded.index, "sources": SHOWN, **changes}
+    made = {"index": embedded.index, "sources": SOURCES, **changes}
     return settings.load(RagOptions, "rag", profile="local").model_copy(update=made)
 
 
 @pytest.fixture(scope="module")
 def client(embedded: EmbedOptions) -> Iterator[openai.OpenAI]:
-    """Of answers that quote the documents."""
+    """A client of the application, which quotes the documents."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     job_secrets.load()
-    serve_llm.start_serve(settings.load(serve_llm.ServeOptions, "serve").model_copy(update={"port": port}))
-    url = serve_rag.deploy(rag_options(embedded))
+    http_server.start(settings.load(ServeOptions, "serve").model_copy(update={"port": port}))
+    url = deployment.deploy(rag_options(embedded))
     yield openai.OpenAI(base_url=url, api_key=os.environ["SERVE_API_KEY"], max_retries=0, timeout=60)
     serve.shutdown()
 
 
 def ask(client: openai.OpenAI, question: str, **more: Any) -> tuple[str, list[dict[str, Any]]]:
-    """The answer, and its sources."""
+    """Return the answer and its sources."""
     messages: Any = [{"role": "user", "content": question}]
     answer = client.chat.completions.create(model="rag", messages=messages, **more)
     return answer.choices[0].message.content or "", (answer.model_extra or {})["sources"]
 
 
 def test_known_answers_are_found_and_quoted(client: openai.OpenAI, corpus: tuple[Path, Any]) -> None:
-    known = random.Random(0).sample(sorted(corpus[1].items()), ASKED)
+    known = random.Random(0).sample(sorted(corpus[1].items()), NUM_QUESTIONS)
     hits = exact = 0
     for document, (question, sentence) in known:
         text, sources = ask(client, question)
         hits += document in [source["document"] for source in sources]
         exact += text == f"{sentence} [1]"
         assert [source["number"] for source in sources] == list(range(1, len(sources) + 1))
-    print(f"hit rate at {SHOWN}: {hits / ASKED:.0%}, exact answers: {exact / ASKED:.0%}")
-    assert hits / ASKED >= 0.95
-    assert exact / ASKED >= 0.8
+    print(f"hit rate at {SOURCES}: {hits / NUM_QUESTIONS:.0%}, exact answers: {exact / NUM_QUESTIONS:.0%}")
+    assert hits / NUM_QUESTIONS >= 0.95
+    assert exact / NUM_QUESTIONS >= 0.8
 
 
-@pytest.mark.parametrize("question", OUT_OF_PLACE)
-def test_what_no_document_answers_is_not_known(client: openai.OpenAI, question: str) -> None:
-    assert ask(client, question) == (NOT_KNOWN, [])
+@pytest.mark.parametrize("question", UNRELATED)
+def test_unrelated_questions_get_no_answer(client: openai.OpenAI, question: str) -> None:
+    assert ask(client, question) == (NO_ANSWER, [])
 
 
-def test_a_stream_begins_with_the_sources(client: openai.OpenAI) -> None:
+def test_a_stream_starts_with_the_sources(client: openai.OpenAI) -> None:
     text, sources = ask(client, "What does ENOENT mean?")
     messages: Any = [{"role": "user", "content": "What does ENOENT mean?"}]
     chunks = list(client.chat.completions.create(model="rag", messages=messages, stream=True))
@@ -408,7 +414,7 @@ def test_a_stream_begins_with_the_sources(client: openai.OpenAI) -> None:
     assert chunks[-1].choices[0].finish_reason == "stop"
 
 
-def test_documents_that_come_change_and_go_show_in_the_next_answer(
+def test_new_changed_and_removed_documents_take_effect_in_the_next_answer(
     client: openai.OpenAI, embedded: EmbedOptions, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     more = embedded.model_copy(update={"input": str(tmp_path / "documents")})
@@ -419,15 +425,15 @@ def test_documents_that_come_change_and_go_show_in_the_next_answer(
         river.write_text("The longest river of Zembla is the Bera.")
         embed.main(more)
         assert ask(client, "What is the capital of Zembla?")[0] == f"{text} [1]"
-    assert said(capsys).startswith("documents: ")
+    assert summary(capsys).startswith("documents: ")
     capital.unlink()
     embed.main(more)
-    assert said(capsys) == "documents: 0 new, 0 changed, 1 removed, 1 unchanged"
+    assert summary(capsys) == "documents: 0 new, 0 changed, 1 removed, 1 unchanged"
     assert "capital.md" not in [source["document"] for source in ask(client, "What is the capital of Zembla?")[1]]
     assert "ENOENT" in ask(client, "What does ENOENT mean?")[0]  # another source's documents stay
 
 
-def test_without_a_key_and_with_nonsense_it_is_refused(client: openai.OpenAI) -> None:
+def test_invalid_keys_and_requests_are_rejected(client: openai.OpenAI) -> None:
     with pytest.raises(openai.AuthenticationError, match="a valid API key is required"):
         ask(client.with_options(api_key="wrong"), "What does ENOENT mean?")
     with pytest.raises(openai.BadRequestError, match="max_tokens: Input should be greater than"):
@@ -435,13 +441,13 @@ def test_without_a_key_and_with_nonsense_it_is_refused(client: openai.OpenAI) ->
     assert [model.id for model in client.models.list()] == ["rag"]
 
 
-def test_without_an_index_nothing_is_served(tmp_path: Path, embedded: EmbedOptions) -> None:
-    with pytest.raises(UserError, match=r"there is no index in .*; make it with: inv submit embed"):
+def test_a_missing_index_is_an_error(tmp_path: Path, embedded: EmbedOptions) -> None:
+    with pytest.raises(UserError, match=r"no index in .*. Run: inv submit embed"):
         serve_rag.main(rag_options(embedded, index=str(tmp_path)))
 
 
-def hang_up(client: openai.OpenAI, question: str, *, stream: bool) -> None:
-    """Ask, hang up while the model answers, and wait until it has stopped."""
+def disconnect(client: openai.OpenAI, question: str, *, stream: bool) -> None:
+    """Send a question, disconnect while the model answers, and wait until the model has stopped."""
     root = str(client.base_url).removesuffix("/rag/v1/")
 
     async def wait_for(answering: int) -> None:
@@ -450,9 +456,9 @@ def hang_up(client: openai.OpenAI, question: str, *, stream: bool) -> None:
                 await asyncio.sleep(0.05)
 
     async def run() -> None:
-        async with openai.AsyncOpenAI(base_url=client.base_url, api_key=client.api_key, max_retries=0) as asking:
-            asked: Any = {"model": "rag", "messages": [{"role": "user", "content": question}], "stream": stream}
-            task = asyncio.create_task(asking.chat.completions.create(**asked))
+        async with openai.AsyncOpenAI(base_url=client.base_url, api_key=client.api_key, max_retries=0) as connected:
+            body: Any = {"model": "rag", "messages": [{"role": "user", "content": question}], "stream": stream}
+            task = asyncio.create_task(connected.chat.completions.create(**body))
             await wait_for(1)
             if stream:
                 await (await task).close()
@@ -463,17 +469,17 @@ def hang_up(client: openai.OpenAI, question: str, *, stream: bool) -> None:
     asyncio.run(run())
 
 
-def test_a_served_model_answers_from_the_sources_and_each_part_has_its_replicas(
+def test_a_served_model_answers_and_deployments_scale_independently(
     client: openai.OpenAI, embedded: EmbedOptions
 ) -> None:
     with pytest.raises(UserError, match="no model is served that could answer"):
-        serve_rag.deploy(rag_options(embedded, generator="model"))
+        deployment.deploy(rag_options(embedded, generator="model"))
     serve.run(serve.deployment(serve.ingress()(stub())).bind(), name=canary.app_name(canary.ROOT), route_prefix="/")
     ray.get(canary.actor().report.remote(canary.ROOT, ["stub"], []))
     two = Replicas(min_replicas=2, max_replicas=3, num_cpus=0.1)
-    serve_rag.deploy(rag_options(embedded, generator="model", prompt_characters=200, answerer=two))
-    running = serve.status().applications[serve_rag.APP].deployments
-    counts = {name: deployment.replica_states["RUNNING"] for name, deployment in running.items()}
+    deployment.deploy(rag_options(embedded, generator="model", prompt_characters=200, answerer=two))
+    running = serve.status().applications[RAG_APP].deployments
+    counts = {name: each.replica_states["RUNNING"] for name, each in running.items()}
     assert counts == {"Retriever": 1, "Reranker": 1, "Generator": 2, "Ingress": 1}
     text, sources = ask(client, "What does ENOENT mean?", max_tokens=7)
     prompt, key, tokens, _ = text.split("|")
@@ -484,12 +490,12 @@ def test_a_served_model_answers_from_the_sources_and_each_part_has_its_replicas(
         ask(client, "What does ENOENT mean, fail")
     assert (caught.value.code, caught.value.response.headers["retry-after"]) == ("rate_limit_exceeded", "17")
     for stream in (False, True):
-        hang_up(client, "What does ENOENT mean, for ever", stream=stream)
-    assert ask(client, OUT_OF_PLACE[0]) == (NOT_KNOWN, [])  # the model is not asked
+        disconnect(client, "What does ENOENT mean, endless", stream=stream)
+    assert ask(client, UNRELATED[0]) == (NO_ANSWER, [])  # the model is not asked
     serve.delete(canary.app_name(canary.ROOT))
-    with pytest.raises(openai.InternalServerError, match=r"does not answer .*: inv submit serve_llm"):
+    with pytest.raises(openai.InternalServerError, match=r"cannot reach the model .* run inv submit serve_llm"):
         ask(client, "What does ENOENT mean?")
     models.main(ModelsOptions(end="rag"))
-    assert serve_rag.APP not in serve.status().applications
-    with pytest.raises(UserError, match="rag is not served"):
+    assert RAG_APP not in serve.status().applications
+    with pytest.raises(UserError, match="no additional model is named rag"):
         models.main(ModelsOptions(end="rag"))

@@ -1,4 +1,4 @@
-"""Test answers with sources through OpenAI's client: a real generator in front of a fake model, without Ray."""
+"""Test answers with sources through OpenAI's client, with a real generator and a fake model, without Ray."""
 
 import asyncio
 import json
@@ -20,34 +20,34 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from pipeline.rag.generation import PROMPT, Generator
-from pipeline.rag.index import Found
-from pipeline.rag.ingress import MODEL, NOT_KNOWN, Ingress
-from pipeline.serving.api_middleware import RequestLimits
+from pipeline.rag.index import ScoredChunk
+from pipeline.rag.ingress import MODEL, NO_ANSWER, Ingress
+from pipeline.serving.limits import RequestLimits
 
-SOURCES = [Found("a.md", "Apples are red. Pears are green.", 0.9)]
+SOURCES = [ScoredChunk("a.md", "Apples are red. Pears are green.", 0.9)]
 USAGE = {"prompt_tokens": 7, "completion_tokens": 2, "total_tokens": 9}
 QUOTE = "Apples are red. [1]"
 
 
-class Model:
-    """A fake model that records its requests, and fails as the question says."""
+class FakeModel:
+    """A fake model. It records its last request, and fails as the question says."""
 
     def __init__(self) -> None:
-        self.asked: dict[str, Any] = {}
+        self.request: dict[str, Any] = {}
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
         app = Starlette(routes=[Route("/v1/chat/completions", self._answer, methods=["POST"])])
         self.server = uvicorn.Server(uvicorn.Config(app, port=self.port, log_level="error"))
 
     async def _answer(self, request: Request) -> Response:
-        self.asked = await request.json()
-        question = self.asked["messages"][-1]["content"]
+        self.request = await request.json()
+        question = self.request["messages"][-1]["content"]
         if question.startswith("status "):
             error = {"message": "no more", "type": "server_error", "param": "stop", "code": "some_code"}
             return JSONResponse({"error": error}, int(question.split()[1]), {"Retry-After": "17"})
-        return StreamingResponse(self._pieces(question), media_type="text/event-stream")
+        return StreamingResponse(self._chunks(question), media_type="text/event-stream")
 
-    async def _pieces(self, question: str) -> AsyncIterator[str]:
+    async def _chunks(self, question: str) -> AsyncIterator[str]:
         common = {"id": "1", "object": "chat.completion.chunk", "created": 0, "model": "m"}
         words = [] if question == "nothing" else ["one ", "two"]
         for text in words:
@@ -58,14 +58,14 @@ class Model:
             return
         choice = {"index": 0, "delta": {}, "finish_reason": "length"}
         yield f"data: {json.dumps(common | {'choices': [choice]})}\n\n"
-        if self.asked.get("stream_options", {}).get("include_usage"):
+        if self.request.get("stream_options", {}).get("include_usage"):
             yield f"data: {json.dumps(common | {'choices': [], 'usage': USAGE})}\n\n"
         yield "data: [DONE]\n\n"
 
 
 @pytest.fixture(scope="module")
-def model() -> Iterator[Model]:
-    server = Model()
+def model() -> Iterator[FakeModel]:
+    server = FakeModel()
     thread = threading.Thread(target=server.server.run)
     thread.start()
     while not server.server.started:
@@ -82,30 +82,30 @@ def _with_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SECRETS_PREFIX", raising=False)
 
 
-class Pieces:
-    """What a deployment's handle returns for a stream."""
+class FakeStream:
+    """The stream that a deployment handle returns."""
 
-    def __init__(self, pieces: AsyncIterator[Any]) -> None:
-        self._pieces = pieces
+    def __init__(self, parts: AsyncIterator[Any]) -> None:
+        self._parts = parts
 
     def __aiter__(self) -> AsyncIterator[Any]:
-        return self._pieces
+        return self._parts
 
     def cancel(self) -> None:
         pass
 
 
-def handles(generator: Generator, sources: list[Found]) -> Any:
-    """Retriever, reranker and generator as the ingress calls them, in this process."""
+def handles(generator: Generator, sources: list[ScoredChunk]) -> Any:
+    """Return fake handles of retriever, reranker and generator, in this process."""
 
-    async def find(question: str) -> list[Found]:
+    async def find(question: str) -> list[ScoredChunk]:
         return sources
 
-    async def rank(question: str, found: list[Found]) -> list[Found]:
-        return found
+    async def rank(question: str, chunks: list[ScoredChunk]) -> list[ScoredChunk]:
+        return chunks
 
-    def generate(*arguments: Any) -> Pieces:
-        return Pieces(generator.generate(*arguments))
+    def generate(*arguments: Any) -> FakeStream:
+        return FakeStream(generator.generate(*arguments))
 
     stream = SimpleNamespace(generate=SimpleNamespace(remote=generate))
     return (
@@ -118,7 +118,7 @@ def handles(generator: Generator, sources: list[Found]) -> Any:
 class Client:
     """OpenAI's client for an app in this process."""
 
-    def __init__(self, address: str, *, kind: Any = "model", sources: list[Found] = SOURCES) -> None:
+    def __init__(self, address: str, *, kind: Any = "model", sources: list[ScoredChunk] = SOURCES) -> None:
         self._arguments = (kind, address, 10_000)
         self._sources = sources
 
@@ -126,9 +126,9 @@ class Client:
         """Return the result of `call` with a client."""
 
         async def called() -> Any:
-            parts = handles(Generator(*self._arguments), self._sources)
-            rules = RequestLimits(per_minute=1000, at_once=10, max_body=100_000, timeout_s=30)
-            app = await Ingress(parts, rules, 5, 0).__serve_build_asgi_app__()
+            deployments = handles(Generator(*self._arguments), self._sources)
+            limits = RequestLimits(per_minute=1000, at_once=10, max_body=100_000, timeout_s=30)
+            app = await Ingress(deployments, limits, 5, 0).__serve_build_asgi_app__()
             transport = httpx2.ASGITransport(app)
             async with httpx2.AsyncClient(transport=transport) as http:
                 client = openai.AsyncOpenAI(base_url="http://rag/v1", api_key="key", max_retries=0, http_client=http)
@@ -140,19 +140,19 @@ class Client:
         """Return the answer, or a stream's chunks as a list."""
 
         async def call(client: openai.AsyncOpenAI) -> Any:
-            asked: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": content}]} | more
-            answer = await client.chat.completions.create(**asked)
+            body: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": content}]} | more
+            answer = await client.chat.completions.create(**body)
             return [chunk async for chunk in answer] if more.get("stream") else answer
 
         return self.run(call)
 
 
 @pytest.fixture
-def client(model: Model) -> Client:
+def client(model: FakeModel) -> Client:
     return Client(f"http://127.0.0.1:{model.port}")
 
 
-def test_a_whole_answer_ends_as_the_models_did(client: Client) -> None:
+def test_an_answer_has_the_models_text_and_finish_reason(client: Client) -> None:
     answer = client.ask()
     [choice] = answer.choices
     assert (choice.message.content, choice.finish_reason) == ("one two", "length")
@@ -160,7 +160,7 @@ def test_a_whole_answer_ends_as_the_models_did(client: Client) -> None:
     assert [source["document"] for source in answer.model_extra["sources"]] == ["a.md"]
 
 
-def test_a_stream_ends_as_the_models_did(client: Client) -> None:
+def test_a_stream_has_the_models_text_and_finish_reason(client: Client) -> None:
     first, *rest, last = client.ask(stream=True)
     assert [source["document"] for source in first.model_extra["sources"]] == ["a.md"]
     assert first.choices[0].delta.role == "assistant"
@@ -172,13 +172,15 @@ def test_a_stream_ends_as_the_models_did(client: Client) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_of_no_words_is_an_answer(client: Client, stream: bool) -> None:
+def test_an_empty_answer_is_valid(client: Client, stream: bool) -> None:
     answer = client.ask("nothing", stream=stream)
     assert (answer[-1] if stream else answer).choices[0].finish_reason == "length"
 
 
-@pytest.mark.parametrize(("kind", "sources", "text"), [("quote", SOURCES, QUOTE), ("model", [], NOT_KNOWN)])
-def test_what_no_model_wrote_took_no_tokens_and_stops(kind: str, sources: list[Found], text: str) -> None:
+@pytest.mark.parametrize(("kind", "sources", "text"), [("quote", SOURCES, QUOTE), ("model", [], NO_ANSWER)])
+def test_answers_without_the_model_use_no_tokens_and_honour_stop(
+    kind: str, sources: list[ScoredChunk], text: str
+) -> None:
     client = Client("http://127.0.0.1:9", kind=kind, sources=sources)
     answer = client.ask()
     assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (text, "stop")
@@ -187,19 +189,19 @@ def test_what_no_model_wrote_took_no_tokens_and_stops(kind: str, sources: list[F
     assert client.ask(stop=[text[5:8], "absent"]).choices[0].message.content == text[: text.index(text[5:8])]
 
 
-def test_text_in_parts_is_text(client: Client, model: Model) -> None:
+def test_content_parts_are_joined(client: Client, model: FakeModel) -> None:
     client.ask([{"type": "text", "text": "What are"}, {"type": "text", "text": "apples?"}])
-    assert model.asked["messages"][-1]["content"] == "What are\napples?"
+    assert model.request["messages"][-1]["content"] == "What are\napples?"
 
 
-def test_what_the_model_takes_reaches_it(client: Client, model: Model) -> None:
-    told = {"max_tokens": 5, "temperature": 0.5, "top_p": 0.5, "seed": -3, "stop": "x"}
-    told |= {"presence_penalty": -1, "frequency_penalty": 1}
-    client.ask(**told, n=1, user="someone", response_format={"type": "text"}, extra_body={"logit_bias": None})
-    asked = dict(model.asked)
-    assert asked.pop("messages")[0]["content"].startswith(PROMPT)
-    expected = told | {"stop": ["x"], "model": "", "stream": True, "stream_options": {"include_usage": True}}
-    assert asked == expected
+def test_supported_fields_are_passed_to_the_model(client: Client, model: FakeModel) -> None:
+    fields = {"max_tokens": 5, "temperature": 0.5, "top_p": 0.5, "seed": -3, "stop": "x"}
+    fields |= {"presence_penalty": -1, "frequency_penalty": 1}
+    client.ask(**fields, n=1, user="someone", response_format={"type": "text"}, extra_body={"logit_bias": None})
+    request = dict(model.request)
+    assert request.pop("messages")[0]["content"].startswith(PROMPT)
+    expected = fields | {"stop": ["x"], "model": "", "stream": True, "stream_options": {"include_usage": True}}
+    assert request == expected
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -218,31 +220,31 @@ def test_what_the_model_takes_reaches_it(client: Client, model: Model) -> None:
         ({"extra_body": {"top_k": 3}}, "top_k"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused(client: Client, more: dict[str, Any], param: str, stream: bool) -> None:
+def test_unsupported_fields_are_rejected(client: Client, more: dict[str, Any], param: str, stream: bool) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.ask(**more, stream=stream)
     assert caught.value.param == param
     assert "Value error" not in str(caught.value)
 
 
-def test_a_question_that_is_no_text_is_refused(client: Client) -> None:
+def test_a_lone_surrogate_is_rejected(client: Client) -> None:
     raw = json.dumps({"messages": [{"role": "user", "content": "half \ud83d"}]}).encode()
     with pytest.raises(openai.BadRequestError) as caught:
-        client.run(lambda asking: asking.post("/chat/completions", content=raw, cast_to=object))
+        client.run(lambda connected: connected.post("/chat/completions", content=raw, cast_to=object))
     assert caught.value.param == "messages.0.content"
 
 
-def test_the_model_can_be_retrieved_and_no_other_asked(client: Client) -> None:
-    assert client.run(lambda asking: asking.models.retrieve(MODEL)).id == MODEL
+def test_the_only_model_is_rag(client: Client) -> None:
+    assert client.run(lambda connected: connected.models.retrieve(MODEL)).id == MODEL
     with pytest.raises(openai.NotFoundError, match="use `rag`"):
-        client.run(lambda asking: asking.models.retrieve("other"))
+        client.run(lambda connected: connected.models.retrieve("other"))
     with pytest.raises(openai.NotFoundError, match="use `rag`"):
         client.ask(model="other")
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("status", [400, 429, 503])
-def test_an_error_of_the_models_is_the_clients(client: Client, status: int, stream: bool) -> None:
+def test_errors_of_the_model_are_passed_to_the_client(client: Client, status: int, stream: bool) -> None:
     with pytest.raises(openai.APIStatusError) as caught:
         client.ask(f"status {status}", stream=stream)
     assert (caught.value.status_code, caught.value.code, caught.value.param) == (status, "some_code", "stop")
@@ -250,13 +252,13 @@ def test_an_error_of_the_models_is_the_clients(client: Client, status: int, stre
     assert caught.value.response.json()["error"]["message"] == "no more"
 
 
-def test_where_no_model_answers_the_next_command_is_named() -> None:
+def test_without_a_model_the_error_names_the_next_command() -> None:
     with pytest.raises(openai.InternalServerError, match="inv submit serve_llm"):
         Client("http://127.0.0.1:9").ask()
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_model_that_fails_in_the_midst_is_no_whole_answer(client: Client, stream: bool) -> None:
+def test_a_model_that_fails_during_its_answer_is_an_error(client: Client, stream: bool) -> None:
     with pytest.raises(openai.APIError, match="the engine died") as caught:
         client.ask("break", stream=stream)
     assert caught.value.code == "engine_dead"

@@ -1,4 +1,4 @@
-"""What a run records of itself, and the page that `inv report` draws of it."""
+"""The metrics and events that a run logs, and the page that `inv report` makes from them."""
 
 import io
 import json
@@ -33,13 +33,13 @@ def output(request: pytest.FixtureRequest, tmp_path: Path, s3: str) -> str:
 
 
 def train(output: str, name: str, *, done: int = 0, until: int = STEPS, killed: bool = False, **options: Any) -> None:
-    """What the loop calls of MetricLogger, from after step `done` to `until`."""
+    """Make the trainer's calls to MetricLogger, from after step `done` to `until`."""
     train_options = settings.load(DDPOptions, "train", profile="local").model_copy(
         update={"output": output, "name": name, "steps": STEPS, "data": "/nowhere"} | options
     )
     preflight.claim(train_options, preflight_identity(train_options))
     folder = RunFolder(f"{output}/{name}")
-    record = MetricLogger(folder, train_options, SingleProcess(Path("unused"), torch.device("cpu"), 1), done)
+    logger = MetricLogger(folder, train_options, SingleProcess(Path("unused"), torch.device("cpu"), 1), done)
     for step in range(done + 1, until + 1):
         row = {
             "step": step,
@@ -50,12 +50,12 @@ def train(output: str, name: str, *, done: int = 0, until: int = STEPS, killed: 
             "memory_gib": 1.0,
         }
         saves = step % CHECKPOINT_EVERY == 0 or (step == until and not killed)
-        record.write([row | ({"eval_loss": 8 / step, "eval_perplexity": 9.0} if saves else {})], 1.0)
+        logger.write([row | ({"eval_loss": 8 / step, "eval_perplexity": 9.0} if saves else {})], 1.0)
         if saves:
-            record.checkpoint(step)
+            logger.checkpoint(step)
             folder.publish()
     if not killed and until > done:
-        record.end(until)
+        logger.end(until)
         folder.publish()
 
 
@@ -68,7 +68,7 @@ def unknown_price(device: str, workers: int) -> None:
 
 
 class Page(HTMLParser):
-    """What a browser sees: its tags, its text, the addresses that it would ask, and the curves by name and panel."""
+    """The page as a browser sees it: tags, text, addresses to fetch, and curves by name and panel."""
 
     def __init__(self, runs: list[history.History]) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ def test_the_loop_records_its_checkpoints_and_its_end(assets: Path, tmp_path: Pa
     events = [(event["event"], event["step"]) for event in run.events]
     assert events == [*first, ("start", 3), ("checkpoint", 4), ("checkpoint", 6), ("end", 6)]
     workers = {"world_size": 1, "strategy": "ddp", "device": "cpu", "precision": "fp32"}
-    assert all(workers.items() <= start.began.items() for start in run.starts)
+    assert all(workers.items() <= attempt.start.items() for attempt in run.attempts)
     assert [row["time"] for row in run.rows] == sorted(row["time"] for row in run.rows)
     assert run.events[0]["time"] < run.rows[0]["time"] < run.rows[-1]["time"] <= run.events[-1]["time"]
 
@@ -169,7 +169,7 @@ def test_a_run_that_has_nothing_left_to_do_is_no_restart(tmp_path: Path) -> None
 def test_a_run_that_goes_on_is_seen_to_its_last_step(tmp_path: Path) -> None:
     train(str(tmp_path), "run", until=3, killed=True)
     (run,) = history.read_all(str(tmp_path), [])
-    assert run.starts[-1].last["step"] == 3
+    assert run.attempts[-1].last["step"] == 3
     assert run.seconds == run.rows[-1]["time"] - run.events[0]["time"]
 
 
@@ -197,7 +197,7 @@ def test_the_page_has_what_preprocess_counted(tmp_path: Path) -> None:
     storage.delete_folder(f"{tmp_path}/packed")  # a run keeps the counts of its data
     page = Page(history.read_all(str(tmp_path), ["one", "two", "other", "streamed"]))
     text = " ".join(page.text.split())
-    assert "Data 0123456789ab Trained on by one, two. 8,000 rows were read." in text
+    assert "Data 0123456789ab Used by one, two. 8,000 rows were read." in text
     assert "train 4,000 17 20 1,900 95.0% 50.0%" in text
     assert "faq.jsonl 2.5 1,500 760 40.0% 100.0%" in text
     assert "240 3.0% an empty <b>turn</b> 80 1.0% a duplicate" in text
@@ -250,7 +250,7 @@ def test_what_is_not_there_is_refused_with_what_is(tmp_path: Path) -> None:
     train(str(tmp_path), "one")
     train(str(tmp_path), "other")
     storage.write_text(f"{tmp_path}/claimed/run.json", "{}")
-    with pytest.raises(settings.UserError, match="no run 'third' with a step in it; it has: one, other"):
+    with pytest.raises(settings.UserError, match="no run 'third' with any steps; it has: one, other"):
         history.read_all(str(tmp_path), ["one", "third"])
 
 
@@ -271,7 +271,7 @@ def test_the_verb_finds_runs_in_the_bucket_by_the_profile_of_aws(
     monkeypatch.setattr(report, "FILE", tmp_path / "results/report.html")
     console = Console(file=io.StringIO(), width=160)
     report.draw(["run"], unknown_price, console)
-    said = console.file.getvalue()  # type: ignore[attr-defined]
-    assert f"curves: {tmp_path}/results/report.html" in said
-    assert "12/12" in said
+    output = console.file.getvalue()  # type: ignore[attr-defined]
+    assert f"curves: {tmp_path}/results/report.html" in output
+    assert "12/12" in output
     assert f"s3://{bucket.name(file)}/runs" in (tmp_path / "results/report.html").read_text()

@@ -1,4 +1,4 @@
-"""Read rows in the shapes in which data sets are published."""
+"""Read rows in the formats of published data sets."""
 
 import contextlib
 import json
@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.data import rows
-from pipeline.data.chat_template import Conversation
-from pipeline.data.conversations import from_json, to_json
-from pipeline.data.row_formats import COLUMNS, ROLES, BadRow, Completion, example, format_of
+from pipeline.data import row_sources
+from pipeline.data.examples import BadRow, Completion, Conversation, from_json, to_json
+from pipeline.data.messages import ROLES
+from pipeline.data.row_formats import COLUMNS, format_of, read_example
 from settings import UserError
 
 USER = {"role": "user", "content": "2+2?"}
@@ -120,12 +120,12 @@ def parts(text: str) -> list[dict[str, str]]:
         ),
     ],
 )
-def test_a_row_is_read_whole(tmp_path: Path, name: str, row: dict[str, Any], expected: object) -> None:
+def test_each_format_is_read(tmp_path: Path, name: str, row: dict[str, Any], expected: object) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
     pq.write_table(pa.Table.from_pylist([row]), tmp_path / "rows.parquet")
-    head = rows.head(rows.find(str(tmp_path)), 10)
+    head = row_sources.head(row_sources.find(str(tmp_path)), 10)
     assert [from_json(found["row"]) for found in head.rows] == [expected] * 2, name
-    assert len({found["row"] for found in head.rows}) == 1, "the bytes do not depend on the kind of file"
+    assert len({found["row"] for found in head.rows}) == 1, "parquet and JSONL give the same bytes"
 
 
 @pytest.mark.parametrize(
@@ -144,9 +144,9 @@ def test_a_row_is_read_whole(tmp_path: Path, name: str, row: dict[str, Any], exp
         ({"text": " "}, "nothing to train"),
     ],
 )
-def test_what_cannot_be_trained_says_why(row: dict[str, Any], reason: str) -> None:
+def test_unsupported_rows_have_a_reason(row: dict[str, Any], reason: str) -> None:
     with pytest.raises(BadRow, match=reason):
-        example(row)
+        read_example(row)
 
 
 json_values = st.recursive(
@@ -174,22 +174,22 @@ messages = st.lists(
     | st.fixed_dictionaries({"messages": messages})
     | st.fixed_dictionaries({"conversations": messages})
 )
-def test_any_row_is_read_or_bad(row: dict[str, Any]) -> None:
+def test_any_row_is_read_or_raises_bad_row(row: dict[str, Any]) -> None:
     with contextlib.suppress(BadRow):
-        to_json(example(row))
+        to_json(read_example(row))
 
 
-def test_messages_are_read_though_the_row_has_preferences_too() -> None:
+def test_messages_take_precedence_over_preferences() -> None:
     row = {"messages": PAIR, "chosen": PAIR, "rejected": PAIR}
-    assert example(row) == Conversation(PAIR)
+    assert read_example(row) == Conversation(PAIR)
     assert format_of(row).name == "conversations"
 
 
-def test_parquets_nulls_do_not_reach_arguments_and_schemas(tmp_path: Path) -> None:
+def test_parquet_nulls_are_removed_from_arguments_and_schemas(tmp_path: Path) -> None:
     calls = [{"function": {"name": name, "arguments": {key: "2"}}} for name, key in (("add", "a"), ("double", "b"))]
     table = pa.Table.from_pylist([{"messages": [USER, {"role": "assistant", "tool_calls": calls}]}])
     pq.write_table(table, tmp_path / "rows.parquet")
-    [found] = rows.head(rows.find(str(tmp_path)), 10).rows
+    [found] = row_sources.head(row_sources.find(str(tmp_path)), 10).rows
     made = from_json(found["row"])
     assert isinstance(made, Conversation)
     assert [call["function"]["arguments"] for call in made.messages[1]["tool_calls"]] == [{"a": "2"}, {"b": "2"}]
@@ -197,18 +197,18 @@ def test_parquets_nulls_do_not_reach_arguments_and_schemas(tmp_path: Path) -> No
 
 def test_arguments_and_schemas_keep_the_order_of_their_keys() -> None:
     row = {"messages": [USER, {"role": "assistant", "tool_calls": [openai_call('{"z": 1, "a": 2}')]}]}
-    assert b'{"z":1,"a":2}' in to_json(example(row))
+    assert b'{"z":1,"a":2}' in to_json(read_example(row))
 
 
-def test_columns_that_are_not_read_are_listed(tmp_path: Path) -> None:
+def test_unused_columns_are_listed(tmp_path: Path) -> None:
     row = {"instruction": "2+2?", "output": "4", "category": "maths", "id": 1}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
     pq.write_table(pa.Table.from_pylist([row | {"source": "book"}]), tmp_path / "rows.parquet")
-    head = rows.head(rows.find(str(tmp_path)), 10)
+    head = row_sources.head(row_sources.find(str(tmp_path)), 10)
     assert (head.formats, head.unused) == (("instructions and answers",), ("category", "id", "source"))
 
 
-def test_a_file_of_preferences_is_refused_in_one_sentence(tmp_path: Path) -> None:
+def test_a_file_of_preferences_gives_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"chosen": "a", "rejected": "b"}\n', encoding="utf-8")
     with pytest.raises(UserError, match=r"no row of .* can be used: a preference pair .*; or pass another --input"):
-        rows.head(rows.find(str(tmp_path)), 10)
+        row_sources.head(row_sources.find(str(tmp_path)), 10)

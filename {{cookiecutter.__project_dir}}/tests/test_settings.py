@@ -1,4 +1,4 @@
-"""Test settings.toml: profiles override shared keys, and errors name line and key."""
+"""Test settings.toml: profiles override shared values, and errors name line and key."""
 
 import re
 from pathlib import Path
@@ -21,7 +21,7 @@ def write(folder: Path, text: str) -> Path:
     return file
 
 
-def test_the_profile_overrides_shared_keys(tmp_path: Path) -> None:
+def test_the_profile_overrides_shared_values(tmp_path: Path) -> None:
     file = write(
         tmp_path, '[machine]\ncores = 1\nname = "shared"\n[local.machine]\ncores = 2\n[cluster.machine]\ncores = 3\n'
     )
@@ -38,7 +38,7 @@ def test_the_profile_overrides_shared_keys(tmp_path: Path) -> None:
         ("[machine]\ncores = \n", "settings.toml is not valid TOML: Invalid value (at line 2"),
     ],
 )
-def test_a_broken_file_is_named_by_line_and_key(tmp_path: Path, text: str, sentence: str) -> None:
+def test_an_error_names_line_and_key(tmp_path: Path, text: str, sentence: str) -> None:
     with pytest.raises(settings.UserError, match="^" + re.escape(sentence)):
         settings.load(Example, "machine", profile="local", file=write(tmp_path, text))
 
@@ -50,7 +50,7 @@ def test_a_missing_file_and_an_unknown_profile_are_refused(tmp_path: Path) -> No
         settings.load(Example, "machine", profile="laptop")
 
 
-def test_relative_paths_are_in_the_project_and_uris_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relative_paths_are_resolved_and_uris_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PROJECT_DIR", "/somewhere/project")
     assert settings.resolve("data/packed") == "/somewhere/project/data/packed"
     assert settings.resolve("/shared/data") == "/shared/data"
@@ -74,10 +74,10 @@ def test_a_bad_option_on_the_command_line_is_one_sentence(
     monkeypatch.setattr("sys.argv", ["jobs/finetune_deepspeed.py", *options.split()])
     with pytest.raises(SystemExit, match="^" + re.escape(sentence)):
         cli.parse(DeepSpeedOptions, "train", "deepspeed")
-    assert "".join(capfd.readouterr()) == ""  # nothing but the message, which the exit prints
+    assert "".join(capfd.readouterr()) == ""  # sys.exit prints only the sentence
 
 
-def test_command_line_options_override_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_line_overrides_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["jobs/finetune_deepspeed.py", "--zero-stage", "1", "--num-workers", "2", "4"])
     found = []
     cli.parse(DeepSpeedOptions, "train", "deepspeed")

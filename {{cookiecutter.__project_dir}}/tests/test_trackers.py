@@ -1,4 +1,4 @@
-"""MLflow and Weights & Biases get what metrics.jsonl holds, also from a resumed run, and cannot stop a training."""
+"""MLflow and Weights & Biases get the metrics of a run, also after a resume, and cannot stop the training."""
 
 import json
 import threading
@@ -77,10 +77,10 @@ def test_a_tracker_that_fails_is_left_out(folder: RunFolder, capsys: pytest.Capt
         trackers.write(ROWS)
         trackers.end()
         server.shutdown()
-    assert capsys.readouterr().out.count("mlflow gets no more numbers") == 1
+    assert capsys.readouterr().out.count("mlflow failed and gets no more metrics") == 1
 
 
-def test_without_a_name_there_is_none(folder: RunFolder) -> None:
+def test_without_settings_there_is_no_tracker(folder: RunFolder) -> None:
     trackers = Trackers(_options(), folder)
     trackers.write(ROWS)
     trackers.end()

@@ -1,4 +1,4 @@
-"""The classifier on one shared Ray: two workers learn it as a plain script does, and a run goes on where it was."""
+"""The classifier on one shared Ray: two workers train like a plain script, and a run resumes."""
 
 import contextlib
 import io
@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import settings
 from jobs import train_classifier
 from jobs.train_classifier import ClassifierOptions
+from pipeline.training import digits
 
 torch.set_num_threads(1)  # on tensors as small as these, threads only wait for one another
 
@@ -21,24 +22,24 @@ CHANGES = {"epochs": EPOCHS, "batch_size": 32}
 
 @pytest.fixture(scope="module")
 def options(tmp_path_factory: pytest.TempPathFactory) -> ClassifierOptions:
-    """Of two workers on this machine."""
+    """Return options for two workers on this machine."""
     options = settings.load(ClassifierOptions, "train", "classifier", profile="local")
     return options.model_copy(update=CHANGES | {"output": str(tmp_path_factory.mktemp("runs"))})
 
 
 @pytest.fixture(scope="module")
 def two(ray_session: None, options: ClassifierOptions) -> dict[str, Any]:
-    """The last checkpoint of two workers, and what was said at the end."""
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
+    """Return the last checkpoint of two workers, and the output."""
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
         train_classifier.main(options)
-    return _state(_checkpoints(options)[-1]) | {"said": said.getvalue()}
+    return _state(_checkpoints(options)[-1]) | {"output": output.getvalue()}
 
 
 def test_two_workers_learn_it_as_a_plain_script_does(two: dict[str, Any], options: ClassifierOptions) -> None:
     plain = _plain_script(options)
     assert _accuracy(two) > 0.9
-    assert f"{_accuracy(two, options.seed + 1):.1%} of the test images" in two["said"]  # each of them counted once
+    assert f"test accuracy {_accuracy(two, options.seed + 1):.1%}" in two["output"]  # each image counts once
     assert _accuracy(two) == pytest.approx(_accuracy(plain), abs=0.03)
     assert _steps(two) == _steps(plain)  # the batch is the same
 
@@ -47,7 +48,7 @@ def test_a_run_goes_on_with_another_number_of_workers(two: dict[str, Any], optio
     before = _checkpoints(options)
     train_classifier.main(options.model_copy(update={"epochs": EPOCHS + 1, "num_workers": 1}))
     *others, last = _checkpoints(options)
-    assert others == before[1:]  # one came, and the oldest of the three went
+    assert others == before[1:]  # a new one replaced the oldest
     assert _steps(_state(last)) == _steps(two) / EPOCHS * (EPOCHS + 1)
 
 
@@ -58,11 +59,11 @@ def test_both_profiles_hold_valid_options(profile: str) -> None:
 
 
 def _plain_script(options: ClassifierOptions) -> dict[str, Any]:
-    """The state after the same epochs in this process, without Ray."""
+    """Return the state after the same epochs in this process, without Ray."""
     torch.manual_seed(options.seed)
-    model = train_classifier.make_model()
+    model = digits.make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate)
-    images = TensorDataset(*train_classifier.draw_digits(options.images, options.seed))
+    images = TensorDataset(*digits.draw_digits(options.images, options.seed))
     loader = DataLoader(images, options.batch_size, shuffle=True)
     for _ in range(options.epochs):
         train_classifier.train_epoch(model, optimizer, loader)
@@ -70,7 +71,7 @@ def _plain_script(options: ClassifierOptions) -> dict[str, Any]:
 
 
 def _checkpoints(options: ClassifierOptions) -> list[Path]:
-    """Those that are kept, oldest first: Ray names them by the time."""
+    """Return the checkpoints, oldest first: Ray names them by time."""
     return sorted(Path(options.output, options.name).glob("checkpoint_*/"))
 
 
@@ -79,12 +80,12 @@ def _state(checkpoint: Path) -> dict[str, Any]:
 
 
 def _accuracy(state: dict[str, Any], seed: int = 12345) -> float:
-    """On 1000 images, measured in this process; no run has seen those of the default seed."""
-    model = train_classifier.make_model()
+    """Return the accuracy on 1000 images, measured in this process. No run used the default seed."""
+    model = digits.make_model()
     model.load_state_dict(state["model"])
-    return float(train_classifier.count_right(model, *train_classifier.draw_digits(1000, seed))) / 1000
+    return float(digits.count_correct(model, *digits.draw_digits(1000, seed))) / 1000
 
 
 def _steps(state: dict[str, Any]) -> int:
-    """Optimizer steps that were taken."""
+    """Return the number of optimizer steps."""
     return int(state["optimizer"]["state"][0]["step"])

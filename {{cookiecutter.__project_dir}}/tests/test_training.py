@@ -1,4 +1,4 @@
-"""The training loop in this process alone, without Ray: its arithmetic, its data, its numbers, what it refuses."""
+"""The training loop in a single process, without Ray: schedules, data, numerics and errors."""
 
 import json
 import math
@@ -30,25 +30,23 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from transformers.optimization import get_cosine_with_min_lr_schedule_with_warmup
 
 import settings
-from jobs import finetune_deepspeed
-from pipeline.data.conversations import NOT_TRAINED
-from pipeline.training import flops, preflight, schedule
+from pipeline.data.tokenization import NOT_TRAINED
+from pipeline.training import deepspeed_zero, flops, preflight, schedule
 from pipeline.training.dataset import COLUMNS, PackedRows, read_manifest
-from pipeline.training.deepspeed_zero import fill_config
 from pipeline.training.options import DDPOptions, DeepSpeedOptions
-from pipeline.training.runtimes.runtime import Metrics, SingleProcess, Write
+from pipeline.training.runtimes.runtime import Metrics, SingleProcess, WriteCheckpoint
 from pipeline.training.strategies import DDP
 from pipeline.training.trainer import PackedSource, train
 
 SEQUENCE_LENGTH = 64
-TRAIN_ROWS, EVAL_ROWS = 13 + 8, 5  # neither fits a whole number of batches
+TRAIN_ROWS, EVAL_ROWS = 13 + 8, 5  # neither is a multiple of the batch size
 
 Finetune = Callable[..., list[dict[str, float]]]
 
 
 @pytest.fixture(scope="module")
 def model(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With dropout, so that random states matter."""
+    """A model with dropout, so that random states matter."""
     folder = tmp_path_factory.mktemp("model")
     packed_rows.write_model(folder, assets, attention_dropout=0.1)
     return folder
@@ -95,27 +93,27 @@ def options(model: Path, packed: Path, tmp_path: Path) -> DDPOptions:
 def finetune(options: DDPOptions) -> Finetune:
     """Train with changed options and return the lines of metrics.jsonl."""
 
-    def run(run_type: type[SingleProcess] = SingleProcess, **changes: Any) -> list[dict[str, float]]:
+    def run(runtime_type: type[SingleProcess] = SingleProcess, **changes: Any) -> list[dict[str, float]]:
         changed = options.model_validate(options.model_dump() | changes)
         folder = Path(changed.output) / changed.name
-        train(changed, run_type(folder, torch.device("cpu"), changed.keep_checkpoints), DDP)
+        train(changed, runtime_type(folder, torch.device("cpu"), changed.keep_checkpoints), DDP)
         return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
     return run
 
 
-# ------------------------------------------------------------------------------------------ arithmetic
+# ------------------------------------------------------------------------------------------ schedules and FLOPs
 
 
 @pytest.mark.parametrize(("rows", "micro", "workers"), [(16, 8, 2), (16, 4, 1), (64, 1, 8), (12, 2, 3)])
-def test_a_global_batch_is_spread_whole(rows: int, micro: int, workers: int) -> None:
+def test_a_global_batch_is_split_without_remainder(rows: int, micro: int, workers: int) -> None:
     schedule.check_batches(rows, micro, workers, workers)
     plan = schedule.spread(rows, micro, workers)
     assert plan.rows_per_rank * workers == rows
     assert plan.accumulation * micro == plan.rows_per_rank
 
 
-def test_a_remainder_is_refused_with_the_nearest_that_work() -> None:
+def test_a_remainder_is_refused_with_the_nearest_valid_values() -> None:
     with pytest.raises(settings.UserError) as refused:
         schedule.check_batches(20, 2, 3, 3)
     assert "--global-batch-rows 18 or 24" in str(refused.value)
@@ -124,15 +122,15 @@ def test_a_remainder_is_refused_with_the_nearest_that_work() -> None:
         schedule.check_batches(rows, 2, workers, workers)
 
 
-def test_between_two_numbers_of_workers_each_has_as_many_passes() -> None:
+def test_with_a_range_of_workers_each_runs_the_same_number_of_passes() -> None:
     schedule.check_batches(16, 4, 1, 4)
     assert [schedule.spread(16, 4, workers).accumulation for workers in (1, 2, 3, 4)] == [4, 2, 2, 1]
-    for rows, micro, most in [(16, 4, 5), (18, 4, 2)]:  # a worker, or a part of a micro-batch, would have no rows
+    for rows, micro, most in [(16, 4, 5), (18, 4, 2)]:  # a worker, or part of a micro-batch, would have no rows
         with pytest.raises(settings.UserError, match=f"--global-batch-rows {micro * most}"):
             schedule.check_batches(rows, micro, 1, most)
 
 
-def test_the_learning_rate_is_that_of_transformers() -> None:
+def test_the_learning_rate_equals_that_of_transformers() -> None:
     peak, warmup, steps, ratio = 3e-3, 7, 50, 0.1
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=peak)
     share = get_cosine_with_min_lr_schedule_with_warmup(optimizer, warmup, steps, min_lr_rate=ratio).lr_lambdas[0]
@@ -146,7 +144,7 @@ def test_the_learning_rate_scales_with_the_batch() -> None:
     assert schedule.peak_learning_rate(1e-3, 64, None) == 1e-3
 
 
-def test_operations_are_those_that_torch_counts() -> None:
+def test_flops_equal_those_that_torch_counts() -> None:
     length, rows = 64, 2
     config = LlamaConfig(
         vocab_size=512, hidden_size=64, intermediate_size=192, num_hidden_layers=3, num_attention_heads=4
@@ -160,7 +158,7 @@ def test_operations_are_those_that_torch_counts() -> None:
     assert formula == pytest.approx(counter.get_total_flops() / (rows * length), rel=0.01)
 
 
-def test_operations_of_adapters_are_those_that_torch_counts() -> None:
+def test_flops_with_adapters_equal_those_that_torch_counts() -> None:
     length, rows = 64, 2
     config = LlamaConfig(
         vocab_size=512, hidden_size=64, intermediate_size=192, num_hidden_layers=3, num_attention_heads=4
@@ -178,7 +176,7 @@ def test_operations_of_adapters_are_those_that_torch_counts() -> None:
     assert formula == pytest.approx(counter.get_total_flops() / (rows * length), rel=0.02)
 
 
-def test_peaks_are_known_by_name() -> None:
+def test_the_peak_is_found_by_device_name() -> None:
     assert flops.peak_flops("NVIDIA A100-SXM4-40GB") == 312e12
     assert flops.peak_flops("NVIDIA H100 PCIe") == 756e12
     assert flops.peak_flops("Tesla T4") is None
@@ -191,7 +189,7 @@ def _rows(packed: Path, part: str) -> list[tuple[int, ...]]:
     return [tuple(row) for row in pq.read_table(packed / part)["input_ids"].to_pylist()]
 
 
-def test_every_epoch_has_each_row_once_in_an_order_of_its_own(packed: Path) -> None:
+def test_every_epoch_has_each_row_once_in_another_order(packed: Path) -> None:
     rows = PackedRows(str(packed), "train", seed=0)
     epochs = [
         [tuple(row) for row in rows.read(epoch * TRAIN_ROWS, TRAIN_ROWS)["input_ids"].tolist()] for epoch in range(3)
@@ -222,7 +220,7 @@ def test_ranks_share_the_rows_that_one_process_reads(options: DDPOptions, tmp_pa
             assert torch.equal(alone[name], torch.cat([batch[name] for batch in shared]))
 
 
-def test_what_is_left_over_is_spread_too(options: DDPOptions, tmp_path: Path) -> None:
+def test_a_remainder_is_split_too(options: DDPOptions, tmp_path: Path) -> None:
     class Rank(SingleProcess):
         def __init__(self, rank: int) -> None:
             super().__init__(tmp_path, torch.device("cpu"), 1)
@@ -258,14 +256,14 @@ def test_data_without_evaluation_rows_is_no_error(packed: Path, tmp_path: Path) 
 def test_missing_rows_are_refused(packed: Path, tmp_path: Path) -> None:
     shutil.copytree(packed, tmp_path, dirs_exist_ok=True)
     shutil.copy(tmp_path / "train/part-00001.parquet", tmp_path / "train/part-00000.parquet")
-    with pytest.raises(settings.UserError, match="run preprocess again"):
+    with pytest.raises(settings.UserError, match="Run: inv submit preprocess"):
         PackedRows(str(tmp_path), "train")
 
 
 # ------------------------------------------------------------------------------------------ the loop
 
 
-def test_the_loss_falls_and_each_step_is_recorded_once(finetune: Finetune, options: DDPOptions) -> None:
+def test_the_loss_falls_and_each_step_is_logged_once(finetune: Finetune, options: DDPOptions) -> None:
     rows = finetune(steps=24)
     assert [row["step"] for row in rows] == list(range(1, 25))
     assert rows[-1]["loss"] < 0.8 * rows[0]["loss"]
@@ -288,7 +286,7 @@ def test_gradient_checkpointing_changes_no_number(finetune: Finetune) -> None:
     assert [row["loss"] for row in again] == pytest.approx([row["loss"] for row in plain], abs=1e-6)
 
 
-def test_bf16_comes_close(finetune: Finetune, monkeypatch: pytest.MonkeyPatch, options: DDPOptions) -> None:
+def test_bf16_is_close_to_fp32(finetune: Finetune, monkeypatch: pytest.MonkeyPatch, options: DDPOptions) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
     full = finetune(name="full", steps=6)
     half = finetune(name="half", steps=6, precision="bf16")
@@ -298,7 +296,7 @@ def test_bf16_comes_close(finetune: Finetune, monkeypatch: pytest.MonkeyPatch, o
     assert trained.dtype == torch.bfloat16
 
 
-def test_bf16_falls_back_where_it_is_emulated(
+def test_bf16_falls_back_to_fp32_if_it_is_emulated(
     finetune: Finetune, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     full = finetune(name="full", steps=3)
@@ -324,28 +322,28 @@ def test_a_resumed_run_repeats_every_bit(finetune: Finetune, options: DDPOptions
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
-def test_a_finished_run_is_left_as_it_is(finetune: Finetune) -> None:
+def test_a_finished_run_does_not_change(finetune: Finetune) -> None:
     assert finetune() == finetune()
 
 
-def test_a_slow_storage_stops_no_step_and_holds_what_was_when_it_was_asked(
+def test_training_continues_while_a_slow_storage_writes_the_copied_state(
     finetune: Finetune, options: DDPOptions
 ) -> None:
     class Slow(SingleProcess):
-        def _keep(self, metrics: Metrics, write: Write) -> None:
+        def _keep(self, metrics: Metrics, write: WriteCheckpoint) -> None:
             while metrics["step"] == 6 and _lines(self._folder / "metrics.jsonl") < 9:
-                assert time.monotonic() < patience, "the loop waits for its checkpoint"
+                assert time.monotonic() < deadline, "the loop waits for its checkpoint"
                 time.sleep(0.01)
             super()._keep(metrics, write)
 
     undisturbed = finetune(name="undisturbed")
-    patience = time.monotonic() + 60
+    deadline = time.monotonic() + 60
     finetune(Slow, name="slow", stop_after=11, checkpoint_every=6, log_every=1, keep_checkpoints=2)
     shutil.rmtree(Path(options.output, "slow/step-00000011"))
     assert [row["loss"] for row in finetune(name="slow")] == [row["loss"] for row in undisturbed]
 
 
-def test_a_torn_checkpoint_is_skipped(
+def test_an_incomplete_checkpoint_is_skipped(
     finetune: Finetune, options: DDPOptions, capsys: pytest.CaptureFixture[str]
 ) -> None:
     undisturbed = finetune(name="undisturbed")
@@ -354,10 +352,10 @@ def test_a_torn_checkpoint_is_skipped(
     os.truncate(folder / "step-00000009/ddp.pt", 1000)
     (folder / "step-00000006/random-00000.pt").unlink()
     rows = finetune(name="torn")
-    said = capsys.readouterr().out
-    assert re.search(r"step-00000009 is skipped, as it is not whole: ddp.pt has 1000 of \d+ bytes", said)
-    assert re.search(r"step-00000006 is skipped, as it is not whole: random-00000.pt has 0 of \d+ bytes", said)
-    assert "resumed after step 3" in said
+    printed = capsys.readouterr().out
+    assert re.search(r"incomplete checkpoint step-00000009: ddp.pt has 1000 of \d+ bytes", printed)
+    assert re.search(r"incomplete checkpoint step-00000006: random-00000.pt has 0 of \d+ bytes", printed)
+    assert "resumed after step 3" in printed
     assert [row["loss"] for row in rows] == [row["loss"] for row in undisturbed]
 
 
@@ -374,25 +372,25 @@ def test_a_machine_about_to_go_is_worth_a_checkpoint(finetune: Finetune, options
 
 
 def test_twenty_kills_change_no_bit(finetune: Finetune, options: DDPOptions, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At random moments, most of them in the middle of a step or of the writing of a checkpoint."""
-    steps = 200  # a fast machine takes five or more between two kills, and must not come to the end
+    """Kill at random moments, mostly in the middle of a step or while writing a checkpoint."""
+    steps = 200  # a fast machine runs five or more between two kills, and must not reach the end
     undisturbed = finetune(name="undisturbed", steps=steps)
     killed = options.model_copy(update={"name": "killed", "steps": steps, "checkpoint_every": 1, "log_every": 1})
     moments = random.Random(0)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
-    processes = multiprocessing.get_context("forkserver")  # it imports once, for all the starts
+    processes = multiprocessing.get_context("forkserver")  # imports once for all starts
     processes.set_forkserver_preload([__name__])
     file = Path(killed.output, "killed/metrics.jsonl")
     for _ in range(20):
         process = processes.Process(target=_train_alone, args=(killed,))
         process.start()
         before = _lines(file)
-        while _lines(file) < before + 2 and process.is_alive():  # it gets on
+        while _lines(file) < before + 2 and process.is_alive():  # until it makes progress
             time.sleep(0.001)
         time.sleep(moments.uniform(0, 0.1))
         process.kill()
         process.join()
-        assert process.exitcode == -signal.SIGKILL  # it had not ended yet
+        assert process.exitcode == -signal.SIGKILL  # it had not finished
     rows = finetune(name="killed", steps=steps)
     assert [(row["step"], row["loss"]) for row in rows] == [(row["step"], row["loss"]) for row in undisturbed]
     weights = [
@@ -411,20 +409,20 @@ def test_the_best_and_the_last_checkpoint_are_kept(finetune: Finetune, options: 
     assert kept == {best, 60}
 
 
-def test_a_run_that_is_asked_stops_with_a_checkpoint(finetune: Finetune, options: DDPOptions) -> None:
+def test_a_run_that_is_asked_to_stop_saves_a_checkpoint(finetune: Finetune, options: DDPOptions) -> None:
     class Asked(SingleProcess):
         def should_stop(self) -> bool:
             return True
 
     undisturbed = finetune(name="undisturbed")
     stopped = finetune(Asked)
-    assert [row["step"] for row in stopped] == [1]  # the loop looks up after the first step, then every log_every
+    assert [row["step"] for row in stopped] == [1]  # checked after the first step, then every log_every steps
     assert not Path(options.output, options.name, "model").exists()
     assert [row["loss"] for row in finetune()] == [row["loss"] for row in undisturbed]
 
 
 def test_evaluation_equals_each_document_alone(finetune: Finetune, packed: Path, options: DDPOptions) -> None:
-    """Perplexity by transformers' own loss over unpacked documents: packing and batching must not show."""
+    """Compare with transformers' own loss over unpacked documents: packing and batching must not matter."""
     row = finetune(steps=6, micro_batch_rows=2)[-1]
     model = AutoModelForCausalLM.from_pretrained(f"{options.output}/{options.name}/model").eval()
     loss, tokens = 0.0, 0
@@ -437,14 +435,16 @@ def test_evaluation_equals_each_document_alone(finetune: Finetune, packed: Path,
     assert row["eval_perplexity"] == pytest.approx(math.exp(loss / tokens), rel=1e-5)
 
 
-def test_the_model_folder_is_whole(finetune: Finetune, packed: Path, options: DDPOptions) -> None:
+def test_the_model_folder_is_complete(finetune: Finetune, packed: Path, options: DDPOptions) -> None:
     finetune(steps=3)
     folder = Path(options.output, options.name, "model")
     assert (folder / "model.safetensors").exists()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     made_with = read_manifest(str(packed)).tokenizer
     assert tokenizer.chat_template == made_with.chat_template
-    assert GenerationConfig.from_pretrained(folder).eos_token_id == made_with.eos_ids, "where a server stops"
+    assert GenerationConfig.from_pretrained(folder).eos_token_id == made_with.eos_ids, (
+        "the tokens at which a server stops"
+    )
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": "Name HTTP status code 404."}],
         add_generation_prompt=True,
@@ -455,12 +455,12 @@ def test_the_model_folder_is_whole(finetune: Finetune, packed: Path, options: DD
     assert answer.shape[1] > prompt["input_ids"].shape[1]
 
 
-def test_a_uri_holds_what_a_path_would(finetune: Finetune, options: DDPOptions, tmp_path: Path) -> None:
+def test_a_run_at_a_uri_equals_one_at_a_path(finetune: Finetune, options: DDPOptions, tmp_path: Path) -> None:
     undisturbed = finetune(name="undisturbed")
     remote = options.model_copy(update={"name": "remote", "output": f"file://{tmp_path}/bucket"})
-    for stop in (6, 12):  # the second start finds what the first one left
-        run = SingleProcess(tmp_path / "checkpoints", torch.device("cpu"), 1)
-        train(remote.model_copy(update={"stop_after": stop}), run, DDP)
+    for stop in (6, 12):  # the second start resumes the first
+        runtime = SingleProcess(tmp_path / "checkpoints", torch.device("cpu"), 1)
+        train(remote.model_copy(update={"stop_after": stop}), runtime, DDP)
     folder = tmp_path / "bucket/remote"
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["loss"] for line in lines] == [row["loss"] for row in undisturbed]
@@ -474,7 +474,7 @@ def test_a_uri_holds_what_a_path_would(finetune: Finetune, options: DDPOptions, 
 LORA = {"lora_rank": 4, "lora_alpha": 8, "lora_dropout": 0.1}
 
 
-def test_lora_trains_adapters_and_merged_they_answer_alike(
+def test_lora_trains_adapters_and_the_merged_model_equals_them(
     finetune: Finetune, model: Path, options: DDPOptions, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = finetune(**LORA)
@@ -502,11 +502,9 @@ def test_a_resumed_lora_run_repeats_every_bit_and_saves_no_base_model(finetune: 
     assert all("lora" in name for name in state["model"])
 
 
-def test_adapters_train_above_weights_of_four_bits(
-    finetune: Finetune, model: Path, options: DDPOptions, tmp_path: Path
-) -> None:
+def test_adapters_train_on_4_bit_weights(finetune: Finetune, model: Path, options: DDPOptions, tmp_path: Path) -> None:
     config = json.loads((model / "config.json").read_text())
-    shape = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 128}  # the library packs 64 numbers together
+    shape = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 128}  # bitsandbytes quantizes blocks of 64 numbers
     shutil.copytree(model, tmp_path / "wide")
     wide = LlamaForCausalLM(LlamaConfig(**config | shape))
     wide.save_pretrained(tmp_path / "wide")
@@ -519,7 +517,7 @@ def test_adapters_train_above_weights_of_four_bits(
     assert merged.num_parameters() == wide.num_parameters()
 
 
-# ------------------------------------------------------------------------------------------ what is refused
+# ------------------------------------------------------------------------------------------ errors
 
 
 def test_a_loss_that_is_not_finite_stops_with_its_rows(
@@ -533,7 +531,7 @@ def test_a_loss_that_is_not_finite_stops_with_its_rows(
         finetune(model=str(tmp_path / "broken"), micro_batch_rows=1, checkpoint_every=1, log_every=1)
     assert f"step {min(steps)} diverged" in str(refused.value)
     assert "the loss is nan" in str(refused.value)
-    assert f"the last good checkpoint is that of step {min(steps) - 1}" in str(refused.value)
+    assert f"the last good checkpoint is of step {min(steps) - 1}" in str(refused.value)
     named = re.findall(r"(part-\d+\.parquet):(\d+)", str(refused.value))
     assert len(named) == steps[min(steps)]
     for file, row in named:
@@ -573,20 +571,20 @@ def test_a_model_that_does_not_fit_the_rows_is_refused(model: Path) -> None:
     preflight.check_model("m", config, config.vocab_size, 128)
     with pytest.raises(settings.UserError, match=f"{config.vocab_size + 1} tokens"):
         preflight.check_model("m", config, config.vocab_size + 1, 128)
-    with pytest.raises(settings.UserError, match="reads 128 at most"):
+    with pytest.raises(settings.UserError, match="context of m is 128 tokens"):
         preflight.check_model("m", config, config.vocab_size, 129)
 
 
 def test_a_model_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(settings.UserError, match="cannot be loaded"):
+    with pytest.raises(settings.UserError, match="cannot load the model"):
         preflight.load_config(str(tmp_path / "nothing"))
 
 
-def test_a_run_goes_on_only_as_it_began(options: DDPOptions, model: Path, tmp_path: Path) -> None:
+def test_a_run_resumes_only_with_the_same_settings(options: DDPOptions, model: Path, tmp_path: Path) -> None:
     config = preflight.load_config(str(model))
-    begun = preflight.identify(options, config, "rows")
-    preflight.claim(options, begun)
-    preflight.claim(options.model_copy(update={"log_every": 1, "num_workers": 4}), begun)  # changes no number
+    identity = preflight.identify(options, config, "rows")
+    preflight.claim(options, identity)
+    preflight.claim(options.model_copy(update={"log_every": 1, "num_workers": 4}), identity)  # changes no number
 
     wider = LlamaConfig(**{**config.to_dict(), "hidden_size": 64})
     for other in (
@@ -594,7 +592,7 @@ def test_a_run_goes_on_only_as_it_began(options: DDPOptions, model: Path, tmp_pa
         preflight.identify(options, config, "other rows"),
         preflight.identify(options.model_copy(update={"learning_rate": 0.5}), config, "rows"),
     ):
-        with pytest.raises(settings.UserError, match=r"was begun with (model|data|learning_rate) = .*--fresh"):
+        with pytest.raises(settings.UserError, match=r"was started with (model|data|learning_rate) = .*--fresh"):
             preflight.claim(options, other)
     (tmp_path / options.name / "step-00000001").mkdir()
     preflight.claim(options.model_copy(update={"fresh": True}), other)
@@ -622,12 +620,11 @@ def test_both_profiles_hold_valid_options_that_divide(profile: str) -> None:
         schedule.check_batches(options.global_batch_rows, options.micro_batch_rows, *workers)
 
 
-def test_the_deepspeed_config_takes_what_the_settings_say() -> None:
-    text = finetune_deepspeed.CONFIG.read_text()
-    assert '"auto"' not in text
+def test_the_deepspeed_config_follows_the_settings() -> None:
+    assert '"auto"' not in deepspeed_zero.CONFIG_FILE.read_text()
     options = settings.load(DeepSpeedOptions, "train", "deepspeed", profile="local")
     options = options.model_copy(update={"zero_stage": 3, "offload_parameters": True, "max_grad_norm": 0.5})
-    config = fill_config(json.loads(text), options, schedule.BatchPlan(rows_per_rank=8, accumulation=2))
+    config = deepspeed_zero.config(options, schedule.BatchPlan(rows_per_rank=8, accumulation=2))
     assert config["zero_optimization"]["stage"] == 3
     assert config["zero_optimization"]["offload_param"]["device"] == "cpu"
     assert "offload_optimizer" not in config["zero_optimization"]
@@ -652,7 +649,7 @@ def test_the_loop_runs_where_ray_is_absent() -> None:
 
 
 def _token_of_few_rows(options: DDPOptions) -> tuple[int, dict[int, int]]:
-    """A token that the first step's rows do not hold, and in how many rows of each later step it is."""
+    """Return a token that is not in the rows of the first step, and the number of its rows in each later step."""
     rows = PackedRows(options.data, "train", options.seed).read(0, 12 * 8)["input_ids"].view(12, 8, -1)
     for token in rows[3].flatten().unique().tolist():
         steps = {step: int((row == token).any(1).sum()) for step, row in enumerate(rows, 1) if (row == token).any()}
@@ -662,8 +659,8 @@ def _token_of_few_rows(options: DDPOptions) -> tuple[int, dict[int, int]]:
 
 
 def _train_alone(options: DDPOptions) -> None:
-    run = SingleProcess(Path(options.output, options.name), torch.device("cpu"), options.keep_checkpoints)
-    train(options, run, DDP)
+    runtime = SingleProcess(Path(options.output, options.name), torch.device("cpu"), options.keep_checkpoints)
+    train(options, runtime, DDP)
 
 
 def _lines(file: Path) -> int:
@@ -678,7 +675,7 @@ def _without_dropout(model: Path, folder: Path) -> str:
 
 
 def _documents_in(rows: pa.Table) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Token ids and labels of each document, cut out where positions restart."""
+    """Return token ids and labels of each document. A document starts where positions restart."""
     documents = []
     for row in rows.to_pylist():
         starts = [at for at, position in enumerate(row["position_ids"]) if position == 0]

@@ -1,4 +1,4 @@
-"""The search on one shared Ray: it finds the good settings, ends bad ones early, and goes on where it was."""
+"""The search on one shared Ray: it finds good settings, stops bad ones early, and resumes."""
 
 import json
 import tomllib
@@ -13,9 +13,10 @@ from ray.tune.schedulers import TrialScheduler
 
 import settings
 from jobs import tune
-from jobs.tune import TuneOptions
 from pipeline.training.options import DDPOptions
-from pipeline.tuning import trials
+from pipeline.training.schedule import check_batches
+from pipeline.tuning import search, trials
+from pipeline.tuning.options import TuneOptions
 from pipeline.tuning.trials import Outcome, Trial
 
 SEED = 1286
@@ -24,7 +25,7 @@ RATES = {"low": 1e-6, "high": 1e4}  # with SEED, the first draw learns and the s
 
 @pytest.fixture(scope="module")
 def changes(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the searches here set beside the local profile."""
+    """Changes of the local profile."""
     model, data = assets / "model", tmp_path_factory.mktemp("packed")
     packed_rows.write(data, packed_rows.tokenize(assets, model, 64), model, 64, train=[64], evaluated=8)
     return {
@@ -46,7 +47,7 @@ def changes(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 
 @pytest.mark.usefixtures("ray_session")
-def test_the_good_settings_are_found_and_a_later_start_goes_on(
+def test_good_settings_are_found_and_a_later_start_adds_trials(
     changes: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tune.main(_options(changes | {"trials": 1}))
@@ -64,57 +65,57 @@ def test_the_good_settings_are_found_and_a_later_start_goes_on(
     assert idle.trial.ended == "stopped at step 4"
     assert {name for name in _names(changes, first.trial) if name.startswith(trials.WEIGHTS)} == set()
 
-    said = capsys.readouterr().out
-    assert "stopped at step 4; 2 of 2 have ended" in said
+    printed = capsys.readouterr().out
+    assert "stopped at step 4; 2 of 2 have ended" in printed
     assert (Path(options.folder) / trials.PLOT).stat().st_size > 1000
-    snippet = said[said.index("[local.train]") :]
+    snippet = printed[printed.index("[local.train]") :]
     file = tmp_path / "settings.toml"
     file.write_text(_settings_with(snippet))
     assert settings.load(DDPOptions, "train", file=file).learning_rate == learned.trial.settings["learning_rate"]
 
-    with pytest.raises(settings.UserError, match="was begun with learning_rate = "):
+    with pytest.raises(settings.UserError, match="was started with learning_rate = "):
         tune.main(_options(changes | {"learning_rates": RATES | {"high": 1e-2}}))
 
 
-def test_what_ended_before_sets_the_mark(changes: dict[str, Any], tmp_path: Path) -> None:
+def test_earlier_results_count_in_a_later_start(changes: dict[str, Any], tmp_path: Path) -> None:
     options = _options(changes | {"output": str(tmp_path)})
     earlier = Trial("trial-01", {"learning_rate": 1e-3}, "all steps")
     file = Path(options.folder, earlier.name, "metrics.jsonl")
     file.parent.mkdir(parents=True)
     file.write_text("".join(json.dumps({"step": step, "eval_loss": 2.0}) + "\n" for step in (4, 8, 12)))
     for loss, decision in ((2.1, TrialScheduler.STOP), (1.9, TrialScheduler.CONTINUE)):
-        asha = tune.scheduler(options, [earlier])
+        asha = search.scheduler(options, [earlier])
         new = SimpleNamespace(trial_id="new")
         asha.on_trial_add(None, new)
         assert asha.on_trial_result(None, new, {"step": 4, "eval_loss": loss}) == decision
 
 
-def test_divergence_ends_a_trial_and_another_failure_does_not(
+def test_divergence_ends_a_trial_and_other_failures_do_not(
     changes: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     searched = [Trial("trial-01", {"learning_rate": 1e3}), Trial("trial-02", {"learning_rate": 1e-3})]
-    note = tune.Note(str(tmp_path), 12, searched)
+    recorder = search.TrialRecorder(str(tmp_path), 12, searched)
     for name, error in (("trial-01", "step 2 diverged on the rows 7: inf"), ("trial-02", "no room for a checkpoint")):
-        note.on_trial_complete(0, [], SimpleNamespace(config={"trial": name}, last_result={"user_error": error}))
-    kept = trials.load(str(tmp_path), tune.draw(_options(changes | {"trials": 2})))
-    assert [trial.ended for trial in kept] == ["step 2 diverged", ""]
-    assert note.failures == ["trial-02: no room for a checkpoint"]
+        recorder.on_trial_complete(0, [], SimpleNamespace(config={"trial": name}, last_result={"user_error": error}))
+    saved = trials.load(str(tmp_path), search.draw(_options(changes | {"trials": 2})))
+    assert [trial.ended for trial in saved] == ["step 2 diverged", ""]
+    assert recorder.failures == ["trial-02: no room for a checkpoint"]
     assert "trial-01: learning_rate 1000: step 2 diverged; 1 of 2 have ended" in capsys.readouterr().out
 
 
-def test_draws_are_from_the_search_space_and_more_begin_with_the_same(changes: dict[str, Any]) -> None:
+def test_draws_are_from_the_search_space_and_more_trials_keep_the_first(changes: dict[str, Any]) -> None:
     options = _options(changes | {"trials": 200, "lora_ranks": [0, 8], "global_batches": [8, 16]})
-    drawn = tune.draw(options)
+    drawn = search.draw(options)
     rates = [one["learning_rate"] for one in drawn]
     assert all(RATES["low"] <= rate <= RATES["high"] for rate in rates)
-    assert 60 < sum(rate < 1e-1 for rate in rates) < 140, "evenly in the logarithm"
+    assert 60 < sum(rate < 1e-1 for rate in rates) < 140, "log-uniform"
     assert {(one["global_batch_rows"], one["lora_rank"]) for one in drawn} == {(8, 0), (8, 8), (16, 0), (16, 8)}
-    assert tune.draw(options.model_copy(update={"trials": 3})) == drawn[:3]
+    assert search.draw(options.model_copy(update={"trials": 3})) == drawn[:3]
 
 
-def test_settings_of_a_trial_win_over_those_of_the_search(changes: dict[str, Any]) -> None:
+def test_settings_of_a_trial_override_those_of_the_search(changes: dict[str, Any]) -> None:
     options = _options(changes | {"script": "finetune_fsdp", "fresh": True})
-    run = tune.run_options(options, Trial("trial-07", {"learning_rate": 5e-4, "lora_rank": 4}))
+    run = search.run_options(options, Trial("trial-07", {"learning_rate": 5e-4, "lora_rank": 4}))
     assert (run.strategy, run.learning_rate, run.lora_rank) == ("fsdp", 5e-4, 4)
     assert (run.steps, run.checkpoint_every, run.fresh) == (12, 4, False)
     assert f"{run.output}/{run.name}" == f"{options.folder}/trial-07"
@@ -141,9 +142,9 @@ def test_a_wrong_search_space_is_refused(wrong: dict[str, Any], sentence: str, c
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
-        ({"global_batches": [8, 12]}, "global_batch_rows = 12 is no multiple of"),
+        ({"global_batches": [8, 12]}, "global_batch_rows = 12 is not a multiple of"),
         ({"trials_at_once": 5}, "is more than the 4 workers .* --trials-at-once 4"),
-        ({"stream": True}, "leave --stream out"),
+        ({"stream": True}, "Leave out --stream"),
     ],
     ids=lambda wrong: next(iter(wrong)) if isinstance(wrong, dict) else "",
 )
@@ -157,7 +158,7 @@ def test_what_no_trial_can_run_is_refused(wrong: dict[str, Any], sentence: str, 
 def test_both_profiles_hold_a_search_whose_batches_divide(profile: str) -> None:
     options = settings.load(TuneOptions, "train", "tune", profile=profile)
     for rows in options.global_batches:
-        tune.check_batches(rows, options.micro_batch_rows, options.min_workers, options.max_workers)
+        check_batches(rows, options.micro_batch_rows, options.min_workers, options.max_workers)
 
 
 def _options(changes: dict[str, Any]) -> TuneOptions:
@@ -166,10 +167,10 @@ def _options(changes: dict[str, Any]) -> TuneOptions:
 
 
 def _trials(changes: dict[str, Any]) -> list[Outcome]:
-    """The trials of the search as its folder holds them."""
+    """Return the trials that the search saved."""
     folder = Path(changes["output"], "tune")
-    noted = [Trial(**one) for one in json.loads((folder / trials.FILE).read_text())]
-    return [Outcome(trial, trials.curve(str(folder), trial.name)) for trial in noted]
+    saved = [Trial(**fields) for fields in json.loads((folder / trials.FILE).read_text())]
+    return [Outcome(trial, trials.curve(str(folder), trial.name)) for trial in saved]
 
 
 def _names(changes: dict[str, Any], trial: Trial) -> list[str]:
@@ -177,12 +178,12 @@ def _names(changes: dict[str, Any], trial: Trial) -> list[str]:
 
 
 def _starts(changes: dict[str, Any], trial: Trial) -> list[str]:
-    """A file for each start of the trial's run."""
+    """Return one file name for each start of the trial's run."""
     return [path.name for path in Path(changes["output"], "tune", trial.name, "tensorboard").iterdir()]
 
 
 def _settings_with(snippet: str) -> str:
-    """settings.toml with the snippet in the place of what it sets."""
+    """Return settings.toml with the snippet's settings."""
     before, _, after = settings.FILE.read_text().partition("[local.train]\n")
     section, end, rest = after.partition("\n[")
     kept = [line for line in section.splitlines() if line.split(" ")[0] not in tomllib.loads(snippet)["local"]["train"]]

@@ -1,7 +1,5 @@
 """The `aws` target: cluster.yaml on AWS, started by Ray's launcher. Inside the emulated AWS the same code runs."""
 
-import contextlib
-import io
 import json
 import subprocess
 import sys
@@ -171,10 +169,7 @@ def _describe_changes(file: ClusterFile, running: instances.Instance | None) -> 
 
 
 def _launch_hash(file: ClusterFile) -> str:
-    """Return the hash by which Ray decides whether a head matches the cluster file."""
-    from ray.autoscaler._private.aws.config import bootstrap_aws
-    from ray.autoscaler._private.util import hash_launch_conf, prepare_config
+    """Return the hash by which Ray decides whether a running head matches the cluster file."""
+    from pipeline.ray_support.private import cluster_launcher  # importing Ray takes a second
 
-    with contextlib.redirect_stdout(io.StringIO()):  # hides Ray's messages
-        config = bootstrap_aws(prepare_config(file.content))
-    return hash_launch_conf(config["available_node_types"][file.head.name]["node_config"], config["auth"])
+    return cluster_launcher.launch_hash(file.content, file.head.name)

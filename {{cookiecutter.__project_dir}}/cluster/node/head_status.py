@@ -5,17 +5,16 @@ import subprocess
 import sys
 import time
 
-from ray.autoscaler.v2.sdk import get_cluster_status
-
 from cluster.node import autoscaler_log, state
 from cluster.node.autoscaler_log import LOGS, tail
+from pipeline.ray_support.private.autoscaler import cluster_status
 
 
 def head_status() -> dict:
     """Return whether the autoscaler runs, what it waits for, what AWS refused, and which set-ups failed."""
     if not state.answers("127.0.0.1"):  # Ray's own client would retry for a minute
         sys.exit("Ray does not run on this head")
-    ray_status = get_cluster_status(f"127.0.0.1:{state.GCS_PORT}")
+    ray_status = cluster_status(f"127.0.0.1:{state.GCS_PORT}")
     return {
         "autoscaler": _autoscaler_pid(),
         "reported": ray_status.stats.autoscaler_version is not None,

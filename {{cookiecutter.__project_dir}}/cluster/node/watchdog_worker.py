@@ -51,9 +51,8 @@ def drain(head: str, notice: str) -> bool:
 
 def own_node_id(head: str) -> str:
     """Return Ray's id of this node."""
-    from ray._raylet import GcsClient  # importing Ray takes memory, which the watchdog needs only here
+    from pipeline.ray_support.private import gcs  # importing Ray takes memory, which the watchdog needs only here
 
     with socket.create_connection((head, GCS_PORT)) as connection:
         address = connection.getsockname()[0]
-    nodes = GcsClient(address=f"{head}:{GCS_PORT}").get_all_node_info().values()
-    return next(node.node_id.hex() for node in nodes if node.node_manager_address == address and node.state == 0)
+    return gcs.node_id(f"{head}:{GCS_PORT}", address)

@@ -28,7 +28,7 @@ class PreprocessOptions(settings.Section):
     chat_template: str | None = None
     """Chat template to use instead of the model's own: a file, or another model's folder or hub id."""
     turns: Turns = "all"
-    """Assistant turns to train: all, or those after the last user message."""
+    """Assistant turns to train: all, or only those after the last user message."""
     past_reasoning: PastReasoning = "served"
     """Reasoning in earlier turns: as the served model sees it, or always kept (for templates that TRL knows)."""
     overlong: Overlong = "truncate"
@@ -36,7 +36,7 @@ class PreprocessOptions(settings.Section):
     sequence_length: PositiveInt
     """Tokens in each packed row."""
     deduplicate: bool = False
-    """Use identical rows once."""
+    """Use identical rows only once."""
     eval_share: float = Field(ge=0, lt=1)
     """Share of the rows held out for evaluation, 0 to 1, chosen by a hash of the row."""
     max_bad_share: float = Field(ge=0, le=1)
@@ -44,8 +44,8 @@ class PreprocessOptions(settings.Section):
     seed: int
     """Seed of the order of the rows."""
     shard_mib: PositiveFloat = 32
-    """MiB of text in one shard, before tokenisation. A task needs about thirty times as much memory."""
+    """MiB of text in one shard, before tokenization. A task needs about thirty times as much memory."""
     show: int = Field(0, ge=0)
-    """Print this many examples first, with the trained tokens in colour."""
+    """Print this many examples first, with the trained tokens in color."""
     overwrite: bool = False
-    """Replace a finished data set that was made from something else."""
+    """Replace a complete data set that was made from other input or with other settings."""

@@ -1,22 +1,28 @@
-"""Packs documents of many lengths into rows of one length."""
+"""Pack documents of different lengths into rows of one length."""
 
 from bisect import bisect_left, insort
 
 import numpy as np
 import pyarrow as pa
 
-from pipeline.data.conversations import NOT_TRAINED
+from pipeline.data.tokenization import NOT_TRAINED
 
 
 def pack(table: pa.Table, sequence_length: int, pad_id: int) -> pa.Table:
-    """Packed rows of the documents in `table` (`input_ids` and `labels`, lists of at most `sequence_length`).
+    """Return the documents in `table`, packed into rows.
 
-    Returns `input_ids`, `labels` and `position_ids`, each int32 (rows, sequence_length). `position_ids` restart
-    at 0 for each document and for the padding, which is how attention keeps them apart. Documents are whole and
-    keep their order within a row; one without tokens takes no room.
+    Args:
+        table: `input_ids` and `labels`, lists of at most `sequence_length`.
+        sequence_length: Tokens in each row.
+        pad_id: The token that fills the rest of a row.
+
+    Returns:
+        `input_ids`, `labels` and `position_ids`, each int32 (rows, sequence_length). `position_ids` restart at 0 for
+        each document and for the padding, so that attention keeps them apart. No document is split, and documents keep
+        their order within a row. Empty documents are left out.
     """
     lengths = _values(table["input_ids"].combine_chunks().value_lengths())
-    rows, offsets, used = _place(lengths, sequence_length)
+    rows, offsets, used = _best_fit(lengths, sequence_length)
     within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     target = np.repeat(rows * sequence_length + offsets, lengths) + within
 
@@ -27,8 +33,8 @@ def pack(table: pa.Table, sequence_length: int, pad_id: int) -> pa.Table:
         "labels": np.full(shape, NOT_TRAINED, dtype=np.int32),
         "position_ids": positions,
     }
-    packed["input_ids"].reshape(-1)[target] = _flat(table["input_ids"])
-    packed["labels"].reshape(-1)[target] = _flat(table["labels"])
+    packed["input_ids"].reshape(-1)[target] = _flatten(table["input_ids"])
+    packed["labels"].reshape(-1)[target] = _flatten(table["labels"])
     packed["position_ids"].reshape(-1)[target] = within
     return pa.table(
         {
@@ -38,34 +44,36 @@ def pack(table: pa.Table, sequence_length: int, pad_id: int) -> pa.Table:
     )
 
 
-def _place(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Online best fit: each document goes into the fullest row that still holds it, else into a new one.
+def _best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Place each document into the fullest row that has room for it, or into a new row.
 
-    Online, not sorted by length first, so that the order of the rows stays as shuffled as that of the documents.
-    Returns the row and the offset of each document, and how much of each row is used.
+    Documents are not sorted by length first: the rows stay as shuffled as the documents.
+
+    Returns:
+        The row and the offset of each document, and the used tokens of each row.
     """
     rows, offsets = np.zeros(len(lengths), dtype=np.int64), np.zeros(len(lengths), dtype=np.int64)
-    room: list[tuple[int, int]] = []  # (free tokens, row), sorted
+    open_rows: list[tuple[int, int]] = []  # (free tokens, row), sorted
     count = 0
     for document, length in enumerate(lengths.tolist()):
         if not length:
             continue
-        fit = bisect_left(room, (length, -1))
-        if fit < len(room):
-            free, row = room.pop(fit)
+        fit = bisect_left(open_rows, (length, -1))
+        if fit < len(open_rows):
+            free, row = open_rows.pop(fit)
         else:
             free, row, count = capacity, count, count + 1
         rows[document], offsets[document] = row, capacity - free
         if free > length:
-            insort(room, (free - length, row))
+            insort(open_rows, (free - length, row))
     used = np.full(count, capacity, dtype=np.int64)
-    for free, row in room:
+    for free, row in open_rows:
         used[row] -= free
     return rows, offsets, used
 
 
-def _flat(column: pa.ChunkedArray) -> np.ndarray:
-    """The elements of a column of lists, one after another."""
+def _flatten(column: pa.ChunkedArray) -> np.ndarray:
+    """Return the concatenated elements of a column of lists."""
     return _values(column.combine_chunks().flatten())
 
 

@@ -1,4 +1,4 @@
-"""Raw rows, tokenised and packed by Ray Data on their way into the workers: no preprocess step, no packed copy."""
+"""Tokenize and pack raw rows with Ray Data while training reads them, without a preprocess step."""
 
 import functools
 from collections.abc import Iterator
@@ -10,63 +10,66 @@ import ray.train
 from ray import ObjectRef
 
 import settings
-from pipeline.data import rows
-from pipeline.data.conversations import Tokenize, load, padding_id
+from pipeline.data import row_dataset, row_sources
 from pipeline.data.options import PreprocessOptions
 from pipeline.data.packing import pack
+from pipeline.data.row_sources import RowSource
 from pipeline.data.shards import fetch
+from pipeline.data.tokenization import DocumentTokenizer
+from pipeline.data.tokenizer import padding_id
 from pipeline.training.dataset import Batch, as_arrays, as_batch
 from settings import UserError
 
-DOCUMENTS_PACKED_TOGETHER = 1024  # the last row of each lot stays partly empty
+DOCUMENTS_PACKED_TOGETHER = 1024  # the last row of each group stays partly empty
 NOTICE = (
-    "--stream: bad rows are skipped uncounted, nothing is evaluated, and a resumed run starts over in the rows, though "
-    "not in its steps"
+    "--stream: bad rows are skipped without being counted, nothing is evaluated, and a resumed run continues at its "
+    "step but reads the rows from the start"
 )
 
 
-class Recipe(NamedTuple):
-    """What [preprocess] says about the rows."""
+class StreamInput(NamedTuple):
+    """The rows that [preprocess] describes, and their tokenizer."""
 
-    sources: list[rows.Source]
-    tokenize: Tokenize
+    sources: list[RowSource]
+    tokenizer: DocumentTokenizer
 
 
-def read_recipe(model: str) -> Recipe:
-    """The rows of [preprocess], for the tokenizer of `model`."""
+def find_input(model: str) -> StreamInput:
+    """Return the rows of [preprocess], with the tokenizer of `model`."""
     options = settings.load(PreprocessOptions, "preprocess")
-    return Recipe(rows.find_all(options.input, options.mix), load(options, model))
+    return StreamInput(row_sources.find_all(options.input, options.mix), DocumentTokenizer.from_options(options, model))
 
 
-def dataset(recipe: Recipe) -> ray.data.Dataset:
-    """The packed rows, in the order of the input."""
+def dataset(stream: StreamInput) -> ray.data.Dataset:
+    """Return the packed rows in the order of the input."""
     ray.data.DataContext.get_current().enable_progress_bars = False
-    shared = ray.put(recipe.tokenize)
-    return rows.dataset(recipe.sources).map_batches(
-        functools.partial(_packed, shared=shared), batch_size=DOCUMENTS_PACKED_TOGETHER, batch_format="pyarrow"
+    return row_dataset.dataset(stream.sources).map_batches(
+        functools.partial(_pack, tokenizer_ref=ray.put(stream.tokenizer)),
+        batch_size=DOCUMENTS_PACKED_TOGETHER,
+        batch_format="pyarrow",
     )
 
 
-def _packed(table: pa.Table, shared: ObjectRef) -> pa.Table:
-    tokenize = fetch(shared)
-    return pack(tokenize(table), tokenize.sequence_length, padding_id(tokenize.tokenizer))
+def _pack(table: pa.Table, tokenizer_ref: ObjectRef) -> pa.Table:
+    tokenizer = fetch(tokenizer_ref)
+    return pack(tokenizer(table), tokenizer.sequence_length, padding_id(tokenizer.tokenizer))
 
 
 class StreamSource:
-    """This worker's share of the stream, over and over."""
+    """This worker's share of the stream, repeated without end."""
 
-    def __init__(self, recipe: Recipe, rows_per_rank: int) -> None:
-        self.sequence_length = recipe.tokenize.sequence_length
-        self.chat_template = recipe.tokenize.tokenizer.chat_template
-        self.eos_ids = recipe.tokenize.eos_ids
+    def __init__(self, stream: StreamInput, rows_per_rank: int) -> None:
+        self.sequence_length = stream.tokenizer.sequence_length
+        self.chat_template = stream.tokenizer.tokenizer.chat_template
+        self.eos_ids = stream.tokenizer.eos_ids
         self._batches = self._epochs(rows_per_rank)
 
     def rows(self, step: int) -> Batch:
-        """The next rows, whatever the step: a stream has no position."""
+        """Return the next rows, whatever the step: a stream has no position."""
         return next(self._batches)
 
     def names(self, step: int, first: int, count: int) -> list[str]:
-        """None: a stream has no position."""
+        """Return no names: a stream has no position."""
         return []
 
     def _epochs(self, rows_per_rank: int) -> Iterator[Batch]:
@@ -78,5 +81,5 @@ class StreamSource:
                 yield as_batch(as_arrays(table))
             if not batches:
                 raise UserError(
-                    "the stream has less than one global batch; give more rows or a smaller --global-batch-rows."
+                    "the stream has less than one global batch; add rows, or pass a smaller --global-batch-rows."
                 )

@@ -1,4 +1,4 @@
-"""What is evaluated: a model, or adapters over one, wherever they are; refused before any worker starts."""
+"""The models to evaluate: find them, and check that they fit the data, before any worker starts."""
 
 import json
 from typing import NamedTuple
@@ -11,24 +11,24 @@ from settings import UserError
 
 
 class Candidate(NamedTuple):
-    """A model to evaluate, by what every node can read."""
+    """A model to evaluate, in a form that every node can read."""
 
     name: str
-    """As it was given."""
+    """As the user named it."""
     model: str
-    """A folder, a URI or a hub id; with adapters, that of the model below them."""
+    """A folder, a URI or a hub id. With adapters, the base model."""
     adapter: str | None
-    """The folder or URI of LoRA adapters, as a training leaves them in the folder `adapter` of its run."""
+    """The folder or URI of LoRA adapters, as a run writes them to its folder `adapter`."""
 
 
 def find(name: str) -> Candidate:
-    """The model, or the adapters, of a Hugging Face folder, a URI or a hub id.
+    """Return the model or the adapters in a Hugging Face folder, at a URI, or of a hub id.
 
     Raises:
-        UserError: it is a folder of a training that holds no model itself.
+        UserError: it is the folder of a run or of a checkpoint, not of a model.
     """
     folder = settings.resolve(name).rstrip("/")
-    _refuse_folders_of_a_training(name.rstrip("/"), folder)
+    _refuse_run_folders(name.rstrip("/"), folder)
     adapter = storage.read_text(f"{folder}/adapter_config.json")
     if adapter is None:
         return Candidate(name, model_cache.find(name), None)
@@ -36,15 +36,15 @@ def find(name: str) -> Candidate:
 
 
 def check(candidate: Candidate, data: str, manifest: Manifest) -> None:
-    """Refuse what cannot be loaded, or does not fit the packed data in the folder `data`."""
+    """Raise UserError if a model cannot be loaded, or does not fit the packed data in the folder `data`."""
     config = preflight.load_config(candidate.model)
     preflight.check_tokenizer(candidate.model, data, manifest.tokenizer)
     preflight.check_model(candidate.model, config, manifest.tokenizer.vocabulary, manifest.sequence_length)
 
 
-def _refuse_folders_of_a_training(name: str, folder: str) -> None:
-    """A run's folder, and those of its checkpoints, whose files only the same training can read."""
-    signs = {checkpoints.STATE: ("a checkpoint", name.rpartition("/")[0]), "run.json": ("a run", name)}
-    for file, (kind, run) in signs.items():
+def _refuse_run_folders(name: str, folder: str) -> None:
+    """Raise UserError for the folder of a run or of a checkpoint: only the same training can read its files."""
+    markers = {checkpoints.STATE: ("a checkpoint", name.rpartition("/")[0]), "run.json": ("a run", name)}
+    for file, (kind, run) in markers.items():
         if storage.read_text(f"{folder}/{file}") is not None:
-            raise UserError(f"{name} is the folder of {kind}; give that of the model which it leads to: {run}/model")
+            raise UserError(f"{name} is the folder of {kind}; evaluate its model instead: {run}/model")

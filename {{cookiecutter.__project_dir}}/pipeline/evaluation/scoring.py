@@ -1,4 +1,4 @@
-"""Scores a model on packed rows: its loss, and the answers that it would give to the letter."""
+"""Score a model on packed rows: its loss, and how many answers greedy decoding would give exactly."""
 
 import time
 from collections.abc import Callable
@@ -9,7 +9,8 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
-from pipeline.data.conversations import NOT_TRAINED, eos_ids, load_tokenizer
+from pipeline.data.tokenization import NOT_TRAINED
+from pipeline.data.tokenizer import eos_ids, load_tokenizer
 from pipeline.evaluation import stopping
 from pipeline.evaluation.candidates import Candidate
 from pipeline.ray_support import model_cache
@@ -23,19 +24,19 @@ class Score(NamedTuple):
     """Cross-entropy of the trained tokens, in nats."""
     trained_tokens: int
     documents: int
-    """Documents with a trained token; padding is none."""
+    """Documents with a trained token. Padding is not a document."""
     answers: int
-    """Runs of trained tokens: what the assistant says in one turn, to its end-of-turn token."""
+    """Runs of trained tokens: an assistant turn, including its stop token."""
     exact: int
     """Answers that greedy decoding gives token for token."""
 
 
 @torch.no_grad()
 def score(model: PreTrainedModel, batch: Batch) -> Score:
-    """The score of `model` on a batch of packed rows.
+    """Return the score of `model` on a batch of packed rows, from one forward pass.
 
-    Nothing is generated: greedy decoding gives an answer exactly where each token of it is the likeliest after all
-    that precedes it, as up to its first wrong token it has read what stands in the row.
+    Greedy decoding gives an answer exactly if each of its tokens is the most likely one after the tokens before it: up
+    to the first wrong token, the model reads the same tokens as in the row.
     """
     output = model(**batch, num_items_in_batch=1, use_cache=False)  # 1: the loss is a sum
     labels = batch["labels"][:, 1:]
@@ -46,25 +47,28 @@ def score(model: PreTrainedModel, batch: Batch) -> Score:
     return Score(
         loss=float(output.loss),
         trained_tokens=int(trained_tokens(batch)),
-        documents=_parts_with(batch["labels"] != NOT_TRAINED, begins=batch["position_ids"] == 0),
+        documents=_count_segments(batch["labels"] != NOT_TRAINED, begins=batch["position_ids"] == 0),
         answers=answers,
-        exact=answers - _parts_with(wrong, begins),
+        exact=answers - _count_segments(wrong, begins),
     )
 
 
-def _parts_with(marked: torch.Tensor, begins: torch.Tensor) -> int:
-    """How many parts hold a marked token, where a part is what follows one that begins it; both (rows, length)."""
+def _count_segments(marked: torch.Tensor, begins: torch.Tensor) -> int:
+    """Return how many segments have a marked token.
+
+    `begins` marks the first token of each segment. Both are (rows, length).
+    """
     number = begins.flatten().cumsum(0)
     return len(number[marked.flatten()].unique())
 
 
 class Scorer:
-    """A model on a device, loaded once, and the held-out rows, which it scores by position."""
+    """A model, loaded once on a device, that scores held-out rows by position."""
 
     def __init__(
         self, candidate: Candidate, data: str, device: str, precision: str, report: Callable[..., Any]
     ) -> None:
-        """`data` is the folder or URI of the packed data; `report(rows=…)` hears of rows that are done."""
+        """`data` is the folder or URI of the packed data. Finished rows call `report(rows=…)`."""
         self._device = torch.device(device)
         self._model = load(candidate, torch.bfloat16 if precision == "bf16" else torch.float32).to(self._device).eval()
         self._rows = PackedRows(data, "eval")
@@ -72,9 +76,9 @@ class Scorer:
         self._report = report
 
     def __call__(self, piece: dict[str, int]) -> dict[str, float]:
-        """The score of `rows` rows from position `first` on, with how many `tokens` they have and the `seconds`.
+        """Return the score of `rows` rows from position `first` on, their `tokens`, and the `seconds` it took.
 
-        With the first rows come the answers that were `generated`, and those that `stopped`.
+        The first rows also count how many answers were `generated`, and how many of them `stopped`.
         """
         generated, stopped = self._count_stops() if piece["first"] == 0 else (0, 0)
         started = time.perf_counter()
@@ -94,11 +98,11 @@ class Scorer:
 
 
 def load(candidate: Candidate, dtype: torch.dtype) -> PreTrainedModel:
-    """The candidate's model in main memory, fetched to this node first where it is elsewhere."""
+    """Return the candidate's model in main memory. A model at a URI is copied to this node first."""
     logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(model_cache.on_this_node(candidate.model), dtype=dtype)
     if candidate.adapter:
-        from peft import PeftModel  # seconds, spared to workers with a whole model
+        from peft import PeftModel  # takes seconds; models without adapters do not need it
 
         model = PeftModel.from_pretrained(model, model_cache.on_this_node(candidate.adapter))
     return model

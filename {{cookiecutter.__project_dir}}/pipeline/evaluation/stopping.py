@@ -1,4 +1,4 @@
-"""Generate answers to held-out questions, and count how many end by themselves."""
+"""Generate answers to held-out questions, and count how many end with a stop token."""
 
 import sys
 from collections.abc import Collection
@@ -7,11 +7,11 @@ from itertools import pairwise
 import torch
 from transformers import PreTrainedModel
 
-from pipeline.data.conversations import NOT_TRAINED
+from pipeline.data.tokenization import NOT_TRAINED
 from pipeline.training.dataset import Batch
 
 QUESTIONS = 8
-MOST_TOKENS = 128  # longer answers count as not ended
+MAX_TOKENS = 128  # longer answers count as not ended
 
 
 @torch.no_grad()
@@ -19,17 +19,17 @@ def count_stops(model: PreTrainedModel, batch: Batch, eos_ids: Collection[int]) 
     """Return how many answers were generated greedily, and how many of them end in one of `eos_ids`.
 
     A question is a document up to its first trained token. The first QUESTIONS of `batch` that leave room for an answer
-    in the context of the model are asked.
+    in the model's context are used.
     """
-    longest = getattr(model.config, "max_position_embeddings", None) or sys.maxsize
-    questions = [question for question in _questions(batch) if len(question) < longest][:QUESTIONS]
+    context = getattr(model.config, "max_position_embeddings", None) or sys.maxsize
+    questions = [question for question in _questions(batch) if len(question) < context][:QUESTIONS]
     stopped = 0
     for question in questions:
         answer = model.generate(
             question[None],
             attention_mask=torch.ones_like(question[None]),
             do_sample=False,
-            max_new_tokens=min(MOST_TOKENS, longest - len(question)),
+            max_new_tokens=min(MAX_TOKENS, context - len(question)),
             eos_token_id=sorted(eos_ids),
             pad_token_id=0,
         )

@@ -1,4 +1,4 @@
-"""Rows of an input as prompts: the tokens that the server would make of the same words, or what is wrong."""
+"""Turn rows into prompts: the same tokens as the server makes of the same messages, or the reason for rejection."""
 
 import functools
 from collections import Counter
@@ -13,54 +13,127 @@ from ray import ObjectRef
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from pipeline.data import rows
-from pipeline.data.conversations import canonical
-from pipeline.data.row_formats import BadRow, well_formed
-from pipeline.data.rows import Found, Piece, Source
-from pipeline.generation.output import Output
+from pipeline.data.examples import BadRow, canonical_json
+from pipeline.data.messages import normalize_messages
+from pipeline.data.row_dataset import one_task_per_piece
+from pipeline.data.row_sources import RowSource
+from pipeline.data.rows import Piece, RawRow
+from pipeline.generation.answer_folder import AnswerFolder
 from pipeline.ray_support import model_cache
 from settings import UserError
 
 COLUMNS = ("messages", "prompt")
-ROWS_AT_ONCE = 256  # handed on together
+BLOCK_ROWS = 256
 
 
-class Survey(NamedTuple):
-    """What the rows' ids tell before anything is generated."""
+class RemainingRows(NamedTuple):
+    """The rows that are not answered yet, by their ids."""
 
-    rows: int
-    """Rows of the input that are still to be done, bad ones included."""
-    skipped: frozenset[str]
-    """Ids of rows that were answered before."""
+    count: int
+    """Rows of the input that remain, including bad ones."""
+    answered: frozenset[str]
+    """Ids of rows that earlier runs answered."""
     repeated: frozenset[str]
     """Ids that several rows have."""
 
 
-def survey(source: Source, id_column: str, answered: frozenset[str]) -> Survey:
-    """Read all ids, each piece in a task of its own.
+class PromptTokenizer:
+    """Turns rows into prompts as vLLM's server does with requests."""
+
+    def __init__(self, model: str, id_column: str, max_model_len: int, skip_ids: Collection[str] = ()) -> None:
+        """Load the tokenizer.
+
+        Raises:
+            UserError: the model has no tokenizer.
+        """
+        try:
+            folder = model_cache.on_this_node(model_cache.find(model), weights=False)
+            self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
+        except (OSError, ValueError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise UserError(f"the tokenizer of {model} cannot be loaded ({reason}); pass another --model.") from None
+        self.id_column = id_column
+        self.max_model_len = max_model_len
+        self.skip_ids = frozenset(skip_ids)
+
+    def prompt(self, raw: RawRow, remaining: RemainingRows) -> dict[str, Any] | None:
+        """Return a row's id, its prompt, and the prompt's tokens, or None if the row is already answered.
+
+        Raises:
+            BadRow: there is no prompt, or it cannot be answered.
+        """
+        row = rows.parse(raw)
+        row_id = _id_of(row, self.id_column)
+        if row_id in remaining.answered:
+            return None
+        if row_id in remaining.repeated:
+            raise BadRow("an id that another row has too")
+        if row_id in self.skip_ids:
+            raise BadRow("skipped by --skip-ids")
+        prompt, tokens = self._tokenize(row)
+        if not tokens:
+            raise BadRow("an empty prompt")
+        if len(tokens) >= self.max_model_len:
+            raise BadRow(f"too long: no token of max_model_len = {self.max_model_len} is left for the answer")
+        return {"id": row_id, "prompt": prompt, "tokenized_prompt": tokens}
+
+    def _tokenize(self, row: dict[str, Any]) -> tuple[str, list[int]]:
+        """Return prompt and tokens as in /v1/chat/completions or /v1/completions, which add BOS in different ways."""
+        if row.get("messages") is not None:
+            messages = normalize_messages(row["messages"])
+            prompt = canonical_json(messages).decode()
+            return prompt, self.tokenizer(self._render(messages), add_special_tokens=False)["input_ids"]
+        if not isinstance(prompt := row.get("prompt"), str) or not prompt:
+            raise BadRow("neither messages nor a prompt that is text")
+        canonical_json([{"content": prompt}])  # raises BadRow if the text is not valid Unicode
+        return prompt, self.tokenizer(prompt)["input_ids"]
+
+    def _render(self, messages: list[dict[str, Any]]) -> str:
+        try:
+            return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        except (jinja2.TemplateError, TypeError, ValueError, IndexError) as error:
+            raise BadRow(f"the chat template refuses it: {error}") from None
+
+
+def find_remaining(source: RowSource, id_column: str, answered: frozenset[str]) -> RemainingRows:
+    """Read all ids, with one task per piece, and return the rows that are not in `answered`.
 
     Raises:
-        UserError: no row has one.
+        UserError: no row has an id.
     """
-    read = functools.partial(_ids, source=source, id_column=id_column)
+    read = functools.partial(_read_ids, source=source, id_column=id_column)
     seen: Counter[str | None] = Counter()
-    for batch in rows.a_task_each(source).map_batches(read, batch_size=None, batch_format="pyarrow").iter_rows():
+    for batch in one_task_per_piece(source).map_batches(read, batch_size=None, batch_format="pyarrow").iter_rows():
         seen.update(batch["ids"])
     if not seen.keys() - {None}:
         raise UserError(
-            f"no row of {source.name} has an id in the column {id_column}, by which a killed run goes on; "
+            f"no row of {source.name} has an id in the column {id_column}, which a killed run needs to resume; "
             "name the column with --id-column."
         )
-    skipped = answered & seen.keys()
-    repeated = frozenset(name for name, count in seen.items() if name is not None and count > 1)
-    return Survey(seen.total() - sum(seen[name] for name in skipped), skipped, repeated)
+    answered = answered.intersection(seen)
+    repeated = frozenset(row_id for row_id, count in seen.items() if row_id is not None and count > 1)
+    return RemainingRows(seen.total() - sum(seen[row_id] for row_id in answered), answered, repeated)
 
 
-def _ids(pieces: pa.Table, source: Source, id_column: str) -> pa.Table:
+def dataset(
+    source: RowSource,
+    remaining: RemainingRows,
+    tokenizer: PromptTokenizer,
+    output: AnswerFolder,
+    report: Callable[..., Any] | None = None,
+) -> ray.data.Dataset:
+    """Return the remaining prompts. Bad rows are saved to `output`, and each piece calls `report(rejected=…)`."""
+    shared = ray.put((tokenizer, remaining))
+    read = functools.partial(_read_prompts, source=source, shared=shared, output=output, report=report)
+    return one_task_per_piece(source).map_batches(read, batch_size=None, batch_format="pyarrow")
+
+
+def _read_ids(pieces: pa.Table, source: RowSource, id_column: str) -> pa.Table:
     ids: list[str | None] = []
     for piece in [Piece(**piece) for piece in pieces.to_pylist()]:
-        for found in rows.read(source.filesystem, piece, (id_column,)):
+        for row in rows.read(source.files.filesystem, piece, (id_column,)):
             try:
-                ids.append(_id_of(rows.parsed(found), id_column))
+                ids.append(_id_of(rows.parse(row), id_column))
             except BadRow:
                 ids.append(None)
     return pa.table({"ids": pa.array([ids], pa.list_(pa.string()))})
@@ -73,93 +146,25 @@ def _id_of(row: dict[str, Any], column: str) -> str:
     return str(value)
 
 
-class Tokenize:
-    """Makes prompts of rows, as vLLM's server makes them of requests."""
-
-    def __init__(self, model: str, id_column: str, max_model_len: int, skip_ids: Collection[str] = ()) -> None:
-        """Load the tokenizer.
-
-        Raises:
-            UserError: the model has none.
-        """
-        try:
-            folder = model_cache.on_this_node(model_cache.find(model), weights=False)
-            self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
-        except (OSError, ValueError) as error:
-            reason = str(error).strip().splitlines()[0]
-            raise UserError(f"{model} gives no tokenizer ({reason}); pass another --model.") from None
-        self.id_column = id_column
-        self.max_model_len = max_model_len
-        self.skip_ids = frozenset(skip_ids)
-
-    def prompt(self, found: Found, skipped: frozenset[str], repeated: frozenset[str]) -> dict[str, Any] | None:
-        """The id, the prompt as it stands in the row, and its tokens; None for a row that is skipped.
-
-        Raises:
-            BadRow: there is no prompt, or none that can be answered.
-        """
-        row = rows.parsed(found)
-        name = _id_of(row, self.id_column)
-        if name in skipped:
-            return None
-        if name in repeated:
-            raise BadRow("an id that another row has too")
-        if name in self.skip_ids:
-            raise BadRow("skipped by --skip-ids")
-        prompt, tokens = self._tokens(row)
-        if not tokens:
-            raise BadRow("an empty prompt")
-        if len(tokens) >= self.max_model_len:
-            raise BadRow(f"too long: no token of max_model_len = {self.max_model_len} is left for the answer")
-        return {"id": name, "prompt": prompt, "tokenized_prompt": tokens}
-
-    def _tokens(self, row: dict[str, Any]) -> tuple[str, list[int]]:
-        """As /v1/chat/completions and /v1/completions, each of which adds a model's first token in its own way."""
-        if row.get("messages") is not None:
-            messages = well_formed(row["messages"])
-            prompt = canonical(messages).decode()
-            return prompt, self.tokenizer(self._rendered(messages), add_special_tokens=False)["input_ids"]
-        if not isinstance(prompt := row.get("prompt"), str) or not prompt:
-            raise BadRow("neither messages nor a prompt that is text")
-        canonical([{"content": prompt}])
-        return prompt, self.tokenizer(prompt)["input_ids"]
-
-    def _rendered(self, messages: list[dict[str, Any]]) -> str:
-        try:
-            return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        except (jinja2.TemplateError, TypeError, ValueError, IndexError) as error:
-            raise BadRow(f"the chat template refuses it: {error}") from None
-
-
-def dataset(
-    source: Source, found: Survey, tokenize: Tokenize, output: Output, report: Callable[..., Any] | None = None
-) -> ray.data.Dataset:
-    """The prompts that are still to be answered; bad rows go aside. Each piece calls `report(rejected=…)`."""
-    read = functools.partial(
-        _prompts, source=source, shared=ray.put((tokenize, found.skipped, found.repeated)), output=output, report=report
-    )
-    return rows.a_task_each(source).map_batches(read, batch_size=None, batch_format="pyarrow")
-
-
 @functools.cache
-def _fetch(shared: ObjectRef) -> tuple[Tokenize, frozenset[str], frozenset[str]]:
+def _fetch(shared: ObjectRef) -> tuple[PromptTokenizer, RemainingRows]:
     return ray.get(shared)
 
 
-def _prompts(
-    pieces: pa.Table, source: Source, shared: ObjectRef, output: Output, report: Callable[..., Any] | None
+def _read_prompts(
+    pieces: pa.Table, source: RowSource, shared: ObjectRef, output: AnswerFolder, report: Callable[..., Any] | None
 ) -> Iterator[pa.Table]:
-    tokenize, skipped, repeated = _fetch(shared)
+    tokenizer, remaining = _fetch(shared)
     for piece in [Piece(**piece) for piece in pieces.to_pylist()]:
         good: list[dict[str, Any]] = []
         bad: list[dict[str, Any]] = []
-        for found in rows.read(source.filesystem, piece, (tokenize.id_column, *COLUMNS)):
+        for row in rows.read(source.files.filesystem, piece, (tokenizer.id_column, *COLUMNS)):
             try:
-                if made := tokenize.prompt(found, skipped, repeated):
-                    good.append(made)
+                if prompt := tokenizer.prompt(row, remaining):
+                    good.append(prompt)
             except BadRow as problem:
-                bad.append({"row": rows.raw(found), "reason": str(problem)})
-            if len(good) == ROWS_AT_ONCE:
+                bad.append({"row": rows.to_bytes(row), "reason": str(problem)})
+            if len(good) == BLOCK_ROWS:
                 yield pa.Table.from_pylist(good)
                 good = []
         if good:

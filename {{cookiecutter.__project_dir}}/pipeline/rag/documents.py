@@ -1,4 +1,4 @@
-"""Reads documents, out of parquet, JSONL, Markdown and text files, and cuts them into chunks."""
+"""Reads documents from parquet, JSONL, Markdown and text files, and splits them into chunks."""
 
 import hashlib
 import io
@@ -8,67 +8,34 @@ from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 import pyarrow as pa
-import pyarrow.fs
 import pyarrow.parquet as pq
 from tokenizers import Tokenizer
 
+from pipeline.data import files
+from pipeline.data.files import InputFiles
 from settings import UserError
 
 SUFFIXES = (".parquet", ".jsonl", ".md", ".txt")
-PARQUET_ROWS = 256  # decoded together: documents can be long
+PARQUET_ROWS = 256  # decoded at once; few, because documents can be long
 PIECE_BYTES = 8 * 2**20  # of files, read by one task
 CHUNKS = pa.schema(
     [
-        ("document", pa.string()),  # its id
-        ("hash", pa.string()),  # of its text
-        ("chunk", pa.int32()),  # number in the document
+        ("document", pa.string()),  # id of the document
+        ("hash", pa.string()),  # of the document's text
+        ("chunk", pa.int32()),  # position in the document
         ("text", pa.string()),
     ]
 )
 
 
-class File(NamedTuple):
-    """One input file."""
-
-    path: str
-    size: int
-
-
-class Source(NamedTuple):
-    """The files that an input names."""
-
-    filesystem: pyarrow.fs.FileSystem
-    folder: str
-    """What all their paths begin with."""
-    files: list[File]
-
-    @property
-    def size(self) -> int:
-        """Bytes of all files."""
-        return sum(file.size for file in self.files)
-
-    @property
-    def pieces(self) -> list[list[str]]:
-        """Paths that one task each reads: a large file, or many small ones."""
-        pieces: list[list[str]] = []
-        room = 0
-        for file in self.files:
-            if file.size > room:
-                pieces.append([])
-                room = PIECE_BYTES
-            pieces[-1].append(file.path)
-            room -= file.size
-        return pieces
-
-
 class Document(NamedTuple):
-    """One document."""
+    """A document."""
 
     id: str
-    """That of its row; else its file's path below the source's folder, with the row's number where a file has rows."""
+    """The row's id, or the file's path below the source's folder. Rows without id add their number to the path."""
     text: str
     size: int
-    """About how many bytes of its file it takes."""
+    """Approximate number of bytes in its file."""
 
     @property
     def hash(self) -> str:
@@ -76,56 +43,48 @@ class Document(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Some documents that were read together."""
+    """A batch of documents."""
 
     seen: list[str]
-    """Ids of all of them."""
+    """Ids of all documents."""
     changed: list[str]
-    """Ids of those that were known with another text."""
+    """Ids of known documents with a new text."""
     chunks: pa.Table
-    """CHUNKS of those that are new or changed."""
+    """Chunks of new and changed documents, with the schema CHUNKS."""
     size: int
-    """Bytes of the files that they take."""
+    """Approximate number of bytes in their files."""
 
 
-def find(name: str) -> Source:
-    """The .parquet, .jsonl, .md and .txt files that an absolute path or URI names: a file, a glob's, or all in a folder
-    and below.
+def find(name: str) -> InputFiles:
+    """Return the .parquet, .jsonl, .md and .txt files at an absolute path or URI: a file, a folder with its subfolders,
+    or a glob.
 
     Raises:
         UserError: there is no such file, or it cannot be read.
     """
-    from pipeline.data.rows import list_files  # imports Ray Data, which the readers need not
-
-    try:
-        filesystem, path = pyarrow.fs.FileSystem.from_uri(name)
-        is_folder = filesystem.get_file_info(path).type == pyarrow.fs.FileType.Directory
-        everything = pyarrow.fs.FileSelector(path, recursive=True)
-        found = filesystem.get_file_info(everything) if is_folder else list_files(filesystem, path)
-    except (OSError, pa.ArrowInvalid) as error:
-        raise UserError(f"{name} cannot be read ({error}); correct input in [embed], or pass --input.") from None
-    files = sorted(
-        File(info.path, info.size) for info in found if info.is_file and PurePosixPath(info.path).suffix in SUFFIXES
-    )
-    if not files:
-        raise UserError(f"no {', '.join(SUFFIXES)} file is at {name}; correct input in [embed], or pass --input.")
-    return Source(filesystem, path if is_folder else _folder_of(path), files)
+    return files.find(name, SUFFIXES, "embed", recursive=True)
 
 
-def _folder_of(path: str) -> str:
-    """The folder of a file, or the one below which a glob begins."""
-    parts = PurePosixPath(path).parts
-    plain = [number for number, part in enumerate(parts) if any(sign in part for sign in "*?[")]
-    return str(PurePosixPath(*parts[: min([*plain, len(parts) - 1])]))
+def pieces(source: InputFiles) -> list[list[str]]:
+    """Return groups of paths, one for each reading task: a large file, or many small ones."""
+    groups: list[list[str]] = []
+    room = 0
+    for file in source.files:
+        if file.size > room:
+            groups.append([])
+            room = PIECE_BYTES
+        groups[-1].append(file.path)
+        room -= file.size
+    return groups
 
 
-def read(source: Source, path: str) -> Iterator[Document]:
-    """The documents of one file.
+def read(source: InputFiles, path: str) -> Iterator[Document]:
+    """Yield the documents of a file.
 
     Raises:
         UserError: the file is broken, or a row has no text.
     """
-    name = str(PurePosixPath(path).relative_to(source.folder))
+    name = str(PurePosixPath(path).relative_to(source.root))
     with source.filesystem.open_input_file(path) as file:
         size = file.size()
         if path.endswith(".parquet"):
@@ -138,7 +97,7 @@ def read(source: Source, path: str) -> Iterator[Document]:
             return
         for number, (row, row_size) in enumerate(rows, 1):
             if not isinstance(row.get("text"), str):
-                raise UserError(f"row {number} of {path} has no `text`; give each a text, and if you like an id.")
+                raise UserError(f"row {number} of {path} has no `text`. Each row needs a `text`; an `id` is optional.")
             yield Document(str(row.get("id") or f"{name}#{number}"), row["text"], row_size)
 
 
@@ -150,7 +109,7 @@ def _parquet_rows(file: pa.NativeFile, path: str, size: int) -> Iterator[tuple[d
             for row in batch.to_pylist():
                 yield row, size // parquet.metadata.num_rows
     except pa.ArrowInvalid as error:
-        raise UserError(f"{path} is not a sound parquet file ({error}); replace or remove it.") from None
+        raise UserError(f"{path} is not a valid parquet file ({error}). Replace or remove it.") from None
 
 
 def _json_rows(file: pa.NativeFile, path: str) -> Iterator[tuple[dict[str, Any], int]]:
@@ -162,12 +121,12 @@ def _json_rows(file: pa.NativeFile, path: str) -> Iterator[tuple[dict[str, Any],
         except ValueError:
             row = None
         if not isinstance(row, dict):
-            raise UserError(f"line {number} of {path} is no JSON object; correct or remove it.")
+            raise UserError(f"line {number} of {path} is not a JSON object. Fix or remove it.")
         yield row, len(line)
 
 
 class Chunker:
-    """Cuts a text into chunks of so many tokens, each of which begins with the last ones of that before it."""
+    """Splits a text into chunks of at most `tokens` tokens, which overlap by `overlap` tokens."""
 
     def __init__(self, tokenizer: Tokenizer, tokens: int, overlap: int) -> None:
         self._tokenizer = tokenizer
@@ -178,15 +137,15 @@ class Chunker:
         offsets = self._tokenizer.encode(text, add_special_tokens=False).offsets
         chunks, start = [], 0
         while len(offsets) - start > self._tokens:
-            stop = _word(text, offsets, start, start + self._tokens)
+            stop = _word_start(text, offsets, start, start + self._tokens)
             chunks.append(text[offsets[start][0] : offsets[stop][0]].strip())
-            again = stop - self._overlap
-            start = _word(text, offsets, start, again) if again > start else stop
+            next_start = stop - self._overlap
+            start = _word_start(text, offsets, start, next_start) if next_start > start else stop
         return [*chunks, text[offsets[start][0] if start else 0 :].strip()]
 
 
-def _word(text: str, offsets: list[tuple[int, int]], after: int, token: int) -> int:
-    """The last token up to this one that begins a word, `after` excluded; this one where there is none."""
+def _word_start(text: str, offsets: list[tuple[int, int]], after: int, token: int) -> int:
+    """Return the last token in (after, token] that starts a word, or `token` if there is none."""
     for number in range(token, after, -1):
         first = offsets[number][0]
         if text[first].isspace() or text[first - 1].isspace():
@@ -195,11 +154,11 @@ def _word(text: str, offsets: list[tuple[int, int]], after: int, token: int) -> 
 
 
 def batches(
-    source: Source, paths: list[str], known: Mapping[str, str], cut: Callable[[str], list[str]], size: int
+    source: InputFiles, paths: list[str], known: Mapping[str, str], cut: Callable[[str], list[str]], size: int
 ) -> Iterator[Batch]:
-    """The documents of these files in batches of about `size` chunks; a document is in one batch with all its chunks.
+    """Yield the documents of these files in batches of about `size` chunks. A batch contains complete documents.
 
-    `known` are the hashes of documents, by id, whose chunks are not needed again.
+    `known` maps the ids of known documents to their hashes. Unchanged documents get no chunks.
     """
     seen: list[str] = []
     changed: list[str] = []
@@ -209,7 +168,7 @@ def batches(
         for document in read(source, path):
             read_bytes += document.size
             if not document.text.strip():
-                continue  # as if it were not there
+                continue  # treat an empty document as absent
             seen.append(document.id)
             if known.get(document.id) != document.hash:
                 chunks += _chunks(document, cut)

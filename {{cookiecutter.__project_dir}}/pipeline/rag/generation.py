@@ -1,4 +1,4 @@
-"""The deployment that answers from sources: it asks the served model, or quotes."""
+"""The deployment that answers from sources: with the served model, or with a quote."""
 
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -7,26 +7,24 @@ from typing import Any, Literal, NamedTuple
 import openai
 
 from pipeline.rag import ranking
-from pipeline.rag.index import Found
+from pipeline.rag.index import ScoredChunk
 
 PROMPT = (
-    "Answer from the numbered sources below and from nothing else. After each statement name the source that it is "
-    "from, as in [1]. Where they do not hold the answer, say: I do not know.\n\n"
+    "Answer only from the numbered sources below. After each statement, cite its source, as in [1]. "
+    "If the sources do not contain the answer, say: I do not know.\n\n"
 )
-
-
 NO_USAGE = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}  # for an answer that no model wrote
 
 
-class End(NamedTuple):
-    """How an answer ended. Passed between replicas."""
+class AnswerEnd(NamedTuple):
+    """The end of an answer."""
 
     finish_reason: str = "stop"
     usage: dict[str, Any] = NO_USAGE
 
 
 class Failure(NamedTuple):
-    """What kept the generator from answering, as it passes between replicas."""
+    """The error that a client gets instead of an answer, or instead of the rest of one."""
 
     status: int
     message: str
@@ -35,44 +33,49 @@ class Failure(NamedTuple):
     retry_after: str | None = None
 
 
-Piece = str | End | Failure
+AnswerPart = str | AnswerEnd | Failure
+"""The generator streams these to the ingress."""
 
 
 class Generator:
-    """Answers from sources: with a served model's words, or with a sentence of theirs."""
+    """Answers from sources: with the served model, or with a sentence of the best source."""
 
     def __init__(self, kind: Literal["model", "quote"], address: str, prompt_characters: int) -> None:
-        self._client = openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="the caller's", max_retries=0)
+        """`address` is the URL of the model; the model reads the first `prompt_characters` of the sources."""
+        self._client = openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="set for each request", max_retries=0)
         self._prompt_characters = prompt_characters
         self._answer = self._ask if kind == "model" else self._quote
 
     async def generate(
-        self, messages: list[dict[str, str]], sources: list[Found], asked: dict[str, Any], key: str
-    ) -> AsyncIterator[Piece]:
-        """Yield the answer in pieces. The last one is an `End` or a `Failure`."""
-        async with contextlib.aclosing(self._answer(messages, sources, asked, key)) as pieces:
-            async for piece in pieces:
-                yield piece
+        self, messages: list[dict[str, str]], sources: list[ScoredChunk], options: dict[str, Any], key: str
+    ) -> AsyncIterator[AnswerPart]:
+        """Yield the answer in parts. The last one is an `AnswerEnd` or a `Failure`.
+
+        `options` are fields of OpenAI's chat request; `key` is the client's API key.
+        """
+        async with contextlib.aclosing(self._answer(messages, sources, options, key)) as parts:
+            async for part in parts:
+                yield part
 
     async def _quote(
-        self, messages: list[dict[str, str]], sources: list[Found], asked: dict[str, Any], _: str
-    ) -> AsyncGenerator[Piece]:
+        self, messages: list[dict[str, str]], sources: list[ScoredChunk], options: dict[str, Any], _: str
+    ) -> AsyncGenerator[AnswerPart]:
         quoted = f"{ranking.quote(messages[-1]['content'], sources[0].text)} [1]"
-        yield until(quoted, asked.get("stop", []))
-        yield End()
+        yield until(quoted, options.get("stop", []))
+        yield AnswerEnd()
 
     async def _ask(
-        self, messages: list[dict[str, str]], sources: list[Found], asked: dict[str, Any], key: str
-    ) -> AsyncGenerator[Piece]:
-        """The client's own key is shown to the model, so its limits hold there too."""
+        self, messages: list[dict[str, str]], sources: list[ScoredChunk], options: dict[str, Any], key: str
+    ) -> AsyncGenerator[AnswerPart]:
+        """Ask the model with the client's own key, so that the key's limits apply."""
         system = {"role": "system", "content": PROMPT + numbered(sources)[: self._prompt_characters]}
-        told: list[Any] = [system, *messages]
+        prompt: list[Any] = [system, *messages]
         completions = self._client.with_options(api_key=key).chat.completions
-        end = End()
+        end = AnswerEnd()
         try:
-            # without a name, whichever model is at the address answers
+            # without a name, the main model answers
             async with await completions.create(
-                model="", messages=told, stream=True, stream_options={"include_usage": True}, **asked
+                model="", messages=prompt, stream=True, stream_options={"include_usage": True}, **options
             ) as stream:
                 async for chunk in stream:
                     if chunk.usage:
@@ -89,11 +92,11 @@ class Generator:
 
 def _failure(error: openai.APIError) -> Failure:
     if isinstance(error, openai.APIConnectionError | openai.NotFoundError):
-        return Failure(503, f"the model that writes the answers does not answer ({error}): inv submit serve_llm")
+        return Failure(503, f"cannot reach the model that writes the answers ({error}); run inv submit serve_llm")
     if not isinstance(error, openai.APIStatusError):  # in the middle of a stream
         return Failure(503, f"the model that writes the answers failed: {error.message}", code=error.code)
-    said = error.body if isinstance(error.body, dict) else {}
-    message = str(said.get("message") or error.message)
+    body = error.body if isinstance(error.body, dict) else {}
+    message = str(body.get("message") or error.message)
     return Failure(error.status_code, message, error.param, error.code, error.response.headers.get("retry-after"))
 
 
@@ -102,6 +105,6 @@ def until(text: str, stops: list[str]) -> str:
     return text[: min((text.index(stop) for stop in stops if stop in text), default=len(text))]
 
 
-def numbered(sources: list[Found]) -> str:
-    """The sources as a model reads them."""
+def numbered(sources: list[ScoredChunk]) -> str:
+    """Format the sources for the prompt."""
     return "\n\n".join(f"[{number}] {source.document}: {source.text}" for number, source in enumerate(sources, 1))

@@ -1,4 +1,4 @@
-"""Options of answers from documents: [embed] and [rag] of settings.toml, and the command line."""
+"""Options of `embed` and `serve_rag`: the [embed] and [rag] sections of settings.toml, and the command line."""
 
 from typing import Literal
 
@@ -15,7 +15,7 @@ class EmbedOptions(settings.Section):
     index: str
     """Folder or s3:// URI of the index."""
     shared_paths: tuple[str, ...] = ()
-    """Folders that every node mounts; on several nodes, other local paths are refused."""
+    """Folders that every node mounts. On several nodes, other local paths are rejected."""
     model: str
     """Embedding model: a Hugging Face folder or hub id."""
     chunk_tokens: int = Field(ge=8)
@@ -23,15 +23,15 @@ class EmbedOptions(settings.Section):
     chunk_overlap: int = Field(ge=0)
     """Number of tokens by which a chunk overlaps the previous one."""
     num_workers: PositiveInt
-    """Copies of the model that embed at the same time."""
+    """Number of workers. Each has its own copy of the model."""
     num_cpus: NonNegativeFloat
-    """Logical CPUs of each."""
+    """Logical CPUs of each worker."""
     num_gpus: NonNegativeFloat
-    """GPUs of each."""
+    """GPUs of each worker."""
     device: Literal["cpu", "cuda"]
-    """Where they compute."""
+    """Device of the workers."""
     precision: Literal["fp32", "bf16"]
-    """Number format of the weights and of the computation."""
+    """Data type of the weights and the computation."""
     batch_chunks: PositiveInt
     """Chunks in one forward pass."""
     questions: str = ""
@@ -47,12 +47,12 @@ class EmbedOptions(settings.Section):
 
     @property
     def needs(self) -> dict[str, float]:
-        """What Ray reserves for a worker."""
+        """Resources that Ray reserves for a worker."""
         return {name: amount for name, amount in (("CPU", self.num_cpus), ("GPU", self.num_gpus)) if amount}
 
 
 class Replicas(settings.Section):
-    """How many replicas of one part there are, and what each has."""
+    """Replicas of one deployment, and the resources of each."""
 
     min_replicas: int = Field(ge=0)
     """Replicas that always run."""
@@ -61,9 +61,9 @@ class Replicas(settings.Section):
     target_ongoing_requests: PositiveInt = 8
     """Requests in progress on one replica, on average, above which replicas are added."""
     num_cpus: NonNegativeFloat
-    """Logical CPUs of each."""
+    """Logical CPUs of each replica."""
     num_gpus: NonNegativeFloat = 0
-    """GPUs of each."""
+    """GPUs of each replica."""
 
     @model_validator(mode="after")
     def _in_order(self) -> "Replicas":
@@ -76,30 +76,30 @@ class RagOptions(settings.Section):
     """The [rag] section of settings.toml."""
 
     index: str
-    """Folder or s3:// URI of the index that `embed` made."""
+    """Folder or s3:// URI of the index of `embed`."""
     shared_paths: tuple[str, ...] = ()
-    """Folders that every node mounts; on several nodes, other local paths are refused."""
+    """Folders that every node mounts. On several nodes, other local paths are rejected."""
     candidates: PositiveInt
-    """Chunks that the retriever finds for a question."""
+    """Number of chunks that the retriever finds for a question."""
     sources: PositiveInt
     """Number of best-ranked chunks to answer from."""
     reranker: str = ""
-    """Cross-encoder that ranks them: a Hugging Face folder or hub id; empty: by cosine and shared words."""
+    """Cross-encoder that ranks the chunks: a Hugging Face folder or hub id. Empty: cosine and shared words."""
     min_score: float
     """Minimum score of a source. If no source reaches it, the answer is "I do not know"."""
     generator: Literal["model", "quote"]
     """`model`: the model of `serve_llm` writes the answer. `quote`: it is the best sentence of the best source."""
     prompt_characters: PositiveInt
-    """Characters of the sources that the model reads at most."""
+    """Maximum number of characters of the sources in the prompt."""
     device: Literal["cpu", "cuda"]
-    """Where retriever and reranker compute; `cuda` needs num_gpus for both."""
+    """Device of retriever and reranker. `cuda` needs num_gpus for both."""
     retriever: Replicas
-    """Embeds the question, and searches."""
+    """Replicas of the retriever, which embeds the question and searches the index."""
     ranker: Replicas
-    """Ranks what was found."""
+    """Replicas of the reranker."""
     answerer: Replicas
-    """Asks the model."""
+    """Replicas of the generator, which asks the model."""
     ingress: Replicas
-    """Takes the requests."""
+    """Replicas of the HTTP API."""
     start_timeout_s: PositiveInt
     """Seconds to wait for a deployment to become healthy."""

@@ -1,4 +1,4 @@
-"""Documents to vectors on many nodes: Ray tasks read and cut, Ray actors embed, and little waits between them."""
+"""Embeds documents on many nodes: Ray tasks read and chunk them, Ray actors embed the chunks. Queues are short."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -8,16 +8,17 @@ import pyarrow as pa
 import ray
 from ray import ObjectRef
 
+from pipeline.data.files import InputFiles
 from pipeline.rag import documents
-from pipeline.rag.documents import Batch, Chunker, Source
+from pipeline.rag.documents import Batch, Chunker
 from pipeline.rag.embedder import Embedder
 
-AHEAD = 2  # batches with each worker: one in work, one that waits
-READ_AHEAD = 2  # batches of each reading task that nobody has taken yet
+BATCHES_PER_WORKER = 2  # one in progress, one waiting
+MAX_UNREAD_BATCHES = 2  # of each reading task, before it pauses
 
 
-class Embedded(NamedTuple):
-    """A batch, its chunks with their vectors."""
+class EmbeddedBatch(NamedTuple):
+    """A batch whose chunks have a `vector` column."""
 
     seen: list[str]
     changed: list[str]
@@ -25,69 +26,69 @@ class Embedded(NamedTuple):
     size: int
 
 
-class Worker(Embedder):
-    """The actor."""
+class EmbeddingWorker(Embedder):
+    """A Ray actor that embeds batches."""
 
-    def work(self, batch: Batch) -> Embedded:
-        """The batch with a vector for each chunk."""
+    def embed_batch(self, batch: Batch) -> EmbeddedBatch:
+        """Return the batch with a vector for each chunk."""
         vectors = pa.array(self.embed(batch.chunks["text"].to_pylist()).ravel(), pa.float32())
         dimension = len(vectors) // len(batch.chunks)
         column = pa.FixedSizeListArray.from_arrays(vectors, dimension)
-        return Embedded(batch.seen, batch.changed, batch.chunks.append_column("vector", column), batch.size)
+        return EmbeddedBatch(batch.seen, batch.changed, batch.chunks.append_column("vector", column), batch.size)
 
 
-class Pool:
-    """Workers that start when there is something to do, each with its own copy of the model."""
+class WorkerPool:
+    """Workers with one copy of the model each. They start with the first batch."""
 
     def __init__(self, count: int, resources: dict[str, float], *arguments: Any) -> None:
-        """`arguments` are the `Embedder`'s."""
+        """`resources` are those of each worker; `arguments` are passed to `Embedder`."""
         self._count = count
-        # a worker that dies with its machine is started again on another, and does again what it had not done
-        self._kind = ray.remote(Worker).options(max_restarts=-1, max_task_retries=3, **resources)
+        # if a worker's machine dies, Ray restarts the worker on another one and repeats its unfinished batches
+        self._actor_class = ray.remote(EmbeddingWorker).options(max_restarts=-1, max_task_retries=3, **resources)
         self._arguments = arguments
         self._actors: list[Any] = []
 
     @property
     def actors(self) -> list[Any]:
         if not self._actors:
-            self._actors = [self._kind.remote(*self._arguments) for _ in range(self._count)]
+            self._actors = [self._actor_class.remote(*self._arguments) for _ in range(self._count)]
         return self._actors
 
-    def embed(self, batches: Iterator[ObjectRef]) -> Iterator[Embedded]:
-        """The batches, as they become ready."""
+    def embed(self, batches: Iterator[ObjectRef]) -> Iterator[EmbeddedBatch]:
+        """Yield the embedded batches in the order in which they finish."""
         free: deque[Any] = deque()
         working: dict[ObjectRef, Any] = {}
         for reference in batches:
             batch: Batch = ray.get(reference)
             if not batch.chunks:
-                yield Embedded(*batch)
+                yield EmbeddedBatch(*batch)
                 continue
             if not free and not working:
-                free.extend(self.actors * AHEAD)
+                free.extend(self.actors * BATCHES_PER_WORKER)
             if not free:
                 yield self._next(working, free)
             actor = free.popleft()
-            working[actor.work.remote(reference)] = actor
+            working[actor.embed_batch.remote(reference)] = actor
         while working:
             yield self._next(working, free)
 
-    def _next(self, working: dict[ObjectRef, Any], free: deque[Any]) -> Embedded:
+    def _next(self, working: dict[ObjectRef, Any], free: deque[Any]) -> EmbeddedBatch:
         [done], _ = ray.wait(list(working), num_returns=1)
         free.append(working.pop(done))
         return ray.get(done)
 
 
-def read(source: Source, known: dict[str, str], cut: Chunker, size: int, at_once: int) -> Iterator[ObjectRef]:
-    """References to the source's batches, of about `size` chunks, that `at_once` tasks make; each task in its turn."""
+def read(source: InputFiles, known: dict[str, str], cut: Chunker, size: int, max_tasks: int) -> Iterator[ObjectRef]:
+    """Yield references to batches of about `size` chunks, which at most `max_tasks` tasks read at the same time."""
     task = ray.remote(documents.batches).options(
-        num_returns="streaming", _generator_backpressure_num_objects=READ_AHEAD, max_retries=-1
+        num_returns="streaming", _generator_backpressure_num_objects=MAX_UNREAD_BATCHES, max_retries=-1
     )
     shared = ray.put(known)
     shared_cut = ray.put(cut)
-    waiting = deque(source.pieces)
+    waiting = deque(documents.pieces(source))
     running: list[Any] = []
     while waiting or running:
-        while waiting and len(running) < at_once:
+        while waiting and len(running) < max_tasks:
             running.append(task.remote(source, waiting.popleft(), shared, shared_cut, size))
         [ready], running = ray.wait(running, num_returns=1)
         try:

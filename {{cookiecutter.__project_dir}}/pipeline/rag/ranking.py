@@ -1,37 +1,37 @@
-"""Ranks what the retriever found by a plain measure, and quotes from it.
+"""Ranks chunks without a model, and quotes their best sentence.
 
-The measure is the mean of two numbers between 0 and 1: the cosine of the vectors, which knows meanings, and the
-share of the question's words that a chunk holds, each weighted by how rare it is, which knows names.
+The score is the mean of two numbers between 0 and 1: the cosine similarity, which captures meaning, and the share of
+the question's words that the chunk contains, weighted by rarity, which captures names.
 """
 
 import math
 import re
 from collections import Counter
 
-from pipeline.rag.index import Found
+from pipeline.rag.index import ScoredChunk
 
-COMMON = set(
+STOP_WORDS = set(
     re.findall(r"\w+", "a an and are can do does for how i in is it of on or the to was what when where which who why")
 )
-"""Words that do not say what a question asks."""
+"""Words that are ignored when a sentence is compared with a question."""
 
 
-def rank(question: str, found: list[Found]) -> list[Found]:
-    """The chunks, the best first, with the plain measure as their score."""
-    texts = [_words(f"{chunk.document} {chunk.text}") for chunk in found]
+def rank(question: str, chunks: list[ScoredChunk]) -> list[ScoredChunk]:
+    """Return the chunks with their new scores, best first."""
+    texts = [_words(f"{chunk.document} {chunk.text}") for chunk in chunks]
     shares = _shares(_words(question), texts)
     scored = [
-        chunk._replace(score=(max(0.0, chunk.score) + share) / 2) for chunk, share in zip(found, shares, strict=True)
+        chunk._replace(score=(max(0.0, chunk.score) + share) / 2) for chunk, share in zip(chunks, shares, strict=True)
     ]
     return sorted(scored, key=lambda chunk: chunk.score, reverse=True)
 
 
 def quote(question: str, text: str) -> str:
-    """The sentence of a text that shares most with the question; of equals the longest, which says most."""
+    """Return the sentence with the most words of the question. Among equals, the longest wins."""
     parts = [" ".join(part.split()) for part in re.split(r"(?<=[.!?])\s+|\n\s*\n", text) if part.strip()]
-    sentences = [part for part in parts if part[-1] in ".!?"] or parts  # no headings, where there is anything else
-    asked = _words(question) - COMMON
-    return max(sentences, key=lambda sentence: (len(asked & _words(sentence)), len(sentence)))
+    sentences = [part for part in parts if part[-1] in ".!?"] or parts  # skip headings, unless there is nothing else
+    question_words = _words(question) - STOP_WORDS
+    return max(sentences, key=lambda sentence: (len(question_words & _words(sentence)), len(sentence)))
 
 
 def _words(text: str) -> set[str]:
@@ -39,8 +39,8 @@ def _words(text: str) -> set[str]:
 
 
 def _shares(question: set[str], texts: list[set[str]]) -> list[float]:
-    """For each text, the weight of the question's words that it holds by the weight of all of them."""
-    holders = Counter(word for text in texts for word in question & text)
-    weight = {word: math.log(1 + len(texts) / (1 + holders[word])) for word in question}
-    whole = sum(weight.values()) or 1.0
-    return [sum(weight[word] for word in question & text) / whole for text in texts]
+    """Return, for each text, the weighted share of the question's words that it contains."""
+    texts_with = Counter(word for text in texts for word in question & text)
+    weight = {word: math.log(1 + len(texts) / (1 + texts_with[word])) for word in question}
+    total = sum(weight.values()) or 1.0
+    return [sum(weight[word] for word in question & text) / total for text in texts]

@@ -1,33 +1,33 @@
-"""The deployments that find what a question is about: retriever and reranker."""
+"""The deployments that find sources for a question: retriever and reranker."""
 
 import asyncio
 
 from pipeline.rag import ranking
 from pipeline.rag.cross_encoder import CrossEncoder
 from pipeline.rag.embedder import Embedder
-from pipeline.rag.index import Found, Reader
+from pipeline.rag.index import Reader, ScoredChunk
 from pipeline.ray_support import model_cache
 
 
 class Retriever:
-    """Finds the chunks nearest to a question, in the index as it is at that moment."""
+    """Finds the chunks nearest to a question in the latest version of the index."""
 
     async def __init__(self, location: str, device: str, candidates: int) -> None:
         self._reader = await Reader.open(location)
-        model = await asyncio.to_thread(model_cache.find, self._reader.recipe.model)
+        model = await asyncio.to_thread(model_cache.find, self._reader.config.model)
         self._embedder = await asyncio.to_thread(Embedder, model, device, "fp32")
         self._candidates = candidates
 
-    async def find(self, question: str) -> list[Found]:
+    async def find(self, question: str) -> list[ScoredChunk]:
         [vector] = await asyncio.to_thread(self._embedder.embed, [question], "query")
         return await self._reader.search(vector.tolist(), self._candidates)
 
 
 class Reranker:
-    """Puts what was found into order."""
+    """Ranks the chunks that the retriever found."""
 
     def __init__(self, model: str, device: str) -> None:
         self._rank = CrossEncoder(model_cache.find(model), device).rank if model else ranking.rank
 
-    async def rank(self, question: str, found: list[Found]) -> list[Found]:
-        return await asyncio.to_thread(self._rank, question, found)
+    async def rank(self, question: str, chunks: list[ScoredChunk]) -> list[ScoredChunk]:
+        return await asyncio.to_thread(self._rank, question, chunks)

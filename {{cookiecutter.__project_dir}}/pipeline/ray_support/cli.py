@@ -25,7 +25,7 @@ from pipeline.serving import haproxy
 PRIVATE_FOLDER = "RAY_PRIVATE_FOLDER"
 """Environment variable: folder of a Ray that serves only this process. Other users cannot access it."""
 
-# below `uv run`, Ray would start its workers with `uv run` too, in an environment of their own
+# under `uv run`, Ray would start its workers with `uv run` too, in another environment
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 if os.environ.get("RAY_ADDRESS", "local") == "local":  # this process starts its own Ray
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # stays on loopback; read once, by `import ray`
@@ -51,10 +51,11 @@ def parse(options_type: type[Options], *sections: str) -> Options:
     Call it before importing torch, Ray or transformers, so that --help and errors appear at once.
     """
     global _parsed
-    said = io.StringIO()
+    printed = io.StringIO()
     try:
-        refusing = _errors.on_parse_error(functools.partial(_refuse, options_type))  # private to tyro, which is pinned
-        with refusing, contextlib.redirect_stdout(said):
+        # private to tyro, which is pinned
+        with_our_errors = _errors.on_parse_error(functools.partial(_refuse, options_type))
+        with with_our_errors, contextlib.redirect_stdout(printed):
             _parsed = options = tyro.cli(
                 options_type,
                 prog=_command(),
@@ -65,7 +66,7 @@ def parse(options_type: type[Options], *sections: str) -> Options:
     except settings.UserError as error:
         sys.exit(f"error: {error}")
     except SystemExit:  # --help
-        print(said.getvalue().replace(" [-h]", "", 1), end="")
+        print(printed.getvalue().replace(" [-h]", "", 1), end="")
         raise
     if CHECKED_FOR in os.environ:
         sys.exit()
@@ -86,7 +87,7 @@ def _command() -> str:
 
 
 def _refuse(options_type: type[settings.Section], event: _errors.ParseErrorEvent) -> None:
-    """Raise a one-sentence error for a wrong command line, in place of tyro's box."""
+    """Raise a one-sentence error for a wrong command line, instead of tyro's box."""
     if isinstance(event, _errors.UnrecognizedArgs):
         name = event.tokens[0].partition("=")[0].strip("-").replace("-", "_")
         if name in settings.RENAMED:
@@ -107,7 +108,7 @@ def _flag(name: str) -> str:
 
 @OPTIONS.struct_rule
 def _section(info: constructors.StructTypeInfo) -> constructors.StructConstructorSpec | None:
-    """How tyro makes a section from options: as it makes any model, but a bad value is one sentence, and no dump."""
+    """Tell tyro how to make a section from options: like any model, but a bad value raises a one-sentence error."""
     section_type = info.type
     if not (isinstance(section_type, type) and issubclass(section_type, settings.Section)):
         return None
@@ -130,7 +131,7 @@ def _section(info: constructors.StructTypeInfo) -> constructors.StructConstructo
 def _first_error(error: ValidationError) -> str:
     first = error.errors()[0]
     message = first["msg"].removeprefix("Value error, ")
-    if not first["loc"]:  # two options that do not go together, which the message names
+    if not first["loc"]:  # two options that contradict each other; the message names them
         return f"{message}."
     return f"{_flag(str(first['loc'][0]))}: {message} (found {first['input']!r}). Details: {_command()} --help"
 
@@ -142,22 +143,24 @@ def connect(*, log_to_driver: bool = True) -> None:
     """
     import ray  # imported late: it takes seconds, and a wrong option must fail before that
 
+    from pipeline.ray_support.private import core
+
     job_secrets.load()
     if ray.is_initialized():
         return
-    address = os.environ.get("RAY_ADDRESS", "local")  # never a stranger's cluster that happens to run here
+    address = os.environ.get("RAY_ADDRESS", "local")  # never another user's cluster on this machine
     if address != "local":
         ray.init(address=address, log_to_driver=log_to_driver)
         return
-    os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # nobody takes this machine away
-    ray.init(
+    os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # no one takes this machine away
+    core.init(
+        f"{os.environ[PRIVATE_FOLDER]}/ray",  # a subfolder: Ray gives all users access to its temp folder
         address="local",
-        include_dashboard=True,  # Ray Train asks it whether a run's controller lives, and complains without it
+        include_dashboard=True,  # Ray Train asks it whether a run's controller is alive, and otherwise complains
         logging_level=logging.WARNING,
         log_to_driver=log_to_driver,
-        _temp_dir=f"{os.environ[PRIVATE_FOLDER]}/ray",  # a subfolder: Ray gives all users access to its temp folder
         runtime_env={
             "worker_process_setup_hook": "pipeline.ray_support.job_secrets.load",
-            "env_vars": {"PYTHONPATH": str(settings.PROJECT)},  # with `python -m`, Ray passes on jobs/ alone
+            "env_vars": {"PYTHONPATH": str(settings.PROJECT)},  # with `python -m`, Ray passes on only jobs/
         },
     )

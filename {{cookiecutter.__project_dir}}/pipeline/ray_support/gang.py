@@ -1,5 +1,7 @@
-"""Brings all machines of a training into one zone: between zones traffic is slow and costs money, and a gang that is
-half there is paid for and does nothing."""
+"""Gang scheduling: brings all machines of a training into one zone.
+
+Traffic between zones is slow and costs money, and a partial allocation costs money but cannot train.
+"""
 
 import itertools
 import json
@@ -9,23 +11,21 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import ray
-from ray._raylet import GcsClient
-from ray.autoscaler.v2.schema import ClusterStatus
-from ray.autoscaler.v2.sdk import get_cluster_status
-from ray.core.generated.autoscaler_pb2 import DrainNodeReason
 from ray.train import ScalingConfig
 from ray.util.placement_group import placement_group, remove_placement_group
 
+from pipeline.ray_support.private import gcs
+from pipeline.ray_support.private.autoscaler import ClusterStatus, cluster_status
 from pipeline.ray_support.workers import WorkerOptions
 
-LINE_EVERY_S = 30
-ASKED_WITHIN_S = 20
-GIVEN_BACK_WITHIN_S = 120
-RESIZE_EVERY_S = 300  # growing costs the steps since the last checkpoint, and machines seldom come all at once
+PROGRESS_INTERVAL_S = 30
+REQUEST_TIMEOUT_S = 20  # the autoscaler requests machines within this time, if it may
+RELEASE_TIMEOUT_S = 120
+RESIZE_INTERVAL_S = 300  # growing repeats the steps since the last checkpoint, and machines rarely arrive all at once
 
 
 class Offer(NamedTuple):
-    """A place where machines may be had."""
+    """A node type of cluster.yaml, in one zone and market."""
 
     node_type: str
     zone: str
@@ -33,114 +33,112 @@ class Offer(NamedTuple):
 
 
 def offers() -> list[Offer]:
-    """What GANG_OFFERS lists, set by the verb that submits: the first to be tried first. None on one machine."""
+    """Return the offers in GANG_OFFERS, in the order in which to try them. `inv submit` sets it, except locally."""
     return [Offer(**offer) for offer in json.loads(os.environ.get("GANG_OFFERS", "[]"))]
 
 
 def scaling(options: WorkerOptions) -> ScalingConfig:
-    """The workers of a training for Ray Train, once one zone has room for the fewest of them."""
+    """Return Ray Train's scaling configuration, once one zone has room for the minimum number of workers."""
     return ScalingConfig(
         num_workers=options.num_workers,
         use_gpu=options.use_gpu,
         resources_per_worker=options.worker_resources,
         label_selector=find_zone(options),
-        elastic_resize_monitor_interval_s=RESIZE_EVERY_S,
+        elastic_resize_monitor_interval_s=RESIZE_INTERVAL_S,
     )
 
 
 def find_zone(options: WorkerOptions) -> dict[str, str] | None:
-    """The label selector of a zone that has room for the fewest workers of a training (see `gather`)."""
+    """Return the label selector of a zone with room for the minimum number of workers (see `gather`)."""
     return gather(options.min_workers, options.worker_resources, options.zone_timeout_s, offers())
 
 
 def gather(
-    workers: int, needs: Mapping[str, float], patience_s: float, places: Sequence[Offer]
+    workers: int, needs: Mapping[str, float], timeout_s: float, candidates: Sequence[Offer]
 ) -> dict[str, str] | None:
-    """Wait until one place has room for all workers, each with its `needs`; returns the label selector of its zone.
+    """Wait until one zone has room for all workers, and return its label selector.
 
-    A place that AWS refuses, or that is not complete after `patience_s`, is given up with the machines that came there,
-    and the next is tried; after the last the first again. Without places there is nothing to gather, nor for a trial of
-    a search (jobs/tune.py), which has done so and says where in GANG_ZONE.
+    Tries the candidates in turn, again and again. If AWS refuses one, or it is incomplete after `timeout_s`, its
+    machines are released. Without candidates it returns None. A trial of `tune` uses the zone that the search found,
+    which is in GANG_ZONE.
+
+    Args:
+        needs: the resources of each worker.
     """
     if zone := os.environ.get("GANG_ZONE"):
         return {"zone": zone}
-    for place in itertools.cycle(places):
-        failure = _try(place, workers, needs, patience_s)
+    for offer in itertools.cycle(candidates):
+        failure = _reserve(offer, workers, needs, timeout_s)
         if failure is None:
-            return {"zone": place.zone}
-        print(f"zone {place.zone}, {place.market}: {failure}{_give_back(place)}; trying the next", flush=True)
-        if place is places[-1]:
+            return {"zone": offer.zone}
+        print(f"zone {offer.zone}, {offer.market}: {failure}{_release(offer)}; trying the next", flush=True)
+        if offer is candidates[-1]:
             print(f"no zone and market has {workers} machines; trying all again", flush=True)
-            time.sleep(LINE_EVERY_S)
+            time.sleep(PROGRESS_INTERVAL_S)
     return None
 
 
-def _try(place: Offer, workers: int, needs: Mapping[str, float], patience_s: float) -> str | None:
-    """Reserve the workers' places; returns why it did not go, None when it did.
+def _reserve(offer: Offer, workers: int, needs: Mapping[str, float], timeout_s: float) -> str | None:
+    """Wait for the machines of all workers. Return why they did not arrive, or None if they did.
 
-    The machines that came stay for their idle timeout when the reservation is given back, for the training to take.
+    The reservation ends with this function. The machines stay for their idle timeout, in which the training starts.
     """
-    labels = {"zone": place.zone, "market": place.market}
+    labels = {"zone": offer.zone, "market": offer.market}
     group = placement_group([dict(needs)] * workers, bundle_label_selector=[labels] * workers)
-    started, said = time.time(), time.time()
+    started = last_printed = time.time()
     try:
-        while time.time() - started < patience_s:
+        while time.time() - started < timeout_s:
             if ray.wait([group.ready()], timeout=3)[0]:
                 return None
-            status = get_cluster_status(ray.get_runtime_context().gcs_address)
-            if _is_refused(place, status, started):
-                return "AWS refuses machines"  # inv status has its words
-            if time.time() - started > ASKED_WITHIN_S and not _is_coming(place, status):
-                return "no machine is asked for"  # the watchdog keeps a refused type closed for a while
-            if time.time() - said > LINE_EVERY_S:
-                said = time.time()
+            status = cluster_status(ray.get_runtime_context().gcs_address)
+            if _is_refused(offer, status, started):
+                return "AWS refuses machines"  # `inv status` prints AWS's reason
+            if time.time() - started > REQUEST_TIMEOUT_S and not _is_requested(offer, status):
+                return "no machine was requested"  # the watchdog closes a refused type for a while
+            if time.time() - last_printed > PROGRESS_INTERVAL_S:
+                last_printed = time.time()
                 print(
-                    f"waiting for {workers} workers in zone {place.zone}, {place.market}: {said - started:.0f} s",
+                    f"waiting for {workers} workers in zone {offer.zone}, {offer.market}: "
+                    f"{last_printed - started:.0f} s",
                     flush=True,
                 )
-        return f"no room for all {workers} workers after {patience_s:.0f} s"
+        return f"no room for all {workers} workers after {timeout_s:.0f} s"
     finally:
         remove_placement_group(group)
 
 
-def _give_back(place: Offer) -> str:
-    """Wait until the machines of a place that nobody uses have ended; returns how many there were, in words.
+def _release(offer: Offer) -> str:
+    """Wait until the unused machines of an offer are terminated. Return their number as text for the log.
 
-    They are paid, and count in max_workers. The autoscaler ends those that are still being set up (cluster.yaml has it
-    do so); those that are would idle for minutes.
+    They cost money and count in max_workers. The autoscaler terminates those that still start (see cluster.yaml).
+    Idle ones would stay for minutes, so they are drained here.
     """
-    gcs = GcsClient(address=ray.get_runtime_context().gcs_address)
-    most, deadline = 0, time.time() + GIVEN_BACK_WITHIN_S
-    while (unused := _unused(place)) and time.time() < deadline:
-        most = max(most, len(unused))
+    address = ray.get_runtime_context().gcs_address
+    released, deadline = 0, time.time() + RELEASE_TIMEOUT_S
+    while (unused := _unused(offer)) and time.time() < deadline:
+        released = max(released, len(unused))
         for node_id in filter(None, unused):
-            _drain(gcs, node_id)
+            gcs.drain_idle(address, node_id, "partial gang")
         time.sleep(3)
-    return f", {most} given back" if most else ""
+    return f", {released} given back" if released else ""
 
 
-def _unused(place: Offer) -> list[str | None]:
-    """Ray's id of each machine of a place that does nothing; None for one that is still being set up."""
-    status = get_cluster_status(ray.get_runtime_context().gcs_address)
+def _unused(offer: Offer) -> list[str | None]:
+    """Return Ray's id of each idle or starting machine of an offer; None for one that still starts."""
+    status = cluster_status(ray.get_runtime_context().gcs_address)
     machines = [*status.idle_nodes, *status.pending_nodes]
-    return [machine.node_id for machine in machines if machine.ray_node_type_name == place.node_type]
+    return [machine.node_id for machine in machines if machine.ray_node_type_name == offer.node_type]
 
 
-def _drain(gcs: GcsClient, node_id: str) -> None:
-    """Have a node ended for being idle, which Ray refuses while it works."""
-    reason = DrainNodeReason.DRAIN_NODE_REASON_IDLE_TERMINATION
-    gcs.drain_node(node_id, reason, "half of a gang", deadline_timestamp_ms=0)
-
-
-def _is_refused(place: Offer, status: ClusterStatus, since: float) -> bool:
-    """Whether AWS has refused machines of this type since then."""
+def _is_refused(offer: Offer, status: ClusterStatus, since: float) -> bool:
+    """Return whether AWS refused machines of this type since then."""
     return any(
-        launch.ray_node_type_name == place.node_type and (launch.failed_ts_s or 0) >= since
+        launch.ray_node_type_name == offer.node_type and (launch.failed_ts_s or 0) >= since
         for launch in status.failed_launches
     )
 
 
-def _is_coming(place: Offer, status: ClusterStatus) -> bool:
-    """Whether a machine of this type is there, or on its way."""
-    here = [*status.active_nodes, *status.idle_nodes, *status.pending_nodes, *status.pending_launches]
-    return any(machine.ray_node_type_name == place.node_type for machine in here)
+def _is_requested(offer: Offer, status: ClusterStatus) -> bool:
+    """Return whether a machine of this type runs, starts or is requested."""
+    known = [*status.active_nodes, *status.idle_nodes, *status.pending_nodes, *status.pending_launches]
+    return any(machine.ray_node_type_name == offer.node_type for machine in known)

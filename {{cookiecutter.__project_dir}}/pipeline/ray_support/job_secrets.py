@@ -1,8 +1,8 @@
-"""Reads secrets by name in each process that needs them; values travel in no file, argv or metadata.
+"""Reads secrets by name in each process that needs them, so that no file, argv or job metadata holds a value.
 
-The verb that submits sets SECRET_NAMES (comma separated) and says where values are: SECRETS_FILE on this machine,
-SECRETS_PREFIX in Secrets Manager, where a name is PREFIX + NAME. Ray calls `load` in every worker
-(`worker_process_setup_hook`); a driver calls it for itself.
+`inv submit` sets SECRET_NAMES (comma separated) and where the values are: SECRETS_FILE on this machine, or
+SECRETS_PREFIX in AWS Secrets Manager, where a secret is named PREFIX + NAME. Ray calls `load` in every worker
+(`worker_process_setup_hook`); a driver calls it itself.
 """
 
 import functools
@@ -15,19 +15,19 @@ from dotenv import dotenv_values
 
 
 def load() -> None:
-    """Put the named secrets into this process's environment; a name without a value stays unset."""
+    """Put the named secrets into this process's environment. A name without a value stays unset."""
     submitted = os.environ.get("SECRET_NAMES")
-    # plain `python -m` has no verb to name them: all of .env
+    # `python -m jobs.JOB` has no `inv submit` to name them: load all of .env
     names = submitted.split(",") if submitted else _from_file()
     for name, value in read(name for name in names if name not in os.environ).items():
         os.environ[name] = value
 
 
 def read(names: Iterable[str]) -> dict[str, str]:
-    """The values that the named secrets have now, whatever this process's environment says; those without are left out.
+    """Return the current values of these secrets, ignoring the environment. Names without a value are left out.
 
     Raises:
-        OSError, botocore's errors: they cannot be read at this moment.
+        OSError, botocore's errors: the secrets cannot be read at the moment.
     """
     if prefix := os.environ.get("SECRETS_PREFIX"):
         return _from_aws(prefix, names)
@@ -54,7 +54,7 @@ def _from_aws(prefix: str, names: Iterable[str]) -> dict[str, str]:
 
 @functools.cache
 def _secrets_manager() -> Any:
-    """Asked with the role of the machine that this runs on."""
-    import boto3  # here, as a process on this machine needs it not
+    """Return a client with the role of this machine."""
+    import boto3  # imported late: the local target does not need it
 
     return boto3.client("secretsmanager")

@@ -1,4 +1,4 @@
-"""Where a model's files are: fetched once a cluster into the project's bucket, and once a node onto its disk."""
+"""Finds a model's files. A cluster downloads them once into its bucket, and a node copies them once to its disk."""
 
 import hashlib
 import os
@@ -12,14 +12,14 @@ from pyarrow.fs import FileSelector, FileSystem, FileType
 import settings
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
-COMPLETE = ".complete"  # in a folder on a node's disk, once every file is there
+COMPLETE = ".complete"  # marks a folder on a node's disk that holds every file
 
 
 def find(model: str) -> str:
-    """A model as every node can read it: a folder of this machine, a URI, or, on one machine, a hub id.
+    """Return a location of the model that every node can read: a URI, or locally a folder or hub id.
 
-    On a cluster a hub id is fetched into the bucket by whoever asks first, so that nodes read it from there: no hub
-    limits them, and a revision stays what it was.
+    On a cluster, the first call for a hub id copies the model into the bucket. Nodes read it from there, without the
+    hub's rate limits, and always get the same revision.
     """
     path = settings.resolve(model)
     if "://" not in path:
@@ -33,14 +33,14 @@ def find(model: str) -> str:
 
 
 def on_this_node(location: str, *, weights: bool = True) -> str:
-    """A folder with the model's files; `location` itself where it is no URI.
+    """Return a folder with the model's files. A `location` that is not a URI is returned unchanged.
 
-    The first process of a node copies them, others wait. Without `weights` only what describes the model is copied:
-    configuration and tokenizer.
+    The first process of a node copies the files, and others wait. Without `weights`, only configuration and tokenizer
+    are copied.
     """
     if "://" not in location:
         return location
-    kind = "whole" if weights else "described"
+    kind = "full" if weights else "config"
     folder = _node_folder() / kind / location.replace("://", "/") / version(location)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
@@ -52,7 +52,7 @@ def on_this_node(location: str, *, weights: bool = True) -> str:
 
 
 def _node_folder() -> Path:
-    """On the node's NVMe disks: cluster.yaml sets HF_HOME there."""
+    """Return the cache folder of this node: on a cluster, HF_HOME is on the NVMe disks (cluster.yaml)."""
     return Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser() / "project"
 
 
@@ -62,7 +62,7 @@ def _is_model(uri: str) -> bool:
 
 
 def version(location: str) -> str:
-    """Another one when a file is written again: a run that starts over has other weights of the same name."""
+    """Return a hash that changes whenever a file is rewritten, for example by a run that starts over."""
     filesystem, path = FileSystem.from_uri(location)
     files = [(file.path, file.size, file.mtime_ns) for file in filesystem.get_file_info(FileSelector(path))]
     return hashlib.sha256(repr(sorted(files)).encode()).hexdigest()[:12]
@@ -78,16 +78,16 @@ def _copy(uri: str, folder: Path, weights: bool) -> None:
 
 
 def _mirror(model: str, uri: str) -> None:
-    from huggingface_hub import snapshot_download  # here: only the first fetch needs it
+    from huggingface_hub import snapshot_download  # imported late: only the first download needs it
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    print(f"fetching {model} into {uri}, once for this cluster", flush=True)
+    print(f"copying {model} to {uri}, once for this cluster", flush=True)
     try:
         folder = snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"])
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
         reason = str(error).strip().splitlines()[0]
         raise settings.UserError(
-            f"{model} is neither in the project's bucket nor on the Hugging Face hub ({reason}); "
-            "correct model in settings.toml, or add HF_TOKEN to the secrets for a gated one."
+            f"{model} is neither in the project's bucket nor on the Hugging Face hub ({reason}). "
+            "Correct model in settings.toml, or for a gated model add HF_TOKEN to the secrets."
         ) from None
     pyarrow.fs.copy_files(folder, uri)

@@ -1,4 +1,4 @@
-"""Prints how far work on many nodes is: what, how far, how fast, how long still."""
+"""Prints the progress of work on many nodes: amount done, speed, time left."""
 
 import threading
 import time
@@ -10,11 +10,11 @@ from typing import Any, Self
 import ray
 from ray.actor import ActorHandle
 
-INTERVAL_S = 5.0
+PROGRESS_INTERVAL_S = 5.0
 
 
 class _Totals:
-    """Sums up what the tasks report."""
+    """An actor that sums up what the tasks report."""
 
     def __init__(self) -> None:
         self.totals: Counter[str] = Counter()
@@ -31,10 +31,10 @@ def _report(totals: ActorHandle, **amounts: int) -> None:
 
 
 class Progress:
-    """While it is entered, prints the line that `describe(totals, seconds)` makes every few seconds.
+    """A context manager that prints `describe(totals, seconds)` every few seconds.
 
-    Tasks add to the totals with `report(name=amount, …)`, which can be sent to them. A task that is run again
-    reports again: the totals are for the eye.
+    Tasks add to the totals with `report(name=amount, …)`, which can be sent to them. Retried tasks report again, so
+    the totals are approximate.
     """
 
     def __init__(self, describe: Callable[[dict[str, int], float], str]) -> None:
@@ -54,12 +54,12 @@ class Progress:
         self._thread.join()
 
     def _print_until_done(self) -> None:
-        while not self._done.wait(INTERVAL_S):
+        while not self._done.wait(PROGRESS_INTERVAL_S):
             print(self._describe(ray.get(self._totals.read.remote()), time.monotonic() - self._start), flush=True)
 
 
 def time_left(done: float, total: float, seconds: float) -> str:
-    """How long the rest takes at the speed so far, in words."""
+    """Return, as text, how long the rest takes at the average speed so far."""
     if not done:
         return "time left unknown"
     left = max(0.0, total / done - 1) * seconds

@@ -1,4 +1,4 @@
-"""Ray Data as the jobs use it: what it does is shown by their own progress lines."""
+"""Ray Data without its progress bars and logs: the jobs print their own progress."""
 
 import logging
 
@@ -6,9 +6,9 @@ from ray.data import DataContext
 
 
 def quiet_context() -> DataContext:
-    """Ray Data's settings without progress bars; its log is left to its file from now on.
+    """Return Ray Data's settings without progress bars, and keep its log in its file from now on.
 
-    An error reaches the console as an exception, and once is enough.
+    Errors still reach the console, as exceptions.
     """
     for handler in logging.getLogger("ray.data").handlers:
         if handler.name == "console":
@@ -16,5 +16,5 @@ def quiet_context() -> DataContext:
     context = DataContext.get_current().copy()
     context.enable_progress_bars = False
     context.print_on_execution_start = False
-    context.raise_original_map_exception = True  # for whoever explains it; Ray would wrap it
+    context.raise_original_map_exception = True  # the job explains it; Ray would wrap it
     return context

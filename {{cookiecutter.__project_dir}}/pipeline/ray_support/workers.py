@@ -1,4 +1,4 @@
-"""The workers of a training, as settings.toml describes them in [train]: what runs on the same workers reads it too."""
+"""The workers of a training: the part of [train] that check_network, tune and train_classifier share."""
 
 from typing import Literal, Self
 
@@ -8,18 +8,18 @@ import settings
 
 
 class WorkerOptions(settings.Section):
-    """How many workers there are, and what each has."""
+    """Number and resources of the workers."""
 
     num_workers: PositiveInt | tuple[PositiveInt, PositiveInt]
-    """Processes that take part, one device each; [MIN, MAX]: as many of them as there is room for at any time."""
+    """Number of worker processes, one device each. [MIN, MAX]: as many as there is room for at any time."""
     use_gpu: bool
     """Reserve one GPU for each worker."""
     device: Literal["cpu", "cuda"]
-    """Where the workers compute; `cpu` with use_gpu rehearses a GPU cluster without its cards."""
+    """Where the workers compute. `cpu` with use_gpu rehearses a GPU cluster without its GPUs."""
     cpus_per_worker: PositiveInt
     """Logical CPUs reserved for each worker, and its number of torch threads."""
     zone_timeout_s: PositiveFloat = 900
-    """Seconds after which a zone without room for all workers is given up for the next."""
+    """Seconds to wait for all workers in one zone before trying the next."""
 
     @model_validator(mode="after")
     def _cuda_is_reserved(self) -> Self:
@@ -35,15 +35,15 @@ class WorkerOptions(settings.Section):
 
     @property
     def min_workers(self) -> int:
-        """The fewest workers that go on."""
+        """Minimum number of workers."""
         return self.num_workers if isinstance(self.num_workers, int) else self.num_workers[0]
 
     @property
     def max_workers(self) -> int:
-        """The most workers that there ever are."""
+        """Maximum number of workers."""
         return self.num_workers if isinstance(self.num_workers, int) else self.num_workers[1]
 
     @property
     def worker_resources(self) -> dict[str, float]:
-        """What Ray reserves for each worker."""
+        """Resources that Ray reserves for each worker."""
         return {"CPU": float(self.cpus_per_worker)} | ({"GPU": 1.0} if self.use_gpu else {})

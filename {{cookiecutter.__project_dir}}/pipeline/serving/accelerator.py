@@ -1,4 +1,4 @@
-"""Checks the accelerator that [serve] names. Not in options.py, which is read before Ray is imported."""
+"""Checks the accelerator in [serve]. Separate from options.py, which must not import Ray."""
 
 from ray.util import accelerators
 
@@ -6,7 +6,11 @@ import settings
 
 
 def check_accelerator(name: str) -> None:
-    """Raise `settings.UserError` if Ray does not know the type of accelerator."""
+    """Check that Ray knows the type of accelerator.
+
+    Raises:
+        settings.UserError: it does not.
+    """
     known = {value for constant, value in vars(accelerators).items() if constant.isupper()}
     if name != "cpu" and name not in known:
         raise settings.UserError(

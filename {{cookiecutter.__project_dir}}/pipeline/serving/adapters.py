@@ -1,4 +1,4 @@
-"""LoRA adapters beside the model that they adapt: those of each run, by the run's name, without a restart."""
+"""Serves the LoRA adapters of runs by the runs' names. New and retrained ones are picked up without a restart."""
 
 import asyncio
 import contextlib
@@ -21,32 +21,32 @@ log = logging.getLogger("ray.serve")
 
 
 class Adapters(LoRAResolver):
-    """Finds the adapters that a request names, for vLLM, which then loads them.
+    """Resolves adapter names for vLLM, which loads the adapters.
 
     https://docs.vllm.ai/en/stable/features/lora.html
     """
 
     def __init__(self, runs: str, model: str) -> None:
-        """Of the runs in the folder `runs`, a path or URI, those that adapt `model`, as the settings name it."""
+        """`runs` is a folder or URI of runs; `model` is the base model as the settings name it."""
         self._runs = runs
         self._models = {model, settings.resolve(model)}
         self.names: list[str] = []
-        """Runs that have some, as of the last look."""
+        """Names of the runs that had an adapter for the model at the last refresh."""
 
     def register(self) -> None:
-        """Let vLLM, whose engine is not started yet, ask here for models that it does not know."""
-        os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # or it would not ask
+        """Make vLLM ask this resolver for unknown models. Call it before the engine starts."""
+        os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # otherwise it does not ask
         LoRAResolverRegistry.register_resolver("runs", self)
 
     async def resolve_lora(self, base_model_name: str, lora_name: str) -> LoRARequest | None:
-        """The adapters of the run `lora_name`, on this machine's disk; None where it has none for this model."""
+        """Return the adapter of the run `lora_name` on local disk, or None if the run has no adapter for this model."""
         return await asyncio.to_thread(self._find, lora_name)
 
-    async def keep_up(self, serving: OpenAIServingModels) -> None:
-        """Look for new, retrained and deleted adapters, again and again."""
+    async def refresh_forever(self, serving: OpenAIServingModels) -> None:
+        """Check for new, retrained and deleted adapters every REFRESH_S."""
         while True:
-            with contextlib.suppress(OSError):  # the bucket does not answer now
-                self.names = await asyncio.to_thread(self._look)
+            with contextlib.suppress(OSError):  # the bucket cannot be read at the moment
+                self.names = await asyncio.to_thread(self._list)
                 for name, loaded in list(serving.lora_requests.items()):
                     found = await asyncio.to_thread(self._find, name)
                     if found is None:
@@ -56,23 +56,23 @@ class Adapters(LoRAResolver):
             await asyncio.sleep(REFRESH_S)
 
     def _find(self, name: str) -> LoRARequest | None:
-        if not self._fits(name):
+        if not self._matches(name):
             return None
         folder = self._folder(name)
-        # the version is part of the name, as vLLM's prefix cache knows adapters by it
+        # the version is part of the name: vLLM's prefix cache identifies adapters by name
         versioned = f"{name}@{model_cache.version(folder)}"
         return LoRARequest(lora_name=versioned, lora_int_id=1, lora_path=model_cache.on_this_node(folder))
 
-    def _look(self) -> list[str]:
-        return [name for name in storage.list_names(self._runs) if self._fits(name)]
+    def _list(self) -> list[str]:
+        return [name for name in storage.list_names(self._runs) if self._matches(name)]
 
-    def _fits(self, name: str) -> bool:
-        if not re.fullmatch(r"\w[\w.-]*", name):  # it comes from a client, and becomes a path
+    def _matches(self, name: str) -> bool:
+        if not re.fullmatch(r"\w[\w.-]*", name):  # it comes from a client and becomes part of a path
             return False
         config = storage.read_text(f"{self._folder(name)}/adapter_config.json")
-        return config is not None and self._adapts(json.loads(config)["base_model_name_or_path"])
+        return config is not None and self._is_base(json.loads(config)["base_model_name_or_path"])
 
-    def _adapts(self, model: str) -> bool:
+    def _is_base(self, model: str) -> bool:
         return model in self._models or settings.resolve(model) in self._models
 
     def _folder(self, name: str) -> str:
@@ -80,11 +80,11 @@ class Adapters(LoRAResolver):
 
 
 async def _replace(serving: OpenAIServingModels, name: str, found: LoRARequest) -> None:
-    """Load a retrained adapter, then use it. A request that comes meanwhile gets the old one, and not status 404."""
+    """Load a retrained adapter, then switch to it. Until then, requests use the old one."""
     found.lora_int_id = serving.lora_id_counter.inc(1)
     try:
         await serving.engine_client.add_lora(found)
-    except Exception as error:  # it may still be written: the next look tries again
+    except Exception as error:  # it may be incomplete: the next refresh tries again
         log.warning(f"adapter {name} could not be loaded ({error}); the old one stays in use")
         return
     serving.lora_requests[name] = found

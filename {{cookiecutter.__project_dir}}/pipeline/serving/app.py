@@ -1,9 +1,8 @@
-"""The Serve application behind `serve_llm`: replicas that answer OpenAI's HTTP API themselves, behind a door of ours.
+"""The Serve application of `serve_llm`: replicas that serve OpenAI's HTTP API.
 
-HAProxy hands each connection straight to a replica, whose app is vLLM's own: nothing that speaks Python lies between
-a client and the engine. What vLLM leaves open is closed here: routes that nobody needs, CORS for every origin, no key.
-Without a key there are /health and, of the app at `/`, the page at `/`. Two routes more are Serve's and answer all who
-reach the port: /-/healthz says `success`, /-/routes that `llm` is at `/`.
+HAProxy connects clients directly to a replica, which runs vLLM's own app behind our middleware. This module removes
+what vLLM leaves open: routes that nobody needs, and CORS for every origin. All routes need a key, except /health, the
+web page at /, and two routes of Serve itself: /-/healthz says `success`, and /-/routes lists the applications.
 """
 
 import asyncio
@@ -12,17 +11,13 @@ import os
 import re
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from fastapi import FastAPI, HTTPException, Request
 from ray import serve
-from ray._private.worker import global_worker
-from ray.llm._internal.common.callbacks.base import CallbackBase
-from ray.llm._internal.serve.core.ingress.builder import _build_openai_ingress_request_router
 from ray.serve.config import BackpressureConfig, RequestRouterConfig
 from ray.serve.deployment import Application
 from ray.serve.llm import LLMConfig, build_llm_deployment
-from ray.serve.llm.deployment import LLMServer
 from ray.serve.llm.request_router import PrefixCacheAffinityRouter
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse
@@ -32,64 +27,68 @@ from vllm.entrypoints.serve.exception_handling.handlers.vllm_error import vllm_e
 from vllm.v1.engine.exceptions import EngineGenerateError
 
 import settings
+from pipeline.ray_support.private import serve as private_serve
+from pipeline.ray_support.private.serve_llm import EngineServer, NodeCallback, with_request_router
 from pipeline.serving import routing
 from pipeline.serving.adapters import Adapters
-from pipeline.serving.api_middleware import DEAD_RETRY_S, NO_BOUND, OPEN_ROUTE, ApiMiddleware, Queued, RequestLimits
+from pipeline.serving.api_middleware import HEALTH_ROUTE, ApiMiddleware
 from pipeline.serving.canary import ROOT, Reporter
-from pipeline.serving.keys import Keys
-from pipeline.serving.model_router import MetricsMiddleware, ModelRouter
-from pipeline.serving.page import Page
-
-if TYPE_CHECKING:
-    from pipeline.serving.options import ServeOptions
+from pipeline.serving.errors import ENGINE_RETRY_S
+from pipeline.serving.keys import ApiKeys
+from pipeline.serving.limits import RequestLimits
+from pipeline.serving.metrics_middleware import MetricsMiddleware
+from pipeline.serving.model_router import ModelRouter
+from pipeline.serving.options import ServeOptions
+from pipeline.serving.page import ChatPage
+from pipeline.serving.request_queue import NO_RAY_LIMIT, QueueMiddleware
 
 ROUTES = {
-    OPEN_ROUTE,
+    HEALTH_ROUTE,
     "/openapi.json",
     "/docs",
     "/v1/chat/completions",
     "/v1/completions",
     "/v1/embeddings",
-}  # not /v1/responses: vLLM 0.29 fails with status 500 on many of the items that its own description names
-MISREAD = (AttributeError, LookupError)  # what vLLM stumbles over in messages that are not as OpenAI describes them
-DEPLOYMENT = "Server"  # the same whatever the model, so that another one replaces it in place
+}  # not /v1/responses: vLLM 0.29 answers many valid items with status 500
+PARSE_ERRORS = (AttributeError, LookupError)  # vLLM raises these for malformed messages
+DEPLOYMENT = "Server"  # the same for every model, so that a new model replaces the old one in place
 log = logging.getLogger("ray.serve")
 ENGINE_CHECK_S = 0.25
-LAST_WORDS_S = 2  # maximum wait for the error responses to requests that a dead engine was working on
+DRAIN_TIMEOUT_S = 2  # to send error responses to the requests that a dead engine was processing
 HUB_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 
 
-class Place(NamedTuple):
-    """Where an app is among those that are served."""
+class AppLocation(NamedTuple):
+    """Address and name of an app."""
 
     address: str
-    """Of all of them, as this cluster's machines reach it."""
+    """Address of all apps, as the cluster's machines reach it."""
     path: str
-    """Of this one; the one at the root hands on what is for others."""
+    """Path of this app. The app at the root path forwards requests to the others."""
     model: str
-    """Name by which clients ask for its model."""
+    """Name by which clients ask for this app's model."""
 
 
-def build(options: "ServeOptions", address: str) -> Application:
-    """The whole application for these options, to be reached at the address; nothing is started."""
+def build(options: ServeOptions, address: str) -> Application:
+    """Return the Serve application for these options, without starting it. `address` is that of Serve."""
     config = llm_config(options)
     app = build_llm_deployment(
         config,
         deployment_cls=serve.ingress()(Server),
         bind_kwargs={
-            "rules": options.rules,
+            "limits": options.limits,
             "adapters": _adapters(options),
-            "place": Place(address, options.path, options.served_name),
+            "location": AppLocation(address, options.path, options.served_name),
         },
         override_serve_options={"name": DEPLOYMENT},
     )
     if not options.prefix_routing:
         return app
-    return app._with_ingress_request_router(_build_openai_ingress_request_router(server=app, llm_config=config))
+    return with_request_router(app, config)
 
 
-def engine(options: "ServeOptions") -> dict[str, Any]:
-    """What vLLM is told, by the names of its own engine arguments."""
+def engine_args(options: ServeOptions) -> dict[str, Any]:
+    """Return vLLM's engine arguments."""
     return {
         "dtype": options.dtype,
         "max_model_len": options.max_model_len,
@@ -101,16 +100,16 @@ def engine(options: "ServeOptions") -> dict[str, Any]:
     } | (_lora(options) if options.adapters else {})
 
 
-def _lora(options: "ServeOptions") -> dict[str, Any]:
+def _lora(options: ServeOptions) -> dict[str, Any]:
     return {"enable_lora": True, "max_loras": options.max_loras, "max_lora_rank": options.max_lora_rank}
 
 
-def _adapters(options: "ServeOptions") -> Adapters | None:
+def _adapters(options: ServeOptions) -> Adapters | None:
     return Adapters(settings.resolve(options.adapters), options.model) if options.adapters else None
 
 
-def llm_config(options: "ServeOptions") -> LLMConfig:
-    """Ray's description of one model and of the replicas that serve it."""
+def llm_config(options: ServeOptions) -> LLMConfig:
+    """Return Ray's configuration of a model and its replicas."""
     deployment: dict[str, Any] = {
         "autoscaling_config": {
             "min_replicas": options.min_replicas,
@@ -119,29 +118,29 @@ def llm_config(options: "ServeOptions") -> LLMConfig:
             "upscale_delay_s": options.upscale_delay_s,
             "downscale_delay_s": options.downscale_delay_s,
         },
-        "max_ongoing_requests": NO_BOUND,
-        # requests that Serve's proxy holds while an app that is scaled to zero starts a replica; more get 503
+        "max_ongoing_requests": NO_RAY_LIMIT,
+        # requests that Serve's proxy holds while an app scaled to zero starts a replica; more get 503
         "max_queued_requests": options.max_ongoing_requests + options.max_queued_requests,
-        "backpressure_config": BackpressureConfig(retry_after_s=DEAD_RETRY_S),
+        "backpressure_config": BackpressureConfig(retry_after_s=ENGINE_RETRY_S),
         "health_check_period_s": 1,  # Serve replaces a dead replica at the next check
         "max_surge_percent": options.max_surge_percent,
-        "max_constructor_retry_count": 1,  # a model that cannot be loaded is not tried again for minutes
+        "max_constructor_retry_count": 1,  # do not retry a model that cannot be loaded
         "ray_actor_options": {"num_cpus": options.num_cpus},
-        "logging_config": {"enable_access_log": False},  # two lines written for each request; the metrics count them
+        "logging_config": {"enable_access_log": False},  # two lines for each request; the metrics count them
     }
     if options.prefix_routing:
         deployment["request_router_config"] = RequestRouterConfig(
-            request_router_class=routing.SamePrefix if options.min_replicas else PrefixCacheAffinityRouter,
-            # by itself it would pile requests up on one replica, and remember all that was ever asked
+            request_router_class=routing.PrefixRouter if options.min_replicas else PrefixCacheAffinityRouter,
+            # the defaults overload one replica, and never forget a prefix
             request_router_kwargs={"imbalanced_threshold": options.target_ongoing_requests, "do_eviction": True},
         )
     elif options.min_replicas:
-        deployment["request_router_config"] = routing.behind_haproxy(routing.LeastLoaded)
+        deployment["request_router_config"] = routing.behind_haproxy(routing.LeastLoadedRouter)
     cpu = options.accelerator == "cpu"
     return LLMConfig(
         model_loading_config={"model_id": options.served_name, "model_source": options.source},
-        # a backstop: our own queue limit applies first
-        engine_kwargs=engine(options) | {"max_num_queued_reqs": 2 * options.max_ongoing_requests},
+        # a second line of defense: the limit of our own queue is lower
+        engine_kwargs=engine_args(options) | {"max_num_queued_reqs": 2 * options.max_ongoing_requests},
         deployment_config=deployment,
         accelerator_config={"kind": "cpu"} if cpu else None,  # without it, Ray asks for a GPU
         accelerator_type=None if cpu else options.accelerator,
@@ -150,63 +149,67 @@ def llm_config(options: "ServeOptions") -> LLMConfig:
     )
 
 
-class Server(LLMServer):
-    """A replica: one engine, and the HTTP API that it answers."""
+class Server(EngineServer):
+    """A replica: one engine and its HTTP API."""
 
     async def __init__(
-        self, llm_config: LLMConfig, rules: RequestLimits, adapters: Adapters | None, place: Place
+        self, llm_config: LLMConfig, limits: RequestLimits, adapters: Adapters | None, location: AppLocation
     ) -> None:
-        self._rules = rules
-        self._place = place
-        self._keys = Keys()  # before the engine starts: without a key, nothing does
+        self._limits = limits
+        self._location = location
+        self._keys = ApiKeys()  # before the slow start of the engine: it raises an error if there is no key
         self._adapters = adapters
         if adapters:
             adapters.register()
         await super().__init__(llm_config)
 
-    async def __serve_build_asgi_app__(self) -> ASGIApp:
-        app = await super().__serve_build_asgi_app__()
-        close(app)
+    async def build_asgi_app(self, app: FastAPI) -> ASGIApp:
+        """Return vLLM's app behind the middleware, and start the background tasks."""
+        restrict(app)
         app.add_api_route("/v1/models", self._list_models)
         app.add_api_route("/v1/models/{model:path}", self._retrieve_model)
         self._serving = app.state.openai_serving_models
         self._engine_client = app.state.engine_client
-        self._reporter = Reporter(self._place.path)
-        tasks = [self._keys.keep_up(), self._reporter.keep_up(self._names), self._end_with_engine()]
+        self._reporter = Reporter(self._location.path)
+        tasks = [
+            self._keys.refresh_forever(),
+            self._reporter.report_forever(self._model_names),
+            self._exit_with_engine(),
+        ]
         if self._adapters:
-            tasks.append(self._adapters.keep_up(self._serving))
-        self._tasks = [asyncio.create_task(task) for task in tasks]  # kept: a task that nobody holds may vanish
-        answering = Queued(MetricsMiddleware(app, self._reporter.note), self._rules, self._alive)
-        if self._place.path != ROOT:
-            return ApiMiddleware(answering, self._keys, self._rules, self._alive)
-        fork = ModelRouter(answering, self._place.model, self._place.address, lambda: self._reporter.routes)
-        return Page(ApiMiddleware(fork, self._keys, self._rules, self._alive))
+            tasks.append(self._adapters.refresh_forever(self._serving))
+        self._tasks = [asyncio.create_task(task) for task in tasks]  # asyncio itself keeps only weak references
+        queue = QueueMiddleware(MetricsMiddleware(app, self._reporter.record), self._limits, self._alive)
+        if self._location.path != ROOT:
+            return ApiMiddleware(queue, self._keys, self._limits, self._alive)
+        router = ModelRouter(queue, self._location.model, self._location.address, lambda: self._reporter.routes)
+        return ChatPage(ApiMiddleware(router, self._keys, self._limits, self._alive))
 
     def _alive(self) -> bool:
         """Return whether the engine is alive."""
         return not self._engine_client.errored
 
-    async def _end_with_engine(self) -> None:
+    async def _exit_with_engine(self) -> None:
         """Exit soon after the engine dies, so that Serve replaces this replica at once.
 
-        Serve itself waits for three failed health checks, and requests fail meanwhile. Engine workers on other
+        Serve itself waits for three failed health checks, and requests fail in the meantime. Engine workers on other
         machines end with this process.
         """
         while self._alive():
             await asyncio.sleep(ENGINE_CHECK_S)
         log.error("the engine died, so this replica exits; Serve starts another")
-        await _stop_listening(LAST_WORDS_S)
+        await _stop_listening(DRAIN_TIMEOUT_S)
         os._exit(1)
 
-    def _names(self) -> list[str]:
-        return [self._place.model, *(self._adapters.names if self._adapters else [])]
+    def _model_names(self) -> list[str]:
+        return [self._location.model, *(self._adapters.names if self._adapters else [])]
 
     async def _list_models(self) -> ModelList:
-        """The model; its adapters, whether they are loaded or not; and what is served beside it."""
+        """Return the model, its adapters (loaded or not), and the models of other apps."""
         models: ModelList = await self._serving.registry.show_available_models()
-        models.data[0].root = self._place.model  # vLLM puts the model's local folder there
-        for name in self._names()[1:]:
-            models.data.append(ModelCard(id=name, root=self._place.model, permission=[ModelPermission()]))
+        models.data[0].root = self._location.model  # vLLM shows the model's local folder here
+        for name in self._model_names()[1:]:
+            models.data.append(ModelCard(id=name, root=self._location.model, permission=[ModelPermission()]))
         for name in self._reporter.routes.others:
             models.data.append(ModelCard(id=name, root=name, permission=[ModelPermission()]))
         return models
@@ -215,23 +218,22 @@ class Server(LLMServer):
         for card in (await self._list_models()).data:
             if card.id == model:
                 return card
-        raise HTTPException(404, f"model {model} is not served: GET /v1/models lists the models that are")
+        raise HTTPException(404, f"model `{model}` does not exist; list the models with GET /v1/models")
 
-    async def _start_engine(self) -> None:
-        # Ray's own adds a usage report, for which the replica waits until one more process has imported vLLM
+    async def start_engine(self) -> None:
+        """Start the engine. Raises RuntimeError with the first error in its log."""
         try:
-            await self.engine.start()
+            await super().start_engine()
         except Exception as error:
             raise RuntimeError(_first_error_in_log() or str(error)) from error
 
 
 async def _stop_listening(timeout_s: float) -> None:
-    """Stop accepting connections, so that HAProxy uses other replicas, and wait until open requests are answered.
+    """Stop accepting connections, so that HAProxy uses other replicas, and wait until open requests have their answer.
 
     Serve's own shutdown also closes idle connections, on which HAProxy may be sending a request at that moment.
     """
-    replica = global_worker.actors[global_worker.core_worker.get_actor_id()]._replica_impl
-    http_server = replica._direct_ingress_http_server
+    http_server = private_serve.own_http_server()
     for server in http_server.servers:
         server.close()
     deadline = time.monotonic() + timeout_s
@@ -240,41 +242,41 @@ async def _stop_listening(timeout_s: float) -> None:
         await asyncio.sleep(0.01)
 
 
-def close(app: FastAPI) -> None:
-    """Take away what vLLM's app has beyond the API: admin routes, and leave for every web page to call it."""
+def restrict(app: FastAPI) -> None:
+    """Restrict vLLM's app to the API: remove its admin routes and CORS, and turn its parse errors into status 400."""
     app.router.routes = [route for route in app.router.routes if getattr(route, "path", None) in ROUTES]
     app.user_middleware = [each for each in app.user_middleware if each.cls is not CORSMiddleware]
-    for kind in MISREAD:
-        app.add_exception_handler(kind, _say_misread)
-    app.exception_handler(EngineGenerateError)(_say_failed)
-    app.middleware_stack = None  # built anew, without
+    for kind in PARSE_ERRORS:
+        app.add_exception_handler(kind, _answer_parse_error)
+    app.exception_handler(EngineGenerateError)(_answer_engine_error)
+    app.middleware_stack = None  # rebuilt at the next request
 
 
-async def _say_misread(_: Request, error: Exception) -> JSONResponse:
-    log.warning("vLLM could not read a request", exc_info=error)  # may be its fault: this is how to tell
-    message = f"this request could not be read ({type(error).__name__}: {error}): compare it with /docs"
+async def _answer_parse_error(_: Request, error: Exception) -> JSONResponse:
+    log.warning("vLLM could not read a request", exc_info=error)  # to find out whether it is vLLM's fault
+    message = f"the request could not be read ({type(error).__name__}: {error}); compare it with /docs"
     return JSONResponse({"error": message}, 400)
 
 
-async def _say_failed(request: Request, error: EngineGenerateError) -> JSONResponse:
+async def _answer_engine_error(request: Request, error: EngineGenerateError) -> JSONResponse:
     cause = error.__cause__
-    if isinstance(cause, OverflowError):  # a number in the request is larger than an engine can be told
-        return await _say_misread(request, cause)
+    if isinstance(cause, OverflowError):  # a number in the request is too large for the engine
+        return await _answer_parse_error(request, cause)
     return await vllm_error_handler(request, error)
 
 
 def _first_error_in_log() -> str | None:
-    """The first error that the engine's processes logged: the exception here only says that one of them died."""
+    """Return the first error in the log of the engine's processes. The exception here only says that one died."""
     log = Path("/proc/self/fd/1").read_text(errors="replace")
     found = re.search(r"ERROR .*?\] (\w+(?:Error|Exception): .+)", log)
     return found and found[1]
 
 
-class NodeSetup(CallbackBase):
-    """What a replica does on its nodes before its engine starts."""
+class NodeSetup(NodeCallback):
+    """Prepares a replica's nodes before its engine starts."""
 
     async def on_before_node_init(self) -> None:
-        # vLLM reads folders and hub ids by itself; Ray would start a process just to find that out
+        # vLLM reads folders and hub ids itself; only a URI needs Ray's extra process
         self.ctx.run_init_node = "://" in self.llm_config.model_loading_config.model_source
-        for name in HUB_TOKENS:  # Ray put the values there, for all who see the dashboard; each process has its own
+        for name in HUB_TOKENS:  # Ray puts the values here, where the dashboard shows them; processes read their own
             self.ctx.runtime_env["env_vars"].pop(name, None)

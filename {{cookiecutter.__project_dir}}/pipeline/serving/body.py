@@ -1,6 +1,6 @@
-"""Inspects the body of a request before anything else reads it: nesting, text, schemas, number of prompts.
+"""Inspects the body of a request before anything else parses it: nesting, text, schemas, number of prompts.
 
-Each limit stops a request that killed an engine, or that blocked all other requests for seconds.
+Each limit rejects a request that once killed an engine, or blocked all other requests for seconds.
 """
 
 import json
@@ -10,31 +10,29 @@ from typing import Any, NamedTuple
 
 from pydantic_core import from_json
 
-MAX_DEPTH = 64  # of lists and objects: at 300 the engine's serializer overflows its stack, and the engine dies
-# Characters. Requests wait while a schema is parsed: xgrammar takes 15 ms for 85 k of it, if it is not deep.
+from pipeline.serving.errors import ApiError
+
+MAX_DEPTH = 64  # of lists and objects; at 300 the engine's serializer overflows its stack, and the engine dies
+# Characters. Other requests wait while xgrammar parses a schema: 15 ms for 85,000 characters of a flat one.
 MAX_SCHEMA = 64 * 1024
-MAX_TEXT = 16 * 1024  # of a regex, a grammar, and bad_words, which are tokenized while other requests wait
-# Copies that all patterns of a request may expand to, as a{1,30} does to 30. xgrammar parses a `pattern` of a schema in
+MAX_TEXT = 16 * 1024  # of a regex, a grammar or bad_words, which vLLM tokenizes while other requests wait
+# Copies to which all patterns of a request expand: a{1,30} expands to 30. xgrammar parses a `pattern` of a schema in
 # quadratic time, once per prompt: 0.25 s for 2,000 copies, 85 s for 30,000.
 MAX_COPIES = 2000
-HUGE = 10**9  # stands for all larger numbers, so that they can be multiplied and printed
-INTERNAL = frozenset({"kv_transfer_params", "ec_transfer_params"})  # vLLM servers send these to each other
-# Possessive quantifiers: without them, 2,000 spaces after a brace take hours.
+HUGE = 10**9  # replaces all larger numbers, so that they can be multiplied and printed
+INTERNAL_FIELDS = frozenset({"kv_transfer_params", "ec_transfer_params"})  # vLLM servers send these to each other
+# The quantifiers are possessive: without that, 2,000 spaces after a brace take hours.
 BOUNDS = re.compile(r"\{\s*+(\d*+)\s*+,?+\s*+(\d*+)\s*+\}")
 TOKEN = re.compile(rf"\\.|\[(?:\\.|[^\]\\])*+\]?+|{BOUNDS.pattern}|.", re.DOTALL)  # of a regular expression
-NO_OBJECT = "the body must be a JSON object"
-SHOWN = 200  # characters of a path in an error
+NOT_AN_OBJECT = "the body must be a JSON object"
+MAX_PATH_SHOWN = 200  # characters of a path in an error
 
 
-class InvalidBody(Exception):
-    """The body is refused. The fields are those of OpenAI's errors."""
+class InvalidBody(ApiError):
+    """The body is rejected."""
 
-    def __init__(self, message: str, param: str | None = None, code: str = "invalid_json") -> None:
-        super().__init__(message)
-        self.message = message
-        self.param = param
-        self.code = code
-        self.status = 400
+    def __init__(self, message: str, param: str | None = None, code: str | None = "invalid_json") -> None:
+        super().__init__(400, message, param=param, code=code)
 
 
 class Body(NamedTuple):
@@ -49,28 +47,28 @@ class Body(NamedTuple):
 
 
 def inspect(raw: bytes) -> Body:
-    """Return what a request asks for.
+    """Parse and check the body of a request.
 
     Raises:
         InvalidBody: the body is not a JSON object, is nested too deep, or contains a lone surrogate, a schema that is
             too large, or an `n` that is not an integer.
     """
-    asked = _parse(raw)
-    if not isinstance(asked, dict):
-        raise InvalidBody(NO_OBJECT)
-    for param, text in _arguments(asked):
+    body = _parse(raw)
+    if not isinstance(body, dict):
+        raise InvalidBody(NOT_AN_OBJECT)
+    for param, text in _arguments(body):
         _parse_inner(param, text)
-    _check_schemas(asked)
-    _check_bad_words(asked.get("bad_words"))
-    if INTERNAL & asked.keys():
-        raw = json.dumps({name: value for name, value in asked.items() if name not in INTERNAL}).encode()
-    model = asked.get("model")
-    return Body(raw, model if isinstance(model, str) else None, _sequences(asked))
+    _check_schemas(body)
+    _check_bad_words(body.get("bad_words"))
+    if INTERNAL_FIELDS & body.keys():
+        raw = json.dumps({name: value for name, value in body.items() if name not in INTERNAL_FIELDS}).encode()
+    model = body.get("model")
+    return Body(raw, model if isinstance(model, str) else None, _sequences(body))
 
 
 def _parse(raw: bytes | str) -> Any:
     try:
-        value = from_json(raw, allow_inf_nan=False)  # stops by itself at 200 levels
+        value = from_json(raw, allow_inf_nan=False)  # it gives up at 200 levels itself
     except ValueError as error:
         raise _unreadable(raw, str(error)) from None
     brackets = (b"[", b"{") if isinstance(raw, bytes) else ("[", "{")
@@ -89,13 +87,13 @@ def _unreadable(raw: bytes | str, reason: str) -> InvalidBody:
     except ValueError:
         param = None
     if param is None:
-        return InvalidBody(f"{NO_OBJECT}: {reason}")
-    message = f"{param} contains half of a surrogate pair, which is not a character: send both halves"
+        return InvalidBody(f"{NOT_AN_OBJECT}: {reason}")
+    message = f"{param} contains half of a surrogate pair, which is not a character; send both halves"
     return InvalidBody(message, param, "invalid_unicode")
 
 
 def _too_deep() -> InvalidBody:
-    message = f"the body is nested deeper than {MAX_DEPTH} levels: send flatter lists and objects"
+    message = f"the body is nested deeper than {MAX_DEPTH} levels; send flatter lists and objects"
     return InvalidBody(message, code="nested_too_deep")
 
 
@@ -113,16 +111,16 @@ def _values(outer: Any) -> Iterable[Any]:
     return outer.values() if isinstance(outer, dict) else outer
 
 
-def _named(outer: Any) -> Iterable[tuple[Any, Any]]:
+def _items(outer: Any) -> Iterable[tuple[Any, Any]]:
     return outer.items() if isinstance(outer, dict) else enumerate(outer)
 
 
 def _surrogates(body: Any) -> Iterator[str]:
-    """Yield the path of each text with a lone surrogate; for a key with one, the path of its object."""
+    """Yield the path of each string that contains a lone surrogate; for a key, the path of its object."""
     waiting: list[tuple[Any, Any]] = [(None, body if isinstance(body, dict | list) else [body])]
     while waiting:
         path, value = waiting.pop()
-        for name, inner in _named(value):
+        for name, inner in _items(value):
             if isinstance(name, str) and not _is_text(name):
                 yield _dotted(path) or "a field's name"
             elif isinstance(inner, dict | list):
@@ -132,12 +130,12 @@ def _surrogates(body: Any) -> Iterator[str]:
 
 
 def _dotted(path: Any) -> str:
-    """Return a path, which is (path of its parent, name), in words. Built only for errors: names may be megabytes."""
+    """Format a path, a nested pair of (path of the parent, name). Only errors need it: names may be megabytes."""
     names: list[str] = []
     while path:
         path, name = path
-        names.append(str(name)[:SHOWN])
-    return ".".join(reversed(names))[:SHOWN]
+        names.append(str(name)[:MAX_PATH_SHOWN])
+    return ".".join(reversed(names))[:MAX_PATH_SHOWN]
 
 
 def _is_text(value: str) -> bool:
@@ -148,13 +146,13 @@ def _is_text(value: str) -> bool:
     return True
 
 
-def _arguments(asked: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _arguments(body: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the arguments of earlier tool calls, which vLLM parses as JSON, with their paths."""
-    for place, message in _objects(asked.get("messages")):
+    for position, message in _objects(body.get("messages")):
         for number, call in _objects(message.get("tool_calls")):
             function = call.get("function")
             if isinstance(function, dict) and isinstance(function.get("arguments"), str):
-                yield f"messages.{place}.tool_calls.{number}.function.arguments", function["arguments"]
+                yield f"messages.{position}.tool_calls.{number}.function.arguments", function["arguments"]
 
 
 def _objects(value: Any) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -163,7 +161,7 @@ def _objects(value: Any) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _parse_inner(param: str, text: str) -> Any:
-    """Return the value of JSON in a text, or None if it is not JSON: vLLM refuses or ignores that."""
+    """Return the value of JSON in a string, or None if it is not JSON: vLLM rejects or ignores that."""
     try:
         return _parse(text)
     except InvalidBody as error:
@@ -172,33 +170,33 @@ def _parse_inner(param: str, text: str) -> Any:
         raise InvalidBody(f"in the JSON of {param}: {error.message}", param, error.code) from None
 
 
-def _check_schemas(asked: dict[str, Any]) -> None:
+def _check_schemas(body: dict[str, Any]) -> None:
     """Check each schema, grammar and regular expression that the answer must match."""
-    counts = [(_copies(param, schema), param) for param, schema in _schemas(asked)]
-    copies, prompts = sum(count for count, _ in counts), _prompts(asked)
+    counts = [(_copies(param, schema), param) for param, schema in _schemas(body)]
+    copies, prompts = sum(count for count, _ in counts), _prompts(body)
     if copies * prompts > MAX_COPIES:
         each = "" if prompts == 1 else f" for each of {prompts:,} prompts"
         raise InvalidBody(
-            f"repetitions such as a{{1,30}} expand to {copies:,} copies{each}, more than {MAX_COPIES:,}: "
+            f"repetitions such as a{{1,30}} expand to {copies:,} copies{each}, more than {MAX_COPIES:,}; "
             "use * or + for long ones",
             max(counts)[1],
             "schema_too_large",
         )
 
 
-def _schemas(asked: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def _schemas(body: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield each schema, grammar and regular expression with its path."""
-    outputs = asked.get("structured_outputs")
+    outputs = body.get("structured_outputs")
     if isinstance(outputs, dict):
         for name, value in outputs.items():
             yield f"structured_outputs.{name}", value
     for name in ("response_format", "tools"):
-        if name in asked:
-            yield name, asked[name]
+        if name in body:
+            yield name, body[name]
 
 
 def _copies(param: str, schema: Any) -> int:
-    """Return how many copies the patterns of a schema expand to.
+    """Return the number of copies to which the patterns of a schema expand.
 
     Raises:
         InvalidBody: the schema is too large.
@@ -206,7 +204,7 @@ def _copies(param: str, schema: Any) -> int:
     is_text = isinstance(schema, str)
     size = len(schema if is_text else json.dumps(schema, ensure_ascii=False))
     if size > (limit := MAX_TEXT if is_text else MAX_SCHEMA):
-        message = f"{param} has {size:,} characters, more than {limit:,}: send a smaller schema"
+        message = f"{param} has {size:,} characters, more than {limit:,}; send a smaller schema"
         raise InvalidBody(message, param, "schema_too_large")
     parsed = _parse_inner(param, schema) if is_text else schema
     if isinstance(parsed, dict | list):
@@ -218,7 +216,7 @@ def _patterns(schema: Any) -> Iterator[str]:
     """Yield the regular expressions of a JSON schema."""
     waiting = [schema]
     while waiting:
-        for name, inner in _named(waiting.pop()):
+        for name, inner in _items(waiting.pop()):
             if isinstance(inner, dict | list):
                 waiting.append(inner)
                 if name == "patternProperties" and isinstance(inner, dict):
@@ -228,8 +226,8 @@ def _patterns(schema: Any) -> Iterator[str]:
 
 
 def _expanded(pattern: str) -> int:
-    """Return how many copies of its parts a regular expression or grammar expands to, those of groups multiplied."""
-    sizes, last, plain = [0], 0, 0  # of each open group, of the last part, of the pattern without copies
+    """Return the number of copies to which a regular expression or grammar expands. Nested repetitions multiply."""
+    sizes, last, plain = [0], 0, 0  # of each open group, the last part, and the pattern without copies
     for token in TOKEN.finditer(pattern):
         text = token[0]
         if text == "(":
@@ -250,34 +248,34 @@ def _expanded(pattern: str) -> int:
 
 
 def _number(digits: str | None) -> int:
-    """Return a bound of a repetition: int() refuses to read thousands of digits."""
+    """Return a bound of a repetition. int() rejects thousands of digits."""
     return int(digits or 0) if len(digits or "") < 10 else HUGE
 
 
 def _check_bad_words(words: Any) -> None:
     size = sum(len(word) for word in words if isinstance(word, str)) if isinstance(words, list) else 0
     if size > MAX_TEXT:
-        message = f"bad_words has {size:,} characters, more than {MAX_TEXT:,}: send fewer words"
+        message = f"bad_words has {size:,} characters, more than {MAX_TEXT:,}; send fewer words"
         raise InvalidBody(message, "bad_words", "too_large")
 
 
-def _sequences(asked: dict[str, Any]) -> int:
+def _sequences(body: dict[str, Any]) -> int:
     """Return prompts times answers per prompt."""
-    answers = asked.get("n")
+    answers = body.get("n")
     if answers is None:
         answers = 1
-    if type(answers) is not int:  # vLLM would take "8" and 8.0 for 8
+    if type(answers) is not int:  # vLLM would read "8" and 8.0 as 8
         raise InvalidBody("n must be an integer", "n", "invalid_type")
-    return _prompts(asked) * min(max(answers, 1), HUGE)
+    return _prompts(body) * min(max(answers, 1), HUGE)
 
 
-def _prompts(asked: dict[str, Any]) -> int:
-    """Return the number of prompts: of `prompt` for completions, of `input` or `messages` for embeddings."""
-    return max(_length(asked.get(name)) for name in ("prompt", "prompt_embeds", "input", "messages"))
+def _prompts(body: dict[str, Any]) -> int:
+    """Return the number of prompts: in `prompt` for completions, in `input` or `messages` for embeddings."""
+    return max(_length(body.get(name)) for name in ("prompt", "prompt_embeds", "input", "messages"))
 
 
 def _length(value: Any) -> int:
-    """Return how many prompts a value holds: a text, token ids, a conversation, or a list of one of these."""
+    """Return the number of prompts in a value: a string, token ids, a conversation, or a list of one of these."""
     if isinstance(value, list) and value and isinstance(value[0], str | list):
         return len(value)
     return 1

@@ -1,8 +1,8 @@
-"""Which models stand behind one address, what share of the requests a canary gets, and how each of them fares.
+"""The served models, the canary's share of requests, and the metrics of each app.
 
-One small actor per cluster keeps this state. Replicas report the outcome of their requests to it, and get the routes
-for forwarding requests. It asks Serve which apps exist, because an app without replicas still exists: the next request
-starts one. State that must outlive the actor is in the cluster's key-value store.
+One small actor per cluster keeps this state. Replicas report the outcomes of their requests to it, and get the routes
+for forwarding requests. The actor asks Serve which apps exist, because an app without replicas still exists: the next
+request starts one. State that must outlive the actor is in the cluster's key-value store.
 """
 
 import asyncio
@@ -17,103 +17,152 @@ from typing import Any, NamedTuple
 
 import ray
 from ray import serve
-from ray.experimental import internal_kv
 from ray.serve.schema import ApplicationStatus
 
+from pipeline.ray_support.private import key_value
+from pipeline.ray_support.private import serve as private_serve
 from pipeline.serving.options import CANARY, ROOT, app_name
 
-NAME, NAMESPACE = "traffic", "serve_llm"
+NAME, NAMESPACE = "routing", "serve_llm"
 REPORT_INTERVAL_S = 2.0
-KEPT = 10_000
-"""Requests of an app whose times are remembered."""
+MAX_LATENCIES = 10_000
+"""Number of recent requests of each app from which latencies are computed."""
 
 log = logging.getLogger("ray.serve")
 
 
 class RequestOutcome(NamedTuple):
-    """What became of a request."""
+    """The outcome of a request."""
 
     status: int
     first_s: float
-    """Seconds until the answer began."""
-    whole_s: float
-    """Seconds until it had ended."""
+    """Seconds until the first part of the answer."""
+    total_s: float
+    """Seconds until the end of the answer."""
 
 
 class Routes(NamedTuple):
-    """Whom the app at the address hands requests on to."""
+    """The apps to which the app at the root path forwards requests."""
 
     others: dict[str, str]
-    """Path of the app that serves a model, by each name that a client may ask for."""
+    """Path of the app that serves a model, by the model's name."""
     canary: str | None
-    """Path of the app that gets a share of the requests for the address's own model."""
+    """Path of the canary."""
     percent: float
-    """That share."""
+    """The canary's share of the requests for the main model."""
 
 
-NOWHERE = Routes({}, None, 0.0)
+NO_ROUTES = Routes({}, None, 0.0)
 
 
 @dataclass
-class App:
-    """One application, as its replicas tell of it."""
+class AppMetrics:
+    """The models of one application, and the outcomes of its requests, as its replicas report them."""
 
     models: list[str] = field(default_factory=list)
-    """Names that a client may ask it for; the first is the model's own."""
+    """Names that clients may ask for. The first is the model's own; the others are its adapters."""
     requests: int = 0
     errors: int = 0
-    """Those that the server is to blame for: status 500 and above."""
-    records: deque[RequestOutcome] = field(default_factory=lambda: deque(maxlen=KEPT))
+    """Requests that ended with status 500 or above."""
+    outcomes: deque[RequestOutcome] = field(default_factory=lambda: deque(maxlen=MAX_LATENCIES))
+
+    def add(self, outcomes: list[RequestOutcome]) -> None:
+        """Count finished requests."""
+        self.requests += len(outcomes)
+        self.errors += sum(outcome.status >= 500 for outcome in outcomes)
+        self.outcomes.extend(outcomes)
+
+    def reset(self) -> None:
+        """Start counting from zero."""
+        self.requests = self.errors = 0
+        self.outcomes.clear()
+
+    def summary(self) -> dict[str, float]:
+        """Return the counts, and the percentiles of the latencies in milliseconds."""
+        answered = [outcome for outcome in self.outcomes if outcome.status < 400]
+        numbers: dict[str, float] = {"requests": self.requests, "errors": self.errors}
+        if len(answered) > 1:
+            for name in ("first", "total"):
+                seconds = [getattr(outcome, f"{name}_s") for outcome in answered]
+                cuts = statistics.quantiles(seconds, n=100, method="inclusive")
+                numbers |= {f"{name}_p50_ms": 1000 * cuts[49], f"{name}_p95_ms": 1000 * cuts[94]}
+        return numbers
 
 
 def running_apps() -> set[str]:
     """Return the names of Serve's applications, except those being deleted."""
-    serve.context._check_cached_client_alive()  # otherwise Serve's client may ask a controller that was shut down
+    private_serve.forget_dead_client()
     apps = serve.status().applications
     return {name for name, app in apps.items() if app.status != ApplicationStatus.DELETING}
 
 
-class Store:
+class StateStore:
     """A value in the cluster's key-value store, which lasts as long as the head."""
 
     def load(self) -> Any:
         """Return the value saved last, or None."""
-        found = internal_kv._internal_kv_get(NAME, namespace=NAMESPACE)
+        found = key_value.get(NAME, NAMESPACE)
         return found and json.loads(found)
 
     def save(self, value: Any) -> None:
         """Save a JSON-serializable value."""
-        internal_kv._internal_kv_put(NAME, json.dumps(value), namespace=NAMESPACE)
+        key_value.put(NAME, json.dumps(value), NAMESPACE)
 
 
 class RoutingState:
     """The actor's state."""
 
     def __init__(self, running: Callable[[], set[str]] = running_apps, store: Any = None) -> None:
+        """`running` returns the names of the applications that exist; `store` saves what must outlive the actor."""
         self._running = running
-        self._looked_at = -REPORT_INTERVAL_S
-        self._store = store or Store()
+        self._checked_at = -REPORT_INTERVAL_S
+        self._store = store or StateStore()
         self._saved = self._store.load() or {"models": {}, "canary": {}, "percent": 0.0}
-        self._apps = {path: App(models) for path, models in self._saved["models"].items()}
+        self._apps = {path: AppMetrics(models) for path, models in self._saved["models"].items()}
         self._canary: dict[str, Any] = self._saved["canary"]
         self._percent: float = self._saved["percent"]
 
-    def report(self, path: str, models: list[str], records: list[RequestOutcome]) -> Routes:
-        """A replica of the app at `path`, which answers for `models`, tells what became of its last requests."""
+    def report(self, path: str, models: list[str], outcomes: list[RequestOutcome]) -> Routes:
+        """Add the outcomes that a replica of the app at `path` reports, and return the current routes."""
         is_new = path not in self._apps
-        app = self._apps.setdefault(path, App())
+        app = self._apps.setdefault(path, AppMetrics())
         app.models = models
-        app.requests += len(records)
-        app.errors += sum(record.status >= 500 for record in records)
-        app.records.extend(records)
-        if is_new or time.monotonic() - self._looked_at >= REPORT_INTERVAL_S:
-            self._forget_ended()
+        app.add(outcomes)
+        if is_new or time.monotonic() - self._checked_at >= REPORT_INTERVAL_S:
+            self._drop_deleted()
         self._save()
         return self._routes()
 
-    def _forget_ended(self) -> None:
+    def set_canary(self, percent: float, options: dict[str, Any] | None = None) -> None:
+        """Give the canary this share of requests. With `options` it is a new canary, and all metrics are reset.
+
+        `options` are the canary's `ServeOptions`, or empty to remove the canary.
+        """
+        self._percent = percent
+        if options is not None:
+            self._canary = options
+            for app in self._apps.values():
+                app.reset()
+        self._save()
+
+    def canary(self) -> dict[str, Any]:
+        """Return the `ServeOptions` of the canary, or an empty dict if there is none."""
+        self._drop_deleted()
+        return self._canary
+
+    def apps(self) -> dict[str, dict[str, Any]]:
+        """Return the models, share and metrics of each app by path."""
+        self._drop_deleted()
+        self._save()
+        shares = {ROOT: 100 - self._percent, CANARY: self._percent}
+        return {
+            path: {"models": app.models, "percent": shares.get(path, 100), **app.summary()}
+            for path, app in self._apps.items()
+        }
+
+    def _drop_deleted(self) -> None:
         running = self._running()
-        self._looked_at = time.monotonic()
+        self._checked_at = time.monotonic()
         self._apps = {path: app for path, app in self._apps.items() if app_name(path) in running}
         if app_name(CANARY) not in running:
             self._canary, self._percent = {}, 0.0
@@ -127,73 +176,37 @@ class RoutingState:
             self._saved = state
 
     def _routes(self) -> Routes:
-        beside = {path: app for path, app in self._apps.items() if path not in (ROOT, CANARY)}
-        others = {model: path for path, app in beside.items() for model in app.models}
+        added = {path: app for path, app in self._apps.items() if path not in (ROOT, CANARY)}
+        others = {model: path for path, app in added.items() for model in app.models}
         canary = CANARY if CANARY in self._apps and self._percent else None
         return Routes(others, canary, self._percent)
 
-    def give_canary(self, percent: float, options: dict[str, Any] | None = None) -> None:
-        """Give the canary that share; with `options`, those of its `serve_llm`, it is a new one, and counts anew."""
-        self._percent = percent
-        if options is not None:
-            self._canary = options
-            for app in self._apps.values():
-                app.requests, app.errors = 0, 0
-                app.records.clear()
-        self._save()
-
-    def canary(self) -> dict[str, Any]:
-        """The options of the canary's `serve_llm`; empty when there is none."""
-        self._forget_ended()
-        return self._canary
-
-    def apps(self) -> dict[str, dict[str, Any]]:
-        """What is served, by path, and how it fared since the last canary began."""
-        self._forget_ended()
-        self._save()
-        shares = {ROOT: 100 - self._percent, CANARY: self._percent}
-        return {
-            path: {"models": app.models, "percent": shares.get(path, 100), **_numbers(app)}
-            for path, app in self._apps.items()
-        }
-
-
-def _numbers(app: App) -> dict[str, float]:
-    answered = [record for record in app.records if record.status < 400]
-    times = {"first": [record.first_s for record in answered], "whole": [record.whole_s for record in answered]}
-    numbers: dict[str, float] = {"requests": app.requests, "errors": app.errors}
-    for name, seconds in times.items():
-        if len(seconds) > 1:
-            cuts = statistics.quantiles(seconds, n=100, method="inclusive")
-            numbers |= {f"{name}_p50_ms": 1000 * cuts[49], f"{name}_p95_ms": 1000 * cuts[94]}
-    return numbers
-
 
 def actor() -> Any:
-    """The cluster's one; it is started when there is none, and ends with the cluster."""
-    kept = {"name": NAME, "namespace": NAMESPACE, "lifetime": "detached", "get_if_exists": True, "max_restarts": -1}
-    return ray.remote(RoutingState).options(num_cpus=0, **kept).remote()
+    """Return the cluster's actor. Start it if there is none; it ends with the cluster."""
+    lifetime = {"lifetime": "detached", "get_if_exists": True, "max_restarts": -1}
+    return ray.remote(RoutingState).options(num_cpus=0, name=NAME, namespace=NAMESPACE, **lifetime).remote()
 
 
 class Reporter:
-    """A replica's end: gathers records, and learns the routes."""
+    """A replica's connection to the actor: reports outcomes, and receives the routes."""
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self.routes = NOWHERE
+        self.routes = NO_ROUTES
         self._actor = actor()
-        self._records: list[RequestOutcome] = []
+        self._outcomes: list[RequestOutcome] = []
 
-    def note(self, record: RequestOutcome) -> None:
-        """Remember a request that is over, until the actor is told."""
-        self._records.append(record)
+    def record(self, outcome: RequestOutcome) -> None:
+        """Add an outcome to the next report."""
+        self._outcomes.append(outcome)
 
-    async def keep_up(self, models: Callable[[], list[str]]) -> None:
-        """Tell the actor again and again; `models` gives the names that a client may ask this app for."""
+    async def report_forever(self, models: Callable[[], list[str]]) -> None:
+        """Report every REPORT_INTERVAL_S. `models` returns the names that clients may ask this app for."""
         while True:
-            told, self._records = self._records, []
+            outcomes, self._outcomes = self._outcomes, []
             try:
-                self.routes = await self._actor.report.remote(self.path, models(), told)
-            except Exception as error:  # the actor starts anew, say: the last routes stay
-                log.warning(f"traffic was not told ({type(error).__name__}); the last routes stay")
+                self.routes = await self._actor.report.remote(self.path, models(), outcomes)
+            except Exception as error:  # for example while the actor restarts
+                log.warning(f"could not report {len(outcomes)} requests ({type(error).__name__}); the routes stay")
             await asyncio.sleep(REPORT_INTERVAL_S)

@@ -1,8 +1,8 @@
 #!/bin/sh
-# What Ray starts as HAProxy: HAPROXY itself, after these changes to the configuration that Ray wrote for it.
-# - Statistics and metrics listen on every network; here each is a socket, in the folder of this cluster.
-# - What haproxy_defaults.cfg and haproxy_frontend.cfg hold is added.
-# - An error of HAProxy's own is plain text; here it has the shape of OpenAI's errors, as all others have.
+# Ray starts this script in place of HAProxy. It changes the configuration that Ray wrote, then starts $HAPROXY:
+# - Statistics and metrics use sockets in the cluster's folder; Ray lets them listen on every network.
+# - haproxy_defaults.cfg and haproxy_frontend.cfg are inserted.
+# - HAProxy's own errors get OpenAI's format instead of plain text.
 here=${0%/*} config= previous=
 for argument; do
     [ "$previous" = -f ] && config=$argument
@@ -18,7 +18,7 @@ if [ -n "$config" ]; then
         -e 's#return status 404 content-type text/plain .*#deny deny_status 404#' \
         -e 's#return status 503 .*"Ingress request router failed.*" hdr X-Serve-Reason [^ ]*#deny deny_status 503#' \
         "$config"
-    body='{"error": {"message": "no replica answers at this moment", "type": "server_error", "param": null, "code": null}}'
+    body='{"error": {"message": "no replica is available; try again in a few seconds", "type": "server_error", "param": null, "code": null}}'
     printf 'HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 5\r\nContent-Length: %s\r\n\r\n%s' \
         "$(printf %s "$body" | wc -c)" "$body" > "$folder/500.http"
 fi

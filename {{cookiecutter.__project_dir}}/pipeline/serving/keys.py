@@ -1,6 +1,6 @@
-"""Who may use the API: keys by name, read as secrets, and again every few seconds, so that one can be withdrawn.
+"""API keys by name. They are secrets, and are read again every few seconds, so that a key can be revoked.
 
-SERVE_API_KEY is the owner's; SERVE_API_KEYS, as NAME:KEY,NAME:KEY, are other people's.
+SERVE_API_KEY is the owner's. SERVE_API_KEYS holds other people's keys as NAME:KEY,NAME:KEY.
 """
 
 import asyncio
@@ -17,11 +17,11 @@ REFRESH_S = 10
 log = logging.getLogger("ray.serve")
 
 
-class Keys:
+class ApiKeys:
     """The current API keys, as digests."""
 
     def __init__(self) -> None:
-        """Read them.
+        """Read the keys.
 
         Raises:
             ValueError: there is no key, or SERVE_API_KEYS is not NAME:KEY,NAME:KEY or repeats a name or a key.
@@ -31,9 +31,9 @@ class Keys:
             raise ValueError("SERVE_API_KEY did not reach the replica: name it in [secrets] of settings.toml")
 
     def name_of(self, authorization: bytes) -> str | None:
-        """The name of the key that the header carries, or None.
+        """Return the name of the key in an Authorization header, or None if the key is not valid.
 
-        The time that it takes does not tell how much of a wrong key is right, nor whose it resembles.
+        The comparison takes constant time, so it reveals nothing about the keys.
         """
         scheme, _, key = authorization.partition(b" ")
         if scheme.lower() != b"bearer":  # not secret, and case-insensitive: RFC 9110, section 11.1
@@ -45,13 +45,13 @@ class Keys:
                 found = name
         return found
 
-    async def keep_up(self) -> None:
-        """Read them again and again. While they cannot be read, those that were read last stay valid."""
+    async def refresh_forever(self) -> None:
+        """Read the keys again and again. If they cannot be read, the last valid ones stay in use."""
         while True:
             await asyncio.sleep(REFRESH_S)
             try:
                 self._digests = await asyncio.to_thread(_read)
-            except Exception as error:  # the store may be away, or what stands there malformed: neither ends a server
+            except Exception as error:  # an unreachable store or a malformed list must not stop the server
                 log.warning(f"could not reload the API keys ({error}); the last valid ones stay in use")
 
 

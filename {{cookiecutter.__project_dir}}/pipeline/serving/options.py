@@ -12,18 +12,20 @@ import settings
 from pipeline.serving.limits import RequestLimits
 
 APP = "llm"
-"""Name of the Serve application at the root path. The names of the others start with it."""
+"""Name of the Serve application at the root path. The names of the other models' applications start with it."""
 ROOT, CANARY = "/", "/canary"
 """Paths of the main app, and of the canary that gets a share of its requests."""
+RAG_APP, RAG_PATH = "rag", "/rag"
+"""Name and path of the application of `serve_rag`."""
 
 
 class ServeOptions(settings.Section):
-    """[serve] of settings.toml."""
+    """The [serve] section of settings.toml."""
 
     model: str
     """Folder in Hugging Face format, hub id, or s3:// URI."""
     model_name: str = ""
-    """Name by which clients ask for the model; empty: the run's name, or the model's own."""
+    """Name by which clients ask for the model. Empty: the run's name, or the model's own."""
     add: bool = False
     """Serve an additional model at the same address. Without it, the model replaces the one served now."""
     canary_percent: float = Field(default=0, ge=0, le=100)
@@ -39,7 +41,7 @@ class ServeOptions(settings.Section):
     pipeline_parallel_size: int = Field(ge=1)
     """Groups of devices that share the layers in sequence."""
     num_cpus: float = Field(default=1, ge=0)
-    """Logical CPUs of each replica, in addition to one for each device if accelerator is cpu."""
+    """Logical CPUs of each replica. With accelerator = "cpu", each device takes one more."""
     min_replicas: int = Field(ge=0)
     """Replicas that always run."""
     max_replicas: int = Field(ge=1)
@@ -62,22 +64,22 @@ class ServeOptions(settings.Section):
     """Percentage of extra replicas during an update, rounded up; the old ones answer until the new ones are ready.
     With 0 the old ones end first, and requests get 503 until a new one is up."""
     dtype: Literal["float32", "bfloat16", "float16"]
-    """Number format of the weights and the computation."""
+    """Data type of the weights and the computation."""
     max_model_len: int = Field(ge=2)
-    """Tokens of prompt and answer together at most."""
+    """Maximum number of tokens of prompt and answer together."""
     max_num_seqs: int = Field(ge=1)
-    """Sequences that the engine decodes in one batch at most."""
+    """Maximum number of sequences that the engine decodes in one batch."""
     kv_cache_gib: float | None = Field(default=None, gt=0)
-    """GiB for the KV cache. None: what vLLM finds free on the device."""
+    """GiB for the KV cache. None: the free memory that vLLM finds on the device."""
     enforce_eager: bool = False
-    """Run the model without compiling it: starts sooner, answers slower."""
+    """Run the model without compiling it, which starts faster and answers more slowly."""
     adapters: str = ""
-    """Folder of runs, or its s3:// URI, whose LoRA adapters over `model` are served too, each by its run's name; empty:
-    none. The engine is somewhat slower with them."""
+    """Folder or s3:// URI of runs. Their LoRA adapters for `model` are served too, each by its run's name. Empty: none.
+    The engine is slightly slower with adapters."""
     max_loras: int = Field(ge=1)
-    """Adapters that share a batch at most; requests for more wait."""
+    """Maximum number of adapters in one batch. Requests for more wait."""
     max_lora_rank: Literal[8, 16, 32, 64, 128, 256]
-    """Rank of an adapter at most; the engine sets memory aside for it."""
+    """Maximum rank of an adapter. The engine reserves memory for it."""
     start_timeout_s: int = Field(ge=1)
     """Seconds to wait for a deployment to become healthy."""
     key_requests_per_minute: int = Field(ge=1)
@@ -85,7 +87,7 @@ class ServeOptions(settings.Section):
     key_requests_at_once: int = Field(ge=1)
     """Maximum sequences in progress of each key on one replica. More get 429."""
     max_body_mib: float = Field(gt=0)
-    """MiB of one request at most; more gets 413."""
+    """Maximum MiB of a request. A larger one gets 413."""
     body_timeout_s: float = Field(gt=0)
     """Seconds in which a request's body must arrive. A slower one gets 408."""
     request_timeout_s: float = Field(gt=0)
@@ -108,32 +110,32 @@ class ServeOptions(settings.Section):
         return self
 
     @model_validator(mode="after")
-    def _in_one_place(self) -> "ServeOptions":
+    def _add_or_canary(self) -> "ServeOptions":
         if self.add and self.canary_percent:
             raise ValueError("add = true and canary_percent cannot be combined: remove one of them")
         return self
 
     @property
     def is_hub_id(self) -> bool:
-        """Whether `model` reads like `owner/name` and not like a path in this project."""
-        reads_like_one = re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", self.model) is not None
-        return reads_like_one and not os.path.isdir(settings.resolve(self.model.split("/")[0]))
+        """Whether `model` looks like `owner/name` and not like a path in this project."""
+        looks_like_id = re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", self.model) is not None
+        return looks_like_id and not os.path.isdir(settings.resolve(self.model.split("/")[0]))
 
     @property
     def source(self) -> str:
-        """Where vLLM finds the model: an absolute folder, a URI or a hub id."""
+        """Location from which vLLM loads the model: an absolute path, a URI or a hub id."""
         return self.model if self.is_hub_id else settings.resolve(self.model)
 
     @property
     def served_name(self) -> str:
-        """Name of the model in the API: `runs/NAME/model` is NAME, another path its last part, a hub id itself."""
+        """Name of the model in the API: NAME for `runs/NAME/model`, the last part of another path, or the hub id."""
         if self.model_name or self.is_hub_id:
             return self.model_name or self.model
         parts = PurePosixPath(self.source).parts
         return parts[-2] if parts[-1] == "model" else parts[-1]
 
     @property
-    def rules(self) -> RequestLimits:
+    def limits(self) -> RequestLimits:
         """The limits that a replica enforces."""
         return RequestLimits(
             per_minute=self.key_requests_per_minute,
@@ -153,14 +155,14 @@ class ServeOptions(settings.Section):
 
     @property
     def path(self) -> str:
-        """Where the application is, below the server's address."""
+        """Path of the application."""
         if self.canary_percent:
             return CANARY
         return f"/models/{_path_segment(self.served_name)}" if self.add else ROOT
 
     @property
     def app(self) -> str:
-        """Name of Serve's application."""
+        """Name of the Serve application."""
         return app_name(self.path)
 
     @property
@@ -175,25 +177,25 @@ def app_name(path: str) -> str:
 
 
 def _path_segment(name: str) -> str:
-    """Return a form of the name that fits paths and application names, and that no other name gets."""
+    """Return a unique form of the name that is valid in paths and application names."""
     plain = re.sub(r"[^a-zA-Z0-9._-]", "-", name)
     return plain if plain == name else f"{plain}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
 class ModelsOptions(settings.Section):
-    """What to change. Without options, the job shows what is served."""
+    """A change to the served models. Without options, the job lists them."""
 
     canary_percent: float | None = Field(default=None, ge=0, le=100)
-    """Share of the requests that the canary gets from now on."""
+    """Percentage of requests for the canary."""
     promote: bool = False
-    """Replace the main model by the canary."""
+    """Replace the main model with the canary."""
     roll_back: bool = False
-    """End the canary."""
+    """Stop the canary."""
     end: str = ""
     """Stop serving this additional model, or `rag`."""
 
     @model_validator(mode="after")
-    def _one_thing(self) -> "ModelsOptions":
+    def _one_change(self) -> "ModelsOptions":
         if sum((self.canary_percent is not None, self.promote, self.roll_back, bool(self.end))) > 1:
             raise ValueError("use only one of --canary-percent, --promote, --roll-back and --end")
         return self

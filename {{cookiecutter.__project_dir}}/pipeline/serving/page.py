@@ -1,7 +1,7 @@
-"""The page at / of what is served, on which a person tries the model in a browser, with a key of their own.
+"""Serves a web page at /, on which people can try the model in a browser.
 
-It holds no secret, so it is there without a key; what it asks of the API wants one, as all else does. The person's key
-stays in the memory of their browser's tab.
+The page itself contains no secret and needs no key. Its requests to the API need one, which the user enters; the key
+stays in the memory of the browser tab.
 """
 
 import base64
@@ -12,12 +12,12 @@ from pathlib import Path
 from starlette.responses import HTMLResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-TEXT = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+HTML = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
 
 
 def _hash(element: str) -> str:
-    """What a policy names the page's one script or style by; whatever else gets into the page stays without effect."""
-    [content] = re.findall(f"<{element}>(.*?)</{element}>", TEXT, re.DOTALL)
+    """Return the hash of the page's only script or style. The policy allows nothing else to run."""
+    [content] = re.findall(f"<{element}>(.*?)</{element}>", HTML, re.DOTALL)
     return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
 
 
@@ -35,13 +35,13 @@ HEADERS = {
 }
 
 
-class Page:
-    """ASGI app that answers `GET /` with the page, and leaves all else to `app`."""
+class ChatPage:
+    """ASGI middleware that answers `GET /` with the page. All other requests go to `app`."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
-        self._page = HTMLResponse(TEXT, headers=HEADERS)
+        self._page = HTMLResponse(HTML, headers=HEADERS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        asked_for = scope["type"] == "http" and scope["path"] == "/" and scope["method"] in ("GET", "HEAD")
-        await (self._page if asked_for else self.app)(scope, receive, send)
+        is_page = scope["type"] == "http" and scope["path"] == "/" and scope["method"] in ("GET", "HEAD")
+        await (self._page if is_page else self.app)(scope, receive, send)

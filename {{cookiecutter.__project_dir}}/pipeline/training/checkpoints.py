@@ -1,4 +1,4 @@
-"""Checkpoints: what of a run survives a kill, so that the steps after it come out as they would have."""
+"""Saves and restores everything that a run needs to resume bit for bit."""
 
 import json
 import os
@@ -17,41 +17,41 @@ from settings import UserError
 STATE = "state.json"
 
 
-def save(strategy: Strategy, run: Runtime, row: Metrics, output: str) -> None:
-    """Begin a checkpoint of all ranks: parameters, optimizer, random states, and the step, which is the position.
+def save(strategy: Strategy, runtime: Runtime, row: Metrics, output: str) -> None:
+    """Start a checkpoint of all ranks: parameters, optimizer and random states, and the step.
 
-    They are copied now, and written while the loop trains on; a checkpoint that is still being written is waited for,
-    as main memory holds one copy.
+    The state is copied now and written in the background. A checkpoint that is still being written must finish first,
+    because main memory holds one copy.
 
     Raises:
-        UserError: there is no room for it, on every rank alike.
+        UserError: the disk is full, on all ranks.
     """
-    run.wait()
-    refuse_full_disk(strategy, run, output)
-    write_strategy, random = strategy.capture(), _random_state(run.device)
-    state = {"step": row["step"], "world_size": run.world_size}
+    runtime.wait()
+    refuse_full_disk(strategy, runtime, output)
+    write_strategy, random_state = strategy.capture(), _random_state(runtime.device)
+    state = {"step": row["step"], "world_size": runtime.world_size}
 
     def write(folder: Path) -> None:
         write_strategy(folder)
-        torch.save(random, folder / f"random-{run.rank:05d}.pt")
-        if run.rank == 0:
+        torch.save(random_state, folder / f"random-{runtime.rank:05d}.pt")
+        if runtime.rank == 0:
             (folder / STATE).write_text(json.dumps(state))
-        (folder / _inventory(run.rank)).write_text(json.dumps(_sizes(folder)))
+        (folder / _inventory(runtime.rank)).write_text(json.dumps(_sizes(folder)))
 
-    run.report(row, write)
+    runtime.report(row, write)
 
 
-def restore(strategy: Strategy, run: Runtime) -> int:
-    """Load the last checkpoint of the run that is whole; returns its step, 0 where there is none."""
-    for folder in run.checkpoints():
-        problem = _what_is_torn(folder)
-        if any_rank(bool(problem), run.device):
-            if run.rank == 0:
-                print(f"the checkpoint {folder.name} is skipped, as it is not whole: {problem}", flush=True)
+def restore(strategy: Strategy, runtime: Runtime) -> int:
+    """Load the newest complete checkpoint. Return its step, or 0 if there is none."""
+    for folder in runtime.checkpoints():
+        problem = _first_problem(folder)
+        if any_rank(bool(problem), runtime.device):
+            if runtime.rank == 0:
+                print(f"skipping the incomplete checkpoint {folder.name}: {problem}", flush=True)
             continue
         state = json.loads((folder / STATE).read_text())
         strategy.load(folder, state["world_size"])
-        _restore_random_state(folder / f"random-{run.rank:05d}.pt", run.device)
+        _restore_random_state(folder / f"random-{runtime.rank:05d}.pt", runtime.device)
         return state["step"]
     return 0
 
@@ -61,57 +61,57 @@ def _inventory(rank: int) -> str:
 
 
 def _sizes(folder: Path) -> dict[str, int]:
-    """Bytes of each file, by its path in `folder`."""
+    """Return the size of each file in bytes, by its path in `folder`."""
     return {str(file.relative_to(folder)): file.stat().st_size for file in folder.rglob("*") if file.is_file()}
 
 
-def _what_is_torn(folder: Path) -> str:
-    """The first file that is not as a rank wrote it; empty where all of all ranks are."""
-    there = _sizes(folder)
-    if STATE not in there:
+def _first_problem(folder: Path) -> str:
+    """Return the first file that is missing or incomplete, as text; empty if all files of all ranks are complete."""
+    sizes = _sizes(folder)
+    if STATE not in sizes:
         return f"{STATE} is missing"
     for rank in range(json.loads((folder / STATE).read_text())["world_size"]):
-        if _inventory(rank) not in there:
+        if _inventory(rank) not in sizes:
             return f"{_inventory(rank)} is missing"
         for file, size in json.loads((folder / _inventory(rank)).read_text()).items():
-            if there.get(file) != size:
-                return f"{file} has {there.get(file, 0)} of {size} bytes"
+            if sizes.get(file) != size:
+                return f"{file} has {sizes.get(file, 0)} of {size} bytes"
     return ""
 
 
-def refuse_full_disk(strategy: Strategy, run: Runtime, output: str) -> None:
-    """Refuse before writing: a full disk in the middle of it would leave the ranks waiting for one another."""
+def refuse_full_disk(strategy: Strategy, runtime: Runtime, output: str) -> None:
+    """Refuse a checkpoint that does not fit on the disk. A write that fails halfway would leave the ranks waiting."""
     own = strategy.checkpoint_bytes()
-    all_ranks = int(total(torch.tensor(own, device=run.device)))
+    all_ranks = int(total(torch.tensor(own, device=runtime.device)))
     needs = {output: all_ranks} if is_local(output) else {}
-    if run.scratch:
-        needs[tempfile.gettempdir()] = own * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # those of this node
-    disks = {place: os.stat(place).st_dev for place in needs}
+    if runtime.scratch:
+        needs[tempfile.gettempdir()] = own * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # all ranks of this node
+    disks = {folder: os.stat(folder).st_dev for folder in needs}
     short = [
-        f"{place} has {_free(place) >> 20} MiB left"
-        for place, disk in disks.items()
-        if _free(place) < sum(needs[other] for other in needs if disks[other] == disk)
+        f"{folder} has {_free(folder) >> 20} MiB left"
+        for folder, disk in disks.items()
+        if _free(folder) < sum(needs[other] for other in needs if disks[other] == disk)
     ]
-    if any_rank(bool(short), run.device):
+    if any_rank(bool(short), runtime.device):
         where = " and ".join(short) or "the disk of another worker is full"
         raise UserError(
-            f"no room for a checkpoint of {all_ranks >> 20} MiB: {where}; free some, then run the same command again "
-            "to resume."
+            f"no room for a checkpoint of {all_ranks >> 20} MiB: {where}. Free some space, then run the same command "
+            "again to resume."
         )
 
 
-def _free(place: str) -> int:
-    return shutil.disk_usage(place).free
+def _free(folder: str) -> int:
+    return shutil.disk_usage(folder).free
 
 
 def _random_state(device: torch.device) -> dict[str, torch.Tensor]:
-    """Of the generators that dropout draws from."""
+    """Return the states of the random generators, which dropout uses."""
     state = {"cpu": torch.get_rng_state()}
     return state | {"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else state
 
 
 def _restore_random_state(file: Path, device: torch.device) -> None:
-    if not file.exists():  # a rank that the checkpoint's run did not have
+    if not file.exists():  # the checkpoint has fewer ranks
         return
     state = torch.load(file, weights_only=True)
     torch.set_rng_state(state["cpu"])

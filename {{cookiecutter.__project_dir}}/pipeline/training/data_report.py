@@ -1,4 +1,4 @@
-"""The data section of the report page: what `preprocess` counted in each data set that the runs trained on."""
+"""The data section of the report: the counts of `preprocess` for each dataset that the runs used."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -8,38 +8,38 @@ import plotly.graph_objects as go
 
 from pipeline.training.history import History
 
-PARTS = ("train", "eval")
+SPLITS = ("train", "eval")
 
 Cells = list[dict[str, str]]
-"""The rows of a table, by the names of its columns."""
+"""The rows of a table, by column name."""
 
 
 class DataReport(NamedTuple):
-    """The counts of one data set, as tables."""
+    """The counts of one dataset, as tables."""
 
     hash: str
-    """The first characters of its content hash, as run.json has them under `data`."""
+    """The first characters of its content hash, like `data` in run.json."""
     runs: list[str]
     manifest: dict[str, Any]
 
     @property
-    def parts(self) -> Cells:
-        return [{"part": part, **self._part(self.manifest[part])} for part in PARTS]
+    def splits(self) -> Cells:
+        return [{"split": split, **self._split(self.manifest[split])} for split in SPLITS]
 
-    def _part(self, counts: dict[str, Any]) -> dict[str, str]:
-        room = counts["rows"] * self.manifest["sequence_length"]
+    def _split(self, counts: dict[str, Any]) -> dict[str, str]:
+        capacity = counts["rows"] * self.manifest["sequence_length"]
         return {
             "documents": f"{counts['documents']:,}",
             "cut": f"{counts['cut_documents']:,}",
             f"rows of {self.manifest['sequence_length']:,} tokens": f"{counts['rows']:,}",
             "tokens": f"{counts['tokens']:,}",
-            "filled": _share(counts["tokens"], room),
+            "filled": _share(counts["tokens"], capacity),
             "trained": _share(counts["trained_tokens"], counts["tokens"]),
         }
 
     @property
     def inputs(self) -> Cells:
-        weights = {one["name"]: one["weight"] for one in self.manifest["input"]}
+        weights = {source["name"]: source["weight"] for source in self.manifest["input"]}
         total = sum(counts["tokens"] for counts in self.manifest["sources"].values())
         return [
             {
@@ -55,7 +55,7 @@ class DataReport(NamedTuple):
 
     @property
     def left_out(self) -> Cells:
-        """Rows without a document, most frequent reason first."""
+        """Rows that gave no document, most frequent reason first."""
         reasons = {**self.manifest["rejected_by_reason"], "a duplicate": self.manifest["rows_duplicate"]}
         return [
             {
@@ -69,7 +69,7 @@ class DataReport(NamedTuple):
 
 
 def data_reports(runs: Iterable[History]) -> list[DataReport]:
-    """Return the data sets of the runs. Runs that stream their data, or began before there were counts, have none."""
+    """Return the datasets of the runs. Streams and data of older versions of this project have no counts."""
     manifests: dict[str, dict[str, Any]] = {}
     names = defaultdict(list)
     for run in runs:
@@ -81,7 +81,7 @@ def data_reports(runs: Iterable[History]) -> list[DataReport]:
 
 
 def lengths(reports: list[DataReport]) -> go.Figure:
-    """Draw a histogram of the lengths of the training documents."""
+    """Return a histogram of the lengths of the training documents."""
     figure = go.Figure()
     for report in reports:
         counts = report.manifest["train"]["lengths"]
@@ -90,11 +90,11 @@ def lengths(reports: list[DataReport]) -> go.Figure:
         figure.add_trace(go.Bar(x=[f"≤ {bound}" for bound in counts], y=shares, name=report.hash))
     bounds = sorted({int(bound) for report in reports for bound in report.manifest["train"]["lengths"]})
     figure.update_xaxes(
-        title_text="tokens of a document",
+        title_text="tokens per document",
         categoryorder="array",
         categoryarray=[f"≤ {bound}" for bound in bounds],
     )
-    figure.update_yaxes(title_text="share of the documents", tickformat=".0%")
+    figure.update_yaxes(title_text="share of documents", tickformat=".0%")
     return figure.update_layout(height=320, showlegend=len(reports) > 1)
 
 

@@ -1,4 +1,4 @@
-"""Reads the packed rows that `preprocess` wrote, by position: what a step reads depends on nothing but its number."""
+"""Reads the packed rows that `preprocess` wrote, by position: which rows a step reads depends only on its number."""
 
 import json
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ import pyarrow.fs
 import torch
 from pydantic import BaseModel
 
-from pipeline.data.conversations import NOT_TRAINED
+from pipeline.data.tokenization import NOT_TRAINED
 from settings import UserError
 
 COLUMNS = ("input_ids", "labels", "position_ids")
@@ -24,22 +24,22 @@ Batch = dict[str, torch.Tensor]
 """Each of COLUMNS as int64 (rows, sequence_length)."""
 
 
-class Shard(BaseModel):
-    """One parquet file of a part."""
+class ShardFile(BaseModel):
+    """One parquet file of a split."""
 
     name: str
     rows: int
 
 
-class Part(BaseModel):
-    """The training or the evaluation part of the data."""
+class Split(BaseModel):
+    """The training or the evaluation rows."""
 
-    files: list[Shard]
+    files: list[ShardFile]
     rows: int
 
 
 class TokenizerRecord(BaseModel):
-    """The tokenizer that the rows were made with."""
+    """The tokenizer that made the rows."""
 
     model: str
     hash: str
@@ -49,40 +49,40 @@ class TokenizerRecord(BaseModel):
 
 
 class Manifest(BaseModel):
-    """What training reads of preprocess's manifest.json."""
+    """The part of manifest.json, which preprocess wrote, that training reads."""
 
     sequence_length: int
     content_hash: str
     tokenizer: TokenizerRecord
-    train: Part
-    eval: Part
+    train: Split
+    eval: Split
 
 
 def read_manifest(folder: str) -> Manifest:
-    """The manifest of the packed data in `folder`, a path or a URI.
+    """Return the manifest of the packed data in `folder`, a path or URI.
 
     Raises:
-        UserError: nothing is there.
+        UserError: there is none.
     """
     filesystem, path = pyarrow.fs.FileSystem.from_uri(folder)
     try:
         with filesystem.open_input_stream(f"{path}/manifest.json") as file:
             return Manifest.model_validate(json.load(file))
     except FileNotFoundError:
-        raise UserError(f"there is no packed data in {folder}; make it with: inv submit preprocess") from None
+        raise UserError(f"no packed data in {folder}. Run: inv submit preprocess") from None
 
 
 class PackedRows:
-    """The packed rows of one part.
+    """The packed rows of one split.
 
-    Position p is row p % len(self) of epoch p // len(self). With a seed, each epoch takes the row groups,
-    and the rows of each, in an order of its own: shuffled, and yet one row group at a time is in memory.
+    Position p is row p % len(self) of epoch p // len(self). With a seed, each epoch shuffles the row groups, and the
+    rows in each, so that only one row group at a time is in memory.
     """
 
-    def __init__(self, folder: str, part: Literal["train", "eval"], seed: int | None = None) -> None:
-        shards = getattr(read_manifest(folder), part).files
+    def __init__(self, folder: str, split: Literal["train", "eval"], seed: int | None = None) -> None:
+        shards = getattr(read_manifest(folder), split).files
         filesystem, path = pyarrow.fs.FileSystem.from_uri(folder)
-        files = [f"{path}/{part}/{shard.name}" for shard in shards]
+        files = [f"{path}/{split}/{shard.name}" for shard in shards]
         fragments = pa.dataset.dataset(files, filesystem=filesystem).get_fragments() if files else []
         self._groups = [group for fragment in fragments for group in fragment.split_by_row_group()]
         self._sizes = np.array([group.row_groups[0].num_rows for group in self._groups], dtype=np.int64)
@@ -93,29 +93,31 @@ class PackedRows:
         self._seed = seed
         self._read_group = lru_cache(maxsize=2)(self._read_group)  # two: a batch may span their boundary
         if len(self) != sum(shard.rows for shard in shards):
-            raise UserError(f"{folder}/{part} does not hold the rows that its manifest counts; run preprocess again.")
+            raise UserError(
+                f"{folder}/{split} does not hold the rows that its manifest lists. Run: inv submit preprocess"
+            )
 
     def __len__(self) -> int:
         return int(self._sizes.sum())
 
     def read(self, first: int, count: int) -> Batch:
-        """The rows at positions first .. first + count - 1."""
+        """Return the rows at positions first .. first + count - 1."""
         pieces = [
             {name: array[rows] for name, array in self._read_group(group).items()}
-            for group, rows in self._places(first, count)
+            for group, rows in self._locate(first, count)
         ]
         return as_batch({name: np.concatenate([piece[name] for piece in pieces]) for name in COLUMNS})
 
     def names(self, first: int, count: int) -> list[str]:
-        """The rows at these positions as FILE:ROW, rows counted from 0."""
+        """Return the rows at these positions as FILE:ROW, with rows counted from 0."""
         return [
             f"{self._files[group]}:{self._starts[group] + row}"
-            for group, rows in self._places(first, count)
+            for group, rows in self._locate(first, count)
             for row in rows
         ]
 
-    def _places(self, first: int, count: int) -> Iterator[tuple[int, np.ndarray]]:
-        """Row groups, and the rows in each, that hold the positions from `first` on."""
+    def _locate(self, first: int, count: int) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield the row groups, and the rows in each, that hold these positions."""
         while count:
             epoch, offset = divmod(first, len(self))
             groups = self._order(len(self._groups), epoch)
@@ -134,15 +136,15 @@ class PackedRows:
 
 
 def as_arrays(table: pa.Table) -> Arrays:
-    """The columns of packed rows, fixed-size lists, as arrays."""
+    """Return the columns of packed rows, which are fixed-size lists, as arrays."""
     return {name: table[name].combine_chunks().flatten().to_numpy().reshape(len(table), -1) for name in COLUMNS}
 
 
 def as_batch(arrays: Arrays) -> Batch:
-    """Tensors of the type that an embedding looks up by."""
+    """Return tensors of the type that an embedding takes."""
     return {name: torch.from_numpy(array).long() for name, array in arrays.items()}
 
 
 def trained_tokens(batch: Batch) -> torch.Tensor:
-    """How many tokens carry loss: the first of a row never does, as nothing predicts it. A scalar."""
+    """Return the number of tokens with a loss, as a scalar. The first token of a row has none: nothing predicts it."""
     return (batch["labels"][:, 1:] != NOT_TRAINED).sum()

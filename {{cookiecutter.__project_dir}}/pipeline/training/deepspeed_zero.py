@@ -1,6 +1,7 @@
-"""DeepSpeed's ZeRO over the same loop."""
+"""DeepSpeed's ZeRO as a strategy."""
 
 import hashlib
+import json
 import shutil
 import subprocess
 import sys
@@ -16,27 +17,29 @@ from transformers import PreTrainedModel
 from pipeline.training.collectives import any_rank, total
 from pipeline.training.dataset import Batch
 from pipeline.training.options import DeepSpeedOptions
-from pipeline.training.runtimes.runtime import Runtime, Write
+from pipeline.training.runtimes.runtime import Runtime, WriteCheckpoint
 from pipeline.training.schedule import BatchPlan
 from pipeline.training.strategies import Strategy, adamw, copied
 from settings import UserError
 
+CONFIG_FILE = Path(__file__).with_name("deepspeed.json")
 TAG = "zero"
-"""DeepSpeed's name for a checkpoint: a folder in that of the loop."""
+"""DeepSpeed's name for a checkpoint: a folder in the trainer's."""
 
 
-def fill_config(config: dict[str, Any], options: DeepSpeedOptions, plan: BatchPlan) -> dict[str, Any]:
-    """DeepSpeed's config with the values that settings.toml decides; the rest stands in the JSON file.
+def config(options: DeepSpeedOptions, plan: BatchPlan) -> dict[str, Any]:
+    """Return DeepSpeed's configuration: deepspeed.json, and the values from settings.toml.
 
-    No "auto": only the Hugging Face Trainer fills that in.
+    It has no "auto", which only the Hugging Face Trainer fills in.
     """
+    base = json.loads(CONFIG_FILE.read_text())
     on_gpu = options.device == "cuda"
-    zero = config["zero_optimization"] | {"stage": options.zero_stage, "overlap_comm": on_gpu}
+    zero = base["zero_optimization"] | {"stage": options.zero_stage, "overlap_comm": on_gpu}
     if options.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": on_gpu}
     if options.offload_parameters:
         zero["offload_param"] = {"device": "cpu", "pin_memory": on_gpu}
-    return config | {
+    return base | {
         "zero_optimization": zero,
         "train_micro_batch_size_per_gpu": options.micro_batch_rows,
         "gradient_accumulation_steps": plan.accumulation,
@@ -46,29 +49,24 @@ def fill_config(config: dict[str, Any], options: DeepSpeedOptions, plan: BatchPl
 
 
 class ZeRO(Strategy):
-    """Optimizer states, then gradients, then parameters sharded over the ranks (Rajbhandari et al. 2019,
-    arXiv:1910.02054): stages 1, 2 and 3."""
+    """Shards over the ranks: optimizer states (stage 1), gradients too (2), parameters too (3).
 
-    def __init__(
-        self,
-        config: dict[str, Any],
-        model: PreTrainedModel,
-        options: DeepSpeedOptions,
-        run: Runtime,
-        plan: BatchPlan,
-    ) -> None:
+    Rajbhandari et al. 2019, arXiv:1910.02054.
+    """
+
+    def __init__(self, model: PreTrainedModel, options: DeepSpeedOptions, runtime: Runtime, plan: BatchPlan) -> None:
         self.model = model
         self.optimizer = adamw(model, options.weight_decay)
-        self.module = self._engine = _initialize(model, self.optimizer, fill_config(config, options, plan))
-        self._world_size = run.world_size
-        self._is_writer = run.rank == 0
+        self.module = self._engine = _initialize(model, self.optimizer, config(options, plan))
+        self._world_size = runtime.world_size
+        self._is_writer = runtime.rank == 0
 
     def accumulate(self, batch: Batch, scale: torch.Tensor, last: bool) -> torch.Tensor:
         loss = self.summed_loss(batch)
-        # the loop's scale is all the scaling: DeepSpeed's own division by the accumulation steps is off
+        # `scale` is the only scaling: DeepSpeed must not divide by the accumulation steps
         self._engine.backward(loss * scale, scale_wrt_gas=False)
         if not last:
-            self._engine.step()  # counts the micro-batch; updates nothing yet
+            self._engine.step()  # counts the micro-batch, and updates nothing yet
         return loss.detach()
 
     def step(self, learning_rate: float) -> torch.Tensor | float:
@@ -76,10 +74,10 @@ class ZeRO(Strategy):
         self._engine.step()
         return self._engine.get_global_grad_norm()
 
-    def capture(self) -> Write:
+    def capture(self) -> WriteCheckpoint:
         engine = self._engine.checkpoint_engine
-        self._engine.checkpoint_engine = files = _Files(engine)
-        with tempfile.TemporaryDirectory() as folder:  # its small files of other kinds are of no use here
+        self._engine.checkpoint_engine = files = _RecordingEngine(engine)
+        with tempfile.TemporaryDirectory() as folder:  # DeepSpeed writes small extra files, which are not needed
             self._engine.save_checkpoint(folder, tag=TAG, exclude_frozen_parameters=True)
             states = {Path(path).relative_to(folder): state for path, state in files.states.items()}
         self._engine.checkpoint_engine = engine
@@ -99,26 +97,31 @@ class ZeRO(Strategy):
             print(f"converting the checkpoint of {world_size} workers for {self._world_size}", flush=True)
         converted, problem = _convert(folder)
         if any_rank(bool(problem), self._engine.device):
-            reason = problem or "another rank has the reason"
-            raise UserError(f"DeepSpeed could not convert the checkpoint in {folder} ({reason}); use as many workers.")
+            reason = problem or "the log of another rank says why"
+            raise UserError(
+                f"DeepSpeed could not convert the checkpoint in {folder} ({reason}). "
+                f"Resume with the same number of workers: --num-workers {world_size}."
+            )
         self._load_universal(converted)
-        total(torch.zeros(1, device=self._engine.device))  # no rank of this node reads it any more
+        total(torch.zeros(1, device=self._engine.device))  # wait until no rank of this node reads it
         shutil.rmtree(converted, ignore_errors=True)
 
     def _load_universal(self, folder: Path) -> None:
-        """Load what `_convert` wrote, and mend what DeepSpeed 0.19 does to the optimizer on its way."""
+        """Load what `_convert` wrote, and repair the optimizer states, which DeepSpeed 0.19 damages."""
         decays = [group["weight_decay"] for group in self.optimizer.param_groups]
         self._engine._config.load_universal_checkpoint = True
         self._engine.load_checkpoint(str(folder), tag=TAG, load_module_strict=False)
         self._engine._config.load_universal_checkpoint = False
         for group, decay in zip(self.optimizer.param_groups, decays, strict=True):
-            group["weight_decay"] = decay  # it gives every group the values of the first
+            group["weight_decay"] = decay  # DeepSpeed gives every group the values of the first
         for state in self.optimizer.state.values():
-            state["step"] = state["step"].clone()  # and all parameters one counter, which each of them would advance
+            state["step"] = state[
+                "step"
+            ].clone()  # DeepSpeed shares one counter between all parameters, so each would advance it
 
     def checkpoint_bytes(self) -> int:
-        """bf16 or fp32 parameters, their fp32 master copy and AdamW's two moments; a share of each rank,
-        and on rank 0 all the parameters."""
+        """Return the size of this rank's share of the fp32 master copy and AdamW's moments; on rank 0 also all
+        parameters."""
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         parameters = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in trained)
         return 12 * parameters // self._world_size + (4 * parameters if self._is_writer else 0)
@@ -130,15 +133,15 @@ class ZeRO(Strategy):
         for name, parameter in self.model.named_parameters():
             if not parameter.requires_grad:
                 continue
-            # one at a time: no rank's device holds the whole model
+            # one at a time, so that no device holds the full model
             with deepspeed.zero.GatheredParameters([parameter]):
                 if self._is_writer:
                     state[name] = parameter.detach().cpu().clone()
         return state
 
 
-class _Files:
-    """Stands before DeepSpeed's writer of files, and keeps a copy of what it would write."""
+class _RecordingEngine:
+    """Wraps DeepSpeed's checkpoint engine: copies what it would write to a file, and writes nothing."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -151,16 +154,16 @@ class _Files:
         self.states[path] = copied(state_dict)
 
     def preserves_storage_sharing(self) -> bool:
-        return False  # a copy shares nothing: DeepSpeed need not make another
+        return False  # a copy shares no storage, so DeepSpeed need not copy it again
 
 
 def _convert(folder: Path) -> tuple[Path, str]:
-    """What ranks have sharded in DeepSpeed's universal form, whole by parameter, which any number of ranks can read; or
-    why it could not be made.
+    """Convert a checkpoint to DeepSpeed's universal format, which any number of ranks can load.
 
-    Made once a node: its first process converts, the others wait.
+    Return the converted folder, and the error if the conversion failed. The first process of a node converts, and the
+    others wait.
     """
-    identity = f"{folder} {(folder / TAG).stat().st_mtime_ns}"  # a run that began anew has other files of this name
+    identity = f"{folder} {(folder / TAG).stat().st_mtime_ns}"  # a run that starts over reuses the folder's name
     converted = Path(tempfile.gettempdir(), f"universal-{hashlib.sha256(identity.encode()).hexdigest()[:12]}")
     with FileLock(f"{converted}.lock"):
         if not (converted / "latest_universal").exists():
@@ -173,12 +176,12 @@ def _convert(folder: Path) -> tuple[Path, str]:
 
 
 def _initialize(model: PreTrainedModel, optimizer: torch.optim.Optimizer, config: dict[str, Any]) -> Any:
-    import deepspeed  # here, as it reads DS_ACCELERATOR, which the loop has set
+    import deepspeed  # imported late: it reads DS_ACCELERATOR, which the trainer sets
 
-    # an inference kernel, compiled for a minute at the first start on a CPU and never called in training
+    # an inference kernel that training never calls; on a CPU its first compilation takes a minute
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.utils.logging.logger.setLevel("WARNING")
-    # it calls by names that this torch is about to rename
+    # it uses names that torch deprecates
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     return engine

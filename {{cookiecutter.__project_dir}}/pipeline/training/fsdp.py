@@ -1,4 +1,4 @@
-"""PyTorch's fully sharded data parallel over the same loop."""
+"""PyTorch's fully sharded data parallel (FSDP2) as a strategy."""
 
 from dataclasses import replace
 from functools import partial
@@ -21,38 +21,40 @@ from transformers import PreTrainedModel
 
 from pipeline.training.dataset import Batch
 from pipeline.training.models import decoder_layers
-from pipeline.training.options import TrainOptions
-from pipeline.training.runtimes.runtime import Runtime, Write
+from pipeline.training.options import FSDPOptions
+from pipeline.training.runtimes.runtime import Runtime, WriteCheckpoint
 from pipeline.training.schedule import BatchPlan
 from pipeline.training.strategies import Strategy, adamw, copied
 
 TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
-"""What is saved: frozen parameters are those of the base model."""
+"""Save only trained parameters: frozen ones are those of the base model."""
 
 
 class FSDP(Strategy):
-    """Parameters, gradients and optimizer states sharded over the ranks, decoder layer by decoder layer: what one layer
-    computes with is gathered before it and freed after it (Zhao et al. 2023, arXiv:2304.11277; torch's `fully_shard`).
+    """Parameters, gradients and optimizer states sharded over the ranks.
+
+    The parameters of a decoder layer are gathered before the layer computes and freed after it
+    (Zhao et al. 2023, arXiv:2304.11277; torch's `fully_shard`).
     """
 
-    def __init__(
-        self, reshard_after_forward: bool, model: PreTrainedModel, options: TrainOptions, run: Runtime, plan: BatchPlan
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, options: FSDPOptions, runtime: Runtime, plan: BatchPlan) -> None:
         self.model = model
-        mesh = init_device_mesh(run.device.type, (run.world_size,))
+        mesh = init_device_mesh(runtime.device.type, (runtime.world_size,))
         bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         precision = bf16 if options.precision == "bf16" else MixedPrecisionPolicy()
-        shard = partial(fully_shard, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=precision)
-        for layer in decoder_layers(model):  # each goes to the device and is sharded before the next one does
+        reshard = options.reshard_after_forward
+        shard = partial(fully_shard, mesh=mesh, reshard_after_forward=reshard, mp_policy=precision)
+        for layer in decoder_layers(model):  # one by one, so that the device never holds the full model
             shard(layer)
         self.module = self._sharded = shard(model)
         self.optimizer = adamw(model, options.weight_decay)
         self._max_grad_norm = options.max_grad_norm
-        self._world_size = run.world_size
-        self._writers = dist.new_group(backend="gloo")  # of the threads that write, beside what the loop says meanwhile
+        self._world_size = runtime.world_size
+        # the threads that write checkpoints need a group other than the trainer's
+        self._writers = dist.new_group(backend="gloo")
 
     def accumulate(self, batch: Batch, scale: torch.Tensor, last: bool) -> torch.Tensor:
-        self._sharded.set_requires_gradient_sync(last)  # one reduce-scatter a step, not one a micro-batch
+        self._sharded.set_requires_gradient_sync(last)  # one reduce-scatter per step, not per micro-batch
         loss = self.summed_loss(batch)
         (loss * scale).backward()
         return loss.detach()
@@ -64,7 +66,7 @@ class FSDP(Strategy):
         self.optimizer.zero_grad()
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
-    def capture(self) -> Write:
+    def capture(self) -> WriteCheckpoint:
         model, optimizer = get_state_dict(self.model, self.optimizer, options=TRAINED)
         state = copied({"model": model, "optimizer": optimizer})
         return lambda folder: dcp.save(state, checkpoint_id=folder / "fsdp", process_group=self._writers)
@@ -75,7 +77,7 @@ class FSDP(Strategy):
         set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer, options=TRAINED)
 
     def checkpoint_bytes(self) -> int:
-        """fp32: this rank's share of the parameters and of AdamW's two moments."""
+        """Return the fp32 size of this rank's share of the parameters and of AdamW's two moments."""
         return 12 * self.model.num_parameters(only_trainable=True) // self._world_size
 
     def gather(self) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""What a run left in its folder, read back: its steps, its starts, and what they add up to."""
+"""Reads the metrics and events of a run from its folder."""
 
 import contextlib
 import json
@@ -11,93 +11,93 @@ from pipeline.training import storage
 from settings import UserError
 
 FILES = ("run.json", "events.jsonl", "metrics.jsonl")
-"""What says that a folder is a run: what it is, and what MetricLogger wrote of it."""
+"""Files that every run has. MetricLogger writes the last two."""
 
 Line = dict[str, Any]
-"""Of metrics.jsonl or events.jsonl: it has a step, and the time after it in Unix seconds."""
+"""A line of metrics.jsonl or events.jsonl. Each has a `step`, and the `time` after it in Unix seconds."""
 
 
 @dataclass(frozen=True)
-class Start:
-    """The workers of a run from one start to the next."""
+class Attempt:
+    """A run from one start of its workers to the next."""
 
-    began: Line
-    """The event, which says what they are."""
+    start: Line
+    """The `start` event, which describes the workers."""
     last: Line
-    """The last that was seen of them."""
+    """The last line that was written."""
 
     @property
     def seconds(self) -> float:
-        return self.last["time"] - self.began["time"]
+        return self.last["time"] - self.start["time"]
 
 
 @dataclass(frozen=True)
 class History:
-    """One run."""
+    """The metrics and events of one run."""
 
     name: str
     identity: dict[str, Any]
-    """What preflight.py wrote into run.json."""
+    """run.json, which preflight.py wrote."""
     events: list[Line]
     rows: list[Line]
-    """One a step, without those that a restart computed again."""
+    """One line per step, without steps that a restart repeated."""
     data: dict[str, Any] | None = None
     """The manifest of the packed rows that the run was trained on."""
 
     @cached_property
-    def starts(self) -> list[Start]:
+    def attempts(self) -> list[Attempt]:
         groups: list[list[Line]] = []
         for event in self.events:
             if event["event"] == "start":
                 groups.append([])
             groups[-1].append(event)
-        return [Start(group[0], last_seen(group, self.rows if group is groups[-1] else [])) for group in groups]
+        return [Attempt(group[0], last_seen(group, self.rows if group is groups[-1] else [])) for group in groups]
 
     @property
     def seconds(self) -> float:
-        """Time in which there were workers."""
-        return sum(start.seconds for start in self.starts)
+        """Time during which workers ran."""
+        return sum(attempt.seconds for attempt in self.attempts)
 
     @property
     def restarts(self) -> list[int]:
-        """The steps after which the workers were started again."""
-        return [start.began["step"] for start in self.starts[1:]]
+        """The steps after which the workers were restarted."""
+        return [attempt.start["step"] for attempt in self.attempts[1:]]
 
     @property
     def checkpoints(self) -> list[int]:
-        """The steps that were saved."""
+        """The steps with a checkpoint."""
         return sorted({event["step"] for event in self.events if event["event"] == "checkpoint"})
 
     @property
     def steps_lost(self) -> int:
-        """Steps that were seen, lost by a restart, and computed again or yet to be."""
-        pairs = zip(self.starts, self.restarts, strict=False)
-        return sum(max(0, start.last["step"] - resumed) for start, resumed in pairs)
+        """Number of steps that restarts had to repeat."""
+        pairs = zip(self.attempts, self.restarts, strict=False)
+        return sum(max(0, attempt.last["step"] - resumed) for attempt, resumed in pairs)
 
 
 def read_all(output: str, names: Sequence[str]) -> list[History]:
-    """The runs of these names, or all, in the folder or URI `output`.
+    """Return the runs of these names, or all runs, in the folder or URI `output`.
 
     Raises:
-        UserError: there is none, or not one of that name.
+        UserError: there are none, or one of the names does not exist.
     """
     try:
         found = {name: read(output, name) for name in names or storage.list_names(output)}
         runs = [run for run in found.values() if run]
         if unknown := [name for name in names if not found[name]]:
-            there = [name for name in storage.list_names(output) if read(output, name)]
+            existing = [name for name in storage.list_names(output) if read(output, name)]
             raise UserError(
-                f"{output} has no run {unknown[0]!r} with a step in it; it has: {', '.join(there) or 'none'}."
+                f"{output} has no run {unknown[0]!r} with any steps; it has: {', '.join(existing) or 'none'}."
             )
     except OSError as error:
-        raise UserError(f"the runs in {output} cannot be read ({error}); correct output in [train].") from None
+        raise UserError(f"cannot read the runs in {output} ({error}). Correct output in [train].") from None
     if not runs:
-        raise UserError(f"{output} has no run with a step in it yet; make one with: inv submit finetune_ddp")
+        raise UserError(f"no runs with any steps in {output}. Start one: inv submit finetune_ddp")
     return runs
 
 
 def read(output: str, name: str) -> History | None:
-    """A run in `output`; None where no step of it is there."""
+    """Return a run in `output`, or None if it has no steps yet."""
     identity, events, rows = (storage.read_text(f"{output}/{name}/{file}") for file in FILES)
     if not (identity and events and rows):
         return None
@@ -108,12 +108,12 @@ def read(output: str, name: str) -> History | None:
 
 
 def lines(text: str) -> Iterator[Line]:
-    """The objects of a file that was written line by line; a kill may have cut the last one short."""
+    """Yield the objects of a JSON lines file, without a last line that a kill cut off."""
     for line in text.splitlines():
         with contextlib.suppress(json.JSONDecodeError):
             yield json.loads(line)
 
 
 def last_seen(events: list[Line], rows: list[Line]) -> Line:
-    """The latest that is known of a run."""
+    """Return the latest line of a run."""
     return max((*events[-1:], *rows[-1:]), key=lambda line: line["time"])

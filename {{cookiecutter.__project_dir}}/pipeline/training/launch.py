@@ -1,4 +1,4 @@
-"""Hands a fine-tuning to what started this process: Ray, or torchrun."""
+"""Starts a fine-tuning under Ray, or under torchrun if torchrun started this process."""
 
 import torch
 import torch.distributed as dist
@@ -9,10 +9,10 @@ from settings import UserError
 
 
 def fit(options: TrainOptions, make_strategy: MakeStrategy) -> None:
-    """Train in this process where torchrun started it, and in workers of Ray Train otherwise."""
+    """Train with a strategy: in this process under torchrun, otherwise in workers of Ray Train."""
     try:
         if dist.is_torchelastic_launched():
-            from pipeline.training.runtimes import torchrun  # each way imports what it needs
+            from pipeline.training.runtimes import torchrun  # imported late: each runtime has other dependencies
 
             torchrun.fit(options, make_strategy)
         else:
@@ -21,6 +21,6 @@ def fit(options: TrainOptions, make_strategy: MakeStrategy) -> None:
             ray_train.fit(options, make_strategy)
     except torch.OutOfMemoryError:
         raise UserError(
-            f"the memory of a GPU is full; see what fits with: inv plan {options.model}   It may be a smaller "
+            f"a GPU ran out of memory. To see what fits, run: inv plan {options.model}   You can try a smaller "
             "--micro-batch-rows, --gradient-checkpointing, --lora-rank 16, or finetune_fsdp on more workers."
         ) from None

@@ -1,4 +1,4 @@
-"""What a person or a plot reads of a run, written on rank 0: metrics, events, TensorBoard's files, progress lines."""
+"""Writes the metrics and events of a run, on rank 0: JSON lines, TensorBoard files, trackers and progress lines."""
 
 import json
 import time
@@ -18,15 +18,15 @@ from pipeline.training.trackers import Trackers
 
 
 class MetricLogger:
-    """Each step once, in order: a resumed run forgets the steps after its checkpoint, which it makes again.
+    """Logs each step once, in order: a resumed run removes the steps after its checkpoint, because it repeats them.
 
-    A line of metrics.jsonl holds step, time, loss, lr, grad_norm, tokens_per_s, memory_gib, and where known mfu,
-    eval_loss and eval_perplexity. One of events.jsonl holds event, step and time: each `start` of the workers, and what
-    they are, each `checkpoint`, and the `end`. A start that came to no end is `broken off` where it was seen last; the
-    next one adds that. Times are Unix seconds.
+    A line of metrics.jsonl holds step, time, loss, lr, grad_norm, tokens_per_s, memory_gib, and if known mfu,
+    eval_loss and eval_perplexity. A line of events.jsonl holds event, step and time. Events are `start` (with a
+    description of the workers), `checkpoint` and `end`. After a kill, the next start adds `broken off`, with the last
+    known step. Times are Unix seconds.
     """
 
-    def __init__(self, folder: RunFolder, options: TrainOptions, run: Runtime, done: int) -> None:
+    def __init__(self, folder: RunFolder, options: TrainOptions, runtime: Runtime, done: int) -> None:
         self._last_step = options.last_step
         self._metrics, self._events = folder.fetch("metrics.jsonl"), folder.fetch("events.jsonl")
         rows, events = _read(self._metrics), _read(self._events)
@@ -38,11 +38,11 @@ class MetricLogger:
         self._board = SummaryWriter(folder.path / "tensorboard", purge_step=done + 1)
         if done < self._last_step:
             self._trackers = Trackers(options, folder)
-            workers = {"world_size": run.world_size, "strategy": options.strategy}
-            self._note("start", done, workers | {"device": _name(run.device), "precision": options.precision})
+            workers = {"world_size": runtime.world_size, "strategy": options.strategy}
+            self._log_event("start", done, workers | {"device": _name(runtime.device), "precision": options.precision})
 
     def write(self, rows: list[Metrics], seconds_per_step: float) -> None:
-        """Append the steps since the last call, and say how far the run is."""
+        """Append the steps since the last call, and print a progress line."""
         now = time.time()
         times = (now - left * seconds_per_step for left in reversed(range(len(rows))))
         _append(self._metrics, (row | {"time": at} for row, at in zip(rows, times, strict=True)))
@@ -54,16 +54,16 @@ class MetricLogger:
         print(progress_line(rows[-1], self._last_step, seconds_per_step), flush=True)
 
     def checkpoint(self, step: int) -> None:
-        """A checkpoint after `step` was begun."""
-        self._note("checkpoint", step)
+        """Log that a checkpoint after `step` was started."""
+        self._log_event("checkpoint", step)
 
     def end(self, step: int) -> None:
-        """This start ends as it should, after `step`."""
-        self._note("end", step)
+        """Log that training ended regularly, after `step`."""
+        self._log_event("end", step)
         self._trackers.end()
 
-    def _note(self, event: str, step: int, more: dict[str, Any] | None = None) -> None:
-        _append(self._events, [{"event": event, "step": step, "time": time.time()} | (more or {})])
+    def _log_event(self, event: str, step: int, details: dict[str, Any] | None = None) -> None:
+        _append(self._events, [{"event": event, "step": step, "time": time.time()} | (details or {})])
 
 
 def _name(device: torch.device) -> str:
@@ -75,7 +75,7 @@ def _read(file: Path) -> list[Line]:
 
 
 def _write(file: Path, content: Iterable[Line]) -> None:
-    """In the place of what is there, which stays as it is if a kill comes in between."""
+    """Replace a file atomically."""
     partial = file.with_name(f".{file.name}")
     partial.write_text("".join(json.dumps(line) + "\n" for line in content))
     partial.rename(file)
@@ -87,7 +87,7 @@ def _append(file: Path, content: Iterable[Line]) -> None:
 
 
 def progress_line(row: Metrics, last_step: int, seconds_per_step: float) -> str:
-    """How far, how good, how fast, how long still."""
+    """Return a line with step, loss, speed, memory and time left."""
     left = timedelta(seconds=round((last_step - row["step"]) * seconds_per_step))
     parts = [
         f"step {row['step']:>{len(str(last_step))}}/{last_step}",

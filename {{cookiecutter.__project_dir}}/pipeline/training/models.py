@@ -1,4 +1,4 @@
-"""Loads what is trained, and writes what was trained, as Hugging Face folders."""
+"""Loads the model to train, and exports the trained model as a Hugging Face folder."""
 
 import shutil
 from collections.abc import Iterator
@@ -16,14 +16,14 @@ from pipeline.training.strategies import Strategy
 
 
 def load_model(options: TrainOptions) -> PreTrainedModel:
-    """The model in fp32 in main memory: master weights, whatever the precision of the computation.
+    """Return the model in fp32 in main memory: these are the master weights, whatever the precision.
 
-    With LoRA every linear layer but the last has an adapter, and nothing else is trained.
+    With LoRA every linear layer except the last gets an adapter, and only the adapters are trained.
     """
     logging.disable_progress_bar()
     model = _load(options, quantized=options.quantize_base)
     if options.liger:
-        from transformers.integrations.liger import apply_liger_kernel  # seconds, as peft below
+        from transformers.integrations.liger import apply_liger_kernel  # imported late: takes seconds
 
         apply_liger_kernel(model, None)
     if options.lora_rank:
@@ -31,13 +31,13 @@ def load_model(options: TrainOptions) -> PreTrainedModel:
     if options.gradient_checkpointing:
         model.activation_checkpointing_enable()
     if options.compile:
-        for layer in decoder_layers(model):  # one compilation serves all of them, as they are alike
+        for layer in decoder_layers(model):  # all layers are alike, so they share one compilation
             layer.compile()
     return model.train()
 
 
 def _add_adapters(model: PreTrainedModel, options: TrainOptions) -> None:
-    from peft import LoraConfig  # seconds, for those who train adapters
+    from peft import LoraConfig  # imported late: takes seconds
 
     model.add_adapter(
         LoraConfig(
@@ -48,21 +48,21 @@ def _add_adapters(model: PreTrainedModel, options: TrainOptions) -> None:
             task_type="CAUSAL_LM",
         )
     )
-    model.enable_input_require_grads()  # or checkpointed layers below frozen ones would get no gradient
+    model.enable_input_require_grads()  # otherwise checkpointed layers below frozen ones get no gradient
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The modules of the classes that transformers never splits between devices."""
+    """Return the decoder layers: the modules that transformers never splits between devices."""
     return [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or [])]
 
 
 def _load(options: TrainOptions, quantized: bool = False) -> PreTrainedModel:
-    computed_in = torch.bfloat16 if options.precision == "bf16" else torch.float32
+    compute_dtype = torch.bfloat16 if options.precision == "bf16" else torch.float32
     nf4 = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=computed_in,
+        bnb_4bit_compute_dtype=compute_dtype,
     )
     flash = options.precision == "bf16" and is_flash_attn_2_available()
     return AutoModelForCausalLM.from_pretrained(
@@ -74,7 +74,7 @@ def _load(options: TrainOptions, quantized: bool = False) -> PreTrainedModel:
 
 
 def with_supported_precision(options: TrainOptions, device: torch.device) -> TrainOptions:
-    """`options` with fp32 in place of bf16 where the device would only emulate it."""
+    """Return `options`, with fp32 instead of bf16 if the device would only emulate bf16."""
     if options.precision == "fp32" or _computes_in_bf16(device):
         return options
     print(f"{device} does not compute in bf16: training in fp32", flush=True)
@@ -89,22 +89,24 @@ def _computes_in_bf16(device: torch.device) -> bool:
 
 
 def export(
-    strategy: Strategy, tokenizer: PreTrainedTokenizerFast, eos_ids: list[int], run: Path, options: TrainOptions
+    strategy: Strategy, tokenizer: PreTrainedTokenizerFast, eos_ids: list[int], run_folder: Path, options: TrainOptions
 ) -> None:
-    """Write model and tokenizer to the folder `model` of the run, which on a disk holds a whole one at any time; of a
-    training of adapters also these, alone, to `adapter`. All ranks call it."""
+    """Write model and tokenizer to `model/` in the run's folder, and LoRA adapters also to `adapter/`.
+
+    On a disk, both folders are replaced atomically. All ranks call it.
+    """
     state = strategy.gather()
     if not state:
         return  # another rank writes
     model = strategy.model
     if options.lora_rank:
-        with _replaced(run / "adapter") as folder:
+        with _replaced(run_folder / "adapter") as folder:
             model.save_pretrained(folder, state_dict=state)
             adapters = model.peft_config["default"]
-            adapters.base_model_name_or_path = options.model  # it has written where this node's copy is
+            adapters.base_model_name_or_path = options.model  # save_pretrained wrote the path of this node's copy
             adapters.save_pretrained(folder)
-        model, state = _merged(options, run / "adapter")
-    with _replaced(run / "model") as folder:
+        model, state = _merged(options, run_folder / "adapter")
+    with _replaced(run_folder / "model") as folder:
         if eos_ids and model.generation_config:
             model.generation_config.eos_token_id = eos_ids
         _write(model, state, folder, torch.bfloat16 if options.precision == "bf16" else torch.float32)
@@ -112,7 +114,7 @@ def export(
 
 
 def _merged(options: TrainOptions, adapter: Path) -> tuple[PreTrainedModel, dict[str, torch.Tensor]]:
-    """The base model with the adapters added to its weights."""
+    """Return the base model with the adapters merged into its weights."""
     from peft import PeftModel
 
     merged = PeftModel.from_pretrained(_load(options), str(adapter)).merge_and_unload()
@@ -120,18 +122,18 @@ def _merged(options: TrainOptions, adapter: Path) -> tuple[PreTrainedModel, dict
 
 
 def _write(model: PreTrainedModel, state: dict[str, torch.Tensor], folder: Path, dtype: torch.dtype) -> None:
-    every_name = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    tied = every_name - {name for name, _ in model.named_parameters()}  # loading ties them again
+    all_names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    tied = all_names - {name for name, _ in model.named_parameters()}  # from_pretrained ties them again
     model.save_pretrained(
         folder, state_dict={name: value.to(dtype) for name, value in state.items() if name not in tied}
     )
-    model.config.dtype = dtype  # it has written that of the parameters in memory
+    model.config.dtype = dtype  # save_pretrained wrote the dtype of the parameters in memory
     model.config.save_pretrained(folder)
 
 
 @contextmanager
 def _replaced(folder: Path) -> Iterator[Path]:
-    """A folder to write to, which takes the place of `folder` when it is whole."""
+    """Yield a folder to write to, which replaces `folder` at the end."""
     partial = folder.with_name(f".{folder.name}-partial")
     shutil.rmtree(partial, ignore_errors=True)
     yield partial

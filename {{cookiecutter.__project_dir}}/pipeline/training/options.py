@@ -6,86 +6,86 @@ from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, model_valida
 
 from pipeline.ray_support.workers import WorkerOptions
 
-NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"  # a folder's name, and no path
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"  # the name of a folder, not a path
 
 
 class TrainOptions(WorkerOptions):
-    """What every way of spreading the training over workers shares."""
+    """Options of all fine-tuning jobs."""
 
     name: str = Field(pattern=NAME)
-    """Name of the run; the same name again resumes it."""
+    """Name of the run. The same name resumes it."""
     model: str
-    """Model to start from: a Hugging Face folder or a hub id."""
+    """Base model: a Hugging Face folder or a hub id."""
     data: str
-    """Folder or URI that `preprocess` wrote."""
+    """Output folder or URI of `preprocess`."""
     output: str
-    """Folder or URI that holds one folder for each run."""
+    """Folder or URI for the runs, which get one folder each."""
     shared_paths: tuple[str, ...] = ()
-    """Folders that every node mounts; on several nodes, other local paths are refused."""
+    """Folders that every node mounts. On several nodes, other local paths are refused."""
     fresh: bool = False
-    """Delete what the run of this name left and start over."""
+    """Delete the run of this name and start over."""
     stream: bool = False
-    """Tokenise and pack the raw rows of [preprocess] while training, instead of reading `data`; a
-    resumed run then starts over in the rows, and nothing is held out for evaluation."""
+    """Tokenise and pack the raw rows of [preprocess] while training, instead of reading `data`. Nothing is held out for
+    evaluation, and a resumed run starts over in the rows."""
 
     max_failures: int = Field(ge=0)
-    """How often dead workers are replaced before the run fails."""
+    """Number of times that dead workers are replaced before the run fails."""
 
     global_batch_rows: PositiveInt
-    """Rows in one optimizer step, whatever the number of workers."""
+    """Rows per optimizer step, whatever the number of workers."""
     micro_batch_rows: PositiveInt
-    """Rows in one forward pass of one worker."""
+    """Rows per forward pass of one worker."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more computation."""
     compile: bool = False
-    """Compile the decoder layers (torch.compile): a minute or more at the start, faster steps after it."""
+    """Compile the decoder layers (torch.compile): a minute or more at each start, then faster steps."""
     liger: bool = False
-    """Liger's fused kernels in place of the model's own (Hsu et al. 2024, arXiv:2410.10989): less memory on a GPU."""
+    """Use Liger's fused kernels (Hsu et al. 2024, arXiv:2410.10989), which need less memory. CUDA only."""
     precision: Literal["fp32", "bf16"]
-    """Number format of the computation; bf16 falls back to fp32 on a device without it."""
+    """Number format of the computation. On a device without bf16, fp32 is used."""
 
     lora_rank: int = Field(0, ge=0)
-    """Rank of the LoRA adapters on all linear layers (Hu et al. 2021, arXiv:2106.09685), which are trained alone; 0
-    trains every parameter."""
+    """Rank of the LoRA adapters on all linear layers (Hu et al. 2021, arXiv:2106.09685). Only adapters are trained.
+    0: no adapters, all parameters are trained."""
     lora_alpha: PositiveInt = 32
-    """What an adapter adds is scaled by lora_alpha / lora_rank."""
+    """The output of an adapter is scaled by lora_alpha / lora_rank."""
     lora_dropout: float = Field(0, ge=0, lt=1)
-    """Share of an adapter's inputs that is dropped in training."""
+    """Dropout probability of an adapter's inputs."""
 
     quantize_base: bool = False
-    """Keep the frozen weights below adapters in 4 bits, NF4 (QLoRA, Dettmers et al. 2023, arXiv:2305.14314)."""
+    """Quantize the frozen weights to 4 bits, NF4 (QLoRA, Dettmers et al. 2023, arXiv:2305.14314)."""
 
     learning_rate: PositiveFloat
     """Peak learning rate of AdamW."""
     reference_batch_rows: PositiveInt | None = None
-    """Global batch that learning_rate was found with: other batches scale it linearly; none: no scaling."""
+    """Global batch for which learning_rate was found. Other batches scale it linearly. None: no scaling."""
     warmup_steps: int = Field(ge=0)
-    """Optimizer steps in which the learning rate rises to its peak."""
+    """Optimizer steps until the learning rate reaches its peak."""
     min_lr_ratio: float = Field(ge=0, le=1)
-    """Share of the peak learning rate at which the cosine ends."""
+    """Final learning rate of the cosine, as a share of the peak."""
     weight_decay: float = Field(ge=0)
     """AdamW's decoupled weight decay, on matrices only."""
     max_grad_norm: PositiveFloat
-    """Global L2 norm to which gradients are clipped."""
+    """Global L2 norm at which gradients are clipped."""
 
     steps: PositiveInt
-    """Optimizer steps of the whole schedule."""
+    """Optimizer steps of the schedule."""
     stop_after: PositiveInt | None = None
-    """Stop after this step with a checkpoint, though the schedule goes on; run again to go on."""
+    """Save a checkpoint and stop after this step, before the end of the schedule. Run again to continue."""
     eval_every: PositiveInt
-    """Optimizer steps between evaluations; every checkpoint is evaluated too."""
+    """Optimizer steps between evaluations. Every checkpoint is evaluated too."""
     checkpoint_every: PositiveInt
     """Optimizer steps between checkpoints."""
     keep_checkpoints: PositiveInt
-    """Checkpoints kept: the best by evaluation loss, and always the last."""
+    """Number of checkpoints to keep: the best by evaluation loss. The last is always kept."""
     log_every: PositiveInt
-    """Optimizer steps between progress lines at most; slow steps have one every ten seconds."""
+    """Maximum number of optimizer steps between progress lines. Slow steps print one every ten seconds."""
     mlflow: str = ""
-    """Tracking URI of an MLflow server or folder that gets the numbers too; empty: none."""
+    """Tracking URI of an MLflow server or folder for the metrics. Empty: none."""
     wandb: str = ""
-    """Weights & Biases project that gets the numbers too; empty: none."""
+    """Weights & Biases project for the metrics. Empty: none."""
     seed: int
-    """Seed of the order of the rows and of dropout."""
+    """Random seed of the row order and of dropout."""
 
     @model_validator(mode="after")
     def _adapters_are_above_quantized_weights(self) -> Self:
@@ -97,23 +97,23 @@ class TrainOptions(WorkerOptions):
     @model_validator(mode="after")
     def _liger_has_a_gpu(self) -> Self:
         if self.liger and self.device != "cuda":
-            raise ValueError("liger = true needs device = cuda: its kernels are Triton's; set liger = false")
+            raise ValueError("liger = true needs device = cuda, because its kernels use Triton; set liger = false")
         return self
 
     @model_validator(mode="after")
-    def _a_stream_is_split_once(self) -> Self:
+    def _a_stream_has_fixed_workers(self) -> Self:
         if self.stream and self.min_workers < self.max_workers:
             raise ValueError("stream = true needs one number of workers; set num_workers = N")
         return self
 
     @property
     def strategy(self) -> str:
-        """How the model is spread over the workers."""
+        """How the model is distributed over the workers."""
         return "ddp"
 
     @property
     def last_step(self) -> int:
-        """The step after which this start of the run ends."""
+        """The step after which the run ends or pauses."""
         return min(self.steps, self.stop_after or self.steps)
 
 
@@ -121,20 +121,20 @@ class DDPOptions(TrainOptions):
     """Options of finetune_ddp."""
 
     name: str = Field("finetune_ddp", pattern=NAME)
-    """Name of the run; the same name again resumes it."""
+    """Name of the run. The same name resumes it."""
 
 
 class DeepSpeedOptions(TrainOptions):
     """Options of finetune_deepspeed."""
 
     name: str = Field("finetune_deepspeed", pattern=NAME)
-    """Name of the run; the same name again resumes it."""
+    """Name of the run. The same name resumes it."""
     zero_stage: Literal[1, 2, 3]
-    """What is sharded over the workers: 1 optimizer states, 2 gradients too, 3 parameters too."""
+    """What to shard over the workers: 1 optimizer states, 2 gradients too, 3 parameters too."""
     offload_optimizer: bool
-    """Keep optimizer states and run the optimizer in main memory."""
+    """Keep optimizer states in main memory, and run the optimizer on the CPU."""
     offload_parameters: bool
-    """Keep parameters in main memory; needs stage 3."""
+    """Keep parameters in main memory. Needs stage 3."""
 
     @property
     def strategy(self) -> str:
@@ -151,9 +151,9 @@ class FSDPOptions(TrainOptions):
     """Options of finetune_fsdp."""
 
     name: str = Field("finetune_fsdp", pattern=NAME)
-    """Name of the run; the same name again resumes it."""
+    """Name of the run. The same name resumes it."""
     reshard_after_forward: bool
-    """Free a layer's gathered parameters between its forward and its backward pass: less memory, one more gathering."""
+    """Free a layer's gathered parameters between its forward and backward pass: less memory, one more all-gather."""
 
     @property
     def strategy(self) -> str:
@@ -161,7 +161,7 @@ class FSDPOptions(TrainOptions):
 
 
 class NetworkOptions(WorkerOptions):
-    """The workers of [train], and the sizes of their messages. They use NCCL on cuda, and gloo on cpu."""
+    """Options of check_network: the workers of [train], and message sizes. `cuda` uses NCCL, `cpu` uses gloo."""
 
     model_config = ConfigDict(extra="ignore")
     message_mib: tuple[PositiveInt, ...] = (1, 16, 256)
@@ -169,25 +169,25 @@ class NetworkOptions(WorkerOptions):
 
 
 class ClassifierOptions(WorkerOptions):
-    """The workers of [train], and what [classifier] sets."""
+    """Options of train_classifier: the workers of [train], and [classifier]."""
 
     model_config = ConfigDict(extra="ignore")
     name: str = Field("train_classifier", pattern=NAME)
-    """Name of the run; the same name again resumes it."""
+    """Name of the run. The same name resumes it."""
     output: str
-    """Folder or URI that holds one folder for each run."""
+    """Folder or URI for the runs, which get one folder each."""
     shared_paths: tuple[str, ...] = ()
-    """Folders that every node mounts; on several nodes, other local paths are refused."""
+    """Folders that every node mounts. On several nodes, other local paths are refused."""
     max_failures: int = Field(ge=0)
-    """How often dead workers are replaced before the run fails."""
+    """Number of times that dead workers are replaced before the run fails."""
     seed: int
-    """Seed of the first weights and of the images."""
+    """Random seed of the initial weights and of the images."""
 
     images: PositiveInt
     """Number of training images. A quarter as many test images are drawn too."""
     epochs: PositiveInt
     """Total passes over the images, including those before a resume."""
     batch_size: PositiveInt
-    """Images in one optimizer step, shared out over the workers; rounded up to a multiple of them."""
+    """Images per optimizer step over all workers, rounded up to a multiple of their number."""
     learning_rate: PositiveFloat
     """Learning rate of AdamW."""

@@ -1,4 +1,4 @@
-"""What is refused before any worker starts: data that does not fit the model, and a run that began otherwise."""
+"""Checks before any worker starts: does the data fit the model, and does the run resume with the same settings?"""
 
 import hashlib
 import json
@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from transformers import AutoConfig, PreTrainedConfig
 
 import settings
-from pipeline.data.conversations import load_tokenizer, tokenizer_hash
+from pipeline.data.tokenizer import load_tokenizer, tokenizer_hash
 from pipeline.ray_support import model_cache
 from pipeline.training import storage
 from pipeline.training.dataset import Manifest, TokenizerRecord, read_manifest
@@ -17,7 +17,7 @@ from settings import UserError
 Options = TypeVar("Options", bound=TrainOptions)
 
 Identity = dict[str, Any]
-"""What makes a run the same run: with another value, its checkpoints would not lead to the same numbers."""
+"""The values that a run must resume with. With any other, its checkpoints would not lead to the same numbers."""
 
 DECIDES_NUMBERS = {
     "global_batch_rows",
@@ -38,7 +38,7 @@ DECIDES_NUMBERS = {
 
 
 def with_absolute_paths(options: Options) -> Options:
-    """Workers do not run where the driver does."""
+    """Return the options with absolute paths, because workers run in other folders than the driver."""
     paths = {
         "model": model_cache.find(options.model),
         "data": settings.resolve(options.data),
@@ -48,7 +48,7 @@ def with_absolute_paths(options: Options) -> Options:
 
 
 def check_packed(options: TrainOptions) -> Identity:
-    """Refuse packed data and a model that do not fit; returns what the run on them is."""
+    """Refuse packed data that does not fit the model. Return the identity of the run."""
     manifest = read_manifest(options.data)
     config = load_config(options.model)
     check_data(options, manifest)
@@ -57,53 +57,53 @@ def check_packed(options: TrainOptions) -> Identity:
 
 
 def load_config(model: str) -> PreTrainedConfig:
-    """The architecture of a Hugging Face folder or hub id.
+    """Return the configuration of a Hugging Face folder or hub id.
 
     Raises:
-        UserError: nothing can be loaded from there.
+        UserError: it cannot be loaded.
     """
     try:
         return AutoConfig.from_pretrained(model_cache.on_this_node(model, weights=False))
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(
-            f"the model {model} cannot be loaded ({reason}); correct it in settings.toml, or on the command line."
+            f"cannot load the model {model} ({reason}). Correct it in settings.toml or with --model."
         ) from None
 
 
 def check_data(options: TrainOptions, manifest: Manifest) -> None:
-    """Refuse packed data without training rows, or made with another tokenizer than the model's."""
+    """Refuse packed data without training rows, or with another tokenizer than the model's."""
     check_tokenizer(options.model, options.data, manifest.tokenizer)
     if not manifest.train.rows:
-        raise UserError(f"{options.data} holds no training rows; run preprocess on more input.")
+        raise UserError(f"{options.data} has no training rows. Run preprocess on more input: inv submit preprocess")
 
 
 def check_tokenizer(model: str, data: str, made_with: TokenizerRecord) -> None:
-    """Refuse rows that were made with another tokenizer than the model's."""
+    """Refuse rows of another tokenizer than the model's."""
     if made_with.hash != tokenizer_hash(load_tokenizer(model, made_with.chat_template)):
         raise UserError(
-            f"the rows in {data} were made with the tokenizer of {made_with.model}, which is not that of {model}; "
-            f"run preprocess with --model {model}, or take a model with that tokenizer."
+            f"the rows in {data} were made with the tokenizer of {made_with.model}, which differs from that of "
+            f"{model}. Run preprocess with --model {model}, or use a model with that tokenizer."
         )
 
 
 def check_model(model: str, config: PreTrainedConfig, vocabulary: int, sequence_length: int) -> None:
-    """Refuse a model with fewer tokens than its tokenizer, or that reads shorter rows than the data has."""
+    """Refuse a model with a smaller vocabulary than its tokenizer, or a shorter context than the rows."""
     if vocabulary > config.vocab_size:
         raise UserError(
-            f"the tokenizer of {model} has {vocabulary} tokens and its model knows {config.vocab_size}; they are not "
-            "of one model: correct the folder, or name another in settings.toml, or on the command line."
+            f"the tokenizer of {model} has {vocabulary} tokens, but the model only {config.vocab_size}: they do not "
+            "belong together. Correct the folder, or pass another --model."
         )
     longest = getattr(config, "max_position_embeddings", None) or sequence_length
     if sequence_length > longest:
         raise UserError(
-            f"the rows have {sequence_length} tokens and {model} reads {longest} at most; "
-            f"run preprocess with --sequence-length {longest}."
+            f"the rows have {sequence_length} tokens, but the context of {model} is {longest} tokens. "
+            f"Run preprocess with --sequence-length {longest}."
         )
 
 
 def identify(options: TrainOptions, config: PreTrainedConfig, data: str) -> Identity:
-    """The identity of the run that `options` ask for; `data` identifies the rows."""
+    """Return the identity of a run with these options. `data` identifies the rows."""
     return {
         "model": f"{options.model.rpartition('/')[2]} ({_config_hash(config)})",
         "data": data,
@@ -113,34 +113,36 @@ def identify(options: TrainOptions, config: PreTrainedConfig, data: str) -> Iden
 
 
 def claim(options: TrainOptions, identity: Identity) -> None:
-    """Make the run's folder, or find it begun with the same identity, to which its launcher belongs where it has one:
-    neither reads the other's checkpoints. Copies the manifest of the data for `inv report`.
+    """Create the run's folder, or check that an existing run has the same identity.
+
+    The identity includes the launcher, because Ray Train and torchrun cannot read each other's checkpoints. The
+    manifest of the data is copied for `inv report`.
 
     Raises:
-        UserError: it was begun with another.
+        UserError: the existing run has another identity.
     """
     folder = f"{options.output}/{options.name}"
     text = storage.read_text(f"{folder}/run.json")
     if text is not None and options.fresh:
         storage.delete_folder(folder)
     elif text is not None:
-        _refuse_another_run(json.loads(text), identity, options.name)
+        _refuse_another_identity(json.loads(text), identity, options.name)
     storage.write_text(f"{folder}/run.json", json.dumps(identity, indent=2) + "\n")
     if not options.stream and (manifest := storage.read_text(f"{options.data}/manifest.json")):
         storage.write_text(f"{folder}/data.json", manifest)
 
 
-def _refuse_another_run(begun: Identity, identity: Identity, name: str) -> None:
+def _refuse_another_identity(existing: Identity, identity: Identity, name: str) -> None:
     for key, value in identity.items():
-        if begun.get(key) != value:
+        if existing.get(key) != value:
             raise UserError(
-                f"the run {name} was begun with {key} = {begun.get(key)}, not {value}: go on with that, take another "
-                "--name, or start it over with --fresh."
+                f"the run {name} was started with {key} = {existing.get(key)}, not {value}. Resume it with that, "
+                "use another --name, or start over with --fresh."
             )
 
 
 def _config_hash(config: PreTrainedConfig) -> str:
-    """Of the architecture alone: neither of the folder that it was read from, nor of who wrote it."""
-    about_the_file = ("_name_or_path", "transformers_version")
-    described = {key: value for key, value in config.to_dict().items() if key not in about_the_file}
-    return hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest()[:12]
+    """Return a hash of the architecture, without the folder and the version that wrote it."""
+    unrelated = ("_name_or_path", "transformers_version")
+    architecture = {key: value for key, value in config.to_dict().items() if key not in unrelated}
+    return hashlib.sha256(json.dumps(architecture, sort_keys=True, default=str).encode()).hexdigest()[:12]

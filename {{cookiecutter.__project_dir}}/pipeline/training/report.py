@@ -1,4 +1,4 @@
-"""Draws runs beside each other, as one HTML page that needs no network: `inv report`."""
+"""Compares runs on one self-contained HTML page: `inv report`."""
 
 import html
 import statistics
@@ -25,7 +25,7 @@ FILE = settings.PROJECT / "results" / "report.html"
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
 PANELS = {"loss": "loss", "grad_norm": "gradient norm", "lr": "learning rate", "tokens_per_s": "tokens/s"}
 HEIGHTS = (0.49, 0.17, 0.17, 0.17)
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")  # for colour-blind people too
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")  # colour-blind safe
 MARKS = {"evaluation": "circle", "checkpoint": "diamond", "restart": "x"}
 SIZES = {"evaluation": 8, "checkpoint": 9, "restart": 13}
 GREY = "#777777"
@@ -41,14 +41,14 @@ STEP, HOURS = "step", "hours since the first start"
 UNKNOWN = "—"
 
 Price = Callable[[str, int], float | None]
-"""Dollars an hour of the machines with so many devices of that name; None where that is not known."""
+"""Dollars per hour of the machines with this number of devices of this name; None if unknown."""
 
 Summary = list[dict[str, str]]
-"""One run each, by the names of the columns."""
+"""The rows of a table, one per run, by column name."""
 
 
 class OutputSection(settings.Section):
-    """What of [train] says where runs are."""
+    """The setting of [train] that says where runs are."""
 
     model_config = ConfigDict(extra="ignore")
     output: str
@@ -56,7 +56,7 @@ class OutputSection(settings.Section):
 
 @dataclass(frozen=True)
 class Curve:
-    """What is drawn of one run in one panel."""
+    """One curve: a metric of a run."""
 
     run: History
     rows: list[Line]
@@ -65,7 +65,7 @@ class Curve:
 
     @property
     def panel(self) -> int:
-        """Counted from 1, from the top."""
+        """Number of its panel, counted from 1 at the top."""
         return list(PANELS).index(self.metric.removeprefix("eval_")) + 1
 
     @property
@@ -74,7 +74,7 @@ class Curve:
 
     @property
     def hours(self) -> list[float]:
-        """Since the run was first started."""
+        """Hours since the first start of the run."""
         return [(row["time"] - self.run.events[0]["time"]) / 3600 for row in self.rows]
 
     @property
@@ -83,10 +83,10 @@ class Curve:
 
 
 def draw(names: Sequence[str], price: Price, console: Console) -> None:
-    """Write the page of the runs of these names, or of all, and print its table.
+    """Write the page of the runs of these names, or of all runs, and print its table.
 
     Raises:
-        UserError: there is none, or not one of that name.
+        UserError: there are none, or one of the names does not exist.
     """
     output = settings.resolve(settings.load(OutputSection, "train").output)
     runs = history.read_all(output, names)
@@ -98,14 +98,14 @@ def draw(names: Sequence[str], price: Price, console: Console) -> None:
 
 
 def summarize(runs: list[History], price: Price) -> Summary:
-    """The table, without columns of which nothing is known."""
+    """Return the table, without columns that are unknown for all runs."""
     rows = [_cells(run, price) for run in runs]
     known = [column for column in rows[0] if any(row[column] != UNKNOWN for row in rows)]
     return [{column: row[column] for column in known} for row in rows]
 
 
 def page(runs: list[History], summary: Summary, output: str) -> str:
-    """The page, as HTML."""
+    """Return the page as HTML."""
     data = data_report.data_reports(runs)
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
@@ -127,7 +127,7 @@ def _html(drawn: go.Figure, name: str, *, include_plotlyjs: bool) -> str:
 
 
 def figure(runs: list[History]) -> go.Figure:
-    """Panels above each other over the same steps, or, at a click, over the hours since each run began."""
+    """Return panels below each other, over the steps or, after a click, over the hours since each run started."""
     panels = make_subplots(len(PANELS), 1, shared_xaxes=True, vertical_spacing=0.025, row_heights=HEIGHTS)
     coloured = list(zip(runs, cycle(COLOURS)))
     curves = [curve for draw in (_lines, _marks) for run, colour in coloured for curve in draw(run, colour)]
@@ -141,7 +141,7 @@ def figure(runs: list[History]) -> go.Figure:
     for panel, title in enumerate(PANELS.values(), 1):
         panels.update_yaxes(title_text=title, row=panel)
     panels.update_xaxes(title_text=STEP, row=len(PANELS))
-    panels.update_yaxes(row=2, type="log", nticks=4, tickformat="~g")  # a spike would flatten all else
+    panels.update_yaxes(row=2, type="log", nticks=4, tickformat="~g")  # otherwise a spike flattens everything else
     panels.update_yaxes(row=3, exponentformat="power")
     panels.update_yaxes(row=4, rangemode="tozero")
     panels.update_layout(
@@ -160,7 +160,7 @@ def _lines(run: History, colour: str) -> Iterator[Curve]:
 
 
 def _marks(run: History, colour: str) -> Iterator[Curve]:
-    """On the loss: what was evaluated, the steps that were saved, and the first one after each restart."""
+    """Yield marks on the loss curve: evaluations, checkpoints, and the first step after each restart."""
     by_step = {row["step"]: row for row in run.rows}
     marked = {
         "evaluation": ([row for row in run.rows if "eval_loss" in row], "eval_loss", "lines+markers"),
@@ -179,7 +179,7 @@ def _marker(mark: str, colour: str) -> dict[str, Any]:
 
 
 def _switch(curves: list[Curve]) -> dict[str, Any]:
-    """Two buttons that say what the curves are drawn over."""
+    """Return two buttons that switch the x axis."""
 
     def button(title: str, values: list[list[Any]]) -> dict[str, Any]:
         bottom = f"xaxis{len(PANELS)}.title.text"
@@ -201,11 +201,11 @@ def _switch(curves: list[Curve]) -> dict[str, Any]:
 
 
 def _cells(run: History, price: Price) -> dict[str, str]:
-    last, workers = run.rows[-1], run.starts[-1].began
+    last, workers = run.rows[-1], run.attempts[-1].start
     best = min((row for row in run.rows if "eval_loss" in row), key=lambda row: row["eval_loss"], default=None)
     mfu = [row["mfu"] for row in run.rows if "mfu" in row]
     gpu_hours, dollars = _cost(run, price)
-    numbers = " → ".join(str(number) for number, _ in groupby(start.began["world_size"] for start in run.starts))
+    numbers = " → ".join(str(number) for number, _ in groupby(attempt.start["world_size"] for attempt in run.attempts))
     return {
         "run": run.name,
         "strategy": f"{workers['strategy']}, {workers['precision']}",
@@ -224,20 +224,20 @@ def _cells(run: History, price: Price) -> dict[str, str]:
 
 
 def _cost(run: History, price: Price) -> tuple[float | None, float | None]:
-    """GPU-hours and dollars, as far as they are known."""
-    on_gpus = [start for start in run.starts if start.began["device"] != "cpu"]
+    """Return GPU-hours and dollars, or None if unknown."""
+    on_gpus = [attempt for attempt in run.attempts if attempt.start["device"] != "cpu"]
     if not on_gpus:
         return None, None
-    hours = [start.seconds / 3600 for start in on_gpus]
-    workers = [start.began["world_size"] for start in on_gpus]
-    prices = [price(start.began["device"], start.began["world_size"]) for start in on_gpus]
+    hours = [attempt.seconds / 3600 for attempt in on_gpus]
+    workers = [attempt.start["world_size"] for attempt in on_gpus]
+    prices = [price(attempt.start["device"], attempt.start["world_size"]) for attempt in on_gpus]
     gpu_hours = sum(number * time for number, time in zip(workers, hours, strict=True))
     known = [dollars * time for dollars, time in zip(prices, hours, strict=True) if dollars is not None]
     return gpu_hours, sum(known) if len(known) == len(hours) else None
 
 
 def _table(summary: Summary) -> Table:
-    """What of it fits a terminal."""
+    """Return the columns that fit a terminal."""
     table = Table(box=None, pad_edge=False)
     shown = [column for column in SHOWN if column in summary[0]]
     for column in shown:

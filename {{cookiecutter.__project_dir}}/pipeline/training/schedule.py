@@ -1,4 +1,4 @@
-"""Batch sizes and learning rates of a run. Pure functions of numbers."""
+"""Batch sizes and learning rates of a run, as pure functions."""
 
 import math
 from typing import NamedTuple
@@ -7,37 +7,37 @@ from settings import UserError
 
 
 class BatchPlan(NamedTuple):
-    """How one global batch is spread."""
+    """How one global batch is split over the ranks."""
 
     rows_per_rank: int
     accumulation: int
-    """Forward passes of each rank in one optimizer step."""
+    """Forward passes of each rank per optimizer step."""
 
 
 def spread(global_rows: int, micro_rows: int, workers: int) -> BatchPlan:
-    """`global_rows` over `workers` ranks in micro-batches of `micro_rows`, as many for each rank.
+    """Split `global_rows` into micro-batches of `micro_rows`, with the same number for each of `workers` ranks.
 
     global_rows = workers x accumulation x micro_rows, so the batch of an optimizer step, and with it the meaning of
-    the learning rate, does not depend on how many workers there are. Where that leaves a remainder, the last ranks
-    have micro-batches too many, which count nothing: collectives need as many passes on each rank.
+    the learning rate, does not depend on the number of workers. If it does not divide, the last ranks get extra
+    micro-batches that do not count, because collectives need the same number of passes on each rank.
     """
     accumulation = math.ceil(global_rows / (micro_rows * workers))
     return BatchPlan(accumulation * micro_rows, accumulation)
 
 
 def check_batches(global_rows: int, micro_rows: int, min_workers: int, max_workers: int) -> None:
-    """Refuse a global batch that leaves a rank, or a part of a micro-batch, without rows.
+    """Refuse a global batch that leaves a rank, or part of a micro-batch, without rows.
 
-    Numbers of workers between the two may compute some micro-batches for nothing (see `spread`), a fixed number not.
+    A fixed number of workers must divide the batch. A range of numbers may need extra micro-batches (see `spread`).
 
     Raises:
-        UserError: it names the nearest batches and worker counts that work.
+        UserError: with the nearest batch sizes and worker counts that work.
     """
     if min_workers < max_workers:
         if global_rows % micro_rows or global_rows < micro_rows * max_workers:
             raise UserError(
-                f"global_batch_rows = {global_rows} has no whole micro-batch of micro_batch_rows = {micro_rows} for "
-                f"each of {max_workers} workers; use --global-batch-rows {micro_rows * max_workers}."
+                f"global_batch_rows = {global_rows} does not give each of {max_workers} workers whole micro-batches of "
+                f"micro_batch_rows = {micro_rows}; use --global-batch-rows {micro_rows * max_workers}."
             )
         return
     unit = micro_rows * max_workers
@@ -46,7 +46,7 @@ def check_batches(global_rows: int, micro_rows: int, min_workers: int, max_worke
     sizes = [size for size in (global_rows // unit * unit, (global_rows // unit + 1) * unit) if size]
     counts = _nearest_worker_counts(global_rows, micro_rows, max_workers)
     raise UserError(
-        f"global_batch_rows = {global_rows} is no multiple of num_workers x micro_batch_rows = "
+        f"global_batch_rows = {global_rows} is not a multiple of num_workers x micro_batch_rows = "
         f"{max_workers} x {micro_rows} = {unit}; use --global-batch-rows {_either(sizes)}"
         + (
             f", or --num-workers {_either(counts)}."
@@ -57,7 +57,7 @@ def check_batches(global_rows: int, micro_rows: int, min_workers: int, max_worke
 
 
 def _nearest_worker_counts(global_rows: int, micro_rows: int, workers: int) -> list[int]:
-    """The next smaller and the next larger number of workers that divide the batch."""
+    """Return the next smaller and the next larger number of workers that divide the batch."""
     if global_rows % micro_rows:
         return []
     passes = global_rows // micro_rows
@@ -70,15 +70,18 @@ def _either(numbers: list[int]) -> str:
 
 
 def peak_learning_rate(learning_rate: float, global_rows: int, reference_rows: int | None) -> float:
-    """The linear scaling rule: k times the batch, k times the rate (Goyal et al. 2017, arXiv:1706.02677, 2.1)."""
+    """Return the learning rate by the linear scaling rule: k times the batch, k times the rate.
+
+    Goyal et al. 2017, arXiv:1706.02677, section 2.1. Without `reference_rows` the rate is not scaled.
+    """
     return learning_rate if reference_rows is None else learning_rate * global_rows / reference_rows
 
 
 def learning_rate_at(step: int, *, peak: float, warmup_steps: int, steps: int, min_ratio: float) -> float:
-    """Learning rate of optimizer step `step`, counted from 1.
+    """Return the learning rate of an optimizer step, counted from 1.
 
-    Rises linearly to `peak` at step `warmup_steps` (Goyal et al. 2017, 2.2), then falls along half a
-    cosine to `min_ratio` x peak at step `steps` (Loshchilov and Hutter 2016, arXiv:1608.03983, eq. 5).
+    It rises linearly to `peak` at step `warmup_steps` (Goyal et al. 2017, section 2.2), then falls along half a cosine
+    to `min_ratio` x peak at step `steps` (Loshchilov and Hutter 2016, arXiv:1608.03983, eq. 5).
     """
     if step <= warmup_steps:
         return peak * step / warmup_steps

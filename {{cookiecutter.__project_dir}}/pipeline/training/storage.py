@@ -1,4 +1,4 @@
-"""Files of a run by path or URI: what is written on rank 0, and what the driver reads before the start."""
+"""Reads and writes the files of a run, by path or URI."""
 
 import tempfile
 from pathlib import Path
@@ -8,7 +8,7 @@ from pyarrow.fs import FileSelector, FileSystem, FileType
 
 
 def read_text(location: str) -> str | None:
-    """The file at a path or URI, or None where there is none."""
+    """Return the content of a file, or None if it does not exist."""
     filesystem, path = FileSystem.from_uri(location)
     if filesystem.get_file_info(path).type != FileType.File:
         return None
@@ -17,7 +17,7 @@ def read_text(location: str) -> str | None:
 
 
 def write_text(location: str, text: str) -> None:
-    """Write a file at a path or URI, and the folders above it."""
+    """Write a file, and create the folders above it."""
     filesystem, path = FileSystem.from_uri(location)
     filesystem.create_dir(path.rpartition("/")[0])
     with filesystem.open_output_stream(path) as file:
@@ -25,24 +25,24 @@ def write_text(location: str, text: str) -> None:
 
 
 def list_names(location: str) -> list[str]:
-    """What is in a folder, at a path or URI, by name; nothing where there is no folder."""
+    """Return the names in a folder, sorted; none if the folder does not exist."""
     filesystem, path = FileSystem.from_uri(location)
     return sorted(entry.base_name for entry in filesystem.get_file_info(FileSelector(path, allow_not_found=True)))
 
 
 def delete_folder(location: str) -> None:
-    """Delete a folder, at a path or URI, and all that is in it."""
+    """Delete a folder and its content."""
     filesystem, path = FileSystem.from_uri(location)
     filesystem.delete_dir(path)
 
 
 def is_local(location: str) -> bool:
-    """Whether `location` is a path of this machine rather than a URI."""
+    """Return whether `location` is a path, not a URI."""
     return "://" not in location
 
 
 class RunFolder:
-    """A run's folder as a worker writes it: in place, or for a URI in a temporary folder that `publish` mirrors."""
+    """A worker's view of the run's folder. For a URI it is a temporary folder, which `publish` copies there."""
 
     def __init__(self, location: str) -> None:
         self._location = location
@@ -51,12 +51,12 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
 
     def fetch(self, name: str) -> Path:
-        """The path of a file that an earlier start of the run may have written."""
+        """Return the path of a file, with its content if an earlier start of the run wrote it."""
         if self._temporary and (text := read_text(f"{self._location}/{name}")) is not None:
             (self.path / name).write_text(text)
         return self.path / name
 
     def publish(self) -> None:
-        """Make what this worker wrote so far outlive its machine."""
+        """Copy everything that this worker wrote to the URI, if the folder has one."""
         if self._temporary:
             pyarrow.fs.copy_files(str(self.path), self._location)

@@ -1,4 +1,4 @@
-"""How a model is spread over the ranks: what differs between DDP, FSDP and ZeRO, behind one interface."""
+"""The `Strategy` interface, which hides how DDP, FSDP and ZeRO distribute a model over the ranks; and DDP."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -14,50 +14,54 @@ from transformers import PreTrainedModel
 
 from pipeline.training.dataset import Batch
 from pipeline.training.options import TrainOptions
-from pipeline.training.runtimes.runtime import Runtime, Write
+from pipeline.training.runtimes.runtime import Runtime, WriteCheckpoint
 from pipeline.training.schedule import BatchPlan
 
-BETAS = (0.9, 0.95)  # the usual pair for language models: the second moment forgets within tens of steps
+BETAS = (0.9, 0.95)  # usual for language models: the second moment averages over tens of steps
 
 
 class Strategy(ABC):
-    """A model and its optimizer, spread over the ranks."""
+    """A model and its optimizer, distributed over the ranks."""
 
     module: nn.Module
-    """What computes; calling it takes part in whatever the ranks must do together."""
+    """The module to call. It runs the collectives that the strategy needs."""
     model: PreTrainedModel
     optimizer: torch.optim.Optimizer
 
     @abstractmethod
     def accumulate(self, batch: Batch, scale: torch.Tensor, last: bool) -> torch.Tensor:
-        """Add the gradient of `scale` x the summed loss of a micro-batch, averaged over the ranks after
-        the `last` one of a step; returns the summed loss."""
+        """Add the gradient of `scale` x the summed loss of a micro-batch, and return the summed loss.
+
+        The `last` call of a step averages the gradients over the ranks.
+        """
 
     @abstractmethod
     def step(self, learning_rate: float) -> torch.Tensor | float:
-        """Clip, update the parameters and forget the gradients; returns the norm before clipping."""
+        """Clip the gradients, update the parameters and reset the gradients. Return the norm before clipping."""
 
     @abstractmethod
-    def capture(self) -> Write:
-        """Copy this rank's part of the parameters and of the optimizer's state to main memory; returns what writes
-        the copy."""
+    def capture(self) -> WriteCheckpoint:
+        """Copy this rank's part of the parameters and optimizer states to main memory.
+
+        Return the function that writes the copy.
+        """
 
     @abstractmethod
     def load(self, folder: Path, world_size: int) -> None:
-        """Read back what all ranks wrote, `world_size` of them."""
+        """Load a checkpoint that `world_size` ranks wrote."""
 
     @abstractmethod
     def checkpoint_bytes(self) -> int:
-        """Upper bound of what this rank writes."""
+        """Return an upper bound of the bytes that this rank writes."""
 
     @abstractmethod
     def gather(self) -> dict[str, torch.Tensor]:
-        """The trained parameters by name, whole, on rank 0, and nothing elsewhere; a call that all ranks make."""
+        """Return the full trained parameters by name on rank 0, and nothing on the others. All ranks call it."""
 
     def summed_loss(self, batch: Batch) -> torch.Tensor:
-        """Cross-entropy summed over the trained tokens. Label i is predicted from what precedes it.
+        """Return the cross-entropy summed over the trained tokens. Label i is predicted from the tokens before it.
 
-        No attention mask: position_ids that restart keep packed documents apart.
+        No attention mask is needed: position_ids restart at each packed document.
         """
         return self.module(**batch, num_items_in_batch=1, use_cache=False).loss
 
@@ -67,15 +71,16 @@ class Strategy(ABC):
 
 
 def copied(state: Any) -> Any:
-    """`state` with a copy in main memory of each tensor in it, which training on does not change."""
+    """Return `state` with each tensor copied to main memory, so that training does not change it."""
     return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), state)
 
 
-MakeStrategy = Callable[[PreTrainedModel, TrainOptions, Runtime, BatchPlan], Strategy]
+MakeStrategy = Callable[[PreTrainedModel, Any, Runtime, BatchPlan], Strategy]
+"""A strategy's class, or a function like it. The second argument is the job's options."""
 
 
 def adamw(model: nn.Module, weight_decay: float) -> torch.optim.AdamW:
-    """The optimizer of every strategy. Only matrices decay: pulling norms and biases to 0 regularises nothing."""
+    """Return the optimizer of every strategy. Only matrices decay: decaying norms and biases does not regularise."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     matrices = [parameter for parameter in trained if parameter.ndim >= 2]
     vectors = [parameter for parameter in trained if parameter.ndim < 2]
@@ -84,21 +89,21 @@ def adamw(model: nn.Module, weight_decay: float) -> torch.optim.AdamW:
 
 
 class DDP(Strategy):
-    """Every rank holds the whole model and optimizer; gradients are averaged."""
+    """DistributedDataParallel: every rank holds the full model and optimizer, and gradients are averaged."""
 
-    def __init__(self, model: PreTrainedModel, options: TrainOptions, run: Runtime, plan: BatchPlan) -> None:
+    def __init__(self, model: PreTrainedModel, options: TrainOptions, runtime: Runtime, plan: BatchPlan) -> None:
         self.model = model
-        self.module = run.wrap(model)
+        self.module = runtime.wrap(model)
         self.optimizer = adamw(model, options.weight_decay)
-        self._is_writer = run.rank == 0
+        self._is_writer = runtime.rank == 0
         self._max_grad_norm = options.max_grad_norm
         self._bf16 = options.precision == "bf16"
-        self._device = run.device.type
+        self._device = runtime.device.type
 
     def accumulate(self, batch: Batch, scale: torch.Tensor, last: bool) -> torch.Tensor:
         module = self.module
-        wait = not last and isinstance(module, DistributedDataParallel)
-        with module.no_sync() if wait else nullcontext():  # one all-reduce a step, not one a micro-batch
+        is_local = not last and isinstance(module, DistributedDataParallel)
+        with module.no_sync() if is_local else nullcontext():  # one all-reduce per step, not per micro-batch
             loss = self.summed_loss(batch)
             (loss * scale).backward()
         return loss.detach()
@@ -114,7 +119,7 @@ class DDP(Strategy):
         self.optimizer.zero_grad()
         return norm
 
-    def capture(self) -> Write:
+    def capture(self) -> WriteCheckpoint:
         if not self._is_writer:
             return lambda folder: None
         state = copied({"model": self.gather(), "optimizer": self.optimizer.state_dict()})
@@ -126,7 +131,7 @@ class DDP(Strategy):
         self.optimizer.load_state_dict(state["optimizer"])
 
     def checkpoint_bytes(self) -> int:
-        """fp32: the trained parameters and AdamW's two moments."""
+        """Return the fp32 size of the trained parameters and of AdamW's two moments."""
         return 12 * self.model.num_parameters(only_trainable=True) if self._is_writer else 0
 
     def gather(self) -> dict[str, torch.Tensor]:

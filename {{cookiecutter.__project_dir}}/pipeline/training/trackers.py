@@ -1,4 +1,4 @@
-"""Sends a run's numbers on to MLflow and Weights & Biases, where [train] names one; a resumed run goes on there too."""
+"""Sends metrics to MLflow and Weights & Biases, if [train] names one. A resumed run continues there too."""
 
 import json
 import os
@@ -11,26 +11,26 @@ from pipeline.training.runtimes.runtime import Metrics
 from pipeline.training.storage import RunFolder
 
 EXPERIMENT = "fine-tuning"
-"""MLflow's name for what holds the runs."""
+"""Name of the MLflow experiment."""
 
 
 class Tracker(Protocol):
-    """One of them."""
+    """A run in an experiment tracker."""
 
     run_id: str
-    """By which a resumed run is found again."""
+    """The tracker's id, with which the run is resumed."""
 
     def write(self, rows: list[Metrics]) -> None:
-        """Send the numbers of steps, some of them perhaps for the second time."""
+        """Send the metrics of some steps. After a resume, some are sent again."""
         ...
 
     def end(self) -> None:
-        """Send what is still here."""
+        """Send the rest, and mark the run as finished."""
         ...
 
 
 class Trackers:
-    """Those that [train] names. One that fails is left out from then on, as a training is worth more than its curve."""
+    """The trackers that [train] names. One that fails is dropped, so that it cannot stop the training."""
 
     def __init__(self, options: TrainOptions, folder: RunFolder) -> None:
         makers: dict[str, Callable[[str | None], Tracker]] = {}
@@ -39,12 +39,12 @@ class Trackers:
         if options.wandb:
             makers["wandb"] = lambda run_id: WandB(options, run_id, folder)
         file = folder.fetch("trackers.json")
-        begun = json.loads(file.read_text()) if file.exists() else {}
+        saved = json.loads(file.read_text()) if file.exists() else {}
         self._trackers: dict[str, Tracker] = {}
         for name, make in makers.items():
-            self._try(name, lambda name=name, make=make: self._trackers.update({name: make(begun.get(name))}))
+            self._try(name, lambda name=name, make=make: self._trackers.update({name: make(saved.get(name))}))
         if self._trackers:
-            file.write_text(json.dumps(begun | {name: tracker.run_id for name, tracker in self._trackers.items()}))
+            file.write_text(json.dumps(saved | {name: tracker.run_id for name, tracker in self._trackers.items()}))
 
     def write(self, rows: list[Metrics]) -> None:
         for name, tracker in list(self._trackers.items()):
@@ -57,25 +57,28 @@ class Trackers:
     def _try(self, name: str, call: Callable[[], None]) -> None:
         try:
             call()
-        except Exception as error:  # whatever a server or its library meets
+        except Exception as error:  # any error of a server or its library
             self._trackers.pop(name, None)
-            print(f"{name} gets no more numbers of this start ({error}); metrics.jsonl has them all", flush=True)
+            print(
+                f"{name} failed and gets no more metrics of this start ({error}); metrics.jsonl has them all",
+                flush=True,
+            )
 
 
 class MLflow:
-    """A run on the server, or in the folder, at a tracking URI."""
+    """A run at a tracking URI: a server or a folder."""
 
     def __init__(self, options: TrainOptions, run_id: str | None) -> None:
-        # all ranks wait for its answer; by itself it would try for twenty minutes
+        # all ranks wait for its answer, and by default it retries for twenty minutes
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
-        from mlflow import MlflowClient, entities  # seconds, for those who asked for it
+        from mlflow import MlflowClient, entities  # imported late: takes seconds
 
         self._metric = entities.Metric
         self._client = MlflowClient(options.mlflow)
-        self.run_id = run_id or self._begin(options)
+        self.run_id = run_id or self._create_run(options)
 
-    def _begin(self, options: TrainOptions) -> str:
+    def _create_run(self, options: TrainOptions) -> str:
         experiment = self._client.get_experiment_by_name(EXPERIMENT)
         number = experiment.experiment_id if experiment else self._client.create_experiment(EXPERIMENT)
         run_id = self._client.create_run(number, run_name=options.name).info.run_id
@@ -98,10 +101,10 @@ class MLflow:
 
 
 class WandB:
-    """A run of a Weights & Biases project; the key is the secret WANDB_API_KEY."""
+    """A run in a Weights & Biases project. The API key is the secret WANDB_API_KEY."""
 
     def __init__(self, options: TrainOptions, run_id: str | None, folder: RunFolder) -> None:
-        import wandb  # seconds, for those who asked for it
+        import wandb  # imported late: takes seconds
 
         self._run = wandb.init(
             project=options.wandb,
@@ -110,7 +113,7 @@ class WandB:
             resume="allow",
             config=options.model_dump(),
             dir=folder.path,
-            settings=wandb.Settings(console="off", silent=True),  # the job's own log holds what it prints
+            settings=wandb.Settings(console="off", silent=True),  # the job's log has the output
         )
         self.run_id = self._run.id
 

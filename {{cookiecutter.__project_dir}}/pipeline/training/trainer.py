@@ -1,4 +1,4 @@
-"""The training loop: one for every strategy and every launcher."""
+"""The training loop, the same for every strategy and runtime."""
 
 import math
 import os
@@ -6,7 +6,8 @@ from typing import Protocol
 
 import torch
 
-from pipeline.data.conversations import NOT_TRAINED, load_tokenizer
+from pipeline.data.tokenization import NOT_TRAINED
+from pipeline.data.tokenizer import load_tokenizer
 from pipeline.training import checkpoints, models
 from pipeline.training.collectives import any_rank, total
 from pipeline.training.dataset import Batch, PackedRows, read_manifest, trained_tokens
@@ -19,112 +20,119 @@ from pipeline.training.storage import RunFolder
 from pipeline.training.strategies import MakeStrategy
 from settings import UserError
 
-ROWS_NAMED = 8
-SECONDS_BETWEEN_LOOKS = 10  # at most, or log_every steps: a spot machine goes two minutes after its notice
+MAX_ROWS_LISTED = 8
+PROGRESS_INTERVAL_S = 10  # at most, or log_every steps: a spot machine ends two minutes after its notice
 
 
-class Source(Protocol):
-    """Where this rank's rows come from."""
+class RowSource(Protocol):
+    """The training rows of this rank."""
 
     sequence_length: int
     chat_template: str | None
-    """What the rows were made with, for the tokenizer of the trained model; None: the model's own."""
+    """Chat template of the rows, for the tokenizer of the trained model; None: the model's own."""
     eos_ids: list[int]
-    """Tokens at which the trained model stops; none: those of the model."""
+    """Tokens at which the trained model stops; empty: those of the base model."""
 
     def rows(self, step: int) -> Batch:
-        """This rank's rows of optimizer step `step`, counted from 1."""
+        """Return this rank's rows of an optimizer step, counted from 1."""
         ...
 
     def names(self, step: int, first: int, count: int) -> list[str]:
-        """Where `count` rows of the global batch of a step come from, from its row `first` on."""
+        """Return the names of `count` rows of a step's global batch, starting with row `first`."""
         ...
 
 
 class PackedSource:
-    """Rows by position: the step and the rank say which, so a resumed run reads on exactly where it was."""
+    """Packed rows. Step and rank determine the rows, so a resumed run reads exactly the next ones."""
 
-    def __init__(self, options: TrainOptions, run: Runtime) -> None:
+    def __init__(self, options: TrainOptions, runtime: Runtime) -> None:
         manifest = read_manifest(options.data)
         self.sequence_length = manifest.sequence_length
         self.chat_template = manifest.tokenizer.chat_template
         self.eos_ids = manifest.tokenizer.eos_ids
         self._rows = PackedRows(options.data, "train", options.seed)
         self._global_rows = options.global_batch_rows
-        self._rank_rows = spread(options.global_batch_rows, options.micro_batch_rows, run.world_size).rows_per_rank
-        self._offset = run.rank * self._rank_rows
+        plan = spread(options.global_batch_rows, options.micro_batch_rows, runtime.world_size)
+        self._rank_rows = plan.rows_per_rank
+        self._offset = runtime.rank * self._rank_rows
 
     def rows(self, step: int) -> Batch:
         batch = self._rows.read((step - 1) * self._global_rows + self._offset, self._rank_rows)
-        batch["labels"][max(0, self._global_rows - self._offset) :] = NOT_TRAINED  # they are of the next step
+        batch["labels"][max(0, self._global_rows - self._offset) :] = NOT_TRAINED  # these belong to the next step
         return batch
 
     def names(self, step: int, first: int, count: int) -> list[str]:
         return self._rows.names((step - 1) * self._global_rows + first, count)
 
 
-def train(options: TrainOptions, run: Runtime, make_strategy: MakeStrategy, stream: Source | None = None) -> None:
-    """Train on to `options.last_step` from the run's last checkpoint, or from the model; then write the model.
+def train(
+    options: TrainOptions, runtime: Runtime, make_strategy: MakeStrategy, stream: RowSource | None = None
+) -> None:
+    """Train up to `options.last_step`, from the run's last checkpoint or from the base model, and export the model.
 
-    The rows come from `stream`, or from the packed data. Paths in `options` are absolute, or URIs.
+    Args:
+        options: with absolute paths or URIs.
+        stream: source of the rows, instead of the packed data.
 
     Raises:
-        UserError: on every rank alike, so that none waits for another.
+        UserError: training failed. On all ranks, so that no rank waits for another.
     """
-    os.environ["DS_ACCELERATOR"] = run.device.type  # transformers imports deepspeed, which would guess, and say so
-    torch.set_num_threads(min(options.cpus_per_worker, os.cpu_count() or 1))  # logical CPUs may be more than real ones
-    Trainer(models.with_supported_precision(options, run.device), run, make_strategy, stream).fit()
+    os.environ["DS_ACCELERATOR"] = runtime.device.type  # transformers imports deepspeed, which guesses and logs it
+    torch.set_num_threads(min(options.cpus_per_worker, os.cpu_count() or 1))  # there may be fewer real CPUs
+    Trainer(models.with_supported_precision(options, runtime.device), runtime, make_strategy, stream).fit()
 
 
 class Trainer:
-    """What one rank holds of a training, and the steps that change it."""
+    """The training of one rank: model, optimizer, rows and metrics."""
 
-    def __init__(self, options: TrainOptions, run: Runtime, make_strategy: MakeStrategy, stream: Source | None) -> None:
-        self.options, self.run = options, run
+    def __init__(
+        self, options: TrainOptions, runtime: Runtime, make_strategy: MakeStrategy, stream: RowSource | None
+    ) -> None:
+        self.options, self.runtime = options, runtime
         self.folder = RunFolder(f"{options.output}/{options.name}")
-        self.source = stream or PackedSource(options, run)
+        self.source = stream or PackedSource(options, runtime)
         self.evaluation = None if stream else PackedRows(options.data, "eval")
-        torch.manual_seed(options.seed)  # adapters begin alike on all ranks
+        torch.manual_seed(options.seed)  # all ranks initialise adapters alike
         model = models.load_model(options)
         self.parameters, self.trained = model.num_parameters(), model.num_parameters(only_trainable=True)
-        self.meter = Meter(options, run, model, self.source.sequence_length)
-        self.plan = spread(options.global_batch_rows, options.micro_batch_rows, run.world_size)
-        self.strategy = make_strategy(model, options, run, self.plan)
-        torch.manual_seed(options.seed + run.rank)  # dropout differs
-        checkpoints.refuse_full_disk(self.strategy, run, options.output)
-        self.done = self.saved = checkpoints.restore(self.strategy, run)
-        self.pace = 1  # steps between looks; the first one says how long a step takes
-        self.metric_logger = MetricLogger(self.folder, options, run, self.done) if run.rank == 0 else None
+        self.meter = Meter(options, runtime, model, self.source.sequence_length)
+        self.plan = spread(options.global_batch_rows, options.micro_batch_rows, runtime.world_size)
+        self.strategy = make_strategy(model, options, runtime, self.plan)
+        torch.manual_seed(options.seed + runtime.rank)  # each rank has another dropout
+        checkpoints.refuse_full_disk(self.strategy, runtime, options.output)
+        self.done = self.saved = checkpoints.restore(self.strategy, runtime)
+        self.log_interval = 1  # in steps; adjusted once the duration of a step is known
+        self.metric_logger = MetricLogger(self.folder, options, runtime, self.done) if runtime.rank == 0 else None
 
     def fit(self) -> None:
-        """The steps that are left, and the model at the end; without it when the run was asked to stop."""
+        """Run the remaining steps and export the model. A run that is asked to stop exports nothing."""
         options = self.options
         if self.metric_logger:
             print(self._description(), flush=True)
         self.meter.restart()
         for step in range(self.done + 1, options.last_step + 1):
-            self._step(step)
+            self.step(step)
             saves = step % options.checkpoint_every == 0 or step == options.last_step
             evaluates = saves or step % options.eval_every == 0
-            is_due = evaluates or step % self.pace == 0
-            if is_due and self._take_stock(evaluates, saves):
+            is_due = evaluates or step % self.log_interval == 0
+            if is_due and self._log_and_save(evaluates, saves):
                 break
         else:
             self._export()
-        self.run.wait()
+        self.runtime.wait()
         if self.metric_logger and self.done < options.last_step:
             self.metric_logger.end(self.saved)
             self.folder.publish()
 
     def _description(self) -> str:
-        options, workers = self.options, self.run.world_size
-        begin = f"resumed after step {self.done}" if self.done else "from the start"
+        options, workers = self.options, self.runtime.world_size
+        start = f"resumed after step {self.done}" if self.done else "from the start"
         if self.done >= options.last_step:
-            begin = f"trained to step {self.done} already: --fresh starts over"
+            start = f"already trained to step {self.done}: --fresh starts over"
         return (
-            f"{options.name}: {self._size()}, {options.strategy} on {workers} x {self.run.device.type} "
-            f"in {options.precision}; {options.global_batch_rows} rows a step = {workers} workers x "
-            f"{self.plan.accumulation} passes x {options.micro_batch_rows} rows; {begin}"
+            f"{options.name}: {self._size()}, {options.strategy} on {workers} x {self.runtime.device.type} "
+            f"in {options.precision}; {options.global_batch_rows} rows per step = {workers} workers x "
+            f"{self.plan.accumulation} passes x {options.micro_batch_rows} rows; {start}"
         )
 
     def _size(self) -> str:
@@ -132,35 +140,35 @@ class Trainer:
             return f"{self.parameters:,} parameters"
         return f"{self.trained:,} trained of {self.parameters:,} parameters"
 
-    def _step(self, step: int) -> None:
-        """One optimizer step over this rank's rows of a global batch.
+    def step(self, step: int) -> None:
+        """Run one optimizer step on this rank's rows of a global batch.
 
-        The loss is the mean over the trained tokens of the whole global batch, so that neither the number of
-        workers nor the padding changes what a token weighs. Gradients are averaged over the ranks, hence the
-        factor world_size.
+        The loss is the mean over the trained tokens of the global batch, so the weight of a token depends neither on
+        the number of workers nor on padding. The factor world_size is there because gradients are averaged over ranks.
         """
         batch = self._on_device(self.source.rows(step))
         tokens = total(trained_tokens(batch)).clamp(min=1)
         micro_batches = _split(batch, self.options.micro_batch_rows)
         losses = [
-            self.strategy.accumulate(micro_batch, self.run.world_size / tokens, last=number == len(micro_batches))
+            self.strategy.accumulate(micro_batch, self.runtime.world_size / tokens, last=number == len(micro_batches))
             for number, micro_batch in enumerate(micro_batches, 1)
         ]
         learning_rate = _learning_rate(self.options, step)
         norm = self.strategy.step(learning_rate)
         self.meter.add(step, learning_rate, torch.stack(losses) / tokens, norm)
 
-    def _take_stock(self, evaluates: bool, saves: bool) -> bool:
-        """Read the meter, and evaluate, write and save what is due; True where the run was asked to stop."""
+    def _log_and_save(self, evaluates: bool, saves: bool) -> bool:
+        """Log the last steps, and evaluate and save if due. Return whether the run was asked to stop."""
         rows = self._read_meter()
-        self.pace = min(self.options.log_every, max(1, round(SECONDS_BETWEEN_LOOKS / self.meter.seconds_per_step)))
-        stops = any_rank(self.run.should_stop(), self.run.device)
+        interval = max(1, round(PROGRESS_INTERVAL_S / self.meter.seconds_per_step))
+        self.log_interval = min(self.options.log_every, interval)
+        stops = any_rank(self.runtime.should_stop(), self.runtime.device)
         if self.evaluation and (evaluates or stops):
             rows[-1] |= self._evaluate(self.evaluation)
         if self.metric_logger:
             self.metric_logger.write(rows, self.meter.seconds_per_step)
-        if saves or stops or self._is_to_lose_a_machine(rows[-1]):
-            checkpoints.save(self.strategy, self.run, rows[-1], self.options.output)
+        if saves or stops or self._machine_is_leaving(rows[-1]):
+            checkpoints.save(self.strategy, self.runtime, rows[-1], self.options.output)
             self.saved = int(rows[-1]["step"])
             if self.metric_logger:
                 self.metric_logger.checkpoint(self.saved)
@@ -169,53 +177,51 @@ class Trainer:
         return stops
 
     def _read_meter(self) -> list[Metrics]:
-        """The steps since the last look.
+        """Return the metrics of the steps since the last call.
 
         Raises:
-            UserError: one of them diverged, on every rank alike; nothing of it was saved.
+            UserError: one of them diverged. On all ranks; the diverged state is not saved.
         """
         try:
             return self.meter.read()
         except Diverged as diverged:
-            self.run.wait()  # for a checkpoint that is still being written
-            good = (
-                f"the last good checkpoint is that of step {self.saved}" if self.saved else "there is no checkpoint yet"
-            )
+            self.runtime.wait()  # until the last checkpoint is stored
+            good = f"the last good checkpoint is of step {self.saved}" if self.saved else "there is no checkpoint yet"
             raise UserError(
-                f"step {diverged.step} diverged{self._rows_of(diverged)}: {diverged}; {good}. Look at the rows, or "
-                "start over with --fresh and a lower --learning-rate or a longer --warmup-steps."
+                f"step {diverged.step} diverged{self._rows_of(diverged)}: {diverged}; {good}. Check the rows, or start "
+                "over with --fresh and a lower --learning-rate or more --warmup-steps."
             ) from None
 
     def _rows_of(self, diverged: Diverged) -> str:
-        """The rows that made it, the first of them by name; nothing where the source knows no names."""
+        """Return the names of the responsible rows as text, at most MAX_ROWS_LISTED; empty for a stream."""
         rows, end = self.options.micro_batch_rows, self.options.global_batch_rows
         names = [
             name
             for first in (micro_batch * rows for micro_batch in diverged.micro_batches)
             for name in self.source.names(diverged.step, first, max(0, min(rows, end - first)))
         ]
-        more = f" and {len(names) - ROWS_NAMED} more" if len(names) > ROWS_NAMED else ""
-        return f" on the rows {', '.join(names[:ROWS_NAMED])}{more} of {self.options.data}/train" if names else ""
+        more = f" and {len(names) - MAX_ROWS_LISTED} more" if len(names) > MAX_ROWS_LISTED else ""
+        return f" on the rows {', '.join(names[:MAX_ROWS_LISTED])}{more} of {self.options.data}/train" if names else ""
 
-    def _is_to_lose_a_machine(self, row: Metrics) -> bool:
-        if not self.run.should_save():
+    def _machine_is_leaving(self, row: Metrics) -> bool:
+        if not self.runtime.should_save():
             return False
         if self.metric_logger:
-            print(f"a machine is about to be taken away: a checkpoint of step {row['step']} is written now", flush=True)
+            print(f"a machine is about to be taken away: saving a checkpoint after step {row['step']}", flush=True)
         return True
 
     @torch.no_grad()
     def _evaluate(self, rows: PackedRows) -> Metrics:
-        """Loss and perplexity over all the evaluation tokens of all ranks.
+        """Return loss and perplexity over all evaluation tokens.
 
-        Every rank makes the same number of forward passes, as one may be collective; what runs over the
-        end of the rows is not counted.
+        Every rank runs the same number of forward passes, because they may be collective. Rows beyond the end do not
+        count.
         """
         micro_rows = self.options.micro_batch_rows
-        sums = torch.zeros(2, dtype=torch.float64, device=self.run.device)
+        sums = torch.zeros(2, dtype=torch.float64, device=self.runtime.device)
         self.strategy.module.eval()
-        for turn in range(math.ceil(len(rows) / (micro_rows * self.run.world_size))):
-            first = (turn * self.run.world_size + self.run.rank) * micro_rows
+        for number in range(math.ceil(len(rows) / (micro_rows * self.runtime.world_size))):
+            first = (number * self.runtime.world_size + self.runtime.rank) * micro_rows
             batch = self._on_device(rows.read(first, micro_rows))
             batch["labels"][max(0, len(rows) - first) :] = NOT_TRAINED
             sums += torch.stack([self.strategy.summed_loss(batch).double(), trained_tokens(batch).double()])
@@ -229,11 +235,11 @@ class Trainer:
         self.folder.publish()
 
     def _on_device(self, batch: Batch) -> Batch:
-        return {name: column.to(self.run.device, non_blocking=True) for name, column in batch.items()}
+        return {name: column.to(self.runtime.device, non_blocking=True) for name, column in batch.items()}
 
 
 def _split(batch: Batch, rows: int) -> list[Batch]:
-    """Micro-batches of `rows` rows each."""
+    """Split a batch into micro-batches of `rows` rows."""
     columns = [column.split(rows) for column in batch.values()]
     return [dict(zip(batch, parts, strict=True)) for parts in zip(*columns, strict=True)]
 

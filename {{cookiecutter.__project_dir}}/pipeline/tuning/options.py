@@ -9,12 +9,12 @@ from pipeline.training.options import NAME, TrainOptions
 
 
 class Range(settings.Section):
-    """A range that is sampled log-uniformly."""
+    """A range to sample log-uniformly."""
 
     low: PositiveFloat
-    """The lowest."""
+    """Lower bound."""
     high: PositiveFloat
-    """The highest."""
+    """Upper bound."""
 
     @model_validator(mode="after")
     def _bounds_are_in_order(self) -> Self:
@@ -24,16 +24,16 @@ class Range(settings.Section):
 
 
 class TuneOptions(TrainOptions):
-    """[train], which all trials share, with the additions and overrides of [tune]."""
+    """[train], which all trials share, with additions and overrides from [tune]."""
 
     name: str = Field("tune", pattern=NAME)
-    """Name of the search; the same name again resumes it."""
+    """Name of the search. The same name resumes it."""
     script: Literal["finetune_ddp", "finetune_fsdp", "finetune_deepspeed"]
-    """The job that a trial runs."""
+    """Job that each trial runs."""
     trials: PositiveInt
     """Number of settings to try. Run again with more under the same name to add trials."""
     trials_at_once: PositiveInt
-    """Trials that run side by side, each on num_workers workers."""
+    """Trials that run at the same time, each on num_workers workers."""
 
     learning_rates: Range
     """Range of the learning rate."""
@@ -43,9 +43,9 @@ class TuneOptions(TrainOptions):
     """Values to try for lora_rank. Empty: not searched."""
 
     grace_steps: PositiveInt
-    """Steps that each trial has before it is compared with the others (ASHA: Li et al. 2018, arXiv:1810.05934)."""
+    """Steps of each trial before it is compared with others (ASHA: Li et al. 2018, arXiv:1810.05934)."""
     reduction_factor: float = Field(gt=1)
-    """At each rung (grace_steps, then this many times as many, and so on), one in this many trials continues."""
+    """At each rung (grace_steps, then this many times more, and so on), one in this many trials continues."""
 
     @model_validator(mode="after")
     def _trials_are_compared(self) -> Self:
@@ -59,5 +59,5 @@ class TuneOptions(TrainOptions):
 
     @property
     def folder(self) -> str:
-        """Where the search and its trials are."""
+        """Folder of the search and its trials."""
         return f"{self.output}/{self.name}"

@@ -1,4 +1,4 @@
-"""The trials of a search: as its folder holds them, and as they are shown at the end."""
+"""Stores the trials of a search in its folder, and shows them as a table and a plot."""
 
 import json
 import math
@@ -15,25 +15,25 @@ from pipeline.training.storage import RunFolder
 
 FILE, PLOT = "trials.json", "trials.png"
 WEIGHTS = ("step-", "model", "adapter")
-"""How the names of folders begin that hold a run's weights."""
+"""Prefixes of the folders that hold a run's weights."""
 
 
 @dataclass
 class Trial:
-    """Settings that were drawn, and the run that tries them."""
+    """Settings, and the run that tries them."""
 
     name: str
     settings: dict[str, float]
     ended: str = ""
-    """How it ended; empty where it has not."""
+    """How it ended; empty if it has not."""
 
-    def described(self) -> str:
-        """Its settings, in a line."""
+    def description(self) -> str:
+        """Return its settings on one line."""
         return ", ".join(f"{key} {value:g}" for key, value in self.settings.items())
 
 
 class Outcome(NamedTuple):
-    """How far a trial came."""
+    """The result of a trial so far."""
 
     trial: Trial
     curve: list[Line]
@@ -45,35 +45,35 @@ class Outcome(NamedTuple):
 
     @property
     def loss(self) -> float:
-        """The lowest, in nats a token; infinite without an evaluation."""
+        """The lowest evaluation loss, in nats per token; infinite without an evaluation."""
         return min((line["eval_loss"] for line in self.curve), default=math.inf)
 
 
 def load(folder: str, drawn: Sequence[dict[str, float]]) -> list[Trial]:
-    """The trials of the search in `folder`, with what an earlier start of it has noted."""
-    noted = {one["name"]: one["ended"] for one in json.loads(storage.read_text(f"{folder}/{FILE}") or "[]")}
+    """Return the trials of the search in `folder`, with the results that an earlier start saved."""
+    saved = {trial["name"]: trial["ended"] for trial in json.loads(storage.read_text(f"{folder}/{FILE}") or "[]")}
     names = [f"trial-{number:02d}" for number in range(1, len(drawn) + 1)]
-    return [Trial(name, values, noted.get(name, "")) for name, values in zip(names, drawn, strict=True)]
+    return [Trial(name, values, saved.get(name, "")) for name, values in zip(names, drawn, strict=True)]
 
 
 def save(folder: str, trials: Sequence[Trial]) -> None:
-    """Note what is known of the trials."""
+    """Save the trials."""
     storage.write_text(f"{folder}/{FILE}", json.dumps([asdict(trial) for trial in trials], indent=2) + "\n")
 
 
 def curve(folder: str, name: str) -> list[Line]:
-    """The evaluations of a trial so far."""
+    """Return the evaluations of a trial so far."""
     text = storage.read_text(f"{folder}/{name}/metrics.jsonl") or ""
     return [line for line in lines(text) if math.isfinite(line.get("eval_loss", math.nan))]
 
 
 def ranked(folder: str, trials: Sequence[Trial]) -> list[Outcome]:
-    """The trials, best first."""
+    """Return the results of the trials, best first."""
     return sorted((Outcome(trial, curve(folder, trial.name)) for trial in trials), key=lambda outcome: outcome.loss)
 
 
 def delete_weights(folder: str, trials: Sequence[Trial]) -> None:
-    """Delete the checkpoints and models of trials that have ended: those of each are larger than its model."""
+    """Delete the checkpoints and models of trials that have ended."""
     for trial in trials:
         location = f"{folder}/{trial.name}"
         for name in storage.list_names(location) if trial.ended else []:
@@ -82,7 +82,7 @@ def delete_weights(folder: str, trials: Sequence[Trial]) -> None:
 
 
 def table(outcomes: Sequence[Outcome]) -> Table:
-    """Settings, steps, lowest evaluation loss and end of each trial."""
+    """Return a table with the settings, steps, lowest evaluation loss and end of each trial."""
     keys = list(outcomes[0].trial.settings)
     shown = Table(box=None)
     shown.add_column("trial")
@@ -97,21 +97,21 @@ def table(outcomes: Sequence[Outcome]) -> Table:
 
 
 def plot(folder: str, outcomes: Sequence[Outcome]) -> str:
-    """Draw the evaluation loss of each trial by step, the best one bold; returns where."""
+    """Plot the evaluation loss of each trial by step, the best one bold. Return the path."""
     figure = Figure(figsize=(9, 5))
     axes = figure.subplots()
     for outcome in outcomes:
         steps, losses = ([line[key] for line in outcome.curve] for key in ("step", "eval_loss"))
         width = 3 if outcome is outcomes[0] else 1
-        axes.plot(steps, losses, "o-", linewidth=width, markersize=3, label=outcome.trial.described())
+        axes.plot(steps, losses, "o-", linewidth=width, markersize=3, label=outcome.trial.description())
     axes.set(xlabel="step", ylabel="evaluation loss per token (nats)", yscale="log")
     axes.legend(fontsize="x-small")
-    place = RunFolder(folder)
-    figure.savefig(place.path / PLOT, dpi=120, bbox_inches="tight")
-    place.publish()
+    run_folder = RunFolder(folder)
+    figure.savefig(run_folder.path / PLOT, dpi=120, bbox_inches="tight")
+    run_folder.publish()
     return f"{folder}/{PLOT}"
 
 
 def snippet(trial: Trial, profile: str) -> str:
-    """The settings of a trial as settings.toml wants them."""
+    """Return the settings of a trial as lines for settings.toml."""
     return "\n".join([f"[{profile}.train]", *(f"{key} = {value}" for key, value in trial.settings.items())])

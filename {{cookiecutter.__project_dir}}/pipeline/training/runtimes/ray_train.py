@@ -1,4 +1,4 @@
-"""Runs the trainer under Ray Train: the `Runtime` in each worker, and the driver that starts the workers."""
+"""Runs the trainer under Ray Train: the driver, which starts the workers, and the `Runtime` in each worker."""
 
 import hashlib
 import shutil
@@ -25,25 +25,25 @@ from ray.train import (
 )
 from ray.train.torch import TorchConfig, TorchTrainer, get_device, prepare_model
 from ray.tune.integration.ray_train import TuneReportCallback
-from ray.tune.trainable.trainable_fn_utils import _in_tune_session
 from torch import nn
 
-from pipeline.data import rows, streaming
+from pipeline.data import row_sources, streaming
 from pipeline.ray_support import capacity, cli, gang, ray_logging
+from pipeline.ray_support.private.tune import is_in_trial
 from pipeline.training import preflight
 from pipeline.training.options import TrainOptions
-from pipeline.training.runtimes.runtime import Metrics, Write
+from pipeline.training.runtimes.runtime import Metrics, WriteCheckpoint
 from pipeline.training.schedule import check_batches
 from pipeline.training.strategies import MakeStrategy
 from pipeline.training.trainer import train
 from settings import UserError
 
 SCORE = "checkpoint_score"
-"""The evaluation loss, by which Ray keeps the best; without one a checkpoint is the worst, and the newest of these."""
+"""The evaluation loss, by which Ray keeps the best checkpoints. Checkpoints without one rank last, newest first."""
 
 
 class RayTrainRuntime:
-    """The `Runtime` interface in a worker of Ray Train."""
+    """The `Runtime` of a worker of Ray Train."""
 
     def __init__(self, device: str) -> None:
         context = ray.train.get_context()
@@ -52,34 +52,34 @@ class RayTrainRuntime:
         self.device = torch.device("cpu") if device == "cpu" else get_device()
         self._storage = context.get_storage()
         reported = ray.train.get_all_reported_checkpoints()
-        self._reported = sorted(reported, key=lambda one: one.metrics["step"], reverse=True)
-        self._names = {Path(one.checkpoint.path).name for one in reported}
-        self._kept = threading.Event()
-        self._kept.set()
-        self._nodes_to_go: set[str] = set()
-        run = hashlib.sha256(self._storage.experiment_fs_path.encode()).hexdigest()[:12]
-        self.scratch = Path(tempfile.gettempdir(), f"checkpoint-{run}", f"rank-{self.rank}")
-        self._forget_unfinished()
+        self._reported = sorted(reported, key=lambda checkpoint: checkpoint.metrics["step"], reverse=True)
+        self._names = {Path(report.checkpoint.path).name for report in reported}
+        self._stored = threading.Event()
+        self._stored.set()
+        self._preempted_nodes: set[str] = set()
+        run_id = hashlib.sha256(self._storage.experiment_fs_path.encode()).hexdigest()[:12]
+        self.scratch = Path(tempfile.gettempdir(), f"checkpoint-{run_id}", f"rank-{self.rank}")
+        self._delete_incomplete()
 
     def wrap(self, model: nn.Module) -> nn.Module:
         options = {"gradient_as_bucket_view": True}  # no second copy of the gradients
         return prepare_model(model, move_to_device=self.device, parallel_strategy_kwargs=options)
 
-    def report(self, metrics: Metrics, write: Write) -> None:
-        """Ray merges the ranks' folders into one under the run's, and keeps the best and the last."""
-        self._kept.clear()
+    def report(self, metrics: Metrics, write: WriteCheckpoint) -> None:
+        """Start to store a checkpoint. Ray merges the ranks' folders, and keeps the best checkpoints and the last."""
+        self._stored.clear()
         self.scratch.mkdir(parents=True)
 
         is_written = False
 
-        def keep(checkpoint: Checkpoint, name: str) -> Checkpoint:
+        def store(checkpoint: Checkpoint, name: str) -> Checkpoint:
             nonlocal is_written
-            if not is_written:  # Ray calls again where the storage was busy; where that is no use it ends the workers
+            if not is_written:  # Ray retries if the storage is busy, and in the end stops the workers
                 write(self.scratch)
                 is_written = True
             stored = self._storage.persist_current_checkpoint(checkpoint, name)
             shutil.rmtree(self.scratch)
-            self._kept.set()
+            self._stored.set()
             return stored
 
         ray.train.report(
@@ -87,12 +87,12 @@ class RayTrainRuntime:
             checkpoint=Checkpoint.from_directory(self.scratch),
             checkpoint_dir_name=self._new_name(int(metrics["step"])),
             checkpoint_upload_mode=CheckpointUploadMode.ASYNC,
-            delete_local_checkpoint_after_upload=False,  # it would be after the next one may have begun
-            checkpoint_upload_fn=keep,
+            delete_local_checkpoint_after_upload=False,  # Ray would delete it when the next one may have begun
+            checkpoint_upload_fn=store,
         )
 
     def wait(self) -> None:
-        self._kept.wait()
+        self._stored.wait()
 
     def checkpoints(self) -> Iterator[Path]:
         for reported in self._reported:
@@ -100,28 +100,28 @@ class RayTrainRuntime:
                 yield Path(folder)
 
     def should_stop(self) -> bool:
-        """Never: Ray ends workers without asking, and a new start resumes from the last checkpoint."""
+        """Return False: Ray ends workers without asking, and the next start resumes from the last checkpoint."""
         return False
 
     def should_save(self) -> bool:
-        """Once for each machine of the workers that AWS has announced to take away (a drain of its Ray node)."""
+        """Return True once for each of the workers' machines that AWS takes away (Ray drains its node)."""
         notice = ray.train.get_preemption_info()
         nodes = set(notice.preempted_node_ids) if notice else set()
-        is_news = not nodes <= self._nodes_to_go
-        self._nodes_to_go |= nodes
-        return is_news
+        is_new = not nodes <= self._preempted_nodes
+        self._preempted_nodes |= nodes
+        return is_new
 
     def _new_name(self, step: int) -> str:
-        """The folder of a checkpoint. Ray still counts one that was found torn, and would delete both with one name."""
+        """Return a new folder name. Ray still counts incomplete checkpoints, and deletes by name."""
         name = f"step-{step:08d}"
         while name in self._names:
             name += "-again"
         self._names.add(name)
         return name
 
-    def _forget_unfinished(self) -> None:
-        """Delete what workers that were killed left of a checkpoint: their copies, and what they had stored of it."""
-        shutil.rmtree(self.scratch.parent, ignore_errors=True)  # whichever ranks they had on this node
+    def _delete_incomplete(self) -> None:
+        """Delete what killed workers left of a checkpoint: local copies, and stored parts."""
+        shutil.rmtree(self.scratch.parent, ignore_errors=True)  # of all ranks that were on this node
         if self.rank == 0:
             files = self._storage.storage_filesystem
             for entry in files.get_file_info(FileSelector(self._storage.experiment_fs_path)):
@@ -130,25 +130,25 @@ class RayTrainRuntime:
 
 
 def fit(options: TrainOptions, make_strategy: MakeStrategy) -> None:
-    """Check all that can be checked, start the workers, and wait for the trained model.
+    """Check what can be checked, start the workers, and wait for the trained model.
 
     Raises:
-        UserError: something does not fit, or the loop refused to go on.
+        UserError: options, data, model and cluster do not fit together, or training failed.
         torch.OutOfMemoryError: a worker's GPU is too small.
     """
     options = preflight.with_absolute_paths(options)
     check_batches(options.global_batch_rows, options.micro_batch_rows, options.min_workers, options.max_workers)
-    recipe = streaming.read_recipe(options.model) if options.stream else None
-    identity = _check_stream(options, recipe) if recipe else preflight.check_packed(options)
+    stream = streaming.find_input(options.model) if options.stream else None
+    identity = _check_stream(options, stream) if stream else preflight.check_packed(options)
     cli.connect()
     ray_logging.driver()
-    _check_cluster(options, recipe)
+    _check_cluster(options, stream)
     preflight.claim(options, identity | {"launcher": "Ray Train"})
     scaling = gang.scaling(options)
     try:
-        result = _trainer(options, make_strategy, recipe, scaling).fit()
+        result = _torch_trainer(options, make_strategy, stream, scaling).fit()
     except WorkerGroupError as error:
-        if "torch.OutOfMemoryError" in str(error):  # a text: the worker's own exception does not travel
+        if "torch.OutOfMemoryError" in str(error):  # only the text of a worker's exception reaches the driver
             raise torch.OutOfMemoryError from None
         raise
     if result.return_value:
@@ -156,40 +156,40 @@ def fit(options: TrainOptions, make_strategy: MakeStrategy) -> None:
     print(f"the trained model is in {options.output}/{options.name}/model", flush=True)
 
 
-def _check_stream(options: TrainOptions, recipe: streaming.Recipe) -> preflight.Identity:
+def _check_stream(options: TrainOptions, stream: streaming.StreamInput) -> preflight.Identity:
     print(streaming.NOTICE, flush=True)
     config = preflight.load_config(options.model)
-    tokenize = recipe.tokenize
-    preflight.check_model(options.model, config, len(tokenize.tokenizer), tokenize.sequence_length)
-    names = ", ".join(source.name for source in recipe.sources)
+    tokenizer = stream.tokenizer
+    preflight.check_model(options.model, config, len(tokenizer.tokenizer), tokenizer.sequence_length)
+    names = ", ".join(source.name for source in stream.sources)
     return preflight.identify(options, config, f"stream of {names}")
 
 
-def _check_cluster(options: TrainOptions, recipe: streaming.Recipe | None) -> None:
+def _check_cluster(options: TrainOptions, stream: streaming.StreamInput | None) -> None:
     capacity.refuse_too_many_workers(options.min_workers, options.worker_resources)
-    paths = {"model": options.model, "output": options.output} | ({} if recipe else {"data": options.data})
+    paths = {"model": options.model, "output": options.output} | ({} if stream else {"data": options.data})
     capacity.refuse_private_paths(paths, options.shared_paths, "train")
-    for setting, name in rows.names(recipe.sources) if recipe else ():
+    for setting, name in row_sources.names_by_setting(stream.sources) if stream else ():
         capacity.refuse_private_paths({setting: name}, options.shared_paths, "preprocess")
-    if recipe:
+    if stream:
         capacity.refuse_workers_on_every_cpu(options.max_workers * options.cpus_per_worker)
 
 
-def _trainer(
-    options: TrainOptions, make_strategy: MakeStrategy, recipe: streaming.Recipe | None, scaling: ScalingConfig
+def _torch_trainer(
+    options: TrainOptions, make_strategy: MakeStrategy, stream: streaming.StreamInput | None, scaling: ScalingConfig
 ) -> TorchTrainer:
     return TorchTrainer(
-        _work,
-        # a reference: Ray's controller, which only passes it on, would import torch and transformers to unpack it
-        train_loop_config={"work": ray.put((options, make_strategy, recipe))},
-        datasets={"train": streaming.dataset(recipe)} if recipe else None,
+        _train_worker,
+        # by reference: to unpack the values, Ray's controller would import torch and transformers for nothing
+        train_loop_config={"arguments": ray.put((options, make_strategy, stream))},
+        datasets={"train": streaming.dataset(stream)} if stream else None,
         torch_config=TorchConfig(backend=torch.distributed.get_default_backend_for_device(options.device)),
         scaling_config=scaling,
         run_config=RunConfig(
             name=options.name,
             storage_path=options.output,
-            callbacks=[TuneReportCallback()] if _in_tune_session() else [],  # for a trial of jobs/tune.py
-            logging_config=LoggingConfig(log_level="WARNING"),  # the loop's own lines say what happens
+            callbacks=[TuneReportCallback()] if is_in_trial() else [],
+            logging_config=LoggingConfig(log_level="WARNING"),  # the trainer prints its own progress
             failure_config=FailureConfig(max_failures=options.max_failures),
             checkpoint_config=CheckpointConfig(
                 num_to_keep=options.keep_checkpoints,
@@ -200,14 +200,14 @@ def _trainer(
     )
 
 
-def _work(config: dict[str, Any]) -> str | None:
-    """What each worker runs. A user error is returned, not raised: Ray would start the workers again."""
+def _train_worker(config: dict[str, Any]) -> str | None:
+    """Train in one worker. Return a user error instead of raising it: Ray would restart the workers."""
     ray_logging.worker()
-    options, make_strategy, recipe = ray.get(config["work"])
-    run = RayTrainRuntime(options.device)
-    source = streaming.StreamSource(recipe, options.global_batch_rows // run.world_size) if recipe else None
+    options, make_strategy, stream = ray.get(config["arguments"])
+    runtime = RayTrainRuntime(options.device)
+    source = streaming.StreamSource(stream, options.global_batch_rows // runtime.world_size) if stream else None
     try:
-        train(options, run, make_strategy, source)
+        train(options, runtime, make_strategy, source)
     except UserError as error:
         return str(error)
     return None

@@ -1,4 +1,4 @@
-"""Where a training runs: the small port through which the loop sees Ray Train, one process, or another launcher."""
+"""The `Runtime` interface between the trainer and Ray Train, torchrun or a single process."""
 
 import json
 import math
@@ -12,59 +12,59 @@ import torch
 from torch import nn
 
 METRICS = "metrics.json"
-"""Of the step after which a checkpoint was made, in its folder."""
+"""File in a checkpoint's folder: the metrics of its step."""
 
 Metrics = dict[str, float]
 """Named numbers of one step."""
 
-Write = Callable[[Path], None]
-"""Writes this rank's part of a checkpoint into an empty folder of its own; the state was copied before, so another
-thread may call it while the loop trains on."""
+WriteCheckpoint = Callable[[Path], None]
+"""Writes this rank's part of a checkpoint into an empty folder. The state was copied before, so another thread may call
+it while training continues."""
 
 
 class Runtime(Protocol):
-    """What the loop asks of its surroundings. Every rank makes the same calls in the same order."""
+    """The environment of the trainer. Every rank makes the same calls in the same order."""
 
     rank: int
     world_size: int
 
     @property
     def scratch(self) -> Path | None:
-        """Where this rank writes its part of a checkpoint first; None where that is the run's own folder."""
+        """Folder where this rank writes its part of a checkpoint first; None if that is the run's folder."""
         ...
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """Device of this rank."""
         ...
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """`model` on the device, its gradients averaged over the ranks."""
+        """Return `model` on the device, with its gradients averaged over the ranks."""
         ...
 
-    def report(self, metrics: Metrics, write: Write) -> None:
-        """Begin to keep a checkpoint of all ranks; it counts as one when it is whole."""
+    def report(self, metrics: Metrics, write: WriteCheckpoint) -> None:
+        """Start to store a checkpoint of all ranks. It counts once it is complete."""
         ...
 
     def wait(self) -> None:
-        """Return when what was reported is kept."""
+        """Wait until the reported checkpoint is stored."""
         ...
 
     def checkpoints(self) -> Iterator[Path]:
-        """The checkpoints that are kept, newest first, each a folder with the parts of all ranks."""
+        """Yield the folders of the stored checkpoints, newest first. Each holds the parts of all ranks."""
         ...
 
     def should_stop(self) -> bool:
-        """Whether this rank was asked to end early, with a checkpoint."""
+        """Return whether this rank was asked to save a checkpoint and stop."""
         ...
 
     def should_save(self) -> bool:
-        """Whether a machine of the run is about to go: a checkpoint is due now."""
+        """Return whether a checkpoint is due now, because a machine of the run is about to be taken away."""
         ...
 
 
 class SingleProcess:
-    """A run in this process alone; whoever holds it sets `stop` to end it early."""
+    """A `Runtime` in this process alone. Set `stop` to end the training early."""
 
     rank = 0
     world_size = 1
@@ -74,16 +74,16 @@ class SingleProcess:
         self.device = device
         self.stop = False
         self._folder = folder
-        self._number_kept = keep_checkpoints
+        self._keep_checkpoints = keep_checkpoints
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future[None] | None = None
-        for partial in folder.glob(".step-*"):  # what a kill left
+        for partial in folder.glob(".step-*"):  # left by a kill
             shutil.rmtree(partial, ignore_errors=True)
 
     def wrap(self, model: nn.Module) -> nn.Module:
         return model.to(self.device)
 
-    def report(self, metrics: Metrics, write: Write) -> None:
+    def report(self, metrics: Metrics, write: WriteCheckpoint) -> None:
         self._pending = self._writer.submit(self._keep, metrics, write)
 
     def wait(self) -> None:
@@ -99,24 +99,24 @@ class SingleProcess:
     def should_save(self) -> bool:
         return False
 
-    def _keep(self, metrics: Metrics, write: Write) -> None:
+    def _keep(self, metrics: Metrics, write: WriteCheckpoint) -> None:
         partial = self._folder / f".step-{metrics['step']:08d}"
         partial.mkdir(parents=True)
         write(partial)
         self._publish(partial, metrics)
 
     def _publish(self, partial: Path, metrics: Metrics) -> None:
-        """Give a folder that is whole its name, and delete what is no more among the best."""
+        """Give a complete folder its final name, and delete checkpoints that are no longer among the best."""
         (partial / METRICS).write_text(json.dumps(metrics))
         folder = partial.with_name(partial.name.removeprefix("."))
-        shutil.rmtree(folder, ignore_errors=True)  # one that was found torn
+        shutil.rmtree(folder, ignore_errors=True)  # an incomplete one, which was skipped
         partial.rename(folder)
         last, *others = self.checkpoints()
-        for folder in sorted([last, *others], key=_evaluation_loss)[self._number_kept :]:
+        for folder in sorted([last, *others], key=_evaluation_loss)[self._keep_checkpoints :]:
             if folder != last:
-                shutil.rmtree(folder.rename(folder.with_name(f".{folder.name}")))  # killed here, it is none any more
+                shutil.rmtree(folder.rename(folder.with_name(f".{folder.name}")))  # hidden first, in case of a kill
 
 
 def _evaluation_loss(checkpoint: Path) -> float:
-    """Equal where nothing was evaluated: the newest are kept then."""
+    """Return the evaluation loss. Without one all are equal, so the newest are kept."""
     return json.loads((checkpoint / METRICS).read_text()).get("eval_loss", math.inf)

@@ -1,4 +1,4 @@
-"""Runs the trainer under torchrun, without Ray: the `Runtime` in each process, and what each process does."""
+"""Runs the trainer under torchrun, without Ray."""
 
 import os
 import shutil
@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pipeline.ray_support import job_secrets
 from pipeline.training import preflight, storage
 from pipeline.training.options import TrainOptions
-from pipeline.training.runtimes.runtime import Metrics, SingleProcess, Write
+from pipeline.training.runtimes.runtime import Metrics, SingleProcess, WriteCheckpoint
 from pipeline.training.schedule import check_batches
 from pipeline.training.strategies import MakeStrategy
 from pipeline.training.trainer import train
@@ -22,20 +22,20 @@ from settings import UserError
 
 
 class TorchrunRuntime(SingleProcess):
-    """The `Runtime` interface in one of torchrun's processes; all of them see the run's folder."""
+    """The `Runtime` of one of torchrun's processes. All of them can read and write the run's folder."""
 
     def __init__(self, folder: Path, device: torch.device, keep_checkpoints: int) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        # of the threads that write, beside what the loop says meanwhile
+        # the threads that write checkpoints need a group other than the trainer's
         self._writers = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
         super().__init__(folder, device, keep_checkpoints)
-        dist.barrier()  # all have deleted what a kill left
+        dist.barrier()  # all ranks have deleted incomplete checkpoints
 
     def wrap(self, model: nn.Module) -> nn.Module:
         return DistributedDataParallel(model.to(self.device), gradient_as_bucket_view=True)
 
-    def _keep(self, metrics: Metrics, write: Write) -> None:
-        """Each rank writes a folder of its own; rank 0 makes one of them when all are whole."""
+    def _keep(self, metrics: Metrics, write: WriteCheckpoint) -> None:
+        """Write a folder per rank. When all are complete, rank 0 merges them."""
         partial = self._folder / f".step-{metrics['step']:08d}"
         own = partial / f"rank-{self.rank}"
         own.mkdir(parents=True)
@@ -49,22 +49,19 @@ class TorchrunRuntime(SingleProcess):
 
 
 def fit(options: TrainOptions, make_strategy: MakeStrategy) -> None:
-    """Train in this process, one of those that torchrun started; their number is num_workers.
+    """Train in this process, one of those that torchrun started. Their number replaces num_workers.
 
     Raises:
-        UserError: something does not fit, or the loop refused to go on; on rank 0, the others just end.
+        UserError: the options, data and model do not fit together, or training failed. Only on rank 0: the others exit.
     """
     job_secrets.load()
     dist.init_process_group(dist.get_default_backend_for_device(options.device))
     try:
         device = _device(options)
         options = preflight.with_absolute_paths(options).model_copy(update={"num_workers": dist.get_world_size()})
-        _agree(_prepare(options) if dist.get_rank() == 0 else "")
-        train(
-            options,
-            TorchrunRuntime(Path(options.output, options.name), device, options.keep_checkpoints),
-            make_strategy,
-        )
+        _raise_on_all_ranks(_prepare(options) if dist.get_rank() == 0 else "")
+        runtime = TorchrunRuntime(Path(options.output, options.name), device, options.keep_checkpoints)
+        train(options, runtime, make_strategy)
     except UserError:
         if dist.get_rank() == 0:
             raise
@@ -81,10 +78,13 @@ def _device(options: TrainOptions) -> torch.device:
 
 
 def _prepare(options: TrainOptions) -> str:
-    """Check all that can be checked, and begin the run; returns what is refused."""
+    """Check what can be checked before training, and create the run's folder. Return the error, or ""."""
     try:
         if options.stream or not storage.is_local(options.output):
-            raise UserError("under torchrun, rows come from preprocess and output is a folder that all processes see.")
+            raise UserError(
+                "torchrun reads preprocessed rows and writes to a folder that all processes share. "
+                "Leave out --stream, and set --output to a folder."
+            )
         check_batches(options.global_batch_rows, options.micro_batch_rows, options.min_workers, options.max_workers)
         preflight.claim(options, preflight.check_packed(options) | {"launcher": "torchrun"})
     except UserError as error:
@@ -92,9 +92,9 @@ def _prepare(options: TrainOptions) -> str:
     return ""
 
 
-def _agree(message: str) -> None:
-    """All ranks refuse what rank 0 does, so that none waits for another."""
-    answer = [message]
-    dist.broadcast_object_list(answer)
-    if answer[0]:
-        raise UserError(answer[0])
+def _raise_on_all_ranks(error: str) -> None:
+    """Raise rank 0's error on all ranks, so that no rank waits for another."""
+    errors = [error]
+    dist.broadcast_object_list(errors)
+    if errors[0]:
+        raise UserError(errors[0])

@@ -3,23 +3,23 @@
 import shlex
 from collections import Counter, defaultdict
 
-MOST_STARTS = 2  # of an engine that has answered nothing in between
+MAX_STARTS = 2  # of an engine, without an answer in between
 
 
-class Suspects:
+class CrashTracker:
     """Tracks the rows in flight in each engine. One such actor serves all engines of a run."""
 
     def __init__(self) -> None:
         self._starts: Counter[str] = Counter()  # of each engine since it last answered a row
         self._in_flight: defaultdict[str, set[str]] = defaultdict(set)
-        self._suspects: set[str] = set()
-        self._convicted: set[str] = set()
+        self._suspects: set[str] = set()  # in flight at one crash
+        self._culprits: set[str] = set()  # in flight at two crashes
 
     def start(self, engine: str) -> frozenset[str]:
         """Record the start of an engine, and return all suspects. Rows in flight when it last died become suspects."""
         self._starts[engine] += 1
         lost = self._in_flight.pop(engine, set())
-        self._convicted |= lost & self._suspects
+        self._culprits |= lost & self._suspects
         self._suspects |= lost
         return frozenset(self._suspects)
 
@@ -32,18 +32,18 @@ class Suspects:
         self._in_flight[engine].difference_update(ids)
         self._starts[engine] = 0
 
-    def is_hopeless(self, engine: str) -> bool:
+    def is_crash_looping(self, engine: str) -> bool:
         """Return whether the engine has died too often without an answer, for example while it loaded the model."""
-        return self._starts[engine] > MOST_STARTS
+        return self._starts[engine] > MAX_STARTS
 
-    def convicted(self) -> list[str]:
+    def culprits(self) -> list[str]:
         """Return the rows that were in flight at two crashes."""
-        return sorted(self._convicted)
+        return sorted(self._culprits)
 
 
-def sentence(convicted: list[str]) -> str:
+def error_message(culprits: list[str]) -> str:
     """Return the error message that names these rows."""
     return (
         "an engine crashed twice with the same rows in flight, so the run stopped; finished answers are kept. "
-        f"To answer the remaining rows, run it again with: --skip-ids {shlex.join(convicted)}"
+        f"To answer the remaining rows, run it again with: --skip-ids {shlex.join(culprits)}"
     )

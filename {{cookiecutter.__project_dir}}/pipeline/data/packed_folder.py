@@ -1,4 +1,4 @@
-"""The folder that a packed data set is written to. It is finished once its manifest stands, which comes last."""
+"""The folder that `preprocess` writes. The manifest is written last, so a folder with a manifest is complete."""
 
 import contextlib
 import errno
@@ -8,61 +8,60 @@ from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.fs
-from pyarrow.fs import FileSelector, FileType
+from pyarrow.fs import FileSelector, FileSystem, FileType
 
 from settings import UserError
 
-FOLDERS = ("train", "eval", "rejected")
+SUBFOLDERS = ("train", "eval", "rejected")
 MANIFEST = "manifest.json"
-MARK = "UNFINISHED"  # what lies beside it a stopped run of ours left, and may go; without it, it is somebody else's
+MARKER = "UNFINISHED"  # present while `preprocess` writes; without it and a manifest, the files are the user's
 
 
 @dataclass(frozen=True)
-class Output:
-    """A folder by its absolute path or URI; every method raises UserError where it cannot be used."""
+class PackedFolder:
+    """A folder of packed data, by its absolute path or URI. Every method raises UserError if it cannot be used."""
 
     uri: str
 
-    def holds(self, recipe: dict[str, Any]) -> bool:
-        """Whether a finished data set of this recipe, the part of its manifest that decides the rest, is here."""
+    def is_complete(self, configuration: dict[str, Any]) -> bool:
+        """Return whether the folder has a complete data set with this configuration: a part of its manifest."""
         manifest = self._manifest()
-        return manifest is not None and recipe.items() <= manifest.items()
+        return manifest is not None and configuration.items() <= manifest.items()
 
     def begin(self, overwrite: bool) -> None:
-        """Clear what a stopped run left, or with `overwrite` a finished data set."""
-        with self._opened() as (filesystem, folder):
+        """Delete what an interrupted run left, or with `overwrite` a complete data set."""
+        with self._open() as (filesystem, folder):
             present = {info.base_name for info in filesystem.get_file_info(FileSelector(folder, allow_not_found=True))}
             if self._manifest() is not None and not overwrite:
                 raise UserError(
                     f"{self.uri} holds a data set that was made from other input or with other settings; "
                     "replace it with --overwrite, or pass another --output."
                 )
-            if present and not present & {MANIFEST, MARK}:
+            if present and not present & {MANIFEST, MARKER}:
                 raise UserError(f"{self.uri} holds other files; pass another --output, or remove them.")
-            self.save(MARK, b"")
+            self.save(MARKER, b"")
             for name in present & {MANIFEST}:
                 filesystem.delete_file(f"{folder}/{name}")
-            for name in present & set(FOLDERS):
+            for name in present & set(SUBFOLDERS):
                 filesystem.delete_dir(f"{folder}/{name}")
 
     def save(self, name: str, content: bytes | pa.Buffer) -> None:
-        """Write one file, with the folder that it is in."""
-        with self._opened() as (filesystem, folder):
+        """Write one file, and create its folder."""
+        with self._open() as (filesystem, folder):
             path = f"{folder}/{name}"
             filesystem.create_dir(path.rpartition("/")[0])
             with filesystem.open_output_stream(path) as file:
                 file.write(content)
 
     def finish(self, manifest: dict[str, Any]) -> None:
-        """Write the manifest, in one step, and with it finish the data set."""
+        """Write the manifest in one step, which completes the data set."""
         self.save(f"{MANIFEST}.partial", json.dumps(manifest, indent=2).encode())
-        with self._opened() as (filesystem, folder):
+        with self._open() as (filesystem, folder):
             filesystem.move(f"{folder}/{MANIFEST}.partial", f"{folder}/{MANIFEST}")
-            filesystem.delete_file(f"{folder}/{MARK}")
+            filesystem.delete_file(f"{folder}/{MARKER}")
 
     def _manifest(self) -> dict[str, Any] | None:
-        with self._opened() as (filesystem, folder):
+        with self._open() as (filesystem, folder):
             path = f"{folder}/{MANIFEST}"
             if filesystem.get_file_info(path).type == FileType.NotFound:
                 return None
@@ -70,11 +69,13 @@ class Output:
                 return json.loads(file.read())
 
     @contextlib.contextmanager
-    def _opened(self) -> Iterator[tuple[pyarrow.fs.FileSystem, str]]:
-        """The file system and the folder's path on it."""
+    def _open(self) -> Iterator[tuple[FileSystem, str]]:
+        """Yield the file system and the folder's path on it."""
         try:
-            yield pyarrow.fs.FileSystem.from_uri(self.uri)
+            yield FileSystem.from_uri(self.uri)
         except OSError as error:
             if error.errno == errno.ENOSPC:
-                raise UserError(f"no space is left for {self.uri}; free some, or pass another --output.") from None
+                raise UserError(
+                    f"no space is left for {self.uri}; free some space, or pass another --output."
+                ) from None
             raise UserError(f"{self.uri} cannot be written ({error}); pass another --output.") from None

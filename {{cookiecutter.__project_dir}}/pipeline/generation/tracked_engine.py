@@ -1,4 +1,4 @@
-"""Stop ray.data.llm from restarting a crashing engine endlessly. suspects.py finds the rows at fault."""
+"""Stop ray.data.llm from restarting a crashing engine endlessly. crash_tracker.py finds the rows that crash it."""
 
 import asyncio
 import uuid
@@ -7,24 +7,24 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.llm._internal.batch.processor import Processor  # ray.data.llm has no per-row hook
-from ray.llm._internal.batch.stages.vllm_engine_stage import vLLMEngineStageUDF
 
+from pipeline.ray_support.private.data_llm import EngineStage, Processor, replace_engine
 from settings import UserError
 
+STAGE = "vLLMEngineStage"
 SUSPECTS_AT_ONCE = 8  # few, so that a second crash leaves few candidates; one at a time would take hours
 
 
-class Engine(vLLMEngineStageUDF):
+class TrackedEngine(EngineStage):
     """An engine that reports its rows in flight, runs few suspects at once, and stays down after a second crash."""
 
-    def __init__(self, *arguments: Any, suspects: ActorHandle, **options: Any) -> None:
-        self._tracker = suspects
+    def __init__(self, *arguments: Any, tracker: ActorHandle, **options: Any) -> None:
+        self._tracker = tracker
         self._name = ray.get_runtime_context().get_actor_id()  # a restarted actor keeps it
-        self._suspects = ray.get(suspects.start.remote(self._name))
-        if ray.get(suspects.convicted.remote()):
+        self._suspects = ray.get(tracker.start.remote(self._name))
+        if ray.get(tracker.culprits.remote()):
             raise UserError("an engine crashed twice with the same rows in flight")
-        if ray.get(suspects.is_hopeless.remote(self._name)):
+        if ray.get(tracker.is_crash_looping.remote(self._name)):
             raise UserError("it died twice without answering a row, for example because memory ran out")
         self._limit = asyncio.Semaphore(SUSPECTS_AT_ONCE)
         super().__init__(*arguments, **options)
@@ -36,18 +36,16 @@ class Engine(vLLMEngineStageUDF):
             yield answer
         await self._tracker.end.remote(self._name, ids)
 
-    async def _generate_with_error_handling(self, row: dict[str, Any], batch_uuid: uuid.UUID) -> dict[str, Any]:
+    async def generate_row(self, row: dict[str, Any], batch_uuid: uuid.UUID) -> dict[str, Any]:
         if row["id"] not in self._suspects:
-            return await super()._generate_with_error_handling(row, batch_uuid)
+            return await super().generate_row(row, batch_uuid)
         async with self._limit:
             await self._tracker.begin.remote(self._name, [row["id"]])
-            answer = await super()._generate_with_error_handling(row, batch_uuid)
+            answer = await super().generate_row(row, batch_uuid)
             await self._tracker.end.remote(self._name, [row["id"]])
             return answer
 
 
-def watch(processor: Processor, suspects: ActorHandle) -> None:
-    """Make the processor's engines report their rows to `suspects`."""
-    stage = processor.stages["vLLMEngineStage"]
-    words = stage.fn_constructor_kwargs | {"suspects": suspects}
-    processor.stages["vLLMEngineStage"] = stage.model_copy(update={"fn": Engine, "fn_constructor_kwargs": words})
+def track(processor: Processor, tracker: ActorHandle) -> None:
+    """Make the processor's engines report their rows to `tracker`."""
+    replace_engine(processor, TrackedEngine, tracker=tracker)

@@ -1,4 +1,4 @@
-"""The folder that answers are written to, file by file; a run that is killed goes on from what is there."""
+"""The folder that `generate` writes, file by file. An interrupted run resumes from the files in it."""
 
 import contextlib
 import errno
@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.fs
 import pyarrow.parquet as pq
 from pyarrow.fs import FileSelector, FileSystem, FileType
 
@@ -19,19 +18,22 @@ from settings import UserError
 
 ANSWERS, REJECTED = "answers", "rejected"
 RECIPE = "recipe.json"
-PARTIAL = ".partial"  # the end of a file's name until it is whole
+PARTIAL = ".partial"  # suffix of an unfinished file
 BAD_ROWS = pa.schema([("row", pa.binary()), ("reason", pa.string())])
 
 
 @dataclass(frozen=True)
-class Output:
-    """A folder by its absolute path or URI; every method raises UserError where it cannot be used."""
+class AnswerFolder:
+    """A folder of answers, by its absolute path or URI. Every method raises UserError if it cannot be used."""
 
     uri: str
 
     def begin(self, recipe: dict[str, Any], overwrite: bool) -> frozenset[str]:
-        """The ids of the rows that were answered before by this recipe, which decides what the answers are."""
-        with self._opened() as (filesystem, folder):
+        """Return the ids of the rows that are already answered with this recipe, and delete old rejected rows.
+
+        `recipe` has the settings that decide an answer. With `overwrite`, all answers are deleted.
+        """
+        with self._open() as (filesystem, folder):
             found = self._recipe(filesystem, folder)
             if overwrite:
                 _delete(filesystem, f"{folder}/{ANSWERS}")
@@ -41,33 +43,33 @@ class Output:
                     "replace them with --overwrite, or pass another --output."
                 )
             self._save(filesystem, f"{folder}/{RECIPE}", json.dumps(recipe, indent=2).encode())
-            _delete(filesystem, f"{folder}/{REJECTED}")  # what is still wrong is found again
-            files = _files(filesystem, f"{folder}/{ANSWERS}")
+            _delete(filesystem, f"{folder}/{REJECTED}")  # rows that are still bad are rejected again
+            files = _complete_files(filesystem, f"{folder}/{ANSWERS}")
             return frozenset(
-                name
+                row_id
                 for file in files
-                for name in pq.read_table(file, columns=["id"], filesystem=filesystem)["id"].to_pylist()
+                for row_id in pq.read_table(file, columns=["id"], filesystem=filesystem)["id"].to_pylist()
             )
 
     def save_answers(self, answers: pa.Table) -> None:
-        """Write some rows, whole or not at all; the same ones again replace themselves."""
+        """Write some answers in one step. The same answers replace their earlier file."""
         self._save_table(f"{ANSWERS}/{_name(*answers['id'].to_pylist())}.parquet", answers)
 
     def save_rejected(self, origin: str, bad: list[dict[str, Any]]) -> None:
-        """Write the bad rows of one origin, a part of the input."""
+        """Write the bad rows of `origin`, a piece of the input."""
         self._save_table(f"{REJECTED}/{_name(origin)}.parquet", pa.Table.from_pylist(bad, BAD_ROWS))
 
-    def reasons(self) -> Counter[str]:
-        """How many rows were rejected for each reason."""
-        with self._opened() as (filesystem, folder):
-            files = _files(filesystem, f"{folder}/{REJECTED}")
+    def count_rejected(self) -> Counter[str]:
+        """Return the number of rejected rows for each reason."""
+        with self._open() as (filesystem, folder):
+            files = _complete_files(filesystem, f"{folder}/{REJECTED}")
             tables = [pq.read_table(file, columns=["reason"], filesystem=filesystem) for file in files]
         return Counter(reason for table in tables for reason in table["reason"].to_pylist())
 
     def _save_table(self, name: str, table: pa.Table) -> None:
         content = io.BytesIO()
         pq.write_table(table, content)
-        with self._opened() as (filesystem, folder):
+        with self._open() as (filesystem, folder):
             self._save(filesystem, f"{folder}/{name}", content.getvalue())
 
     def _save(self, filesystem: FileSystem, path: str, content: bytes) -> None:
@@ -79,25 +81,27 @@ class Output:
     def _recipe(self, filesystem: FileSystem, folder: str) -> dict[str, Any] | None:
         path = f"{folder}/{RECIPE}"
         if filesystem.get_file_info(path).type == FileType.NotFound:
-            if _files(filesystem, folder):
+            if _complete_files(filesystem, folder):
                 raise UserError(f"{self.uri} holds other files; pass another --output, or remove them.")
             return None
         with filesystem.open_input_stream(path) as file:
             return json.loads(file.read())
 
     @contextlib.contextmanager
-    def _opened(self) -> Iterator[tuple[FileSystem, str]]:
-        """The file system and the folder's path on it."""
+    def _open(self) -> Iterator[tuple[FileSystem, str]]:
+        """Yield the file system and the folder's path on it."""
         try:
             yield FileSystem.from_uri(self.uri)
         except OSError as error:
             if error.errno == errno.ENOSPC:
-                raise UserError(f"no space is left for {self.uri}; free some, or pass another --output.") from None
+                raise UserError(
+                    f"no space is left for {self.uri}; free some space, or pass another --output."
+                ) from None
             raise UserError(f"{self.uri} cannot be written ({error}); pass another --output.") from None
 
 
-def _files(filesystem: FileSystem, folder: str) -> list[str]:
-    """The whole files of a folder, which need not be there."""
+def _complete_files(filesystem: FileSystem, folder: str) -> list[str]:
+    """Return the complete files of a folder that may not exist."""
     found = filesystem.get_file_info(FileSelector(folder, allow_not_found=True))
     return [info.path for info in found if info.is_file and not info.path.endswith(PARTIAL)]
 

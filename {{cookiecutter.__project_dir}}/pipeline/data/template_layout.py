@@ -8,14 +8,14 @@ the template on several sample texts, and never for texts that templates inspect
 import re
 from collections.abc import Callable
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
 
-Message = dict[str, Any]
+from pipeline.data.examples import Conversation, Message
+from pipeline.data.template_renderer import RenderedText
 
 PLACEHOLDER = "\ue000{}\ue001"  # private-use characters
-FIND_PLACEHOLDER = re.compile("\ue000(\\d+)\ue001")
-TEXTS = ("content", "reasoning_content")
-KNOWN = frozenset((*TEXTS, "role", "weight"))
+PLACEHOLDER_PATTERN = re.compile("\ue000(\\d+)\ue001")
+TEXT_KEYS = ("content", "reasoning_content")
+KNOWN_KEYS = frozenset((*TEXT_KEYS, "role", "weight"))
 INSPECTED = re.compile(r"\A/|<[\w/|]|\[[A-Z/]|[Tt]hink|[\ue000\ue001]")
 """Texts that need the template: it may split them at tags, or react to switches such as /no_think."""
 HINTS = ("<", "[", "hink", "\ue000", "\ue001")  # INSPECTED finds a leading "/", or a text with one of these
@@ -31,22 +31,7 @@ SAMPLES = (
 SPACED_SAMPLES = (*SAMPLES, " a", "B2\n", "\n\nline\n", "\tcaf\u00e9 ", "  two words \n ", "\r\nend\u00a0")
 """For conversations with a text that begins or ends with white space: some templates trim it."""
 
-
-class Conversation(NamedTuple):
-    """Messages and tools, in the shape that chat templates read."""
-
-    messages: list[Message]
-    tools: list[dict[str, Any]] | None = None
-
-
-class Rendered(NamedTuple):
-    """A text and its trained spans of characters, each (start, stop)."""
-
-    text: str
-    spans: list[tuple[int, int]]
-
-
-Render = Callable[[Conversation], list[Rendered]]
+Render = Callable[[Conversation], list[RenderedText]]
 
 
 def shape(conversation: Conversation) -> object | None:
@@ -56,22 +41,22 @@ def shape(conversation: Conversation) -> object | None:
     """
     if conversation.tools:
         return None
-    found: list[object] = []
+    parts: list[object] = []
     spaced = False
     for message in conversation.messages:
-        if not message.keys() <= KNOWN:
+        if not message.keys() <= KNOWN_KEYS:
             return None
         if message["role"] in ("user", "assistant"):
-            texts = _texts(message)
+            texts = _texts_by_key(message)
             for text in texts.values():
-                words = text.strip()
-                if not words or _is_inspected(words):
+                stripped = text.strip()
+                if not stripped or _is_inspected(stripped):
                     return None
-                spaced = spaced or len(words) < len(text)
-            found.append((message["role"], *texts, message.get("weight")))
+                spaced = spaced or len(stripped) < len(text)
+            parts.append((message["role"], *texts, message.get("weight")))
         else:
-            found.append((message["role"], message["content"]))
-    return (*found, spaced)
+            parts.append((message["role"], message["content"]))
+    return (*parts, spaced)
 
 
 def _is_inspected(text: str) -> bool:
@@ -82,62 +67,62 @@ class Layout:
     """The documents of all conversations of one shape, with numbered gaps for their texts."""
 
     def __init__(self, documents: list[tuple[list[str | int], list[tuple[int, int]]]]) -> None:
-        """Each document is a list of pieces, which are fixed strings or numbers of texts, and its spans of pieces."""
+        """Each document has pieces, which are fixed strings or numbers of texts, and its spans, in pieces."""
         self._documents = documents
 
-    def fill(self, conversation: Conversation) -> list[Rendered]:
+    def fill(self, conversation: Conversation) -> list[RenderedText]:
         """Return the documents of a conversation."""
-        texts = _gaps(conversation)
-        made = []
+        texts = _texts(conversation)
+        filled = []
         for pieces, spans in self._documents:
-            written = [texts[piece] if isinstance(piece, int) else piece for piece in pieces]
-            ends = [0, *accumulate(map(len, written))]
-            made.append(Rendered("".join(written), [(ends[start], ends[stop]) for start, stop in spans]))
-        return made
+            strings = [texts[piece] if isinstance(piece, int) else piece for piece in pieces]
+            ends = [0, *accumulate(map(len, strings))]
+            filled.append(RenderedText("".join(strings), [(ends[start], ends[stop]) for start, stop in spans]))
+        return filled
 
 
 def learn(conversation: Conversation, render: Render) -> Layout | None:
-    """Return the layout of all conversations of this shape, or None if it depends on their words."""
-    texts = _gaps(conversation)
+    """Return the layout of all conversations of this shape, or None if the template depends on their texts."""
+    texts = _texts(conversation)
     count = len(texts)
-    rendered = render(_with(conversation, [PLACEHOLDER.format(number) for number in range(count)]))
-    layout = Layout([_pieces(made) for made in rendered])
+    documents = render(_with_texts(conversation, [PLACEHOLDER.format(number) for number in range(count)]))
+    layout = Layout([_split(document) for document in documents])
     samples = SAMPLES if all(text == text.strip() for text in texts) else SPACED_SAMPLES
     for first in range(len(samples)):
-        sample = _with(conversation, [samples[(first + number) % len(samples)] for number in range(count)])
+        sample = _with_texts(conversation, [samples[(first + number) % len(samples)] for number in range(count)])
         if layout.fill(sample) != render(sample):
             return None
     return layout
 
 
-def _pieces(made: Rendered) -> tuple[list[str | int], list[tuple[int, int]]]:
+def _split(document: RenderedText) -> tuple[list[str | int], list[tuple[int, int]]]:
     """Split a text at its placeholders and at the edges of its spans."""
-    gaps = {match.start(): match for match in FIND_PLACEHOLDER.finditer(made.text)}
-    edges = {0, len(made.text), *(edge for span in made.spans for edge in span)}
+    gaps = {match.start(): match for match in PLACEHOLDER_PATTERN.finditer(document.text)}
+    edges = {0, len(document.text), *(edge for span in document.spans for edge in span)}
     edges |= {edge for match in gaps.values() for edge in match.span()}
     ordered = sorted(edges)
-    pieces = [int(gaps[start][1]) if start in gaps else made.text[start:stop] for start, stop in pairwise(ordered)]
-    return pieces, [(ordered.index(start), ordered.index(stop)) for start, stop in made.spans]
+    pieces = [int(gaps[start][1]) if start in gaps else document.text[start:stop] for start, stop in pairwise(ordered)]
+    return pieces, [(ordered.index(start), ordered.index(stop)) for start, stop in document.spans]
 
 
-def _texts(message: Message) -> dict[str, str]:
-    return {key: message[key] for key in TEXTS if key in message}
+def _texts_by_key(message: Message) -> dict[str, str]:
+    return {key: message[key] for key in TEXT_KEYS if key in message}
 
 
-def _gaps(conversation: Conversation) -> list[str]:
+def _texts(conversation: Conversation) -> list[str]:
     return [
         text
         for message in conversation.messages
         if message["role"] in ("user", "assistant")
-        for text in _texts(message).values()
+        for text in _texts_by_key(message).values()
     ]
 
 
-def _with(conversation: Conversation, texts: list[str]) -> Conversation:
-    """Return the conversation with these texts in place of its own."""
-    following = iter(texts)
+def _with_texts(conversation: Conversation, texts: list[str]) -> Conversation:
+    """Return the conversation with its texts replaced by `texts`."""
+    remaining = iter(texts)
     messages = [
-        message | {key: next(following) for key in _texts(message)}
+        message | {key: next(remaining) for key in _texts_by_key(message)}
         if message["role"] in ("user", "assistant")
         else message
         for message in conversation.messages

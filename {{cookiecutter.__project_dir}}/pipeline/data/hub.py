@@ -1,0 +1,47 @@
+"""Read data sets from the Hugging Face hub through pyarrow."""
+
+import re
+from typing import TYPE_CHECKING, Any, cast
+
+import pyarrow.fs
+
+from settings import UserError
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfFileSystem
+
+SCHEME = "hf://"
+
+
+def open_uri(uri: str) -> tuple[pyarrow.fs.FileSystem, str]:
+    """Return the hub as a file system, and the path of `uri` in it. A whole data set means its train split as parquet.
+
+    Raises:
+        OSError: the hub does not have it.
+        UserError: the data set has several configurations or splits, or none.
+    """
+    from huggingface_hub import HfFileSystem  # only inputs on the hub need it
+
+    hub, path = HfFileSystem(), uri.removeprefix(SCHEME)
+    if re.fullmatch(r"datasets/[^/@]+/[^/@]+", path):
+        path = _only_folder(hub, _only_folder(hub, f"{path}@~parquet", "default"), "train")
+    return pyarrow.fs.PyFileSystem(pyarrow.fs.FSSpecHandler(hub)), path
+
+
+def _only_folder(hub: "HfFileSystem", folder: str, preferred: str) -> str:
+    """Return the subfolder `preferred`, or the only one.
+
+    Raises:
+        UserError: there are several others, or none.
+    """
+    entries = cast("list[dict[str, Any]]", hub.ls(folder, detail=True))
+    folders = [entry["name"] for entry in entries if entry["type"] == "directory"]
+    candidates = [path for path in folders if path.endswith(f"/{preferred}")] or folders
+    if len(candidates) == 1:
+        return candidates[0]
+    if not folders:
+        raise UserError(
+            f"{SCHEME}{folder} is empty: the hub has not converted this data set; name its files with --input."
+        )
+    names = ", ".join(path.rpartition("/")[2] for path in folders)
+    raise UserError(f"{SCHEME}{folder} has {names}; name one: --input {SCHEME}{folders[0]}")

@@ -1,0 +1,112 @@
+"""Convert messages and tools of published data sets to the form in which vLLM passes them to chat templates."""
+
+import json
+from typing import Any
+
+from pipeline.data.examples import BadRow, Message
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # servers and templates use all three
+
+
+def normalize_messages(messages: object) -> list[Message]:
+    """Return messages in the form that templates read: each has a known role, and text or tool calls.
+
+    Raises:
+        BadRow: a message is malformed.
+    """
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise BadRow("messages is not a list of objects")
+    return [_normalize_message(message) for message in messages]
+
+
+def normalize_tools(tools: object) -> list[dict[str, Any]]:
+    """Return tools with their keys in vLLM's order, and null for a missing key.
+
+    Raises:
+        BadRow: a tool is malformed.
+    """
+    tools = decode_json(tools or [], "tools")
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise BadRow("tools is not a list of objects")
+    return [_normalize_tool(tool) for tool in tools]
+
+
+def decode_json(value: object, name: str) -> Any:
+    """Return a value, decoded if its column holds it as JSON text. `name` is for the error message.
+
+    Raises:
+        BadRow: the text is not valid JSON.
+    """
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        raise BadRow(f"{name} is text but not valid JSON") from None
+
+
+def require_text(value: object) -> str:
+    """Return a value that must be text.
+
+    Raises:
+        BadRow: it is not.
+    """
+    if not isinstance(value, str):
+        raise BadRow("a column with a value that is not text")
+    return value
+
+
+def _normalize_message(message: Message) -> Message:
+    # parquet writes null for a missing key; templates must not see it
+    message = {key: value for key, value in message.items() if value is not None}
+    if message.get("role") not in ROLES:
+        raise BadRow(f"a message with an unknown role; known: {', '.join(ROLES)}")
+    if message.get("function_call"):
+        raise BadRow("function_call is deprecated: use tool_calls")
+    calls = message.pop("tool_calls", [])
+    if not isinstance(calls, list):
+        raise BadRow("tool_calls is not a list")
+    calls = [_normalize_call(call) for call in calls]
+    content = _join_parts(message.pop("content", "" if calls else None))
+    reasoning = next((message.pop(name) for name in REASONING_KEYS if name in message), None)
+    normalized: Message = {"role": message.pop("role"), "content": content}
+    if reasoning:
+        normalized["reasoning_content"] = require_text(reasoning)
+    if calls:
+        normalized["tool_calls"] = calls
+    return normalized | {key: message[key] for key in sorted(message) if key not in REASONING_KEYS}
+
+
+def _join_parts(content: object) -> str:
+    """Return the text of a message. Content parts are joined as in vLLM."""
+    if isinstance(content, list) and all(isinstance(part, dict) for part in content):
+        other_types = {str(part.get("type")) for part in content} - {"text"}
+        if other_types:
+            raise BadRow(f"a message with parts that are not text: {', '.join(sorted(other_types))}")
+        content = "\n".join(require_text(part.get("text")) for part in content)
+    if not isinstance(content, str):
+        raise BadRow("a message with content that is not text")
+    return content
+
+
+def _normalize_call(call: object) -> dict[str, Any]:
+    """Return a tool call as vLLM passes it to templates: arguments as an object, keys in this order."""
+    if not isinstance(call, dict):
+        raise BadRow("a tool call that is not an object")
+    function = call.get("function", call)
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise BadRow("a tool call without a function's name")
+    arguments = decode_json(function.get("arguments") or {}, "the arguments of a tool call")
+    if not isinstance(arguments, dict):
+        raise BadRow("a tool call with arguments that are not an object")
+    call_id = {"id": call["id"]} if call.get("id") else {}
+    return call_id | {"function": {"arguments": arguments, "name": function["name"]}, "type": "function"}
+
+
+def _normalize_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    function = tool.get("function", tool)  # some data sets list the bare functions
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise BadRow("a tool without a name")
+    known = {key: function.get(key) for key in ("name", "description", "parameters")}
+    return {"type": "function", "function": known | {key: function[key] for key in function if key != "type"}}

@@ -1,0 +1,60 @@
+"""Print what `preprocess` found in an input, and examples with their trained tokens, before anything starts."""
+
+import contextlib
+from collections.abc import Iterator
+from itertools import groupby, islice
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from pipeline.data import row_sources
+from pipeline.data.examples import BadRow
+from pipeline.data.row_sources import Head, RowSource
+from pipeline.data.tokenization import NOT_TRAINED, DocumentTokenizer, TokenizedDocument
+
+HEAD_ROWS = 100  # read before anything starts
+ROWS_SHOWN, ROW_CHARACTERS = 3, 100
+
+
+def show(source: RowSource, tokenizer: DocumentTokenizer, examples: int) -> None:
+    """Print the formats and first rows of a source, and its first `examples` documents.
+
+    Raises:
+        UserError: no row can be used.
+    """
+    head = row_sources.head(source, max(examples, HEAD_ROWS))
+    _show_rows(head, source)
+    _show_documents(head.rows, examples, tokenizer)
+
+
+def _show_rows(head: Head, source: RowSource) -> None:
+    unused = f"; not used: {', '.join(head.unused)}" if head.unused else ""
+    print(f"{source.name}: {' and '.join(head.formats)}{unused}")
+    for row in head.rows[:ROWS_SHOWN]:
+        text = row["row"].decode(errors="replace")
+        print(f"  {row['problem'] or 'row'}: {text[:ROW_CHARACTERS]}{'…' if len(text) > ROW_CHARACTERS else ''}")
+
+
+def _show_documents(rows: list[dict[str, Any]], count: int, tokenizer: DocumentTokenizer) -> None:
+    """Print documents with the trained tokens in green."""
+    console = Console(
+        force_terminal=True, soft_wrap=True
+    )  # a submitted job's log is not a terminal, but is read in one
+    for number, document in enumerate(islice(_documents(rows, tokenizer), count), 1):
+        console.print(Text(f"example {number} (green: trained)", style="bold"))
+        console.print(_colored(document, tokenizer))
+
+
+def _documents(rows: list[dict[str, Any]], tokenizer: DocumentTokenizer) -> Iterator[TokenizedDocument]:
+    for row in rows:
+        with contextlib.suppress(BadRow):
+            yield from tokenizer.documents(row)
+
+
+def _colored(document: TokenizedDocument, tokenizer: DocumentTokenizer) -> Text:
+    text = Text()
+    pairs = zip(document.input_ids.tolist(), document.labels.tolist(), strict=True)
+    for trained, run in groupby(pairs, key=lambda pair: pair[1] != NOT_TRAINED):
+        text.append(tokenizer.tokenizer.decode([token for token, _ in run]), style="green" if trained else "dim")
+    return text

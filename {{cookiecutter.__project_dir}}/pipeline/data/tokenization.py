@@ -1,0 +1,218 @@
+"""Turn rows into documents: tokens, and labels that train only what the model should write."""
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import numpy as np
+import pyarrow as pa
+
+import settings
+from pipeline.data.chat_template import ChatTemplate, TemplateRejection, suggestion
+from pipeline.data.examples import BadRow, Completion, Conversation, Example, from_json
+from pipeline.data.options import Overlong, PastReasoning, PreprocessOptions, Turns
+from pipeline.data.row_formats import read_example
+from pipeline.data.template_renderer import RenderedText
+from pipeline.data.tokenizer import eos_ids, load_tokenizer, read_template
+
+if TYPE_CHECKING:
+    from tokenizers import Encoding
+
+NOT_TRAINED = -100  # the label that Hugging Face losses skip
+DOCUMENTS = pa.schema(
+    [
+        ("row", pa.int32()),
+        ("input_ids", pa.list_(pa.int32())),
+        ("labels", pa.list_(pa.int32())),
+        ("cut", pa.bool_()),
+        ("problem", pa.string()),
+    ]
+)
+
+T = TypeVar("T")
+
+
+class TokenizedDocument(NamedTuple):
+    """Tokens, int32. `labels` repeats a token if it is trained, and is NOT_TRAINED otherwise."""
+
+    input_ids: np.ndarray
+    labels: np.ndarray
+    cut: bool
+    """Whether tokens were cut off."""
+
+
+class DocumentTokenizer:
+    """Turns a table of rows into a table of documents, for `Dataset.map_batches(batch_format="pyarrow")`."""
+
+    def __init__(
+        self,
+        model: str,
+        sequence_length: int,
+        chat_template: str | None = None,
+        *,
+        turns: Turns = "all",
+        past_reasoning: PastReasoning = "served",
+        overlong: Overlong = "truncate",
+    ) -> None:
+        """Load the tokenizer of `model`. `chat_template` is the text of a template, not its path.
+
+        Raises:
+            UserError: see `load_tokenizer` and `ChatTemplate`.
+        """
+        self.tokenizer = load_tokenizer(model, chat_template)
+        self.tokenizer.backend_tokenizer.no_padding()  # a tokenizer.json may ask for both
+        self.tokenizer.backend_tokenizer.no_truncation()
+        self.sequence_length = sequence_length
+        self.overlong = overlong
+        self._model = model
+        self.template = (
+            ChatTemplate(
+                self.tokenizer,
+                eos_ids(model, self.tokenizer),
+                user_defined=chat_template is not None,
+                turns=turns,
+                past_reasoning=past_reasoning,
+            )
+            if self.tokenizer.chat_template
+            else None
+        )
+
+    @classmethod
+    def from_options(cls, options: PreprocessOptions, model: str = "") -> "DocumentTokenizer":
+        """Return the tokenizer that the settings describe. `model` replaces the model of the settings."""
+        return cls(
+            model or options.model,
+            options.sequence_length,
+            read_template(options.chat_template),
+            turns=options.turns,
+            past_reasoning=options.past_reasoning,
+            overlong=options.overlong,
+        )
+
+    @property
+    def eos_ids(self) -> list[int]:
+        """Stop tokens of a model that is trained on the documents. Empty: those of the base model."""
+        return self.template.eos_ids if self.template else []
+
+    def __call__(self, table: pa.Table) -> pa.Table:
+        """Return the documents of `table` with the schema DOCUMENTS; `row` is the position in `table`.
+
+        A row gives one document, or several if its template renders earlier turns differently later. A bad row gives
+        one with a `problem` and no tokens. Rows have the schema `pipeline.data.rows.ROWS`, or a published format.
+        """
+        examples = [_or_bad_row(self._read, row) for row in table.to_pylist()]
+        rendered = self._render(examples)
+        texts = [document.text for good in rendered if not isinstance(good, BadRow) for document in good]
+        encodings = iter(self.tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False))
+        rows: list[dict[str, Any]] = []
+        for number, found in enumerate(rendered):
+            cut = found if isinstance(found, BadRow) else self._cut_all([(text, next(encodings)) for text in found])
+            rows += [_as_row(number, document) for document in ([cut] if isinstance(cut, BadRow) else cut)]
+        return pa.Table.from_pylist(rows, DOCUMENTS)
+
+    def documents(self, row: Mapping[str, Any]) -> list[TokenizedDocument]:
+        """Return the documents of one row, as in `__call__`.
+
+        Raises:
+            BadRow: nothing in it can be trained.
+        """
+        [rendered] = self._render([self._read(row)])
+        if isinstance(rendered, BadRow):
+            raise rendered
+        encodings = self.tokenizer.backend_tokenizer.encode_batch(
+            [document.text for document in rendered], add_special_tokens=False
+        )
+        documents = self._cut_all(list(zip(rendered, encodings, strict=True)))
+        if isinstance(documents, BadRow):
+            raise documents
+        return documents
+
+    def _read(self, row: Mapping[str, Any]) -> Example:
+        if row.get("problem"):
+            raise BadRow(row["problem"])
+        example = from_json(row["row"]) if isinstance(row.get("row"), bytes) else read_example(row)
+        if isinstance(example, Conversation) and not self.template:
+            raise settings.UserError(
+                f"{self._model} has no chat template; set chat_template in [preprocess] to "
+                f"{suggestion(self.tokenizer)}."
+            )
+        return example
+
+    def _render(self, examples: list[Example | BadRow]) -> list[list[RenderedText] | BadRow]:
+        conversations = [example for example in examples if isinstance(example, Conversation)]
+        rendered = iter(self.template.batch(conversations) if self.template else [])
+        return [
+            example
+            if isinstance(example, BadRow)
+            else [self._render_completion(example)]
+            if isinstance(example, Completion)
+            else _as_bad_row(next(rendered))
+            for example in examples
+        ]
+
+    def _render_completion(self, example: Completion) -> RenderedText:
+        """Return the text with its BOS and EOS tokens. All of it but the prompt is trained."""
+        prompt = (self.tokenizer.bos_token or "") + example.prompt
+        text = prompt + example.completion + (self.tokenizer.eos_token or "")
+        return RenderedText(text, [(len(prompt), len(text))])
+
+    def _cut_all(self, encoded: list[tuple[RenderedText, "Encoding"]]) -> list[TokenizedDocument] | BadRow:
+        """Return the documents of one row within `sequence_length`, or why the row is bad."""
+        if any(len(encoding) > self.sequence_length for _, encoding in encoded):
+            if self.overlong == "error":
+                raise settings.UserError(
+                    f"a conversation has more than sequence_length = {self.sequence_length} tokens; pass a larger "
+                    "--sequence-length, or --overlong truncate."
+                )
+            if self.overlong == "drop":
+                return BadRow("longer than sequence_length")
+        cut = [self._cut(rendered, encoding) for rendered, encoding in encoded]
+        good = [document for document in cut if document is not None]
+        if good and len(good) < len(cut):  # a whole turn was cut off: count it
+            good[-1] = good[-1]._replace(cut=True)
+        return good or BadRow("no trained token within sequence_length")
+
+    def _cut(self, rendered: RenderedText, encoding: "Encoding") -> TokenizedDocument | None:
+        """Return a document of at most `sequence_length` tokens, or None if no trained token is left."""
+        tokens, trained = np.array(encoding.ids, np.int32), _tokens_in(rendered.spans, encoding)
+        # the first token has no context: the tokens before it in a packed row belong to another document
+        trained[:1] = False
+        kept = slice(self.sequence_length)
+        if not trained[kept].any():
+            return None
+        labels = np.where(trained[kept], tokens[kept], np.int32(NOT_TRAINED))
+        return TokenizedDocument(tokens[kept], labels, cut=len(tokens) > self.sequence_length)
+
+
+def _tokens_in(spans: list[tuple[int, int]], encoding: "Encoding") -> np.ndarray:
+    """Return a mask of the tokens that lie in spans of characters, each (start, stop)."""
+    mask = np.zeros(len(encoding), bool)
+    for start, stop in spans:
+        first = _token_at(encoding, range(start, stop))
+        last = _token_at(encoding, range(stop - 1, start - 1, -1))
+        if first is not None and last is not None:
+            mask[first : last + 1] = True
+    return mask
+
+
+def _token_at(encoding: "Encoding", characters: range) -> int | None:
+    """Return the token of the first of these characters that has one. A normalizer may drop or join characters."""
+    return next((token for at in characters if (token := encoding.char_to_token(at)) is not None), None)
+
+
+def _as_bad_row(rendered: list[RenderedText] | TemplateRejection) -> list[RenderedText] | BadRow:
+    if isinstance(rendered, TemplateRejection):
+        return BadRow(str(rendered))
+    return rendered or BadRow("no assistant turn that is trained")
+
+
+def _or_bad_row(function: Callable[..., T], *arguments: Any) -> T | BadRow:
+    try:
+        return function(*arguments)
+    except BadRow as bad:
+        return bad
+
+
+def _as_row(number: int, document: TokenizedDocument | BadRow) -> dict[str, Any]:
+    if isinstance(document, BadRow):
+        return {"row": number, "input_ids": [], "labels": [], "cut": False, "problem": str(document)}
+    return document._asdict() | {"row": number}

@@ -1,0 +1,97 @@
+"""Load a model's tokenizer, its chat template and its stop tokens."""
+
+import contextlib
+import hashlib
+import json
+from typing import TYPE_CHECKING
+
+import settings
+from pipeline.ray_support import model_cache
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+def load_tokenizer(
+    model: str, chat_template: str | None = None, *, setting: str = "model"
+) -> "PreTrainedTokenizerFast":
+    """Return the tokenizer of a Hugging Face folder or hub id.
+
+    Args:
+        model: A Hugging Face folder, a URI or a hub id.
+        chat_template: The text of a template that replaces the tokenizer's own.
+        setting: The key of [preprocess] that names `model`, for error messages.
+
+    Raises:
+        UserError: it cannot be loaded, or cannot map characters to tokens.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # takes seconds; workers that read rows need none
+
+    try:
+        folder = model_cache.on_this_node(model_cache.find(model), weights=False)
+        # mistral-common's tokenizer, which a tekken.json would select, has neither offsets nor a chat template
+        tokenizer = AutoTokenizer.from_pretrained(folder, mistral_format=False)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise settings.UserError(
+            f"the tokenizer of {model} cannot be loaded ({reason}); set {setting} in [preprocess] to a folder or hub "
+            "id with a tokenizer."
+        ) from None
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise settings.UserError(
+            f"the tokenizer of {model} has no tokenizer.json, so trained tokens cannot be marked; convert it to a fast "
+            "tokenizer."
+        )
+    if chat_template or tokenizer.chat_template:
+        # get_chat_template selects the default one if the model has several
+        tokenizer.chat_template = chat_template or tokenizer.get_chat_template()
+    return tokenizer
+
+
+def read_template(path: str | None) -> str | None:
+    """Return the text of a chat template, from a file of this project or from a model. None gives None.
+
+    Raises:
+        UserError: the file cannot be read, or the model has no template.
+    """
+    if path is None:
+        return None
+    file = settings.PROJECT / path
+    if file.suffix != ".jinja" and not file.is_file():
+        template = load_tokenizer(path, setting="chat_template").chat_template
+        if not template:
+            raise settings.UserError(f"{path} has no chat template; correct chat_template in [preprocess].")
+        return template
+    try:
+        return file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise settings.UserError(
+            f"the chat template {path} cannot be read ({error.strerror}); correct chat_template in [preprocess]."
+        ) from None
+
+
+def tokenizer_hash(tokenizer: "PreTrainedTokenizerFast") -> str:
+    """Return a SHA-256 of what decides the tokens of a text. The chat template is not included."""
+    definition = json.loads(tokenizer.backend_tokenizer.to_str())
+    # left over from the last call's padding and truncation
+    definition |= {"truncation": None, "padding": None}
+    return hashlib.sha256(json.dumps(definition, sort_keys=True).encode()).hexdigest()
+
+
+def padding_id(tokenizer: "PreTrainedTokenizerFast") -> int:
+    """Return the token that fills rows. Any would do: padding is not trained, and documents do not attend to it."""
+    return next(token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if token is not None)
+
+
+def eos_ids(model: str, tokenizer: "PreTrainedTokenizerFast") -> set[int]:
+    """Return the tokens at which vLLM stops: those of generation_config.json or config.json, and the tokenizer's."""
+    from transformers import AutoConfig, GenerationConfig
+
+    folder = model_cache.on_this_node(model_cache.find(model), weights=False)
+    ids: int | list[int] | None = None
+    with contextlib.suppress(OSError, ValueError):
+        ids = GenerationConfig.from_pretrained(folder).eos_token_id
+    if ids is None:
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            ids = AutoConfig.from_pretrained(folder).get_text_config().eos_token_id
+    return {*(ids if isinstance(ids, list) else [ids]), tokenizer.eos_token_id} - {None}

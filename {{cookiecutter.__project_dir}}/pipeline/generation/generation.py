@@ -1,0 +1,143 @@
+"""Answer the remaining rows of an input: read prompts, generate with vLLM, and save answers file by file."""
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pyarrow as pa
+import ray
+from ray.data import DataContext
+from ray.data.exceptions import ExecutionTimeoutError
+from ray.exceptions import ActorDiedError, RayTaskError
+
+from pipeline.data.row_sources import RowSource
+from pipeline.generation import crash_tracker, prompts, vllm_stage
+from pipeline.generation.answer_folder import AnswerFolder
+from pipeline.generation.crash_tracker import CrashTracker
+from pipeline.generation.options import GenerateOptions
+from pipeline.generation.prompts import PromptTokenizer, RemainingRows
+from pipeline.ray_support import model_cache, ray_data
+from pipeline.ray_support.progress import Progress, time_left
+from pipeline.serving.options import ServeOptions
+from settings import UserError
+
+
+def recipe(options: GenerateOptions, serving: ServeOptions) -> dict[str, Any]:
+    """Return the settings that decide the answer to a prompt."""
+    location = model_cache.find(serving.model)
+    is_folder = "://" in location or os.path.isdir(location)
+    return {
+        "model": location,
+        "weights": model_cache.version(location) if is_folder else "",
+        "dtype": serving.dtype,
+        "max_model_len": serving.max_model_len,
+        "max_tokens": options.max_tokens,
+        "temperature": options.temperature,
+    }
+
+
+def answer_remaining(
+    source: RowSource,
+    answered: frozenset[str],
+    tokenizer: PromptTokenizer,
+    output: AnswerFolder,
+    options: GenerateOptions,
+    serving: ServeOptions,
+) -> None:
+    """Answer all rows whose ids are not in `answered`, and save the answers and the bad rows.
+
+    Raises:
+        UserError: the input cannot be read, an engine cannot start or crashes on a row, or a disk is full.
+    """
+    with DataContext.current(ray_data.quiet_context()):
+        try:
+            remaining = prompts.find_remaining(source, options.id_column, answered)
+            print(
+                f"generate: {remaining.count:,} rows to do, {len(remaining.answered):,} were answered before",
+                flush=True,
+            )
+            # start no engine if all remaining rows are bad
+            if prompts.dataset(source, remaining, tokenizer, output).take(1):
+                _generate(source, remaining, tokenizer, output, options, serving)
+        except (RayTaskError, ActorDiedError, ExecutionTimeoutError) as error:
+            raise explain(error, serving.model) from None
+
+
+def print_summary(output: AnswerFolder) -> None:
+    reasons = output.count_rejected()
+    print(f"{reasons.total():,} rows were bad.")
+    for reason, count in sorted(reasons.items()):
+        print(f"  {count:,}: {reason}")
+    print(f"Answers are in {output.uri}/answers, bad rows in {output.uri}/rejected.", flush=True)
+
+
+def explain(error: RayTaskError | ActorDiedError | ExecutionTimeoutError, model: str) -> Exception:
+    """Return a UserError if the input, a disk or an engine is the cause, otherwise `error`."""
+    if isinstance(error, ExecutionTimeoutError):
+        minutes = DataContext.get_current().execution_no_progress_timeout_s / 60
+        return UserError(
+            f"no row was answered for {minutes:.0f} minutes: the cluster has no room for an engine, or an engine hangs."
+            " Finished answers are kept. Look at inv status, then run the same command again."
+        )
+    if isinstance(error, ActorDiedError):
+        reason = str(error).strip().splitlines()[-1]
+        return UserError(
+            f"an engine died ({reason}). To see why, serve the model: inv submit serve_llm -- --model {model}"
+        )
+    if isinstance(error.cause, UserError):
+        return UserError(str(error.cause).splitlines()[0])  # Ray adds its own advice in further lines
+    return error
+
+
+class GenerateProgress:
+    """The progress line."""
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+        self._loaded_after_s = 0.0
+
+    def __call__(self, totals: dict[str, int], seconds: float) -> str:
+        answered, rejected, tokens = (totals.get(name, 0) for name in ("answered", "rejected", "tokens"))
+        if not answered:
+            self._loaded_after_s = seconds
+            return f"generate: starting engines: {seconds:.0f} s"
+        seconds -= self._loaded_after_s
+        speed, left = tokens / seconds, time_left(answered, self._rows - rejected, seconds)
+        return f"generate: {answered:,} of {self._rows - rejected:,} rows, {speed:,.0f} tokens/s, {left}"
+
+
+def _generate(
+    source: RowSource,
+    remaining: RemainingRows,
+    tokenizer: PromptTokenizer,
+    output: AnswerFolder,
+    options: GenerateOptions,
+    serving: ServeOptions,
+) -> None:
+    tracker = ray.remote(num_cpus=0)(CrashTracker).remote()
+    with Progress(GenerateProgress(remaining.count)) as progress:
+        asked = prompts.dataset(source, remaining, tokenizer, output, progress.report)
+        # an engine returns a block once all of it is answered, and a whole file could be one block
+        asked = asked.repartition(target_num_rows_per_block=vllm_stage.BATCH_ROWS)
+        answers = vllm_stage.answer(asked, tracker, options, serving)
+        saved = answers.map_batches(
+            functools.partial(_count, report=progress.report), batch_size=None, batch_format="pyarrow"
+        ).map_batches(functools.partial(_save, output=output), batch_size=options.rows_per_file, batch_format="pyarrow")
+        try:
+            for _ in saved.iter_rows():
+                pass
+        except ActorDiedError:
+            if culprits := ray.get(tracker.culprits.remote()):
+                raise UserError(crash_tracker.error_message(culprits)) from None
+            raise
+
+
+def _count(answers: pa.Table, report: Callable[..., Any]) -> pa.Table:
+    report(answered=len(answers), tokens=sum(answers["answer_tokens"].to_pylist()))
+    return answers
+
+
+def _save(answers: pa.Table, output: AnswerFolder) -> pa.Table:
+    output.save_answers(answers)
+    return pa.table({"rows": [len(answers)]})

@@ -1,0 +1,54 @@
+"""Deploys the Serve application that answers from an index."""
+
+import asyncio
+
+import ray
+
+import settings
+from pipeline.rag import index
+from pipeline.rag.options import RagOptions
+from pipeline.ray_support import capacity, model_cache
+from pipeline.serving import canary, http_server, lifecycle
+from pipeline.serving.options import RAG_APP, RAG_PATH, ServeOptions
+from settings import UserError
+
+
+def check_index(options: RagOptions) -> None:
+    """Check that the index exists.
+
+    Raises:
+        UserError: it does not.
+    """
+    asyncio.run(index.Reader.open(settings.resolve(options.index)))
+
+
+def deploy(options: RagOptions) -> str:
+    """Deploy the application, or update the running one. Return the base URL for OpenAI clients when it is healthy.
+
+    Raises:
+        UserError: no model is served that could answer, or the application fails to start.
+    """
+    from pipeline.rag import app  # imports torch
+
+    location = settings.resolve(options.index)
+    paths = {"index": location} | ({"reranker": model_cache.find(options.reranker)} if options.reranker else {})
+    capacity.refuse_private_paths(paths, options.shared_paths, "rag")
+    server = _server(options)
+    application = app.build(options, location, http_server.cluster_address(server), server.limits)
+    timeout_s = options.start_timeout_s
+    deployment = lifecycle.Deployment("serve_rag", RAG_APP, RAG_APP, server.root, RAG_PATH, timeout_s)
+    lifecycle.deploy(application, deployment)
+    return f"{deployment.url}/v1"
+
+
+def _server(options: RagOptions) -> ServeOptions:
+    """Return [serve] with the address on which Serve listens. Start Serve if it does not run."""
+    server = settings.load(ServeOptions, "serve")
+    if address := http_server.current_address():
+        server = server.model_copy(update=dict(zip(("host", "port"), address, strict=True)))
+    else:
+        http_server.check_address(server)
+        http_server.start(server)
+    if options.generator == "model" and canary.ROOT not in ray.get(canary.actor().apps.remote()):
+        raise UserError("no model is served that could answer. Run: inv submit serve_llm, or pass --generator quote")
+    return server

@@ -1,0 +1,107 @@
+"""Times all-reduces between the workers of a training, and reads NCCL's log for the transport."""
+
+import os
+import re
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ray.train
+import torch
+import torch.distributed
+from ray.train import LoggingConfig, RunConfig
+from ray.train.torch import TorchConfig, TorchTrainer, get_device
+
+from pipeline.ray_support import gang
+from pipeline.training.options import NetworkOptions
+
+ROUNDS = 10
+LOG = f"{tempfile.gettempdir()}/check-network-nccl.%p.log"  # NCCL replaces %p with the process id
+MIB = 2**20
+
+
+class NetworkMeasurement(NamedTuple):
+    """The result for one message size, on rank 0."""
+
+    mib: int
+    seconds: float
+    """Average duration of one all-reduce."""
+    gigabytes_per_s: float
+    """Bus bandwidth (see `bus_bandwidth`)."""
+
+
+def measure(options: NetworkOptions) -> tuple[int, str, list[NetworkMeasurement]]:
+    """Run the measurement on all workers. Return the number of nodes, the transport, and the measurements."""
+    trainer = TorchTrainer(
+        _measure_on_worker,
+        train_loop_config={"device": options.device, "message_mib": options.message_mib},
+        torch_config=TorchConfig(backend=torch.distributed.get_default_backend_for_device(options.device)),
+        scaling_config=gang.scaling(options),
+        run_config=RunConfig(
+            name="check_network",
+            storage_path=tempfile.mkdtemp(),  # required, although nothing is stored
+            logging_config=LoggingConfig(log_level="WARNING"),
+            worker_runtime_env={"env_vars": {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": LOG}},
+        ),
+    )
+    return trainer.fit().return_value
+
+
+def verdict(nodes: int, transport: str, device: str) -> str:
+    """Return what the transport means for a training, as text."""
+    if nodes == 1:
+        return "all workers are on one node, so there is no network between them; use a larger --num-workers"
+    if device == "cuda" and transport != "EFA":
+        return f"gradients travel over {transport}, not over EFA, which is several times faster: docs/aws-variants.md"
+    return f"gradients travel over {transport}"
+
+
+def transport_of(log: str) -> str:
+    """Return the transport in NCCL's log: "EFA", "Socket" (TCP), "IB", or "memory" if there is no network."""
+    if re.search(r"selected provider is efa", log, re.IGNORECASE):
+        return "EFA"
+    networks = re.findall(r"Using network (.+)", log)
+    return networks[-1].strip() if networks else "memory"
+
+
+def bus_bandwidth(size: float, seconds: float, ranks: int) -> float:
+    """Return the bytes per second of the slowest link during an all-reduce of `size` bytes, for any number of ranks.
+
+    Source: nccl-tests, doc/PERFORMANCE.md: size / time x 2 (n - 1) / n.
+    """
+    return size / seconds * 2 * (ranks - 1) / ranks
+
+
+def _measure_on_worker(config: dict[str, Any]) -> tuple[int, str, list[NetworkMeasurement]]:
+    """Measure in one worker. Ray returns the result of rank 0."""
+    device = torch.device("cpu") if config["device"] == "cpu" else get_device()
+    measurements = [_measure(mib, device) for mib in config["message_mib"]]
+    context = ray.train.get_context()
+    nodes = context.get_world_size() // context.get_local_world_size()
+    return nodes, "TCP (gloo)" if device.type == "cpu" else transport_of(_own_log()), measurements
+
+
+def _own_log() -> str:
+    file = Path(LOG.replace("%p", str(os.getpid())))
+    text = file.read_text(errors="replace")
+    file.unlink()
+    return text
+
+
+def _measure(mib: int, device: torch.device) -> NetworkMeasurement:
+    message = torch.zeros(mib * MIB // 4, dtype=torch.float32, device=device)
+    _all_reduce(message)  # the first one connects the ranks
+    started = time.perf_counter()
+    for _ in range(ROUNDS):
+        _all_reduce(message)
+    seconds = (time.perf_counter() - started) / ROUNDS
+    bandwidth = bus_bandwidth(mib * MIB, seconds, torch.distributed.get_world_size())
+    return NetworkMeasurement(mib, seconds, bandwidth / 1e9)
+
+
+def _all_reduce(message: torch.Tensor) -> None:
+    """Run an all-reduce and wait for its end: on a GPU it is asynchronous."""
+    torch.distributed.all_reduce(message)
+    if message.is_cuda:
+        torch.cuda.synchronize()

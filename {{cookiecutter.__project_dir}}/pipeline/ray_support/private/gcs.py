@@ -1,0 +1,26 @@
+"""The cluster's control store (GCS): node ids, and draining idle nodes."""
+
+from ray._raylet import GcsClient
+from ray.core.generated.autoscaler_pb2 import DrainNodeReason
+from ray.core.generated.gcs_pb2 import GcsNodeInfo
+
+
+def node_id(gcs_address: str, ip: str) -> str:
+    """Return Ray's id of the living node with this IP address.
+
+    Relies on `ray._raylet.GcsClient.get_all_node_info`: a dict whose values have the fields `node_id` (bytes),
+    `node_manager_address` and `state` of GcsNodeInfo (Ray 2.60).
+    """
+    nodes = GcsClient(address=gcs_address).get_all_node_info().values()
+    return next(
+        node.node_id.hex() for node in nodes if node.node_manager_address == ip and node.state == GcsNodeInfo.ALIVE
+    )
+
+
+def drain_idle(gcs_address: str, node_id: str, message: str) -> None:
+    """Ask Ray to terminate an idle node. Ray refuses while the node works.
+
+    Relies on `ray._raylet.GcsClient.drain_node` and on the reason DRAIN_NODE_REASON_IDLE_TERMINATION (Ray 2.60).
+    """
+    reason = DrainNodeReason.DRAIN_NODE_REASON_IDLE_TERMINATION
+    GcsClient(address=gcs_address).drain_node(node_id, reason, message, deadline_timestamp_ms=0)

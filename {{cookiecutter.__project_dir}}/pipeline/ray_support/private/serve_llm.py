@@ -1,0 +1,47 @@
+"""Ray Serve LLM: replicas that answer HTTP themselves, and the callbacks around their engines."""
+
+from fastapi import FastAPI
+from ray.llm._internal.common.callbacks.base import CallbackBase
+from ray.llm._internal.serve.core.ingress.builder import _build_openai_ingress_request_router
+from ray.serve.deployment import Application
+from ray.serve.llm import LLMConfig
+from ray.serve.llm.deployment import LLMServer
+from starlette.types import ASGIApp
+
+
+class EngineServer(LLMServer):
+    """An LLMServer with two hooks: `build_asgi_app` and `start_engine`.
+
+    Relies on `__serve_build_asgi_app__` and `_start_engine` of ray.serve.llm.deployment.LLMServer (Ray 2.60).
+    """
+
+    async def build_asgi_app(self, app: FastAPI) -> ASGIApp:
+        """Return what the replica serves, given vLLM's own app."""
+        return app
+
+    async def start_engine(self) -> None:
+        """Start the engine, without the usage report of Ray's own method, which imports vLLM in one more process."""
+        await self.engine.start()
+
+    async def __serve_build_asgi_app__(self) -> ASGIApp:
+        return await self.build_asgi_app(await super().__serve_build_asgi_app__())
+
+    async def _start_engine(self) -> None:
+        await self.start_engine()
+
+
+class NodeCallback(CallbackBase):
+    """Runs on a replica's nodes before its engine starts; LLMConfig's `callback_config` names the class.
+
+    Relies on `on_before_node_init`, `ctx` (`run_init_node`, `runtime_env`) and `llm_config` of
+    ray.llm._internal.common.callbacks.base.CallbackBase (Ray 2.60).
+    """
+
+
+def with_request_router(app: Application, config: LLMConfig) -> Application:
+    """Return `app` with Ray's own router in front of it, which HAProxy asks for a replica.
+
+    Relies on `Application._with_ingress_request_router` and on `_build_openai_ingress_request_router` of
+    ray.llm._internal.serve.core.ingress.builder (Ray 2.60).
+    """
+    return app._with_ingress_request_router(_build_openai_ingress_request_router(server=app, llm_config=config))

@@ -1,0 +1,123 @@
+"""API errors in OpenAI's format: https://platform.openai.com/docs/guides/error-codes"""
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Message, Send
+
+FORWARDED_HEADERS = (b"allow", b"retry-after")  # headers of an app's error that tell a client what to do
+ENGINE_RETRY_S = 5  # other replicas can answer at once; a new one takes longer, but clients back off exponentially
+CLOSE = {"Connection": "close"}
+
+
+class ApiError(Exception):
+    """A request that is answered with an error."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        """`param` is the field of the request that is wrong."""
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code or ("not_found" if status == 404 else None)
+        self.headers = dict(headers or {})
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The response's body."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def engine_dead() -> ApiError:
+    """Return the error of a replica whose engine has died. HAProxy does not reuse the connection."""
+    message = "the engine of this replica failed and is being replaced; try again in a few seconds"
+    return ApiError(503, message, code="engine_dead", headers=CLOSE | {"Retry-After": str(ENGINE_RETRY_S)})
+
+
+def always_alive() -> bool:
+    """Return True: for an app without an engine that can die."""
+    return True
+
+
+async def no_request() -> Message:
+    """Stand in for `receive` where a response is sent without reading the request."""
+    return {"type": "http.disconnect"}
+
+
+class ResponseSender:
+    """A `send` for an ASGI app that passes responses to the client, and converts errors to OpenAI's format."""
+
+    def __init__(self, send: Send, alive: Callable[[], bool] = always_alive) -> None:
+        """`alive` returns whether the app's engine is alive."""
+        self._client = send
+        self._send: Send = self._send_first
+        self._alive = alive
+        self._error_start: Message | None = None  # held back until the error's body is complete
+        self._error_body = b""
+        self.started = False
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start" and message["status"] >= 400:
+            self._error_start = message
+        elif self._error_start is None:
+            await self._send(message)
+        else:
+            self._error_body += message.get("body", b"")
+            if not message.get("more_body"):
+                await self.send_error(self._convert(self._error_start))
+
+    async def send_error(self, error: ApiError) -> None:
+        """Send an error response."""
+        # JSON in ASCII: a message may quote input that is not valid Unicode
+        response = Response(json.dumps(error.body), error.status, error.headers, "application/json")
+        await response({"type": "http"}, no_request, self._send)
+
+    def discard(self) -> None:
+        """Discard everything that the app sends from now on."""
+        self._send = _discard
+
+    async def _send_first(self, message: Message) -> None:
+        self.started = True
+        self._send = self._client
+        await self._client(message)
+
+    def _convert(self, start: Message) -> ApiError:
+        if start["status"] >= 500 and not self._alive():
+            return engine_dead()
+        headers = {name.decode(): value.decode() for name, value in start["headers"] if name in FORWARDED_HEADERS}
+        return _parse_error(start["status"], self._error_body, headers)
+
+
+async def _discard(message: Message) -> None:
+    if message["type"] == "http.response.start":
+        raise OSError("the client disconnected, or the request timed out")
+    # do not raise for a chunk: the stream must get to its next chunk, where cancellation stops the engine
+
+
+def _parse_error(status: int, body: bytes, headers: Mapping[str, str]) -> ApiError:
+    """Return an error that the engine, FastAPI or another app answered with."""
+    if status == 500:  # internals belong in the log only
+        return ApiError(status, "the server failed to process this request; see its log", headers=headers)
+    try:
+        found: Any = json.loads(body)
+    except ValueError:
+        found = body.decode(errors="replace")
+    if isinstance(found, dict):
+        found = found.get("error", found.get("detail", found))
+    if isinstance(found, dict) and isinstance(found.get("message"), str):
+        code = found.get("code")  # vLLM repeats the status here, as a number
+        code = code if isinstance(code, str) else None
+        return ApiError(status, found["message"], param=found.get("param"), code=code, headers=headers)
+    message = found if isinstance(found, str) and found else f"HTTP status {status}"
+    return ApiError(status, message, headers=headers)

@@ -1,0 +1,58 @@
+"""The HTTP server of Ray Serve, which all applications share."""
+
+import logging
+import socket
+
+import ray
+from ray import serve
+
+from pipeline.serving.options import ServeOptions
+from settings import UserError
+
+
+def current_address() -> tuple[str, int] | None:
+    """Return the host and port on which the cluster's Serve listens, or None. Serve has no public call for it."""
+    running = serve.context._get_global_client(raise_if_no_controller_running=False)
+    return running and (running.http_config.host, running.http_config.port)
+
+
+def check_address(options: ServeOptions) -> None:
+    """Check that Serve can listen on the address in the options.
+
+    Raises:
+        UserError: another program uses the port, or Serve would move away from under another application.
+    """
+    current = current_address()
+    if current == (options.host, options.port):
+        return
+    others = ", ".join(serve.status().applications.keys() - {options.app})
+    if current and others:
+        raise UserError(
+            f"{others} is served on port {current[1]}, and all applications share one port. "
+            f"Set port in [serve] of settings.toml to {current[1]}, or stop {others} first."
+        )
+    try:
+        socket.create_server((options.host, options.port)).close()
+    except OSError as error:
+        raise UserError(
+            f"port {options.port} on {options.host} is not available ({error.strerror}). "
+            "Stop the program that listens there, or set another port in [serve] of settings.toml."
+        ) from None
+
+
+def start(options: ServeOptions) -> None:
+    """Start the HTTP server, unless it already listens on the address in the options."""
+    current = current_address()
+    if current == (options.host, options.port):
+        return
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)  # its INFO lines repeat what the jobs print
+    if current:  # Serve cannot change its address while it runs
+        print(f"serve_llm: moving from port {current[1]} to {options.port}", flush=True)
+        serve.shutdown()
+    serve.start(proxy_location="HeadOnly", http_options={"host": options.host, "port": options.port})
+
+
+def cluster_address(options: ServeOptions) -> str:
+    """Return the server's URL for replicas on any machine. The server listens on the head."""
+    head = ray.get_runtime_context().gcs_address.rpartition(":")[0]
+    return f"http://{head}:{options.port}" if options.host == "0.0.0.0" else options.root

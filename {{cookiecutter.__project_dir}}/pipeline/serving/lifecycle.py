@@ -1,0 +1,168 @@
+"""Deploys Serve applications, waits until they are healthy, and stops them."""
+
+import logging
+import os
+import re
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import ray
+import requests
+from ray import serve
+from ray.serve.deployment import Application
+from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
+
+from pipeline.serving import canary, http_server
+from pipeline.serving.options import APP, ServeOptions
+from pipeline.serving.preflight import check_cpus
+from settings import UserError
+
+PROGRESS_INTERVAL_S = 15
+
+
+class Deployment(NamedTuple):
+    """An application to deploy."""
+
+    job: str
+    """Job that deploys it."""
+    app: str
+    """Name of the Serve application."""
+    name: str
+    """Name in messages."""
+    root: str
+    """URL of the HTTP server."""
+    path: str
+    """Path of the application below `root`."""
+    timeout_s: int
+    """Seconds to wait for the application to become healthy."""
+
+    @property
+    def url(self) -> str:
+        """URL of the application."""
+        return self.root + self.path.rstrip("/")
+
+
+def deploy_model(options: ServeOptions) -> None:
+    """Deploy a model, or update the one that is served, and return when it is healthy.
+
+    Raises:
+        UserError: the port is taken, the cluster is too small, or the application fails to start.
+    """
+    check_cpus(options)
+    http_server.check_address(options)
+    print(f"serve_llm: loading vLLM to serve {options.served_name} from {options.source}", flush=True)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    with ThreadPoolExecutor(1) as background:
+        started = background.submit(http_server.start, options)
+        from pipeline.serving import app  # imports vLLM, which takes about as long as starting Serve
+
+        started.result()
+    options = resolve_name(options)
+    state = canary.actor()
+    application = app.build(options, http_server.cluster_address(options))
+    name, root, timeout_s = options.served_name, options.root, options.start_timeout_s
+    deploy(application, Deployment("serve_llm", options.app, name, root, options.path, timeout_s))
+    if options.canary_percent:
+        ray.get(state.set_canary.remote(options.canary_percent, options.model_dump()))
+
+
+def resolve_name(options: ServeOptions) -> ServeOptions:
+    """Give a canary the main model's name, and check that an additional model has another name.
+
+    Raises:
+        UserError: no main model is served, or the additional model has its name.
+    """
+    if options.path == canary.ROOT:
+        return options
+    apps = ray.get(canary.actor().apps.remote())
+    if canary.ROOT not in apps:
+        raise UserError("no main model is served yet. Serve one first: inv submit serve_llm")
+    name = apps[canary.ROOT]["models"][0]
+    if options.canary_percent:
+        return options.model_copy(update={"model_name": name})
+    if options.served_name == name:
+        raise UserError(f"a model named {name} is already served. Use another --model-name, or leave out --add.")
+    return options
+
+
+def deploy(application: Application, deployment: Deployment) -> None:
+    """Deploy an application, or update the running one, and return when it is healthy.
+
+    Raises:
+        UserError: it fails to start. The previous version keeps running; without one, the application is deleted.
+    """
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)  # `_wait_until_healthy` prints the progress
+    is_update = is_healthy(deployment.url)
+    target = serve.RunTarget(application, name=deployment.app, route_prefix=deployment.path)
+    serve.run_many([target], wait_for_applications_running=False)
+    _wait_until_healthy(deployment, is_update=is_update)
+
+
+def _wait_until_healthy(deployment: Deployment, *, is_update: bool) -> None:
+    started = time.monotonic()
+    printed, printed_at = "", 0.0
+    while True:
+        status = serve.status().applications[deployment.app]
+        waited = time.monotonic() - started
+        if status.status == ApplicationStatus.RUNNING and is_healthy(deployment.url):
+            print(f"{deployment.job}: healthy after {waited:.0f} s", flush=True)
+            return
+        if status.status == ApplicationStatus.DEPLOY_FAILED or waited > deployment.timeout_s:
+            if not is_update:
+                stop(deployment.app)
+            outcome = "The previous version keeps running" if is_update else "It was stopped"
+            raise UserError(
+                f"{deployment.name} is not healthy after {waited:.0f} s: {failure_reason(status)}. "
+                f"{outcome}. Fix the cause, then run: inv submit {deployment.job}"
+            )
+        if (state := _replica_states(status)) != printed or waited > printed_at + PROGRESS_INTERVAL_S:
+            print(f"{deployment.job}: {waited:3.0f} s of at most {deployment.timeout_s}: {state}", flush=True)
+            printed, printed_at = state, waited
+        time.sleep(0.5)
+
+
+def failure_reason(app: ApplicationStatusOverview) -> str:
+    """Return the message of the first unhealthy deployment or of its failed replica, without the traceback."""
+    messages = [deployment.message for deployment in app.deployments.values() if deployment.message.strip()]
+    if not messages:
+        return app.message or "Serve gives no reason; read the logs with inv logs"
+    lines = messages[0].strip().splitlines()
+    return re.sub(r"^(\w+(Error|Exception): )+", "", lines[-1] if "Traceback" in messages[0] else " ".join(lines))
+
+
+def _replica_states(app: ApplicationStatusOverview) -> str:
+    """Return the number of replicas in each state, for each deployment."""
+    parts = []
+    for name, deployment in app.deployments.items():
+        counts = [f"{count} {state.lower()}" for state, count in deployment.replica_states.items()]
+        parts.append(f"{name} {' and '.join(counts) or 'is waiting for a worker'}")
+    return ", ".join(parts)
+
+
+def is_healthy(url: str) -> bool:
+    """Return whether the application at the URL is healthy."""
+    try:
+        return requests.get(f"{url}/health", timeout=5).ok
+    except requests.RequestException:
+        return False
+
+
+def stop(app: str = APP) -> None:
+    """Stop an application. Stop Serve too if it has no other application."""
+    if serve.status().applications.keys() - {app}:
+        serve.delete(app)
+        return
+    serve.shutdown()
+    ray.kill(canary.actor())
+
+
+def wait_for_interrupt(app: str = APP) -> None:
+    """Keep the Ray that this process started running until Ctrl-C."""
+    print("serving until Ctrl-C", flush=True)
+    try:
+        while True:
+            time.sleep(3600)
+    except KeyboardInterrupt:
+        print("\nstopping", flush=True)
+        serve.delete(app)  # stops the engines cleanly; Serve and Ray end with this process

@@ -1,0 +1,84 @@
+"""Lists the served models, and changes them: a canary's share, its promotion or rollback, and the end of a model."""
+
+import time
+from typing import Any
+
+import ray
+from ray import serve
+from rich.console import Console
+from rich.table import Table
+
+from pipeline.serving import canary, lifecycle
+from pipeline.serving.options import CANARY, RAG_APP, ROOT, ServeOptions, app_name
+from settings import UserError
+
+LATENCIES = ("first_p50_ms", "first_p95_ms", "total_p50_ms", "total_p95_ms")
+
+
+def set_canary_percent(percent: float) -> None:
+    """Change the canary's share of requests."""
+    _canary_options()
+    ray.get(canary.actor().set_canary.remote(percent))
+    print(f"the canary gets {percent:g} % of the requests", flush=True)
+
+
+def promote() -> None:
+    """Replace the main model with the canary."""
+    options = _canary_options()
+    lifecycle.deploy_model(options.model_copy(update={"canary_percent": 0}))
+    _stop_canary()
+    print(f"{options.model} is now the main model", flush=True)
+
+
+def roll_back() -> None:
+    """Stop the canary."""
+    _canary_options()
+    _stop_canary()
+
+
+def end(name: str) -> None:
+    """Stop an additional model, or the application of `serve_rag`.
+
+    Raises:
+        UserError: there is no additional model of that name.
+    """
+    state = canary.actor()
+    apps = ray.get(state.apps.remote())
+    others = [path for path in apps if path not in (ROOT, CANARY)]
+    app_names = {apps[path]["models"][0]: app_name(path) for path in others}
+    if RAG_APP in serve.status().applications:
+        app_names[RAG_APP] = RAG_APP
+    if name not in app_names:
+        found = ", ".join(app_names) or "none"
+        raise UserError(f"no additional model is named {name} (found: {found}). List the models: inv models")
+    serve.delete(app_names[name])
+    ray.get(state.apps.remote())  # makes the actor drop the app at once
+    print(f"{name} is stopped", flush=True)
+
+
+def show() -> None:
+    """Print the models with their metrics since the last canary started."""
+    apps: dict[str, dict[str, Any]] = ray.get(canary.actor().apps.remote())
+    table = Table(box=None, pad_edge=False)
+    for column in ("model", "path", "share %", "requests", "errors", *(name.replace("_", " ") for name in LATENCIES)):
+        table.add_column(column, header_style="dim", justify="left" if column in ("model", "path") else "right")
+    for path, app in sorted(apps.items()):
+        latencies = (f"{app[name]:.0f}" if name in app else "" for name in LATENCIES)
+        names = ", ".join(app["models"])
+        table.add_row(names, path, f"{app['percent']:g}", f"{app['requests']}", f"{app['errors']}", *latencies)
+    Console(width=120).print(table if apps else "no model is served; serve one with: inv submit serve_llm")
+
+
+def _canary_options() -> ServeOptions:
+    options = ray.get(canary.actor().canary.remote())
+    if not options:
+        raise UserError("there is no canary. Start one: inv submit serve_llm -- --model MODEL --canary-percent 5")
+    return ServeOptions(**options)
+
+
+def _stop_canary() -> None:
+    """Stop the canary after the replicas have stopped forwarding requests to it, so that no request is lost."""
+    ray.get(canary.actor().set_canary.remote(0, {}))
+    time.sleep(2 * canary.REPORT_INTERVAL_S)
+    serve.delete(app_name(CANARY))
+    print("the canary is stopped", flush=True)

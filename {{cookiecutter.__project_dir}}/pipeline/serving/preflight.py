@@ -1,0 +1,67 @@
+"""Checks before a model is served: key, software, model and CPUs."""
+
+import importlib.util
+import os
+
+import ray
+from transformers import AutoConfig
+
+from pipeline.ray_support import job_secrets
+from pipeline.serving.accelerator import check_accelerator
+from pipeline.serving.options import ServeOptions
+from settings import UserError
+
+
+def check_api_key() -> None:
+    """Check that the owner's API key is set.
+
+    Raises:
+        UserError: it is not.
+    """
+    if not job_secrets.read(["SERVE_API_KEY"]):
+        raise UserError(
+            "SERVE_API_KEY is not set, and the server needs a key. "
+            "Run: echo SERVE_API_KEY=$(openssl rand -hex 32) >> .env"
+        )
+
+
+def check_model(options: ServeOptions) -> None:
+    """Check that this machine has vLLM, and that the model exists and supports `max_model_len` tokens.
+
+    Raises:
+        UserError: one of these is not the case.
+    """
+    check_accelerator(options.accelerator)
+    if importlib.util.find_spec("vllm") is None:
+        raise UserError("vLLM is not installed on this machine. Its CPU build exists for Linux only.")
+    if "://" in options.source:
+        return  # only the replica downloads it
+    remedy = "Train one with inv submit finetune_ddp, or set model in [serve] of settings.toml."
+    if not options.is_hub_id and not os.path.isfile(f"{options.source}/config.json"):
+        raise UserError(f"no model in {options.source}. {remedy}")
+    try:
+        limit = getattr(AutoConfig.from_pretrained(options.source), "max_position_embeddings", None)
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {options.model} ({str(error).splitlines()[0]}). {remedy}") from None
+    if limit and options.max_model_len > limit:
+        raise UserError(
+            f"max_model_len = {options.max_model_len} is more than the {limit} tokens that {options.model} supports. "
+            "Lower it in [serve] of settings.toml."
+        )
+
+
+def check_cpus(options: ServeOptions) -> None:
+    """Check that the replicas fit on the cluster's CPUs: a local cluster does not grow, and Serve would wait forever.
+
+    Raises:
+        UserError: they do not fit.
+    """
+    if options.accelerator != "cpu":
+        return  # clusters with GPUs add machines on demand
+    wanted = options.tensor_parallel_size * options.pipeline_parallel_size + options.num_cpus
+    available = ray.cluster_resources().get("CPU", 0)
+    if options.min_replicas * wanted > available:
+        raise UserError(
+            f"{options.min_replicas} replicas with {wanted:g} CPUs each do not fit on the cluster's {available:g}. "
+            "Lower min_replicas in [serve] of settings.toml, or raise num_cpus in [local.ray] and restart the cluster."
+        )

@@ -1,0 +1,82 @@
+"""The modules of this project and what they import, read from the files: nothing is imported."""
+
+import ast
+from collections.abc import Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import settings
+
+FOLDERS = ("jobs", "pipeline", "cluster", "demo", "tests")
+
+Graph = Mapping[str, set[str]]
+"""What each module imports: modules of this project, and the dotted names of others."""
+
+
+def _files() -> dict[str, Path]:
+    """Return the file of each module, by the module's dotted name."""
+    folders = [settings.PROJECT / folder for folder in FOLDERS]
+    files = [*settings.PROJECT.glob("*.py"), *(file for folder in folders for file in sorted(folder.rglob("*.py")))]
+    names = [".".join(file.relative_to(settings.PROJECT).with_suffix("").parts) for file in files]
+    return {name.removesuffix(".__init__"): file for name, file in zip(names, files, strict=True)}
+
+
+FILES = _files()
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """Yield the dotted name of everything that a file imports, also inside functions and under TYPE_CHECKING."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            module = "." * node.level + (node.module or "")
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def graph_of(sources: Mapping[str, str]) -> Graph:
+    """Return the import graph of some modules, given their source code."""
+    return {
+        module: {_resolve(name, sources) for name in imports(ast.parse(source))} - {module}
+        for module, source in sources.items()
+    }
+
+
+def project_graph() -> Graph:
+    """Return the import graph of this project, without its tests."""
+    return graph_of(
+        {name: file.read_text(encoding="utf-8") for name, file in FILES.items() if name.partition(".")[0] != "tests"}
+    )
+
+
+def _resolve(name: str, modules: Mapping[str, str]) -> str:
+    """Return the module that an imported name is or is in."""
+    parent = name.rpartition(".")[0]
+    return parent if name not in modules and parent in modules else name
+
+
+def is_in(name: str, *packages: str) -> bool:
+    """Return whether a module is one of these packages, or in one."""
+    return any(name == package or name.startswith(f"{package}.") for package in packages)
+
+
+def path_to(graph: Graph, start: str, package: str, *, stop_at: str = "") -> list[str]:
+    """Return a shortest chain of imports from a module into a package; empty if there is none."""
+    chains, seen = [[start]], {start}
+    for chain in chains:
+        for name in sorted(graph.get(chain[-1], set()) - seen):
+            if is_in(name, package):
+                return [*chain, name]
+            seen.add(name)
+            if name != stop_at:
+                chains.append([*chain, name])
+    return []
+
+
+def cycle(graph: Graph) -> list[str]:
+    """Return one import cycle; empty if there is none."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []

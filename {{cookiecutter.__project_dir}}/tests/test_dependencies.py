@@ -1,0 +1,90 @@
+"""Which part of the project may import which. Imports inside functions and under TYPE_CHECKING count too."""
+
+from collections.abc import Callable
+
+import pytest
+from dependencies import Graph, cycle, graph_of, is_in, path_to, project_graph
+
+RAY_RUNTIME = "pipeline.training.runtimes.ray_train"
+PROJECT = project_graph()
+TO_BE_MOVED = {
+    "jobs.generate -> jobs.serve_llm",
+    "jobs.models -> jobs.serve_llm",
+    "jobs.models -> jobs.serve_rag",
+    "jobs.serve_rag -> jobs.serve_llm",
+}
+
+
+def foreign_cluster_imports(graph: Graph) -> list[str]:
+    """`cluster` is your laptop's side: what runs on the cluster never imports it."""
+    return _imports(graph, ("jobs", "pipeline"), ("cluster",))
+
+
+def jobs_that_import_jobs(graph: Graph) -> list[str]:
+    """A job is a script: what two jobs share is in `pipeline`, which imports no job either."""
+    return [found for found in _imports(graph, ("jobs", "pipeline"), ("jobs",)) if found not in TO_BE_MOVED]
+
+
+def ray_in_training(graph: Graph) -> list[str]:
+    """The trainer knows Ray only through its Ray runtime, which only `launch` imports."""
+    modules = [name for name in graph if is_in(name, "pipeline.training") and name != RAY_RUNTIME]
+    chains = [path_to(graph, name, "ray", stop_at=RAY_RUNTIME) for name in modules]
+    launchers = [name for name in modules if RAY_RUNTIME in graph[name] and name != "pipeline.training.launch"]
+    return [" -> ".join(chain) for chain in chains if chain] + [f"{name} -> {RAY_RUNTIME}" for name in launchers]
+
+
+def node_imports(graph: Graph) -> list[str]:
+    """The laptop and the machines share `cluster.common`; machines have `cluster.node` too, and nothing else."""
+    shared = _imports(graph, ("cluster.common",), ("cluster",), allowed=("cluster.common",))
+    return shared + _imports(graph, ("cluster.node",), ("cluster",), allowed=("cluster.common", "cluster.node"))
+
+
+def import_cycle(graph: Graph) -> list[str]:
+    """Modules that need each other are one module in two files."""
+    return cycle(graph)
+
+
+def _imports(
+    graph: Graph, importers: tuple[str, ...], imported: tuple[str, ...], allowed: tuple[str, ...] = ()
+) -> list[str]:
+    return [
+        f"{module} -> {name}"
+        for module, names in graph.items()
+        for name in sorted(names)
+        if is_in(module, *importers) and is_in(name, *imported) and not is_in(name, *allowed)
+    ]
+
+
+RULES = [foreign_cluster_imports, jobs_that_import_jobs, ray_in_training, node_imports, import_cycle]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_project_keeps_the_rule(rule: Callable[[Graph], list[str]]) -> None:
+    assert rule(PROJECT) == []
+
+
+@pytest.mark.parametrize(
+    ("rule", "sources"),
+    [
+        (foreign_cluster_imports, {"pipeline.a": "def late():\n    from cluster import local", "cluster.local": ""}),
+        (jobs_that_import_jobs, {"jobs.a": "from jobs import b", "jobs.b": ""}),
+        (ray_in_training, {"pipeline.training.a": "import pipeline.data.b", "pipeline.data.b": "from ray import data"}),
+        (ray_in_training, {"pipeline.training.a": f"from {RAY_RUNTIME} import fit", RAY_RUNTIME: "import ray"}),
+        (node_imports, {"cluster.node.a": "from cluster import local", "cluster.local": ""}),
+        (node_imports, {"cluster.common.a": "from cluster.node.b import c", "cluster.node.b": ""}),
+        (
+            import_cycle,
+            {
+                "a": "import b",
+                "b": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from c import d",
+                "c": "def e():\n    import a",
+            },
+        ),
+    ],
+)
+def test_a_broken_rule_is_found(rule: Callable[[Graph], list[str]], sources: dict[str, str]) -> None:
+    assert rule(graph_of(sources))
+
+
+def test_no_import_is_relative() -> None:
+    assert [name for names in PROJECT.values() for name in names if name.startswith(".")] == []

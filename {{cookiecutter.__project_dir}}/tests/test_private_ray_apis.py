@@ -1,0 +1,241 @@
+"""The private Ray APIs that this project uses: they exist, and only pipeline/ray_support/private/ uses them.
+
+After a Ray upgrade, this file shows what changed.
+"""
+
+import ast
+import inspect
+import logging
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import ray
+from dependencies import FILES, imports
+
+import settings
+from pipeline.ray_support.private import (
+    autoscaler,
+    cluster_launcher,
+    core,
+    data,
+    data_llm,
+    gcs,
+    job_sdk,
+    key_value,
+    serve,
+    serve_llm,
+    serve_router,
+    train,
+    tune,
+)
+
+PRIVATE = re.compile(
+    r"ray\.(.*\.)?_\w|ray\.(core\.generated|experimental\.internal_kv|dashboard|autoscaler\.v2|train\.v2)\b"
+)
+EXEMPT = {
+    "tests.test_cluster_dies": "imitates Ray's job server, which states the version of its API",
+    "tests.test_haproxy": "writes the HAProxy configuration that Serve writes",
+    "tests.test_private_ray_apis": "this file",
+    "tests.test_serve": "looks inside a replica",
+}
+ATTRIBUTES = {
+    "_asdict": "namedtuple",
+    "_fields": "namedtuple",
+    "_replace": "namedtuple",
+    "_exit": "os",
+    "_no_split_modules": "transformers",
+    "_config": "DeepSpeed",
+    "_parameters": "moto",
+    "_keep": "SingleProcess, which TorchrunRuntime extends",
+}
+"""Attributes that begin with `_` and may be read on objects other than `self`: none belongs to Ray."""
+
+
+# ------------------------------------------------------------------------------------------ nobody else uses them
+
+
+def private_uses(module: str, tree: ast.AST) -> Iterator[str]:
+    """Yield each private Ray module that a file imports, and each private attribute of another object that it reads."""
+    for name in imports(tree):
+        if PRIVATE.match(name):
+            yield f"{module} imports {name}"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and re.match(r"_[a-z]", node.attr) and node.attr not in ATTRIBUTES:
+            owner = ast.unparse(node.value)
+            if owner not in ("self", "cls") and (not module.startswith("tests.") or "ray" in owner.split(".")):
+                yield f"{module} reads {owner}.{node.attr}"
+
+
+def test_only_one_package_uses_private_ray_apis() -> None:
+    found = [
+        use
+        for module, file in FILES.items()
+        if not module.startswith("pipeline.ray_support.private.") and module not in EXEMPT
+        for use in private_uses(module, ast.parse(file.read_text(encoding="utf-8")))
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from ray._raylet import GcsClient",
+        "def late():\n    import ray.train.v2._internal.execution",
+        "from ray.experimental import internal_kv",
+        "from ray.autoscaler.v2.sdk import get_cluster_status",
+        "from ray.serve.context import _get_global_client",
+        "serve.context._get_global_client()",
+        "super()._do_request()",
+    ],
+)
+def test_a_private_use_is_found(code: str) -> None:
+    assert list(private_uses("jobs.mine", ast.parse(code)))
+
+
+@pytest.mark.parametrize("module", sorted(name for name in FILES if name.startswith("pipeline.ray_support.private.")))
+def test_a_module_imports_no_other_of_the_package(module: str) -> None:
+    tree = ast.parse(FILES[module].read_text(encoding="utf-8"))
+    assert not [name for name in imports(tree) if name.startswith(("pipeline", "cluster", "jobs"))]
+
+
+def test_the_watchdog_of_a_worker_stays_small() -> None:
+    """The watchdog runs on every node all the time, so it imports Ray only after a spot notice."""
+    code = "import psutil, sys, cluster.node.watchdog_worker as _; "
+    code += "print(psutil.Process().memory_info().rss, 'ray' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=settings.PROJECT, capture_output=True, text=True, check=True
+    )
+    used, has_ray = done.stdout.split()
+    assert (int(used) < 100 * 2**20, has_ray) == (True, "False")
+
+
+# ------------------------------------------------------------------------------------------ they exist, by module
+
+
+def parameters(function: object) -> list[str]:
+    return list(inspect.signature(function).parameters)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def gcs_address(ray_session: None) -> str:
+    return ray.get_runtime_context().gcs_address
+
+
+def test_core() -> None:
+    assert 'kwargs.pop("_temp_dir"' in inspect.getsource(ray.init)
+    assert parameters(core.init) == ["folder", "options"]
+
+
+def test_gcs(gcs_address: str) -> None:
+    address = ray.util.get_node_ip_address()
+    assert gcs.node_id(gcs_address, address) == ray.get_runtime_context().get_node_id()
+    assert gcs.DrainNodeReason.Name(1) == "DRAIN_NODE_REASON_IDLE_TERMINATION"
+    assert callable(gcs.GcsClient(address=gcs_address).drain_node)
+
+
+def test_autoscaler(gcs_address: str) -> None:
+    from ray.autoscaler.v2.schema import LaunchRequest
+
+    status = autoscaler.cluster_status(gcs_address)
+    assert {"active_nodes", "idle_nodes", "pending_nodes", "pending_launches", "failed_launches"} <= vars(status).keys()
+    (node,) = [*status.active_nodes, *status.idle_nodes]
+    assert node.node_id == ray.get_runtime_context().get_node_id()
+    assert {"ray_node_type_name", "instance_id", "ip_address", "details"} <= vars(node).keys()
+    launch = {"ray_node_type_name", "count", "details", "failed_ts_s"}
+    assert launch <= set(parameters(LaunchRequest))
+    demands = status.resource_demands
+    assert (demands.ray_task_actor_demand, demands.placement_group_demand) == ([], [])
+    assert hasattr(status.stats, "autoscaler_version")
+
+
+def test_cluster_launcher() -> None:
+    assert parameters(cluster_launcher.bootstrap_aws) == ["config"]
+    assert parameters(cluster_launcher.prepare_config) == ["config"]
+    assert parameters(cluster_launcher.validate_config) == ["config"]
+    assert cluster_launcher.hash_launch_conf({"InstanceType": "a"}, {}) == cluster_launcher.hash_launch_conf(
+        {"InstanceType": "a"}, {}
+    )
+
+
+@pytest.mark.usefixtures("ray_session")
+def test_key_value() -> None:
+    assert key_value.get("absent", "tests") is None
+    for value in ("first", "second"):
+        key_value.put("key", value, "tests")
+        assert key_value.get("key", "tests") == value.encode()
+
+
+@pytest.mark.usefixtures("ray_session")
+def test_serve() -> None:
+    assert parameters(serve.serve.context._get_global_client) == ["raise_if_no_controller_running"]
+    serve.forget_dead_client()
+    from ray.serve._private import client, replica
+
+    assert isinstance(client.ServeControllerClient.http_config, property)
+    assert callable(client.ServeControllerClient.get_serve_details)
+    assert "self._direct_ingress_http_server" in inspect.getsource(replica)
+    assert "self._replica_impl" in inspect.getsource(replica)
+    assert isinstance(serve.global_worker.actors, dict)
+
+
+def test_serve_router() -> None:
+    router = serve_router.RequestRouter
+    assert {"_pending_requests_to_fulfill", "_deployment_id"} <= set(
+        re.findall(r"self\.(\w+)", inspect.getsource(router))
+    )
+    assert parameters(router._choose_replica_for_request)[:2] == ["self", "pending_request"]
+    assert issubclass(serve_router.PowerOfTwoChoicesRequestRouter, router)
+
+
+def test_serve_llm() -> None:
+    server = serve_llm.LLMServer
+    assert "self._start_engine()" in inspect.getsource(server.start)
+    assert parameters(server.__serve_build_asgi_app__) == ["self"]
+    assert not {"build_asgi_app", "start_engine"} & set(dir(server)), "our hooks would replace methods of Ray's"
+    callback = serve_llm.NodeCallback(llm_config=None, ctx_kwargs={"runtime_env": {"env_vars": {}}})
+    assert (callback.ctx.run_init_node, callback.ctx.runtime_env) == (True, {"env_vars": {}})
+    assert inspect.iscoroutinefunction(callback.on_before_node_init)
+    assert parameters(serve_llm._build_openai_ingress_request_router) == ["server", "llm_config"]
+    assert parameters(serve_llm.Application._with_ingress_request_router) == ["self", "ingress_request_router"]
+
+
+def test_data() -> None:
+    import pyarrow as pa
+
+    parts = data.partition(pa.table({"column": pa.array(range(100), pa.int32())}), "column", 3)
+    assert sorted(parts) == [0, 1, 2]
+    assert sum(len(part) for part in parts.values()) == 100
+    assert issubclass(data.ShuffleDiskError, RuntimeError)
+    assert parameters(data.get_or_create_autoscaling_coordinator) == []
+
+
+def test_data_llm() -> None:
+    stage = data_llm.vLLMEngineStageUDF
+    assert parameters(stage._generate_with_error_handling) == ["self", "row", "batch_uuid"]
+    assert inspect.isasyncgenfunction(stage.udf)
+    assert "self._generate_with_error_handling(row, batch_uuid)" in inspect.getsource(stage.udf)
+    from ray.llm._internal.batch.stages.base import StatefulStage
+
+    assert {"fn", "fn_constructor_kwargs"} <= StatefulStage.model_fields.keys()
+    assert "self.stages" in inspect.getsource(data_llm.Processor)
+
+
+def test_train() -> None:
+    assert train.context.logger.name == train.context.__file__
+    train.quiet_reports()
+    assert not train.context.logger.isEnabledFor(logging.INFO)
+
+
+def test_tune() -> None:
+    assert not tune.is_in_trial()
+
+
+def test_job_sdk() -> None:
+    client = job_sdk.JobSubmissionClient
+    assert parameters(client._do_request)[:3] == ["self", "method", "endpoint"]
+    assert not hasattr(client, "send"), "our hook would replace a method of Ray's"
+    for name in job_sdk.LOGGERS[1:]:
+        assert sys.modules[name].logger.name == name
