@@ -353,7 +353,7 @@ def test_hours_without_data_say_how_to_make_it(assets: Path, monkeypatch: pytest
 
 
 def test_a_model_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(settings.UserError, match="cannot be loaded"):
+    with pytest.raises(settings.UserError, match="cannot load the model"):
         plan.plan(str(tmp_path / "nothing"), Console(file=io.StringIO()))
 
 
