@@ -11,11 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from invoke import Context, task
+from invoke import Context, Exit, task
 from packaging.markers import Marker
 
 import bake
+from faults import catalog
 
+TEMPLATE = shlex.quote(str(bake.TEMPLATE))
 BUILD = bake.TEMPLATE / "build"
 PYTHON = shlex.quote(sys.executable)
 UV = shlex.quote(os.environ.get("UV", "uv"))  # set by `inv`
@@ -41,6 +43,12 @@ def test(context: Context) -> None:
     _step("testing the template")
     context.run(f"{PYTHON} -m pytest")
     project = _bake(context, TEST_PROJECT)
+    python = _python(context, project)
+    _step(f"testing the emulated AWS of {project}")
+    # confcutdir: tests/conftest.py needs the template's environment
+    options = f"-c {TEMPLATE}/pyproject.toml --confcutdir {TEMPLATE}/tests/emulator {TEMPLATE}/tests/emulator"
+    with context.cd(str(project)):
+        context.run(f"{shlex.quote(str(python))} -m pytest {options}", env=_variables(project), in_stream=False)
     _step(f"running that project's own tests in {project}")
     _become(project, "test")
 
@@ -57,18 +65,29 @@ def rehearse(context: Context) -> None:
 def bench(context: Context, only: str = "") -> None:
     """Compare a generated project in build/bench with other tools. Writes benchmarks/README.md."""
     project = _bake(context, "bench")
-    _step(f"creating the environment of {project}")
-    _verb(context, project, "--list")  # any verb creates it
-    environment = (project / ".venv").resolve()  # Ray would find the space in the link's path
-    python = shlex.quote(str(environment / "bin" / "python"))
-    variables = {
-        "PYTHONPATH": f"{project}{os.pathsep}{bake.TEMPLATE}",
-        "PROFILE": "local",
-        "HF_HUB_OFFLINE": "1",
-        "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # under `uv run`, workers would get another environment
-    }
-    with context.cd(str(project)):
-        context.run(f"{python} -m benchmarks {shlex.quote(only)}", env=variables, in_stream=False)
+    variables = {"PROFILE": "local", "HF_HUB_OFFLINE": "1"}
+    _become_module(_python(context, project), project, "benchmarks", only, **variables)
+
+
+@task(help={"only": "faults whose names contain one of these comma-separated words", "list": "only list the names"})
+def faults(context: Context, only: str = "", list_: bool = False) -> None:
+    """Inject faults into an emulated AWS, and check how a cluster handles each. Needs root; all take an hour."""
+    try:
+        chosen = catalog.choose(only)
+    except ValueError as error:
+        raise Exit(f"error: {error}", 1) from None
+    if list_:
+        print("\n".join(f"{fault.name}: {fault.expected}" for fault in chosen))
+        return
+    project = _bake(context, "faults")
+    _become_module(_python(context, project), project, "faults", only)
+
+
+@task
+def bench_up(context: Context) -> None:
+    """Compare `inv up` with plain `ray up`, in an emulated AWS. Needs root."""
+    project = _bake(context, "bench-up")
+    _become_module(_python(context, project), project, "benchmarks.bench_up")
 
 
 @task
@@ -141,6 +160,29 @@ def _become(project: Path, verb: str) -> None:
     """Replace this process with a verb of the project, so that signals and kills reach it."""
     sys.stdout.flush()
     os.execv(project / "inv", [str(project / "inv"), verb])
+
+
+def _python(context: Context, project: Path) -> Path:
+    """Create the project's environment, and return its Python. Resolved: through the link, Ray would find a space."""
+    _step(f"creating the environment of {project}")
+    _verb(context, project, "--list")  # any verb creates it
+    return (project / ".venv").resolve() / "bin" / "python"
+
+
+def _variables(project: Path) -> dict[str, str]:
+    """Return the variables with which the template's modules run in a project's environment."""
+    return {
+        "PYTHONPATH": f"{project}{os.pathsep}{bake.TEMPLATE}",
+        "PATH": f"{(project / '.venv').resolve() / 'bin'}{os.pathsep}{os.environ['PATH']}",
+        "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # under `uv run`, workers would get another environment
+    }
+
+
+def _become_module(python: Path, project: Path, module: str, *arguments: str, **variables: str) -> None:
+    """Replace this process with a module of the template, in the project's environment and folder."""
+    sys.stdout.flush()
+    os.chdir(project)
+    os.execve(python, [str(python), "-m", module, *arguments], os.environ | _variables(project) | variables)
 
 
 def _compile(context: Context, project: Path, name: str, options: str, variables: Mapping[str, str]) -> None:

@@ -7,6 +7,8 @@ import pytest
 
 import bake
 
+collect_ignore = ["emulator"]  # these tests need a project's environment: see `test` in tasks.py
+
 # a shell ignores both signals in background processes, and child processes would inherit that
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)

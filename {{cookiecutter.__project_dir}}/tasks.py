@@ -65,11 +65,6 @@ def _job_options() -> list[str]:
     return sys.argv[sys.argv.index("--") + 1 :] if "--" in sys.argv else []
 
 
-def _require_nothing_left(left: list[str], target: str = "rehearsal") -> None:
-    if left:
-        raise Exit(f"error: left behind: {', '.join(left)}. Run again: inv down --target {target}", 1)
-
-
 @verb()
 def demo(context: Context) -> None:
     """Run the whole pipeline on this machine: data, training, serving, and a check of the results."""
@@ -130,20 +125,10 @@ def up(context: Context, target: str = "local", yes: bool = False) -> None:
 
 @verb()
 def rehearse(context: Context) -> None:
-    """Run a cluster's whole life on AWS, emulated on this machine: up, training on two A100 instances, down."""
+    """Run a cluster's whole life on an emulated AWS: up, training on two A100 instances, down."""
     from cluster.emulator import sandbox
 
-    _require_nothing_left(sandbox.run_in_fresh_cloud("cluster.emulator.scenario"))
-
-
-@verb(only="comma-separated words; runs the faults with one of them in their name; default: all")
-def drill(context: Context, only: str = "") -> None:
-    """Inject faults into the emulated AWS, and check that the cluster handles each of them."""
-    from cluster.emulator import sandbox
-    from cluster.emulator.drill.__main__ import choose
-
-    choose(only)  # an unknown name fails before a cloud is started
-    _require_nothing_left(sandbox.run_in_fresh_cloud("cluster.emulator.drill", only))
+    sandbox.run_in_fresh_cloud("cluster.emulator.scenario")
 
 
 @verb(
@@ -160,14 +145,6 @@ def bench(context: Context, seconds: int = 10, tokens: int = 64, target: str = "
     connection = targets.get(target).connect()
     served = cluster_status.address(cluster_status.snapshot(connection), connection)
     cluster_bench.bench(f"{served}/v1", connection.job_variables, cluster_bench.Load(seconds, tokens), CONSOLE)
-
-
-@verb()
-def bench_up(context: Context) -> None:
-    """Measure what `inv up` adds to `ray up`, in the emulated AWS."""
-    from cluster.emulator import sandbox
-
-    _require_nothing_left(sandbox.run_in_fresh_cloud("cluster.emulator.bench"))
 
 
 @verb("job", job=f"one of: {', '.join(job_scripts.names())}", **VERBOSE, **TARGET)
@@ -267,7 +244,8 @@ def down(context: Context, target: str = "local") -> None:
     """End the cluster, and check that nothing of it is left."""
     from cluster import targets
 
-    _require_nothing_left(targets.get(target).down(), target)
+    if left := targets.get(target).down():
+        raise Exit(f"error: left behind: {', '.join(left)}. Run again: inv down --target {target}", 1)
 
 
 @verb()

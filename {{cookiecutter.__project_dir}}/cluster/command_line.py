@@ -23,6 +23,8 @@ def normalize(program: Program) -> None:
         words.insert(1, "JOB")  # otherwise invoke takes --help for the job
     elif words[:1] == ["submit"]:
         _reject_job_options(words)
+    elif words[:1] == ["drill"]:
+        raise Exit("error: the fault tests are in the template that made this project. Run there: ./inv faults", 1)
     elif words and words[0] in JOB_ID_VERBS and (positions := _positional(words)):
         words.insert(positions[0], "--job")
 

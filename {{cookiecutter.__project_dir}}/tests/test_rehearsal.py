@@ -1,4 +1,4 @@
-"""The whole play in the emulated cloud, once, and what its record proves."""
+"""Run the rehearsal once, and check its output and its record of all calls to AWS."""
 
 import copy
 import json
@@ -15,27 +15,35 @@ import pytest
 import settings
 from cluster.common import cluster_file
 from cluster.emulator import iam, sandbox
-from cluster.emulator.scenario import RECORD
+from cluster.emulator.scenario import RECORD_FILE
 
-pytestmark = pytest.mark.skipif(bool(sandbox.missing()), reason=sandbox.missing() or "it can run here")
+pytestmark = pytest.mark.skipif(bool(sandbox.unsupported_reason()), reason=sandbox.unsupported_reason() or "supported")
 HEAD, WORKER = "head", "worker"
 CANARY = f"canary-{secrets.token_hex(16)}"
 
 
 @pytest.fixture(scope="module")
-def played() -> tuple[str, dict[str, Any]]:
-    """What `inv rehearse` printed, and its record."""
-    RECORD.unlink(missing_ok=True)
+def rehearsal() -> tuple[str, dict[str, Any]]:
+    """Run `inv rehearse`, and return its output and its record."""
+    RECORD_FILE.unlink(missing_ok=True)
     mounts = Path("/proc/self/mounts").read_text()
-    with a_secret():
-        output = verb("rehearse")
+    with canary_secret():
+        done = subprocess.run(
+            [sys.executable, "-m", "invoke", "rehearse"],
+            cwd=settings.PROJECT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=3600,  # only against hangs: it usually takes minutes, and several times that on a busy machine
+        )
+    assert done.returncode == 0, done.stdout
     assert Path("/proc/self/mounts").read_text() == mounts, "a mount is left on this machine"
-    return output, json.loads(RECORD.read_text())
+    return done.stdout, json.loads(RECORD_FILE.read_text())
 
 
 @contextmanager
-def a_secret() -> Iterator[None]:
-    """The canary in .env, which then is again what it was."""
+def canary_secret() -> Iterator[None]:
+    """Add the canary to .env, and restore the file afterwards."""
     file = settings.PROJECT / ".env"
     before = file.read_text() if file.exists() else None
     file.touch(mode=0o600)
@@ -46,38 +54,24 @@ def a_secret() -> Iterator[None]:
         file.unlink() if before is None else file.write_text(before)
 
 
-def verb(*words: str) -> str:
-    """What a verb of this project printed; it has to end well."""
-    done = subprocess.run(
-        [sys.executable, "-m", "invoke", *words],
-        cwd=settings.PROJECT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=3600,  # for what hangs: minutes are usual, and a busy machine takes several times as long
-    )
-    assert done.returncode == 0, done.stdout
-    return done.stdout
-
-
 def launches(record: dict[str, Any]) -> dict[str, str]:
-    """Zone of each A100 machine that was launched, by its id."""
+    """Return the zone of each launched A100 machine, by its id."""
     return {one["id"]: one["zone"] for one in record["instances"] if one["type"].startswith("p4d")}
 
 
-def needs(record: dict[str, Any], role: str) -> list[iam.Need]:
-    """Every permission that a role used and had."""
-    asked = f"assumed-role/{cluster_file.load().slug}-{role}/"
-    calls = [call for call in record["calls"] if asked in call["caller"] and not call["refused"]]
-    return [iam.Need(**need) for call in calls for need in call["needs"]]
+def used_permissions(record: dict[str, Any], role: str) -> list[iam.Permission]:
+    """Return every permission that the role used successfully."""
+    caller = f"assumed-role/{cluster_file.load().slug}-{role}/"
+    calls = [call for call in record["calls"] if caller in call["caller"] and not call["error_code"]]
+    return [iam.Permission(**permission) for call in calls for permission in call["permissions"]]
 
 
 def statements(record: dict[str, Any], role: str) -> list[dict[str, Any]]:
     return record["policies"][f"{cluster_file.load().slug}-{role}"]
 
 
-def granted() -> list[Any]:
-    """Every action of stack.yaml's policies, for a test of each: all of them are the head's, some the worker's too."""
+def granted_actions() -> list[Any]:
+    """Return every action in stack.yaml's policies. The head's role has all of them, the worker's some."""
     text = (settings.PROJECT / "cluster" / "stack.yaml").read_text(encoding="utf-8")
     actions = sorted({word.strip('"') for word in text.replace("[", " ").replace("]", " ").replace(",", " ").split()})
     services = ("ec2:", "s3:", "ssm:", "iam:", "secretsmanager:", "pricing:")
@@ -85,75 +79,64 @@ def granted() -> list[Any]:
     return [action for action in actions if action.startswith(services) and action.rstrip(":") not in not_actions]
 
 
-def test_it_ends_with_nothing_left(played: tuple[str, dict[str, Any]]) -> None:
-    output, record = played
+def test_it_ends_with_nothing_left(rehearsal: tuple[str, dict[str, Any]]) -> None:
+    output, record = rehearsal
     assert "no process, mount or network is left" in output
     assert record["left"] == []
     assert {one["state"] for one in record["instances"]} == {"terminated"}
     assert not sandbox.is_running()
 
 
-def test_a_secret_travels_and_is_in_no_output_or_record(played: tuple[str, dict[str, Any]]) -> None:
-    output, record = played
+def test_workers_read_a_secret_that_is_in_no_output_or_record(rehearsal: tuple[str, dict[str, Any]]) -> None:
+    output, record = rehearsal
     assert any(call["action"] == "CreateSecret" and "HF_TOKEN" in str(call["parameters"]) for call in record["calls"])
-    assert any(need.action == "secretsmanager:GetSecretValue" for need in needs(record, WORKER))
+    assert any(one.action == "secretsmanager:GetSecretValue" for one in used_permissions(record, WORKER))
     assert CANARY not in output
-    assert CANARY not in RECORD.read_text()
+    assert CANARY not in RECORD_FILE.read_text()
 
 
-def test_it_tells_what_happened_when_and_what_aws_was_asked(played: tuple[str, dict[str, Any]]) -> None:
-    output, _ = played
-    for expected in (
-        "What happened when",
-        "p4d.24xlarge launched, spot",
-        "What AWS was asked",
-        "RunInstances",
-        "at most",
-    ):
+def test_it_prints_a_timeline_and_the_calls_to_aws(rehearsal: tuple[str, dict[str, Any]]) -> None:
+    output, _ = rehearsal
+    for expected in ("Timeline", "p4d.24xlarge launched, spot", "Calls to AWS", "RunInstances", "at most"):
         assert expected in output
 
 
-def test_the_gang_was_two_spot_machines_of_one_zone(played: tuple[str, dict[str, Any]]) -> None:
-    output, record = played
+def test_the_gang_was_two_spot_machines_of_one_zone(rehearsal: tuple[str, dict[str, Any]]) -> None:
+    output, record = rehearsal
     assert len(launches(record)) == 2
     assert len(set(launches(record).values())) == 1
     assert "ddp on 2 x cpu" in output
     assert "step 20/20" in output
 
 
-@pytest.mark.parametrize("action", granted())
-def test_each_permission_is_needed(played: tuple[str, dict[str, Any]], action: str) -> None:
-    """Without any single action, something that the play did would have been refused."""
-    _, record = played
+@pytest.mark.parametrize("action", granted_actions())
+def test_each_permission_is_needed(rehearsal: tuple[str, dict[str, Any]], action: str) -> None:
+    """Without this action, AWS would have rejected some call of the rehearsal."""
+    _, record = rehearsal
     without = [
-        statement | {"Action": [one for one in _listed(statement["Action"]) if one != action]}
+        statement | {"Action": [one for one in _as_list(statement["Action"]) if one != action]}
         for statement in copy.deepcopy(statements(record, HEAD))
     ]
-    used = needs(record, HEAD)
-    assert all(iam.is_allowed(statements(record, HEAD), need) for need in used)
-    assert not all(iam.is_allowed(without, need) for need in used)
+    used = used_permissions(record, HEAD)
+    assert all(iam.is_allowed(statements(record, HEAD), permission) for permission in used)
+    assert not all(iam.is_allowed(without, permission) for permission in used)
 
 
-def test_a_worker_cannot_do_what_the_autoscaler_does(played: tuple[str, dict[str, Any]]) -> None:
-    _, record = played
-    of_the_head = [need for need in needs(record, HEAD) if need.action.startswith(("ec2:", "iam:"))]
+def test_a_worker_cannot_do_what_the_autoscaler_does(rehearsal: tuple[str, dict[str, Any]]) -> None:
+    _, record = rehearsal
+    of_the_head = [one for one in used_permissions(record, HEAD) if one.action.startswith(("ec2:", "iam:"))]
     assert of_the_head
-    assert not any(iam.is_allowed(statements(record, WORKER), need) for need in of_the_head)
+    assert not any(iam.is_allowed(statements(record, WORKER), permission) for permission in of_the_head)
 
 
-def test_the_head_ends_only_what_carries_the_projects_tag(played: tuple[str, dict[str, Any]]) -> None:
-    _, record = played
-    ending = [need for need in needs(record, HEAD) if need.action == "ec2:TerminateInstances"]
-    assert ending
-    for need in ending:
-        stranger = iam.Need(need.action, need.resource, {"aws:ResourceTag/ray-project": "somebody-elses"})
-        assert not iam.is_allowed(statements(record, HEAD), stranger)
+def test_the_head_can_terminate_only_instances_with_the_projects_tag(rehearsal: tuple[str, dict[str, Any]]) -> None:
+    _, record = rehearsal
+    terminations = [one for one in used_permissions(record, HEAD) if one.action == "ec2:TerminateInstances"]
+    assert terminations
+    for one in terminations:
+        other_project = iam.Permission(one.action, one.resource, {"aws:ResourceTag/ray-project": "another"})
+        assert not iam.is_allowed(statements(record, HEAD), other_project)
 
 
-def test_faults_are_answered() -> None:
-    """Two rows of the drill; `inv drill` runs all."""
-    assert verb("drill", "--only", "no spot capacity in the first zone,head lost").count("✓") == 2
-
-
-def _listed(value: str | list[str]) -> list[str]:
+def _as_list(value: str | list[str]) -> list[str]:
     return [value] if isinstance(value, str) else value

@@ -47,7 +47,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import settings
 from cluster import bench, chat
-from cluster.emulator.drill.stage import slowness
+from cluster.emulator.waiting import slowdown
 from demo import assets as demo_assets
 from jobs import embed, generate, models
 from jobs.embed import EmbedOptions
@@ -220,7 +220,7 @@ def test_disconnected_clients_free_the_engine(served: ServeOptions, client: open
 
 LONG_ANSWER = {"model": "tiny", "max_tokens": 200, "ignore_eos": True}
 """With the maximum sequences of a key, this is work for many seconds."""
-# Seconds on an idle machine, to be multiplied by slowness()
+# Seconds on an idle machine, to be multiplied by slowdown()
 STOPS_WITHIN_S = 1
 REPLACED_WITHIN_S = 3  # without our check, Ray needs 30
 REFUSED_WITHIN_S = 3  # HAProxy waits one second before its second try
@@ -297,7 +297,7 @@ def test_a_disconnect_stops_the_engine(served: ServeOptions, kind: str) -> None:
     time.sleep(0.2)
     for connection in connections:
         connection.close()
-    wait_for_engine(False, STOPS_WITHIN_S * slowness())
+    wait_for_engine(False, STOPS_WITHIN_S * slowdown())
 
 
 @pytest.mark.parametrize("kind", BODIES)
@@ -306,7 +306,7 @@ def test_a_timeout_stops_the_engine(served: ServeOptions, kind: str) -> None:
     wait_for_engine(False, 60)
     headers = {"Authorization": f"Bearer {os.environ['SERVE_API_KEY']}"}
     request = LONG_ANSWER | body | ({"n": count} if count > 1 else {})
-    with limits(timeout_s=slowness()), ThreadPoolExecutor(1) as background:
+    with limits(timeout_s=slowdown()), ThreadPoolExecutor(1) as background:
         response = background.submit(requests.post, f"{served.url}/{path}", json=request, headers=headers, timeout=60)
         wait_for_engine(True, 60)
         if "streamed" in kind:
@@ -315,7 +315,7 @@ def test_a_timeout_stops_the_engine(served: ServeOptions, kind: str) -> None:
         else:
             answer = response.result()
             assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
-    wait_for_engine(False, STOPS_WITHIN_S * slowness())
+    wait_for_engine(False, STOPS_WITHIN_S * slowdown())
 
 
 @pytest.mark.parametrize("content", ["hi", LARGER_THAN_HAPROXY_BUFFER], ids=["small", "large"])
@@ -329,11 +329,11 @@ def test_slow_uploads_only_count_against_their_own_key(served: ServeOptions, con
         return requests.post(f"{served.url}/chat/completions", json=request, headers=headers, timeout=30).status_code
 
     def wait_until(wanted: int) -> None:
-        deadline = time.monotonic() + 20 * slowness()
+        deadline = time.monotonic() + 20 * slowdown()
         while status(os.environ["SERVE_API_KEY"]) != wanted:
             assert time.monotonic() < deadline
 
-    with contextlib.ExitStack() as slow, limits(body_timeout_s=10 * slowness()):
+    with contextlib.ExitStack() as slow, limits(body_timeout_s=10 * slowdown()):
         sent = [
             slow.enter_context(send(served, "chat/completions", body, missing=1))
             for _ in range(served.key_requests_at_once + 8)  # one may be refused because of a request below
@@ -360,7 +360,7 @@ def test_a_key_at_its_limit_is_told_when_to_retry(served: ServeOptions) -> None:
         answer = requests.post(f"{served.url}/{path}", json=LONG_ANSWER | body, headers=headers, timeout=30)
         assert (answer.status_code, answer.json()["error"]["code"]) == (429, "rate_limit_exceeded")
         assert int(answer.headers["Retry-After"]) >= 1
-    wait_for_engine(False, STOPS_WITHIN_S * slowness())
+    wait_for_engine(False, STOPS_WITHIN_S * slowdown())
 
 
 def test_a_connection_survives_a_request_that_is_too_large(served: ServeOptions) -> None:
@@ -1075,7 +1075,7 @@ def test_a_dead_engine_is_replaced_at_once(served: ServeOptions) -> None:
 
     This is the last test that needs an engine, because it does not wait until the new one has started.
     """
-    old, factor = replica()._actor_id, slowness()
+    old, factor = replica()._actor_id, slowdown()
     headers, url = {"Authorization": f"Bearer {os.environ['SERVE_API_KEY']}"}, f"{served.url}/chat/completions"
     one = {"model": "tiny", "messages": user("hi"), "max_tokens": 1}
     many = one | {"n": 32, "max_tokens": 150, "ignore_eos": True}  # the model now supports 200 tokens in total
@@ -1103,7 +1103,7 @@ def test_a_dead_engine_is_replaced_at_once(served: ServeOptions) -> None:
         killed_at = time.perf_counter()
         try:
             while not (found := [each for each in replicas() if each._actor_id != old]):
-                assert time.perf_counter() < killed_at + REPLACED_WITHIN_S * slowness()
+                assert time.perf_counter() < killed_at + REPLACED_WITHIN_S * slowdown()
                 time.sleep(0.05)
             time.sleep(1)
         finally:

@@ -57,7 +57,7 @@ def test_demand_that_no_node_can_meet_is_reported() -> None:
     assert "3" in printed(snapshot(load=fits)), "pending demands are shown, but are no problem"
 
 
-def test_a_failed_job_gives_its_code_and_its_last_words() -> None:
+def test_a_failed_job_is_reported_with_its_exit_code_and_last_line() -> None:
     job = JOB | {"status": "FAILED", "driver_exit_code": 1, "message": "Job failed:\nerror: there is no data\n"}
     (sentence,) = status.problems(snapshot(jobs=[job]))
     assert sentence == "job preprocess-1 failed with exit code 1: error: there is no data"

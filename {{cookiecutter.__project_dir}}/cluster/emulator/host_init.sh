@@ -1,7 +1,7 @@
 #!/bin/bash
-# PID 1 of an emulated instance. Starts in new namespaces (network, mount, PID, IPC, UTS), in a folder with `layers`
-# (overlay options), `hostname`, `hosts`, `authorized_keys` and perhaps `user-data`; ends up with that overlay as its
-# root, a network card named eth0 that the cloud plugs in, and sshd. It reaps orphans, as an init must.
+# PID 1 of a host. It starts in new namespaces (network, mount, PID, IPC, UTS), in a folder with the files `layers`
+# (overlay options), `shared`, `hostname`, `hosts`, `authorized_keys` and `user-data`. It mounts the overlay as its
+# root, waits until the cloud connects the network card eth0, starts sshd, and reaps orphans.
 set -eu
 folder=$1 private=$2 public=$3 gateway=$4
 root=$folder/root
@@ -23,7 +23,7 @@ mount -t devpts -o newinstance,ptmxmode=0666,mode=620,gid=5 devpts "$root/dev/pt
 ln -s pts/ptmx "$root/dev/ptmx"
 ln -s /proc/self/fd "$root/dev/fd"
 mount -t tmpfs -o mode=1777 tmpfs "$root/dev/shm"
-while read -r shared; do # what the hosts need and "/" does not hold: read-only
+while read -r shared; do # folders on other file systems than "/", read-only
     mkdir -p "$root$shared"
     mount --rbind -o ro "$shared" "$root$shared"
 done < "$folder/shared"
@@ -37,7 +37,7 @@ install -o 1500 -g 1500 -m 600 "$folder/authorized_keys" "$root/home/ubuntu/.ssh
 until ip link show eth0 > /dev/null 2>&1; do sleep 0.05; done
 ip link set lo up
 ip addr add "$private/16" dev eth0
-ip addr add "$public/32" dev eth0 # EC2 translates addresses; here the instance simply has both
+ip addr add "$public/32" dev eth0 # EC2 translates addresses; here the host has both
 ip link set eth0 up
 ip route add default via "$gateway"
 
@@ -46,7 +46,7 @@ cd "$root"
 pivot_root . .old
 umount -l /.old
 rmdir /.old
-trap 'exit 0' USR1 # the image's `shutdown` sends this; with PID 1, every process of the host ends
+trap 'exit 0' USR1 # the image's `shutdown` sends this; every process of the host ends with PID 1
 trap : TERM INT HUP
 set -a; . /etc/rehearsal-environment; set +a
 /usr/sbin/sshd -E /var/log/sshd.log

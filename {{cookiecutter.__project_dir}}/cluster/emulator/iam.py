@@ -1,7 +1,7 @@
-"""Who calls, and may they: signatures, and identity policies with their conditions.
+"""Authentication by signature, and authorization by identity policies.
 
-moto checks actions but no conditions; here the evaluation is whole for what this project's policies use. Not modelled:
-resource policies, permission boundaries, session policies and organisations.
+moto ignores conditions. This evaluates everything that the project's policies use. Not modelled: resource policies,
+permission boundaries, session policies and organizations.
 https://docs.aws.amazon.com/IAM/latest/UserGuide/reference_policies_evaluation-logic.html
 """
 
@@ -17,32 +17,32 @@ from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials
 from moto.iam.access_control import CreateAccessKeyFailure, create_access_key
 
-from cluster.emulator.instances import ACCOUNT
+from cluster.emulator.moto_instances import ACCOUNT
 
 
 @dataclass(frozen=True)
-class Need:
-    """One permission that a call needs; one call can need several."""
+class Permission:
+    """A permission that a call needs. One call can need several."""
 
     action: str
-    """Such as "ec2:RunInstances"."""
+    """For example "ec2:RunInstances"."""
     resource: str
-    """An ARN, or "*" for an action that knows no resources."""
+    """An ARN, or "*" for an action without resources."""
     context: Mapping[str, str]
-    """Condition keys with their values in this call."""
+    """Values of the condition keys in this call."""
 
 
 @dataclass(frozen=True)
 class Principal:
-    """Who signed a call."""
+    """The caller."""
 
     arn: str
     statements: list[dict[str, Any]]
-    """Of all its identity policies."""
+    """Statements of all its identity policies."""
 
 
 class AwsError(Exception):
-    """A call that AWS would refuse, with AWS's error code."""
+    """AWS's error for a call that it would reject."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -50,10 +50,10 @@ class AwsError(Exception):
 
 
 def authenticate(environ: Mapping[str, Any], body: bytes) -> Principal:
-    """The caller, proved by the request's signature.
+    """Check the request's signature and return the caller.
 
     Raises:
-        AwsError: unsigned, signed with a key that nobody has, or not by that key's owner.
+        AwsError: the request is not signed, the access key does not exist, or the signature is wrong.
     """
     authorization = environ.get("HTTP_AUTHORIZATION", "")
     if not authorization.startswith("AWS4-HMAC-SHA256 "):
@@ -74,55 +74,57 @@ def authenticate(environ: Mapping[str, Any], body: bytes) -> Principal:
     return Principal(key.arn, [one for policy in key.collect_policies() for one in _statements(policy)])
 
 
-def authorize(principal: Principal, needs: Iterable[Need]) -> None:
-    """Raise `AwsError` for the first need that the policies of the principal do not allow."""
-    for need in needs:
-        if not is_allowed(principal.statements, need):
+def authorize(principal: Principal, permissions: Iterable[Permission]) -> None:
+    """Raise `AwsError` for the first permission that the principal does not have."""
+    for permission in permissions:
+        if not is_allowed(principal.statements, permission):
             raise AwsError(
                 "AccessDenied",
-                f"User: {principal.arn} is not authorized to perform: {need.action} on resource: {need.resource} "
-                f"because no identity-based policy allows the {need.action} action",
+                f"User: {principal.arn} is not authorized to perform: {permission.action} on resource: "
+                f"{permission.resource} because no identity-based policy allows the {permission.action} action",
             )
 
 
-def is_allowed(statements: Iterable[dict[str, Any]], need: Need) -> bool:
-    """An explicit Deny wins; without an Allow there is none."""
-    effects = {statement["Effect"] for statement in statements if _applies(statement, need)}
+def is_allowed(statements: Iterable[dict[str, Any]], permission: Permission) -> bool:
+    """Return whether a statement allows the permission and none denies it."""
+    effects = {statement["Effect"] for statement in statements if _applies(statement, permission)}
     return "Allow" in effects and "Deny" not in effects
 
 
-def _applies(statement: dict[str, Any], need: Need) -> bool:
+def _applies(statement: dict[str, Any], permission: Permission) -> bool:
     return (
-        any(_like(need.action.lower(), pattern.lower()) for pattern in _listed(statement["Action"]))
-        and any(_like(need.resource, pattern) for pattern in _listed(statement["Resource"]))
+        any(_matches(permission.action.lower(), pattern.lower()) for pattern in _as_list(statement["Action"]))
+        and any(_matches(permission.resource, pattern) for pattern in _as_list(statement["Resource"]))
         and all(
-            _holds(operator, need.context.get(key), _listed(values))
+            _holds(operator, permission.context.get(key), _as_list(values))
             for operator, tests in statement.get("Condition", {}).items()
             for key, values in tests.items()
         )
     )
 
 
-def _holds(operator: str, value: str | None, wanted: list[str]) -> bool:
-    """One condition; a key that the call does not have fails it."""
+def _holds(operator: str, value: str | None, expected: list[str]) -> bool:
+    """Return whether a condition holds. A condition on a key that the call lacks does not hold."""
     if operator == "StringEquals":
-        return value in wanted
+        return value in expected
     if operator == "StringLike":
-        return value is not None and any(_like(value, pattern) for pattern in wanted)
-    raise NotImplementedError(f"the rehearsal does not know the condition operator {operator}; add it to iam.py")
+        return value is not None and any(_matches(value, pattern) for pattern in expected)
+    raise NotImplementedError(
+        f"the emulator does not implement the condition operator {operator}. Add it to cluster/emulator/iam.py."
+    )
 
 
-def _like(text: str, pattern: str) -> bool:
-    """IAM's wildcards are * and ?; brackets stand for themselves."""
+def _matches(text: str, pattern: str) -> bool:
+    """Match IAM's wildcards * and ?. Unlike in fnmatch, brackets are literal."""
     return fnmatch.fnmatchcase(text, pattern.replace("[", "[[]"))
 
 
-def _listed(value: str | list[str]) -> list[str]:
+def _as_list(value: str | list[str]) -> list[str]:
     return [value] if isinstance(value, str) else value
 
 
 def _statements(policy: Any) -> list[dict[str, Any]]:
-    """Of a policy as moto keeps it: a role's inline one as text, a user's in a mapping, a managed one as an object."""
+    """Return the statements of a policy. moto stores roles' as text, users' in a mapping, managed ones as objects."""
     if isinstance(policy, Mapping):
         policy = policy["policy_document"]
     if not isinstance(policy, str):
@@ -134,7 +136,7 @@ def _statements(policy: Any) -> list[dict[str, Any]]:
 def _signature(
     environ: Mapping[str, Any], body: bytes, fields: Mapping[str, str], scope: list[str], secret: str
 ) -> str:
-    """Return the signature that a client with this secret gives the request."""
+    """Return the request's signature by a client with this secret key."""
     _, region, service, _ = scope
     signer = (S3SigV4Auth if service == "s3" else SigV4Auth)(Credentials("", secret), service, region)
     headers = {name: environ[_variable(name)] for name in fields["SignedHeaders"].split(";")}
@@ -145,6 +147,6 @@ def _signature(
 
 
 def _variable(header: str) -> str:
-    """Name of a header in a WSGI environment."""
+    """Return the name of a header in a WSGI environment."""
     plain = header.upper().replace("-", "_")
     return plain if plain in ("CONTENT_TYPE", "CONTENT_LENGTH") else f"HTTP_{plain}"

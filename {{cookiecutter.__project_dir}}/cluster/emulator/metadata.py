@@ -1,6 +1,6 @@
-"""The instance metadata service (IMDSv2) of the emulated cloud: every host finds its own at 169.254.169.254.
+"""The instance metadata service (IMDSv2) of the emulated cloud, at 169.254.169.254.
 
-Not modelled: the hop limit, and that a token belongs to the instance that asked for it.
+Not modelled: the hop limit, and that a token is valid only for the instance that requested it.
 """
 
 import datetime
@@ -14,19 +14,19 @@ from moto.core.utils import unix_time
 from moto.sts.models import sts_backends
 
 from cluster.emulator.api import StartResponse
-from cluster.emulator.instances import ACCOUNT, Instance, running_at
+from cluster.emulator.moto_instances import ACCOUNT, MotoInstance, find_running
 
 META_DATA = "/latest/meta-data/"
 CREDENTIALS = META_DATA + "iam/security-credentials/"
 SESSION_S = 6 * 3600
 
 
-class Metadata:
+class MetadataService:
     """The WSGI application at 169.254.169.254."""
 
     def __init__(self) -> None:
         self.spot_notices: dict[str, datetime.datetime] = {}
-        """When each instance is taken back, by its id."""
+        """The end of each interrupted spot instance, by its id."""
         self._tokens: set[str] = set()
         self._sessions: dict[str, dict[str, str]] = {}
         self._lock = threading.Lock()
@@ -44,11 +44,11 @@ class Metadata:
             return "200 OK", token
         if environ.get("HTTP_X_AWS_EC2_METADATA_TOKEN") not in self._tokens:
             return "401 Unauthorized", "IMDSv2 is required"  # HttpTokens: required
-        instance = running_at(environ.get("REMOTE_ADDR", ""))
+        instance = find_running(environ.get("REMOTE_ADDR", ""))
         text = self._document(instance, path) if instance else None
         return ("404 Not Found", "") if text is None else ("200 OK", text)
 
-    def _document(self, instance: Instance, path: str) -> str | None:
+    def _document(self, instance: MotoInstance, path: str) -> str | None:
         role = instance.role
         if path == "/latest/dynamic/instance-identity/document":
             return json.dumps(
@@ -73,8 +73,8 @@ class Metadata:
             "placement/region": instance.region,
         }.get(path.removeprefix(META_DATA))
 
-    def _session(self, instance: Instance, role: str) -> dict[str, str]:
-        """Credentials of a real STS session of the instance's role, the same until they end."""
+    def _session(self, instance: MotoInstance, role: str) -> dict[str, str]:
+        """Return the credentials of the instance's STS session; create the session on first use."""
         with self._lock:
             if instance.id not in self._sessions:
                 assumed = sts_backends[ACCOUNT]["global"].assume_role(

@@ -1,4 +1,4 @@
-"""Download the hosts' packages into uv's cache, outside the cloud, because the hosts have no network."""
+"""Download the hosts' packages into uv's cache, because hosts have no network."""
 
 import re
 import shutil
@@ -7,28 +7,28 @@ from pathlib import Path
 
 import settings
 from cluster import environment
-from cluster.emulator import owner
+from cluster.emulator import die_with_parent
 
 PINS = settings.PROJECT / ".cluster" / "rehearsal-pins.txt"
 VENV = settings.PROJECT / ".cluster" / "rehearsal-venv"
 
 
 def fill_cache() -> Path:
-    """Fill uv's cache with the packages that the hosts install, and return their pins.
+    """Fill uv's cache with the packages that hosts install, and return the file with their pins.
 
-    If uv fails, exit; uv has printed the reason.
+    Exits if uv fails; uv has printed the reason.
     """
     PINS.write_text(_cpu_pins())
-    with owner.start("cluster.emulator.packages") as filling:
-        if code := filling.wait():
+    with die_with_parent.start("cluster.emulator.packages") as process:
+        if code := process.wait():
             sys.exit(code)
     return PINS
 
 
 def _cpu_pins() -> str:
-    """Return this machine's pins without vLLM's CPU build, a gigabyte that no host needs.
+    """Return this machine's pins without vLLM's CPU build, a gigabyte that hosts do not need.
 
-    They stand in for requirements/cluster.txt, whose CUDA packages need a network and a GPU.
+    Hosts install them instead of requirements/cluster.txt, which needs CUDA.
     """
     lines = environment.PINS.read_text(encoding="utf-8").splitlines(keepends=True)
     return "".join(line for line in lines if not re.search(r"\bvllm", line))

@@ -1,7 +1,7 @@
-"""Starts the emulated cloud in namespaces of its own, runs commands inside, and ends it.
+"""Starts the emulated cloud in separate namespaces, runs commands inside, and stops it.
 
-The cloud's first process holds everything: its network, its mounts, its hosts. When that one ends, killed or not, the
-kernel ends them all, so that nothing can be left on this machine.
+Network, mounts and hosts belong to the cloud's first process. When that process ends, the kernel removes them all, so
+nothing remains on this machine.
 """
 
 import json
@@ -19,14 +19,13 @@ import psutil
 import settings
 from cluster import environment
 from cluster.common import cluster_file
-from cluster.emulator import image, owner, packages
-from cluster.emulator.addresses import CALLER_ADDRESS_PORT, ENDPOINT
+from cluster.emulator import die_with_parent, host_image, packages
+from cluster.emulator.addresses import CHECK_IP_PORT, ENDPOINT
 
-STATE = settings.PROJECT / ".cluster"
-FILE = STATE / "rehearsal.json"
-LOG = STATE / "rehearsal.log"
+STATE_FILE = settings.PROJECT / ".cluster" / "rehearsal.json"
+LOG = STATE_FILE.with_suffix(".log")
 START_TIMEOUT_S = 180  # usually seconds; a cloud that fails is detected at once
-# The programs that the rehearsal needs, and the Debian package of each.
+# The Debian package of each program that the emulator needs.
 PROGRAMS = {
     "ssh": "openssh-client",
     "sshd": "openssh-server",
@@ -36,41 +35,41 @@ PROGRAMS = {
     "unshare": "util-linux",
     "nsenter": "util-linux",
 }
-# Runs before the cloud, in its mount namespace: gives it a /tmp of its own, in which what it needs stays visible.
+# Runs first, in the cloud's mount namespace: replaces /tmp with a private one, and mounts the folders in VISIBLE there.
 PREPARE = """
 set -eu
 mount --make-rprivate /
-mount -t tmpfs -o mode=1777 tmpfs /mnt # only until it moves; no folder is made on this machine
-while read -r kept; do
-    mkdir -p "/mnt/${kept#/tmp/}"
-    mount --rbind "$kept" "/mnt/${kept#/tmp/}"
-done < <(printf %s "$KEPT")
+mount -t tmpfs -o mode=1777 tmpfs /mnt # until it is moved to /tmp
+while read -r folder; do
+    mkdir -p "/mnt/${folder#/tmp/}"
+    mount --rbind "$folder" "/mnt/${folder#/tmp/}"
+done < <(printf %s "$VISIBLE")
 mount --move /mnt /tmp
 exec "$@"
 """
 
 
 def is_inside() -> bool:
-    """Whether this process runs in the cloud's namespaces."""
+    """Return whether this process runs inside the cloud."""
     return cluster_file.REHEARSAL in os.environ
 
 
 def is_running() -> bool:
-    """Whether there is a cloud to enter."""
+    """Return whether a cloud runs."""
     return _process() is not None
 
 
-def missing() -> str:
-    """What keeps this machine from rehearsing, and what to type; empty when nothing does."""
+def unsupported_reason() -> str:
+    """Return why the emulator cannot run on this machine, and what to do; empty if it can."""
     if sys.platform != "linux":
-        return "the rehearsal needs Linux; on this system use the other targets."
-    if packages := _missing_packages():
+        return "the emulated AWS needs Linux. On this system, use another --target."
+    if missing := _missing_packages():
         sudo = "" if os.geteuid() == 0 else "sudo "
-        return f"the rehearsal needs programs that are not installed. Run: {sudo}apt-get install {' '.join(packages)}"
+        return f"the emulated AWS needs programs that are not installed. Run: {sudo}apt-get install {' '.join(missing)}"
     if os.geteuid() != 0:
-        return "the rehearsal needs root, for namespaces and mounts; run the verb again with sudo."
-    if (cache := image.uv_cache()).is_relative_to("/tmp"):
-        return f"hosts have a /tmp of their own, and uv's cache, {cache}, is there; set UV_CACHE_DIR to another folder."
+        return "the emulated AWS needs root, for namespaces and mounts. Run the verb with sudo."
+    if (cache := host_image.uv_cache()).is_relative_to("/tmp"):
+        return f"uv's cache, {cache}, is in /tmp, which emulated hosts cannot see. Set UV_CACHE_DIR to another folder."
     return ""
 
 
@@ -80,11 +79,11 @@ def _missing_packages() -> list[str]:
 
 
 def _install_programs() -> None:
-    """Install missing programs if this process is root and has apt-get. Otherwise `missing` says what to run."""
+    """Install missing programs if this process is root and has apt-get. If not, `unsupported_reason` tells the user."""
     needed = _missing_packages()
     if not needed or os.geteuid() != 0 or not shutil.which("apt-get"):
         return
-    print(f"installing {' '.join(needed)} for the rehearsal", flush=True)
+    print(f"installing {' '.join(needed)} for the emulated AWS", flush=True)
     quiet: dict[str, Any] = {"env": os.environ | {"DEBIAN_FRONTEND": "noninteractive"}, "stdout": subprocess.DEVNULL}
     subprocess.run(["apt-get", "update", "-qq"], **quiet)
     if subprocess.run(["apt-get", "install", "--yes", "-qq", "--no-install-recommends", *needed], **quiet).returncode:
@@ -103,97 +102,99 @@ def start(region: str) -> None:
         settings.UserError: the cloud cannot start.
     """
     if not _process():
-        owner.release(_start(region))
+        die_with_parent.detach(_start(region))
 
 
 def _start(region: str) -> subprocess.Popen:
-    """Start a cloud that ends with this process. Return its outermost process once the cloud is ready."""
+    """Start a cloud that ends with this process. Return its outermost process when the cloud is ready."""
     _install_programs()
-    if reason := missing():
+    if reason := unsupported_reason():
         raise settings.UserError(reason)
-    STATE.mkdir(exist_ok=True)
+    STATE_FILE.parent.mkdir(exist_ok=True)
     pins = packages.fill_cache()
     needed = [settings.PROJECT, Path(sys.base_prefix), Path(sys.prefix), Path(environment.find_uv()).parent]
-    kept = "".join(f"{path}\n" for path in needed if path.is_relative_to("/tmp"))
+    needed += [Path(folder) for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    visible = "".join(f"{path}\n" for path in needed if path.is_relative_to("/tmp") and path.is_dir())
     namespaces = ("unshare", "--net", "--mount", "--pid", "--ipc", "--uts", "--fork", "--kill-child", "--mount-proc")
     with LOG.open("w") as log:
-        outer = owner.start(
+        outer = die_with_parent.start(
             "cluster.emulator.cloud",
             region,
             str(pins),
             prefix=(*namespaces, "bash", "-c", PREPARE, "bash"),
-            env=os.environ | {"KEPT": kept},
+            env=os.environ | {"VISIBLE": visible},
             stdout=log,
             stderr=log,
         )
-    FILE.write_text(json.dumps({"pid": outer.pid, "created": psutil.Process(outer.pid).create_time()}))
+    STATE_FILE.write_text(json.dumps({"pid": outer.pid, "created": psutil.Process(outer.pid).create_time()}))
     _wait_until_ready()
     return outer
 
 
 def run(command: Sequence[str]) -> int:
-    """Run `command` inside the cloud's network and mounts, as its administrator's laptop; returns its exit code."""
+    """Run `command` inside the cloud, as on the administrator's laptop, and return its exit code."""
     process = _process()
     if process is None:
-        raise settings.UserError("no rehearsal runs; start one with: inv up --target rehearsal")
+        raise settings.UserError("no emulated AWS is running. Run: inv up --target rehearsal")
     variables = {name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "RAY_"))}
     variables |= {
         cluster_file.REHEARSAL: "1",
         "HOME": "/tmp/home",
-        "CALLER_ADDRESS_URL": f"{ENDPOINT}:{CALLER_ADDRESS_PORT}",
+        "CALLER_ADDRESS_URL": f"{ENDPOINT}:{CHECK_IP_PORT}",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
     }
-    # the terminal's signals are for the command: nsenter must outlive it, because only nsenter can reap it
-    enter = ["env", "--ignore-signal=INT,QUIT,HUP,TERM", "nsenter", "--target", str(_first(process).pid)]
+    # nsenter ignores the terminal's signals, but the command does not: only nsenter can reap it
+    enter = ["env", "--ignore-signal=INT,QUIT,HUP,TERM", "nsenter", "--target", str(_first_process(process).pid)]
     enter += ["--net", "--mount", "--pid", f"--wdns={settings.PROJECT}", "env", "--default-signal=INT,QUIT,HUP,TERM"]
     child = subprocess.Popen([*enter, *command], env=variables)
     while True:
         try:
             return child.wait()
         except KeyboardInterrupt:
-            continue  # the terminal sent it to the child too, which decides what it means
+            continue  # the terminal sent it to the child too, which handles it
 
 
-def run_in_fresh_cloud(module: str, *arguments: str) -> list[str]:
-    """Run a module of this project in a cloud of its own, which then ends; returns what is left of it, in words.
+def run_in_fresh_cloud(module: str, *arguments: str) -> None:
+    """Run a module in a new cloud, then stop the cloud. Exit with the module's exit code if that is not 0.
 
-    Ends this process with the module's exit code where that is not 0.
+    Raises:
+        settings.UserError: the cloud cannot start, or something of it remains.
     """
     if is_running():
-        print("ending the rehearsal that is up")
-        end()
+        print("stopping the emulated AWS that is running")
+        stop()
     started = time.monotonic()
     with _start(cluster_file.load().region):
-        print(f"an empty cloud is up after {time.monotonic() - started:.0f} s", flush=True)
+        print(f"an empty emulated AWS is up after {time.monotonic() - started:.0f} s", flush=True)
         code = run([sys.executable, "-m", module, *arguments])
-        left = end()
+        left = stop()
     if code:
         sys.exit(code)
-    if not left:
-        print(f"from nothing to nothing in {time.monotonic() - started:.0f} s: no process, mount or network is left")
-    return left
+    if left:
+        raise settings.UserError(f"still there: {', '.join(left)}. Run: inv down --target rehearsal")
+    print(f"done in {time.monotonic() - started:.0f} s: no process, mount or network is left")
 
 
-def end() -> list[str]:
-    """End the cloud and all that runs in it; returns what is left, in words."""
+def stop() -> list[str]:
+    """Stop the cloud with everything in it, and return a description of anything that remains."""
     if process := _process():
-        first = _first(process)
+        first = _first_process(process)
         network = _network(first.pid)
         process.kill()
         psutil.wait_procs([process, first], timeout=10)
         if left := [one for one in psutil.pids() if _network(one) == network]:
             return [f"process {one} of the emulated cloud" for one in left]
-    FILE.unlink(missing_ok=True)
+    STATE_FILE.unlink(missing_ok=True)
     packages.PINS.unlink(missing_ok=True)
     return []
 
 
 def _process() -> psutil.Process | None:
-    """The process that holds the cloud; None when it does not run."""
-    if not FILE.is_file():
+    """Return the cloud's outermost process; None if no cloud runs."""
+    if not STATE_FILE.is_file():
         return None
-    state = json.loads(FILE.read_text())
+    state = json.loads(STATE_FILE.read_text())
     try:
         process = psutil.Process(state["pid"])
         alive = process.create_time() == state["created"] and process.status() != psutil.STATUS_ZOMBIE
@@ -202,13 +203,13 @@ def _process() -> psutil.Process | None:
     return process if alive else None
 
 
-def _first(outer: psutil.Process) -> psutil.Process:
-    """The cloud itself, which is process 1 of its namespaces."""
+def _first_process(outer: psutil.Process) -> psutil.Process:
+    """Return process 1 of the cloud's namespaces."""
     return outer.children()[0]
 
 
 def _network(pid: int) -> str:
-    """Which network a process is in; nothing is the answer for one that has ended."""
+    """Return an id of the process's network namespace; an id that matches nothing if the process has ended."""
     try:
         return os.readlink(f"/proc/{pid}/ns/net")
     except OSError:
@@ -218,11 +219,11 @@ def _network(pid: int) -> str:
 def _wait_until_ready() -> None:
     started = time.monotonic()
     while process := _process():
-        if process.children() and Path("/proc", str(_first(process).pid), "root", "tmp/ready").exists():
+        if process.children() and Path("/proc", str(_first_process(process).pid), "root", "tmp/ready").exists():
             return
         if time.monotonic() - started > START_TIMEOUT_S:
             break
         time.sleep(0.1)
-    end()
-    words = [line for line in LOG.read_text(errors="replace").splitlines() if line.strip()] or ["it said nothing"]
-    raise settings.UserError(f"the emulated cloud did not start ({words[-1]}): read {LOG}, then try again")
+    stop()
+    lines = [line for line in LOG.read_text(errors="replace").splitlines() if line.strip()] or ["its log is empty"]
+    raise settings.UserError(f"the emulated AWS did not start ({lines[-1]}). Read {LOG}, then try again.")

@@ -1,7 +1,7 @@
-"""`inv rehearse`: the whole life of a cluster on AWS, inside the emulated cloud, as a timeline.
+"""`inv rehearse`: the whole life of a cluster on AWS, inside the emulated cloud, with a timeline.
 
-The cluster runs cluster.yaml as it stands. One thing differs while it runs: when the work is done, the head is told a
-shorter idle timeout, so that nobody waits five minutes to see workers leave.
+The cluster uses cluster.yaml unchanged. After the training, the head's idle timeout is shortened, so that workers leave
+within seconds instead of minutes.
 """
 
 import json
@@ -29,16 +29,17 @@ from cluster.aws.target import Aws
 from cluster.common import bucket, cluster_file, instances
 from cluster.common.cluster_file import ClusterFile
 from cluster.emulator.addresses import CONTROL_PORT
+from cluster.emulator.waiting import wait_for
 from demo import assets
 
-CONTROL = f"http://127.0.0.1:{CONTROL_PORT}"
-RECORD = settings.PROJECT / "results" / "rehearsal.json"
+CONTROL_URL = f"http://127.0.0.1:{CONTROL_PORT}"
+RECORD_FILE = settings.PROJECT / "results" / "rehearsal.json"
 WORKERS = 2
 IDLE_TIMEOUT_MINUTES = 0.2
 TRAINING = [
     *("--model", "models/tiny", "--name", "rehearsal", "--fresh"),
-    *("--num-workers", str(WORKERS), "--cpus-per-worker", "60"),  # of 96: one worker a machine, as a gang has it
-    *("--device", "cpu", "--precision", "fp32"),  # the emulated GPUs are a number in Ray's books
+    *("--num-workers", str(WORKERS), "--cpus-per-worker", "60"),  # of 96, so that each worker needs its own machine
+    *("--device", "cpu", "--precision", "fp32"),  # Ray only counts the emulated GPUs
     *("--steps", "20", "--warmup-steps", "5", "--learning-rate", "3e-3", "--checkpoint-every", "10"),
     *("--keep-checkpoints", "1"),
     *("--global-batch-rows", "16", "--micro-batch-rows", "8"),
@@ -46,13 +47,13 @@ TRAINING = [
 CONSOLE = Console(highlight=False)
 
 
-def play() -> None:
-    """The play inside the cloud.
+def run() -> None:
+    """Run the scenario inside the cloud.
 
     Raises:
-        settings.UserError: a step failed, or something is left at the end.
+        settings.UserError: a step failed, or something remains after `down`.
     """
-    file, target, began = cluster_file.load(), Aws(), time.time()
+    file, target, started = cluster_file.load(), Aws(), time.time()
     with ThreadPoolExecutor(1) as background:
         with _step("prepare: roles, security group, launch templates, bucket, key pair"):
             target.prepare()
@@ -60,23 +61,21 @@ def play() -> None:
         with _step("up: the real `ray up`"):
             target.up(yes=True)
         uploading.result()
-    with _step(f"a fine-tuning on {WORKERS} A100 machines, which come for it"):
+    with _step(f"fine-tune on {WORKERS} A100 machines, which the autoscaler starts"):
         connection = target.connect()
         job = submission.submit(connection, "finetune_ddp", TRAINING)
         if submission.follow(connection, job):
-            raise settings.UserError(
-                f"{job} failed for the reason above; cluster.yaml or the job is not ready for AWS."
-            )
+            raise settings.UserError(f"{job} failed; its log is above. Fix the job or cluster.yaml before you use AWS.")
     with _step("idle machines leave"):
         shorten_idle_timeout(file)
-        _wait_until_alone(file)
+        wait_for(lambda: len(instances.living(file)) == 1, 120, "the idle workers to leave")
     policies = _policies(file)
-    with _step("down: everything of this project ends"):
+    with _step("down: delete everything of this project"):
         left = target.down()
-    seen = state()
-    _show_timeline(seen["events"], seen["instances"], began)
-    _show_calls(seen["calls"])
-    _save(seen | {"policies": policies, "left": left})
+    state = cloud_state()
+    _show_timeline(state["events"], state["instances"], started)
+    _show_calls(state["calls"])
+    _save(state | {"policies": policies, "left": left})
     if left:
         raise settings.UserError(f"still there after down: {', '.join(left)}")
 
@@ -90,7 +89,7 @@ def _step(title: str) -> Iterator[None]:
 
 
 def upload_assets(file: ClusterFile) -> None:
-    """A tiny model and packed rows for it, where the cluster reads them."""
+    """Upload a tiny model, and rows packed for it, to the bucket."""
     client, name = file.client("s3"), bucket.name(file)
     with tempfile.TemporaryDirectory() as folder:
         rows, model, packed = f"{folder}/rows", f"{folder}/models/tiny", f"{folder}/data/packed"
@@ -112,26 +111,19 @@ def upload_assets(file: ClusterFile) -> None:
 
 
 def shorten_idle_timeout(file: ClusterFile) -> None:
-    """The autoscaler reads this file anew in each of its loops."""
+    """Shorten the idle timeout on the head. The autoscaler reads this file again in each of its loops."""
     edit = f's/"idle_timeout_minutes": [0-9.]+/"idle_timeout_minutes": {IDLE_TIMEOUT_MINUTES}/'
     ssh.find_head(file).run(f"sed -i -E '{edit}' ~/ray_bootstrap_config.yaml")
 
 
-def _wait_until_alone(file: ClusterFile, patience_s: float = 120) -> None:
-    started = time.monotonic()
-    while len(instances.living(file)) > 1:
-        if time.monotonic() - started > patience_s:
-            raise settings.UserError(f"workers were idle for {patience_s:.0f} s and did not leave.")
-        time.sleep(1)
-
-
-def state() -> dict[str, Any]:
-    with urllib.request.urlopen(CONTROL) as answer:
+def cloud_state() -> dict[str, Any]:
+    """Return the cloud's instances, events, calls and faults (see cloud.ControlApi)."""
+    with urllib.request.urlopen(CONTROL_URL) as answer:
         return json.load(answer)
 
 
 def _policies(file: ClusterFile) -> dict[str, list[dict[str, Any]]]:
-    """The statements of each role, with every name that the stack filled in."""
+    """Return the policy statements of each role, with the stack's parameters filled in."""
     iam = file.client("iam")
     statements: dict[str, list[dict[str, Any]]] = {}
     for role in (f"{file.slug}-head", f"{file.slug}-worker"):
@@ -142,34 +134,34 @@ def _policies(file: ClusterFile) -> dict[str, list[dict[str, Any]]]:
 
 
 def _save(record: dict[str, Any]) -> None:
-    """For who wants to look closer: every call with its caller and the permissions that it took."""
-    RECORD.parent.mkdir(exist_ok=True)
-    RECORD.write_text(json.dumps(record, indent=1))
-    CONSOLE.print(f"every call: {RECORD.relative_to(settings.PROJECT)}")
+    """Save the record: every call with its caller and the permissions that it needed."""
+    RECORD_FILE.parent.mkdir(exist_ok=True)
+    RECORD_FILE.write_text(json.dumps(record, indent=1))
+    CONSOLE.print(f"record of all calls: {RECORD_FILE.relative_to(settings.PROJECT)}")
 
 
-def _show_timeline(events: list[dict[str, Any]], instances: list[dict[str, Any]], began: float) -> None:
-    table = Table(title="What happened when", title_justify="left", title_style="bold", box=None, pad_edge=False)
-    for column in ("at", "machine", "what"):
+def _show_timeline(events: list[dict[str, Any]], instances: list[dict[str, Any]], started: float) -> None:
+    table = Table(title="Timeline", title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for column in ("at", "machine", "event"):
         table.add_column(column, header_style="dim", justify="right" if column == "at" else "left")
     names = {one["id"]: one["tags"].get("ray-user-node-type", "") for one in instances}
     for event in sorted(events, key=lambda event: event["at"]):
-        table.add_row(f"{event['at'] - began:.0f} s", names.get(event["instance"], ""), event["what"])
+        table.add_row(f"{event['at'] - started:.0f} s", names.get(event["instance"], ""), event["what"])
     CONSOLE.print("\n", table)
 
 
 def _show_calls(calls: list[dict[str, Any]]) -> None:
-    """What AWS was asked, and by whom."""
-    table = Table(title="What AWS was asked", title_justify="left", title_style="bold", box=None, pad_edge=False)
-    for column in ("by", "service", "calls"):
+    """Show the calls to AWS by caller and service."""
+    table = Table(title="Calls to AWS", title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for column in ("caller", "service", "calls"):
         table.add_column(column, header_style="dim", overflow="fold")
-    asked: dict[tuple[str, str], Counter[str]] = {}
+    counts: dict[tuple[str, str], Counter[str]] = {}
     for call in calls:
-        caller = re.sub(r"/i-\w+$", "", call["caller"].rpartition(":")[2]) or "nobody known"
+        caller = re.sub(r"/i-\w+$", "", call["caller"].rpartition(":")[2]) or "unknown"
         action = call["action"].partition(" ")[0] if call["service"] == "s3" else call["action"]
-        refused = f" ({call['refused']})" if call["refused"] else ""
-        asked.setdefault((caller, call["service"]), Counter())[action + refused] += 1
-    for (caller, service), actions in sorted(asked.items()):
+        error = f" ({call['error_code']})" if call["error_code"] else ""
+        counts.setdefault((caller, call["service"]), Counter())[action + error] += 1
+    for (caller, service), actions in sorted(counts.items()):
         listed = ", ".join(f"{action} ×{count}" if count > 1 else action for action, count in sorted(actions.items()))
         table.add_row(caller, service, listed)
     CONSOLE.print(table)
@@ -177,6 +169,6 @@ def _show_calls(calls: list[dict[str, Any]]) -> None:
 
 if __name__ == "__main__":
     try:
-        play()
-    except settings.UserError as refusal:
-        sys.exit(f"error: {refusal}")
+        run()
+    except settings.UserError as error:
+        sys.exit(f"error: {error}")

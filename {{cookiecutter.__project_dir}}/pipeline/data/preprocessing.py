@@ -6,7 +6,6 @@ from functools import partial
 
 import ray
 from ray.data import DataContext
-from ray.data._internal.execution.operators.shuffle_operators.disk_shuffle_runtime import ShuffleDiskError
 from ray.exceptions import RayTaskError
 
 import settings
@@ -16,6 +15,7 @@ from pipeline.data.row_sources import RowSource
 from pipeline.data.shards import PartitionSummary, ShardPlan
 from pipeline.data.tokenization import DocumentTokenizer
 from pipeline.ray_support import ray_data
+from pipeline.ray_support.private.data import ShuffleDiskError
 from pipeline.ray_support.progress import Progress, time_left
 from settings import UserError
 

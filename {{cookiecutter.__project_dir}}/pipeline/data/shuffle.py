@@ -3,7 +3,8 @@
 import hashlib
 
 import pyarrow as pa
-from ray.data._internal.arrow_ops.transform_pyarrow import hash_partition
+
+from pipeline.ray_support.private import data as private_data
 
 
 def group_values(partitions: int) -> pa.Array:
@@ -17,7 +18,7 @@ def group_values(partitions: int) -> pa.Array:
     while len(tables) < partitions:
         candidates *= 4
         values = pa.table({"group": pa.array(range(candidates), pa.int32())})
-        tables = hash_partition(values, hash_cols=["group"], num_partitions=partitions)
+        tables = private_data.partition(values, "group", partitions)
     return pa.array([tables[task]["group"][0].as_py() for task in range(partitions)], pa.int32())
 
 

@@ -6,13 +6,14 @@ import socket
 import ray
 from ray import serve
 
+from pipeline.ray_support.private import serve as private_serve
 from pipeline.serving.options import ServeOptions
 from settings import UserError
 
 
 def current_address() -> tuple[str, int] | None:
     """Return the host and port on which the cluster's Serve listens, or None. Serve has no public call for it."""
-    running = serve.context._get_global_client(raise_if_no_controller_running=False)
+    running = private_serve.client()
     return running and (running.http_config.host, running.http_config.port)
 
 

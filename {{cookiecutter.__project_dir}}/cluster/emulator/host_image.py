@@ -1,7 +1,7 @@
-"""The image that emulated instances start from: this machine's own root below one small layer of differences.
+"""The image that hosts boot from: this machine's root file system, with one small overlay layer on top.
 
-What the layer holds is all that sets an emulated instance apart from one of AWS: the user `ubuntu`, an sshd, where the
-cloud's endpoint is, and packages from this machine's cache in the place of the network.
+The layer adds the user `ubuntu`, an sshd, the address of the cloud's endpoint, and settings that install packages from
+this machine's cache, because hosts have no network.
 """
 
 import os
@@ -29,20 +29,18 @@ Subsystem sftp internal-sftp
 """
 CURL = """\
 #!/bin/bash
-# curl, but uv's installer is answered here: it installs the uv of this machine, as there is no network.
+# curl, except for uv's installer: there is no network, so this installs the uv of this machine.
 case "$*" in
     *https://astral.sh/uv/*/install.sh*) echo 'mkdir -p ~/.local/bin && cp /opt/rehearsal/uv ~/.local/bin/uv' ;;
     *) exec /usr/bin/curl "$@" ;;
 esac
 """
-SHUTDOWN = (
-    "#!/bin/sh\n# ends this emulated instance; EC2 would then terminate it as its settings say\nexec kill -USR1 1\n"
-)
+SHUTDOWN = "#!/bin/sh\n# ends this host; the cloud then terminates the instance\nexec kill -USR1 1\n"
 
 
 def build(layer: Path, endpoint: str) -> None:
-    """Write the layer to `layer`, an empty folder on a file system that an overlay may stack."""
-    quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # torch warns of each host that no DNS knows
+    """Write the layer to the empty folder `layer`, on a file system that overlayfs accepts as a lower layer."""
+    quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # torch warns about each host without DNS
     variables = {cluster_file.REHEARSAL: "1", "AWS_ENDPOINT_URL": endpoint, **quiet, **_package_variables()}
     _write(layer / "etc/ssh/sshd_config", SSHD_CONFIG + _set_env(variables))
     _write(layer / "etc/rehearsal-environment", "".join(f"{name}='{value}'\n" for name, value in variables.items()))
@@ -50,7 +48,7 @@ def build(layer: Path, endpoint: str) -> None:
     _write(layer / "usr/local/bin/curl", CURL, 0o755)
     _write(layer / "usr/local/sbin/shutdown", SHUTDOWN, 0o755)
     _write(layer / "opt/rehearsal/uv", Path(environment.find_uv()).read_bytes(), 0o755)
-    # a script and no link: by a link, Python would look for its library beside the link
+    # a script, not a link: through a link, Python would search for its library next to the link
     name = f"python{sys.version_info.major}.{sys.version_info.minor}"
     _write(layer / "usr/local/bin" / name, f'#!/bin/sh\nexec {sys.base_prefix}/bin/{name} "$@"\n', 0o755)
     subprocess.run(
@@ -61,33 +59,33 @@ def build(layer: Path, endpoint: str) -> None:
 
 
 def lower_layers(layer: Path, scratch: Path) -> str:
-    """The overlay's `lowerdir`: the image, what makes uv's cache writable in it, and this machine's root."""
+    """Return the overlay's `lowerdir`: the image, a layer that makes uv's cache writable, and this machine's root."""
     cache = uv_cache()
-    opened = scratch / "cache"
+    overlay = scratch / "cache"
     for name in ("upper", "work", "root"):
-        (opened / name).mkdir(parents=True)
-    options = f"lowerdir=/,upperdir={opened / 'upper'},workdir={opened / 'work'}"
-    subprocess.run(["mount", "-t", "overlay", "overlay", "-o", options, opened / "root"], check=True)
-    # uv writes locks beside what it caches; it is the folders and those locks that another user must be able to write
-    written = ["(", "-type", "d", "-o", "-name", ".*", "-o", "-name", "*.lock", ")"]
-    subprocess.run(["find", f"{opened / 'root'}{cache}", *written, "-exec", "chmod", "a+rwX", "{}", "+"], check=True)
-    _open_parents(opened / "root", cache)
-    subprocess.run(["umount", opened / "root"], check=True)
-    return f"{layer}:{opened / 'upper'}:/"
+        (overlay / name).mkdir(parents=True)
+    options = f"lowerdir=/,upperdir={overlay / 'upper'},workdir={overlay / 'work'}"
+    subprocess.run(["mount", "-t", "overlay", "overlay", "-o", options, overlay / "root"], check=True)
+    # uv keeps lock files in its cache: another user must be able to write these and the folders
+    writable = ["(", "-type", "d", "-o", "-name", ".*", "-o", "-name", "*.lock", ")"]
+    subprocess.run(["find", f"{overlay / 'root'}{cache}", *writable, "-exec", "chmod", "a+rwX", "{}", "+"], check=True)
+    _open_parents(overlay / "root", cache)
+    subprocess.run(["umount", overlay / "root"], check=True)
+    return f"{layer}:{overlay / 'upper'}:/"
 
 
 def shared_paths() -> list[str]:
-    """Folders that hosts read and that are not on the file system of `/`, which is all that an overlay shows of it."""
+    """Return folders that hosts need and that are on other file systems than `/`: an overlay shows only that one."""
     paths = [Path(sys.base_prefix), uv_cache(), *map(Path, _local_package_folders())]
     return [str(path) for path in paths if path.exists() and path.stat().st_dev != Path("/").stat().st_dev]
 
 
 def _package_variables() -> dict[str, str]:
-    """What makes uv on a host take packages from this machine's cache, by the settings that filled it."""
+    """Return variables that make uv on a host use this machine's cache, with the settings that filled it."""
     _, sources = environment.package_sources(environment.pip_settings())
-    asked = {name: os.environ[name] for name in UV_SETTINGS if name in os.environ}
+    user_settings = {name: os.environ[name] for name in UV_SETTINGS if name in os.environ}
     return {
-        **asked,
+        **user_settings,
         **sources,
         "UV_OFFLINE": "1",
         "UV_CACHE_DIR": str(uv_cache()),
@@ -102,9 +100,9 @@ def _local_package_folders() -> list[str]:
 
 
 def uv_cache() -> Path:
-    """Where this machine keeps packages, and hosts take them from."""
-    asked = subprocess.run([environment.find_uv(), "cache", "dir"], check=True, capture_output=True, text=True)
-    return Path(asked.stdout.strip())
+    """Return uv's cache on this machine, from which hosts install packages."""
+    listing = subprocess.run([environment.find_uv(), "cache", "dir"], check=True, capture_output=True, text=True)
+    return Path(listing.stdout.strip())
 
 
 def _set_env(variables: dict[str, str]) -> str:
@@ -127,13 +125,13 @@ def _add_user(layer: Path) -> None:
         others = [old for old in Path("/etc", name).read_text().splitlines() if not old.startswith("ubuntu:")]
         _write(layer / "etc" / name, "\n".join(others) + "\n" + line, 0o640 if name == "shadow" else 0o644)
     (layer / "home/ubuntu/.ssh").mkdir(parents=True, mode=0o700)
-    _write(layer / "home/ubuntu/.bashrc", "# nothing yet: setup_commands write here\n")
+    _write(layer / "home/ubuntu/.bashrc", "# setup_commands append here\n")
     for path in (layer / "home/ubuntu", *(layer / "home/ubuntu").rglob("*")):
         os.chown(path, UBUNTU, UBUNTU)
 
 
 def _open_parents(root: Path, path: Path) -> None:
-    """Let every user pass through the folders above `path`, such as /root, which may hold an interpreter."""
+    """Let every user enter the parent folders of `path`: /root, for example, may contain the Python interpreter."""
     for parent in reversed(path.parents[:-1]):
         folder = root / parent.relative_to("/")
         folder.mkdir(exist_ok=True)

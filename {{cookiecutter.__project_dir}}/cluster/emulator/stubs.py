@@ -1,7 +1,6 @@
-"""Answers of AWS that moto has not: prices, quotas, and IAM's simulator. Prices and quotas are round and made up; the
-shapes are AWS's.
+"""Stubs for calls that moto lacks: prices, quotas and IAM's policy simulator.
 
-Not modelled: that prices differ by region, zone and hour; that quotas are enforced.
+Prices and quotas are made up. Not modelled: price differences between regions, zones and hours; quota enforcement.
 """
 
 import json
@@ -9,14 +8,13 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from cluster.emulator.iam import Need, Principal, is_allowed
+from cluster.emulator.iam import Permission, Principal, is_allowed
 
 DOLLARS_AN_HOUR = {"m6i.2xlarge": 0.4, "m6i.8xlarge": 1.6, "p4d.24xlarge": 22.0, "p4de.24xlarge": 28.0}
-SPOT_SHARE = 0.5
-"""Of the price on demand."""
+SPOT_PRICE_RATIO = 0.5
+"""Spot price divided by on-demand price."""
 
-VCPUS = 1000.0
-"""What every quota of vCPUs allows."""
+VCPU_QUOTA = 1000.0
 
 SIMULATION = """<?xml version="1.0" encoding="UTF-8"?>
 <SimulatePrincipalPolicyResponse xmlns="https://iam.amazonaws.com/doc/2010-05-08/"><SimulatePrincipalPolicyResult>
@@ -29,17 +27,17 @@ SPOT_PRICES = """<?xml version="1.0" encoding="UTF-8"?>
 <availabilityZone>us-east-1a</availabilityZone></item></spotPriceHistorySet></DescribeSpotPriceHistoryResponse>"""
 
 
-def answer(service: str, action: str, parameters: dict[str, Any], principal: Principal) -> str | None:
-    """The body of the answer to a call by `principal`; None where moto answers."""
+def respond(service: str, action: str, parameters: dict[str, Any], principal: Principal) -> str | None:
+    """Return the response body; None if there is no stub for this call."""
     if (service, action) == ("iam", "SimulatePrincipalPolicy"):
         return _simulate(parameters, principal)
-    fake = FAKES.get((service, action))
-    return fake(parameters) if fake else None
+    stub = STUBS.get((service, action))
+    return stub(parameters) if stub else None
 
 
 def _get_products(request: dict[str, Any]) -> str:
-    wanted = {entry["Field"]: entry["Value"] for entry in request["Filters"]}
-    price = DOLLARS_AN_HOUR.get(wanted["instanceType"])
+    filters = {entry["Field"]: entry["Value"] for entry in request["Filters"]}
+    price = DOLLARS_AN_HOUR.get(filters["instanceType"])
     dimension = {"unit": "Hrs", "pricePerUnit": {"USD": f"{price:.10f}"}} if price else None
     product = {"terms": {"OnDemand": {"term": {"priceDimensions": {"dimension": dimension}}}}}
     return json.dumps({"FormatVersion": "aws_v1", "PriceList": [json.dumps(product)] if price else []})
@@ -47,16 +45,18 @@ def _get_products(request: dict[str, Any]) -> str:
 
 def _spot_price_history(request: dict[str, str]) -> str:
     instance_type = request["InstanceType.1"]
-    return SPOT_PRICES.format(instance_type=instance_type, dollars=DOLLARS_AN_HOUR.get(instance_type, 1) * SPOT_SHARE)
+    return SPOT_PRICES.format(
+        instance_type=instance_type, dollars=DOLLARS_AN_HOUR.get(instance_type, 1) * SPOT_PRICE_RATIO
+    )
 
 
 def _get_service_quota(request: dict[str, Any]) -> str:
     quota = {"ServiceCode": "ec2", "QuotaCode": request["QuotaCode"], "QuotaName": "vCPUs of running machines"}
-    return json.dumps({"Quota": quota | {"Value": VCPUS, "Unit": "None", "Adjustable": True}})
+    return json.dumps({"Quota": quota | {"Value": VCPU_QUOTA, "Unit": "None", "Adjustable": True}})
 
 
 def _simulate(request: dict[str, str], principal: Principal) -> str:
-    """By the judge that decides on the calls themselves; of the caller's own policies, whoever is asked about."""
+    """Simulate with the code that authorizes calls. Always uses the caller's own policies."""
 
     def members(prefix: str) -> list[str]:
         return [value for key, value in sorted(request.items()) if re.fullmatch(rf"{prefix}\.member\.\d+", key)]
@@ -66,13 +66,13 @@ def _simulate(request: dict[str, str], principal: Principal) -> str:
     results = ""
     for action in members("ActionNames"):
         (resource,) = members("ResourceArns")
-        allowed = is_allowed(principal.statements, Need(action, resource, context))
+        allowed = is_allowed(principal.statements, Permission(action, resource, context))
         decision = "allowed" if allowed else "implicitDeny"
         results += f"<member><EvalActionName>{action}</EvalActionName><EvalDecision>{decision}</EvalDecision></member>"
     return SIMULATION.format(results=results)
 
 
-FAKES: dict[tuple[str, str], Callable[[dict[str, Any]], str]] = {
+STUBS: dict[tuple[str, str], Callable[[dict[str, Any]], str]] = {
     ("pricing", "GetProducts"): _get_products,
     ("ec2", "DescribeSpotPriceHistory"): _spot_price_history,
     ("servicequotas", "GetServiceQuota"): _get_service_quota,

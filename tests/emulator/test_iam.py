@@ -1,4 +1,4 @@
-"""The rehearsal's judge of permissions, on policies and calls made for it."""
+"""Test the emulator's IAM: signatures, policies, and the permissions that calls need."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,8 +10,8 @@ from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials
 from moto.iam.models import iam_backends
 
-from cluster.emulator import iam, needs
-from cluster.emulator.instances import ACCOUNT
+from cluster.emulator import iam, permissions
+from cluster.emulator.moto_instances import ACCOUNT
 
 BUCKET = "arn:aws:s3:::bucket"
 TAGGED = {
@@ -22,60 +22,61 @@ TAGGED = {
 }
 
 
-def need(action: str, resource: str = "*", **context: str) -> iam.Need:
-    return iam.Need(action, resource, context)
+def permission(action: str, resource: str = "*", **context: str) -> iam.Permission:
+    return iam.Permission(action, resource, context)
 
 
-def test_what_no_statement_allows_is_denied() -> None:
-    assert not iam.is_allowed([], need("ec2:DescribeInstances"))
+def test_without_an_allow_everything_is_denied() -> None:
+    assert not iam.is_allowed([], permission("ec2:DescribeInstances"))
 
 
 def test_an_explicit_deny_wins() -> None:
     allow = {"Effect": "Allow", "Action": "s3:*", "Resource": "*"}
     deny = {"Effect": "Deny", "Action": "s3:DeleteObject", "Resource": f"{BUCKET}/*"}
-    assert iam.is_allowed([allow, deny], need("s3:GetObject", f"{BUCKET}/a"))
-    assert not iam.is_allowed([allow, deny], need("s3:DeleteObject", f"{BUCKET}/a"))
+    assert iam.is_allowed([allow, deny], permission("s3:GetObject", f"{BUCKET}/a"))
+    assert not iam.is_allowed([allow, deny], permission("s3:DeleteObject", f"{BUCKET}/a"))
 
 
-def test_actions_have_wildcards_and_no_case_and_resources_have_both() -> None:
+def test_wildcards_match_and_only_resources_are_case_sensitive() -> None:
     statement = {"Effect": "Allow", "Action": ["s3:get*"], "Resource": [f"{BUCKET}/runs/?/*"]}
-    assert iam.is_allowed([statement], need("s3:GetObject", f"{BUCKET}/runs/1/model"))
-    assert not iam.is_allowed([statement], need("s3:GetObject", f"{BUCKET}/runs/12/model"))
-    assert not iam.is_allowed([statement], need("s3:GetObject", f"{BUCKET.upper()}/runs/1/model"))
+    assert iam.is_allowed([statement], permission("s3:GetObject", f"{BUCKET}/runs/1/model"))
+    assert not iam.is_allowed([statement], permission("s3:GetObject", f"{BUCKET}/runs/12/model"))
+    assert not iam.is_allowed([statement], permission("s3:GetObject", f"{BUCKET.upper()}/runs/1/model"))
 
 
-def test_a_condition_holds_only_for_its_value() -> None:
+def test_a_condition_requires_its_value() -> None:
     instance = "arn:aws:ec2:us-east-1:123456789012:instance/i-1"
     mine, other = {"aws:ResourceTag/ray-project": "mine"}, {"aws:ResourceTag/ray-project": "other"}
-    assert iam.is_allowed([TAGGED], iam.Need("ec2:TerminateInstances", instance, mine))
-    assert not iam.is_allowed([TAGGED], iam.Need("ec2:TerminateInstances", instance, other))
-    assert not iam.is_allowed([TAGGED], iam.Need("ec2:TerminateInstances", instance, {}))
+    assert iam.is_allowed([TAGGED], iam.Permission("ec2:TerminateInstances", instance, mine))
+    assert not iam.is_allowed([TAGGED], iam.Permission("ec2:TerminateInstances", instance, other))
+    assert not iam.is_allowed([TAGGED], iam.Permission("ec2:TerminateInstances", instance, {}))
 
 
-def test_an_unknown_operator_is_an_error_and_not_a_yes() -> None:
+def test_an_unknown_condition_operator_raises() -> None:
     statement = TAGGED | {"Condition": {"NumericLessThan": {"a": "1"}}}
+    instance = "arn:aws:ec2:us-east-1:123456789012:instance/i-1"
     with pytest.raises(NotImplementedError, match="NumericLessThan"):
-        iam.is_allowed([statement], need("ec2:TerminateInstances", "arn:aws:ec2:us-east-1:123456789012:instance/i-1"))
+        iam.is_allowed([statement], permission("ec2:TerminateInstances", instance))
 
 
-def test_a_refusal_names_who_what_and_where() -> None:
+def test_a_denial_names_caller_action_and_resource() -> None:
     with pytest.raises(iam.AwsError, match=r"user/me is not authorized .*: s3:GetObject on resource: .*bucket/a"):
-        iam.authorize(iam.Principal("arn:aws:iam::1:user/me", []), [need("s3:GetObject", f"{BUCKET}/a")])
+        iam.authorize(iam.Principal("arn:aws:iam::1:user/me", []), [permission("s3:GetObject", f"{BUCKET}/a")])
 
 
 @pytest.fixture
 def key() -> Iterator[Credentials]:
-    """A user's access key."""
+    """Create a user with an access key, and delete both afterwards."""
     backend = iam_backends[ACCOUNT]["aws"]
     backend.create_user(region_name="us-east-1", user_name="me")
-    made = backend.create_access_key(user_name="me")
-    yield Credentials(made.access_key_id, made.secret_access_key)
-    backend.delete_access_key(made.access_key_id, "me")
+    created = backend.create_access_key(user_name="me")
+    yield Credentials(created.access_key_id, created.secret_access_key)
+    backend.delete_access_key(created.access_key_id, "me")
     backend.delete_user("me")
 
 
 def signed(key: Credentials, service: str, url: str, body: bytes) -> dict[str, str]:
-    """A request as a WSGI server gives it."""
+    """Return the WSGI environment of a signed request."""
     request = AWSRequest("PUT", url, {"Host": urlsplit(url).netloc, "Content-Type": "text/plain; a=b"}, body)
     (S3SigV4Auth if service == "s3" else SigV4Auth)(key, service, "us-east-1").add_auth(request)
     environ = {iam._variable(name): value for name, value in request.headers.items()}
@@ -86,13 +87,13 @@ def signed(key: Credentials, service: str, url: str, body: bytes) -> dict[str, s
 @pytest.mark.parametrize(
     "path", ["/", "/bucket/a%20b/%C3%A9//c?prefix=x%2Fy&list-type=2&empty=", "/bucket/a+b?b=2&a=1&a=0"]
 )
-def test_a_caller_is_who_signed(key: Credentials, service: str, path: str) -> None:
+def test_the_signature_identifies_the_caller(key: Credentials, service: str, path: str) -> None:
     environ = signed(key, service, f"http://127.0.0.1:4000{path}", b"body")
     assert iam.authenticate(environ, b"body").arn.endswith(":user/me")
     for changed in ({"RAW_URI": "/other"}, {"REQUEST_METHOD": "GET"}, {"HTTP_HOST": "127.0.0.1:4001"}):
-        with pytest.raises(iam.AwsError) as refused:
+        with pytest.raises(iam.AwsError) as raised:
             iam.authenticate(environ | changed, b"body")
-        assert refused.value.code == "SignatureDoesNotMatch"
+        assert raised.value.code == "SignatureDoesNotMatch"
     forged = signed(Credentials(key.access_key, "guessed"), service, f"http://127.0.0.1:4000{path}", b"body")
     with pytest.raises(iam.AwsError, match="does not match"):
         iam.authenticate(forged, b"body")
@@ -101,7 +102,7 @@ def test_a_caller_is_who_signed(key: Credentials, service: str, path: str) -> No
         iam.authenticate(stranger, b"body")
 
 
-def test_a_body_that_was_changed_on_its_way_is_refused(key: Credentials) -> None:
+def test_a_changed_body_is_rejected(key: Credentials) -> None:
     environ = signed(key, "ec2", "http://127.0.0.1:4000/", b"Action=RunInstances")
     with pytest.raises(iam.AwsError, match="does not match"):
         iam.authenticate(environ, b"Action=TerminateInstances")
@@ -120,13 +121,13 @@ def test_a_body_that_was_changed_on_its_way_is_refused(key: Credentials) -> None
         ("PUT", "/bucket", "", ("s3:CreateBucket", BUCKET)),
     ],
 )
-def test_what_s3_needs(method: str, path: str, query: str, expected: tuple[str, str]) -> None:
+def test_permissions_of_s3_calls(method: str, path: str, query: str, expected: tuple[str, str]) -> None:
     http: dict[str, Any] = {"method": method, "path": path, "query": query, "body": b""}
-    (found,) = needs.of("s3", "", "us-east-1", {}, http)
+    (found,) = permissions.required_by("s3", "", "us-east-1", {}, http)
     assert (found.action, found.resource) == expected
 
 
-def test_a_launch_needs_its_tags_its_role_and_its_image() -> None:
+def test_a_launch_needs_permissions_for_tags_role_and_image() -> None:
     launch = {
         "ImageId": "resolve:ssm:/aws/service/image",
         "KeyName": "mine",
@@ -138,7 +139,7 @@ def test_a_launch_needs_its_tags_its_role_and_its_image() -> None:
         "TagSpecification.1.Tag.1.Key": "ray-project",
         "TagSpecification.1.Tag.1.Value": "mine",
     }
-    found = needs.of("ec2", "RunInstances", "us-east-1", launch, {})
+    found = permissions.required_by("ec2", "RunInstances", "us-east-1", launch, {})
     by_kind = {(one.action, one.resource.rpartition(":")[2].partition("/")[0]): one for one in found}
     assert by_kind["ec2:RunInstances", "instance"].context == {"aws:RequestTag/ray-project": "mine"}
     assert by_kind["ec2:RunInstances", "volume"].context == {}

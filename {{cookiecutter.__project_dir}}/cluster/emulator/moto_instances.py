@@ -1,4 +1,4 @@
-"""The instances of the emulated cloud as its other parts see them: a plain view of what moto keeps."""
+"""A read-only view of moto's EC2 instances for the other parts of the emulator."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,8 +10,8 @@ ACCOUNT = "123456789012"  # moto's
 
 
 @dataclass(frozen=True)
-class Instance:
-    """One instance at this moment."""
+class MotoInstance:
+    """The state of one instance at this moment."""
 
     moto: Any
     """moto's own object."""
@@ -25,14 +25,14 @@ class Instance:
     private_ip: str
     public_ip: str
     role: str | None
-    """Name of the IAM role in its profile."""
+    """Name of the IAM role in its instance profile."""
     public_key: str
     user_data: bytes
     tags: dict[str, str]
 
 
-def every() -> Iterator[Instance]:
-    """All that were ever launched, in every region; those that have ended too."""
+def list_all() -> Iterator[MotoInstance]:
+    """Yield every instance in every region, terminated ones included."""
     for region, backend in list(ec2_backends[ACCOUNT].items()):
         profiles = {
             association.instance.id: association.iam_instance_profile
@@ -42,7 +42,7 @@ def every() -> Iterator[Instance]:
             for instance in list(reservation.instances):
                 profile = profiles.get(instance.id)
                 key = backend.key_pairs.get(instance.key_name or "")
-                yield Instance(
+                yield MotoInstance(
                     moto=instance,
                     id=instance.id,
                     type=instance.instance_type,
@@ -59,19 +59,19 @@ def every() -> Iterator[Instance]:
                 )
 
 
-def give_all_their_profile(name: str) -> None:
-    """Give the instance profile of a launch to all of its instances; moto gives it to the first alone."""
+def find_running(address: str) -> MotoInstance | None:
+    """Return the running instance with this private or public address."""
+    return next(
+        (one for one in list_all() if one.state == "running" and address in (one.private_ip, one.public_ip)),
+        None,
+    )
+
+
+def attach_profile_to_all(name: str) -> None:
+    """Attach a launch's instance profile to all of its instances. moto attaches it only to the first."""
     for backend in list(ec2_backends[ACCOUNT].values()):
         for reservation in list(backend.reservations.values()):
             with_profile = backend.iam_instance_profile_associations
             for instance in reservation.instances[1:]:
                 if reservation.instances[0].id in with_profile and instance.id not in with_profile:
                     backend.associate_iam_instance_profile(instance.id, iam_instance_profile_name=name)
-
-
-def running_at(address: str) -> Instance | None:
-    """The running instance that has `address`, private or public."""
-    return next(
-        (one for one in every() if one.state == "running" and address in (one.private_ip, one.public_ip)),
-        None,
-    )

@@ -1,4 +1,4 @@
-"""An emulated instance as a real host: its own network card, addresses, processes, users and files, and a real sshd."""
+"""An emulated instance: a real host with its own network card, addresses, processes, users, files and sshd."""
 
 import contextlib
 import os
@@ -13,31 +13,31 @@ from pathlib import Path
 from cluster.emulator.addresses import GATEWAY
 
 INIT = Path(__file__).with_name("host_init.sh")
-BOOT_TIMEOUT_S = 120  # it takes a second; a host that fails is noticed at once
+BOOT_TIMEOUT_S = 120  # usually a second; a host that fails is detected at once
 
 
 @dataclass
 class Host:
-    """One host, in namespaces that end with its first process, and that process with the cloud."""
+    """A host in its own namespaces. They end with its first process, which ends with the cloud."""
 
     folder: Path
-    """On a tmpfs of the cloud's own: what the host writes lies below, and goes with it."""
+    """Holds everything that the host writes; on the cloud's private tmpfs."""
     instance_id: str
     private_ip: str
     public_ip: str
     public_key: str
     user_data: bytes
     layers: str
-    shared: list[str]
+    shared_paths: list[str]
     process: subprocess.Popen | None = field(default=None, init=False)
 
     def boot(self) -> None:
-        """Returns when sshd answers. Raises RuntimeError when it does not, with the last lines of the boot."""
+        """Boot, and return when sshd answers. Raises RuntimeError with the end of the boot log if it does not."""
         self.folder.mkdir(parents=True)
         name = f"ip-{self.private_ip.replace('.', '-')}"
         for file, text in {
             "layers": self.layers,
-            "shared": "".join(f"{path}\n" for path in self.shared),
+            "shared": "".join(f"{path}\n" for path in self.shared_paths),
             "hostname": name,
             "hosts": f"127.0.0.1 localhost\n{self.private_ip} {name}\n",
             "authorized_keys": self.public_key,
@@ -54,14 +54,14 @@ class Host:
                 stderr=log,
                 start_new_session=True,
             )
-        self._plug_in()
+        self._connect_network()
         self._wait_for_sshd()
 
     def is_alive(self) -> bool:
         return self.process is not None and self.process.poll() is None
 
-    def end(self) -> None:
-        """End every process of the host at once, as pulling its plug would, and forget its files."""
+    def stop(self) -> None:
+        """Kill all of the host's processes at once, and delete its files."""
         if self.process:
             self.process.send_signal(signal.SIGKILL)  # --kill-child: the host's PID 1 goes with it
             self.process.wait()
@@ -70,7 +70,7 @@ class Host:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def age_lease(self, seconds: float) -> None:
-        """Turn the host's lease (see cluster.yaml) back: drills do not wait ten minutes."""
+        """Move the time of the host's lease (see cluster.yaml) back, so that tests need not wait ten minutes."""
         lease = Path("/proc", self._first_process(), "root", "run/lease/renewed")
         renewed = lease.stat().st_mtime - seconds
         os.utime(lease, (renewed, renewed))
@@ -79,14 +79,14 @@ class Host:
         return (self.folder / "boot.log").read_text(errors="replace")
 
     def _first_process(self) -> str:
-        """The host's process 1, by the number that it has in the cloud."""
+        """Return the pid, in the cloud's namespace, of the host's process 1."""
         assert self.process
         return Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()[0]
 
     def _card(self) -> str:
-        return f"v{self.instance_id[-12:]}"  # a name of at most 15 characters
+        return f"v{self.instance_id[-12:]}"  # Linux allows 15 characters
 
-    def _plug_in(self) -> None:
+    def _connect_network(self) -> None:
         assert self.process
         deadline = time.monotonic() + BOOT_TIMEOUT_S
         while not self._has_own_network() and time.monotonic() < deadline:
@@ -96,7 +96,7 @@ class Host:
         _ip("route", "replace", self.public_ip, "via", self.private_ip)
 
     def _has_own_network(self) -> bool:
-        """`unshare` enters its new network before it forks the host's first process."""
+        """Return whether `unshare` has entered its new network, which it does before it forks the first process."""
         assert self.process
         return Path(f"/proc/{self.process.pid}/ns/net").readlink() != Path("/proc/self/ns/net").readlink()
 

@@ -1,4 +1,4 @@
-"""Searches everything that a cluster writes, runs, stores and answers for a text that must be in none of it."""
+"""Searches all files, command lines, S3 objects, responses and AWS calls of a cluster for a secret."""
 
 import contextlib
 import os
@@ -11,32 +11,32 @@ import requests
 import settings
 from cluster.common import bucket
 from cluster.emulator import scenario
-from cluster.emulator.drill.stage import Stage
+from faults.harness import Harness
 
-IN_MEMORY = ("tmp", "run", "dev/shm")
-ANSWERS = (
+MEMORY_FOLDERS = ("tmp", "run", "dev/shm")
+DASHBOARD_PATHS = (
     *("/api/jobs/", "/api/cluster_status", "/api/serve/applications/", "/nodes?view=summary", "/api/version"),
     *("/api/v0/nodes", "/api/v0/actors?detail=true", "/api/v0/workers?detail=true", "/api/v0/tasks?detail=true"),
     *("/api/v0/jobs?detail=true", "/api/v0/runtime_envs?detail=true", "/api/v0/objects?detail=true"),
 )
-LARGEST = 64 * 2**20
+MAX_FILE_BYTES = 64 * 2**20
 """Larger files are packages and models."""
 
 
-def search(text: str, stage: Stage, only_in: set[str]) -> str:
-    """Returns what was searched, in words.
+def search(text: str, harness: Harness, only_in: set[str]) -> str:
+    """Search for `text`, and return how much was searched.
 
     Raises:
-        AssertionError: the text is in another place, which is named, or is not found where it has to be.
+        AssertionError: the text is in a place that is not in `only_in`, or not in all of those.
     """
     found: set[str] = set()
     counts: Counter[str] = Counter()
     for kind, places in {
         "files": _files(),
         "command lines": _command_lines(),
-        "objects in the bucket": _objects(stage),
-        "answers of the dashboard": _answers(stage),
-        "calls to AWS": [("a call to AWS", str(call).encode()) for call in scenario.state()["calls"]],
+        "objects in the bucket": _objects(harness),
+        "responses of the dashboard": _dashboard_responses(harness),
+        "calls to AWS": [("a call to AWS", str(call).encode()) for call in scenario.cloud_state()["calls"]],
     }.items():
         for place, content in places:
             counts[kind] += 1
@@ -48,28 +48,29 @@ def search(text: str, stage: Stage, only_in: set[str]) -> str:
 
 
 def _files() -> Iterator[tuple[str, bytes]]:
-    """The laptop's, what hosts wrote over their image, and the project's; then the hosts' file systems in memory."""
+    """Yield the files of the laptop, the project and all hosts. The disks of hosts are in /tmp."""
     hosts = {os.stat(f"/proc/{pid}/ns/mnt").st_ino: Path("/proc", pid, "root") for pid in _processes()}
     hosts.pop(os.stat("/proc/self/ns/mnt").st_ino)
-    for folder in [Path("/tmp"), settings.PROJECT, *(host / name for host in hosts.values() for name in IN_MEMORY)]:
+    in_memory = [host / name for host in hosts.values() for name in MEMORY_FOLDERS]
+    for folder in [Path("/tmp"), settings.PROJECT, *in_memory]:
         for path in _regular_files(folder):
-            with contextlib.suppress(FileNotFoundError):  # what runs also deletes
+            with contextlib.suppress(FileNotFoundError):  # deleted in the meantime
                 yield str(path), path.read_bytes()
 
 
 def _regular_files(folder: Path) -> Iterator[Path]:
-    """Without links: packages are links into uv's cache."""
+    """Yield files but no links: packages are links into uv's cache."""
     for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if name != ".venv"]
         for name in names:
             path = Path(parent, name)
-            if path.is_file() and not path.is_symlink() and path.stat().st_size <= LARGEST:
+            if path.is_file() and not path.is_symlink() and path.stat().st_size <= MAX_FILE_BYTES:
                 yield path
 
 
 def _command_lines() -> Iterator[tuple[str, bytes]]:
     for pid in _processes():
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # ended in the meantime
             yield f"the command line of process {pid}", Path("/proc", pid, "cmdline").read_bytes()
 
 
@@ -77,15 +78,15 @@ def _processes() -> list[str]:
     return [name for name in os.listdir("/proc") if name.isdigit() and os.path.exists(f"/proc/{name}/exe")]
 
 
-def _objects(stage: Stage) -> Iterator[tuple[str, bytes]]:
-    s3, name = stage.file.client("s3"), bucket.name(stage.file)
+def _objects(harness: Harness) -> Iterator[tuple[str, bytes]]:
+    s3, name = harness.file.client("s3"), bucket.name(harness.file)
     for page in s3.get_paginator("list_objects_v2").paginate(Bucket=name):
         for entry in page.get("Contents", []):
             yield f"s3://{name}/{entry['Key']}", s3.get_object(Bucket=name, Key=entry["Key"])["Body"].read()
 
 
-def _answers(stage: Stage) -> Iterator[tuple[str, bytes]]:
-    for path in ANSWERS:
-        answer = requests.get(stage.connection.dashboard + path, headers=stage.connection.headers, timeout=60)
+def _dashboard_responses(harness: Harness) -> Iterator[tuple[str, bytes]]:
+    for path in DASHBOARD_PATHS:
+        answer = requests.get(harness.connection.dashboard + path, headers=harness.connection.headers, timeout=60)
         assert answer.ok, f"{path}: {answer.status_code}"
         yield f"the dashboard's {path}", answer.content

@@ -1,0 +1,55 @@
+"""`./inv bench-up`: compares the time of `ray up` inside `inv up` with plain `ray up`, in one emulated AWS."""
+
+import statistics
+import subprocess
+import sys
+import time
+
+import settings
+from cluster.aws import prepare, ray_up, teardown
+from cluster.common import cluster_file
+from cluster.common.cluster_file import FILE
+from cluster.emulator import sandbox
+
+ROUNDS = 3
+
+
+def main() -> None:
+    """Run this module inside a new emulated AWS, where it measures."""
+    if sandbox.is_inside():
+        _measure()
+        return
+    try:
+        sandbox.run_in_fresh_cloud("benchmarks.bench_up")
+    except settings.UserError as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _measure() -> None:
+    """Start a head in both ways in each round, and swap their order between rounds."""
+    file = cluster_file.load()
+    prepare.prepare(file)
+    seconds: dict[str, list[float]] = {"ray up": [], "inv up": []}
+    for number in range(ROUNDS):
+        ways = [("ray up", _plain_ray_up), ("inv up", ray_up.up)]
+        for name, start in ways if number % 2 == 0 else reversed(ways):
+            started = time.monotonic()
+            start()
+            seconds[name].append(time.monotonic() - started)
+            print(f"round {number + 1}, {name}: {seconds[name][-1]:.1f} s", flush=True)
+            teardown.end_instances(file)
+    ratio = statistics.median(ours / plain for plain, ours in zip(seconds["ray up"], seconds["inv up"], strict=True))
+    print(
+        f"`ray up` inside `inv up` takes {ratio:.2f} of plain `ray up` (median of {ROUNDS} rounds, target: at most 1.1)"
+    )
+
+
+def _plain_ray_up() -> None:
+    command = [sys.executable, "-m", "ray.scripts.scripts", "up", "--yes", "--no-config-cache", str(FILE)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+if __name__ == "__main__":
+    main()

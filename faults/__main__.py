@@ -1,0 +1,27 @@
+"""Start an emulated AWS, and run the fault tests in it.
+
+python -m faults [WORDS]
+
+Runs in a project's folder and environment, with the template on PYTHONPATH. `./inv faults` does all that.
+"""
+
+import sys
+
+import settings
+from cluster.emulator import sandbox
+from faults import catalog
+
+
+def main(only: str = "") -> None:
+    """Run the faults that `catalog.choose` finds."""
+    try:
+        catalog.choose(only)  # a wrong word must not start a cloud
+        sandbox.run_in_fresh_cloud("faults.runner", only)
+    except (ValueError, settings.UserError) as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

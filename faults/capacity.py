@@ -1,0 +1,129 @@
+"""Faults: AWS has no capacity, has too little, or interrupts spot machines."""
+
+import re
+
+from pipeline.ray_support.workers import WorkerOptions
+
+from cluster.common import instances
+from cluster.emulator.waiting import wait_for
+from faults.harness import Harness, changed_cluster_file, control, final_loss, no_capacity
+
+# The project's default, far longer than a host takes to start: a zone fails only because AWS refuses.
+ZONE_TIMEOUT_S = WorkerOptions.model_fields["zone_timeout_s"].default
+GATHER = (
+    "import ray, sys; from pipeline.ray_support import gang; ray.init(); "
+    f"print('gathered', gang.gather(int(sys.argv[1]), {{'CPU': 60, 'GPU': 1}}, {ZONE_TIMEOUT_S}, gang.offers()))"
+)
+MANY_WORKERS = 8
+
+
+def first_zone_refuses(harness: Harness) -> str:
+    """No spot capacity in the first zone: the gang starts in the second."""
+    harness.wait_until_no_workers()
+    with no_capacity({"market": "spot", "zone": f"{harness.file.region}a"}):
+        log = _gather(harness)
+    assert "zone 1, spot: AWS refuses machines" in log, log
+    assert "gathered {'zone': '2'}" in log, log
+    return _summary(log)
+
+
+def all_spot_refuses(harness: Harness) -> str:
+    """No spot capacity in any zone: the gang starts on demand."""
+    harness.wait_until_no_workers()
+    with no_capacity({"market": "spot"}):
+        log = _gather(harness)
+        markets = {machine.market for machine in harness.workers()}
+    assert "gathered {'zone': '1'}" in log, log
+    assert markets == {"on-demand"}, markets
+    return _summary(log)
+
+
+def half_a_gang(harness: Harness) -> str:
+    """One of two machines starts: it is given back, and the gang starts in another zone."""
+    harness.wait_until_no_workers()
+    # no capacity in the first zone: the watchdog may still skip it because of an earlier test
+    none = {"market": "spot", "zone": f"{harness.file.region}a"}
+    one = {"market": "spot", "zone": f"{harness.file.region}b", "available": 1}
+    with no_capacity(none, one):
+        job = harness.submit(GATHER, "2")
+        wait_for(harness.workers, 90, "half of the gang to start")
+        (half,) = harness.workers()
+        log = harness.wait_for_success(job)
+    assert "zone 2, spot: AWS refuses machines, 1 given back" in log, log
+    assert half.id not in [one.id for one in harness.workers()], f"{half.id} still runs"
+    return f"{half.id}, alone in {half.zone}, was given back; {_summary(log)}"
+
+
+def everything_refuses(harness: Harness) -> str:
+    """No capacity at all: the job waits, says so, and continues when there is capacity."""
+    harness.wait_until_no_workers()
+    with no_capacity({"type": harness.file.workers[-1].instance_type}):
+        job = harness.submit(GATHER, "2")
+        wait_for(lambda: "no zone and market has 2 machines" in harness.log(job), 240, "the job to say that it waits")
+    log = harness.wait_for_success(job)
+    assert "gathered" in log, log
+    return _summary(log)
+
+
+def spot_interruption(harness: Harness) -> str:
+    """AWS interrupts a machine during training: it saves a checkpoint at the notice and resumes on a replacement."""
+    baseline = harness.baseline_loss
+    job = harness.train("interrupted", "--checkpoint-every", "100")
+    interrupted = _interrupt_one(harness, job)
+    log = harness.wait_for_success(job, 300)
+    assert final_loss(log) == baseline, f"losses differ: {final_loss(log)} and {baseline}"
+    (saved,) = re.findall(r"about to be taken away: a checkpoint of step (\d+)", log)
+    assert f"resumed after step {saved}" in log, log
+    return f"{interrupted} ended after a checkpoint of step {saved}; the loss at step 30 is {baseline} in both runs"
+
+
+def interruption_without_replacement(harness: Harness) -> str:
+    """AWS interrupts a machine and has no replacement: training with one or two workers continues with one."""
+    baseline = harness.baseline_loss
+    job = harness.train("elastic", "--num-workers", "1", "2")
+    wait_for(lambda: "on 2 x" in harness.log(job), 240, "the training to start")
+    with no_capacity({"type": harness.file.workers[-1].instance_type}):
+        interrupted = _interrupt_one(harness, job)
+        log = harness.wait_for_success(job, 600)  # Ray waits a minute for two workers before it continues with one
+    assert "on 1 x" in log, log
+    assert abs(final_loss(log) - baseline) < 1.5e-4, f"losses differ: {final_loss(log)} and {baseline}"
+    return f"{interrupted} ended, the other worker continued; loss {final_loss(log)}, without interruption {baseline}"
+
+
+def _interrupt_one(harness: Harness, job: str) -> str:
+    """Interrupt a spot machine after step 10 of a training run, and return its id."""
+    wait_for(lambda: "step 10/" in harness.log(job), 240, "the training to reach step 10")
+    victim = next(machine for machine in instances.living(harness.file) if machine.market == "spot")
+    control(interrupt=victim.id, notice_s=15)
+    return victim.id
+
+
+def eight_workers(harness: Harness) -> str:
+    """A gang of eight machines, besides the head."""
+    with changed_cluster_file(**_with_max_workers(harness, MANY_WORKERS)):
+        harness.ensure_up()
+        job = harness.submit(GATHER, str(MANY_WORKERS))
+        took = wait_for(lambda: "gathered" in harness.log(job), 400, f"{MANY_WORKERS} machines to start")
+        zones = {machine.zone for machine in harness.workers()}
+        joined = len(harness.report()["nodes"]) - 1
+        harness.wait_for_success(job)
+    assert joined == MANY_WORKERS, f"{joined} workers joined"
+    assert len(zones) == 1, zones
+    return f"{joined} workers in {zones.pop()}, {took:.0f} s after the job was submitted"
+
+
+def _with_max_workers(harness: Harness, count: int) -> dict:
+    types = harness.file.content["available_node_types"]
+    workers = {name: body | {"max_workers": count} for name, body in types.items() if name != harness.file.head.name}
+    return {"max_workers": count, "available_node_types": types | workers}
+
+
+def _gather(harness: Harness) -> str:
+    """Gather two A100 machines in one zone, and return the job's log."""
+    return harness.wait_for_success(harness.submit(GATHER, "2"))
+
+
+def _summary(log: str) -> str:
+    """Return the first and the last line about zones in a job's log, and the number of such lines in between."""
+    first, *between, last = [line for line in log.splitlines() if line.startswith(("zone ", "no zone", "gathered"))]
+    return f"{first} … {len(between)} more … {last}" if between else f"{first} … {last}"

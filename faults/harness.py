@@ -1,0 +1,213 @@
+"""What the fault tests share: a running cluster, jobs, faults to inject, and the project's verbs."""
+
+import contextlib
+import functools
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import settings
+from cluster import submission
+from cluster.aws import head, ssh
+from cluster.aws.ssh import SshHead
+from cluster.aws.target import Aws
+from cluster.common import cluster_file, instances
+from cluster.common.cluster_file import ClusterFile
+from cluster.emulator import scenario
+from cluster.emulator.waiting import slowdown, wait_for
+from cluster.target import Connection
+
+VERB_TIMEOUT_S = 600
+
+
+class Harness:
+    """The cluster that a fault test works on."""
+
+    def __init__(self) -> None:
+        self.file: ClusterFile = cluster_file.load()
+        self.connection: Connection
+
+    def ensure_up(self) -> None:
+        """Bring the cluster up and connect to it. An earlier test may have ended or changed it."""
+        target = Aws()
+        output, started = io.StringIO(), time.monotonic()
+        try:
+            with contextlib.redirect_stdout(output):  # the same fifty lines for each test
+                target.up(yes=True)
+        except settings.UserError:
+            print(output.getvalue())
+            raise
+        print(f"up after {time.monotonic() - started:.0f} s", flush=True)
+        scenario.shorten_idle_timeout(self.file)
+        self.connection = target.connect()
+
+    def head(self) -> SshHead:
+        return ssh.find_head(self.file)
+
+    def report(self) -> dict[str, Any]:
+        """Return the status of the head (see cluster/node/head_status.py)."""
+        return head.read_status(self.head())
+
+    def workers(self) -> list[instances.Instance]:
+        return [machine for machine in instances.living(self.file) if machine.node_type != self.file.head.name]
+
+    def wait_until_no_workers(self) -> None:
+        wait_for(lambda: not self.workers(), 120, "the workers of the previous test to leave")
+
+    # ------------------------------------------------------------ jobs
+
+    def submit(self, code: str, *arguments: str, with_secrets: bool = False) -> str:
+        """Run Python code as a job in the project's folder, and return the job's id."""
+        environment: dict[str, Any] = {"working_dir": str(settings.PROJECT), "excludes": submission.EXCLUDES}
+        environment["env_vars"] = dict(self.connection.job_variables)
+        if with_secrets:
+            environment["env_vars"]["SECRET_NAMES"] = "HF_TOKEN"
+            environment["worker_process_setup_hook"] = submission.SECRETS_HOOK
+        words = " ".join(arguments)
+        return self.connection.client().submit_job(entrypoint=f'python -c "{code}" {words}', runtime_env=environment)
+
+    @functools.cached_property
+    def baseline_loss(self) -> float:
+        """The final loss of a training run without faults."""
+        return final_loss(self.wait_for_success(self.train("baseline"), 300))
+
+    def train(self, name: str, *options: str) -> str:
+        """Submit a one-minute training run on two A100 machines: 30 steps, with a checkpoint every 5."""
+        words = [word for word in scenario.TRAINING if word != "--fresh"]
+        words += ["--steps", "30", "--log-every", "5", "--checkpoint-every", "5", "--global-batch-rows", "48"]
+        return submission.submit(self.connection, "finetune_ddp", [*words, "--name", name, *options])
+
+    def stop_jobs(self) -> None:
+        """Stop all jobs: a failed test leaves its own behind."""
+        client = self.connection.client()
+        for job in client.list_jobs():
+            if job.submission_id and not job.status.is_terminal():
+                client.stop_job(job.submission_id)
+
+    def log(self, job: str) -> str:
+        """Return a job's log without Ray's line that quotes the job's code, in which tests would find their words."""
+        lines = self.connection.client().get_job_logs(job).splitlines()
+        return "\n".join(line for line in lines if not line.startswith("Running entrypoint"))
+
+    def is_running(self, job: str) -> bool:
+        return self.connection.client().get_job_status(job) == "RUNNING"
+
+    def wait_for_success(self, job: str, timeout_s: float = 240) -> str:
+        """Wait until a job has succeeded, and return its log."""
+        client = self.connection.client()
+        wait_for(lambda: client.get_job_status(job).is_terminal(), timeout_s, f"{job} to end")
+        assert client.get_job_status(job) == "SUCCEEDED", self.log(job)[-2000:]
+        return self.log(job)
+
+
+def final_loss(log: str) -> float:
+    """Return the loss of the last step of `Harness.train`."""
+    found = re.findall(r"step 30/30  loss ([\d.]+)", log)
+    assert found, log
+    return float(found[-1])
+
+
+# ---------------------------------------------------------------- faults
+
+
+def control(**command: Any) -> None:
+    """Send a command to the cloud's control API (see cluster.emulator.cloud.ControlApi)."""
+    request = urllib.request.Request(scenario.CONTROL_URL, data=json.dumps(command).encode(), method="PUT")
+    urllib.request.urlopen(request).close()
+
+
+@contextlib.contextmanager
+def no_capacity(*launches: dict[str, Any]) -> Iterator[None]:
+    """Let AWS have no capacity for these launches (see cluster.emulator.api.InjectedFaults)."""
+    control(faults={"no_capacity": launches})
+    try:
+        yield
+    finally:
+        control(faults={"no_capacity": []})
+
+
+@contextlib.contextmanager
+def replaced_file(path: Path, text: str) -> Iterator[None]:
+    """Replace a file's text by a bind mount inside the cloud. The file itself does not change.
+
+    If the file does not exist, it exists and is empty in the meantime.
+    """
+    replacement = Path("/tmp/replaced", path.name)
+    replacement.parent.mkdir(exist_ok=True)
+    replacement.write_text(text)
+    is_new = not path.exists()
+    path.touch(mode=0o600)
+    subprocess.run(["mount", "--bind", replacement, path], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", path], check=True)
+        if is_new:
+            path.unlink()
+
+
+def changed_cluster_file(**changes: Any) -> contextlib.AbstractContextManager[None]:
+    """Change top-level values of cluster.yaml."""
+    content = yaml.safe_load(cluster_file.FILE.read_text()) | changes
+    return replaced_file(cluster_file.FILE, yaml.safe_dump(content, sort_keys=False))
+
+
+# ---------------------------------------------------------------- the project's verbs
+
+
+def run_verb(*words: str, exit_code: int = 0, folder: Path = settings.PROJECT, **variables: str) -> str:
+    """Run a verb as a user would, check its exit code, and return its output."""
+    done = subprocess.run(
+        _command(*words),
+        cwd=folder,
+        env=_environment() | {"COLUMNS": "2000"} | variables,  # wide, so that no message is wrapped
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=VERB_TIMEOUT_S * slowdown(),
+    )
+    assert done.returncode == exit_code, f"inv {' '.join(words)} exited with {done.returncode}: {done.stdout[-1000:]}"
+    return done.stdout
+
+
+def interrupt_verb(marker: str, *words: str) -> str:
+    """Run a verb, press Ctrl-C when it prints `marker`, and return its last line."""
+    process = subprocess.Popen(
+        _command(*words),
+        cwd=settings.PROJECT,
+        env=_environment() | {"PYTHONUNBUFFERED": "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout
+    for line in process.stdout:
+        if marker in line:
+            os.killpg(process.pid, signal.SIGINT)  # like a terminal: to the whole foreground process group
+            break
+    rest = process.stdout.read()
+    assert process.wait(60 * slowdown()) == 130, rest
+    return rest.strip().splitlines()[-1]
+
+
+def _command(*words: str) -> list[str]:
+    return [sys.executable, "-m", "invoke", *words, "--target", "rehearsal"]
+
+
+def _environment() -> dict[str, str]:
+    """Return the environment without the template on PYTHONPATH, because users do not have that."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

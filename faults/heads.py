@@ -1,0 +1,127 @@
+"""Faults: the head dies, or the cluster reaches a limit."""
+
+import json
+import re
+import time
+
+import settings
+from cluster.common import instances
+from cluster.emulator import scenario
+from cluster.emulator.waiting import slowdown, wait_for
+from cluster.node import watchdog_head
+from cluster.node.state import INTERVAL_S, LEASE
+from faults.harness import Harness, control, run_verb
+from faults.setup import ONE_CPU
+
+MAX_REPAIR_S = 180
+BUSY_JOB = (
+    "import ray, time; ray.init(); work = lambda: (print('at work', flush=True), time.sleep(600)); "
+    "ray.get(ray.remote(num_cpus=1)(work).remote())"
+)
+
+
+def ray_on_the_head_killed(harness: Harness) -> str:
+    """Ray's GCS dies while a job runs: `up` repairs the same head, and no worker is orphaned."""
+    _busy_workers(harness)
+    before = instances.head(harness.file)
+    harness.head().run("pkill -KILL gcs_server")
+    output = run_verb("status", exit_code=1)
+    assert "inv up" in output, output
+    started = time.monotonic()
+    output = run_verb("up", "--yes")
+    took = time.monotonic() - started
+    assert "does not run on the head" in output, output
+    after = instances.head(harness.file)
+    assert before
+    assert after
+    assert before.id == after.id, f"{before.id} was replaced by {after.id}"
+    assert took < MAX_REPAIR_S * slowdown(), f"the repair took {took:.0f} s"
+    harness.ensure_up()
+    harness.wait_for_success(harness.submit(ONE_CPU))
+    _check_no_orphans(harness)
+    return f"`up` took {took:.0f} s, and repaired {before.id}"
+
+
+def head_killed(harness: Harness) -> str:
+    """The head's machine ends during training: `up` starts another, and the same job resumes from S3."""
+    job = harness.train("head-killed")
+    wait_for(lambda: "step 15/" in harness.log(job), 300, "the training to reach step 15")
+    before = instances.head(harness.file)
+    assert before
+    harness.file.client("ec2").terminate_instances(InstanceIds=[before.id])
+    wait_for(lambda: not _has_host(before.id), 30, "the head to end")
+    started = time.monotonic()
+    output = run_verb("up", "--yes")
+    took = time.monotonic() - started
+    assert took < MAX_REPAIR_S * slowdown(), f"the repair took {took:.0f} s"
+    assert "take over 2 instances that have no head" in output, output
+    harness.ensure_up()
+    log = harness.wait_for_success(harness.train("head-killed"), 300)
+    resumed = re.findall(r"resum\w+ .*?step (\d+)", log)
+    assert resumed, log
+    assert int(resumed[0]) >= 10, log
+    _check_no_orphans(harness)
+    return f"`up` took {took:.0f} s; the same job resumed at step {resumed[0]} and succeeded"
+
+
+def time_limit(harness: Harness) -> str:
+    """The cluster reaches the hours in settings.toml: it terminates itself, workers included."""
+    _busy_workers(harness)
+    limit = _limits().hours
+    harness.head().run(f"touch --date='{limit:g} hours ago' {LEASE.parent}")  # as if it had started then
+    summary = _wait_until_terminated(harness)
+    output = run_verb("status", exit_code=1)
+    assert f"the limit of {limit:g} hours" in output, output
+    return f"{summary}, and status says why; {limit:g} hours were skipped"
+
+
+def spend_limit(harness: Harness) -> str:
+    """The cluster reaches the dollars in settings.toml: it terminates itself, workers included."""
+    _busy_workers(harness)
+    limit = _limits().dollars
+    spent = json.dumps({"at": time.time(), "dollars": limit - 0.0001, "messages": []})
+    restart = harness.file.content["head_start_ray_commands"][-1]
+    harness.head().run(f"kill $(cat ~/watchdog.pid); sleep 1; echo '{spent}' > ~/watchdog.json; {restart}")
+    summary = _wait_until_terminated(harness)
+    output = run_verb("status", exit_code=1)
+    assert f"the limit of {limit:g} dollars" in output, output
+    return f"{summary}, and status says why; {limit:g} dollars were added to its costs"
+
+
+def head_lost(harness: Harness) -> str:
+    """The head is gone for good: the workers terminate themselves."""
+    workers, head = _busy_workers(harness), instances.head(harness.file)
+    assert head
+    harness.file.client("ec2").terminate_instances(InstanceIds=[head.id])
+    wait_for(lambda: not _has_host(head.id), 30, "the head to end")
+    time.sleep(INTERVAL_S)  # a watchdog that has just seen the head may renew its lease once more
+    control(age_leases_s=570)
+    wait_for(lambda: not instances.living(harness.file), 120, "the workers to terminate themselves")
+    return f"{len(workers)} workers terminated themselves; 570 s of their lease of 600 s were skipped"
+
+
+def _busy_workers(harness: Harness) -> list[instances.Instance]:
+    """Start a job that keeps one worker busy for the rest of the test, and return all workers."""
+    job = harness.submit(BUSY_JOB)
+    wait_for(lambda: "at work" in harness.log(job), 240, "a worker to run the job")
+    return harness.workers()
+
+
+def _limits() -> watchdog_head.LimitsSection:
+    return settings.load(watchdog_head.LimitsSection, "limits", profile="cluster")
+
+
+def _wait_until_terminated(harness: Harness) -> str:
+    count = len(instances.living(harness.file))
+    took = wait_for(lambda: not instances.living(harness.file), 60, "the cluster to terminate itself")
+    return f"{count} machines terminated themselves after {took:.0f} s"
+
+
+def _check_no_orphans(harness: Harness) -> None:
+    """Wait until all workers have left: an orphaned worker would stay."""
+    idle_s = 60 * scenario.IDLE_TIMEOUT_MINUTES + 60
+    wait_for(lambda: len(instances.living(harness.file)) == 1, idle_s, "every idle worker to leave")
+
+
+def _has_host(instance_id: str) -> bool:
+    return any(one["id"] == instance_id and one["host"] for one in scenario.cloud_state()["instances"])

@@ -1,0 +1,162 @@
+"""Faults: what people do to a cluster, on purpose and by mistake."""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import settings
+from cluster.aws.target import Aws
+from cluster.common import cluster_file, instances
+from cluster.common.cluster_file import FILE
+from cluster.emulator.waiting import wait_for
+from faults import secret_search
+from faults.capacity import GATHER
+from faults.harness import Harness, changed_cluster_file, interrupt_verb, replaced_file, run_verb
+from faults.setup import ONE_CPU
+
+SLEEP = "import time; print('at work', flush=True); time.sleep(600)"
+
+
+def up_again(harness: Harness) -> str:
+    """`up` while a job runs: without changes the job continues; with changes, `up` says first that jobs will end."""
+    job, head = harness.submit(SLEEP), instances.head(harness.file)
+    assert head
+    wait_for(lambda: "at work" in harness.log(job), 60, "the job to start")
+    for _ in range(2):
+        assert f"is already up and matches cluster.yaml: head {head.id}" in run_verb("up")
+    with changed_cluster_file(idle_timeout_minutes=6):
+        output = run_verb("up", exit_code=1)  # without a yes, it only says what it would do
+        assert "the head will be set up again, which ends running jobs" in output, output
+    assert harness.is_running(job), harness.log(job)
+    return "the job continued; with another cluster.yaml: " + re.findall(r"cluster\.yaml, the pins.*?end", output)[0]
+
+
+def interrupted_up(harness: Harness) -> str:
+    """Ctrl-C at three points of `up`: `down` leaves nothing."""
+    run_verb("down")
+    points = ("at most", "step 1 of 7", "step 6 of 7")  # shows the price; boots the head; sets it up
+    for point in points:
+        assert "interrupted" in interrupt_verb(point, "up", "--yes")
+        assert "is left" in run_verb("down")
+        assert not instances.living(harness.file)
+    return f"at {', '.join(f'“{point}”' for point in points)}"
+
+
+def down_twice(harness: Harness) -> str:
+    """`down` twice, from another checkout and without the private key: nothing is left."""
+    harness.file.key_file.unlink()
+    with _checkout(harness.file.slug) as folder:
+        for _ in range(2):
+            output = run_verb("down", folder=folder)
+            assert "is left" in output, output
+    assert not instances.living(harness.file), "some machines still run"
+    return re.findall(r"rehearsal is down:.*?is left", output)[0]
+
+
+def two_clusters(harness: Harness) -> str:
+    """Two projects have clusters: each sees and ends only its own machines."""
+    with _checkout(f"other-{harness.file.slug}") as folder:
+        run_verb("up", "--yes", folder=folder)
+        job, head = harness.submit(SLEEP), instances.head(harness.file)
+        other = cluster_file.load(folder / FILE.relative_to(settings.PROJECT))
+        other_head = instances.head(other)
+        assert head
+        assert other_head
+        assert other_head.id in run_verb("status", folder=folder)
+        assert head.id not in run_verb("status", folder=folder)
+        assert other_head.id not in run_verb("status")
+        run_verb("down", folder=folder)
+        assert not instances.living(other)
+    wait_for(lambda: "at work" in harness.log(job), 60, "the job to start")
+    assert harness.is_running(job), harness.log(job)
+    return f"{other.slug} with {other_head.id} started and ended; {harness.file.slug} with {head.id} continued"
+
+
+def permission_missing(harness: Harness) -> str:
+    """A permission is missing, for the user or for the head: the verb names it."""
+    iam = harness.file.client("iam")
+    user = {"UserName": "laptop", "PolicyName": "deny-one"}
+    for action, words in (("cloudformation:UpdateStack", "prepare"), ("ec2:DescribeInstances", "status")):
+        iam.put_user_policy(**user, PolicyDocument=_deny(action))
+        try:
+            assert f"you lack the permission {action}" in run_verb(words, exit_code=1)
+        finally:
+            iam.delete_user_policy(**user)
+    role = {"RoleName": f"{harness.file.slug}-head", "PolicyName": "deny-one"}
+    iam.put_role_policy(**role, PolicyDocument=_deny("ec2:RunInstances"))
+    harness.submit(GATHER, "2")
+    try:
+        wait_for(lambda: "ec2:RunInstances" in str(harness.report()["refused"]), 60, "AWS to reject the head's call")
+        output = run_verb("status")
+    finally:
+        iam.delete_role_policy(**role)
+    assert "not authorized to perform: ec2:RunInstances" in output, output
+    return re.findall(r"AWS refused \S+ at .*?ec2:RunInstances", output)[0]
+
+
+def secret_stays_secret(harness: Harness) -> str:
+    """A job uses a secret: it is in no file, command line, log, upload or response of the cluster."""
+    canary = f"canary-{os.urandom(16).hex()}"
+    code = "import os, ray, time; from pipeline.ray_support import job_secrets; job_secrets.load(); ray.init(); "
+    code += "length = lambda: len(os.environ['HF_TOKEN']); "
+    code += "print('lengths', length(), ray.get(ray.remote(num_cpus=1)(length).remote()), flush=True); time.sleep(600)"
+    env = settings.PROJECT / ".env"
+    with replaced_file(env, f"HF_TOKEN={canary}\n"):
+        run_verb("up", "--yes")
+        job = harness.submit(code, with_secrets=True)
+        wait_for(lambda: "lengths" in harness.log(job), 120, "the job to read the secret")
+        assert f"lengths {len(canary)} {len(canary)}" in harness.log(job), harness.log(job)
+        searched = secret_search.search(canary, harness, only_in={str(env), "/tmp/replaced/.env"})
+    return f"not in {searched}"
+
+
+def plain_ray(harness: Harness) -> str:
+    """`ray up` and `ray down` after `prepare`: workers start, and only the stack is left."""
+    run_verb("down")
+    run_verb("prepare")
+    _ray("up", "--no-config-cache")
+    harness.connection = Aws().connect()
+    harness.wait_for_success(harness.submit(ONE_CPU))
+    count = len(instances.living(harness.file))
+    _ray("down")
+    assert not instances.living(harness.file)
+    return f"`ray up` started a head, a job {count - 1} worker, and `ray down` ended all"
+
+
+def _ray(word: str, *options: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "ray.scripts.scripts", word, "--yes", *options, str(FILE)],
+        cwd=settings.PROJECT,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-1000:]
+
+
+@contextlib.contextmanager
+def _checkout(slug: str) -> Iterator[Path]:
+    """Copy this project to another folder, with this slug."""
+    folder = Path("/tmp/checkout")
+    skipped = shutil.ignore_patterns(".venv", ".cluster", ".env", "data", "models", "runs", "results")
+    shutil.copytree(settings.PROJECT, folder, ignore=skipped)
+    (folder / ".venv").symlink_to(settings.PROJECT / ".venv")
+    old_slug = cluster_file.load().slug
+    for name in ("cluster.yaml", "stack.yaml"):
+        file = folder / "cluster" / name
+        file.write_text(file.read_text().replace(old_slug, slug))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder)
+
+
+def _deny(action: str) -> str:
+    statement = {"Effect": "Deny", "Action": action, "Resource": "*"}
+    return json.dumps({"Version": "2012-10-17", "Statement": [statement]})

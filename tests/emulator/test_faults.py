@@ -1,0 +1,76 @@
+"""Test two faults, and that the code still contains the messages that the fault tests look for."""
+
+import ast
+import importlib
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import faults
+import settings
+from cluster.emulator import sandbox
+from faults.catalog import FAULTS, Fault
+
+MIN_LETTERS = 8  # a shorter phrase would match by chance
+VALUES = re.compile(r"[\w.']*\d[\w./']*|\b(?:spot|rehearsal|autoscaler)\b")
+"""What the project's code fills into its messages."""
+FOREIGN = {"gathered {'zone'", "no-such-package", "not authorized to perform: ec2:RunInstances"}
+"""Phrases from other programs, and from jobs that the fault tests submit."""
+
+
+@pytest.mark.skipif(bool(sandbox.unsupported_reason()), reason=sandbox.unsupported_reason() or "supported")
+def test_a_cluster_handles_two_faults() -> None:
+    """`./inv faults` runs all, in an hour."""
+    done = subprocess.run(
+        [sys.executable, "-m", "faults", "no spot capacity in the first zone,head lost"],
+        cwd=settings.PROJECT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=3600,  # only against hangs
+    )
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count("✓") == 2
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_each_fault_has_a_test(fault: Fault) -> None:
+    module, _, function = fault.test.partition(".")
+    assert callable(getattr(importlib.import_module(f"faults.{module}"), function))
+
+
+def constants(node: ast.AST) -> list[str]:
+    return [one.value for one in ast.walk(node) if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+
+
+def expected_phrases() -> list[str]:
+    """Return what the fault tests look for in outputs: the left side of each `in`, and the regular expressions."""
+    texts: set[str] = set()
+    for file in Path(str(faults.__file__)).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            match node:
+                case ast.Compare(left=ast.Constant() | ast.JoinedStr() as text, ops=[ast.In()]):
+                    texts.update(constants(text))
+                case ast.Call(func=ast.Attribute(attr="findall"), args=[ast.Constant(value=str(pattern)), _]):
+                    fragments = re.split(r"\.\*\??|\\[Swd][+*]|[\[(][^\])]*[\])][*+]?|\\\)", pattern)
+                    texts.update(fragment.replace("\\", "") for fragment in fragments)
+    phrases = {phrase.strip(" ,:") for text in texts for phrase in VALUES.split(text)}
+    return sorted(phrase for phrase in phrases - FOREIGN if len(re.sub(r"\W", "", phrase)) >= MIN_LETTERS)
+
+
+@pytest.mark.parametrize("phrase", expected_phrases())
+def test_the_code_prints_what_the_fault_tests_look_for(phrase: str) -> None:
+    """Without this, only a run of all faults would show that a message was changed."""
+    assert any(phrase in text for text in printed_texts())
+
+
+@cache
+def printed_texts() -> list[str]:
+    """Return all texts in the project's code."""
+    folders = [settings.PROJECT / name for name in ("cluster", "jobs", "pipeline")]
+    files = [file for folder in folders for file in folder.rglob("*.py")]
+    return [text for file in files for text in constants(ast.parse(file.read_text(encoding="utf-8")))]

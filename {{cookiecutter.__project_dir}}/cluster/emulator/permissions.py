@@ -1,0 +1,135 @@
+"""The permissions that each AWS call needs, from the service authorization reference.
+
+A call that is not listed here needs its action on "*", which only a policy for all resources grants.
+https://docs.aws.amazon.com/service-authorization/latest/reference/reference_policies_actions-resources-contextkeys.html
+"""
+
+import re
+import urllib.parse
+from collections.abc import Iterator
+from typing import Any
+
+import xmltodict
+from moto.ec2.models import ec2_backends
+from moto.secretsmanager.models import secretsmanager_backends
+
+from cluster.emulator.iam import Permission
+from cluster.emulator.moto_instances import ACCOUNT
+
+# EC2's resource types in ARNs, by the prefix of their ids.
+EC2_RESOURCE_TYPES = {"i": "instance", "vol": "volume", "eni": "network-interface", "key": "key-pair"}
+S3_OBJECT_ACTIONS = {"GET": "s3:GetObject", "HEAD": "s3:GetObject", "PUT": "s3:PutObject", "DELETE": "s3:DeleteObject"}
+RESOLVE = "resolve:ssm:"
+
+
+def required_by(
+    service: str, action: str, region: str, parameters: dict[str, Any], http: dict[str, Any]
+) -> list[Permission]:
+    """Return the permissions that a call needs. `http`: its method, path, query and body, which S3 uses."""
+    if (service, action) == ("sts", "GetCallerIdentity"):
+        return []  # everybody may call it
+    if service == "s3":
+        return list(_s3(**http))
+    if service == "ec2" and action == "RunInstances":
+        return list(_run_instances(region, parameters))
+    if service == "ec2" and action in ("CreateTags", "TerminateInstances"):
+        return list(_on_tagged_resources(action, region, parameters))
+    if service == "ssm" and action.startswith("GetParameter"):
+        names = parameters.get("Names") or [parameters.get("Name") or parameters.get("Path", "")]
+        return [Permission(f"ssm:{action}", _parameter_arn(region, name), {}) for name in names]
+    if service == "secretsmanager" and action == "GetSecretValue":
+        return [Permission("secretsmanager:GetSecretValue", _secret_arn(region, parameters["SecretId"]), {})]
+    return [Permission(f"{service}:{action}", "*", {})]
+
+
+def _run_instances(region: str, parameters: dict[str, str]) -> Iterator[Permission]:
+    arn = f"arn:aws:ec2:{region}:{ACCOUNT}:"
+    created = ("instance", "network-interface", "volume")
+    tags = _tag_specifications(parameters)
+    for kind in created:
+        yield Permission(
+            "ec2:RunInstances", f"{arn}{kind}/*", {f"aws:RequestTag/{k}": v for k, v in tags.get(kind, {}).items()}
+        )
+    for kind in tags:
+        yield Permission("ec2:CreateTags", f"{arn}{kind}/*", {"ec2:CreateAction": "RunInstances"})
+    if parameters.get("InstanceMarketOptions.MarketType") == "spot":
+        yield Permission("ec2:RunInstances", f"{arn}spot-instances-request/*", {})
+    image = parameters["ImageId"]
+    if image.startswith(RESOLVE):
+        yield Permission("ssm:GetParameters", _parameter_arn(region, image.removeprefix(RESOLVE)), {})
+    yield Permission("ec2:RunInstances", f"arn:aws:ec2:{region}::image/ami-any", {})
+    yield from (
+        Permission("ec2:RunInstances", resource, {}) for resource in _existing_resources(region, arn, parameters)
+    )
+    if profile := parameters.get("IamInstanceProfile.Name"):
+        passed = f"arn:aws:iam::{ACCOUNT}:role/{profile}"  # stack.yaml gives role and profile the same name
+        yield Permission("iam:PassRole", passed, {"iam:PassedToService": "ec2.amazonaws.com"})
+
+
+def _existing_resources(region: str, arn: str, parameters: dict[str, str]) -> Iterator[str]:
+    """Yield the ARNs of the existing resources that a launch uses."""
+    for key, value in parameters.items():
+        if re.fullmatch(r"(NetworkInterface\.\d+\.)?SubnetId", key):
+            yield f"{arn}subnet/{value}"
+        elif re.fullmatch(r"(NetworkInterface\.\d+\.)?SecurityGroupId\.\d+", key):
+            yield f"{arn}security-group/{value}"
+    if name := parameters.get("KeyName"):
+        yield f"{arn}key-pair/{name}"
+    if name := parameters.get("LaunchTemplate.LaunchTemplateName"):
+        templates = ec2_backends[ACCOUNT][region].launch_templates.values()
+        yield from (f"{arn}launch-template/{one.id}" for one in templates if one.name == name)
+
+
+def _tag_specifications(parameters: dict[str, str]) -> dict[str, dict[str, str]]:
+    """Return the tags of each resource type in the call."""
+    tags: dict[str, dict[str, str]] = {}
+    for key, kind in parameters.items():
+        if found := re.fullmatch(r"TagSpecification\.(\d+)\.ResourceType", key):
+            prefix = f"TagSpecification.{found[1]}.Tag."
+            numbers = {name.split(".")[3] for name in parameters if name.startswith(prefix)}
+            tags[kind] = {parameters[f"{prefix}{n}.Key"]: parameters[f"{prefix}{n}.Value"] for n in numbers}
+    return tags
+
+
+def _on_tagged_resources(action: str, region: str, parameters: dict[str, str]) -> Iterator[Permission]:
+    """Yield the permission for each resource in the call, with the resource's tags."""
+    backend = ec2_backends[ACCOUNT][region]
+    for key, resource_id in parameters.items():
+        if re.fullmatch(r"(InstanceId|ResourceId)\.\d+", key):
+            kind = EC2_RESOURCE_TYPES.get(resource_id.partition("-")[0], "*")
+            context = {f"aws:ResourceTag/{k}": v for k, v in backend.tags.get(resource_id, {}).items()}
+            yield Permission(f"ec2:{action}", f"arn:aws:ec2:{region}:{ACCOUNT}:{kind}/{resource_id}", context)
+
+
+def _parameter_arn(region: str, name: str) -> str:
+    owner = "" if name.startswith("/aws/") else ACCOUNT  # public parameters belong to no account
+    return f"arn:aws:ssm:{region}:{owner}:parameter/{name.lstrip('/')}"
+
+
+def _secret_arn(region: str, name: str) -> str:
+    """Return a secret's ARN, which ends with random letters; for an unknown secret, with made-up ones."""
+    backend = secretsmanager_backends[ACCOUNT][region]
+    secret = backend.secrets.get(name)
+    return secret.arn if secret else f"arn:aws:secretsmanager:{region}:{ACCOUNT}:secret:{name}-AbCdEf"
+
+
+def _s3(method: str, path: str, query: str, body: bytes) -> Iterator[Permission]:
+    bucket, _, key = urllib.parse.unquote(path).lstrip("/").partition("/")
+    arn = f"arn:aws:s3:::{bucket}"
+    options = urllib.parse.parse_qs(query, keep_blank_values=True)
+    if not bucket:
+        yield Permission("s3:ListAllMyBuckets", "*", {})
+    elif not key and method == "POST" and "delete" in options:
+        objects = xmltodict.parse(body)["Delete"]["Object"]
+        for entry in objects if isinstance(objects, list) else [objects]:
+            yield Permission("s3:DeleteObject", f"{arn}/{entry['Key']}", {})
+    elif not key and method in ("GET", "HEAD"):
+        yield Permission("s3:ListBucket", arn, {})
+    elif not key:
+        yield Permission({"PUT": "s3:CreateBucket", "DELETE": "s3:DeleteBucket"}[method], arn, {})
+    elif method == "POST":  # the steps of a multipart upload
+        yield Permission("s3:PutObject", f"{arn}/{key}", {})
+    elif method == "DELETE" and "uploadId" in options:
+        yield Permission("s3:AbortMultipartUpload", f"{arn}/{key}", {})
+    else:
+        yield Permission(S3_OBJECT_ACTIONS[method], f"{arn}/{key}", {})

@@ -1,0 +1,38 @@
+"""Wait for the emulated cluster, with timeouts that grow on a slow machine."""
+
+import functools
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import settings
+
+USUAL_IMPORT_S = 0.6  # `import ray` on two idle cores
+MAX_SLOWDOWN = 5.0  # a cluster that takes longer than this is broken, not slow
+
+
+@functools.cache
+def slowdown() -> float:
+    """Return how many times slower than usual this machine starts a process that imports Ray, from 1 to 5."""
+    for _ in range(2):  # the first one reads Ray from the disk
+        started = time.monotonic()
+        subprocess.run([sys.executable, "-c", "import ray"], check=True)
+    return min(max(1.0, (time.monotonic() - started) / USUAL_IMPORT_S), MAX_SLOWDOWN)
+
+
+def wait_for(condition: Callable[[], Any], timeout_s: float, what: str) -> float:
+    """Wait until the condition holds, and return the seconds that it took.
+
+    `timeout_s`: for a machine of usual speed; multiplied by `slowdown()`. `what`: names the condition in the error.
+
+    Raises:
+        settings.UserError: the condition did not hold in time.
+    """
+    started, timeout_s = time.monotonic(), timeout_s * slowdown()
+    while not condition():
+        if time.monotonic() >= started + timeout_s:
+            raise settings.UserError(f"waited {timeout_s:.0f} s for {what}")
+        time.sleep(1)
+    return time.monotonic() - started
