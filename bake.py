@@ -1,4 +1,4 @@
-"""Makes projects from this template for its verbs and tests: without questions, network or the user's own defaults."""
+"""Generate projects for the template's verbs and tests, without questions, network or the user's defaults."""
 
 import shutil
 import subprocess
@@ -12,12 +12,12 @@ PROJECT = TEMPLATE / "{{cookiecutter.__project_dir}}"
 
 
 def snapshot(folder: Path) -> Path:
-    """Copy what git holds of this template, or would hold: no bake may see a stray `.env`, `.venv` or cache."""
+    """Copy the files that git tracks or would track, without stray files such as `.env`, `.venv` or caches."""
     if not (TEMPLATE / ".git").exists():
         return shutil.copytree(
             TEMPLATE, folder, ignore=shutil.ignore_patterns("build", ".venv", ".cluster", "__pycache__", ".*_cache")
         )
-    # safe.directory: a checkout that another user owns is read all the same
+    # safe.directory: read the checkout even if another user owns it
     listing = ["git", "-c", "safe.directory=*", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     for name in subprocess.run(listing, cwd=TEMPLATE, check=True, capture_output=True, text=True).stdout.split("\0"):
         if (source := TEMPLATE / name).is_file():
@@ -27,10 +27,10 @@ def snapshot(folder: Path) -> Path:
 
 
 def bake(folder: Path, **answers: str) -> Path:
-    """A fresh project in `folder`; of what was there only `.venv` stays, so that packages are installed once."""
+    """Generate a project in `folder`. Replaces its content but `.venv`, so that packages are installed only once."""
     with tempfile.TemporaryDirectory() as scratch:
         template = snapshot(Path(scratch) / "template")
-        config = Path(scratch) / "config.yaml"  # in place of the user's own; by default answers are kept in their home
+        config = Path(scratch) / "config.yaml"  # cookiecutter would save answers in the user's home
         config.write_text(f"replay_dir: {scratch}\ncookiecutters_dir: {scratch}\n", encoding="utf-8")
         project = cookiecutter(
             str(template), no_input=True, config_file=str(config), extra_context=answers, output_dir=scratch
@@ -44,5 +44,5 @@ def bake(folder: Path, **answers: str) -> Path:
 
 
 def files(project: Path) -> list[str]:
-    """Every file of a fresh project, by its path inside it."""
+    """Return the relative paths of all files of a project."""
     return sorted(str(path.relative_to(project)) for path in project.rglob("*") if path.is_file())

@@ -1,4 +1,4 @@
-"""What the template adds to cookiecutter itself, in the file that cookiecutter's documentation proposes for it."""
+"""Extensions of cookiecutter, in the file that its documentation recommends."""
 
 import logging
 
@@ -6,8 +6,8 @@ from jinja2 import Environment
 from jinja2.ext import Extension
 
 
-class QuietRefusal(Extension):
-    """cookiecutter 2.7 logs a traceback when a hook refuses; the hook has said in one sentence what is wrong."""
+class QuietHookErrors(Extension):
+    """Suppress the traceback that cookiecutter 2.7 logs if a hook fails. The hook has already printed the error."""
 
     def __init__(self, environment: Environment) -> None:
         super().__init__(environment)

@@ -21,15 +21,15 @@ TEMPLATE = shlex.quote(str(bake.TEMPLATE))
 BUILD = bake.TEMPLATE / "build"
 PYTHON = shlex.quote(sys.executable)
 UV = shlex.quote(os.environ.get("UV", "uv"))  # set by `inv`
-# Ray itself splits paths at spaces, and people keep projects in folders such as "My Drive"
+# Ray splits paths at spaces, but users have folders such as "My Drive"
 TEST_PROJECT = "a b é/test"
-# a release that is a week old is on every mirror, and a bad one has been withdrawn by then
+# after a week, all mirrors have a release, and bad ones have been withdrawn
 COMMON = "--python-version 3.11 --exclude-newer P7D --no-annotate"
 
 
 @task
 def demo(context: Context) -> None:
-    """Make a project with the default answers in build/demo and run its whole pipeline."""
+    """Generate a project in build/demo and run its whole pipeline."""
     project = _bake(context, "demo")
     _step(f"running that project's own demo in {project}")
     _become(project, "demo")
@@ -37,7 +37,7 @@ def demo(context: Context) -> None:
 
 @task
 def test(context: Context) -> None:
-    """Run every test: the template's, then those of a project that it makes, in a folder whose path has a space."""
+    """Run all tests: the template's, then those of a generated project in a folder whose path has a space."""
     lint(context)
     _install_programs(context)
     _step("testing the template")
@@ -55,15 +55,15 @@ def test(context: Context) -> None:
 
 @task
 def rehearse(context: Context) -> None:
-    """Make a project with the default answers in build/rehearsal and rehearse its life on AWS, on this machine."""
+    """Generate a project in build/rehearsal and run a cluster's whole life on an emulated AWS."""
     project = _bake(context, "rehearsal")
     _step(f"running that project's own rehearsal in {project}")
     _become(project, "rehearse")
 
 
-@task(help={"only": "one part by its name, as benchmarks/__main__.py lists them; all when left out"})
+@task(help={"only": "name of one part, as in benchmarks/__main__.py; default: all"})
 def bench(context: Context, only: str = "") -> None:
-    """Measure a fresh project in build/bench against what people would use otherwise; writes benchmarks/README.md."""
+    """Compare a generated project in build/bench with other tools. Writes benchmarks/README.md."""
     project = _bake(context, "bench")
     variables = {"PROFILE": "local", "HF_HUB_OFFLINE": "1"}
     _become_module(_python(context, project), project, "benchmarks", only, **variables)
@@ -92,22 +92,22 @@ def bench_up(context: Context) -> None:
 
 @task
 def lint(context: Context) -> None:
-    """Check the Python files and the GitHub workflows of the template and of the project, as they stand."""
+    """Check Python files and GitHub workflows of the template and of the project."""
     _step("checking style")
-    # no cache: it would be baked into the next project; RUF200: a pyproject.toml with Jinja is not TOML yet
+    # no cache: it would become part of the next project; RUF200: pyproject.toml with Jinja is not valid TOML
     context.run(f"{PYTHON} -m ruff check --no-cache --ignore RUF200 .")
     context.run(f"{PYTHON} -m ruff format --no-cache --check .")
     _step("checking GitHub workflows")
     folders = (bake.TEMPLATE / ".github", bake.PROJECT / ".github")
     workflows = [shlex.quote(str(file)) for folder in folders for file in sorted(folder.glob("workflows/*.yml"))]
     context.run(f"{PYTHON} -m check_jsonschema -q --builtin-schema vendor.github-workflows {' '.join(workflows)}")
-    zizmor = shlex.quote(str(Path(sys.executable).with_name("zizmor")))  # a program, no module
+    zizmor = shlex.quote(str(Path(sys.executable).with_name("zizmor")))  # a program without a module
     context.run(f"{zizmor} --quiet --offline {' '.join(workflows)}")
 
 
 @task
 def lock(context: Context) -> None:
-    """Compile the project's requirements/*.in to the pins that it installs; versions stand in cookiecutter.json."""
+    """Compile the pins of the project from its requirements/*.in. Versions are in cookiecutter.json."""
     project = _bake(context, "lock")
     _step("compiling local.txt: CPU, Linux and macOS")
     plain = {name: value for name, value in os.environ.items() if name not in ("UV_FIND_LINKS", "UV_TORCH_BACKEND")}
@@ -118,9 +118,9 @@ def lock(context: Context) -> None:
 
 
 def _install_programs(context: Context) -> None:
-    """Some tests need Debian packages; without root or apt they are skipped, with the reason."""
+    """Install Debian packages for some tests. Without root or apt, those tests are skipped."""
     path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
-    needed = _rehearsal_programs() | {"chromium": "chromium"}  # in which the page of a served model is tried
+    needed = _rehearsal_programs() | {"chromium": "chromium"}  # for the tests of the page of a served model
     missing = [package for program, package in needed.items() if not shutil.which(program, path=path)]
     if not missing or os.geteuid() != 0 or not shutil.which("apt-get"):
         return
@@ -129,30 +129,30 @@ def _install_programs(context: Context) -> None:
     context.run("apt-get update -qq", **quiet)
     context.run(f"apt-get install --yes -qq --no-install-recommends {' '.join(missing)}", **quiet)
     if "openssh-server" in missing and shutil.which("systemctl"):
-        # only the program is needed; nobody should log in here
+        # only the program is needed; no one should log in
         context.run("systemctl disable --now ssh.service ssh.socket", hide=True, warn=True)
 
 
 def _rehearsal_programs() -> dict[str, str]:
-    """The project's own list, read and not imported: what it imports is not installed here."""
+    """Return the project's list of programs. Parses the file, because its imports are not installed here."""
     module = ast.parse((bake.PROJECT / "cluster" / "emulator" / "sandbox.py").read_text(encoding="utf-8"))
     assigned = {ast.unparse(node.targets[0]): node.value for node in module.body if isinstance(node, ast.Assign)}
     return ast.literal_eval(assigned["PROGRAMS"])
 
 
 def _bake(context: Context, name: str) -> Path:
-    """A fresh project in build/NAME. A cluster that an earlier one left running is ended first."""
+    """Generate a project in build/NAME. First end clusters of an earlier one."""
     project = BUILD / name
     for target in ("local", "rehearsal"):
         if (project / ".cluster" / f"{target}.json").exists():
             _step(f"ending the {target} cluster of {project}")
             _verb(context, project, f"down --target {target}")
-    _step(f"making a project in {project}")
+    _step(f"generating a project in {project}")
     return bake.bake(project)
 
 
 def _verb(context: Context, project: Path, verb: str) -> None:
-    """Run a verb of the project, as people do; invoke ends with its exit code when it fails."""
+    """Run a verb of the project. If it fails, invoke exits with its exit code."""
     context.run(f"{shlex.quote(str(project / 'inv'))} {verb}", pty=sys.stdout.isatty(), in_stream=False)
 
 
@@ -164,7 +164,7 @@ def _become(project: Path, verb: str) -> None:
 
 def _python(context: Context, project: Path) -> Path:
     """Create the project's environment, and return its Python. Resolved: through the link, Ray would find a space."""
-    _step(f"making the environment of {project}")
+    _step(f"creating the environment of {project}")
     _verb(context, project, "--list")  # any verb creates it
     return (project / ".venv").resolve() / "bin" / "python"
 
@@ -174,7 +174,7 @@ def _variables(project: Path) -> dict[str, str]:
     return {
         "PYTHONPATH": f"{project}{os.pathsep}{bake.TEMPLATE}",
         "PATH": f"{(project / '.venv').resolve() / 'bin'}{os.pathsep}{os.environ['PATH']}",
-        "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # below `uv run`, workers would get another environment
+        "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",  # under `uv run`, workers would get another environment
     }
 
 
@@ -186,7 +186,7 @@ def _become_module(python: Path, project: Path, module: str, *arguments: str, **
 
 
 def _compile(context: Context, project: Path, name: str, options: str, variables: Mapping[str, str]) -> None:
-    """Compile one pin file in the project's folder, where its relative paths hold, and take it over."""
+    """Compile one pin file in the project's folder, where relative paths are valid, and copy it to the template."""
     pins = Path("requirements") / f"{name}.txt"
     with context.cd(str(project)):
         context.run(
@@ -195,16 +195,16 @@ def _compile(context: Context, project: Path, name: str, options: str, variables
             replace_env=True,
         )
     lines = (project / pins).read_text(encoding="utf-8").splitlines()
-    machines = tomllib.loads((project / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["uv"]["environments"]
-    text = "".join(f"{_without_needless_marker(line, machines)}\n" for line in lines)
+    markers = tomllib.loads((project / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["uv"]["environments"]
+    text = "".join(f"{_without_needless_marker(line, markers)}\n" for line in lines)
     (bake.PROJECT / pins).write_text(text, encoding="utf-8")
 
 
-def _without_needless_marker(line: str, machines: list[str]) -> str:
-    """A pin without its marker where that holds on all `machines`, themselves markers: uv repeats them on each line."""
+def _without_needless_marker(line: str, supported: list[str]) -> str:
+    """Return a pin without its marker, if that holds for all `supported` markers. uv repeats them on each line."""
     package, _, marker = line.partition(" ; ")
-    values = [dict(re.findall(r"(\w+) == '([^']+)'", machine)) for machine in machines]
-    return package if marker and all(Marker(marker).evaluate(machine) for machine in values) else line
+    values = [dict(re.findall(r"(\w+) == '([^']+)'", one)) for one in supported]
+    return package if marker and all(Marker(marker).evaluate(one) for one in values) else line
 
 
 def _step(title: str) -> None:

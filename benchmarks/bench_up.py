@@ -6,7 +6,7 @@ import sys
 import time
 
 import settings
-from cluster.aws import ray_up, stack, teardown
+from cluster.aws import prepare, ray_up, teardown
 from cluster.common import cluster_file
 from cluster.common.cluster_file import FILE
 from cluster.emulator import sandbox
@@ -30,7 +30,7 @@ def main() -> None:
 def _measure() -> None:
     """Start a head in both ways in each round, and swap their order between rounds."""
     file = cluster_file.load()
-    stack.prepare(file)
+    prepare.prepare(file)
     seconds: dict[str, list[float]] = {"ray up": [], "inv up": []}
     for number in range(ROUNDS):
         ways = [("ray up", _plain_ray_up), ("inv up", ray_up.up)]

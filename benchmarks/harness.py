@@ -26,7 +26,7 @@ from pipeline.training.options import DDPOptions
 import settings
 from benchmarks.report import FOLDER, Result
 from cluster import environment
-from cluster.local import RaySection
+from cluster.local.head import RaySection
 from cluster.network import free_ports
 from demo import assets
 from demo.assets import Fact

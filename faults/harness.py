@@ -20,7 +20,7 @@ import yaml
 import settings
 from cluster import submission
 from cluster.aws import head, ssh
-from cluster.aws.ssh import Head
+from cluster.aws.ssh import SshHead
 from cluster.aws.target import Aws
 from cluster.common import cluster_file, instances
 from cluster.common.cluster_file import ClusterFile
@@ -52,12 +52,12 @@ class Harness:
         scenario.shorten_idle_timeout(self.file)
         self.connection = target.connect()
 
-    def head(self) -> Head:
-        return ssh.reach(self.file)
+    def head(self) -> SshHead:
+        return ssh.find_head(self.file)
 
     def report(self) -> dict[str, Any]:
-        """Return the head's report (see cluster/node/head_report.py)."""
-        return head.report(self.head())
+        """Return the status of the head (see cluster/node/head_status.py)."""
+        return head.read_status(self.head())
 
     def workers(self) -> list[instances.Instance]:
         return [machine for machine in instances.living(self.file) if machine.node_type != self.file.head.name]

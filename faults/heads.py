@@ -54,7 +54,7 @@ def head_killed(harness: Harness) -> str:
     output = run_verb("up", "--yes")
     took = time.monotonic() - started
     assert took < MAX_REPAIR_S * slowdown(), f"the repair took {took:.0f} s"
-    assert "takes over 2 machines that have none" in output, output
+    assert "take over 2 instances that have no head" in output, output
     harness.ensure_up()
     log = harness.wait_for_success(harness.train("head-killed"), 300)
     resumed = re.findall(r"resum\w+ .*?step (\d+)", log)
@@ -79,7 +79,7 @@ def spend_limit(harness: Harness) -> str:
     """The cluster reaches the dollars in settings.toml: it terminates itself, workers included."""
     _busy_workers(harness)
     limit = _limits().dollars
-    spent = json.dumps({"at": time.time(), "dollars": limit - 0.0001, "said": []})
+    spent = json.dumps({"at": time.time(), "dollars": limit - 0.0001, "messages": []})
     restart = harness.file.content["head_start_ray_commands"][-1]
     harness.head().run(f"kill $(cat ~/watchdog.pid); sleep 1; echo '{spent}' > ~/watchdog.json; {restart}")
     summary = _wait_until_terminated(harness)

@@ -29,10 +29,10 @@ def up_again(harness: Harness) -> str:
     assert head
     wait_for(lambda: "at work" in harness.log(job), 60, "the job to start")
     for _ in range(2):
-        assert f"is up already, and as cluster.yaml says: head {head.id}" in run_verb("up")
+        assert f"is already up and matches cluster.yaml: head {head.id}" in run_verb("up")
     with changed_cluster_file(idle_timeout_minutes=6):
         output = run_verb("up", exit_code=1)  # without a yes, it only says what it would do
-        assert "the head is set up anew, and running jobs end" in output, output
+        assert "the head will be set up again, which ends running jobs" in output, output
     assert harness.is_running(job), harness.log(job)
     return "the job continued; with another cluster.yaml: " + re.findall(r"cluster\.yaml, the pins.*?end", output)[0]
 
@@ -85,7 +85,7 @@ def permission_missing(harness: Harness) -> str:
     for action, words in (("cloudformation:UpdateStack", "prepare"), ("ec2:DescribeInstances", "status")):
         iam.put_user_policy(**user, PolicyDocument=_deny(action))
         try:
-            assert f"you may not {action}" in run_verb(words, exit_code=1)
+            assert f"you lack the permission {action}" in run_verb(words, exit_code=1)
         finally:
             iam.delete_user_policy(**user)
     role = {"RoleName": f"{harness.file.slug}-head", "PolicyName": "deny-one"}

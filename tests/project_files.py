@@ -1,4 +1,4 @@
-"""Writes project_files.txt anew: the files that a project consists of. To be read in the diff."""
+"""Write project_files.txt, the list of files of a project. Review its diff."""
 
 import tempfile
 from pathlib import Path

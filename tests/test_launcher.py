@@ -1,4 +1,4 @@
-"""The launcher `inv`, on machines that have next to nothing. What it downloads is replaced by stubs."""
+"""Test the launcher `inv` on nearly empty machines. Stubs replace its downloads."""
 
 import contextlib
 import os
@@ -20,7 +20,7 @@ from tasks import BUILD, TEST_PROJECT
 
 COREUTILS = ["cat", "chmod", "cksum", "cut", "dirname", "env", "ln", "mkdir", "mv", "rm", "sh", "sleep", "tr", "uname"]
 NOBODY = 65534
-# uv: `venv` and `sync` make a folder with a Python that is the next stub
+# stub of uv: `venv` and `sync` create a folder with the stub of Python
 UV = """\
 #!/bin/sh
 case $1 in
@@ -32,7 +32,7 @@ esac
 echo "uv $*" >&2
 mkdir -p "$folder/bin" && cat "$PYTHON_STUB" > "$folder/bin/python" && chmod +x "$folder/bin/python"
 """
-# Python of the environment: installs its pins by saying so, and runs verbs by saying what it was given
+# stub of Python in the environment: prints what it would install, and the arguments of verbs
 PYTHON = """\
 #!/bin/sh
 echo "python=$0 uv=$UV pythons=${UV_PYTHON_INSTALL_DIR:-} cache=${XDG_CACHE_HOME:-}" >&2
@@ -53,7 +53,7 @@ case $1 in
         ;;
 esac
 """
-# what https://astral.sh/uv/install.sh does with a folder of one's own
+# stub of https://astral.sh/uv/install.sh
 INSTALLER = """\
 #!/bin/sh
 for file; do :; done # the last argument: where to put it
@@ -63,7 +63,7 @@ echo 'chmod +x "$UV_UNMANAGED_INSTALL/uv"' >> "$file"
 
 
 class Machine:
-    """A user who is not root, with a home, a PATH of coreutils, git and g++, and a project in `a b é`."""
+    """A user without root, with a home, a PATH with coreutils, git and g++, and a project in `a b é`."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.bin, self.home = root, root / "bin", root / "home"
@@ -91,7 +91,7 @@ class Machine:
         (self.bin / name).chmod(0o755)
 
     def command(self, *words: str, folder: Path | None = None) -> list[str]:
-        """What the user types, as that user."""
+        """Return the command of the user, run as that user."""
         user = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"] if os.geteuid() == 0 else []
         program = shutil.which(user[0]) if user else None
         return [*filter(None, [program]), *user[1:], str((folder or self.project) / "inv"), *words]
@@ -107,7 +107,7 @@ class Machine:
         )
 
     def refused(self, *words: str, folder: Path | None = None) -> str:
-        """The one sentence that it ends with."""
+        """Return the error, which must be one line."""
         done = self.inv(*words, folder=folder)
         assert done.returncode == 1, done
         assert done.stdout == ""
@@ -116,7 +116,7 @@ class Machine:
         return done.stderr
 
     def kept(self) -> set[str]:
-        """What lies in the home folder, down to the second level."""
+        """Return the paths in the home folder, two levels deep."""
         return {str(path.relative_to(self.home)) for path in (*self.home.glob("*"), *self.home.glob("*/*"))}
 
 
@@ -138,7 +138,7 @@ def with_uv(machine: Machine) -> Machine:
 
 @pytest.fixture(scope="module")
 def marked_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A copy of this Python with pip and the mark of PEP 668, as Debian's has it; a program that starts it."""
+    """Create a copy of this Python with pip and the marker of PEP 668, as on Debian."""
     prefix = Path(tempfile.mkdtemp(prefix="python-"))
     prefix.chmod(0o755)
     name = f"python{sys.version_info.major}.{sys.version_info.minor}"
@@ -164,7 +164,7 @@ def marked_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture
 def with_pip(machine: Machine, marked_python: Path) -> Machine:
-    """It has the marked Python, whose pip finds a wheel of the stub uv and no network."""
+    """Return a machine with that Python, whose pip finds only a wheel of the stub of uv."""
     (machine.bin / "python3").symlink_to(marked_python)
     with zipfile.ZipFile(machine.root / "uv-1.0-py3-none-any.whl", "w") as wheel:
         program = zipfile.ZipInfo("uv-1.0.data/scripts/uv")
@@ -195,7 +195,7 @@ def test_it_is_posix_sh() -> None:
 # ------------------------------------------------------------------------------------------ the first run
 
 
-def test_uv_comes_by_pip_where_pip_may_install_nothing(with_pip: Machine) -> None:
+def test_uv_is_installed_with_pip_on_an_externally_managed_python(with_pip: Machine) -> None:
     machine = with_pip
     plain = subprocess.run(
         [*machine.command()[:-1], str(machine.bin / "python3"), "-m", "pip", "install", "uv"],
@@ -211,7 +211,7 @@ def test_uv_comes_by_pip_where_pip_may_install_nothing(with_pip: Machine) -> Non
     assert machine.kept() <= {".cache", ".cache/ray-llm", ".cache/pip"}
 
 
-def test_uv_comes_by_its_installer_where_there_is_no_pip(machine: Machine) -> None:
+def test_uv_is_installed_with_its_installer_without_pip(machine: Machine) -> None:
     machine.install("curl", INSTALLER)
     done = machine.inv("up")
     assert (done.returncode, done.stdout) == (0, "[up]"), done
@@ -314,8 +314,8 @@ def test_the_template_runs_its_own_verbs(with_uv: Machine) -> None:
         assert (done.returncode, done.stdout) == (0, "[demo]"), done
 
 
-def test_who_kills_the_launcher_hits_the_verb(with_uv: Machine) -> None:
-    """In the template, too, where `uv run` would stand between them."""
+def test_signals_to_the_launcher_reach_the_verb(with_uv: Machine) -> None:
+    """Also in the template, where `uv run` would be a process between them."""
     template = with_uv.root / "template"
     template.mkdir()
     for name in ("inv", "pyproject.toml"):
@@ -329,10 +329,10 @@ def test_who_kills_the_launcher_hits_the_verb(with_uv: Machine) -> None:
         assert process.communicate()[0] == f"[name]{process.pid}\n"
 
 
-# ------------------------------------------------------------------------------------------ what is missing
+# ------------------------------------------------------------------------------------------ missing programs
 
 
-def test_a_home_that_cannot_be_written(with_uv: Machine) -> None:
+def test_a_read_only_home(with_uv: Machine) -> None:
     plain = with_uv.root / "plain"
     with_uv.project.rename(plain)
     with_uv.home.chmod(0o500)
@@ -357,7 +357,7 @@ def test_no_place_without_a_space_is_refused(with_uv: Machine, home: str) -> Non
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
-def test_a_folder_that_sudo_left(with_uv: Machine) -> None:
+def test_a_folder_of_another_user(with_uv: Machine) -> None:
     (with_uv.project / ".cluster").mkdir(mode=0o755)
     with_uv.install("id", "#!/bin/sh\necho alice\n")
     assert "Run: sudo chown -R alice .cluster" in with_uv.refused("up")
@@ -390,7 +390,7 @@ def test_windows(with_uv: Machine, system: str) -> None:
     assert "Use WSL2" in with_uv.refused("up")
 
 
-# ------------------------------------------------------------------------------------------ what passes through
+# ------------------------------------------------------------------------------------------ arguments and signals
 
 
 def test_arguments_and_stdin_and_the_exit_code(with_uv: Machine) -> None:
@@ -418,7 +418,7 @@ def test_the_terminal_and_ctrl_c(with_uv: Machine) -> None:
 
 
 def _read(terminal: int, until: str) -> str:
-    """What is written to the terminal until these words; less when that ends or pauses for a minute."""
+    """Return the terminal's output up to these words, or until it ends or pauses for a minute."""
     text = ""
     with contextlib.suppress(OSError):
         while until not in text and select.select([terminal], [], [], 60)[0]:
@@ -426,12 +426,12 @@ def _read(terminal: int, until: str) -> str:
     return text
 
 
-# ------------------------------------------------------------------------------------------ nothing replaced
+# ------------------------------------------------------------------------------------------ without stubs
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the job's workers need torch's CPU build for Linux")
 def test_up_a_job_and_down_in_a_folder_with_a_space() -> None:
-    """In the project that `./inv test` makes too, so that its environment is made once."""
+    """Uses the project of `./inv test`, so that the environment is created only once."""
     launcher = bake.bake(BUILD / TEST_PROJECT) / "inv"
     environment = os.environ | {"LANG": "C"}
     try:

@@ -1,4 +1,4 @@
-"""A version stands once, in cookiecutter.json; the pins, the cluster file and the tools' settings agree with it."""
+"""Test that versions are only in cookiecutter.json, and that pins, cluster file and tools agree with it."""
 
 import json
 import re
@@ -25,13 +25,13 @@ def test_editors_and_uv_see_the_same_python(folder: str, request: pytest.Fixture
 
 
 def pins(project: Path, name: str) -> list[str]:
-    """The lines of requirements/NAME.txt that are no comment."""
+    """Return the lines of requirements/NAME.txt without comments."""
     lines = (project / "requirements" / f"{name}.txt").read_text(encoding="utf-8").splitlines()
     return [line for line in lines if not line.lstrip().startswith("#")]
 
 
 def versions(project: Path, name: str) -> dict[str, set[str]]:
-    """The versions that a pin file gives to each package; more than one where machines differ."""
+    """Return the versions of each package in a pin file; several if platforms differ."""
     found: dict[str, set[str]] = {}
     for line in pins(project, name):
         if not line.startswith("./"):
@@ -54,11 +54,11 @@ def test_the_pins_agree(project: Path) -> None:
     assert vllm["project"]["version"] == f"{VERSIONS['vllm']}+cpu"
 
 
-def test_no_version_stands_a_second_time(template: Path) -> None:
-    """Python's is too short a number to search for: the next test names the places that hold it."""
+def test_versions_are_in_one_place_only(template: Path) -> None:
+    """Python's version is too short to search for: the next test checks its places."""
     sources = [path for path in template.rglob("*") if path.suffix in (".in", ".yaml", ".toml", ".py", ".json")]
     for path in sources:
-        if path != template / "cookiecutter.json" and path.parent.name != "results":  # a result says what it measured
+        if path != template / "cookiecutter.json" and path.parent.name != "results":  # results name versions
             text = path.read_text(encoding="utf-8")
             assert not [package for package in PACKAGES if VERSIONS[package] in text], path
 

@@ -1,4 +1,4 @@
-"""What a project consists of, whatever the answers: its files, all variables replaced, every format well formed."""
+"""Test generated projects: their files, with all variables replaced, and in valid formats."""
 
 import json
 import re
@@ -26,14 +26,14 @@ ANSWERS = [
     {"project_name": "Größe 2", "aws_region": "eu-central-1", "max_workers": "1", "base_model": "s3://models/base"},
     {"project_name": "我的模型", "aws_region": "ap-northeast-1", "base_model": "/srv/models/llama"},
     {"project_name": "हिन्दी मॉडल", "project_slug": "hindi-llm", "base_model": "./models/base"},
-    {"project_name": "Yes", "project_slug": "yes"},  # a boolean in YAML, where it stands without quotes
+    {"project_name": "Yes", "project_slug": "yes"},  # a boolean in YAML, if it is not quoted
 ]
-COPIED = (".py", ".jinja")  # not rendered: Python holds no Jinja, and chat templates are Jinja of their own
+COPIED = (".py", ".jinja")  # not rendered: Python files have no Jinja, and chat templates have their own
 
 
 @pytest.fixture(scope="module", params=ANSWERS, ids=lambda answers: answers.get("project_name", str(len(answers))))
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
-    """A project and the answers that made it."""
+    """Return a project and its answers."""
     return bake.bake(tmp_path_factory.mktemp("made") / "project", **request.param), request.param
 
 
@@ -53,7 +53,7 @@ def test_every_file_is_well_formed(made: tuple[Path, dict[str, str]]) -> None:
 
 
 def _load_yaml(text: str) -> Any:
-    """YAML in which CloudFormation's short forms, such as !Ref, are taken for what stands behind them."""
+    """Load YAML, ignoring CloudFormation's tags such as !Ref."""
 
     class Loader(yaml.SafeLoader):
         pass
@@ -126,6 +126,6 @@ def test_baking_takes_under_a_second_and_no_network(template: Path, tmp_path: Pa
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run(command, check=True, cwd=tmp_path / name, env={"HOME": str(tmp_path)})
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        # the processor's time, not the clock's: without network it is all that baking takes, however busy the machine
+        # CPU time: without a network it is all that baking takes, and it does not depend on other load
         seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     assert min(seconds) < 1, seconds

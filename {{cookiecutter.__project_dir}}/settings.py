@@ -1,4 +1,4 @@
-"""Reads settings.toml into typed sections, and says what is wrong with it by line and key."""
+"""Read settings.toml into typed sections. Errors name the line and the key."""
 
 import os
 import re
@@ -12,20 +12,20 @@ PROJECT = Path(__file__).resolve().parent
 FILE = PROJECT / "settings.toml"
 PROFILES = ("local", "cluster")
 RENAMED = {"gang_patience_s": "zone_timeout_s", "beside": "add"}
-"""New name of each key or option that an earlier version of this project had."""
+"""New names of keys and options of earlier versions, for error messages."""
 
 
 class UserError(Exception):
-    """Bad input, in one sentence for a person: what is wrong, where, and what to type next."""
+    """An error that the user can fix. The message says what is wrong, where, and what to do."""
 
     exit_code = 1
-    """Exit code of a verb that fails with this error."""
+    """Exit code of the verb that fails."""
 
 
 class Section(BaseModel):
-    """One typed section of settings.toml; an unknown key or a wrong type is refused.
+    """A typed section of settings.toml. Unknown keys and wrong types are errors.
 
-    The docstring below a field is its help on the command line.
+    The docstring below a field is its help text on the command line.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
@@ -35,15 +35,15 @@ S = TypeVar("S", bound=Section)
 
 
 def active_profile() -> str:
-    """`local` or `cluster`: set by the verb that submits a job, `local` where nobody set it."""
+    """Return `local` or `cluster`. The verb that submits a job sets it; the default is `local`."""
     return os.environ.get("PROFILE", "local")
 
 
 def load(section_type: type[S], *names: str, profile: str | None = None, file: Path = FILE) -> S:
-    """The named sections, each overlaid by the profile's, as one object.
+    """Return the named sections as one object. Keys of the profile's sections override shared ones.
 
     Raises:
-        UserError: the file is missing or broken, or a key is unknown or has a wrong value.
+        UserError: the file is missing or not valid, or a key is unknown or has a wrong value.
     """
     profile = profile or active_profile()
     tables = _tables(names, profile)
@@ -58,10 +58,10 @@ def load(section_type: type[S], *names: str, profile: str | None = None, file: P
 
 
 def resolve(path: str) -> str:
-    """An absolute path or URI for `path`, which may be relative to the project's folder.
+    """Return an absolute path or URI for `path`, which may be relative to the project's folder.
 
-    A submitted job runs in an unpacked copy of the project. PROJECT_DIR names what `data/` and `runs/` are in for it:
-    the original folder where both are on one machine, the project's bucket on AWS.
+    A submitted job runs in a copy of the project. PROJECT_DIR names the place of `data/` and `runs/`: the original
+    folder on this machine, the project's bucket on AWS.
     """
     if "://" in path or os.path.isabs(path):
         return path
@@ -72,15 +72,15 @@ def _parse(file: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UserError(f"{file} is missing; restore it with: git checkout {file.name}") from None
+        raise UserError(f"{file} is missing. Run: git checkout {file.name}") from None
     except tomllib.TOMLDecodeError as error:
-        raise UserError(f"{file.name} is not valid TOML: {error}; correct that line.") from None
+        raise UserError(f"{file.name} is not valid TOML: {error}. Correct that line") from None
 
 
 def _tables(names: tuple[str, ...], profile: str) -> list[str]:
-    """Dotted names of the tables to merge, weakest first."""
+    """Return the dotted names of the tables to merge. Later tables override earlier ones."""
     if profile not in PROFILES:
-        raise UserError(f"profile {profile!r} is unknown; use one of: {', '.join(PROFILES)}.")
+        raise UserError(f"unknown profile {profile!r}. Use one of: {', '.join(PROFILES)}")
     return [table for name in names for table in (name, f"{profile}.{name}")]
 
 
@@ -93,19 +93,19 @@ def _table(document: dict[str, Any], dotted: str) -> dict[str, Any]:
 def _first_error(error: ValidationError, tables: list[str], file: Path) -> str:
     first = error.errors()[0]
     message = first["msg"].removeprefix("Value error, ")
-    if not first["loc"]:  # two keys that do not go together, which the message names
-        return f"{file.name}, [{tables[-1]}]: {message}."
+    if not first["loc"]:  # keys that contradict each other; the message names them
+        return f"{file.name}, [{tables[-1]}]: {message}"
     key = str(first["loc"][0])
     table, line = _find_line(file, tables, key)
     where = f"{file.name} line {line}, key {table}.{key}" if line else f"{file.name}, key {tables[-1]}.{key}"
     reason = message
     if first["type"] == "extra_forbidden":
         reason = f"this key is now {RENAMED[key]}" if key in RENAMED else "no such key"
-    return f"{where}: {reason} (found {first['input']!r}); correct it and try again." if line else f"{where}: {reason}."
+    return f"{where}: {reason} (found {first['input']!r}). Correct that line" if line else f"{where}: {reason}"
 
 
 def _find_line(file: Path, tables: list[str], key: str) -> tuple[str, int]:
-    """Table and line number of the assignment that won, or ("", 0) when the key is not in the file."""
+    """Return table and line number of the assignment that counts, or ("", 0) if the key is not in the file."""
     found, current = ("", 0), ""
     for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
         if header := re.match(r"\s*\[([\w.]+)\]", line):

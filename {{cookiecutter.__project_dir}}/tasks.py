@@ -1,4 +1,4 @@
-"""The verbs: inv VERB [--target T]. A job's own options come after --. `inv --list` shows all verbs."""
+"""The verbs: inv VERB [--target TARGET]. Options of a job come after --. `inv --list` lists all verbs."""
 
 import contextlib
 import functools
@@ -13,36 +13,36 @@ from invoke.main import program
 
 from cluster import environment, network
 
-environment.enter()  # makes .venv on first use; from here on, everything that the pins name is there
+environment.enter()  # creates .venv on first use; after this line, all packages can be imported
 
 from rich.console import Console
 
 import settings
-from cluster import job_scripts, words
+from cluster import command_line, job_scripts
 
 network.keep_to_loopback()
 
-# each verb imports what it needs: all together take seconds, which `inv --list` should not
+# each verb imports what it needs: all imports together take seconds
 CONSOLE = Console()
-TARGET = {"target": "where the cluster is: local (this machine), rehearsal (AWS, emulated on this machine) or aws"}
-VERBOSE = {"verbose": "also show Ray's own messages"}
-JOB_ID = {"job": "id as `inv status` shows it; the latest when left out"}
+TARGET = {"target": "where the cluster runs: local (this machine), rehearsal (AWS emulated on this machine) or aws"}
+VERBOSE = {"verbose": "also show Ray's messages"}
+JOB_ID = {"job": "id as in `inv status`; default: the latest job"}
 
 
 def verb(*positional: str, **texts: str) -> Callable[..., Any]:
-    """An invoke task whose refusals are one sentence on stderr and not a traceback."""
+    """Make a function an invoke task. Its errors are one sentence on stderr, without a traceback."""
 
     def decorate(body: Callable[..., None]) -> Any:
         @functools.wraps(body)
         def checked(context: Context, *args: Any, **options: Any) -> None:
             try:
                 body(context, *args, **options)
-            except settings.UserError as refusal:
-                raise Exit(f"error: {refusal}", refusal.exit_code) from None
+            except settings.UserError as error:
+                raise Exit(f"error: {error}", error.exit_code) from None
             except Exit:
                 raise
             except KeyboardInterrupt:
-                raise Exit("\ninterrupted. See what it started: inv status   Stop that: inv down", 130) from None
+                raise Exit("\ninterrupted. See what was started: inv status   End it: inv down", 130) from None
             except _aws_errors() as error:
                 from cluster.aws import aws_errors
 
@@ -54,29 +54,29 @@ def verb(*positional: str, **texts: str) -> Callable[..., Any]:
 
 
 def _aws_errors() -> Any:
-    """What AWS's own library raises; it is imported where something has gone wrong."""
+    """Return the errors of AWS's library, which is imported only after an error."""
     from botocore.exceptions import BotoCoreError, ClientError
 
     return BotoCoreError, ClientError
 
 
 def _job_options() -> list[str]:
-    """What stands after --, word by word; invoke's own `remainder` has lost the quotes."""
+    """Return the words after --. invoke's own `remainder` loses their quotes."""
     return sys.argv[sys.argv.index("--") + 1 :] if "--" in sys.argv else []
 
 
 @verb()
 def demo(context: Context) -> None:
-    """The whole pipeline on this machine: data, training, serving, and the numbers that show that it works."""
+    """Run the whole pipeline on this machine: data, training, serving, and a check of the results."""
     from demo import play
 
     play.play()
     print(f"next, in {settings.PROJECT}: ./inv chat   or: ./inv status   or: ./inv down")
 
 
-@verb(message="one question; without it you converse until /quit", **TARGET)
+@verb(message="ask one question; default: chat until /quit", **TARGET)
 def chat(context: Context, message: str = "", target: str = "local") -> None:
-    """Talk to the served model; answers stream."""
+    """Chat with the served model."""
     from cluster import chat as cluster_chat
     from cluster import status as cluster_status
     from cluster import targets
@@ -88,7 +88,7 @@ def chat(context: Context, message: str = "", target: str = "local") -> None:
 
 @verb(**TARGET)
 def doctor(context: Context, target: str = "local") -> None:
-    """Check what can be known before anything is started; changes nothing."""
+    """Check everything that can be checked before the start. Changes nothing."""
     from cluster import doctor as cluster_doctor
     from cluster import targets
 
@@ -96,48 +96,48 @@ def doctor(context: Context, target: str = "local") -> None:
         raise Exit(f"error: some checks failed. Fix the problems marked ✗, then run: inv doctor --target {target}", 1)
 
 
-@verb("model", model="a Hugging Face id or a folder; its configuration is all that is fetched", **TARGET)
+@verb("model", model="Hugging Face id or folder; only its configuration is downloaded", **TARGET)
 def plan(context: Context, model: str, target: str = "local") -> None:
-    """What a model takes to train and to serve: memory, A100s, hours; with --target aws dollars too. Starts nothing."""
+    """Plan training and serving of a model: memory, A100s, hours, with --target aws also dollars. Starts nothing."""
     from cluster import targets
     from cluster.planner import plan as cluster_plan
 
-    cluster_plan.plan(model, CONSOLE, targets.get(target).dollars_per_machine_hour())
+    cluster_plan.plan(model, CONSOLE, targets.get(target).dollars_per_instance_hour())
 
 
 @verb(**TARGET)
 def prepare(context: Context, target: str = "local") -> None:
-    """Make what the cluster stands on and what costs nothing: on AWS roles, group, bucket. `up` does it too."""
+    """Create what the cluster needs and what costs nothing: on AWS roles, network, bucket. `up` does this too."""
     from cluster import targets
 
     targets.get(target).prepare()
 
 
-@verb(yes="agree to the price without being asked", **TARGET)
+@verb(yes="agree to the price without a question", **TARGET)
 def up(context: Context, target: str = "local", yes: bool = False) -> None:
-    """Start the cluster; when it is up already, say so."""
+    """Start the cluster, if it is not up."""
     from cluster import targets
 
     targets.get(target).up(yes)
-    where = "" if target == "local" else f" --target {target}"
-    print(f"next: inv submit{where} preprocess   or: inv status{where}   or: inv down{where}")
+    option = "" if target == "local" else f" --target {target}"
+    print(f"next: inv submit{option} preprocess   or: inv status{option}   or: inv down{option}")
 
 
 @verb()
 def rehearse(context: Context) -> None:
-    """Run the whole life of a cluster on an emulated AWS: up, fine-tuning on two A100 machines, down."""
+    """Run a cluster's whole life on an emulated AWS: up, training on two A100 instances, down."""
     from cluster.emulator import sandbox
 
     sandbox.run_in_fresh_cloud("cluster.emulator.scenario")
 
 
 @verb(
-    seconds="how long each level of concurrency is measured",
+    seconds="duration of each level of concurrency",
     tokens="length of each answer",
     **TARGET,
 )
 def bench(context: Context, seconds: int = 10, tokens: int = 64, target: str = "local") -> None:
-    """Measure the served model: time to the first token, between tokens, and throughput, with 1 to 32 clients."""
+    """Measure latency and throughput of the served model with 1 to 32 clients."""
     from cluster import bench as cluster_bench
     from cluster import status as cluster_status
     from cluster import targets
@@ -149,13 +149,13 @@ def bench(context: Context, seconds: int = 10, tokens: int = 64, target: str = "
 
 @verb("job", job=f"one of: {', '.join(job_scripts.names())}", **VERBOSE, **TARGET)
 def submit(context: Context, job: str, verbose: bool = False, target: str = "local") -> None:
-    """Run a job on the cluster and follow its log; ends with the job's exit code."""
+    """Run a job on the cluster and follow its log. Exits with the job's exit code."""
     _submit(job, verbose, target)
 
 
 @verb(**TARGET)
 def models(context: Context, target: str = "local") -> None:
-    """Show the served models and their numbers. After `--`: change a canary's share, promote it, end a model."""
+    """Show the served models and their metrics. After `--`: change a canary's share, promote it, end a model."""
     _submit("models", False, target)
 
 
@@ -164,7 +164,7 @@ def _submit(job: str, verbose: bool, target: str) -> None:
 
     options = _job_options()
     if not job_scripts.check(job, options, targets.profile(target)):
-        return  # it was asked for help
+        return  # the job has printed its help
     from cluster import submission  # imports Ray
 
     connection = targets.get(target).connect()
@@ -175,17 +175,17 @@ def _submit(job: str, verbose: bool, target: str) -> None:
 
 @verb(**TARGET)
 def status(context: Context, target: str = "local") -> None:
-    """Show nodes, resources, jobs and applications, and what is wrong."""
+    """Show nodes, resources, jobs, applications and problems."""
     from cluster import status as cluster_status
     from cluster import targets
 
-    place = targets.get(target)
-    cluster_status.show(cluster_status.snapshot(place.connect()), place.bill(), CONSOLE)
+    chosen = targets.get(target)
+    cluster_status.show(cluster_status.snapshot(chosen.connect()), chosen.cloud_status(), CONSOLE)
 
 
 @verb(**JOB_ID, **VERBOSE, **TARGET)
 def logs(context: Context, job: str = "", verbose: bool = False, target: str = "local") -> None:
-    """Follow a job's log; ends with the job's exit code."""
+    """Follow the log of a job. Exits with the job's exit code."""
     from cluster import submission, targets
 
     connection = targets.get(target).connect()
@@ -194,7 +194,7 @@ def logs(context: Context, job: str = "", verbose: bool = False, target: str = "
 
 @verb(**JOB_ID, **TARGET)
 def stop(context: Context, job: str = "", target: str = "local") -> None:
-    """Stop a job; one that has ended is left as it is."""
+    """Stop a job."""
     from cluster import submission, targets
 
     connection = targets.get(target).connect()
@@ -202,37 +202,38 @@ def stop(context: Context, job: str = "", target: str = "local") -> None:
     print(f"{details.submission_id} is {details.status.value.lower()}")
 
 
-@verb(command="what to run there; a shell for you when left out", **TARGET)
+@verb(command="command to run; default: a shell", **TARGET)
 def ssh(context: Context, command: str = "", target: str = "local") -> None:
-    """Go to the head, or run a command there."""
+    """Open a shell on the head, or run a command there."""
     from cluster import targets
 
     raise Exit(code=targets.get(target).shell(command))
 
 
-@verb(runs="names of runs, with commas between; all when left out", **TARGET)
+@verb(runs="comma-separated names of runs; default: all", **TARGET)
 def report(context: Context, runs: str = "", target: str = "local") -> None:
-    """Draw trainings beside each other, in results/report.html: losses, speed, checkpoints, restarts, cost, data."""
+    """Compare trainings in results/report.html: losses, speed, checkpoints, restarts, cost, data."""
     from cluster import targets
     from cluster.common import prices
     from pipeline.training import report as training_report
 
-    place = targets.get(target)
-    os.environ |= place.files()
-    price = functools.partial(prices.of_workers, place.dollars_per_machine_hour())
+    chosen = targets.get(target)
+    os.environ |= chosen.storage_variables()
+    price = functools.partial(prices.of_workers, chosen.dollars_per_instance_hour())
     training_report.draw([name.strip() for name in runs.split(",") if name.strip()], price, CONSOLE)
 
 
 @verb(**TARGET)
 def dashboard(context: Context, target: str = "local") -> None:
-    """Show Ray's dashboard on this machine, through a tunnel where need be, until Ctrl-C."""
+    """Show the address of Ray's dashboard. Keeps the tunnel to a remote cluster open until Ctrl-C."""
     from cluster import targets
-    from cluster.local import TOKEN
+    from cluster.local.state import TOKEN_FILE
 
     connection = targets.get(target).connect()
-    told_by = f'inv ssh --target {target} --command "cat ~/.ray/auth_token"' if connection.forwarded else f"cat {TOKEN}"
-    print(f"{connection.dashboard}   the token that it asks for: {told_by}")
-    if connection.forwarded:
+    is_remote = bool(connection.forwarded_ports)
+    command = f'inv ssh --target {target} --command "cat ~/.ray/auth_token"' if is_remote else f"cat {TOKEN_FILE}"
+    print(f"{connection.dashboard}   Show the token that it asks for: {command}")
+    if is_remote:
         print("the tunnel stays open until Ctrl-C", flush=True)
         with contextlib.suppress(KeyboardInterrupt):
             threading.Event().wait()
@@ -240,20 +241,20 @@ def dashboard(context: Context, target: str = "local") -> None:
 
 @verb(**TARGET)
 def down(context: Context, target: str = "local") -> None:
-    """End the cluster, and prove that nothing of it is left."""
+    """End the cluster, and check that nothing of it is left."""
     from cluster import targets
 
     if left := targets.get(target).down():
-        raise Exit(f"error: still there: {', '.join(left)}. Run again: inv down --target {target}", 1)
+        raise Exit(f"error: left behind: {', '.join(left)}. Run again: inv down --target {target}", 1)
 
 
 @verb()
 def test(context: Context) -> None:
-    """Lint, format, types and all tests of this project."""
+    """Check style, formatting and types, and run all tests of this project."""
     for command in ("ruff check", "ruff format --check", "pyrefly check", "pytest"):
         print(f"== {command}", flush=True)
         if context.run(f"python -m {command}", pty=False, warn=True).failed:
-            raise Exit(f"error: `{command}` failed; its output is above", 1)
+            raise Exit(f"error: `{command}` failed. Its output is above", 1)
 
 
-words.put_in_order(program)
+command_line.normalize(program)

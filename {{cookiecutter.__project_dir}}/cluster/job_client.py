@@ -1,4 +1,4 @@
-"""Ray's own client for jobs, which gives up in time and says why in one sentence."""
+"""Ray's job client with timeouts, and with errors that are one sentence."""
 
 import io
 from collections.abc import AsyncIterator, Mapping
@@ -12,28 +12,28 @@ from ray.job_submission import JobDetails
 import settings
 from pipeline.ray_support.private.job_sdk import HookedJobClient
 
-TIMEOUTS_S = (5, 30)  # to connect or send a block, and between two blocks of an answer; Ray's client has none
-UPLOAD_TIMEOUTS_S = (30, 300)  # through a tunnel, which may still be sending megabytes when the client has sent all
+TIMEOUTS_S = (5, 30)  # to connect or send a block, and between two blocks of a response; Ray's client has none
+UPLOAD_TIMEOUTS_S = (30, 300)  # a tunnel may still be sending megabytes when the client has finished
 PROBE_JOB = "probe"
-"""The empty job that `up` runs. It is not deleted: Ray, still monitoring it, would list it again, as failed."""
+"""The empty job that `up` runs. Do not delete it: Ray still monitors it, and would list it again as failed."""
 
 
 class Unreachable(settings.UserError):
-    """A cluster that was up gives no answer, or one that is not Ray's."""
+    """A cluster that was up does not answer, or not like Ray."""
 
-    exit_code = 69  # EX_UNAVAILABLE of sysexits.h, which no job exits with by chance
+    exit_code = 69  # EX_UNAVAILABLE in sysexits.h; no job exits with it by chance
 
 
-def unreachable(error: Exception, where: str = "") -> Unreachable:
-    """Return the error to raise for one of an HTTP client; `where`: the target's option, with a space before it."""
+def unreachable(error: Exception, target_option: str = "") -> Unreachable:
+    """Return the error to raise for an error of an HTTP client. `target_option` is that of the connection."""
     return Unreachable(
         f"no valid response from Ray ({_reason(error)}). "
-        f"Try again. If it keeps failing: inv down{where}, then inv up{where}"
+        f"Try again. If it keeps failing: inv down{target_option}, then inv up{target_option}"
     )
 
 
 def is_submitted(job_id: str | None) -> bool:
-    """Whether `inv submit` started the job: Ray also lists the probe, and programs that connect by themselves."""
+    """Return whether `inv submit` started the job. Ray also lists the probe job, and programs that connect directly."""
     return bool(job_id) and job_id != PROBE_JOB
 
 
@@ -43,45 +43,45 @@ def _reason(error: Exception) -> str:
     if isinstance(error, requests.Timeout):
         return "timed out"
     if isinstance(error, RayError):
-        return "another token: the cluster was restarted"
+        return "the token is not valid: the cluster was restarted"
     if isinstance(error, ValueError | LookupError | TypeError | AttributeError):
-        return "its answer is cut off, or not Ray's"
+        return "the response is truncated, or not from Ray"
     return "the connection failed"
 
 
 class JobClient(HookedJobClient):
-    """Raises `Unreachable` where Ray's client hangs, or raises an error of requests, aiohttp or Ray."""
+    """Raises `Unreachable` if Ray's client would hang, or raise an error of requests, aiohttp or Ray."""
 
-    def __init__(self, address: str, headers: Mapping[str, str], where: str = "") -> None:
-        self._where = where
+    def __init__(self, address: str, headers: Mapping[str, str], target_option: str = "") -> None:
+        self._target_option = target_option
         try:
             super().__init__(address, headers=dict(headers))
         except (requests.RequestException, OSError, LookupError, TypeError) as error:
-            raise unreachable(error, where) from None
+            raise unreachable(error, target_option) from None
 
     def send(self, method: str, endpoint: str, **options: Any) -> requests.Response:
         """Send one request. Raises `Unreachable` if there is no valid response in time."""
         timeouts = TIMEOUTS_S
-        if data := options.get("data"):  # as a file it is sent in blocks, each within the timeout, and not as a whole
+        if data := options.get("data"):  # a file is sent in blocks, so that the timeout applies to each of them
             options["data"], timeouts = io.BytesIO(data), UPLOAD_TIMEOUTS_S
         try:
             response = super().send(method, endpoint, timeout=timeouts, **options)
             if response.status_code >= 500:
                 response.raise_for_status()
             if response.ok and response.headers.get("Content-Type", "").startswith("application/json"):
-                response.json()  # raises if the answer was cut off
+                response.json()  # raises if the response was truncated
         except (requests.RequestException, RayError) as error:
-            raise unreachable(error, self._where) from None
+            raise unreachable(error, self._target_option) from None
         return response
 
     def get_job_info(self, job_id: str) -> JobDetails:
-        """Return what Ray knows of a job. Raises `Unreachable` if that is nothing: the cluster was restarted."""
+        """Return the details of a job. Raises `Unreachable` if Ray does not know it: the cluster was restarted."""
         try:
             return super().get_job_info(job_id)
         except RuntimeError:  # status 404
-            raise Unreachable(f"the cluster does not know {job_id}: it was restarted") from None
+            raise Unreachable(f"the cluster was restarted and does not know {job_id}") from None
         except (ValueError, TypeError) as error:
-            raise unreachable(error, self._where) from None
+            raise unreachable(error, self._target_option) from None
 
     async def tail_job_logs(self, job_id: str) -> AsyncIterator[str]:
         """Yield the log piece by piece, as it grows."""
@@ -89,7 +89,7 @@ class JobClient(HookedJobClient):
             async for lines in super().tail_job_logs(job_id):
                 yield lines
         except (RuntimeError, OSError, aiohttp.ClientError, RayError) as error:
-            raise unreachable(error, self._where) from None
+            raise unreachable(error, self._target_option) from None
 
     def node_is_alive(self, node_id: str) -> bool:
         """Return whether the node is part of the cluster: the job server may outlive the node that runs the jobs."""
@@ -98,4 +98,4 @@ class JobClient(HookedJobClient):
             nodes = self.send("GET", f"/api/v0/nodes?{query}").json()["data"]["result"]["result"]
             return any(node["state"] == "ALIVE" for node in nodes)
         except (ValueError, LookupError, TypeError) as error:
-            raise unreachable(error, self._where) from None
+            raise unreachable(error, self._target_option) from None

@@ -28,13 +28,13 @@ def clean(line: str) -> str:
     plain = ANSI.sub("", line)
     if NOISE.match(plain):
         return ""
-    # a worker elsewhere is named, as an error may be its machine's; progress is that of all
+    # keep the prefix of a worker on another node, because an error may come from that node; progress is of all workers
     is_elsewhere = ", ip=" in plain.partition(")")[0] and not PROGRESS.search(plain)
     return line if is_elsewhere else WORKER.sub("", line)
 
 
 class Printer:
-    """Prints a log that arrives in chunks, which may end in the middle of a line. `verbose` keeps Ray's messages."""
+    """Prints a log that arrives in chunks, which may end in mid-line. `verbose` keeps Ray's messages."""
 
     def __init__(self, verbose: bool = False) -> None:
         self._verbose = verbose
@@ -50,7 +50,7 @@ class Printer:
             self._bar.stop()
 
     def write(self, text: str) -> None:
-        """Add a chunk, and print the lines that are complete."""
+        """Add a chunk, and print all complete lines."""
         self._rest += text
         while end := re.search(r"[\n\r]", self._rest):  # the job's own progress bars end their lines with \r
             line, self._rest = self._rest[: end.end()], self._rest[end.end() :]
@@ -85,7 +85,7 @@ class _Bar:
             self._show(found)
         if self._task is None:
             print(line, end="", flush=True)
-        elif line and not line.endswith("\r"):  # a bar of the job's own would fill the screen
+        elif line and not line.endswith("\r"):  # a progress bar of the job itself would fill the screen
             self._console.print(Text.from_ansi(line.rstrip("\r\n")), soft_wrap=True)
 
     def stop(self) -> None:

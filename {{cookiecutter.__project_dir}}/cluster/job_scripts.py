@@ -11,24 +11,24 @@ import settings
 
 
 def names() -> list[str]:
-    """Return the names of this project's jobs: the scripts in jobs/."""
+    """Return the names of all jobs, which are the scripts in jobs/."""
     return sorted(script.stem for script in (settings.PROJECT / "jobs").glob("*.py") if script.stem != "__init__")
 
 
 def find(job: str) -> Path:
     """Return the path of a job's script. Raises `settings.UserError` if there is no such job."""
     if job not in names():
-        raise settings.UserError(f"there is no job {job!r}; use one of: inv submit {' | '.join(names())}")
+        raise settings.UserError(f"there is no job {job!r}. Run: inv submit {' | '.join(names())}")
     return settings.PROJECT / "jobs" / f"{job}.py"
 
 
 def check(job: str, options: list[str], profile: str) -> bool:
-    """Whether to submit a job with these options: not where they ask for help, which is printed here.
+    """Check a job's options without running it. Return whether to submit it: not if they ask for help, which it prints.
 
-    A script that does not read its options with `cli.parse` is not asked: nobody knows what it would do.
+    A script that does not use `cli.parse` is not checked, because it might do its work.
 
     Raises:
-        settings.UserError: no such job.
+        settings.UserError: there is no such job.
         Exit: an option is wrong; the job has printed the error.
     """
     if "cli.parse(" not in find(job).read_text(encoding="utf-8"):

@@ -1,4 +1,4 @@
-"""`inv status`: what a person wants to know of a running cluster, and what is wrong with it, in words."""
+"""Show the state of a running cluster, and its problems. `inv status` runs this."""
 
 import time
 from dataclasses import dataclass
@@ -11,18 +11,18 @@ from rich.table import Table
 
 import settings
 from cluster import job_client
-from cluster.target import Bill, Connection
+from cluster.target import CloudStatus, Connection
 
 SHOWN_RESOURCES = ("CPU", "GPU", "memory", "objectStoreMemory")
 BYTES = ("memory", "objectStoreMemory")
-MOST_JOBS = 10
-ON_PURPOSE = ("expected termination", "terminated due to idle")
-"""What Ray says of a dead node that the autoscaler, or a gang, took away."""
+MAX_JOBS = 10
+EXPECTED_ENDS = ("expected termination", "terminated due to idle")
+"""Messages of dead nodes that the autoscaler or a gang ended on purpose."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """What Ray's dashboard answers, as it answers it."""
+    """Responses of Ray's dashboard, unchanged."""
 
     nodes: list[dict[str, Any]]
     load: dict[str, Any]
@@ -31,7 +31,7 @@ class Snapshot:
 
 
 def snapshot(connection: Connection) -> Snapshot:
-    """Read the cluster's state from its dashboard. Raises `Unreachable` if that gives no valid answer."""
+    """Read the cluster's state from its dashboard. Raises `Unreachable` if there is no valid response."""
 
     def get(path: str) -> Any:
         response = requests.get(connection.dashboard + path, headers=connection.headers, timeout=job_client.TIMEOUTS_S)
@@ -46,46 +46,45 @@ def snapshot(connection: Connection) -> Snapshot:
             serve=get("/api/serve/applications/"),
         )
     except (requests.RequestException, LookupError, TypeError, AttributeError) as error:
-        raise job_client.unreachable(error, connection.where) from None
+        raise job_client.unreachable(error, connection.target_option) from None
 
 
-def show(snapshot: Snapshot, bill: Bill, console: Console) -> None:
-    """Print the tables, then the list of what is wrong."""
-    for table in (*bill.tables, _nodes(snapshot), _resources(snapshot), _jobs(snapshot), _applications(snapshot)):
+def show(snapshot: Snapshot, cloud: CloudStatus, console: Console) -> None:
+    """Print the tables, then the problems."""
+    for table in (*cloud.tables, _nodes(snapshot), _resources(snapshot), _jobs(snapshot), _applications(snapshot)):
         if table.row_count:
             console.print(table)
-    for note in bill.notes:
+    for note in cloud.notes:
         console.print(escape(note), highlight=False)
-    wrong = problems(snapshot) + bill.problems
-    for sentence in wrong:
-        console.print(f"[bold red]✗[/] {escape(sentence)}", highlight=False)
-    if not wrong:
-        console.print("[green]✓[/] nothing is wrong")
+    found = problems(snapshot) + cloud.problems
+    for problem in found:
+        console.print(f"[bold red]✗[/] {escape(problem)}", highlight=False)
+    if not found:
+        console.print("[green]✓[/] no problems")
 
 
 def address(snapshot: Snapshot, connection: Connection) -> str:
-    """URL, on this machine, of the application that answers. Raises `settings.UserError` when none does."""
+    """Return the URL of the served model, as this machine reaches it. Raises `settings.UserError` if there is none."""
     applications = snapshot.serve["applications"].values()
-    for application in sorted(applications, key=lambda one: one["route_prefix"] or ""):  # the one that knows all first
+    for application in sorted(applications, key=lambda one: one["route_prefix"] or ""):  # / first: it serves all models
         if application["status"] == "RUNNING":
             url = _address(snapshot.serve, application)
-            for port, here in connection.forwarded.items():
-                url = url.replace(f":{port}", f":{here}")
+            for port, local_port in connection.forwarded_ports.items():
+                url = url.replace(f":{port}", f":{local_port}")
             return url
-    raise settings.UserError("no model is served; serve one with: inv submit serve_llm")
+    raise settings.UserError(f"no model is served. Run: inv submit{connection.target_option} serve_llm")
 
 
 def problems(snapshot: Snapshot) -> list[str]:
-    """What is wrong, one sentence each."""
-    found = [f"node {node['node_ip']} is dead: {node['state_message']}" for node in snapshot.nodes if _dead(node)]
+    """Return the problems, one sentence each."""
+    found = [f"node {node['node_ip']} is dead: {node['state_message']}" for node in snapshot.nodes if _died(node)]
     found += _unmet_demands(snapshot.load)
     for job in _latest_jobs(snapshot):
         if job["status"] == "FAILED":
             code = (
                 "before it started" if job["driver_exit_code"] is None else f"with exit code {job['driver_exit_code']}"
             )
-            words = _last_line(job["message"])
-            found.append(f"job {job['submission_id']} failed {code}, its last words: {words}")
+            found.append(f"job {job['submission_id']} failed {code}: {_last_line(job['message'])}")
     for name, application in snapshot.serve["applications"].items():
         if application["status"] in ("DEPLOY_FAILED", "UNHEALTHY"):
             found.append(f"application {name} is {application['status'].lower()}: {_serve_reason(application)}")
@@ -95,7 +94,7 @@ def problems(snapshot: Snapshot) -> list[str]:
 def _nodes(snapshot: Snapshot) -> Table:
     table = _table("Nodes", "address", "role", "state", "resources")
     for node in snapshot.nodes:
-        if node["state"] == "DEAD" and not _dead(node):
+        if node["state"] == "DEAD" and not _died(node):
             continue
         amounts = [f"{amount:g} {name}" for name, amount in node["resources_total"].items() if name in ("CPU", "GPU")]
         role = "head" if node["is_head_node"] else "worker"
@@ -104,18 +103,20 @@ def _nodes(snapshot: Snapshot) -> Table:
 
 
 def _resources(snapshot: Snapshot) -> Table:
-    table = _table("Resources", "resource", "used", "total", "asked for and waiting")
-    waiting = _waiting(snapshot.load)
+    table = _table("Resources", "resource", "used", "total", "pending")
+    pending = _pending(snapshot.load)
     for name in SHOWN_RESOURCES:
         if name in snapshot.load.get("usage", {}):
             used, total = snapshot.load["usage"][name]
-            asked = sum(bundle.get(name, 0) * count for bundle, count in waiting)
-            table.add_row(name, _amount(name, used), _amount(name, total), _amount(name, asked) if asked else "")
+            requested = sum(bundle.get(name, 0) * count for bundle, count in pending)
+            table.add_row(
+                name, _amount(name, used), _amount(name, total), _amount(name, requested) if requested else ""
+            )
     return table
 
 
 def _jobs(snapshot: Snapshot) -> Table:
-    table = _table("Jobs", "id", "state", "started", "took")
+    table = _table("Jobs", "id", "state", "started", "duration")
     for job in _latest_jobs(snapshot):
         started = (job["start_time"] or 0) / 1000
         ended = (job["end_time"] or time.time() * 1000) / 1000
@@ -144,17 +145,17 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def _dead(node: dict[str, Any]) -> bool:
+def _died(node: dict[str, Any]) -> bool:
     message = (node["state_message"] or "").lower()
-    return node["state"] == "DEAD" and not any(words in message for words in ON_PURPOSE)
+    return node["state"] == "DEAD" and not any(text in message for text in EXPECTED_ENDS)
 
 
 def _latest_jobs(snapshot: Snapshot) -> list[dict[str, Any]]:
-    return sorted(snapshot.jobs, key=lambda job: job["start_time"] or 0)[-MOST_JOBS:]
+    return sorted(snapshot.jobs, key=lambda job: job["start_time"] or 0)[-MAX_JOBS:]
 
 
-def _waiting(load: dict[str, Any]) -> list[tuple[dict[str, float], int]]:
-    """Bundles of resources that wait for a place, each with how many of them wait."""
+def _pending(load: dict[str, Any]) -> list[tuple[dict[str, float], int]]:
+    """Return pending bundles of resources, each with its number."""
     bundles = [(bundle, count) for bundle, count in load.get("resourceDemand", [])]
     for group, count in load.get("pgDemand", []):
         bundles += [(bundle, int(number) * count) for bundle, number in group.get("bundles", [])]
@@ -163,11 +164,11 @@ def _waiting(load: dict[str, Any]) -> list[tuple[dict[str, float], int]]:
 
 def _unmet_demands(load: dict[str, Any]) -> list[str]:
     found = []
-    for bundle, count in _waiting(load):
+    for bundle, count in _pending(load):
         for name, amount in bundle.items():
             total = load.get("usage", {}).get(name, [0, 0])[1]
             if amount > total:
-                found.append(f"{count} × {amount:g} {name} is asked for, and the cluster has {total:g} {name} in all")
+                found.append(f"{count} × {amount:g} {name} is requested, but the cluster has only {total:g} {name}")
     return found
 
 

@@ -1,4 +1,4 @@
-"""Submits a job script through Ray's Jobs API, follows its log, and stops it."""
+"""Submit a job with Ray's Jobs API, follow its log, and stop it."""
 
 import asyncio
 import fnmatch
@@ -16,9 +16,9 @@ from cluster import job_output, job_scripts
 from cluster.job_client import JobClient, Unreachable, is_submitted
 from cluster.target import Connection
 
-# Never uploaded. `.env` holds secrets; the rest is large or made again from what is uploaded.
+# Never uploaded: secrets, large files, and files that can be recreated.
 EXCLUDES = [".env", ".git", ".venv", ".cluster", "data", "models", "runs", "results", "__pycache__", ".*_cache"]
-NODE_GONE_S = 15  # time for Ray itself to end a job whose node is gone
+NODE_GONE_S = 15  # Ray itself ends a job within this time if its node is gone
 SECRETS_HOOK = "pipeline.ray_support.job_secrets.load"
 
 
@@ -29,17 +29,17 @@ class SecretsSection(settings.Section):
 
 
 class UploadSection(settings.Section):
-    """What of [ray] concerns the upload."""
+    """The settings in [ray] for the upload."""
 
     model_config = ConfigDict(extra="ignore")
     working_dir_mib: int
 
 
 def submit(connection: Connection, job: str, arguments: list[str]) -> str:
-    """Submit `jobs/JOB.py` with its own command line; returns Ray's id of the job.
+    """Submit `jobs/JOB.py` with these arguments. Return Ray's id of the job.
 
     Raises:
-        settings.UserError: no such job, or the project's folder is too large to upload.
+        settings.UserError: there is no such job, or the project's folder is too large to upload.
     """
     job_scripts.find(job)
     profile = connection.job_variables["PROFILE"]
@@ -52,7 +52,7 @@ def submit(connection: Connection, job: str, arguments: list[str]) -> str:
         | {
             "SECRET_NAMES": ",".join(secret_names),
             "PYTHONUNBUFFERED": "1",
-            "RAY_LOGGER_LEVEL": "warning",  # the jobs' own lines say what happens
+            "RAY_LOGGER_LEVEL": "warning",  # the jobs print what matters
         },
         "worker_process_setup_hook": SECRETS_HOOK,
     }
@@ -63,14 +63,16 @@ def submit(connection: Connection, job: str, arguments: list[str]) -> str:
             runtime_env=runtime_env,
             metadata={"job": job},
         )
-    except RuntimeError as error:  # Ray's client raises nothing finer
-        raise settings.UserError(f"Ray did not accept the job ({error}). Run: inv status{connection.where}") from None
+    except RuntimeError as error:  # Ray's client has no finer error
+        raise settings.UserError(
+            f"Ray did not accept the job ({error}). Run: inv status{connection.target_option}"
+        ) from None
 
 
 def follow(connection: Connection, job_id: str, *, verbose: bool = False) -> int:
     """Print the job's log as it grows, and return the job's exit code. `verbose` includes Ray's own messages.
 
-    Ctrl-C asks whether to stop the job or to leave it running (which is what happens where nobody can answer).
+    Ctrl-C asks whether to stop the job. Without a terminal, the job keeps running.
     """
     try:
         with job_output.Printer(verbose) as printer:
@@ -79,35 +81,37 @@ def follow(connection: Connection, job_id: str, *, verbose: bool = False) -> int
     except KeyboardInterrupt:
         return _interrupted(connection, job_id)
     except Unreachable:
-        raise Unreachable(_last_words(connection, job_id)) from None
+        raise Unreachable(_cluster_lost(connection, job_id)) from None
     return _exit_code(details)
 
 
 def stop(connection: Connection, job_id: str) -> JobDetails:
-    """Stop a job and return its details; a job that has ended is left as it is."""
+    """Stop a job and return its details. A job that has ended does not change."""
     connection.client().stop_job(job_id)
     try:
         return _wait_until_ended(connection, job_id)
     except Unreachable:
-        raise Unreachable(_last_words(connection, job_id)) from None
+        raise Unreachable(_cluster_lost(connection, job_id)) from None
 
 
 def find(connection: Connection, job_id: str) -> str:
-    """`job_id` itself, or the job submitted last when it is empty. Raises `settings.UserError` when there is none."""
+    """Return `job_id`, or the latest job's id if it is empty. Raises `settings.UserError` if there is no such job."""
     jobs = [job for job in connection.client().list_jobs() if is_submitted(job.submission_id)]
     if not jobs:
-        raise settings.UserError("no job was submitted to this cluster yet; submit one with: inv submit JOB")
+        raise settings.UserError(
+            f"no job was submitted to this cluster yet. Run: inv submit{connection.target_option} JOB"
+        )
     if not job_id:
         return max(jobs, key=lambda job: job.start_time or 0).submission_id
     if job_id not in [job.submission_id for job in jobs]:
-        raise settings.UserError(f"there is no job {job_id!r} here; list the jobs with: inv status")
+        raise settings.UserError(f"there is no job {job_id!r} here. Run: inv status{connection.target_option}")
     return job_id
 
 
 async def _print_log(connection: Connection, job_id: str, printer: job_output.Printer) -> None:
     """Print the log as it grows, and return when the job has ended.
 
-    Ray's stream lags three seconds behind: what it has not brought by the job's end is fetched.
+    Ray's stream lags three seconds behind, so the rest is fetched when the job ends.
     """
     client = connection.client()
     printed = 0
@@ -126,15 +130,17 @@ async def _print_log(connection: Connection, job_id: str, printer: job_output.Pr
     done, others = await asyncio.wait((streaming, ending), return_when=asyncio.FIRST_COMPLETED)
     for task in others:
         task.cancel()
-    await asyncio.gather(streaming, ending, return_exceptions=True)  # or asyncio logs the other's exception
+    await asyncio.gather(
+        streaming, ending, return_exceptions=True
+    )  # otherwise asyncio logs the exception of the other task
     for task in done:
-        task.result()  # raises what went wrong
+        task.result()  # raises its exception
     if ending in done:
         printer.write(client.get_job_logs(job_id)[printed:])
 
 
 def _has_ended(client: JobClient, job_id: str) -> bool:
-    """Return whether a job has ended. Raises `Unreachable` if its node is gone, as nothing would record the end."""
+    """Return whether a job has ended. Raises `Unreachable` if its node is gone: then nothing records the end."""
     deadline = time.monotonic() + NODE_GONE_S
     while True:
         details = client.get_job_info(job_id)
@@ -147,48 +153,51 @@ def _has_ended(client: JobClient, job_id: str) -> bool:
         time.sleep(0.5)
 
 
-def _last_words(connection: Connection, job_id: str) -> str:
-    where = connection.where
-    again = f"inv down{where}, then inv up{where}, and submit the job again with the same options"
-    if connection.forwarded:  # perhaps only the tunnel broke
-        again = f"inv logs{where} {job_id}; if that fails too: {again}"
+def _cluster_lost(connection: Connection, job_id: str) -> str:
+    target = connection.target_option
+    again = f"inv down{target}, then inv up{target}, and submit the job again with the same options"
+    if connection.forwarded_ports:  # perhaps only the tunnel broke
+        again = f"inv logs{target} {job_id}; if that fails too: {again}"
     return (
         f"the cluster no longer answers, and {job_id} may be lost with it. Saved checkpoints and results remain, and a "
         f"run resumes from its last checkpoint. Until inv down, the log is job-driver-{job_id}.log in "
-        f"{connection.logs}. Run: {again}"
+        f"{connection.log_folder}. Run: {again}"
     )
 
 
 def _interrupted(connection: Connection, job_id: str) -> int:
-    answer, where = "", connection.where
+    answer, target = "", connection.target_option
     if sys.stdin.isatty():
         answer = input("\nstop the job, or leave it running? [stop/LEAVE] ")
     if answer.strip().lower() in ("s", "stop"):
         print(f"{job_id} is {stop(connection, job_id).status.value.lower()}")
     else:
-        print(f"\n{job_id} keeps running. Follow it: inv logs{where} {job_id}   Stop it: inv stop{where} {job_id}")
-    return 130  # what shells report for Ctrl-C
+        print(f"\n{job_id} keeps running. Follow it: inv logs{target} {job_id}   Stop it: inv stop{target} {job_id}")
+    return 130  # the exit code of shells for Ctrl-C
 
 
 def _wait_until_ended(connection: Connection, job_id: str, timeout_s: float = 60) -> JobDetails:
-    """Return the details of a job whose log has ended. Its status may be written a little later."""
+    """Return the details of a job whose log has ended. Its status may follow a little later."""
     client, deadline = connection.client(), time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         if _has_ended(client, job_id):
             return client.get_job_info(job_id)
         time.sleep(0.2)
-    raise settings.UserError(f"{job_id} has not ended after {timeout_s:.0f} s. Run: inv status{connection.where}")
+    raise settings.UserError(
+        f"{job_id} has not ended after {timeout_s:.0f} s. Run: inv status{connection.target_option}"
+    )
 
 
 def _exit_code(details: JobDetails) -> int:
     if details.status == JobStatus.SUCCEEDED:
         return 0
-    if details.driver_exit_code is None:  # it never ran: the reason is Ray's
+    if details.driver_exit_code is None:  # it never ran, so its log has no reason
         print(f"the job did not start: {details.message}", file=sys.stderr)
     return details.driver_exit_code or 1
 
 
-def check_size(most_mib: int) -> None:
+def check_size(max_mib: int) -> None:
+    """Raise `settings.UserError` if an upload of the project's folder would be larger than this."""
     sizes: dict[str, int] = {}
     for folder, subfolders, files in os.walk(settings.PROJECT):
         subfolders[:] = [name for name in subfolders if not _excluded(name)]
@@ -198,11 +207,11 @@ def check_size(most_mib: int) -> None:
                 top = file.relative_to(settings.PROJECT).parts[0]
                 sizes[top] = sizes.get(top, 0) + file.lstat().st_size
     total = sum(sizes.values()) / 2**20
-    if total > most_mib:
+    if total > max_mib:
         largest = max(sizes, key=lambda top: sizes[top])
         raise settings.UserError(
-            f"the project's folder would upload {total:.0f} MiB, {sizes[largest] / 2**20:.0f} of it in {largest}, "
-            f"and {most_mib} is the most: move it into data/, or raise working_dir_mib in settings.toml."
+            f"the project is too large to upload: {total:.0f} MiB, {sizes[largest] / 2**20:.0f} of it in {largest}, "
+            f"and the limit is {max_mib}. Move {largest} into data/, or raise working_dir_mib in settings.toml"
         )
 
 

@@ -1,4 +1,4 @@
-"""What every target can do; the verbs know targets only by this."""
+"""The interface of a target. Verbs use targets only through it."""
 
 import logging
 from dataclasses import dataclass, field
@@ -6,6 +6,7 @@ from typing import Protocol
 
 from rich.table import Table
 
+from cluster.doctor import Finding
 from cluster.job_client import JobClient
 from pipeline.ray_support.private.job_sdk import LOGGERS
 
@@ -15,47 +16,36 @@ class Connection:
     """How to reach a running cluster from this machine."""
 
     target: str = "local"
-    """Name of the target, for commands to type."""
     dashboard: str
-    """URL of Ray's dashboard, which answers jobs, state and Serve; on loopback, through a tunnel where need be."""
+    """URL of Ray's dashboard, which serves jobs, state and Serve. On loopback, through a tunnel if necessary."""
     headers: dict[str, str] = field(repr=False)
-    """Carries the cluster's token."""
-    forwarded: dict[int, int] = field(default_factory=dict)
-    """This machine's port for each port of the head that a tunnel brings here; empty where no tunnel is needed."""
-    logs: str = "/tmp/ray/session_latest/logs on the head"
-    """Folder of the jobs' logs, which exists until the cluster is taken down."""
+    """HTTP headers with the cluster's token."""
+    forwarded_ports: dict[int, int] = field(default_factory=dict)
+    """Local port of the tunnel, by port of the head. Empty if there is no tunnel."""
+    log_folder: str = "/tmp/ray/session_latest/logs on the head"
+    """Where the logs of jobs are, until the cluster is taken down."""
     job_variables: dict[str, str]
     """Environment of each submitted job: its profile, and where it finds files and secrets."""
 
     def client(self) -> JobClient:
         """Return a job client. This and its methods raise `Unreachable` if the cluster does not answer."""
         for name in LOGGERS:
-            logging.getLogger(name).setLevel(logging.ERROR)  # notes on packing and sockets are no news to a person
-        return JobClient(self.dashboard, self.headers, self.where)
+            logging.getLogger(name).setLevel(logging.ERROR)  # users need no notes on packages and sockets
+        return JobClient(self.dashboard, self.headers, self.target_option)
 
     @property
-    def where(self) -> str:
-        """The option that names the target in a command, with a space before it; empty for the default."""
+    def target_option(self) -> str:
+        """The option `--target`, for commands in messages, with a space before it. Empty for the default target."""
         return "" if self.target == "local" else f" --target {self.target}"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bill:
-    """What is rented and what it costs, in words; empty where nothing is."""
+class CloudStatus:
+    """What `inv status` adds for rented instances. Empty if nothing is rented."""
 
     tables: list[Table] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of the doctor's report."""
-
-    verdict: str
-    """"ok", "note" (works with a limit) or "wrong" (a verb will fail)."""
-    text: str
-    """What was found and, unless it is fine, what to type."""
 
 
 class Target(Protocol):
@@ -65,31 +55,31 @@ class Target(Protocol):
     profile: str
 
     def doctor(self) -> list[Finding]:
-        """What can be known before anything is started."""
+        """Check everything that can be checked before the start."""
 
     def prepare(self) -> None:
-        """Make what the cluster stands on and what costs nothing, as far as it is not there."""
+        """Create what the cluster needs and what costs nothing, if it does not exist."""
 
     def up(self, yes: bool) -> None:
-        """Start the cluster, or say that it is up; returns when jobs can be submitted.
+        """Start the cluster unless it is up. Return when jobs can be submitted.
 
-        What costs money is asked for first, unless `yes`.
+        Asks before anything that costs money, unless `yes`.
         """
 
     def connect(self) -> Connection:
-        """The running cluster. Raises `settings.UserError` when it is not up."""
+        """Return a connection to the running cluster. Raises `settings.UserError` if it is not up."""
 
-    def files(self) -> dict[str, str]:
-        """Environment in which this machine finds what the jobs wrote, whether the cluster is up or not."""
+    def storage_variables(self) -> dict[str, str]:
+        """Return the environment with which this machine reads the jobs' output, whether the cluster is up or not."""
 
     def shell(self, command: str) -> int:
-        """Run `command` on the head, or a shell for a person where it is empty; returns its exit code."""
+        """Run `command` on the head, or open a shell if it is empty. Return the exit code."""
 
-    def dollars_per_machine_hour(self) -> dict[int, float]:
-        """The cheapest price of a machine with A100s, by the GiB of each; empty where nothing costs."""
+    def dollars_per_instance_hour(self) -> dict[int, float]:
+        """Return the lowest price of an A100 instance, by GiB per GPU. Empty if nothing costs money."""
 
-    def bill(self) -> Bill:
-        """What is rented, what it costs, what is pending and why, and what AWS refused."""
+    def cloud_status(self) -> CloudStatus:
+        """Return what is rented, what it costs, what is pending and why, and what AWS refused."""
 
     def down(self) -> list[str]:
-        """End the cluster and return what is left of it, in words; an empty list is the proof that nothing is."""
+        """End the cluster. Return what is left of it: an empty list proves that nothing is."""

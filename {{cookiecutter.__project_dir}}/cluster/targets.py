@@ -1,11 +1,11 @@
-"""The targets by their names."""
+"""Find a target by its name."""
 
 from typing import TYPE_CHECKING
 
 import settings
 
 if TYPE_CHECKING:
-    from cluster.target import Target
+    from cluster.target import Target  # imports Ray
 
 PROFILES = {"local": "local", "rehearsal": "cluster", "aws": "cluster"}
 """Settings profile of each target. Known without importing Ray or boto3."""
@@ -14,7 +14,7 @@ PROFILES = {"local": "local", "rehearsal": "cluster", "aws": "cluster"}
 def profile(name: str) -> str:
     """Return the settings profile of a target. Raises `settings.UserError` for an unknown target."""
     if name not in PROFILES:
-        raise settings.UserError(f"target {name!r} is unknown; use: --target {' | '.join(PROFILES)}")
+        raise settings.UserError(f"unknown target {name!r}. Use: --target {' | '.join(PROFILES)}")
     return PROFILES[name]
 
 
@@ -22,7 +22,7 @@ def get(name: str) -> "Target":
     """Import and return a target. Raises `settings.UserError` for an unknown name."""
     profile(name)
     if name == "local":
-        from cluster.local import Local
+        from cluster.local.target import Local
 
         return Local()
     if name == "rehearsal":

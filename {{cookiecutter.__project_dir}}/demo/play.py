@@ -1,7 +1,6 @@
-"""`inv demo`: the whole pipeline on this machine, and the numbers that show that it works.
+"""Run the whole pipeline on this machine, and check its results. `inv demo` runs this.
 
-Data and a tiny model are made here; everything after that is the project's own verbs and jobs, with the
-real Ray, DeepSpeed and vLLM.
+It creates data and a tiny model. All other steps are this project's verbs and jobs, with real Ray, DeepSpeed and vLLM.
 """
 
 import json
@@ -23,14 +22,14 @@ from rich.table import Table
 
 import settings
 from cluster import status, submission
-from cluster.local import Local
+from cluster.local.target import Local
 from cluster.network import free_ports
 from cluster.target import Connection
 from demo import assets
 
 STEPS_COMPARED = 30
 SOURCES, SHOWN = 5, 3
-# folders and runs of the demo's own: what you have made in this project stays
+# separate folders and runs, so that the demo does not touch yours
 DATA, PACKED, MODEL = "data/demo", "data/demo/packed", "models/tiny"
 INDEX, EMBEDDER = "data/demo/index", "models/embedder"
 DDP, DEEPSPEED = "demo_ddp", "demo_deepspeed"
@@ -39,15 +38,15 @@ CONSOLE = Console(highlight=False)
 
 
 def play() -> dict[str, Any]:
-    """Run every step and return the result, which is also in results/demo.json.
+    """Run every step and return the results, which are also in results/demo.json.
 
     Raises:
-        settings.UserError: a job failed, or the result is not what the demo promises.
+        settings.UserError: a job failed, or a result is not as expected.
     """
     times: dict[str, float] = {}
     with _peak_memory() as memory:
         with (
-            _step(times, "make data and a tiny model, ask it, and start Ray"),
+            _step(times, "create data and an untrained model, ask it, and start Ray"),
             ThreadPoolExecutor(1) as background,
         ):
             started = background.submit(Local().up, yes=True)
@@ -61,17 +60,19 @@ def play() -> dict[str, Any]:
             _run(connection, "preprocess", "--input", f"{DATA}/*.jsonl", "--output", PACKED, "--model", MODEL)
         with _step(times, "fine-tune with DDP"):
             _run(connection, "finetune_ddp", "--name", DDP, *training)
-        # vLLM loads on one core at a time, and so does DeepSpeed: side by side they are done sooner
-        (port,) = free_ports(1)  # the settings' own may be in use
+        # vLLM and DeepSpeed both load on one core, so run them in parallel
+        (port,) = free_ports(1)  # the port in settings.toml may be in use
         serving = submission.submit(connection, "serve_llm", ["--model", f"runs/{DDP}/model", "--port", str(port)])
-        with _step(times, f"first {STEPS_COMPARED} steps again with DeepSpeed, while vLLM loads the trained model"):
+        with _step(
+            times, f"repeat the first {STEPS_COMPARED} steps with DeepSpeed, while vLLM loads the trained model"
+        ):
             _run(connection, "finetune_deepspeed", "--name", DEEPSPEED, *training, "--stop-after", str(STEPS_COMPARED))
         with _step(times, "serve the trained model with vLLM"):
             _follow(connection, serving)
         with _step(times, "ask the trained model"):
             url = status.address(status.snapshot(connection), connection)
             after = _ask_served(questions, url)
-        with _step(times, "embed the library's documentation, and answer from it with sources"):
+        with _step(times, "index documentation, and answer questions from it with sources"):
             asked = ["--questions", f"{DATA}/questions/library.jsonl"]
             _run(connection, "embed", "--input", f"{DATA}/documents", "--index", INDEX, "--model", EMBEDDER, *asked)
             _run(connection, "serve_rag", "--index", INDEX, "--sources", str(SOURCES))
@@ -91,8 +92,8 @@ def _make_assets() -> None:
     parameters = assets.write_model(settings.PROJECT / MODEL)
     documents = assets.write_documents(settings.PROJECT / DATA)
     assets.write_embedder(settings.PROJECT / EMBEDDER)
-    print(f"{rows} question-answer pairs from the standard library, and {documents} texts of its documentation")
-    print(f"a Llama of {parameters / 1e6:.1f} million parameters, untrained")
+    print(f"{rows} questions with answers, and {documents} documents, from Python's standard library")
+    print(f"an untrained Llama with {parameters / 1e6:.1f} million parameters")
 
 
 def _run(connection: Connection, job: str, *arguments: str) -> None:
@@ -102,12 +103,12 @@ def _run(connection: Connection, job: str, *arguments: str) -> None:
 def _follow(connection: Connection, job_id: str) -> None:
     if code := submission.follow(connection, job_id):
         raise settings.UserError(
-            f"{job_id} ended with code {code}, for the reason above; look again with: inv logs --job {job_id}"
+            f"{job_id} failed with exit code {code}; the reason is above. Show its log: inv logs {job_id}"
         )
 
 
 def ask_with_transformers(folder: Path, questions: list[assets.Fact]) -> list[str]:
-    """Greedy answers of the model in a Hugging Face folder, by transformers itself."""
+    """Return greedy answers of the model in a Hugging Face folder, with transformers."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
@@ -122,7 +123,7 @@ def ask_with_transformers(folder: Path, questions: list[assets.Fact]) -> list[st
 
 
 def _ask_served(questions: list[assets.Fact], url: str) -> list[str]:
-    """Greedy answers over the OpenAI API, as any client would ask."""
+    """Return greedy answers of the served model, over the OpenAI API."""
     client = _client(f"{url}/v1")
     model = client.models.list().data[0].id
     answers = []
@@ -134,17 +135,17 @@ def _ask_served(questions: list[assets.Fact], url: str) -> list[str]:
 
 
 def _share_found(url: str) -> float:
-    """Share of the questions, 0 to 1, whose answer has the right document among its sources; some answers are shown."""
+    """Return the share of questions, 0 to 1, whose sources include the right document. Print some answers."""
     client = _client(url)
     found = 0
-    for number, (question, document) in enumerate(assets.ASKED.items()):
+    for number, (question, document) in enumerate(assets.DOCUMENT_QUESTIONS.items()):
         messages: Any = [{"role": "user", "content": question}]
         answer = client.chat.completions.create(model="rag", messages=messages)
         sources = [source["document"] for source in (answer.model_extra or {})["sources"]]
         found += document in sources
         if number < SHOWN:
             print(f"{question}\n  {answer.choices[0].message.content}\n  sources: {', '.join(sources)}")
-    return found / len(assets.ASKED)
+    return found / len(assets.DOCUMENT_QUESTIONS)
 
 
 def _client(url: str) -> openai.OpenAI:
@@ -152,7 +153,7 @@ def _client(url: str) -> openai.OpenAI:
 
 
 def share_right(answers: list[str], questions: list[assets.Fact]) -> float:
-    """Share of the answers, 0 to 1, that are right to the letter."""
+    """Return the share of answers, 0 to 1, that match exactly."""
     return sum(answer.strip() == fact.answer for answer, fact in zip(answers, questions, strict=True)) / len(questions)
 
 
@@ -184,7 +185,9 @@ def _plot(ddp: list[dict[str, Any]], deepspeed: list[dict[str, Any]]) -> Path:
     axes.plot([row["step"] for row in ddp], [row["loss"] for row in ddp], label="DDP")
     axes.plot([row["step"] for row in deepspeed], [row["loss"] for row in deepspeed], "--", label="DeepSpeed ZeRO")
     evaluated = [row for row in ddp if "eval_loss" in row]
-    axes.plot([row["step"] for row in evaluated], [row["eval_loss"] for row in evaluated], "o:", label="DDP, held out")
+    axes.plot(
+        [row["step"] for row in evaluated], [row["eval_loss"] for row in evaluated], "o:", label="DDP, evaluation"
+    )
     axes.set(xlabel="step", ylabel="loss per trained token (nats)", title="The demo's fine-tuning", yscale="log")
     axes.legend()
     RESULTS.mkdir(exist_ok=True)
@@ -198,20 +201,20 @@ def _save(result: dict[str, Any]) -> None:
 
 
 def _show(result: dict[str, Any]) -> None:
-    CONSOLE.print("[bold]Loss of the first steps: the same training, spread in two ways[/]")
+    CONSOLE.print("[bold]Loss of the first steps with DDP and with DeepSpeed[/]")
     CONSOLE.print(_losses(result))
     CONSOLE.print(f"largest difference in {result['steps_compared']} steps: {result['largest_loss_difference']:.1e}")
-    CONSOLE.print("\n[bold]Right answers[/] to questions whose answers were in the training data")
-    right = (("before training", result["right_before"]), ("after, over vLLM", result["right_after"]))
+    CONSOLE.print("\n[bold]Right answers[/] to questions from the training data")
+    right = (("before training", result["right_before"]), ("after, with vLLM", result["right_after"]))
     CONSOLE.print(_pairs({name: f"{share:.0%} of {result['questions']}" for name, share in right}))
-    found = f"{result['documents_found']:.0%} of {len(assets.ASKED)} questions in other words than its own"
-    CONSOLE.print(f"\n[bold]Answers from the documentation[/]: the right text is among {SOURCES} sources for {found}")
+    found = f"{result['documents_found']:.0%} of {len(assets.DOCUMENT_QUESTIONS)} questions"
+    CONSOLE.print(f"\n[bold]Answers from documentation[/]: the right document is among {SOURCES} sources for {found}")
     CONSOLE.print("\n[bold]Time[/]")
-    times = result["seconds"] | {"in all": sum(result["seconds"].values())}
+    times = result["seconds"] | {"total": sum(result["seconds"].values())}
     CONSOLE.print(_pairs({name: f"{seconds:.0f} s" for name, seconds in times.items()}))
-    memory = f"{result['peak_memory_gib']:.1f} GiB at most"
-    CONSOLE.print(f"training: {result['tokens_per_s']:,.0f} tokens/s   memory: {memory}")
-    CONSOLE.print(f"curves: {result['plot']}   numbers: results/demo.json")
+    memory = f"{result['peak_memory_gib']:.1f} GiB"
+    CONSOLE.print(f"training: {result['tokens_per_s']:,.0f} tokens/s   peak memory: {memory}")
+    CONSOLE.print(f"losses: {result['plot']}   numbers: results/demo.json")
 
 
 def _losses(result: dict[str, Any]) -> Table:
@@ -232,17 +235,17 @@ def _pairs(values: dict[str, str]) -> Table:
 
 
 def _check(result: dict[str, Any]) -> None:
-    """The demo's promise; what does not keep it is an error and not a pretty table."""
-    promises = {
-        "the untrained model knows none of the answers": result["right_before"] == 0,
-        "the trained model knows at least 95 % of them": result["right_after"] >= 0.95,
+    """Raise `settings.UserError` if a result is not as expected."""
+    expectations = {
+        "the untrained model knows no answer": result["right_before"] == 0,
+        "the trained model knows at least 95 % of the answers": result["right_after"] >= 0.95,
         "DDP and DeepSpeed agree within 1e-5": result["largest_loss_difference"] <= 1e-5,
         f"{STEPS_COMPARED} steps were compared": result["steps_compared"] == STEPS_COMPARED,
         "two of three questions find their document": result["documents_found"] >= 2 / 3,
     }
-    for promise, kept in promises.items():
-        if not kept:
-            raise settings.UserError(f"the demo did not show that {promise}; the numbers are in results/demo.json.")
+    for expectation, is_met in expectations.items():
+        if not is_met:
+            raise settings.UserError(f"the demo did not show that {expectation}. The numbers are in results/demo.json")
 
 
 @contextmanager
@@ -254,17 +257,17 @@ def _step(times: dict[str, float], title: str) -> Iterator[None]:
 
 
 @contextmanager
-def _peak_memory(every_s: float = 0.5) -> Iterator[dict[str, float]]:
-    """The most memory in use on this machine at once, over what was in use at the start (GiB)."""
+def _peak_memory(interval_s: float = 0.5) -> Iterator[dict[str, float]]:
+    """Measure the peak memory use of this machine, in GiB above that at the start."""
     base = psutil.virtual_memory().used
-    seen, done = {"peak_gib": 0.0}, threading.Event()
+    result, done = {"peak_gib": 0.0}, threading.Event()
 
     def watch() -> None:
-        while not done.wait(every_s):
-            seen["peak_gib"] = max(seen["peak_gib"], (psutil.virtual_memory().used - base) / 2**30)
+        while not done.wait(interval_s):
+            result["peak_gib"] = max(result["peak_gib"], (psutil.virtual_memory().used - base) / 2**30)
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
-    yield seen
+    yield result
     done.set()
     watcher.join()

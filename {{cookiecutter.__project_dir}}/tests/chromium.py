@@ -1,4 +1,4 @@
-"""A real browser for the tests, of this machine's own; it asks nobody for anything by itself."""
+"""Run this machine's Chromium for tests, without any background requests."""
 
 import contextlib
 import shutil
@@ -13,10 +13,10 @@ QUIET += ["disable-background-networking", "disable-component-update", "disable-
 
 @contextlib.contextmanager
 def running() -> Iterator[Browser]:
-    """A running one; until it ends, nothing else in this thread can run an event loop."""
+    """Start Chromium. Until it ends, nothing else in this thread can run an event loop."""
     program = shutil.which("chromium")
     if not program:
-        pytest.skip("the page is tested in Chromium, which is not here; run: apt-get install chromium")
+        pytest.skip("Chromium is not installed. Run: apt-get install chromium")
     with sync_playwright() as playwright:
         started = playwright.chromium.launch(executable_path=program, args=[f"--{flag}" for flag in QUIET])
         yield started

@@ -1,4 +1,4 @@
-"""What the tests share: the demo's assets, made once, and one Ray instance on loopback."""
+"""Shared fixtures: the demo's assets, one Ray instance on loopback, and an S3."""
 
 import os
 import shutil
@@ -12,28 +12,28 @@ import boto3
 import pytest
 from moto.server import ThreadedMotoServer
 
-os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # read by `import ray`: everything stays on loopback
-os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"  # likewise: below `uv run`, workers would get another environment
+os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # `import ray` reads it: everything stays on loopback
+os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"  # under `uv run`, workers would get another environment
 os.environ["HF_HUB_OFFLINE"] = "1"
 from pipeline.serving import haproxy
 
-os.environ |= haproxy.environment("/")  # read by `import ray.serve`, as in a job; ray_session names the folder
+os.environ |= haproxy.environment("/")  # `import ray.serve` reads it, as in a job; ray_session sets the folder
 import ray
 
 from cluster.network import free_ports
 from demo import assets as demo_assets
 from pipeline.ray_support.private import core
 
-# a shell ignores both in what it starts in the background, and processes that the tests interrupt would inherit that
+# a shell ignores both signals in background processes, and child processes would inherit that
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-TAUGHT = 5  # facts that the model of model_folder knows
+TAUGHT = 5  # number of facts that the model in model_folder knows
 
 
 @pytest.fixture(scope="session")
 def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `data/pairs.jsonl` and the tiny untrained model in `model/`."""
+    """Return a folder with `data/pairs.jsonl` and the untrained model in `model/`."""
     folder = tmp_path_factory.mktemp("assets")
     demo_assets.write_data(folder / "data")
     demo_assets.write_model(folder / "model")
@@ -42,8 +42,8 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def model_folder(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model, taught a few facts, so that it says words; it takes the likeliest token unless told not to."""
-    import torch  # seconds, spared to tests without it
+    """Return the tiny model, trained on a few facts. By default it generates greedily."""
+    import torch  # takes seconds, which other tests save
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(assets / "model")
@@ -64,7 +64,7 @@ def model_folder(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 @pytest.fixture(scope="session")
 def s3() -> Iterator[str]:
-    """URI of an empty bucket in an S3 of this process, on loopback; the environment leads all clients there."""
+    """Return the URI of an empty bucket on an S3 server in this process. The environment points all clients to it."""
     server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
@@ -82,8 +82,8 @@ def s3() -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def ray_session(tmp_path_factory: pytest.TempPathFactory, s3: str) -> Iterator[None]:
-    """One Ray instance of this process, with its own temp folder and secrets, for all the tests that need one."""
-    temp = tempfile.mkdtemp(prefix="ray-test-")  # short: a socket path holds 107 bytes
+    """Start one Ray instance with its own temp folder and secrets for all tests that need one."""
+    temp = tempfile.mkdtemp(prefix="ray-test-")  # short, because a socket path may have 107 bytes
     secrets_file = tmp_path_factory.mktemp("secrets") / ".env"
     secrets_file.write_text(f"SERVE_API_KEY=canary-{token_hex(16)}\n")
     os.environ |= {"SECRETS_FILE": str(secrets_file), "SECRET_NAMES": "SERVE_API_KEY", "TMPDIR": temp}

@@ -1,4 +1,4 @@
-"""Helpers to inspect processes, which may end meanwhile, and to check what other users can access."""
+"""Helpers that inspect processes, which may end at any time, and that check what other users can access."""
 
 import contextlib
 import os
@@ -12,8 +12,8 @@ import psutil
 T = TypeVar("T")
 
 
-def told_by(processes: Iterable[psutil.Process], read: Callable[[psutil.Process], T]) -> list[T]:
-    """What `read` gives of each process, without those that are gone or are zombies by then."""
+def read_all(processes: Iterable[psutil.Process], read: Callable[[psutil.Process], T]) -> list[T]:
+    """Return the results of `read`, without processes that have ended or are zombies."""
     answers = []
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -22,8 +22,8 @@ def told_by(processes: Iterable[psutil.Process], read: Callable[[psutil.Process]
 
 
 def children() -> dict[int, str]:
-    """The pid and the name of each process below this one."""
-    return dict(told_by(psutil.Process().children(recursive=True), lambda process: (process.pid, process.name())))
+    """Return the names of this process' descendants, by pid."""
+    return dict(read_all(psutil.Process().children(recursive=True), lambda process: (process.pid, process.name())))
 
 
 def open_to_others(folder: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""The doctor's findings about AWS, on constructed answers that botocore checks against AWS's own models."""
+"""Test the doctor for AWS with stubbed answers. botocore checks calls and answers against AWS's models."""
 
 import functools
 import json
@@ -16,10 +16,10 @@ from botocore.exceptions import EndpointConnectionError, NoCredentialsError
 from botocore.stub import Stubber
 
 import settings
-from cluster.aws import doctor as aws_doctor
 from cluster.aws import stack
+from cluster.aws.doctor import checks, laptop, permissions
 from cluster.common.cluster_file import ClusterFile
-from cluster.target import Finding
+from cluster.doctor import Finding
 
 USER = "arn:aws:iam::123456789012:user/ada"
 PARAMETER = "/aws/service/deeplearning/latest/ami-id"
@@ -31,8 +31,8 @@ READ_ONLY = {
     *("GetCallerIdentity", "GetParameters", "GetProducts", "GetRole", "GetServiceQuota", "SimulatePrincipalPolicy"),
 }
 SERVICES = ("ec2", "iam", "cloudformation", "pricing", "secretsmanager", "elbv2")
-# One action of each kind of resource in stack.yaml, by which to see that all its actions were thought of.
-MAKING = {
+# One action per type of resource in stack.yaml: a new type must be added here, and its actions to permissions.py.
+CREATE_ACTIONS = {
     "AWS::EC2::SecurityGroup": "ec2:CreateSecurityGroup",
     "AWS::EC2::SecurityGroupIngress": "ec2:AuthorizeSecurityGroupIngress",
     "AWS::EC2::LaunchTemplate": "ec2:CreateLaunchTemplate",
@@ -44,21 +44,21 @@ MAKING = {
     "AWS::ElasticLoadBalancingV2::TargetGroup": "elasticloadbalancing:CreateTargetGroup",
     "AWS::ElasticLoadBalancingV2::Listener": "elasticloadbalancing:CreateListener",
 }
-ALL_ACTIONS = {*aws_doctor.UP_AND_DOWN, *" ".join(aws_doctor.HTTPS.values()).split()}
+ALL_ACTIONS = {*permissions.UP_AND_DOWN, *" ".join(permissions.HTTPS_ACTIONS.values()).split()}
 
 
-class Refused(NamedTuple):
-    """An answer that is an error."""
+class ErrorAnswer(NamedTuple):
+    """An error of AWS."""
 
     code: str
     message: str = ""
 
 
-Answer = dict[str, Any] | Refused | Exception
+Answer = dict[str, Any] | ErrorAnswer | Exception
 
 
-class Cloud:
-    """Answers for AWS, by the name of the operation, and remembers what was asked."""
+class StubbedAws:
+    """Answers each call with `answers`, by name of the operation, and records the calls."""
 
     def __init__(self) -> None:
         self.answers: dict[str, Answer | Callable[[dict[str, Any]], Answer]] = {
@@ -76,13 +76,13 @@ class Cloud:
             "GetRole": lambda asked: role(asked["RoleName"]),
             "GetProducts": {"PriceList": [json.dumps(PRODUCT)]},
             "DescribeSpotPriceHistory": {"SpotPriceHistory": [{"SpotPrice": "10.0"}]},
-            "RunInstances": Refused("DryRunOperation"),
-            "TerminateInstances": Refused("DryRunOperation"),
+            "RunInstances": ErrorAnswer("DryRunOperation"),
+            "TerminateInstances": ErrorAnswer("DryRunOperation"),
         }
         self.asked: list[tuple[str, dict[str, Any]]] = []
 
     def client(self, service: str, region_name: str) -> Any:
-        """boto3's own client, stubbed: it sends nothing, and refuses what AWS's model of the call does not know."""
+        """Return a stubbed client of boto3. It sends nothing, and rejects calls that do not match AWS's model."""
         client, stubber, send = stubbed(service, region_name)
         lock = threading.Lock()
 
@@ -92,9 +92,9 @@ class Cloud:
             answer = answer(parameters) if callable(answer) else answer
             if isinstance(answer, Exception):
                 raise answer
-            with lock:  # a stubber's answers are in the order of the calls, which threads are not
+            with lock:  # a stubber returns answers in the order in which they were added
                 method = botocore.xform_name(operation)
-                if isinstance(answer, Refused):
+                if isinstance(answer, ErrorAnswer):
                     stubber.add_client_error(method, answer.code, answer.message)
                 else:
                     stubber.add_response(method, answer)
@@ -104,9 +104,9 @@ class Cloud:
         return client
 
 
-@functools.cache  # making one takes longer than any test
+@functools.cache  # creating a client takes longer than any test
 def stubbed(service: Any, region: str) -> tuple[Any, Stubber, Callable[..., Any]]:
-    """A client, its stubber, and what sends the client's calls."""
+    """Return a client, its stubber, and the function that sends the client's calls."""
     client = SESSION.client(service, region_name=region)
     stubber = Stubber(client)
     stubber.activate()
@@ -119,7 +119,11 @@ PRODUCT = {"terms": {"OnDemand": {"term": {"priceDimensions": {"it": {"pricePerU
 
 def simulated(actions: list[str], *denied: str) -> Answer:
     decisions = {action: "implicitDeny" if action in denied else "allowed" for action in actions}
-    return {"EvaluationResults": [{"EvalActionName": name, "EvalDecision": said} for name, said in decisions.items()]}
+    return {
+        "EvaluationResults": [
+            {"EvalActionName": name, "EvalDecision": decision} for name, decision in decisions.items()
+        ]
+    }
 
 
 def quota(code: str, vcpus: float) -> Answer:
@@ -149,7 +153,7 @@ def role(name: str, path: str = "/") -> Answer:
 
 
 def instance(**more: Any) -> Callable[[dict[str, Any]], Answer]:
-    """The answer to DescribeInstances where one machine runs."""
+    """Return the answer to DescribeInstances if one instance runs."""
     known = {
         "InstanceId": "i-1",
         "InstanceType": "p4d.24xlarge",
@@ -162,11 +166,11 @@ def instance(**more: Any) -> Callable[[dict[str, Any]], Answer]:
 
 
 @pytest.fixture
-def cloud(monkeypatch: pytest.MonkeyPatch) -> Cloud:
-    """All of boto3's clients ask this one; prices, too, which do not ask through the cluster file."""
-    cloud = Cloud()
+def cloud(monkeypatch: pytest.MonkeyPatch) -> StubbedAws:
+    """Replace boto3's clients, including those that are not created through the cluster file."""
+    cloud = StubbedAws()
     monkeypatch.setattr(boto3, "client", cloud.client)
-    monkeypatch.setattr(boto3, "DEFAULT_SESSION", boto3.DEFAULT_SESSION)  # put back what the doctor replaces
+    monkeypatch.setattr(boto3, "DEFAULT_SESSION", boto3.DEFAULT_SESSION)  # restores what the doctor replaces
     return cloud
 
 
@@ -196,7 +200,7 @@ def file() -> ClusterFile:
 
 @pytest.fixture
 def tune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
-    """Puts an assignment into a section of settings.toml, in the place of what it assigned before."""
+    """Return a function that sets a key in a section of settings.toml."""
     copy = Path(shutil.copy(settings.FILE, tmp_path))
     monkeypatch.setattr(settings.load, "__kwdefaults__", {"profile": None, "file": copy})
 
@@ -210,54 +214,54 @@ def tune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str]
     return assign
 
 
-def texts(findings: list[Finding], verdict: str) -> list[str]:
-    return [finding.text for finding in findings if finding.verdict == verdict]
+def texts(findings: list[Finding], status: str) -> list[str]:
+    return [finding.text for finding in findings if finding.status == status]
 
 
-def only(file: ClusterFile, verdict: str) -> str:
-    """The one finding with this verdict, where all others are good."""
-    findings = aws_doctor.checks(file)
-    (text,) = texts(findings, verdict)
-    assert {finding.verdict for finding in findings} == {"ok", verdict}
+def only(file: ClusterFile, status: str) -> str:
+    """Return the only finding that is not ok. It must have this status."""
+    findings = checks.check(file)
+    (text,) = texts(findings, status)
+    assert {finding.status for finding in findings} == {"ok", status}
     return text
 
 
-def test_all_is_well(cloud: Cloud, file: ClusterFile) -> None:
-    findings = aws_doctor.checks(file)
-    assert texts(findings, "wrong") == texts(findings, "note") == []
+def test_a_sound_account_and_project_are_ok(cloud: StubbedAws, file: ClusterFile) -> None:
+    findings = checks.check(file)
+    assert texts(findings, "error") == texts(findings, "warning") == []
     report = "\n".join(texts(findings, "ok"))
     for part in (
         f"AWS knows you as {USER}",
-        "(L-417A185B): 192 vCPUs needed, 1000 applied, 0 used by other machines",
+        "(L-417A185B): 192 vCPUs needed, 1000 granted, 0 used by other instances",
         "(L-7212CCBC): 192 vCPUs needed",
         "(L-1216C47A): 72 vCPUs needed",
         "p4d.24xlarge is offered in us-east-1a, us-east-1b",
-        "subnet-us-east-1b in us-east-1b: addresses free 250",
+        "subnet-us-east-1b in us-east-1b: 250 addresses free, up to 3 needed",
         "is ami-1 in us-east-1",
         "the secret my-llm/SERVE_API_KEY is in Secrets Manager",
-        "2.00 dollars an hour while no work waits",
-        "with all 2 workers all day 528 dollars a day",  # the head at 2, and two at the spot price of 10
+        "2.00 dollars per hour while idle",
+        "528 dollars per day with all 2 workers",  # the head at 2, and two workers at 10 dollars per hour
     ):
         assert part in report
 
 
-def test_no_credentials_are_one_finding_and_the_rest_goes_on(cloud: Cloud, file: ClusterFile) -> None:
+def test_without_credentials_the_local_checks_still_run(cloud: StubbedAws, file: ClusterFile) -> None:
     cloud.answers["GetCallerIdentity"] = NoCredentialsError()
-    text = only(file, "wrong")
+    text = only(file, "error")
     assert "aws configure" in text
     assert "AWS_ACCESS_KEY_ID" in text
-    assert "not checked: permissions, quotas," in text
+    assert "Not checked: permissions, quotas," in text
     assert [operation for operation, _ in cloud.asked] == ["GetCallerIdentity"]
 
 
-def test_credentials_that_ended_are_told_so(cloud: Cloud, file: ClusterFile) -> None:
-    cloud.answers["GetCallerIdentity"] = Refused("ExpiredToken", "The security token included is expired")
-    assert re.search(r"is expired.*aws sso login", only(file, "wrong"))
+def test_expired_credentials_are_reported(cloud: StubbedAws, file: ClusterFile) -> None:
+    cloud.answers["GetCallerIdentity"] = ErrorAnswer("ExpiredToken", "The security token included is expired")
+    assert re.search(r"is expired.*aws sso login", only(file, "error"))
 
 
-def test_no_network_is_not_blamed_on_credentials(cloud: Cloud, file: ClusterFile) -> None:
+def test_no_network_is_not_blamed_on_credentials(cloud: StubbedAws, file: ClusterFile) -> None:
     cloud.answers["GetCallerIdentity"] = EndpointConnectionError(endpoint_url="https://sts")
-    text = only(file, "wrong")
+    text = only(file, "error")
     assert "HTTPS_PROXY" in text
     assert "aws configure" not in text
 
@@ -273,22 +277,24 @@ def test_no_network_is_not_blamed_on_credentials(cloud: Cloud, file: ClusterFile
     ],
 )
 def test_a_denied_call_names_its_action(
-    cloud: Cloud, file: ClusterFile, operation: str, code: str, message: str, action: str
+    cloud: StubbedAws, file: ClusterFile, operation: str, code: str, message: str, action: str
 ) -> None:
-    cloud.answers[operation] = Refused(code, message)
-    assert f"have {action} allowed for you in IAM" in only(file, "wrong")
+    cloud.answers[operation] = ErrorAnswer(code, message)
+    assert f"Ask for the permission {action}. " in only(file, "error")
 
 
-def test_another_error_is_a_note_and_no_traceback(cloud: Cloud, file: ClusterFile) -> None:
-    cloud.answers["GetServiceQuota"] = Refused("TooManyRequestsException", "slow down")
-    assert re.fullmatch(r"quotas: not checked, as AWS says: .*slow down; try again: inv doctor.*", only(file, "note"))
+def test_another_error_is_a_note_and_no_traceback(cloud: StubbedAws, file: ClusterFile) -> None:
+    cloud.answers["GetServiceQuota"] = ErrorAnswer("TooManyRequestsException", "slow down")
+    assert re.fullmatch(
+        r"quotas: not checked, because AWS says: .*slow down. Run again: inv doctor.*", only(file, "warning")
+    )
 
 
-def test_missing_permissions_are_named(cloud: Cloud, file: ClusterFile) -> None:
+def test_missing_permissions_are_named(cloud: StubbedAws, file: ClusterFile) -> None:
     cloud.answers["SimulatePrincipalPolicy"] = lambda asked: simulated(
         asked["ActionNames"], "iam:PassRole", "ec2:RunInstances"
     )
-    assert only(file, "wrong").endswith(f"add the others to the policy of {USER}: ec2:RunInstances, iam:PassRole")
+    assert only(file, "error").endswith(f"Add the others to the policy of {USER}: ec2:RunInstances, iam:PassRole")
     asked = [parameters for operation, parameters in cloud.asked if operation == "SimulatePrincipalPolicy"]
     resources = {action: call["ResourceArns"] for call in asked for action in call["ActionNames"]}
     assert resources["iam:PassRole"] == ["arn:aws:iam::123456789012:role/my-llm-head"]
@@ -296,183 +302,187 @@ def test_missing_permissions_are_named(cloud: Cloud, file: ClusterFile) -> None:
     assert {call["PolicySourceArn"] for call in asked} == {USER}
 
 
-def test_a_role_is_asked_for_by_its_whole_path(cloud: Cloud, file: ClusterFile) -> None:
+def test_a_role_is_asked_for_by_its_whole_path(cloud: StubbedAws, file: ClusterFile) -> None:
     cloud.answers["GetCallerIdentity"] = {"Arn": "arn:aws:sts::123456789012:assumed-role/admin/ada"}
     cloud.answers["GetRole"] = lambda asked: role(asked["RoleName"], "/sso/")
-    assert texts(aws_doctor.checks(file), "wrong") == []
+    assert texts(checks.check(file), "error") == []
     (source,) = {call["PolicySourceArn"] for name, call in cloud.asked if name == "SimulatePrincipalPolicy"}
     assert source == "arn:aws:iam::123456789012:role/sso/admin"
 
 
-def test_the_root_user_is_noted(cloud: Cloud, file: ClusterFile) -> None:
+def test_the_root_user_is_noted(cloud: StubbedAws, file: ClusterFile) -> None:
     cloud.answers["GetCallerIdentity"] = {"Arn": "arn:aws:iam::123456789012:root"}
-    assert "aws iam create-user" in only(file, "note")
+    assert "aws iam create-user" in only(file, "warning")
 
 
-def test_without_simulation_ec2_is_asked(cloud: Cloud, file: ClusterFile) -> None:
-    cloud.answers["SimulatePrincipalPolicy"] = Refused("AccessDenied", "no")
-    text = only(file, "note")
-    assert f"{len(aws_doctor.UP_AND_DOWN) - 1} other actions are not checked" in text
+def test_without_simulation_ec2_is_asked(cloud: StubbedAws, file: ClusterFile) -> None:
+    cloud.answers["SimulatePrincipalPolicy"] = ErrorAnswer("AccessDenied", "no")
+    text = only(file, "warning")
+    assert f"{len(permissions.UP_AND_DOWN) - 1} other actions of inv up and inv down are not checked" in text
     assert "iam:SimulatePrincipalPolicy" in text
-    assert "you may do ec2:RunInstances" in texts(aws_doctor.checks(file), "ok")
+    assert "you have the permission ec2:RunInstances" in texts(checks.check(file), "ok")
 
 
-def test_without_simulation_a_refused_launch_is_wrong(cloud: Cloud, file: ClusterFile) -> None:
-    cloud.answers["SimulatePrincipalPolicy"] = Refused("AccessDenied", "no")
-    cloud.answers["RunInstances"] = Refused("UnauthorizedOperation", "no")
-    cloud.answers["TerminateInstances"] = Refused("InvalidInstanceID.NotFound", "gone")
+def test_without_simulation_a_refused_launch_is_wrong(cloud: StubbedAws, file: ClusterFile) -> None:
+    cloud.answers["SimulatePrincipalPolicy"] = ErrorAnswer("AccessDenied", "no")
+    cloud.answers["RunInstances"] = ErrorAnswer("UnauthorizedOperation", "no")
+    cloud.answers["TerminateInstances"] = ErrorAnswer("InvalidInstanceID.NotFound", "gone")
     cloud.answers["DescribeInstances"] = instance()
-    findings = aws_doctor.checks(file)
-    assert texts(findings, "wrong") == [f"you may not do ec2:RunInstances; add it to the policy of {USER}"]
-    assert any("whether you may do ec2:TerminateInstances is not known" in text for text in texts(findings, "note"))
+    findings = checks.check(file)
+    assert texts(findings, "error") == [f"you lack the permission ec2:RunInstances. Add it to the policy of {USER}"]
+    assert any("the permission ec2:TerminateInstances is not checked" in text for text in texts(findings, "warning"))
 
 
-def test_nothing_but_reading_is_asked_of_aws(cloud: Cloud, file: ClusterFile) -> None:
-    aws_doctor.checks(file)
-    cloud.answers["SimulatePrincipalPolicy"] = Refused("AccessDenied", "no")
+def test_the_doctor_only_reads(cloud: StubbedAws, file: ClusterFile) -> None:
+    checks.check(file)
+    cloud.answers["SimulatePrincipalPolicy"] = ErrorAnswer("AccessDenied", "no")
     cloud.answers["DescribeInstances"] = instance()
-    aws_doctor.checks(file)
+    checks.check(file)
     writing = [(name, asked.get("DryRun")) for name, asked in cloud.asked if name not in READ_ONLY]
     assert sorted(set(writing)) == [("RunInstances", True), ("TerminateInstances", True)]
 
 
-def test_a_quota_of_nothing_is_wrong(cloud: Cloud, file: ClusterFile) -> None:
+def test_a_quota_of_zero_is_an_error(cloud: StubbedAws, file: ClusterFile) -> None:
     cloud.answers["GetServiceQuota"] = lambda asked: quota(
         asked["QuotaCode"], 0 if asked["QuotaCode"] == "L-7212CCBC" else 1000
     )
-    text = only(file, "wrong")
-    assert "192 vCPUs needed, 0 applied, 0 used by other machines" in text
+    text = only(file, "error")
+    assert "192 vCPUs needed, 0 granted, 0 used by other instances" in text
     assert text.endswith(
         "aws service-quotas request-service-quota-increase --service-code ec2 --quota-code L-7212CCBC "
         "--desired-value 192 --region us-east-1"
     )
 
 
-def test_what_others_use_counts_in_its_own_market(cloud: Cloud, file: ClusterFile) -> None:
+def test_other_instances_count_against_the_quota_of_their_market(cloud: StubbedAws, file: ClusterFile) -> None:
     cloud.answers["GetServiceQuota"] = lambda asked: quota(asked["QuotaCode"], 192)
     cloud.answers["DescribeInstances"] = instance(InstanceLifecycle="spot")
-    text = only(file, "note")  # and not wrong: one of two machines would still come
-    assert "(L-7212CCBC): 192 vCPUs needed, 192 applied, 96 used by other machines" in text
+    text = only(file, "warning")  # a warning: there is room for one of two instances
+    assert "(L-7212CCBC): 192 vCPUs needed, 192 granted, 96 used by other instances" in text
     assert "--desired-value 288 " in text
 
 
-def test_the_clusters_own_machines_do_not_count_twice(cloud: Cloud, file: ClusterFile) -> None:
+def test_the_clusters_own_instances_do_not_count_twice(cloud: StubbedAws, file: ClusterFile) -> None:
     cloud.answers["GetServiceQuota"] = lambda asked: quota(asked["QuotaCode"], 192)
     cloud.answers["DescribeInstances"] = instance(Tags=[{"Key": "ray-project", "Value": "my-llm"}])
-    assert texts(aws_doctor.checks(file), "note") == []
+    assert texts(checks.check(file), "warning") == []
 
 
-def test_an_account_that_never_used_spot_is_told_how_to_begin(cloud: Cloud, file: ClusterFile) -> None:
-    cloud.answers["GetRole"] = Refused("NoSuchEntity", "no")
-    assert "aws iam create-service-linked-role --aws-service-name spot.amazonaws.com" in only(file, "wrong")
+def test_a_missing_spot_role_is_an_error(cloud: StubbedAws, file: ClusterFile) -> None:
+    cloud.answers["GetRole"] = ErrorAnswer("NoSuchEntity", "no")
+    assert "aws iam create-service-linked-role --aws-service-name spot.amazonaws.com" in only(file, "error")
 
 
-def test_a_type_that_the_region_lacks(cloud: Cloud, file: ClusterFile) -> None:
+def test_an_instance_type_that_the_region_does_not_offer(cloud: StubbedAws, file: ClusterFile) -> None:
     cloud.answers["DescribeInstanceTypeOfferings"] = lambda asked: offers(
         [one for one in asked["Filters"][0]["Values"] if one != "m6i.8xlarge"]
     )
-    assert only(file, "wrong") == (
-        "m6i.8xlarge is offered in no zone of us-east-1; set another InstanceType, or region, in cluster/cluster.yaml"
+    assert only(file, "error") == (
+        "m6i.8xlarge is offered in no zone of us-east-1. Set another InstanceType or region in cluster/cluster.yaml"
     )
 
 
-def test_a_full_subnet(cloud: Cloud, file: ClusterFile) -> None:
+def test_a_full_subnet(cloud: StubbedAws, file: ClusterFile) -> None:
     cloud.answers["DescribeSubnets"] = subnets(2)
-    found = texts(aws_doctor.checks(file), "wrong")
+    found = texts(checks.check(file), "error")
     assert len(found) == len(ZONES)
-    assert "addresses free 2, taken by the cluster up to 3" in found[0]
+    assert "2 addresses free, up to 3 needed" in found[0]
     assert "aws ec2 create-subnet --vpc-id vpc-1 --availability-zone us-east-1a" in found[0]
 
 
-def test_no_network_to_be_in(cloud: Cloud, file: ClusterFile) -> None:
+def test_no_default_vpc(cloud: StubbedAws, file: ClusterFile) -> None:
     cloud.answers["DescribeVpcs"] = {"Vpcs": []}
-    assert "aws ec2 create-default-vpc" in only(file, "wrong")
+    assert "aws ec2 create-default-vpc" in only(file, "error")
 
 
-def test_an_image_that_is_not_there(cloud: Cloud, file: ClusterFile) -> None:
+def test_an_image_that_does_not_exist(cloud: StubbedAws, file: ClusterFile) -> None:
     cloud.answers["GetParameters"] = {"Parameters": [], "InvalidParameters": [PARAMETER]}
-    assert "aws ssm get-parameters-by-path" in only(file, "wrong")
+    assert "aws ssm get-parameters-by-path" in only(file, "error")
     for node_type in file.content["available_node_types"].values():
         node_type["node_config"]["ImageId"] = "ami-7"
-    assert "ImageId ami-7 is no image in us-east-1" in only(file, "wrong")
+    assert "ImageId ami-7 is no image in us-east-1" in only(file, "error")
     cloud.answers["DescribeImages"] = {"Images": [{"ImageId": "ami-7"}]}
-    assert texts(aws_doctor.checks(file), "wrong") == []
+    assert texts(checks.check(file), "error") == []
 
 
-def test_secrets_that_are_not_there_yet(
-    cloud: Cloud, file: ClusterFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_secrets_without_a_value(
+    cloud: StubbedAws, file: ClusterFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cloud.answers["DescribeSecret"] = Refused("ResourceNotFoundException", "no")
+    cloud.answers["DescribeSecret"] = ErrorAnswer("ResourceNotFoundException", "no")
     monkeypatch.setattr(settings, "PROJECT", tmp_path)
-    findings = aws_doctor.checks(file)
-    assert "the secret my-llm/SERVE_API_KEY is stored by inv up" in texts(findings, "ok")
-    assert texts(findings, "note") == [
-        "the secret my-llm/SERVE_API_KEYS has no value, and jobs do without it; put SERVE_API_KEYS=... into .env",
-        "the secret my-llm/HF_TOKEN has no value, and jobs do without it; put HF_TOKEN=... into .env",
+    findings = checks.check(file)
+    assert "the secret my-llm/SERVE_API_KEY will be stored by inv up" in texts(findings, "ok")
+    assert texts(findings, "warning") == [
+        "the secret my-llm/SERVE_API_KEYS has no value, so jobs run without it. Put SERVE_API_KEYS=... into .env",
+        "the secret my-llm/HF_TOKEN has no value, so jobs run without it. Put HF_TOKEN=... into .env",
     ]
     (tmp_path / ".env").write_text("HF_TOKEN=canary\n")
-    findings = aws_doctor.checks(file)
-    assert "the secret my-llm/HF_TOKEN is stored by inv up" in texts(findings, "ok")
+    findings = checks.check(file)
+    assert "the secret my-llm/HF_TOKEN will be stored by inv up" in texts(findings, "ok")
     assert "canary" not in str(findings)
 
 
-def test_a_secret_that_is_being_deleted(cloud: Cloud, file: ClusterFile) -> None:
+def test_a_secret_that_is_being_deleted(cloud: StubbedAws, file: ClusterFile) -> None:
     cloud.answers["DescribeSecret"] = lambda asked: {"DeletedDate": "2026-01-01"} if "HF" in asked["SecretId"] else {}
-    assert only(file, "wrong").endswith("restore-secret --secret-id my-llm/HF_TOKEN --region us-east-1")
+    assert only(file, "error").endswith("restore-secret --secret-id my-llm/HF_TOKEN --region us-east-1")
 
 
-def test_a_type_without_a_price(cloud: Cloud, file: ClusterFile) -> None:
+def test_a_type_without_a_price(cloud: StubbedAws, file: ClusterFile) -> None:
     cloud.answers["GetProducts"] = {"PriceList": []}
-    assert "AWS has no price for" in only(file, "wrong")
+    assert "AWS has no price for" in only(file, "error")
 
 
-def test_more_workers_than_there_can_be(cloud: Cloud, file: ClusterFile, tune: Callable[[str, str], None]) -> None:
+def test_more_workers_than_the_cluster_can_have(
+    cloud: StubbedAws, file: ClusterFile, tune: Callable[[str, str], None]
+) -> None:
     tune("cluster.train", "num_workers = 17")
-    assert "more than the 16 that this cluster can hold; use --num-workers 16" in only(file, "wrong")
+    assert "more than the 16 that this cluster can hold; use --num-workers 16" in only(file, "error")
 
 
-def test_more_replicas_than_there_can_be(cloud: Cloud, file: ClusterFile, tune: Callable[[str, str], None]) -> None:
+def test_more_replicas_than_the_cluster_can_have(
+    cloud: StubbedAws, file: ClusterFile, tune: Callable[[str, str], None]
+) -> None:
     tune("cluster.serve", "max_replicas = 17")
-    assert "max_replicas = 17 takes 17 GPUs, and the cluster can have 16; lower max_replicas" in only(file, "note")
+    assert "max_replicas = 17 needs 17 GPUs, and the cluster can have 16. Lower max_replicas" in only(file, "warning")
     tune("cluster.serve", "tensor_parallel_size = 32")
-    assert "takes 544 GPUs, and the cluster can have 16" in only(file, "wrong")
+    assert "needs 544 GPUs, and the cluster can have 16" in only(file, "error")
 
 
-def test_a_path_of_one_node(cloud: Cloud, file: ClusterFile, tune: Callable[[str, str], None]) -> None:
+def test_a_path_on_one_node(cloud: StubbedAws, file: ClusterFile, tune: Callable[[str, str], None]) -> None:
     tune("cluster.train", 'data = "/home/me/packed"')
-    text = only(file, "wrong")
+    text = only(file, "error")
     assert "data = /home/me/packed is on the disk of one node" in text
     assert "shared_paths of [train]" in text
 
 
-def test_a_mixed_path_of_one_node(cloud: Cloud, file: ClusterFile, tune: Callable[[str, str], None]) -> None:
+def test_a_mixed_path_on_one_node(cloud: StubbedAws, file: ClusterFile, tune: Callable[[str, str], None]) -> None:
     tune("cluster.preprocess", 'mix = ["faq.jsonl=2", "/home/me/chats.jsonl=0.5"]')
-    assert "mix = /home/me/chats.jsonl is on the disk of one node" in only(file, "wrong")
+    assert "mix = /home/me/chats.jsonl is on the disk of one node" in only(file, "error")
 
 
 def test_another_ray_or_python_than_the_clusters(
-    cloud: Cloud, file: ClusterFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cloud: StubbedAws, file: ClusterFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "cluster.txt").write_text("ray[llm]==1.2.3\n")
-    monkeypatch.setattr(aws_doctor, "PINS", tmp_path / "cluster.txt")
+    monkeypatch.setattr(laptop, "PINS", tmp_path / "cluster.txt")
     file.content["setup_commands"] = ["~/.local/bin/uv venv --clear --python 3.9 ~/env"]
-    ray, python = texts(aws_doctor.checks(file), "wrong")
-    assert re.match(r"Ray: .* here, 1\.2\.3 on the cluster; .* rm -r \.venv", ray)
+    ray, python = texts(checks.check(file), "error")
+    assert re.match(r"Ray: .* here, 1\.2\.3 on the cluster\. .* rm -r \.venv", ray)
     assert "3.9 on the cluster" in python
 
 
-def test_missing_tools(cloud: Cloud, file: ClusterFile, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_programs(cloud: StubbedAws, file: ClusterFile, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None if name == "rsync" else f"/bin/{name}")
-    assert "apt-get install rsync" in only(file, "wrong")
+    assert "apt-get install rsync" in only(file, "error")
 
 
-def test_a_folder_too_large_to_upload(cloud: Cloud, file: ClusterFile, tune: Callable[[str, str], None]) -> None:
+def test_a_folder_too_large_to_upload(cloud: StubbedAws, file: ClusterFile, tune: Callable[[str, str], None]) -> None:
     tune("cluster.ray", "working_dir_mib = 0")
-    assert "move it into data/" in only(file, "wrong")
+    assert "into data/" in only(file, "error")
 
 
-def test_aws_is_asked_many_things_at_once(cloud: Cloud, file: ClusterFile) -> None:
-    """Each of these waits until all were asked."""
+def test_aws_is_asked_in_parallel(cloud: StubbedAws, file: ClusterFile) -> None:
+    """Each of these calls waits until all were made."""
     together = threading.Barrier(3, timeout=5)
 
     def wait_for_the_others(answer: Answer, asked: dict[str, Any]) -> Answer:
@@ -482,13 +492,13 @@ def test_aws_is_asked_many_things_at_once(cloud: Cloud, file: ClusterFile) -> No
     cloud.answers["GetParameters"] = functools.partial(wait_for_the_others, {"Parameters": []})
     cloud.answers["DescribeVpcs"] = functools.partial(wait_for_the_others, {"Vpcs": []})
     cloud.answers["GetProducts"] = functools.partial(wait_for_the_others, {"PriceList": []})
-    assert len(texts(aws_doctor.checks(file), "wrong")) == 3
+    assert len(texts(checks.check(file), "error")) == 3
 
 
 def test_every_kind_of_resource_in_the_stack_has_its_actions() -> None:
     kinds = set(re.findall(r"Type: (AWS::\S+)", stack.TEMPLATE.read_text(encoding="utf-8")))
-    assert kinds == set(MAKING)
-    assert set(MAKING.values()) <= ALL_ACTIONS
+    assert kinds == set(CREATE_ACTIONS)
+    assert set(CREATE_ACTIONS.values()) <= ALL_ACTIONS
 
 
 def test_every_call_of_up_and_down_has_its_action() -> None:
@@ -498,7 +508,9 @@ def test_every_call_of_up_and_down_has_its_action() -> None:
         for model in models.values()
         for operation in model.operation_names
     }
-    for name in ("aws.py", "stack.py", "machines.py", "prices.py", "vault.py"):
-        words = re.findall(r"\b[a-z]+(?:_[a-z]+)+\b", (settings.PROJECT / "cluster" / name).read_text(encoding="utf-8"))
+    sources = [*settings.PROJECT.glob("cluster/aws/*.py"), *settings.PROJECT.glob("cluster/common/*.py")]
+    assert sources
+    for source in sources:
+        words = re.findall(r"\b[a-z]+(?:_[a-z]+)+\b", source.read_text(encoding="utf-8"))
         called = {actions[word] for word in words if word in actions}
-        assert called <= ALL_ACTIONS, name
+        assert called <= ALL_ACTIONS, source

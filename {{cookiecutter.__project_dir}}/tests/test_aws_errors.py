@@ -1,4 +1,4 @@
-"""AWS's refusals as sentences that name what to do."""
+"""Test that errors of AWS become one sentence with what to do."""
 
 import pytest
 from botocore.exceptions import ClientError, NoCredentialsError
@@ -12,9 +12,10 @@ def answer(code: str, message: str = "", operation: str = "RunInstances") -> Cli
 
 def test_a_denied_call_names_the_permission_and_the_resource() -> None:
     words = "User: me is not authorized to perform: iam:PassRole on resource: arn:aws:iam::1:role/x because no policy"
-    said = aws_errors.explain(answer("UnauthorizedOperation", words))
-    assert said == (
-        "you may not iam:PassRole on arn:aws:iam::1:role/x; ask whoever manages your AWS account for that permission."
+    message = aws_errors.explain(answer("UnauthorizedOperation", words))
+    assert message == (
+        "you lack the permission iam:PassRole on arn:aws:iam::1:role/x. "
+        "Ask the administrator of your AWS account for it"
     )
 
 

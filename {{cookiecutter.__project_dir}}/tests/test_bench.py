@@ -1,4 +1,4 @@
-"""`inv bench` against a server that takes known times: the numbers are those times."""
+"""Test `inv bench` with a server that takes known times."""
 
 import json
 import re
@@ -25,7 +25,7 @@ def api(tmp_path: Path) -> Iterator[PretendApi]:
 
 
 def run(api: PretendApi, folder: Path, concurrent: tuple[int, ...] = (1, 4), seconds: float = 1.5) -> tuple[dict, str]:
-    """What is saved, and what is printed."""
+    """Return the saved results, and the output."""
     console = Console(record=True, width=150)
     bench.bench(api.url, {}, Load(seconds, PIECES, concurrent), console, folder)
     return json.loads((folder / "bench.json").read_text()), console.export_text()
@@ -43,12 +43,12 @@ def test_the_numbers_are_what_the_server_did(api: PretendApi, tmp_path: Path) ->
     assert 0.5 / whole_s < one["requests_per_s"] <= 1 / whole_s
     assert 2 < four["requests_per_s"] / one["requests_per_s"] < 5
     assert one["tokens_per_s"] == pytest.approx(PIECES * one["requests_per_s"])
-    assert "2 levels of 1.5 s, about 3 s in all" in printed
+    assert "2 levels of 1.5 s, 3 s in total" in printed
     assert re.search(r"^ +4 +\d", printed, re.MULTILINE)
     assert (tmp_path / "results" / "bench.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_prompts_are_the_same_in_each_run_and_none_comes_twice(api: PretendApi, tmp_path: Path) -> None:
+def test_prompts_are_the_same_in_each_run_and_never_repeat(api: PretendApi, tmp_path: Path) -> None:
     asked = []
     for _ in range(2):
         api.requests.clear()
@@ -59,7 +59,7 @@ def test_prompts_are_the_same_in_each_run_and_none_comes_twice(api: PretendApi, 
     assert statistics.mean(len(prompt.split()) for prompt in asked[0]) == bench.PROMPT_WORDS + 1
 
 
-def test_errors_are_counted_and_told(api: PretendApi, tmp_path: Path) -> None:
+def test_errors_are_counted_and_shown(api: PretendApi, tmp_path: Path) -> None:
     api.fail_every = 3
     saved, printed = run(api, tmp_path, (1,))
     [(words, count)] = saved["levels"][0]["errors"].items()
@@ -68,20 +68,23 @@ def test_errors_are_counted_and_told(api: PretendApi, tmp_path: Path) -> None:
     assert f"{count} × {words}" in printed
 
 
-def test_a_key_that_is_held_back_ends_it_with_what_to_type(api: PretendApi, tmp_path: Path) -> None:
+def test_a_rate_limit_ends_the_measurement_with_what_to_do(api: PretendApi, tmp_path: Path) -> None:
     api.fail_every, api.failure_status = 4, 429
     saved, printed = run(api, tmp_path, (1, 2))
     assert [level["concurrent"] for level in saved["levels"]] == [1]
-    assert "1 × the key may ask no more in a minute; inv submit serve_llm -- --key-requests-per-minute" in printed
+    assert (
+        "1 × rate limit of the key exceeded. Raise it, then measure again: inv submit serve_llm -- --key-requests"
+        in printed
+    )
 
 
-def test_a_server_that_answers_nothing_is_no_measurement(api: PretendApi, tmp_path: Path) -> None:
+def test_a_server_that_fails_every_request_is_an_error(api: PretendApi, tmp_path: Path) -> None:
     api.deleted = {"small"}
-    with pytest.raises(settings.UserError, match=r"answered none of 1 clients at once .*does not exist"):
+    with pytest.raises(settings.UserError, match=r"answered no request of 1 concurrent clients .*does not exist"):
         run(api, tmp_path, (1,), 0.2)
 
 
-def test_a_server_that_is_away_is_said(api: PretendApi, tmp_path: Path) -> None:
+def test_an_unreachable_server_is_an_error(api: PretendApi, tmp_path: Path) -> None:
     api.url = "http://127.0.0.1:9/v1"
-    with pytest.raises(settings.UserError, match=r"nothing answers at .* inv submit serve_llm"):
+    with pytest.raises(settings.UserError, match=r"nothing answers at .* Run: inv submit serve_llm"):
         run(api, tmp_path)

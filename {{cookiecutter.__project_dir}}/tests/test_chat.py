@@ -1,4 +1,4 @@
-"""`inv chat` where several models are served: which one is asked, and what it has been told."""
+"""Test `inv chat` with several served models: which one answers, and which messages it sees."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +21,7 @@ def converse(api: PretendApi, monkeypatch: pytest.MonkeyPatch, *typed: str) -> N
     chat.chat(api.url, {})
 
 
-def test_another_model_is_asked_and_knows_what_was_said(
+def test_after_a_switch_the_other_model_sees_all_messages(
     api: PretendApi, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     converse(api, monkeypatch, "hello", "/model", "/model large", "and you?", "/model huge", "again")
@@ -30,10 +30,10 @@ def test_another_model_is_asked_and_knows_what_was_said(
     assert [message["content"] for message in api.requests[1]["messages"]] == ["hello", "All is well.", "and you?"]
     assert "* small\n  large\n" in printed
     assert "  small\n* large\n" in printed
-    assert "no model huge is served; there is: small, large\n" in printed
+    assert "no model is named huge. Served models: small, large\n" in printed
 
 
-def test_a_model_that_has_gone_ends_no_conversation(
+def test_a_deleted_model_does_not_end_the_chat(
     api: PretendApi, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     api.deleted = {"large"}

@@ -1,4 +1,4 @@
-"""Test the verbs' errors when the cluster does not start, dies under a job, or does not answer like Ray."""
+"""Test the errors of verbs when the cluster does not start, dies during a job, or does not answer like Ray."""
 
 import asyncio
 import dataclasses
@@ -25,8 +25,10 @@ from ray.job_submission import JobDetails
 from test_local_target import Project, processes, read_until
 
 import settings
-from cluster import head_logs, job_client, local, network, status, submission
+from cluster import job_client, network, status, submission
 from cluster.job_client import Unreachable
+from cluster.local import crash_reason, head, state
+from cluster.local import target as local_target
 from cluster.target import Connection
 
 PROBE = '''
@@ -43,7 +45,7 @@ import http.server, json, os, sys
 
 import ray
 
-class Head(http.server.BaseHTTPRequestHandler):
+class FailingHead(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         body = json.dumps({"ray_version": ray.__version__, "result": "ALIVE"}).encode()
         self.send_response(200)
@@ -56,7 +58,7 @@ class Head(http.server.BaseHTTPRequestHandler):
         print("MemoryError: no room for the object store", flush=True)
         os._exit(1)
 
-http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Head).serve_forever()
+http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), FailingHead).serve_forever()
 '''
 
 
@@ -66,7 +68,7 @@ VERSION = json.dumps(
 
 
 class Misbehaving(BaseHTTPRequestHandler):
-    """Misbehaves on every request as the server's `manner` says, and records the paths."""
+    """Misbehaves on every request according to the server's `manner`, and records the paths."""
 
     def do_GET(self) -> None:
         self.server.asked.append(self.path)  # type: ignore[attr-defined]
@@ -141,10 +143,10 @@ def test_a_server_that_misbehaves_is_one_sentence(
     verb: Callable[[Connection], object], manner: str, connection: Connection, server: ThreadingHTTPServer
 ) -> None:
     server.manner = manner  # type: ignore[attr-defined]
-    with pytest.raises(Unreachable) as told:
+    with pytest.raises(Unreachable) as raised:
         verb(connection)
-    assert "\n" not in str(told.value)
-    assert "inv down" in str(told.value)
+    assert "\n" not in str(raised.value)
+    assert "inv down" in str(raised.value)
 
 
 @pytest.mark.parametrize("manner", ["was restarted", "knows nothing"])
@@ -153,16 +155,16 @@ def test_a_job_that_a_new_cluster_does_not_know(
 ) -> None:
     server.manner = manner  # type: ignore[attr-defined]
     with pytest.raises(Unreachable, match="probe-1 may be lost with it"):
-        submission.follow(dataclasses.replace(connection, target="aws", forwarded={1: 2}), "probe-1")
+        submission.follow(dataclasses.replace(connection, target="aws", forwarded_ports={1: 2}), "probe-1")
     with pytest.raises(Unreachable, match=r"inv logs --target aws probe-1; .* inv down --target aws, then inv up"):
-        submission.follow(dataclasses.replace(connection, target="aws", forwarded={1: 2}), "probe-1")
+        submission.follow(dataclasses.replace(connection, target="aws", forwarded_ports={1: 2}), "probe-1")
     for answer in (lambda client: client.get_job_info("probe-1"), lambda client: client.node_is_alive("ab")):
         with pytest.raises(Unreachable):
             answer(connection.client())
 
 
 def test_an_upload_may_take_longer_than_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sent as a whole, it has the time to connect: through a tunnel that was 5 s for 100 MiB."""
+    """Sent as a whole, an upload would have only the connect timeout: 5 s for 100 MiB through a tunnel."""
     monkeypatch.setattr(job_client, "TIMEOUTS_S", (1, 1))
     monkeypatch.setattr(job_client, "UPLOAD_TIMEOUTS_S", (1, 10))
     size, received = 30 * 2**20, 0
@@ -175,7 +177,7 @@ def test_an_upload_may_take_longer_than_an_answer(monkeypatch: pytest.MonkeyPatc
                 is_upload = sock.recv(2**12).startswith(b"PUT")
                 while is_upload and received < size - 2**12:
                     received += len(sock.recv(2**20))
-                    time.sleep(0.1)  # in all, three times as long as a block may take
+                    time.sleep(0.1)  # in total three times the timeout of a block
                 head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(VERSION)}\r\nContent-Type: application/json\r\n"
                 sock.sendall(f"{head}Connection: close\r\n\r\n".encode() + VERSION)
 
@@ -208,7 +210,7 @@ def test_a_log_and_a_status_that_fail_at_once_are_one_sentence(
 
 @pytest.fixture
 def proxied(server: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Set the server as the proxy of all clients that honour one. Return the paths that it is asked for."""
+    """Make the server the proxy of all clients that honour one. Return the requested paths."""
     for name in ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy"):
         monkeypatch.setenv(name, f"http://127.0.0.1:{server.server_port}")
         monkeypatch.setenv(name.upper(), f"http://127.0.0.1:{server.server_port}")
@@ -235,7 +237,7 @@ def test_proxies_are_bypassed_and_what_the_user_bypasses_stays(
 
 
 def test_proxies_of_the_system_survive_the_bypass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """macOS keeps them outside the environment, and they count only as long as no variable is set."""
+    """macOS keeps proxies outside the environment, and they count only while no variable is set."""
     monkeypatch.setattr(
         os, "environ", {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
     )
@@ -297,33 +299,33 @@ def test_a_cluster_that_dies_under_a_job_is_one_sentence(project: Project, victi
     words = {"agent": "DashboardAgent", "dashboard": "dashboard/dashboard.py"}.get(victim, f"/{victim} ")
     [process] = [one for one in processes(project) if words in " ".join(one.cmdline()) + " "]
     process.kill()
-    _, told = client.communicate(timeout=120)
-    assert client.returncode == Unreachable.exit_code, told
-    assert told.startswith(f"error: the cluster no longer answers, and {job_id} may be lost with it"), told
-    assert len(told.splitlines()) == 1
+    _, stderr = client.communicate(timeout=120)
+    assert client.returncode == Unreachable.exit_code, stderr
+    assert stderr.startswith(f"error: the cluster no longer answers, and {job_id} may be lost with it"), stderr
+    assert len(stderr.splitlines()) == 1
     log = Path(project.state["temp"], "ray", "session_latest", "logs", f"job-driver-{job_id}.log")
-    assert f"{log.name} in {log.parent}" in told
+    assert f"{log.name} in {log.parent}" in stderr
     assert "running" in log.read_text()
     assert not [url for url in proxied if "127.0.0.1" in url or "localhost" in url]
 
 
 def test_a_head_that_dies_of_its_first_job_is_not_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, file in (("STATE", ""), ("FILE", "local.json"), ("TOKEN", "token"), ("LOG", "ray.log")):
-        monkeypatch.setattr(local, name, tmp_path / file)
+    for name, file in (("FOLDER", ""), ("STATE_FILE", "local.json"), ("TOKEN_FILE", "token"), ("LOG_FILE", "ray.log")):
+        monkeypatch.setattr(state, name, tmp_path / file)
     (tmp_path / "head.py").write_text(HEAD)
 
-    def start(state: dict, section: local.RaySection) -> subprocess.Popen:
-        command = [sys.executable, str(tmp_path / "head.py"), state["dashboard"].rpartition(":")[2]]
-        with local.LOG.open("w") as log:
+    def start(cluster: dict, section: head.RaySection) -> subprocess.Popen:
+        command = [sys.executable, str(tmp_path / "head.py"), cluster["dashboard"].rpartition(":")[2]]
+        with state.LOG_FILE.open("w") as log:
             return subprocess.Popen(command, stdout=log, stderr=subprocess.DEVNULL, start_new_session=True)
 
-    monkeypatch.setattr(local, "_start_head", start)
-    monkeypatch.setattr(local, "_make_env_file", lambda: None)
+    monkeypatch.setattr(head, "start", start)
+    monkeypatch.setattr(local_target, "_make_env_file", lambda: None)
     with pytest.raises(
         settings.UserError, match="stopped while it was starting: MemoryError: no room for the object store"
     ):
-        local.Local().up(yes=True)
-    assert not local.FILE.exists()
+        local_target.Local().up(yes=True)
+    assert not state.STATE_FILE.exists()
 
 
 @pytest.mark.parametrize(
@@ -334,10 +336,10 @@ def test_a_head_that_dies_of_its_first_job_is_not_up(tmp_path: Path, monkeypatch
         ("\x1b[31m----- END gcs_server.out tail (exit code(s)=-9 (signal 9)) -----\x1b[39m\n", "",
          "gcs_server ended with -9 (signal 9)"),
         ("starting\n\nfree some memory\n", "", "free some memory"),
-        ("", "", "it printed nothing"),
+        ("", "", "no output"),
     ],
 )  # fmt: skip
-def test_the_reason_of_a_death_is_found(printed: str, raylet: str, expected: str, tmp_path: Path) -> None:
+def test_the_reason_of_a_crash_is_found(printed: str, raylet: str, expected: str, tmp_path: Path) -> None:
     (tmp_path / "ray.log").write_text(printed)
     (tmp_path / "raylet.out").write_text(raylet)
-    assert head_logs.reason(tmp_path / "ray.log", tmp_path) == expected
+    assert crash_reason.find(tmp_path / "ray.log", tmp_path) == expected

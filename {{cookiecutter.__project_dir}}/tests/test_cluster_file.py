@@ -1,4 +1,4 @@
-"""What the verbs read of cluster.yaml, and how it is refused when it cannot be read."""
+"""Test what is read from cluster.yaml, and the errors for files that cannot be read."""
 
 from pathlib import Path
 
@@ -17,21 +17,21 @@ def changed(folder: Path, old: str, new: str) -> Path:
     return file
 
 
-def test_the_machines_that_may_be_rented() -> None:
+def test_the_node_types_are_read() -> None:
     file = cluster_file.load()
-    assert (file.head.market, file.head.most) == ("on-demand", 1)
+    assert (file.head.market, file.head.max_workers) == ("on-demand", 1)
     assert {worker.market for worker in file.workers} == {"spot", "on-demand"}
     assert {worker.zone for worker in file.workers} == {"", "1", "2", "3"}
-    assert all(worker.most <= file.most_workers for worker in file.workers)
+    assert all(worker.max_workers <= file.max_workers for worker in file.workers)
 
 
-def test_its_digest_changes_with_the_file_and_is_the_same_otherwise(tmp_path: Path) -> None:
+def test_the_digest_changes_only_with_the_file(tmp_path: Path) -> None:
     assert cluster_file.load().digest == cluster_file.load().digest
     other = changed(tmp_path, "idle_timeout_minutes: 5", "idle_timeout_minutes: 6")
     assert cluster_file.load(other).digest != cluster_file.load().digest
 
 
-def test_what_cannot_be_read_is_refused_in_a_sentence(tmp_path: Path) -> None:
+def test_a_broken_file_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(settings.UserError, match="not valid YAML"):
         cluster_file.load(changed(tmp_path, "cluster_name:", "cluster_name: ["))
     with pytest.raises(settings.UserError, match="lacks 'auth'"):

@@ -1,5 +1,4 @@
-"""cluster.yaml against Ray's own schema and EC2's own model, stack.yaml against CloudFormation's, and both for what
-none of these check."""
+"""Check cluster.yaml with Ray's schema and EC2's API model, stack.yaml with CloudFormation's schema, and more."""
 
 import copy
 import json
@@ -26,7 +25,7 @@ from pipeline.ray_support.private import cluster_launcher
 FILE = settings.PROJECT / "cluster" / "cluster.yaml"
 STACK = settings.PROJECT / "cluster" / "stack.yaml"
 SCHEMA = json.loads((Path(autoscaler.__file__).parent / "ray-schema.json").read_text(encoding="utf-8"))
-# What Ray's AWS provider reads of `provider`: its schema lets any other key pass, and a typo with it.
+# The keys of `provider` that Ray's AWS provider reads. Its schema accepts any other key, and so any typo.
 PROVIDER_KEYS = {"type", "region", "availability_zone", "cache_stopped_nodes", "use_internal_ips"} | {
     "use_external_head_ip",
     "key_pair",
@@ -39,20 +38,20 @@ def load() -> dict[str, Any]:
 
 
 def stack() -> dict[str, Any]:
-    """stack.yaml as CloudFormation sees it: its short forms written out."""
+    """Return stack.yaml with CloudFormation's short forms expanded."""
     template, problems = cfnlint.decode.decode_str(STACK.read_text(encoding="utf-8"))
     assert not problems
     return json.loads(json.dumps(template))
 
 
 def node_configs() -> list[Any]:
-    """One test parameter for each node type."""
+    """Return one test parameter per node type."""
     return [pytest.param(body["node_config"], id=name) for name, body in load()["available_node_types"].items()]
 
 
 def variants() -> list[Any]:
-    """One test parameter for each block of variants.md, by the heading above it."""
-    sections = (settings.PROJECT / "cluster" / "variants.md").read_text(encoding="utf-8").split("\n## ")[1:]
+    """Return one test parameter per block of aws-variants.md, with the heading above it."""
+    sections = (settings.PROJECT / "docs" / "aws-variants.md").read_text(encoding="utf-8").split("\n## ")[1:]
     found = [(section.splitlines()[0], re.findall(r"```yaml\n(.*?)```", section, re.DOTALL)) for section in sections]
     return [pytest.param(yaml.safe_load(block), id=title) for title, blocks in found for block in blocks]
 
@@ -63,7 +62,7 @@ def merge(base: dict[str, Any], overlay: dict[str, Any]) -> dict[str, Any]:
 
 
 def ec2_problems(node_config: dict[str, Any]) -> str:
-    """What botocore says of a node_config as the parameters of RunInstances; empty when nothing is wrong."""
+    """Return botocore's report on a node_config as parameters of RunInstances. Empty if it is valid."""
     shape = botocore.session.get_session().get_service_model("ec2").operation_model("RunInstances").input_shape
     assert shape
     return ParamValidator().validate(node_config | {"MinCount": 1, "MaxCount": 1}, shape).generate_report()
@@ -96,7 +95,7 @@ def test_the_head_does_no_work_and_is_on_demand() -> None:
     assert "InstanceMarketOptions" not in head["node_config"]
 
 
-def test_workers_come_and_go() -> None:
+def test_idle_workers_end() -> None:
     config = load()
     workers = [body for name, body in config["available_node_types"].items() if name != config["head_node_type"]]
     assert all(body["min_workers"] == 0 for body in workers)
@@ -104,8 +103,8 @@ def test_workers_come_and_go() -> None:
     assert config["idle_timeout_minutes"] <= 10
 
 
-def test_a100_machines_differ_in_market_and_zone_alone() -> None:
-    """Ray may take any of them for the same work, spot first."""
+def test_a100_types_differ_only_in_market_and_zone() -> None:
+    """Ray may use any of them for the same work, spot first."""
     types = {name: body for name, body in load()["available_node_types"].items() if name.startswith("a100-")}
     assert {name.rpartition("-")[0] for name in types} == {"a100-spot", "a100-on-demand"}
     for name, body in types.items():
@@ -133,7 +132,7 @@ def test_cloudformation_accepts_the_stack() -> None:
     assert [str(problem) for problem in problems] == []
 
 
-def test_the_stack_lets_in_the_cluster_and_its_owner_and_nobody_else() -> None:
+def test_the_stack_admits_only_the_cluster_and_its_owner() -> None:
     resources = stack()["Resources"].values()
     always = [body for body in resources if body.get("Condition") != "HasHttps"]
     assert _openings(always) == [(22, 22, {"Ref": "Caller"})]
@@ -152,7 +151,7 @@ def _openings(resources: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
     return [(rule["FromPort"], rule["ToPort"], rule["CidrIp"]) for rule in rules]
 
 
-def test_the_bucket_outlives_the_stack_and_is_closed() -> None:
+def test_the_bucket_outlives_the_stack_and_is_private() -> None:
     (bucket,) = [body for body in stack()["Resources"].values() if body["Type"] == "AWS::S3::Bucket"]
     assert bucket["DeletionPolicy"] == "Retain"
     assert set(bucket["Properties"]["PublicAccessBlockConfiguration"].values()) == {True}
@@ -167,12 +166,12 @@ def test_a_documented_variant_is_accepted_by_ray_and_ec2(variant: dict[str, Any]
         assert ec2_problems(body["node_config"]) == ""
 
 
-def test_nothing_is_left_stopped() -> None:
+def test_instances_are_terminated_and_not_stopped() -> None:
     assert load()["provider"]["cache_stopped_nodes"] is False
 
 
 @pytest.mark.parametrize("node_config", node_configs())
-def test_disks_are_encrypted_and_go_with_the_instance(node_config: dict[str, Any]) -> None:
+def test_disks_are_encrypted_and_deleted_with_the_instance(node_config: dict[str, Any]) -> None:
     disks = [mapping["Ebs"] for mapping in node_config["BlockDeviceMappings"]]
     assert disks
     assert all(disk["Encrypted"] and disk["DeleteOnTermination"] and disk["VolumeType"] == "gp3" for disk in disks)
@@ -180,7 +179,7 @@ def test_disks_are_encrypted_and_go_with_the_instance(node_config: dict[str, Any
 
 
 @pytest.mark.parametrize("node_config", node_configs())
-def test_a_machine_ends_itself_when_nobody_renews_its_lease(node_config: dict[str, Any]) -> None:
+def test_an_instance_ends_itself_if_its_lease_is_not_renewed(node_config: dict[str, Any]) -> None:
     assert str(state.LEASE) in node_config["UserData"]
     assert "-lt 600 ] || shutdown" in node_config["UserData"]
 
@@ -195,10 +194,10 @@ def test_a_watchdog_guards_every_node() -> None:
     "command",
     [
         ["-m", "pipeline.serving.haproxy"],
-        ["-c", "from cluster.node import head_report, watchdog, watchdog_head, watchdog_worker"],
+        ["-c", "from cluster.node import head_status, watchdog, watchdog_head, watchdog_worker"],
     ],
 )
-def test_what_a_node_runs_needs_no_file_that_it_does_not_have(command: list[str], tmp_path: Path) -> None:
+def test_nodes_have_all_files_that_they_need(command: list[str], tmp_path: Path) -> None:
     for there, here in load()["file_mounts"].items():
         target = tmp_path / there.removeprefix("~/")
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -223,7 +222,7 @@ def test_the_image_is_explicit(node_config: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("node_config", node_configs())
 def test_ray_makes_no_open_group_shared_role_or_shared_key(node_config: dict[str, Any]) -> None:
-    """Ray's own security group is open to the world on port 22; its role and key serve the whole account."""
+    """Port 22 of Ray's own security group is open to the world. Its role and key are shared by the whole account."""
     slug = load()["cluster_name"]
     assert node_config["LaunchTemplate"]["LaunchTemplateName"].startswith(f"{slug}-zone-")
     assert node_config["IamInstanceProfile"]["Name"].startswith(f"{slug}-")
@@ -233,7 +232,7 @@ def test_ray_makes_no_open_group_shared_role_or_shared_key(node_config: dict[str
 
 
 @pytest.mark.parametrize("node_config", node_configs())
-def test_all_that_costs_carries_the_tag(node_config: dict[str, Any]) -> None:
+def test_everything_that_costs_money_has_the_tag(node_config: dict[str, Any]) -> None:
     tags = {entry["ResourceType"]: entry["Tags"] for entry in node_config["TagSpecifications"]}
     expected = [{"Key": "ray-project", "Value": load()["cluster_name"]}]
     assert tags == {kind: expected for kind in ("instance", "volume", "network-interface")}

@@ -1,4 +1,4 @@
-"""The demo's claim that training, and nothing else, teaches the model its answers."""
+"""Test that the demo's model learns its answers by training, and only by training."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What the pages say is so: an error is in the code as it is quoted, and a command or a test that is named exists."""
+"""Test the pages: quoted errors are in the code, and named commands, tests and links exist."""
 
 import ast
 import importlib
@@ -21,13 +21,13 @@ from pipeline.training.runtimes import torchrun
 
 PAGES = ["README.md", *(str(page.relative_to(settings.PROJECT)) for page in settings.PROJECT.glob("docs/*.md"))]
 SOURCES = ["settings.py", "cluster/**/*.py", "jobs/**/*.py", "pipeline/**/*.py"]
-FILLED = "\0"  # in a message, where a value is filled in
-OWN_LETTERS = 20  # of a message, besides what is filled in; one with fewer would match anything
-PLACEHOLDERS = {"VERB", "JOB", "NAME", "MODEL"}  # words of the pages that stand for others
+FILLED = "\0"  # stands for a value in a message
+MIN_LETTERS = 20  # letters of a message without its values; shorter ones would match anything
+PLACEHOLDERS = {"VERB", "JOB", "NAME", "MODEL"}  # words in the pages
 
 
 def _sections() -> dict[str, str]:
-    """The text of each error in errors.md by its heading."""
+    """Return the text of each section of errors.md, by heading."""
     page = (settings.PROJECT / "docs/errors.md").read_text(encoding="utf-8")
     parts = re.split(r"^### (.*)\n", page, flags=re.MULTILINE)
     return dict(zip(parts[1::2], parts[2::2], strict=True))
@@ -41,9 +41,9 @@ def _quoted(section: str) -> str:
 
 
 PROVOKED: dict[str, Callable[[], object]] = {
-    "Resuming as in older examples": lambda: TorchTrainer(print, resume_from_checkpoint=Checkpoint("/tmp")),
-    "A worker's call outside of a worker": get_device,
-    "Weights with another name": lambda: torch.nn.Sequential(torch.nn.Linear(1, 1)).load_state_dict(
+    "`resume_from_checkpoint`": lambda: TorchTrainer(print, resume_from_checkpoint=Checkpoint("/tmp")),
+    "A worker's function outside of a worker": get_device,
+    "Weights have other names": lambda: torch.nn.Sequential(torch.nn.Linear(1, 1)).load_state_dict(
         torch.nn.Module().state_dict() | {"module.0.weight": torch.ones(1, 1), "module.0.bias": torch.ones(1)}
     ),
     "No process group": lambda: dist.all_reduce(torch.ones(1)),
@@ -54,8 +54,8 @@ PROVOKED: dict[str, Callable[[], object]] = {
 def test_an_error_is_quoted_as_the_code_says_it(heading: str) -> None:
     quote = re.sub("^(error:|✗) ", "", _quoted(_sections()[heading]))
     whole = any(message.fullmatch(quote) for message in _messages())
-    halves = [any(message.fullmatch(half) for message in _messages()) for half in quote.split("; ", 1)]
-    assert whole or (len(halves) == 2 and all(halves)), quote  # a finding is put together of text; remedy
+    halves = [any(message.fullmatch(half) for message in _messages()) for half in re.split("[;.] ", quote, maxsplit=1)]
+    assert whole or (len(halves) == 2 and all(halves)), quote  # a finding has two parts: text and remedy
 
 
 @pytest.mark.parametrize("heading", PROVOKED)
@@ -67,13 +67,13 @@ def test_libraries_still_say_so(heading: str) -> None:
 
 @pytest.mark.parametrize("heading", _sections())
 def test_an_error_has_a_command_to_type_and_a_test(heading: str) -> None:
-    said = " ".join(_sections()[heading].split())
-    assert re.search(r"[Tt]ype `|[Tt]ype what it says|`inv \w+", said)
+    text = " ".join(_sections()[heading].split())
+    assert re.search(r"[Tt]ype `|[Tt]ype what it says|`inv \w+", text)
     is_of_the_launcher = any(
         text.fullmatch(_quoted(_sections()[heading]).removeprefix("error: "))
         for text in _patterns(_texts_of_the_launcher())
     )
-    assert is_of_the_launcher or re.search(r"Tests?: `test_\w+\.py::test_\w+`", said)
+    assert is_of_the_launcher or re.search(r"Tests?: `test_\w+\.py::test_\w+`", text)
 
 
 def test_a_changed_message_would_be_found() -> None:
@@ -84,11 +84,11 @@ def test_a_changed_message_would_be_found() -> None:
 
 @cache
 def _messages() -> list[re.Pattern[str]]:
-    """Each text of the code, with anything where a value is filled in."""
+    """Return patterns for all texts in the code, in which values match anything."""
     files = [file for pattern in SOURCES for file in settings.PROJECT.glob(pattern)]
     trees = [ast.parse(file.read_text(encoding="utf-8")) for file in files]
     nodes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.expr)]
-    texts = {text for node in nodes for text in _texts(node) if len(text.replace(FILLED, "")) >= OWN_LETTERS}
+    texts = {text for node in nodes for text in _texts(node) if len(text.replace(FILLED, "")) >= MIN_LETTERS}
     return _patterns(texts | _texts_of_the_launcher())
 
 
@@ -99,14 +99,14 @@ def _patterns(texts: set[str]) -> list[re.Pattern[str]]:
 def _texts_of_the_launcher() -> set[str]:
     """Return the errors of `inv`, which are the quoted words after `fail`."""
     shell = (settings.PROJECT / "inv").read_text(encoding="utf-8").replace("\\\n", " ")
-    said = re.findall(r'\bfail ("[^"]*"(?: +"[^"]*")*)', shell)
-    joined = [" ".join(re.findall(r'"([^"]*)"', words)) for words in said]
+    errors = re.findall(r'\bfail ("[^"]*"(?: +"[^"]*")*)', shell)
+    joined = [" ".join(re.findall(r'"([^"]*)"', words)) for words in errors]
     texts = {re.sub(r"\$\([^)]*\)|\$\{?\w+\}?", FILLED, text) for text in joined}
-    return {text for text in texts if len(text.replace(FILLED, "")) >= OWN_LETTERS}
+    return {text for text in texts if len(text.replace(FILLED, "")) >= MIN_LETTERS}
 
 
 def _texts(node: ast.expr) -> list[str]:
-    """What an expression can be, with FILLED for what is known at run time alone."""
+    """Return the possible values of an expression, with FILLED for values at run time."""
     match node:
         case ast.Constant(value=str(text)):
             return [text]
@@ -123,7 +123,7 @@ def _texts(node: ast.expr) -> list[str]:
 
 
 def _named(pattern: str) -> list[tuple[str, str]]:
-    """Each page with each match of the pattern in its code: between backticks, or in a block."""
+    """Return each match of the pattern in the code of each page: between backticks, or in blocks."""
     found = []
     for page in PAGES:
         text = (settings.PROJECT / page).read_text(encoding="utf-8")
@@ -171,13 +171,13 @@ def test_links_lead_somewhere(page: str) -> None:
 def test_torchrun_wants_packed_rows_and_a_folder() -> None:
     options = settings.load(DDPOptions, "train", profile="local")
     for wrong in ({"stream": True}, {"output": "s3://bucket/runs"}):
-        said = torchrun._prepare(options.model_copy(update=wrong))
-        assert said.startswith("torchrun reads preprocessed rows and writes to a folder that all processes share")
+        message = torchrun._prepare(options.model_copy(update=wrong))
+        assert message.startswith("torchrun reads preprocessed rows and writes to a folder that all processes share")
 
 
 @cache
 def _verbs() -> dict[str, set[str]]:
-    """The options of each verb. tasks.py is read, not imported: it would start itself again in the project's .venv."""
+    """Return the options of each verb. Parses tasks.py, because an import would restart it in the project's .venv."""
     tree = ast.parse((settings.PROJECT / "tasks.py").read_text(encoding="utf-8"))
     return {
         node.name: {argument.arg for argument in node.args.args}
@@ -188,7 +188,7 @@ def _verbs() -> dict[str, set[str]]:
 
 @cache
 def _options(*jobs: str) -> set[str]:
-    """The options that a job takes, of those jobs."""
+    """Return the options of these jobs."""
     names = {"help"}
     for job in jobs:
         if job in PLACEHOLDERS:

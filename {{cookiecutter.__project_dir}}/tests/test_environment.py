@@ -1,4 +1,4 @@
-"""The project's environment: where it is, and where its packages come from."""
+"""Test the project's environment: its location, and the sources of its packages."""
 
 import os
 import subprocess
@@ -30,33 +30,33 @@ def test_find_links_serve_torch(wheels: str) -> None:
     assert wheels in source
 
 
-def test_a_folder_without_torch_leaves_it_to_the_cpu_index(tmp_path: Path) -> None:
+def test_without_torch_in_find_links_it_comes_from_the_cpu_index(tmp_path: Path) -> None:
     source, variables = environment.package_sources({"find-links": str(tmp_path)})
     assert variables["UV_FIND_LINKS"] == str(tmp_path)
     assert source == "PyTorch's CPU index"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PyPI's torch for macOS is the CPU build already")
-def test_elsewhere_the_cpu_index_serves_torch_and_a_mirror_the_rest() -> None:
+def test_torch_comes_from_the_cpu_index_and_the_rest_from_a_mirror() -> None:
     source, variables = environment.package_sources({"index-url": "https://mirror.example/simple"})
     assert variables == {"UV_DEFAULT_INDEX": "https://mirror.example/simple", "UV_TORCH_BACKEND": "cpu"}
     assert source == "PyTorch's CPU index"
 
 
-def test_what_the_user_set_for_uv_wins(monkeypatch: pytest.MonkeyPatch, wheels: str) -> None:
+def test_settings_of_uv_override_those_of_pip(monkeypatch: pytest.MonkeyPatch, wheels: str) -> None:
     monkeypatch.setenv("UV_FIND_LINKS", wheels)
     source, variables = environment.package_sources({"find-links": "/somewhere/else"})
     assert variables == {}
     assert wheels in source
 
 
-def test_pips_own_settings_are_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_settings_of_pip_are_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "pip.conf").write_text("[global]\nindex-url = https://mirror.example/simple\nfind-links = /files\n")
     monkeypatch.setenv("PIP_CONFIG_FILE", str(tmp_path / "pip.conf"))
     monkeypatch.setenv("PIP_FIND_LINKS", "/environment")
     settings = environment.pip_settings()
     if not settings:
-        pytest.skip("there is no pip on this machine's PATH, so there are no settings of pip's to honour")
+        pytest.skip("there is no pip on PATH, so it has no settings")
     assert settings["index-url"] == "https://mirror.example/simple"
     assert settings["find-links"] == "/environment", "pip's environment variables win over its files"
 
@@ -88,11 +88,11 @@ def test_the_resolved_python_runs_the_verb(venv: Path) -> None:
 
 
 @pytest.mark.parametrize("own", [False, True])
-def test_the_cache_is_the_projects_where_its_environment_is(
+def test_the_cache_is_in_the_project_if_its_environment_is(
     monkeypatch: pytest.MonkeyPatch, venv: Path, own: bool
 ) -> None:
     os.environ.pop("XDG_CACHE_HOME", None)
-    if own:  # where the launcher puts the environment when the user's cache cannot be written
+    if own:  # where the launcher creates the environment if the user's cache is read-only
         target = venv.parent / ".cluster" / "cache" / "mine"
         target.parent.mkdir(parents=True)
         venv.readlink().rename(target)
@@ -106,7 +106,7 @@ def test_the_cache_is_the_projects_where_its_environment_is(
 
 
 @pytest.mark.parametrize("old", ["link", "folder"])
-def test_changed_pins_let_the_launcher_make_it_again(venv: Path, old: str) -> None:
+def test_after_a_change_of_pins_the_launcher_creates_the_environment_again(venv: Path, old: str) -> None:
     (venv / environment.STAMP).write_text("other pins")
     if old == "folder":
         target = venv.readlink()
@@ -117,7 +117,7 @@ def test_changed_pins_let_the_launcher_make_it_again(venv: Path, old: str) -> No
     assert not os.path.lexists(venv), "the launcher would consider it up to date"
 
 
-def test_an_environment_goes_after_its_project(tmp_path: Path) -> None:
+def test_environments_without_a_project_are_removed(tmp_path: Path) -> None:
     environments = tmp_path / "cache"
     for name in ("used", "moved away", "uses another", "unmounted/away"):
         folder = environments / Path(name).name
@@ -131,7 +131,7 @@ def test_an_environment_goes_after_its_project(tmp_path: Path) -> None:
     assert {path.name for path in environments.iterdir()} == {"used", "python", "away"}
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another user's folder")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can create another user's folder")
 def test_another_users_environment_stays(tmp_path: Path) -> None:
     theirs = tmp_path / "cache" / "theirs"
     theirs.mkdir(parents=True)
@@ -141,7 +141,7 @@ def test_another_users_environment_stays(tmp_path: Path) -> None:
     assert theirs.is_dir()
 
 
-FILL = """
+INSTALL = """
 import sys, time
 from pathlib import Path
 from cluster import environment
@@ -154,14 +154,14 @@ def sync(folder, pins, *options):
     time.sleep(float(sys.argv[3]))
 
 environment._sync = sync
-environment.fill()
+environment.install_pins()
 """
 
 
-def fill(folder: Path, log: Path, seconds: float) -> subprocess.Popen[str]:
-    """Another process that fills the environment in `folder`; how it installs is a line in `log`."""
+def start_install(folder: Path, log: Path, seconds: float) -> subprocess.Popen[str]:
+    """Start another process that installs into `folder`. `log` gets a line with its options."""
     return subprocess.Popen(
-        [sys.executable, "-c", FILL, str(folder), str(log), str(seconds)],
+        [sys.executable, "-c", INSTALL, str(folder), str(log), str(seconds)],
         cwd=environment.PROJECT,
         stderr=subprocess.PIPE,
         text=True,
@@ -173,12 +173,12 @@ def wait_for(file: Path) -> None:
         time.sleep(0.01)
 
 
-def test_two_verbs_at_once_install_once(tmp_path: Path) -> None:
+def test_two_verbs_at_once_install_only_once(tmp_path: Path) -> None:
     folder, log = tmp_path / "environment", tmp_path / "log"
     folder.mkdir()
-    first = fill(folder, log, 3)
+    first = start_install(folder, log, 3)
     wait_for(log)
-    second = fill(folder, log, 0)
+    second = start_install(folder, log, 0)
     assert "waiting for another ./inv" in second.communicate()[1]
     assert first.wait() == second.returncode == 0
     assert len(log.read_text().splitlines()) == 1
@@ -188,11 +188,11 @@ def test_two_verbs_at_once_install_once(tmp_path: Path) -> None:
 def test_an_installation_that_was_killed_is_repeated_from_the_start(tmp_path: Path) -> None:
     folder, log = tmp_path / "environment", tmp_path / "log"
     folder.mkdir()
-    killed = fill(folder, log, 60)
+    killed = start_install(folder, log, 60)
     wait_for(log)
     killed.kill()
     killed.communicate()
-    assert fill(folder, log, 0).wait() == 0
+    assert start_install(folder, log, 0).wait() == 0
     assert [("--reinstall" in line) for line in log.read_text().splitlines()] == [False, True]
 
 
@@ -200,4 +200,4 @@ def test_an_installation_that_was_killed_is_repeated_from_the_start(tmp_path: Pa
 def test_missing_headers_are_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
     with pytest.raises(SystemExit, match=r"^error: .* has no Python\.h, .* Run: sudo apt-get install python3\.11-dev$"):
-        environment.fill()
+        environment.install_pins()

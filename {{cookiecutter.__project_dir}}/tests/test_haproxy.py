@@ -15,7 +15,7 @@ import httpx2
 import psutil
 import pytest
 import uvicorn
-from processes import told_by
+from processes import read_all
 from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, ServerConfig
 from ray.serve.config import HTTPOptions
 from starlette.applications import Starlette
@@ -249,6 +249,6 @@ def test_a_replicas_own_503_passes_unchanged(proxy: Proxy) -> None:
 
 
 def test_it_listens_only_on_its_own_address(proxy: Proxy) -> None:
-    found = told_by([psutil.Process(proxy.process.pid)], lambda each: each.net_connections("inet"))
+    found = read_all([psutil.Process(proxy.process.pid)], lambda each: each.net_connections("inet"))
     listening = {each.laddr for [*connections] in found for each in connections if each.status == psutil.CONN_LISTEN}
     assert {(address.ip, address.port) for address in listening} == {("127.0.0.1", proxy.port)}

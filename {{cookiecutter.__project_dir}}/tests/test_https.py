@@ -1,4 +1,4 @@
-"""The load balancer in front of the served model: none until a certificate is named, and the head behind it then."""
+"""Test the load balancer: there is none without a certificate, and it forwards requests to the head."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,7 +7,7 @@ import boto3
 import pytest
 
 import settings
-from cluster.aws import key_pair, stack, vpc
+from cluster.aws import key_pair, load_balancer, prepare, vpc
 from cluster.common import cluster_file
 from cluster.common.cluster_file import ClusterFile
 
@@ -16,15 +16,15 @@ CERTIFICATE = "arn:aws:acm:us-east-1:123456789012:certificate/0a1b2c3d-0000-0000
 
 @pytest.fixture
 def file(s3: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[ClusterFile]:
-    """The cluster's file, in the account of moto's that has the tests' bucket, and a default VPC."""
+    """Return the cluster file, in moto's account with the tests' bucket and a default VPC."""
     monkeypatch.setattr(key_pair, "ensure", lambda file: None)
-    monkeypatch.setattr(stack, "_own_address", lambda: "192.0.2.1")
+    monkeypatch.setattr(prepare, "_own_address", lambda: "192.0.2.1")
     file = cluster_file.load()
     yield file
-    stack.delete(file)
+    prepare.delete(file)
 
 
-def prepare(file: ClusterFile, monkeypatch: pytest.MonkeyPatch, **network: str) -> None:
+def prepare_with(file: ClusterFile, monkeypatch: pytest.MonkeyPatch, **network: str) -> None:
     section = vpc.NetworkSection(**network)
     real = settings.load
 
@@ -32,7 +32,7 @@ def prepare(file: ClusterFile, monkeypatch: pytest.MonkeyPatch, **network: str) 
         return section if names == ("network",) else real(section_type, *names, **options)
 
     monkeypatch.setattr(settings, "load", load)
-    stack.prepare(file)
+    prepare.prepare(file)
 
 
 def balancers(file: ClusterFile) -> list[Any]:
@@ -40,21 +40,21 @@ def balancers(file: ClusterFile) -> list[Any]:
 
 
 def test_there_is_none_until_a_certificate_is_named(file: ClusterFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    prepare(file, monkeypatch)
+    prepare_with(file, monkeypatch)
     assert balancers(file) == []
-    stack.open_https(file, "i-0123456789abcdef0")  # nothing to do
+    load_balancer.register(file, "i-0123456789abcdef0")  # nothing to do
 
 
 def test_the_head_is_behind_it(
     file: ClusterFile, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     certificate = file.client("acm").request_certificate(DomainName="llm.example.org")["CertificateArn"]
-    prepare(file, monkeypatch, certificate=certificate, clients="198.51.100.0/24")
+    prepare_with(file, monkeypatch, certificate=certificate, clients="198.51.100.0/24")
     (balancer,) = balancers(file)
     (image, *_) = boto3.client("ec2", file.region).describe_images()["Images"]
     made = file.client("ec2").run_instances(ImageId=image["ImageId"], MinCount=1, MaxCount=1)
     head = made["Instances"][0]["InstanceId"]
-    stack.open_https(file, head)
+    load_balancer.register(file, head)
     elb = file.client("elbv2")
     (listener,) = elb.describe_listeners(LoadBalancerArn=balancer["LoadBalancerArn"])["Listeners"]
     assert (listener["Port"], listener["Protocol"]) == (443, "HTTPS")
@@ -67,18 +67,20 @@ def test_the_head_is_behind_it(
     assert [rule["CidrIp"] for group in groups for each in group["IpPermissions"] for rule in each["IpRanges"]] == [
         "198.51.100.0/24"
     ]
-    assert f"https: {balancer['DNSName']} takes requests" in capsys.readouterr().out
-    stack.delete(file)
+    assert f"https: {balancer['DNSName']} forwards requests" in capsys.readouterr().out
+    prepare.delete(file)
     assert balancers(file) == []
 
 
 @pytest.mark.parametrize("network", [{"certificate": CERTIFICATE}, {"clients": "198.51.100.0/24"}])
 def test_certificate_and_clients_go_together(network: dict[str, str]) -> None:
-    with pytest.raises(ValueError, match="certificate and clients go together"):
+    with pytest.raises(ValueError, match="set both certificate and clients"):
         vpc.NetworkSection(**network)
 
 
 def test_it_needs_two_zones() -> None:
     section = vpc.NetworkSection(certificate=CERTIFICATE, clients="198.51.100.0/24")
     with pytest.raises(settings.UserError, match="a load balancer needs two zones"):
-        stack._https(section, vpc.Network(vpc="vpc-1", subnets=["subnet-1"] * 3, zones=["us-east-1a"]))
+        load_balancer.stack_parameters(
+            section, vpc.Network(vpc="vpc-1", subnets=["subnet-1"] * 3, zones=["us-east-1a"])
+        )

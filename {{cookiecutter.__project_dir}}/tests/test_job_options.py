@@ -41,15 +41,15 @@ def split(stderr: str) -> tuple[set[str], str]:
 def test_options_are_read_before_anything_slow_is_imported(job: str) -> None:
     for options in (["--help"], ["--no-such-option"]):
         ended = type_options(job, *options)
-        imported, printed = split(ended.stderr)
+        imported, stderr = split(ended.stderr)
         assert not imported & SLOW
         if options == ["--help"]:
             assert ended.returncode == 0
             assert ended.stdout.startswith(f"usage: python -m jobs.{job} [")
         else:
             assert ended.returncode == 1
-            assert printed.startswith("error: unknown option --no-such-option")
-            assert printed.count("\n") == 1
+            assert stderr.startswith("error: unknown option --no-such-option")
+            assert stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -73,15 +73,15 @@ def test_a_wrong_option_is_one_sentence_with_the_command_to_type(options: str, s
     assert ended.returncode == 1
 
 
-def test_options_that_are_only_checked_run_nothing() -> None:
+def test_checking_options_does_not_run_the_job() -> None:
     ended = type_options("finetune_ddp", "--steps", "10", checked_for="inv submit finetune_ddp --")
     assert (ended.returncode, ended.stdout, split(ended.stderr)[1]) == (0, "", "")
 
 
-def test_help_of_a_job_takes_no_cluster() -> None:
+def test_help_of_a_job_needs_no_cluster() -> None:
     ended = inv("submit", "finetune_ddp", "--", "--help")
-    imported, printed = split(ended.stderr)
-    assert (ended.returncode, printed) == (0, "")
+    imported, stderr = split(ended.stderr)
+    assert (ended.returncode, stderr) == (0, "")
     assert ended.stdout.startswith("usage: inv submit finetune_ddp -- [OPTIONS]\n")
     assert "--micro-batch-rows INT" in ended.stdout
     assert not imported & SLOW
@@ -101,43 +101,43 @@ def test_help_of_a_job_takes_no_cluster() -> None:
         ),
         (
             "submit finetune_ddp --num-workers 4",
-            "--num-workers is an option of finetune_ddp, and those come after --: "
+            "--num-workers is an option of finetune_ddp, and job options come after --. Run: "
             "inv submit finetune_ddp -- --num-workers 4",
         ),
         (
             "submit --num-workers 4 finetune_ddp --fresh",
-            "--num-workers is an option of finetune_ddp, and those come after --: "
+            "--num-workers is an option of finetune_ddp, and job options come after --. Run: "
             "inv submit finetune_ddp -- --num-workers 4 --fresh",
         ),
         (
             "submit finetune_dpp --num-workers 4",
-            "--num-workers is an option of finetune_dpp, and those come after --: "
+            "--num-workers is an option of finetune_dpp, and job options come after --. Run: "
             "inv submit finetune_dpp -- --num-workers 4",
         ),
         (
             "submit finetune_ddp -t aws --steps=4 -- --fresh",
-            "--steps=4 is an option of finetune_ddp, and those come after --: "
+            "--steps=4 is an option of finetune_ddp, and job options come after --. Run: "
             "inv submit finetune_ddp -t aws -- --steps=4 --fresh",
         ),
-        ("submit finetune_ddp --target azure", "target 'azure' is unknown; use: --target local | rehearsal | aws"),
+        ("submit finetune_ddp --target azure", "unknown target 'azure'. Use: --target local | rehearsal | aws"),
     ],
 )
 def test_a_wrong_command_line_is_one_sentence_and_nothing_is_connected_to(words: str, sentence: str) -> None:
     ended = inv(*words.split())
-    imported, printed = split(ended.stderr)
-    assert (ended.returncode, ended.stdout, printed) == (1, "", f"error: {sentence}\n")
+    imported, stderr = split(ended.stderr)
+    assert (ended.returncode, ended.stdout, stderr) == (1, "", f"error: {sentence}\n")
     assert not imported & SLOW
 
 
-def test_help_of_submit_is_not_taken_for_a_job() -> None:
+def test_help_of_submit_lists_the_jobs() -> None:
     assert "one of: check_network, embed, " in inv("submit", "--help").stdout
 
 
 @pytest.mark.parametrize("words", ["logs some-job-1", "stop some-job-1", "logs -t local some-job-1", "logs"])
 def test_the_id_of_a_job_needs_no_flag(words: str) -> None:
-    printed = split(inv(*words.split()).stderr)[1]
-    assert "No idea what" not in printed
-    assert printed.startswith("error: ")
+    stderr = split(inv(*words.split()).stderr)[1]
+    assert "No idea what" not in stderr
+    assert stderr.startswith("error: ")
 
 
 def test_drill_says_where_the_fault_tests_are() -> None:
@@ -148,9 +148,9 @@ def test_drill_says_where_the_fault_tests_are() -> None:
 
 def test_the_verbs_are_listed_before_anything_slow_is_imported() -> None:
     ended = inv("--list")
-    imported, printed = split(ended.stderr)
+    imported, stderr = split(ended.stderr)
     assert "submit" in ended.stdout
-    assert printed == ""
+    assert stderr == ""
     assert not imported & SLOW
 
 

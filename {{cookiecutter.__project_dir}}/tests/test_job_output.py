@@ -69,7 +69,7 @@ def test_a_bar_of_the_jobs_own_is_passed_on_as_it_moves(capsys: pytest.CaptureFi
         ("train: 630 conversations (0 cut) in 101 rows of 128 tokens: 96.2% filled", None),
     ],
 )  # fmt: skip
-def test_a_line_of_progress_is_told_from_others(line: str, found: tuple[str, ...] | None) -> None:
+def test_lines_with_progress_are_recognized(line: str, found: tuple[str, ...] | None) -> None:
     match = job_output.PROGRESS.match(line)
     assert (match and match.groups()) == found
 
@@ -97,11 +97,11 @@ def test_a_terminal_has_a_bar_below_and_loses_no_line() -> None:
     assert child.stdin is not None
     child.stdin.write(TRAINING)
     child.stdin.close()
-    said = b""
+    output = b""
     while piece := _read(terminal):
-        said += piece
+        output += piece
     assert child.wait() == 0
-    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", said.decode())
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output.decode())
     lines = [line.strip() for line in re.split(r"[\r\n]+", text)]
     for line in filter(None, re.sub(r"\x1b\[[0-9;]*m", "", SHOWN).splitlines()):
         assert lines.count(line.strip()) == 1

@@ -1,4 +1,4 @@
-"""The verbs on the `local` target, as a person types them, in a copy of the project with a cluster of its own."""
+"""Test the verbs with the `local` target, in a copy of the project with its own cluster."""
 
 import functools
 import hashlib
@@ -18,16 +18,18 @@ from pathlib import Path
 import psutil
 import pytest
 import requests
-from processes import open_to_others, told_by
+from processes import open_to_others, read_all
 
 import settings
-from cluster import local
 from cluster.job_client import PROBE_JOB, Unreachable
+from cluster.local import head, state
+from cluster.local import processes as cluster_processes
+from cluster.local.target import Local
 from cluster.network import free_ports
 
-CANARY = secrets.token_hex(16)  # new each time: this file itself is uploaded
+CANARY = secrets.token_hex(16)  # random, because this file is uploaded
 PROBE = '''
-"""A job for the tests: says where secrets arrive, then ends as it is told."""
+"""A job for the tests: prints hashes of the secret, then exits with the given code."""
 import hashlib, os, pathlib, sys, tempfile, time
 import ray
 from pipeline.ray_support import cli
@@ -47,14 +49,14 @@ if __name__ == "__main__":
 
 
 class Project:
-    """A copy of this project, whose verbs run in a process of their own."""
+    """A copy of this project, whose verbs run in separate processes."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.command = [str(folder / ".venv" / "bin" / "python"), "-m", "invoke"]
 
     def inv(self, *words: str, ok: bool = True) -> str:
-        """What the verb prints on both streams; asserts that it ends as expected."""
+        """Return stdout and stderr of a verb. Asserts that it succeeds, or fails if not `ok`."""
         done = subprocess.run([*self.command, *words], cwd=self.folder, capture_output=True, text=True, timeout=180)
         printed = done.stdout + done.stderr
         assert (done.returncode == 0) == ok, printed
@@ -86,31 +88,31 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
 
 
 def processes(project: Project) -> list[psutil.Process]:
-    """Everything below the head that `up` started."""
+    """Return the head that `up` started, and all its descendants."""
     head = psutil.Process(project.state["session"])
     return [head, *head.children(recursive=True)]
 
 
-def test_up_again_says_so(project: Project) -> None:
+def test_a_second_up_changes_nothing(project: Project) -> None:
     before = project.state
-    assert "is up already" in project.inv("up")
+    assert "is already up" in project.inv("up")
     assert project.state == before
 
 
 def test_a_new_cluster_shows_no_job_and_no_problem(project: Project) -> None:
-    time.sleep(3)  # Ray monitors a job for a second after its end, and lists a deleted one as failed
+    time.sleep(3)  # Ray monitors a job for a second after its end, and would list a deleted one as failed
     probes = {job["submission_id"]: job["status"] for job in project.get("/api/jobs/").json()}
     assert probes == {PROBE_JOB: "SUCCEEDED"}
     printed = project.inv("status")
-    assert "nothing is wrong" in printed
+    assert "no problems" in printed
     assert "Jobs" not in printed
     assert "no job was submitted" in project.inv("logs", ok=False)
 
 
-def test_every_port_is_on_loopback_and_wants_the_token(project: Project) -> None:
+def test_every_port_is_on_loopback_and_requires_the_token(project: Project) -> None:
     ports = [
         connection.laddr
-        for connections in told_by(processes(project), lambda process: process.net_connections("tcp"))
+        for connections in read_all(processes(project), lambda process: process.net_connections("tcp"))
         for connection in connections
         if connection.status == psutil.CONN_LISTEN
     ]
@@ -121,7 +123,7 @@ def test_every_port_is_on_loopback_and_wants_the_token(project: Project) -> None
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
-def test_other_users_read_and_write_nothing_of_a_running_job(project: Project) -> None:
+def test_other_users_cannot_access_files_of_a_running_job(project: Project) -> None:
     open_folder = Path(tempfile.mkdtemp(dir="/tmp"))
     open_folder.chmod(0o777)
     assert open_to_others(open_folder) == [str(open_folder)], "the check must see what is open"
@@ -143,9 +145,9 @@ def test_other_users_read_and_write_nothing_of_a_running_job(project: Project) -
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
-def test_other_users_read_and_write_nothing_of_a_job_without_a_cluster(project: Project) -> None:
+def test_other_users_cannot_access_files_of_a_job_without_a_cluster(project: Project) -> None:
     variables = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    variables["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"  # below `uv run`, Ray would create an empty .venv for its workers
+    variables["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"  # under `uv run`, Ray would create an empty .venv for its workers
     job = subprocess.Popen(
         [*project.command[:-1], "jobs.probe", "0", "2"],
         cwd=project.folder, env=variables, stdout=subprocess.PIPE, text=True,
@@ -166,14 +168,14 @@ def test_no_outgoing_connection_can_take_a_free_port() -> None:
     assert max(ports) < first_of_connections
 
 
-def test_submit_streams_the_log_and_ends_with_the_jobs_code(project: Project) -> None:
+def test_submit_streams_the_log_and_exits_with_the_jobs_code(project: Project) -> None:
     printed = project.inv("submit", "probe", "--", "0")
     assert "worker" in printed
     rays = "Running entrypoint for job"
     assert rays not in printed, "only --verbose shows Ray's own messages"
     assert rays in project.inv("logs", "--verbose")
     temp = project.state["temp"]
-    assert f"temp {temp} {temp}" in printed, "what a job leaves in its temp folder must go with the cluster"
+    assert f"temp {temp} {temp}" in printed, "temporary files of jobs must end with the cluster"
     done = subprocess.run([*project.command, "submit", "probe", "--", "7"], cwd=project.folder, capture_output=True)
     assert done.returncode == 7
 
@@ -184,8 +186,8 @@ def test_a_secret_reaches_driver_and_workers_and_shows_nowhere(project: Project)
     assert f"driver {digest}" in log
     assert f"worker {digest}" in log
 
-    argv = told_by(processes(project), psutil.Process.cmdline)
-    environments = told_by(processes(project), psutil.Process.environ)
+    argv = read_all(processes(project), psutil.Process.cmdline)
+    environments = read_all(processes(project), psutil.Process.environ)
     assert min(len(argv), len(environments)) > 5
     assert CANARY not in json.dumps([argv, environments, log])
     answers = [project.get(path).text for path in ("/api/jobs/", "/api/v0/actors?detail=1", "/api/v0/workers?detail=1")]
@@ -207,7 +209,7 @@ def test_status_shows_nodes_jobs_and_what_is_wrong(project: Project) -> None:
         assert expected in printed
 
 
-def test_ctrl_c_leaves_the_job_running_where_nobody_can_answer(project: Project) -> None:
+def test_ctrl_c_without_a_terminal_leaves_the_job_running(project: Project) -> None:
     client = subprocess.Popen(
         [*project.command, "submit", "probe", "--", "0", "120"],
         cwd=project.folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True,
@@ -236,7 +238,7 @@ def test_ctrl_c_offers_to_stop_the_job(project: Project) -> None:
 
 
 def read_until(client: subprocess.Popen, word: str) -> str:
-    """Id of the submitted job, once `word` stands in its log."""
+    """Wait until a line of the log starts with `word`. Return the id of the job."""
     assert client.stdout is not None
     job_id = ""
     for line in client.stdout:
@@ -251,7 +253,7 @@ def read_until(client: subprocess.Popen, word: str) -> str:
     ("words", "sentence"),
     [
         (["submit", "prepocess"], "there is no job 'prepocess'"),
-        (["up", "--target", "azure"], "target 'azure' is unknown"),
+        (["up", "--target", "azure"], "unknown target 'azure'"),
         (["logs", "--job", "nothing-1"], "there is no job 'nothing-1'"),
         (["logs", "nothing-1"], "there is no job 'nothing-1'"),
         (["stop", "--target", "local", "nothing-1"], "there is no job 'nothing-1'"),
@@ -265,28 +267,28 @@ def test_bad_input_gets_one_sentence(project: Project, words: list[str], sentenc
 
 
 def test_a_cluster_that_is_too_busy_to_answer_is_not_ended(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    state = project.folder / ".cluster"
-    for name, file in (("STATE", ""), ("FILE", "local.json"), ("TOKEN", "token")):
-        monkeypatch.setattr(local, name, state / file)
-    monkeypatch.setattr(local, "ANSWER_TIMEOUT_S", 1)
+    folder = project.folder / ".cluster"
+    for name, file in (("FOLDER", ""), ("STATE_FILE", "local.json"), ("TOKEN_FILE", "token")):
+        monkeypatch.setattr(state, name, folder / file)
+    monkeypatch.setattr(head, "ANSWER_TIMEOUT_S", 1)
     running = processes(project)
     [dashboard] = [one for one in running if "dashboard/dashboard.py" in " ".join(one.cmdline())]
     dashboard.suspend()
     try:
-        for verb in (local.Local().connect, functools.partial(local.Local().up, yes=True)):
+        for verb in (Local().connect, functools.partial(Local().up, yes=True)):
             with pytest.raises(Unreachable, match="is running, but has not answered"):
                 verb()
     finally:
         dashboard.resume()
-    assert {one.pid for one in running} <= {one.pid for one in local._processes(project.state)}
+    assert {one.pid for one in running} <= {one.pid for one in cluster_processes.find(project.state)}
     assert "alive" in project.inv("status")
 
 
-def test_what_got_the_number_of_a_session_after_a_reboot_is_left_alone() -> None:
+def test_a_process_with_the_sessions_number_after_a_reboot_is_not_ended() -> None:
     stranger = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True)
-    state = {"id": "none", "temp": "/tmp/ray-none", "session": stranger.pid, "boot": local._boot()}
-    assert local._processes(state) == []
-    assert not local._head_lives(state)
+    cluster = {"id": "none", "temp": "/tmp/ray-none", "session": stranger.pid, "boot": state.boot_id()}
+    assert cluster_processes.find(cluster) == []
+    assert not cluster_processes.head_is_alive(cluster)
     stranger.communicate(b"\n")
 
 
@@ -298,14 +300,14 @@ def test_a_folder_too_large_is_not_uploaded(project: Project) -> None:
     shutil.rmtree(large.parent)
 
 
-def test_down_leaves_nothing_and_says_so_twice(project: Project, ray_session: None) -> None:
+def test_down_leaves_nothing_and_can_be_repeated(project: Project, ray_session: None) -> None:
     import ray
 
-    state, running = project.state, processes(project)
+    cluster, running = project.state, processes(project)
     assert "local is down" in project.inv("down")
     assert not [process for process in running if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
-    assert not Path(state["temp"]).exists()
-    assert "there is nothing to end" in project.inv("down")
+    assert not Path(cluster["temp"]).exists()
+    assert "nothing to end" in project.inv("down")
     assert "inv up" in project.inv("status", ok=False)
     assert ray.get(ray.remote(num_cpus=0.1)(lambda: "another Ray lives on").remote()) == "another Ray lives on"
 

@@ -1,4 +1,4 @@
-"""What `inv plan` says, against what is counted: parameters, the bytes of live engines, published figures."""
+"""Compare `inv plan` with counted parameters, with the bytes of live engines, and with published figures."""
 
 import gc
 import io
@@ -22,8 +22,10 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM, T5Config
 
 import settings
-from cluster.planner import memory, plan
-from cluster.planner.memory import METHODS, Method, Shape, Training
+from cluster.planner import estimate, memory, plan, report, serving
+from cluster.planner.estimate import ModelPlan
+from cluster.planner.memory import METHODS, Method, Training
+from cluster.planner.shape import Shape, shape_of
 from pipeline.training import deepspeed_zero
 from pipeline.training.deepspeed_zero import ZeRO
 from pipeline.training.options import DDPOptions, DeepSpeedOptions
@@ -55,16 +57,16 @@ RANKS = 2
 
 @pytest.fixture(scope="module")
 def llama() -> Shape:
-    return memory.shape_of(LLAMA_3_8B)
+    return shape_of(LLAMA_3_8B)
 
 
 # ------------------------------------------------------------------------------------------ parameters
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_parameters_are_those_of_the_built_model(tied: bool) -> None:
+def test_parameters_match_the_built_model(tied: bool) -> None:
     config = LlamaConfig(**TINY, tie_word_embeddings=tied)
-    model, shape = LlamaForCausalLM(config), memory.shape_of(config)
+    model, shape = LlamaForCausalLM(config), shape_of(config)
     embedding = model.get_input_embeddings().weight
     assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
     assert shape.multiplied == shape.parameters - (0 if tied else embedding.numel())
@@ -74,21 +76,21 @@ def test_parameters_are_those_of_the_built_model(tied: bool) -> None:
 
 
 def test_known_models_have_their_published_sizes(llama: Shape) -> None:
-    assert llama.parameters == 8_030_261_248  # of the hub's safetensors index
+    assert llama.parameters == 8_030_261_248  # from the safetensors index on the hub
     assert memory.states(llama, TRAINING).gpu == 16 * llama.parameters
-    assert memory.kv_bytes(llama, 2) == 128 * 1024
+    assert serving.kv_bytes(llama, 2) == 128 * 1024
 
 
 def test_a_model_of_another_kind_is_refused() -> None:
-    with pytest.raises(settings.UserError, match="t5 is no causal language model"):
-        memory.shape_of(T5Config())
+    with pytest.raises(settings.UserError, match="t5 is not a causal language model"):
+        shape_of(T5Config())
 
 
 # ------------------------------------------------------------------------------------------ states
 
 
 @pytest.mark.parametrize(("stage", "gigabytes"), [(1, 31.4), (2, 16.6), (3, 1.9)])
-def test_states_are_those_of_the_zero_paper(llama: Shape, stage: int, gigabytes: float) -> None:
+def test_states_match_the_zero_paper(llama: Shape, stage: int, gigabytes: float) -> None:
     """Figure 1 of arXiv:1910.02054: 7.5 billion parameters on 64 GPUs; 120 GB without sharding."""
     shape, training = replace(llama, parameters=7_500_000_000), replace(TRAINING, gpus=64)
     assert memory.states(shape, training).gpu == pytest.approx(120e9)
@@ -97,11 +99,11 @@ def test_states_are_those_of_the_zero_paper(llama: Shape, stage: int, gigabytes:
     )
 
 
-def test_states_are_the_bytes_that_live_engines_hold(tmp_path: Path) -> None:
-    """The most of a rank's parameters, gradients and optimizer states after the backward passes of a step."""
+def test_states_match_live_engines(tmp_path: Path) -> None:
+    """Compare with the peak of parameters, gradients and optimizer states after the backward passes of a step."""
     spawn(_count_states, (tmp_path,), nprocs=RANKS)
     counted = json.loads((tmp_path / "counted.json").read_text())
-    shape = memory.shape_of(LlamaConfig(**TINY))
+    shape = shape_of(LlamaConfig(**TINY))
     predicted = {}
     for method in METHODS:
         held = memory.states(shape, Training(16, 1, method=method, gpus=RANKS))
@@ -123,13 +125,13 @@ class _Ranks:
 
 
 def _count_states(rank: int, folder: Path) -> None:
-    """Train two steps by every method and write down what rank 0 holds."""
+    """Train two steps with every method, and save the bytes of rank 0."""
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
     distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
     counted = {}
     for method in METHODS:
-        gc.freeze()  # what is there already, and what earlier engines leave, is not looked at
+        gc.freeze()  # ignores existing objects, and what earlier engines left
         strategy = _strategy(method, rank)
         row = torch.arange(16)[None]
         batch = {"input_ids": row, "labels": row, "position_ids": row}
@@ -174,7 +176,7 @@ def _live_tensors() -> list[torch.Tensor]:
 
 
 def _bytes(tensors: list[torch.Tensor]) -> int:
-    """Of their storages, each once."""
+    """Return the bytes of the tensors' storages; shared storages count once."""
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())
 
@@ -183,7 +185,7 @@ def _bytes(tensors: list[torch.Tensor]) -> int:
 
 
 class _Peak(TorchDispatchMode):
-    """The most bytes at once of what operations allocate."""
+    """Measures the peak bytes that operations allocate."""
 
     def __init__(self, ignored: list[torch.Tensor]) -> None:
         super().__init__()
@@ -205,8 +207,8 @@ class _Peak(TorchDispatchMode):
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("strategy", ["autocast", "sharded bf16", "fp32"])
 @pytest.mark.parametrize("architecture", [(LlamaConfig, LlamaForCausalLM), (Qwen3Config, Qwen3ForCausalLM)])
-def test_activations_are_what_a_pass_allocates(architecture: Any, strategy: str, checkpointing: bool) -> None:
-    """A forward and a backward pass over a packed row, through the strategies' own loss."""
+def test_activations_match_the_allocations_of_a_pass(architecture: Any, strategy: str, checkpointing: bool) -> None:
+    """Compare with a forward and a backward pass over a packed row, with the strategies' loss."""
     config_type, model_type = architecture
     config = config_type(**TINY, head_dim=24)
     model = model_type(config).train()
@@ -226,7 +228,7 @@ def test_activations_are_what_a_pass_allocates(architecture: Any, strategy: str,
     kept = [tensor for parameter in model.parameters() for tensor in (parameter, parameter.grad)]
     with _Peak(kept) as peak:
         ddp.accumulate(batch, torch.tensor(1.0), last=True)
-    shape = memory.shape_of(config)
+    shape = shape_of(config)
     precision: Any = "fp32" if strategy == "fp32" else "bf16"
     method = METHODS[strategy == "sharded bf16"]
     predicted = memory.activations(shape, Training(length, rows, precision, checkpointing, method))
@@ -266,28 +268,28 @@ def test_lora_needs_less_than_full_fine_tuning(llama: Shape) -> None:
         assert lora.gpu + lora.host < full.gpu + full.host
 
 
-def _plan(config: Any, **changes: Any) -> plan.Plan:
+def _plan(config: Any, **changes: Any) -> ModelPlan:
     asked: dict[str, Any] = {
         "sequence_length": 1024,
         "micro_batch_rows": 1,
         "global_batch_rows": 64,
         "num_workers": 8,
         "precision": "bf16",
-        "card_gib": 40,
-        "most_machines": 1,
+        "gpu_gib": 40,
+        "max_instances": 1,
         "tokens": 10**9,
         "context": 32 * 4096,
         "serving_width": 2,
-        "dollars_per_machine_hour": {40: 20.0},
+        "dollars_per_instance_hour": {40: 20.0},
     }
-    return plan.estimate(config, **asked | changes)
+    return estimate.estimate(config, **asked | changes)
 
 
 @pytest.mark.parametrize("card", [40, 80])
 @pytest.mark.parametrize("length", [1024, 4096])
 @pytest.mark.parametrize("machines", [1, 2])
 def test_the_recommendation_fits_and_runs(card: int, length: int, machines: int) -> None:
-    made = _plan(LLAMA_3_8B, card_gib=card, sequence_length=length, most_machines=machines)
+    made = _plan(LLAMA_3_8B, gpu_gib=card, sequence_length=length, max_instances=machines)
     choice = made.recommended
     assert choice is not None
     assert choice.gpus <= 8 * machines
@@ -310,7 +312,7 @@ def test_a_tiny_model_needs_no_sharding_and_a_huge_one_fits_nothing() -> None:
 
 
 def test_hours_follow_the_operations(llama: Shape) -> None:
-    """10^9 tokens on 8 A100s at 0.4 of 312 TFLOP/s: 6 N operations each, and attention's."""
+    """10^9 tokens on 8 A100s at 0.4 of 312 TFLOP/s, with 6 N operations per token plus attention."""
     plain = memory.hours(llama, replace(TRAINING, gpus=8), 10**9)
     assert plain is not None
     assert plain == pytest.approx(6 * 7.5e9 * 1e9 / (8 * 312e12 * 0.4) / 3600, rel=0.05)
@@ -320,25 +322,25 @@ def test_hours_follow_the_operations(llama: Shape) -> None:
 
 
 def test_a_served_model_has_room_for_its_requests(llama: Shape) -> None:
-    alone = memory.serve(llama, 2, 32 * 4096, 40)
+    alone = serving.serve(llama, 2, 32 * 4096, 40)
     assert alone is not None
     assert (alone.tensor_parallel_size, alone.pipeline_parallel_size) == (1, 1)
-    shared = memory.serve(llama, 2, 10 * alone.room, 40)
+    shared = serving.serve(llama, 2, 10 * alone.cache_tokens, 40)
     assert shared is not None
     assert shared.tensor_parallel_size > 1
     gpus = shared.tensor_parallel_size * shared.pipeline_parallel_size
-    assert shared.weights * gpus + shared.room * memory.kv_bytes(llama, 2) < gpus * 40 * 2**30
-    assert memory.serve(llama, 2, 10**9, 40) is None
+    assert shared.weights * gpus + shared.cache_tokens * serving.kv_bytes(llama, 2) < gpus * 40 * 2**30
+    assert serving.serve(llama, 2, 10**9, 40) is None
 
 
 def test_the_report_names_the_settings_to_write() -> None:
-    text = _shown(_plan(LLAMA_3_8B, dollars_per_machine_hour={40: 20.0}))
+    text = _shown(_plan(LLAMA_3_8B, dollars_per_instance_hour={40: 20.0}))
     training = ("num_workers = 8", "[cluster.train]", "zero_stage = 3", "[cluster.deepspeed]")
     for name in (*training, "tensor_parallel_size = 1"):
         assert name in text
     assert "40% of an A100's bf16 peak" in " ".join(text.split())
     assert text.splitlines()[-1].count(" dollars") == 1
-    assert " dollars" not in _shown(_plan(LLAMA_3_8B, dollars_per_machine_hour={})).splitlines()[-1]
+    assert " dollars" not in _shown(_plan(LLAMA_3_8B, dollars_per_instance_hour={})).splitlines()[-1]
 
 
 def test_hours_without_data_say_how_to_make_it(assets: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -346,7 +348,7 @@ def test_hours_without_data_say_how_to_make_it(assets: Path, monkeypatch: pytest
     console = Console(file=io.StringIO(), width=200)
     plan.plan(str(assets / "model"), console)
     text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "make it with inv submit preprocess" in " ".join(text.split())
+    assert "run inv submit preprocess" in " ".join(text.split())
     assert "inv submit finetune_ddp and num_workers" in text
 
 
@@ -355,7 +357,7 @@ def test_a_model_that_is_not_there_is_refused(tmp_path: Path) -> None:
         plan.plan(str(tmp_path / "nothing"), Console(file=io.StringIO()))
 
 
-def _shown(made: plan.Plan) -> str:
+def _shown(made: ModelPlan) -> str:
     console = Console(file=io.StringIO(), width=200)
-    plan.show(made, console)
+    report.show(made, console)
     return console.file.getvalue()  # type: ignore[attr-defined]

@@ -250,7 +250,7 @@ def test_documents_and_index_can_be_on_s3(
 
 
 def test_the_demos_questions_refer_to_existing_documents() -> None:
-    assert set(demo_assets.ASKED.values()) <= demo_assets.documents().keys()
+    assert set(demo_assets.DOCUMENT_QUESTIONS.values()) <= demo_assets.documents().keys()
 
 
 def test_a_large_table_is_indexed_and_finds_the_same_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

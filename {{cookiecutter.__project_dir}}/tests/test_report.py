@@ -266,7 +266,7 @@ def test_the_verb_finds_runs_in_the_bucket_by_the_profile_of_aws(
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
     monkeypatch.setattr(boto3, "DEFAULT_SESSION", None)
-    for name, value in Aws().files().items():
+    for name, value in Aws().storage_variables().items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(report, "FILE", tmp_path / "results/report.html")
     console = Console(file=io.StringIO(), width=160)

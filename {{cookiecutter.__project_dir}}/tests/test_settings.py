@@ -1,4 +1,4 @@
-"""settings.toml: profiles override shared values, and errors name line and key."""
+"""Test settings.toml: profiles override shared values, and errors name line and key."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ from pipeline.ray_support import cli
 from pipeline.training.options import DeepSpeedOptions
 
 
-class Machine(settings.Section):
+class Example(settings.Section):
     cores: int
     name: str = "unnamed"
 
@@ -25,8 +25,8 @@ def test_the_profile_overrides_shared_values(tmp_path: Path) -> None:
     file = write(
         tmp_path, '[machine]\ncores = 1\nname = "shared"\n[local.machine]\ncores = 2\n[cluster.machine]\ncores = 3\n'
     )
-    assert settings.load(Machine, "machine", profile="local", file=file) == Machine(cores=2, name="shared")
-    assert settings.load(Machine, "machine", profile="cluster", file=file) == Machine(cores=3, name="shared")
+    assert settings.load(Example, "machine", profile="local", file=file) == Example(cores=2, name="shared")
+    assert settings.load(Example, "machine", profile="cluster", file=file) == Example(cores=3, name="shared")
 
 
 @pytest.mark.parametrize(
@@ -40,14 +40,14 @@ def test_the_profile_overrides_shared_values(tmp_path: Path) -> None:
 )
 def test_an_error_names_line_and_key(tmp_path: Path, text: str, sentence: str) -> None:
     with pytest.raises(settings.UserError, match="^" + re.escape(sentence)):
-        settings.load(Machine, "machine", profile="local", file=write(tmp_path, text))
+        settings.load(Example, "machine", profile="local", file=write(tmp_path, text))
 
 
 def test_a_missing_file_and_an_unknown_profile_are_refused(tmp_path: Path) -> None:
     with pytest.raises(settings.UserError, match=r"git checkout settings\.toml"):
-        settings.load(Machine, "machine", file=tmp_path / "settings.toml")
-    with pytest.raises(settings.UserError, match="profile 'laptop' is unknown"):
-        settings.load(Machine, "machine", profile="laptop")
+        settings.load(Example, "machine", file=tmp_path / "settings.toml")
+    with pytest.raises(settings.UserError, match="unknown profile 'laptop'"):
+        settings.load(Example, "machine", profile="laptop")
 
 
 def test_relative_paths_are_resolved_and_uris_are_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What `inv status` says is wrong, from answers as Ray's dashboard gives them."""
+"""Test the problems that `inv status` reports, with responses of Ray's dashboard."""
 
 import io
 from dataclasses import replace
@@ -9,7 +9,7 @@ from rich.console import Console
 
 import settings
 from cluster import status
-from cluster.target import Bill, Connection
+from cluster.target import CloudStatus, Connection
 
 CONNECTION = Connection(dashboard="http://127.0.0.1:8265", headers={}, job_variables={})
 NODE: dict[str, Any] = {
@@ -36,9 +36,9 @@ def snapshot(**changes: Any) -> status.Snapshot:
     return status.Snapshot(**(healthy | changes))
 
 
-def printed(what: status.Snapshot, bill: Bill | None = None) -> str:
+def printed(what: status.Snapshot, cloud: CloudStatus | None = None) -> str:
     console = Console(file=io.StringIO(), width=160)
-    status.show(what, bill or Bill(), console)
+    status.show(what, cloud or CloudStatus(), console)
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
@@ -46,24 +46,24 @@ def test_a_healthy_cluster_is_shown_whole_and_nothing_is_wrong() -> None:
     text = printed(snapshot())
     for expected in ("10.0.0.1", "head", "preprocess-1", "succeeded", "60 s", "http://127.0.0.1:8000", "tiny ×2"):
         assert expected in text
-    assert "nothing is wrong" in text
+    assert "no problems" in text
 
 
-def test_demand_that_no_node_can_meet_is_said() -> None:
+def test_demand_that_no_node_can_meet_is_reported() -> None:
     load = {"usage": {"CPU": [0.0, 4.0]}, "resourceDemand": [[{"CPU": 8.0}, 3]], "pgDemand": []}
-    assert status.problems(snapshot(load=load)) == ["3 × 8 CPU is asked for, and the cluster has 4 CPU in all"]
+    assert status.problems(snapshot(load=load)) == ["3 × 8 CPU is requested, but the cluster has only 4 CPU"]
     fits = {"usage": {"CPU": [4.0, 4.0]}, "resourceDemand": [[{"CPU": 1.0}, 3]], "pgDemand": []}
     assert status.problems(snapshot(load=fits)) == []
-    assert "3" in printed(snapshot(load=fits)), "what waits for its turn is shown, though nothing is wrong"
+    assert "3" in printed(snapshot(load=fits)), "pending demands are shown, but are no problem"
 
 
-def test_a_failed_job_gives_its_code_and_its_last_words() -> None:
+def test_a_failed_job_is_reported_with_its_exit_code_and_last_line() -> None:
     job = JOB | {"status": "FAILED", "driver_exit_code": 1, "message": "Job failed:\nerror: there is no data\n"}
     (sentence,) = status.problems(snapshot(jobs=[job]))
-    assert sentence == "job preprocess-1 failed with exit code 1, its last words: error: there is no data"
+    assert sentence == "job preprocess-1 failed with exit code 1: error: there is no data"
 
 
-def test_a_dead_node_and_an_unhealthy_application_are_said() -> None:
+def test_a_dead_node_and_an_unhealthy_application_are_reported() -> None:
     dead = NODE | {"state": "DEAD", "state_message": "health check failed"}
     assert status.problems(snapshot(nodes=[dead])) == ["node 10.0.0.1 is dead: health check failed"]
     sick = APPLICATION | {"status": "DEPLOY_FAILED", "message": "The engine\ndid not start"}
@@ -80,16 +80,16 @@ def test_a_dashboard_that_is_gone_is_one_sentence() -> None:
 
 def test_a_served_model_is_reached_through_the_tunnel_where_there_is_one() -> None:
     assert status.address(snapshot(), CONNECTION) == "http://127.0.0.1:8000"
-    tunnelled = replace(CONNECTION, forwarded={8000: 23456})
+    tunnelled = replace(CONNECTION, forwarded_ports={8000: 23456})
     assert status.address(snapshot(), tunnelled) == "http://127.0.0.1:23456"
 
 
-def test_what_is_rented_and_refused_is_said() -> None:
-    bill = Bill(notes=["0.40 dollars an hour now"], problems=["AWS refused a100-spot-1: no capacity"])
-    text = printed(snapshot(), bill)
-    assert "0.40 dollars an hour now" in text
+def test_what_is_rented_and_refused_is_reported() -> None:
+    cloud = CloudStatus(notes=["0.40 dollars per hour now"], problems=["AWS refused a100-spot-1: no capacity"])
+    text = printed(snapshot(), cloud)
+    assert "0.40 dollars per hour now" in text
     assert "✗ AWS refused a100-spot-1: no capacity" in text
-    assert "nothing is wrong" not in text
+    assert "no problems" not in text
 
 
 @pytest.mark.parametrize(

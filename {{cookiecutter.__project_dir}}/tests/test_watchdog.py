@@ -1,4 +1,4 @@
-"""What the watchdog decides: which node types may be asked for, and what the machines have cost."""
+"""Test the watchdog: which node types may be requested, what instances cost, and when the lease is renewed."""
 
 import datetime
 import json
@@ -12,11 +12,11 @@ import pytest
 from cluster.common import cluster_file
 from cluster.node import autoscaler_log, watchdog_head
 
-NOW = datetime.datetime(2026, 1, 1, 10, 0, 10).timestamp()  # in this machine's zone, as Ray's logs are
+NOW = datetime.datetime(2026, 1, 1, 10, 0, 10).timestamp()  # in this machine's time zone, as in Ray's logs
 
 
 def refusal(node_type: str, at: str) -> dict[str, str]:
-    return {"type": node_type, "at": f"2026-01-01 {at}", "code": "InsufficientInstanceCapacity", "words": "no"}
+    return {"type": node_type, "at": f"2026-01-01 {at}", "code": "InsufficientInstanceCapacity", "message": "no"}
 
 
 @pytest.fixture
@@ -25,8 +25,8 @@ def market() -> watchdog_head.Markets:
 
 
 def test_a_refused_type_is_closed_for_five_minutes(market: watchdog_head.Markets) -> None:
-    (said,) = market.note_refusals([refusal("spot", "10:00:00")], NOW)
-    assert said == "AWS refused spot (InsufficientInstanceCapacity): closed for 5 minutes"
+    (message,) = market.note_refusals([refusal("spot", "10:00:00")], NOW)
+    assert message == "AWS refused spot (InsufficientInstanceCapacity): closed for 5 minutes"
     assert market.limits(Counter(), NOW + 289) == {"spot": 0, "on-demand": 2}
     assert market.limits(Counter(), NOW + 291) == {"spot": 2, "on-demand": 2}
 
@@ -39,21 +39,21 @@ def test_a_refusal_counts_once_however_often_ray_repeats_it(market: watchdog_hea
     assert market.limits(Counter(), NOW + 296)["spot"] == 2
 
 
-def test_a_closed_type_keeps_the_machines_that_run(market: watchdog_head.Markets) -> None:
+def test_a_closed_type_keeps_running_instances(market: watchdog_head.Markets) -> None:
     market.note_refusals([refusal("spot", "10:00:00")], NOW)
     assert market.limits(Counter(spot=1), NOW)["spot"] == 1
 
 
-def test_three_failed_setups_close_a_type_for_good_and_are_said_once(market: watchdog_head.Markets) -> None:
+def test_three_failed_setups_close_a_type_for_good_with_one_message(market: watchdog_head.Markets) -> None:
     assert market.note_failed_setups(Counter(spot=2)) == []
-    (said,) = market.note_failed_setups(Counter(spot=3))
-    assert "run `inv up` again" in said
+    (message,) = market.note_failed_setups(Counter(spot=3))
+    assert "run `inv up` again" in message
     assert market.note_failed_setups(Counter(spot=3)) == []
     market.note_refusals([refusal("spot", "10:00:00")], NOW)
     assert market.limits(Counter(), NOW + 1e9)["spot"] == 0
 
 
-def test_spending_counts_each_machine_by_its_type() -> None:
+def test_spending_counts_each_instance_by_its_type() -> None:
     spending = watchdog_head.Spending({"head": 0.4, "spot": 11.0}, dollars=5.0)
     spending.add(Counter(head=1, spot=2, unknown=1), 1800)
     assert spending.dollars == pytest.approx(5.0 + 0.2 + 11.0)
@@ -75,7 +75,7 @@ def test_the_lease_is_renewed_until_the_hours_are_over(tmp_path: Path, monkeypat
     assert ended == ["the limit of 2 hours in settings.toml is reached"]
 
 
-def test_limits_are_written_whole_and_only_when_they_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_are_written_atomically_if_they_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tmp_path / "ray.yaml"
     config.write_text(json.dumps({"available_node_types": {"spot": {"max_workers": 2}, "head": {"max_workers": 0}}}))
     monkeypatch.setattr(watchdog_head, "RAY_CONFIG", config)
@@ -90,7 +90,7 @@ def test_limits_are_written_whole_and_only_when_they_change(tmp_path: Path, monk
     assert list(tmp_path.iterdir()) == [config]
 
 
-def test_refusals_are_read_with_awss_own_code() -> None:
+def test_refusals_are_read_with_the_code_from_aws() -> None:
     log = (
         "2026-01-01 10:00:05,880\tINFO node_provider.py:491 -- Failed to launch 2 nodes of type a100-spot-1: "
         "Node Launch Exception (InsufficientInstanceCapacity): We currently do not have enough.\n"
@@ -100,12 +100,12 @@ def test_refusals_are_read_with_awss_own_code() -> None:
             "type": "a100-spot-1",
             "at": "2026-01-01 10:00:05",
             "code": "InsufficientInstanceCapacity",
-            "words": "We currently do not have enough.",
+            "message": "We currently do not have enough.",
         }
     ]
 
 
-def test_what_failed_on_a_new_node_is_told_with_its_last_words() -> None:
+def test_failed_setups_are_read_with_the_last_lines_of_output() -> None:
     log = """\
 2026-01-01 10:00:00,000\tINFO updater.py:1 -- Running `make world`
 compiling

@@ -1,4 +1,4 @@
-"""What AWS's refusals mean, in one sentence for a person."""
+"""Explain errors of AWS in one sentence, with what to do."""
 
 import re
 
@@ -12,24 +12,24 @@ from botocore.exceptions import (
 )
 
 DENIED = ("AccessDenied", "AccessDeniedException", "UnauthorizedOperation", "AuthorizationError")
-NO_LONGER_KNOWN = ("ExpiredToken", "ExpiredTokenException", "RequestExpired", "InvalidClientTokenId", "AuthFailure")
+INVALID_CREDENTIALS = ("ExpiredToken", "ExpiredTokenException", "RequestExpired", "InvalidClientTokenId", "AuthFailure")
 
 
 def explain(error: BotoCoreError | ClientError) -> str:
-    """What is wrong and what to do about it; a denied call names the permission that is missing."""
+    """Return what is wrong and what to do. If a call was denied, name the missing permission."""
     if isinstance(error, ClientError):
         return _explain_answer(error)
     if isinstance(error, NoCredentialsError | PartialCredentialsError):
-        return "there are no AWS credentials here; give some with: aws configure   or: aws sso login"
+        return "there are no AWS credentials on this machine. Run: aws configure   or: aws sso login"
     if isinstance(error, ProfileNotFound):
-        return f"{error}; unset AWS_PROFILE, or make it with: aws configure --profile NAME"
+        return f"{error}. Run: unset AWS_PROFILE   or: aws configure --profile NAME"
     if isinstance(error, EndpointConnectionError):
-        return f"AWS is not reached ({error}); try again when the network is back."
-    return f"AWS could not be asked: {error}"
+        return f"no connection to AWS ({error}). Check the network, then try again"
+    return f"the request to AWS failed: {error}"
 
 
 def missing_permission(error: ClientError) -> str:
-    """The action that the caller may not do, such as "ec2:RunInstances"; empty for any other error."""
+    """Return the action that was denied, such as "ec2:RunInstances". Empty for any other error."""
     answer = error.response["Error"]
     if answer["Code"] not in DENIED:
         return ""
@@ -42,7 +42,7 @@ def _explain_answer(error: ClientError) -> str:
     if permission := missing_permission(error):
         on = re.search(r"on resource: (\S+)", answer.get("Message", ""))
         where = f" on {on[1]}" if on and on[1] != "*" else ""
-        return f"you may not {permission}{where}; ask whoever manages your AWS account for that permission."
-    if answer["Code"] in NO_LONGER_KNOWN:
-        return f"AWS does not know these credentials ({answer['Code']}); renew them: aws configure   or: aws sso login"
-    return f"AWS refused {error.operation_name} ({answer['Code']}: {answer.get('Message', '')})"
+        return f"you lack the permission {permission}{where}. Ask the administrator of your AWS account for it"
+    if answer["Code"] in INVALID_CREDENTIALS:
+        return f"AWS rejects your credentials ({answer['Code']}). Run: aws configure   or: aws sso login"
+    return f"AWS rejected {error.operation_name} ({answer['Code']}: {answer.get('Message', '')})"

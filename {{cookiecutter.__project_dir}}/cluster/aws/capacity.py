@@ -1,4 +1,4 @@
-"""What a submitted job is told about the machines that the cluster can have."""
+"""Tell submitted jobs which instances the cluster can have."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from cluster.common.cluster_file import ClusterFile
 
 
 def offers(file: ClusterFile) -> list[dict[str, str]]:
-    """Return the places that pipeline/ray_support/gang.py tries, in order: one market's zones, then the next's."""
+    """Return zones and markets in the order in which pipeline/ray_support/gang.py tries them."""
     zoned = [worker for worker in file.workers if worker.zone]
     return [
         {"node_type": worker.name, "zone": worker.zone, "market": worker.market}
@@ -15,7 +15,7 @@ def offers(file: ClusterFile) -> list[dict[str, str]]:
 
 
 def possible_nodes(file: ClusterFile) -> list[dict[str, Any]]:
-    """Return every machine that the cluster can ever have, for pipeline/ray_support/capacity.py.
+    """Return all instances that the cluster can have, for pipeline/ray_support/capacity.py.
 
     Markets and zones of one instance type count once.
     """
@@ -24,7 +24,7 @@ def possible_nodes(file: ClusterFile) -> list[dict[str, Any]]:
     return [
         {
             "resources": {"CPU": one["VCpuInfo"]["DefaultVCpus"]} | _gpus(one),
-            "count": max(worker.most for worker in file.workers if worker.instance_type == one["InstanceType"]),
+            "count": max(worker.max_workers for worker in file.workers if worker.instance_type == one["InstanceType"]),
         }
         for one in described
     ]

@@ -1,4 +1,4 @@
-"""The state of a running head: its report, whether all its parts run, and what it was set up from."""
+"""The status of a running head: whether all its parts run, and what it was set up from."""
 
 import json
 import time
@@ -23,28 +23,28 @@ def mark(file: ClusterFile, digest: str) -> None:
     file.client("ec2").create_tags(Resources=[head.id], Tags=[{"Key": instances.FILES_TAG, "Value": digest}])
 
 
-def report(head: ssh.Head) -> dict[str, Any]:
-    """Return what cluster/node/head_report.py prints."""
-    return json.loads(head.run("cd ~/project && python -m cluster.node.head_report"))
+def read_status(head: ssh.SshHead) -> dict[str, Any]:
+    """Return what cluster/node/head_status.py prints."""
+    return json.loads(head.run("cd ~/project && python -m cluster.node.head_status"))
 
 
-def runs(head: ssh.Head) -> bool:
+def runs(head: ssh.SshHead) -> bool:
     """Return whether Ray, its autoscaler and the watchdog run. Raises `settings.UserError` if ssh cannot connect."""
     head.run("true")
     try:
-        return not _missing(report(head))
+        return not _missing(read_status(head))
     except settings.UserError:  # Ray does not run
         return False
 
 
-def _missing(said: dict[str, Any]) -> str:
+def _missing(status: dict[str, Any]) -> str:
     """Return which part of the head does not run; empty if all do."""
-    if not (said["autoscaler"] and said["reported"]):
+    if not (status["autoscaler"] and status["reported"]):
         return "autoscaler"
-    return "" if said["watchdog"]["runs"] else "watchdog"
+    return "" if status["watchdog"]["runs"] else "watchdog"
 
 
-def wait_until_ready(head: ssh.Head) -> None:
+def wait_until_ready(head: ssh.SshHead) -> None:
     """Wait until the autoscaler and the watchdog run: `ray up` also succeeds without them.
 
     Raises:
@@ -52,13 +52,13 @@ def wait_until_ready(head: ssh.Head) -> None:
     """
     started = time.monotonic()
     with Console().status("waiting for the autoscaler") as spinner:
-        while missing := _missing(said := report(head)):
+        while missing := _missing(current := read_status(head)):
             waited = time.monotonic() - started
-            if waited > (READY_TIMEOUT_S if said["autoscaler"] else START_TIMEOUT_S):
-                words = said["last_words"][missing].splitlines()[-1:] or ["no reason given"]
+            if waited > (READY_TIMEOUT_S if current["autoscaler"] else START_TIMEOUT_S):
+                lines = current["log_tail"][missing].splitlines()[-1:] or ["no reason given"]
                 raise settings.UserError(
-                    f"the head is up but its {missing} does not run ({words[0]}); correct cluster/cluster.yaml and "
-                    f"run again: inv up --target {TARGET}   or end it: inv down --target {TARGET}"
+                    f"the head is up but its {missing} does not run ({lines[0]}). Correct cluster/cluster.yaml, then "
+                    f"run: inv up --target {TARGET}   or end the cluster: inv down --target {TARGET}"
                 )
             spinner.update(f"waiting for the {missing}: {waited:.0f} s")
             time.sleep(1)

@@ -1,4 +1,4 @@
-"""The SSH key pair of a cluster: a private key on this machine, and its public half on AWS."""
+"""The SSH key pair of a cluster: the private key is on this machine, the public key on AWS."""
 
 import subprocess
 from pathlib import Path
@@ -8,10 +8,10 @@ from cluster.common.cluster_file import TARGET, ClusterFile
 
 
 def ensure(file: ClusterFile) -> None:
-    """The same key here and on AWS, made where neither has one.
+    """Create the key pair unless it exists.
 
     Raises:
-        settings.UserError: AWS has a key of that name and this machine has not, or has another.
+        settings.UserError: AWS has a key pair of this name, and this machine does not have its private key.
     """
     ec2 = file.client("ec2")
     on_aws = ec2.describe_key_pairs(Filters=[{"Name": "key-name", "Values": [file.slug]}], IncludePublicKey=True)[
@@ -27,24 +27,24 @@ def ensure(file: ClusterFile) -> None:
         )
     elif not file.key_file.exists():
         raise settings.UserError(
-            f"the cluster's private key {file.key_file} is not on this machine; copy it from where `inv up` ran, "
-            f"or end that cluster: inv down --target {TARGET}"
+            f"the cluster's private key {file.key_file} is not on this machine. Copy it from where `inv up` ran, "
+            f"or end the cluster: inv down --target {TARGET}"
         )
     elif (theirs := on_aws[0].get("PublicKey")) and theirs.split()[:2] != _public_key(file.key_file).split()[:2]:
         raise settings.UserError(
-            f"{file.key_file} is not the private key of the key pair {file.slug} on AWS; move it away and copy the "
-            f"right one there, or end that cluster: inv down --target {TARGET}"
+            f"{file.key_file} does not belong to the key pair {file.slug} on AWS. Replace it with the key from where "
+            f"`inv up` ran, or end the cluster: inv down --target {TARGET}"
         )
 
 
 def _make_key(file: Path) -> None:
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", file.stem, "-f", file], check=True)
-    file.with_name(f"{file.name}.pub").unlink()  # ssh-keygen -y tells it at any time
+    file.with_name(f"{file.name}.pub").unlink()  # ssh-keygen -y derives it from the private key
 
 
 def _public_key(file: Path) -> str:
     shown = subprocess.run(["ssh-keygen", "-y", "-f", file], capture_output=True, text=True)
     if shown.returncode:
-        raise settings.UserError(f"{file} is not a private key that ssh-keygen reads ({shown.stderr.strip()}).")
+        raise settings.UserError(f"ssh-keygen cannot read the private key {file} ({shown.stderr.strip()})")
     return shown.stdout

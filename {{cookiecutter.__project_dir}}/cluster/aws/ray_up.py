@@ -1,4 +1,4 @@
-"""Runs Ray's own launcher on cluster.yaml, and says in few lines what it does."""
+"""Run Ray's launcher on cluster.yaml, and show its progress in a few lines."""
 
 import re
 import subprocess
@@ -16,13 +16,13 @@ COLOUR = re.compile(r"\x1b\[[\d;]*m")
 
 
 def up() -> None:
-    """`ray up cluster/cluster.yaml`. Raises `settings.UserError` with its last words when it fails."""
+    """Run `ray up cluster/cluster.yaml`. Raises `settings.UserError` with its last output if it fails."""
     LOG.parent.mkdir(exist_ok=True)
     started = time.monotonic()
     command = [sys.executable, "-m", "ray.scripts.scripts", "up", "--yes", "--no-config-cache", str(FILE)]
     step = "asking AWS"
     with LOG.open("w") as log, Console().status(step) as spinner:
-        # its folder: the file mounts of cluster.yaml are relative to it
+        # cwd: the file mounts of cluster.yaml are relative to it
         process = subprocess.Popen(
             command, cwd=settings.PROJECT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
         )
@@ -38,14 +38,14 @@ def up() -> None:
         code = process.wait()
     if code:
         raise settings.UserError(
-            f"`ray up` failed in {step}: {_reason()} (all of it: {LOG.relative_to(settings.PROJECT)})"
+            f"`ray up` failed in {step}: {_reason()}. Its output is in {LOG.relative_to(settings.PROJECT)}"
         )
     print(f"`ray up` took {time.monotonic() - started:.0f} s")
 
 
 def _reason() -> str:
-    """The last words of the command that failed: what it printed stands between Ray's own lines, which have a date."""
+    """Return the last line of the command that failed. Ray's own lines begin with a date."""
     text = COLOUR.sub("", LOG.read_text(errors="replace")).partition("update-failed")[0]
     noise = r"\d{4}-\d\d-\d\d |Shared connection|Warning: Permanently added"
-    told = [line.strip() for line in text.splitlines() if line.strip() and not re.match(noise, line)]
-    return told[-1][:300] if told else "it said nothing"
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not re.match(noise, line)]
+    return lines[-1][:300] if lines else "no output"

@@ -1,4 +1,4 @@
-"""The cluster's secrets in AWS Secrets Manager: filled from .env by `up`, deleted by `down`."""
+"""The cluster's secrets in AWS Secrets Manager. `up` uploads them from .env, `down` deletes them."""
 
 import secrets
 from typing import Any
@@ -13,9 +13,9 @@ SERVER_KEY = "SERVE_API_KEY"
 
 
 def upload(file: ClusterFile) -> None:
-    """Store each named secret that .env has a value for; say which name has none anywhere.
+    """Store each secret of [secrets] that .env has a value for. Print the names of those without a value.
 
-    The key of the served model is made up where nobody chose one: nothing is ever served without.
+    If there is no key for the served model, generate one: nothing is served without a key.
     """
     client = file.client("secretsmanager")
     env_file = settings.PROJECT / ".env"
@@ -26,11 +26,11 @@ def upload(file: ClusterFile) -> None:
         if value:
             _store(client, file, name, value, is_new=name not in stored)
         elif name not in stored:
-            print(f"secret {name} has no value: jobs run without it, until you put it into .env and run `up` again")
+            print(f"secret {name} has no value, so jobs run without it. Put it into .env and run `inv up` again")
 
 
 def names(file: ClusterFile) -> list[str]:
-    """Names of the secrets that AWS holds for this cluster."""
+    """Return the names of this cluster's secrets on AWS."""
     pages = (
         file.client("secretsmanager")
         .get_paginator("list_secrets")
@@ -40,7 +40,7 @@ def names(file: ClusterFile) -> list[str]:
 
 
 def delete(file: ClusterFile) -> None:
-    """Delete them at once: a deletion that waits is paid for while it waits."""
+    """Delete all secrets at once, because a scheduled deletion costs money until it happens."""
     client = file.client("secretsmanager")
     for name in names(file):
         client.delete_secret(SecretId=f"{file.slug}/{name}", ForceDeleteWithoutRecovery=True)

@@ -1,4 +1,4 @@
-"""The way to the head: commands on it, and a tunnel to its dashboard."""
+"""Connect to the head by ssh: run commands, and open a tunnel to its dashboard."""
 
 import atexit
 import subprocess
@@ -13,26 +13,26 @@ from cluster.network import free_ports
 KNOWN_HOSTS = settings.PROJECT / ".cluster" / "known_hosts"
 DASHBOARD_PORT = 8265
 ENVIRONMENT = "export PATH=$HOME/env/bin:$PATH RAY_AUTH_MODE=token; "
-"""What cluster.yaml's setup_commands write for login shells, for a command that runs in none."""
+"""The variables that setup_commands in cluster.yaml set for login shells; ssh runs a command without one."""
 
 
 @dataclass(frozen=True)
-class Head:
-    """The head as ssh reaches it."""
+class SshHead:
+    """The head, and how ssh connects to it."""
 
     instance_id: str
     address: str
     user: str
     key_file: Path
     proxy_command: str = ""
-    """What carries the connection, such as SSM; empty where the address itself is reached."""
+    """Carries the connection, for example through SSM. Empty for a direct connection."""
 
     def command(self, *options: str) -> list[str]:
-        """`ssh` with all that it needs; a command for the head may follow."""
+        """Return the ssh command with all its options. You can append a command for the head."""
         KNOWN_HOSTS.parent.mkdir(exist_ok=True)
-        given = {
+        ssh_options = {
             "IdentitiesOnly": "yes",
-            "HostKeyAlias": self.instance_id,  # addresses are used again; instances are not
+            "HostKeyAlias": self.instance_id,  # addresses are reused, instance ids are not
             "UserKnownHostsFile": str(KNOWN_HOSTS),
             "StrictHostKeyChecking": "accept-new",
             "ConnectTimeout": "10",
@@ -41,15 +41,15 @@ class Head:
             "LogLevel": "ERROR",
         }
         if self.proxy_command:
-            given["ProxyCommand"] = self.proxy_command
-        options = (*options, *(word for name, value in given.items() for word in ("-o", f"{name}={value}")))
+            ssh_options["ProxyCommand"] = self.proxy_command
+        options = (*options, *(word for name, value in ssh_options.items() for word in ("-o", f"{name}={value}")))
         return ["ssh", "-i", str(self.key_file), *options, f"{self.user}@{self.address}"]
 
     def run(self, command: str) -> str:
-        """Run `command` on the head and return what it prints.
+        """Run `command` on the head and return its output.
 
         Raises:
-            settings.UserError: the head is not reached, or the command failed; with ssh's last line.
+            settings.UserError: ssh cannot connect, or the command failed; with the last line of stderr.
         """
         done = subprocess.run(
             [*self.command("-T"), ENVIRONMENT + command], stdin=subprocess.DEVNULL, capture_output=True, text=True
@@ -61,22 +61,24 @@ class Head:
         return done.stdout
 
     def tunnel(self, *ports: int) -> tuple[dict[int, int], str]:
-        """Forward each of the head's loopback ports to one of this machine's; ends with this process.
+        """Forward loopback ports of the head to this machine, until this process ends.
 
         Returns:
-            this machine's port for each of `ports`, and the cluster's token.
+            The local port of each port in `ports`, and the cluster's token.
         """
-        here = dict(zip(ports, free_ports(len(ports)), strict=True))
-        forwards = [word for port, local in here.items() for word in ("-L", f"127.0.0.1:{local}:127.0.0.1:{port}")]
-        # The first line answers that the tunnel stands; `cat` then waits for its input to end, which happens with this
-        # process, however it ends.
+        local_ports = dict(zip(ports, free_ports(len(ports)), strict=True))
+        forwards = [
+            word for port, local in local_ports.items() for word in ("-L", f"127.0.0.1:{local}:127.0.0.1:{port}")
+        ]
+        # The token in the first line shows that the tunnel is open. The second `cat` runs until its input ends, which
+        # happens when this process ends, in whatever way.
         process = subprocess.Popen(
             [*self.command("-T", *forwards), "cat ~/.ray/auth_token && echo && exec cat > /dev/null"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            start_new_session=True,  # Ctrl-C is for this process: a log is followed through the tunnel while it asks
+            start_new_session=True,  # Ctrl-C must not reach ssh: the verb still needs the tunnel
         )
         assert process.stdout
         assert process.stderr
@@ -84,12 +86,12 @@ class Head:
         if not token:
             raise settings.UserError(self._unreachable(process.stderr.read()))
         atexit.register(process.kill)
-        return here, token
+        return local_ports, token
 
     def _unreachable(self, stderr: str) -> str:
         return (
-            f"ssh does not reach the head at {self.address} ({_last_line(stderr)}); if your own address has changed, "
-            f"let it in with: inv prepare --target {TARGET}"
+            f"ssh cannot connect to the head at {self.address} ({_last_line(stderr)}). If your address has changed, "
+            f"run: inv prepare --target {TARGET}"
         )
 
 
@@ -98,21 +100,21 @@ def _last_line(text: str) -> str:
     return lines[-1] if lines else "no reason given"
 
 
-def reach(file: ClusterFile) -> Head:
-    """The way to the head. Raises `settings.UserError` when no head runs."""
-    machine = instances.head(file)
-    if machine is None:
+def find_head(file: ClusterFile) -> SshHead:
+    """Return the head. Raises `settings.UserError` if none runs, or its private key is missing."""
+    instance = instances.head(file)
+    if instance is None:
         raise settings.UserError(
-            f"no cluster {file.slug} runs in {file.region}{bucket.note(file)}; start it with: inv up --target {TARGET}"
+            f"no cluster {file.slug} runs in {file.region}{bucket.note(file)}. Run: inv up --target {TARGET}"
         )
     if not file.key_file.exists():
         raise settings.UserError(
-            f"the cluster's private key {file.key_file} is not on this machine; copy it from where `inv up` ran."
+            f"the cluster's private key {file.key_file} is not on this machine. Copy it from where `inv up` ran"
         )
-    address = machine.public_address or machine.private_address
-    return Head(
-        instance_id=machine.id,
-        address=machine.id if file.auth.get("ssh_proxy_use_node_id") else address,
+    address = instance.public_address or instance.private_address
+    return SshHead(
+        instance_id=instance.id,
+        address=instance.id if file.auth.get("ssh_proxy_use_node_id") else address,
         user=file.auth["ssh_user"],
         key_file=file.key_file,
         proxy_command=file.auth.get("ssh_proxy_command", ""),

@@ -1,4 +1,4 @@
-"""The `aws` target: cluster.yaml on AWS, by Ray's own launcher. The rehearsal runs this very code inside its cloud."""
+"""The `aws` target: cluster.yaml on AWS, started by Ray's launcher. Inside the emulated AWS the same code runs."""
 
 import json
 import subprocess
@@ -10,70 +10,71 @@ from rich.console import Console
 
 import settings
 from cluster import doctor
-from cluster.aws import capacity, costs, head, ray_up, secrets_manager, ssh, stack, teardown
+from cluster.aws import capacity, cloud_status, head, load_balancer, prepare, ray_up, secrets_manager, ssh, teardown
 from cluster.common import bucket, cluster_file, instances, prices
 from cluster.common.cluster_file import TARGET, ClusterFile
-from cluster.target import Bill, Connection, Finding
+from cluster.doctor import Finding
+from cluster.target import CloudStatus, Connection
 
 A100_GIB = {"p4d.24xlarge": 40, "p4de.24xlarge": 80}
 
 
 class Aws:
-    """A head that is up, and workers that come and go with the work."""
+    """A head on AWS, and workers that start and end with the work."""
 
     name: str = TARGET
     profile = "cluster"
 
     def doctor(self) -> list[Finding]:
-        from cluster.aws import doctor as aws_doctor  # imports the jobs' options, which takes seconds
+        from cluster.aws.doctor import checks  # imports the jobs' options, which takes seconds
 
-        return aws_doctor.checks(cluster_file.load())
+        return checks.check(cluster_file.load())
 
     def prepare(self) -> None:
-        stack.prepare(cluster_file.load())
+        prepare.prepare(cluster_file.load())
 
     def up(self, yes: bool) -> None:
         file = cluster_file.load()
         running = instances.head(file)
-        changes = _what_changes(file, running)
+        changes = _describe_changes(file, running)
         if running and not changes:
             secrets_manager.upload(file)
-            print(f"{self.name} is up already, and as cluster.yaml says: head {running.id}")
-            stack.open_https(file, running.id)
+            print(f"{self.name} is already up and matches cluster.yaml: head {running.id}")
+            load_balancer.register(file, running.id)
             return
-        _examine(self.doctor(), self.name)
+        _require_no_errors(self.doctor(), self.name)
         Console().print(prices.table(file, prices.ask(file)))
         print(changes)
-        _ask("go on?" if running else "start it?", yes)
+        _confirm("continue?" if running else "start it?", yes)
         started = time.monotonic()
-        stack.prepare(file)
+        prepare.prepare(file)
         secrets_manager.upload(file)
         bucket.forget_note(file)
         if running:
-            head.mark(file, "being set up")  # what is interrupted from here on is not up already
+            head.mark(file, "being set up")  # if this is interrupted, the next `up` sets it up again
         ray_up.up()
-        head.wait_until_ready(ssh.reach(file))
+        head.wait_until_ready(ssh.find_head(file))
         head.mark(file, file.digest)
-        print(f"{self.name} is up after {time.monotonic() - started:.0f} s: a head with its autoscaler, no worker yet")
-        stack.open_https(file, ssh.reach(file).instance_id)
+        print(f"{self.name} is up after {time.monotonic() - started:.0f} s: the head runs, workers start with the work")
+        load_balancer.register(file, ssh.find_head(file).instance_id)
 
     def connect(self) -> Connection:
         file = cluster_file.load()
-        serve_port = settings.load(stack.ServeSection, "serve", profile=self.profile).port
-        reached = ssh.reach(file)
-        ports, token = reached.tunnel(ssh.DASHBOARD_PORT, serve_port)
+        serve_port = settings.load(load_balancer.ServeSection, "serve", profile=self.profile).port
+        ssh_head = ssh.find_head(file)
+        ports, token = ssh_head.tunnel(ssh.DASHBOARD_PORT, serve_port)
         dashboard, headers = f"http://127.0.0.1:{ports[ssh.DASHBOARD_PORT]}", {"Authorization": f"Bearer {token}"}
         try:
             requests.get(f"{dashboard}/api/version", headers=headers, timeout=30).raise_for_status()
         except requests.RequestException:
             raise settings.UserError(
-                f"Ray does not answer on the head {reached.instance_id}; mend it with: inv up --target {TARGET}"
+                f"Ray does not answer on the head {ssh_head.instance_id}. Run: inv up --target {TARGET}"
             ) from None
         return Connection(
             target=TARGET,
             dashboard=dashboard,
             headers=headers,
-            forwarded={serve_port: ports[serve_port]},
+            forwarded_ports={serve_port: ports[serve_port]},
             job_variables={
                 "PROFILE": self.profile,
                 "PROJECT_DIR": f"s3://{bucket.name(file)}",
@@ -84,21 +85,21 @@ class Aws:
             },
         )
 
-    def files(self) -> dict[str, str]:
+    def storage_variables(self) -> dict[str, str]:
         file = cluster_file.load()
         if not bucket.exists(file):
             raise settings.UserError(
-                f"{file.slug} has no bucket on AWS yet, so no job wrote anything; start with: inv up --target {TARGET}"
+                f"{file.slug} has no bucket on AWS yet, so there is no output of jobs. Run: inv up --target {TARGET}"
             )
         return {"PROFILE": self.profile, "PROJECT_DIR": f"s3://{bucket.name(file)}", **bucket.access(file)}
 
     def shell(self, command: str) -> int:
-        reached = ssh.reach(cluster_file.load())
+        ssh_head = ssh.find_head(cluster_file.load())
         if command:
-            return subprocess.call([*reached.command("-T"), ssh.ENVIRONMENT + command])
-        return subprocess.call([*reached.command("-t"), "bash", "-l"])
+            return subprocess.call([*ssh_head.command("-T"), ssh.ENVIRONMENT + command])
+        return subprocess.call([*ssh_head.command("-t"), "bash", "-l"])
 
-    def dollars_per_machine_hour(self) -> dict[int, float]:
+    def dollars_per_instance_hour(self) -> dict[int, float]:
         file = cluster_file.load()
         known = prices.ask(file)
         by_card: dict[int, list[float]] = {}
@@ -107,15 +108,15 @@ class Aws:
                 by_card.setdefault(A100_GIB[worker.instance_type], []).append(known.workers[worker.name])
         return {card: min(dollars) for card, dollars in by_card.items()}
 
-    def bill(self) -> Bill:
+    def cloud_status(self) -> CloudStatus:
         file = cluster_file.load()
-        return costs.report(file, head.report(ssh.reach(file)))
+        return cloud_status.cloud_status(file, head.read_status(ssh.find_head(file)))
 
     def down(self) -> list[str]:
         file = cluster_file.load()
         teardown.end_instances(file)
         teardown.delete_orphans(file)
-        stack.delete(file)
+        prepare.delete(file)
         secrets_manager.delete(file)
         left = teardown.leftovers(file) + [f"secret {name}" for name in secrets_manager.names(file)]
         if not left:
@@ -124,52 +125,51 @@ class Aws:
                 f"of {file.slug} is left"
             )
             if bucket.exists(file):
-                print(f"kept, with your work in it: s3://{bucket.name(file)}")
+                print(f"kept, with your work: s3://{bucket.name(file)}")
         return left
 
 
-def _examine(findings: list[Finding], target: str) -> None:
-    """Show the findings that are not ok. Raises `settings.UserError` when something would fail."""
-    told = [finding for finding in findings if finding.verdict != "ok"]
+def _require_no_errors(findings: list[Finding], target: str) -> None:
+    """Show the findings that are not ok. Raises `settings.UserError` if there is an error."""
+    shown = [finding for finding in findings if finding.status != "ok"]
     print(
-        f"doctor: {len(findings) - len(told)} of {len(findings)} checks are fine; see all: inv doctor --target {target}"
+        f"doctor: {len(findings) - len(shown)} of {len(findings)} checks are ok. See all: inv doctor --target {target}"
     )
-    if not doctor.show(told, Console()):
+    if not doctor.show(shown, Console()):
         raise settings.UserError(
             f"nothing was started. Fix the problems marked ✗, then run: inv doctor --target {target}"
         )
 
 
-def _ask(question: str, yes: bool) -> None:
-    """Nothing that costs money starts without a yes. Raises `settings.UserError` for any other answer."""
+def _confirm(question: str, yes: bool) -> None:
+    """Ask before anything that costs money starts. Raises `settings.UserError` if the answer is not yes."""
     if yes:
         return
     if not sys.stdin.isatty():
-        raise settings.UserError(
-            f"this costs money and nobody is here to agree; say so with: inv up --target {TARGET} --yes"
-        )
+        raise settings.UserError(f"this costs money and needs your consent. Run: inv up --target {TARGET} --yes")
     if input(f"{question} [y/N] ").strip().lower() not in ("y", "yes"):
-        raise settings.UserError("nothing was started.")
+        raise settings.UserError("nothing was started")
 
 
-def _what_changes(file: ClusterFile, running: instances.Instance | None) -> str:
-    """What `up` will do, in a sentence; nothing is to be done where it is empty."""
+def _describe_changes(file: ClusterFile, running: instances.Instance | None) -> str:
+    """Return what `up` will do, in a sentence; empty if there is nothing to do."""
     if running is None:
         orphans = len(instances.living(file))
-        return "a head is started" + (f", and takes over {orphans} machines that have none" if orphans else "")
+        return "a head will start" + (f" and take over {orphans} instances that have no head" if orphans else "")
     if running.tags.get(instances.FILES_TAG) == file.digest:
-        if head.runs(ssh.reach(file)):
+        if head.runs(ssh.find_head(file)):
             return ""
-        return f"Ray, its autoscaler or the watchdog does not run on the head {running.id}: it is set up again"
+        return f"Ray, its autoscaler or the watchdog does not run on the head {running.id}: it will be set up again"
     if running.tags.get("ray-launch-config") == _launch_hash(file):
         return (
-            "cluster.yaml, the pins or a limit changed since the last up: the head is set up anew, and running jobs end"
+            "cluster.yaml, the pins or a limit changed since the last up: the head will be set up again, which ends "
+            "running jobs"
         )
-    return f"the head's machine changed in cluster.yaml: {running.id} is replaced, and running jobs end"
+    return f"the head's instance changed in cluster.yaml: {running.id} will be replaced, which ends running jobs"
 
 
 def _launch_hash(file: ClusterFile) -> str:
-    """Return what Ray compares to decide whether a running head matches the file."""
+    """Return the hash by which Ray decides whether a running head matches the cluster file."""
     from pipeline.ray_support.private import cluster_launcher  # importing Ray takes a second
 
     return cluster_launcher.launch_hash(file.content, file.head.name)

@@ -1,4 +1,4 @@
-"""Ends everything that the project rents on AWS, and finds what is left."""
+"""End everything that the project rents on AWS, and find what is left."""
 
 import time
 
@@ -17,31 +17,31 @@ def end_instances(file: ClusterFile) -> None:
     """Terminate every instance of the project, the head first: its autoscaler would replace the others.
 
     Raises:
-        settings.UserError: some have not ended after a quarter of an hour.
+        settings.UserError: an instance has not ended after 15 minutes.
     """
     ec2 = file.client("ec2")
     started = time.monotonic()
     with Console().status("ending instances") as spinner:
-        while machines := instances.living(file):
-            if to_end := [machine.id for machine in machines if machine.state != "shutting-down"]:
-                heads = [machine.id for machine in machines if machine.node_type == file.head.name]
+        while living := instances.living(file):
+            if to_end := [instance.id for instance in living if instance.state != "shutting-down"]:
+                heads = [instance.id for instance in living if instance.node_type == file.head.name]
                 ec2.terminate_instances(InstanceIds=[*heads, *(one for one in to_end if one not in heads)])
             waited = time.monotonic() - started
             if waited > TERMINATE_TIMEOUT_S:
-                names = ", ".join(machine.id for machine in machines)
+                names = ", ".join(instance.id for instance in living)
                 raise settings.UserError(
-                    f"{names} have not ended after {waited:.0f} s; try again: inv down --target {TARGET}"
+                    f"{names} have not ended after {waited:.0f} s. Run again: inv down --target {TARGET}"
                 )
-            spinner.update(f"ending {len(machines)} instances: {waited:.0f} s")
+            spinner.update(f"ending {len(living)} instances: {waited:.0f} s")
             time.sleep(1)
 
 
 def leftovers(file: ClusterFile) -> list[str]:
-    """Everything but the bucket that AWS still holds of the project, in words."""
+    """Return everything of the project that is left on AWS, except the bucket, in words."""
     ec2 = file.client("ec2")
     tagged = [{"Name": "tag:ray-project", "Values": [file.slug]}]
     named = [{"Name": "group-name", "Values": [file.slug]}]
-    left = [f"instance {machine.id} ({machine.state})" for machine in instances.living(file)]
+    left = [f"instance {instance.id} ({instance.state})" for instance in instances.living(file)]
     requests = ec2.describe_spot_instance_requests(
         Filters=[{"Name": "launch.key-name", "Values": [file.slug]}, {"Name": "state", "Values": ["open", "active"]}]
     )["SpotInstanceRequests"]

@@ -1,4 +1,4 @@
-"""Where the cluster is: its VPC and a subnet in each zone."""
+"""Find the cluster's network: its VPC, and one subnet per zone."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -9,47 +9,47 @@ import settings
 from cluster.common.cluster_file import ClusterFile
 
 ZONES = 3
-"""As many launch templates as stack.yaml has."""
+"""Number of launch templates in stack.yaml."""
 
 
 class NetworkSection(settings.Section):
     """[cluster.network] of settings.toml."""
 
     vpc: str = ""
-    """id of the VPC to be in; the region's default VPC when empty"""
+    """id of the VPC; empty: the region's default VPC"""
     caller: str = ""
-    """who may reach the head on port 22, as a.b.c.d/32; the address of this machine when empty"""
+    """address that may connect to port 22 of the head, as a.b.c.d/32; empty: that of this machine"""
     certificate: str = ""
-    """ARN of a certificate in ACM: a load balancer then takes HTTPS for the served model; there is none when empty"""
+    """ARN of an ACM certificate: a load balancer serves the model over HTTPS; empty: no load balancer"""
     clients: str = ""
-    """who may reach that, as a.b.c.d/n"""
+    """addresses that may connect to the load balancer, as a.b.c.d/n"""
 
     @model_validator(mode="after")
     def _clients_are_named(self) -> Self:
         if bool(self.certificate) != bool(self.clients):
-            raise ValueError("certificate and clients go together: a load balancer, and who may reach it")
+            raise ValueError("set both certificate and clients, or neither: clients may connect to the load balancer")
         return self
 
 
 @dataclass(frozen=True)
 class Network:
-    """Where the cluster is."""
+    """A VPC with its subnets."""
 
     vpc: str
     subnets: list[str]
-    """One a zone, three in all; repeated where fewer zones offer what cluster.yaml asks for."""
+    """Three, one per zone. They repeat if fewer zones offer the instance type."""
     zones: list[str]
 
 
 def find_network(file: ClusterFile, vpc: str) -> Network:
-    """The VPC and, in each zone that offers the largest worker type, one of its subnets."""
+    """Return the VPC and one subnet in each zone that offers the last worker type of cluster.yaml."""
     ec2 = file.client("ec2")
     if not vpc:
         vpcs = ec2.describe_vpcs(Filters=[{"Name": "is-default", "Values": ["true"]}])["Vpcs"]
         if not vpcs:
             raise settings.UserError(
-                f"{file.region} has no default VPC; name one as vpc in [cluster.network] of settings.toml, "
-                "or make one: aws ec2 create-default-vpc"
+                f"{file.region} has no default VPC. Set vpc in [cluster.network] of settings.toml, "
+                "or run: aws ec2 create-default-vpc"
             )
         vpc = vpcs[0]["VpcId"]
     instance_type = file.workers[-1].instance_type
@@ -60,13 +60,15 @@ def find_network(file: ClusterFile, vpc: str) -> Network:
     subnets = ec2.describe_subnets(Filters=[{"Name": "vpc-id", "Values": [vpc]}])["Subnets"]
     by_zone = {
         subnet["AvailabilityZone"]: subnet["SubnetId"]
-        for subnet in sorted(subnets, key=lambda subnet: subnet["AvailableIpAddressCount"])  # the roomiest of a zone
+        for subnet in sorted(
+            subnets, key=lambda subnet: subnet["AvailableIpAddressCount"]
+        )  # the one with the most free addresses wins
         if subnet["AvailabilityZone"] in zones
     }
     if not by_zone:
         raise settings.UserError(
-            f"no zone of {file.region} with a subnet in {vpc} offers {instance_type}; "
-            "take another region or type in cluster/cluster.yaml."
+            f"no zone of {file.region} with a subnet in {vpc} offers {instance_type}. "
+            "Set another region or InstanceType in cluster/cluster.yaml"
         )
     used = sorted(by_zone)[:ZONES]
     return Network(vpc=vpc, subnets=[by_zone[used[index % len(used)]] for index in range(ZONES)], zones=used)

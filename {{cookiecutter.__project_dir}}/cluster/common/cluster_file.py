@@ -1,4 +1,4 @@
-"""What the verbs read of cluster.yaml: the names that everything on AWS carries, and the machines that it may rent."""
+"""Read cluster.yaml: the names of the project's resources on AWS, and the instances that it may rent."""
 
 import hashlib
 import os
@@ -14,12 +14,12 @@ import settings
 
 FILE = settings.PROJECT / "cluster" / "cluster.yaml"
 PINS = settings.PROJECT / "requirements" / "cluster.txt"
-GPUS_A_MACHINE = 8
-"""Of p4d and p4de alike."""
+GPUS_PER_INSTANCE = 8
+"""Of p4d and p4de."""
 REHEARSAL = "REHEARSAL"
-"""In the environment of what runs inside the emulated AWS."""
+"""Environment variable of processes inside the emulated AWS."""
 TARGET = "rehearsal" if REHEARSAL in os.environ else "aws"
-"""What the verbs to type next are told as --target."""
+"""Value of --target for commands in messages."""
 
 
 @dataclass(frozen=True)
@@ -30,26 +30,26 @@ class NodeType:
     instance_type: str
     market: str
     """"spot", "on-demand" or "capacity-block"."""
-    most: int
-    """The most of it at once."""
+    max_workers: int
+    """Maximum number of instances at once."""
     zone: str
-    """Its label `zone`, by which a training gang stays together; empty without one."""
+    """Its label `zone`, which keeps a training gang together. Empty without one."""
     priority: int
-    """Among types that fit, Ray asks for the highest first."""
+    """Among types that fit, Ray requests the one with the highest priority first."""
     node_config: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class ClusterFile:
-    """cluster.yaml, read."""
+    """The content of cluster.yaml."""
 
     content: dict[str, Any]
     digest: str
-    """Changes with what a cluster is set up from: the file, the nodes' pins, the limits in settings.toml."""
+    """Hash of everything that a head is set up from: the file, the nodes' pins, the limits in settings.toml."""
 
     @property
     def slug(self) -> str:
-        """Name of the cluster, and of all that it has on AWS."""
+        """Name of the cluster, and name or prefix of its resources on AWS."""
         return self.content["cluster_name"]
 
     @property
@@ -58,7 +58,7 @@ class ClusterFile:
 
     @property
     def auth(self) -> dict[str, Any]:
-        """How ssh reaches machines, in Ray's own names."""
+        """Ray's settings for ssh."""
         return self.content["auth"]
 
     @property
@@ -66,7 +66,7 @@ class ClusterFile:
         return Path(self.auth["ssh_private_key"]).expanduser()
 
     @property
-    def most_workers(self) -> int:
+    def max_workers(self) -> int:
         return self.content["max_workers"]
 
     @property
@@ -77,8 +77,8 @@ class ClusterFile:
     def workers(self) -> list[NodeType]:
         return [self._node_type(name) for name in self.content["available_node_types"] if name != self.head.name]
 
-    def client(self, service: Any) -> Any:  # a str; boto3's types know a function for each name
-        """boto3's client for a service in this cluster's region."""
+    def client(self, service: Any) -> Any:  # a str; the types of boto3 have one overload for each name
+        """Return boto3's client for a service in this cluster's region."""
         return boto3.client(service, region_name=self.region)
 
     def _node_type(self, name: str) -> NodeType:
@@ -88,7 +88,7 @@ class ClusterFile:
             name=name,
             instance_type=config["InstanceType"],
             market=config.get("InstanceMarketOptions", {}).get("MarketType", "on-demand"),
-            most=min(body.get("max_workers", 1), self.most_workers),
+            max_workers=min(body.get("max_workers", 1), self.max_workers),
             zone=body.get("labels", {}).get("zone", ""),
             priority=body.get("priority", 0),
             node_config=config,
@@ -96,7 +96,7 @@ class ClusterFile:
 
 
 def load(file: Path = FILE) -> ClusterFile:
-    """Read the cluster file. Raises `settings.UserError` when it is not YAML or lacks what the verbs need."""
+    """Read the cluster file. Raises `settings.UserError` if it is not valid YAML or a key is missing."""
     try:
         text = file.read_text(encoding="utf-8")
         limits = tomllib.loads(settings.FILE.read_text(encoding="utf-8")).get("cluster", {}).get("limits")
@@ -104,15 +104,13 @@ def load(file: Path = FILE) -> ClusterFile:
         read = ClusterFile(yaml.safe_load(text), digest)
         _ = (read.slug, read.region, read.key_file, read.auth["ssh_user"], read.head, read.workers)
     except FileNotFoundError as error:
-        raise settings.UserError(
-            f"{error.filename} is missing; restore it with: git checkout {error.filename}"
-        ) from None
+        raise settings.UserError(f"{error.filename} is missing. Run: git checkout {error.filename}") from None
     except tomllib.TOMLDecodeError as error:
-        raise settings.UserError(f"settings.toml is not valid TOML: {error}; correct that line.") from None
+        raise settings.UserError(f"settings.toml is not valid TOML: {error}. Correct that line") from None
     except yaml.YAMLError as error:
         raise settings.UserError(
-            f"{file} is not valid YAML: {' '.join(str(error).split())}; correct that line."
+            f"{file} is not valid YAML: {' '.join(str(error).split())}. Correct that line"
         ) from None
     except (KeyError, TypeError) as error:
-        raise settings.UserError(f"{file} lacks {error}; compare it with: git diff {file}") from None
+        raise settings.UserError(f"{file} lacks {error}. Compare it: git diff {file}") from None
     return read

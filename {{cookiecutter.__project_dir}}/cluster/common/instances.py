@@ -1,4 +1,4 @@
-"""The cluster's instances, as EC2 knows them."""
+"""The cluster's instances on EC2."""
 
 import datetime
 from dataclasses import dataclass
@@ -6,14 +6,14 @@ from typing import Any
 
 from cluster.common.cluster_file import ClusterFile
 
-LIVING = ["pending", "running", "stopping", "stopped", "shutting-down"]
+LIVING_STATES = ["pending", "running", "stopping", "stopped", "shutting-down"]
 FILES_TAG = "project-files"
-"""On the head: the digest of the files that it was last set up from."""
+"""Tag of the head: digest of the files that it was last set up from."""
 
 
 @dataclass(frozen=True)
 class Instance:
-    """One instance."""
+    """One instance on EC2."""
 
     id: str
     node_type: str
@@ -32,10 +32,10 @@ class Instance:
 
 
 def living(file: ClusterFile) -> list[Instance]:
-    """All instances with the project's tag that have not ended, the head first."""
+    """Return all instances of the project that have not ended, the head first."""
     filters = [
         {"Name": "tag:ray-project", "Values": [file.slug]},
-        {"Name": "instance-state-name", "Values": LIVING},
+        {"Name": "instance-state-name", "Values": LIVING_STATES},
     ]
     pages = file.client("ec2").get_paginator("describe_instances").paginate(Filters=filters)
     found = [
@@ -44,11 +44,11 @@ def living(file: ClusterFile) -> list[Instance]:
         for reservation in page["Reservations"]
         for instance in reservation["Instances"]
     ]
-    return sorted(found, key=lambda machine: (machine.node_type != file.head.name, machine.launched))
+    return sorted(found, key=lambda instance: (instance.node_type != file.head.name, instance.launched))
 
 
 def head(file: ClusterFile) -> Instance | None:
-    """The head, when one runs."""
+    """Return the running head, or None."""
     heads = [one for one in living(file) if one.node_type == file.head.name and one.state == "running"]
     return heads[0] if heads else None
 

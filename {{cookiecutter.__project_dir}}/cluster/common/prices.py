@@ -1,4 +1,4 @@
-"""What the machines of cluster.yaml cost, asked of AWS."""
+"""Prices of the instances in cluster.yaml, from AWS."""
 
 import datetime
 import json
@@ -10,29 +10,29 @@ import boto3
 from rich.table import Table
 
 import settings
-from cluster.common.cluster_file import GPUS_A_MACHINE, ClusterFile, NodeType
+from cluster.common.cluster_file import GPUS_PER_INSTANCE, ClusterFile, NodeType
 
-PRICING_REGION = "us-east-1"  # where AWS answers for the prices of all regions
+PRICING_REGION = "us-east-1"  # serves the prices of all regions
 LINUX = "Linux/UNIX"
 
 
 @dataclass(frozen=True)
 class Prices:
-    """Dollars an hour by node type, without disks and traffic."""
+    """Dollars per hour, without disks and traffic."""
 
     head: float
     workers: dict[str, float]
-    """By name of the node type; a spot price is that of this hour in the cheapest zone."""
-    most: float
-    """The head and as many workers as max_workers allows, each of the dearest kind."""
+    """By node type. A spot price is the current one in the cheapest zone."""
+    maximum: float
+    """The head and max_workers of the most expensive type."""
 
     def of(self, node_type: str, file: ClusterFile) -> float:
-        """Price of one machine of that type."""
+        """Return the price of one instance of this type."""
         return self.head if node_type == file.head.name else self.workers[node_type]
 
 
 def ask(file: ClusterFile) -> Prices:
-    """Ask AWS. Raises `settings.UserError` when a type has no price in the region."""
+    """Ask AWS for prices. Raises `settings.UserError` if a type has no price in the region."""
     known: dict[tuple[str, str], float] = {}
 
     def price(node_type: NodeType) -> float:
@@ -43,13 +43,13 @@ def ask(file: ClusterFile) -> Prices:
 
     workers = {node_type.name: price(node_type) for node_type in file.workers}
     head = price(file.head)
-    return Prices(head=head, workers=workers, most=head + file.most_workers * max(workers.values(), default=0))
+    return Prices(head=head, workers=workers, maximum=head + file.max_workers * max(workers.values(), default=0))
 
 
 def table(file: ClusterFile, prices: Prices) -> Table:
-    """The prices as people want to see them before they say yes."""
+    """Return the table that `inv up` shows before it asks."""
     shown = Table(title="Price, without disks and traffic", title_justify="left", title_style="bold", box=None)
-    for column in ("", "machine", "market", "dollars an hour"):
+    for column in ("", "instances", "market", "dollars per hour"):
         shown.add_column(column, header_style="dim", justify="right" if column.startswith("dollars") else "left")
     shown.add_row("now", f"1 × {file.head.instance_type} (head)", file.head.market, f"{prices.head:.2f}")
     seen: set[tuple[str, str]] = set()
@@ -57,19 +57,21 @@ def table(file: ClusterFile, prices: Prices) -> Table:
         if (key := (worker.instance_type, worker.market)) not in seen:
             seen.add(key)
             each = f"{prices.workers[worker.name]:.2f} each"
-            shown.add_row("while work waits", f"0 to {worker.most} × {worker.instance_type}", worker.market, each)
-    shown.add_row("at most", f"the head and {file.most_workers} of the dearest", "", f"{prices.most:.2f}")
+            shown.add_row(
+                "while work waits", f"0 to {worker.max_workers} × {worker.instance_type}", worker.market, each
+            )
+    shown.add_row("at most", f"head and {file.max_workers} of the most expensive", "", f"{prices.maximum:.2f}")
     return shown
 
 
-def of_workers(dollars_per_machine_hour: Mapping[int, float], device: str, workers: int) -> float | None:
-    """Dollars an hour of whole machines with a GPU for each worker; None where that GPU is none that is rented.
+def of_workers(dollars_per_instance_hour: Mapping[int, float], device: str, workers: int) -> float | None:
+    """Return dollars per hour for whole instances with one GPU per worker, or None if there is no price for the GPU.
 
-    `device` is a GPU's name, such as "NVIDIA A100-SXM4-40GB", and the prices are by GiB of an A100.
+    `device` is the name of a GPU, such as "NVIDIA A100-SXM4-40GB". Prices are by GiB per A100.
     """
-    for gib, dollars in dollars_per_machine_hour.items():
+    for gib, dollars in dollars_per_instance_hour.items():
         if "A100" in device and f"{gib}GB" in device:
-            return dollars * math.ceil(workers / GPUS_A_MACHINE)
+            return dollars * math.ceil(workers / GPUS_PER_INSTANCE)
     return None
 
 
@@ -92,7 +94,7 @@ def _on_demand(file: ClusterFile, instance_type: str) -> float:
                 if (dollars := float(dimension["pricePerUnit"]["USD"])) > 0:
                     return dollars
     raise settings.UserError(
-        f"AWS has no price for {instance_type} in {file.region}; set another InstanceType in cluster/cluster.yaml."
+        f"AWS has no price for {instance_type} in {file.region}. Set another InstanceType in cluster/cluster.yaml"
     )
 
 
@@ -100,10 +102,10 @@ def _spot(file: ClusterFile, instance_type: str) -> float:
     history = file.client("ec2").describe_spot_price_history(
         InstanceTypes=[instance_type],
         ProductDescriptions=[LINUX],
-        StartTime=datetime.datetime.now(datetime.UTC),  # gives the price of now in each zone
+        StartTime=datetime.datetime.now(datetime.UTC),  # returns the current price of each zone
     )["SpotPriceHistory"]
     if not history:
         raise settings.UserError(
-            f"{instance_type} is not sold as spot in {file.region}; remove that type from cluster/cluster.yaml."
+            f"{instance_type} is not available as spot in {file.region}. Remove it from cluster/cluster.yaml"
         )
     return min(float(entry["SpotPrice"]) for entry in history)

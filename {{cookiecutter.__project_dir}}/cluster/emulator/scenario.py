@@ -113,7 +113,7 @@ def upload_assets(file: ClusterFile) -> None:
 def shorten_idle_timeout(file: ClusterFile) -> None:
     """Shorten the idle timeout on the head. The autoscaler reads this file again in each of its loops."""
     edit = f's/"idle_timeout_minutes": [0-9.]+/"idle_timeout_minutes": {IDLE_TIMEOUT_MINUTES}/'
-    ssh.reach(file).run(f"sed -i -E '{edit}' ~/ray_bootstrap_config.yaml")
+    ssh.find_head(file).run(f"sed -i -E '{edit}' ~/ray_bootstrap_config.yaml")
 
 
 def cloud_state() -> dict[str, Any]:

@@ -4,8 +4,9 @@ import sys
 from typing import NoReturn
 
 from cluster.common import cluster_file
+from cluster.doctor import Finding
 from cluster.emulator import sandbox
-from cluster.target import Bill, Connection, Finding
+from cluster.target import CloudStatus, Connection
 
 
 class Rehearsal:
@@ -29,17 +30,17 @@ class Rehearsal:
     def connect(self) -> Connection:
         _run_verb_inside()
 
-    def files(self) -> dict[str, str]:
+    def storage_variables(self) -> dict[str, str]:
         _run_verb_inside()
 
     def shell(self, command: str) -> int:
         _run_verb_inside()
 
-    def dollars_per_machine_hour(self) -> dict[int, float]:
+    def dollars_per_instance_hour(self) -> dict[int, float]:
         sandbox.start(cluster_file.load().region)
         _run_verb_inside()
 
-    def bill(self) -> Bill:
+    def cloud_status(self) -> CloudStatus:
         _run_verb_inside()
 
     def down(self) -> list[str]:

@@ -16,25 +16,25 @@ def failed_setups(text: str, log: str) -> list[str]:
     """
     not_needed = re.findall(r"RAY_INSTALLING->TERMINATING \(.*cloud_instance_id=(i-\w+)", log)
     failures: dict[str, str] = {}
-    words: list[str] = []
+    output: list[str] = []
     for line in re.sub(r"\x1b\[[\d;]*m", "", text).splitlines():
         if found := re.search(r"NodeUpdater: (i-\w+): (\w[\w ]*) failed", line):
             # Ray retries on the same node: the last failure counts
             failures.pop(found[1], None)
-            failures[found[1]] = f"{found[1]}: {found[2].lower()} failed: {' / '.join(words[-3:]) or 'no output'}"
-            words = []
+            failures[found[1]] = f"{found[1]}: {found[2].lower()} failed: {' / '.join(output[-3:]) or 'no output'}"
+            output = []
         elif line.strip() and not re.match(r"\d{4}-\d\d-\d\d", line):
-            words.append(line.strip()[:200])
-    return [words for instance, words in failures.items() if instance not in not_needed]
+            output.append(line.strip()[:200])
+    return [failure for instance, failure in failures.items() if instance not in not_needed]
 
 
 def refusals(text: str) -> list[dict[str, str]]:
-    """Return launches that AWS refused, oldest first: `type`, `at` (the head's clock), AWS's `code` and `words`.
+    """Return launches that AWS refused, oldest first: `type`, `at` (the head's clock), AWS's `code` and `message`.
 
     Only monitor.log has them: the autoscaler's own report names no reason.
     """
     line = r"(\S+ [\d:]+),\d+.*Failed to launch \d+ nodes of type (\S+): Node Launch Exception \((\w+)\): (.*)"
-    return [dict(zip(("at", "type", "code", "words"), found, strict=True)) for found in re.findall(line, text)]
+    return [dict(zip(("at", "type", "code", "message"), found, strict=True)) for found in re.findall(line, text)]
 
 
 def recent_refusals() -> list[dict[str, str]]:

@@ -19,7 +19,7 @@ from cluster.node.state import INTERVAL_S, LEASE, RAY_CONFIG, STATE_FILE
 
 CLOSED_S = 300.0
 """How long a node type stays closed after AWS refuses it."""
-MOST_FAILED_SETUPS = 3
+MAX_FAILED_SETUPS = 3
 
 
 class LimitsSection(settings.Section):
@@ -55,7 +55,7 @@ class Markets:
         """Close a type for good after its third failed set-up. Return messages for the user."""
         messages = []
         for node_type, count in failures.items():
-            if count >= MOST_FAILED_SETUPS and self.closed_until.get(node_type) != float("inf"):
+            if count >= MAX_FAILED_SETUPS and self.closed_until.get(node_type) != float("inf"):
                 self.closed_until[node_type] = float("inf")
                 messages.append(
                     f"the set-up of {count} {node_type} instances failed: no more are started until you correct "
@@ -95,7 +95,7 @@ def watch() -> None:
     renew_lease_within(limits, file)  # before asking AWS: its silence must not end the cluster
     known = prices.ask(file)
     state = json.loads(STATE_FILE.read_text()) if STATE_FILE.exists() else {}
-    markets = Markets({worker.name: worker.most for worker in file.workers})
+    markets = Markets({worker.name: worker.max_workers for worker in file.workers})
     spending = Spending({file.head.name: known.head, **known.workers}, state.get("dollars", 0.0))
     messages, last = state.get("messages", []), state.get("at", time.time())
     while True:

@@ -15,18 +15,18 @@ from settings import UserError
 
 
 class NodeGroup(NamedTuple):
-    """Machines of one kind."""
+    """Nodes with the same resources."""
 
     resources: dict[str, float]
     count: int
-    """How many of them the cluster can have."""
+    """Number of nodes that the cluster can have."""
 
 
 def nodes() -> list[NodeGroup]:
-    """Return all machines that the cluster can have.
+    """Return all nodes that the cluster can have.
 
     For a cluster that grows, `inv submit` sets CLUSTER_NODES, a JSON list such as
-    [{"resources": {"CPU": 96, "GPU": 8}, "count": 4}]. Otherwise they are the machines that run now.
+    [{"resources": {"CPU": 96, "GPU": 8}, "count": 4}]. Otherwise these are the running nodes.
     """
     if described := os.environ.get("CLUSTER_NODES"):
         return [NodeGroup(node["resources"], node["count"]) for node in json.loads(described)]

@@ -53,7 +53,7 @@ def verdict(nodes: int, transport: str, device: str) -> str:
     if nodes == 1:
         return "all workers are on one node, so there is no network between them; use a larger --num-workers"
     if device == "cuda" and transport != "EFA":
-        return f"gradients travel over {transport}, not over EFA, which is several times faster: cluster/variants.md"
+        return f"gradients travel over {transport}, not over EFA, which is several times faster: docs/aws-variants.md"
     return f"gradients travel over {transport}"
 
 

@@ -1,4 +1,4 @@
-"""Find the line that says why a head died, in its output and in the logs of its Ray session."""
+"""Find the line that explains why a head died, in its output and in the logs of its Ray session."""
 
 import re
 from pathlib import Path
@@ -8,12 +8,12 @@ COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 EXCEPTION = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception): .+", re.MULTILINE)  # the last line of a traceback
 FATAL = re.compile(r"^\[[^]]* [CF] \d+ \d+\] .*?\.cc:\d+: *(.+)", re.MULTILINE)  # a fatal line of Ray's C++ log
 ENDED = re.compile(r"END (\w+)\.\w+ tail \(exit code\(s\)=(.+?)\) -")
-MOST_CHARACTERS = 300
+MAX_CHARACTERS = 300
 
 
-def reason(printed: Path, session: Path) -> str:
-    """Return why the head died, in one line. `printed` is the file with its output, `session` the log folder."""
-    text = _read(printed)
+def find(output: Path, session: Path) -> str:
+    """Return in one line why the head died. `output` is the file with its output, `session` the log folder."""
+    text = _read(output)
     for pattern, log in (
         (EXCEPTION, text),
         (FATAL, text + "".join(_read(session / name) for name in SESSION_LOGS)),
@@ -22,8 +22,8 @@ def reason(printed: Path, session: Path) -> str:
     ):
         if found := list(pattern.finditer(log)):
             groups = found[-1].groups() or (found[-1].group(),)
-            return " ended with ".join(groups).strip()[:MOST_CHARACTERS]
-    return "it printed nothing"
+            return " ended with ".join(groups).strip()[:MAX_CHARACTERS]
+    return "no output"
 
 
 def _read(file: Path) -> str:

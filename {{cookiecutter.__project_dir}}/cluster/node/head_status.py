@@ -1,4 +1,4 @@
-"""Prints, on the head, the state of Ray's autoscaler and of the watchdog as one line of JSON."""
+"""Print the status of the head's autoscaler and watchdog as one line of JSON. Runs on the head."""
 
 import json
 import subprocess
@@ -10,35 +10,35 @@ from cluster.node.autoscaler_log import LOGS, tail
 from pipeline.ray_support.private.autoscaler import cluster_status
 
 
-def report() -> dict:
+def head_status() -> dict:
     """Return whether the autoscaler runs, what it waits for, what AWS refused, and which set-ups failed."""
     if not state.answers("127.0.0.1"):  # Ray's own client would retry for a minute
         sys.exit("Ray does not run on this head")
-    status = cluster_status(f"127.0.0.1:{state.GCS_PORT}")
+    ray_status = cluster_status(f"127.0.0.1:{state.GCS_PORT}")
     return {
         "autoscaler": _autoscaler_pid(),
-        "reported": status.stats.autoscaler_version is not None,
-        "last_words": {
+        "reported": ray_status.stats.autoscaler_version is not None,
+        "log_tail": {
             "autoscaler": tail(LOGS / "monitor.err", 2_000) or tail(LOGS / "monitor.log", 2_000),
             "watchdog": tail(state.LOG_FILE, 2_000),
         },
         "nodes": [
             {"instance": node.instance_id, "type": node.ray_node_type_name, "address": node.ip_address}
-            for node in [*status.active_nodes, *status.idle_nodes]
+            for node in [*ray_status.active_nodes, *ray_status.idle_nodes]
         ],
         "pending": [
-            {"type": node.ray_node_type_name, "count": 1, "details": node.details} for node in status.pending_nodes
+            {"type": node.ray_node_type_name, "count": 1, "details": node.details} for node in ray_status.pending_nodes
         ]
         + [
             {"type": launch.ray_node_type_name, "count": launch.count, "details": launch.details}
-            for launch in status.pending_launches
+            for launch in ray_status.pending_launches
         ],
         "refused": list({refusal["type"]: refusal for refusal in autoscaler_log.recent_refusals()}.values()),
         "demands": [
             {"resources": dict(bundle.bundle), "count": bundle.count}
             for demand in (
-                *status.resource_demands.ray_task_actor_demand,
-                *status.resource_demands.placement_group_demand,
+                *ray_status.resource_demands.ray_task_actor_demand,
+                *ray_status.resource_demands.placement_group_demand,
             )
             for bundle in demand.bundles_by_count
         ],
@@ -59,4 +59,4 @@ def _autoscaler_pid() -> int:
 
 
 if __name__ == "__main__":
-    json.dump(report(), sys.stdout)
+    json.dump(head_status(), sys.stdout)

@@ -1,0 +1,103 @@
+"""`inv doctor --target aws`: check everything that can be checked before it costs money. Changes nothing."""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import boto3
+import botocore.session
+from botocore.config import Config
+from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError
+from botocore.exceptions import ConnectionError as NoConnectionError
+
+import settings
+from cluster.aws import aws_errors
+from cluster.aws.doctor import jobs, laptop, permissions, quotas, region
+from cluster.aws.doctor.account import RETRY, Account, denied_action
+from cluster.common.cluster_file import ClusterFile
+from cluster.doctor import Finding
+
+SERVICES = ("sts", "iam", "ec2", "service-quotas", "ssm", "secretsmanager")
+F = TypeVar("F", bound=ClusterFile)
+
+REMOTE_CHECKS: dict[str, Callable[[Account], Iterator[Finding]]] = {
+    "permissions": permissions.check,
+    "quotas": quotas.check,
+    "spot": region.check_spot_role,
+    "zones": region.check_zones,
+    "subnets": region.check_subnets,
+    "images": region.check_images,
+    "secrets": jobs.check_secrets,
+    "prices": region.check_prices,
+}
+"""These ask AWS."""
+LOCAL_CHECKS: dict[str, Callable[[ClusterFile], Iterator[Finding]]] = {
+    "versions": laptop.check_versions,
+    "programs": laptop.check_programs,
+    "upload": jobs.check_upload,
+    "paths": jobs.check_paths,
+    "limits": jobs.check_limits,
+}
+"""These need only this machine."""
+
+
+def check(file: ClusterFile) -> list[Finding]:
+    """Check everything that `inv up --target aws` and the jobs need."""
+    try:
+        return _check(file)
+    finally:
+        boto3.setup_default_session()  # later calls get the usual timeouts and retries again
+
+
+def _check(file: ClusterFile) -> list[Finding]:
+    try:
+        account = _sign_in(file)
+    except settings.UserError as error:
+        unchecked = Finding("error", f"{error}. Not checked: {', '.join(REMOTE_CHECKS)}")
+        return [unchecked, *_run_all(LOCAL_CHECKS, file)]
+    with ThreadPoolExecutor(len(REMOTE_CHECKS)) as pool:  # each call to AWS is slow, but they can run in parallel
+        remote = [pool.submit(list, _run(subject, check, account)) for subject, check in REMOTE_CHECKS.items()]
+        local = [*_run_all(LOCAL_CHECKS, account), *_run("GPUs", jobs.check_gpus, account)]
+    signed_in = Finding("ok", f"AWS knows you as {account.arn}")
+    return [signed_in, *(finding for future in remote for finding in future.result()), *local]
+
+
+def _sign_in(file: ClusterFile) -> Account:
+    """Return the account. Raises `settings.UserError` if there is no connection, or AWS rejects the credentials."""
+    try:
+        # short timeouts for this process: nobody wants to wait minutes for a report about a dead network
+        session = botocore.session.get_session()
+        session.set_default_client_config(Config(connect_timeout=3, read_timeout=5, retries={"total_max_attempts": 2}))
+        boto3.setup_default_session(botocore_session=session)
+        clients = {service: file.client(service) for service in SERVICES}
+        arn = clients["sts"].get_caller_identity()["Arn"]
+    except (NoConnectionError, HTTPClientError) as error:
+        raise settings.UserError(
+            f"no connection to AWS ({error}). Check the network, HTTPS_PROXY, and region in cluster/cluster.yaml"
+        ) from None
+    except (BotoCoreError, ClientError) as error:
+        raise settings.UserError(
+            f"no valid AWS credentials ({error}). Run aws configure or aws sso login, or set AWS_ACCESS_KEY_ID and "
+            "AWS_SECRET_ACCESS_KEY"
+        ) from None
+    return Account(file.content, file.digest, arn, clients)
+
+
+def _run_all(checks: dict[str, Callable[[F], Iterator[Finding]]], file: F) -> list[Finding]:
+    return [finding for subject, check in checks.items() for finding in _run(subject, check, file)]
+
+
+def _run(subject: str, check: Callable[[F], Iterator[Finding]], file: F) -> Iterator[Finding]:
+    """Yield the findings of a check. An error that ends the check is a finding too."""
+    try:
+        yield from check(file)
+    except settings.UserError as error:
+        yield Finding("error", str(error))
+    except ClientError as error:
+        if aws_errors.missing_permission(error):
+            action = denied_action(error, permissions.KNOWN_ACTIONS)
+            yield Finding("error", f"{subject}: not checked. Ask for the permission {action}. {RETRY}")
+        else:
+            yield Finding("warning", f"{subject}: not checked, because AWS says: {error}. {RETRY}")
+    except BotoCoreError as error:
+        yield Finding("warning", f"{subject}: not checked, because AWS does not answer ({error}). {RETRY}")

@@ -1,0 +1,137 @@
+"""Check whether the caller has all permissions for `inv up` and `inv down`."""
+
+from collections.abc import Iterator
+from functools import partial
+
+from botocore.exceptions import ClientError
+
+import settings
+from cluster.aws import aws_errors, vpc
+from cluster.aws.doctor.account import RETRY, Account, denied_action
+from cluster.common import instances
+from cluster.doctor import Finding, judge
+
+# Actions of `inv up` and `inv down`, including those of CloudFormation and Ray's launcher, by resource.
+# Actions without a resource, or with several kinds of resources, are under "*".
+ACTIONS = {
+    "*": "ec2:DescribeInstances ec2:DescribeInstanceTypes ec2:DescribeInstanceTypeOfferings "
+    "ec2:DescribeSpotPriceHistory ec2:DescribeVpcs ec2:DescribeSubnets ec2:DescribeSecurityGroups "
+    "ec2:DescribeKeyPairs ec2:DescribeVolumes ec2:DescribeLaunchTemplates ec2:DescribeLaunchTemplateVersions "
+    "ec2:DescribeNetworkInterfaces ec2:DescribeSpotInstanceRequests ec2:CancelSpotInstanceRequests ec2:DeleteVolume "
+    "ec2:DeleteNetworkInterface ec2:ImportKeyPair ec2:DeleteKeyPair ec2:CreateSecurityGroup ec2:DeleteSecurityGroup "
+    "ec2:AuthorizeSecurityGroupIngress ec2:RevokeSecurityGroupIngress ec2:CreateLaunchTemplate "
+    "ec2:CreateLaunchTemplateVersion ec2:DeleteLaunchTemplate pricing:GetProducts secretsmanager:ListSecrets",
+    "arn:{partition}:ec2:{region}:{account}:instance/*": "ec2:RunInstances ec2:CreateTags ec2:TerminateInstances",
+    "arn:{partition}:cloudformation:{region}:{account}:stack/{slug}/*": "cloudformation:CreateStack "
+    "cloudformation:UpdateStack cloudformation:DeleteStack cloudformation:DescribeStacks "
+    "cloudformation:DescribeStackEvents",
+    "arn:{partition}:s3:::{slug}-{account}-{region}": "s3:CreateBucket s3:ListBucket s3:PutEncryptionConfiguration "
+    "s3:PutBucketPublicAccessBlock s3:PutBucketTagging",
+    "arn:{partition}:secretsmanager:{region}:{account}:secret:{slug}/*": "secretsmanager:CreateSecret "
+    "secretsmanager:TagResource secretsmanager:GetSecretValue secretsmanager:PutSecretValue "
+    "secretsmanager:DeleteSecret",
+    "arn:{partition}:iam::{account}:role/{slug}-head": "iam:CreateRole iam:GetRole iam:TagRole iam:DeleteRole "
+    "iam:PutRolePolicy iam:GetRolePolicy iam:DeleteRolePolicy iam:PassRole",
+    "arn:{partition}:iam::{account}:instance-profile/{slug}-head": "iam:CreateInstanceProfile iam:GetInstanceProfile "
+    "iam:AddRoleToInstanceProfile iam:RemoveRoleFromInstanceProfile iam:DeleteInstanceProfile",
+}
+UP_AND_DOWN = " ".join(ACTIONS.values()).split()
+# Actions for the load balancer, if [cluster.network] of settings.toml names a certificate.
+HTTPS_ACTIONS = {
+    "*": "elasticloadbalancing:CreateLoadBalancer elasticloadbalancing:DeleteLoadBalancer "
+    "elasticloadbalancing:DescribeLoadBalancers elasticloadbalancing:ModifyLoadBalancerAttributes "
+    "elasticloadbalancing:CreateTargetGroup elasticloadbalancing:DeleteTargetGroup "
+    "elasticloadbalancing:DescribeTargetGroups elasticloadbalancing:RegisterTargets "
+    "elasticloadbalancing:CreateListener elasticloadbalancing:DeleteListener "
+    "elasticloadbalancing:DescribeListeners elasticloadbalancing:AddTags",
+}
+# Actions of the doctor alone. A check that is denied one of them names it.
+DOCTOR_ACTIONS = [
+    "iam:SimulatePrincipalPolicy",
+    "servicequotas:GetServiceQuota",
+    "ssm:GetParameters",
+    "ec2:DescribeImages",
+    "secretsmanager:DescribeSecret",
+]
+KNOWN_ACTIONS = [*UP_AND_DOWN, *DOCTOR_ACTIONS]
+
+
+def check(account: Account) -> Iterator[Finding]:
+    """Ask IAM. If the caller may not, try the calls that cost money as dry runs on EC2."""
+    if account.arn.endswith(":root"):
+        text = "you are the account's root user, who has all permissions"
+        yield Finding("warning", f"{text}. Create a user for daily work: aws iam create-user --user-name NAME")
+        return
+    try:
+        missing = _simulate(account)
+    except ClientError as error:
+        tried = list(_dry_runs(account))
+        yield from tried
+        rest = f"{len(UP_AND_DOWN) - len(tried)} other actions of inv up and inv down are not checked"
+        why = (
+            f"Ask for the permission {denied_action(error, KNOWN_ACTIONS)}"
+            if aws_errors.missing_permission(error)
+            else f"IAM says: {error}"
+        )
+        yield Finding("warning", f"{rest}. {why}. {RETRY}")
+        return
+    yield judge(
+        not missing,
+        f"you have {len(UP_AND_DOWN) - len(missing)} of the {len(UP_AND_DOWN)} permissions for inv up and inv down",
+        f"Add the others to the policy of {account.arn}: {', '.join(missing)}",
+    )
+
+
+def _has_https() -> bool:
+    return bool(settings.load(vpc.NetworkSection, "network", profile="cluster").certificate)
+
+
+def _simulate(account: Account) -> list[str]:
+    """Return the actions that the caller's policies do not allow."""
+    iam = account.client("iam")
+    _, partition, _, _, number, name = account.arn.split(":", 5)
+    source = account.arn
+    if name.startswith("assumed-role/"):  # the policies belong to the role; only IAM knows its full path
+        source = iam.get_role(RoleName=name.split("/")[1])["Role"]["Arn"]
+    context = {  # values that policies with conditions compare
+        "aws:RequestedRegion": account.region,
+        "aws:RequestTag/ray-project": account.slug,
+        "aws:ResourceTag/ray-project": account.slug,
+        "ec2:CreateAction": "RunInstances",
+        "iam:PassedToService": "ec2.amazonaws.com",
+    }
+    names = {"partition": partition, "region": account.region, "account": number, "slug": account.slug}
+    return [
+        result["EvalActionName"]
+        for resource, actions in [*ACTIONS.items(), *(HTTPS_ACTIONS.items() if _has_https() else [])]
+        for page in iam.get_paginator("simulate_principal_policy").paginate(
+            PolicySourceArn=source,
+            ActionNames=actions.split(),
+            ResourceArns=[resource.format(**names)],
+            ContextEntries=[
+                {"ContextKeyName": key, "ContextKeyValues": [value], "ContextKeyType": "string"}
+                for key, value in context.items()
+            ],
+        )
+        for result in page["EvaluationResults"]
+        if result["EvalDecision"] != "allowed"
+    ]
+
+
+def _dry_runs(account: Account) -> Iterator[Finding]:
+    """Ask EC2 whether the caller may start the head, and end the running instances. EC2 does neither."""
+    ec2, head = account.client("ec2"), account.head.node_config
+    launch = {key: head[key] for key in ("ImageId", "InstanceType", "TagSpecifications") if key in head}
+    calls = {"ec2:RunInstances": partial(ec2.run_instances, **launch, MinCount=1, MaxCount=1, DryRun=True)}
+    if ids := [instance.id for instance in instances.living(account)]:
+        calls["ec2:TerminateInstances"] = partial(ec2.terminate_instances, InstanceIds=ids, DryRun=True)
+    for action, call in calls.items():
+        try:
+            call()
+        except ClientError as error:
+            if error.response["Error"]["Code"] == "DryRunOperation":  # "would have succeeded"
+                yield Finding("ok", f"you have the permission {action}")
+            elif aws_errors.missing_permission(error):
+                yield Finding("error", f"you lack the permission {action}. Add it to the policy of {account.arn}")
+            else:
+                yield Finding("warning", f"the permission {action} is not checked, because AWS says: {error}. {RETRY}")

@@ -1,0 +1,71 @@
+"""Check EC2's quotas: the vCPUs that cluster.yaml may use, against those that AWS grants and others use."""
+
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from cluster.aws.doctor.account import Account
+from cluster.common.cluster_file import NodeType
+from cluster.doctor import Finding, judge
+
+
+class Quota(NamedTuple):
+    """A limit on the vCPUs of instances that run at the same time."""
+
+    code: str
+    types: str
+    """Regular expression for the start of the instance types that count."""
+    market: str
+
+    def counts(self, instance_type: str, market: str) -> bool:
+        return self.market == market and re.match(self.types, instance_type) is not None
+
+
+QUOTAS = (
+    Quota("L-417A185B", r"p\d", "on-demand"),
+    Quota("L-7212CCBC", r"p[234]", "spot"),  # later P types have their own quotas
+    Quota("L-1216C47A", r"[acdhimrtz]\d", "on-demand"),
+    Quota("L-34B43A08", r"[acdhimrtz]\d", "spot"),
+)
+
+
+def check(account: Account) -> Iterator[Finding]:
+    """Check every quota that counts a node type of cluster.yaml."""
+    planned = [account.head, *account.workers]
+    others = list(_other_instances(account))
+    types = {one.instance_type for one in planned} | {instance_type for instance_type, _ in others}
+    described = account.client("ec2").describe_instance_types(InstanceTypes=sorted(types))["InstanceTypes"]
+    vcpus = {one["InstanceType"]: one["VCpuInfo"]["DefaultVCpus"] for one in described}
+    for quota in QUOTAS:
+        used = sum(vcpus[instance_type] for instance_type, market in others if quota.counts(instance_type, market))
+        if counted := [one for one in planned if quota.counts(one.instance_type, one.market)]:
+            yield _check_quota(account, quota, counted, vcpus, used)
+
+
+def _other_instances(account: Account) -> Iterator[tuple[str, str]]:
+    """Yield type and market of each running instance that a quota counts and that is not part of this cluster."""
+    running = [{"Name": "instance-state-name", "Values": ["pending", "running"]}]
+    for page in account.client("ec2").get_paginator("describe_instances").paginate(Filters=running):
+        for instance in (one for reservation in page["Reservations"] for one in reservation["Instances"]):
+            found = instance["InstanceType"], instance.get("InstanceLifecycle") or "on-demand"
+            own = {"Key": "ray-project", "Value": account.slug} in instance.get("Tags", [])
+            if not own and any(quota.counts(*found) for quota in QUOTAS):
+                yield found
+
+
+def _check_quota(account: Account, quota: Quota, counted: list[NodeType], vcpus: dict[str, int], used: int) -> Finding:
+    workers = [one for one in counted if one != account.head]
+    count = min(sum(one.max_workers for one in workers), account.max_workers)
+    needed = count * max((vcpus[one.instance_type] for one in workers), default=0)
+    needed += vcpus[account.head.instance_type] if account.head in counted else 0
+    granted = account.client("service-quotas").get_service_quota(ServiceCode="ec2", QuotaCode=quota.code)["Quota"]
+    free = granted["Value"] - used
+    has_room_for_one = free >= max(vcpus[one.instance_type] for one in counted)
+    return judge(
+        needed <= free,
+        f"{granted['QuotaName']} ({quota.code}): {needed} vCPUs needed, {granted['Value']:g} granted, {used} used by "
+        "other instances",
+        "Request an increase, which takes hours or days: aws service-quotas request-service-quota-increase "
+        f"--service-code ec2 --quota-code {quota.code} --desired-value {needed + used} --region {account.region}",
+        "warning" if has_room_for_one else "error",
+    )

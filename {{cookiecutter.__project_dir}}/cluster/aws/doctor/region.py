@@ -1,0 +1,75 @@
+"""Check what the region offers: spot, zones, subnets, images and prices."""
+
+from collections.abc import Iterator
+
+import settings
+from cluster.aws import vpc
+from cluster.aws.doctor.account import Account
+from cluster.common import prices
+from cluster.doctor import Finding, judge
+
+
+def check_spot_role(account: Account) -> Iterator[Finding]:
+    """Check for the role that spot needs. An account that never used spot lacks it, and the head may not create it."""
+    if all(worker.market != "spot" for worker in account.workers):
+        return
+    iam = account.client("iam")
+    try:
+        iam.get_role(RoleName="AWSServiceRoleForEC2Spot")
+    except iam.exceptions.NoSuchEntityException:
+        remedy = "Run once: aws iam create-service-linked-role --aws-service-name spot.amazonaws.com"
+        yield Finding("error", f"this account lacks the role for spot instances. {remedy}")
+    else:
+        yield Finding("ok", "this account has the role for spot instances")
+
+
+def check_zones(account: Account) -> Iterator[Finding]:
+    """Check that the region offers every instance type."""
+    types = sorted({one.instance_type for one in (account.head, *account.workers)})
+    offers = account.client("ec2").describe_instance_type_offerings(
+        LocationType="availability-zone", Filters=[{"Name": "instance-type", "Values": types}]
+    )["InstanceTypeOfferings"]
+    for instance_type in types:
+        zones = sorted(offer["Location"] for offer in offers if offer["InstanceType"] == instance_type)
+        text = f"{instance_type} is offered in {', '.join(zones) or f'no zone of {account.region}'}"
+        yield judge(bool(zones), text, "Set another InstanceType or region in cluster/cluster.yaml")
+
+
+def check_subnets(account: Account) -> Iterator[Finding]:
+    """Check that each subnet has free addresses for the head and all workers, which may all start in one zone."""
+    network = vpc.find_network(account, settings.load(vpc.NetworkSection, "network", profile="cluster").vpc)
+    subnets = account.client("ec2").describe_subnets(SubnetIds=sorted(set(network.subnets)))["Subnets"]
+    needed = account.max_workers + 1
+    for subnet in sorted(subnets, key=lambda subnet: subnet["AvailabilityZone"]):
+        free, zone = subnet["AvailableIpAddressCount"], subnet["AvailabilityZone"]
+        yield judge(
+            free >= needed,
+            f"subnet {subnet['SubnetId']} in {zone}: {free} addresses free, up to {needed} needed",
+            f"Create a larger one: aws ec2 create-subnet --vpc-id {network.vpc} --availability-zone {zone} "
+            f"--cidr-block A.B.C.D/24 --region {account.region}   or set vpc in [cluster.network] of settings.toml",
+        )
+
+
+def check_images(account: Account) -> Iterator[Finding]:
+    """Check that every image exists."""
+    for image in sorted({one.node_config.get("ImageId", "") for one in (account.head, *account.workers)} - {""}):
+        if image.startswith("resolve:ssm:"):
+            parameters = account.client("ssm").get_parameters(Names=[image.removeprefix("resolve:ssm:")])["Parameters"]
+            found = [parameter["Value"] for parameter in parameters]
+            browse = "aws ssm get-parameters-by-path --recursive --path /aws/service/deeplearning/ami"
+        else:
+            only = [{"Name": "image-id", "Values": [image]}]
+            found = [one["ImageId"] for one in account.client("ec2").describe_images(Filters=only)["Images"]]
+            browse = "aws ec2 describe-images --owners amazon"
+        yield judge(
+            bool(found),
+            f"ImageId {image} is {found[0] if found else 'no image'} in {account.region}",
+            f"Set another in cluster/cluster.yaml. List them: {browse} --region {account.region}",
+        )
+
+
+def check_prices(account: Account) -> Iterator[Finding]:
+    """Report the prices of an idle and of a full cluster."""
+    known = prices.ask(account)
+    idle = f"{known.head:.2f} dollars per hour while idle (the head, without disks and traffic)"
+    yield Finding("ok", f"{idle}, {24 * known.maximum:.0f} dollars per day with all {account.max_workers} workers")

@@ -1,0 +1,58 @@
+"""Create everything that cluster.yaml needs on AWS: one CloudFormation stack and the key pair."""
+
+import os
+
+import requests
+
+import settings
+from cluster.aws import key_pair, load_balancer, stack, vpc
+from cluster.common import bucket
+from cluster.common.cluster_file import ClusterFile
+
+
+def prepare(file: ClusterFile) -> None:
+    """Create or update the stack and the key pair, if necessary.
+
+    Raises:
+        settings.UserError: there is no suitable network, the private key is missing, or AWS could not create the stack.
+    """
+    section = settings.load(vpc.NetworkSection, "network", profile="cluster")
+    network = vpc.find_network(file, section.vpc)
+    parameters = {
+        "Vpc": network.vpc,
+        **{f"Subnet{number}": subnet for number, subnet in enumerate(network.subnets, 1)},
+        "Caller": section.caller or f"{_own_address()}/32",
+        "MakeBucket": _make_bucket(file),
+        **load_balancer.stack_parameters(section, network),
+    }
+    key_pair.ensure(file)
+    result = stack.deploy(file, parameters)
+    print(f"stack {file.slug} {result}: in {', '.join(network.zones)}; port 22 is open to {parameters['Caller']} only")
+    print(f"bucket: s3://{bucket.name(file)}")
+
+
+def delete(file: ClusterFile) -> None:
+    """Delete the key pair and the stack, but not the bucket."""
+    file.client("ec2").delete_key_pair(KeyName=file.slug)
+    stack.delete(file)
+
+
+def _own_address() -> str:
+    """Return this machine's address, as AWS sees it."""
+    url = os.environ.get("CALLER_ADDRESS_URL", "https://checkip.amazonaws.com")  # the emulated AWS has its own
+    try:
+        response = requests.get(url, timeout=10)
+        response.raise_for_status()
+        return response.text.strip()
+    except requests.RequestException as error:
+        raise settings.UserError(
+            f"{url} did not return this machine's address ({error}). "
+            'Set caller = "a.b.c.d/32" in [cluster.network] of settings.toml'
+        ) from None
+
+
+def _make_bucket(file: ClusterFile) -> str:
+    """Return whether the stack creates the bucket. A new stack cannot adopt the bucket that an earlier one left."""
+    if existing := stack.find(file):
+        return next(p["ParameterValue"] for p in existing["Parameters"] if p["ParameterKey"] == "MakeBucket")
+    return "no" if bucket.exists(file) else "yes"

@@ -1,0 +1,59 @@
+"""Rewrite command lines into the form that invoke accepts."""
+
+import shlex
+import sys
+from itertools import pairwise
+
+from invoke import Exit, Program
+
+from cluster import job_scripts
+
+JOB_ID_VERBS = ("logs", "stop")
+SUBMIT_OPTIONS = {"--job", "-j", "--target", "-t", "--verbose", "-v"}
+OPTIONS_WITH_VALUE = ("--target", "-t", "--job", "-j")
+
+
+def normalize(program: Program) -> None:
+    """Accept a job's id after `logs` and `stop` without a flag, and reject job options that are not after `--`.
+
+    tasks.py calls this: invoke imports it after parsing its own options and before parsing the verb's.
+    """
+    words = program.core.unparsed if hasattr(program, "core") else []
+    if words in (["submit", "--help"], ["submit", "-h"]):
+        words.insert(1, "JOB")  # otherwise invoke takes --help for the job
+    elif words[:1] == ["submit"]:
+        _reject_job_options(words)
+    elif words[:1] == ["drill"]:
+        raise Exit("error: the fault tests are in the template that made this project. Run there: ./inv faults", 1)
+    elif words and words[0] in JOB_ID_VERBS and (positions := _positional(words)):
+        words.insert(positions[0], "--job")
+
+
+def _positional(words: list[str]) -> list[int]:
+    """Return the indices of the positional arguments after the verb."""
+    return [
+        index
+        for index, (before, word) in enumerate(pairwise(words), 1)
+        if not word.startswith("-") and before not in OPTIONS_WITH_VALUE
+    ]
+
+
+def _reject_job_options(words: list[str]) -> None:
+    """Reject `inv submit finetune_ddp --steps 10`, and show the right command."""
+    positions = _positional(words)
+    options = [
+        index for index, word in enumerate(words) if word.startswith("-") and word.split("=")[0] not in SUBMIT_OPTIONS
+    ]
+    jobs = [index for index in positions if words[index] in job_scripts.names()]
+    jobs = jobs or [index for index in positions[:1] if options and index < options[0]]  # a misspelt name
+    if not jobs or not options:
+        return
+    job, first = jobs[0], options[0]
+    if first < job:  # inv submit --steps 10 finetune_ddp
+        words = [*words[:first], words[job], *words[first:job], *words[job + 1 :]]
+        job, first = first, first + 1
+    after = sys.argv[sys.argv.index("--") + 1 :] if "--" in sys.argv else []
+    command = ["inv", *words[:first], "--", *words[first:], *after]
+    option = f"{words[first]} is an option of {words[job]}"
+    problem = f"{option}, and job options come after --. Run: {shlex.join(command)}"
+    raise Exit(f"error: {problem}", 1)

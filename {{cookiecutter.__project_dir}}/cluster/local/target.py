@@ -1,0 +1,118 @@
+"""The `local` target: a Ray head on loopback that requires a token. Other Ray clusters on this machine can run too."""
+
+import secrets
+import shutil
+import time
+from pathlib import Path
+
+import settings
+from cluster.doctor import Finding
+from cluster.job_client import Unreachable
+from cluster.local import crash_reason, doctor, head, processes, state
+from cluster.target import CloudStatus, Connection
+
+
+class Local:
+    """One Ray node on loopback."""
+
+    name = "local"
+    profile = "local"
+
+    def doctor(self) -> list[Finding]:
+        return doctor.check()
+
+    def prepare(self) -> None:
+        print("local needs no preparation")
+
+    def up(self, yes: bool) -> None:
+        if head.is_up():
+            print(f"local is already up: {state.read()['dashboard']}")
+            return
+        _clear()  # what a crash left
+        section = settings.load(head.RaySection, "ray", profile=self.profile)
+        _make_env_file()
+        started = time.monotonic()
+        cluster = state.create()
+        process = head.start(cluster, section)
+        cluster["session"] = process.pid
+        state.write(cluster)
+        try:
+            head.wait_until_ready(process, cluster["dashboard"])
+        except settings.UserError as error:
+            raise settings.UserError(_clean_up_failed_start(error)) from None
+        print(
+            f"local is up after {time.monotonic() - started:.0f} s: {section.num_cpus} logical CPUs, "
+            f"{section.object_store_mib} MiB of object store, dashboard {cluster['dashboard']}"
+        )
+
+    def connect(self) -> Connection:
+        if not head.is_up():
+            raise settings.UserError("the local cluster is not up. Run: inv up")
+        cluster = state.read()
+        return Connection(
+            dashboard=cluster["dashboard"],
+            headers=state.headers(),
+            log_folder=f"{cluster['temp']}/ray/session_latest/logs",
+            job_variables={
+                **self.storage_variables(),
+                "RAY_ADDRESS": cluster["address"],  # otherwise parts of Ray Train use any Ray on this machine
+                "SECRETS_FILE": str(settings.PROJECT / ".env"),
+                "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # this machine is never preempted
+            },
+        )
+
+    def storage_variables(self) -> dict[str, str]:
+        return {"PROFILE": self.profile, "PROJECT_DIR": str(settings.PROJECT)}
+
+    def shell(self, command: str) -> int:
+        raise settings.UserError("local runs on this machine, so there is no head to connect to. Use your own shell")
+
+    def dollars_per_instance_hour(self) -> dict[int, float]:
+        return {}
+
+    def cloud_status(self) -> CloudStatus:
+        return CloudStatus()
+
+    def down(self) -> list[str]:
+        if not state.STATE_FILE.is_file():
+            print("local is not up: nothing to end")
+            return []
+        left = _clear()
+        if not left:
+            print("local is down: its processes have ended, its temp folder and its token are deleted")
+        return left
+
+
+def _clear() -> list[str]:
+    """End the cluster that the state file describes, and delete its files. Return what is left."""
+    if not state.STATE_FILE.is_file():
+        return []
+    cluster = state.read()
+    processes.end(cluster)
+    shutil.rmtree(cluster["temp"], ignore_errors=True)
+    left = [f"process {process.pid}" for process in processes.find(cluster)]
+    left += [f"folder {cluster['temp']}"] if Path(cluster["temp"]).exists() else []
+    if not left:
+        state.STATE_FILE.unlink()
+        state.TOKEN_FILE.unlink(missing_ok=True)
+    return left
+
+
+def _make_env_file() -> None:
+    """Create a private .env with a new API key, so that nothing is served without a key."""
+    file = settings.PROJECT / ".env"
+    if file.exists():
+        return
+    text = (settings.PROJECT / ".env.example").read_text()
+    file.touch(mode=0o600)
+    file.write_text(text.replace("SERVE_API_KEY=", f"SERVE_API_KEY={secrets.token_urlsafe(32)}"))
+    print("created .env with a new SERVE_API_KEY; put all secrets there")
+
+
+def _clean_up_failed_start(error: settings.UserError) -> str:
+    """Clean up after a failed start, and return the error message."""
+    what = "Ray stopped while it was starting" if isinstance(error, Unreachable) else str(error)
+    reason = crash_reason.find(state.LOG_FILE, Path(state.read()["temp"], "ray", "session_latest", "logs"))
+    left = _clear()
+    rest = f"Left behind: {', '.join(left)}. Run: inv down" if left else "Everything was cleaned up. Try again: inv up"
+    return f"{what}: {reason}. Ray's output is in {state.LOG_FILE}. {rest}"

@@ -1,0 +1,76 @@
+"""Estimate what training and serving a model needs."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from transformers import PreTrainedConfig
+
+from cluster.common.cluster_file import GPUS_PER_INSTANCE
+from cluster.planner.memory import GPU_GIB, MAX_GPUS, Training, recommend
+from cluster.planner.serving import Serving, kv_bytes, serve
+from cluster.planner.shape import Shape, shape_of
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """Estimates for a model, which report.py prints."""
+
+    shape: Shape
+    training: Training
+    """As in settings.toml."""
+    gpu_counts: tuple[int, ...]
+    """Numbers of GPUs that divide the global batch, on part of one instance or on whole instances."""
+    gpu_gib: int
+    """Memory of the cluster's GPUs."""
+    recommended: Training | None
+    """None if nothing fits the cluster."""
+    tokens: int | None
+    """Of the packed data. None if there is none."""
+    kv_bytes: int
+    """Size of one token's keys and values."""
+    context: int
+    """Tokens of all concurrent requests of a replica, each with max_model_len."""
+    serving: dict[int, Serving | None]
+    """By GiB per GPU."""
+    dollars_per_instance_hour: Mapping[int, float]
+    """By GiB per GPU, if known."""
+
+
+def estimate(
+    config: PreTrainedConfig,
+    *,
+    sequence_length: int,
+    micro_batch_rows: int,
+    global_batch_rows: int,
+    num_workers: int,
+    precision: Literal["fp32", "bf16"],
+    gpu_gib: int,
+    max_instances: int,
+    tokens: int | None,
+    context: int,
+    serving_width: int,
+    dollars_per_instance_hour: Mapping[int, float],
+) -> ModelPlan:
+    """Return the plan for a model with this configuration.
+
+    Raises:
+        settings.UserError: this is not the configuration of a causal language model.
+    """
+    shape = shape_of(config)
+    training = Training(sequence_length, micro_batch_rows, precision, gpus=num_workers)
+    counts = (*range(1, GPUS_PER_INSTANCE), *range(GPUS_PER_INSTANCE, MAX_GPUS + 1, GPUS_PER_INSTANCE))
+    counts = tuple(gpus for gpus in counts if global_batch_rows % (gpus * micro_batch_rows) == 0)
+    available = tuple(gpus for gpus in counts if gpus <= max_instances * GPUS_PER_INSTANCE)
+    return ModelPlan(
+        shape=shape,
+        training=training,
+        gpu_counts=counts,
+        gpu_gib=gpu_gib,
+        recommended=recommend(shape, training, gpu_gib, available),
+        tokens=tokens,
+        kv_bytes=kv_bytes(shape, serving_width),
+        context=context,
+        serving={gib: serve(shape, serving_width, context, gib) for gib in GPU_GIB},
+        dollars_per_instance_hour=dollars_per_instance_hour,
+    )

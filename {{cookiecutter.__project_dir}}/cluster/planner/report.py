@@ -1,0 +1,143 @@
+"""Print a plan: tables of memory, time and price, and the recommended settings."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from rich.console import Console
+from rich.table import Table
+
+from cluster.common.cluster_file import GPUS_PER_INSTANCE
+from cluster.planner.estimate import ModelPlan
+from cluster.planner.memory import (
+    GIB,
+    GPU_GIB,
+    METHODS,
+    MFU,
+    USABLE,
+    Training,
+    activations,
+    fewest,
+    hours,
+    peak,
+    states,
+)
+from cluster.planner.shape import LORA_RANK
+
+
+def show(plan: ModelPlan, console: Console) -> None:
+    """Print the tables, their assumptions, and the recommendation."""
+    shape = plan.shape
+    console.print(f"{shape.parameters:,} parameters, {shape.layers} layers of {shape.hidden}\n")
+    console.print(_training_table(plan))
+    data = "need packed data: run inv submit preprocess"
+    if plan.tokens is not None:
+        data = f"are for one pass over the {plan.tokens:,} tokens of the packed data"
+    console.print(
+        f"All columns from checkpointing on assume it. Hours {data}, on whole instances at {MFU:.0%} of an "
+        f"A100's bf16 peak. GPUs are filled to {USABLE:.0%}. LoRA means --lora-rank {LORA_RANK}. The recommendation is "
+        "for full fine-tuning with DDP or DeepSpeed.\n"
+    )
+    console.print(_activation_table(plan), "", _serving_table(plan), "", sep="\n")
+    console.print(f"Train with {_training_advice(plan)}. {_serving_advice(plan)}.", soft_wrap=True, markup=False)
+
+
+def _training_table(plan: ModelPlan) -> Table:
+    training = plan.training
+    batch = f"{training.micro_batch_rows} × {training.sequence_length} tokens per micro-batch"
+    table = _table(
+        f"Training on {training.gpus} GPUs, {batch}: GiB per GPU, and of main memory per instance",
+        *("", "states", "total", "checkpointing", "main memory", "fewest 40 GB", "fewest 80 GB", "hours", "dollars"),
+    )
+    for lora in (False, True):
+        for method in METHODS:
+            name = f"{'LoRA' if lora else 'full'}, {method.name}"
+            table.add_row(name, *_training_cells(plan, replace(training, method=method, lora=lora)))
+    return table
+
+
+def _training_cells(plan: ModelPlan, training: Training) -> Iterator[str]:
+    shape, checkpointed = plan.shape, replace(training, gradient_checkpointing=True)
+    yield _gib(states(shape, training).gpu)
+    yield _gib(peak(shape, training).gpu)
+    yield _gib(peak(shape, checkpointed).gpu)
+    yield _gib(peak(shape, checkpointed).host * min(training.gpus, GPUS_PER_INSTANCE))
+    for gib in GPU_GIB:
+        yield str(fewest(shape, checkpointed, gib, plan.gpu_counts) or "—")
+    needed = fewest(shape, checkpointed, plan.gpu_gib, plan.gpu_counts)
+    costs = (
+        _costs(plan, replace(checkpointed, gpus=replace(checkpointed, gpus=needed).instances * GPUS_PER_INSTANCE))
+        if needed
+        else ()
+    )
+    yield from ("—" if cost is None else f"{cost:,.1f}" for cost in costs or (None, None))
+
+
+def _activation_table(plan: ModelPlan) -> Table:
+    training = replace(plan.training, method=METHODS[1])
+    lengths = [training.sequence_length * factor for factor in (1, 2, 4)]
+    title = "Activations with ZeRO, without / with gradient checkpointing: GiB per GPU"
+    table = _table(title, "rows", *(f"{length} tokens" for length in lengths))
+    for rows in (training.micro_batch_rows * factor for factor in (1, 2, 4)):
+        sizes = [replace(training, sequence_length=length, micro_batch_rows=rows) for length in lengths]
+        both = [(size, replace(size, gradient_checkpointing=True)) for size in sizes]
+        table.add_row(str(rows), *(" / ".join(_gib(activations(plan.shape, one)) for one in pair) for pair in both))
+    return table
+
+
+def _serving_table(plan: ModelPlan) -> Table:
+    table = _table(
+        f"Serving {plan.context:,} tokens at once, with {plan.kv_bytes / 1024:,.0f} KiB of keys and values per token",
+        *("GPU", "weights, GiB per GPU", "tensor_parallel_size", "pipeline_parallel_size", "room for tokens"),
+    )
+    for gib, serving in plan.serving.items():
+        cells = ["—"] * 4
+        if serving:
+            sizes = serving.tensor_parallel_size, serving.pipeline_parallel_size
+            cells = [_gib(serving.weights), *map(str, sizes), f"{serving.cache_tokens:,}"]
+        table.add_row(f"{gib} GB", *cells)
+    return table
+
+
+def _training_advice(plan: ModelPlan) -> str:
+    training = plan.recommended
+    if training is None:
+        return (
+            f"a smaller model, more instances or larger GPUs (max_workers and InstanceType in cluster/cluster.yaml): "
+            f"full fine-tuning does not fit this cluster's {plan.gpu_gib} GB GPUs"
+        )
+    units = zip(_costs(plan, training), ("hours", "dollars"), strict=True)
+    costs = "".join(f", {cost:,.1f} {unit}" for cost, unit in units if cost is not None)
+    values = f"num_workers = {training.gpus}, gradient_checkpointing = {str(training.gradient_checkpointing).lower()}"
+    method = training.method
+    if not method.zero_stage:
+        return f"inv submit finetune_ddp and {values} in [cluster.train]{costs}"
+    offload = f"offload_optimizer = {method.offload_optimizer}, offload_parameters = {method.offload_parameters}"
+    sharding = f"zero_stage = {method.zero_stage}, {offload.lower()} in [cluster.deepspeed]"
+    return f"inv submit finetune_deepspeed and {values} in [cluster.train], {sharding}{costs}"
+
+
+def _serving_advice(plan: ModelPlan) -> str:
+    serving = plan.serving[plan.gpu_gib]
+    if serving is None:
+        return "To serve it, lower max_model_len or target_ongoing_requests in [cluster.serve]"
+    sizes = f"tensor_parallel_size = {serving.tensor_parallel_size}"
+    return f"Serve with {sizes}, pipeline_parallel_size = {serving.pipeline_parallel_size} in [cluster.serve]"
+
+
+def _costs(plan: ModelPlan, training: Training) -> tuple[float | None, float | None]:
+    """Return hours and dollars. None if unknown."""
+    taken = hours(plan.shape, training, plan.tokens)
+    price = plan.dollars_per_instance_hour.get(plan.gpu_gib)
+    return taken, None if taken is None or price is None else taken * training.instances * price
+
+
+def _table(title: str, first: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=None)
+    table.add_column(first, header_style="dim")
+    for column in columns:
+        table.add_column(column, header_style="dim", justify="right")
+    return table
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:,.1f}"

@@ -1,0 +1,73 @@
+"""Count the parameters of a model from its configuration, without its weights."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+import settings
+
+LORA_RANK = 16
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a model, as numbers of elements."""
+
+    parameters: int
+    """Of the whole model. Tied parameters count once."""
+    multiplied: int
+    """Parameters that each token is multiplied by: all but an input embedding, which is looked up."""
+    largest: int
+    """Parameters of the largest tensor."""
+    adapters: int
+    """Parameters of LoRA adapters with rank LORA_RANK on every linear layer of the blocks."""
+    layers: int
+    heads: int
+    hidden: int
+    query: int
+    """Queries of one token in one block. There may be fewer keys and values."""
+    key: int
+    """Keys of one token in one block, and as many values."""
+    normed_heads: int
+    """Queries and keys, if the block normalizes them, as in Qwen3. Otherwise 0."""
+    intermediate: int
+    """Width of the feed-forward layer."""
+    vocabulary: int
+
+
+def shape_of(config: PreTrainedConfig) -> Shape:
+    """Count the model's parameters. Builds it on torch's meta device, which takes no memory.
+
+    Raises:
+        settings.UserError: this is not the configuration of a causal language model.
+    """
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except ValueError:
+        raise settings.UserError(
+            f"{config.model_type} is not a causal language model in transformers. Use another: inv plan MODEL"
+        ) from None
+    text = config.get_text_config()
+    heads = text.num_attention_heads
+    head = getattr(text, "head_dim", None) or text.hidden_size // heads
+    query, key = heads * head, (getattr(text, "num_key_value_heads", None) or heads) * head
+    embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear) and module is not output]
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    return Shape(
+        parameters=sum(sizes.values()),
+        multiplied=sum(sizes.values()) - (0 if output.weight is embedding.weight else embedding.weight.numel()),
+        largest=max(sizes.values()),
+        adapters=sum(LORA_RANK * (linear.in_features + linear.out_features) for linear in linears),
+        layers=text.num_hidden_layers,
+        heads=heads,
+        hidden=text.hidden_size,
+        query=query,
+        key=key,
+        normed_heads=query + key if any(name.endswith("q_norm.weight") for name in sizes) else 0,
+        intermediate=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+        vocabulary=text.vocab_size,
+    )
