@@ -72,7 +72,7 @@ def spot_interruption(harness: Harness) -> str:
     interrupted = _interrupt_one(harness, job)
     log = harness.wait_for_success(job, 300)
     assert final_loss(log) == baseline, f"losses differ: {final_loss(log)} and {baseline}"
-    (saved,) = re.findall(r"about to be taken away: a checkpoint of step (\d+)", log)
+    (saved,) = re.findall(r"is about to be taken away: saving a checkpoint after step (\d+)", log)
     assert f"resumed after step {saved}" in log, log
     return f"{interrupted} ended after a checkpoint of step {saved}; the loss at step 30 is {baseline} in both runs"
 
