@@ -35,22 +35,28 @@ def demo(context: Context) -> None:
     _become(project, "demo")
 
 
-@task
-def test(context: Context) -> None:
-    """Run all tests: the template's, then those of a generated project in a folder whose path has a space."""
+@task(help={"all": "every test, also of the emulated AWS and in a browser: about 25 minutes on 2 cores"})
+def test(context: Context, all_: bool = False) -> None:
+    """Run the quick tests: the template's, then those of a generated project in a folder whose path has a space."""
     lint(context)
-    _install_programs(context)
+    if all_:
+        _install_programs(context)
     _step("testing the template")
     context.run(f"{PYTHON} -m pytest")
     project = _bake(context, TEST_PROJECT)
+    if all_:
+        _test_emulator(context, project)
+    _step(f"running that project's own tests in {project}")
+    _become(project, "test", *(["--all"] if all_ else []))
+
+
+def _test_emulator(context: Context, project: Path) -> None:
     python = _python(context, project)
     _step(f"testing the emulated AWS of {project}")
     # confcutdir: tests/conftest.py needs the template's environment
     options = f"-c {TEMPLATE}/pyproject.toml --confcutdir {TEMPLATE}/tests/emulator {TEMPLATE}/tests/emulator"
     with context.cd(str(project)):
         context.run(f"{shlex.quote(str(python))} -m pytest {options}", env=_variables(project), in_stream=False)
-    _step(f"running that project's own tests in {project}")
-    _become(project, "test")
 
 
 @task
@@ -156,10 +162,10 @@ def _verb(context: Context, project: Path, verb: str) -> None:
     context.run(f"{shlex.quote(str(project / 'inv'))} {verb}", pty=sys.stdout.isatty(), in_stream=False)
 
 
-def _become(project: Path, verb: str) -> None:
+def _become(project: Path, *words: str) -> None:
     """Replace this process with a verb of the project, so that signals and kills reach it."""
     sys.stdout.flush()
-    os.execv(project / "inv", [str(project / "inv"), verb])
+    os.execv(project / "inv", [str(project / "inv"), *words])
 
 
 def _python(context: Context, project: Path) -> Path:

@@ -24,6 +24,7 @@ network.keep_to_loopback()
 
 # each verb imports what it needs: all imports together take seconds
 CONSOLE = Console()
+QUICK_TESTS = ("tests/unit", "tests/integration/test_smoke.py")
 TARGET = {"target": "where the cluster runs: local (this machine), rehearsal (AWS emulated on this machine) or aws"}
 VERBOSE = {"verbose": "also show Ray's messages"}
 JOB_ID = {"job": "id as in `inv status`; default: the latest job"}
@@ -248,10 +249,11 @@ def down(context: Context, target: str = "local") -> None:
         raise Exit(f"error: left behind: {', '.join(left)}. Run again: inv down --target {target}", 1)
 
 
-@verb()
-def test(context: Context) -> None:
-    """Check style, formatting and types, and run all tests of this project."""
-    for command in ("ruff check", "ruff format --check", "pyrefly check", "pytest"):
+@verb(all="every test, in two processes: about 25 minutes on 2 cores")
+def test(context: Context, all_: bool = False) -> None:
+    """Check style, formatting and types, and run the quick tests: unit tests and one training on Ray."""
+    tests = "pytest --numprocesses 2 --dist loadfile" if all_ else f"pytest {' '.join(QUICK_TESTS)}"
+    for command in ("ruff check", "ruff format --check", "pyrefly check", tests):
         print(f"== {command}", flush=True)
         if context.run(f"python -m {command}", pty=False, warn=True).failed:
             raise Exit(f"error: `{command}` failed. Its output is above", 1)

@@ -1,4 +1,4 @@
-"""Shared fixtures: the demo's assets, one Ray instance on loopback, and an S3."""
+"""Shared fixtures: the demo's assets, one Ray instance on loopback, and an S3. Importing this imports no Ray."""
 
 import os
 import shutil
@@ -18,11 +18,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 from pipeline.serving import haproxy
 
 os.environ |= haproxy.environment("/")  # `import ray.serve` reads it, as in a job; ray_session sets the folder
-import ray
 
 from cluster.network import free_ports
 from demo import assets as demo_assets
-from pipeline.ray_support.private import core
 
 # a shell ignores both signals in background processes, and child processes would inherit that
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -83,6 +81,10 @@ def s3() -> Iterator[str]:
 @pytest.fixture(scope="session")
 def ray_session(tmp_path_factory: pytest.TempPathFactory, s3: str) -> Iterator[None]:
     """Start one Ray instance with its own temp folder and secrets for all tests that need one."""
+    import ray
+
+    from pipeline.ray_support.private import core
+
     temp = tempfile.mkdtemp(prefix="ray-test-")  # short, because a socket path may have 107 bytes
     secrets_file = tmp_path_factory.mktemp("secrets") / ".env"
     secrets_file.write_text(f"SERVE_API_KEY=canary-{token_hex(16)}\n")

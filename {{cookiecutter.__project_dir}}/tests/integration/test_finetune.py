@@ -74,7 +74,7 @@ def test_two_workers_train_as_one_process(ddp: list[Row], changes: dict[str, Any
 
 
 def test_zero_and_fsdp_agree_with_ddp(ddp: list[Row], changes: dict[str, Any]) -> None:
-    """Run each under Ray once. tests/test_parity.py compares all variants."""
+    """Run each under Ray once. test_parity.py compares all variants."""
     zero = _deepspeed_options(changes | {"name": "zero"})
     finetune_deepspeed.main(zero)
     fsdp = _fsdp_options(changes | {"name": "fsdp"})

@@ -1,0 +1,18 @@
+"""The unit tests stay quick: importing them imports neither Ray nor vLLM."""
+
+import subprocess
+import sys
+
+import settings
+
+CODE = """
+import sys
+import pytest
+code = pytest.main(["--collect-only", "-q", "tests/unit"])
+sys.exit(code or bool({"ray", "vllm"} & set(sys.modules)))
+"""
+
+
+def test_unit_tests_import_neither_ray_nor_vllm() -> None:
+    done = subprocess.run([sys.executable, "-c", CODE], cwd=settings.PROJECT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr
