@@ -36,7 +36,7 @@ def demo(context: Context) -> None:
 
 
 @task(help={"all": "every test, also of the emulated AWS and in a browser: about 25 minutes on 2 cores"})
-def test(context: Context, all_: bool = False) -> None:
+def test(context: Context, all_: bool = False) -> None:  # noqa: PT028 -- a verb, not a test function
     """Run the quick tests: the template's, then those of a generated project in a folder whose path has a space."""
     lint(context)
     if all_:

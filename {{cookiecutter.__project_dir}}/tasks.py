@@ -250,7 +250,7 @@ def down(context: Context, target: str = "local") -> None:
 
 
 @verb(all="every test, in two processes: about 25 minutes on 2 cores")
-def test(context: Context, all_: bool = False) -> None:
+def test(context: Context, all_: bool = False) -> None:  # noqa: PT028 -- a verb, not a test function
     """Check style, formatting and types, and run the quick tests: unit tests and one training on Ray."""
     tests = "pytest --numprocesses 2 --dist loadfile" if all_ else f"pytest {' '.join(QUICK_TESTS)}"
     for command in ("ruff check", "ruff format --check", "pyrefly check", tests):
