@@ -1,7 +1,4 @@
-"""Makes the pictures of the READMEs from real runs, so that they stay true: ./inv pictures.
-
-It runs below `uv run --with pyte`, and takes the browser from the project's own environment.
-"""
+"""Makes the pictures of the READMEs from real runs, so that they stay true: ./inv pictures."""
 
 import itertools
 import os

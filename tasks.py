@@ -67,6 +67,12 @@ def rehearse(context: Context) -> None:
     _become(project, "rehearse")
 
 
+@task
+def pictures(context: Context) -> None:
+    """Draw the pictures of the READMEs from a demo and a rehearsal. Needs Chromium; the rehearsal needs root."""
+    context.run(f"{PYTHON} -m pictures", in_stream=False)
+
+
 @task(help={"only": "name of one part, as in benchmarks/__main__.py; default: all"})
 def bench(context: Context, only: str = "") -> None:
     """Compare a generated project in build/bench with other tools. Writes benchmarks/README.md."""
