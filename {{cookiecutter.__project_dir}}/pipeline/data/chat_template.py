@@ -3,7 +3,7 @@
 An assistant turn is the text that the template adds to the prompt a server would render: the messages up to and
 including the turn, minus the messages before it with the generation prompt. So training sees the same prefix as the
 served model, for any template. Some templates render earlier turns differently later: Qwen3 drops their reasoning. Then
-each turn gets a document of its own.
+each turn becomes a separate document.
 """
 
 import contextlib

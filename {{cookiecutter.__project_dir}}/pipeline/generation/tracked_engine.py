@@ -11,7 +11,6 @@ from ray.actor import ActorHandle
 from pipeline.ray_support.private.data_llm import EngineStage, Processor, replace_engine
 from settings import UserError
 
-STAGE = "vLLMEngineStage"
 SUSPECTS_AT_ONCE = 8  # few, so that a second crash leaves few candidates; one at a time would take hours
 
 
