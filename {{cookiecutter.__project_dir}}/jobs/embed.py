@@ -22,17 +22,17 @@ def main(options: EmbedOptions) -> None:
     source = documents.find(settings.resolve(options.input))
     questions = hit_rate.load_questions(options.questions)
     model = model_cache.find(options.model)
-    described = EmbeddingModelInfo(model)
+    model_info = EmbeddingModelInfo(model)
     location = settings.resolve(options.index)
     cli.connect()
     _check_cluster(options, model, location)
-    recipe = index.IndexConfig(options.model, options.chunk_tokens, options.chunk_overlap)
-    writer = index.Writer(location, options.input, recipe, described.dimension, fresh=options.fresh)
+    config = index.IndexConfig(options.model, options.chunk_tokens, options.chunk_overlap)
+    writer = index.Writer(location, options.input, config, model_info.dimension, fresh=options.fresh)
     resources = {"num_cpus": options.num_cpus, "num_gpus": options.num_gpus}
     pool = pipeline.WorkerPool(
         options.num_workers, resources, model, options.device, options.precision, options.batch_chunks
     )
-    cut = Chunker(described.tokenizer, options.chunk_tokens, options.chunk_overlap)
+    cut = Chunker(model_info.tokenizer, options.chunk_tokens, options.chunk_overlap)
     counts = embedding.update_index(source, writer, pool, cut, options)
     print("documents:", ", ".join(f"{counts[name]:,} {name}" for name in ("new", "changed", "removed", "unchanged")))
     print(f"{writer.finish():,} chunks are in {location}", flush=True)
