@@ -146,7 +146,7 @@ def test_a_stream_trains_and_its_workers_can_start_tasks(
     )
     monkeypatch.setattr(streaming, "find_input", lambda _: stream_input)
     ray_train.fit(options, _ddp_that_starts_a_task)
-    assert "starts over in the rows" in capsys.readouterr().out
+    assert "reads the rows from the start" in capsys.readouterr().out
     assert [row["step"] for row in _metrics(options)] == [1, 2, 3, 4]
     tokenizer = AutoTokenizer.from_pretrained(_folder(options) / "model")
     assert len(tokenizer) == _model(options).config.vocab_size
