@@ -921,7 +921,7 @@ def test_chat_names_the_next_command_if_no_server_answers() -> None:
 
 def test_chat_reports_a_rejected_key(served: ServeOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SERVE_API_KEY", "wrong")
-    with pytest.raises(settings.UserError, match="refuses the SERVE_API_KEY"):
+    with pytest.raises(settings.UserError, match="rejects the SERVE_API_KEY"):
         chat.chat(served.url, {}, "hi")
 
 
