@@ -17,7 +17,6 @@ from packaging.markers import Marker
 import bake
 from faults import catalog
 
-TEMPLATE = shlex.quote(str(bake.TEMPLATE))
 BUILD = bake.TEMPLATE / "build"
 PYTHON = shlex.quote(sys.executable)
 UV = shlex.quote(os.environ.get("UV", "uv"))  # set by `inv`
@@ -54,9 +53,10 @@ def _test_emulator(context: Context, project: Path) -> None:
     python = _python(context, project)
     _step(f"testing the emulated AWS of {project}")
     # confcutdir: tests/conftest.py needs the template's environment
-    options = f"-c {TEMPLATE}/pyproject.toml --confcutdir {TEMPLATE}/tests/emulator {TEMPLATE}/tests/emulator"
+    tests = bake.TEMPLATE / "tests" / "emulator"
+    command = [python, "-m", "pytest", "-c", bake.TEMPLATE / "pyproject.toml", "--confcutdir", tests, tests]
     with context.cd(str(project)):
-        context.run(f"{shlex.quote(str(python))} -m pytest {options}", env=_variables(project), in_stream=False)
+        context.run(shlex.join(map(str, command)), env=_variables(project), in_stream=False)
 
 
 @task
