@@ -28,6 +28,7 @@ PAGES = """
 import os, shutil, sys
 from pathlib import Path
 from playwright.sync_api import expect, sync_playwright
+expect.set_options(timeout=60_000)  # the model runs on a CPU
 folder, url = Path(sys.argv[1]), sys.argv[2]
 with sync_playwright() as playwright:
     browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
