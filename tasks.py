@@ -177,7 +177,7 @@ def _become(project: Path, *words: str) -> None:
 def _python(context: Context, project: Path) -> Path:
     """Create the project's environment, and return its Python. Resolved: through the link, Ray would find a space."""
     _step(f"creating the environment of {project}")
-    _verb(context, project, "--list")  # any verb creates it
+    _verb(context, project, "--list > /dev/null")  # any verb creates it
     return (project / ".venv").resolve() / "bin" / "python"
 
 
