@@ -92,7 +92,7 @@ def interruption_without_replacement(harness: Harness) -> str:
 
 def _interrupt_one(harness: Harness, job: str) -> str:
     """Interrupt a spot machine after step 10 of a training run, and return its id."""
-    wait_for(lambda: "step 10/" in harness.log(job), 240, "the training to reach step 10")
+    harness.wait_for_step(job, 10)
     victim = next(machine for machine in instances.living(harness.file) if machine.market == "spot")
     control(interrupt=victim.id, notice_s=15)
     return victim.id

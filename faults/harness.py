@@ -103,6 +103,18 @@ class Harness:
     def is_running(self, job: str) -> bool:
         return self.connection.client().get_job_status(job) == "RUNNING"
 
+    def wait_for_step(self, job: str, step: int) -> None:
+        """Wait until a training run has printed this step or a later one: slow runs print other steps."""
+
+        client = self.connection.client()
+
+        def reached() -> bool:
+            log = self.log(job)
+            assert not client.get_job_status(job).is_terminal(), f"{job} has ended: {log[-2000:]}"
+            return any(int(printed) >= step for printed in re.findall(r"step +(\d+)/", log))
+
+        wait_for(reached, 300, f"the training to reach step {step}")
+
     def wait_for_success(self, job: str, timeout_s: float = 240) -> str:
         """Wait until a job has succeeded, and return its log."""
         client = self.connection.client()

@@ -45,7 +45,7 @@ def ray_on_the_head_killed(harness: Harness) -> str:
 def head_killed(harness: Harness) -> str:
     """The head's machine ends during training: `up` starts another, and the same job resumes from S3."""
     job = harness.train("head-killed")
-    wait_for(lambda: "step 15/" in harness.log(job), 300, "the training to reach step 15")
+    harness.wait_for_step(job, 15)
     before = instances.head(harness.file)
     assert before
     harness.file.client("ec2").terminate_instances(InstanceIds=[before.id])

@@ -34,7 +34,8 @@ def up_again(harness: Harness) -> str:
         output = run_verb("up", exit_code=1)  # without a yes, it only says what it would do
         assert "the head will be set up again, which ends running jobs" in output, output
     assert harness.is_running(job), harness.log(job)
-    return "the job continued; with another cluster.yaml: " + re.findall(r"cluster\.yaml, the pins.*?end", output)[0]
+    (change,) = re.findall(r"cluster\.yaml, the pins.*?running jobs", output)
+    return f"the job continued; with another cluster.yaml: {change}"
 
 
 def interrupted_up(harness: Harness) -> str:
