@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from benchmarks import harness
+from benchmarks.report import Result, at_most
+from demo import assets
 from pipeline.training import checkpoints
 from pipeline.training.options import DDPOptions
 from pipeline.training.runtimes.runtime import Metrics, SingleProcess, WriteCheckpoint
 from pipeline.training.strategies import DDP
 from pipeline.training.trainer import train
-
-from benchmarks import harness
-from benchmarks.report import Result, at_most
-from demo import assets
 
 STEPS, EVERY = 30, 10
 STORAGE_S = 8  # in addition to the disk's time

@@ -7,9 +7,6 @@ import time
 from pathlib import Path
 
 import torch
-from pipeline.rag import documents, embedding, index
-from pipeline.rag.embedder import EmbeddingModelInfo
-from pipeline.rag.pipeline import EmbeddingWorker
 
 import settings
 from benchmarks import harness
@@ -17,6 +14,9 @@ from benchmarks.report import Result, at_least
 from demo import assets
 from jobs import embed
 from jobs.embed import EmbedOptions
+from pipeline.rag import documents, embedding, index
+from pipeline.rag.embedder import EmbeddingModelInfo
+from pipeline.rag.pipeline import EmbeddingWorker
 
 DOCUMENTS, ROUNDS = 1200, 5
 PROCESSES = 2

@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pyarrow.parquet as pq
-from pipeline.serving import app
-from pipeline.serving.options import ServeOptions
 
 import settings
 from benchmarks import harness
@@ -19,6 +17,8 @@ from benchmarks.report import Result, at_least
 from benchmarks.serving import LARGE, SHAPES, THREADS, VOCABULARY
 from jobs import generate
 from jobs.generate import GenerateOptions
+from pipeline.serving import app
+from pipeline.serving.options import ServeOptions
 
 ROWS, ROUNDS, TOKENS = 1500, 5, 32
 

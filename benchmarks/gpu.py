@@ -5,17 +5,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+import settings
+from benchmarks import harness
+from benchmarks.report import Result, at_least
 from pipeline.training.dataset import Batch
 from pipeline.training.options import DDPOptions, TrainOptions
 from pipeline.training.runtimes.runtime import Runtime, SingleProcess
 from pipeline.training.schedule import BatchPlan
 from pipeline.training.strategies import DDP, Strategy
 from pipeline.training.trainer import Trainer
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
-
-import settings
-from benchmarks import harness
-from benchmarks.report import Result, at_least
 
 LENGTH, ROWS = 4096, 4
 FIRST, STEPS = 3, 10  # the first steps compile, and choose kernels

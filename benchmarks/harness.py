@@ -19,9 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from pipeline.ray_support import cli  # noqa: F401 - sets what Ray reads when it is imported, here and in each part's process
-from pipeline.serving import haproxy
-from pipeline.training.options import DDPOptions
 
 import settings
 from benchmarks.report import FOLDER, Result
@@ -30,6 +27,9 @@ from cluster.local.head import RaySection
 from cluster.network import free_ports
 from demo import assets
 from demo.assets import Fact
+from pipeline.ray_support import cli  # noqa: F401 - sets what Ray reads when it is imported, here and in each part's process
+from pipeline.serving import haproxy
+from pipeline.training.options import DDPOptions
 
 PEERS = FOLDER.parent / "build" / "bench-peers"
 PEERS_PINS = FOLDER / "peers" / "requirements.txt"

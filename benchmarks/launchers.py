@@ -12,11 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pipeline.training.options import DDPOptions, TrainOptions
-from pipeline.training.runtimes import ray_train
-from pipeline.training.runtimes.runtime import Runtime
-from pipeline.training.schedule import BatchPlan
-from pipeline.training.strategies import DDP, Strategy
 from transformers import PreTrainedModel
 
 import settings
@@ -24,6 +19,11 @@ from benchmarks import harness
 from benchmarks.report import Result, at_least, at_most
 from demo import assets
 from jobs import finetune_ddp
+from pipeline.training.options import DDPOptions, TrainOptions
+from pipeline.training.runtimes import ray_train
+from pipeline.training.runtimes.runtime import Runtime
+from pipeline.training.schedule import BatchPlan
+from pipeline.training.strategies import DDP, Strategy
 
 ROUNDS = 9
 STEPS, FIRST = 20, 5  # the first steps allocate memory and do not count

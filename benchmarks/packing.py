@@ -2,12 +2,12 @@
 
 import pyarrow as pa
 import pyarrow.compute as pc
-from pipeline.data.packing import pack
-from pipeline.data.tokenization import DocumentTokenizer
-from pipeline.data.tokenizer import padding_id
 
 from benchmarks import harness
 from benchmarks.report import Result, at_least
+from pipeline.data.packing import pack
+from pipeline.data.tokenization import DocumentTokenizer
+from pipeline.data.tokenizer import padding_id
 
 LENGTH = 1024
 TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}

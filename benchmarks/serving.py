@@ -16,13 +16,13 @@ from typing import NamedTuple
 
 import aiohttp
 import requests
-from pipeline.serving import app, lifecycle
-from pipeline.serving.options import ServeOptions
 
 import settings
 from benchmarks import harness
 from benchmarks.report import Result, at_least, at_most
 from cluster.network import free_ports
+from pipeline.serving import app, lifecycle
+from pipeline.serving.options import ServeOptions
 
 LARGE, SMALL = "30M", "tiny"
 SHAPES = {

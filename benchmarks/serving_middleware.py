@@ -5,14 +5,14 @@ import os
 import statistics
 import time
 
-from pipeline.serving.api_middleware import ApiMiddleware
-from pipeline.serving.keys import ApiKeys
-from pipeline.serving.limits import RequestLimits
-from pipeline.serving.request_queue import QueueMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from benchmarks import harness
 from benchmarks.report import Result, at_most
+from pipeline.serving.api_middleware import ApiMiddleware
+from pipeline.serving.keys import ApiKeys
+from pipeline.serving.limits import RequestLimits
+from pipeline.serving.request_queue import QueueMiddleware
 
 WANTED_US = 200
 ROUNDS, REQUESTS = 9, 2000

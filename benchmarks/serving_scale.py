@@ -7,13 +7,13 @@ import socket
 import time
 from pathlib import Path
 
-from pipeline.serving.app import DEPLOYMENT
-from pipeline.serving.options import APP, ServeOptions
 from ray import serve
 
 from benchmarks import harness, visitors
 from benchmarks.report import Result, at_least, at_most
 from benchmarks.visitors import CLEAN, RequestLog, Visitor
+from pipeline.serving.app import DEPLOYMENT
+from pipeline.serving.options import APP, ServeOptions
 
 BUSY, IDLE = 16, 1  # clients
 STAY_S = 20.0  # with two replicas, and then with one

@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Iterator
 
 import psutil
-from pipeline.serving.options import ServeOptions
 
 from benchmarks import harness, visitors
 from benchmarks.report import Result, at_most
 from benchmarks.visitors import CLEAN, GRACE_S, TIMEOUT_S, RequestLog, Visitor
+from pipeline.serving.options import ServeOptions
 
 CLIENTS = 32
 MINUTE = 60.0

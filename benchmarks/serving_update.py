@@ -3,12 +3,11 @@
 import asyncio
 from collections.abc import Callable
 
-from pipeline.serving import lifecycle, models
-from pipeline.serving.options import ServeOptions
-
 from benchmarks import harness, visitors
 from benchmarks.report import Result, at_most
 from benchmarks.visitors import CLEAN, RequestLog, Visitor
+from pipeline.serving import lifecycle, models
+from pipeline.serving.options import ServeOptions
 
 CLIENTS = 4
 CALM_S = 60.0

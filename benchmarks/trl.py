@@ -8,6 +8,10 @@ from typing import Any
 
 import pyarrow as pa
 import torch
+
+from benchmarks import harness
+from benchmarks.harness import Row
+from benchmarks.report import Result, at_least, at_most
 from pipeline.data.tokenization import DocumentTokenizer
 from pipeline.data.tokenizer import load_tokenizer, padding_id
 from pipeline.training.dataset import COLUMNS
@@ -15,10 +19,6 @@ from pipeline.training.options import DDPOptions
 from pipeline.training.runtimes.runtime import SingleProcess
 from pipeline.training.strategies import BETAS, DDP
 from pipeline.training.trainer import PackedSource, train
-
-from benchmarks import harness
-from benchmarks.harness import Row
-from benchmarks.report import Result, at_least, at_most
 
 ROUNDS = 3
 STEPS, FIRST = 32, 4  # the first steps allocate memory and do not count

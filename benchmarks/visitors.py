@@ -15,11 +15,11 @@ from pathlib import Path
 import httpx2
 import openai
 import torch
-from pipeline.serving.options import ServeOptions
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks import harness
 from benchmarks.serving import KEY, SHAPES, SMALL, THREADS, VOCABULARY, served
+from pipeline.serving.options import ServeOptions
 
 FACTS, EPOCHS = 24, 20
 TOKENS = 32

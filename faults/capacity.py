@@ -2,11 +2,10 @@
 
 import re
 
-from pipeline.ray_support.workers import WorkerOptions
-
 from cluster.common import instances
 from cluster.emulator.waiting import wait_for
 from faults.harness import Harness, changed_cluster_file, control, final_loss, no_capacity
+from pipeline.ray_support.workers import WorkerOptions
 
 # The project's default, far longer than a host takes to start: a zone fails only because AWS refuses.
 ZONE_TIMEOUT_S = WorkerOptions.model_fields["zone_timeout_s"].default

@@ -145,8 +145,8 @@ def _ray(word: str, *options: str) -> None:
 def _checkout(slug: str) -> Iterator[Path]:
     """Copy this project to another folder, with this slug."""
     folder = Path("/tmp/checkout")
-    skipped = shutil.ignore_patterns(".venv", ".cluster", ".env", "data", "models", "runs", "results")
-    shutil.copytree(settings.PROJECT, folder, ignore=skipped)
+    skipped = (".venv", ".cluster", ".env", "data", "models", "runs", "results")  # at the top: not pipeline/data
+    shutil.copytree(settings.PROJECT, folder, ignore=lambda path, _: skipped if Path(path) == settings.PROJECT else ())
     (folder / ".venv").symlink_to(settings.PROJECT / ".venv")
     old_slug = cluster_file.load().slug
     for name in ("cluster.yaml", "stack.yaml"):

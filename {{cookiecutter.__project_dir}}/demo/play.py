@@ -63,9 +63,7 @@ def play() -> dict[str, Any]:
         # vLLM and DeepSpeed both load on one core, so run them in parallel
         (port,) = free_ports(1)  # the port in settings.toml may be in use
         serving = submission.submit(connection, "serve_llm", ["--model", f"runs/{DDP}/model", "--port", str(port)])
-        with _step(
-            times, f"repeat the first {STEPS_COMPARED} steps with DeepSpeed, while vLLM loads the trained model"
-        ):
+        with _step(times, f"repeat {STEPS_COMPARED} steps with DeepSpeed while vLLM loads the model"):
             _run(connection, "finetune_deepspeed", "--name", DEEPSPEED, *training, "--stop-after", str(STEPS_COMPARED))
         with _step(times, "serve the trained model with vLLM"):
             _follow(connection, serving)

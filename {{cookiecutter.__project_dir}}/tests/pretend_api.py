@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import uvicorn
+from processes import in_background
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -91,13 +92,9 @@ def running(folder: Path) -> Iterator[PretendApi]:
         environment.setenv("SERVE_API_KEY", KEY)
         environment.delenv("SECRETS_PREFIX", raising=False)
         api = PretendApi()
-        thread = threading.Thread(target=api.server.run, daemon=True)
-        thread.start()
-        wait_until(lambda: api.server.started)
-        yield api
-        api.resume.set()
-        api.server.should_exit = True
-        thread.join()
+        with in_background(api.server):
+            yield api
+            api.resume.set()
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 10) -> None:

@@ -1,13 +1,16 @@
-"""Helpers that inspect processes, which may end at any time, and that check what other users can access."""
+"""Helpers: inspect processes, which may end at any time; check what other users can access; run a server."""
 
 import contextlib
 import os
 import subprocess
-from collections.abc import Callable, Iterable
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
 import psutil
+import uvicorn
 
 T = TypeVar("T")
 
@@ -34,3 +37,16 @@ def open_to_others(folder: Path) -> list[str]:
     nobody = {"user": "nobody", "group": 65534, "extra_groups": []}
     done = subprocess.run(["sh", "-c", script], input=lines, capture_output=True, text=True, check=True, **nobody)
     return done.stdout.splitlines()
+
+
+@contextlib.contextmanager
+def in_background(server: uvicorn.Server) -> Iterator[None]:
+    """Run a server in a thread of this process."""
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        assert thread.is_alive(), "the server did not start"
+        time.sleep(0.01)
+    yield
+    server.should_exit = True
+    thread.join()

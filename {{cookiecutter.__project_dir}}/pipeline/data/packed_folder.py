@@ -1,15 +1,13 @@
 """The folder that `preprocess` writes. The manifest is written last, so a folder with a manifest is complete."""
 
-import contextlib
-import errno
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
-from pyarrow.fs import FileSelector, FileSystem, FileType
+from pyarrow.fs import FileSelector, FileType
 
+from pipeline.data.output import open_output
 from settings import UserError
 
 SUBFOLDERS = ("train", "eval", "rejected")
@@ -30,7 +28,7 @@ class PackedFolder:
 
     def begin(self, overwrite: bool) -> None:
         """Delete what an interrupted run left, or with `overwrite` a complete data set."""
-        with self._open() as (filesystem, folder):
+        with open_output(self.uri) as (filesystem, folder):
             present = {info.base_name for info in filesystem.get_file_info(FileSelector(folder, allow_not_found=True))}
             if self._manifest() is not None and not overwrite:
                 raise UserError(
@@ -47,7 +45,7 @@ class PackedFolder:
 
     def save(self, name: str, content: bytes | pa.Buffer) -> None:
         """Write one file, and create its folder."""
-        with self._open() as (filesystem, folder):
+        with open_output(self.uri) as (filesystem, folder):
             path = f"{folder}/{name}"
             filesystem.create_dir(path.rpartition("/")[0])
             with filesystem.open_output_stream(path) as file:
@@ -56,26 +54,14 @@ class PackedFolder:
     def finish(self, manifest: dict[str, Any]) -> None:
         """Write the manifest in one step, which completes the data set."""
         self.save(f"{MANIFEST}.partial", json.dumps(manifest, indent=2).encode())
-        with self._open() as (filesystem, folder):
+        with open_output(self.uri) as (filesystem, folder):
             filesystem.move(f"{folder}/{MANIFEST}.partial", f"{folder}/{MANIFEST}")
             filesystem.delete_file(f"{folder}/{MARKER}")
 
     def _manifest(self) -> dict[str, Any] | None:
-        with self._open() as (filesystem, folder):
+        with open_output(self.uri) as (filesystem, folder):
             path = f"{folder}/{MANIFEST}"
             if filesystem.get_file_info(path).type == FileType.NotFound:
                 return None
             with filesystem.open_input_stream(path) as file:
                 return json.loads(file.read())
-
-    @contextlib.contextmanager
-    def _open(self) -> Iterator[tuple[FileSystem, str]]:
-        """Yield the file system and the folder's path on it."""
-        try:
-            yield FileSystem.from_uri(self.uri)
-        except OSError as error:
-            if error.errno == errno.ENOSPC:
-                raise UserError(
-                    f"no space is left for {self.uri}; free some space, or pass another --output."
-                ) from None
-            raise UserError(f"{self.uri} cannot be written ({error}); pass another --output.") from None

@@ -1,12 +1,9 @@
 """The folder that `generate` writes, file by file. An interrupted run resumes from the files in it."""
 
-import contextlib
-import errno
 import hashlib
 import io
 import json
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow.fs import FileSelector, FileSystem, FileType
 
+from pipeline.data.output import open_output
 from settings import UserError
 
 ANSWERS, REJECTED = "answers", "rejected"
@@ -33,7 +31,7 @@ class AnswerFolder:
 
         `recipe` has the settings that decide an answer. With `overwrite`, all answers are deleted.
         """
-        with self._open() as (filesystem, folder):
+        with open_output(self.uri) as (filesystem, folder):
             found = self._recipe(filesystem, folder)
             if overwrite:
                 _delete(filesystem, f"{folder}/{ANSWERS}")
@@ -61,7 +59,7 @@ class AnswerFolder:
 
     def count_rejected(self) -> Counter[str]:
         """Return the number of rejected rows for each reason."""
-        with self._open() as (filesystem, folder):
+        with open_output(self.uri) as (filesystem, folder):
             files = _complete_files(filesystem, f"{folder}/{REJECTED}")
             tables = [pq.read_table(file, columns=["reason"], filesystem=filesystem) for file in files]
         return Counter(reason for table in tables for reason in table["reason"].to_pylist())
@@ -69,7 +67,7 @@ class AnswerFolder:
     def _save_table(self, name: str, table: pa.Table) -> None:
         content = io.BytesIO()
         pq.write_table(table, content)
-        with self._open() as (filesystem, folder):
+        with open_output(self.uri) as (filesystem, folder):
             self._save(filesystem, f"{folder}/{name}", content.getvalue())
 
     def _save(self, filesystem: FileSystem, path: str, content: bytes) -> None:
@@ -86,18 +84,6 @@ class AnswerFolder:
             return None
         with filesystem.open_input_stream(path) as file:
             return json.loads(file.read())
-
-    @contextlib.contextmanager
-    def _open(self) -> Iterator[tuple[FileSystem, str]]:
-        """Yield the file system and the folder's path on it."""
-        try:
-            yield FileSystem.from_uri(self.uri)
-        except OSError as error:
-            if error.errno == errno.ENOSPC:
-                raise UserError(
-                    f"no space is left for {self.uri}; free some space, or pass another --output."
-                ) from None
-            raise UserError(f"{self.uri} cannot be written ({error}); pass another --output.") from None
 
 
 def _complete_files(filesystem: FileSystem, folder: str) -> list[str]:

@@ -129,10 +129,11 @@ class Trainer:
         start = f"resumed after step {self.done}" if self.done else "from the start"
         if self.done >= options.last_step:
             start = f"already trained to step {self.done}: --fresh starts over"
+        passes = "1 pass" if self.plan.accumulation == 1 else f"{self.plan.accumulation} passes"
         return (
             f"{options.name}: {self._size()}, {options.strategy} on {workers} x {self.runtime.device.type} "
             f"in {options.precision}; {options.global_batch_rows} rows per step = {workers} workers x "
-            f"{self.plan.accumulation} passes x {options.micro_batch_rows} rows; {start}"
+            f"{options.micro_batch_rows} rows x {passes}; {start}"
         )
 
     def _size(self) -> str:

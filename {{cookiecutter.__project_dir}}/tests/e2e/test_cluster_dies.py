@@ -5,7 +5,6 @@ import dataclasses
 import gc
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -20,9 +19,9 @@ import httpx
 import pytest
 import ray
 import requests
+from project_copy import Project, copy_project, processes, read_until
 from ray.dashboard.modules.version import CURRENT_VERSION
 from ray.job_submission import JobDetails
-from test_local_target import Project, processes, read_until
 
 import settings
 from cluster import job_client, network, status, submission
@@ -268,12 +267,7 @@ def test_http_clients_reach_loopback_past_a_proxy(
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
-    folder = tmp_path_factory.mktemp("copy") / "project"
-    unwanted = shutil.ignore_patterns(".venv", ".cluster", ".env", "data", "models", "runs", "results", ".git")
-    shutil.copytree(settings.PROJECT, folder, ignore=unwanted)
-    (folder / ".venv").symlink_to(sys.prefix)
-    (folder / "jobs" / "probe.py").write_text(PROBE)
-    copy = Project(folder)
+    copy = copy_project(tmp_path_factory.mktemp("copy") / "project", PROBE)
     yield copy
     copy.inv("down")
 

@@ -19,8 +19,8 @@ import psutil
 import pytest
 import requests
 from processes import open_to_others, read_all
+from project_copy import Project, copy_project, processes, read_until
 
-import settings
 from cluster.job_client import PROBE_JOB, Unreachable
 from cluster.local import head, state
 from cluster.local import processes as cluster_processes
@@ -48,49 +48,14 @@ if __name__ == "__main__":
 '''
 
 
-class Project:
-    """A copy of this project, whose verbs run in separate processes."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.command = [str(folder / ".venv" / "bin" / "python"), "-m", "invoke"]
-
-    def inv(self, *words: str, ok: bool = True) -> str:
-        """Return stdout and stderr of a verb. Asserts that it succeeds, or fails if not `ok`."""
-        done = subprocess.run([*self.command, *words], cwd=self.folder, capture_output=True, text=True, timeout=180)
-        printed = done.stdout + done.stderr
-        assert (done.returncode == 0) == ok, printed
-        assert "Traceback" not in printed, printed
-        return printed
-
-    @property
-    def state(self) -> dict:
-        return json.loads((self.folder / ".cluster" / "local.json").read_text())
-
-    def get(self, path: str) -> requests.Response:
-        token = (self.folder / ".cluster" / "token").read_text()
-        return requests.get(self.state["dashboard"] + path, headers={"Authorization": f"Bearer {token}"}, timeout=15)
-
-
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
-    folder = tmp_path_factory.mktemp("copy") / "project"
-    unwanted = shutil.ignore_patterns(".venv", ".cluster", ".env", "data", "models", "runs", "results", ".git")
-    shutil.copytree(settings.PROJECT, folder, ignore=unwanted)
-    (folder / ".venv").symlink_to(sys.prefix)
-    (folder / "jobs" / "probe.py").write_text(PROBE)
-    copy = Project(folder)
+    copy = copy_project(tmp_path_factory.mktemp("copy") / "project", PROBE)
     copy.inv("up")
-    env_file = folder / ".env"
+    env_file = copy.folder / ".env"
     env_file.write_text(env_file.read_text().replace("HF_TOKEN=", f"HF_TOKEN={CANARY}"))
     yield copy
     copy.inv("down")
-
-
-def processes(project: Project) -> list[psutil.Process]:
-    """Return the head that `up` started, and all its descendants."""
-    head = psutil.Process(project.state["session"])
-    return [head, *head.children(recursive=True)]
 
 
 def test_a_second_up_changes_nothing(project: Project) -> None:
@@ -235,18 +200,6 @@ def test_ctrl_c_offers_to_stop_the_job(project: Project) -> None:
     os.write(terminal, b"stop\n")
     rest, _ = client.communicate(timeout=60)
     assert f"{job_id} is stopped" in rest
-
-
-def read_until(client: subprocess.Popen, word: str) -> str:
-    """Wait until a line of the log starts with `word`. Return the id of the job."""
-    assert client.stdout is not None
-    job_id = ""
-    for line in client.stdout:
-        if line.startswith("submitted "):
-            job_id = line.split()[1]
-        if line.startswith(word):
-            return job_id
-    raise AssertionError(f"the log ended without {word!r}")
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import json
 import socket
-import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import httpx2
 import pytest
 import uvicorn
+from processes import in_background
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -65,13 +65,8 @@ class Upstream:
 @pytest.fixture(scope="module")
 def upstream() -> Iterator[Upstream]:
     server = Upstream()
-    thread = threading.Thread(target=server.server.run)
-    thread.start()
-    while not server.server.started:
-        time.sleep(0.01)
-    yield server
-    server.server.should_exit = True
-    thread.join()
+    with in_background(server.server):
+        yield server
 
 
 async def own(request: Request) -> Response:

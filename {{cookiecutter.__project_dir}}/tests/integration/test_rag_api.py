@@ -3,8 +3,6 @@
 import asyncio
 import json
 import socket
-import threading
-import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +12,7 @@ import httpx2
 import openai
 import pytest
 import uvicorn
+from processes import in_background
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -66,13 +65,8 @@ class FakeModel:
 @pytest.fixture(scope="module")
 def model() -> Iterator[FakeModel]:
     server = FakeModel()
-    thread = threading.Thread(target=server.server.run)
-    thread.start()
-    while not server.server.started:
-        time.sleep(0.01)
-    yield server
-    server.server.should_exit = True
-    thread.join()
+    with in_background(server.server):
+        yield server
 
 
 @pytest.fixture(autouse=True)
