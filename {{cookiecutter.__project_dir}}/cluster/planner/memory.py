@@ -1,7 +1,7 @@
 """Estimate memory and time of training a model.
 
-Sizes are in bytes, per GPU unless stated otherwise. The formulas are for dense transformers. For a mixture of experts,
-hours assume that every expert processes every token, and activations that one does.
+Sizes are in bytes, per GPU unless stated otherwise. The formulas are for dense transformers. For a mixture of
+experts, activations are those of one expert per token.
 """
 
 from dataclasses import dataclass, replace
@@ -194,6 +194,6 @@ def hours(shape: Shape, training: Training, tokens: int | None) -> float | None:
     """
     if tokens is None or training.method.offload_optimizer:
         return None
-    operations = flops_per_token(shape.multiplied, shape.layers, shape.query, training.sequence_length)
+    operations = flops_per_token(shape.compute, training.sequence_length)
     thirds = (2 if training.lora else 3) + training.gradient_checkpointing
     return tokens * operations * thirds / 3 / (training.gpus * PEAK_BF16_FLOPS["A100"] * MFU) / 3600

@@ -1,4 +1,4 @@
-"""ModelPlan training and serving of a model before anything is rented. `inv plan MODEL` runs this. Starts nothing."""
+"""Plan training and serving of a model before anything is rented. `inv plan MODEL` runs this. Starts nothing."""
 
 from collections.abc import Mapping
 

@@ -7,6 +7,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 import settings
+from pipeline.training.flops import Compute, compute_of
 
 LORA_RANK = 16
 
@@ -18,7 +19,7 @@ class Shape:
     parameters: int
     """Of the whole model. Tied parameters count once."""
     multiplied: int
-    """Parameters that each token is multiplied by: all but an input embedding, which is looked up."""
+    """Parameters of matrix products: all but an input embedding, which is looked up."""
     largest: int
     """Parameters of the largest tensor."""
     adapters: int
@@ -35,6 +36,8 @@ class Shape:
     intermediate: int
     """Width of the feed-forward layer."""
     vocabulary: int
+    compute: Compute
+    """What each token is multiplied by."""
 
 
 def shape_of(config: PreTrainedConfig) -> Shape:
@@ -70,4 +73,5 @@ def shape_of(config: PreTrainedConfig) -> Shape:
         normed_heads=query + key if any(name.endswith("q_norm.weight") for name in sizes) else 0,
         intermediate=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
         vocabulary=text.vocab_size,
+        compute=compute_of(model),
     )

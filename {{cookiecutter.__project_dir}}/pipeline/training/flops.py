@@ -1,14 +1,72 @@
 """Floating-point operations of a training step, and the peak of a device."""
 
+import re
+from dataclasses import dataclass
 
-def flops_per_token(parameters: int, layers: int, hidden: int, sequence_length: int, frozen: int = 0) -> float:
+from transformers import PreTrainedConfig, PreTrainedModel
+
+EXPERT = re.compile(r"\.experts\.")
+TOP_K = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k", "moe_k")  # transformers' names for it
+
+
+@dataclass(frozen=True)
+class Compute:
+    """What a forward pass multiplies each token by."""
+
+    active: int
+    """Active parameters: without an input embedding, which is looked up, and without experts that are not chosen."""
+    frozen: int
+    """Those of the active parameters that are not trained."""
+    attention: int
+    """Attention layers x heads x head dimension. If queries and values differ in size, their mean."""
+
+
+def compute_of(model: PreTrainedModel) -> Compute:
+    """Count the active parameters of a model, which may be on torch's meta device.
+
+    Of a mixture of experts, each token uses `num_experts_per_tok`. Layers with linear attention or convolutions have no
+    matrix of scores.
+    """
+    text = model.config.get_text_config()
+    embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    active = frozen = 0.0
+    for name, parameter in model.named_parameters():
+        if parameter is embedding and embedding is not output:
+            continue
+        count = parameter.numel() * (_chosen_share(text) if EXPERT.search(name) else 1)
+        active += count
+        frozen += 0 if parameter.requires_grad else count
+    return Compute(round(active), round(frozen), _attention_layers(text) * _attention_width(text))
+
+
+def flops_per_token(compute: Compute, sequence_length: int) -> float:
     """Return the floating-point operations per token of one forward and backward pass.
 
-    6 N + 12 L H Q T, PaLM (Chowdhery et al. 2022, arXiv:2204.02311, appendix B), with H Q = `hidden` and
-    N = `parameters` without the input embedding, which is a lookup. Recomputed activations do not count. That packed
-    documents attend only to themselves is ignored. A frozen parameter has no gradient, which saves 2 of its 6.
+    6 N + 12 L H Q T, PaLM (Chowdhery et al. 2022, arXiv:2204.02311, appendix B), with N = `active` and
+    L H Q = `attention`. Recomputed activations do not count. That packed documents attend only to themselves, and that
+    some layers attend only to a window, is ignored. A frozen parameter has no gradient, which saves 2 of its 6.
     """
-    return 6 * parameters - 2 * frozen + 12 * layers * hidden * sequence_length
+    return 6 * compute.active - 2 * compute.frozen + 12 * compute.attention * sequence_length
+
+
+def _chosen_share(config: PreTrainedConfig) -> float:
+    """Return the share of the experts that processes a token."""
+    chosen = next((getattr(config, name) for name in TOP_K if getattr(config, name, None)), None)
+    counts = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    experts = next((getattr(config, name) for name in counts if getattr(config, name, None)), None)
+    return chosen / experts if chosen and experts else 1
+
+
+def _attention_layers(config: PreTrainedConfig) -> int:
+    types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    return sum(kind.endswith("attention") and kind != "linear_attention" for kind in types)
+
+
+def _attention_width(config: PreTrainedConfig) -> int:
+    heads = config.num_attention_heads
+    if getattr(config, "kv_lora_rank", None):  # DeepSeek's latent attention
+        return heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim) // 2
+    return heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
 
 
 # dense bf16 operations per second, from NVIDIA's data sheets; the first name that is part of the device's name wins

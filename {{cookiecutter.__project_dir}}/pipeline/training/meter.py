@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from pipeline.training.collectives import total
-from pipeline.training.flops import flops_per_token, peak_flops
+from pipeline.training.flops import compute_of, flops_per_token, peak_flops
 from pipeline.training.options import TrainOptions
 from pipeline.training.runtimes.runtime import Metrics, Runtime
 
@@ -103,7 +103,4 @@ def _peak_tokens_per_s(
         return None
     if (peak := peak_flops(torch.cuda.get_device_name(runtime.device))) is None:
         return None
-    multiplied = model.num_parameters() - model.get_input_embeddings().weight.numel()
-    shape = model.config.num_hidden_layers, model.config.hidden_size, sequence_length
-    frozen = max(0, multiplied - model.num_parameters(only_trainable=True))
-    return runtime.world_size * peak / flops_per_token(multiplied, *shape, frozen=frozen)
+    return runtime.world_size * peak / flops_per_token(compute_of(model), sequence_length)

@@ -22,16 +22,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from peft import LoraConfig, PeftModel
+from peft import PeftModel
 from pydantic import ValidationError
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 from transformers.optimization import get_cosine_with_min_lr_schedule_with_warmup
 
 import settings
 from pipeline.data.tokenization import NOT_TRAINED
-from pipeline.training import deepspeed_zero, flops, preflight, schedule
+from pipeline.training import deepspeed_zero, preflight, schedule
 from pipeline.training.dataset import COLUMNS, PackedRows, read_manifest
 from pipeline.training.options import DDPOptions, DeepSpeedOptions
 from pipeline.training.runtimes.runtime import Metrics, SingleProcess, WriteCheckpoint
@@ -142,44 +141,6 @@ def test_the_learning_rate_equals_that_of_transformers() -> None:
 def test_the_learning_rate_scales_with_the_batch() -> None:
     assert schedule.peak_learning_rate(1e-3, 64, 16) == pytest.approx(4e-3)
     assert schedule.peak_learning_rate(1e-3, 64, None) == 1e-3
-
-
-def test_flops_equal_those_that_torch_counts() -> None:
-    length, rows = 64, 2
-    config = LlamaConfig(
-        vocab_size=512, hidden_size=64, intermediate_size=192, num_hidden_layers=3, num_attention_heads=4
-    )
-    config._attn_implementation = "eager"  # the counter sees its matrix products
-    model = LlamaForCausalLM(config)
-    with FlopCounterMode(display=False) as counter:
-        model(torch.zeros((rows, length), dtype=torch.long)).logits.sum().backward()
-    multiplied = model.num_parameters() - model.get_input_embeddings().weight.numel()
-    formula = flops.flops_per_token(multiplied, config.num_hidden_layers, config.hidden_size, length)
-    assert formula == pytest.approx(counter.get_total_flops() / (rows * length), rel=0.01)
-
-
-def test_flops_with_adapters_equal_those_that_torch_counts() -> None:
-    length, rows = 64, 2
-    config = LlamaConfig(
-        vocab_size=512, hidden_size=64, intermediate_size=192, num_hidden_layers=3, num_attention_heads=4
-    )
-    config._attn_implementation = "eager"
-    model = LlamaForCausalLM(config)
-    model.add_adapter(LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
-    model.enable_input_require_grads()
-    with FlopCounterMode(display=False) as counter:
-        model(torch.zeros((rows, length), dtype=torch.long)).logits.sum().backward()
-    multiplied = model.num_parameters() - model.get_input_embeddings().weight.numel()
-    frozen = multiplied - model.num_parameters(only_trainable=True)
-    shape = config.num_hidden_layers, config.hidden_size, length
-    formula = flops.flops_per_token(multiplied, *shape, frozen=frozen)
-    assert formula == pytest.approx(counter.get_total_flops() / (rows * length), rel=0.02)
-
-
-def test_the_peak_is_found_by_device_name() -> None:
-    assert flops.peak_flops("NVIDIA A100-SXM4-40GB") == 312e12
-    assert flops.peak_flops("NVIDIA H100 PCIe") == 756e12
-    assert flops.peak_flops("Tesla T4") is None
 
 
 # ------------------------------------------------------------------------------------------ rows by position
