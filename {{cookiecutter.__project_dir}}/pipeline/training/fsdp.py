@@ -46,7 +46,7 @@ class FSDP(Strategy):
         shard = partial(fully_shard, mesh=mesh, reshard_after_forward=reshard, mp_policy=precision)
         for layer in decoder_layers(model):  # one by one, so that the device never holds the full model
             shard(layer)
-        self.module = self._sharded = shard(model)
+        self.module = shard(model)
         self.optimizer = adamw(model, options.weight_decay)
         self._max_grad_norm = options.max_grad_norm
         self._world_size = runtime.world_size
@@ -54,7 +54,8 @@ class FSDP(Strategy):
         self._writers = dist.new_group(backend="gloo")
 
     def accumulate(self, batch: Batch, scale: torch.Tensor, last: bool) -> torch.Tensor:
-        self._sharded.set_requires_gradient_sync(last)  # one reduce-scatter per step, not per micro-batch
+        # Every micro-batch reduces and shards its gradients. Without that, FSDP keeps them whole and in fp32 on each
+        # rank until the last one: 42 GiB for 8 billion parameters, where the shards of 8 ranks take 15 GiB.
         loss = self.summed_loss(batch)
         (loss * scale).backward()
         return loss.detach()

@@ -116,7 +116,8 @@ class DDP(Strategy):
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self._max_grad_norm)
         self.set_learning_rate(learning_rate)
         self.optimizer.step()
-        self.optimizer.zero_grad()
+        # None would free nothing, as gradients are views of DDP's buckets, and would make `no_sync` allocate others
+        self.optimizer.zero_grad(set_to_none=False)
         return norm
 
     def capture(self) -> WriteCheckpoint:

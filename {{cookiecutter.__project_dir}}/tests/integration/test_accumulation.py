@@ -1,0 +1,104 @@
+"""What DDP and FSDP keep between the micro-batches of a step, on two ranks without Ray."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.spawn import spawn
+from torch.nn.parallel import DistributedDataParallel
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import settings
+from pipeline.training.fsdp import FSDP
+from pipeline.training.options import DDPOptions, FSDPOptions
+from pipeline.training.schedule import BatchPlan
+from pipeline.training.strategies import DDP, Strategy
+
+RANKS = 2
+SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+class _Ranks:
+    """The part of the `Runtime` interface that strategies use, over a gloo group."""
+
+    world_size = RANKS
+    device = torch.device("cpu")
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        return DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return what rank 0 saw."""
+    folder = tmp_path_factory.mktemp("ranks")
+    spawn(_observe, (folder,), nprocs=RANKS)
+    return json.loads((folder / "seen.json").read_text())
+
+
+def test_ddp_accumulates_in_its_buckets(seen: dict[str, Any]) -> None:
+    """Gradients outside the buckets would take the model's size in fp32 a second time."""
+    assert seen["gradients in other memory"] == 0
+
+
+def test_fsdp_holds_only_its_shard_of_the_gradients(seen: dict[str, Any]) -> None:
+    assert seen["gradients held by a rank"] == pytest.approx(seen["parameters"] / RANKS, rel=0.05)
+
+
+def test_fsdp_adds_up_the_micro_batches_as_ddp_does(seen: dict[str, Any]) -> None:
+    assert seen["FSDP's norm"] == pytest.approx(seen["DDP's norm"], rel=1e-5)
+
+
+def _observe(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+    ddp, fsdp = _strategy(DDP, DDPOptions, rank), _strategy(FSDP, FSDPOptions, rank)
+    seen: dict[str, Any] = {"parameters": ddp.model.num_parameters()}
+    for strategy in (ddp, ddp, fsdp, fsdp):  # twice: DDP replaces its buckets in the second step
+        _accumulate(strategy, rank, 2)
+        strategy.step(1e-3)
+    buckets = _gradient_addresses(ddp)
+    _accumulate(ddp, rank, 1, last=False)
+    seen["gradients in other memory"] = len(_gradient_addresses(ddp) - buckets)
+    _accumulate(fsdp, rank, 1, last=False)
+    shards = [gradient.to_local() for gradient in _gradients(fsdp) if isinstance(gradient, DTensor)]
+    seen["gradients held by a rank"] = sum(shard.numel() for shard in shards)
+    for name, strategy in (("DDP", ddp), ("FSDP", fsdp)):
+        _accumulate(strategy, rank, 1)
+        norm = strategy.step(1e-3)
+        seen[f"{name}'s norm"] = float(norm)
+    if rank == 0:
+        (folder / "seen.json").write_text(json.dumps(seen))
+    distributed.destroy_process_group()
+
+
+def _strategy(kind: Any, options: Any, rank: int) -> Strategy:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES)).train()
+    sections = ("train", "fsdp") if kind is FSDP else ("train",)
+    return kind(model, settings.load(options, *sections, profile="local"), _Ranks(rank), BatchPlan(2, 2))
+
+
+def _accumulate(strategy: Strategy, rank: int, count: int, last: bool = True) -> None:
+    """Add `count` micro-batches, of which the last one may be that of the step. Each rank has its own rows."""
+    for number in range(count):
+        row = (torch.arange(16)[None] * (rank + 2) + number) % SIZES["vocab_size"]
+        batch = {"input_ids": row, "labels": row, "position_ids": torch.arange(16)[None]}
+        strategy.accumulate(batch, torch.tensor(0.1), last and number == count - 1)
+
+
+def _gradients(strategy: Strategy) -> list[torch.Tensor]:
+    return [parameter.grad for parameter in strategy.model.parameters() if parameter.grad is not None]
+
+
+def _gradient_addresses(strategy: Strategy) -> set[int]:
+    return {gradient.data_ptr() for gradient in _gradients(strategy)}
