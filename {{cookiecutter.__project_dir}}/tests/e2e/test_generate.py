@@ -144,13 +144,12 @@ def kill_the_engine(options: GenerateOptions) -> int:
     """Kill the engine after the next file is written. Return how many rows are answered by then."""
     folder = Path(options.output, "answers")
     files, deadline = len(list(folder.glob("*.parquet"))), time.monotonic() + 240
-    while not (engines := [pid for pid, name in children().items() if name.startswith("VLLM::EngineCore")]):
-        assert time.monotonic() < deadline
-        time.sleep(0.5)
     while len(list(folder.glob("*.parquet"))) == files:
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    os.kill(engines[0], signal.SIGKILL)
+    # looked up now: a process that the engine forks has its name, and may be gone by now
+    engine = next(pid for pid, name in children().items() if name.startswith("VLLM::EngineCore"))
+    os.kill(engine, signal.SIGKILL)
     return len(read(options))
 
 

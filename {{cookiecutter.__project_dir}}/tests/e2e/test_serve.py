@@ -238,7 +238,11 @@ def replicas() -> list[Any]:
     """Return the actors that serve the model."""
     actors = ray.util.list_named_actors(all_namespaces=True)
     names = [actor["name"] for actor in actors if actor["name"].startswith("SERVE_REPLICA::llm#Server#")]
-    return [ray.get_actor(name, namespace="serve") for name in names]
+    found = []
+    for name in names:
+        with contextlib.suppress(ValueError):  # it ended after it was listed
+            found.append(ray.get_actor(name, namespace="serve"))
+    return found
 
 
 def replica() -> Any:
