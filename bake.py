@@ -27,7 +27,7 @@ def snapshot(folder: Path) -> Path:
 
 
 def bake(folder: Path, **answers: str) -> Path:
-    """Generate a project in `folder`. Replaces its content but `.venv`, so that packages are installed only once."""
+    """Generate a project in `folder`. Replaces everything there but `.venv`, to install packages only once."""
     with tempfile.TemporaryDirectory() as scratch:
         template = snapshot(Path(scratch) / "template")
         config = Path(scratch) / "config.yaml"  # cookiecutter would save answers in the user's home

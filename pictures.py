@@ -1,4 +1,4 @@
-"""Makes the pictures of the READMEs from real runs, so that they stay true: ./inv pictures."""
+"""Make the pictures of the READMEs from real runs, so that they stay true: ./inv pictures."""
 
 import itertools
 import os
@@ -23,7 +23,7 @@ import bake
 
 FOLDER = bake.PROJECT / "docs" / "pictures"
 COLUMNS, LINES = 110, 2_000
-COLOURS = {"default": None, "brown": "yellow"}  # what pyte calls colours, and rich does not
+COLOURS = {"default": None, "brown": "yellow"}  # names of colours in pyte that rich does not have
 PAGES = """
 import os, shutil, sys
 from pathlib import Path
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def _run(project: Path, verb: str) -> list[Text]:
-    """Run a verb in a terminal, and return what stands there at the end. Raises `SystemExit` if the verb fails."""
+    """Run a verb in a terminal, and return what the terminal shows at the end. Raises `SystemExit` if it fails."""
     screen = pyte.Screen(COLUMNS, LINES)
     stream = pyte.ByteStream(screen)
     master, slave = pty.openpty()
@@ -91,12 +91,12 @@ def _run(project: Path, verb: str) -> list[Text]:
 def _read(master: int) -> bytes:
     try:
         return os.read(master, 65_536)
-    except OSError:  # Linux says so when the program has closed the terminal
+    except OSError:  # what Linux reports when the program has closed the terminal
         return b""
 
 
 def _line(screen: pyte.Screen, number: int, project: str) -> Text:
-    """Convert a line of the screen; the temporary folder becomes the one that a reader would have."""
+    """Convert a line of the screen. Replaces the temporary folder with one that a reader might have."""
     line = Text()
     chars = [screen.buffer[number][column] for column in range(COLUMNS)]
     for style, run in itertools.groupby(chars, _style):
@@ -129,7 +129,7 @@ def _draw(lines: Sequence[Text], title: str, name: str) -> None:
 
 
 def _take_screenshots(project: Path, demo: Sequence[Text]) -> None:
-    """Ask the model on its page, and open the report."""
+    """Take screenshots of the chat page with two answers, and of the report."""
     said = "\n".join(line.plain for line in demo)
     address = re.findall(r"is served at (http://127\.0\.0\.1:\d+)/v1", said)[0]
     key = re.findall(r"^SERVE_API_KEY=(.*)$", (project / ".env").read_text(), re.MULTILINE)[0]

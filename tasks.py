@@ -20,9 +20,9 @@ from faults import catalog
 BUILD = bake.TEMPLATE / "build"
 PYTHON = shlex.quote(sys.executable)
 UV = shlex.quote(os.environ.get("UV", "uv"))  # set by `inv`
-# Ray splits paths at spaces, but users have folders such as "My Drive"
+# has spaces: Ray splits paths at spaces, but users have folders such as "My Drive"
 TEST_PROJECT = "a b é/test"
-# after a week, all mirrors have a release, and bad ones have been withdrawn
+# only releases that are at least a week old: by then, all mirrors have them, and bad ones have been withdrawn
 COMMON = "--python-version 3.11 --exclude-newer P7D --no-annotate"
 
 
@@ -34,7 +34,7 @@ def demo(context: Context) -> None:
     _become(project, "demo")
 
 
-@task(help={"all": "every test, also of the emulated AWS and in a browser: about 25 minutes on 2 cores"})
+@task(help={"all": "every test, including those of the emulated AWS and in a browser: about 25 minutes on 2 cores"})
 def test(context: Context, all_: bool = False) -> None:  # noqa: PT028 -- a verb, not a test function
     """Run the quick tests: the template's, then those of a generated project in a folder whose path has a space."""
     lint(context)
@@ -52,7 +52,7 @@ def test(context: Context, all_: bool = False) -> None:  # noqa: PT028 -- a verb
 def _test_emulator(context: Context, project: Path) -> None:
     python = _python(context, project)
     _step(f"testing the emulated AWS of {project}")
-    # confcutdir: tests/conftest.py needs the template's environment
+    # confcutdir: without tests/conftest.py, which needs the template's environment
     tests = bake.TEMPLATE / "tests" / "emulator"
     command = [python, "-m", "pytest", "-c", bake.TEMPLATE / "pyproject.toml", "--confcutdir", tests, tests]
     with context.cd(str(project)):
@@ -83,7 +83,7 @@ def bench(context: Context, only: str = "") -> None:
 
 @task(help={"only": "faults whose names contain one of these comma-separated words", "list": "only list the names"})
 def faults(context: Context, only: str = "", list_: bool = False) -> None:
-    """Inject faults into an emulated AWS, and check how a cluster handles each. Needs root; all take an hour."""
+    """Inject faults into an emulated AWS, and check how a cluster handles each. Needs root and, for all, an hour."""
     try:
         chosen = catalog.choose(only)
     except ValueError as error:
@@ -130,9 +130,9 @@ def lock(context: Context) -> None:
 
 
 def _install_programs(context: Context) -> None:
-    """Install Debian packages for some tests. Without root or apt, those tests are skipped."""
+    """Install the Debian packages that some tests need. Without root or apt-get, those tests are skipped."""
     path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
-    needed = _rehearsal_programs() | {"chromium": "chromium"}  # for the tests of the page of a served model
+    needed = _rehearsal_programs() | {"chromium": "chromium"}  # for the tests of the chat page
     missing = [package for program, package in needed.items() if not shutil.which(program, path=path)]
     if not missing or os.geteuid() != 0 or not shutil.which("apt-get"):
         return
@@ -141,23 +141,23 @@ def _install_programs(context: Context) -> None:
     context.run("apt-get update -qq", **quiet)
     context.run(f"apt-get install --yes -qq --no-install-recommends {' '.join(missing)}", **quiet)
     if "openssh-server" in missing and shutil.which("systemctl"):
-        # only the program is needed; no one should log in
+        # only the program sshd is needed, not its service: this machine must not accept logins
         context.run("systemctl disable --now ssh.service ssh.socket", hide=True, warn=True)
 
 
 def _rehearsal_programs() -> dict[str, str]:
-    """Return the project's list of programs. Parses the file, because its imports are not installed here."""
+    """Return the project's list of programs. Parses sandbox.py, because what it imports is not installed here."""
     module = ast.parse((bake.PROJECT / "cluster" / "emulator" / "sandbox.py").read_text(encoding="utf-8"))
     assigned = {ast.unparse(node.targets[0]): node.value for node in module.body if isinstance(node, ast.Assign)}
     return ast.literal_eval(assigned["PROGRAMS"])
 
 
 def _bake(context: Context, name: str) -> Path:
-    """Generate a project in build/NAME. First end clusters of an earlier one."""
+    """Generate a project in build/NAME. First stop the clusters of the project that is there, if any."""
     project = BUILD / name
     for target in ("local", "rehearsal"):
         if (project / ".cluster" / f"{target}.json").exists():
-            _step(f"ending the {target} cluster of {project}")
+            _step(f"stopping the {target} cluster of {project}")
             _verb(context, project, f"down --target {target}")
     _step(f"generating a project in {project}")
     return bake.bake(project)
@@ -175,14 +175,17 @@ def _become(project: Path, *words: str) -> None:
 
 
 def _python(context: Context, project: Path) -> Path:
-    """Create the project's environment, and return its Python. Resolved: through the link, Ray would find a space."""
+    """Create the project's environment, and return the path of its Python.
+
+    The path is resolved: through the link in the project's folder, it could have spaces, at which Ray fails.
+    """
     _step(f"creating the environment of {project}")
     _verb(context, project, "--list > /dev/null")  # any verb creates it
     return (project / ".venv").resolve() / "bin" / "python"
 
 
 def _variables(project: Path) -> dict[str, str]:
-    """Return the variables with which the template's modules run in a project's environment."""
+    """Return the variables that the template's modules need to run in a project's environment."""
     return {
         "PYTHONPATH": f"{project}{os.pathsep}{bake.TEMPLATE}",
         "PATH": f"{(project / '.venv').resolve() / 'bin'}{os.pathsep}{os.environ['PATH']}",
@@ -213,7 +216,10 @@ def _compile(context: Context, project: Path, name: str, options: str, variables
 
 
 def _without_needless_marker(line: str, supported: list[str]) -> str:
-    """Return a pin without its marker, if that holds for all `supported` markers. uv repeats them on each line."""
+    """Return a pin without its marker, if the marker holds wherever one of the `supported` markers holds.
+
+    uv repeats such markers on each line.
+    """
     package, _, marker = line.partition(" ; ")
     values = [dict(re.findall(r"(\w+) == '([^']+)'", one)) for one in supported]
     return package if marker and all(Marker(marker).evaluate(one) for one in values) else line

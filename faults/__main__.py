@@ -15,7 +15,7 @@ from faults import catalog
 def main(only: str = "") -> None:
     """Run the faults that `catalog.choose` finds."""
     try:
-        catalog.choose(only)  # a wrong word must not start a cloud
+        catalog.choose(only)  # fail before the cloud starts if a word is wrong
         sandbox.run_in_fresh_cloud("faults.runner", only)
     except (ValueError, settings.UserError) as error:
         sys.exit(f"error: {error}")

@@ -7,7 +7,7 @@ from cluster.emulator.waiting import wait_for
 from faults.harness import Harness, changed_cluster_file, control, final_loss, no_capacity
 from pipeline.ray_support.workers import WorkerOptions
 
-# The project's default, far longer than a host takes to start: a zone fails only because AWS refuses.
+# The project's default. It is far longer than a host takes to start, so a zone fails only if AWS refuses.
 ZONE_TIMEOUT_S = WorkerOptions.model_fields["zone_timeout_s"].default
 GATHER = (
     "import ray, sys; from pipeline.ray_support import gang; ray.init(); "
@@ -38,9 +38,9 @@ def all_spot_refuses(harness: Harness) -> str:
 
 
 def half_a_gang(harness: Harness) -> str:
-    """One of two machines starts: it is given back, and the gang starts in another zone."""
+    """Only one of two machines starts: it is given back, and the gang starts in another zone."""
     harness.wait_until_no_workers()
-    # no capacity in the first zone: the watchdog may still skip it because of an earlier test
+    # no capacity in the first zone either: after an earlier test, the autoscaler may not request its type yet
     none = {"market": "spot", "zone": f"{harness.file.region}a"}
     one = {"market": "spot", "zone": f"{harness.file.region}b", "available": 1}
     with no_capacity(none, one):
@@ -65,7 +65,7 @@ def everything_refuses(harness: Harness) -> str:
 
 
 def spot_interruption(harness: Harness) -> str:
-    """AWS interrupts a machine during training: it saves a checkpoint at the notice and resumes on a replacement."""
+    """AWS interrupts a machine: training saves a checkpoint when the notice arrives, and resumes on a replacement."""
     baseline = harness.baseline_loss
     job = harness.train("interrupted", "--checkpoint-every", "100")
     interrupted = _interrupt_one(harness, job)
@@ -77,7 +77,7 @@ def spot_interruption(harness: Harness) -> str:
 
 
 def interruption_without_replacement(harness: Harness) -> str:
-    """AWS interrupts a machine and has no replacement: training with one or two workers continues with one."""
+    """AWS interrupts a machine and has no replacement: a training run with one or two workers continues with one."""
     baseline = harness.baseline_loss
     job = harness.train("elastic", "--num-workers", "1", "2")
     wait_for(lambda: "on 2 x" in harness.log(job), 240, "the training to start")
@@ -98,7 +98,7 @@ def _interrupt_one(harness: Harness, job: str) -> str:
 
 
 def eight_workers(harness: Harness) -> str:
-    """A gang of eight machines, besides the head."""
+    """A gang of eight machines starts in one zone, in addition to the head."""
     with changed_cluster_file(**_with_max_workers(harness, MANY_WORKERS)):
         harness.ensure_up()
         job = harness.submit(GATHER, str(MANY_WORKERS))
@@ -123,6 +123,6 @@ def _gather(harness: Harness) -> str:
 
 
 def _summary(log: str) -> str:
-    """Return the first and the last line about zones in a job's log, and the number of such lines in between."""
+    """Return the first and the last line about zones in a job's log, and the number of such lines between them."""
     first, *between, last = [line for line in log.splitlines() if line.startswith(("zone ", "no zone", "gathered"))]
     return f"{first} … {len(between)} more … {last}" if between else f"{first} … {last}"

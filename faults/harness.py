@@ -43,7 +43,7 @@ class Harness:
         target = Aws()
         output, started = io.StringIO(), time.monotonic()
         try:
-            with contextlib.redirect_stdout(output):  # the same fifty lines for each test
+            with contextlib.redirect_stdout(output):  # hides fifty lines that are the same for each test
                 target.up(yes=True)
         except settings.UserError:
             print(output.getvalue())
@@ -83,7 +83,7 @@ class Harness:
         return final_loss(self.wait_for_success(self.train("baseline"), 300))
 
     def train(self, name: str, *options: str) -> str:
-        """Submit a one-minute training run on two A100 machines: 30 steps, with a checkpoint every 5."""
+        """Submit a one-minute training run on two A100 machines: 30 steps, with a checkpoint every 5 steps."""
         words = [word for word in scenario.TRAINING if word != "--fresh"]
         words += ["--steps", "30", "--log-every", "5", "--checkpoint-every", "5", "--global-batch-rows", "48"]
         return submission.submit(self.connection, "finetune_ddp", [*words, "--name", name, *options])
@@ -96,7 +96,7 @@ class Harness:
                 client.stop_job(job.submission_id)
 
     def log(self, job: str) -> str:
-        """Return a job's log without Ray's line that quotes the job's code, in which tests would find their words."""
+        """Return a job's log without the line in which Ray quotes the job's code: it contains the words to wait for."""
         lines = self.connection.client().get_job_logs(job).splitlines()
         return "\n".join(line for line in lines if not line.startswith("Running entrypoint"))
 
@@ -104,7 +104,7 @@ class Harness:
         return self.connection.client().get_job_status(job) == "RUNNING"
 
     def wait_for_step(self, job: str, step: int) -> None:
-        """Wait until a training run has printed this step or a later one: slow runs print other steps."""
+        """Wait until a training run has printed this step or a later one: a slow run may not print this one."""
 
         client = self.connection.client()
 
@@ -141,7 +141,7 @@ def control(**command: Any) -> None:
 
 @contextlib.contextmanager
 def no_capacity(*launches: dict[str, Any]) -> Iterator[None]:
-    """Let AWS have no capacity for these launches (see cluster.emulator.api.InjectedFaults)."""
+    """Make AWS have no capacity for these launches (see cluster.emulator.api.InjectedFaults)."""
     control(faults={"no_capacity": launches})
     try:
         yield
@@ -151,9 +151,9 @@ def no_capacity(*launches: dict[str, Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaced_file(path: Path, text: str) -> Iterator[None]:
-    """Replace a file's text by a bind mount inside the cloud. The file itself does not change.
+    """Replace a file's text with a bind mount inside the cloud. The file itself does not change.
 
-    If the file does not exist, it exists and is empty in the meantime.
+    If the file does not exist, an empty one is created for as long as the mount exists.
     """
     replacement = Path("/tmp/replaced", path.name)
     replacement.parent.mkdir(exist_ok=True)
@@ -195,7 +195,7 @@ def run_verb(*words: str, exit_code: int = 0, folder: Path = settings.PROJECT, *
 
 
 def interrupt_verb(marker: str, *words: str) -> str:
-    """Run a verb, press Ctrl-C when it prints `marker`, and return its last line."""
+    """Run a verb, press Ctrl-C when it prints `marker`, and return its last line of output."""
     process = subprocess.Popen(
         _command(*words),
         cwd=settings.PROJECT,

@@ -30,7 +30,7 @@ def ray_on_the_head_killed(harness: Harness) -> str:
     started = time.monotonic()
     output = run_verb("up", "--yes")
     took = time.monotonic() - started
-    assert "does not run on the head" in output, output
+    assert "is not running on the head" in output, output
     after = instances.head(harness.file)
     assert before
     assert after
@@ -43,7 +43,7 @@ def ray_on_the_head_killed(harness: Harness) -> str:
 
 
 def head_killed(harness: Harness) -> str:
-    """The head's machine ends during training: `up` starts another, and the same job resumes from S3."""
+    """The head's machine is terminated during training: `up` starts a new head, and the same job resumes from S3."""
     job = harness.train("head-killed")
     harness.wait_for_step(job, 15)
     before = instances.head(harness.file)
@@ -68,7 +68,7 @@ def time_limit(harness: Harness) -> str:
     """The cluster reaches the hours in settings.toml: it terminates itself, workers included."""
     _busy_workers(harness)
     limit = _limits().hours
-    harness.head().run(f"touch --date='{limit:g} hours ago' {LEASE.parent}")  # as if it had started then
+    harness.head().run(f"touch --date='{limit:g} hours ago' {LEASE.parent}")  # as if the cluster had started then
     summary = _wait_until_terminated(harness)
     output = run_verb("status", exit_code=1)
     assert f"the limit of {limit:g} hours" in output, output

@@ -41,7 +41,7 @@ def up_again(harness: Harness) -> str:
 def interrupted_up(harness: Harness) -> str:
     """Ctrl-C at three points of `up`: `down` leaves nothing."""
     run_verb("down")
-    points = ("at most", "step 1 of 7", "step 6 of 7")  # shows the price; boots the head; sets it up
+    points = ("at most", "step 1 of 7", "step 6 of 7")  # `up` shows the price, boots the head, sets it up
     for point in points:
         assert "interrupted" in interrupt_verb(point, "up", "--yes")
         assert "is left" in run_verb("down")
@@ -50,7 +50,7 @@ def interrupted_up(harness: Harness) -> str:
 
 
 def down_twice(harness: Harness) -> str:
-    """`down` twice, from another checkout and without the private key: nothing is left."""
+    """`down` runs twice, from another checkout and without the private key: nothing is left."""
     harness.file.key_file.unlink()
     with _checkout(harness.file.slug) as folder:
         for _ in range(2):
@@ -102,7 +102,7 @@ def permission_missing(harness: Harness) -> str:
 
 
 def secret_stays_secret(harness: Harness) -> str:
-    """A job uses a secret: it is in no file, command line, log, upload or response of the cluster."""
+    """A job uses a secret: the secret is in no file, command line, log, upload or response of the cluster."""
     canary = f"canary-{os.urandom(16).hex()}"
     code = "import os, ray, time; from pipeline.ray_support import job_secrets; job_secrets.load(); ray.init(); "
     code += "length = lambda: len(os.environ['HF_TOKEN']); "
@@ -127,7 +127,7 @@ def plain_ray(harness: Harness) -> str:
     count = len(instances.living(harness.file))
     _ray("down")
     assert not instances.living(harness.file)
-    return f"`ray up` started a head, a job {count - 1} worker, and `ray down` ended all"
+    return f"`ray up` started a head, a job started {count - 1} worker, and `ray down` terminated all of them"
 
 
 def _ray(word: str, *options: str) -> None:
@@ -145,7 +145,7 @@ def _ray(word: str, *options: str) -> None:
 def _checkout(slug: str) -> Iterator[Path]:
     """Copy this project to another folder, with this slug."""
     folder = Path("/tmp/checkout")
-    skipped = (".venv", ".cluster", ".env", "data", "models", "runs", "results")  # at the top: not pipeline/data
+    skipped = (".venv", ".cluster", ".env", "data", "models", "runs", "results")  # only at the top: not pipeline/data
     shutil.copytree(settings.PROJECT, folder, ignore=lambda path, _: skipped if Path(path) == settings.PROJECT else ())
     (folder / ".venv").symlink_to(settings.PROJECT / ".venv")
     old_slug = cluster_file.load().slug

@@ -1,6 +1,6 @@
-"""Runs fault tests one after another inside the emulated cloud.
+"""Run fault tests one after another inside the emulated cloud.
 
-All tests use one cluster; if a test ended it, the next one starts another. Some waits are shortened: the idle timeout
+All tests use one cluster; if a test stops it, the next one starts another. Some waits are shortened: the idle timeout
 of workers, the age of leases, and the hours and dollars until a limit.
 """
 

@@ -1,4 +1,4 @@
-"""Searches all files, command lines, S3 objects, responses and AWS calls of a cluster for a secret."""
+"""Search all files, command lines, S3 objects, responses and AWS calls of a cluster for a secret."""
 
 import contextlib
 import os
@@ -27,7 +27,7 @@ def search(text: str, harness: Harness, only_in: set[str]) -> str:
     """Search for `text`, and return how much was searched.
 
     Raises:
-        AssertionError: the text is in a place that is not in `only_in`, or not in all of those.
+        AssertionError: the text is in a place that is not in `only_in`, or is missing from one that is.
     """
     found: set[str] = set()
     counts: Counter[str] = Counter()

@@ -11,7 +11,7 @@ ONE_CPU = "import ray; ray.init(); print(ray.get(ray.remote(num_cpus=1)(lambda: 
 
 
 def setup_fails(harness: Harness) -> str:
-    """A setup command fails on every new worker: reported within a minute, and no more start after three."""
+    """A setup command fails on every new worker: status reports it within a minute. After three, no more start."""
     head, pins = harness.head(), "~/project/requirements/cluster.txt"  # workers get a copy of the head's
     head.run(f"cp {pins} ~/good.txt && echo no-such-package==1 >> {pins}")
     job = harness.submit(ONE_CPU)
@@ -27,7 +27,7 @@ def setup_fails(harness: Harness) -> str:
 
 
 def other_python_on_a_worker(harness: Harness) -> str:
-    """Workers have another Python than the head: Ray rejects them, and `inv status` says why."""
+    """Workers have a different Python from the head's: Ray rejects them, and `inv status` says why."""
     version = "collections.namedtuple('Version', 'major minor micro releaselevel serial')(3, 11, 99, 'final', 0)"
     patch = f"import collections, sys; sys.version_info = {version}"
     site = "$(python -c 'import sysconfig; print(sysconfig.get_path(\"purelib\"))')"
@@ -40,7 +40,7 @@ def other_python_on_a_worker(harness: Harness) -> str:
 
 
 def other_ray_on_the_laptop(harness: Harness) -> str:
-    """The laptop has another Ray than the cluster: the doctor rejects it, and nothing starts."""
+    """The laptop has a different version of Ray from the cluster's: the doctor rejects it, and nothing starts."""
     folder = Path("/tmp/other-ray/ray-2.0.0.dist-info")
     folder.mkdir(parents=True)
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: ray\nVersion: 2.0.0\n")
@@ -56,7 +56,7 @@ def boto3_missing(harness: Harness) -> str:
     without = "".join(line for line in PINS.read_text().splitlines(True) if not line.startswith("boto3"))
     with replaced_file(PINS, without):
         output = run_verb("up", "--yes", exit_code=1)
-    assert "its autoscaler does not run" in output, output
+    assert "its autoscaler is not running" in output, output
     assert "boto3" in output, output
     assert "is up after" in run_verb("up", "--yes")
     return re.findall(r"the head is up but.*?boto3[^)]*\)", output)[0]

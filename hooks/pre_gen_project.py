@@ -22,7 +22,7 @@ MAX_WORKERS = 64
 
 
 def project_name(answer: str) -> str | None:
-    """Accept a title in any language that is safe in quoted YAML and TOML, in Markdown and in AWS tags."""
+    """Accept a title in any language, if it is safe in quoted YAML and TOML, in Markdown and in AWS tags."""
     if len(answer) > 60:
         return "is longer than 60 characters. Shorten it"
     if not answer[:1].isalpha():
@@ -33,11 +33,11 @@ def project_name(answer: str) -> str | None:
 
 
 def project_slug(answer: str) -> str | None:
-    """Accept a name for the folder, and a prefix for stack, bucket and cluster. S3 has the strictest rules."""
+    """Accept a name for the folder that is also a prefix for names on AWS. S3 has the strictest rules."""
     if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", answer):
         return "must be lower-case letters and digits with single hyphens between them, a letter first. Try my-llm"
     if not 3 <= len(answer) <= 30:
-        return "must have 3 to 30 characters, because AWS names are longer. Try my-llm"
+        return "must have 3 to 30 characters, because names on AWS append to it. Try my-llm"
     return _keyword(answer)
 
 

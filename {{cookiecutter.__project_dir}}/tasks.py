@@ -55,7 +55,7 @@ def verb(*positional: str, **texts: str) -> Callable[..., Any]:
 
 
 def _aws_errors() -> Any:
-    """Return the errors of AWS's library, which is imported only after an error."""
+    """Return the exceptions of botocore, which is imported only after an error."""
     from botocore.exceptions import BotoCoreError, ClientError
 
     return BotoCoreError, ClientError
@@ -89,7 +89,7 @@ def chat(context: Context, message: str = "", target: str = "local") -> None:
 
 @verb(**TARGET)
 def doctor(context: Context, target: str = "local") -> None:
-    """Check everything that can be checked before the start. Changes nothing."""
+    """Check everything that can be checked before the cluster starts. Changes nothing."""
     from cluster import doctor as cluster_doctor
     from cluster import targets
 
@@ -99,7 +99,7 @@ def doctor(context: Context, target: str = "local") -> None:
 
 @verb("model", model="Hugging Face id or folder; only its configuration is downloaded", **TARGET)
 def plan(context: Context, model: str, target: str = "local") -> None:
-    """Plan training and serving of a model: memory, A100s, hours, with --target aws also dollars. Starts nothing."""
+    """Plan training and serving of a model: memory, A100s, hours and, with --target aws, dollars. Starts nothing."""
     from cluster import targets
     from cluster.planner import plan as cluster_plan
 
@@ -108,13 +108,13 @@ def plan(context: Context, model: str, target: str = "local") -> None:
 
 @verb(**TARGET)
 def prepare(context: Context, target: str = "local") -> None:
-    """Create what the cluster needs and what costs nothing: on AWS roles, network, bucket. `up` does this too."""
+    """Create the roles, network and bucket that the cluster needs on AWS. They cost nothing. `up` does this too."""
     from cluster import targets
 
     targets.get(target).prepare()
 
 
-@verb(yes="agree to the price without a question", **TARGET)
+@verb(yes="agree to the price without being asked", **TARGET)
 def up(context: Context, target: str = "local", yes: bool = False) -> None:
     """Start the cluster, if it is not up."""
     from cluster import targets
@@ -156,7 +156,7 @@ def submit(context: Context, job: str, verbose: bool = False, target: str = "loc
 
 @verb(**TARGET)
 def models(context: Context, target: str = "local") -> None:
-    """Show the served models and their metrics. After `--`: change a canary's share, promote it, end a model."""
+    """Show the served models and their metrics. Options after `--` change or promote a canary, or stop a model."""
     _submit("models", False, target)
 
 
@@ -213,7 +213,7 @@ def ssh(context: Context, command: str = "", target: str = "local") -> None:
 
 @verb(runs="comma-separated names of runs; default: all", **TARGET)
 def report(context: Context, runs: str = "", target: str = "local") -> None:
-    """Compare trainings in results/report.html: losses, speed, checkpoints, restarts, cost, data."""
+    """Compare training runs in results/report.html: losses, speed, checkpoints, restarts, cost and data."""
     from cluster import targets
     from cluster.common import prices
     from pipeline.training import report as training_report
@@ -233,7 +233,7 @@ def dashboard(context: Context, target: str = "local") -> None:
     connection = targets.get(target).connect()
     is_remote = bool(connection.forwarded_ports)
     command = f'inv ssh --target {target} --command "cat ~/.ray/auth_token"' if is_remote else f"cat {TOKEN_FILE}"
-    print(f"{connection.dashboard}   Show the token that it asks for: {command}")
+    print(f"{connection.dashboard}   It asks for a token. To show it, run: {command}")
     if is_remote:
         print("the tunnel stays open until Ctrl-C", flush=True)
         with contextlib.suppress(KeyboardInterrupt):
@@ -242,7 +242,7 @@ def dashboard(context: Context, target: str = "local") -> None:
 
 @verb(**TARGET)
 def down(context: Context, target: str = "local") -> None:
-    """End the cluster, and check that nothing of it is left."""
+    """Stop the cluster, and check that nothing of it is left."""
     from cluster import targets
 
     if left := targets.get(target).down():
@@ -251,7 +251,7 @@ def down(context: Context, target: str = "local") -> None:
 
 @verb(all="every test, in two processes: about 25 minutes on 2 cores")
 def test(context: Context, all_: bool = False) -> None:  # noqa: PT028 -- a verb, not a test function
-    """Check style, formatting and types, and run the quick tests: unit tests and one training on Ray."""
+    """Check style, formatting and types, and run the quick tests: unit tests and one training run on Ray."""
     tests = "pytest --numprocesses 2 --dist loadfile" if all_ else f"pytest {' '.join(QUICK_TESTS)}"
     for command in ("ruff check", "ruff format --check", "pyrefly check", tests):
         print(f"== {command}", flush=True)

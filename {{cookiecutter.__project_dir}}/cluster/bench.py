@@ -35,15 +35,15 @@ class Load(NamedTuple):
     """The load to generate."""
 
     seconds: float
-    """How long clients send requests at each level. Answers in flight at the end are awaited."""
+    """Duration of each level. At its end, the clients send no new requests, but wait for the answers in flight."""
     tokens: int
-    """Length of each answer."""
+    """Length of each answer, in tokens."""
     concurrent: tuple[int, ...] = CONCURRENT
     """Number of concurrent clients at each level."""
 
 
 class AnswerTimes(NamedTuple):
-    """One answer, as the client measured it."""
+    """Times of one answer, as the client measured them."""
 
     first_s: float
     """Seconds to the first token."""
@@ -71,7 +71,7 @@ def bench(
 ) -> None:
     """Measure the server level by level. Write the numbers and a plot to `folder`.
 
-    `variables` say where the server's key is.
+    `variables` are the environment variables of submitted jobs, which say where to find the server's key.
 
     Raises:
         settings.UserError: there is no key, or the server does not answer, rejects the key or fails every request.
@@ -100,7 +100,7 @@ async def _levels(url: str, key: str, model: str, load: Load, console: Console) 
             if not level.requests_per_s and not levels:
                 reason = next(iter(level.errors))
                 raise settings.UserError(
-                    f"{url} answered no request of {concurrent} concurrent clients ({reason}). Run: inv logs"
+                    f"{url} answered no request from {concurrent} concurrent clients ({reason}). Run: inv logs"
                 )
             levels.append(level)
             console.print(f"{concurrent} clients: {level.tokens_per_s:,.0f} tokens/s")
@@ -112,7 +112,7 @@ async def _levels(url: str, key: str, model: str, load: Load, console: Console) 
 async def _level(client: openai.AsyncOpenAI, model: str, load: Load, concurrent: int) -> Level:
     answers: list[AnswerTimes] = []
     errors: Counter[str] = Counter()
-    # warm up: connections, and what client and server do only at a first request
+    # warm up: open the connections, and let client and server do what they do only for a first request
     await asyncio.gather(
         *[_ask(client, model, f"warm {number}", 1) for number in range(concurrent)], return_exceptions=True
     )

@@ -27,7 +27,7 @@ class ChatSession:
         self.messages: list[ChatCompletionMessageParam] = []
 
     def answer(self, question: str) -> Iterator[str]:
-        """Yield the model's answer piece by piece, and remember it, even if the caller stops before its end."""
+        """Yield the model's answer piece by piece. Remember what was yielded, even if the caller stops early."""
         self.messages.append({"role": "user", "content": question})
         pieces: list[str] = []
         try:
@@ -39,14 +39,14 @@ class ChatSession:
             if pieces:
                 self.messages.append({"role": "assistant", "content": "".join(pieces)})
             else:
-                self.messages.pop()  # no answer, for example because the question is too long: forget it
+                self.messages.pop()  # no answer, for example to a question that is too long: forget the question
 
     def models(self) -> list[str]:
         """Return the names of all served models."""
         return [model.id for model in self.client.models.list()]
 
     def start_over(self, system: str | None = None) -> None:
-        """Forget all messages but the system message. `system` replaces it."""
+        """Forget all messages but the system message, which `system` replaces if given."""
         if system is None:
             self.messages = [message for message in self.messages[:1] if message["role"] == "system"]
         else:
@@ -54,7 +54,7 @@ class ChatSession:
 
 
 def chat(url: str, variables: Mapping[str, str], message: str = "") -> None:
-    """Ask one question, or chat until /quit if there is none. `variables` say where the server's key is.
+    """Ask `message`, or chat until /quit if it is empty. For `variables`, see `api_key`.
 
     Raises:
         settings.UserError: there is no key, or the server does not answer or rejects the key.
@@ -69,7 +69,10 @@ def chat(url: str, variables: Mapping[str, str], message: str = "") -> None:
 
 
 def api_key(variables: Mapping[str, str]) -> str:
-    """Return the server's key. `variables` say where it is. Raises `settings.UserError` if there is none."""
+    """Return the server's key. Raises `settings.UserError` if there is none.
+
+    `variables` are the environment variables of submitted jobs, which say where to find the key.
+    """
     os.environ |= {name: value for name, value in variables.items() if name.startswith(("SECRETS_", "AWS_"))}
     os.environ["SECRET_NAMES"] = "SERVE_API_KEY"
     job_secrets.load()
@@ -80,16 +83,17 @@ def api_key(variables: Mapping[str, str]) -> str:
 
 @contextlib.contextmanager
 def readable_errors(url: str) -> Iterator[None]:
-    """Turn errors of OpenAI's client into a `settings.UserError`."""
+    """Turn an error of the OpenAI client into a `settings.UserError`."""
     try:
         yield
     except (openai.APIConnectionError, httpx2.TransportError):
         raise settings.UserError(f"nothing answers at {url}. Run: inv submit serve_llm") from None
     except openai.AuthenticationError:
         raise settings.UserError(
-            f"{url} rejects the SERVE_API_KEY in .env, because it was started with another. Run: inv submit serve_llm"
+            f"{url} rejects the SERVE_API_KEY in .env, because the server was started with another key. "
+            "Run: inv submit serve_llm"
         ) from None
-    except (json.JSONDecodeError, AttributeError, LookupError):  # OpenAI's client does not validate what it receives
+    except (json.JSONDecodeError, AttributeError, LookupError):  # the OpenAI client does not validate responses
         raise settings.UserError(f"{url} is not an OpenAI-compatible server. Run: inv status") from None
     except openai.APIError as error:
         raise settings.UserError(f"{url} returned an error: {error.message}") from None
@@ -124,7 +128,7 @@ def _run_command(session: ChatSession, line: str) -> None:
 
 
 def _switch_model(session: ChatSession, name: str) -> None:
-    """Let another model answer from now on; it sees all earlier messages."""
+    """Switch to another model, which sees all earlier messages."""
     names = session.models()
     if name in names:
         session.model = name
@@ -141,7 +145,7 @@ def _print_answer(session: ChatSession, question: str) -> None:
 
 
 def _print_answer_or_error(session: ChatSession, question: str) -> None:
-    """Print an answer. Ctrl-C or an error of the server ends the answer, not the chat."""
+    """Print an answer. Ctrl-C or a server error ends the answer, but not the chat."""
     try:
         _print_answer(session, question)
     except KeyboardInterrupt:

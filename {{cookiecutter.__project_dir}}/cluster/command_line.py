@@ -16,11 +16,11 @@ OPTIONS_WITH_VALUE = ("--target", "-t", "--job", "-j")
 def normalize(program: Program) -> None:
     """Accept a job's id after `logs` and `stop` without a flag, and reject job options that are not after `--`.
 
-    tasks.py calls this: invoke imports it after parsing its own options and before parsing the verb's.
+    tasks.py calls this: invoke imports tasks.py after it has parsed its own options, but before it parses the verb's.
     """
     words = program.core.unparsed if hasattr(program, "core") else []
     if words in (["submit", "--help"], ["submit", "-h"]):
-        words.insert(1, "JOB")  # otherwise invoke takes --help for the job
+        words.insert(1, "JOB")  # otherwise invoke reads --help as the job's name
     elif words[:1] == ["submit"]:
         _reject_job_options(words)
     elif words[:1] == ["drill"]:

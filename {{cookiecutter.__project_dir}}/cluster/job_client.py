@@ -1,4 +1,4 @@
-"""Ray's job client with timeouts, and with errors that are one sentence."""
+"""Ray's job client, with timeouts and with one-sentence errors."""
 
 import io
 from collections.abc import AsyncIterator, Mapping
@@ -12,20 +12,20 @@ from ray.job_submission import JobDetails
 import settings
 from pipeline.ray_support.private.job_sdk import HookedJobClient
 
-TIMEOUTS_S = (5, 30)  # to connect or send a block, and between two blocks of a response; Ray's client has none
+TIMEOUTS_S = (5, 30)  # to connect or send a block, and between two blocks of a response; Ray's client has no timeouts
 UPLOAD_TIMEOUTS_S = (30, 300)  # a tunnel may still be sending megabytes when the client has finished
 PROBE_JOB = "probe"
-"""The empty job that `up` runs. Do not delete it: Ray still monitors it, and would list it again as failed."""
+"""Id of the empty job that `up` runs. Do not delete that job: Ray still monitors it, and would list it as failed."""
 
 
 class Unreachable(settings.UserError):
-    """A cluster that was up does not answer, or not like Ray."""
+    """A cluster that was up does not answer, or the answer is not from Ray."""
 
     exit_code = 69  # EX_UNAVAILABLE in sysexits.h; no job exits with it by chance
 
 
 def unreachable(error: Exception, target_option: str = "") -> Unreachable:
-    """Return the error to raise for an error of an HTTP client. `target_option` is that of the connection."""
+    """Return the error to raise after an error of an HTTP client. For `target_option`, see `target.Connection`."""
     return Unreachable(
         f"no valid response from Ray ({_reason(error)}). "
         f"Try again. If it keeps failing: inv down{target_option}, then inv up{target_option}"
@@ -33,7 +33,7 @@ def unreachable(error: Exception, target_option: str = "") -> Unreachable:
 
 
 def is_submitted(job_id: str | None) -> bool:
-    """Return whether `inv submit` started the job. Ray also lists the probe job, and programs that connect directly."""
+    """Return whether `inv submit` started the job. Ray also lists the probe job and programs that connect directly."""
     return bool(job_id) and job_id != PROBE_JOB
 
 
@@ -50,7 +50,7 @@ def _reason(error: Exception) -> str:
 
 
 class JobClient(HookedJobClient):
-    """Raises `Unreachable` if Ray's client would hang, or raise an error of requests, aiohttp or Ray."""
+    """Raises `Unreachable` where Ray's client would hang, or would raise an error of requests, aiohttp or Ray."""
 
     def __init__(self, address: str, headers: Mapping[str, str], target_option: str = "") -> None:
         self._target_option = target_option
@@ -62,7 +62,7 @@ class JobClient(HookedJobClient):
     def send(self, method: str, endpoint: str, **options: Any) -> requests.Response:
         """Send one request. Raises `Unreachable` if there is no valid response in time."""
         timeouts = TIMEOUTS_S
-        if data := options.get("data"):  # a file is sent in blocks, so that the timeout applies to each of them
+        if data := options.get("data"):  # a file is sent in blocks, so that the timeout applies to each block
             options["data"], timeouts = io.BytesIO(data), UPLOAD_TIMEOUTS_S
         try:
             response = super().send(method, endpoint, timeout=timeouts, **options)
@@ -75,7 +75,7 @@ class JobClient(HookedJobClient):
         return response
 
     def get_job_info(self, job_id: str) -> JobDetails:
-        """Return the details of a job. Raises `Unreachable` if Ray does not know it: the cluster was restarted."""
+        """Return a job's details. Raises `Unreachable` if Ray does not know the job: the cluster was restarted."""
         try:
             return super().get_job_info(job_id)
         except RuntimeError:  # status 404
@@ -92,7 +92,7 @@ class JobClient(HookedJobClient):
             raise unreachable(error, self._target_option) from None
 
     def node_is_alive(self, node_id: str) -> bool:
-        """Return whether the node is part of the cluster: the job server may outlive the node that runs the jobs."""
+        """Return whether the node is alive. The job server may outlive the node that runs a job."""
         query = f"filter_keys=node_id&filter_predicates=%3D&filter_values={node_id}"
         try:
             nodes = self.send("GET", f"/api/v0/nodes?{query}").json()["data"]["result"]["result"]

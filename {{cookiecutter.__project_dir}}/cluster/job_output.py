@@ -1,4 +1,4 @@
-"""Print a job's log without Ray's own messages, and with a progress bar below it in a terminal."""
+"""Print a job's log without Ray's own messages. In a terminal, show a progress bar below the log."""
 
 import re
 import sys
@@ -28,13 +28,14 @@ def clean(line: str) -> str:
     plain = ANSI.sub("", line)
     if NOISE.match(plain):
         return ""
-    # keep the prefix of a worker on another node, because an error may come from that node; progress is of all workers
+    # keep the prefix of a worker on another node: it shows which node an error comes from. Progress is that of all
+    # workers, so it needs no prefix.
     is_elsewhere = ", ip=" in plain.partition(")")[0] and not PROGRESS.search(plain)
     return line if is_elsewhere else WORKER.sub("", line)
 
 
 class Printer:
-    """Prints a log that arrives in chunks, which may end in mid-line. `verbose` keeps Ray's messages."""
+    """Prints a log that arrives in chunks, which may end in the middle of a line. `verbose` keeps Ray's messages."""
 
     def __init__(self, verbose: bool = False) -> None:
         self._verbose = verbose
@@ -65,7 +66,7 @@ class Printer:
 
 
 class _Bar:
-    """A progress bar below the log, shown from the first line that reports progress."""
+    """A progress bar below the log. It appears when the log first reports progress."""
 
     def __init__(self) -> None:
         self._console = Console(highlight=False)

@@ -23,9 +23,10 @@ def find(job: str) -> Path:
 
 
 def check(job: str, options: list[str], profile: str) -> bool:
-    """Check a job's options without running it. Return whether to submit it: not if they ask for help, which it prints.
+    """Check a job's options without running the job. Return whether to submit it.
 
-    A script that does not use `cli.parse` is not checked, because it might do its work.
+    If the options ask for help, the job prints its help, and there is nothing to submit. A script that does not use
+    `cli.parse` is not checked, because the check would run it.
 
     Raises:
         settings.UserError: there is no such job.

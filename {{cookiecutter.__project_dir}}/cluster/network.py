@@ -12,13 +12,13 @@ LOOPBACK = "127.0.0.1,localhost,::1"
 def keep_to_loopback() -> None:
     """Make this process and its children reach loopback without a proxy, and ignore addresses of other Ray clusters.
 
-    HTTP clients read `no_proxy` in either spelling.
+    Some HTTP clients read `no_proxy`, others `NO_PROXY`.
     """
     for scheme, proxy in urllib.request.getproxies().items():
-        if scheme != "no":  # settings of macOS count only while no variable is set
+        if scheme != "no":  # the proxy settings of macOS apply only while no such variable is set
             os.environ.setdefault(f"{scheme}_proxy", proxy)
     bypassed = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
-    if bypassed != "*":  # bypasses all proxies, but only as the whole value
+    if bypassed != "*":  # "*" bypasses all proxies, but only if it is the whole value
         bypassed = f"{bypassed},{LOOPBACK}" if bypassed else LOOPBACK
     os.environ |= {"no_proxy": bypassed, "NO_PROXY": bypassed}
     for name in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS"):  # Ray's client prefers these to the address it is given
@@ -26,10 +26,10 @@ def keep_to_loopback() -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return different free ports that no outgoing connection takes before they are used.
+    """Return different free ports, which no outgoing connection can take before they are used.
 
-    They are below the ranges for outgoing connections (from 32768 on Linux, from 49152 on macOS). While Ray starts, it
-    opens many connections, and one sometimes got a port that was meant for Ray's agent.
+    They are below the ranges for outgoing connections (from 32768 on Linux, from 49152 on macOS). Ray opens many
+    connections while it starts. With ports from these ranges, one of them sometimes took the port of Ray's agent.
     """
     candidates = random.SystemRandom().sample(range(20_000, 32_000), 1_000)
     return list(itertools.islice(filter(_is_free, candidates), count))

@@ -18,7 +18,7 @@ from cluster.target import Connection
 
 # Never uploaded: secrets, large files, and files that can be recreated.
 EXCLUDES = [".env", ".git", ".venv", ".cluster", "data", "models", "runs", "results", "__pycache__", ".*_cache"]
-NODE_GONE_S = 15  # Ray itself ends a job within this time if its node is gone
+NODE_GONE_S = 15  # if a job's node is gone, Ray itself ends the job within this time
 SECRETS_HOOK = "pipeline.ray_support.job_secrets.load"
 
 
@@ -63,7 +63,7 @@ def submit(connection: Connection, job: str, arguments: list[str]) -> str:
             runtime_env=runtime_env,
             metadata={"job": job},
         )
-    except RuntimeError as error:  # Ray's client has no finer error
+    except RuntimeError as error:  # Ray's client raises nothing more specific
         raise settings.UserError(
             f"Ray did not accept the job ({error}). Run: inv status{connection.target_option}"
         ) from None
@@ -72,7 +72,7 @@ def submit(connection: Connection, job: str, arguments: list[str]) -> str:
 def follow(connection: Connection, job_id: str, *, verbose: bool = False) -> int:
     """Print the job's log as it grows, and return the job's exit code. `verbose` includes Ray's own messages.
 
-    Ctrl-C asks whether to stop the job. Without a terminal, the job keeps running.
+    On Ctrl-C, ask whether to stop the job. Without a terminal, leave it running.
     """
     try:
         with job_output.Printer(verbose) as printer:
@@ -134,13 +134,13 @@ async def _print_log(connection: Connection, job_id: str, printer: job_output.Pr
         streaming, ending, return_exceptions=True
     )  # otherwise asyncio logs the exception of the other task
     for task in done:
-        task.result()  # raises its exception
+        task.result()  # raises the task's exception, if any
     if ending in done:
         printer.write(client.get_job_logs(job_id)[printed:])
 
 
 def _has_ended(client: JobClient, job_id: str) -> bool:
-    """Return whether a job has ended. Raises `Unreachable` if its node is gone: then nothing records the end."""
+    """Return whether a job has ended. Raises `Unreachable` if its node is gone, because then nothing records that."""
     deadline = time.monotonic() + NODE_GONE_S
     while True:
         details = client.get_job_info(job_id)
@@ -177,7 +177,7 @@ def _interrupted(connection: Connection, job_id: str) -> int:
 
 
 def _wait_until_ended(connection: Connection, job_id: str, timeout_s: float = 60) -> JobDetails:
-    """Return the details of a job whose log has ended. Its status may follow a little later."""
+    """Wait until a job has ended, and return its details. Its status may change a little later than its log ends."""
     client, deadline = connection.client(), time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         if _has_ended(client, job_id):
@@ -197,7 +197,7 @@ def _exit_code(details: JobDetails) -> int:
 
 
 def check_size(max_mib: int) -> None:
-    """Raise `settings.UserError` if an upload of the project's folder would be larger than this."""
+    """Raise `settings.UserError` if an upload of the project's folder would be larger than `max_mib`."""
     sizes: dict[str, int] = {}
     for folder, subfolders, files in os.walk(settings.PROJECT):
         subfolders[:] = [name for name in subfolders if not _excluded(name)]

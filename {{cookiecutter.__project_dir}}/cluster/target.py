@@ -17,25 +17,28 @@ class Connection:
 
     target: str = "local"
     dashboard: str
-    """URL of Ray's dashboard, which serves jobs, state and Serve. On loopback, through a tunnel if necessary."""
+    """URL of Ray's dashboard, which also answers requests about jobs, state and Serve.
+
+    It is on loopback; if the head is on another machine, through a tunnel.
+    """
     headers: dict[str, str] = field(repr=False)
     """HTTP headers with the cluster's token."""
     forwarded_ports: dict[int, int] = field(default_factory=dict)
-    """Local port of the tunnel, by port of the head. Empty if there is no tunnel."""
+    """For each forwarded port of the head, the tunnel's local port. Empty if there is no tunnel."""
     log_folder: str = "/tmp/ray/session_latest/logs on the head"
     """Where the logs of jobs are, until the cluster is taken down."""
     job_variables: dict[str, str]
-    """Environment of each submitted job: its profile, and where it finds files and secrets."""
+    """Environment variables of each submitted job: its profile, and where it finds files and secrets."""
 
     def client(self) -> JobClient:
-        """Return a job client. This and its methods raise `Unreachable` if the cluster does not answer."""
+        """Return a job client. This method and the client's raise `Unreachable` if the cluster does not answer."""
         for name in LOGGERS:
-            logging.getLogger(name).setLevel(logging.ERROR)  # users need no notes on packages and sockets
+            logging.getLogger(name).setLevel(logging.ERROR)  # users do not need Ray's notes on packages and sockets
         return JobClient(self.dashboard, self.headers, self.target_option)
 
     @property
     def target_option(self) -> str:
-        """The option `--target`, for commands in messages, with a space before it. Empty for the default target."""
+        """The option `--target`, with a leading space, for commands in messages. Empty for the default target."""
         return "" if self.target == "local" else f" --target {self.target}"
 
 
@@ -55,31 +58,34 @@ class Target(Protocol):
     profile: str
 
     def doctor(self) -> list[Finding]:
-        """Check everything that can be checked before the start."""
+        """Check everything that can be checked before the cluster starts."""
 
     def prepare(self) -> None:
-        """Create what the cluster needs and what costs nothing, if it does not exist."""
+        """Create everything that the cluster needs and that costs nothing, unless it exists."""
 
     def up(self, yes: bool) -> None:
         """Start the cluster unless it is up. Return when jobs can be submitted.
 
-        Asks before anything that costs money, unless `yes`.
+        Asks before anything that costs money, unless `yes` is set.
         """
 
     def connect(self) -> Connection:
         """Return a connection to the running cluster. Raises `settings.UserError` if it is not up."""
 
     def storage_variables(self) -> dict[str, str]:
-        """Return the environment with which this machine reads the jobs' output, whether the cluster is up or not."""
+        """Return the environment variables that this machine needs to read the jobs' output.
+
+        The cluster need not be up.
+        """
 
     def shell(self, command: str) -> int:
         """Run `command` on the head, or open a shell if it is empty. Return the exit code."""
 
     def dollars_per_instance_hour(self) -> dict[int, float]:
-        """Return the lowest price of an A100 instance, by GiB per GPU. Empty if nothing costs money."""
+        """Return the lowest hourly price of A100 instances, by GPU memory in GiB. Empty if nothing costs money."""
 
     def cloud_status(self) -> CloudStatus:
         """Return what is rented, what it costs, what is pending and why, and what AWS refused."""
 
     def down(self) -> list[str]:
-        """End the cluster. Return what is left of it: an empty list proves that nothing is."""
+        """Stop the cluster. Return what is left of it: an empty list proves that nothing is left."""

@@ -1,4 +1,4 @@
-"""Explain errors of AWS in one sentence, with what to do."""
+"""Explain errors from AWS in one sentence, and say what to do."""
 
 import re
 

@@ -17,7 +17,7 @@ def offers(file: ClusterFile) -> list[dict[str, str]]:
 def possible_nodes(file: ClusterFile) -> list[dict[str, Any]]:
     """Return all instances that the cluster can have, for pipeline/ray_support/capacity.py.
 
-    Markets and zones of one instance type count once.
+    An instance type that is in several markets and zones counts once.
     """
     types = sorted({worker.instance_type for worker in file.workers})
     described = file.client("ec2").describe_instance_types(InstanceTypes=types)["InstanceTypes"]

@@ -1,4 +1,4 @@
-"""The part of `inv status` that only rented clusters have: instances, what is pending and why, and dollars."""
+"""The part of `inv status` that only rented clusters have: instances, what is pending and why, and what it costs."""
 
 from collections import Counter
 from typing import Any
@@ -61,9 +61,10 @@ def _problems(head_status: dict[str, Any]) -> list[str]:
     problems = []
     repair = f"Run: inv up --target {TARGET}"
     if not head_status["autoscaler"]:
-        problems.append(f"the autoscaler does not run on the head, so no worker starts or ends. {repair}")
+        problems.append(f"the autoscaler is not running on the head, so no worker starts or stops. {repair}")
     elif not head_status["watchdog"]["runs"]:
-        problems.append(f"the watchdog does not run on the head, so the head ends when its lease expires. {repair}")
+        consequence = "so the head shuts down when its lease expires"
+        problems.append(f"the watchdog is not running on the head, {consequence}. {repair}")
     for refused in head_status["refused"]:
         problems.append(f"AWS refused {refused['type']} at {refused['at']} ({refused['code']}): {refused['message']}")
     return problems + [f"the set-up of a new worker failed: {failure}" for failure in head_status["failed_setups"]]

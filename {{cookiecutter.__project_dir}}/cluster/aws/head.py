@@ -1,4 +1,4 @@
-"""The status of a running head: whether all its parts run, and what it was set up from."""
+"""The status of a running head: whether all its parts are running, and what it was set up from."""
 
 import json
 import time
@@ -13,7 +13,7 @@ from cluster.common.cluster_file import TARGET, ClusterFile
 
 READY_TIMEOUT_S = 120
 START_TIMEOUT_S = 15
-"""If the autoscaler has no process this long after `ray up`, it never will."""
+"""If there is no autoscaler process this long after `ray up`, there never will be."""
 
 
 def mark(file: ClusterFile, digest: str) -> None:
@@ -29,26 +29,30 @@ def read_status(head: ssh.SshHead) -> dict[str, Any]:
 
 
 def runs(head: ssh.SshHead) -> bool:
-    """Return whether Ray, its autoscaler and the watchdog run. Raises `settings.UserError` if ssh cannot connect."""
+    """Return whether Ray, its autoscaler and the watchdog are running.
+
+    Raises:
+        settings.UserError: ssh cannot connect.
+    """
     head.run("true")
     try:
         return not _missing(read_status(head))
-    except settings.UserError:  # Ray does not run
+    except settings.UserError:  # Ray is not running
         return False
 
 
 def _missing(status: dict[str, Any]) -> str:
-    """Return which part of the head does not run; empty if all do."""
+    """Return which part of the head is not running; empty if all are."""
     if not (status["autoscaler"] and status["reported"]):
         return "autoscaler"
     return "" if status["watchdog"]["runs"] else "watchdog"
 
 
 def wait_until_ready(head: ssh.SshHead) -> None:
-    """Wait until the autoscaler and the watchdog run: `ray up` also succeeds without them.
+    """Wait until the autoscaler and the watchdog are running: `ray up` succeeds even without them.
 
     Raises:
-        settings.UserError: one of them does not run; with the last line of its log.
+        settings.UserError: one of them is not running. The message has the last line of its log.
     """
     started = time.monotonic()
     with Console().status("waiting for the autoscaler") as spinner:
@@ -57,7 +61,7 @@ def wait_until_ready(head: ssh.SshHead) -> None:
             if waited > (READY_TIMEOUT_S if current["autoscaler"] else START_TIMEOUT_S):
                 lines = current["log_tail"][missing].splitlines()[-1:] or ["no reason given"]
                 raise settings.UserError(
-                    f"the head is up but its {missing} does not run ({lines[0]}). Correct cluster/cluster.yaml, then "
+                    f"the head is up but its {missing} is not running ({lines[0]}). Correct cluster/cluster.yaml, then "
                     f"run: inv up --target {TARGET}   or end the cluster: inv down --target {TARGET}"
                 )
             spinner.update(f"waiting for the {missing}: {waited:.0f} s")

@@ -11,7 +11,7 @@ def ensure(file: ClusterFile) -> None:
     """Create the key pair unless it exists.
 
     Raises:
-        settings.UserError: AWS has a key pair of this name, and this machine does not have its private key.
+        settings.UserError: AWS has a key pair with this name, and this machine does not have its private key.
     """
     ec2 = file.client("ec2")
     on_aws = ec2.describe_key_pairs(Filters=[{"Name": "key-name", "Values": [file.slug]}], IncludePublicKey=True)[

@@ -15,7 +15,7 @@ class ServeSection(settings.Section):
 
 
 def stack_parameters(section: vpc.NetworkSection, network: vpc.Network) -> dict[str, str]:
-    """Return the stack's parameters for a load balancer. Empty if there is none.
+    """Return the stack's parameters for a load balancer. Empty if the settings ask for none.
 
     Raises:
         settings.UserError: the network has only one zone.
@@ -32,7 +32,7 @@ def stack_parameters(section: vpc.NetworkSection, network: vpc.Network) -> dict[
 
 
 def register(file: ClusterFile, head_id: str) -> None:
-    """If the stack has a load balancer, let it forward requests to the head."""
+    """If the stack has a load balancer, make it forward requests to the head."""
     described = stack.find(file)
     outputs = {one["OutputKey"]: one["OutputValue"] for one in (described or {}).get("Outputs", [])}
     if "HttpsTargets" in outputs:

@@ -39,7 +39,7 @@ def delete(file: ClusterFile) -> None:
 
 def _own_address() -> str:
     """Return this machine's address, as AWS sees it."""
-    url = os.environ.get("CALLER_ADDRESS_URL", "https://checkip.amazonaws.com")  # the emulated AWS has its own
+    url = os.environ.get("CALLER_ADDRESS_URL", "https://checkip.amazonaws.com")  # the emulated AWS has its own URL
     try:
         response = requests.get(url, timeout=10)
         response.raise_for_status()
@@ -52,7 +52,7 @@ def _own_address() -> str:
 
 
 def _make_bucket(file: ClusterFile) -> str:
-    """Return whether the stack creates the bucket. A new stack cannot adopt the bucket that an earlier one left."""
+    """Return "yes" if the stack creates the bucket, "no" if an earlier stack left one, which no new stack can adopt."""
     if existing := stack.find(file):
         return next(p["ParameterValue"] for p in existing["Parameters"] if p["ParameterKey"] == "MakeBucket")
     return "no" if bucket.exists(file) else "yes"

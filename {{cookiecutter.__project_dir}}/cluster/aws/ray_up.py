@@ -16,7 +16,7 @@ COLOUR = re.compile(r"\x1b\[[\d;]*m")
 
 
 def up() -> None:
-    """Run `ray up cluster/cluster.yaml`. Raises `settings.UserError` with its last output if it fails."""
+    """Run `ray up cluster/cluster.yaml`. If it fails, raises `settings.UserError` with its last line of output."""
     LOG.parent.mkdir(exist_ok=True)
     started = time.monotonic()
     command = [sys.executable, "-m", "ray.scripts.scripts", "up", "--yes", "--no-config-cache", str(FILE)]
@@ -38,13 +38,13 @@ def up() -> None:
         code = process.wait()
     if code:
         raise settings.UserError(
-            f"`ray up` failed in {step}: {_reason()}. Its output is in {LOG.relative_to(settings.PROJECT)}"
+            f"`ray up` failed ({step}): {_reason()}. Its output is in {LOG.relative_to(settings.PROJECT)}"
         )
     print(f"`ray up` took {time.monotonic() - started:.0f} s")
 
 
 def _reason() -> str:
-    """Return the last line of the command that failed. Ray's own lines begin with a date."""
+    """Return the last output line of the command that failed. Ray's own lines begin with a date."""
     text = COLOUR.sub("", LOG.read_text(errors="replace")).partition("update-failed")[0]
     noise = r"\d{4}-\d\d-\d\d |Shared connection|Warning: Permanently added"
     lines = [line.strip() for line in text.splitlines() if line.strip() and not re.match(noise, line)]

@@ -13,9 +13,9 @@ SERVER_KEY = "SERVE_API_KEY"
 
 
 def upload(file: ClusterFile) -> None:
-    """Store each secret of [secrets] that .env has a value for. Print the names of those without a value.
+    """Store each secret of [secrets] that has a value in .env. Print the names of secrets without a value.
 
-    If there is no key for the served model, generate one: nothing is served without a key.
+    If there is no key for the served model, generate one: no model is served without a key.
     """
     client = file.client("secretsmanager")
     env_file = settings.PROJECT / ".env"
@@ -40,7 +40,7 @@ def names(file: ClusterFile) -> list[str]:
 
 
 def delete(file: ClusterFile) -> None:
-    """Delete all secrets at once, because a scheduled deletion costs money until it happens."""
+    """Delete all secrets immediately: if their deletion is only scheduled, they cost money until then."""
     client = file.client("secretsmanager")
     for name in names(file):
         client.delete_secret(SecretId=f"{file.slug}/{name}", ForceDeleteWithoutRecovery=True)

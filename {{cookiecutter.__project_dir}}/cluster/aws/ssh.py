@@ -13,7 +13,7 @@ from cluster.network import free_ports
 KNOWN_HOSTS = settings.PROJECT / ".cluster" / "known_hosts"
 DASHBOARD_PORT = 8265
 ENVIRONMENT = "export PATH=$HOME/env/bin:$PATH RAY_AUTH_MODE=token; "
-"""The variables that setup_commands in cluster.yaml set for login shells; ssh runs a command without one."""
+"""Sets the same variables as setup_commands in cluster.yaml, which a command run by ssh does not get."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class SshHead:
     user: str
     key_file: Path
     proxy_command: str = ""
-    """Carries the connection, for example through SSM. Empty for a direct connection."""
+    """Command that carries the connection, for example through SSM. Empty for a direct connection."""
 
     def command(self, *options: str) -> list[str]:
         """Return the ssh command with all its options. You can append a command for the head."""
@@ -49,7 +49,7 @@ class SshHead:
         """Run `command` on the head and return its output.
 
         Raises:
-            settings.UserError: ssh cannot connect, or the command failed; with the last line of stderr.
+            settings.UserError: ssh cannot connect, or the command failed. The message has the last line of stderr.
         """
         done = subprocess.run(
             [*self.command("-T"), ENVIRONMENT + command], stdin=subprocess.DEVNULL, capture_output=True, text=True
@@ -70,8 +70,8 @@ class SshHead:
         forwards = [
             word for port, local in local_ports.items() for word in ("-L", f"127.0.0.1:{local}:127.0.0.1:{port}")
         ]
-        # The token in the first line shows that the tunnel is open. The second `cat` runs until its input ends, which
-        # happens when this process ends, in whatever way.
+        # The token in the first line shows that the tunnel is open. The second `cat` runs until its input is closed,
+        # which happens however this process ends.
         process = subprocess.Popen(
             [*self.command("-T", *forwards), "cat ~/.ray/auth_token && echo && exec cat > /dev/null"],
             stdin=subprocess.PIPE,
@@ -101,7 +101,7 @@ def _last_line(text: str) -> str:
 
 
 def find_head(file: ClusterFile) -> SshHead:
-    """Return the head. Raises `settings.UserError` if none runs, or its private key is missing."""
+    """Return the running head. Raises `settings.UserError` if there is none, or if its private key is missing."""
     instance = instances.head(file)
     if instance is None:
         raise settings.UserError(

@@ -25,10 +25,10 @@ def find(file: ClusterFile) -> dict[str, Any] | None:
 
 
 def deploy(file: ClusterFile, parameters: dict[str, str]) -> str:
-    """Create or update the stack. Return what was done, in words.
+    """Create or update the stack. Return a description of what was done.
 
     Raises:
-        settings.UserError: AWS could not do it; with AWS's first reason.
+        settings.UserError: AWS could not do it. The message has the first reason that AWS gave.
     """
     cloudformation = file.client("cloudformation")
     request = {
@@ -57,14 +57,14 @@ def deploy(file: ClusterFile, parameters: dict[str, str]) -> str:
 
 
 def delete(file: ClusterFile) -> None:
-    """Delete the stack, but not the bucket, and wait until it is gone."""
+    """Delete the stack, but not the bucket, and wait until the stack is gone."""
     if find(file):
         file.client("cloudformation").delete_stack(StackName=file.slug)
         _wait(file, "deleting")
 
 
 def _wait(file: ClusterFile, action: str) -> None:
-    """Wait until the operation on the stack ends. Raises `settings.UserError` with AWS's first reason if it failed."""
+    """Wait until the operation on the stack ends. Raises `settings.UserError` with AWS's first reason if it fails."""
     started = time.monotonic()
     stack = find(file)
     stack_id = stack["StackId"] if stack else ""

@@ -1,4 +1,4 @@
-"""The `aws` target: cluster.yaml on AWS, started by Ray's launcher. Inside the emulated AWS the same code runs."""
+"""The `aws` target: cluster.yaml on AWS, started by Ray's launcher. The same code runs inside the emulated AWS."""
 
 import json
 import subprocess
@@ -20,7 +20,7 @@ A100_GIB = {"p4d.24xlarge": 40, "p4de.24xlarge": 80}
 
 
 class Aws:
-    """A head on AWS, and workers that start and end with the work."""
+    """A head on AWS, and workers that start when there is work and stop when they are idle."""
 
     name: str = TARGET
     profile = "cluster"
@@ -51,11 +51,12 @@ class Aws:
         secrets_manager.upload(file)
         bucket.forget_note(file)
         if running:
-            head.mark(file, "being set up")  # if this is interrupted, the next `up` sets it up again
+            head.mark(file, "being set up")  # if this is interrupted, the next `up` sets the head up again
         ray_up.up()
         head.wait_until_ready(ssh.find_head(file))
         head.mark(file, file.digest)
-        print(f"{self.name} is up after {time.monotonic() - started:.0f} s: the head runs, workers start with the work")
+        took = f"{time.monotonic() - started:.0f} s"
+        print(f"{self.name} is up after {took}: the head is running, and workers start when there is work")
         load_balancer.register(file, ssh.find_head(file).instance_id)
 
     def connect(self) -> Connection:
@@ -159,7 +160,7 @@ def _describe_changes(file: ClusterFile, running: instances.Instance | None) -> 
     if running.tags.get(instances.FILES_TAG) == file.digest:
         if head.runs(ssh.find_head(file)):
             return ""
-        return f"Ray, its autoscaler or the watchdog does not run on the head {running.id}: it will be set up again"
+        return f"Ray, its autoscaler or the watchdog is not running on the head {running.id}: it will be set up again"
     if running.tags.get("ray-launch-config") == _launch_hash(file):
         return (
             "cluster.yaml, the pins or a limit changed since the last up: the head will be set up again, which ends "

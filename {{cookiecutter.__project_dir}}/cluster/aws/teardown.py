@@ -1,4 +1,4 @@
-"""End everything that the project rents on AWS, and find what is left."""
+"""Terminate and delete everything that the project rents on AWS, and find what is left."""
 
 import time
 
@@ -37,7 +37,7 @@ def end_instances(file: ClusterFile) -> None:
 
 
 def leftovers(file: ClusterFile) -> list[str]:
-    """Return everything of the project that is left on AWS, except the bucket, in words."""
+    """Return descriptions of everything that the project still has on AWS, except the bucket."""
     ec2 = file.client("ec2")
     tagged = [{"Name": "tag:ray-project", "Values": [file.slug]}]
     named = [{"Name": "group-name", "Values": [file.slug]}]

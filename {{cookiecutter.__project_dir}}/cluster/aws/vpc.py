@@ -9,25 +9,25 @@ import settings
 from cluster.common.cluster_file import ClusterFile
 
 ZONES = 3
-"""Number of launch templates in stack.yaml."""
+"""Number of zones: stack.yaml has a launch template for each."""
 
 
 class NetworkSection(settings.Section):
     """[cluster.network] of settings.toml."""
 
     vpc: str = ""
-    """id of the VPC; empty: the region's default VPC"""
+    """Id of the VPC. If empty, the region's default VPC."""
     caller: str = ""
-    """address that may connect to port 22 of the head, as a.b.c.d/32; empty: that of this machine"""
+    """Address that may connect to port 22 of the head, as a.b.c.d/32. If empty, the address of this machine."""
     certificate: str = ""
-    """ARN of an ACM certificate: a load balancer serves the model over HTTPS; empty: no load balancer"""
+    """ARN of an ACM certificate, with which a load balancer serves the model over HTTPS. If empty, there is none."""
     clients: str = ""
-    """addresses that may connect to the load balancer, as a.b.c.d/n"""
+    """Addresses that may connect to the load balancer, as a.b.c.d/n."""
 
     @model_validator(mode="after")
     def _clients_are_named(self) -> Self:
         if bool(self.certificate) != bool(self.clients):
-            raise ValueError("set both certificate and clients, or neither: clients may connect to the load balancer")
+            raise ValueError("set both certificate and clients, or neither: clients says who may use the load balancer")
         return self
 
 

@@ -1,4 +1,4 @@
-"""The project's bucket: its name, how to reach it, and the note that a cluster leaves there when it ends itself."""
+"""The project's bucket: its name, how to reach it, and the note that a cluster leaves there if it shuts itself down."""
 
 import datetime
 
@@ -8,7 +8,7 @@ import botocore.exceptions
 from cluster.common.cluster_file import ClusterFile
 
 NOTE = "cluster/ended.txt"
-"""Object in the bucket that says why the cluster ended itself."""
+"""Object in the bucket that says why the cluster shut itself down."""
 
 
 def name(file: ClusterFile) -> str:
@@ -29,12 +29,12 @@ def exists(file: ClusterFile) -> bool:
 
 
 def access(file: ClusterFile) -> dict[str, str]:
-    """Return the variables with which Arrow reaches the bucket from this machine. Never pass them to a job.
+    """Return the environment variables that Arrow on this machine needs to reach the bucket. Never pass them to a job.
 
-    boto3 finds credentials in more places than Arrow does.
+    They include credentials, because boto3 finds these in more places than Arrow does.
     """
     found = boto3.Session().get_credentials()
-    assert found  # the caller has already asked AWS for the bucket
+    assert found  # the caller has already asked AWS for the bucket, with credentials
     credentials = found.get_frozen_credentials()
     variables = {
         "AWS_DEFAULT_REGION": file.region,
@@ -47,13 +47,13 @@ def access(file: ClusterFile) -> dict[str, str]:
 
 
 def leave_note(file: ClusterFile, reason: str) -> None:
-    """Write why the cluster ended itself, for `inv status`: its logs end with its instances."""
-    words = f"it ended itself at {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC: {reason}"
+    """Save why the cluster shut itself down, for `inv status`: the cluster's logs are lost with its instances."""
+    words = f"it shut itself down at {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC: {reason}"
     file.client("s3").put_object(Bucket=name(file), Key=NOTE, Body=words.encode())
 
 
 def note(file: ClusterFile) -> str:
-    """Return why the last cluster ended itself, in parentheses; empty if it did not."""
+    """Return, in parentheses, why the last cluster shut itself down; empty if it did not."""
     try:
         answer = file.client("s3").get_object(Bucket=name(file), Key=NOTE)
     except botocore.exceptions.ClientError:  # there is no note

@@ -15,7 +15,7 @@ import settings
 FILE = settings.PROJECT / "cluster" / "cluster.yaml"
 PINS = settings.PROJECT / "requirements" / "cluster.txt"
 GPUS_PER_INSTANCE = 8
-"""Of p4d and p4de."""
+"""Number of GPUs of a p4d or p4de instance."""
 REHEARSAL = "REHEARSAL"
 """Environment variable of processes inside the emulated AWS."""
 TARGET = "rehearsal" if REHEARSAL in os.environ else "aws"
@@ -33,7 +33,7 @@ class NodeType:
     max_workers: int
     """Maximum number of instances at once."""
     zone: str
-    """Its label `zone`, which keeps a training gang together. Empty without one."""
+    """Its label `zone`, by which a training gang stays in one zone. Empty if it has no such label."""
     priority: int
     """Among types that fit, Ray requests the one with the highest priority first."""
     node_config: dict[str, Any]
@@ -45,7 +45,7 @@ class ClusterFile:
 
     content: dict[str, Any]
     digest: str
-    """Hash of everything that a head is set up from: the file, the nodes' pins, the limits in settings.toml."""
+    """Hash of everything that a head is set up from: this file, the nodes' pins, and the limits in settings.toml."""
 
     @property
     def slug(self) -> str:
@@ -77,8 +77,8 @@ class ClusterFile:
     def workers(self) -> list[NodeType]:
         return [self._node_type(name) for name in self.content["available_node_types"] if name != self.head.name]
 
-    def client(self, service: Any) -> Any:  # a str; the types of boto3 have one overload for each name
-        """Return boto3's client for a service in this cluster's region."""
+    def client(self, service: Any) -> Any:  # Any, because boto3's types have an overload for each service's name
+        """Return a boto3 client for a service in this cluster's region. `service` is its name."""
         return boto3.client(service, region_name=self.region)
 
     def _node_type(self, name: str) -> NodeType:

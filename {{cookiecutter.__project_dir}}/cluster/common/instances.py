@@ -8,7 +8,7 @@ from cluster.common.cluster_file import ClusterFile
 
 LIVING_STATES = ["pending", "running", "stopping", "stopped", "shutting-down"]
 FILES_TAG = "project-files"
-"""Tag of the head: digest of the files that it was last set up from."""
+"""Tag of the head. Its value is the digest of the files that the head was last set up from."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Instance:
 
 
 def living(file: ClusterFile) -> list[Instance]:
-    """Return all instances of the project that have not ended, the head first."""
+    """Return all instances of the project that are not terminated, the head first."""
     filters = [
         {"Name": "tag:ray-project", "Values": [file.slug]},
         {"Name": "instance-state-name", "Values": LIVING_STATES},

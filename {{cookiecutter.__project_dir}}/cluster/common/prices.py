@@ -22,9 +22,9 @@ class Prices:
 
     head: float
     workers: dict[str, float]
-    """By node type. A spot price is the current one in the cheapest zone."""
+    """By node type. Spot prices are the current ones in the cheapest zone."""
     maximum: float
-    """The head and max_workers of the most expensive type."""
+    """Price of the head and of max_workers instances of the most expensive type."""
 
     def of(self, node_type: str, file: ClusterFile) -> float:
         """Return the price of one instance of this type."""
@@ -47,7 +47,7 @@ def ask(file: ClusterFile) -> Prices:
 
 
 def table(file: ClusterFile, prices: Prices) -> Table:
-    """Return the table that `inv up` shows before it asks."""
+    """Return the table that `inv up` shows before it asks for consent."""
     shown = Table(title="Price, without disks and traffic", title_justify="left", title_style="bold", box=None)
     for column in ("", "instances", "market", "dollars per hour"):
         shown.add_column(column, header_style="dim", justify="right" if column.startswith("dollars") else "left")
@@ -58,7 +58,7 @@ def table(file: ClusterFile, prices: Prices) -> Table:
             seen.add(key)
             each = f"{prices.workers[worker.name]:.2f} each"
             shown.add_row(
-                "while work waits", f"0 to {worker.max_workers} × {worker.instance_type}", worker.market, each
+                "while there is work", f"0 to {worker.max_workers} × {worker.instance_type}", worker.market, each
             )
     shown.add_row("at most", f"head and {file.max_workers} of the most expensive", "", f"{prices.maximum:.2f}")
     return shown
@@ -67,7 +67,8 @@ def table(file: ClusterFile, prices: Prices) -> Table:
 def of_workers(dollars_per_instance_hour: Mapping[int, float], device: str, workers: int) -> float | None:
     """Return dollars per hour for whole instances with one GPU per worker, or None if there is no price for the GPU.
 
-    `device` is the name of a GPU, such as "NVIDIA A100-SXM4-40GB". Prices are by GiB per A100.
+    `dollars_per_instance_hour` maps an A100's memory in GiB to the hourly price of an instance. `device` is the name of
+    a GPU, such as "NVIDIA A100-SXM4-40GB".
     """
     for gib, dollars in dollars_per_instance_hour.items():
         if "A100" in device and f"{gib}GB" in device:

@@ -1,8 +1,9 @@
-"""AWS's endpoint in the emulated cloud: a WSGI front for moto's server.
+"""AWS's endpoint in the emulated cloud: a WSGI wrapper around moto's server.
 
-The front adds what moto lacks:
+The wrapper adds what moto lacks:
 - It checks the signature of each call, and the caller's policies with their conditions.
-- RunInstances starts up to MaxCount instances, where moto starts MinCount, and all of them get the instance profile.
+- RunInstances starts up to MaxCount instances, and all of them get the instance profile. moto starts MinCount
+  instances, and only the first gets the profile.
 - Capacity can run out.
 - It records every call.
 """
@@ -41,7 +42,7 @@ class Call:
     permissions: list[iam.Permission] = field(default_factory=list)
     """The permissions that the call needs."""
     error_code: str = ""
-    """AWS's error code, if this front rejected the call."""
+    """AWS's error code, if the wrapper rejected the call."""
 
 
 @dataclass
@@ -49,7 +50,7 @@ class InjectedFaults:
     """The faults to inject. Tests set them through the control API (see cloud.ControlApi)."""
 
     no_capacity: list[dict[str, Any]] = field(default_factory=list)
-    """Launches without capacity. The keys `zone`, `market` ("spot" or "on-demand") and `type` select launches;
+    """Launches that get no capacity. The keys `zone`, `market` ("spot" or "on-demand") and `type` select launches;
     `available` is the number of instances that can still start (default 0)."""
 
     def allocate(self, launch: dict[str, str], count: int) -> int:
@@ -128,7 +129,7 @@ def _zone_of(parameters: dict[str, str]) -> str:
 
 
 def _read_body(environ: dict[str, Any]) -> bytes:
-    """Return the whole body. Large uploads are chunked: clear that from `environ`, because the length is now known."""
+    """Return the whole body. If it is chunked, remove what says so from `environ`, because its length is now known."""
     chunked = environ.pop("HTTP_TRANSFER_ENCODING", "") and environ.pop("wsgi.input_terminated", False)
     return environ["wsgi.input"].read(*([] if chunked else [int(environ.get("CONTENT_LENGTH") or 0)]))
 
@@ -155,7 +156,7 @@ def _parse(environ: dict[str, Any], body: bytes) -> Call:
 
 
 def _with_count(body: bytes, count: int) -> bytes:
-    """Return the launch with MinCount and MaxCount set to `count`, because moto starts MinCount instances."""
+    """Return the request's body with MinCount and MaxCount set to `count`, because moto starts MinCount instances."""
     parameters = dict(urllib.parse.parse_qsl(body.decode(), keep_blank_values=True))
     return urllib.parse.urlencode(parameters | {"MinCount": count, "MaxCount": count}).encode()
 

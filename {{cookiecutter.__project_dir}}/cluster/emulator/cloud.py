@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-# moto reads it when it is imported
+# moto reads this variable when it is imported
 os.environ["MOTO_IAM_LOAD_MANAGED_POLICIES"] = "true"
 
 from moto.iam.models import iam_backends
@@ -35,10 +35,10 @@ from cluster.emulator.moto_instances import ACCOUNT, MotoInstance
 SCRATCH = Path("/tmp")  # the cloud has a private tmpfs here
 HOME = SCRATCH / "home"
 READY = SCRATCH / "ready"
-# moto lacks this parameter
+# the SSM parameter with the image's id, which moto lacks
 IMAGE_PARAMETER = "/aws/service/deeplearning/ami/x86_64/base-oss-nvidia-driver-gpu-ubuntu-24.04/latest/ami-id"
-IMAGE = "ami-12c6146b"  # any image that moto knows; hosts boot from host_image.py's
-LAPTOP_IP = "203.0.113.7"  # public address of the laptop, from a range for documentation (RFC 5737)
+IMAGE = "ami-12c6146b"  # any image that moto knows; hosts boot from the one that host_image.py builds
+LAPTOP_IP = "203.0.113.7"  # the laptop's public address, from a range that is reserved for documentation (RFC 5737)
 
 
 class Cloud:
@@ -109,7 +109,7 @@ class Cloud:
 class ControlApi:
     """The control API on the cloud's loopback, for the rehearsal and the fault tests. AWS has no counterpart.
 
-    GET returns the cloud's state. PUT calls `_control` with the JSON body as keyword arguments, then does the same.
+    GET returns the cloud's state. PUT calls `_control` with the JSON body as keyword arguments, then returns the state.
     """
 
     def __init__(self, cloud: Cloud, api: Api, metadata: MetadataService) -> None:
@@ -156,7 +156,7 @@ class ControlApi:
 
 
 class _CheckIp:
-    """The answer of https://checkip.amazonaws.com."""
+    """Answers as https://checkip.amazonaws.com does, with the laptop's address."""
 
     def __call__(self, environ: dict[str, Any], start_response: StartResponse) -> Iterable[bytes]:
         start_response("200 OK", [("Content-Type", "text/plain")])
@@ -175,7 +175,7 @@ class _RequestHandler(WSGIRequestHandler):
 def run(region: str, pins: Path) -> None:
     """Run the cloud until it is killed.
 
-    `pins`: the packages that hosts install instead of requirements/cluster.txt, which needs CUDA.
+    `pins`: file with the packages that hosts install instead of those in requirements/cluster.txt, which need CUDA.
     """
     _create_network()
     layer = SCRATCH / "image"
@@ -201,7 +201,7 @@ def _create_network() -> None:
     """Create the bridge that serves as the VPC's router, AWS's endpoint and the metadata service."""
     for command in (
         "ip link set lo up",
-        # with a fixed MAC: otherwise it takes that of its lowest port, and neighbours lose the bridge for seconds
+        # a fixed MAC: otherwise the bridge takes the lowest of its ports' MACs, and each change cuts it off for seconds
         "ip link add br0 address 02:00:ac:1f:ff:01 type bridge",
         f"ip addr add {GATEWAY}/16 dev br0",
         "ip addr add 169.254.169.254/32 dev br0",
@@ -211,7 +211,7 @@ def _create_network() -> None:
 
 
 def _create_account(region: str) -> None:
-    """Create what every AWS account has: an administrator and the public parameter with the image's id."""
+    """Create what an AWS account has: an administrator, the role for spot, the public parameter with the image's id."""
     iam = iam_backends[ACCOUNT]["aws"]
     iam.create_user(region, "laptop")
     iam.attach_user_policy("arn:aws:iam::aws:policy/AdministratorAccess", "laptop")
@@ -248,7 +248,7 @@ def _create_spot_role(iam: Any) -> None:
 
 
 def _set_home() -> None:
-    """Set the user's home in /etc/passwd, in the cloud's mounts only: ssh ignores HOME."""
+    """Set the user's home in /etc/passwd, because ssh ignores HOME. Only processes in the cloud see the change."""
     user = pwd.getpwuid(os.getuid())
     passwd = SCRATCH / "passwd"
     lines = Path("/etc/passwd").read_text().splitlines(keepends=True)
@@ -262,7 +262,7 @@ def _set_home() -> None:
 
 
 def _bind_mount(path: Path, source: Path) -> None:
-    """Mount `source` over `path`, in the cloud's mounts only."""
+    """Mount `source` over `path`. Only processes in the cloud see the change."""
     subprocess.run(["mount", "--bind", source, path], check=True)
 
 

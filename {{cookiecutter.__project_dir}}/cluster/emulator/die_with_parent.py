@@ -2,7 +2,8 @@
 
 python -m cluster.emulator.die_with_parent MODULE [ARGUMENTS]
 
-Its stdin is a pipe that only the parent can write to. However the parent ends, the kernel closes the pipe.
+The stdin of the process is a pipe that only the parent can write to. However the parent ends, the kernel closes the
+pipe.
 """
 
 import os

@@ -13,15 +13,15 @@ from pathlib import Path
 from cluster.emulator.addresses import GATEWAY
 
 INIT = Path(__file__).with_name("host_init.sh")
-BOOT_TIMEOUT_S = 120  # usually a second; a host that fails is detected at once
+BOOT_TIMEOUT_S = 120  # usually takes a second; a host that fails is noticed immediately
 
 
 @dataclass
 class Host:
-    """A host in its own namespaces. They end with its first process, which ends with the cloud."""
+    """A host in its own namespaces. They end with the host's first process, which ends with the cloud."""
 
     folder: Path
-    """Holds everything that the host writes; on the cloud's private tmpfs."""
+    """Holds everything that the host writes. It is on the cloud's private tmpfs."""
     instance_id: str
     private_ip: str
     public_ip: str
@@ -63,7 +63,7 @@ class Host:
     def stop(self) -> None:
         """Kill all of the host's processes at once, and delete its files."""
         if self.process:
-            self.process.send_signal(signal.SIGKILL)  # --kill-child: the host's PID 1 goes with it
+            self.process.send_signal(signal.SIGKILL)  # --kill-child: this kills the host's PID 1 too
             self.process.wait()
         with contextlib.suppress(subprocess.CalledProcessError):
             _ip("link", "del", self._card())

@@ -1,7 +1,7 @@
 """The image that hosts boot from: this machine's root file system, with one small overlay layer on top.
 
-The layer adds the user `ubuntu`, an sshd, the address of the cloud's endpoint, and settings that install packages from
-this machine's cache, because hosts have no network.
+The layer adds the user `ubuntu`, an sshd, the address of the cloud's endpoint, and settings with which packages are
+installed from this machine's cache, because hosts cannot reach the internet.
 """
 
 import os
@@ -29,7 +29,7 @@ Subsystem sftp internal-sftp
 """
 CURL = """\
 #!/bin/bash
-# curl, except for uv's installer: there is no network, so this installs the uv of this machine.
+# curl, except for uv's installer: without internet access, this installs the uv of this machine.
 case "$*" in
     *https://astral.sh/uv/*/install.sh*) echo 'mkdir -p ~/.local/bin && cp /opt/rehearsal/uv ~/.local/bin/uv' ;;
     *) exec /usr/bin/curl "$@" ;;
@@ -39,8 +39,8 @@ SHUTDOWN = "#!/bin/sh\n# ends this host; the cloud then terminates the instance\
 
 
 def build(layer: Path, endpoint: str) -> None:
-    """Write the layer to the empty folder `layer`, on a file system that overlayfs accepts as a lower layer."""
-    quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # torch warns about each host without DNS
+    """Write the layer to the empty folder `layer`, on a file system that overlayfs supports for lower layers."""
+    quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # without DNS, torch warns about each host
     variables = {cluster_file.REHEARSAL: "1", "AWS_ENDPOINT_URL": endpoint, **quiet, **_package_variables()}
     _write(layer / "etc/ssh/sshd_config", SSHD_CONFIG + _set_env(variables))
     _write(layer / "etc/rehearsal-environment", "".join(f"{name}='{value}'\n" for name, value in variables.items()))
@@ -66,7 +66,7 @@ def lower_layers(layer: Path, scratch: Path) -> str:
         (overlay / name).mkdir(parents=True)
     options = f"lowerdir=/,upperdir={overlay / 'upper'},workdir={overlay / 'work'}"
     subprocess.run(["mount", "-t", "overlay", "overlay", "-o", options, overlay / "root"], check=True)
-    # uv keeps lock files in its cache: another user must be able to write these and the folders
+    # uv keeps lock files in its cache: the user on a host must be able to write to these and to the folders
     writable = ["(", "-type", "d", "-o", "-name", ".*", "-o", "-name", "*.lock", ")"]
     subprocess.run(["find", f"{overlay / 'root'}{cache}", *writable, "-exec", "chmod", "a+rwX", "{}", "+"], check=True)
     _open_parents(overlay / "root", cache)
@@ -75,7 +75,7 @@ def lower_layers(layer: Path, scratch: Path) -> str:
 
 
 def shared_paths() -> list[str]:
-    """Return folders that hosts need and that are on other file systems than `/`: an overlay shows only that one."""
+    """Return folders that hosts need and that are on file systems other than `/`: an overlay of `/` lacks them."""
     paths = [Path(sys.base_prefix), uv_cache(), *map(Path, _local_package_folders())]
     return [str(path) for path in paths if path.exists() and path.stat().st_dev != Path("/").stat().st_dev]
 

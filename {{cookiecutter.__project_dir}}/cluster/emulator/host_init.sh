@@ -23,7 +23,7 @@ mount -t devpts -o newinstance,ptmxmode=0666,mode=620,gid=5 devpts "$root/dev/pt
 ln -s pts/ptmx "$root/dev/ptmx"
 ln -s /proc/self/fd "$root/dev/fd"
 mount -t tmpfs -o mode=1777 tmpfs "$root/dev/shm"
-while read -r shared; do # folders on other file systems than "/", read-only
+while read -r shared; do # folders on file systems other than "/", mounted read-only
     mkdir -p "$root$shared"
     mount --rbind -o ro "$shared" "$root$shared"
 done < "$folder/shared"

@@ -1,7 +1,7 @@
 """Authentication by signature, and authorization by identity policies.
 
-moto ignores conditions. This evaluates everything that the project's policies use. Not modelled: resource policies,
-permission boundaries, session policies and organizations.
+moto ignores conditions. This module evaluates everything that the project's policies use. It does not model resource
+policies, permission boundaries, session policies or organizations.
 https://docs.aws.amazon.com/IAM/latest/UserGuide/reference_policies_evaluation-logic.html
 """
 
@@ -34,7 +34,7 @@ class Permission:
 
 @dataclass(frozen=True)
 class Principal:
-    """The caller."""
+    """The caller of AWS."""
 
     arn: str
     statements: list[dict[str, Any]]
@@ -124,7 +124,10 @@ def _as_list(value: str | list[str]) -> list[str]:
 
 
 def _statements(policy: Any) -> list[dict[str, Any]]:
-    """Return the statements of a policy. moto stores roles' as text, users' in a mapping, managed ones as objects."""
+    """Return the statements of a policy.
+
+    moto stores the policies of roles as text, those of users in a mapping, and managed policies as objects.
+    """
     if isinstance(policy, Mapping):
         policy = policy["policy_document"]
     if not isinstance(policy, str):
@@ -136,7 +139,7 @@ def _statements(policy: Any) -> list[dict[str, Any]]:
 def _signature(
     environ: Mapping[str, Any], body: bytes, fields: Mapping[str, str], scope: list[str], secret: str
 ) -> str:
-    """Return the request's signature by a client with this secret key."""
+    """Return the signature with which a client that has this secret key would sign the request."""
     _, region, service, _ = scope
     signer = (S3SigV4Auth if service == "s3" else SigV4Auth)(Credentials("", secret), service, region)
     headers = {name: environ[_variable(name)] for name in fields["SignedHeaders"].split(";")}

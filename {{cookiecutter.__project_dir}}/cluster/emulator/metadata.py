@@ -1,6 +1,6 @@
 """The instance metadata service (IMDSv2) of the emulated cloud, at 169.254.169.254.
 
-Not modelled: the hop limit, and that a token is valid only for the instance that requested it.
+It does not model the hop limit, nor that a token is valid only for the instance that requested it.
 """
 
 import datetime
@@ -26,7 +26,7 @@ class MetadataService:
 
     def __init__(self) -> None:
         self.spot_notices: dict[str, datetime.datetime] = {}
-        """The end of each interrupted spot instance, by its id."""
+        """When AWS will terminate each interrupted spot instance, by the instance's id."""
         self._tokens: set[str] = set()
         self._sessions: dict[str, dict[str, str]] = {}
         self._lock = threading.Lock()
@@ -74,7 +74,7 @@ class MetadataService:
         }.get(path.removeprefix(META_DATA))
 
     def _session(self, instance: MotoInstance, role: str) -> dict[str, str]:
-        """Return the credentials of the instance's STS session; create the session on first use."""
+        """Return the credentials of the instance's STS session. Creates the session on first use."""
         with self._lock:
             if instance.id not in self._sessions:
                 assumed = sts_backends[ACCOUNT]["global"].assume_role(

@@ -6,7 +6,7 @@ from typing import Any
 
 from moto.ec2.models import ec2_backends
 
-ACCOUNT = "123456789012"  # moto's
+ACCOUNT = "123456789012"  # moto's default account
 
 
 @dataclass(frozen=True)

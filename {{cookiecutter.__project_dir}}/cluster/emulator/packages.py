@@ -1,4 +1,4 @@
-"""Download the hosts' packages into uv's cache, because hosts have no network."""
+"""Download the hosts' packages into uv's cache, because hosts cannot reach the internet."""
 
 import re
 import shutil
@@ -28,7 +28,7 @@ def fill_cache() -> Path:
 def _cpu_pins() -> str:
     """Return this machine's pins without vLLM's CPU build, a gigabyte that hosts do not need.
 
-    Hosts install them instead of requirements/cluster.txt, which needs CUDA.
+    Hosts install these instead of the pins in requirements/cluster.txt, which need CUDA.
     """
     lines = environment.PINS.read_text(encoding="utf-8").splitlines(keepends=True)
     return "".join(line for line in lines if not re.search(r"\bvllm", line))

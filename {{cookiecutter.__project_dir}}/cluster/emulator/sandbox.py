@@ -1,4 +1,4 @@
-"""Starts the emulated cloud in separate namespaces, runs commands inside, and stops it.
+"""Start the emulated cloud in separate namespaces, run commands inside it, and stop it.
 
 Network, mounts and hosts belong to the cloud's first process. When that process ends, the kernel removes them all, so
 nothing remains on this machine.
@@ -24,7 +24,7 @@ from cluster.emulator.addresses import CHECK_IP_PORT, ENDPOINT
 
 STATE_FILE = settings.PROJECT / ".cluster" / "rehearsal.json"
 LOG = STATE_FILE.with_suffix(".log")
-START_TIMEOUT_S = 180  # usually seconds; a cloud that fails is detected at once
+START_TIMEOUT_S = 180  # usually takes seconds; a cloud that fails is noticed immediately
 # The Debian package of each program that the emulator needs.
 PROGRAMS = {
     "ssh": "openssh-client",
@@ -55,7 +55,7 @@ def is_inside() -> bool:
 
 
 def is_running() -> bool:
-    """Return whether a cloud runs."""
+    """Return whether a cloud is running."""
     return _process() is not None
 
 
@@ -90,7 +90,7 @@ def _install_programs() -> None:
         raise settings.UserError(
             f"apt-get failed; its output is above. Fix that, then run: apt-get install {' '.join(needed)}"
         )
-    # only the program is needed: this machine must not accept logins
+    # only the program sshd is needed, not its service: this machine must not accept logins
     if "openssh-server" in needed and shutil.which("systemctl"):
         subprocess.run(["systemctl", "disable", "--now", "ssh.service", "ssh.socket"], capture_output=True)
 
@@ -144,7 +144,7 @@ def run(command: Sequence[str]) -> int:
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
     }
-    # nsenter ignores the terminal's signals, but the command does not: only nsenter can reap it
+    # nsenter ignores the terminal's signals, because it must outlive the command to reap it; the command gets them
     enter = ["env", "--ignore-signal=INT,QUIT,HUP,TERM", "nsenter", "--target", str(_first_process(process).pid)]
     enter += ["--net", "--mount", "--pid", f"--wdns={settings.PROJECT}", "env", "--default-signal=INT,QUIT,HUP,TERM"]
     child = subprocess.Popen([*enter, *command], env=variables)
@@ -152,14 +152,14 @@ def run(command: Sequence[str]) -> int:
         try:
             return child.wait()
         except KeyboardInterrupt:
-            continue  # the terminal sent it to the child too, which handles it
+            continue  # the terminal sent Ctrl-C to the child too, which handles it
 
 
 def run_in_fresh_cloud(module: str, *arguments: str) -> None:
     """Run a module in a new cloud, then stop the cloud. Exit with the module's exit code if that is not 0.
 
     Raises:
-        settings.UserError: the cloud cannot start, or something of it remains.
+        settings.UserError: the cloud cannot start, or part of it remains.
     """
     if is_running():
         print("stopping the emulated AWS that is running")
@@ -191,7 +191,7 @@ def stop() -> list[str]:
 
 
 def _process() -> psutil.Process | None:
-    """Return the cloud's outermost process; None if no cloud runs."""
+    """Return the cloud's outermost process; None if no cloud is running."""
     if not STATE_FILE.is_file():
         return None
     state = json.loads(STATE_FILE.read_text())
@@ -209,7 +209,7 @@ def _first_process(outer: psutil.Process) -> psutil.Process:
 
 
 def _network(pid: int) -> str:
-    """Return an id of the process's network namespace; an id that matches nothing if the process has ended."""
+    """Return the id of the process's network namespace; if the process has ended, an id that no namespace has."""
     try:
         return os.readlink(f"/proc/{pid}/ns/net")
     except OSError:

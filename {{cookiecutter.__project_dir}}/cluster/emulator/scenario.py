@@ -1,7 +1,7 @@
 """`inv rehearse`: the whole life of a cluster on AWS, inside the emulated cloud, with a timeline.
 
-The cluster uses cluster.yaml unchanged. After the training, the head's idle timeout is shortened, so that workers leave
-within seconds instead of minutes.
+The cluster uses cluster.yaml unchanged. After the training run, the idle timeout on the head is shortened, so that
+workers leave within seconds instead of minutes.
 """
 
 import json
@@ -111,7 +111,7 @@ def upload_assets(file: ClusterFile) -> None:
 
 
 def shorten_idle_timeout(file: ClusterFile) -> None:
-    """Shorten the idle timeout on the head. The autoscaler reads this file again in each of its loops."""
+    """Shorten the idle timeout on the head. The autoscaler rereads its configuration in each iteration of its loop."""
     edit = f's/"idle_timeout_minutes": [0-9.]+/"idle_timeout_minutes": {IDLE_TIMEOUT_MINUTES}/'
     ssh.find_head(file).run(f"sed -i -E '{edit}' ~/ray_bootstrap_config.yaml")
 

@@ -1,6 +1,6 @@
 """Stubs for calls that moto lacks: prices, quotas and IAM's policy simulator.
 
-Prices and quotas are made up. Not modelled: price differences between regions, zones and hours; quota enforcement.
+Prices and quotas are made up. Prices are the same in all regions and zones and at all times. Quotas are not enforced.
 """
 
 import json
@@ -56,7 +56,7 @@ def _get_service_quota(request: dict[str, Any]) -> str:
 
 
 def _simulate(request: dict[str, str], principal: Principal) -> str:
-    """Simulate with the code that authorizes calls. Always uses the caller's own policies."""
+    """Simulate policies with the code that authorizes calls. Always uses the caller's own policies."""
 
     def members(prefix: str) -> list[str]:
         return [value for key, value in sorted(request.items()) if re.fullmatch(rf"{prefix}\.member\.\d+", key)]

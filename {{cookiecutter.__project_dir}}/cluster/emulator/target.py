@@ -1,4 +1,4 @@
-"""The `rehearsal` target: starts the emulated cloud and runs the same verb inside it, where it becomes `aws`."""
+"""The `rehearsal` target: starts the emulated cloud and runs the same verb inside it, as on `aws`."""
 
 import sys
 from typing import NoReturn

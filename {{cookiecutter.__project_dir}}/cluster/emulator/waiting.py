@@ -15,8 +15,8 @@ MAX_SLOWDOWN = 5.0  # a cluster that takes longer than this is broken, not slow
 
 @functools.cache
 def slowdown() -> float:
-    """Return how many times slower than usual this machine starts a process that imports Ray, from 1 to 5."""
-    for _ in range(2):  # the first one reads Ray from the disk
+    """Return how many times longer than usual this machine takes to start a process that imports Ray, from 1 to 5."""
+    for _ in range(2):  # the second run counts: the first one reads Ray from the disk
         started = time.monotonic()
         subprocess.run([sys.executable, "-c", "import ray"], check=True)
     return min(max(1.0, (time.monotonic() - started) / USUAL_IMPORT_S), MAX_SLOWDOWN)
@@ -25,7 +25,8 @@ def slowdown() -> float:
 def wait_for(condition: Callable[[], Any], timeout_s: float, what: str) -> float:
     """Wait until the condition holds, and return the seconds that it took.
 
-    `timeout_s`: for a machine of usual speed; multiplied by `slowdown()`. `what`: names the condition in the error.
+    `timeout_s`: timeout on a machine of usual speed; multiplied by `slowdown()`. `what`: names the condition in the
+    error.
 
     Raises:
         settings.UserError: the condition did not hold in time.

@@ -12,7 +12,7 @@ MAX_CHARACTERS = 300
 
 
 def find(output: Path, session: Path) -> str:
-    """Return in one line why the head died. `output` is the file with its output, `session` the log folder."""
+    """Return in one line why the head died. `output`: file with its output. `session`: logs of its Ray session."""
     text = _read(output)
     for pattern, log in (
         (EXCEPTION, text),

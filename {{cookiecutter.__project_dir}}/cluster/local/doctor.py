@@ -26,7 +26,7 @@ def check() -> list[Finding]:
 
 
 def _versions() -> Iterator[Finding]:
-    """Compare the installed versions with the pins. Otherwise a half-synced environment shows only in a job."""
+    """Compare the installed versions with the pins. Otherwise, only a job would reveal a half-synced environment."""
     pins = (settings.PROJECT / "requirements" / "local.txt").read_text(encoding="utf-8")
     for name in ("ray", "torch", "transformers"):
         pinned = re.search(rf"^{name}(?:\[[\w,-]+\])?==([\w.]+)", pins, re.MULTILINE)
@@ -56,7 +56,8 @@ def _compiler() -> Iterator[Finding]:
     else:
         yield Finding(
             "error",
-            "g++ is not installed, and finetune_deepspeed needs it. Run: apt-get install g++ (or your system's way)",
+            "g++ is not installed, and finetune_deepspeed needs it. "
+            "Run: apt-get install g++ (or use your system's package manager)",
         )
 
 
@@ -83,7 +84,7 @@ def _env_file() -> Iterator[Finding]:
 
 
 def _settings() -> Iterator[Finding]:
-    """Load the sections of all jobs, in both profiles, with the jobs' own types."""
+    """Load the settings of all jobs in both profiles, with the same types as the jobs."""
     from pipeline.data.options import PreprocessOptions
     from pipeline.evaluation.options import EvaluateOptions
     from pipeline.generation.options import GenerateOptions

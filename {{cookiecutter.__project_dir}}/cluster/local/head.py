@@ -28,7 +28,7 @@ class RaySection(settings.Section):
 
 
 def start(cluster: dict[str, Any], section: RaySection) -> subprocess.Popen:
-    """Run `ray start --block` in a new session, so that it outlives this verb. `cluster` is the state."""
+    """Run `ray start --block` in a new session, so that it outlives this verb. `cluster` is the cluster's state."""
     client, agent, agent_grpc, metrics, runtime_env, proxy = cluster["other_ports"]
     command = [
         *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"),
@@ -41,7 +41,7 @@ def start(cluster: dict[str, Any], section: RaySection) -> subprocess.Popen:
         f"--dashboard-agent-grpc-port={agent_grpc}",
         f"--metrics-export-port={metrics}",
         f"--runtime-env-agent-port={runtime_env}",
-        *("--min-worker-port=0", "--max-worker-port=0"),  # any free port; every Ray uses the same default range
+        *("--min-worker-port=0", "--max-worker-port=0"),  # any free port: all Ray clusters have the same default range
         f"--num-cpus={section.num_cpus}",
         f"--object-store-memory={section.object_store_mib * 2**20}",
         f"--temp-dir={cluster['temp']}/ray",  # a subfolder, because Ray gives all users access to its temp folder
@@ -52,7 +52,7 @@ def start(cluster: dict[str, Any], section: RaySection) -> subprocess.Popen:
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(state.TOKEN_FILE),
         **haproxy.environment(cluster["temp"], proxy),
-        "TMPDIR": cluster["temp"],  # temporary files of jobs are private, and end with the cluster
+        "TMPDIR": cluster["temp"],  # temporary files of jobs are private, and are deleted with the cluster
     }
     environment.pop("RAY_ADDRESS", None)
     with state.LOG_FILE.open("w") as log:
@@ -65,7 +65,7 @@ def is_up() -> bool:
     """Return whether the cluster answers.
 
     Raises:
-        Unreachable: it runs but does not answer. It may be busy, so do not end it.
+        Unreachable: it is running but does not answer. It may be busy, so do not stop it.
     """
     deadline = time.monotonic() + ANSWER_TIMEOUT_S
     while state.STATE_FILE.is_file() and state.TOKEN_FILE.is_file():
@@ -83,14 +83,16 @@ def is_up() -> bool:
 
 
 def wait_until_ready(process: subprocess.Popen, dashboard: str) -> None:
-    """Wait until the cluster has run an empty job: job server, agent, scheduler and worker work, and the head lives.
+    """Wait until the cluster has run an empty job and the head is still alive.
+
+    The job needs the job server, the agent, the scheduler and a worker.
 
     Raises:
-        settings.UserError: the head died, or needs too long.
+        settings.UserError: the head died, or took too long to start.
     """
     started = time.monotonic()
     with Console().status("starting Ray on loopback") as spinner:
-        # the node's agent serves its logs and also starts jobs; it needs longer than the dashboard
+        # the node's agent serves the node's logs and starts jobs; it takes longer to start than the dashboard
         while not _answers(dashboard, "/api/v0/logs?node_ip=127.0.0.1"):
             waited = time.monotonic() - started
             _check_alive(process)

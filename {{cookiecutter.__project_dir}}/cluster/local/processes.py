@@ -14,10 +14,11 @@ MARK = "RAY_PROJECT_CLUSTER"
 
 
 def find(state: dict[str, Any]) -> list[psutil.Process]:
-    """Return all living processes of this cluster, and no others.
+    """Return all live processes of this cluster, and no others.
 
-    Ray's own processes are in the session that `up` opened; some overwrite their environment with a title. A job's
-    driver opens a new session but has the mark. All others are children of these.
+    Ray's own processes are in the session that `up` opened; some lack the mark, because they overwrite their
+    environment with a process title. A job's driver opens a new session but has the mark. All others are children of
+    these.
     """
     found: dict[int, psutil.Process] = {}
     session = state.get("session") if _owns_session(state) else None
@@ -31,7 +32,7 @@ def find(state: dict[str, Any]) -> list[psutil.Process]:
 
 
 def end(state: dict[str, Any], timeout_s: float = 5) -> None:
-    """End all processes of this cluster; kill those that still run after `timeout_s`."""
+    """End all processes of this cluster. Kill those that are still running after `timeout_s`."""
     for signal_number in (signal.SIGTERM, signal.SIGKILL):
         processes = find(state)
         for process in processes:
@@ -41,7 +42,7 @@ def end(state: dict[str, Any], timeout_s: float = 5) -> None:
 
 
 def head_is_alive(state: dict[str, Any]) -> bool:
-    """Return whether the process that `up` started is alive. After a reboot, another one may have its number."""
+    """Return whether the process that `up` started is alive. After a reboot, another process may have its pid."""
     try:
         return any(state["temp"] in word for word in psutil.Process(state["session"]).cmdline())
     except (KeyError, psutil.Error):  # a zombie has no command line
@@ -49,7 +50,7 @@ def head_is_alive(state: dict[str, Any]) -> bool:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Return whether a process exists and is no zombie."""
+    """Return whether a process exists and is not a zombie."""
     try:
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -57,10 +58,10 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def _owns_session(state: dict[str, Any]) -> bool:
-    """Return whether the session's number is still the cluster's. After a reboot, the user's shell may have it."""
+    """Return whether the session id still belongs to the cluster. After a reboot, the user's shell may have it."""
     try:
         if is_alive(psutil.Process(state["session"])):
             return head_is_alive(state)
     except (KeyError, psutil.NoSuchProcess):
         pass
-    return state.get("boot") == boot_id()  # no other process gets the number while the session has members
+    return state.get("boot") == boot_id()  # no new session gets this id while the old one has members

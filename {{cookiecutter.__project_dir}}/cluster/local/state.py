@@ -17,7 +17,7 @@ STATE_FILE = FOLDER / "local.json"
 TOKEN_FILE = FOLDER / "token"
 LOG_FILE = FOLDER / "ray.log"
 MAX_TEMP_FOLDER_BYTES = 38
-"""HAProxy adds 59 bytes to this folder, and a socket path may have 97. Ray's paths are shorter."""
+"""HAProxy's socket path is 59 bytes longer than the folder's, and may have at most 97. Ray's paths are shorter."""
 
 
 def read() -> dict[str, Any]:
@@ -33,7 +33,7 @@ def write(state: dict[str, Any]) -> None:
 def create() -> dict[str, Any]:
     """Create token, temp folder and state file for a new cluster. Return the state.
 
-    This happens before anything is started, so that `down` finds what an interrupted `up` left.
+    This happens before anything is started, so that `down` finds what an interrupted `up` has left behind.
     """
     temp_root = _temp_root()
     FOLDER.mkdir(exist_ok=True)
@@ -58,13 +58,16 @@ def headers() -> dict[str, str]:
 
 
 def boot_id() -> str:
-    """Return what changes with each boot of this machine. The time of the boot may be corrected later."""
+    """Return an id that changes with each boot of this machine.
+
+    The boot time is only a fallback, because the system may correct it later.
+    """
     file = Path("/proc/sys/kernel/random/boot_id")
     return file.read_text() if file.exists() else str(psutil.boot_time())
 
 
 def _temp_root() -> str:
-    """Return RAY_TMPDIR or /tmp, as Ray does. TMPDIR, as on macOS, may be too long for socket paths."""
+    """Return RAY_TMPDIR or /tmp, as Ray does. TMPDIR may be too long for socket paths, for example on macOS."""
     root = os.environ.get("RAY_TMPDIR", "/tmp")
     if any(character.isspace() for character in root):
         problem = f"RAY_TMPDIR is {root!r}, but HAProxy does not support paths with spaces"

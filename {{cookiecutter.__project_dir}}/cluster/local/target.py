@@ -1,4 +1,4 @@
-"""The `local` target: a Ray head on loopback that requires a token. Other Ray clusters on this machine can run too."""
+"""The `local` target: a Ray head on loopback that requires a token. Other Ray clusters can run on the same machine."""
 
 import secrets
 import shutil
@@ -28,7 +28,7 @@ class Local:
         if head.is_up():
             print(f"local is already up: {state.read()['dashboard']}")
             return
-        _clear()  # what a crash left
+        _clear()  # remove what a crash has left behind
         section = settings.load(head.RaySection, "ray", profile=self.profile)
         _make_env_file()
         started = time.monotonic()
@@ -55,7 +55,7 @@ class Local:
             log_folder=f"{cluster['temp']}/ray/session_latest/logs",
             job_variables={
                 **self.storage_variables(),
-                "RAY_ADDRESS": cluster["address"],  # otherwise parts of Ray Train use any Ray on this machine
+                "RAY_ADDRESS": cluster["address"],  # otherwise parts of Ray Train connect to any Ray on this machine
                 "SECRETS_FILE": str(settings.PROJECT / ".env"),
                 "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # this machine is never preempted
             },
@@ -75,16 +75,16 @@ class Local:
 
     def down(self) -> list[str]:
         if not state.STATE_FILE.is_file():
-            print("local is not up: nothing to end")
+            print("local is not up: nothing to stop")
             return []
         left = _clear()
         if not left:
-            print("local is down: its processes have ended, its temp folder and its token are deleted")
+            print("local is down: its processes have ended, and its temp folder and token are deleted")
         return left
 
 
 def _clear() -> list[str]:
-    """End the cluster that the state file describes, and delete its files. Return what is left."""
+    """Stop the cluster that the state file describes, and delete its files. Return what is left."""
     if not state.STATE_FILE.is_file():
         return []
     cluster = state.read()

@@ -1,18 +1,19 @@
-"""Reads the logs of Ray's autoscaler: launches that AWS refused, and set-ups that failed."""
+"""Find refused launches and failed set-ups in the logs of Ray's autoscaler."""
 
 import re
 from collections import Counter
 from pathlib import Path
 
 LOGS = Path("/tmp/ray/session_latest/logs")
-TAIL_BYTES = 400_000  # some hundred launches
+TAIL_BYTES = 400_000  # a few hundred launches
 
 
 def failed_setups(text: str, log: str) -> list[str]:
-    """Return why set-ups of new nodes failed, oldest first, with the last lines of the failed command.
+    """Return why the set-up of new nodes failed, oldest failure first, with the last lines of each failed command.
 
-    `text` is monitor.out: the output of all nodes' commands, between Ray's own lines, which begin with a date.
-    `log` is monitor.log: it names nodes that the autoscaler ended before they were ready. Their set-up did not fail.
+    `text` is the content of monitor.out: the output of all nodes' set-up commands, between Ray's own lines, which
+    begin with a date. `log` is the content of monitor.log. It names the nodes that the autoscaler terminated before
+    they were ready; their set-up did not fail.
     """
     not_needed = re.findall(r"RAY_INSTALLING->TERMINATING \(.*cloud_instance_id=(i-\w+)", log)
     failures: dict[str, str] = {}
@@ -29,16 +30,17 @@ def failed_setups(text: str, log: str) -> list[str]:
 
 
 def refusals(text: str) -> list[dict[str, str]]:
-    """Return launches that AWS refused, oldest first: `type`, `at` (the head's clock), AWS's `code` and `message`.
+    """Return the launches that AWS refused, oldest first.
 
-    Only monitor.log has them: the autoscaler's own report names no reason.
+    Each has the node's `type`, the time `at` which AWS refused it by the head's clock, and AWS's `code` and `message`.
+    They are only in monitor.log: the autoscaler's own report gives no reason.
     """
     line = r"(\S+ [\d:]+),\d+.*Failed to launch \d+ nodes of type (\S+): Node Launch Exception \((\w+)\): (.*)"
     return [dict(zip(("at", "type", "code", "message"), found, strict=True)) for found in re.findall(line, text)]
 
 
 def recent_refusals() -> list[dict[str, str]]:
-    """Return the refusals since Ray started."""
+    """Return the refused launches since Ray started."""
     return refusals(tail(LOGS / "monitor.log"))
 
 
@@ -48,7 +50,7 @@ def failed_setups_by_type() -> Counter[str]:
 
 
 def tail(file: Path, size: int = TAIL_BYTES) -> str:
-    """Return the end of a file as text; empty if there is no such file."""
+    """Return the last `size` bytes of a file as text; empty if there is no such file."""
     if not file.exists():
         return ""
     with file.open("rb") as opened:

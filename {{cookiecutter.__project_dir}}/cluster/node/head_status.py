@@ -11,9 +11,9 @@ from pipeline.ray_support.private.autoscaler import cluster_status
 
 
 def head_status() -> dict:
-    """Return whether the autoscaler runs, what it waits for, what AWS refused, and which set-ups failed."""
+    """Return whether the autoscaler is running, what it waits for, what AWS refused, and which set-ups failed."""
     if not state.answers("127.0.0.1"):  # Ray's own client would retry for a minute
-        sys.exit("Ray does not run on this head")
+        sys.exit("Ray is not running on this head")
     ray_status = cluster_status(f"127.0.0.1:{state.GCS_PORT}")
     return {
         "autoscaler": _autoscaler_pid(),
@@ -48,7 +48,7 @@ def head_status() -> dict:
 
 
 def _watchdog() -> dict:
-    """Return the watchdog's last state, and whether it `runs`: then the state is recent."""
+    """Return the watchdog's last state, and `runs`: whether the state is so recent that the watchdog is running."""
     written = json.loads(state.STATE_FILE.read_text()) if state.STATE_FILE.exists() else {"at": 0}
     return written | {"runs": time.time() - written["at"] < state.SILENT_S}
 

@@ -1,10 +1,11 @@
-"""The watchdog. It runs on every node and guards machines and money from inside; cluster.yaml starts it.
+"""The watchdog, which runs on every node. cluster.yaml starts it.
 
-On a worker, it drains the node after a spot notice, so that training can save a checkpoint. On the head, it closes a
-node type that AWS refuses, so that the autoscaler tries the next, and ends the cluster at its limits.
+On a worker, it drains the node after a spot notice, so that training can save a checkpoint. On the head, it stops the
+autoscaler from retrying a node type that AWS refuses, so that the next type gets its turn, and it terminates the
+cluster at its limits.
 
-Both renew the machine's lease. cluster.yaml's UserData shuts a machine down ten minutes after its last renewal, and a
-shutdown terminates the instance. So an instance also ends if its watchdog dies, or if the head is gone.
+Both renew the machine's lease. The UserData in cluster.yaml shuts a machine down ten minutes after the last renewal,
+and a shutdown terminates the instance. So an instance is also terminated if its watchdog dies or the head is gone.
 """
 
 import contextlib
@@ -19,7 +20,7 @@ from cluster.node.state import INTERVAL_S, PID_FILE
 
 
 def take_over() -> None:
-    """End the watchdog that an earlier start of Ray left on this machine."""
+    """Terminate the watchdog that is still running if Ray was restarted on this machine. Save this process's pid."""
     if PID_FILE.exists():
         with contextlib.suppress(psutil.NoSuchProcess, ValueError):
             earlier = psutil.Process(int(PID_FILE.read_text()))
@@ -31,7 +32,7 @@ def take_over() -> None:
 def watch(role: str) -> None:
     """Watch this machine as `head` or `worker`. Never returns."""
     if role == "head":
-        from cluster.node import watchdog_head  # imports boto3, which a worker's watchdog does without
+        from cluster.node import watchdog_head  # imports boto3, which a worker's watchdog does not need
 
         watchdog_head.watch()
     else:
@@ -45,6 +46,6 @@ if __name__ == "__main__":
     while True:
         try:
             watch(sys.argv[1])
-        except Exception:  # for example, AWS does not answer: without a watchdog this machine would end
+        except Exception:  # AWS may not answer; without a watchdog, this machine would shut down
             traceback.print_exc()
             time.sleep(INTERVAL_S)

@@ -1,6 +1,7 @@
-"""The watchdog on the head: markets, limits and the lease.
+"""The watchdog on the head: node types, limits and the lease.
 
-Ray's autoscaler retries a refused node type forever. This closes the type for some minutes, so that the next is tried.
+If AWS refuses a node type, Ray's autoscaler retries that type forever. So the watchdog closes the type for a few
+minutes: it sets the type's max_workers to the number of its running instances, and the autoscaler tries the next type.
 """
 
 import datetime
@@ -26,9 +27,9 @@ class LimitsSection(settings.Section):
     """[cluster.limits] of settings.toml."""
 
     hours: float
-    """Hours after the launch of its head at which the cluster ends itself."""
+    """The cluster shuts itself down this many hours after the launch of its head."""
     dollars: float
-    """Dollars at which the cluster ends itself. Counts instances, not disks or traffic."""
+    """The cluster shuts itself down when its instances have cost this much. Disks and traffic do not count."""
 
 
 @dataclass
@@ -38,16 +39,17 @@ class Markets:
     max_workers: dict[str, int]
     """max_workers of each type in cluster.yaml."""
     closed_until: dict[str, float] = field(default_factory=dict)
-    """Seconds since the epoch; infinity for a type whose set-up fails."""
+    """By node type, in seconds since the epoch; infinity for a type whose set-up keeps failing."""
 
     def note_refusals(self, refusals: Iterable[Mapping[str, str]], now: float) -> list[str]:
-        """Close the type of each refusal (see autoscaler_log.py) for CLOSED_S. Return messages for the user."""
+        """Close the node type of each refusal (see autoscaler_log.py) for CLOSED_S. Return messages for the user."""
         messages = []
         for refusal in refusals:
             node_type = refusal["type"]
             closed, until = self.closed_until.get(node_type, 0), _seconds(refusal["at"]) + CLOSED_S
-            if closed <= now < until:  # Ray retries before it sees the new limit
-                messages.append(f"AWS refused {node_type} ({refusal['code']}): closed for {CLOSED_S / 60:.0f} minutes")
+            if closed <= now < until:  # one message: Ray retries until it sees the new limit
+                pause = f"not requested again for {CLOSED_S / 60:.0f} minutes"
+                messages.append(f"AWS refused {node_type} ({refusal['code']}): {pause}")
             self.closed_until[node_type] = max(closed, until)
         return messages
 
@@ -64,9 +66,9 @@ class Markets:
         return messages
 
     def limits(self, running: Counter[str], now: float) -> dict[str, int]:
-        """Return max_workers of each type for now.
+        """Return the current max_workers of each type.
 
-        A closed type keeps the instances that run, because Ray would end those above the limit.
+        That of a closed type is the number of its running instances, because Ray terminates instances above the limit.
         """
         return {
             node_type: running[node_type] if self.closed_until.get(node_type, 0) > now else maximum
@@ -83,16 +85,16 @@ class Spending:
     dollars: float
 
     def add(self, running: Counter[str], seconds: float) -> None:
-        """Add the cost of `seconds` of each running instance."""
+        """Add the cost of all running instances for `seconds`."""
         hourly = sum(count * self.hourly.get(node_type, 0.0) for node_type, count in running.items())
         self.dollars += hourly * seconds / 3600
 
 
 def watch() -> None:
-    """Guard the lease, the markets and the limits. Never returns."""
+    """Renew the lease, close refused node types, and enforce the limits. Never returns."""
     limits = settings.load(LimitsSection, "limits", profile="cluster")
     file = cluster_file.load()
-    renew_lease_within(limits, file)  # before asking AWS: its silence must not end the cluster
+    renew_lease_within(limits, file)  # before asking AWS: if AWS does not answer, the lease must not expire
     known = prices.ask(file)
     state = json.loads(STATE_FILE.read_text()) if STATE_FILE.exists() else {}
     markets = Markets({worker.name: worker.max_workers for worker in file.workers})
@@ -114,7 +116,10 @@ def watch() -> None:
 
 
 def renew_lease_within(limits: LimitsSection, file: ClusterFile) -> None:
-    """Renew the head's lease, or end the cluster after its hours. The folder of the lease was made at boot."""
+    """Renew the head's lease, or terminate the cluster at its limit of hours.
+
+    The hours count from boot, when the lease's folder was created.
+    """
     if time.time() - LEASE.parent.stat().st_mtime >= limits.hours * 3600:
         end_cluster(file, f"the limit of {limits.hours:g} hours in settings.toml is reached")
     LEASE.touch()
@@ -134,7 +139,7 @@ def write_limits(max_workers: dict[str, int]) -> None:
 
 
 def end_cluster(file: ClusterFile, reason: str) -> None:
-    """End all workers, then this machine. A worker that cannot be ended now ends when its lease runs out."""
+    """Terminate all workers, then this machine. A worker that survives shuts down when its lease expires."""
     print(reason, flush=True)
     write_limits({worker.name: 0 for worker in file.workers})  # otherwise the autoscaler replaces them
     try:
@@ -143,7 +148,7 @@ def end_cluster(file: ClusterFile, reason: str) -> None:
         bucket.leave_note(file, reason)
     finally:
         subprocess.run(["sudo", "shutdown", "-h", "now"], check=True)
-        time.sleep(60)  # the shutdown takes effect meanwhile
+        time.sleep(60)  # until the shutdown takes effect
 
 
 def _seconds(log_time: str) -> float:

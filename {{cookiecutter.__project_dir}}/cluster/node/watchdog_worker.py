@@ -1,4 +1,4 @@
-"""The watchdog on a worker: renews the lease, and drains the node when AWS takes it back."""
+"""The watchdog on a worker: renews the lease, and drains the node before AWS takes the machine back."""
 
 import datetime
 import json
@@ -24,7 +24,7 @@ def watch(head: str) -> None:
 
 
 def spot_notice() -> str | None:
-    """Return the time at which AWS takes this machine back, in ISO 8601, or None if there is no notice."""
+    """Return the time at which AWS will take this machine back, in ISO 8601, or None if there is no notice."""
     try:
         token_request = urllib.request.Request(
             f"{METADATA}api/token", method="PUT", headers={"X-aws-ec2-metadata-token-ttl-seconds": "60"}
@@ -41,7 +41,7 @@ def spot_notice() -> str | None:
 
 
 def drain(head: str, notice: str) -> bool:
-    """Have Ray place nothing new on this node. Return whether Ray accepted."""
+    """Tell Ray to place no new work on this node. Return whether Ray accepted that."""
     seconds = datetime.datetime.fromisoformat(notice).timestamp() - time.time()
     command = ["ray", "drain-node", "--address", f"{head}:{GCS_PORT}", "--node-id", own_node_id(head)]
     command += ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--deadline-remaining-seconds", str(max(0, int(seconds)))]
@@ -51,7 +51,7 @@ def drain(head: str, notice: str) -> bool:
 
 def own_node_id(head: str) -> str:
     """Return Ray's id of this node."""
-    from pipeline.ray_support.private import gcs  # importing Ray takes memory, which the watchdog needs only here
+    from pipeline.ray_support.private import gcs  # importing Ray takes memory, and only this function needs Ray
 
     with socket.create_connection((head, GCS_PORT)) as connection:
         address = connection.getsockname()[0]

@@ -18,23 +18,23 @@ class ModelPlan:
 
     shape: Shape
     training: Training
-    """As in settings.toml."""
+    """The training settings in settings.toml."""
     gpu_counts: tuple[int, ...]
-    """Numbers of GPUs that divide the global batch, on part of one instance or on whole instances."""
+    """Numbers of GPUs that the global batch divides evenly over: some GPUs of one instance, or whole instances."""
     gpu_gib: int
-    """Memory of the cluster's GPUs."""
+    """Memory of each of the cluster's GPUs."""
     recommended: Training | None
-    """None if nothing fits the cluster."""
+    """None if no method fits into the cluster's memory."""
     tokens: int | None
-    """Of the packed data. None if there is none."""
+    """Tokens in the packed data. None if there is no packed data."""
     kv_bytes: int
     """Size of one token's keys and values."""
     context: int
-    """Tokens of all concurrent requests of a replica, each with max_model_len."""
+    """Tokens of all concurrent requests to a replica, if each has max_model_len tokens."""
     serving: dict[int, Serving | None]
-    """By GiB per GPU."""
+    """How to serve the model, by a GPU's memory in GiB. None if the model does not fit."""
     dollars_per_instance_hour: Mapping[int, float]
-    """By GiB per GPU, if known."""
+    """By a GPU's memory in GiB. Empty if prices are unknown."""
 
 
 def estimate(

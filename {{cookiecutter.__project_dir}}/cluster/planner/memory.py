@@ -1,4 +1,4 @@
-"""Estimate memory and time of training a model.
+"""Estimate the memory and the time that training a model needs.
 
 Sizes are in bytes, per GPU unless stated otherwise. The formulas are for dense transformers. For a mixture of
 experts, activations are those of one expert per token.
@@ -15,25 +15,25 @@ GIB = 2**30
 GPU_GIB = (40, 80)
 USABLE = 0.9  # share of a GPU's memory; CUDA's context, NCCL's buffers and fragmentation take the rest
 HOST_GIB = 1152  # main memory of p4d.24xlarge and p4de.24xlarge
-MAX_GPUS = 128  # largest number of GPUs that is tried
-MFU = 0.4  # assumed share of an A100's bf16 peak; `mfu` in metrics.jsonl is that of a run
+MAX_GPUS = 128  # largest number of GPUs to try
+MFU = 0.4  # assumed share of an A100's bf16 peak; a run's own share is `mfu` in metrics.jsonl
 BUCKET = 500_000_000  # elements; DeepSpeed's default reduce_bucket_size, always allocated in full
 LIVE = 1_000_000_000  # elements; DeepSpeed's defaults stage3_max_live_parameters and sub_group_size
 
 
 @dataclass(frozen=True)
 class Method:
-    """A way to distribute training. The fields are those of [deepspeed]."""
+    """A way to distribute training. All fields but the name are settings in [deepspeed]."""
 
     name: str
     zero_stage: int = 0
-    """0 is DDP."""
+    """0 means DDP."""
     offload_optimizer: bool = False
     offload_parameters: bool = False
 
 
 DDP = Method("DDP")
-# fastest first: more sharding needs more communication, and main memory is slower still
+# fastest first: more sharding needs more communication, and offloading to main memory is slower still
 METHODS = (
     DDP,
     Method("ZeRO-1", 1),
@@ -69,7 +69,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank, on its GPU and in main memory."""
+    """Bytes that one rank needs on its GPU and in main memory."""
 
     gpu: float
     host: float
@@ -78,13 +78,13 @@ class Memory:
 def states(shape: Shape, training: Training) -> Memory:
     """Return the size of parameters, gradients and AdamW's states after a backward pass.
 
-    - DDP: fp32 parameters under autocast, 4 + 4 + 8 bytes per parameter.
-    - DeepSpeed: parameters and gradients in the working format (that of the computation); an fp32 master copy and
-      AdamW's two moments are sharded over the ranks.
-    - Offloaded optimizer: gradients in main memory, in fp32 for the update and in the working format to accumulate
-      micro-batches. Stage 2 also holds a copy of its share of the updated parameters, and room for the largest
-      gradient on the GPU and in main memory.
-    - LoRA: frozen parameters are fp32 with DDP, and only in the working format with DeepSpeed.
+    - DDP: parameters stay in fp32, even with autocast. Each takes 4 bytes, its gradient 4, and AdamW's two moments 8.
+    - DeepSpeed: parameters and gradients are in the working format, which is that of the computation. An fp32 master
+      copy and AdamW's two moments are sharded over the ranks.
+    - Offloaded optimizer: gradients are in main memory, in fp32 for the update and in the working format to accumulate
+      micro-batches. With stage 2, a rank also holds a copy of its share of the updated parameters in main memory, and
+      has room for the largest gradient both on the GPU and in main memory.
+    - LoRA: frozen parameters are in fp32 with DDP, and only in the working format with DeepSpeed.
 
     Sources: ZeRO, Rajbhandari et al. 2019, arXiv:1910.02054, section 3; ZeRO-Offload, Ren et al. 2021,
     arXiv:2101.06840, section 4.
@@ -109,11 +109,12 @@ def activations(shape: Shape, training: Training) -> float:
     """Return the peak size of activations during a micro-batch.
 
     Counts what each operation keeps for its backward pass, as in Korthikanti et al. 2022, arXiv:2205.05198, section 4.
-    Their 34 s b h is for GPT with dropout. This counts transformers' Llama blocks with fused attention, which keeps no
-    s x s matrix: per token the norms' inputs and outputs, queries, keys (repeated for each head), values, the output of
-    attention, and four tensors of the feed-forward layer. The backward pass of the last block needs a third of a block
-    more. With checkpointing, each block keeps only its input, and one block at a time is recomputed (section 5). Logits
-    exist in the working format, in fp32, as probabilities, and as their gradient.
+    Their formula, 34 s b h, is for GPT with dropout. This one is for Llama blocks of the transformers library with
+    fused attention, which keeps no s x s matrix. For each token, a block keeps the norms' inputs and outputs, queries,
+    keys (repeated for each head), values, the output of attention, and four tensors of the feed-forward layer. The
+    backward pass of the last block needs a third of a block more. With checkpointing, each block keeps only its input,
+    and one block at a time is recomputed (section 5). There are four tensors of the logits' size: the logits in the
+    working format and in fp32, their probabilities, and their gradient.
     """
     if training.precision == "fp32":
         hidden, normed_head, attention, feed_forward, block_input = 24, 12, 24, 16, 4
@@ -132,14 +133,14 @@ def activations(shape: Shape, training: Training) -> float:
 
 
 def peak(shape: Shape, training: Training) -> Memory:
-    """Return the peak memory: at the start, in a backward pass, or in the optimizer's step.
+    """Return the peak memory, which is reached at the start, in a backward pass, or in the optimizer's step.
 
     - Start: fp32 weights are loaded into main memory. DeepSpeed moves the whole working copy to each GPU before stage 3
-      shards it.
+      shards that copy.
     - Backward pass: DDP's autocast caches the parameters in bf16. Stages 1 and 2 fill one bucket while another is
       reduced; stage 3 has one bucket, and gathers up to LIVE parameters.
-    - Optimizer's step: AdamW's square roots and DeepSpeed's casts of gradients, both in fp32; on a CPU also a quotient.
-      Stage 3 handles LIVE parameters at a time.
+    - Optimizer's step: AdamW computes square roots, on a CPU also a quotient, and DeepSpeed casts gradients; all of
+      these are fp32. Stage 3 handles LIVE parameters at a time.
     """
     method, width, held = training.method, training.width, states(shape, training)
     trained = shape.adapters if training.lora else shape.parameters
@@ -165,15 +166,15 @@ def fits(shape: Shape, training: Training, gpu_gib: int) -> bool:
 
 
 def fewest(shape: Shape, training: Training, gpu_gib: int, gpu_counts: tuple[int, ...]) -> int | None:
-    """Return the smallest number in `gpu_counts` with which training fits, or None."""
+    """Return the smallest number in `gpu_counts` on which training fits, or None."""
     return next((gpus for gpus in gpu_counts if fits(shape, replace(training, gpus=gpus), gpu_gib)), None)
 
 
 def recommend(shape: Shape, training: Training, gpu_gib: int, gpu_counts: tuple[int, ...]) -> Training | None:
-    """Return the fastest method that fits on the fewest instances, or None. Uses all GPUs of the instances.
+    """Return the fastest method that fits on the fewest instances, or None. Uses as many of their GPUs as possible.
 
-    Recomputation costs a third more operations, which is slower than the communication of sharding. Offloading is
-    slower still.
+    Recomputation takes a third more operations, which costs more time than the communication of sharding. Offloading
+    is slower still.
     """
     for offload in (False, True):
         for gpus in sorted(gpu_counts, key=lambda gpus: (-(-gpus // GPUS_PER_INSTANCE), -gpus)):
@@ -186,10 +187,10 @@ def recommend(shape: Shape, training: Training, gpu_gib: int, gpu_counts: tuple[
 
 
 def hours(shape: Shape, training: Training, tokens: int | None) -> float | None:
-    """Return the hours of one pass over `tokens`. None if `tokens` is, or if the optimizer is offloaded.
+    """Return the hours of one pass over `tokens`. None if `tokens` is None, or if the optimizer is offloaded.
 
-    The speed of offloading depends on the host. Operations per token are those of PaLM (arXiv:2204.02311, appendix B);
-    LoRA needs two thirds of them, because frozen weights have no gradients. Checkpointing repeats the forward pass,
+    The speed of offloading depends on the host. The operations per token are those of PaLM (arXiv:2204.02311, appendix
+    B). LoRA needs two thirds of them, because frozen weights have no gradients. Checkpointing repeats the forward pass,
     which is a third of the operations (arXiv:2205.05198, section 5).
     """
     if tokens is None or training.method.offload_optimizer:

@@ -15,7 +15,9 @@ from pipeline.training.options import DDPOptions
 
 
 def plan(model: str, console: Console, dollars_per_instance_hour: Mapping[int, float] | None = None) -> None:
-    """Print the plan for a model with the settings of the cluster. Prices are by GiB per A100, 40 or 80.
+    """Print the plan for a model with the settings of the cluster.
+
+    `dollars_per_instance_hour` maps an A100's memory in GiB (40 or 80) to the hourly price of an instance.
 
     Raises:
         settings.UserError: the model cannot be loaded, or a setting is wrong.

@@ -29,13 +29,16 @@ def show(plan: ModelPlan, console: Console) -> None:
     shape = plan.shape
     console.print(f"{shape.parameters:,} parameters, {shape.layers} layers of {shape.hidden}\n")
     console.print(_training_table(plan))
-    data = "need packed data: run inv submit preprocess"
+    hours_note = "Hours need packed data. Run: inv submit preprocess"
     if plan.tokens is not None:
-        data = f"are for one pass over the {plan.tokens:,} tokens of the packed data"
+        hours_note = (
+            f"Hours are for one pass over the {plan.tokens:,} tokens of the packed data, on whole instances at "
+            f"{MFU:.0%} of an A100's bf16 peak"
+        )
     console.print(
-        f"All columns from checkpointing on assume it. Hours {data}, on whole instances at {MFU:.0%} of an "
-        f"A100's bf16 peak. GPUs are filled to {USABLE:.0%}. LoRA means --lora-rank {LORA_RANK}. The recommendation is "
-        "for full fine-tuning with DDP or DeepSpeed.\n"
+        f'Columns from "checkpointing" onwards assume gradient checkpointing. {hours_note}. GPUs are filled to '
+        f"{USABLE:.0%}. LoRA means --lora-rank {LORA_RANK}. The recommendation is for full fine-tuning with DDP or "
+        "DeepSpeed.\n"
     )
     console.print(_activation_table(plan), "", _serving_table(plan), "", sep="\n")
     console.print(f"Train with {_training_advice(plan)}. {_serving_advice(plan)}.", soft_wrap=True, markup=False)
@@ -45,7 +48,7 @@ def _training_table(plan: ModelPlan) -> Table:
     training = plan.training
     batch = f"{training.micro_batch_rows} × {training.sequence_length} tokens per micro-batch"
     table = _table(
-        f"Training on {training.gpus} GPUs, {batch}: GiB per GPU, and of main memory per instance",
+        f"Training on {training.gpus} GPUs, {batch}: GiB per GPU, and GiB of main memory per instance",
         *("", "states", "total", "checkpointing", "main memory", "fewest 40 GB", "fewest 80 GB", "hours", "dollars"),
     )
     for lora in (False, True):
@@ -125,7 +128,7 @@ def _serving_advice(plan: ModelPlan) -> str:
 
 
 def _costs(plan: ModelPlan, training: Training) -> tuple[float | None, float | None]:
-    """Return hours and dollars. None if unknown."""
+    """Return hours and dollars; each is None if unknown."""
     taken = hours(plan.shape, training, plan.tokens)
     price = plan.dollars_per_instance_hour.get(plan.gpu_gib)
     return taken, None if taken is None or price is None else taken * training.instances * price

@@ -26,11 +26,11 @@ def kv_bytes(shape: Shape, width: int) -> int:
 
 
 def serve(shape: Shape, width: int, context: int, gpu_gib: int) -> Serving | None:
-    """Return the fewest GPUs that hold the weights, and the keys and values of `context` tokens.
+    """Return the fewest GPUs that can hold the weights, and the keys and values of `context` tokens.
 
-    None if 128 GPUs are too few. `width` is the number of bytes per weight. Tensor parallelism divides each layer and
-    its heads within an instance; pipeline parallelism divides the layers over instances (vLLM's documentation,
-    "Parallelism and Scaling").
+    Returns None if 128 GPUs are too few. `width` is the number of bytes per weight. Tensor parallelism divides each
+    layer and its heads within an instance; pipeline parallelism divides the layers over instances (vLLM's
+    documentation, "Parallelism and Scaling").
     """
     spreads = [(tensor, 1) for tensor in (1, 2, 4, 8)] + [(8, stages) for stages in (2, 4, 8, 16)]
     for tensor, stages in spreads:

@@ -17,7 +17,7 @@ class Shape:
     """Sizes of a model, as numbers of elements."""
 
     parameters: int
-    """Of the whole model. Tied parameters count once."""
+    """Parameters of the whole model. Tied parameters count once."""
     multiplied: int
     """Parameters of matrix products: all but an input embedding, which is looked up."""
     largest: int
@@ -28,20 +28,20 @@ class Shape:
     heads: int
     hidden: int
     query: int
-    """Queries of one token in one block. There may be fewer keys and values."""
+    """Elements of one token's queries in one block. Its keys and values may have fewer."""
     key: int
-    """Keys of one token in one block, and as many values."""
+    """Elements of one token's keys in one block. Its values have as many."""
     normed_heads: int
-    """Queries and keys, if the block normalizes them, as in Qwen3. Otherwise 0."""
+    """`query` + `key` if the block normalizes queries and keys, as in Qwen3. Otherwise 0."""
     intermediate: int
     """Width of the feed-forward layer."""
     vocabulary: int
     compute: Compute
-    """What each token is multiplied by."""
+    """What a forward pass multiplies each token by. It determines the number of operations."""
 
 
 def shape_of(config: PreTrainedConfig) -> Shape:
-    """Count the model's parameters. Builds it on torch's meta device, which takes no memory.
+    """Count the model's parameters. Builds the model on torch's meta device, which takes no memory.
 
     Raises:
         settings.UserError: this is not the configuration of a causal language model.

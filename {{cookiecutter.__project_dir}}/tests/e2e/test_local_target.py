@@ -260,7 +260,7 @@ def test_down_leaves_nothing_and_can_be_repeated(project: Project, ray_session: 
     assert "local is down" in project.inv("down")
     assert not [process for process in running if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
     assert not Path(cluster["temp"]).exists()
-    assert "nothing to end" in project.inv("down")
+    assert "nothing to stop" in project.inv("down")
     assert "inv up" in project.inv("status", ok=False)
     assert ray.get(ray.remote(num_cpus=0.1)(lambda: "another Ray lives on").remote()) == "another Ray lives on"
 

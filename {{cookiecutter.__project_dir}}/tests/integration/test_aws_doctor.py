@@ -400,7 +400,7 @@ def test_an_image_that_does_not_exist(cloud: StubbedAws, file: ClusterFile) -> N
     assert "aws ssm get-parameters-by-path" in only(file, "error")
     for node_type in file.content["available_node_types"].values():
         node_type["node_config"]["ImageId"] = "ami-7"
-    assert "ImageId ami-7 is no image in us-east-1" in only(file, "error")
+    assert "ImageId ami-7 is not an image in us-east-1" in only(file, "error")
     cloud.answers["DescribeImages"] = {"Images": [{"ImageId": "ami-7"}]}
     assert texts(checks.check(file), "error") == []
 

@@ -80,7 +80,7 @@ def test_a_rate_limit_ends_the_measurement_with_what_to_do(api: PretendApi, tmp_
 
 def test_a_server_that_fails_every_request_is_an_error(api: PretendApi, tmp_path: Path) -> None:
     api.deleted = {"small"}
-    with pytest.raises(settings.UserError, match=r"answered no request of 1 concurrent clients .*does not exist"):
+    with pytest.raises(settings.UserError, match=r"answered no request from 1 concurrent clients .*does not exist"):
         run(api, tmp_path, (1,), 0.2)
 
 

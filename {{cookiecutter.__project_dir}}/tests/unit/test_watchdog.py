@@ -26,7 +26,7 @@ def market() -> watchdog_head.Markets:
 
 def test_a_refused_type_is_closed_for_five_minutes(market: watchdog_head.Markets) -> None:
     (message,) = market.note_refusals([refusal("spot", "10:00:00")], NOW)
-    assert message == "AWS refused spot (InsufficientInstanceCapacity): closed for 5 minutes"
+    assert message == "AWS refused spot (InsufficientInstanceCapacity): not requested again for 5 minutes"
     assert market.limits(Counter(), NOW + 289) == {"spot": 0, "on-demand": 2}
     assert market.limits(Counter(), NOW + 291) == {"spot": 2, "on-demand": 2}
 

@@ -1,4 +1,4 @@
-"""The AWS account that the doctor checks, and words for what AWS does not allow."""
+"""The AWS account that the doctor checks, and the names of actions that AWS denies."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,10 +14,10 @@ RETRY = f"Run again: inv doctor --target {TARGET}"
 
 @dataclass(frozen=True)
 class Account(ClusterFile):
-    """The cluster file, its caller on AWS, and the clients. Threads may share clients, but must not create them."""
+    """The cluster file, the caller, and boto3 clients. Threads may share clients, but must not create them."""
 
     arn: str
-    """Of the caller."""
+    """ARN of the caller."""
     clients: dict[str, Any]
 
     def client(self, service: str) -> Any:
@@ -25,6 +25,9 @@ class Account(ClusterFile):
 
 
 def denied_action(error: ClientError, actions: Iterable[str]) -> str:
-    """Return the denied IAM action, one of `actions`. Most services name it in their message, EC2 does not always."""
+    """Return the IAM action that was denied, with its service if it is one of `actions`.
+
+    Most services name the action in their message. EC2 does not always.
+    """
     named = aws_errors.missing_permission(error)
     return next((action for action in actions if action.endswith(f":{named}")), named)

@@ -1,4 +1,4 @@
-"""`inv doctor --target aws`: check everything that can be checked before it costs money. Changes nothing."""
+"""`inv doctor --target aws`: check everything that can be checked before anything costs money. Changes nothing."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -30,7 +30,7 @@ REMOTE_CHECKS: dict[str, Callable[[Account], Iterator[Finding]]] = {
     "secrets": jobs.check_secrets,
     "prices": region.check_prices,
 }
-"""These ask AWS."""
+"""Checks that ask AWS."""
 LOCAL_CHECKS: dict[str, Callable[[ClusterFile], Iterator[Finding]]] = {
     "versions": laptop.check_versions,
     "programs": laptop.check_programs,
@@ -38,7 +38,7 @@ LOCAL_CHECKS: dict[str, Callable[[ClusterFile], Iterator[Finding]]] = {
     "paths": jobs.check_paths,
     "limits": jobs.check_limits,
 }
-"""These need only this machine."""
+"""Checks that need only this machine."""
 
 
 def check(file: ClusterFile) -> list[Finding]:

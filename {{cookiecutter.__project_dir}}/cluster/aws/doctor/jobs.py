@@ -22,7 +22,7 @@ from pipeline.training.options import DDPOptions
 
 
 class JobsSection(settings.Section):
-    """The checked settings in [preprocess] and [serve]. The jobs' own options take seconds to import."""
+    """The settings in [preprocess] and [serve] that the doctor checks. The jobs' own options take seconds to import."""
 
     model_config = ConfigDict(extra="ignore")
     input: str
@@ -98,7 +98,7 @@ def check_paths(file: ClusterFile) -> Iterator[Finding]:
 def check_limits(file: ClusterFile) -> Iterator[Finding]:
     """Report the limits of the cluster."""
     limits = settings.load(LimitsSection, "limits", profile="cluster")
-    yield Finding("ok", f"the cluster ends itself after {limits.hours:g} hours or {limits.dollars:g} dollars")
+    yield Finding("ok", f"the cluster shuts itself down after {limits.hours:g} hours or {limits.dollars:g} dollars")
 
 
 @contextmanager

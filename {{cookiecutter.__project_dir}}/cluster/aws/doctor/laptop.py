@@ -25,5 +25,5 @@ def check_programs(file: ClusterFile) -> Iterator[Finding]:
     """Check for the programs that Ray's launcher and the verbs run."""
     for program, package in (("ssh", "openssh-client"), ("ssh-keygen", "openssh-client"), ("rsync", "rsync")):
         path = shutil.which(program)
-        remedy = f"Run: apt-get install {package} (or your system's way)"
+        remedy = f"Run: apt-get install {package} (or use your system's package manager)"
         yield judge(path is not None, f"{program}: {path or 'not installed'}", remedy)

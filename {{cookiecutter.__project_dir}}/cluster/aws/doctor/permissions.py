@@ -11,7 +11,7 @@ from cluster.aws.doctor.account import RETRY, Account, denied_action
 from cluster.common import instances
 from cluster.doctor import Finding, judge
 
-# Actions of `inv up` and `inv down`, including those of CloudFormation and Ray's launcher, by resource.
+# Actions that `inv up` and `inv down` need, including those of CloudFormation and Ray's launcher, by resource.
 # Actions without a resource, or with several kinds of resources, are under "*".
 ACTIONS = {
     "*": "ec2:DescribeInstances ec2:DescribeInstanceTypes ec2:DescribeInstanceTypeOfferings "
@@ -36,7 +36,7 @@ ACTIONS = {
     "iam:AddRoleToInstanceProfile iam:RemoveRoleFromInstanceProfile iam:DeleteInstanceProfile",
 }
 UP_AND_DOWN = " ".join(ACTIONS.values()).split()
-# Actions for the load balancer, if [cluster.network] of settings.toml names a certificate.
+# Further actions for the load balancer, if [cluster.network] of settings.toml names a certificate.
 HTTPS_ACTIONS = {
     "*": "elasticloadbalancing:CreateLoadBalancer elasticloadbalancing:DeleteLoadBalancer "
     "elasticloadbalancing:DescribeLoadBalancers elasticloadbalancing:ModifyLoadBalancerAttributes "
@@ -45,7 +45,7 @@ HTTPS_ACTIONS = {
     "elasticloadbalancing:CreateListener elasticloadbalancing:DeleteListener "
     "elasticloadbalancing:DescribeListeners elasticloadbalancing:AddTags",
 }
-# Actions of the doctor alone. A check that is denied one of them names it.
+# Actions that only the doctor needs. If AWS denies one, the check that needs it names it.
 DOCTOR_ACTIONS = [
     "iam:SimulatePrincipalPolicy",
     "servicequotas:GetServiceQuota",
@@ -57,7 +57,10 @@ KNOWN_ACTIONS = [*UP_AND_DOWN, *DOCTOR_ACTIONS]
 
 
 def check(account: Account) -> Iterator[Finding]:
-    """Ask IAM. If the caller may not, try the calls that cost money as dry runs on EC2."""
+    """Ask IAM which permissions the caller has.
+
+    If the caller may not ask, try the EC2 calls that start and terminate instances as dry runs.
+    """
     if account.arn.endswith(":root"):
         text = "you are the account's root user, who has all permissions"
         yield Finding("warning", f"{text}. Create a user for daily work: aws iam create-user --user-name NAME")
@@ -93,7 +96,7 @@ def _simulate(account: Account) -> list[str]:
     source = account.arn
     if name.startswith("assumed-role/"):  # the policies belong to the role; only IAM knows its full path
         source = iam.get_role(RoleName=name.split("/")[1])["Role"]["Arn"]
-    context = {  # values that policies with conditions compare
+    context = {  # values for the conditions in policies
         "aws:RequestedRegion": account.region,
         "aws:RequestTag/ray-project": account.slug,
         "aws:ResourceTag/ray-project": account.slug,
@@ -119,7 +122,7 @@ def _simulate(account: Account) -> list[str]:
 
 
 def _dry_runs(account: Account) -> Iterator[Finding]:
-    """Ask EC2 whether the caller may start the head, and end the running instances. EC2 does neither."""
+    """Ask EC2 whether the caller may start the head and terminate the running instances. A dry run does neither."""
     ec2, head = account.client("ec2"), account.head.node_config
     launch = {key: head[key] for key in ("ImageId", "InstanceType", "TagSpecifications") if key in head}
     calls = {"ec2:RunInstances": partial(ec2.run_instances, **launch, MinCount=1, MaxCount=1, DryRun=True)}

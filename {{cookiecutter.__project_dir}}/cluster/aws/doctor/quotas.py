@@ -1,4 +1,4 @@
-"""Check EC2's quotas: the vCPUs that cluster.yaml may use, against those that AWS grants and others use."""
+"""Check EC2's quotas: compare the vCPUs that the cluster may need with those that AWS grants and others leave free."""
 
 import re
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ class Quota(NamedTuple):
 
     code: str
     types: str
-    """Regular expression for the start of the instance types that count."""
+    """Regular expression for the start of the instance types that the quota applies to."""
     market: str
 
     def counts(self, instance_type: str, market: str) -> bool:
@@ -30,7 +30,7 @@ QUOTAS = (
 
 
 def check(account: Account) -> Iterator[Finding]:
-    """Check every quota that counts a node type of cluster.yaml."""
+    """Check every quota that applies to a node type of cluster.yaml."""
     planned = [account.head, *account.workers]
     others = list(_other_instances(account))
     types = {one.instance_type for one in planned} | {instance_type for instance_type, _ in others}
@@ -43,7 +43,7 @@ def check(account: Account) -> Iterator[Finding]:
 
 
 def _other_instances(account: Account) -> Iterator[tuple[str, str]]:
-    """Yield type and market of each running instance that a quota counts and that is not part of this cluster."""
+    """Yield type and market of each running instance that a quota applies to, except those of this cluster."""
     running = [{"Name": "instance-state-name", "Values": ["pending", "running"]}]
     for page in account.client("ec2").get_paginator("describe_instances").paginate(Filters=running):
         for instance in (one for reservation in page["Reservations"] for one in reservation["Instances"]):

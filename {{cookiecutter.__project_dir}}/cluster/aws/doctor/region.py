@@ -10,7 +10,10 @@ from cluster.doctor import Finding, judge
 
 
 def check_spot_role(account: Account) -> Iterator[Finding]:
-    """Check for the role that spot needs. An account that never used spot lacks it, and the head may not create it."""
+    """Check for the role that spot instances need.
+
+    An account that has never used spot instances lacks it, and the head does not have the permission to create it.
+    """
     if all(worker.market != "spot" for worker in account.workers):
         return
     iam = account.client("iam")
@@ -45,8 +48,8 @@ def check_subnets(account: Account) -> Iterator[Finding]:
         yield judge(
             free >= needed,
             f"subnet {subnet['SubnetId']} in {zone}: {free} addresses free, up to {needed} needed",
-            f"Create a larger one: aws ec2 create-subnet --vpc-id {network.vpc} --availability-zone {zone} "
-            f"--cidr-block A.B.C.D/24 --region {account.region}   or set vpc in [cluster.network] of settings.toml",
+            "Set vpc in [cluster.network] of settings.toml, or create a larger subnet: aws ec2 create-subnet "
+            f"--vpc-id {network.vpc} --availability-zone {zone} --cidr-block A.B.C.D/24 --region {account.region}",
         )
 
 
@@ -63,13 +66,13 @@ def check_images(account: Account) -> Iterator[Finding]:
             browse = "aws ec2 describe-images --owners amazon"
         yield judge(
             bool(found),
-            f"ImageId {image} is {found[0] if found else 'no image'} in {account.region}",
-            f"Set another in cluster/cluster.yaml. List them: {browse} --region {account.region}",
+            f"ImageId {image} is {found[0] if found else 'not an image'} in {account.region}",
+            f"Set another image in cluster/cluster.yaml. List images: {browse} --region {account.region}",
         )
 
 
 def check_prices(account: Account) -> Iterator[Finding]:
-    """Report the prices of an idle and of a full cluster."""
+    """Report the price of an idle cluster and of a full one."""
     known = prices.ask(account)
     idle = f"{known.head:.2f} dollars per hour while idle (the head, without disks and traffic)"
     yield Finding("ok", f"{idle}, {24 * known.maximum:.0f} dollars per day with all {account.max_workers} workers")
