@@ -64,7 +64,7 @@ def main() -> None:
         finally:
             _run(project, "down")
         if os.geteuid() == 0:
-            _draw(_from(_run(project, "rehearse"), "What happened when"), "./inv rehearse", "rehearsal")
+            _draw(_from(_run(project, "rehearse"), "Timeline"), "./inv rehearse", "rehearsal")
     print(f"pictures: {FOLDER.relative_to(bake.TEMPLATE)}/")
 
 
