@@ -15,7 +15,7 @@ ROUNDS = 3
 
 
 def main() -> None:
-    """Run this module inside a new emulated AWS, where it measures."""
+    """Measure if this process runs inside an emulated AWS. If not, start one and run this module inside it."""
     if sandbox.is_inside():
         _measure()
         return

@@ -23,7 +23,7 @@ PROCESSES = 2
 
 
 def measure() -> Result:
-    """Time both from the first document to the last commit.
+    """Time `embed` and the plain processes from the first document to the last commit.
 
     This includes the start of the workers or processes, each of which loads the model once. Ray is already running.
     """

@@ -35,7 +35,7 @@ class Work(NamedTuple):
 
 
 def measure() -> Result:
-    """Compare both. Each reads rows, renders and tokenizes them, starts an engine, answers, and writes parquet."""
+    """Compare job and vLLM. Each reads, renders and tokenizes rows, starts an engine, answers, and writes parquet."""
     os.environ["OMP_NUM_THREADS"] = THREADS  # one thread per engine leaves a core for everything else
     with harness.scratch() as folder:
         size = harness.write_model(folder / "model", VOCABULARY[LARGE], **SHAPES[LARGE])

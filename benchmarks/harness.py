@@ -1,4 +1,4 @@
-"""Code that the parts share: input data, models, the peers to compare with, and measuring in turns."""
+"""Code that all benchmarks share: input data, models, the peers to compare with, and measuring in turns."""
 
 import ast
 import contextlib

@@ -103,7 +103,7 @@ def _cost_of_the_runtime(changes: dict[str, Any]) -> dict[str, float]:
 
 
 def _clocked_ddp(model: PreTrainedModel, options: TrainOptions, runtime: Runtime, plan: BatchPlan) -> Strategy:
-    """Make the runtime time the trainer's calls to Ray Train, and return DDP."""
+    """Wrap the runtime's methods to time the trainer's calls to Ray Train, and return DDP."""
     names = (*IN_A_STEP, "wait")  # `wait` waits for the storage, not for Ray
     seconds = dict.fromkeys(names, 0.0)
     for name in names:
@@ -124,5 +124,5 @@ def _clocked(method: Callable[..., Any], name: str, seconds: dict[str, float], f
 
 
 if __name__ == "__main__":
-    os.environ["OMP_NUM_THREADS"] = "1"  # torchrun's default; Ray would set it to the CPUs of each worker
+    os.environ["OMP_NUM_THREADS"] = "1"  # torchrun's default; Ray would set it to the number of CPUs of each worker
     harness.main(measure)

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent
-SERVING = ("serving", "embed", "generate")  # parts with these prefixes go into the serving file, others into training
+# prefixes of the parts whose results go into the serving file; all others go into the training file
+SERVING = ("serving", "embed", "generate")
 BEGIN, END = "<!-- ./inv bench writes from here -->", "<!-- to here -->"
 
 Bar = dict[str, Any]

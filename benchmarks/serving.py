@@ -31,7 +31,7 @@ SHAPES = {
 }
 VOCABULARY = {LARGE: 8192, SMALL: 1024}
 WANTED = {LARGE: 0.97, SMALL: 0.85}
-WANTED_BOUND = 0.93  # for the lower bound of the large model's median
+WANTED_BOUND = 0.93  # target for the lower bound of the large model's median
 WANTED_FIRST_MS = {1: 5, 32: 15}  # at most this much later than bare vLLM's first token, by concurrency
 CONCURRENT = (1, 8, 32)
 PAIRS, SECONDS, WARM_S = 25, 3.0, 0.25
@@ -58,7 +58,7 @@ class LoadResult(NamedTuple):
 
 
 def measure(name: str = LARGE) -> Result:
-    """Serve the model with both servers, and load them in turns."""
+    """Serve the model with both servers, and put load on them in turns."""
     os.environ["OMP_NUM_THREADS"] = THREADS  # Ray passes it on to replicas
     with harness.scratch() as folder:
         (folder / ".env").write_text(f"SERVE_API_KEY={KEY}\n", encoding="utf-8")

@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes fill the cores
+os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes already use all cores
 import numpy as np
 from exchange import answer
 from tokenizers import Tokenizer
