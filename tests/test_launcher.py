@@ -63,7 +63,7 @@ echo 'chmod +x "$UV_UNMANAGED_INSTALL/uv"' >> "$file"
 
 
 class Machine:
-    """A user other than root with a home folder, some coreutils, git and g++ on PATH, and a project in `a b é`."""
+    """A nearly empty machine: an ordinary user, some coreutils, git and g++ on PATH, and a project in `a b é`."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.bin, self.home = root, root / "bin", root / "home"

@@ -31,7 +31,7 @@ def test_a_cluster_handles_two_faults() -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=3600,  # only in case it hangs
+        timeout=3600,  # a limit in case it hangs
     )
     assert done.returncode == 0, done.stdout
     assert done.stdout.count("✓") == 2
