@@ -1,4 +1,4 @@
-"""Runs the parts one after the other, each in a process of its own, and keeps what they measured."""
+"""Runs the parts one after another, each in its own process, and stores their results."""
 
 import json
 import subprocess
@@ -31,13 +31,13 @@ PACKAGES = ("ray", "vllm", "torch", "transformers", "tokenizers")
 
 
 def main(only: str = "") -> None:
-    """Run all parts, or one; a part that fails does not keep the others from running."""
+    """Run all parts, or only one. If a part fails, the others still run."""
     if only and only not in PARTS:
-        sys.exit(f"error: there is no part {only}; use --only with one of: {', '.join(PARTS)}.")
-    commit = _commit()  # once: the results themselves change the checkout
+        sys.exit(f"error: there is no part {only}. Use --only with one of: {', '.join(PARTS)}.")
+    commit = _commit()  # read only once, because storing the results changes the checkout
     failed = [name for name in ([only] if only else PARTS) if not _run(name, commit)]
     if failed:
-        sys.exit(f"error: {', '.join(failed)} failed as printed above; again: ./inv bench --only {failed[0]}")
+        sys.exit(f"error: {', '.join(failed)} failed as printed above. Run again: ./inv bench --only {failed[0]}")
 
 
 def _run(name: str, commit: str) -> bool:
@@ -47,7 +47,7 @@ def _run(name: str, commit: str) -> bool:
         file = Path(folder, "result.json")
         if subprocess.run([sys.executable, "-m", f"benchmarks.{name}", file]).returncode:
             return False
-        if not file.exists():  # it has said why
+        if not file.exists():  # the part has printed why it was not measured
             return True
         result = json.loads(file.read_text(encoding="utf-8"))
     described = {"title": PARTS[name], "commit": commit, "versions": _versions()}

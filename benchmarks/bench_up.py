@@ -1,4 +1,4 @@
-"""`./inv bench-up`: compares the time of `ray up` inside `inv up` with plain `ray up`, in one emulated AWS."""
+"""`./inv bench-up`: compares the time of `ray up` inside `inv up` to plain `ray up`, in one emulated AWS."""
 
 import statistics
 import subprocess
@@ -15,7 +15,7 @@ ROUNDS = 3
 
 
 def main() -> None:
-    """Run this module inside a new emulated AWS, where it measures."""
+    """Measure if this process runs inside an emulated AWS. If not, start one and run this module inside it."""
     if sandbox.is_inside():
         _measure()
         return
@@ -28,7 +28,7 @@ def main() -> None:
 
 
 def _measure() -> None:
-    """Start a head in both ways in each round, and swap their order between rounds."""
+    """In each round, start a head with each command. The order alternates between rounds."""
     file = cluster_file.load()
     prepare.prepare(file)
     seconds: dict[str, list[float]] = {"ray up": [], "inv up": []}

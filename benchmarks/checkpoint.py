@@ -18,7 +18,7 @@ from pipeline.training.strategies import DDP
 from pipeline.training.trainer import train
 
 STEPS, EVERY = 30, 10
-STORAGE_S = 8  # in addition to the disk's time
+STORAGE_S = 8  # in addition to the time that the disk takes
 LLAMA = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "num_attention_heads": 8}
 
 

@@ -1,4 +1,4 @@
-"""`embed` with two workers against two plain processes that do the same with the same functions."""
+"""Compares `embed` with two workers to two plain processes that call the same functions."""
 
 import functools
 import multiprocessing
@@ -23,8 +23,10 @@ PROCESSES = 2
 
 
 def measure() -> Result:
-    """From the first document to the last commit, with the start of the workers and of the processes: each of them
-    loads the model once. Ray runs already."""
+    """Time `embed` and the plain processes from the first document to the last commit.
+
+    This includes the start of the workers or processes, each of which loads the model once. Ray is already running.
+    """
     with harness.scratch() as folder:
         assets.write_embedder(folder / "model")
         texts = [fact.answer for fact in harness.docstrings()[:DOCUMENTS]]
@@ -77,8 +79,8 @@ def _plain(folder: Path) -> float:
 
 
 def _one_process(options: EmbedOptions) -> None:
-    """Read, cut, embed and keep, one after the other."""
-    torch.set_num_threads(1)  # as Ray gives each worker
+    """Read, split, embed and commit the documents in one process."""
+    torch.set_num_threads(1)  # like each of Ray's workers
     described = EmbeddingModelInfo(options.model)
     recipe = index.IndexConfig(options.model, options.chunk_tokens, options.chunk_overlap)
     writer = index.Writer(options.index, options.input, recipe, described.dimension, fresh=False)

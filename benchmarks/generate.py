@@ -1,4 +1,4 @@
-"""`generate` against vLLM's own offline `LLM.generate`: the same rows, the same engine settings, the same answers."""
+"""Compares `generate` to vLLM's own offline `LLM.generate`, with the same rows and the same engine settings."""
 
 import functools
 import os
@@ -24,18 +24,19 @@ ROWS, ROUNDS, TOKENS = 1500, 5, 32
 
 
 class Work(NamedTuple):
-    """What a way took, and what it said to each row."""
+    """The duration and the speed of one run, and its answers."""
 
     seconds: float
-    """From the command to its end, start-up of the engine included."""
+    """Duration of the whole run, including the start of the engine."""
     tokens_per_s: float
-    """While it answered. An untrained model says all its tokens."""
+    """Speed while it answers, assuming TOKENS tokens per answer: an untrained model does not stop early."""
     answers: dict[str, str]
+    """By the id of the row."""
 
 
 def measure() -> Result:
-    """Both read rows, template and tokenize them, start an engine, answer, and write parquet."""
-    os.environ["OMP_NUM_THREADS"] = THREADS  # of each engine, and so a core for all else
+    """Compare job and vLLM. Each reads, renders and tokenizes rows, starts an engine, answers, and writes parquet."""
+    os.environ["OMP_NUM_THREADS"] = THREADS  # one thread per engine leaves a core for everything else
     with harness.scratch() as folder:
         size = harness.write_model(folder / "model", VOCABULARY[LARGE], **SHAPES[LARGE])
         print(f"a model of {size / 1e6:.1f} million parameters", flush=True)
@@ -62,7 +63,7 @@ def measure() -> Result:
 
 
 def _write_rows(file: Path, count: int) -> Path:
-    """Questions, none of which comes twice."""
+    """Write `count` different questions as rows."""
     facts = harness.docstrings()
     asked = [f"({number}) {facts[number % len(facts)].question}" for number in range(count)]
     return harness.write_rows(
@@ -80,7 +81,7 @@ def _serving(folder: Path) -> ServeOptions:
 
 
 def _ours(rows: Path, folder: Path) -> Work:
-    """The job, on a Ray that runs."""
+    """Run the job on the running Ray instance."""
     output = folder / "generated"
     shutil.rmtree(output, ignore_errors=True)
     changes = {"input": str(rows), "output": str(output), "model": str(folder / "model"), "max_tokens": TOKENS}
@@ -91,7 +92,7 @@ def _ours(rows: Path, folder: Path) -> Work:
 
 
 def _speed(folder: Path) -> float:
-    """Tokens/s from the first file of answers to the last; when the engine had started is not seen from outside."""
+    """Return the tokens/s between the first and the last file of answers, without the start of the engine."""
     written = sorted((file.stat().st_mtime, pq.read_metadata(file).num_rows) for file in folder.glob("*.parquet"))
     (first, before), (last, _) = written[0], written[-1]
     return (ROWS - before) * TOKENS / (last - first)

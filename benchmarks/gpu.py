@@ -1,4 +1,4 @@
-"""Measures the MFU of a Llama with a billion parameters on one CUDA device, with and without each switch. No Ray."""
+"""Measures the MFU of a Llama with a billion parameters on one CUDA device, for each of SWITCHES. Uses no Ray."""
 
 import gc
 from pathlib import Path
@@ -18,7 +18,7 @@ from pipeline.training.strategies import DDP, Strategy
 from pipeline.training.trainer import Trainer
 
 LENGTH, ROWS = 4096, 4
-FIRST, STEPS = 3, 10  # the first steps compile, and choose kernels
+FIRST, STEPS = 3, 10  # the first steps compile and choose kernels, and do not count
 LLAMA = {  # the shape of Llama 3.2 1B
     "vocab_size": 128256,
     "hidden_size": 2048,
@@ -29,7 +29,7 @@ LLAMA = {  # the shape of Llama 3.2 1B
     "max_position_embeddings": LENGTH,
     "tie_word_embeddings": True,
 }
-SWITCHES: dict[str, dict[str, Any]] = {  # changes of the plain loop: SDPA, one document per row, two rows per pass
+SWITCHES: dict[str, dict[str, Any]] = {  # changes to the plain loop: SDPA, one document per row, two rows per pass
     "plain": {},
     "rows one by one": {"micro_batch_rows": 1},
     "four rows a pass": {"micro_batch_rows": 4},
@@ -47,7 +47,7 @@ SWITCHES: dict[str, dict[str, Any]] = {  # changes of the plain loop: SDPA, one 
 
 
 class RandomRows:
-    """Rows of random tokens, all trained, with `documents` of equal length in each."""
+    """Rows of random tokens. All tokens are trained, and each row has `documents` documents of equal length."""
 
     sequence_length = LENGTH
     chat_template = None
@@ -67,7 +67,7 @@ def measure() -> Result:
     """Train some steps with each switch.
 
     Raises:
-        UserError: there is no device, or its peak is unknown.
+        UserError: there is no CUDA device, or its peak FLOP/s is unknown.
     """
     if not torch.cuda.is_available():
         raise settings.UserError(

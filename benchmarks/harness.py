@@ -1,4 +1,4 @@
-"""What the parts share: what they work on, whom they are measured against, and how they take turns."""
+"""Code that all benchmarks share: input data, models, the peers to compare with, and measuring in turns."""
 
 import ast
 import contextlib
@@ -27,7 +27,7 @@ from cluster.local.head import RaySection
 from cluster.network import free_ports
 from demo import assets
 from demo.assets import Fact
-from pipeline.ray_support import cli  # noqa: F401 - sets what Ray reads when it is imported, here and in each part's process
+from pipeline.ray_support import cli  # noqa: F401 - sets the variables that Ray reads when it is imported
 from pipeline.serving import haproxy
 from pipeline.training.options import DDPOptions
 
@@ -35,14 +35,14 @@ PEERS = FOLDER.parent / "build" / "bench-peers"
 PEERS_PINS = FOLDER / "peers" / "requirements.txt"
 
 Row = dict[str, Any]
-"""A conversation, as `preprocess` reads it."""
+"""A row of a JSONL file, for example a conversation for `preprocess`."""
 
 Round = dict[str, float]
-"""What each way came to."""
+"""The results of one round, by the names in `ways`."""
 
 
 def main(measure: Callable[[], Result]) -> None:
-    """Run one part in this process: its result goes to the file that the command names, a refusal to the eye."""
+    """Measure one part. Write its result to the file named on the command line, or print why it was not measured."""
     try:
         result = measure()
     except settings.UserError as refusal:
@@ -52,7 +52,7 @@ def main(measure: Callable[[], Result]) -> None:
 
 
 def alternate(ways: dict[str, Callable[[], float]], rounds: int, unit: str) -> list[Round]:
-    """Every way once a round, in the other direction every other round: what changes with time touches all alike."""
+    """Run each of `ways` once per round. Every other round runs them in reverse, so that drift affects all alike."""
     made = []
     for number in range(rounds):
         found = {}
@@ -64,21 +64,21 @@ def alternate(ways: dict[str, Callable[[], float]], rounds: int, unit: str) -> l
 
 
 def median_ratio(rounds: list[Round], ours: str, theirs: str) -> float:
-    """The median over the rounds of one way's number by another's."""
+    """Return the median over the rounds of the ratio of `ours` to `theirs`."""
     return statistics.median(made[ours] / made[theirs] for made in rounds)
 
 
 def metrics(run: Path) -> list[dict[str, float]]:
-    """The steps of a training, as the loop recorded them."""
+    """Return the metrics of each step of a training run."""
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
-# ------------------------------------------------------------------------------------------ what is worked on
+# ------------------------------------------------------------------------------------------ inputs
 
 
 @functools.cache
 def docstrings() -> list[Fact]:
-    """What the standard library says about each of its modules, classes and functions."""
+    """Return the docstrings of the standard library, as answers to questions."""
     library = Path(sysconfig.get_paths()["stdlib"])
     facts = []
     for file in sorted(library.rglob("*.py")):
@@ -94,7 +94,7 @@ def docstrings() -> list[Fact]:
 
 
 def conversations(count: int, turns: int = 3, seed: int = 0) -> Iterator[Row]:
-    """`count` conversations, no two alike, of 1 to `turns` questions that docstrings answer."""
+    """Yield `count` different conversations with 1 to `turns` questions each, answered by docstrings."""
     draw = random.Random(seed)
     for number in range(count):
         facts = draw.choices(docstrings(), k=draw.randint(1, turns))
@@ -111,14 +111,14 @@ def conversations(count: int, turns: int = 3, seed: int = 0) -> Iterator[Row]:
 
 
 def write_rows(file: Path, rows: Iterable[Row]) -> Path:
-    """Write rows as JSONL."""
+    """Write rows as JSONL, and return the file."""
     with file.open("w", encoding="utf-8") as lines:
         lines.writelines(json.dumps(row) + "\n" for row in rows)
     return file
 
 
 def write_model(folder: Path, vocabulary: int, **shape: int) -> int:
-    """Write an untrained Llama and a tokenizer that knows the docstrings' words; returns the parameters."""
+    """Write an untrained Llama and a tokenizer trained on the docstrings. Return the number of parameters."""
     import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -134,14 +134,14 @@ def write_model(folder: Path, vocabulary: int, **shape: int) -> int:
 
 
 def preprocess(input_: Path, output: Path, model: Path, sequence_length: int, *more: str) -> None:
-    """Make packed rows by the project's own job, on a Ray of its own."""
+    """Make packed rows with the project's `preprocess` job, which starts its own Ray."""
     options = {"input": input_, "output": output, "model": model, "sequence-length": sequence_length}
     words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
     subprocess.run([sys.executable, "-m", "jobs.preprocess", *words, *more], cwd=settings.PROJECT, check=True)
 
 
 def one_process(folder: Path, **more: Any) -> DDPOptions:
-    """A training of the model and the packed rows in `folder` by one process, on all cores."""
+    """Return options to train the model in `folder` on the packed rows there, with one process on all cores."""
     options = {
         "model": str(folder / "model"),
         "data": str(folder / "packed"),
@@ -152,25 +152,28 @@ def one_process(folder: Path, **more: Any) -> DDPOptions:
     return settings.load(DDPOptions, "train", profile="local").model_copy(update=options | more)
 
 
-# ------------------------------------------------------------------------------------------ where it runs
+# ------------------------------------------------------------------------------------------ environments
 
 
 @contextlib.contextmanager
 def scratch() -> Iterator[Path]:
-    """A folder for everything that a part makes."""
+    """Yield a temporary folder for everything that a part creates."""
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         yield Path(folder)
 
 
 @contextlib.contextmanager
 def one_ray(cpus: int | None = None) -> Iterator[None]:
-    """A Ray with the local target's resources, or so many CPUs, for all rounds of a part: its start is in none."""
+    """Run one Ray instance for all rounds, so that none includes its start.
+
+    It has the local target's resources, or `cpus` CPUs instead.
+    """
     import ray
 
     own = settings.load(RaySection, "ray")
-    temp = tempfile.mkdtemp(prefix="ray-bench-")  # short: a socket path holds 107 bytes
+    temp = tempfile.mkdtemp(prefix="ray-bench-")  # short, because a socket path may have at most 107 bytes
     os.environ |= haproxy.environment(temp, *free_ports(1))
-    os.environ["RAY_TRAIN_ENABLE_STATE_TRACKING"] = "0"  # it would ask the dashboard, which is not started
+    os.environ["RAY_TRAIN_ENABLE_STATE_TRACKING"] = "0"  # it needs the dashboard, which is not started
     try:
         ray.init(
             address="local",
@@ -188,7 +191,7 @@ def one_ray(cpus: int | None = None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def peak_memory(every_s: float = 0.2) -> Iterator[dict[str, float]]:
-    """`mib`: the most private memory that all processes below this one held at once."""
+    """Yield a dict whose `mib` is the peak of the private memory that this process' descendants use together."""
     seen, done = {"mib": 0.0}, threading.Event()
 
     def watch() -> None:
@@ -206,7 +209,7 @@ def peak_memory(every_s: float = 0.2) -> Iterator[dict[str, float]]:
 
 
 def private_bytes(process: psutil.Process) -> int:
-    """Memory that this process shares with no other; 0 when it has ended."""
+    """Return the memory that a process shares with no other; 0 if it has ended."""
     with contextlib.suppress(psutil.NoSuchProcess):
         memory: Any = process.memory_info()
         return memory.rss - memory.shared
@@ -214,7 +217,10 @@ def private_bytes(process: psutil.Process) -> int:
 
 
 def ask_peer(script: str, asked: dict[str, Any], python: Path | None = None) -> dict[str, Any]:
-    """Run a script of peers/, in the peers' own environment or another's; it reads one JSON file and writes another."""
+    """Run a script of peers/ with `python`, by default that of the peers' environment, and return its answer.
+
+    The script reads `asked` from one JSON file and writes its answer to another.
+    """
     with scratch() as folder:
         question, answer = folder / "asked.json", folder / "answer.json"
         question.write_text(json.dumps(asked), encoding="utf-8")
@@ -223,7 +229,7 @@ def ask_peer(script: str, asked: dict[str, Any], python: Path | None = None) -> 
             [python or _peers_python(), FOLDER / "peers" / script, question, answer],
             env=variables | {"HF_HOME": str(folder), "HF_HUB_OFFLINE": "1"},
             cwd=folder,
-            stdout=subprocess.PIPE,  # it says much, of interest only where it fails
+            stdout=subprocess.PIPE,  # this output is long, and useful only if the script fails
             stderr=subprocess.STDOUT,
             text=True,
         )
@@ -234,7 +240,10 @@ def ask_peer(script: str, asked: dict[str, Any], python: Path | None = None) -> 
 
 @functools.cache
 def _peers_python() -> Path:
-    """The peers' environment, made on first use: torch, transformers and tokenizers are the project's own pins."""
+    """Return the Python of the peers' environment, which is created on first use.
+
+    torch, transformers and tokenizers have the versions that the project pins.
+    """
     python, stamp = PEERS / "bin" / "python", PEERS / "installed-pins"
     wanted = hashlib.sha256(environment.PINS.read_bytes() + PEERS_PINS.read_bytes()).hexdigest()
     if not stamp.is_file() or stamp.read_text() != wanted:

@@ -29,11 +29,11 @@ ROUNDS = 9
 STEPS, FIRST = 20, 5  # the first steps allocate memory and do not count
 CLOCKED_STEPS = 100  # with the log and checkpoint intervals of settings.toml
 LLAMA = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6, "num_attention_heads": 4}
-IN_A_STEP = ("should_stop", "should_save", "report")  # calls between the first and the last step
+IN_A_STEP = ("should_stop", "should_save", "report")  # calls that the trainer makes between steps
 
 
 def measure() -> Result:
-    """Measure pairs of runs, then time every call of the runtime in one more run."""
+    """Measure pairs of runs. Then, in one more run, time every call to the runtime."""
     with harness.scratch() as folder, harness.one_ray():
         harness.write_model(folder / "model", 1024, **LLAMA)
         assets.write_data(folder / "data")
@@ -79,7 +79,7 @@ def _under_torchrun(changes: dict[str, Any]) -> float:
 
 
 def _steady_tokens_per_s(options: DDPOptions) -> float:
-    """Return the speed after the first steps. Deletes the run, so that the next one starts over."""
+    """Return the speed after the first steps, and delete the run, so that the next one starts from scratch."""
     folder = Path(options.output, options.name)
     rows = [row for row in harness.metrics(folder) if row["step"] > FIRST]
     shutil.rmtree(folder)
@@ -94,7 +94,7 @@ def _options(changes: dict[str, Any]) -> DDPOptions:
 
 
 def _cost_of_the_runtime(changes: dict[str, Any]) -> dict[str, float]:
-    """Return the milliseconds per step in each call, of the slower worker."""
+    """For each method of the runtime, return the milliseconds per step that the slower worker spends in it."""
     options = _options(changes | {"steps": CLOCKED_STEPS, "name": "clocked"})
     ray_train.fit(options, _clocked_ddp)
     files = sorted(Path(options.output).glob("calls-*.json"))
@@ -103,8 +103,8 @@ def _cost_of_the_runtime(changes: dict[str, Any]) -> dict[str, float]:
 
 
 def _clocked_ddp(model: PreTrainedModel, options: TrainOptions, runtime: Runtime, plan: BatchPlan) -> Strategy:
-    """Return DDP, and time the trainer's calls to Ray Train."""
-    names = (*IN_A_STEP, "wait")  # `wait` is the time of the storage, not of Ray
+    """Wrap the runtime's methods to time the trainer's calls to Ray Train, and return DDP."""
+    names = (*IN_A_STEP, "wait")  # `wait` waits for the storage, not for Ray
     seconds = dict.fromkeys(names, 0.0)
     for name in names:
         file = Path(options.output, f"calls-{runtime.rank}.json")
@@ -124,5 +124,5 @@ def _clocked(method: Callable[..., Any], name: str, seconds: dict[str, float], f
 
 
 if __name__ == "__main__":
-    os.environ["OMP_NUM_THREADS"] = "1"  # torchrun sets it for its workers; Ray sets it to their CPUs
+    os.environ["OMP_NUM_THREADS"] = "1"  # torchrun's default; Ray would set it to the number of CPUs of each worker
     harness.main(measure)

@@ -1,4 +1,4 @@
-"""Conversations to trained tokens: rows/s of `preprocess`, and what memory it takes for ten times the rows."""
+"""Measures the rows/s of `preprocess`, and how much more memory it needs for ten times the rows."""
 
 import functools
 import json
@@ -16,16 +16,16 @@ from jobs import preprocess
 from jobs.preprocess import PreprocessOptions
 
 ROWS, ROUNDS = 300_000, 9
-FEW = 100  # rows that take no time: what is measured with them is the start-up
+FEW = 100  # processing so few rows takes almost no time: a run over them measures the start-up
 MEMORY_ROWS = 30_000
-MEMORY_SHARD_MIB = 8  # so that the few rows keep all cores busy too
+MEMORY_SHARD_MIB = 8  # small, so that even MEMORY_ROWS rows keep all cores busy
 LENGTH = 1024
 EVAL_SHARE = 0.02
 TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
 class Work(NamedTuple):
-    """What a way took, and what it made: the same for all of them."""
+    """The duration of one run, and its token counts, which must be the same for all implementations."""
 
     seconds: float
     tokens: int
@@ -33,7 +33,10 @@ class Work(NamedTuple):
 
 
 def measure() -> Result:
-    """The bare loop renders, tokenizes and masks; the other two also shuffle, hold out, pack, and write parquet."""
+    """Compare three implementations. The bare loop only renders, tokenizes and masks.
+
+    The other two also shuffle, hold out evaluation rows, pack, and write parquet.
+    """
     with harness.scratch() as folder:
         harness.write_model(folder / "model", 16384, **TINY)
         few = harness.write_rows(folder / "few.jsonl", harness.conversations(FEW))
@@ -62,12 +65,15 @@ def measure() -> Result:
 
 
 def _rows_per_s(way: Callable[[Path, Path], Work], rows: Path, folder: Path, start_up_s: float) -> float:
-    """Without the start-up: some seconds, whatever the number of rows."""
+    """Return rows/s without the start-up, which takes a few seconds for any number of rows."""
     return (ROWS - FEW) / (way(rows, folder).seconds - start_up_s)
 
 
 def _ours(rows: Path, folder: Path) -> Work:
-    """The job, on a Ray that runs; always with as many shards, as each is a task whose start takes time."""
+    """Run the job on the running Ray instance.
+
+    Every run has the same number of shards, because each shard is a task, and starting a task takes time.
+    """
     shutil.rmtree(folder / "packed", ignore_errors=True)
     options = settings.load(PreprocessOptions, "preprocess", profile="local")
     share = rows.stat().st_size / (folder / "rows.jsonl").stat().st_size
@@ -102,11 +108,11 @@ def _peer(script: str, rows: Path, folder: Path) -> Work:
 
 def _refuse_different_work(made: list[Work]) -> None:
     if len({work[1:] for work in made}) > 1:
-        raise settings.UserError(f"the ways made different tokens, so their times say nothing: {made}")
+        raise settings.UserError(f"the implementations made different tokens, so their times do not compare: {made}")
 
 
 def _peak_mib(count: int, folder: Path) -> float:
-    """Of the job with a Ray of its own: this process, Ray's, and all workers."""
+    """Return the peak memory of the job with its own Ray: the job's process, Ray's processes and all workers."""
     rows = harness.write_rows(folder / "memory.jsonl", harness.conversations(count))
     shutil.rmtree(folder / "packed", ignore_errors=True)
     with harness.peak_memory() as peak:

@@ -1,4 +1,4 @@
-"""How results are kept: a JSON file a day, and tables in README.md. Only the standard library is imported here."""
+"""Stores results in a JSON file per day, and as tables in README.md. Imports only the standard library."""
 
 import json
 import os
@@ -9,28 +9,29 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent
-SERVING = ("serving", "embed", "generate")  # how the names of parts begin whose results are those of serving
+# prefixes of the parts whose results go into the serving file; all others go into the training file
+SERVING = ("serving", "embed", "generate")
 BEGIN, END = "<!-- ./inv bench writes from here -->", "<!-- to here -->"
 
 Bar = dict[str, Any]
-"""What was measured, what was wanted, and whether it was reached."""
+"""A measured number, its target, and whether it meets the target."""
 
 Result = dict[str, Any]
-"""What a part hands back: its `bars` and its `rounds`, which become tables, and what else is to be kept."""
+"""What a part returns: `bars` and `rounds`, which become tables, and anything else to store."""
 
 
 def at_least(wanted: float, what: str, measured: float) -> Bar:
-    """A bar that a number must not fall below."""
+    """Return a bar that a number must not fall below."""
     return {"what": what, "measured": measured, "wanted": f"at least {wanted:g}", "kept": measured >= wanted}
 
 
 def at_most(wanted: float, what: str, measured: float) -> Bar:
-    """A bar that a number must not rise above."""
+    """Return a bar that a number must not exceed."""
     return {"what": what, "measured": measured, "wanted": f"at most {wanted:g}", "kept": measured <= wanted}
 
 
 def keep(name: str, result: Result, folder: Path = FOLDER) -> None:
-    """Put the result of one part into today's file, and draw all tables of README.md anew."""
+    """Store the result of one part in today's file, and rewrite all tables in README.md."""
     subject = "serving" if name.startswith(SERVING) else "training"
     file = folder / "results" / f"{date.today()}-{subject}.json"
     file.parent.mkdir(exist_ok=True)
@@ -45,7 +46,7 @@ def keep(name: str, result: Result, folder: Path = FOLDER) -> None:
 
 
 def section(part: Result) -> Iterator[str]:
-    """The lines of README.md about one part."""
+    """Yield the lines of README.md about one part."""
     yield f"\n### {part['title']}"
     versions = ", ".join(f"{package} {version}" for package, version in part["versions"].items())
     yield f"{part['date']}, {part['commit']}, {part['machine']}; {versions}; {part['seconds']:.0f} s in all.\n"
@@ -64,7 +65,7 @@ def section(part: Result) -> Iterator[str]:
 
 
 def machine() -> str:
-    """Processor, cores and main memory."""
+    """Return a description of the processor, cores and main memory."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return f"{os.cpu_count()} cores of {_processor()}, {memory:.0f} GiB"
 
@@ -77,7 +78,7 @@ def _processor() -> str:
 
 
 def _latest(folder: Path) -> dict[str, Result]:
-    """Each part as it was last measured."""
+    """Return the latest result of each part."""
     parts: dict[str, Result] = {}
     for file in sorted((folder / "results").glob("*.json")):
         parts |= json.loads(file.read_text(encoding="utf-8"))

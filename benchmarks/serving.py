@@ -1,4 +1,4 @@
-"""A served model against bare `vllm serve` with the same engine settings: throughput, and time to the first token."""
+"""Compares the throughput and the time to the first token of a served model to those of bare `vllm serve`."""
 
 import asyncio
 import contextlib
@@ -31,18 +31,18 @@ SHAPES = {
 }
 VOCABULARY = {LARGE: 8192, SMALL: 1024}
 WANTED = {LARGE: 0.97, SMALL: 0.85}
-WANTED_BOUND = 0.93  # for the median of the large model
-WANTED_FIRST_MS = {1: 5, 32: 15}  # more than bare vLLM's time to the first token, by concurrency
+WANTED_BOUND = 0.93  # target for the lower bound of the large model's median
+WANTED_FIRST_MS = {1: 5, 32: 15}  # at most this much later than bare vLLM's first token, by concurrency
 CONCURRENT = (1, 8, 32)
 PAIRS, SECONDS, WARM_S = 25, 3.0, 0.25
 PAUSE_S = 1.25  # vLLM's CPU worker spins for 1 s after its work, on the core that the other server needs
 TOKENS = 32
-THREADS = "1"  # of each engine, which leaves a core for everything else
+THREADS = "1"  # one thread per engine leaves a core for everything else
 KEY = "the-benchmark's-own-key"
 
 
 class Side(NamedTuple):
-    """A server of one model: its address, without the API's /v1."""
+    """A server of one model. `root` is its address without the API's /v1."""
 
     root: str
     key: str
@@ -58,12 +58,12 @@ class LoadResult(NamedTuple):
 
 
 def measure(name: str = LARGE) -> Result:
-    """Serve the model with both servers, and load them in turns."""
+    """Serve the model with both servers, and put load on them in turns."""
     os.environ["OMP_NUM_THREADS"] = THREADS  # Ray passes it on to replicas
     with harness.scratch() as folder:
         (folder / ".env").write_text(f"SERVE_API_KEY={KEY}\n", encoding="utf-8")
         os.environ |= {"SECRETS_FILE": str(folder / ".env"), "SECRET_NAMES": "SERVE_API_KEY"}
-        with harness.one_ray():  # its workers inherit the environment
+        with harness.one_ray():  # Ray's workers inherit the environment
             size = harness.write_model(folder / name, VOCABULARY[name], **SHAPES[name])
             print(f"{name}: a model of {size / 1e6:.1f} million parameters", flush=True)
             with served(folder / name, max_num_seqs=32) as options, _bare(options, folder / f"{name}.log") as bare:
@@ -114,7 +114,7 @@ def _wait_until_healthy(side: Side, process: subprocess.Popen, log: Path) -> Non
 
 
 def _compare(model: str, sides: dict[str, Side], concurrent: int, stream: bool) -> dict:
-    """Measure pairs of both servers. Return the medians, and the ratios of the throughput."""
+    """Measure both servers in pairs of turns. Return the medians, and each pair's ratio of throughputs."""
 
     def turn(name: str) -> LoadResult:
         time.sleep(PAUSE_S)
@@ -148,7 +148,7 @@ def _bound(ratios: list[float]) -> float:
 
 
 async def _load(side: Side, model: str, concurrent: int, stream: bool, seconds: float) -> LoadResult:
-    """Run `concurrent` clients. Each sends requests one after the other until `seconds` have passed."""
+    """Run `concurrent` clients. Each sends one request after another until `seconds` have passed."""
     firsts: list[float] = []
     answered = 0
     headers = {"Authorization": f"Bearer {side.key}"}

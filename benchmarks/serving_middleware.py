@@ -1,4 +1,4 @@
-"""Overhead of keys and limits per request: an app that answers at once, with and without the middleware."""
+"""Measures the overhead of keys and limits per request, with an app that answers at once."""
 
 import asyncio
 import os
@@ -21,7 +21,7 @@ PEOPLE = 10
 
 
 def measure() -> Result:
-    """Time both in turns, in this process."""
+    """Time the app with and without the middleware, in turns, in this process."""
     with harness.scratch() as folder:
         named = ",".join(f"person{number}:key-{number}" for number in range(PEOPLE))
         (folder / ".env").write_text(f"SERVE_API_KEY=the-owner's\nSERVE_API_KEYS={named}\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The outcome of every request while a served model gains a second replica under load and loses it again."""
+"""Checks every request to a served model that gains a second replica under load and loses it again."""
 
 import asyncio
 import csv
@@ -16,7 +16,7 @@ from pipeline.serving.app import DEPLOYMENT
 from pipeline.serving.options import APP, ServeOptions
 
 BUSY, IDLE = 16, 1  # clients
-STAY_S = 20.0  # with two replicas, and then with one
+STAY_S = 20.0  # how long the clients keep running with two replicas, and later with one
 TIMEOUT_S = 300.0
 SETTINGS = {"max_replicas": 2, "target_ongoing_requests": 4, "upscale_delay_s": 5, "downscale_delay_s": 10}
 
@@ -73,7 +73,7 @@ def _replicas() -> int:
 
 
 def _requests_by_replica() -> dict[str, int]:
-    """Return the requests of each replica by HAProxy's count.
+    """Return how many requests each replica got, as counted by HAProxy.
 
     https://docs.haproxy.org/3.0/management.html#9.3-show%20stat
     """

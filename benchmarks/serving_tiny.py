@@ -1,4 +1,4 @@
-"""The same as `serving` with a model of a million parameters, where the overhead around the engine matters most."""
+"""Like `serving`, with a model of a million parameters, for which the overhead around the engine matters most."""
 
 import functools
 

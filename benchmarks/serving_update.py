@@ -1,4 +1,4 @@
-"""Latency of requests during an update of a served model, and during a canary and its promotion."""
+"""Measures the latency of requests while a served model is updated, and while a canary starts and is promoted."""
 
 import asyncio
 from collections.abc import Callable

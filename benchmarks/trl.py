@@ -1,4 +1,4 @@
-"""Compares masks, losses and speed with TRL's SFTTrainer: same model, rows, order and hyper-parameters."""
+"""Compares masks, losses and speed with TRL's SFTTrainer, using the same model, rows, order and hyperparameters."""
 
 import shutil
 from collections.abc import Iterator
@@ -23,12 +23,12 @@ from pipeline.training.trainer import PackedSource, train
 ROUNDS = 3
 STEPS, FIRST = 32, 4  # the first steps allocate memory and do not count
 LENGTH = 512
-MASKS = 1000  # conversations with compared masks
+MASKS = 1000  # conversations whose masks are compared
 LLAMA = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6, "num_attention_heads": 4}
 
 
 def measure() -> Result:
-    """Run one process with the same number of threads on each side."""
+    """Compare both trainers, each in one process with the same number of threads."""
     with harness.scratch() as folder:
         harness.write_model(folder / "model", 8192, **LLAMA)
         rows = list(harness.conversations(6000, turns=2))
@@ -74,7 +74,7 @@ def _options(folder: Path) -> DDPOptions:
 
 
 def _config(folder: Path, options: DDPOptions) -> dict[str, Any]:
-    """Return the options by TRL's names. The warm-up of this scheduler counts steps from 1, like ours."""
+    """Return the options under TRL's names, with a scheduler whose warm-up counts steps from 1, like ours."""
     return {
         "output_dir": str(folder / "trl"),
         "max_steps": options.steps,
@@ -103,7 +103,7 @@ def _config(folder: Path, options: DDPOptions) -> dict[str, Any]:
 
 
 def _train(options: DDPOptions) -> list[dict[str, float]]:
-    """Return the metrics of the steps. Deletes the run, so that the next one starts over."""
+    """Train, and return the metrics of the steps. Delete the run, so that the next one starts from scratch."""
     folder = Path(options.output, options.name)
     train(options, SingleProcess(folder, torch.device("cpu"), options.keep_checkpoints), DDP)
     metrics = harness.metrics(folder)
@@ -112,7 +112,7 @@ def _train(options: DDPOptions) -> list[dict[str, float]]:
 
 
 def _our_speed(metrics: list[dict[str, float]], packed: list[Row], rows_a_step: int) -> float:
-    """Return tokens/s after the first steps, without padding, which our own metric counts."""
+    """Return tokens/s after the first steps, without padding. The run's own metric counts padding as well."""
     real = sum(len(row["input_ids"]) for row in packed[FIRST * rows_a_step :])
     return real / sum(rows_a_step * LENGTH / step["tokens_per_s"] for step in metrics[FIRST:])
 
@@ -121,7 +121,7 @@ def _our_speed(metrics: list[dict[str, float]], packed: list[Row], rows_a_step: 
 
 
 def _different_masks(folder: Path, options: DDPOptions, rows: list[Row]) -> int:
-    """How many conversations TRL gives other labels than `preprocess` does."""
+    """Return the number of conversations for which the labels of TRL and `preprocess` differ."""
     documents = DocumentTokenizer(options.model, LENGTH)(pa.Table.from_pylist(rows))
     ours = [labels for labels in documents["labels"].to_pylist() if labels]
     config = {"assistant_only_loss": True, "max_length": LENGTH}
@@ -144,12 +144,12 @@ def _packed_rows(options: DDPOptions) -> Iterator[Row]:
 
 
 def _train_packed(folder: Path, options: DDPOptions, packed: list[Row]) -> list[dict[str, float]]:
-    """Train on our packed rows with TRL's padding_free: the rows of a micro-batch are one row."""
+    """Train on our packed rows with TRL's padding_free, which joins the rows of a micro-batch into one."""
     return _ask(folder, options, packed, {"padding_free": True, "max_length": None}, trains=True)["steps"]
 
 
 def _train_padded(folder: Path, options: DDPOptions, packed: list[Row], rows: list[Row]) -> list[dict[str, float]]:
-    """Train on padded conversations. A batch holds as many as one of our packed batches on average."""
+    """Train on padded conversations: as many per micro-batch as one of our packed micro-batches has on average."""
     documents = round(options.micro_batch_rows * sum(len(row["seq_lengths"]) for row in packed) / len(packed))
     config = {"assistant_only_loss": True, "max_length": LENGTH, "per_device_train_batch_size": documents}
     return _ask(folder, options, rows, config, trains=True)["steps"]

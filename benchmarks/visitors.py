@@ -1,4 +1,4 @@
-"""Clients that check every answer of a served model. Some misbehave on purpose. All outcomes are logged."""
+"""Clients that check every answer of a served model and log all outcomes. Some misbehave on purpose."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ from pipeline.serving.options import ServeOptions
 FACTS, EPOCHS = 24, 20
 TOKENS = 32
 TIMEOUT_S = 30.0  # the server's limit for a request
-GRACE_S = 5.0  # for which a client waits longer
+GRACE_S = 5.0  # a client waits this much longer than TIMEOUT_S
 POLITE = {"stream": 1}
 MISBEHAVING = {"stream": 80, "disconnect": 10, "garbage": 4, "too much": 3, "wrong key": 3}
 """Relative frequency of each kind of request."""
@@ -48,9 +48,9 @@ class RequestLog:
 
 
 def by_phase(log: RequestLog, phases: dict[str, float]) -> Iterator[dict]:
-    """Yield a row for each phase, about the requests that ended in it. `phases` maps each phase to its last second.
+    """Yield a row for each phase about the requests that ended in it. `phases` maps each phase to its end in seconds.
 
-    Median and 99th percentile are over correct answers, the longest time is over all requests.
+    The median and the 99th percentile cover correct answers, the longest time covers all requests.
     """
     start = 0.0
     for name, end in phases.items():
@@ -71,7 +71,7 @@ def by_phase(log: RequestLog, phases: dict[str, float]) -> Iterator[dict]:
 
 @contextlib.contextmanager
 def served_model(**changes: object) -> Iterator[tuple[ServeOptions, dict[str, str]]]:
-    """Serve a small model that knows some facts. Yield the options, and the answers by question."""
+    """Serve a small model that knows some facts. Yield the options, and the expected answers by question."""
     with harness.scratch() as folder:
         (folder / ".env").write_text(f"SERVE_API_KEY={KEY}\n", encoding="utf-8")
         os.environ |= {
@@ -85,7 +85,7 @@ def served_model(**changes: object) -> Iterator[tuple[ServeOptions, dict[str, st
 
 
 def _train_model(folder: Path) -> dict[str, str]:
-    """Write a model that knows some docstrings. Return its greedy answers, computed by transformers, by question."""
+    """Write a model that knows some docstrings. Return the greedy answers that transformers generates, by question."""
     harness.write_model(folder, VOCABULARY[SMALL], **SHAPES[SMALL])
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
@@ -115,14 +115,14 @@ def _asking(question: str) -> list[dict[str, str]]:
 
 @contextlib.asynccontextmanager
 async def clients(options: ServeOptions) -> AsyncIterator[tuple[openai.AsyncOpenAI, httpx2.AsyncClient]]:
-    """Yield OpenAI's client, and a plain HTTP client for requests that OpenAI's client would not send."""
+    """Yield an OpenAI client, and a plain HTTP client for requests that the OpenAI client would not send."""
     async with httpx2.AsyncClient(limits=httpx2.Limits(max_connections=None), timeout=TIMEOUT_S + GRACE_S) as http:
         yield openai.AsyncOpenAI(base_url=options.url, api_key=KEY, max_retries=0, http_client=http), http
 
 
 @dataclass
 class Visitor:
-    """A client that sends one request after the other."""
+    """A client that sends one request after another."""
 
     number: int
     options: ServeOptions
@@ -151,7 +151,7 @@ class Visitor:
                 outcome = self._failed("cut off", type(error).__name__)
             self.log.ended.append((sent, self.log.now(), outcome))
             if outcome not in CLEAN:
-                await asyncio.sleep(0.5)  # like clients that retry
+                await asyncio.sleep(0.5)  # as a client does before it retries
 
     async def _stream(self, kind: str, draw: random.Random) -> str:
         question = draw.choice(list(self.answers))

@@ -9,7 +9,7 @@ import bake
 
 collect_ignore = ["emulator"]  # these tests need a project's environment: see `test` in tasks.py
 
-# a shell ignores both signals in background processes, and child processes would inherit that
+# shells start background processes with both signals ignored, and child processes would inherit that
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
@@ -22,5 +22,5 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a project with the default answers. Do not change it."""
+    """Return a project with the default answers. Tests must not change it."""
     return bake.bake(tmp_path_factory.mktemp("default") / "project")

@@ -1,4 +1,4 @@
-"""Write project_files.txt, the list of files of a project. Review its diff."""
+"""Write project_files.txt, the list of a generated project's files. Review its diff."""
 
 import tempfile
 from pathlib import Path

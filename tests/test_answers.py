@@ -1,4 +1,4 @@
-"""Test that bad answers are one error and leave no files, and that good ones generate a project."""
+"""Test that a bad answer gives one error and leaves no files, and that good answers generate a project."""
 
 import subprocess
 import sys
@@ -29,7 +29,7 @@ REFUSED = {
 
 
 def run(template: Path, folder: Path, *answers: str) -> Result:
-    """Run cookiecutter's command."""
+    """Run the cookiecutter command."""
     (folder / "out").mkdir(exist_ok=True)
     return CliRunner().invoke(cli.main, [str(template), "--no-input", "-o", str(folder / "out"), *answers])
 

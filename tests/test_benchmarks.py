@@ -1,4 +1,4 @@
-"""Results of benchmarks: kept by day, and drawn into the README between its two marks."""
+"""Test that benchmark results are stored by day, and written into the README's tables between two marks."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from benchmarks import report
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder like benchmarks/, with tables of an earlier day."""
+    """Return a folder like benchmarks/, with results and tables of an earlier day."""
     (tmp_path / "README.md").write_text(f"before\n{report.BEGIN}\nold tables\n{report.END}\nafter\n", encoding="utf-8")
     (tmp_path / "results").mkdir()
     earlier = {"one": made("2026-01-01", 0.5), "other": made("2026-01-01", 1.5)}
@@ -20,7 +20,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def made(date: str, ratio: float) -> dict[str, Any]:
-    """The record of a part, as `keep` writes it."""
+    """Return the record of a part in the format that `keep` writes."""
     return {
         "title": "A part",
         "date": date,
@@ -40,7 +40,7 @@ def test_the_latest_of_each_part_is_shown(folder: Path) -> None:
     assert text.endswith(f"{report.END}\nafter\n")
     assert "old tables" not in text
     assert "| ratio | 0.97 | at least 0.95 |" in text
-    assert "| ratio | 1.5 | at least 0.95 |" in text  # the part that was not measured again
+    assert "| ratio | 1.5 | at least 0.95 |" in text  # the part that is not measured again keeps its result
     assert "| 1 | 12,346 |" in text
     assert "0.5" not in text
 

@@ -20,7 +20,7 @@ from tasks import BUILD, TEST_PROJECT
 
 COREUTILS = ["cat", "chmod", "cksum", "cut", "dirname", "env", "ln", "mkdir", "mv", "rm", "sh", "sleep", "tr", "uname"]
 NOBODY = 65534
-# stub of uv: `venv` and `sync` create a folder with the stub of Python
+# stub of uv: `venv` and `sync` create a folder with the Python stub
 UV = """\
 #!/bin/sh
 case $1 in
@@ -32,7 +32,7 @@ esac
 echo "uv $*" >&2
 mkdir -p "$folder/bin" && cat "$PYTHON_STUB" > "$folder/bin/python" && chmod +x "$folder/bin/python"
 """
-# stub of Python in the environment: prints what it would install, and the arguments of verbs
+# stub of the environment's Python: prints its variables and the arguments of verbs
 PYTHON = """\
 #!/bin/sh
 echo "python=$0 uv=$UV pythons=${UV_PYTHON_INSTALL_DIR:-} cache=${XDG_CACHE_HOME:-}" >&2
@@ -56,14 +56,14 @@ esac
 # stub of https://astral.sh/uv/install.sh
 INSTALLER = """\
 #!/bin/sh
-for file; do :; done # the last argument: where to put it
+for file; do :; done # the last argument is the file to write
 echo 'mkdir -p "$UV_UNMANAGED_INSTALL" && cat "$UV_STUB" > "$UV_UNMANAGED_INSTALL/uv"' > "$file"
 echo 'chmod +x "$UV_UNMANAGED_INSTALL/uv"' >> "$file"
 """
 
 
 class Machine:
-    """A user without root, with a home, a PATH with coreutils, git and g++, and a project in `a b é`."""
+    """A nearly empty machine: an ordinary user, some coreutils, git and g++ on PATH, and a project in `a b é`."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.bin, self.home = root, root / "bin", root / "home"
@@ -91,7 +91,7 @@ class Machine:
         (self.bin / name).chmod(0o755)
 
     def command(self, *words: str, folder: Path | None = None) -> list[str]:
-        """Return the command of the user, run as that user."""
+        """Return the command that runs `inv` as this user."""
         user = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"] if os.geteuid() == 0 else []
         program = shutil.which(user[0]) if user else None
         return [*filter(None, [program]), *user[1:], str((folder or self.project) / "inv"), *words]
@@ -107,7 +107,7 @@ class Machine:
         )
 
     def refused(self, *words: str, folder: Path | None = None) -> str:
-        """Return the error, which must be one line."""
+        """Run a verb that must fail, and return its error, which must be one line."""
         done = self.inv(*words, folder=folder)
         assert done.returncode == 1, done
         assert done.stdout == ""
@@ -123,8 +123,8 @@ class Machine:
 @pytest.fixture
 def machine() -> Iterator[Machine]:
     if os.geteuid() == 0 and not shutil.which("setpriv"):
-        pytest.skip("to become another user takes setpriv, of util-linux")
-    root = Path(tempfile.mkdtemp(prefix="launcher-"))  # pytest's own folders are closed to other users
+        pytest.skip("becoming another user needs setpriv, from util-linux")
+    root = Path(tempfile.mkdtemp(prefix="launcher-"))  # other users cannot access pytest's own folders
     root.chmod(0o755)
     yield Machine(root)
     shutil.rmtree(root)
@@ -138,7 +138,7 @@ def with_uv(machine: Machine) -> Machine:
 
 @pytest.fixture(scope="module")
 def marked_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Create a copy of this Python with pip and the marker of PEP 668, as on Debian."""
+    """Create a copy of this Python with pip and the marker file of PEP 668, as on Debian."""
     prefix = Path(tempfile.mkdtemp(prefix="python-"))
     prefix.chmod(0o755)
     name = f"python{sys.version_info.major}.{sys.version_info.minor}"
@@ -164,7 +164,7 @@ def marked_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture
 def with_pip(machine: Machine, marked_python: Path) -> Machine:
-    """Return a machine with that Python, whose pip finds only a wheel of the stub of uv."""
+    """Return a machine with that Python. Its pip finds only one wheel, which has the uv stub."""
     (machine.bin / "python3").symlink_to(marked_python)
     with zipfile.ZipFile(machine.root / "uv-1.0-py3-none-any.whl", "w") as wheel:
         program = zipfile.ZipInfo("uv-1.0.data/scripts/uv")
@@ -236,7 +236,7 @@ def test_the_environment_has_no_space_in_its_path(with_uv: Machine) -> None:
 
 
 def test_a_cache_that_links_to_a_path_with_a_space(with_uv: Machine) -> None:
-    """The environment's own path would have the space."""
+    """The environment's resolved path would have the space, so the project's own cache is used."""
     disk = with_uv.root / "My Passport"
     disk.mkdir(mode=0o777)
     disk.chmod(0o777)
@@ -254,7 +254,7 @@ def test_variables_of_the_users_shell_change_nothing(with_uv: Machine, name: str
     assert "--python 3.11 " in done.stderr, done
     done = with_uv.inv("status")
     assert (done.returncode, done.stdout) == (0, "[status]"), done
-    assert "uv venv" not in done.stderr, "the environment is made once"
+    assert "uv venv" not in done.stderr, "the environment must be created only once"
 
 
 def test_a_copied_project_gets_its_own_environment(with_uv: Machine) -> None:
@@ -315,7 +315,7 @@ def test_the_template_runs_its_own_verbs(with_uv: Machine) -> None:
 
 
 def test_signals_to_the_launcher_reach_the_verb(with_uv: Machine) -> None:
-    """Also in the template, where `uv run` would be a process between them."""
+    """This also holds in the template, where `uv run` would be a process between launcher and verb."""
     template = with_uv.root / "template"
     template.mkdir()
     for name in ("inv", "pyproject.toml"):
@@ -405,7 +405,7 @@ def test_without_a_verb_it_lists_them(with_uv: Machine) -> None:
 
 
 def test_the_terminal_and_ctrl_c(with_uv: Machine) -> None:
-    with_uv.inv("--list")  # makes the environment
+    with_uv.inv("--list")  # creates the environment
     pid, terminal = pty.fork()
     if pid == 0:
         command = with_uv.command("wait")
@@ -413,7 +413,7 @@ def test_the_terminal_and_ctrl_c(with_uv: Machine) -> None:
     assert "on a terminal" in _read(terminal, "on a terminal")
     os.write(terminal, b"\x03")
     assert "interrupted" in _read(terminal, "interrupted")
-    os.write(terminal, b"\n")  # ends it: a terminal may drop pending output when its last process exits
+    os.write(terminal, b"\n")  # ends the verb; if it had ended earlier, the terminal might have dropped pending output
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
 
 

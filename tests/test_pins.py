@@ -1,4 +1,4 @@
-"""Test that versions are only in cookiecutter.json, and that pins, cluster file and tools agree with it."""
+"""Test that versions are set only in cookiecutter.json, and that pins, cluster file and tools agree with it."""
 
 import json
 import re
@@ -31,7 +31,7 @@ def pins(project: Path, name: str) -> list[str]:
 
 
 def versions(project: Path, name: str) -> dict[str, set[str]]:
-    """Return the versions of each package in a pin file; several if platforms differ."""
+    """Return the versions of each package in a pin file. A package has several if platforms differ."""
     found: dict[str, set[str]] = {}
     for line in pins(project, name):
         if not line.startswith("./"):
@@ -55,10 +55,10 @@ def test_the_pins_agree(project: Path) -> None:
 
 
 def test_versions_are_in_one_place_only(template: Path) -> None:
-    """Python's version is too short to search for: the next test checks its places."""
+    """Python's version is too short to search for. The next test checks each place that has it."""
     sources = [path for path in template.rglob("*") if path.suffix in (".in", ".yaml", ".toml", ".py", ".json")]
     for path in sources:
-        if path != template / "cookiecutter.json" and path.parent.name != "results":  # results name versions
+        if path != template / "cookiecutter.json" and path.parent.name != "results":  # results record versions
             text = path.read_text(encoding="utf-8")
             assert not [package for package in PACKAGES if VERSIONS[package] in text], path
 

@@ -1,4 +1,4 @@
-"""Test generated projects: their files, with all variables replaced, and in valid formats."""
+"""Test generated projects: which files they have, that all variables are replaced, and that the formats are valid."""
 
 import json
 import re
@@ -26,14 +26,14 @@ ANSWERS = [
     {"project_name": "Größe 2", "aws_region": "eu-central-1", "max_workers": "1", "base_model": "s3://models/base"},
     {"project_name": "我的模型", "aws_region": "ap-northeast-1", "base_model": "/srv/models/llama"},
     {"project_name": "हिन्दी मॉडल", "project_slug": "hindi-llm", "base_model": "./models/base"},
-    {"project_name": "Yes", "project_slug": "yes"},  # a boolean in YAML, if it is not quoted
+    {"project_name": "Yes", "project_slug": "yes"},  # YAML reads it as a boolean unless it is quoted
 ]
-COPIED = (".py", ".jinja")  # not rendered: Python files have no Jinja, and chat templates have their own
+COPIED = (".py", ".jinja")  # not rendered: Python files contain no Jinja, and chat templates contain their own
 
 
 @pytest.fixture(scope="module", params=ANSWERS, ids=lambda answers: answers.get("project_name", str(len(answers))))
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
-    """Return a project and its answers."""
+    """Return a project and the answers that it was generated from."""
     return bake.bake(tmp_path_factory.mktemp("made") / "project", **request.param), request.param
 
 
@@ -121,11 +121,11 @@ def test_baking_takes_under_a_second_and_no_network(template: Path, tmp_path: Pa
         pytest.skip("a process without network needs Linux and user namespaces")
     command = [*cut_off, sys.executable, "-m", "cookiecutter", str(template), "--no-input", "--default-config"]
     seconds = []
-    for name in ("first", "second", "third"):  # the first one also compiles what it imports
+    for name in ("first", "second", "third"):  # the first run also compiles the modules that it imports
         (tmp_path / name).mkdir()
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run(command, check=True, cwd=tmp_path / name, env={"HOME": str(tmp_path)})
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        # CPU time: without a network it is all that baking takes, and it does not depend on other load
+        # CPU time, which does not depend on other load; without a network, nothing else takes time
         seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     assert min(seconds) < 1, seconds

@@ -1,4 +1,4 @@
-"""How the scripts here are called: one JSON file says what is asked, another takes the answer."""
+"""The interface of the scripts here: each reads its arguments from one JSON file and writes its answer to another."""
 
 import json
 import sys
@@ -8,6 +8,6 @@ from typing import Any
 
 
 def answer(main: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Call `main` with the first file that the command names, and write what it returns to the second."""
+    """Call `main` with the content of the first file on the command line, and write its result to the second."""
     asked, answered = map(Path, sys.argv[1:])
     answered.write_text(json.dumps(main(json.loads(asked.read_text(encoding="utf-8")))), encoding="utf-8")

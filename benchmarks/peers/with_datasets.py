@@ -1,4 +1,4 @@
-"""Conversations to packed rows with `datasets.map`, in two processes and in batches, and TRL's packing."""
+"""Turns conversations into packed rows with a batched `datasets.map` in two processes, and with TRL's packing."""
 
 import time
 from typing import Any
@@ -10,11 +10,15 @@ from transformers import AutoTokenizer
 from trl import pack_dataset
 
 NOT_TRAINED = -100
-PACKED_TOGETHER = 10_000  # documents; with the thousand of `map`, rows are less full than ours
+PACKED_TOGETHER = 10_000  # documents per batch; with `map`'s default of 1000, rows would be less full than ours
 
 
 def main(asked: dict[str, Any]) -> dict[str, float]:
-    """`asked`: model, rows (a JSONL file), sequence_length, eval_share; returns seconds, tokens and trained_tokens."""
+    """Tokenize and pack the rows. Return `seconds`, `tokens` and `trained_tokens`.
+
+    Args:
+        asked: `model`, `rows` (a JSONL file), `sequence_length` and `eval_share`.
+    """
     tokenizer = AutoTokenizer.from_pretrained(asked["model"])
     length = asked["sequence_length"]
 
@@ -32,7 +36,7 @@ def main(asked: dict[str, Any]) -> dict[str, float]:
     started = time.perf_counter()
     rows: Any = datasets.load_dataset("json", data_files=asked["rows"], split="train")
     made = rows.map(encode, batched=True, num_proc=2, remove_columns=rows.column_names)
-    for name, part in made.train_test_split(asked["eval_share"], seed=0).items():  # it shuffles too
+    for name, part in made.train_test_split(asked["eval_share"], seed=0).items():  # also shuffles
         packed = pack_dataset(part, length, map_kwargs={"num_proc": 2, "batch_size": PACKED_TOGETHER})
         packed.to_parquet(f"{name}.parquet")
     seconds = time.perf_counter() - started

@@ -1,4 +1,4 @@
-"""Conversations to tokens and labels with nothing but a pool of processes over `tokenizers`: as fast as it gets."""
+"""Makes tokens and labels with only `tokenizers` and a pool of processes, as an upper bound on the speed."""
 
 import json
 import multiprocessing
@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes fill the cores
+os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes already use all cores
 import numpy as np
 from exchange import answer
 from tokenizers import Tokenizer
@@ -17,11 +17,15 @@ from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
 NOT_TRAINED = -100
-LINES = 1000  # handed to a process at once
+LINES = 1000  # per task of the pool
 
 
 def main(asked: dict[str, Any]) -> dict[str, float]:
-    """`asked`: model, rows (a JSONL file), sequence_length; returns seconds, tokens and trained_tokens."""
+    """Tokenize the rows. Return `seconds`, `tokens` and `trained_tokens`.
+
+    Args:
+        asked: `model`, `rows` (a JSONL file) and `sequence_length`.
+    """
     described = AutoTokenizer.from_pretrained(asked["model"])
     special = {"bos_token": described.bos_token, "eos_token": described.eos_token}
     output = Path("arrays")
@@ -53,7 +57,7 @@ def _begin(model: str, template: str, special: dict[str, str], length: int, outp
 
 
 def _encode(chunk: tuple[int, list[str]]) -> tuple[int, int]:
-    """Write the tokens and labels of some lines as arrays; returns how many tokens, and how many are trained."""
+    """Write the tokens and labels of some lines as arrays. Return the numbers of tokens and of trained tokens."""
     number, lines = chunk
     texts, answers = render_jinja_template([json.loads(line)["messages"] for line in lines], **RENDER)
     all_tokens, all_labels = [], []

@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer on rows that are handed over: the labels that it gives them, its losses and its speed."""
+"""Runs TRL's SFTTrainer on the given rows, and returns their labels, or the loss and the time of each step."""
 
 import json
 import time
@@ -12,7 +12,7 @@ from trl import SFTConfig, SFTTrainer
 
 
 class Clock(TrainerCallback):
-    """For each step its loss, when it was over, and the tokens seen by then; padding is none."""
+    """Records each step's loss and end time, and the number of tokens seen by then, without padding."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, float]] = []
@@ -23,7 +23,11 @@ class Clock(TrainerCallback):
 
 
 def main(asked: dict[str, Any]) -> dict[str, Any]:
-    """`asked`: model, rows (a JSONL file), config (of SFTConfig), threads, and whether it trains."""
+    """Train and return `steps`, or only prepare the rows and return their `labels`.
+
+    Args:
+        asked: `model`, `rows` (a JSONL file), `config` (arguments of SFTConfig), `threads` and `trains`.
+    """
     torch.set_num_threads(asked["threads"])
     with open(asked["rows"], encoding="utf-8") as lines:
         rows = Dataset.from_list([json.loads(line) for line in lines])

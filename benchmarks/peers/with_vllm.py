@@ -1,4 +1,4 @@
-"""The rows of `generate` by vLLM's own offline class; the one script here that runs in the project's environment."""
+"""Answers the rows of `generate` with vLLM's offline `LLM` class, in the project's environment, not the peers'."""
 
 import json
 import time
@@ -12,10 +12,10 @@ from vllm import LLM, SamplingParams
 
 
 def main(asked: dict[str, Any]) -> dict[str, float]:
-    """`asked`: rows (a JSONL file), output (a parquet file), engine, max_tokens.
+    """Answer the rows. Return `answered_s`: the seconds of LLM.generate alone, without the start of the engine.
 
-    Returns:
-        answered_s: the seconds of LLM.generate alone, without the start of the engine.
+    Args:
+        asked: `rows` (a JSONL file), `output` (a parquet file), `engine` (arguments of LLM) and `max_tokens`.
     """
     rows = [json.loads(line) for line in Path(asked["rows"]).read_text(encoding="utf-8").splitlines()]
     engine = LLM(**asked["engine"])

@@ -1,4 +1,4 @@
-"""Test two faults, and that the code still contains the messages that the fault tests look for."""
+"""Run two fault tests, and check that the code still contains the messages that the fault tests look for."""
 
 import ast
 import importlib
@@ -17,21 +17,21 @@ from faults.catalog import FAULTS, Fault
 
 MIN_LETTERS = 8  # a shorter phrase would match by chance
 VALUES = re.compile(r"[\w.']*\d[\w./']*|\b(?:spot|rehearsal|autoscaler)\b")
-"""What the project's code fills into its messages."""
+"""Values that the project's code fills into its messages."""
 FOREIGN = {"gathered {'zone'", "no-such-package", "not authorized to perform: ec2:RunInstances"}
 """Phrases from other programs, and from jobs that the fault tests submit."""
 
 
 @pytest.mark.skipif(bool(sandbox.unsupported_reason()), reason=sandbox.unsupported_reason() or "supported")
 def test_a_cluster_handles_two_faults() -> None:
-    """`./inv faults` runs all, in an hour."""
+    """`./inv faults` runs all fault tests, which takes an hour."""
     done = subprocess.run(
         [sys.executable, "-m", "faults", "no spot capacity in the first zone,head lost"],
         cwd=settings.PROJECT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=3600,  # only against hangs
+        timeout=3600,  # a limit in case it hangs
     )
     assert done.returncode == 0, done.stdout
     assert done.stdout.count("✓") == 2
@@ -48,7 +48,7 @@ def constants(node: ast.AST) -> list[str]:
 
 
 def expected_phrases() -> list[str]:
-    """Return what the fault tests look for in outputs: the left side of each `in`, and the regular expressions."""
+    """Return the phrases that the fault tests look for in outputs: to the left of `in`, and in regular expressions."""
     texts: set[str] = set()
     for file in Path(str(faults.__file__)).parent.glob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
@@ -64,13 +64,13 @@ def expected_phrases() -> list[str]:
 
 @pytest.mark.parametrize("phrase", expected_phrases())
 def test_the_code_prints_what_the_fault_tests_look_for(phrase: str) -> None:
-    """Without this, only a run of all faults would show that a message was changed."""
+    """Without this test, only a run of all fault tests would show that a message has changed."""
     assert any(phrase in text for text in printed_texts())
 
 
 @cache
 def printed_texts() -> list[str]:
-    """Return all texts in the project's code."""
+    """Return all string literals in the project's code."""
     folders = [settings.PROJECT / name for name in ("cluster", "jobs", "pipeline")]
     files = [file for folder in folders for file in folder.rglob("*.py")]
     return [text for file in files for text in constants(ast.parse(file.read_text(encoding="utf-8")))]

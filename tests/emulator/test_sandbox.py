@@ -27,7 +27,7 @@ FILL_CACHE = "from cluster.emulator import packages; packages.fill_cache()"
 
 
 def start(code: str, **variables: str) -> subprocess.Popen[str]:
-    """Run a verb's code in its own process group, like a terminal."""
+    """Run a verb's code in its own process group, as a terminal does."""
     return subprocess.Popen(
         [sys.executable, "-c", code],
         cwd=settings.PROJECT,
@@ -56,7 +56,7 @@ def test_the_cloud_of_a_killed_verb_ends(end: Callable[[subprocess.Popen[str]], 
         assert verb.stdout
         assert any("Serving HTTP" in line for line in verb.stdout), "the module does not run in the cloud"
         inside = processes_of_the_cloud()
-        assert len(inside) >= 3  # the cloud, the module, and what entered the cloud for it
+        assert len(inside) >= 3  # the cloud, the module, and the process that entered the cloud to start it
         end(verb)
         assert survivors(inside) == []
     assert not sandbox.is_running()
@@ -67,7 +67,7 @@ def test_the_cloud_of_up_outlives_its_verb() -> None:
     try:
         with start(f"{WITHOUT_PACKAGES}; sandbox.start('{cluster_file.load().region}')") as verb:
             assert verb.wait() == 0
-        time.sleep(1)  # time for the cloud to end, if it were to end with its verb
+        time.sleep(1)  # enough time for the cloud to end if it wrongly ended with its verb
         assert sandbox.run(["true"]) == 0
     finally:
         assert sandbox.stop() == []
@@ -108,7 +108,7 @@ def test_a_killed_cloud_leaves_nothing_and_the_next_starts(monkeypatch: pytest.M
 
 @pytest.fixture
 def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Set a PATH without rsync and sudo, and with stubs of apt-get and systemctl. Return the file with their calls."""
+    """Set PATH to stubs of apt-get and systemctl, without rsync and sudo. Return the file with the recorded calls."""
     calls, programs = tmp_path / "calls", tmp_path / "bin"
     programs.mkdir()
     installing = f'if [ $1 = install ]; then cp "$0" {programs}/rsync; cp "$0" {programs}/sudo; fi'
@@ -130,7 +130,7 @@ def test_root_installs_missing_programs(calls: Path, capsys: pytest.CaptureFixtu
         "install --yes -qq --no-install-recommends rsync sudo",
     ]
     sandbox._install_programs()
-    assert len(calls.read_text().splitlines()) == 2, "it installed them twice"
+    assert len(calls.read_text().splitlines()) == 2, "the programs were installed twice"
 
 
 def test_a_newly_installed_sshd_is_disabled(calls: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +143,7 @@ def test_without_root_it_says_what_to_install(calls: Path, monkeypatch: pytest.M
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(settings.UserError, match="Run: sudo apt-get install rsync sudo"):
         sandbox.start(cluster_file.load().region)
-    assert not calls.exists(), "it ran apt-get"
+    assert not calls.exists(), "apt-get was run"
 
 
 def processes_of_the_cloud() -> list[psutil.Process]:
@@ -154,7 +154,7 @@ def processes_of_the_cloud() -> list[psutil.Process]:
 
 
 def survivors(processes: list[psutil.Process]) -> list[psutil.Process]:
-    """Return the processes that do not end in time."""
+    """Wait for these processes to end, and return those that are still alive after TIMEOUT_S."""
     deadline = time.monotonic() + TIMEOUT_S
     while (alive := [process for process in processes if is_alive(process)]) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -162,7 +162,7 @@ def survivors(processes: list[psutil.Process]) -> list[psutil.Process]:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Return whether a process runs. In a container without an init, zombies stay and do not count."""
+    """Return whether a process runs. Zombies, which stay in a container without an init process, do not count."""
     try:
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

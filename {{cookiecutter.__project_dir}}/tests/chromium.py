@@ -1,4 +1,4 @@
-"""Run this machine's Chromium for tests, without any background requests."""
+"""Runs this machine's Chromium for tests, with its background requests disabled."""
 
 import contextlib
 import shutil
@@ -13,7 +13,7 @@ QUIET += ["disable-background-networking", "disable-component-update", "disable-
 
 @contextlib.contextmanager
 def running() -> Iterator[Browser]:
-    """Start Chromium. Until it ends, nothing else in this thread can run an event loop."""
+    """Run Chromium. While it runs, nothing else in this thread can run an event loop."""
     program = shutil.which("chromium")
     if not program:
         pytest.skip("Chromium is not installed. Run: apt-get install chromium")

@@ -1,4 +1,4 @@
-"""Shared fixtures: the demo's assets, one Ray instance on loopback, and an S3. Importing this imports no Ray."""
+"""Shared fixtures: the demo's assets, one Ray instance on loopback, and an S3 server. Does not import Ray."""
 
 import os
 import shutil
@@ -12,17 +12,17 @@ import boto3
 import pytest
 from moto.server import ThreadedMotoServer
 
-os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # `import ray` reads it: everything stays on loopback
-os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"  # under `uv run`, workers would get another environment
+os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # `import ray` reads it, and stays on loopback
+os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"  # without it, workers would get another environment under `uv run`
 os.environ["HF_HUB_OFFLINE"] = "1"
 from pipeline.serving import haproxy
 
-os.environ |= haproxy.environment("/")  # `import ray.serve` reads it, as in a job; ray_session sets the folder
+os.environ |= haproxy.environment("/")  # `import ray.serve` reads these variables; ray_session sets the real folder
 
 from cluster.network import free_ports
 from demo import assets as demo_assets
 
-# a shell ignores both signals in background processes, and child processes would inherit that
+# shells start background processes with both signals ignored, and child processes would inherit that
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
@@ -40,8 +40,8 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def model_folder(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the tiny model, trained on a few facts. By default it generates greedily."""
-    import torch  # takes seconds, which other tests save
+    """Return the folder of the tiny model, trained on a few facts. By default, the model generates greedily."""
+    import torch  # takes seconds, so only tests that need the model wait for it
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(assets / "model")
@@ -62,7 +62,7 @@ def model_folder(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 @pytest.fixture(scope="session")
 def s3() -> Iterator[str]:
-    """Return the URI of an empty bucket on an S3 server in this process. The environment points all clients to it."""
+    """Return the URI of an empty bucket on an S3 server in this process. The environment makes all clients use it."""
     server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
@@ -85,7 +85,7 @@ def ray_session(tmp_path_factory: pytest.TempPathFactory, s3: str) -> Iterator[N
 
     from pipeline.ray_support.private import core
 
-    temp = tempfile.mkdtemp(prefix="ray-test-")  # short, because a socket path may have 107 bytes
+    temp = tempfile.mkdtemp(prefix="ray-test-")  # short, because a socket path may have at most 107 bytes
     secrets_file = tmp_path_factory.mktemp("secrets") / ".env"
     secrets_file.write_text(f"SERVE_API_KEY=canary-{token_hex(16)}\n")
     os.environ |= {"SECRETS_FILE": str(secrets_file), "SECRET_NAMES": "SERVE_API_KEY", "TMPDIR": temp}

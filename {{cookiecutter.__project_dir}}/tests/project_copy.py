@@ -1,4 +1,4 @@
-"""A copy of this project with a job of its own, whose verbs run in separate processes."""
+"""Copies this project, adds a job, and runs the verbs of the copy in separate processes."""
 
 import json
 import shutil
@@ -11,18 +11,19 @@ import requests
 
 import settings
 
-NOT_COPIED = (".venv", ".cluster", ".env", ".git", "data", "models", "runs", "results")  # at the top: see pipeline/data
+# only at the top level: pipeline/data, for example, is copied
+NOT_COPIED = (".venv", ".cluster", ".env", ".git", "data", "models", "runs", "results")
 
 
 class Project:
-    """A copy of this project, whose verbs run in separate processes."""
+    """A copy of this project. Its verbs run in separate processes."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.command = [str(folder / ".venv" / "bin" / "python"), "-m", "invoke"]
 
     def inv(self, *words: str, ok: bool = True) -> str:
-        """Return stdout and stderr of a verb. Asserts that it succeeds, or fails if not `ok`."""
+        """Run a verb that must succeed, or fail if `ok` is False. Return its stdout and stderr."""
         done = subprocess.run([*self.command, *words], cwd=self.folder, capture_output=True, text=True, timeout=180)
         printed = done.stdout + done.stderr
         assert (done.returncode == 0) == ok, printed
@@ -39,7 +40,7 @@ class Project:
 
 
 def copy_project(folder: Path, probe: str) -> Project:
-    """Copy this project to `folder`, with the environment of these tests and the script `probe` as job "probe"."""
+    """Copy this project to `folder`, with the environment of these tests. Add the script `probe` as job "probe"."""
     shutil.copytree(
         settings.PROJECT, folder, ignore=lambda path, _: NOT_COPIED if Path(path) == settings.PROJECT else ()
     )
@@ -55,7 +56,7 @@ def processes(project: Project) -> list[psutil.Process]:
 
 
 def read_until(client: subprocess.Popen, word: str) -> str:
-    """Wait until a line of the log starts with `word`. Return the id of the job."""
+    """Wait until a line of the log starts with `word`. Return the job's id."""
     assert client.stdout is not None
     job_id = ""
     for line in client.stdout:

@@ -1,4 +1,4 @@
-"""Test the errors of verbs when the cluster does not start, dies during a job, or does not answer like Ray."""
+"""Test the errors of verbs if the cluster does not start, dies during a job, or does not answer as Ray does."""
 
 import asyncio
 import dataclasses
@@ -67,7 +67,7 @@ VERSION = json.dumps(
 
 
 class Misbehaving(BaseHTTPRequestHandler):
-    """Misbehaves on every request according to the server's `manner`, and records the paths."""
+    """Misbehaves on every request as the server's `manner` says, and records the paths."""
 
     def do_GET(self) -> None:
         self.server.asked.append(self.path)  # type: ignore[attr-defined]
@@ -163,7 +163,7 @@ def test_a_job_that_a_new_cluster_does_not_know(
 
 
 def test_an_upload_may_take_longer_than_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sent as a whole, an upload would have only the connect timeout: 5 s for 100 MiB through a tunnel."""
+    """If an upload were sent as one piece, the connect timeout would apply to all of it, for example to 100 MiB."""
     monkeypatch.setattr(job_client, "TIMEOUTS_S", (1, 1))
     monkeypatch.setattr(job_client, "UPLOAD_TIMEOUTS_S", (1, 10))
     size, received = 30 * 2**20, 0
@@ -176,7 +176,7 @@ def test_an_upload_may_take_longer_than_an_answer(monkeypatch: pytest.MonkeyPatc
                 is_upload = sock.recv(2**12).startswith(b"PUT")
                 while is_upload and received < size - 2**12:
                     received += len(sock.recv(2**20))
-                    time.sleep(0.1)  # in total three times the timeout of a block
+                    time.sleep(0.1)  # in total three times the timeout for sending a block
                 head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(VERSION)}\r\nContent-Type: application/json\r\n"
                 sock.sendall(f"{head}Connection: close\r\n\r\n".encode() + VERSION)
 
@@ -209,7 +209,7 @@ def test_a_log_and_a_status_that_fail_at_once_are_one_sentence(
 
 @pytest.fixture
 def proxied(server: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Make the server the proxy of all clients that honour one. Return the requested paths."""
+    """Make the server the proxy of all clients that use proxy variables. Return the paths that they request from it."""
     for name in ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy"):
         monkeypatch.setenv(name, f"http://127.0.0.1:{server.server_port}")
         monkeypatch.setenv(name.upper(), f"http://127.0.0.1:{server.server_port}")
@@ -236,7 +236,7 @@ def test_proxies_are_bypassed_and_what_the_user_bypasses_stays(
 
 
 def test_proxies_of_the_system_survive_the_bypass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """macOS keeps proxies outside the environment, and they count only while no variable is set."""
+    """macOS stores proxies outside the environment, and they are used only while no proxy variable is set."""
     monkeypatch.setattr(
         os, "environ", {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
     )
@@ -256,7 +256,7 @@ def test_http_clients_reach_loopback_past_a_proxy(
     url = f"http://127.0.0.1:{api.server_port}/v1/models"
     with pytest.raises((requests.RequestException, httpx.HTTPError)):
         get(url, timeout=15)
-    assert proxied == [url], "without the bypass the proxy is asked"
+    assert proxied == [url], "without the bypass, the proxy must get the request"
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.setenv(name, network.LOOPBACK)
     get(url, timeout=15)

@@ -1,4 +1,4 @@
-"""Test that the demo's model learns its answers by training, and only by training."""
+"""Test that the demo's model learns the right answers in training, and knows none without it."""
 
 from pathlib import Path
 

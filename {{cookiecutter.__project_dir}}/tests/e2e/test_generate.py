@@ -1,4 +1,4 @@
-"""generate: its answers, rejected rows, and how it resumes after a kill."""
+"""Test `generate`: its answers, the rows that it rejects, and how it resumes after a kill."""
 
 import asyncio
 import contextlib
@@ -38,7 +38,7 @@ from pipeline.serving.options import ServeOptions
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="vLLM's CPU build exists for Linux only")
 
 COUNT, TOKENS = 480, 24
-TIE = 1e-4  # between two correct implementations, scores closer than this may swap
+TIE = 1e-4  # if two scores are closer than this, correct implementations may differ in their order
 BAD = {
     '{"id": "broken"': "not valid JSON",
     '{"prompt": "hi"}': "no text or whole number in the column id",
@@ -56,9 +56,9 @@ class KilledRuns(NamedTuple):
     options: GenerateOptions
     prompts: dict[str, Any]
     killed: set[str]
-    """Ids that the killed run had answered."""
+    """The ids of the rows that the killed run had answered."""
     survivors: list[int]
-    """Engine processes that outlived the killed run."""
+    """Engine processes that outlived the killed run, as pids."""
     engine_killed_at: int
     """How many rows were answered when the second run lost its engine."""
     output: str
@@ -107,7 +107,7 @@ def made(ray_session: None, options: GenerateOptions) -> KilledRuns:
 
 
 def write_rows(folder: Path) -> dict[str, Any]:
-    """Write rows of every kind in both formats. Return the prompts of the good ones by id."""
+    """Write good and bad rows in both formats. Return the prompts of the good rows by id."""
     folder.mkdir(parents=True)
     facts = [fact.question for fact in demo_assets.questions(50)]
     asked = {f"q{number}": f"{facts[number % 50]} {number // 50 or ''}".strip() for number in range(COUNT)}
@@ -121,7 +121,7 @@ def write_rows(folder: Path) -> dict[str, Any]:
 
 
 def run_and_kill(options: GenerateOptions) -> list[int]:
-    """Start the job in a new process and kill it after its first file. Return its engine processes that still run."""
+    """Start the job in a new process and kill it after its first file. Return the pids of engines that still run."""
     code = "import sys; from jobs import generate as g; g.main(g.GenerateOptions.model_validate_json(sys.argv[1]))"
     environment = os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address, "PROFILE": "local"}
     before = set(psutil.pids())
@@ -141,7 +141,7 @@ def run_and_kill(options: GenerateOptions) -> list[int]:
 
 
 def kill_the_engine(options: GenerateOptions) -> int:
-    """Kill the engine after the next file is written. Return how many rows are answered by then."""
+    """Kill the engine after the next file is written. Return how many rows have been answered by then."""
     folder = Path(options.output, "answers")
     files, deadline = len(list(folder.glob("*.parquet"))), time.monotonic() + 240
     while len(list(folder.glob("*.parquet"))) == files:
@@ -164,7 +164,7 @@ def test_a_killed_run_resumes(made: KilledRuns) -> None:
     assert 0 < len(made.killed) < COUNT
     assert f"{len(made.killed)} were answered before" in made.output
     assert not made.survivors
-    assert len(made.killed) < made.engine_killed_at < COUNT, "its engine was killed halfway and restarted"
+    assert len(made.killed) < made.engine_killed_at < COUNT, "its engine must be killed halfway and restarted"
     assert Counter(row["id"] for row in made.answers) == Counter(dict.fromkeys(made.prompts, 1))
 
 
@@ -268,7 +268,7 @@ def test_a_row_that_crashes_the_engine_twice_stops_the_run_and_can_be_skipped(
 
 
 def track_with_fault(row_id: str, track: Callable[..., None], processor: Any, tracker: Any) -> None:
-    """Do the same as `track`, and kill the real engine whenever it gets the row with this id."""
+    """Do the same as `track`, and also kill the real engine whenever it gets the row with this id."""
 
     class FaultyEngine(tracked_engine.TrackedEngine):
         def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -278,7 +278,7 @@ def track_with_fault(row_id: str, track: Callable[..., None], processor: Any, tr
             async def generate_async(row: dict[str, Any]) -> Any:
                 answer = asyncio.ensure_future(generate_async_unpatched(row))
                 if row["id"] == row_id:
-                    # a row crashes an engine only after vLLM has sent it one; a crash before that may hang vLLM
+                    # a row can crash an engine only after vLLM has sent it; if the engine dies earlier, vLLM may hang
                     while self.llm.engine.output_handler is None:
                         await asyncio.sleep(0.001)
                     [core] = self.llm.engine.engine_core.resources.engine_manager.processes

@@ -27,7 +27,7 @@ from cluster.local import processes as cluster_processes
 from cluster.local.target import Local
 from cluster.network import free_ports
 
-CANARY = secrets.token_hex(16)  # random, because this file is uploaded
+CANARY = secrets.token_hex(16)  # random: this file is uploaded, so the search below would find a literal in it
 PROBE = '''
 """A job for the tests: prints hashes of the secret, then exits with the given code."""
 import hashlib, os, pathlib, sys, tempfile, time
@@ -65,7 +65,8 @@ def test_a_second_up_changes_nothing(project: Project) -> None:
 
 
 def test_a_new_cluster_shows_no_job_and_no_problem(project: Project) -> None:
-    time.sleep(3)  # Ray monitors a job for a second after its end, and would list a deleted one as failed
+    # Ray monitors a job until a second after its end, and would list it as failed if it was deleted before that
+    time.sleep(3)
     probes = {job["submission_id"]: job["status"] for job in project.get("/api/jobs/").json()}
     assert probes == {PROBE_JOB: "SUCCEEDED"}
     printed = project.inv("status")
@@ -91,7 +92,7 @@ def test_every_port_is_on_loopback_and_requires_the_token(project: Project) -> N
 def test_other_users_cannot_access_files_of_a_running_job(project: Project) -> None:
     open_folder = Path(tempfile.mkdtemp(dir="/tmp"))
     open_folder.chmod(0o777)
-    assert open_to_others(open_folder) == [str(open_folder)], "the check must see what is open"
+    assert open_to_others(open_folder) == [str(open_folder)], "the check must find a folder that is open to others"
     open_folder.rmdir()
 
     client = subprocess.Popen(
@@ -125,7 +126,7 @@ def test_other_users_cannot_access_files_of_a_job_without_a_cluster(project: Pro
     job.communicate(timeout=60)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux says in /proc which ports it gives to connections")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux lists the ports of outgoing connections in /proc")
 def test_no_outgoing_connection_can_take_a_free_port() -> None:
     first_of_connections = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     ports = free_ports(7)
@@ -140,7 +141,7 @@ def test_submit_streams_the_log_and_exits_with_the_jobs_code(project: Project) -
     assert rays not in printed, "only --verbose shows Ray's own messages"
     assert rays in project.inv("logs", "--verbose")
     temp = project.state["temp"]
-    assert f"temp {temp} {temp}" in printed, "temporary files of jobs must end with the cluster"
+    assert f"temp {temp} {temp}" in printed, "temporary files of jobs must be deleted with the cluster"
     done = subprocess.run([*project.command, "submit", "probe", "--", "7"], cwd=project.folder, capture_output=True)
     assert done.returncode == 7
 
@@ -161,7 +162,7 @@ def test_a_secret_reaches_driver_and_workers_and_shows_nowhere(project: Project)
     ]
     assert CANARY not in "".join(answers)
     for file in filter(Path.is_file, Path(project.state["temp"]).rglob("*")):
-        assert CANARY.encode() not in file.read_bytes(), f"{file} holds the secret"
+        assert CANARY.encode() not in file.read_bytes(), f"{file} contains the secret"
     unpacked = [path for path in Path(project.state["temp"]).rglob("working_dir_files/*") if path.is_dir()]
     assert unpacked
     assert not [path for folder in unpacked for path in folder.rglob(".env")]
@@ -169,7 +170,7 @@ def test_a_secret_reaches_driver_and_workers_and_shows_nowhere(project: Project)
 
 def test_status_shows_nodes_jobs_and_what_is_wrong(project: Project) -> None:
     project.inv("submit", "probe", "--", "3", ok=False)
-    printed = " ".join(project.inv("status").split())  # the table may have wrapped
+    printed = " ".join(project.inv("status").split())  # lines of the table may be wrapped
     for expected in ("127.0.0.1", "head", "CPU", "probe-", "succeeded", "failed", "exit code 3"):
         assert expected in printed
 
@@ -185,7 +186,7 @@ def test_ctrl_c_without_a_terminal_leaves_the_job_running(project: Project) -> N
     assert client.returncode == 130
     assert f"inv stop {job_id}" in rest
     assert f"{job_id} is stopped" in project.inv("stop", "--job", job_id)
-    assert f"{job_id} is stopped" in project.inv("stop", "--job", job_id), "stopping twice is no error"
+    assert f"{job_id} is stopped" in project.inv("stop", "--job", job_id), "stopping a job twice must not be an error"
 
 
 def test_ctrl_c_offers_to_stop_the_job(project: Project) -> None:

@@ -25,7 +25,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def page(browser: Browser, api: PretendApi) -> Iterator[Page]:
-    """Open the page in a new browser context. All its requests must go to its own origin, without the key in a URL."""
+    """Open the page in a new browser context. It must send requests only to its own origin, with no key in a URL."""
     api.chunks, api.delay_s = ["All ", "is ", "well."], 0.0
     api.resume.set()
     api.requests.clear()
@@ -192,7 +192,7 @@ def test_other_origins_and_injected_scripts_are_blocked(page: Page, api: Pretend
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_has_enough_contrast(page: Page, scheme: str) -> None:
-    """WCAG 2, level AA, requires a contrast of 4.5 for text."""
+    """WCAG 2, level AA, requires a contrast ratio of 4.5 for text."""
     page.emulate_media(color_scheme="dark" if scheme == "dark" else "light")
     sign_in(page)
     ask(page, "hello")

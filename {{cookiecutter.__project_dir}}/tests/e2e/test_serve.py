@@ -1,4 +1,4 @@
-"""Test a served model with OpenAI's client: answers, errors, limits and security."""
+"""Test a served model with an OpenAI client: answers, errors, limits and security."""
 
 import asyncio
 import contextlib
@@ -67,12 +67,12 @@ QUESTIONS = [fact.question for fact in demo_assets.questions(TAUGHT)]
 ANSWER_TOKENS = 16
 OTHER_KEY = "another-persons-key"
 REPLICA_PORTS = range(30_000, 31_000)  # Ray's own default
-TIE = 1e-4  # two correct implementations may order logits that are closer than this differently
+TIE = 1e-4  # if two logits are closer than this, correct implementations may differ in their order
 
 
 FEW = hypothesis.settings(
     max_examples=20,
-    derandomize=True,  # a new fault should appear when vLLM changes, not at random
+    derandomize=True,  # new failures should appear only when vLLM changes, not at random
     phases=[Phase.explicit, Phase.generate],  # shrinking a failure takes minutes
     deadline=None,
     suppress_health_check=list(HealthCheck),
@@ -80,7 +80,7 @@ FEW = hypothesis.settings(
 
 
 def options(**changes: object) -> ServeOptions:
-    """Return the local profile's settings with changes."""
+    """Return the settings of the local profile with these changes."""
     return settings.load(ServeOptions, "serve", profile="local").model_copy(update=changes)
 
 
@@ -90,7 +90,7 @@ def user(text: str) -> list[ChatCompletionMessageParam]:
 
 @pytest.fixture(scope="module")
 def served(ray_session: None, model_folder: Path) -> Iterator[ServeOptions]:
-    """Deploy the model that all tests of this file use."""
+    """Deploy the model that all tests in this file use."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     file = Path(os.environ["SECRETS_FILE"])
@@ -132,7 +132,7 @@ def test_each_listed_model_can_be_retrieved_and_shows_no_path(served: ServeOptio
 
 
 def test_greedy_decoding_equals_that_of_transformers(client: openai.OpenAI, model_folder: Path) -> None:
-    """With more prompts at once than the engine decodes in one batch."""
+    """Send more prompts at once than the engine decodes in one batch."""
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
 
@@ -189,7 +189,7 @@ def test_completions(client: openai.OpenAI) -> None:
 
 def test_disconnected_clients_free_the_engine(served: ServeOptions, client: openai.OpenAI) -> None:
     async def seconds(disconnect: bool) -> float:
-        """Return the seconds until an engine that is busy with long answers gives a short one."""
+        """Return the seconds until the engine gives a short answer while it is busy with long ones."""
         async with openai.AsyncOpenAI(base_url=served.url, api_key=client.api_key, max_retries=0) as many:
 
             async def begin(tokens: int) -> openai.AsyncStream[ChatCompletionChunk]:
@@ -219,10 +219,10 @@ def test_disconnected_clients_free_the_engine(served: ServeOptions, client: open
 
 
 LONG_ANSWER = {"model": "tiny", "max_tokens": 200, "ignore_eos": True}
-"""With the maximum sequences of a key, this is work for many seconds."""
-# Seconds on an idle machine, to be multiplied by slowdown()
+"""If a key requests as many sequences as it may, this keeps the engine busy for many seconds."""
+# seconds on an idle machine; multiply them by slowdown()
 STOPS_WITHIN_S = 1
-REPLACED_WITHIN_S = 3  # without our check, Ray needs 30
+REPLACED_WITHIN_S = 3  # without our check, Ray needs 30 s
 REFUSED_WITHIN_S = 3  # HAProxy waits one second before its second try
 CLIENTS = 4
 LARGER_THAN_HAPROXY_BUFFER = "x" * 1_200_000
@@ -324,7 +324,7 @@ def test_a_timeout_stops_the_engine(served: ServeOptions, kind: str) -> None:
 
 @pytest.mark.parametrize("content", ["hi", LARGER_THAN_HAPROXY_BUFFER], ids=["small", "large"])
 def test_slow_uploads_only_count_against_their_own_key(served: ServeOptions, content: str) -> None:
-    """HAProxy waits for a small body. A large one reaches the replica, where it counts against its key's limit."""
+    """HAProxy waits until a small body is complete. A large one reaches the replica, and counts against its key."""
     body = {"messages": user(content)}
     request = {"model": "tiny", "messages": user("hi"), "max_tokens": 1}
 
@@ -340,7 +340,7 @@ def test_slow_uploads_only_count_against_their_own_key(served: ServeOptions, con
     with contextlib.ExitStack() as slow, limits(body_timeout_s=10 * slowdown()):
         sent = [
             slow.enter_context(send(served, "chat/completions", body, missing=1))
-            for _ in range(served.key_requests_at_once + 8)  # one may be refused because of a request below
+            for _ in range(served.key_requests_at_once + 8)  # a request below may cause one to be refused
         ]
         wait_until(429 if content != "hi" else 200)
         assert status(OTHER_KEY) == 200
@@ -353,7 +353,7 @@ def test_slow_uploads_only_count_against_their_own_key(served: ServeOptions, con
 
 
 def test_a_key_at_its_limit_is_told_when_to_retry(served: ServeOptions) -> None:
-    """Through HAProxy, while all slots of the replica are taken."""
+    """The requests go through HAProxy while all slots of the replica are taken."""
     path, body, _ = BODIES["complete"]
     room = served.max_ongoing_requests
     with contextlib.ExitStack() as asking:
@@ -368,7 +368,7 @@ def test_a_key_at_its_limit_is_told_when_to_retry(served: ServeOptions) -> None:
 
 
 def test_a_connection_survives_a_request_that_is_too_large(served: ServeOptions) -> None:
-    """Through HAProxy, many times: the outcome used to depend on timing."""
+    """Send large requests through HAProxy many times, because the outcome used to depend on timing."""
     small = {"model": "tiny", "messages": user("hi"), "max_tokens": 1}
     too_large = bytes(int(served.max_body_mib * 2**20) + 1)
     with httpx2.Client(headers={"Authorization": f"Bearer {os.environ['SERVE_API_KEY']}"}, timeout=60) as client:
@@ -480,7 +480,7 @@ def test_the_web_page_answers(served: ServeOptions, client: openai.OpenAI) -> No
 def test_generate_gives_the_same_answers_as_the_server(
     served: ServeOptions, client: openai.OpenAI, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each has its own engine, with a different batch size."""
+    """The job and the server have separate engines with different batch sizes."""
     questions = [fact.question for fact in demo_assets.questions(50)]
     rows = [{"id": number, "messages": user(question)} for number, question in enumerate(questions)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -497,7 +497,7 @@ def test_generate_gives_the_same_answers_as_the_server(
 def test_serve_rag_asks_the_model_with_the_sources(
     served: ServeOptions, client: openai.OpenAI, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its answers, complete and streamed, equal the model's own answers to the same prompt."""
+    """The app's answers, complete and streamed, equal the model's own answers to the same prompt."""
     monkeypatch.setenv("PROFILE", "local")
     documents, index = tmp_path / "documents", str(tmp_path / "index")
     documents.mkdir()
@@ -547,7 +547,7 @@ def test_the_client_sees_an_authentication_error(served: ServeOptions) -> None:
 
 @pytest.mark.parametrize("enabled", [True, False])
 def test_prefix_routing_sets_the_router(served: ServeOptions, enabled: bool) -> None:
-    """The router is Ray's own. Its choice of replicas is not tested here, because that takes two engines."""
+    """The router is Ray's own. Its choice of replicas is not tested here, because that would take two engines."""
     from pipeline.serving import app
 
     application = app.build(served.model_copy(update={"prefix_routing": enabled}), served.root)
@@ -575,7 +575,7 @@ def test_no_generated_request_breaks_the_server(served: ServeOptions) -> None:
                 if answer.status_code >= 400:
                     assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
 
-            with contextlib.suppress(hypothesis.errors.Unsatisfiable):  # without parameters, no request is invalid
+            with contextlib.suppress(hypothesis.errors.Unsatisfiable):  # raised if no request can be invalid
                 ask()
     assert {("/v1/chat/completions", 400), ("/v1/models", 200)} <= seen
 
@@ -592,7 +592,7 @@ def hostile(draw: strategies.DrawFn, fields: dict[str, list[str]]) -> tuple[str,
     levels = strategies.sampled_from([1, 30, 64, 300, 600, 3000, 100_000])
     deep = strategies.builds(nested, levels, strategies.sampled_from(["list", "object", "schema"]))
     odd = strategies.sampled_from(ODD)
-    valid = strategies.just("null")  # for most fields, so that some requests reach the engine
+    valid = strategies.just("null")  # valid for most fields, so some requests reach the engine
     value = strategies.one_of(deep, odd, strategies.one_of(deep, odd).map(json.dumps), valid)
     inside = strategies.sampled_from(["%s", "[%s]", '{"json": %s}', '{"\\ud83d": %s}', IN_FORMAT])
     field = draw(strategies.sampled_from(fields[path]))
@@ -628,7 +628,7 @@ HEADERS += ["x-session-id", "Accept", "User-Agent", "X-Anything"]
 
 
 def test_no_hostile_request_breaks_the_server(served: ServeOptions, client: openai.OpenAI) -> None:
-    """Deep nesting, lone surrogates, extreme numbers and odd header bytes, in every field of the API."""
+    """Send deep nesting, lone surrogates and extreme numbers in every field of the API, and odd bytes in headers."""
     key = {"Authorization": f"Bearer {client.api_key}", "Content-Type": "application/json"}
     schemas = requests.get(f"{served.root}/openapi.json", headers=key, timeout=10).json()["components"]["schemas"]
     routes = {"/v1/chat/completions": "ChatCompletionRequest", "/v1/completions": "CompletionRequest"}
@@ -647,7 +647,7 @@ def test_no_hostile_request_breaks_the_server(served: ServeOptions, client: open
         path, raw, headers = request
         connection = http.client.HTTPConnection(served.root.removeprefix("http://"), timeout=60)
         with contextlib.closing(connection):
-            with contextlib.suppress(BrokenPipeError):  # a header can be refused before a long body is read
+            with contextlib.suppress(BrokenPipeError):  # a header may be rejected before a long body is read
                 connection.request("POST", path, raw, {**key, **headers})
             answer = connection.getresponse()
             text = answer.read()
@@ -680,7 +680,7 @@ def test_cors_is_disabled(served: ServeOptions) -> None:
 
 
 def test_http_servers_listen_only_on_loopback(served: ServeOptions) -> None:
-    """Check HAProxy, whose statistics and metrics Ray opens to every network, and the replica's HTTP port."""
+    """Check HAProxy, whose statistics and metrics Ray would open to every network, and the replica's HTTP port."""
     ours = children()
     found = {
         (connection.laddr.ip, connection.laddr.port)
@@ -696,7 +696,7 @@ def test_http_servers_listen_only_on_loopback(served: ServeOptions) -> None:
 
 
 def test_only_a_replicas_own_port_listens_beyond_loopback(served: ServeOptions) -> None:
-    """Check all processes of Ray, Serve, vLLM and HAProxy. The next test calls that port without the token."""
+    """Check all processes of Ray, Serve, vLLM and HAProxy. The next test calls the replica's port without the token."""
     ours = children()
     beyond = {
         ours[connection.pid]
@@ -711,7 +711,7 @@ def test_only_a_replicas_own_port_listens_beyond_loopback(served: ServeOptions) 
 
 
 def test_serves_calls_to_a_replica_need_the_token(served: ServeOptions) -> None:
-    """Their port listens on every network; Serve has no setting for it."""
+    """The port for these calls listens on every network, and Serve has no setting to change that."""
     (port,) = [
         connection.laddr.port
         for pid, name in children().items()
@@ -753,7 +753,7 @@ def test_keys_can_be_added_and_revoked_without_a_restart(served: ServeOptions) -
 def test_the_key_is_in_no_config_log_or_argv(served: ServeOptions, client: openai.OpenAI) -> None:
     ask(client, user("hi"))
     key = os.environ["SERVE_API_KEY"]
-    details = private_serve.client().get_serve_details()  # what the dashboard shows of Serve
+    details = private_serve.client().get_serve_details()  # what the dashboard shows about Serve
     assert "Server" in str(details)
     assert key not in str(details)
     assert not [
@@ -947,12 +947,12 @@ def test_updates_and_a_canary_lose_no_request_and_a_failed_update_changes_nothin
             started = time.perf_counter()
             answers.append(ask(client, user(QUESTIONS[0])))
             seconds.append(time.perf_counter() - started)
-            done.wait(0.1)  # new engines start on the same cores; without a pause the clients would starve them
+            done.wait(0.1)  # new engines start on the same cores; without a pause, the clients would starve them
 
     with ThreadPoolExecutor(2) as clients:
         asking = [clients.submit(keep_asking) for _ in range(2)]
         try:
-            file.write_text(f"{keys}\nSERVE_API_KEYS=broken\n")  # fails before the slow start of the engine
+            file.write_text(f"{keys}\nSERVE_API_KEYS=broken\n")  # the update fails before the engine's slow start
             failed = r"tiny is not healthy .*: SERVE_API_KEYS is not NAME:KEY.*\. The previous version keeps running"
             with pytest.raises(settings.UserError, match=failed):
                 lifecycle.deploy_model(served.model_copy(update={"max_model_len": 199}))
@@ -972,7 +972,7 @@ def test_updates_and_a_canary_lose_no_request_and_a_failed_update_changes_nothin
             done.set()
             file.write_text(keys)
         for each in asking:
-            each.result()  # raises the exception of a client
+            each.result()  # raises if a request of this client failed
     assert set(answers) == {expected}
     assert len(answers) > 100
     assert max(seconds) < 10
@@ -991,12 +991,12 @@ def wait_for_answers(*paths: str) -> None:
 
 
 def max_model_len(client: openai.OpenAI) -> int:
-    """Return the maximum number of tokens of the served model."""
+    """Return how many tokens a prompt and its answer may have together."""
     return client.models.list().data[0].model_dump()["max_model_len"]
 
 
 def test_adapters_are_served_by_the_runs_name_without_a_restart(client: openai.OpenAI, model_folder: Path) -> None:
-    """The previous test has enabled adapters; there were none yet."""
+    """The previous test has enabled adapters, and there are none yet."""
     runs = model_folder.parent.parent
 
     def wait_for_models(*names: str) -> None:
@@ -1034,13 +1034,13 @@ def test_adapters_are_served_by_the_runs_name_without_a_restart(client: openai.O
 
 @pytest.mark.parametrize("loads", [True, False])
 def test_a_retrained_adapter_replaces_the_old_one_atomically(loads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request during the replacement must not get status 404."""
+    """A request during the replacement must not get a 404."""
     old, new = SimpleNamespace(lora_name="sql@1"), SimpleNamespace(lora_name="sql@2", lora_int_id=1)
     counter = SimpleNamespace(inc=lambda step: 7)
 
     async def add_lora(found: SimpleNamespace) -> None:
         assert found is new
-        assert serving.lora_requests == {"sql": old}, "requests use the old adapter while the new one loads"
+        assert serving.lora_requests == {"sql": old}, "requests must use the old adapter while the new one loads"
         if not loads:
             raise ValueError("half a file")
 
@@ -1061,7 +1061,7 @@ def test_a_retrained_adapter_replaces_the_old_one_atomically(loads: bool, monkey
 
 
 def write_adapters(run: Path, base: Path, *, seed: int, weights: Path | None = None) -> str:
-    """Write adapters for `base` that change its answers. Return their answer to the first question."""
+    """Write an adapter for `base` that changes its answers. Return the adapted answer to the first question."""
     model = AutoModelForCausalLM.from_pretrained(weights or base, dtype=torch.float32)
     torch.manual_seed(seed)
     config = LoraConfig(r=8, lora_alpha=32, target_modules="all-linear", init_lora_weights=False)

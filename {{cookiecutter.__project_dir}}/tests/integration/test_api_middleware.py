@@ -36,7 +36,7 @@ ALICE = {"Authorization": "Bearer for-alice"}
 
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file with three keys."""
+    """Return a secrets file with three keys."""
     file = tmp_path / ".env"
     file.write_text("SERVE_API_KEY=the-owner\nSERVE_API_KEYS=alice:for-alice, bob:for-bob\n")
     monkeypatch.setenv("SECRETS_FILE", str(file))
@@ -45,7 +45,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def fake_app() -> FastAPI:
-    """Return an app that behaves like vLLM's."""
+    """Return an app that behaves like vLLM's app."""
     app = FastAPI()
 
     @app.post("/echo")
@@ -93,7 +93,7 @@ def client_of(
 
 
 def with_middleware(app: ASGIApp, limits: RequestLimits, alive: Callable[[], bool] = lambda: True) -> ApiMiddleware:
-    """Put an app behind all middleware of a served model."""
+    """Return an app behind all middleware that a served model has."""
     return ApiMiddleware(QueueMiddleware(app, limits, alive), ApiKeys(), limits, alive)
 
 
@@ -297,7 +297,7 @@ def test_a_stream_that_takes_too_long_is_cut_off_without_a_normal_end(file: Path
 
     with pytest.raises(TimeoutError):
         asyncio.run(check())
-    assert [message.get("more_body", True) for message in sent] == [True, True]  # started, and never ended
+    assert [message.get("more_body", True) for message in sent] == [True, True]  # the stream started, and never ended
 
 
 # ---------------------------------------------------------------- disconnects and timeouts
@@ -357,7 +357,7 @@ async def wait_until(condition: Callable[[], bool]) -> None:
 
 
 class FakeEngine:
-    """Handlers that run until `free` is set, or until they are stopped. One for each way to run a handler."""
+    """Has a handler of each kind that vLLM has. They run until `free` is set, or until they are stopped."""
 
     def __init__(self) -> None:
         from vllm.entrypoints.serve.utils.api_utils import with_cancellation
@@ -402,7 +402,7 @@ class FakeEngine:
 
 @pytest.fixture(scope="module")
 def vllm_loaded() -> None:
-    """Import vLLM before a test measures time: on a busy machine the import is slow."""
+    """Import vLLM before a test measures time, because the import is slow on a busy machine."""
     if sys.platform != "linux":
         pytest.skip("vLLM's CPU build exists for Linux only")
     import vllm.entrypoints.serve.utils.api_utils  # noqa: F401
@@ -428,7 +428,7 @@ def test_a_disconnect_or_timeout_stops_the_work_and_frees_the_slot(file: Path, p
         if how == "disconnect":
             assert request.task.cancelled()
         elif path == "/stream":
-            assert isinstance(request.task.exception(), TimeoutError)  # cut off
+            assert isinstance(request.task.exception(), TimeoutError)  # the stream is cut off
         else:
             assert (await request.answer())[0] == 504
         assert [outcome.status for outcome in outcomes] == [200 if path == "/stream" else 499]
@@ -442,7 +442,7 @@ def test_a_disconnect_or_timeout_stops_the_work_and_frees_the_slot(file: Path, p
 @needs_vllm
 @pytest.mark.parametrize("path", ["/complete", "/ignores-disconnect", "/stream"])
 def test_a_disconnect_at_any_moment_stops_the_work(file: Path, path: str) -> None:
-    """Disconnect after each number of event-loop iterations up to 60."""
+    """Disconnect after 0, 1, 2 and up to 59 iterations of the event loop."""
 
     async def check() -> None:
         engine = FakeEngine()
@@ -464,7 +464,7 @@ def test_a_disconnect_at_any_moment_stops_the_work(file: Path, path: str) -> Non
 
 @needs_vllm
 def test_a_stream_stops_when_its_client_does_not_read_and_disconnects(file: Path) -> None:
-    """The stream is cancelled while it waits for its next piece, so that the generator is closed."""
+    """The stream must be cancelled while it waits for its next piece, so that its generator is closed."""
 
     async def check() -> None:
         engine = FakeEngine()
@@ -484,7 +484,7 @@ def test_a_stream_stops_when_its_client_does_not_read_and_disconnects(file: Path
 
 @needs_vllm
 def test_a_disconnect_stops_a_forwarded_request_too(file: Path) -> None:
-    """Forward to a real server, which sees a disconnect as a closed connection."""
+    """The request goes to a real server, which sees the disconnect as a closed connection."""
 
     async def check() -> None:
         engine = FakeEngine()
@@ -574,14 +574,14 @@ def test_slots_are_granted_in_order_of_arrival() -> None:
             await slots.acquire(1)  # a slot is free, but other requests came first
         tasks[0].cancel()
         await asyncio.sleep(0.01)
-        assert order == []  # 2 came before 1
+        assert order == []  # the request for 2 slots comes before the one for 1
         slots.release(3)
         await asyncio.wait(tasks[1:])
         assert order == [2, 1]
         granted = asyncio.create_task(acquire(2))
         await asyncio.sleep(0)
         slots.release(2)
-        granted.cancel()  # at the moment in which it is granted
+        granted.cancel()  # at the moment when its slots are granted
         with pytest.raises(asyncio.CancelledError):
             await granted
         slots.release(1)
@@ -704,7 +704,8 @@ def test_every_error_has_openais_format_and_hides_internals(file: Path, path: st
 def test_an_error_in_openais_format_keeps_its_code(file: Path) -> None:
     shaped = error(client_of().get("/fail?status=409", headers=ALICE), 409)
     assert (shaped["message"], shaped["param"], shaped["code"]) == ("shaped", "n", "too_many")
-    assert error(client_of().get("/fail?status=422", headers=ALICE), 422)["code"] is None  # vLLM's repeats the status
+    # vLLM's own code only repeats the status
+    assert error(client_of().get("/fail?status=422", headers=ALICE), 422)["code"] is None
 
 
 def test_a_message_with_a_lone_surrogate_can_be_sent(file: Path) -> None:

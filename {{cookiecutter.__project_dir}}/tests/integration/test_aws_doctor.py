@@ -1,4 +1,4 @@
-"""Test the doctor for AWS with stubbed answers. botocore checks calls and answers against AWS's models."""
+"""Test the doctor for AWS with stubbed answers. botocore validates calls and answers with its models of AWS's APIs."""
 
 import functools
 import json
@@ -31,7 +31,7 @@ READ_ONLY = {
     *("GetCallerIdentity", "GetParameters", "GetProducts", "GetRole", "GetServiceQuota", "SimulatePrincipalPolicy"),
 }
 SERVICES = ("ec2", "iam", "cloudformation", "pricing", "secretsmanager", "elbv2")
-# One action per type of resource in stack.yaml: a new type must be added here, and its actions to permissions.py.
+# One action per resource type in stack.yaml. Add each new type here, and its actions to permissions.py.
 CREATE_ACTIONS = {
     "AWS::EC2::SecurityGroup": "ec2:CreateSecurityGroup",
     "AWS::EC2::SecurityGroupIngress": "ec2:AuthorizeSecurityGroupIngress",
@@ -48,7 +48,7 @@ ALL_ACTIONS = {*permissions.UP_AND_DOWN, *" ".join(permissions.HTTPS_ACTIONS.val
 
 
 class ErrorAnswer(NamedTuple):
-    """An error of AWS."""
+    """An error that AWS returns."""
 
     code: str
     message: str = ""
@@ -58,7 +58,7 @@ Answer = dict[str, Any] | ErrorAnswer | Exception
 
 
 class StubbedAws:
-    """Answers each call with `answers`, by name of the operation, and records the calls."""
+    """Answers each call from `answers`, by the name of the operation, and records the calls."""
 
     def __init__(self) -> None:
         self.answers: dict[str, Answer | Callable[[dict[str, Any]], Answer]] = {
@@ -82,7 +82,7 @@ class StubbedAws:
         self.asked: list[tuple[str, dict[str, Any]]] = []
 
     def client(self, service: str, region_name: str) -> Any:
-        """Return a stubbed client of boto3. It sends nothing, and rejects calls that do not match AWS's model."""
+        """Return a stubbed boto3 client. It sends nothing, and rejects calls that do not match the model of the API."""
         client, stubber, send = stubbed(service, region_name)
         lock = threading.Lock()
 
@@ -106,7 +106,7 @@ class StubbedAws:
 
 @functools.cache  # creating a client takes longer than any test
 def stubbed(service: Any, region: str) -> tuple[Any, Stubber, Callable[..., Any]]:
-    """Return a client, its stubber, and the function that sends the client's calls."""
+    """Return a client, its stubber, and the method that makes the client's calls."""
     client = SESSION.client(service, region_name=region)
     stubber = Stubber(client)
     stubber.activate()
@@ -167,10 +167,10 @@ def instance(**more: Any) -> Callable[[dict[str, Any]], Answer]:
 
 @pytest.fixture
 def cloud(monkeypatch: pytest.MonkeyPatch) -> StubbedAws:
-    """Replace boto3's clients, including those that are not created through the cluster file."""
+    """Replace all boto3 clients, including those that are not created through the cluster file."""
     cloud = StubbedAws()
     monkeypatch.setattr(boto3, "client", cloud.client)
-    monkeypatch.setattr(boto3, "DEFAULT_SESSION", boto3.DEFAULT_SESSION)  # restores what the doctor replaces
+    monkeypatch.setattr(boto3, "DEFAULT_SESSION", boto3.DEFAULT_SESSION)  # restored afterwards: the doctor replaces it
     return cloud
 
 
@@ -200,7 +200,7 @@ def file() -> ClusterFile:
 
 @pytest.fixture
 def tune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
-    """Return a function that sets a key in a section of settings.toml."""
+    """Return a function that sets a key in a section of settings.toml. The tests change a copy of the file."""
     copy = Path(shutil.copy(settings.FILE, tmp_path))
     monkeypatch.setattr(settings.load, "__kwdefaults__", {"profile": None, "file": copy})
 
@@ -219,7 +219,7 @@ def texts(findings: list[Finding], status: str) -> list[str]:
 
 
 def only(file: ClusterFile, status: str) -> str:
-    """Return the only finding that is not ok. It must have this status."""
+    """Return the text of the only finding that is not ok. It must have this status."""
     findings = checks.check(file)
     (text,) = texts(findings, status)
     assert {finding.status for finding in findings} == {"ok", status}
@@ -482,7 +482,7 @@ def test_a_folder_too_large_to_upload(cloud: StubbedAws, file: ClusterFile, tune
 
 
 def test_aws_is_asked_in_parallel(cloud: StubbedAws, file: ClusterFile) -> None:
-    """Each of these calls waits until all were made."""
+    """Each of these three calls waits until all three are in progress."""
     together = threading.Barrier(3, timeout=5)
 
     def wait_for_the_others(answer: Answer, asked: dict[str, Any]) -> Answer:

@@ -1,4 +1,4 @@
-"""Test `inv bench` with a server that takes known times."""
+"""Test `inv bench` with a server whose delays are known."""
 
 import json
 import re
@@ -25,7 +25,7 @@ def api(tmp_path: Path) -> Iterator[PretendApi]:
 
 
 def run(api: PretendApi, folder: Path, concurrent: tuple[int, ...] = (1, 4), seconds: float = 1.5) -> tuple[dict, str]:
-    """Return the saved results, and the output."""
+    """Run the benchmark, and return the saved results and the output."""
     console = Console(record=True, width=150)
     bench.bench(api.url, {}, Load(seconds, PIECES, concurrent), console, folder)
     return json.loads((folder / "bench.json").read_text()), console.export_text()
@@ -54,7 +54,7 @@ def test_prompts_are_the_same_in_each_run_and_never_repeat(api: PretendApi, tmp_
         api.requests.clear()
         run(api, tmp_path, (2,), 0.4)
         asked.append([body["messages"][0]["content"] for body in api.requests if body["max_tokens"] == PIECES])
-        assert len(set(asked[-1])) == len(asked[-1]) == len(api.requests) - 2  # one each to warm up
+        assert len(set(asked[-1])) == len(asked[-1]) == len(api.requests) - 2  # two warm-up requests
     assert set(asked[0][:2]) == set(asked[1][:2])
     assert statistics.mean(len(prompt.split()) for prompt in asked[0]) == bench.PROMPT_WORDS + 1
 

@@ -38,15 +38,15 @@ from pipeline.data.template_probes import (
 from pipeline.data.tokenization import DocumentTokenizer
 
 START_S = 180
-MAX_LENGTH = 100_000  # tokens; Muse's and Kimi's descriptions of tools take thousands of the tiny tokenizer's
+MAX_LENGTH = 100_000  # tokens; with the tiny tokenizer, some templates need thousands to describe tools
 
 
 OTHER_TEXT = {"Gemma 4", "DeepSeek R1", "DeepSeek R1 Distill", "GLM 4.7", "OLMo 3 Think", "MiniMax M2"}
-"""Templates whose generation prompt begins the reasoning differently than a finished conversation. Training follows the
-prompt."""
+"""Templates that start the reasoning differently in a generation prompt and in a finished conversation. Training uses
+the start from the prompt."""
 
 NO_END = {"GLM 4", "GLM 4.5, 4.6"}
-"""Templates that end a turn only when another message follows."""
+"""Templates that end a turn only if another message follows."""
 
 TWO_TURNS = Conversation([QUESTION, ANSWER, NEXT, NEXT_ANSWER])
 TWO_THOUGHTS = Conversation([QUESTION, THINKING, NEXT, THINKING | {"content": "probe-last"}])
@@ -60,7 +60,7 @@ CONVERSATIONS["a tool without a description"] = Conversation(
 
 @pytest.fixture(scope="module")
 def folder(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the tiny model with a tokenizer that has the special tokens of all families."""
+    """Return the folder of the tiny model, with a tokenizer that has the special tokens of all families."""
     folder = tmp_path_factory.mktemp("families") / "model"
     shutil.copytree(assets / "model", folder)
     tokenizer = add_tokens(PreTrainedTokenizerFast.from_pretrained(folder), *FAMILIES.values())
@@ -73,7 +73,7 @@ def folder(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def renderer(folder: Path) -> Iterator[str]:
-    """Return the URL of vLLM's own server that renders prompts without an engine."""
+    """Return the URL of a vLLM server that only renders prompts, without an engine."""
     with rendering(folder) as url:
         yield url
 
@@ -83,7 +83,7 @@ def rendering(folder: Path, parser: str = "hermes") -> Iterator[str]:
     [port] = free_ports(1)
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "launch", "render", str(folder)]
     command += ["--host", "127.0.0.1", "--port", str(port), "--trust-request-chat-template"]
-    command += ["--enable-auto-tool-choice", "--tool-call-parser", parser]  # it takes no tools without a parser
+    command += ["--enable-auto-tool-choice", "--tool-call-parser", parser]  # tools need a parser
     log = folder.with_name("render.log")
     with log.open("w") as file:
         process = subprocess.Popen(command, stdout=file, stderr=file, cwd=folder.parent)
@@ -95,7 +95,7 @@ def rendering(folder: Path, parser: str = "hermes") -> Iterator[str]:
             time.sleep(0.5)
         yield url
     finally:
-        process.kill()  # SIGTERM would wait for open connections
+        process.kill()  # SIGTERM would make it wait for open connections
         process.wait(START_S)
 
 
@@ -114,7 +114,7 @@ def load(folder: Path, family: Family, **options: Any) -> tuple[ChatTemplate, Pr
 
 
 def as_row(conversation: Conversation) -> Conversation:
-    """Return a conversation as `read_example` returns it for a row."""
+    """Return a conversation in the form in which `read_example` returns it for a row."""
     found = read_example({"messages": conversation.messages, "tools": conversation.tools})
     assert isinstance(found, Conversation)
     return found
@@ -143,7 +143,7 @@ def served_prompt(url: str, template: str | None, conversation: Conversation) ->
 
 
 def prompts(template: ChatTemplate) -> Iterator[tuple[str, Conversation]]:
-    """Yield the text before each trained turn of CONVERSATIONS, and the messages before it."""
+    """For each trained turn of CONVERSATIONS, yield the text before it and the messages before it."""
     for conversation in CONVERSATIONS.values():
         try:
             documents = template.documents(as_row(conversation))
@@ -151,7 +151,7 @@ def prompts(template: ChatTemplate) -> Iterator[tuple[str, Conversation]]:
             continue
         turns = [index for index, message in enumerate(conversation.messages) if message["role"] == "assistant"]
         starts = [document.text[:start] for document in documents for start, _ in document.spans]
-        assert len(starts) == len(turns), "each turn is trained once"
+        assert len(starts) == len(turns), "each turn must be trained once"
         for text, index in zip(starts, turns, strict=True):
             yield text, Conversation(conversation.messages[:index], conversation.tools)
 
@@ -247,7 +247,7 @@ def test_a_learned_layout_gives_the_same_text_as_the_template(folder: Path, name
         conversations.append(Conversation(messages))
     for conversation, made in zip(conversations, template.batch(conversations), strict=True):
         assert str(made) == str(template._documents_or_rejection(conversation))
-    assert any(template._layouts.values()), "layouts are used"
+    assert any(template._layouts.values()), "no layout was used"
 
 
 def test_an_answer_that_contains_a_stop_token_is_rejected(folder: Path) -> None:
@@ -312,7 +312,7 @@ def test_turns_are_selected_by_weight_and_position(folder: Path) -> None:
 
 
 def trained_by_trl(tokenizer: PreTrainedTokenizerFast, conversation: Conversation) -> list[int] | None:
-    """Return the tokens that TRL trains, or None if it does not know the template."""
+    """Return the tokens that TRL trains, or None if TRL does not know the template."""
     try:
         marked = get_training_chat_template(tokenizer) or tokenizer.chat_template
     except ValueError:
@@ -325,7 +325,7 @@ def trained_by_trl(tokenizer: PreTrainedTokenizerFast, conversation: Conversatio
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_trl_trains_the_same_tokens(folder: Path, name: str) -> None:
-    """Exceptions: the end of the prompt, and text after the token that ends a turn."""
+    """Exceptions: TRL may also train the end of the prompt, and text after the token that ends a turn."""
     template, tokenizer = load(folder, FAMILIES[name])
     conversation = Conversation([QUESTION, ANSWER])
     theirs = trained_by_trl(tokenizer, conversation)
@@ -339,7 +339,7 @@ def test_trl_trains_the_same_tokens(folder: Path, name: str) -> None:
         return
     at = next(index for index in range(len(theirs)) if theirs[index : index + len(ours)] == ours)
     before, after = tokenizer.decode(theirs[:at]), tokenizer.decode(theirs[at + len(ours) :])
-    assert document.text[:start].endswith(before), "TRL also trains the end of the prompt"
+    assert document.text[:start].endswith(before), "before the answer, TRL may train only the end of the prompt"
     assert after.strip() in ("", tokenizer.eos_token)
 
 

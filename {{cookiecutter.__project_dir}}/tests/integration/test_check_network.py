@@ -1,4 +1,4 @@
-"""The network check on two workers, and how it reads NCCL's log."""
+"""Test the network check with two workers, and how it reads NCCL's log."""
 
 import sys
 
@@ -10,7 +10,7 @@ from jobs import check_network
 from pipeline.ray_support import network_check
 from pipeline.training.options import NetworkOptions
 
-ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import a test
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import test modules
 
 
 @pytest.mark.usefixtures("ray_session")
@@ -18,7 +18,7 @@ def test_two_workers_measure_their_network(capsys: pytest.CaptureFixture[str]) -
     options = settings.load(NetworkOptions, "train", profile="local")
     check_network.main(options.model_copy(update={"message_mib": (1, 4)}))
     printed = capsys.readouterr().out.splitlines()
-    # Ray may warn in between, at any time, of the processes that earlier tests left idle
+    # at any time, Ray may print a warning about processes that earlier tests left idle
     head, titles, *rows, last = [line for line in printed if "(raylet)" not in line]
     assert head == "2 workers on 1 node, over TCP (gloo)"
     assert titles.split() == ["MiB", "ms", "GB/s", "(bus)"]
@@ -47,7 +47,7 @@ def test_the_verdict_says_whether_efa_is_used() -> None:
 
 
 def test_bus_bandwidth_does_not_depend_on_the_number_of_ranks() -> None:
-    link = 50e9  # a ring moves 2 (n - 1) / n of the message over each link
+    link = 50e9  # a ring all-reduce moves 2 (n - 1) / n of the message over each link
     for ranks in (2, 8, 16):
         seconds = 1e9 * 2 * (ranks - 1) / ranks / link
         assert network_check.bus_bandwidth(1e9, seconds, ranks) == pytest.approx(link)

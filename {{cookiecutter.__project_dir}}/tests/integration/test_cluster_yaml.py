@@ -1,4 +1,4 @@
-"""Check cluster.yaml with Ray's schema and EC2's API model, stack.yaml with CloudFormation's schema, and more."""
+"""Check cluster.yaml with Ray's schema and EC2's API model, stack.yaml with CloudFormation's schema, and our rules."""
 
 import copy
 import json
@@ -25,7 +25,7 @@ from pipeline.ray_support.private import cluster_launcher
 FILE = settings.PROJECT / "cluster" / "cluster.yaml"
 STACK = settings.PROJECT / "cluster" / "stack.yaml"
 SCHEMA = json.loads((Path(autoscaler.__file__).parent / "ray-schema.json").read_text(encoding="utf-8"))
-# The keys of `provider` that Ray's AWS provider reads. Its schema accepts any other key, and so any typo.
+# The keys of `provider` that Ray's AWS provider reads. Ray's schema would also accept any other key, and so any typo.
 PROVIDER_KEYS = {"type", "region", "availability_zone", "cache_stopped_nodes", "use_internal_ips"} | {
     "use_external_head_ip",
     "key_pair",
@@ -38,7 +38,7 @@ def load() -> dict[str, Any]:
 
 
 def stack() -> dict[str, Any]:
-    """Return stack.yaml with CloudFormation's short forms expanded."""
+    """Return stack.yaml with CloudFormation's short forms, such as !Ref, expanded."""
     template, problems = cfnlint.decode.decode_str(STACK.read_text(encoding="utf-8"))
     assert not problems
     return json.loads(json.dumps(template))
@@ -50,7 +50,7 @@ def node_configs() -> list[Any]:
 
 
 def variants() -> list[Any]:
-    """Return one test parameter per block of aws-variants.md, with the heading above it."""
+    """Return one test parameter per YAML block of aws-variants.md, named after the heading above the block."""
     sections = (settings.PROJECT / "docs" / "aws-variants.md").read_text(encoding="utf-8").split("\n## ")[1:]
     found = [(section.splitlines()[0], re.findall(r"```yaml\n(.*?)```", section, re.DOTALL)) for section in sections]
     return [pytest.param(yaml.safe_load(block), id=title) for title, blocks in found for block in blocks]
@@ -62,7 +62,7 @@ def merge(base: dict[str, Any], overlay: dict[str, Any]) -> dict[str, Any]:
 
 
 def ec2_problems(node_config: dict[str, Any]) -> str:
-    """Return botocore's report on a node_config as parameters of RunInstances. Empty if it is valid."""
+    """Return botocore's report on a node_config, used as parameters of RunInstances. Empty if it is valid."""
     shape = botocore.session.get_session().get_service_model("ec2").operation_model("RunInstances").input_shape
     assert shape
     return ParamValidator().validate(node_config | {"MinCount": 1, "MaxCount": 1}, shape).generate_report()
@@ -104,7 +104,7 @@ def test_idle_workers_end() -> None:
 
 
 def test_a100_types_differ_only_in_market_and_zone() -> None:
-    """Ray may use any of them for the same work, spot first."""
+    """For the same work, Ray may use any of these types, and tries spot types first."""
     types = {name: body for name, body in load()["available_node_types"].items() if name.startswith("a100-")}
     assert {name.rpartition("-")[0] for name in types} == {"a100-spot", "a100-on-demand"}
     for name, body in types.items():
@@ -222,7 +222,7 @@ def test_the_image_is_explicit(node_config: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("node_config", node_configs())
 def test_ray_makes_no_open_group_shared_role_or_shared_key(node_config: dict[str, Any]) -> None:
-    """Port 22 of Ray's own security group is open to the world. Its role and key are shared by the whole account."""
+    """By default, Ray opens port 22 to the world, and shares a role and a key in the whole account."""
     slug = load()["cluster_name"]
     assert node_config["LaunchTemplate"]["LaunchTemplateName"].startswith(f"{slug}-zone-")
     assert node_config["IamInstanceProfile"]["Name"].startswith(f"{slug}-")

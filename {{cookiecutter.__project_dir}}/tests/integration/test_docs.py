@@ -1,4 +1,4 @@
-"""Test the pages: quoted errors are in the code, and named commands, tests and links exist."""
+"""Test the documentation: the errors that it quotes are in the code, and its commands, tests and links exist."""
 
 import ast
 import importlib
@@ -22,8 +22,8 @@ from pipeline.training.runtimes import torchrun
 PAGES = ["README.md", *(str(page.relative_to(settings.PROJECT)) for page in settings.PROJECT.glob("docs/*.md"))]
 SOURCES = ["settings.py", "cluster/**/*.py", "jobs/**/*.py", "pipeline/**/*.py"]
 FILLED = "\0"  # stands for a value in a message
-MIN_LETTERS = 20  # letters of a message without its values; shorter ones would match anything
-PLACEHOLDERS = {"VERB", "JOB", "NAME", "MODEL"}  # words in the pages
+MIN_LETTERS = 20  # in a message without its values; a shorter one would match anything
+PLACEHOLDERS = {"VERB", "JOB", "NAME", "MODEL"}  # words in the pages that stand for others
 
 
 def _sections() -> dict[str, str]:
@@ -55,7 +55,7 @@ def test_an_error_is_quoted_as_the_code_says_it(heading: str) -> None:
     quote = re.sub("^(error:|✗) ", "", _quoted(_sections()[heading]))
     whole = any(message.fullmatch(quote) for message in _messages())
     halves = [any(message.fullmatch(half) for message in _messages()) for half in re.split("[;.] ", quote, maxsplit=1)]
-    assert whole or (len(halves) == 2 and all(halves)), quote  # a finding has two parts: text and remedy
+    assert whole or (len(halves) == 2 and all(halves)), quote  # a finding of the doctor has two parts: text and remedy
 
 
 @pytest.mark.parametrize("heading", PROVOKED)
@@ -84,7 +84,7 @@ def test_a_changed_message_would_be_found() -> None:
 
 @cache
 def _messages() -> list[re.Pattern[str]]:
-    """Return patterns for all texts in the code, in which values match anything."""
+    """Return a pattern for each text in the code. Values inside a text match anything."""
     files = [file for pattern in SOURCES for file in settings.PROJECT.glob(pattern)]
     trees = [ast.parse(file.read_text(encoding="utf-8")) for file in files]
     nodes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.expr)]
@@ -97,7 +97,7 @@ def _patterns(texts: set[str]) -> list[re.Pattern[str]]:
 
 
 def _texts_of_the_launcher() -> set[str]:
-    """Return the errors of `inv`, which are the quoted words after `fail`."""
+    """Return the errors of the launcher `inv`: the quoted words after `fail`."""
     shell = (settings.PROJECT / "inv").read_text(encoding="utf-8").replace("\\\n", " ")
     errors = re.findall(r'\bfail ("[^"]*"(?: +"[^"]*")*)', shell)
     joined = [" ".join(re.findall(r'"([^"]*)"', words)) for words in errors]
@@ -106,7 +106,7 @@ def _texts_of_the_launcher() -> set[str]:
 
 
 def _texts(node: ast.expr) -> list[str]:
-    """Return the possible values of an expression, with FILLED for values at run time."""
+    """Return the texts that an expression can have, with FILLED in place of values known only at run time."""
     match node:
         case ast.Constant(value=str(text)):
             return [text]
@@ -123,7 +123,7 @@ def _texts(node: ast.expr) -> list[str]:
 
 
 def _named(pattern: str) -> list[tuple[str, str]]:
-    """Return each match of the pattern in the code of each page: between backticks, or in blocks."""
+    """Return the matches of a pattern in the code on each page: between backticks, or in code blocks."""
     found = []
     for page in PAGES:
         text = (settings.PROJECT / page).read_text(encoding="utf-8")

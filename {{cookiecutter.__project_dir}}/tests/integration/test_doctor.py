@@ -1,4 +1,4 @@
-"""Test the doctor's checks of this machine, with one thing wrong at a time."""
+"""Test the doctor's checks of this machine, with one problem at a time."""
 
 import platform
 import shutil

@@ -58,12 +58,12 @@ def test_settings_of_pip_are_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     if not settings:
         pytest.skip("there is no pip on PATH, so it has no settings")
     assert settings["index-url"] == "https://mirror.example/simple"
-    assert settings["find-links"] == "/environment", "pip's environment variables win over its files"
+    assert settings["find-links"] == "/environment", "pip's environment variables must override its files"
 
 
 @pytest.fixture
 def venv(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Return a project's `.venv`, a link to an environment. os.execv raises the command instead of running it."""
+    """Return a project's `.venv`, a link to an environment. os.execv raises its command as SystemExit."""
     environment_folder = tmp_path / "cache" / "mine"
     (environment_folder / "bin").mkdir(parents=True)
     link = tmp_path / "pro ject" / ".venv"
@@ -159,7 +159,7 @@ environment.install_pins()
 
 
 def start_install(folder: Path, log: Path, seconds: float) -> subprocess.Popen[str]:
-    """Start another process that installs into `folder`. `log` gets a line with its options."""
+    """Start another process that installs into `folder`, and writes its options to `log` as one line."""
     return subprocess.Popen(
         [sys.executable, "-c", INSTALL, str(folder), str(log), str(seconds)],
         cwd=environment.PROJECT,

@@ -1,4 +1,4 @@
-"""evaluate gives the same numbers as the training loop, and as loss and generation in transformers."""
+"""Test that `evaluate` gives the same numbers as the training loop, and as transformers' loss and generation."""
 
 import json
 import math
@@ -32,26 +32,26 @@ DOCUMENT_COUNT, WRONG_COUNT = 12, 3
 ANSWER_COUNT = DOCUMENT_COUNT * 3 // 2  # every other document has a second turn
 
 Document = tuple[list[int], list[int]]
-"""Token ids and labels."""
+"""Token ids and labels of one document."""
 
-torch.set_num_threads(1)  # on tensors as small as these, threads only wait for one another
+torch.set_num_threads(1)  # with tensors this small, several threads would only wait for one another
 
 
 @pytest.fixture(scope="module")
 def speaker(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a model whose own answers are held out. Large initial weights make its choices clear."""
+    """Return a model whose own answers are the held-out data. Large initial weights make its choices clear."""
     return packed_rows.write_model(tmp_path_factory.mktemp("speaker"), assets, initializer_range=0.2)
 
 
 @pytest.fixture(scope="module")
 def stranger(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a model of the same shape that gives none of these answers."""
+    """Return a model of the same shape that gives none of the speaker's answers."""
     return packed_rows.write_model(tmp_path_factory.mktemp("stranger"), assets, seed=1, initializer_range=0.2)
 
 
 @pytest.fixture(scope="module")
 def documents(speaker: Path) -> list[Document]:
-    """Return random questions with the speaker's greedy answers. The last answers have a wrong token."""
+    """Return random questions with the speaker's greedy answers. The last token of WRONG_COUNT documents is wrong."""
     model = AutoModelForCausalLM.from_pretrained(speaker)
     random = torch.Generator().manual_seed(0)
     made = []
@@ -90,7 +90,7 @@ def in_bucket(s3: str, speaker: Path) -> str:
 
 @pytest.fixture(scope="module")
 def run(in_bucket: str, packed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a run that trained LoRA adapters for the speaker, two steps, with its own model cache."""
+    """Return the folder of a run that trained LoRA adapters for the speaker for two steps, with its own model cache."""
     folder = tmp_path_factory.mktemp("runs") / "lora"
     changes: dict[str, Any] = {"name": "lora", "model": in_bucket, "data": str(packed), "output": str(folder.parent)}
     changes |= {"lora_rank": 4, "steps": 2, "warmup_steps": 0, "global_batch_rows": 2, "micro_batch_rows": 2}
@@ -151,7 +151,7 @@ def _first_documents(rows: PackedRows) -> list[Document]:
 
 
 def test_the_loss_is_the_same_as_for_single_documents(stranger: Path, documents: list[Document], packed: Path) -> None:
-    """Compare with the loss of transformers on unpacked documents, for different batch sizes."""
+    """Compare with transformers' loss on unpacked documents, for different batch sizes."""
     model = AutoModelForCausalLM.from_pretrained(stranger)
     loss, tokens = 0.0, 0
     for input_ids, labels in documents:
@@ -245,28 +245,28 @@ def test_a_full_gpu_gives_one_sentence(options: EvaluateOptions) -> None:
 
 @pytest.mark.parametrize("profile", settings.PROFILES)
 def test_both_profiles_hold_valid_options(profile: str) -> None:
-    assert len(settings.load(EvaluateOptions, "evaluate", profile=profile).models) == 2  # after and before
+    assert len(settings.load(EvaluateOptions, "evaluate", profile=profile).models) == 2  # after and before training
 
 
 # ------------------------------------------------------------------------------------------ helpers
 
 
 def _generate(model: PreTrainedModel, tokens: list[int], count: int) -> list[int]:
-    """Return the greedy continuation by `count` tokens, from transformers."""
+    """Return the `count` tokens with which transformers greedily continues these tokens."""
     prompt = torch.tensor([tokens])
     made = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=count)
     return made[0, len(tokens) :].tolist()
 
 
 def _answers(labels: list[int]) -> list[tuple[int, int]]:
-    """Return where each run of trained tokens begins and ends."""
+    """Return where each sequence of trained tokens begins and ends."""
     trained = [False, *(label != NOT_TRAINED for label in labels), False]
     edges = [at for at, (before, after) in enumerate(pairwise(trained)) if before != after]
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
 def _score(model: str, packed: Path, batch_rows: int = 2) -> Score:
-    """Return the sums over all held-out rows, computed in this process."""
+    """Return the score of a model on all held-out rows, computed in this process."""
     candidate = candidates.find(model)
     candidates.check(candidate, str(packed), read_manifest(str(packed)))
     scorer = Scorer(candidate, str(packed), "cpu", "fp32", report=lambda **_: None)

@@ -1,4 +1,4 @@
-"""Train a small model in the formats of several families: it answers, stops, and calls a tool."""
+"""Test that a small model learns to answer, to stop and to call a tool with the templates of several families."""
 
 from pathlib import Path
 from typing import Any
@@ -63,7 +63,7 @@ def write_model(folder: Path, assets: Path, name: str) -> Path:
 
 
 def answer(folder: Path, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> tuple[str, bool]:
-    """Return what an exported model answers, and whether it ended the answer itself."""
+    """Return the answer of an exported model, and whether the model ended it with a stop token."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     prompt = tokenizer.apply_chat_template(
         messages, tools=tools, add_generation_prompt=True, return_tensors="pt", return_dict=True
@@ -95,7 +95,8 @@ def test_a_trained_model_answers_stops_and_calls_a_tool(assets: Path, tmp_path: 
     options = settings.load(DDPOptions, "train", profile="local").model_copy(update=changes)
     train(options, SingleProcess(tmp_path / "run", torch.device("cpu"), 1), DDP)
     exported = tmp_path / "run" / "model"
-    assert AutoTokenizer.from_pretrained(exported).chat_template == template_of(FAMILIES[name]), "the model's own"
+    exported_template = AutoTokenizer.from_pretrained(exported).chat_template
+    assert exported_template == template_of(FAMILIES[name]), "the model must keep its own template"
     text, stopped = answer(exported, [QUESTION])
     assert "No such file or directory" in text
     assert stopped

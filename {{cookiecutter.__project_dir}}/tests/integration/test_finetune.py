@@ -1,4 +1,4 @@
-"""Fine-tuning with Ray Train on one shared Ray: all strategies agree, and a killed worker changes nothing."""
+"""Test fine-tuning with Ray Train on the shared Ray instance: strategies agree, and a killed worker changes nothing."""
 
 import json
 import os
@@ -30,11 +30,11 @@ from pipeline.training.schedule import BatchPlan
 from pipeline.training.strategies import DDP, Strategy
 from pipeline.training.trainer import train
 
-STEPS = 30  # of the local profile's own schedule, which is the demo's
+STEPS = 30  # the first steps of the local profile's schedule, which the demo uses
 KILL_AFTER_STEP = 15
 TOLERANCE, ELASTIC = 1e-5, 1e-4
 
-ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import a test
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import test modules
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -43,7 +43,7 @@ Row = dict[str, float]
 
 @pytest.fixture(scope="module")
 def changes(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Changes of the local profile: data from preprocess, and an end after 30 steps."""
+    """Return changes to the settings of the local profile: data from `preprocess`, and a stop after 30 steps."""
     data = tmp_path_factory.mktemp("packed") / "rows"
     options = settings.load(PreprocessOptions, "preprocess", profile="local")
     paths = {"input": str(assets / "data/*.jsonl"), "output": str(data), "model": str(assets / "model")}
@@ -59,7 +59,7 @@ def changes(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 @pytest.fixture(scope="module")
 def ddp(changes: dict[str, Any]) -> list[Row]:
-    """An undisturbed run."""
+    """Return the metrics of an undisturbed run."""
     options = _ddp_options(changes)
     finetune_ddp.main(options)
     return _metrics(options)
@@ -74,7 +74,7 @@ def test_two_workers_train_as_one_process(ddp: list[Row], changes: dict[str, Any
 
 
 def test_zero_and_fsdp_agree_with_ddp(ddp: list[Row], changes: dict[str, Any]) -> None:
-    """Run each under Ray once. test_parity.py compares all variants."""
+    """Each strategy runs under Ray here. test_parity.py compares all variants."""
     zero = _deepspeed_options(changes | {"name": "zero"})
     finetune_deepspeed.main(zero)
     fsdp = _fsdp_options(changes | {"name": "fsdp"})
@@ -88,7 +88,7 @@ def test_zero_and_fsdp_agree_with_ddp(ddp: list[Row], changes: dict[str, Any]) -
 def test_torchrun_agrees_with_ray(ddp: list[Row], changes: dict[str, Any]) -> None:
     options = _ddp_options(changes | {"name": "torchrun"})
     _torchrun(changes | {"name": options.name, "stop_after": 20})
-    _torchrun(changes | {"name": options.name})  # goes on from the checkpoint
+    _torchrun(changes | {"name": options.name})  # resumes from the checkpoint
     assert [row["step"] for row in _metrics(options)] == list(range(1, STEPS + 1))
     assert [row["loss"] for row in _metrics(options)] == pytest.approx([row["loss"] for row in ddp], abs=TOLERANCE)
     _assert_same_model(_model(options), _model(_ddp_options(changes)))
@@ -105,7 +105,7 @@ def test_a_killed_worker_changes_no_bit(ddp: list[Row], changes: dict[str, Any])
     killer.start()
     finetune_ddp.main(options)
     killer.join()
-    assert len(list((_folder(options) / "tensorboard").iterdir())) == 2  # one file for each start
+    assert len(list((_folder(options) / "tensorboard").iterdir())) == 2  # one file before the kill, and one after it
     assert [(row["step"], row["loss"], row["grad_norm"]) for row in _metrics(options)] == [
         (row["step"], row["loss"], row["grad_norm"]) for row in ddp
     ]
@@ -114,9 +114,10 @@ def test_a_killed_worker_changes_no_bit(ddp: list[Row], changes: dict[str, Any])
 def test_a_lost_machine_leaves_fewer_workers(
     ddp: list[Row], changes: dict[str, Any], tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A separate cluster with two machines besides the head loses one of them without notice."""
-    monkeypatch.setenv("PYTHONPATH", str(settings.PROJECT))  # for the workers
-    monkeypatch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "20")  # it waits for two workers again
+    """A separate cluster, with a head and two other machines, loses one of the two without notice."""
+    monkeypatch.setenv("PYTHONPATH", str(settings.PROJECT))  # so that workers can import the project
+    # after the loss, Ray Train first waits this long for two workers
+    monkeypatch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "20")
     shared = changes | {"name": "elastic", "shared_paths": str(tmp_path_factory.getbasetemp()), "log_every": 1}
     options = _ddp_options(shared | {"shared_paths": ()})
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
@@ -153,7 +154,7 @@ def test_a_stream_trains_and_its_workers_can_start_tasks(
 
 
 def test_a_refusal_in_the_workers_reaches_the_driver(changes: dict[str, Any]) -> None:
-    """The error is not retried: only dead workers are replaced."""
+    """There is no retry after an error: only dead workers are replaced."""
     options = _ddp_options(changes | {"name": "refused", "max_failures": 3})
     with pytest.raises(settings.UserError, match="refused by rank 0"):
         ray_train.fit(options, _refuse)
@@ -261,14 +262,14 @@ def _words(changes: dict[str, Any]) -> list[str]:
 
 
 def _wait_for_kill(options: TrainOptions) -> None:
-    """Wait until the run has passed KILL_AFTER_STEP."""
+    """Wait until the run has logged KILL_AFTER_STEP steps."""
     file = _folder(options) / "metrics.jsonl"
     while not file.exists() or len(file.read_text().splitlines()) < KILL_AFTER_STEP:
         time.sleep(0.05)
 
 
 def _kill_a_worker(options: TrainOptions) -> None:
-    """Kill one of this test's train workers with SIGKILL."""
+    """Kill one of this test's training workers with SIGKILL."""
     _wait_for_kill(options)
     workers = [pid for pid, name in children().items() if "RayTrainWorker" in name]
     psutil.Process(workers[-1]).kill()
@@ -282,7 +283,7 @@ def _answer() -> int:
 def _ddp_that_starts_a_task(
     model: PreTrainedModel, options: TrainOptions, runtime: Runtime, plan: BatchPlan
 ) -> Strategy:
-    assert ray.get(_answer.remote(), timeout=60) == 42  # in the workers' placement group it would wait forever
+    assert ray.get(_answer.remote(), timeout=60) == 42  # a task in the workers' placement group would wait forever
     return DDP(model, options, runtime, plan)
 
 

@@ -1,4 +1,4 @@
-"""Where a gang looks for machines. The rehearsal, which has an autoscaler, tests how it gets them."""
+"""Test where a gang looks for machines. The rehearsal, which has an autoscaler, tests how a gang gets them."""
 
 import json
 
@@ -21,7 +21,7 @@ def test_every_zone_of_the_cheaper_market_comes_first(monkeypatch: pytest.Monkey
     assert places == [(market, zone) for market in ("spot", "on-demand") for zone in "123"]
 
 
-@pytest.mark.usefixtures("ray_session")  # its nodes are listed
+@pytest.mark.usefixtures("ray_session")  # `gather` lists its nodes
 def test_after_a_refusal_the_next_zone_is_tried(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,4 +1,4 @@
-"""Test the real HAProxy, with Ray's configuration as haproxy.sh changes it, in front of a stub replica."""
+"""Test a real HAProxy in front of a stub replica, with Ray's configuration after the changes by haproxy.sh."""
 
 import asyncio
 import json
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(not haproxy.environment("/"), reason="HAProxy is
 
 START_S = 60
 OPEN_S = 45
-"""A connection that is open for this many seconds counts as never closed."""
+"""If HAProxy leaves a connection open for this many seconds, the test fails."""
 
 
 class Replica:
@@ -110,7 +110,7 @@ class Proxy:
                 ingress_request_router_servers=[dead],
             ),
         ]
-        file = f"{folder}/node/haproxy.cfg"  # Ray gives each node a folder of its own
+        file = f"{folder}/node/haproxy.cfg"  # Ray gives each node its own folder
         writer = HAProxyApi(config, {each.name: each for each in backends}, config_file_path=file)
         writer._generate_config_file_internal()
         environment = os.environ | haproxy.environment(str(folder))
@@ -127,7 +127,7 @@ class Proxy:
             return 0
 
     def send_raw(self, *lines: bytes) -> tuple[float, bytes]:
-        """Send a possibly incomplete request. Return the seconds until HAProxy closed it, and its answer."""
+        """Send a possibly incomplete request. Return the seconds until the connection is closed, and the answer."""
         started = time.monotonic()
         with socket.create_connection(("127.0.0.1", self.port), timeout=OPEN_S) as connection:
             connection.sendall(b"\r\n".join(lines))

@@ -1,4 +1,4 @@
-"""Test the load balancer: there is none without a certificate, and it forwards requests to the head."""
+"""Test the load balancer: it exists only if there is a certificate, and it forwards requests to the head."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +16,7 @@ CERTIFICATE = "arn:aws:acm:us-east-1:123456789012:certificate/0a1b2c3d-0000-0000
 
 @pytest.fixture
 def file(s3: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[ClusterFile]:
-    """Return the cluster file, in moto's account with the tests' bucket and a default VPC."""
+    """Yield the cluster file. Moto stands in for AWS, with the tests' bucket and a default VPC."""
     monkeypatch.setattr(key_pair, "ensure", lambda file: None)
     monkeypatch.setattr(prepare, "_own_address", lambda: "192.0.2.1")
     file = cluster_file.load()
@@ -42,7 +42,7 @@ def balancers(file: ClusterFile) -> list[Any]:
 def test_there_is_none_until_a_certificate_is_named(file: ClusterFile, monkeypatch: pytest.MonkeyPatch) -> None:
     prepare_with(file, monkeypatch)
     assert balancers(file) == []
-    load_balancer.register(file, "i-0123456789abcdef0")  # nothing to do
+    load_balancer.register(file, "i-0123456789abcdef0")  # does nothing
 
 
 def test_the_head_is_behind_it(

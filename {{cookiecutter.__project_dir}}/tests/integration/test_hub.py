@@ -1,4 +1,4 @@
-"""Read data sets from a fake hub, which answers like huggingface.co, with the real client."""
+"""Test reading data sets with the real hub client, from a fake hub that answers like huggingface.co."""
 
 import json
 import os
@@ -33,7 +33,7 @@ print(json.dumps([json.loads(row["row"]) for row in row_sources.head(source, 10)
 
 
 class Hub(BaseHTTPRequestHandler):
-    """Answers the requests of HfFileSystem: for a repository, its folders and files, and their content."""
+    """Answers the requests of HfFileSystem for a repository, its folders and files, and their content."""
 
     protocol_version = "HTTP/1.1"
     files: dict[str, bytes]
@@ -119,7 +119,7 @@ def hub() -> Iterator[str]:
 
 
 def read(hub: str, uri: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
-    """Read a source in a new process: huggingface_hub reads the hub's address when it is imported."""
+    """Read a source in a new process, because huggingface_hub reads the hub's address when it is imported."""
     environment = os.environ | {"HF_ENDPOINT": hub, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
     command = [sys.executable, "-c", READ, uri]
     return subprocess.run(command, env=environment, cwd=settings.PROJECT, capture_output=True, text=True)

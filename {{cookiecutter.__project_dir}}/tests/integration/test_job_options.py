@@ -16,12 +16,12 @@ SLOW = {"torch", "ray", "transformers", "boto3"}
 
 
 def type_options(job: str, *options: str, checked_for: str = "") -> subprocess.CompletedProcess[str]:
-    """Run `python -m jobs.JOB OPTIONS`, which lists its imports on stderr."""
+    """Run `python -m jobs.JOB OPTIONS`. Python lists the imports on stderr."""
     return _run([f"jobs.{job}", *options], {"JOB_OPTIONS_CHECKED_FOR": checked_for} if checked_for else {})
 
 
 def inv(*words: str) -> subprocess.CompletedProcess[str]:
-    """Run a verb, which lists its imports on stderr."""
+    """Run a verb. Python lists the imports on stderr."""
     return _run(["invoke", *words], {})
 
 
@@ -159,5 +159,5 @@ def test_a_job_with_a_command_line_of_its_own_is_not_run_here(tmp_path: Path, mo
     script = tmp_path / "jobs" / "mine.py"
     script.parent.mkdir()
     script.write_text('if __name__ == "__main__":\n    open("ran", "w").close()\n')
-    assert job_scripts.check("mine", ["--help"], "local"), "it is submitted"
+    assert job_scripts.check("mine", ["--help"], "local"), "the job must be submitted, not run here"
     assert not (tmp_path / "ran").exists()

@@ -1,4 +1,4 @@
-"""Test what users see of a job's log, with logs of Ray 2.60."""
+"""Test which lines of a job's log users see, with a log from Ray 2.60."""
 
 import os
 import pty
@@ -106,12 +106,12 @@ def test_a_terminal_has_a_bar_below_and_loses_no_line() -> None:
     for line in filter(None, re.sub(r"\x1b\[[0-9;]*m", "", SHOWN).splitlines()):
         assert lines.count(line.strip()) == 1
     assert "model: 100%" in lines
-    assert not [line for line in lines if line.endswith(("10%", "20%"))], "a bar of the job's own would fill the screen"
+    assert not [line for line in lines if line.endswith(("10%", "20%"))], "the job's own bar would fill the screen"
     assert any(re.match(r"step .*━.* 20/20 .*0:00:00 left", line) for line in lines)
 
 
 def _read(terminal: int) -> bytes:
-    """Return what was printed, or b"" if the terminal is closed, which Linux reports as an error."""
+    """Return new output, or b"" if the terminal is closed, which Linux reports as an error."""
     try:
         return os.read(terminal, 4096)
     except OSError:

@@ -31,7 +31,7 @@ UNREACHABLE = "http://127.0.0.1:9"
 
 
 class Upstream:
-    """A real server for two other apps. It records the requests and the number of chunks that it sent."""
+    """A real server for other apps. It records the requests and the number of chunks that it sends."""
 
     def __init__(self) -> None:
         self.requests: list[tuple[str, dict[str, Any], str | None]] = []
@@ -128,7 +128,7 @@ def test_a_canary_gets_its_share(upstream: Upstream) -> None:
         answers = [await post(app, {"model": "own"}) for _ in range(400)]
         return sum(answer.json()["from"] == "canary" for answer in answers)
 
-    assert 60 < asyncio.run(ask_many()) < 140  # of 400; 100 plus or minus five standard deviations
+    assert 60 < asyncio.run(ask_many()) < 140  # 100 of 400 are expected; the standard deviation is 8.7
 
 
 def test_an_error_is_passed_back(upstream: Upstream) -> None:
@@ -285,7 +285,7 @@ def test_each_outcome_is_recorded() -> None:
 
 
 class FakeStore:
-    """A store that outlives its users, like the cluster's."""
+    """A store that outlives the actors that use it, like the cluster's own."""
 
     def __init__(self) -> None:
         self._value = ""
@@ -307,7 +307,7 @@ def test_replicas_get_the_current_routes() -> None:
     assert state.report(ROOT, ["own", "adapter"], []) == NO_ROUTES
     state.report("/models/sql", ["sql", "sql-short"], [])
     state.report(CANARY, ["own"], [])
-    assert state.report(ROOT, ["own"], []) == TWO_NAMES  # a canary without a share gets nothing
+    assert state.report(ROOT, ["own"], []) == TWO_NAMES  # a canary without a share gets no requests
     state.set_canary(10, {"model": "new"})
     assert state.report(ROOT, ["own"], []) == Routes(TWO_NAMES.others, CANARY, 10)
     apps.clear()  # Serve has deleted them, but their last replicas still report

@@ -1,6 +1,6 @@
-"""Every strategy, number of ranks and precision gives the numbers of a single process.
+"""Test that every strategy, number of ranks and precision gives the same losses as a single process.
 
-Ranks are processes like those of torchrun, forked from one that has imported everything.
+Ranks are processes as under torchrun. They are forked from a process that has imported everything.
 """
 
 import json
@@ -26,14 +26,14 @@ from pipeline.training.runtimes.torchrun import TorchrunRuntime
 from pipeline.training.strategies import DDP, MakeStrategy
 from pipeline.training.trainer import train
 
-STEPS = 30  # of the local profile's own schedule, which is the demo's
+STEPS = 30  # the first steps of the local profile's schedule, which the demo uses
 EXACT, ELASTIC, BF16 = 1e-5, 1e-4, 1e-2
 
-os.environ["DS_ACCELERATOR"] = "cpu"  # read when deepspeed is imported
+os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed reads it when it is imported
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(
     ["pipeline.training.runtimes.torchrun", "pipeline.training.fsdp", "deepspeed"]
-)  # each rank is a fork of them
+)  # imported once, before the ranks are forked
 
 Row = dict[str, float]
 Way = Callable[[dict[str, Any]], tuple[TrainOptions, MakeStrategy]]
@@ -65,7 +65,7 @@ WAYS: dict[str, Way] = {
 
 @pytest.fixture(scope="module")
 def changes(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Changes of the local profile."""
+    """Return changes to the settings of the local profile."""
     data, model = tmp_path_factory.mktemp("packed"), tmp_path_factory.mktemp("model")
     packed_rows.write_model(model, assets, num_hidden_layers=3)
     packed_rows.write(data, packed_rows.tokenize(assets, model, 128), model, 128, train=[60, 40], evaluated=7)
@@ -74,7 +74,7 @@ def changes(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
         "model": str(model),
         "data": str(data),
         "output": output,
-        "learning_rate": 1e-3,  # at the demo's, three times as high, rounding errors grow to 1.3e-5 in 30 steps
+        "learning_rate": 1e-3,  # at the demo's 3e-3, rounding errors grow to 1.3e-5 in 30 steps
         "stop_after": STEPS,
         "checkpoint_every": 10,
     }
@@ -140,7 +140,7 @@ def test_bf16_is_close_to_fp32(way: str, alone: list[Row], changes: dict[str, An
     rows = _spread(WAYS[way], 2, changes | {"name": f"bf16-{way}", "precision": "bf16"})
     _assert_close(rows, alone, BF16)
     apart = max(abs(row["loss"] - other["loss"]) for row, other in zip(rows, alone, strict=True))
-    assert apart > EXACT  # so it computed in bf16
+    assert apart > EXACT  # otherwise it did not compute in bf16
 
 
 def _alone(changes: dict[str, Any]) -> list[Row]:
@@ -170,7 +170,8 @@ def _spread(way: Way, workers: int, changes: dict[str, Any]) -> list[Row]:
 def _rank(number: int, workers: int, meeting: Path, options: TrainOptions, make_strategy: MakeStrategy) -> None:
     os.environ |= {"LOCAL_RANK": str(number), "LOCAL_WORLD_SIZE": str(workers)}
     if options.precision == "bf16":
-        pytest.MonkeyPatch().setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})  # slow, but right
+        # on a CPU without bf16, its emulation is slow, but correct
+        pytest.MonkeyPatch().setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=number, world_size=workers)
     runtime = TorchrunRuntime(Path(options.output, options.name), torch.device("cpu"), options.keep_checkpoints)
     train(options, runtime, make_strategy)

@@ -1,4 +1,4 @@
-"""preprocess end to end: the same rows and seed give the same bytes, errors are one sentence, memory stays flat."""
+"""Test `preprocess` end to end: the same rows and seed give the same bytes, errors are short, and memory stays flat."""
 
 import errno
 import json
@@ -72,7 +72,7 @@ def shard_bytes(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def many(tmp_path_factory: pytest.TempPathFactory, assets: Path) -> Path:
-    """Return a file with six numbered copies of each of the demo's rows: enough for four partitions."""
+    """Return a file with six numbered copies of each row of the demo, which is enough for four partitions."""
     lines = (assets / "data" / "pairs.jsonl").read_text(encoding="utf-8").splitlines()
     numbered = []
     for copy in range(6):
@@ -264,7 +264,7 @@ def test_a_weight_is_how_often_each_row_is_used(assets: Path, tmp_path: Path, ra
     assert [cells["documents"] for cells in report.inputs] == [f"{sum(row):,}" for row in used.values()]
     held_out = [text.split("<|user|>")[1].split("<|assistant|>")[0] for text in documents(tmp_path, "eval", assets)]
     trained = [text.split("<|user|>")[1].split("<|assistant|>")[0] for text in documents(tmp_path, "train", assets)]
-    assert not set(held_out) & set(trained), "copies are on one side"
+    assert not set(held_out) & set(trained), "all copies of a row must be on the same side"
 
 
 @pytest.mark.parametrize("part", ["data/pairs.jsonl", "=2", "data/pairs.jsonl=0", "data/pairs.jsonl=much"])
@@ -465,7 +465,7 @@ def watch():
         for process in [this, *this.children(recursive=True)]:
             try:
                 peaks[-1] = max(peaks[-1], process.memory_full_info().uss)
-            except psutil.Error:  # it ended meanwhile
+            except psutil.Error:  # the process has ended
                 pass
         time.sleep(0.3)
 
@@ -480,7 +480,7 @@ print(json.dumps({"store": ray.cluster_resources()["object_store_memory"], "peak
 
 
 def write_bulky_rows(folder: Path, megabytes: int) -> int:
-    """Write JSONL rows of 20 kB, of which a template uses little. Return the bytes written."""
+    """Write JSONL rows of 20 kB each, of which the chat template uses little. Return the size of the file."""
     noise = random.Random(megabytes)
     found = []
     for number in range(megabytes * 50):
@@ -512,4 +512,4 @@ def test_rows_are_tokenized_in_slices_of_similar_size(monkeypatch: pytest.Monkey
     parts = list(shards.slices(table))
     assert pa.concat_tables(parts).equals(table)
     assert len(parts) > 4
-    assert all(sum(map(len, part["row"].to_pylist()[1:])) < 10 for part in parts)  # besides its first row
+    assert all(sum(map(len, part["row"].to_pylist()[1:])) < 10 for part in parts)  # not counting the slice's first row

@@ -1,6 +1,6 @@
-"""The private Ray APIs that this project uses: they exist, and only pipeline/ray_support/private/ uses them.
+"""Test that the private Ray APIs in use exist, and that only pipeline/ray_support/private/ uses them.
 
-After a Ray upgrade, this file shows what changed.
+After a Ray upgrade, failures in this file show what has changed.
 """
 
 import ast
@@ -51,14 +51,14 @@ ATTRIBUTES = {
     "_parameters": "moto",
     "_keep": "SingleProcess, which TorchrunRuntime extends",
 }
-"""Attributes that begin with `_` and may be read on objects other than `self`: none belongs to Ray."""
+"""Attributes that begin with `_` and that any code may read, because they do not belong to Ray."""
 
 
-# ------------------------------------------------------------------------------------------ nobody else uses them
+# ------------------------------------------------------------------------------------------ no other module uses them
 
 
 def private_uses(module: str, tree: ast.AST) -> Iterator[str]:
-    """Yield each private Ray module that a file imports, and each private attribute of another object that it reads."""
+    """Yield each private Ray module that a file imports, and each private attribute that it reads on other objects."""
     for name in imports(tree):
         if PRIVATE.match(name):
             yield f"{module} imports {name}"
@@ -102,7 +102,7 @@ def test_a_module_imports_no_other_of_the_package(module: str) -> None:
 
 
 def test_the_watchdog_of_a_worker_stays_small() -> None:
-    """The watchdog runs on every node all the time, so it imports Ray only after a spot notice."""
+    """The watchdog runs on every node all the time. To save memory, it imports Ray only after a spot notice."""
     code = "import psutil, sys, cluster.node.watchdog_worker as _; "
     code += "print(psutil.Process().memory_info().rss, 'ray' in sys.modules)"
     done = subprocess.run(
@@ -112,7 +112,7 @@ def test_the_watchdog_of_a_worker_stays_small() -> None:
     assert (int(used) < 100 * 2**20, has_ray) == (True, "False")
 
 
-# ------------------------------------------------------------------------------------------ they exist, by module
+# ------------------------------------------------------------------------------------------ the APIs of each module
 
 
 def parameters(function: object) -> list[str]:
@@ -194,7 +194,7 @@ def test_serve_llm() -> None:
     server = serve_llm.LLMServer
     assert "self._start_engine()" in inspect.getsource(server.start)
     assert parameters(server.__serve_build_asgi_app__) == ["self"]
-    assert not {"build_asgi_app", "start_engine"} & set(dir(server)), "our hooks would replace methods of Ray's"
+    assert not {"build_asgi_app", "start_engine"} & set(dir(server)), "our hooks would override Ray's methods"
     callback = serve_llm.NodeCallback(llm_config=None, ctx_kwargs={"runtime_env": {"env_vars": {}}})
     assert (callback.ctx.run_init_node, callback.ctx.runtime_env) == (True, {"env_vars": {}})
     assert inspect.iscoroutinefunction(callback.on_before_node_init)
@@ -236,6 +236,6 @@ def test_tune() -> None:
 def test_job_sdk() -> None:
     client = job_sdk.JobSubmissionClient
     assert parameters(client._do_request)[:3] == ["self", "method", "endpoint"]
-    assert not hasattr(client, "send"), "our hook would replace a method of Ray's"
+    assert not hasattr(client, "send"), "our hook would override Ray's method"
     for name in job_sdk.LOGGERS[1:]:
         assert sys.modules[name].logger.name == name

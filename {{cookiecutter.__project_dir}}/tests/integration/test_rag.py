@@ -1,4 +1,4 @@
-"""Test chunks, vectors, updates of the index, and answers with sources."""
+"""Test chunks, vectors, updates to the index, and answers with sources."""
 
 import asyncio
 import errno
@@ -56,7 +56,7 @@ def embedder_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def facts() -> dict[str, tuple[str, str]]:
-    """Return a question and the sentence that answers it, by the id of the document."""
+    """Return a question and the sentence that answers it, by the id of the document with that sentence."""
     found = {}
     for number, name in errno.errorcode.items():
         found[name] = (f"What does {name} mean?", f"{name} is the error that says: {os.strerror(number)}.")
@@ -67,7 +67,7 @@ def facts() -> dict[str, tuple[str, str]]:
 
 
 def write(folder: Path) -> dict[str, tuple[str, str]]:
-    """Write a quarter of the facts in each format. Return them by the ids of their documents."""
+    """Write a quarter of the facts in each of four formats. Return the facts by the ids of their documents."""
     folder.mkdir(parents=True)
     written: dict[str, tuple[str, str]] = {}
     rows: dict[str, list[dict[str, str]]] = {"a.parquet": [], "b.jsonl": []}
@@ -101,7 +101,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, tu
 
 @pytest.fixture(scope="module")
 def options(tmp_path_factory: pytest.TempPathFactory, embedder_folder: str, corpus: tuple[Path, Any]) -> EmbedOptions:
-    """The local profile's options for the corpus."""
+    """Return the options of the local profile, with the corpus as input."""
     made = {
         "input": str(corpus[0]),
         "index": str(tmp_path_factory.mktemp("index") / "index"),
@@ -183,7 +183,7 @@ def embedded(ray_session: None, options: EmbedOptions) -> EmbedOptions:
 
 
 def summary(capsys: pytest.CaptureFixture) -> str:
-    """Return the printed line with the numbers of documents."""
+    """Return the printed line that counts the documents."""
     return next(line for line in capsys.readouterr().out.splitlines() if line.startswith("documents: "))
 
 
@@ -312,7 +312,7 @@ def test_each_worker_loads_the_model_once(
 
 
 def stub() -> type:
-    """Return the class of a fake served model. Ray pickles it by value: replicas cannot import this module."""
+    """Return the class of a fake served model. Ray pickles it by value, because replicas cannot import this module."""
 
     class Model:
         """A fake model. It answers with its prompt, the end of the API key, and `max_tokens`."""
@@ -370,7 +370,7 @@ def rag_options(embedded: EmbedOptions, **changes: object) -> RagOptions:
 
 @pytest.fixture(scope="module")
 def client(embedded: EmbedOptions) -> Iterator[openai.OpenAI]:
-    """A client of the application, which quotes the documents."""
+    """Deploy the application, which answers with quotes from the documents, and yield a client for it."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     job_secrets.load()
@@ -430,7 +430,7 @@ def test_new_changed_and_removed_documents_take_effect_in_the_next_answer(
     embed.main(more)
     assert summary(capsys) == "documents: 0 new, 0 changed, 1 removed, 1 unchanged"
     assert "capital.md" not in [source["document"] for source in ask(client, "What is the capital of Zembla?")[1]]
-    assert "ENOENT" in ask(client, "What does ENOENT mean?")[0]  # another source's documents stay
+    assert "ENOENT" in ask(client, "What does ENOENT mean?")[0]  # documents from another input stay
 
 
 def test_invalid_keys_and_requests_are_rejected(client: openai.OpenAI) -> None:

@@ -1,4 +1,4 @@
-"""Test answers with sources through OpenAI's client, with a real generator and a fake model, without Ray."""
+"""Test answers with sources through an OpenAI client, with a real generator and a fake model, without Ray."""
 
 import asyncio
 import json
@@ -29,7 +29,7 @@ QUOTE = "Apples are red. [1]"
 
 
 class FakeModel:
-    """A fake model. It records its last request, and fails as the question says."""
+    """A fake model. It records its last request, and fails if the question asks for it."""
 
     def __init__(self) -> None:
         self.request: dict[str, Any] = {}
@@ -90,7 +90,7 @@ class FakeStream:
 
 
 def handles(generator: Generator, sources: list[ScoredChunk]) -> Any:
-    """Return fake handles of retriever, reranker and generator, in this process."""
+    """Return fake handles to a retriever, a reranker and the generator, which all run in this process."""
 
     async def find(question: str) -> list[ScoredChunk]:
         return sources
@@ -110,7 +110,7 @@ def handles(generator: Generator, sources: list[ScoredChunk]) -> Any:
 
 
 class Client:
-    """OpenAI's client for an app in this process."""
+    """An OpenAI client for an app in this process."""
 
     def __init__(self, address: str, *, kind: Any = "model", sources: list[ScoredChunk] = SOURCES) -> None:
         self._arguments = (kind, address, 10_000)
@@ -131,7 +131,7 @@ class Client:
         return asyncio.run(called())
 
     def ask(self, content: Any = "What are apples?", **more: Any) -> Any:
-        """Return the answer, or a stream's chunks as a list."""
+        """Ask a question. Return the answer, or the chunks of a stream as a list."""
 
         async def call(client: openai.AsyncOpenAI) -> Any:
             body: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": content}]} | more

@@ -1,4 +1,4 @@
-"""The metrics and events that a run logs, and the page that `inv report` makes from them."""
+"""Test the metrics and events that a run logs, and the page that `inv report` makes from them."""
 
 import io
 import json
@@ -33,7 +33,7 @@ def output(request: pytest.FixtureRequest, tmp_path: Path, s3: str) -> str:
 
 
 def train(output: str, name: str, *, done: int = 0, until: int = STEPS, killed: bool = False, **options: Any) -> None:
-    """Make the trainer's calls to MetricLogger, from after step `done` to `until`."""
+    """Call MetricLogger as the trainer does, for the steps after `done` up to `until`."""
     train_options = settings.load(DDPOptions, "train", profile="local").model_copy(
         update={"output": output, "name": name, "steps": STEPS, "data": "/nowhere"} | options
     )
@@ -68,7 +68,7 @@ def unknown_price(device: str, workers: int) -> None:
 
 
 class Page(HTMLParser):
-    """The page as a browser sees it: tags, text, addresses to fetch, and curves by name and panel."""
+    """A report page as a browser sees it: tags, text, addresses to fetch, and curves by name and panel."""
 
     def __init__(self, runs: list[history.History]) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ def test_a_kill_and_a_restart_are_recorded_and_drawn(output: str) -> None:
     train(output, "run", done=5)
     (run,) = history.read_all(output, ["run"])
     events = [(event["event"], event["step"]) for event in run.events]
-    seen = 8 if storage.is_local(output) else 5  # to a bucket, a run goes with its checkpoints
+    seen = 8 if storage.is_local(output) else 5  # until a run ends, its files reach a bucket only with each checkpoint
     restarted = [("broken off", seen), ("start", 5), ("checkpoint", 10), ("checkpoint", 12), ("end", 12)]
     assert events == [("start", 0), ("checkpoint", 5), *restarted]
     assert [row["step"] for row in run.rows] == list(range(1, STEPS + 1))
@@ -194,14 +194,14 @@ def test_the_page_has_what_preprocess_counted(tmp_path: Path) -> None:
     train(str(tmp_path), "two", data=f"{tmp_path}/packed", learning_rate=0.5)
     train(str(tmp_path), "other")
     train(str(tmp_path), "streamed", data=f"{tmp_path}/packed", stream=True)
-    storage.delete_folder(f"{tmp_path}/packed")  # a run keeps the counts of its data
+    storage.delete_folder(f"{tmp_path}/packed")  # the runs have copied the counts of their data
     page = Page(history.read_all(str(tmp_path), ["one", "two", "other", "streamed"]))
     text = " ".join(page.text.split())
     assert "Data 0123456789ab Used by one, two. 8,000 rows were read." in text
     assert "train 4,000 17 20 1,900 95.0% 50.0%" in text
     assert "faq.jsonl 2.5 1,500 760 40.0% 100.0%" in text
     assert "240 3.0% an empty <b>turn</b> 80 1.0% a duplicate" in text
-    old = {"content_hash": "0" * 64, "rows_read": 1}  # an earlier version of this project wrote less
+    old = {"content_hash": "0" * 64, "rows_read": 1}  # from an earlier version of this project, which wrote less
     assert data_report.data_reports([history.History("old", {}, [], [], old)]) == []
     [bars] = data_report.lengths(data_report.data_reports(history.read_all(str(tmp_path), []))).to_dict()["data"]
     assert (list(bars["x"]), list(bars["y"])) == (["≤ 16", "≤ 32"], [0.25, 0.75])
@@ -214,7 +214,7 @@ def test_text_stays_text_and_nothing_is_fetched(tmp_path: Path) -> None:
     assert page.addresses == []
     assert "<b>bold" in page.text
     assert '<img src="https://example.com">' in page.text
-    assert ("&lt;b&gt;bold", "y") in page.curves  # plotly reads a few tags in its texts
+    assert ("&lt;b&gt;bold", "y") in page.curves  # escaped, because plotly interprets some tags in texts
 
 
 def test_dollars_are_of_whole_machines_while_there_were_workers() -> None:
@@ -224,7 +224,7 @@ def test_dollars_are_of_whole_machines_while_there_were_workers() -> None:
     assert price("NVIDIA H100 80GB HBM3", 1) is None
     (cells,) = report.summarize([run_on(A100)], price)
     assert cells["time"] == "1:30:00"
-    assert cells["GPU-hours"] == "16.00"  # 8 for an hour, 16 for a half
+    assert cells["GPU-hours"] == "16.00"  # 8 GPUs for an hour, then 16 for half an hour
     assert cells["dollars"] == "≈ 60.00"
     assert cells["workers"] == "8 → 16 × A100-SXM4-40GB"
     assert not {"GPU-hours", "dollars"} & set(report.summarize([run_on("cpu")], price)[0])

@@ -1,4 +1,4 @@
-"""One thin thread through a real Ray: a few rows are preprocessed, and two workers train on them."""
+"""Test the main path on a real Ray: preprocess a few rows, and train on them with two workers."""
 
 import json
 from pathlib import Path

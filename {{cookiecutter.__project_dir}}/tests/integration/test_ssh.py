@@ -1,4 +1,4 @@
-"""Test the options with which ssh connects to the head, as ssh itself reads them."""
+"""Test the options with which ssh connects to the head, as ssh itself interprets them."""
 
 import re
 import subprocess
@@ -15,14 +15,14 @@ from cluster.common import cluster_file, instances
 
 
 def ssh_config(head: SshHead) -> dict[str, str]:
-    """Return ssh's configuration after all options, without connecting."""
+    """Return the configuration that ssh uses with these options, without connecting."""
     shown = subprocess.run(head.command("-G"), check=True, capture_output=True, text=True).stdout
     return dict(line.split(" ", 1) for line in shown.splitlines() if " " in line)
 
 
 def test_ssh_uses_the_address_and_only_the_clusters_key(tmp_path: Path) -> None:
     key = tmp_path / "key.pem"
-    key.touch()  # ssh would fall back to its own keys
+    key.touch()  # without the file, ssh would fall back to its own keys
     options = ssh_config(SshHead("i-0a1", "198.51.100.7", "ubuntu", key))
     assert (options["user"], options["hostname"]) == ("ubuntu", "198.51.100.7")
     assert options["identityfile"] == str(key)

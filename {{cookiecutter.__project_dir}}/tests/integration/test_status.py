@@ -1,4 +1,4 @@
-"""Test the problems that `inv status` reports, with responses of Ray's dashboard."""
+"""Test the problems that `inv status` reports for given responses of Ray's dashboard."""
 
 import io
 from dataclasses import replace
@@ -54,7 +54,7 @@ def test_demand_that_no_node_can_meet_is_reported() -> None:
     assert status.problems(snapshot(load=load)) == ["3 × 8 CPU is requested, but the cluster has only 4 CPU"]
     fits = {"usage": {"CPU": [4.0, 4.0]}, "resourceDemand": [[{"CPU": 1.0}, 3]], "pgDemand": []}
     assert status.problems(snapshot(load=fits)) == []
-    assert "3" in printed(snapshot(load=fits)), "pending demands are shown, but are no problem"
+    assert "3" in printed(snapshot(load=fits)), "pending demands are not a problem, but they are shown"
 
 
 def test_a_failed_job_is_reported_with_its_exit_code_and_last_line() -> None:

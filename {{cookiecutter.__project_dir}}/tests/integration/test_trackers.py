@@ -1,4 +1,4 @@
-"""MLflow and Weights & Biases get the metrics of a run, also after a resume, and cannot stop the training."""
+"""Test that MLflow and Weights & Biases get all metrics of a resumed run, and that they cannot stop the training."""
 
 import json
 import threading
@@ -32,7 +32,7 @@ def test_mlflow_has_each_step_of_a_resumed_run(
 
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     uri = (tmp_path / "mlflow").as_uri()
-    for rows in (ROWS[:4], ROWS[2:]):  # the second start makes two steps again
+    for rows in (ROWS[:4], ROWS[2:]):  # the second start repeats two steps
         trackers = Trackers(_options(mlflow=uri), folder)
         trackers.write(rows)
         trackers.end()
@@ -54,8 +54,8 @@ def test_wandb_has_the_numbers_and_one_run(folder: RunFolder, monkeypatch: pytes
         trackers.end()
     run_id = json.loads((folder.path / "trackers.json").read_text())["wandb"]
     written = list((folder.path / "wandb").glob(f"offline-run-*/run-{run_id}.wandb"))
-    assert len(written) == 2  # one file for each start, of one run
-    deadline = time.monotonic() + 10  # wandb's own process writes the end of a file after finish() has returned
+    assert len(written) == 2  # one run, with one file for each start
+    deadline = time.monotonic() + 10  # after finish() has returned, wandb's own process still writes the end of a file
     while not all(b"loss" in file.read_bytes() for file in written):
         assert time.monotonic() < deadline, [file.stat().st_size for file in written]
         time.sleep(0.1)

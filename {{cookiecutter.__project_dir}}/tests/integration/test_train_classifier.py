@@ -1,4 +1,4 @@
-"""The classifier on one shared Ray: two workers train like a plain script, and a run resumes."""
+"""Test the classifier on the shared Ray instance: two workers train like a plain script, and a run resumes."""
 
 import contextlib
 import io
@@ -14,7 +14,7 @@ from jobs import train_classifier
 from jobs.train_classifier import ClassifierOptions
 from pipeline.training import digits
 
-torch.set_num_threads(1)  # on tensors as small as these, threads only wait for one another
+torch.set_num_threads(1)  # with tensors this small, several threads would only wait for one another
 
 EPOCHS = 4
 CHANGES = {"epochs": EPOCHS, "batch_size": 32}
@@ -29,7 +29,7 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> ClassifierOptions:
 
 @pytest.fixture(scope="module")
 def two(ray_session: None, options: ClassifierOptions) -> dict[str, Any]:
-    """Return the last checkpoint of two workers, and the output."""
+    """Train with two workers. Return the state in the last checkpoint, and the output."""
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
         train_classifier.main(options)
@@ -41,7 +41,7 @@ def test_two_workers_learn_it_as_a_plain_script_does(two: dict[str, Any], option
     assert _accuracy(two) > 0.9
     assert f"test accuracy {_accuracy(two, options.seed + 1):.1%}" in two["output"]  # each image counts once
     assert _accuracy(two) == pytest.approx(_accuracy(plain), abs=0.03)
-    assert _steps(two) == _steps(plain)  # the batch is the same
+    assert _steps(two) == _steps(plain)  # the global batch is the same
 
 
 def test_a_run_goes_on_with_another_number_of_workers(two: dict[str, Any], options: ClassifierOptions) -> None:
@@ -59,7 +59,7 @@ def test_both_profiles_hold_valid_options(profile: str) -> None:
 
 
 def _plain_script(options: ClassifierOptions) -> dict[str, Any]:
-    """Return the state after the same epochs in this process, without Ray."""
+    """Return the state after as many epochs in this process, without Ray."""
     torch.manual_seed(options.seed)
     model = digits.make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate)

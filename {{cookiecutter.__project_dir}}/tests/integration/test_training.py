@@ -1,4 +1,4 @@
-"""The training loop in a single process, without Ray: schedules, data, numerics and errors."""
+"""Test the training loop in a single process, without Ray: schedules, data, numerics and errors."""
 
 import json
 import math
@@ -45,7 +45,7 @@ Finetune = Callable[..., list[dict[str, float]]]
 
 @pytest.fixture(scope="module")
 def model(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with dropout, so that random states matter."""
+    """Return the folder of a model with dropout, so that random states matter."""
     folder = tmp_path_factory.mktemp("model")
     packed_rows.write_model(folder, assets, attention_dropout=0.1)
     return folder
@@ -53,7 +53,7 @@ def model(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def packed(assets: Path, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two training shards, row groups of a few rows."""
+    """Return a folder of packed rows: two training shards, with row groups of a few rows."""
     folder = tmp_path_factory.mktemp("packed")
     documents = packed_rows.tokenize(assets, model, SEQUENCE_LENGTH)
     packed_rows.write(folder, documents, model, SEQUENCE_LENGTH, train=[13, 8], evaluated=EVAL_ROWS)
@@ -90,7 +90,7 @@ def options(model: Path, packed: Path, tmp_path: Path) -> DDPOptions:
 
 @pytest.fixture
 def finetune(options: DDPOptions) -> Finetune:
-    """Train with changed options and return the lines of metrics.jsonl."""
+    """Return a function that trains with changed options and returns the lines of metrics.jsonl."""
 
     def run(runtime_type: type[SingleProcess] = SingleProcess, **changes: Any) -> list[dict[str, float]]:
         changed = options.model_validate(options.model_dump() | changes)
@@ -124,7 +124,7 @@ def test_a_remainder_is_refused_with_the_nearest_valid_values() -> None:
 def test_with_a_range_of_workers_each_runs_the_same_number_of_passes() -> None:
     schedule.check_batches(16, 4, 1, 4)
     assert [schedule.spread(16, 4, workers).accumulation for workers in (1, 2, 3, 4)] == [4, 2, 2, 1]
-    for rows, micro, most in [(16, 4, 5), (18, 4, 2)]:  # a worker, or part of a micro-batch, would have no rows
+    for rows, micro, most in [(16, 4, 5), (18, 4, 2)]:  # these leave a worker, or part of a micro-batch, without rows
         with pytest.raises(settings.UserError, match=f"--global-batch-rows {micro * most}"):
             schedule.check_batches(rows, micro, 1, most)
 
@@ -174,7 +174,7 @@ def test_ranks_share_the_rows_that_one_process_reads(options: DDPOptions, tmp_pa
             self.rank, self.world_size = rank, world_size
 
     options = options.model_copy(update={"micro_batch_rows": 2})
-    for step in (1, 2, 3, 9):  # TRAIN_ROWS is no multiple of the batch: the third straddles two epochs
+    for step in (1, 2, 3, 9):  # TRAIN_ROWS is not a multiple of the batch: the third spans two epochs
         alone = PackedSource(options, Rank(0, 1)).rows(step)
         shared = [PackedSource(options, Rank(rank, 4)).rows(step) for rank in range(4)]
         for name in COLUMNS:
@@ -269,10 +269,10 @@ def test_bf16_falls_back_to_fp32_if_it_is_emulated(
 
 def test_a_resumed_run_repeats_every_bit(finetune: Finetune, options: DDPOptions) -> None:
     undisturbed = finetune(name="undisturbed")
-    finetune(name="resumed", stop_after=7, checkpoint_every=5)  # in the middle of an epoch, past a checkpoint
-    shutil.rmtree(Path(options.output) / "resumed/step-00000007")  # as if killed after step 7 ...
+    finetune(name="resumed", stop_after=7, checkpoint_every=5)  # in the middle of an epoch, after a checkpoint
+    shutil.rmtree(Path(options.output) / "resumed/step-00000007")  # as if the run was killed after step 7 ...
     with Path(options.output, "resumed/metrics.jsonl").open("a") as file:
-        file.write('{"step": 8, "lo')  # ... in the middle of a line
+        file.write('{"step": 8, "lo')  # ... while it wrote a line
     resumed = finetune(name="resumed")
     for name in ("step", "loss", "lr", "grad_norm"):
         assert [row[name] for row in resumed] == [row[name] for row in undisturbed]
@@ -333,20 +333,20 @@ def test_a_machine_about_to_go_is_worth_a_checkpoint(finetune: Finetune, options
 
 
 def test_twenty_kills_change_no_bit(finetune: Finetune, options: DDPOptions, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kill at random moments, mostly in the middle of a step or while writing a checkpoint."""
-    steps = 200  # a fast machine runs five or more between two kills, and must not reach the end
+    """Kill the run at random moments: mostly in the middle of a step, or while it writes a checkpoint."""
+    steps = 200  # a fast machine runs five or more steps between two kills, and must not finish
     undisturbed = finetune(name="undisturbed", steps=steps)
     killed = options.model_copy(update={"name": "killed", "steps": steps, "checkpoint_every": 1, "log_every": 1})
     moments = random.Random(0)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
-    processes = multiprocessing.get_context("forkserver")  # imports once for all starts
+    processes = multiprocessing.get_context("forkserver")  # imports everything once for all starts
     processes.set_forkserver_preload([__name__])
     file = Path(killed.output, "killed/metrics.jsonl")
     for _ in range(20):
         process = processes.Process(target=_train_alone, args=(killed,))
         process.start()
         before = _lines(file)
-        while _lines(file) < before + 2 and process.is_alive():  # until it makes progress
+        while _lines(file) < before + 2 and process.is_alive():  # until the process makes progress
             time.sleep(0.001)
         time.sleep(moments.uniform(0, 0.1))
         process.kill()
@@ -366,7 +366,7 @@ def test_the_best_and_the_last_checkpoint_are_kept(finetune: Finetune, options: 
     losses = {row["step"]: row["eval_loss"] for row in rows if "eval_loss" in row}
     best = min(losses, key=lambda step: losses[step])
     kept = {int(folder.name.removeprefix("step-")) for folder in Path(options.output, options.name).glob("step-*")}
-    assert best != 60  # at this learning rate it overfits
+    assert best != 60  # at this learning rate the model overfits
     assert kept == {best, 60}
 
 
@@ -383,7 +383,7 @@ def test_a_run_that_is_asked_to_stop_saves_a_checkpoint(finetune: Finetune, opti
 
 
 def test_evaluation_equals_each_document_alone(finetune: Finetune, packed: Path, options: DDPOptions) -> None:
-    """Compare with transformers' own loss over unpacked documents: packing and batching must not matter."""
+    """Compare with transformers' own loss over unpacked documents, because packing and batching must not matter."""
     row = finetune(steps=6, micro_batch_rows=2)[-1]
     model = AutoModelForCausalLM.from_pretrained(f"{options.output}/{options.name}/model").eval()
     loss, tokens = 0.0, 0
@@ -403,9 +403,7 @@ def test_the_model_folder_is_complete(finetune: Finetune, packed: Path, options:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     made_with = read_manifest(str(packed)).tokenizer
     assert tokenizer.chat_template == made_with.chat_template
-    assert GenerationConfig.from_pretrained(folder).eos_token_id == made_with.eos_ids, (
-        "the tokens at which a server stops"
-    )
+    assert GenerationConfig.from_pretrained(folder).eos_token_id == made_with.eos_ids, "a server stops at these tokens"
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": "Name HTTP status code 404."}],
         add_generation_prompt=True,
@@ -419,7 +417,7 @@ def test_the_model_folder_is_complete(finetune: Finetune, packed: Path, options:
 def test_a_run_at_a_uri_equals_one_at_a_path(finetune: Finetune, options: DDPOptions, tmp_path: Path) -> None:
     undisturbed = finetune(name="undisturbed")
     remote = options.model_copy(update={"name": "remote", "output": f"file://{tmp_path}/bucket"})
-    for stop in (6, 12):  # the second start resumes the first
+    for stop in (6, 12):  # the second start resumes the run
         runtime = SingleProcess(tmp_path / "checkpoints", torch.device("cpu"), 1)
         train(remote.model_copy(update={"stop_after": stop}), runtime, DDP)
     folder = tmp_path / "bucket/remote"
@@ -545,7 +543,7 @@ def test_a_run_resumes_only_with_the_same_settings(options: DDPOptions, model: P
     config = preflight.load_config(str(model))
     identity = preflight.identify(options, config, "rows")
     preflight.claim(options, identity)
-    preflight.claim(options.model_copy(update={"log_every": 1, "num_workers": 4}), identity)  # changes no number
+    preflight.claim(options.model_copy(update={"log_every": 1, "num_workers": 4}), identity)  # these change no result
 
     wider = LlamaConfig(**{**config.to_dict(), "hidden_size": 64})
     for other in (
@@ -610,7 +608,7 @@ def test_the_loop_runs_where_ray_is_absent() -> None:
 
 
 def _token_of_few_rows(options: DDPOptions) -> tuple[int, dict[int, int]]:
-    """Return a token that is not in the rows of the first step, and the number of its rows in each later step."""
+    """Return a token that is not in the rows of the first step, and how many rows of each later step have it."""
     rows = PackedRows(options.data, "train", options.seed).read(0, 12 * 8)["input_ids"].view(12, 8, -1)
     for token in rows[3].flatten().unique().tolist():
         steps = {step: int((row == token).any(1).sum()) for step, row in enumerate(rows, 1) if (row == token).any()}
@@ -636,7 +634,7 @@ def _without_dropout(model: Path, folder: Path) -> str:
 
 
 def _documents_in(rows: pa.Table) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return token ids and labels of each document. A document starts where positions restart."""
+    """Return the token ids and labels of each document. A document starts where positions restart."""
     documents = []
     for row in rows.to_pylist():
         starts = [at for at, position in enumerate(row["position_ids"]) if position == 0]

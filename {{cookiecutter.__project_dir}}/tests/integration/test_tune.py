@@ -1,4 +1,4 @@
-"""The search on one shared Ray: it finds good settings, stops bad ones early, and resumes."""
+"""Test the search on the shared Ray instance: it finds good settings, stops bad ones early, and resumes."""
 
 import json
 import tomllib
@@ -20,12 +20,12 @@ from pipeline.tuning.options import TuneOptions
 from pipeline.tuning.trials import Outcome, Trial
 
 SEED = 1286
-RATES = {"low": 1e-6, "high": 1e4}  # with SEED, the first draw learns and the second does not
+RATES = {"low": 1e-6, "high": 1e4}  # with SEED, a model learns at the first rate that is drawn, and not at the second
 
 
 @pytest.fixture(scope="module")
 def changes(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Changes of the local profile."""
+    """Return changes to the settings of the local profile."""
     model, data = assets / "model", tmp_path_factory.mktemp("packed")
     packed_rows.write(data, packed_rows.tokenize(assets, model, 64), model, 64, train=[64], evaluated=8)
     return {
@@ -59,7 +59,7 @@ def test_good_settings_are_found_and_a_later_start_adds_trials(
     options = _options(changes | {"trials": 2})
     tune.main(options)
     learned, idle = _trials(changes)
-    assert _starts(changes, learned.trial) == before, "a trial that has ended does not run again"
+    assert _starts(changes, learned.trial) == before, "a trial that has ended must not run again"
     assert learned.steps == 12
     assert learned.loss < idle.loss
     assert idle.trial.ended == "stopped at step 4"
@@ -108,7 +108,7 @@ def test_draws_are_from_the_search_space_and_more_trials_keep_the_first(changes:
     drawn = search.draw(options)
     rates = [one["learning_rate"] for one in drawn]
     assert all(RATES["low"] <= rate <= RATES["high"] for rate in rates)
-    assert 60 < sum(rate < 1e-1 for rate in rates) < 140, "log-uniform"
+    assert 60 < sum(rate < 1e-1 for rate in rates) < 140, "the rates are not log-uniform"
     assert {(one["global_batch_rows"], one["lora_rank"]) for one in drawn} == {(8, 0), (8, 8), (16, 0), (16, 8)}
     assert search.draw(options.model_copy(update={"trials": 3})) == drawn[:3]
 
@@ -167,7 +167,7 @@ def _options(changes: dict[str, Any]) -> TuneOptions:
 
 
 def _trials(changes: dict[str, Any]) -> list[Outcome]:
-    """Return the trials that the search saved."""
+    """Return the trials that the search has saved, with their curves."""
     folder = Path(changes["output"], "tune")
     saved = [Trial(**fields) for fields in json.loads((folder / trials.FILE).read_text())]
     return [Outcome(trial, trials.curve(str(folder), trial.name)) for trial in saved]
@@ -178,7 +178,7 @@ def _names(changes: dict[str, Any], trial: Trial) -> list[str]:
 
 
 def _starts(changes: dict[str, Any], trial: Trial) -> list[str]:
-    """Return one file name for each start of the trial's run."""
+    """Return the names of the trial's TensorBoard files. Each start of its run writes one."""
     return [path.name for path in Path(changes["output"], "tune", trial.name, "tensorboard").iterdir()]
 
 

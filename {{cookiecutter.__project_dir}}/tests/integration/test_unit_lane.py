@@ -1,4 +1,4 @@
-"""The unit tests stay quick: importing them imports neither Ray nor vLLM."""
+"""Test that importing the unit tests imports neither Ray nor vLLM, so that they stay quick."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Test that errors of AWS become one sentence with what to do."""
+"""Test that an AWS error becomes one sentence that says what to do."""
 
 import pytest
 from botocore.exceptions import ClientError, NoCredentialsError

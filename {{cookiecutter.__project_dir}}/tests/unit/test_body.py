@@ -1,4 +1,4 @@
-"""Test the checks of a request's body before an engine or another parser reads it."""
+"""Test the checks of a request's body, which run before an engine or another parser reads it."""
 
 import contextlib
 import json
@@ -24,7 +24,7 @@ def accepted(**body: Any) -> Body:
 
 
 def nested(levels: int) -> Any:
-    """Return lists and objects, alternating, nested `levels` deep."""
+    """Return alternating lists and objects, nested `levels` deep."""
     value: Any = 1
     for level in range(levels):
         value = [value] if level % 2 else {"a": value}
@@ -42,7 +42,7 @@ def test_extreme_nesting_is_rejected(opening: bytes) -> None:
 def test_the_nesting_limit_is_exact() -> None:
     assert accepted(a=nested(MAX_DEPTH - 1))
     assert rejected({"a": nested(MAX_DEPTH)}).code == "nested_too_deep"
-    assert accepted(a=[[]] * 1000, b="[" * 1000)  # many brackets side by side, or in a string, are not deep
+    assert accepted(a=[[]] * 1000, b="[" * 1000)  # many brackets side by side, or in a string, do not count as nesting
 
 
 @pytest.mark.parametrize("name", ["json", "structural_tag"])
@@ -143,7 +143,7 @@ def test_a_schema_that_would_take_seconds_to_compile_is_rejected(body: dict[str,
     error = rejected(body)
     assert (error.param, error.code) == (param, "schema_too_large")
     [field] = body
-    assert accepted(**{field: {"json": "x" * 100}, "prompt": "x" * MAX_SCHEMA})  # only schemas are limited
+    assert accepted(**{field: {"json": "x" * 100}, "prompt": "x" * MAX_SCHEMA})  # the limit is only for schemas
 
 
 def test_fifty_usual_tools_pass() -> None:
@@ -198,7 +198,7 @@ def test_patterns_are_checked_in_linear_time(first: str, piece: str) -> None:
     started = time.thread_time()
     with contextlib.suppress(InvalidBody):
         inspect(raw)
-    assert time.thread_time() - started < 0.5  # 0.02 s; a quantifier that backtracks takes hours
+    assert time.thread_time() - started < 0.5  # usually 0.02 s; a regular expression that backtracks would take hours
 
 
 def test_fields_for_other_vllm_servers_are_removed() -> None:

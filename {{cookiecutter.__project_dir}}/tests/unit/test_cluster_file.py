@@ -1,4 +1,4 @@
-"""Test what is read from cluster.yaml, and the errors for files that cannot be read."""
+"""Test the values that are read from cluster.yaml, and the errors for files that cannot be read."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from cluster.common import cluster_file
 
 
 def changed(folder: Path, old: str, new: str) -> Path:
-    """cluster.yaml with one place changed."""
+    """Write a copy of cluster.yaml with `new` in place of `old`, and return its path."""
     text = cluster_file.FILE.read_text(encoding="utf-8")
     assert old in text
     file = folder / "cluster.yaml"

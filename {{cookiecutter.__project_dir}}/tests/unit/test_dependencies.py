@@ -1,4 +1,4 @@
-"""Which part of the project may import which. Imports inside functions and under TYPE_CHECKING count too."""
+"""Test the import rules of the project. Imports inside functions and under TYPE_CHECKING count too."""
 
 from collections.abc import Callable
 
@@ -10,17 +10,17 @@ PROJECT = project_graph()
 
 
 def foreign_cluster_imports(graph: Graph) -> list[str]:
-    """`cluster` is your laptop's side: what runs on the cluster never imports it."""
+    """`cluster` runs on your laptop. Code that runs on the cluster never imports it."""
     return _imports(graph, ("jobs", "pipeline"), ("cluster",))
 
 
 def jobs_that_import_jobs(graph: Graph) -> list[str]:
-    """A job is a script: what two jobs share is in `pipeline`, which imports no job either."""
+    """Jobs are scripts that nothing imports. Code that several jobs share is in `pipeline`."""
     return _imports(graph, ("jobs", "pipeline"), ("jobs",))
 
 
 def ray_in_training(graph: Graph) -> list[str]:
-    """The trainer knows Ray only through its Ray runtime, which only `launch` imports."""
+    """Training code imports Ray only in its Ray runtime, and only `launch` imports that runtime."""
     modules = [name for name in graph if is_in(name, "pipeline.training") and name != RAY_RUNTIME]
     chains = [path_to(graph, name, "ray", stop_at=RAY_RUNTIME) for name in modules]
     launchers = [name for name in modules if RAY_RUNTIME in graph[name] and name != "pipeline.training.launch"]
@@ -28,13 +28,13 @@ def ray_in_training(graph: Graph) -> list[str]:
 
 
 def node_imports(graph: Graph) -> list[str]:
-    """The laptop and the machines share `cluster.common`; machines have `cluster.node` too, and nothing else."""
+    """The laptop and the machines share `cluster.common`. Of `cluster`, machines have only that and `cluster.node`."""
     shared = _imports(graph, ("cluster.common",), ("cluster",), allowed=("cluster.common",))
     return shared + _imports(graph, ("cluster.node",), ("cluster",), allowed=("cluster.common", "cluster.node"))
 
 
 def import_cycle(graph: Graph) -> list[str]:
-    """Modules that need each other are one module in two files."""
+    """Modules that import each other cannot be understood or tested separately."""
     return cycle(graph)
 
 

@@ -1,4 +1,4 @@
-"""The number of operations per token, against the products that torch counts in a real forward and backward pass."""
+"""Compare the FLOPs per token with those that torch counts in a real forward and backward pass."""
 
 from typing import Any
 
@@ -37,7 +37,7 @@ EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
 
 
 def _model(config: PreTrainedConfig) -> PreTrainedModel:
-    # the counter sees each product of these, and of an expert only the tokens that it processes
+    # with these, the counter sees every matrix product, and each expert multiplies only its own tokens
     config._attn_implementation = config._experts_implementation = "eager"
     return AutoModelForCausalLM.from_config(config)
 
@@ -86,7 +86,7 @@ def test_flops_with_adapters_equal_those_that_torch_counts() -> None:
 
 
 def test_the_count_needs_no_memory() -> None:
-    """`inv plan` counts a model on the meta device, and must get what a run's MFU uses."""
+    """`inv plan` counts the FLOPs of a model on the meta device, and must get the same result as a run."""
     config = Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=16, num_experts=8)
     with torch.device("meta"):
         planned = AutoModelForCausalLM.from_config(config)

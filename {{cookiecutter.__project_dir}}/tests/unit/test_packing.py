@@ -1,4 +1,4 @@
-"""Tokenization and packing: which tokens are trained, and that documents do not attend to each other."""
+"""Test tokenization and packing: which tokens are trained, and that documents do not attend to each other."""
 
 import json
 import shutil
@@ -35,7 +35,7 @@ def model_folder(assets: Path) -> str:
 
 @pytest.fixture(scope="module")
 def chatml_folder(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return the folder of a tokenizer with ChatML's tokens, like Qwen's base models."""
+    """Return the folder of a tokenizer that has ChatML's tokens, like those of Qwen's base models."""
     folder = tmp_path_factory.mktemp("chatml")
     tokenizer = PreTrainedTokenizerFast.from_pretrained(model_folder)
     tokenizer.add_special_tokens({"extra_special_tokens": list(CHATML_TOKENS)})
@@ -55,13 +55,13 @@ def documents(assets: Path, tokenize: DocumentTokenizer) -> pa.Table:
 
 
 def encode(tokenize: DocumentTokenizer, *messages: dict) -> TokenizedDocument:
-    """Return the one document of a conversation."""
+    """Tokenize a conversation that gives exactly one document, and return that document."""
     [document] = tokenize.documents({"messages": list(messages)})
     return document
 
 
 def table_of(lengths: list[int]) -> pa.Table:
-    """Return documents of these lengths. All tokens differ, and odd tokens are trained."""
+    """Return documents of these lengths. All their tokens differ, and the odd ones are trained."""
     tokens = [list(range(start, stop)) for start, stop in pairwise(np.cumsum([0, *lengths]))]
     labels = [[token if token % 2 else NOT_TRAINED for token in document] for document in tokens]
     lists = pa.list_(pa.int32())
@@ -69,7 +69,7 @@ def table_of(lengths: list[int]) -> pa.Table:
 
 
 def unpack(packed: pa.Table, pad_id: int) -> list[tuple[list[int], list[int]]]:
-    """Return the documents (tokens and labels) of packed rows, split where position_ids restart, without padding."""
+    """Split packed rows where position_ids restart. Return the documents (tokens and labels) without padding."""
     found = []
     for row in packed.to_pylist():
         starts = [index for index, position in enumerate(row["position_ids"]) if position == 0]
@@ -251,7 +251,7 @@ def test_text_needs_no_chat_template(model_folder: str, tmp_path: Path) -> None:
 
 
 def test_a_mask_that_ends_on_a_decomposed_character_ends_there() -> None:
-    """NFC joins e and its accent, so the accent has no token of its own."""
+    """NFC joins e and its accent into one character, so the accent has no token of its own."""
     bpe = Tokenizer(models.WordLevel({"c": 0, "af\u00e9": 1, "[UNK]": 2}, unk_token="[UNK]"))
     bpe.normalizer, bpe.pre_tokenizer = normalizers.NFC(), pre_tokenizers.WhitespaceSplit()
     encoding = bpe.encode("c afe\u0301 c c")
@@ -283,7 +283,7 @@ def test_a_model_without_a_template_is_refused(model_folder: str, tmp_path: Path
 
 
 def test_mistrals_own_tokenizer_file_is_not_used(model_folder: str, tmp_path: Path) -> None:
-    """The file would select mistral-common's class, which has neither offsets nor a chat template."""
+    """That file would make transformers use mistral-common's class, without offsets and without a chat template."""
     mistral_common = pytest.importorskip("mistral_common", reason="vLLM installs it, on Linux")
     shutil.copytree(model_folder, tmp_path / "model")
     tekken = Path(mistral_common.__file__).parent / "data" / "tekken_240718.json"
@@ -316,7 +316,7 @@ def test_another_models_template_must_exist(model_folder: str, tmp_path: Path) -
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(settings.UserError, match="has no chat template; correct chat_template"):
         read_template(str(tmp_path))
-    # keep the reason: a gated model, a missing network and a typo have different remedies
+    # the error keeps the reason, because a gated model, a missing network and a typo need different remedies
     with pytest.raises(
         settings.UserError, match=r"the tokenizer of acme/nothing cannot be loaded \(.+\); set chat_template in"
     ):

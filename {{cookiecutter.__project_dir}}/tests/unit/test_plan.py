@@ -1,4 +1,4 @@
-"""Compare `inv plan` with counted parameters, with the bytes of live engines, and with published figures."""
+"""Compare `inv plan` with the parameters of real models, the memory of real training, and published figures."""
 
 import gc
 import io
@@ -100,19 +100,19 @@ def test_states_match_the_zero_paper(llama: Shape, stage: int, gigabytes: float)
 
 
 def test_states_match_live_engines(tmp_path: Path) -> None:
-    """Compare with the peak of parameters, gradients and optimizer states after the backward passes of a step."""
+    """Compare with the peak size of parameters, gradients and optimizer states after the backward passes of a step."""
     spawn(_count_states, (tmp_path,), nprocs=RANKS)
     counted = json.loads((tmp_path / "counted.json").read_text())
     shape = shape_of(LlamaConfig(**TINY))
     predicted = {}
     for method in METHODS:
         held = memory.states(shape, Training(16, 1, method=method, gpus=RANKS))
-        predicted[method.name] = held.gpu + held.host  # one device in these runs
+        predicted[method.name] = held.gpu + held.host  # these runs keep both on the CPU
     assert counted == pytest.approx(predicted, rel=0.05)
 
 
 class _Ranks:
-    """The `Runtime` interface over a gloo group."""
+    """Has the parts of the `Runtime` interface that strategies use, over a gloo process group."""
 
     world_size = RANKS
     device = torch.device("cpu")
@@ -125,13 +125,13 @@ class _Ranks:
 
 
 def _count_states(rank: int, folder: Path) -> None:
-    """Train two steps with every method, and save the bytes of rank 0."""
+    """Train two steps with every method, and save how many bytes rank 0 holds."""
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
     distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
     counted = {}
     for method in METHODS:
-        gc.freeze()  # ignores existing objects, and what earlier engines left
+        gc.freeze()  # hides existing objects, and what earlier engines left, from gc.get_objects()
         strategy = _strategy(method, rank)
         row = torch.arange(16)[None]
         batch = {"input_ids": row, "labels": row, "position_ids": row}
@@ -176,7 +176,7 @@ def _live_tensors() -> list[torch.Tensor]:
 
 
 def _bytes(tensors: list[torch.Tensor]) -> int:
-    """Return the bytes of the tensors' storages; shared storages count once."""
+    """Return the size of the storages of these tensors, in bytes. A shared storage counts once."""
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())
 
@@ -185,7 +185,7 @@ def _bytes(tensors: list[torch.Tensor]) -> int:
 
 
 class _Peak(TorchDispatchMode):
-    """Measures the peak bytes that operations allocate."""
+    """Measures the peak size of the tensors that operations allocate, in bytes."""
 
     def __init__(self, ignored: list[torch.Tensor]) -> None:
         super().__init__()
@@ -208,7 +208,7 @@ class _Peak(TorchDispatchMode):
 @pytest.mark.parametrize("strategy", ["autocast", "sharded bf16", "fp32"])
 @pytest.mark.parametrize("architecture", [(LlamaConfig, LlamaForCausalLM), (Qwen3Config, Qwen3ForCausalLM)])
 def test_activations_match_the_allocations_of_a_pass(architecture: Any, strategy: str, checkpointing: bool) -> None:
-    """Compare with a forward and a backward pass over a packed row, with the strategies' loss."""
+    """Compare with a forward and a backward pass over packed rows, with the loss that strategies use."""
     config_type, model_type = architecture
     config = config_type(**TINY, head_dim=24)
     model = model_type(config).train()
@@ -233,7 +233,7 @@ def test_activations_match_the_allocations_of_a_pass(architecture: Any, strategy
     method = METHODS[strategy == "sharded bf16"]
     predicted = memory.activations(shape, Training(length, rows, precision, checkpointing, method))
     casts = 0
-    if strategy == "autocast":  # with checkpointing, one block's at a time
+    if strategy == "autocast":  # bf16 copies of the weights; with checkpointing, of one block at a time
         casts = 2 * shape.multiplied / (shape.layers if checkpointing else 1)
     assert predicted + casts == pytest.approx(peak.bytes, rel=0.15)
 
@@ -312,7 +312,7 @@ def test_a_tiny_model_needs_no_sharding_and_a_huge_one_fits_nothing() -> None:
 
 
 def test_hours_follow_the_operations(llama: Shape) -> None:
-    """10^9 tokens on 8 A100s at 0.4 of 312 TFLOP/s, with 6 N operations per token plus attention."""
+    """10^9 tokens on 8 A100s at 40% of 312 TFLOP/s each, with 6 N FLOPs per token plus attention."""
     plain = memory.hours(llama, replace(TRAINING, gpus=8), 10**9)
     assert plain is not None
     assert plain == pytest.approx(6 * 7.5e9 * 1e9 / (8 * 312e12 * 0.4) / 3600, rel=0.05)

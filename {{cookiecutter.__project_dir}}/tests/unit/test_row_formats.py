@@ -1,4 +1,4 @@
-"""Read rows in the formats of published data sets."""
+"""Test that rows in the formats of published data sets are read."""
 
 import contextlib
 import json

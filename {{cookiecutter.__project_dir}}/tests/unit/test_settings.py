@@ -1,4 +1,4 @@
-"""Test settings.toml: profiles override shared values, and errors name line and key."""
+"""Test settings.toml: profiles override shared values, and errors name the line and the key."""
 
 import re
 from pathlib import Path
@@ -74,7 +74,7 @@ def test_a_bad_option_on_the_command_line_is_one_sentence(
     monkeypatch.setattr("sys.argv", ["jobs/finetune_deepspeed.py", *options.split()])
     with pytest.raises(SystemExit, match="^" + re.escape(sentence)):
         cli.parse(DeepSpeedOptions, "train", "deepspeed")
-    assert "".join(capfd.readouterr()) == ""  # sys.exit prints only the sentence
+    assert "".join(capfd.readouterr()) == ""  # nothing else is printed: Python prints the sentence when it exits
 
 
 def test_the_command_line_overrides_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
