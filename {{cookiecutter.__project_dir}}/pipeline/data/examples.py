@@ -3,6 +3,8 @@
 import json
 from typing import Any, NamedTuple
 
+import msgspec
+
 Message = dict[str, Any]
 """A message in the form that chat templates read."""
 
@@ -28,13 +30,25 @@ class Completion(NamedTuple):
 Example = Conversation | Completion
 
 
+def decode(text: bytes) -> Any:
+    """Return the value of a JSON text, as `json.loads` does, in a third of the time.
+
+    Raises:
+        ValueError, RecursionError: the text is not JSON, or is nested too deeply.
+    """
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return json.loads(text)  # also reads NaN, infinities, halves of surrogate pairs and a byte order mark
+
+
 def canonical_json(value: object) -> bytes:
     """Return a value as JSON that depends only on its content, not on the order of its keys.
 
     Raises:
         BadRow: the text is not valid Unicode: it contains half of a surrogate pair.
     """
-    return _dump(value, sort_keys=True)
+    return _to_bytes(json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"), default=str))
 
 
 def to_json(example: Example) -> bytes:
@@ -43,20 +57,22 @@ def to_json(example: Example) -> bytes:
     Raises:
         BadRow: see `canonical_json`.
     """
-    return _dump({name: value for name, value in example._asdict().items() if value}, sort_keys=False)
+    return _to_bytes(_encode({name: value for name, value in example._asdict().items() if value}))
 
 
 def from_json(row: bytes) -> Example:
     """Return the example that `to_json` encoded."""
-    fields = json.loads(row)
+    fields = decode(row)
     if "messages" in fields:
         return Conversation(fields["messages"], fields.get("tools"))
     return Completion(fields.get("prompt", ""), fields["completion"])
 
 
-def _dump(value: object, *, sort_keys: bool) -> bytes:
-    text = json.dumps(value, sort_keys=sort_keys, ensure_ascii=False, separators=(",", ":"), default=str)
+def _to_bytes(text: str) -> bytes:
     try:
         return text.encode()
     except UnicodeEncodeError:
         raise BadRow("text that is not valid Unicode") from None
+
+
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=str).encode  # built once, not per row

@@ -6,6 +6,7 @@ from typing import Any
 from pipeline.data.examples import BadRow, Message
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+PLAIN_KEYS = {"role", "content"}
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # servers and templates use all three
 
 
@@ -58,6 +59,8 @@ def require_text(value: object) -> str:
 
 
 def _normalize_message(message: Message) -> Message:
+    if message.keys() == PLAIN_KEYS and isinstance(message["content"], str) and message["role"] in ROLES:
+        return {"role": message["role"], "content": message["content"]}  # most messages; the rest takes longer
     # parquet writes null for a missing key; templates must not see it
     message = {key: value for key, value in message.items() if value is not None}
     if message.get("role") not in ROLES:

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow.fs import FileSystem
 
-from pipeline.data.examples import BadRow, to_json
+from pipeline.data.examples import BadRow, decode, to_json
 from pipeline.data.row_formats import COLUMNS, read_example, without_nulls
 from settings import UserError
 
@@ -62,7 +62,7 @@ def parse(row: RawRow) -> dict[str, Any]:
     if isinstance(row, dict):
         return without_nulls(row)
     try:
-        columns = json.loads(row)
+        columns = decode(row)
     except (ValueError, RecursionError):
         raise BadRow("not valid JSON") from None
     if not isinstance(columns, dict):

@@ -173,25 +173,25 @@ class DocumentTokenizer:
 
     def _cut(self, rendered: RenderedText, encoding: "Encoding") -> TokenizedDocument | None:
         """Return a document of at most `sequence_length` tokens, or None if no trained token is left."""
-        tokens, trained = np.array(encoding.ids, np.int32), _tokens_in(rendered.spans, encoding)
+        tokens = np.array(encoding.ids[: self.sequence_length], np.int32)
+        labels = np.full(len(tokens), NOT_TRAINED, np.int32)
         # the first token has no context: the tokens before it in a packed row belong to another document
-        trained[:1] = False
-        kept = slice(self.sequence_length)
-        if not trained[kept].any():
-            return None
-        labels = np.where(trained[kept], tokens[kept], np.int32(NOT_TRAINED))
-        return TokenizedDocument(tokens[kept], labels, cut=len(tokens) > self.sequence_length)
+        spans = [(max(start, 1), min(stop, len(tokens))) for start, stop in _token_spans(rendered.spans, encoding)]
+        spans = [(start, stop) for start, stop in spans if start < stop]
+        for start, stop in spans:
+            labels[start:stop] = tokens[start:stop]
+        return TokenizedDocument(tokens, labels, cut=len(encoding) > len(tokens)) if spans else None
 
 
-def _tokens_in(spans: list[tuple[int, int]], encoding: "Encoding") -> np.ndarray:
-    """Return a mask of the tokens that lie in spans of characters, each (start, stop)."""
-    mask = np.zeros(len(encoding), bool)
+def _token_spans(spans: list[tuple[int, int]], encoding: "Encoding") -> list[tuple[int, int]]:
+    """Return the tokens that lie in spans of characters. All spans are (start, stop)."""
+    found = []
     for start, stop in spans:
         first = _token_at(encoding, range(start, stop))
         last = _token_at(encoding, range(stop - 1, start - 1, -1))
         if first is not None and last is not None:
-            mask[first : last + 1] = True
-    return mask
+            found.append((first, last + 1))
+    return found
 
 
 def _token_at(encoding: "Encoding", characters: range) -> int | None:
