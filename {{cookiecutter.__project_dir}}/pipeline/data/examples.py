@@ -8,7 +8,7 @@ Message = dict[str, Any]
 
 
 class BadRow(Exception):
-    """A row cannot be used. The text is the reason, and is the same for all rows with this problem."""
+    """A row cannot be used. The message is the reason, in the same words for all rows with this problem."""
 
 
 class Conversation(NamedTuple):
@@ -19,7 +19,7 @@ class Conversation(NamedTuple):
 
 
 class Completion(NamedTuple):
-    """A prompt, which is not trained, and its completion, which is. No chat template applies."""
+    """A prompt, which is not trained, and its completion, which is. No chat template is applied."""
 
     prompt: str
     completion: str
@@ -38,7 +38,9 @@ def canonical_json(value: object) -> bytes:
 
 
 def to_json(example: Example) -> bytes:
-    """Return an example as JSON, the same for parquet and JSONL. Arguments and schemas keep the order of their keys.
+    """Return an example as JSON, which is the same for a parquet row as for a line of JSONL.
+
+    Tool arguments and schemas keep the order of their keys.
 
     Raises:
         BadRow: see `canonical_json`.
