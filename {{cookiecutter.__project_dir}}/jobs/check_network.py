@@ -1,4 +1,4 @@
-"""Measures the network between the workers before an expensive training starts: all-reduce bandwidth, and EFA."""
+"""Measures the network between the workers, before an expensive training run: all-reduce bandwidth, and use of EFA."""
 
 from pipeline.ray_support import cli
 from pipeline.training.options import NetworkOptions
@@ -10,7 +10,7 @@ from pipeline.ray_support import capacity, network_check
 
 
 def main(options: NetworkOptions) -> None:
-    """Measure the network between the workers of a training, and print bandwidth by message size."""
+    """Measure the network between the workers of a training run, and print the bandwidth for each message size."""
     cli.connect()
     options = options.model_copy(update={"num_workers": options.max_workers})
     capacity.refuse_too_many_workers(options.max_workers, options.worker_resources)

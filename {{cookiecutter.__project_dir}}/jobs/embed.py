@@ -18,7 +18,7 @@ from settings import UserError
 
 
 def main(options: EmbedOptions) -> None:
-    """Split documents into chunks, embed them, and save them with their vectors in a searchable index."""
+    """Split documents into chunks, embed the chunks, and save them with their vectors in a searchable index."""
     source = documents.find(settings.resolve(options.input))
     questions = hit_rate.load_questions(options.questions)
     model = model_cache.find(options.model)
@@ -46,7 +46,7 @@ def _check_cluster(options: EmbedOptions, model: str, location: str) -> None:
     cpus_with_reader = options.num_cpus * options.num_workers + 1
     if sum(node.count * node.resources.get("CPU", 0) for node in capacity.nodes()) < cpus_with_reader:
         raise UserError(
-            f"{options.num_workers} workers leave no CPU to read the documents with: use a smaller --num-workers, or "
+            f"{options.num_workers} workers leave no CPU for reading the documents: use a smaller --num-workers, or "
             "a smaller num_cpus in [embed]."
         )
     paths = {"input": settings.resolve(options.input), "index": location, "model": model}

@@ -20,13 +20,13 @@ from pipeline.serving.options import ServeOptions
 
 
 def main(options: GenerateOptions) -> None:
-    """Answer the prompts of all rows that are not answered yet. Bad rows are saved with their reasons."""
+    """Answer the prompts of all rows that are not answered yet. Bad rows are saved, each with the reason."""
     serving = settings.load(ServeOptions, "serve")
     serving = serving.model_copy(update={"model": options.model or serving.model})
     preflight.check_model(serving)
     source = row_sources.find(settings.resolve(options.input), "generate")
     tokenizer = PromptTokenizer(serving.model, options.id_column, serving.max_model_len, options.skip_ids)
-    cli.connect(log_to_driver=False)  # vLLM prints screenfuls when it starts; its log files have them
+    cli.connect(log_to_driver=False)  # vLLM prints pages while it starts; its log files have them too
     output = AnswerFolder(settings.resolve(options.output))
     _check_cluster(options, serving, source.name, output.uri)
     answered = output.begin(generation.recipe(options, serving), options.overwrite)

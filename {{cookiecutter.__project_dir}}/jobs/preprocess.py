@@ -1,7 +1,7 @@
 """Turn conversations into packed rows of tokens: read, shuffle, tokenize, pack and write them as a stream.
 
-The shuffle is global: a hash of seed and content assigns rows to partitions, and sorts each partition. The result
-depends only on the input and the settings, not on workers, blocks or timing.
+The shuffle is global: a hash of seed and content assigns each row to a partition, and determines its position there.
+The result depends only on the input and the settings, not on workers, blocks or timing.
 """
 
 from pipeline.data.options import PreprocessOptions
@@ -17,7 +17,7 @@ from pipeline.ray_support import capacity
 
 
 def main(options: PreprocessOptions) -> None:
-    """Turn conversations into packed rows of tokens, and train only what the assistant says."""
+    """Turn conversations into packed rows of tokens, in which only the assistant's text is marked for training."""
     sources = row_sources.find_all(options.input, options.mix)
     tokenizer = DocumentTokenizer.from_options(options)
     for source in sources:

@@ -1,6 +1,6 @@
 """Serve a model with vLLM over an OpenAI-compatible API.
 
-python -m jobs.serve_llm            deploys [serve] of settings.toml, or updates the running model
+python -m jobs.serve_llm            serves the model in [serve] of settings.toml, or updates the running one
 python -m jobs.serve_llm --help     explains every option
 """
 
@@ -21,7 +21,7 @@ def main(options: ServeOptions) -> None:
     job_secrets.load()
     preflight.check_api_key()
     preflight.check_model(options)
-    cli.connect(log_to_driver=False)  # vLLM prints pages while it starts; they are in its log files
+    cli.connect(log_to_driver=False)  # vLLM prints pages while it starts; its log files have them too
     lifecycle.deploy_model(options)
     print(f"{options.served_name} is served at {options.url}\nnext: inv chat", flush=True)
     if os.environ.get("RAY_ADDRESS", "local") == "local":

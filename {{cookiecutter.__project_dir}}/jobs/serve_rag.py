@@ -1,6 +1,6 @@
-"""Serve answers from the documents in the index of `embed`, with numbered sources, at /rag.
+"""Answer questions at /rag from the documents in the index of `embed`, with numbered sources.
 
-It shares the address, keys and limits of the model of `serve_llm`, and asks that model.
+The app has the same address, keys and limits as the model of `serve_llm`, and can ask that model for the answers.
 """
 
 from pipeline.rag.options import RagOptions
@@ -18,7 +18,7 @@ from pipeline.serving.options import RAG_APP
 
 
 def main(options: RagOptions) -> None:
-    """Serve answers from the index over an OpenAI-compatible API, and return when it is healthy."""
+    """Serve answers from the index over an OpenAI-compatible API, and return when the app is healthy."""
     job_secrets.load()
     preflight.check_api_key()
     deployment.check_index(options)

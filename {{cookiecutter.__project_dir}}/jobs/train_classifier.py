@@ -1,7 +1,7 @@
 """Trains an image classifier: an example of your own PyTorch loop on many workers.
 
-`train` is a plain PyTorch script. Comments with "many:" mark the lines that a script for one GPU does not have. To
-train your own model, replace `make_model` and `draw_digits`, which are in pipeline/training/digits.py.
+`train` is a plain PyTorch script. Comments that start with "many:" mark what a script for one GPU would not need.
+To train your own model, replace `make_model` and `draw_digits`, which are in pipeline/training/digits.py.
 """
 
 from pipeline.ray_support import cli
@@ -59,13 +59,13 @@ def train(options: ClassifierOptions) -> None:
     """Train in one worker. All workers run this at the same time."""
     ray_logging.worker()
     context = ray.train.get_context()
-    rank, workers = context.get_world_rank(), context.get_world_size()  # many: number of this worker, and of all
+    rank, workers = context.get_world_rank(), context.get_world_size()  # many: this worker's rank, number of workers
     device = torch.device("cpu") if options.device == "cpu" else get_device()  # many: the GPU of this worker
 
     torch.manual_seed(options.seed)
     model = make_model()
-    # many: DDP wraps the model and averages gradients. Test and save the plain `model`, which shares the weights, so
-    # that a checkpoint fits any number of workers
+    # many: DDP wraps the model and averages gradients. Test and save the plain `model`: it shares the weights, and
+    # its checkpoints fit any number of workers
     parallel = prepare_model(model, move_to_device=device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate)
 
@@ -82,7 +82,7 @@ def train(options: ClassifierOptions) -> None:
         started = time.perf_counter()
         torch.manual_seed(options.seed + epoch)  # so that a resumed run sees the images in the same order
         if workers > 1:
-            loader.sampler.set_epoch(epoch)  # many: otherwise every epoch has the order of the first
+            loader.sampler.set_epoch(epoch)  # many: otherwise every epoch would have the order of the first
         # many: `total` sums over the workers
         loss = float(total(train_epoch(parallel, optimizer, loader))) / workers
         accuracy = float(total(count_correct(model, test_images, test_labels))) / tests
@@ -105,7 +105,7 @@ def train_epoch(parallel: nn.Module, optimizer: torch.optim.Optimizer, loader: D
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        losses.append(loss.detach())  # stays on the GPU: reading a number would wait for it
+        losses.append(loss.detach())  # stays on the GPU: reading the number would wait for the GPU
     return torch.stack(losses).mean()
 
 
@@ -122,7 +122,7 @@ def resume(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
 
 
 def report(metrics: dict[str, float], model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
-    """Save a checkpoint of this epoch, so that a dead worker costs at most one epoch."""
+    """Report metrics and save a checkpoint after each epoch, so that a dead worker costs at most one epoch."""
     with tempfile.TemporaryDirectory() as folder:
         state = {"epoch": metrics["epoch"], "model": model.state_dict(), "optimizer": optimizer.state_dict()}
         if rank == 0:  # many: all workers hold the same state

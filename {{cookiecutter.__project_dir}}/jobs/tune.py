@@ -1,4 +1,4 @@
-"""Searches the settings of a fine-tuning with short runs, of which Ray Tune stops the worse ones early (ASHA)."""
+"""Searches for the best fine-tuning settings with short runs. Ray Tune stops the worse runs early (ASHA)."""
 
 from pipeline.ray_support import cli
 from pipeline.tuning.options import TuneOptions
@@ -16,7 +16,7 @@ CONSOLE = Console(highlight=False, width=120)
 
 
 def main(options: TuneOptions) -> None:
-    """Search the learning rate, batch size and LoRA rank with the lowest evaluation loss."""
+    """Search for the learning rate, batch size and LoRA rank that give the lowest evaluation loss."""
     options = preflight.with_absolute_paths(options)
     identity = search.check(options)
     cli.connect(log_to_driver=False)  # one line per trial is enough

@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 MISMATCH = "its answers do not begin with its generation prompt"
-REASONING_TAG = re.compile(r"<(\w+)>\s*")  # a generation prompt that opens the reasoning
+REASONING_TAG = re.compile(r"<(\w+)>\s*")  # a tag with which a generation prompt opens the reasoning
 
 
 class AssistantTurns:
-    """What the model writes in an assistant turn: the text between the generation prompt and the stop token."""
+    """What the model writes in an assistant turn: the text after the generation prompt, including the stop token."""
 
     def __init__(self, renderer: TemplateRenderer, eos_ids: Iterable[int], *, has_marks: bool) -> None:
-        """`eos_ids` are the model's stop tokens. `has_marks`: the template marks what to train.
+        """`eos_ids` are the model's stop tokens. `has_marks` says whether the template marks what to train.
 
         Raises: one of TEMPLATE_ERRORS if the template cannot render a question and an answer.
         """
@@ -29,14 +29,17 @@ class AssistantTurns:
         """Stop tokens as text, set by `learn_end`."""
         self._renderer = renderer
         self._has_marks = has_marks
-        # how the generation prompt begins the reasoning, and what a conversation without reasoning has instead
+        # how the generation prompt begins the reasoning, and what a conversation without reasoning has in its place
         self._opening = self._in_conversation = ""
-        # the stop token of turns that the template ends without one; the key: whether the turn calls tools
+        # the stop token to add to turns that the template ends without one; the key says whether the turn calls tools
         self._missing_end = {True: "", False: ""}
         self._learn_reasoning()
 
     def learn_end(self, tokenizer: "PreTrainedTokenizerFast", probe: Conversation, following: Message) -> bool:
-        """Learn which token ends the last turn of `probe`: its own, or that of `following`. Return whether one does."""
+        """Learn which token ends the last turn of `probe`: one in the turn, or the first of `following`.
+
+        Return whether there is one.
+        """
         written = self._written(probe)
         tokens = (tokenizer.convert_ids_to_tokens(token_id) for token_id in self.eos_ids)
         eos = [token for token in tokens if token]  # a model may stop at ids that its tokenizer lacks
@@ -48,12 +51,12 @@ class AssistantTurns:
         else:
             continued = self._renderer.conversation(Conversation([*probe.messages, following], probe.tools))
             after = continued.partition(written)[2]
-        if stop := next((stop for stop in eos if after.startswith(stop)), None):  # GLM: the next role's token
+        if stop := next((stop for stop in eos if after.startswith(stop)), None):  # GLM: the token of the next role
             self.stops = tuple(eos)
             self._missing_end[bool(probe.messages[-1].get("tool_calls"))] = stop
             return True
         ids = tokenizer.encode(written.partition(str(probe.messages[-1]["content"]))[2], add_special_tokens=False)
-        if ids and ids[0] in tokenizer.get_added_vocab().values():  # a base model: training makes it stop there
+        if ids and ids[0] in tokenizer.get_added_vocab().values():  # a base model: it learns to stop there
             self.eos_ids = sorted([*self.eos_ids, ids[0]])
             self.stops = (*eos, tokenizer.convert_ids_to_tokens(ids[0]))
             return True
@@ -63,7 +66,7 @@ class AssistantTurns:
         """Return the last message as the assistant writes it after `prompt`, including the stop token.
 
         Raises:
-            ValueError: a served model would not see the same prompt as the trained one.
+            ValueError: the model would not see the same prompt in serving as in training.
         """
         message = conversation.messages[-1]
         whole = self._renderer.conversation(conversation)
@@ -81,7 +84,7 @@ class AssistantTurns:
         return text[: min(ends, default=0)]
 
     def stop_in(self, message: Message) -> str | None:
-        """Return a stop token that an answer contains, or None."""
+        """Return a stop token that the message contains, or None. Only an assistant's messages are checked."""
         if message["role"] != "assistant":
             return None
         texts = (message["content"], message.get("reasoning_content", ""))
@@ -95,7 +98,7 @@ class AssistantTurns:
         return self.text(self._renderer.prompt(Conversation(probe.messages[:-1], probe.tools)), probe)
 
     def _learn_reasoning(self) -> None:
-        """Learn how the generation prompt begins the reasoning, if conversations begin answers differently."""
+        """Learn how the generation prompt begins the reasoning, if answers in a conversation begin differently."""
         prompt = self._renderer.prompt(Conversation([QUESTION]))
         before, _, _ = self._renderer.conversation(Conversation([QUESTION, ANSWER])).partition(ANSWER["content"])
         if not before.startswith(prompt):
@@ -106,7 +109,7 @@ class AssistantTurns:
             self._opening, self._in_conversation = prompt.removeprefix(header), before.removeprefix(header)
 
     def _after_reasoning(self, prompt: str, whole: str, reasoning: str) -> str:
-        """Return the text after a prompt that begins the reasoning, unlike the conversation."""
+        """Return the text after a prompt that begins the reasoning in a way that the conversation does not."""
         header = prompt.removesuffix(self._opening)
         if header == prompt or not whole.startswith(header + self._in_conversation):
             raise ValueError(MISMATCH)
@@ -115,17 +118,17 @@ class AssistantTurns:
         closing = f"</{tag[1]}>" if tag else ""
         if not self._opening.strip() or (closing and self._in_conversation == closing):  # Nemotron 3, GLM 4.7
             return self._in_conversation + answer
-        if tag and not self._in_conversation:  # DeepSeek R1 drops it from the conversation
+        if tag and not self._in_conversation:  # DeepSeek R1 drops the reasoning from the conversation
             return f"{reasoning}\n{closing}\n\n{answer}"
-        if "/" in self._opening or self._opening.count("<") > 1:  # Gemma 4 closes it in the prompt
+        if "/" in self._opening or self._opening.count("<") > 1:  # Gemma 4 closes the reasoning in the prompt
             return answer
         raise ValueError(MISMATCH)
 
 
 def _after_last_message(prompt: str, whole: str, last: Message) -> str:
-    """Return the text after the prompt's last message, if the rest of the prompt is not in `whole`.
+    """Return the text of `whole` after the prompt's last message. What precedes that message may differ.
 
-    Mistral puts the system prompt and the tools into the last user message, and drops them once it is answered.
+    Mistral puts the system prompt and the tools into the last user message, and drops them once it has an answer.
     """
     start = prompt.rfind(last["content"]) if last["content"] else -1
     end = whole.rfind(prompt[start:]) if start >= 0 else -1

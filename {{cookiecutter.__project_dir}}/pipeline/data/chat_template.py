@@ -1,9 +1,9 @@
 """Render conversations with a model's own chat template, and find what the assistant writes in the text.
 
-An assistant turn is the text that the template adds to the prompt a server would render: the messages up to and
-including the turn, minus the messages before it with the generation prompt. So training sees the same prefix as the
-served model, for any template. Some templates render earlier turns differently later: Qwen3 drops their reasoning. Then
-each turn becomes a separate document.
+An assistant turn is the text that the template adds to the prompt that a server would render: the rendered messages up
+to and including the turn, minus the rendered messages before it with the generation prompt. So with any template,
+training sees the same prefix as the served model. Some templates render a turn differently once a later turn follows:
+Qwen3 drops its reasoning. Then each turn becomes a separate document.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from pipeline.data.template_renderer import MARKS, TEMPLATE_ERRORS, RenderedText
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-MAX_LAYOUTS = 10_000  # kept in memory; the template renders all further shapes of conversations
+MAX_LAYOUTS = 10_000  # kept in memory; conversations of further shapes are rendered by the template itself
 CHATML = "pipeline/data/chat_templates/chatml.jinja"
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 
@@ -31,7 +31,7 @@ class TemplateRejection(Exception):
 
 
 def suggestion(tokenizer: "PreTrainedTokenizerFast") -> str:
-    """Return, for an error message, a chat template that would work."""
+    """Return a chat template that would work, to name in an error message."""
     vocabulary = tokenizer.get_vocab()
     if all(token in vocabulary for token in CHATML_TOKENS):
         return CHATML
@@ -50,7 +50,9 @@ class ChatTemplate:
         turns: Turns = "all",
         past_reasoning: PastReasoning = "served",
     ) -> None:
-        """Probe the template of `tokenizer`. The model stops at `eos_ids`. `user_defined`: it replaces the model's own.
+        """Probe the template of `tokenizer`. The model stops at `eos_ids`.
+
+        `user_defined` says whether the template replaces the model's own.
 
         Raises:
             settings.UserError: the template is broken, or a model trained with it would never stop.
@@ -58,14 +60,14 @@ class ChatTemplate:
         self.text: str = tokenizer.chat_template
         self._train_last_only = turns == "last"
         has_marks = bool(MARKS.search(self.text))
-        # a user's marks say what to train; a model's may include the prompt
+        # marks in a user's template say what to train; those in a model's own may include the prompt
         self._follows_marks = user_defined and has_marks
         self._marked_template = _marked_template(tokenizer, has_marks) if past_reasoning == "keep" else None
         if self._follows_marks:
             self._marked_template = self.text
         self._layouts: dict[object, template_layout.Layout | None] = {}
         self._probe(tokenizer, eos_ids)
-        with contextlib.suppress(*TEMPLATE_ERRORS):  # a template without tools may raise
+        with contextlib.suppress(*TEMPLATE_ERRORS):  # a template that does not support tools may raise
             self._turns.learn_end(tokenizer, FEATURES["tool calls"][0], RESULT)
         self.dropped = {name for name, (probe, expected) in FEATURES.items() if not self._renders(probe, expected)}
 
@@ -75,7 +77,7 @@ class ChatTemplate:
         return self._turns.eos_ids
 
     def documents(self, conversation: Conversation) -> list[RenderedText]:
-        """Return the texts to train on. Together they train every assistant turn once.
+        """Return the texts to train on. Each assistant turn to train is marked in exactly one of them.
 
         Raises:
             TemplateRejection: the template raises, would drop part of the conversation, or an answer contains a stop
@@ -128,7 +130,7 @@ class ChatTemplate:
         return self._masked_by_prompts(conversation, trained)
 
     def _trained_turns(self, messages: list[Message]) -> set[int]:
-        """Return the positions of the assistant messages that are trained."""
+        """Return the positions of the assistant messages to train."""
         roles = [message["role"] for message in messages]
         after_last_user = len(roles) - roles[::-1].index("user") if "user" in roles else 0
         first = after_last_user if self._train_last_only else 0
@@ -151,7 +153,7 @@ class ChatTemplate:
         return RenderedText(text, spans) if self._follows_marks else self._cut_at_stops(RenderedText(text, spans))
 
     def _masked_by_prompts(self, conversation: Conversation, trained: set[int]) -> list[RenderedText]:
-        """Return documents that contain the prompt a server would render before each trained turn."""
+        """Return documents in which each trained turn follows the prompt that a server would render before it."""
         messages, tools = conversation
         documents: list[RenderedText] = []
         text, spans = "", []
@@ -169,7 +171,7 @@ class ChatTemplate:
         return [*documents, RenderedText(text, spans)] if spans else documents
 
     def _cut_at_stops(self, document: RenderedText) -> RenderedText:
-        """Cut the text after the last stop token, end each span at its stop token, and merge adjacent spans."""
+        """Cut off the text after the last stop token, end each span at its stop token, and merge adjacent spans."""
         spans: list[tuple[int, int]] = []
         for start, stop in document.spans:
             if spans and spans[-1][1] == start:
@@ -217,10 +219,10 @@ class ChatTemplate:
 
 
 def _marked_template(tokenizer: "PreTrainedTokenizerFast", has_marks: bool) -> str:
-    """Return a version of the template with marks, which keeps earlier reasoning.
+    """Return a version of the template that has marks and keeps the reasoning of earlier turns.
 
     Raises:
-        settings.UserError: neither the model nor TRL has one.
+        settings.UserError: neither the model nor TRL has such a version.
     """
     marked = tokenizer.chat_template if has_marks else _marked_by_trl(tokenizer)
     if not marked:
@@ -233,7 +235,7 @@ def _marked_template(tokenizer: "PreTrainedTokenizerFast", has_marks: bool) -> s
 
 def _marked_by_trl(tokenizer: "PreTrainedTokenizerFast") -> str | None:
     """Return TRL's version of a template with marks, or None if TRL has none."""
-    from trl.chat_template_utils import get_training_chat_template  # takes three seconds
+    from trl.chat_template_utils import get_training_chat_template  # the import takes three seconds
 
     try:
         return get_training_chat_template(tokenizer)

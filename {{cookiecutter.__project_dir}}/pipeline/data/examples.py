@@ -10,7 +10,7 @@ Message = dict[str, Any]
 
 
 class BadRow(Exception):
-    """A row cannot be used. The text is the reason, and is the same for all rows with this problem."""
+    """A row cannot be used. The message is the reason, in the same words for all rows with this problem."""
 
 
 class Conversation(NamedTuple):
@@ -21,7 +21,7 @@ class Conversation(NamedTuple):
 
 
 class Completion(NamedTuple):
-    """A prompt, which is not trained, and its completion, which is. No chat template applies."""
+    """A prompt, which is not trained, and its completion, which is. No chat template is applied."""
 
     prompt: str
     completion: str
@@ -52,7 +52,9 @@ def canonical_json(value: object) -> bytes:
 
 
 def to_json(example: Example) -> bytes:
-    """Return an example as JSON, the same for parquet and JSONL. Arguments and schemas keep the order of their keys.
+    """Return an example as JSON, which is the same for a parquet row as for a line of JSONL.
+
+    Tool arguments and schemas keep the order of their keys.
 
     Raises:
         BadRow: see `canonical_json`.

@@ -1,4 +1,4 @@
-"""Find the files of an input: a file, a folder, a glob, or a URI."""
+"""Find the files of an input, which is a file, a folder, a glob or a URI."""
 
 import re
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ class InputFiles(NamedTuple):
 
 
 def find(name: str, suffixes: Sequence[str], section: str, *, recursive: bool = False) -> InputFiles:
-    """Return the files with these suffixes that `name` means: a file, a folder's files, or the matches of a glob.
+    """Return the files with these suffixes that `name` refers to: a file, a folder's files, or the matches of a glob.
 
     Args:
         name: An absolute path or a URI.
@@ -81,7 +81,7 @@ def find(name: str, suffixes: Sequence[str], section: str, *, recursive: bool = 
 
 
 def _matches(filesystem: FileSystem, path: str) -> list[FileInfo]:
-    """Return a file, or the matches of a glob."""
+    """Return the file at `path`, or the matches if `path` is a glob."""
     info = filesystem.get_file_info(path)
     wildcard = WILDCARD.search(path)
     if info.is_file or not wildcard:
@@ -95,7 +95,7 @@ def _matches(filesystem: FileSystem, path: str) -> list[FileInfo]:
 
 
 def _fixed_folder(path: str) -> str:
-    """Return the folder of a file, or the part of a glob before its first wildcard."""
+    """Return the folder of a file, or the part of a glob's path before the first wildcard."""
     parts = PurePosixPath(path).parts
     wildcards = [number for number, part in enumerate(parts) if WILDCARD.search(part)]
     return str(PurePosixPath(*parts[: min([*wildcards, len(parts) - 1])]))

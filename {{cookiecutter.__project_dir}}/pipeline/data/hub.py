@@ -14,10 +14,12 @@ SCHEME = "hf://"
 
 
 def open_uri(uri: str) -> tuple[pyarrow.fs.FileSystem, str]:
-    """Return the hub as a file system, and the path of `uri` in it. A whole data set means its train split as parquet.
+    """Return the hub as a file system, and the path of `uri` in it.
+
+    If `uri` names a whole data set, the path is that of its train split as parquet.
 
     Raises:
-        OSError: the hub does not have it.
+        OSError: the hub has no such path.
         UserError: the data set has several configurations or splits, or none.
     """
     from huggingface_hub import HfFileSystem  # only inputs on the hub need it
@@ -29,10 +31,10 @@ def open_uri(uri: str) -> tuple[pyarrow.fs.FileSystem, str]:
 
 
 def _only_folder(hub: "HfFileSystem", folder: str, preferred: str) -> str:
-    """Return the subfolder `preferred`, or the only one.
+    """Return the subfolder `preferred`, or the only subfolder.
 
     Raises:
-        UserError: there are several others, or none.
+        UserError: there is no `preferred`, and several other subfolders or none.
     """
     entries = cast("list[dict[str, Any]]", hub.ls(folder, detail=True))
     folders = [entry["name"] for entry in entries if entry["type"] == "directory"]

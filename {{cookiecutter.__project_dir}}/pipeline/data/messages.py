@@ -7,7 +7,7 @@ from pipeline.data.examples import BadRow, Message
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 PLAIN_KEYS = {"role", "content"}
-REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # servers and templates use all three
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # each is used by some servers and templates
 
 
 def normalize_messages(messages: object) -> list[Message]:
@@ -34,7 +34,7 @@ def normalize_tools(tools: object) -> list[dict[str, Any]]:
 
 
 def decode_json(value: object, name: str) -> Any:
-    """Return a value, decoded if its column holds it as JSON text. `name` is for the error message.
+    """Return a value, decoded if it is JSON text. `name` is for the error message.
 
     Raises:
         BadRow: the text is not valid JSON.
@@ -48,10 +48,10 @@ def decode_json(value: object, name: str) -> Any:
 
 
 def require_text(value: object) -> str:
-    """Return a value that must be text.
+    """Return `value`, which must be text.
 
     Raises:
-        BadRow: it is not.
+        BadRow: `value` is not text.
     """
     if not isinstance(value, str):
         raise BadRow("a column with a value that is not text")
@@ -94,7 +94,7 @@ def _join_parts(content: object) -> str:
 
 
 def _normalize_call(call: object) -> dict[str, Any]:
-    """Return a tool call as vLLM passes it to templates: arguments as an object, keys in this order."""
+    """Return a tool call as vLLM passes it to templates: arguments as an object, keys in vLLM's order."""
     if not isinstance(call, dict):
         raise BadRow("a tool call that is not an object")
     function = call.get("function", call)

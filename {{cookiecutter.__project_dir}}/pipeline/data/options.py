@@ -18,11 +18,11 @@ class PreprocessOptions(settings.Section):
     """Parquet or JSONL with conversations, instructions and answers, or text: a file, folder, glob, s3:// URI, or
     hf://datasets/OWNER/NAME."""
     mix: tuple[str, ...] = ()
-    """More inputs, each INPUT=WEIGHT: its rows are used WEIGHT times on average."""
+    """More inputs, each written as INPUT=WEIGHT. The rows of INPUT are used WEIGHT times on average."""
     output: str
     """Folder or s3:// URI for the packed data."""
     shared_paths: tuple[str, ...] = ()
-    """Folders that every node mounts; on several nodes, other local paths are refused."""
+    """Folders that every node mounts. If the cluster has several nodes, other local paths are refused."""
     model: str
     """Hugging Face folder or hub id whose tokenizer and chat template are used."""
     chat_template: str | None = None
@@ -30,7 +30,8 @@ class PreprocessOptions(settings.Section):
     turns: Turns = "all"
     """Assistant turns to train: all, or only those after the last user message."""
     past_reasoning: PastReasoning = "served"
-    """Reasoning in earlier turns: as the served model sees it, or always kept (for templates that TRL knows)."""
+    """Reasoning in earlier turns. served: as the served model sees it; keep: all of it, for templates that
+    have generation blocks or that TRL knows."""
     overlong: Overlong = "truncate"
     """How to handle conversations with too many tokens: truncate them, drop them, or stop with an error."""
     sequence_length: PositiveInt
@@ -42,9 +43,9 @@ class PreprocessOptions(settings.Section):
     max_bad_share: float = Field(ge=0, le=1)
     """Share of bad rows, 0 to 1, above which the job fails. Bad rows are saved in rejected/."""
     seed: int
-    """Seed of the order of the rows."""
+    """Random seed for the order of the rows."""
     shard_mib: PositiveFloat = 32
-    """MiB of text in one shard, before tokenization. A task needs about thirty times as much memory."""
+    """MiB of text in a shard, before tokenization. The task that writes it needs about thirty times as much memory."""
     show: int = Field(0, ge=0)
     """Print this many examples first, with the trained tokens in color."""
     overwrite: bool = False

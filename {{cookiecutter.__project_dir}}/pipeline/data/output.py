@@ -1,4 +1,4 @@
-"""Open the folder that a job writes."""
+"""Open the folder that a job writes to."""
 
 import contextlib
 import errno
@@ -14,7 +14,7 @@ def open_output(uri: str) -> Iterator[tuple[FileSystem, str]]:
     """Yield the file system of an absolute path or URI, and the folder's path on it.
 
     Raises:
-        UserError: the folder cannot be written, or no space is left; also while the context is open.
+        UserError: the folder cannot be written to, or no space is left. Code in the `with` block can cause it.
     """
     try:
         yield FileSystem.from_uri(uri)

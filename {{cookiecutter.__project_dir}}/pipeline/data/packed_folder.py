@@ -1,4 +1,4 @@
-"""The folder that `preprocess` writes. The manifest is written last, so a folder with a manifest is complete."""
+"""The folder that `preprocess` writes to. The manifest is written last, so a folder with a manifest is complete."""
 
 import json
 from dataclasses import dataclass
@@ -12,22 +12,22 @@ from settings import UserError
 
 SUBFOLDERS = ("train", "eval", "rejected")
 MANIFEST = "manifest.json"
-MARKER = "UNFINISHED"  # present while `preprocess` writes; without it and a manifest, the files are the user's
+MARKER = "UNFINISHED"  # present while `preprocess` writes; with neither this nor a manifest, the files are the user's
 
 
 @dataclass(frozen=True)
 class PackedFolder:
-    """A folder of packed data, by its absolute path or URI. Every method raises UserError if it cannot be used."""
+    """A folder of packed data, at an absolute path or URI. Methods raise UserError if the folder cannot be used."""
 
     uri: str
 
     def is_complete(self, configuration: dict[str, Any]) -> bool:
-        """Return whether the folder has a complete data set with this configuration: a part of its manifest."""
+        """Return whether the folder has a complete data set, and its manifest contains this configuration."""
         manifest = self._manifest()
         return manifest is not None and configuration.items() <= manifest.items()
 
     def begin(self, overwrite: bool) -> None:
-        """Delete what an interrupted run left, or with `overwrite` a complete data set."""
+        """Delete what an interrupted run left or, with `overwrite`, a complete data set."""
         with open_output(self.uri) as (filesystem, folder):
             present = {info.base_name for info in filesystem.get_file_info(FileSelector(folder, allow_not_found=True))}
             if self._manifest() is not None and not overwrite:
@@ -44,7 +44,7 @@ class PackedFolder:
                 filesystem.delete_dir(f"{folder}/{name}")
 
     def save(self, name: str, content: bytes | pa.Buffer) -> None:
-        """Write one file, and create its folder."""
+        """Write one file. Create its folder if it does not exist."""
         with open_output(self.uri) as (filesystem, folder):
             path = f"{folder}/{name}"
             filesystem.create_dir(path.rpartition("/")[0])
@@ -52,7 +52,7 @@ class PackedFolder:
                 file.write(content)
 
     def finish(self, manifest: dict[str, Any]) -> None:
-        """Write the manifest in one step, which completes the data set."""
+        """Write the manifest atomically, which completes the data set."""
         self.save(f"{MANIFEST}.partial", json.dumps(manifest, indent=2).encode())
         with open_output(self.uri) as (filesystem, folder):
             filesystem.move(f"{folder}/{MANIFEST}.partial", f"{folder}/{MANIFEST}")

@@ -12,14 +12,14 @@ def pack(table: pa.Table, sequence_length: int, pad_id: int) -> pa.Table:
     """Return the documents in `table`, packed into rows.
 
     Args:
-        table: `input_ids` and `labels`, lists of at most `sequence_length`.
+        table: `input_ids` and `labels`, lists of at most `sequence_length` tokens.
         sequence_length: Tokens in each row.
         pad_id: The token that fills the rest of a row.
 
     Returns:
         `input_ids`, `labels` and `position_ids`, each int32 (rows, sequence_length). `position_ids` restart at 0 for
-        each document and for the padding, so that attention keeps them apart. No document is split, and documents keep
-        their order within a row. Empty documents are left out.
+        each document and for the padding, so that attention does not cross their boundaries. No document is split, and
+        documents keep their order within a row. Empty documents are left out.
     """
     lengths = _values(table["input_ids"].combine_chunks().value_lengths())
     rows, offsets, used = _best_fit(lengths, sequence_length)
@@ -47,7 +47,7 @@ def pack(table: pa.Table, sequence_length: int, pad_id: int) -> pa.Table:
 def _best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Place each document into the fullest row that has room for it, or into a new row.
 
-    Documents are not sorted by length first: the rows stay as shuffled as the documents.
+    Documents are not sorted by length first, so the rows are as shuffled as the documents.
 
     Returns:
         The row and the offset of each document, and the used tokens of each row.

@@ -59,7 +59,7 @@ def write_shards(sources: list[RowSource], plan: ShardPlan, tokenizer: DocumentT
 def explain(error: RayTaskError) -> Exception:
     """Return a UserError if the input or a disk caused a task to fail, otherwise `error`."""
     if isinstance(error.cause, UserError):
-        return UserError(str(error.cause).splitlines()[0])  # Ray adds its own advice in further lines
+        return UserError(str(error.cause).splitlines()[0])  # Ray adds its own advice on the following lines
     disk_is_full = isinstance(error.cause, OSError) and error.cause.errno == errno.ENOSPC
     if disk_is_full or isinstance(error.cause, ShuffleDiskError):
         return UserError(
@@ -71,7 +71,7 @@ def explain(error: RayTaskError) -> Exception:
 
 
 class PreprocessProgress:
-    """The progress line. All rows are read and shuffled before the first is packed."""
+    """Formats the progress line. All rows are read and shuffled before the first is packed."""
 
     def __init__(self, input_bytes: int) -> None:
         self._input_bytes = input_bytes
@@ -94,19 +94,22 @@ class PreprocessProgress:
 
 
 def _partition_count(sources: list[RowSource], shard_mib: float) -> int:
-    """Return a power of two, so that the count does not change if the same input is split into other files."""
+    """Return the number of partitions.
+
+    It is a power of two, so that it rarely changes if the same input is split into files differently.
+    """
     size = sum(int(source.text_size * source.weight) for source in sources)
     return 1 << int((size - 1) / (shard_mib * 2**20)).bit_length()
 
 
 def _data_context() -> DataContext:
-    """Return Ray Data's settings: blocks much smaller than the object store, and a shuffle through disks."""
+    """Return Ray Data's settings: blocks much smaller than the object store, and a shuffle on disk."""
     context = ray_data.quiet_context()
     store = int(min(node["Resources"]["object_store_memory"] for node in ray.nodes() if node["Alive"]))
     context.target_max_block_size = min(context.target_max_block_size, store // 16)
     context.shuffle_input_batch_bytes = min(context.shuffle_input_batch_bytes, store // 8)
-    # through the object store, the many small pieces of a shuffle would accumulate in this process's memory
+    # a shuffle through the object store would accumulate its many small pieces in this process's memory
     context.use_disk_based_hash_shuffle = True
-    # by default Ray Data reserves a core for the shuffle, which waits until everything is read
+    # by default Ray Data reserves a core for the shuffle, although the shuffle waits until everything is read
     context.op_resource_reservation_enabled = False
     return context

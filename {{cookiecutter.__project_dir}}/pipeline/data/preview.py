@@ -1,4 +1,4 @@
-"""Print what `preprocess` found in an input, and examples with their trained tokens, before anything starts."""
+"""Print what `preprocess` found in an input, and examples with their trained tokens, before the work starts."""
 
 import contextlib
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from pipeline.data.examples import BadRow
 from pipeline.data.row_sources import Head, RowSource
 from pipeline.data.tokenization import NOT_TRAINED, DocumentTokenizer, TokenizedDocument
 
-HEAD_ROWS = 100  # read before anything starts
+HEAD_ROWS = 100  # read before the work starts
 ROWS_SHOWN, ROW_CHARACTERS = 3, 100
 
 

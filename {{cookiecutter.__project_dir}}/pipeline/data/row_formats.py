@@ -1,6 +1,6 @@
 """Read training rows in published formats: conversations, prompts with completions, or plain text.
 
-The columns of a row decide its format. `preprocess` lists the columns that the format does not read.
+The columns of a row determine its format. `preprocess` lists the columns that the format does not read.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -35,7 +35,7 @@ class Format(NamedTuple):
 
     name: str
     required: tuple[tuple[str, ...], ...]
-    """Required columns: one of each tuple."""
+    """Required columns: at least one of each tuple."""
     optional: tuple[str, ...]
     """Optional columns."""
     read: Callable[[Mapping[str, Any]], Example]
@@ -109,7 +109,7 @@ def _read_sharegpt(row: Mapping[str, Any]) -> Conversation:
 def _sharegpt_message(turn: Message) -> Message:
     speaker = turn.get("from")
     if speaker is None:
-        return turn  # it has role and content
+        return turn  # it already has role and content
     if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
         raise BadRow(f"a turn with an unknown `from`; known: {', '.join(SHAREGPT_ROLES)}")
     value = turn.get("value")
@@ -121,7 +121,7 @@ def _sharegpt_message(turn: Message) -> Message:
 
 
 def _read_instruction(row: Mapping[str, Any]) -> Conversation:
-    """Read Alpaca, Dolly, and question and answer: one exchange, after an optional `history`."""
+    """Read a row of Alpaca, of Dolly, or with a question and an answer: one exchange, after an optional `history`."""
     question, context, answer = (_first(row, names) for names in (QUESTIONS, CONTEXTS, ANSWERS))
     content = f"{require_text(question)}\n\n{require_text(context)}" if context else question
     history = decode_json(row.get("history") or [], "history")
@@ -185,7 +185,7 @@ UNSUPPORTED = {
     ("chosen", "rejected"): "a preference pair (chosen, rejected): this project does not do DPO",
     ("prompt", "completion", "label"): "a rated completion (label): this project does not do KTO",
 }
-"""Columns of unsupported formats, and why their rows are rejected."""
+"""Columns that identify unsupported formats, and why their rows are rejected."""
 COLUMNS = tuple(
     sorted(
         {name for row_format in FORMATS for name in row_format.columns}

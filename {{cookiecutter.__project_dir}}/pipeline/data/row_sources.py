@@ -1,4 +1,4 @@
-"""The inputs of training rows: which files they have, how often their rows are used, and what the first rows are."""
+"""The inputs of training rows: their files, how often their rows are used, and their first rows."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ from pipeline.data.row_formats import EXPECTED_COLUMNS, UNKNOWN_COLUMNS, format_
 from pipeline.data.rows import Piece
 from settings import UserError
 
-PIECE_BYTES = 32 * 2**20  # of a file, read by one task
+PIECE_BYTES = 32 * 2**20  # one task reads this much of a file
 MAX_WEIGHT = 1000
 SUFFIXES = (".parquet", ".jsonl")
 TEXT_BYTES_PER_FILE_BYTE = {".parquet": 4, ".jsonl": 1}  # parquet compresses conversations about fourfold
@@ -32,7 +32,7 @@ class RowSource(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bytes of all files."""
+        """Total bytes of the files."""
         return self.files.size
 
     @property
@@ -70,7 +70,7 @@ def find(name: str, section: str = "preprocess") -> RowSource:
 
 
 def find_all(name: str, mix: Iterable[str]) -> list[RowSource]:
-    """Return the source `name`, and those of `mix`, each INPUT=WEIGHT.
+    """Return the source `name`, and the sources in `mix`, each written as INPUT=WEIGHT.
 
     Raises:
         UserError: see `find`, or a weight is not a positive number.

@@ -13,7 +13,7 @@ from pipeline.data.examples import BadRow, decode, to_json
 from pipeline.data.row_formats import COLUMNS, read_example, without_nulls
 from settings import UserError
 
-PARQUET_ROWS = 128  # decoded together: rows can be long
+PARQUET_ROWS = 128  # decoded at once; few, because rows can be long
 ROWS = pa.schema(
     [
         ("row", pa.large_binary()),  # the example as JSON, or the raw row if there is a problem
@@ -24,7 +24,7 @@ ROWS = pa.schema(
 )
 
 RawRow = dict[str, Any] | bytes
-"""A row as a file has it: a parquet row, or a line of JSONL."""
+"""A row as it is in a file: a parquet row, or a line of JSONL."""
 
 
 class Piece(NamedTuple):
@@ -100,7 +100,7 @@ def _read_row_groups(file: pa.NativeFile, piece: Piece, columns: tuple[str, ...]
         for group in range(parquet.num_row_groups)
         if piece.start <= _first_byte(parquet.metadata.row_group(group)) < piece.stop
     ]
-    # without any known column, read all, so that rejected rows show what they have
+    # if no column is known, read all of them, so that rejected rows show their content
     present = [name for name in columns if name in parquet.schema_arrow.names] or None
     for batch in parquet.iter_batches(PARQUET_ROWS, row_groups=groups, columns=present):
         yield from batch.to_pylist()

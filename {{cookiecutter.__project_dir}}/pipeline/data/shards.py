@@ -23,13 +23,13 @@ from pipeline.data.packing import pack
 from pipeline.data.tokenization import NOT_TRAINED, DocumentTokenizer
 from pipeline.data.tokenizer import padding_id
 
-SLICE_BYTES = 2**21  # of text, tokenized together: the tokens take thirty times the text's memory
+SLICE_BYTES = 2**21  # of text to tokenize at once: its tokens take thirty times as much memory
 ROW_GROUP_TOKENS = 2**20  # training reads one row group at a time
 
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """The settings that, with rows and tokenizer, decide what the shards hold."""
+    """The settings that, together with the rows and the tokenizer, determine the content of the shards."""
 
     output: str
     """A path or URI."""
@@ -50,9 +50,9 @@ class ShardSummary(BaseModel):
     tokens: int
     trained_tokens: int
     lengths: dict[int, int]
-    """Histogram of tokens per document: upper bounds, which are powers of two, and counts."""
+    """Histogram of tokens per document: maps upper bounds, which are powers of two, to counts."""
     sha256: str
-    """Of its columns' values, not of their parquet encoding."""
+    """Hash of the columns' values, not of their parquet encoding."""
 
 
 class PartitionSummary(BaseModel):
@@ -61,11 +61,11 @@ class PartitionSummary(BaseModel):
     number: int
     rows: int
     duplicates: int
-    """Rows left out because another one is identical."""
+    """Rows left out because an identical row is kept."""
     rejected: dict[str, int]
     """Bad rows, by reason."""
     sources: dict[int, dict[str, int]]
-    """Documents, tokens and trained tokens of each input, by its number."""
+    """Counts of documents, tokens and trained tokens, by the number of the input."""
     train: ShardSummary | None
     eval: ShardSummary | None
 
@@ -73,7 +73,7 @@ class PartitionSummary(BaseModel):
 def write(rows: pa.Table, plan: ShardPlan, tokenizer_ref: ObjectRef, report: Callable[..., Any]) -> pa.Table:
     """Write the shards of one partition. Return one row with its `summary`, a PartitionSummary as JSON.
 
-    `tokenizer_ref` refers to a DocumentTokenizer. Each finished slice calls `report(rows_packed=…)`.
+    `tokenizer_ref` refers to a DocumentTokenizer. After each slice, this calls `report(rows_packed=…)`.
 
     Raises:
         UserError: the disk is full.
@@ -105,19 +105,22 @@ def write(rows: pa.Table, plan: ShardPlan, tokenizer_ref: ObjectRef, report: Cal
 
 @functools.cache
 def fetch(tokenizer_ref: ObjectRef) -> DocumentTokenizer:
-    """Return the driver's tokenizer, unpickled once per worker process. No worker asks a hub, and all have the same."""
+    """Return the driver's tokenizer, unpickled once per worker process.
+
+    So no worker loads it from a hub, and all use the same one.
+    """
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a task has one core; other tasks use the rest
     return ray.get(tokenizer_ref)
 
 
 def is_held_out(row: bytes, share: float) -> bool:
-    """Return whether a row is held out for evaluation. This depends on its content only, so copies stay together."""
+    """Return whether a row is held out for evaluation. This depends only on its content: copies stay together."""
     digest = hashlib.blake2b(row, digest_size=8, person=b"evaluation").digest()
     return int.from_bytes(digest) < share * 2**64
 
 
 def slices(rows: pa.Table) -> Iterator[pa.Table]:
-    """Yield `rows` in order, in slices of about SLICE_BYTES of text and of at least one row."""
+    """Yield `rows` in order, in slices of about SLICE_BYTES of text, each with at least one row."""
     text = np.cumsum(pc.binary_length(rows["row"]).to_numpy())
     bounds = [0, *(np.flatnonzero(np.diff(text // SLICE_BYTES)) + 1), len(rows)]
     for start, stop in pairwise(bounds):
@@ -125,7 +128,7 @@ def slices(rows: pa.Table) -> Iterator[pa.Table]:
 
 
 def _without_duplicates(rows: pa.Table) -> pa.Table:
-    """Return rows without repeated keys. Identical rows have the same key, and are next to each other."""
+    """Return rows without repeated keys. Identical rows have the same key, and `rows` are sorted by key."""
     keys = rows["key"].combine_chunks()
     return rows.filter(pa.concat_arrays([pa.array([True]), pc.not_equal(keys[1:], keys[:-1])]))
 
@@ -158,7 +161,7 @@ def _count_by_source(documents: pa.Table, sources: pa.ChunkedArray) -> dict[int,
 
 
 def _save_rejected(rows: pa.ChunkedArray, problems: pa.ChunkedArray, plan: ShardPlan, number: int) -> dict[str, int]:
-    """Save bad rows with their reasons. Return the number of rows for each reason."""
+    """Save bad rows, each with the reason. Return the number of rows for each reason."""
     pairs = list(zip(rows.to_pylist(), problems.to_pylist(), strict=True))
     if pairs:
         lines = [json.dumps({"problem": problem, "row": row.decode(errors="replace")}) for row, problem in pairs]

@@ -1,4 +1,4 @@
-"""Assign rows to partitions by a hash of seed and content: a global shuffle without any coordination."""
+"""Assign rows to partitions by a hash of seed and content: a global shuffle that needs no coordination."""
 
 import hashlib
 
@@ -8,10 +8,10 @@ from pipeline.ray_support.private import data as private_data
 
 
 def group_values(partitions: int) -> pa.Array:
-    """Return one value per partition, such that a groupby on them gives each partition its own task.
+    """Return one value per partition, such that a groupby on these values gives each partition its own task.
 
-    Ray hashes the values. The numbers of the partitions would collide: some tasks would write two or three partitions,
-    and others none.
+    Ray hashes the values. The hashes of the partitions' numbers would collide: some tasks would write two or three
+    partitions, and others none.
     """
     tables: dict[int, pa.Table] = {}
     candidates = partitions

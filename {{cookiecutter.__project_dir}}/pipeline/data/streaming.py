@@ -20,7 +20,7 @@ from pipeline.data.tokenizer import padding_id
 from pipeline.training.dataset import Batch, as_arrays, as_batch
 from settings import UserError
 
-DOCUMENTS_PACKED_TOGETHER = 1024  # the last row of each group stays partly empty
+DOCUMENTS_PACKED_TOGETHER = 1024  # each group ends with a row that is partly empty
 NOTICE = (
     "--stream: bad rows are skipped without being counted, nothing is evaluated, and a resumed run continues at its "
     "step but reads the rows from the start"
@@ -35,7 +35,7 @@ class StreamInput(NamedTuple):
 
 
 def find_input(model: str) -> StreamInput:
-    """Return the rows of [preprocess], with the tokenizer of `model`."""
+    """Return the rows that [preprocess] describes, with the tokenizer of `model`."""
     options = settings.load(PreprocessOptions, "preprocess")
     return StreamInput(row_sources.find_all(options.input, options.mix), DocumentTokenizer.from_options(options, model))
 
@@ -56,7 +56,7 @@ def _pack(table: pa.Table, tokenizer_ref: ObjectRef) -> pa.Table:
 
 
 class StreamSource:
-    """This worker's share of the stream, repeated without end."""
+    """This worker's share of the stream, repeated endlessly."""
 
     def __init__(self, stream: StreamInput, rows_per_rank: int) -> None:
         self.sequence_length = stream.tokenizer.sequence_length
@@ -65,11 +65,11 @@ class StreamSource:
         self._batches = self._epochs(rows_per_rank)
 
     def rows(self, step: int) -> Batch:
-        """Return the next rows, whatever the step: a stream has no position."""
+        """Return the next rows, whatever the step: a stream has no positions."""
         return next(self._batches)
 
     def names(self, step: int, first: int, count: int) -> list[str]:
-        """Return no names: a stream has no position."""
+        """Return no names: a stream has no positions."""
         return []
 
     def _epochs(self, rows_per_rank: int) -> Iterator[Batch]:

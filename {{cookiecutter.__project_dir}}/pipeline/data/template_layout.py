@@ -1,8 +1,8 @@
 """Render conversations of the same shape from a learned layout instead of running their template for each.
 
-Most templates insert the texts of a conversation between fixed strings that depend on its roles only. The rendered text
-for placeholders then gives the layout of every conversation with the same roles. A layout is used only if it matches
-the template on several sample texts, and never for texts that templates inspect.
+Most templates insert the texts of a conversation between fixed strings that depend only on its roles. If the texts are
+placeholders, the rendered text shows the layout of every conversation with the same roles. A layout is used only if it
+matches the template on several sample texts, and never for texts that templates inspect.
 """
 
 import re
@@ -18,7 +18,7 @@ TEXT_KEYS = ("content", "reasoning_content")
 KNOWN_KEYS = frozenset((*TEXT_KEYS, "role", "weight"))
 INSPECTED = re.compile(r"\A/|<[\w/|]|\[[A-Z/]|[Tt]hink|[\ue000\ue001]")
 """Texts that need the template: it may split them at tags, or react to switches such as /no_think."""
-HINTS = ("<", "[", "hink", "\ue000", "\ue001")  # INSPECTED finds a leading "/", or a text with one of these
+HINTS = ("<", "[", "hink", "\ue000", "\ue001")  # INSPECTED matches only texts with a leading "/" or one of these
 SAMPLES = (
     "a",
     "B2",
@@ -29,7 +29,7 @@ SAMPLES = (
     "# Title\n- item\n    indented",
 )
 SPACED_SAMPLES = (*SAMPLES, " a", "B2\n", "\n\nline\n", "\tcaf\u00e9 ", "  two words \n ", "\r\nend\u00a0")
-"""For conversations with a text that begins or ends with white space: some templates trim it."""
+"""Samples for conversations with a text that begins or ends with white space: some templates trim it."""
 
 Render = Callable[[Conversation], list[RenderedText]]
 
@@ -37,7 +37,7 @@ Render = Callable[[Conversation], list[RenderedText]]
 def shape(conversation: Conversation) -> object | None:
     """Return what a layout depends on, or None if the conversation needs the template.
 
-    These are roles, system prompts, and whether a text begins or ends with white space.
+    A layout depends on the roles, the weights, the system prompts, and whether a text begins or ends with white space.
     """
     if conversation.tools:
         return None
@@ -67,7 +67,10 @@ class Layout:
     """The documents of all conversations of one shape, with numbered gaps for their texts."""
 
     def __init__(self, documents: list[tuple[list[str | int], list[tuple[int, int]]]]) -> None:
-        """Each document has pieces, which are fixed strings or numbers of texts, and its spans, in pieces."""
+        """Each document has pieces and trained spans.
+
+        A piece is a fixed string, or the number of a text. A span is a range of pieces, (start, stop).
+        """
         self._documents = documents
 
     def fill(self, conversation: Conversation) -> list[RenderedText]:

@@ -15,7 +15,7 @@ CALL: Message = {
     "content": "",
     "tool_calls": [
         {
-            "id": "call00001",  # Mistral takes nine letters or digits
+            "id": "call00001",  # Mistral accepts only ids of nine letters or digits
             "function": {"arguments": {"probe_key": "probe-value"}, "name": "probe_call"},
             "type": "function",
         }
@@ -48,7 +48,7 @@ FEATURES: dict[str, tuple[Conversation, tuple[str, ...]]] = {
     ),
     "tool results": (Conversation([QUESTION, CALL, RESULT, ANSWER], [TOOL]), ("probe-result", "probe-answer")),
 }
-"""Optional parts of a conversation. Each has a probe and the strings that its rendered text must contain."""
+"""Optional parts of a conversation, each with a probe and the strings that the rendered probe must contain."""
 
 
 def features(conversation: Conversation) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Run a chat template on conversations, with the same input as vLLM gives it."""
+"""Run a chat template on conversations, with the same input that vLLM would give it."""
 
 import re
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class RenderedText(NamedTuple):
-    """A text and its trained spans of characters, each (start, stop)."""
+    """A text, and the spans of characters in it to train, each (start, stop)."""
 
     text: str
     spans: list[tuple[int, int]]
@@ -35,7 +35,7 @@ class TemplateRenderer:
         """Raises: one of TEMPLATE_ERRORS if the template is not valid Jinja."""
         self.template = template
         self._special_tokens = dict(special_tokens)
-        self._knows_developer = "'developer'" in template or '"developer"' in template  # vLLM's own test
+        self._knows_developer = "'developer'" in template or '"developer"' in template  # the same test as in vLLM
         self._reads_parts = _reads_parts(template)
 
     def prompt(self, conversation: Conversation) -> str:
@@ -82,7 +82,7 @@ def _with_developer_as_system(messages: list[Message]) -> list[Message]:
 
 
 def _reads_parts(template: str) -> bool:
-    """Return whether a template loops over the parts of a message. vLLM then passes parts instead of text."""
+    """Return whether a template loops over the parts of a message. vLLM passes parts, not text, to such a template."""
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
     for loop in _compile_jinja_template(template).environment.parse(template).find_all(jinja2.nodes.For):

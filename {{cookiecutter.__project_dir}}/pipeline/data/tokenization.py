@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class TokenizedDocument(NamedTuple):
-    """Tokens, int32. `labels` repeats a token if it is trained, and is NOT_TRAINED otherwise."""
+    """The tokens of a document, int32. A label is the token itself if it is trained, and otherwise NOT_TRAINED."""
 
     input_ids: np.ndarray
     labels: np.ndarray
@@ -59,7 +59,7 @@ class DocumentTokenizer:
             UserError: see `load_tokenizer` and `ChatTemplate`.
         """
         self.tokenizer = load_tokenizer(model, chat_template)
-        self.tokenizer.backend_tokenizer.no_padding()  # a tokenizer.json may ask for both
+        self.tokenizer.backend_tokenizer.no_padding()  # a tokenizer.json may enable padding and truncation
         self.tokenizer.backend_tokenizer.no_truncation()
         self.sequence_length = sequence_length
         self.overlong = overlong
@@ -90,14 +90,15 @@ class DocumentTokenizer:
 
     @property
     def eos_ids(self) -> list[int]:
-        """Stop tokens of a model that is trained on the documents. Empty: those of the base model."""
+        """Stop tokens of a model that is trained on the documents; empty if they are those of the base model."""
         return self.template.eos_ids if self.template else []
 
     def __call__(self, table: pa.Table) -> pa.Table:
         """Return the documents of `table` with the schema DOCUMENTS; `row` is the position in `table`.
 
-        A row gives one document, or several if its template renders earlier turns differently later. A bad row gives
-        one with a `problem` and no tokens. Rows have the schema `pipeline.data.rows.ROWS`, or a published format.
+        A row gives one document, or several if the template renders a turn differently once a later turn follows. A
+        bad row gives one document with a `problem` and no tokens. Rows have the schema `pipeline.data.rows.ROWS`, or
+        are in a published format.
         """
         examples = [_or_bad_row(self._read, row) for row in table.to_pylist()]
         rendered = self._render(examples)
@@ -113,7 +114,7 @@ class DocumentTokenizer:
         """Return the documents of one row, as in `__call__`.
 
         Raises:
-            BadRow: nothing in it can be trained.
+            BadRow: nothing in the row can be trained.
         """
         [rendered] = self._render([self._read(row)])
         if isinstance(rendered, BadRow):
@@ -150,13 +151,13 @@ class DocumentTokenizer:
         ]
 
     def _render_completion(self, example: Completion) -> RenderedText:
-        """Return the text with its BOS and EOS tokens. All of it but the prompt is trained."""
+        """Return the text with its BOS and EOS tokens. Everything after the prompt is trained."""
         prompt = (self.tokenizer.bos_token or "") + example.prompt
         text = prompt + example.completion + (self.tokenizer.eos_token or "")
         return RenderedText(text, [(len(prompt), len(text))])
 
     def _cut_all(self, encoded: list[tuple[RenderedText, "Encoding"]]) -> list[TokenizedDocument] | BadRow:
-        """Return the documents of one row within `sequence_length`, or why the row is bad."""
+        """Return the documents of one row, cut to `sequence_length` tokens each, or why the row is bad."""
         if any(len(encoding) > self.sequence_length for _, encoding in encoded):
             if self.overlong == "error":
                 raise settings.UserError(
@@ -167,7 +168,7 @@ class DocumentTokenizer:
                 return BadRow("longer than sequence_length")
         cut = [self._cut(rendered, encoding) for rendered, encoding in encoded]
         good = [document for document in cut if document is not None]
-        if good and len(good) < len(cut):  # a whole turn was cut off: count it
+        if good and len(good) < len(cut):  # a whole turn was cut off: count it as a cut
             good[-1] = good[-1]._replace(cut=True)
         return good or BadRow("no trained token within sequence_length")
 

@@ -14,18 +14,18 @@ class Candidate(NamedTuple):
     """A model to evaluate, in a form that every node can read."""
 
     name: str
-    """As the user named it."""
+    """The name that the user gave."""
     model: str
-    """A folder, a URI or a hub id. With adapters, the base model."""
+    """A folder, a URI or a hub id. If there are adapters, it is that of the base model."""
     adapter: str | None
     """The folder or URI of LoRA adapters, as a run writes them to its folder `adapter`."""
 
 
 def find(name: str) -> Candidate:
-    """Return the model or the adapters in a Hugging Face folder, at a URI, or of a hub id.
+    """Return the model or the adapters that a Hugging Face folder, a URI or a hub id names.
 
     Raises:
-        UserError: it is the folder of a run or of a checkpoint, not of a model.
+        UserError: the name is the folder of a run or of a checkpoint, not of a model.
     """
     folder = settings.resolve(name).rstrip("/")
     _refuse_run_folders(name.rstrip("/"), folder)
@@ -43,7 +43,7 @@ def check(candidate: Candidate, data: str, manifest: Manifest) -> None:
 
 
 def _refuse_run_folders(name: str, folder: str) -> None:
-    """Raise UserError for the folder of a run or of a checkpoint: only the same training can read its files."""
+    """Raise UserError for the folder of a run or of a checkpoint: only that training run can read its files."""
     markers = {checkpoints.STATE: ("a checkpoint", name.rpartition("/")[0]), "run.json": ("a run", name)}
     for file, (kind, run) in markers.items():
         if storage.read_text(f"{folder}/{file}") is not None:

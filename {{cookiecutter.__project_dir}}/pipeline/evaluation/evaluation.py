@@ -47,7 +47,7 @@ def explain(error: RayTaskError, options: EvaluateOptions) -> Exception:
 
 
 class EvaluateProgress:
-    """The progress line of one model."""
+    """Formats the progress line of one model."""
 
     def __init__(self, model: str, rows: int) -> None:
         self._model, self._rows = model, rows

@@ -12,18 +12,18 @@ class EvaluateOptions(settings.Section):
     """The [evaluate] section of settings.toml."""
 
     models: tuple[str, ...] = Field(min_length=1)
-    """Hugging Face folders, s3:// folders, hub ids, or the `adapter` folder of a LoRA run. All are compared with the
-    last one."""
+    """Hugging Face folders, s3:// folders, hub ids, or the `adapter` folder of a LoRA run. Each is compared with
+    the last one."""
     data: str
-    """Folder or URI that `preprocess` wrote. Only its held-out part is used."""
+    """Folder or URI that `preprocess` wrote to. Only the held-out part is used."""
     output: str
     """Folder or URI for the result, NAME.json."""
     name: str = Field("evaluation", pattern=NAME)
     """Name of the result. A result with the same name is replaced."""
     shared_paths: tuple[str, ...] = ()
-    """Folders that every node mounts. On several nodes, other local paths are refused."""
+    """Folders that every node mounts. If the cluster has several nodes, other local paths are refused."""
     num_workers: PositiveInt
-    """Copies of a model that evaluate at the same time."""
+    """Number of copies of a model, which work at the same time."""
     device: Literal["cpu", "cuda"]
     """Device of the copies: each uses one CPU, or one GPU."""
     precision: Literal["fp32", "bf16"]

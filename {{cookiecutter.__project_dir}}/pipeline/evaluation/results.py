@@ -18,14 +18,14 @@ class EvaluationResult(NamedTuple):
 
     model: str
     loss: float
-    """Mean cross-entropy of a trained token, in nats."""
+    """Mean cross-entropy per trained token, in nats."""
     perplexity: float
     exact_match: float
-    """Share of the answers, 0 to 1, that greedy decoding gives token for token."""
+    """Share of the answers, 0 to 1, that greedy decoding reproduces token for token."""
     stops: float
     """Share of a few generated answers, 0 to 1, that end with a stop token."""
     tokens_per_s: float
-    """Of one worker, padding included."""
+    """Speed of one worker, padding included."""
 
 
 def from_sums(candidate: Candidate, sums: dict[str, float]) -> EvaluationResult:
@@ -42,11 +42,11 @@ def from_sums(candidate: Candidate, sums: dict[str, float]) -> EvaluationResult:
 
 
 def print_table(results: list[EvaluationResult], counts: dict[str, float]) -> None:
-    """Print all results, with differences to the last one."""
+    """Print all results, with their differences from the last one."""
     console = Console(highlight=False, width=120)  # a submitted job's log is not a terminal
     console.print(
         f"held out: {counts['documents']:,} documents with {counts['answers']:,} answers, "
-        f"{counts['trained_tokens']:,} trained tokens; in brackets: the difference to {results[-1].model}"
+        f"{counts['trained_tokens']:,} trained tokens; in brackets: the difference from {results[-1].model}"
     )
     console.print(f"stops: share of {counts['generated']:.0f} generated answers that end with a stop token")
     table = Table(box=None)

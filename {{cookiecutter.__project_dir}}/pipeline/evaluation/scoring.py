@@ -1,4 +1,4 @@
-"""Score a model on packed rows: its loss, and how many answers greedy decoding would give exactly."""
+"""Score a model on packed rows: its loss, and how many answers greedy decoding would reproduce exactly."""
 
 import time
 from collections.abc import Callable
@@ -26,19 +26,19 @@ class Score(NamedTuple):
     documents: int
     """Documents with a trained token. Padding is not a document."""
     answers: int
-    """Runs of trained tokens: an assistant turn, including its stop token."""
+    """Runs of trained tokens. Each is an assistant turn, including its stop token."""
     exact: int
-    """Answers that greedy decoding gives token for token."""
+    """Answers that greedy decoding reproduces token for token."""
 
 
 @torch.no_grad()
 def score(model: PreTrainedModel, batch: Batch) -> Score:
     """Return the score of `model` on a batch of packed rows, from one forward pass.
 
-    Greedy decoding gives an answer exactly if each of its tokens is the most likely one after the tokens before it: up
-    to the first wrong token, the model reads the same tokens as in the row.
+    Greedy decoding reproduces an answer if each of its tokens is the most likely one after the tokens before it: up to
+    the first wrong token, the model reads the same tokens as in the row.
     """
-    output = model(**batch, num_items_in_batch=1, use_cache=False)  # 1: the loss is a sum
+    output = model(**batch, num_items_in_batch=1, use_cache=False)  # with 1, the loss is a sum
     labels = batch["labels"][:, 1:]
     trained = labels != NOT_TRAINED
     wrong = trained & (output.logits[:, :-1].argmax(-1) != labels)
@@ -68,7 +68,7 @@ class Scorer:
     def __init__(
         self, candidate: Candidate, data: str, device: str, precision: str, report: Callable[..., Any]
     ) -> None:
-        """`data` is the folder or URI of the packed data. Finished rows call `report(rows=…)`."""
+        """`data` is the folder or URI of the packed data. Each call ends with `report(rows=…)`."""
         self._device = torch.device(device)
         self._model = load(candidate, torch.bfloat16 if precision == "bf16" else torch.float32).to(self._device).eval()
         self._rows = PackedRows(data, "eval")
@@ -78,7 +78,7 @@ class Scorer:
     def __call__(self, piece: dict[str, int]) -> dict[str, float]:
         """Return the score of `rows` rows from position `first` on, their `tokens`, and the `seconds` it took.
 
-        The first rows also count how many answers were `generated`, and how many of them `stopped`.
+        For the first rows, also return how many answers were `generated`, and how many of them `stopped`.
         """
         generated, stopped = self._count_stops() if piece["first"] == 0 else (0, 0)
         started = time.perf_counter()
@@ -102,7 +102,7 @@ def load(candidate: Candidate, dtype: torch.dtype) -> PreTrainedModel:
     logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(model_cache.on_this_node(candidate.model), dtype=dtype)
     if candidate.adapter:
-        from peft import PeftModel  # takes seconds; models without adapters do not need it
+        from peft import PeftModel  # the import takes seconds; only adapters need it
 
         model = PeftModel.from_pretrained(model, model_cache.on_this_node(candidate.adapter))
     return model

@@ -1,4 +1,4 @@
-"""The folder that `generate` writes, file by file. An interrupted run resumes from the files in it."""
+"""The folder to which `generate` writes, file by file. An interrupted run resumes from the files in it."""
 
 import hashlib
 import io
@@ -22,14 +22,14 @@ BAD_ROWS = pa.schema([("row", pa.binary()), ("reason", pa.string())])
 
 @dataclass(frozen=True)
 class AnswerFolder:
-    """A folder of answers, by its absolute path or URI. Every method raises UserError if it cannot be used."""
+    """A folder of answers, at an absolute path or URI. Methods raise UserError if the folder cannot be used."""
 
     uri: str
 
     def begin(self, recipe: dict[str, Any], overwrite: bool) -> frozenset[str]:
         """Return the ids of the rows that are already answered with this recipe, and delete old rejected rows.
 
-        `recipe` has the settings that decide an answer. With `overwrite`, all answers are deleted.
+        `recipe` has the settings that determine an answer. With `overwrite`, all answers are deleted.
         """
         with open_output(self.uri) as (filesystem, folder):
             found = self._recipe(filesystem, folder)
@@ -50,7 +50,7 @@ class AnswerFolder:
             )
 
     def save_answers(self, answers: pa.Table) -> None:
-        """Write some answers in one step. The same answers replace their earlier file."""
+        """Write some answers atomically. Answers to the same rows replace their earlier file."""
         self._save_table(f"{ANSWERS}/{_name(*answers['id'].to_pylist())}.parquet", answers)
 
     def save_rejected(self, origin: str, bad: list[dict[str, Any]]) -> None:
@@ -87,7 +87,7 @@ class AnswerFolder:
 
 
 def _complete_files(filesystem: FileSystem, folder: str) -> list[str]:
-    """Return the complete files of a folder that may not exist."""
+    """Return the complete files in a folder, which may not exist."""
     found = filesystem.get_file_info(FileSelector(folder, allow_not_found=True))
     return [info.path for info in found if info.is_file and not info.path.endswith(PARTIAL)]
 

@@ -3,20 +3,20 @@
 import shlex
 from collections import Counter, defaultdict
 
-MAX_STARTS = 2  # of an engine, without an answer in between
+MAX_STARTS = 2  # how often an engine may start without an answer in between
 
 
 class CrashTracker:
-    """Tracks the rows in flight in each engine. One such actor serves all engines of a run."""
+    """Tracks the rows in flight in each engine. It runs as one actor for all engines of a run."""
 
     def __init__(self) -> None:
-        self._starts: Counter[str] = Counter()  # of each engine since it last answered a row
+        self._starts: Counter[str] = Counter()  # how often each engine started since it last answered a row
         self._in_flight: defaultdict[str, set[str]] = defaultdict(set)
         self._suspects: set[str] = set()  # in flight at one crash
         self._culprits: set[str] = set()  # in flight at two crashes
 
     def start(self, engine: str) -> frozenset[str]:
-        """Record the start of an engine, and return all suspects. Rows in flight when it last died become suspects."""
+        """Record the start of an engine, and return all suspects. Rows in flight when it died become suspects."""
         self._starts[engine] += 1
         lost = self._in_flight.pop(engine, set())
         self._culprits |= lost & self._suspects

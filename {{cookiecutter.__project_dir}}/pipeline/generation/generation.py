@@ -24,7 +24,7 @@ from settings import UserError
 
 
 def recipe(options: GenerateOptions, serving: ServeOptions) -> dict[str, Any]:
-    """Return the settings that decide the answer to a prompt."""
+    """Return the settings that determine the answer to a prompt."""
     location = model_cache.find(serving.model)
     is_folder = "://" in location or os.path.isdir(location)
     return {
@@ -86,12 +86,12 @@ def explain(error: RayTaskError | ActorDiedError | ExecutionTimeoutError, model:
             f"an engine died ({reason}). To see why, serve the model: inv submit serve_llm -- --model {model}"
         )
     if isinstance(error.cause, UserError):
-        return UserError(str(error.cause).splitlines()[0])  # Ray adds its own advice in further lines
+        return UserError(str(error.cause).splitlines()[0])  # Ray adds its own advice on the following lines
     return error
 
 
 class GenerateProgress:
-    """The progress line."""
+    """Formats the progress line."""
 
     def __init__(self, rows: int) -> None:
         self._rows = rows

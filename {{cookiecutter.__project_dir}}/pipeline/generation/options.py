@@ -11,13 +11,13 @@ class GenerateOptions(settings.Section):
     input: str
     """Parquet or JSONL with `messages`, or with a `prompt` to continue: a file, folder, glob or s3:// URI."""
     output: str
-    """Folder or s3:// URI for answers/ and rejected/. Rows with an answer there are skipped."""
+    """Folder or s3:// URI for answers/ and rejected/. Rows that already have an answer there are skipped."""
     id_column: str = "id"
     """Column with each row's unique id, a string or an integer. A killed run needs it to resume."""
     model: str = ""
-    """Folder in Hugging Face format, hub id, or s3:// URI; empty: the one of [serve]."""
+    """Folder in Hugging Face format, hub id, or s3:// URI; empty: the model of [serve]."""
     shared_paths: tuple[str, ...] = ()
-    """Folders that every node mounts. On several nodes, other local paths are refused."""
+    """Folders that every node mounts. If the cluster has several nodes, other local paths are refused."""
     num_workers: PositiveInt
     """Maximum number of engines. Each uses the devices of one replica of [serve]."""
     max_tokens: PositiveInt
@@ -25,7 +25,7 @@ class GenerateOptions(settings.Section):
     temperature: float = Field(default=0, ge=0)
     """0 always takes the most likely token. Higher values sample, so that answers vary."""
     rows_per_file: PositiveInt
-    """Approximate number of answers per file. A killed run repeats those that were not saved yet."""
+    """Approximate number of answers per file. After a kill, those that were not saved yet are generated again."""
     overwrite: bool = False
     """Answer all rows again, including those already answered."""
     skip_ids: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""Turn rows into prompts: the same tokens as the server makes of the same messages, or the reason for rejection."""
+"""Turn rows into prompts, with the same tokens that the server makes from the same messages, or reject them."""
 
 import functools
 from collections import Counter
@@ -27,14 +27,14 @@ BLOCK_ROWS = 256
 
 
 class RemainingRows(NamedTuple):
-    """The rows that are not answered yet, by their ids."""
+    """The rows that remain to be answered, described by ids."""
 
     count: int
-    """Rows of the input that remain, including bad ones."""
+    """Number of remaining rows, including bad ones."""
     answered: frozenset[str]
     """Ids of rows that earlier runs answered."""
     repeated: frozenset[str]
-    """Ids that several rows have."""
+    """Ids that several rows share."""
 
 
 class PromptTokenizer:
@@ -122,7 +122,7 @@ def dataset(
     output: AnswerFolder,
     report: Callable[..., Any] | None = None,
 ) -> ray.data.Dataset:
-    """Return the remaining prompts. Bad rows are saved to `output`, and each piece calls `report(rejected=…)`."""
+    """Return the remaining prompts. For each piece, save bad rows to `output`, and call `report(rejected=…)`."""
     shared = ray.put((tokenizer, remaining))
     read = functools.partial(_read_prompts, source=source, shared=shared, output=output, report=report)
     return one_task_per_piece(source).map_batches(read, batch_size=None, batch_format="pyarrow")

@@ -15,11 +15,11 @@ SUSPECTS_AT_ONCE = 8  # few, so that a second crash leaves few candidates; one a
 
 
 class TrackedEngine(EngineStage):
-    """An engine that reports its rows in flight, runs few suspects at once, and stays down after a second crash."""
+    """An engine that reports its rows in flight, runs only a few suspects at once, and stays down after two crashes."""
 
     def __init__(self, *arguments: Any, tracker: ActorHandle, **options: Any) -> None:
         self._tracker = tracker
-        self._name = ray.get_runtime_context().get_actor_id()  # a restarted actor keeps it
+        self._name = ray.get_runtime_context().get_actor_id()  # a restarted actor keeps its id
         self._suspects = ray.get(tracker.start.remote(self._name))
         if ray.get(tracker.culprits.remote()):
             raise UserError("an engine crashed twice with the same rows in flight")

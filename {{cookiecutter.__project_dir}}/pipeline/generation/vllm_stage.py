@@ -10,14 +10,14 @@ from pipeline.generation.options import GenerateOptions
 from pipeline.ray_support import model_cache
 from pipeline.serving.options import ServeOptions
 
-BATCH_ROWS = 32  # passed to an engine, and returned by it, together; an engine holds several batches
+BATCH_ROWS = 32  # rows that an engine receives and returns together; it holds several such batches
 
 
 def answer(
     prompts: ray.data.Dataset, tracker: ActorHandle, options: GenerateOptions, serving: ServeOptions
 ) -> ray.data.Dataset:
-    """Return the answers to prompts, with their numbers of tokens. Engines report their rows to `tracker`."""
-    # these import vLLM: only after all checks
+    """Return the answers to prompts, with token counts. Engines report their rows to `tracker`."""
+    # these import vLLM, so they come after all checks
     from ray.data.llm import build_processor, vLLMEngineProcessorConfig
 
     from pipeline.generation import tracked_engine
@@ -30,7 +30,7 @@ def answer(
         engine_kwargs=app.engine_args(serving) | {"disable_log_stats": True},
         batch_size=BATCH_ROWS,
         max_concurrent_batches=max(8, math.ceil(2 * serving.max_num_seqs / BATCH_ROWS)),
-        max_pending_requests=2 * serving.max_num_seqs,  # all answers may end at once: keep as many waiting
+        max_pending_requests=2 * serving.max_num_seqs,  # all running requests may end at once, so keep as many waiting
         concurrency=options.num_workers,
         accelerator_type=None if cpu else serving.accelerator,
         placement_group_config={"bundles": bundles} if cpu else None,  # without it, Ray asks for a GPU
@@ -52,7 +52,7 @@ def answer(
 
 
 def _sampling(options: GenerateOptions, serving: ServeOptions) -> dict[str, Any]:
-    """Return sampling parameters: the options', and for the rest the model's own file, which the server uses too."""
+    """Return the sampling parameters of the options, and others from the model's file, which the server uses too."""
     from vllm.transformers_utils.config import try_get_generation_config
 
     folder = model_cache.on_this_node(model_cache.find(serving.model), weights=False)

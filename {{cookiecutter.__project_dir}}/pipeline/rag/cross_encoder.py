@@ -1,4 +1,7 @@
-"""Ranks chunks with a cross-encoder, which reads question and chunk together. Slower than vectors, and better."""
+"""Ranks chunks with a cross-encoder, which reads question and chunk together.
+
+This is slower than comparing vectors, but more accurate.
+"""
 
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer

@@ -17,7 +17,7 @@ def check_index(options: RagOptions) -> None:
     """Check that the index exists.
 
     Raises:
-        UserError: it does not.
+        UserError: the index does not exist.
     """
     asyncio.run(index.Reader.open(settings.resolve(options.index)))
 
@@ -42,7 +42,7 @@ def deploy(options: RagOptions) -> str:
 
 
 def _server(options: RagOptions) -> ServeOptions:
-    """Return [serve] with the address on which Serve listens. Start Serve if it does not run."""
+    """Return [serve] with the address on which Serve listens. Start Serve if it is not running."""
     server = settings.load(ServeOptions, "serve")
     if address := http_server.current_address():
         server = server.model_copy(update=dict(zip(("host", "port"), address, strict=True)))

@@ -17,7 +17,7 @@ from settings import UserError
 
 SUFFIXES = (".parquet", ".jsonl", ".md", ".txt")
 PARQUET_ROWS = 256  # decoded at once; few, because documents can be long
-PIECE_BYTES = 8 * 2**20  # of files, read by one task
+PIECE_BYTES = 8 * 2**20  # one task reads this much of the files
 CHUNKS = pa.schema(
     [
         ("document", pa.string()),  # id of the document
@@ -32,10 +32,10 @@ class Document(NamedTuple):
     """A document."""
 
     id: str
-    """The row's id, or the file's path below the source's folder. Rows without id add their number to the path."""
+    """The row's id, or the file's path below the source's folder. Rows without an id get PATH#NUMBER."""
     text: str
     size: int
-    """Approximate number of bytes in its file."""
+    """Approximate number of bytes that the document takes in its file."""
 
     @property
     def hash(self) -> str:
@@ -46,13 +46,13 @@ class Batch(NamedTuple):
     """A batch of documents."""
 
     seen: list[str]
-    """Ids of all documents."""
+    """Ids of all documents in the batch."""
     changed: list[str]
-    """Ids of known documents with a new text."""
+    """Ids of known documents whose text has changed."""
     chunks: pa.Table
     """Chunks of new and changed documents, with the schema CHUNKS."""
     size: int
-    """Approximate number of bytes in their files."""
+    """Approximate number of bytes that these documents take in their files."""
 
 
 def find(name: str) -> InputFiles:

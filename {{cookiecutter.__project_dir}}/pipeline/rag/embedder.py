@@ -22,7 +22,7 @@ class Embedder:
     """An embedding model on one device."""
 
     def __init__(self, model: str, device: str, precision: Literal["fp32", "bf16"], batch_chunks: int = 32) -> None:
-        """Load the model from a location of `model_cache.find`. `batch_chunks` texts are embedded at once."""
+        """Load the model from a location that `model_cache.find` returned. Embed `batch_chunks` texts at once."""
         logging.disable_progress_bar()
         folder = model_cache.on_this_node(model)
         self._tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -33,9 +33,9 @@ class Embedder:
         self._batch_chunks = batch_chunks
 
     def embed(self, texts: Sequence[str], kind: Literal["query", "document"] = "document") -> np.ndarray:
-        """Return float32 vectors, shape [texts, dimension]. Some models prepend a prompt that depends on `kind`."""
+        """Return float32 vectors, shape [texts, dimension]. Some models add a prefix that depends on `kind`."""
         prompt = self._prompts.get(kind, "")
-        order = sorted(range(len(texts)), key=lambda number: len(texts[number]))  # batches need little padding
+        order = sorted(range(len(texts)), key=lambda number: len(texts[number]))  # so that batches need little padding
         vectors = np.empty((len(texts), self._model.config.hidden_size), np.float32)
         for first in range(0, len(order), self._batch_chunks):
             numbers = order[first : first + self._batch_chunks]

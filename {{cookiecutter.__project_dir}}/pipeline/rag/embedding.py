@@ -1,4 +1,4 @@
-"""Embed the documents of an input into an index: only new and changed ones, and remove those that are gone."""
+"""Update an index from an input: embed only new and changed documents, and remove those that are gone."""
 
 import time
 from collections import Counter
@@ -14,14 +14,16 @@ from pipeline.rag.options import EmbedOptions
 from pipeline.ray_support.progress import Progress, time_left
 from settings import UserError
 
-PASSES_PER_BATCH = 4  # with fewer, sending batches dominates; with more, the last worker takes long to finish
+PASSES_PER_BATCH = 4  # with fewer, sending batches takes most of the time; with more, the last worker finishes late
 COMMIT_INTERVAL_S = 10.0  # a killed job loses at most this much work
 
 
 def update_index(
     source: InputFiles, writer: index.Writer, pool: pipeline.WorkerPool, cut: Chunker, options: EmbedOptions
 ) -> Counter[str]:
-    """Embed new and changed documents, and remove those that are gone. Return the numbers of documents.
+    """Embed new and changed documents, and remove those that are gone.
+
+    Return the number of new, changed, removed and unchanged documents.
 
     Raises:
         UserError: a document cannot be read, an id is not unique, or a GPU has too little memory.
@@ -53,7 +55,7 @@ def update_index(
 def explain(error: RayTaskError, options: EmbedOptions) -> Exception:
     """Return a UserError if a document or a GPU's memory caused a task to fail, otherwise `error`."""
     if isinstance(error.cause, UserError):
-        return UserError(str(error.cause).splitlines()[0])  # Ray adds its own advice in further lines
+        return UserError(str(error.cause).splitlines()[0])  # Ray adds its own advice on the following lines
     if isinstance(error.cause, torch.OutOfMemoryError):
         return UserError(
             f"a GPU has no room for {options.batch_chunks} chunks in one forward pass; pass a smaller --batch-chunks."
@@ -62,7 +64,7 @@ def explain(error: RayTaskError, options: EmbedOptions) -> Exception:
 
 
 class CommitBuffer:
-    """Collects batches into few commits: each commit is a new version of the index."""
+    """Collects batches into few commits, because each commit is a new version of the index."""
 
     def __init__(self, writer: index.Writer) -> None:
         self._writer = writer
@@ -85,7 +87,7 @@ class CommitBuffer:
 
 
 class EmbedProgress:
-    """The progress line."""
+    """Formats the progress line."""
 
     def __init__(self, input_bytes: int) -> None:
         self._input_bytes = input_bytes

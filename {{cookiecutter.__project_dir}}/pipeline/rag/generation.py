@@ -1,4 +1,4 @@
-"""The deployment that answers from sources: with the served model, or with a quote."""
+"""The deployment that answers questions from sources: asks the served model, or quotes the best source."""
 
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -13,11 +13,11 @@ PROMPT = (
     "Answer only from the numbered sources below. After each statement, cite its source, as in [1]. "
     "If the sources do not contain the answer, say: I do not know.\n\n"
 )
-NO_USAGE = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}  # for an answer that no model wrote
+NO_USAGE = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}  # of an answer that no model wrote
 
 
 class AnswerEnd(NamedTuple):
-    """The end of an answer."""
+    """The end of an answer: why it ended, and the tokens used."""
 
     finish_reason: str = "stop"
     usage: dict[str, Any] = NO_USAGE
@@ -38,7 +38,7 @@ AnswerPart = str | AnswerEnd | Failure
 
 
 class Generator:
-    """Answers from sources: with the served model, or with a sentence of the best source."""
+    """Answers questions from sources: asks the served model, or quotes a sentence of the best source."""
 
     def __init__(self, kind: Literal["model", "quote"], address: str, prompt_characters: int) -> None:
         """`address` is the URL of the model; the model reads the first `prompt_characters` of the sources."""
@@ -49,7 +49,7 @@ class Generator:
     async def generate(
         self, messages: list[dict[str, str]], sources: list[ScoredChunk], options: dict[str, Any], key: str
     ) -> AsyncIterator[AnswerPart]:
-        """Yield the answer in parts. The last one is an `AnswerEnd` or a `Failure`.
+        """Yield the answer in parts. The last part is an `AnswerEnd` or a `Failure`.
 
         `options` are fields of OpenAI's chat request; `key` is the client's API key.
         """

@@ -11,11 +11,11 @@ from pipeline.training import storage
 from settings import UserError
 
 CANDIDATES = 20  # chunks found for a question
-TOP = 5  # a hit is the right document among so many best chunks
+TOP = 5  # a question is a hit if its document is among this many best chunks
 
 
 def load_questions(file: str) -> list[dict[str, Any]]:
-    """Return rows with `question` and `document`. Without a file there are none.
+    """Return rows with `question` and `document`. Without a file, there are no rows.
 
     Raises:
         UserError: the file does not exist.
@@ -29,7 +29,7 @@ def load_questions(file: str) -> list[dict[str, Any]]:
 
 
 def print_hit_rate(questions: list[dict[str, Any]], pool: pipeline.WorkerPool, location: str) -> None:
-    """Print the share of questions whose document is among the best chunks, by cosine alone and ranked."""
+    """Print the share of questions whose document is among the best chunks, before and after ranking them."""
     texts = [row["question"] for row in questions]
     vectors = ray.get(pool.actors[0].embed.remote(texts, "query"))
     found = index.search_all(location, vectors, CANDIDATES)

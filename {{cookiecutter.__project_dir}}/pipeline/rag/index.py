@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-os.environ.setdefault("LANCEDB_LOG", "error")  # read when it is imported; it logs a warning for each new table
+os.environ.setdefault("LANCEDB_LOG", "error")  # read by the import; otherwise each new table logs a warning
 import lancedb
 import pyarrow as pa
 from lancedb.index import IvfFlat
@@ -19,9 +19,9 @@ from settings import UserError
 warnings.filterwarnings("ignore", "lancedb fork support")  # Ray's forks call exec at once, which is safe
 
 TABLE = "chunks"
-CONFIG_KEY = "recipe"  # of the table's metadata
+CONFIG_KEY = "recipe"  # in the table's metadata
 MIN_INDEXED_CHUNKS = 100_000  # with fewer, an exhaustive search takes milliseconds
-MAX_IDS = 1000  # in one condition
+MAX_IDS = 1000  # in one SQL condition
 
 
 class IndexConfig(NamedTuple):
@@ -50,7 +50,7 @@ class Writer:
         `dimension` is that of the vectors; with `fresh`, an existing index is replaced.
 
         Raises:
-            UserError: the index was built with another configuration.
+            UserError: the index was built with a different configuration.
         """
         columns = [pa.field("source", pa.string()), *CHUNKS, pa.field("vector", pa.list_(pa.float32(), dimension))]
         self._schema = pa.schema(columns, metadata={CONFIG_KEY: json.dumps(config._asdict())})
@@ -68,13 +68,13 @@ class Writer:
                 )
 
     def known(self) -> dict[str, str]:
-        """Return the hash of each document of the source by id."""
+        """Return the hashes of the source's documents, keyed by id."""
         first = self._table.search().where(f"source = {_quote(self._source)} AND chunk = 0")
         rows = first.select(["document", "hash"]).limit(self._table.count_rows() or 1).to_arrow()
         return dict(zip(rows["document"].to_pylist(), rows["hash"].to_pylist(), strict=True))
 
     def commit(self, chunks: pa.Table, changed: list[str]) -> None:
-        """Add chunks with their vectors in one transaction. Those of `changed` documents replace the old chunks."""
+        """Add chunks with their vectors in one transaction. For `changed` documents, they replace the old chunks."""
         rows = chunks.add_column(0, "source", pa.array([self._source] * len(chunks), pa.string()))
         rows = rows.cast(self._schema)
         if not changed:
@@ -114,7 +114,7 @@ class Reader:
         """Open the index in a folder or at a URI.
 
         Raises:
-            UserError: there is none.
+            UserError: there is no index.
         """
         latest = timedelta(0)
         options = _storage_options()
@@ -150,6 +150,6 @@ def _quote(text: str) -> str:
 
 
 def _storage_options() -> dict[str, str]:
-    """Allow plain HTTP for an S3 endpoint that uses it, such as the tests'."""
+    """Return options that allow plain HTTP if the S3 endpoint uses it, as in the tests."""
     plain = os.environ.get("AWS_ENDPOINT_URL", "").startswith("http://")
     return {"allow_http": "true"} if plain else {}

@@ -1,6 +1,6 @@
 """The deployment that serves the HTTP API: it calls retriever, reranker and generator in turn.
 
-It speaks OpenAI's API, behind the same middleware as a served model.
+The ingress speaks OpenAI's API, behind the same middleware as a served model.
 """
 
 import asyncio
@@ -60,7 +60,7 @@ class TextFormat(BaseModel):
 
 
 class ChatRequest(BaseModel, extra="forbid"):
-    """OpenAI's chat request. Fields that should change the answer but are not supported are rejected."""
+    """OpenAI's chat request. Fields that would change the answer but are not supported are rejected."""
 
     model: str = ""
     messages: list[Message] = Field(min_length=1)
@@ -217,7 +217,7 @@ class ChatResponse:
                 while not isinstance(part, AnswerEnd):
                     yield self._delta({"content": part})
                     part = await anext(parts)
-            except ApiError as error:  # the stream has started, so the status cannot change any more
+            except ApiError as error:  # the stream has started, so the status can no longer change
                 yield _event(error.body)
                 return
         yield self._delta({}, part.finish_reason)

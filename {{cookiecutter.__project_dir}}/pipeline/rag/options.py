@@ -15,7 +15,7 @@ class EmbedOptions(settings.Section):
     index: str
     """Folder or s3:// URI of the index."""
     shared_paths: tuple[str, ...] = ()
-    """Folders that every node mounts. On several nodes, other local paths are rejected."""
+    """Folders that every node mounts. If the cluster has several nodes, other local paths are refused."""
     model: str
     """Embedding model: a Hugging Face folder or hub id."""
     chunk_tokens: int = Field(ge=8)
@@ -59,7 +59,7 @@ class Replicas(settings.Section):
     max_replicas: PositiveInt
     """Maximum number of replicas."""
     target_ongoing_requests: PositiveInt = 8
-    """Requests in progress on one replica, on average, above which replicas are added."""
+    """Average number of requests in progress per replica above which replicas are added."""
     num_cpus: NonNegativeFloat
     """Logical CPUs of each replica."""
     num_gpus: NonNegativeFloat = 0
@@ -76,19 +76,19 @@ class RagOptions(settings.Section):
     """The [rag] section of settings.toml."""
 
     index: str
-    """Folder or s3:// URI of the index of `embed`."""
+    """Folder or s3:// URI of the index that `embed` wrote."""
     shared_paths: tuple[str, ...] = ()
-    """Folders that every node mounts. On several nodes, other local paths are rejected."""
+    """Folders that every node mounts. If the cluster has several nodes, other local paths are refused."""
     candidates: PositiveInt
     """Number of chunks that the retriever finds for a question."""
     sources: PositiveInt
     """Number of best-ranked chunks to answer from."""
     reranker: str = ""
-    """Cross-encoder that ranks the chunks: a Hugging Face folder or hub id. Empty: cosine and shared words."""
+    """Cross-encoder that ranks the chunks: a Hugging Face folder or hub id. Empty: rank by cosine and shared words."""
     min_score: float
     """Minimum score of a source. If no source reaches it, the answer is "I do not know"."""
     generator: Literal["model", "quote"]
-    """`model`: the model of `serve_llm` writes the answer. `quote`: it is the best sentence of the best source."""
+    """`model`: the model of `serve_llm` writes the answer. `quote`: the best sentence of the best source is quoted."""
     prompt_characters: PositiveInt
     """Maximum number of characters of the sources in the prompt."""
     device: Literal["cpu", "cuda"]

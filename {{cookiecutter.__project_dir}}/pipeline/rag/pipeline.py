@@ -1,4 +1,4 @@
-"""Embeds documents on many nodes: Ray tasks read and chunk them, Ray actors embed the chunks. Queues are short."""
+"""Embeds documents on many nodes: Ray tasks read and chunk them, and Ray actors embed the chunks. Queues are short."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from pipeline.rag.documents import Batch, Chunker
 from pipeline.rag.embedder import Embedder
 
 BATCHES_PER_WORKER = 2  # one in progress, one waiting
-MAX_UNREAD_BATCHES = 2  # of each reading task, before it pauses
+MAX_UNREAD_BATCHES = 2  # how many a reading task may have ready before it pauses
 
 
 class EmbeddedBatch(NamedTuple):
@@ -38,7 +38,7 @@ class EmbeddingWorker(Embedder):
 
 
 class WorkerPool:
-    """Workers with one copy of the model each. They start with the first batch."""
+    """Workers with one copy of the model each. They start when the first batch arrives."""
 
     def __init__(self, count: int, resources: dict[str, float], *arguments: Any) -> None:
         """`resources` are those of each worker; `arguments` are passed to `Embedder`."""

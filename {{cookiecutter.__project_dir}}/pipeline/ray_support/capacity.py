@@ -1,6 +1,6 @@
 """Checks before a job starts: is the cluster large enough, and can all its nodes read the job's files?
 
-Without them Ray would wait forever, or a worker would fail on a missing file.
+Without these checks, Ray would wait forever, or a worker would fail on a missing file.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The entry of every job: typed options over settings.toml, and one-sentence errors."""
+"""The entry point of every job: typed options that override settings.toml, and one-sentence errors."""
 
 import atexit
 import contextlib
@@ -23,13 +23,13 @@ from pipeline.ray_support import job_secrets
 from pipeline.serving import haproxy
 
 PRIVATE_FOLDER = "RAY_PRIVATE_FOLDER"
-"""Environment variable: folder of a Ray that serves only this process. Other users cannot access it."""
+"""Environment variable: folder of a Ray instance that serves only this process. Other users cannot access it."""
 
 # under `uv run`, Ray would start its workers with `uv run` too, in another environment
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 if os.environ.get("RAY_ADDRESS", "local") == "local":  # this process starts its own Ray
-    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # stays on loopback; read once, by `import ray`
-    if PRIVATE_FOLDER not in os.environ:  # its workers inherit the variable
+    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # keeps Ray on loopback; read once, by `import ray`
+    if PRIVATE_FOLDER not in os.environ:  # workers inherit it
         parent = None if sys.platform == "linux" else "/tmp"  # macOS's TMPDIR is too long for socket paths
         private = tempfile.mkdtemp(prefix="ray-", dir=os.environ.get("RAY_TMPDIR", parent))
         atexit.register(shutil.rmtree, private, ignore_errors=True)
@@ -46,9 +46,9 @@ CHECKED_FOR = "JOB_OPTIONS_CHECKED_FOR"
 
 
 def parse(options_type: type[Options], *sections: str) -> Options:
-    """Read the command line over the settings of `sections`. Return the options, and keep them for `run`.
+    """Return the settings of `sections`, overridden by the command line, and keep them for `run`.
 
-    Call it before importing torch, Ray or transformers, so that --help and errors appear at once.
+    Call this before importing torch, Ray or transformers, so that --help and errors appear at once.
     """
     global _parsed
     printed = io.StringIO()
@@ -74,7 +74,7 @@ def parse(options_type: type[Options], *sections: str) -> Options:
 
 
 def run(main: Callable[[Any], None]) -> None:
-    """Call `main` with the options that `parse` read. A user's error ends the process with one sentence."""
+    """Call `main` with the options that `parse` read. A UserError ends the process with a one-sentence error."""
     try:
         main(_parsed)
     except settings.UserError as error:
@@ -87,7 +87,7 @@ def _command() -> str:
 
 
 def _refuse(options_type: type[settings.Section], event: _errors.ParseErrorEvent) -> None:
-    """Raise a one-sentence error for a wrong command line, instead of tyro's box."""
+    """Raise a one-sentence error for a wrong command line, instead of showing tyro's box."""
     if isinstance(event, _errors.UnrecognizedArgs):
         name = event.tokens[0].partition("=")[0].strip("-").replace("-", "_")
         if name in settings.RENAMED:
@@ -108,7 +108,7 @@ def _flag(name: str) -> str:
 
 @OPTIONS.struct_rule
 def _section(info: constructors.StructTypeInfo) -> constructors.StructConstructorSpec | None:
-    """Tell tyro how to make a section from options: like any model, but a bad value raises a one-sentence error."""
+    """Tell tyro how to make a section from options: as for any model, but a bad value raises a one-sentence error."""
     section_type = info.type
     if not (isinstance(section_type, type) and issubclass(section_type, settings.Section)):
         return None
@@ -139,7 +139,7 @@ def _first_error(error: ValidationError) -> str:
 def connect(*, log_to_driver: bool = True) -> None:
     """Join the cluster that the job was submitted to, or start one in this process for `python -m`.
 
-    `log_to_driver`: whether the job's log shows what its workers print.
+    `log_to_driver` says whether the job's log shows what its workers print.
     """
     import ray  # imported late: it takes seconds, and a wrong option must fail before that
 
@@ -148,15 +148,15 @@ def connect(*, log_to_driver: bool = True) -> None:
     job_secrets.load()
     if ray.is_initialized():
         return
-    address = os.environ.get("RAY_ADDRESS", "local")  # never another user's cluster on this machine
+    address = os.environ.get("RAY_ADDRESS", "local")  # by default, never join another user's cluster
     if address != "local":
         ray.init(address=address, log_to_driver=log_to_driver)
         return
-    os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # no one takes this machine away
+    os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # this machine is not preempted
     core.init(
         f"{os.environ[PRIVATE_FOLDER]}/ray",  # a subfolder: Ray gives all users access to its temp folder
         address="local",
-        include_dashboard=True,  # Ray Train asks it whether a run's controller is alive, and otherwise complains
+        include_dashboard=True,  # without it, Ray Train complains that it cannot ask whether a run is alive
         logging_level=logging.WARNING,
         log_to_driver=log_to_driver,
         runtime_env={

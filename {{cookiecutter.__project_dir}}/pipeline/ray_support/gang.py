@@ -1,4 +1,4 @@
-"""Gang scheduling: brings all machines of a training into one zone.
+"""Gang scheduling: brings all machines of a training run into one zone.
 
 Traffic between zones is slow and costs money, and a partial allocation costs money but cannot train.
 """
@@ -19,9 +19,9 @@ from pipeline.ray_support.private.autoscaler import ClusterStatus, cluster_statu
 from pipeline.ray_support.workers import WorkerOptions
 
 PROGRESS_INTERVAL_S = 30
-REQUEST_TIMEOUT_S = 20  # the autoscaler requests machines within this time, if it may
+REQUEST_TIMEOUT_S = 20  # the autoscaler requests machines within this time, if it is allowed to
 RELEASE_TIMEOUT_S = 120
-RESIZE_INTERVAL_S = 300  # growing repeats the steps since the last checkpoint, and machines rarely arrive all at once
+RESIZE_INTERVAL_S = 300  # growing a run repeats the steps since the last checkpoint; machines rarely arrive all at once
 
 
 class Offer(NamedTuple):
@@ -33,7 +33,7 @@ class Offer(NamedTuple):
 
 
 def offers() -> list[Offer]:
-    """Return the offers in GANG_OFFERS, in the order in which to try them. `inv submit` sets it, except locally."""
+    """Return the offers in the order in which to try them. `inv submit` puts them into GANG_OFFERS, except locally."""
     return [Offer(**offer) for offer in json.loads(os.environ.get("GANG_OFFERS", "[]"))]
 
 
@@ -58,9 +58,9 @@ def gather(
 ) -> dict[str, str] | None:
     """Wait until one zone has room for all workers, and return its label selector.
 
-    Tries the candidates in turn, again and again. If AWS refuses one, or it is incomplete after `timeout_s`, its
-    machines are released. Without candidates it returns None. A trial of `tune` uses the zone that the search found,
-    which is in GANG_ZONE.
+    Tries the candidates in turn, again and again. If AWS refuses machines of one, or some are missing after
+    `timeout_s`, those that arrived are released. Without candidates it returns None. A trial of `tune` uses the zone
+    that the search found, which is in GANG_ZONE.
 
     Args:
         needs: the resources of each worker.
@@ -81,7 +81,7 @@ def gather(
 def _reserve(offer: Offer, workers: int, needs: Mapping[str, float], timeout_s: float) -> str | None:
     """Wait for the machines of all workers. Return why they did not arrive, or None if they did.
 
-    The reservation ends with this function. The machines stay for their idle timeout, in which the training starts.
+    The reservation ends when this returns. The machines stay up for their idle timeout, so the run can start.
     """
     labels = {"zone": offer.zone, "market": offer.market}
     group = placement_group([dict(needs)] * workers, bundle_label_selector=[labels] * workers)
@@ -94,7 +94,7 @@ def _reserve(offer: Offer, workers: int, needs: Mapping[str, float], timeout_s: 
             if _is_refused(offer, status, started):
                 return "AWS refuses machines"  # `inv status` prints AWS's reason
             if time.time() - started > REQUEST_TIMEOUT_S and not _is_requested(offer, status):
-                return "no machine was requested"  # the watchdog closes a refused type for a while
+                return "no machine was requested"  # after AWS refuses a type, the watchdog blocks it for minutes
             if time.time() - last_printed > PROGRESS_INTERVAL_S:
                 last_printed = time.time()
                 print(
@@ -110,8 +110,8 @@ def _reserve(offer: Offer, workers: int, needs: Mapping[str, float], timeout_s: 
 def _release(offer: Offer) -> str:
     """Wait until the unused machines of an offer are terminated. Return their number as text for the log.
 
-    They cost money and count in max_workers. The autoscaler terminates those that still start (see cluster.yaml).
-    Idle ones would stay for minutes, so they are drained here.
+    Unused machines cost money and count towards max_workers. The autoscaler terminates those that are still starting
+    (see cluster.yaml). Idle ones would stay for minutes, so they are drained here.
     """
     address = ray.get_runtime_context().gcs_address
     released, deadline = 0, time.time() + RELEASE_TIMEOUT_S
@@ -124,14 +124,14 @@ def _release(offer: Offer) -> str:
 
 
 def _unused(offer: Offer) -> list[str | None]:
-    """Return Ray's id of each idle or starting machine of an offer; None for one that still starts."""
+    """Return Ray's id of each idle or starting machine of an offer; None for one that is still starting."""
     status = cluster_status(ray.get_runtime_context().gcs_address)
     machines = [*status.idle_nodes, *status.pending_nodes]
     return [machine.node_id for machine in machines if machine.ray_node_type_name == offer.node_type]
 
 
 def _is_refused(offer: Offer, status: ClusterStatus, since: float) -> bool:
-    """Return whether AWS refused machines of this type since then."""
+    """Return whether AWS has refused machines of this type since the time `since`."""
     return any(
         launch.ray_node_type_name == offer.node_type and (launch.failed_ts_s or 0) >= since
         for launch in status.failed_launches
@@ -139,6 +139,6 @@ def _is_refused(offer: Offer, status: ClusterStatus, since: float) -> bool:
 
 
 def _is_requested(offer: Offer, status: ClusterStatus) -> bool:
-    """Return whether a machine of this type runs, starts or is requested."""
+    """Return whether a machine of this type is running, starting or requested."""
     known = [*status.active_nodes, *status.idle_nodes, *status.pending_nodes, *status.pending_launches]
     return any(machine.ray_node_type_name == offer.node_type for machine in known)

@@ -1,4 +1,4 @@
-"""Reads secrets by name in each process that needs them, so that no file, argv or job metadata holds a value.
+"""Reads secrets by name in each process that needs them, so that no uploaded file, argv or job metadata holds a value.
 
 `inv submit` sets SECRET_NAMES (comma separated) and where the values are: SECRETS_FILE on this machine, or
 SECRETS_PREFIX in AWS Secrets Manager, where a secret is named PREFIX + NAME. Ray calls `load` in every worker
@@ -17,7 +17,7 @@ from dotenv import dotenv_values
 def load() -> None:
     """Put the named secrets into this process's environment. A name without a value stays unset."""
     submitted = os.environ.get("SECRET_NAMES")
-    # `python -m jobs.JOB` has no `inv submit` to name them: load all of .env
+    # `python -m jobs.JOB` runs without `inv submit`, which would name them: load all of .env
     names = submitted.split(",") if submitted else _from_file()
     for name, value in read(name for name in names if name not in os.environ).items():
         os.environ[name] = value
@@ -36,7 +36,7 @@ def read(names: Iterable[str]) -> dict[str, str]:
 
 
 def _from_file() -> Mapping[str, str | None]:
-    # not settings.PROJECT: every worker process runs this first, and would import pydantic for it
+    # not settings.PROJECT: every worker process runs this first, and would have to import pydantic
     file = Path(os.environ.get("SECRETS_FILE") or Path(__file__).parents[2] / ".env")
     return dotenv_values(file) if file.is_file() else {}
 
@@ -54,7 +54,7 @@ def _from_aws(prefix: str, names: Iterable[str]) -> dict[str, str]:
 
 @functools.cache
 def _secrets_manager() -> Any:
-    """Return a client with the role of this machine."""
+    """Return a boto3 client that uses this machine's role."""
     import boto3  # imported late: the local target does not need it
 
     return boto3.client("secretsmanager")

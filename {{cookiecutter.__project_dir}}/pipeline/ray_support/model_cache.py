@@ -1,4 +1,4 @@
-"""Finds a model's files. A cluster downloads them once into its bucket, and a node copies them once to its disk."""
+"""Finds a model's files. A cluster downloads them once into its bucket, and each node copies them once to its disk."""
 
 import hashlib
 import os
@@ -16,7 +16,7 @@ COMPLETE = ".complete"  # marks a folder on a node's disk that holds every file
 
 
 def find(model: str) -> str:
-    """Return a location of the model that every node can read: a URI, or locally a folder or hub id.
+    """Return a location of the model that every node can read: a URI or, on this machine, a folder or hub id.
 
     On a cluster, the first call for a hub id copies the model into the bucket. Nodes read it from there, without the
     hub's rate limits, and always get the same revision.

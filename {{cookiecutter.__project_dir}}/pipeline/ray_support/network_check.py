@@ -1,4 +1,4 @@
-"""Times all-reduces between the workers of a training, and reads NCCL's log for the transport."""
+"""Times all-reduces between the workers of a training run, and reads the transport from NCCL's log."""
 
 import os
 import re
@@ -49,7 +49,7 @@ def measure(options: NetworkOptions) -> tuple[int, str, list[NetworkMeasurement]
 
 
 def verdict(nodes: int, transport: str, device: str) -> str:
-    """Return what the transport means for a training, as text."""
+    """Return what the transport means for a training run, as text."""
     if nodes == 1:
         return "all workers are on one node, so there is no network between them; use a larger --num-workers"
     if device == "cuda" and transport != "EFA":

@@ -33,8 +33,8 @@ def _report(totals: ActorHandle, **amounts: int) -> None:
 class Progress:
     """A context manager that prints `describe(totals, seconds)` every few seconds.
 
-    Tasks add to the totals with `report(name=amount, …)`, which can be sent to them. Retried tasks report again, so
-    the totals are approximate.
+    Pass `report` to the tasks. They add to the totals with `report(name=amount, …)`. Retried tasks report again, so the
+    totals are approximate.
     """
 
     def __init__(self, describe: Callable[[dict[str, int], float], str]) -> None:

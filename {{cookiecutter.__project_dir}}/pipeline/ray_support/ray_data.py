@@ -6,7 +6,7 @@ from ray.data import DataContext
 
 
 def quiet_context() -> DataContext:
-    """Return Ray Data's settings without progress bars, and keep its log in its file from now on.
+    """Return Ray Data's settings without progress bars. From now on, its log goes only to its file.
 
     Errors still reach the console, as exceptions.
     """
@@ -16,5 +16,5 @@ def quiet_context() -> DataContext:
     context = DataContext.get_current().copy()
     context.enable_progress_bars = False
     context.print_on_execution_start = False
-    context.raise_original_map_exception = True  # the job explains it; Ray would wrap it
+    context.raise_original_map_exception = True  # the job explains the exception; Ray would wrap it
     return context

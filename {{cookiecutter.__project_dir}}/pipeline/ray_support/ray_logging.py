@@ -12,5 +12,5 @@ def driver() -> None:
 
 
 def worker() -> None:
-    """Silence one worker. Call it in each."""
+    """Silence this worker. Call it in each worker."""
     train.quiet_reports()

@@ -1,4 +1,4 @@
-"""The workers of a training: the part of [train] that check_network, tune and train_classifier share."""
+"""The workers of a training run: the part of [train] that check_network, tune and train_classifier share."""
 
 from typing import Literal, Self
 
@@ -11,7 +11,7 @@ class WorkerOptions(settings.Section):
     """Number and resources of the workers."""
 
     num_workers: PositiveInt | tuple[PositiveInt, PositiveInt]
-    """Number of worker processes, one device each. [MIN, MAX]: as many as there is room for at any time."""
+    """Number of worker processes, one device each. [MIN, MAX]: as many as there is room for at the time."""
     use_gpu: bool
     """Reserve one GPU for each worker."""
     device: Literal["cpu", "cuda"]

@@ -9,7 +9,7 @@ def check_accelerator(name: str) -> None:
     """Check that Ray knows the type of accelerator.
 
     Raises:
-        settings.UserError: it does not.
+        settings.UserError: Ray does not know it.
     """
     known = {value for constant, value in vars(accelerators).items() if constant.isupper()}
     if name != "cpu" and name not in known:

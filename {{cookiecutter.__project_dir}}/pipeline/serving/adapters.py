@@ -35,7 +35,7 @@ class Adapters(LoRAResolver):
 
     def register(self) -> None:
         """Make vLLM ask this resolver for unknown models. Call it before the engine starts."""
-        os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # otherwise it does not ask
+        os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # otherwise vLLM does not ask
         LoRAResolverRegistry.register_resolver("runs", self)
 
     async def resolve_lora(self, base_model_name: str, lora_name: str) -> LoRARequest | None:
@@ -67,7 +67,7 @@ class Adapters(LoRAResolver):
         return [name for name in storage.list_names(self._runs) if self._matches(name)]
 
     def _matches(self, name: str) -> bool:
-        if not re.fullmatch(r"\w[\w.-]*", name):  # it comes from a client and becomes part of a path
+        if not re.fullmatch(r"\w[\w.-]*", name):  # a client sends the name, and it becomes part of a path
             return False
         config = storage.read_text(f"{self._folder(name)}/adapter_config.json")
         return config is not None and self._is_base(json.loads(config)["base_model_name_or_path"])
@@ -84,7 +84,7 @@ async def _replace(serving: OpenAIServingModels, name: str, found: LoRARequest) 
     found.lora_int_id = serving.lora_id_counter.inc(1)
     try:
         await serving.engine_client.add_lora(found)
-    except Exception as error:  # it may be incomplete: the next refresh tries again
+    except Exception as error:  # the adapter may be incomplete: the next refresh tries again
         log.warning(f"adapter {name} could not be loaded ({error}); the old one stays in use")
         return
     serving.lora_requests[name] = found

@@ -12,7 +12,7 @@ from pipeline.serving.errors import CLOSE, ApiError, ResponseSender, always_aliv
 from pipeline.serving.keys import ApiKeys
 from pipeline.serving.limits import RateLimiter, RequestLimits
 
-HEALTH_ROUTE = "/health"  # needs no key: load balancers ask it, and it only says whether the engine is alive
+HEALTH_ROUTE = "/health"  # needs no key: load balancers query it, and it only says whether the engine is alive
 # Rejected bodies are still read, up to this multiple of the limit. Otherwise a client that is still sending sees a
 # broken connection instead of the error.
 MAX_DISCARDED_BODIES = 4

@@ -2,7 +2,7 @@
 
 HAProxy connects clients directly to a replica, which runs vLLM's own app behind our middleware. This module removes
 what vLLM leaves open: routes that nobody needs, and CORS for every origin. All routes need a key, except /health, the
-web page at /, and two routes of Serve itself: /-/healthz says `success`, and /-/routes lists the applications.
+web page at /, and two of Serve's own routes: /-/healthz says `success`, and /-/routes lists the applications.
 """
 
 import asyncio
@@ -62,7 +62,7 @@ class AppLocation(NamedTuple):
     """Address and name of an app."""
 
     address: str
-    """Address of all apps, as the cluster's machines reach it."""
+    """Address at which the cluster's machines reach all apps."""
     path: str
     """Path of this app. The app at the root path forwards requests to the others."""
     model: str
@@ -126,7 +126,7 @@ def llm_config(options: ServeOptions) -> LLMConfig:
         "max_surge_percent": options.max_surge_percent,
         "max_constructor_retry_count": 1,  # do not retry a model that cannot be loaded
         "ray_actor_options": {"num_cpus": options.num_cpus},
-        "logging_config": {"enable_access_log": False},  # two lines for each request; the metrics count them
+        "logging_config": {"enable_access_log": False},  # two lines per request; the metrics count requests
     }
     if options.prefix_routing:
         deployment["request_router_config"] = RequestRouterConfig(
@@ -229,7 +229,7 @@ class Server(EngineServer):
 
 
 async def _stop_listening(timeout_s: float) -> None:
-    """Stop accepting connections, so that HAProxy uses other replicas, and wait until open requests have their answer.
+    """Stop accepting connections, so that HAProxy uses other replicas, and wait until open requests are answered.
 
     Serve's own shutdown also closes idle connections, on which HAProxy may be sending a request at that moment.
     """
@@ -266,7 +266,7 @@ async def _answer_engine_error(request: Request, error: EngineGenerateError) -> 
 
 
 def _first_error_in_log() -> str | None:
-    """Return the first error in the log of the engine's processes. The exception here only says that one died."""
+    """Return the first error in the log of the engine's processes. The exception here only says that a process died."""
     log = Path("/proc/self/fd/1").read_text(errors="replace")
     found = re.search(r"ERROR .*?\] (\w+(?:Error|Exception): .+)", log)
     return found and found[1]
@@ -278,5 +278,5 @@ class NodeSetup(NodeCallback):
     async def on_before_node_init(self) -> None:
         # vLLM reads folders and hub ids itself; only a URI needs Ray's extra process
         self.ctx.run_init_node = "://" in self.llm_config.model_loading_config.model_source
-        for name in HUB_TOKENS:  # Ray puts the values here, where the dashboard shows them; processes read their own
+        for name in HUB_TOKENS:  # the dashboard would show the tokens that Ray puts here; each process reads its own
             self.ctx.runtime_env["env_vars"].pop(name, None)

@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-LOOP_ITERATIONS = 10  # of the event loop, in which a new handler starts to listen for a disconnect
-GRACE_S = 5.0  # for a handler to stop after `http.disconnect`; then its task is cancelled
+LOOP_ITERATIONS = 10  # of the event loop, within which a new handler starts to listen for a disconnect
+GRACE_S = 5.0  # how long a handler may take to stop after `http.disconnect`, before its task is cancelled
 DISCONNECT: Message = {"type": "http.disconnect"}
 
 
@@ -21,7 +21,7 @@ class AppCall:
     def __init__(
         self, app: ASGIApp, scope: Scope, body: bytes, receive: Receive, send: Send, discard: Callable[[], None]
     ) -> None:
-        """Start the app. The request's body has been read; `discard` is called before the work is stopped early."""
+        """Start the app. `body` is the request's body; `discard` is called before the work is stopped early."""
         self._body: bytes | None = body
         self._receive = receive
         self._discard = discard
@@ -36,7 +36,7 @@ class AppCall:
         try:
             await asyncio.wait({task})
         except asyncio.CancelledError:
-            await asyncio.shield(asyncio.create_task(self._stop(task)))  # even if it is cancelled twice
+            await asyncio.shield(asyncio.create_task(self._stop(task)))  # even if this call is cancelled twice
             raise
         task.result()
 

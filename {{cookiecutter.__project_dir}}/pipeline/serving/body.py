@@ -1,4 +1,4 @@
-"""Inspects the body of a request before anything else parses it: nesting, text, schemas, number of prompts.
+"""Inspects the body of a request before anything else parses it: its nesting, text, schemas and number of prompts.
 
 Each limit rejects a request that once killed an engine, or blocked all other requests for seconds.
 """
@@ -12,18 +12,18 @@ from pydantic_core import from_json
 
 from pipeline.serving.errors import ApiError
 
-MAX_DEPTH = 64  # of lists and objects; at 300 the engine's serializer overflows its stack, and the engine dies
-# Characters. Other requests wait while xgrammar parses a schema: 15 ms for 85,000 characters of a flat one.
+MAX_DEPTH = 64  # of nested lists and objects; at 300 the engine's serializer overflows its stack, and the engine dies
+# In characters. Other requests wait while xgrammar parses a schema: a flat one of 85,000 characters takes 15 ms.
 MAX_SCHEMA = 64 * 1024
-MAX_TEXT = 16 * 1024  # of a regex, a grammar or bad_words, which vLLM tokenizes while other requests wait
-# Copies to which all patterns of a request expand: a{1,30} expands to 30. xgrammar parses a `pattern` of a schema in
+MAX_TEXT = 16 * 1024  # of a regex, a grammar, or bad_words; vLLM tokenizes the latter while other requests wait
+# Maximum copies to which a request's patterns expand: a{1,30} expands to 30. xgrammar parses a `pattern` of a schema in
 # quadratic time, once per prompt: 0.25 s for 2,000 copies, 85 s for 30,000.
 MAX_COPIES = 2000
 HUGE = 10**9  # replaces all larger numbers, so that they can be multiplied and printed
 INTERNAL_FIELDS = frozenset({"kv_transfer_params", "ec_transfer_params"})  # vLLM servers send these to each other
 # The quantifiers are possessive: without that, 2,000 spaces after a brace take hours.
 BOUNDS = re.compile(r"\{\s*+(\d*+)\s*+,?+\s*+(\d*+)\s*+\}")
-TOKEN = re.compile(rf"\\.|\[(?:\\.|[^\]\\])*+\]?+|{BOUNDS.pattern}|.", re.DOTALL)  # of a regular expression
+TOKEN = re.compile(rf"\\.|\[(?:\\.|[^\]\\])*+\]?+|{BOUNDS.pattern}|.", re.DOTALL)  # in a regular expression
 NOT_AN_OBJECT = "the body must be a JSON object"
 MAX_PATH_SHOWN = 200  # characters of a path in an error
 
@@ -50,7 +50,7 @@ def inspect(raw: bytes) -> Body:
     """Parse and check the body of a request.
 
     Raises:
-        InvalidBody: the body is not a JSON object, is nested too deep, or contains a lone surrogate, a schema that is
+        InvalidBody: the body is not a JSON object, is nested too deeply, or contains a lone surrogate, a schema that is
             too large, or an `n` that is not an integer.
     """
     body = _parse(raw)
@@ -68,7 +68,7 @@ def inspect(raw: bytes) -> Body:
 
 def _parse(raw: bytes | str) -> Any:
     try:
-        value = from_json(raw, allow_inf_nan=False)  # it gives up at 200 levels itself
+        value = from_json(raw, allow_inf_nan=False)  # this itself gives up at 200 levels
     except ValueError as error:
         raise _unreadable(raw, str(error)) from None
     brackets = (b"[", b"{") if isinstance(raw, bytes) else ("[", "{")
@@ -130,7 +130,7 @@ def _surrogates(body: Any) -> Iterator[str]:
 
 
 def _dotted(path: Any) -> str:
-    """Format a path, a nested pair of (path of the parent, name). Only errors need it: names may be megabytes."""
+    """Format a path, a nested pair of (path of the parent, name). Only errors need it; names may be megabytes long."""
     names: list[str] = []
     while path:
         path, name = path
@@ -161,7 +161,7 @@ def _objects(value: Any) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _parse_inner(param: str, text: str) -> Any:
-    """Return the value of JSON in a string, or None if it is not JSON: vLLM rejects or ignores that."""
+    """Return the value of JSON in a string, or None if the string is not JSON, which vLLM rejects or ignores."""
     try:
         return _parse(text)
     except InvalidBody as error:
@@ -227,7 +227,7 @@ def _patterns(schema: Any) -> Iterator[str]:
 
 def _expanded(pattern: str) -> int:
     """Return the number of copies to which a regular expression or grammar expands. Nested repetitions multiply."""
-    sizes, last, plain = [0], 0, 0  # of each open group, the last part, and the pattern without copies
+    sizes, last, plain = [0], 0, 0  # of the open groups, the last part, and the pattern without copies
     for token in TOKEN.finditer(pattern):
         text = token[0]
         if text == "(":

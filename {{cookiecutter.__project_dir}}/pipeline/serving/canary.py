@@ -2,7 +2,7 @@
 
 One small actor per cluster keeps this state. Replicas report the outcomes of their requests to it, and get the routes
 for forwarding requests. The actor asks Serve which apps exist, because an app without replicas still exists: the next
-request starts one. State that must outlive the actor is in the cluster's key-value store.
+request starts a replica. State that must outlive the actor is in the cluster's key-value store.
 """
 
 import asyncio
@@ -134,7 +134,7 @@ class RoutingState:
         return self._routes()
 
     def set_canary(self, percent: float, options: dict[str, Any] | None = None) -> None:
-        """Give the canary this share of requests. With `options` it is a new canary, and all metrics are reset.
+        """Give the canary this share of requests. With `options`, the canary is a new one, and all metrics are reset.
 
         `options` are the canary's `ServeOptions`, or empty to remove the canary.
         """
@@ -151,7 +151,7 @@ class RoutingState:
         return self._canary
 
     def apps(self) -> dict[str, dict[str, Any]]:
-        """Return the models, share and metrics of each app by path."""
+        """Return the models, the share of requests and the metrics of each app, keyed by path."""
         self._drop_deleted()
         self._save()
         shares = {ROOT: 100 - self._percent, CANARY: self._percent}
@@ -208,5 +208,7 @@ class Reporter:
             try:
                 self.routes = await self._actor.report.remote(self.path, models(), outcomes)
             except Exception as error:  # for example while the actor restarts
-                log.warning(f"could not report {len(outcomes)} requests ({type(error).__name__}); the routes stay")
+                log.warning(
+                    f"could not report {len(outcomes)} requests ({type(error).__name__}); the routes do not change"
+                )
             await asyncio.sleep(REPORT_INTERVAL_S)

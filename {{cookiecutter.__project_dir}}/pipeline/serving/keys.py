@@ -1,6 +1,6 @@
 """API keys by name. They are secrets, and are read again every few seconds, so that a key can be revoked.
 
-SERVE_API_KEY is the owner's. SERVE_API_KEYS holds other people's keys as NAME:KEY,NAME:KEY.
+SERVE_API_KEY is the owner's key. SERVE_API_KEYS holds other people's keys as NAME:KEY,NAME:KEY.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ class ApiKeys:
         The comparison takes constant time, so it reveals nothing about the keys.
         """
         scheme, _, key = authorization.partition(b" ")
-        if scheme.lower() != b"bearer":  # not secret, and case-insensitive: RFC 9110, section 11.1
+        if scheme.lower() != b"bearer":  # the scheme is not secret, and is case-insensitive: RFC 9110, section 11.1
             return None
         given = _digest(key.strip(b" "))
         found = None
@@ -46,7 +46,7 @@ class ApiKeys:
         return found
 
     async def refresh_forever(self) -> None:
-        """Read the keys again and again. If they cannot be read, the last valid ones stay in use."""
+        """Read the keys every REFRESH_S. If they cannot be read, the last valid ones stay in use."""
         while True:
             await asyncio.sleep(REFRESH_S)
             try:
@@ -64,9 +64,11 @@ def _read() -> dict[str, bytes]:
             raise ValueError("SERVE_API_KEYS is not NAME:KEY,NAME:KEY")
         # print neither name nor key: the name is a key if somebody wrote KEY:NAME
         if name in keys:
-            raise ValueError(f"entry {number} of SERVE_API_KEYS repeats a name: each key needs its own, not {OWNER}")
+            raise ValueError(
+                f"entry {number} of SERVE_API_KEYS repeats a name: each key needs its own name, not {OWNER}"
+            )
         if key in keys.values():
-            raise ValueError(f"entry {number} of SERVE_API_KEYS repeats a key: each name needs its own")
+            raise ValueError(f"entry {number} of SERVE_API_KEYS repeats a key: each name needs its own key")
         keys[name] = key
     return {name: _digest(key.encode()) for name, key in keys.items() if key}
 

@@ -25,11 +25,11 @@ class Deployment(NamedTuple):
     """An application to deploy."""
 
     job: str
-    """Job that deploys it."""
+    """Job that deploys the application."""
     app: str
     """Name of the Serve application."""
     name: str
-    """Name in messages."""
+    """Name of the application in messages."""
     root: str
     """URL of the HTTP server."""
     path: str
@@ -68,10 +68,10 @@ def deploy_model(options: ServeOptions) -> None:
 
 
 def resolve_name(options: ServeOptions) -> ServeOptions:
-    """Give a canary the main model's name, and check that an additional model has another name.
+    """Give a canary the main model's name, and check that an additional model has a different name.
 
     Raises:
-        UserError: no main model is served, or the additional model has its name.
+        UserError: no main model is served, or the additional model has the same name.
     """
     if options.path == canary.ROOT:
         return options
@@ -90,7 +90,8 @@ def deploy(application: Application, deployment: Deployment) -> None:
     """Deploy an application, or update the running one, and return when it is healthy.
 
     Raises:
-        UserError: it fails to start. The previous version keeps running; without one, the application is deleted.
+        UserError: the application fails to start. The previous version keeps running. If there is none, the application
+            is deleted.
     """
     logging.getLogger("ray.serve").setLevel(logging.WARNING)  # `_wait_until_healthy` prints the progress
     is_update = is_healthy(deployment.url)
@@ -158,7 +159,7 @@ def stop(app: str = APP) -> None:
 
 
 def wait_for_interrupt(app: str = APP) -> None:
-    """Keep the Ray that this process started running until Ctrl-C."""
+    """Wait for Ctrl-C. Until then, the Ray instance that this process started keeps running."""
     print("serving until Ctrl-C", flush=True)
     try:
         while True:

@@ -1,4 +1,4 @@
-"""Limits of requests. They count sequences: several prompts or answers are as much work as several requests."""
+"""Request limits. They count sequences: several prompts or answers are as much work as several requests."""
 
 import math
 import time
@@ -12,15 +12,15 @@ class RequestLimits(NamedTuple):
     """The limits that a replica enforces."""
 
     per_minute: int
-    """Maximum sequences per minute and key."""
+    """Maximum sequences per minute per key."""
     at_once: int
     """Maximum sequences in progress per key."""
     max_body: int
     """Maximum bytes of a request's body."""
     timeout_s: float
-    """Seconds in which a request must be fully answered, including its time in the queue."""
+    """Seconds within which a request must be fully answered, including its time in the queue."""
     body_timeout_s: float = 30.0
-    """Seconds in which a request's body must arrive."""
+    """Seconds within which a request's body must arrive."""
     max_sequences: int = 64
     """Maximum sequences of one request."""
     slots: int = 128
@@ -39,7 +39,7 @@ class RateLimiter:
         self._running: Counter[str] = Counter()
 
     def acquire(self, key: str, count: int = 1) -> int:
-        """Count the sequences and return 0, or return the seconds after which to retry. `release` ends them."""
+        """Count sequences until `release` and return 0, or count none and return the seconds after which to retry."""
         if self._running[key] + count > self._at_once:
             return 1
         started, now = self._started[key], time.monotonic()

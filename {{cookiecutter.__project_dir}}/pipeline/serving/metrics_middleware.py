@@ -34,7 +34,7 @@ class MetricsMiddleware:
 
         try:
             await self.app(scope, receive, timed_send)
-        except OSError:  # from `send`: the client disconnected, which is no error of the app
+        except OSError:  # from `send`: the client disconnected, which is not the app's error
             raise
         except Exception:
             status = 500

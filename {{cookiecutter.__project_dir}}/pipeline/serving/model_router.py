@@ -15,7 +15,7 @@ from pipeline.serving.body import Body
 from pipeline.serving.canary import Routes
 from pipeline.serving.errors import no_request
 
-# Headers of this connection, not of the request.
+# Headers that belong to this connection, not to the request.
 NOT_FORWARDED = {b"host", b"content-length", b"connection", b"transfer-encoding"}
 CONNECT_TIMEOUT_S = 10.0
 # Statuses of an app that is gone or cannot answer: from HAProxy, or from the app at the root, which has no such path.
@@ -76,7 +76,7 @@ class ModelRouter:
     async def _forward(
         self, path: str, scope: Scope, body: bytes, send: Send, unavailable: frozenset[int] = frozenset()
     ) -> bool:
-        """Forward the request. Return False without an answer if the app does not respond, or with such a status."""
+        """Forward the request. If the app does not respond, or its status is in `unavailable`, only return False."""
         headers = [(name, value) for name, value in scope["headers"] if name not in NOT_FORWARDED]
         query = quote(scope["query_string"], safe=QUERY_CHARACTERS)
         url = f"{path}{quote(scope['path'])}{'?' if query else ''}{query}"

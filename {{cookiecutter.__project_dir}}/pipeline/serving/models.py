@@ -1,4 +1,4 @@
-"""Lists the served models, and changes them: a canary's share, its promotion or rollback, and the end of a model."""
+"""Lists the served models, changes a canary's share, promotes or rolls back a canary, and stops other models."""
 
 import time
 from typing import Any

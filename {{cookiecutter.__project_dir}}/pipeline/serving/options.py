@@ -27,7 +27,7 @@ class ServeOptions(settings.Section):
     model_name: str = ""
     """Name by which clients ask for the model. Empty: the run's name, or the model's own."""
     add: bool = False
-    """Serve an additional model at the same address. Without it, the model replaces the one served now."""
+    """Serve an additional model at the same address. Without this option, the model replaces the one served now."""
     canary_percent: float = Field(default=0, ge=0, le=100)
     """Serve the model as a canary under the same name as the current one, with this percentage of its requests."""
     host: str
@@ -39,7 +39,7 @@ class ServeOptions(settings.Section):
     tensor_parallel_size: int = Field(ge=1)
     """Devices that share each layer."""
     pipeline_parallel_size: int = Field(ge=1)
-    """Groups of devices that share the layers in sequence."""
+    """Groups of devices, each of which computes some of the layers, one group after the other."""
     num_cpus: float = Field(default=1, ge=0)
     """Logical CPUs of each replica. With accelerator = "cpu", each device takes one more."""
     min_replicas: int = Field(ge=0)
@@ -47,19 +47,19 @@ class ServeOptions(settings.Section):
     max_replicas: int = Field(ge=1)
     """Maximum number of replicas."""
     target_ongoing_requests: int = Field(ge=1)
-    """Requests in progress on one replica, on average, above which replicas are added."""
+    """Average number of requests in progress per replica above which replicas are added."""
     upscale_delay_s: float = Field(ge=0)
-    """Seconds above that load before a replica is added."""
+    """Seconds above target_ongoing_requests before a replica is added."""
     downscale_delay_s: float = Field(ge=0)
-    """Seconds below it before one is removed."""
+    """Seconds below target_ongoing_requests before a replica is removed."""
     max_ongoing_requests: int = Field(ge=1)
     """Maximum sequences in progress on one replica. Further requests wait."""
     max_queued_requests: int = Field(ge=0)
-    """Maximum requests that wait on one replica. More get 503."""
+    """Maximum requests that wait on one replica. Further requests get 503."""
     max_request_sequences: int = Field(ge=1)
-    """Maximum sequences of one request (prompts times `n`). More get 400."""
+    """Maximum sequences of one request (prompts times `n`). Larger requests get 400."""
     prefix_routing: bool = False
-    """Send requests with the same prefix to the replica that has it cached. Adds a few milliseconds to each."""
+    """Send requests with the same prefix to the replica that has it cached. This takes a few ms per request."""
     max_surge_percent: int = Field(ge=0, le=100)
     """Percentage of extra replicas during an update, rounded up; the old ones answer until the new ones are ready.
     With 0 the old ones end first, and requests get 503 until a new one is up."""
@@ -72,26 +72,26 @@ class ServeOptions(settings.Section):
     kv_cache_gib: float | None = Field(default=None, gt=0)
     """GiB for the KV cache. None: the free memory that vLLM finds on the device."""
     enforce_eager: bool = False
-    """Run the model without compiling it, which starts faster and answers more slowly."""
+    """Run the model without compiling it. It starts faster, and answers more slowly."""
     adapters: str = ""
-    """Folder or s3:// URI of runs. Their LoRA adapters for `model` are served too, each by its run's name. Empty: none.
-    The engine is slightly slower with adapters."""
+    """Folder or s3:// URI of runs. Their LoRA adapters for `model` are served too, each under its run's name. Empty:
+    no adapters. The engine is slightly slower with adapters."""
     max_loras: int = Field(ge=1)
-    """Maximum number of adapters in one batch. Requests for more wait."""
+    """Maximum number of adapters in one batch. Requests for other adapters wait."""
     max_lora_rank: Literal[8, 16, 32, 64, 128, 256]
     """Maximum rank of an adapter. The engine reserves memory for it."""
     start_timeout_s: int = Field(ge=1)
     """Seconds to wait for a deployment to become healthy."""
     key_requests_per_minute: int = Field(ge=1)
-    """Maximum sequences per minute that each key may ask of one replica. More get 429."""
+    """Maximum sequences per minute that each key may request from one replica. Further requests get 429."""
     key_requests_at_once: int = Field(ge=1)
-    """Maximum sequences in progress of each key on one replica. More get 429."""
+    """Maximum sequences that each key may have in progress on one replica. Further requests get 429."""
     max_body_mib: float = Field(gt=0)
-    """Maximum MiB of a request. A larger one gets 413."""
+    """Maximum MiB of a request's body. Larger requests get 413."""
     body_timeout_s: float = Field(gt=0)
-    """Seconds in which a request's body must arrive. A slower one gets 408."""
+    """Seconds within which a request's body must arrive. Slower requests get 408."""
     request_timeout_s: float = Field(gt=0)
-    """Seconds in which a request must be fully answered, including its time in the queue. A slower one gets 504."""
+    """Seconds within which a request must be fully answered, including its time in the queue. Slower ones get 504."""
 
     @model_validator(mode="after")
     def _replicas_in_order(self) -> "ServeOptions":

@@ -16,7 +16,7 @@ def check_api_key() -> None:
     """Check that the owner's API key is set.
 
     Raises:
-        UserError: it is not.
+        UserError: the key is not set.
     """
     if not job_secrets.read(["SERVE_API_KEY"]):
         raise UserError(
@@ -29,7 +29,7 @@ def check_model(options: ServeOptions) -> None:
     """Check that this machine has vLLM, and that the model exists and supports `max_model_len` tokens.
 
     Raises:
-        UserError: one of these is not the case.
+        UserError: one of these checks fails.
     """
     check_accelerator(options.accelerator)
     if importlib.util.find_spec("vllm") is None:
@@ -54,7 +54,7 @@ def check_cpus(options: ServeOptions) -> None:
     """Check that the replicas fit on the cluster's CPUs: a local cluster does not grow, and Serve would wait forever.
 
     Raises:
-        UserError: they do not fit.
+        UserError: the replicas do not fit.
     """
     if options.accelerator != "cpu":
         return  # clusters with GPUs add machines on demand

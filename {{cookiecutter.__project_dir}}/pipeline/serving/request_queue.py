@@ -54,7 +54,7 @@ class Slots:
         self._free += count
         while self._waiting:
             wanted, granted = self._waiting[0]
-            if granted.done():  # cancelled: its task has not run since
+            if granted.done():  # it was cancelled, and its task has not run since
                 self._waiting.popleft()
                 continue
             if wanted > self._free:

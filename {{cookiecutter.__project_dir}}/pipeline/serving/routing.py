@@ -1,4 +1,4 @@
-"""How Serve's own proxy chooses a replica. HAProxy sends it the requests for which it has no replica.
+"""How Serve's own proxy chooses a replica. HAProxy sends a request to this proxy if HAProxy has no replica for it.
 
 By default Serve holds such requests until a replica has started, which takes minutes for a large model. A client that
 gets an error at once can retry, or use another server.
@@ -23,7 +23,7 @@ def behind_haproxy(router: type[RequestRouter]) -> RequestRouterConfig:
     """Return the configuration of a router for an app that HAProxy reaches directly.
 
     Serve rejects custom routers for such apps, because HAProxy does not use them. Serve's proxy does, and it answers
-    whenever HAProxy has no replica. Serve compares names only, so the class is stored under the default's name.
+    whenever HAProxy has no replica. Serve compares only names, so the class is stored under the default router's name.
     """
     custom = RequestRouterConfig(request_router_class=router)
     return RequestRouterConfig.from_serialized_request_router_cls({}, custom.get_serialized_request_router_cls())

@@ -20,11 +20,11 @@ STATE = "state.json"
 def save(strategy: Strategy, runtime: Runtime, row: Metrics, output: str) -> None:
     """Start a checkpoint of all ranks: parameters, optimizer and random states, and the step.
 
-    The state is copied now and written in the background. A checkpoint that is still being written must finish first,
-    because main memory holds one copy.
+    The state is copied now and written in the background. If the last checkpoint is still being written, this waits for
+    it first, because main memory has room for only one copy.
 
     Raises:
-        UserError: the disk is full, on all ranks.
+        UserError: a disk is full. All ranks raise it.
     """
     runtime.wait()
     refuse_full_disk(strategy, runtime, output)
@@ -66,7 +66,7 @@ def _sizes(folder: Path) -> dict[str, int]:
 
 
 def _first_problem(folder: Path) -> str:
-    """Return the first file that is missing or incomplete, as text; empty if all files of all ranks are complete."""
+    """Return which file is missing or incomplete, as text; empty if all files of all ranks are complete."""
     sizes = _sizes(folder)
     if STATE not in sizes:
         return f"{STATE} is missing"
@@ -80,7 +80,7 @@ def _first_problem(folder: Path) -> str:
 
 
 def refuse_full_disk(strategy: Strategy, runtime: Runtime, output: str) -> None:
-    """Refuse a checkpoint that does not fit on the disk. A write that fails halfway would leave the ranks waiting."""
+    """Refuse a checkpoint that does not fit on the disk. If one rank failed to write, the others would wait for it."""
     own = strategy.checkpoint_bytes()
     all_ranks = int(total(torch.tensor(own, device=runtime.device)))
     needs = {output: all_ranks} if is_local(output) else {}
@@ -111,7 +111,7 @@ def _random_state(device: torch.device) -> dict[str, torch.Tensor]:
 
 
 def _restore_random_state(file: Path, device: torch.device) -> None:
-    if not file.exists():  # the checkpoint has fewer ranks
+    if not file.exists():  # fewer ranks saved the checkpoint
         return
     state = torch.load(file, weights_only=True)
     torch.set_rng_state(state["cpu"])

@@ -12,5 +12,5 @@ def total(values: torch.Tensor) -> torch.Tensor:
 
 
 def any_rank(condition: bool, device: torch.device) -> bool:
-    """Return, on every rank, whether the condition holds on at least one: all of them stop, or none."""
+    """Return, on every rank, whether the condition holds on at least one rank. So either all ranks stop, or none."""
     return bool(total(torch.tensor(int(condition), device=device)))

@@ -18,7 +18,7 @@ class DataReport(NamedTuple):
     """The counts of one dataset, as tables."""
 
     hash: str
-    """The first characters of its content hash, like `data` in run.json."""
+    """The first characters of the dataset's content hash, as in `data` of run.json."""
     runs: list[str]
     manifest: dict[str, Any]
 
@@ -69,7 +69,7 @@ class DataReport(NamedTuple):
 
 
 def data_reports(runs: Iterable[History]) -> list[DataReport]:
-    """Return the datasets of the runs. Streams and data of older versions of this project have no counts."""
+    """Return the datasets of the runs. Streams, and data from older versions of this project, have no counts."""
     manifests: dict[str, dict[str, Any]] = {}
     names = defaultdict(list)
     for run in runs:

@@ -1,4 +1,4 @@
-"""Reads the packed rows that `preprocess` wrote, by position: which rows a step reads depends only on its number."""
+"""Reads the packed rows that `preprocess` wrote, by position. The number of a step alone determines its rows."""
 
 import json
 from collections.abc import Iterator
@@ -49,7 +49,7 @@ class TokenizerRecord(BaseModel):
 
 
 class Manifest(BaseModel):
-    """The part of manifest.json, which preprocess wrote, that training reads."""
+    """The part of preprocess's manifest.json that training reads."""
 
     sequence_length: int
     content_hash: str
@@ -62,7 +62,7 @@ def read_manifest(folder: str) -> Manifest:
     """Return the manifest of the packed data in `folder`, a path or URI.
 
     Raises:
-        UserError: there is none.
+        UserError: there is no manifest.
     """
     filesystem, path = pyarrow.fs.FileSystem.from_uri(folder)
     try:
@@ -76,7 +76,7 @@ class PackedRows:
     """The packed rows of one split.
 
     Position p is row p % len(self) of epoch p // len(self). With a seed, each epoch shuffles the row groups, and the
-    rows in each, so that only one row group at a time is in memory.
+    rows within each group, so that at most two row groups are in memory at a time.
     """
 
     def __init__(self, folder: str, split: Literal["train", "eval"], seed: int | None = None) -> None:
@@ -91,7 +91,7 @@ class PackedRows:
         first: dict[str, int] = {}
         self._starts = [start - first.setdefault(file, start) for file, start in zip(self._files, before, strict=True)]
         self._seed = seed
-        self._read_group = lru_cache(maxsize=2)(self._read_group)  # two: a batch may span their boundary
+        self._read_group = lru_cache(maxsize=2)(self._read_group)  # two, because a batch may span a boundary
         if len(self) != sum(shard.rows for shard in shards):
             raise UserError(
                 f"{folder}/{split} does not hold the rows that its manifest lists. Run: inv submit preprocess"
@@ -109,7 +109,7 @@ class PackedRows:
         return as_batch({name: np.concatenate([piece[name] for piece in pieces]) for name in COLUMNS})
 
     def names(self, first: int, count: int) -> list[str]:
-        """Return the rows at these positions as FILE:ROW, with rows counted from 0."""
+        """Return the names of the rows at these positions: FILE:ROW, with rows counted from 0."""
         return [
             f"{self._files[group]}:{self._starts[group] + row}"
             for group, rows in self._locate(first, count)
@@ -141,10 +141,10 @@ def as_arrays(table: pa.Table) -> Arrays:
 
 
 def as_batch(arrays: Arrays) -> Batch:
-    """Return tensors of the type that an embedding takes."""
+    """Return the arrays as int64 tensors, because an embedding needs them."""
     return {name: torch.from_numpy(array).long() for name, array in arrays.items()}
 
 
 def trained_tokens(batch: Batch) -> torch.Tensor:
-    """Return the number of tokens with a loss, as a scalar. The first token of a row has none: nothing predicts it."""
+    """Return the number of tokens with a loss, as a scalar. A row's first token has none: nothing predicts it."""
     return (batch["labels"][:, 1:] != NOT_TRAINED).sum()

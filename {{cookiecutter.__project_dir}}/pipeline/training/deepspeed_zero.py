@@ -24,13 +24,13 @@ from settings import UserError
 
 CONFIG_FILE = Path(__file__).with_name("deepspeed.json")
 TAG = "zero"
-"""DeepSpeed's name for a checkpoint: a folder in the trainer's."""
+"""DeepSpeed's name for a checkpoint, which is a subfolder of the trainer's checkpoint."""
 
 
 def config(options: DeepSpeedOptions, plan: BatchPlan) -> dict[str, Any]:
     """Return DeepSpeed's configuration: deepspeed.json, and the values from settings.toml.
 
-    It has no "auto", which only the Hugging Face Trainer fills in.
+    It has no "auto" values, because only the Hugging Face Trainer replaces these.
     """
     base = json.loads(CONFIG_FILE.read_text())
     on_gpu = options.device == "cuda"
@@ -49,7 +49,7 @@ def config(options: DeepSpeedOptions, plan: BatchPlan) -> dict[str, Any]:
 
 
 class ZeRO(Strategy):
-    """Shards over the ranks: optimizer states (stage 1), gradients too (2), parameters too (3).
+    """Shards optimizer states (stage 1), gradients too (stage 2), and parameters too (stage 3) over the ranks.
 
     Rajbhandari et al. 2019, arXiv:1910.02054.
     """
@@ -103,7 +103,7 @@ class ZeRO(Strategy):
                 f"Resume with the same number of workers: --num-workers {world_size}."
             )
         self._load_universal(converted)
-        total(torch.zeros(1, device=self._engine.device))  # wait until no rank of this node reads it
+        total(torch.zeros(1, device=self._engine.device))  # wait until no rank of this node still reads the folder
         shutil.rmtree(converted, ignore_errors=True)
 
     def _load_universal(self, folder: Path) -> None:
@@ -120,8 +120,8 @@ class ZeRO(Strategy):
             ].clone()  # DeepSpeed shares one counter between all parameters, so each would advance it
 
     def checkpoint_bytes(self) -> int:
-        """Return the size of this rank's share of the fp32 master copy and AdamW's moments; on rank 0 also all
-        parameters."""
+        """Return the bytes that this rank saves: its share of the fp32 master copy and AdamW's moments, and on rank 0
+        also all parameters."""
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         parameters = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in trained)
         return 12 * parameters // self._world_size + (4 * parameters if self._is_writer else 0)
@@ -181,7 +181,7 @@ def _initialize(model: PreTrainedModel, optimizer: torch.optim.Optimizer, config
     # an inference kernel that training never calls; on a CPU its first compilation takes a minute
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.utils.logging.logger.setLevel("WARNING")
-    # it uses names that torch deprecates
+    # DeepSpeed uses names that torch deprecates
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     return engine

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import nn
 
-SIDE = 28  # pixels of an image
+SIDE = 28  # width and height of an image, in pixels
 SEGMENTS = ("abcdef", "bc", "abdeg", "abcdg", "bcfg", "acdfg", "acdefg", "abc", "abcdefg", "abcdfg")
 """Segments of each digit: a to f clockwise from the top, g in the middle."""
 

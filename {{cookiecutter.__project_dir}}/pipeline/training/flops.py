@@ -1,4 +1,4 @@
-"""Floating-point operations of a training step, and the peak of a device."""
+"""Count the floating-point operations of a training step, and look up the peak of a device."""
 
 import re
 from dataclasses import dataclass
@@ -6,26 +6,27 @@ from dataclasses import dataclass
 from transformers import PreTrainedConfig, PreTrainedModel
 
 EXPERT = re.compile(r"\.experts\.")
-TOP_K = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k", "moe_k")  # transformers' names for it
+TOP_K = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k", "moe_k")  # in transformers' configs
 
 
 @dataclass(frozen=True)
 class Compute:
-    """What a forward pass multiplies each token by."""
+    """The sizes of a model that determine the number of operations per token."""
 
     active: int
-    """Active parameters: without an input embedding, which is looked up, and without experts that are not chosen."""
+    """Active parameters: all but those of a separate input embedding, which is only looked up, and of the experts that
+    are not chosen."""
     frozen: int
-    """Those of the active parameters that are not trained."""
+    """Active parameters that are not trained."""
     attention: int
-    """Attention layers x heads x head dimension. If queries and values differ in size, their mean."""
+    """Attention layers x heads x head dimension. If queries and values differ in size, the dimension is their mean."""
 
 
 def compute_of(model: PreTrainedModel) -> Compute:
     """Count the active parameters of a model, which may be on torch's meta device.
 
-    Of a mixture of experts, each token uses `num_experts_per_tok`. Layers with linear attention or convolutions have no
-    matrix of scores.
+    In a mixture of experts, each token uses `num_experts_per_tok` experts. Layers with linear attention or convolutions
+    are not attention layers here, because they have no matrix of attention scores.
     """
     text = model.config.get_text_config()
     embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
@@ -43,14 +44,15 @@ def flops_per_token(compute: Compute, sequence_length: int) -> float:
     """Return the floating-point operations per token of one forward and backward pass.
 
     6 N + 12 L H Q T, PaLM (Chowdhery et al. 2022, arXiv:2204.02311, appendix B), with N = `active` and
-    L H Q = `attention`. Recomputed activations do not count. That packed documents attend only to themselves, and that
-    some layers attend only to a window, is ignored. A frozen parameter has no gradient, which saves 2 of its 6.
+    L H Q = `attention`. Recomputed activations do not count. The formula ignores that packed documents attend only to
+    themselves, and that some layers attend only to a window. A frozen parameter has no gradient, which saves 2 of its 6
+    operations.
     """
     return 6 * compute.active - 2 * compute.frozen + 12 * compute.attention * sequence_length
 
 
 def _chosen_share(config: PreTrainedConfig) -> float:
-    """Return the share of the experts that processes a token."""
+    """Return the share of the experts that process a token."""
     chosen = next((getattr(config, name) for name in TOP_K if getattr(config, name, None)), None)
     counts = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     experts = next((getattr(config, name) for name in counts if getattr(config, name, None)), None)
@@ -74,5 +76,5 @@ PEAK_BF16_FLOPS = {"A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Return the device's peak in bf16, or None if it is unknown."""
+    """Return the device's peak number of bf16 operations per second, or None if it is unknown."""
     return next((peak for name, peak in PEAK_BF16_FLOPS.items() if name in device_name), None)

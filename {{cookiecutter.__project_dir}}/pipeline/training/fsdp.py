@@ -50,7 +50,7 @@ class FSDP(Strategy):
         self.optimizer = adamw(model, options.weight_decay)
         self._max_grad_norm = options.max_grad_norm
         self._world_size = runtime.world_size
-        # the threads that write checkpoints need a group other than the trainer's
+        # the threads that write checkpoints need a process group of their own
         self._writers = dist.new_group(backend="gloo")
 
     def accumulate(self, batch: Batch, scale: torch.Tensor, last: bool) -> torch.Tensor:

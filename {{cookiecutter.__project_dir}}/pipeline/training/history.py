@@ -14,17 +14,17 @@ FILES = ("run.json", "events.jsonl", "metrics.jsonl")
 """Files that every run has. MetricLogger writes the last two."""
 
 Line = dict[str, Any]
-"""A line of metrics.jsonl or events.jsonl. Each has a `step`, and the `time` after it in Unix seconds."""
+"""A line of metrics.jsonl or events.jsonl. Each has a `step`, and the `time` after that step in Unix seconds."""
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """A run from one start of its workers to the next."""
+    """The part of a run between one start of its workers and the next."""
 
     start: Line
     """The `start` event, which describes the workers."""
     last: Line
-    """The last line that was written."""
+    """The last line that this part wrote."""
 
     @property
     def seconds(self) -> float:
@@ -55,7 +55,7 @@ class History:
 
     @property
     def seconds(self) -> float:
-        """Time during which workers ran."""
+        """Seconds during which workers ran."""
         return sum(attempt.seconds for attempt in self.attempts)
 
     @property
@@ -79,7 +79,7 @@ def read_all(output: str, names: Sequence[str]) -> list[History]:
     """Return the runs of these names, or all runs, in the folder or URI `output`.
 
     Raises:
-        UserError: there are none, or one of the names does not exist.
+        UserError: there are no runs, or one of the names does not exist.
     """
     try:
         found = {name: read(output, name) for name in names or storage.list_names(output)}

@@ -1,4 +1,4 @@
-"""Starts a fine-tuning under Ray, or under torchrun if torchrun started this process."""
+"""Starts a fine-tuning run under Ray, or under torchrun if torchrun started this process."""
 
 import torch
 import torch.distributed as dist
@@ -9,10 +9,10 @@ from settings import UserError
 
 
 def fit(options: TrainOptions, make_strategy: MakeStrategy) -> None:
-    """Train with a strategy: in this process under torchrun, otherwise in workers of Ray Train."""
+    """Train with a strategy: in this process under torchrun, otherwise in Ray Train workers."""
     try:
         if dist.is_torchelastic_launched():
-            from pipeline.training.runtimes import torchrun  # imported late: each runtime has other dependencies
+            from pipeline.training.runtimes import torchrun  # imported late: each runtime has its own dependencies
 
             torchrun.fit(options, make_strategy)
         else:

@@ -54,7 +54,7 @@ class Meter:
         """Return the metrics of the steps since the last `restart`. All ranks call it.
 
         Raises:
-            Diverged: a loss or gradient is not finite, or a loss is more than twice that of guessing. On all ranks.
+            Diverged: a loss or gradient is not finite, or a loss is more than twice that of guessing. All ranks raise.
         """
         shares = torch.stack(self._losses)
         sums = torch.cat([shares.sum(1), shares.new_tensor([self._seconds()])])
@@ -89,7 +89,7 @@ class Meter:
 
 
 def _memory(device: torch.device) -> int:
-    """Return bytes: the peak of this rank's GPU memory, or on a CPU the current memory of the process."""
+    """Return the peak of this rank's GPU memory in bytes or, on a CPU, the current memory of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device)
     return psutil.Process().memory_info().rss
@@ -98,7 +98,7 @@ def _memory(device: torch.device) -> int:
 def _peak_tokens_per_s(
     options: TrainOptions, runtime: Runtime, model: PreTrainedModel, sequence_length: int
 ) -> float | None:
-    """Return the tokens per second of all devices at their bf16 peak, of which MFU is the share (PaLM, appendix B)."""
+    """Return the tokens per second of all devices at their bf16 peak. MFU is a share of this (PaLM, appendix B)."""
     if options.precision != "bf16" or runtime.device.type != "cuda":
         return None
     if (peak := peak_flops(torch.cuda.get_device_name(runtime.device))) is None:

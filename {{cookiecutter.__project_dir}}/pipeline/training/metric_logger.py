@@ -20,10 +20,10 @@ from pipeline.training.trackers import Trackers
 class MetricLogger:
     """Logs each step once, in order: a resumed run removes the steps after its checkpoint, because it repeats them.
 
-    A line of metrics.jsonl holds step, time, loss, lr, grad_norm, tokens_per_s, memory_gib, and if known mfu,
+    A line of metrics.jsonl holds step, time, loss, lr, grad_norm, tokens_per_s, memory_gib and, if known, mfu,
     eval_loss and eval_perplexity. A line of events.jsonl holds event, step and time. Events are `start` (with a
-    description of the workers), `checkpoint` and `end`. After a kill, the next start adds `broken off`, with the last
-    known step. Times are Unix seconds.
+    description of the workers), `checkpoint` and `end`. If a run was killed, its restart adds the event `broken off`
+    with the last known step. Times are Unix seconds.
     """
 
     def __init__(self, folder: RunFolder, options: TrainOptions, runtime: Runtime, done: int) -> None:
@@ -58,7 +58,7 @@ class MetricLogger:
         self._log_event("checkpoint", step)
 
     def end(self, step: int) -> None:
-        """Log that training ended regularly, after `step`."""
+        """Log that training ended normally after `step`."""
         self._log_event("end", step)
         self._trackers.end()
 

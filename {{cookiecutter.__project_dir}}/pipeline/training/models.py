@@ -18,7 +18,7 @@ from pipeline.training.strategies import Strategy
 def load_model(options: TrainOptions) -> PreTrainedModel:
     """Return the model in fp32 in main memory: these are the master weights, whatever the precision.
 
-    With LoRA every linear layer except the last gets an adapter, and only the adapters are trained.
+    With LoRA, every linear layer except the last gets an adapter, and only the adapters are trained.
     """
     logging.disable_progress_bar()
     model = _load(options, quantized=options.quantize_base)
@@ -93,7 +93,7 @@ def export(
 ) -> None:
     """Write model and tokenizer to `model/` in the run's folder, and LoRA adapters also to `adapter/`.
 
-    On a disk, both folders are replaced atomically. All ranks call it.
+    On a disk, each folder is replaced only when the new one is complete. All ranks must call this.
     """
     state = strategy.gather()
     if not state:

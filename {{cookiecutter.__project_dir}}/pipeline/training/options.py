@@ -17,16 +17,16 @@ class TrainOptions(WorkerOptions):
     model: str
     """Base model: a Hugging Face folder or a hub id."""
     data: str
-    """Output folder or URI of `preprocess`."""
+    """Folder or URI that `preprocess` wrote to."""
     output: str
     """Folder or URI for the runs, which get one folder each."""
     shared_paths: tuple[str, ...] = ()
-    """Folders that every node mounts. On several nodes, other local paths are refused."""
+    """Folders that every node mounts. If the cluster has several nodes, other local paths are refused."""
     fresh: bool = False
     """Delete the run of this name and start over."""
     stream: bool = False
     """Tokenise and pack the raw rows of [preprocess] while training, instead of reading `data`. Nothing is held out for
-    evaluation, and a resumed run starts over in the rows."""
+    evaluation, and a resumed run reads the rows from the start."""
 
     max_failures: int = Field(ge=0)
     """Number of times that dead workers are replaced before the run fails."""
@@ -38,7 +38,7 @@ class TrainOptions(WorkerOptions):
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more computation."""
     compile: bool = False
-    """Compile the decoder layers (torch.compile): a minute or more at each start, then faster steps."""
+    """Compile the decoder layers (torch.compile). Each start takes at least a minute longer, then steps are faster."""
     liger: bool = False
     """Use Liger's fused kernels (Hsu et al. 2024, arXiv:2410.10989), which need less memory. CUDA only."""
     precision: Literal["fp32", "bf16"]
@@ -46,7 +46,7 @@ class TrainOptions(WorkerOptions):
 
     lora_rank: int = Field(0, ge=0)
     """Rank of the LoRA adapters on all linear layers (Hu et al. 2021, arXiv:2106.09685). Only adapters are trained.
-    0: no adapters, all parameters are trained."""
+    0: there are no adapters, and all parameters are trained."""
     lora_alpha: PositiveInt = 32
     """The output of an adapter is scaled by lora_alpha / lora_rank."""
     lora_dropout: float = Field(0, ge=0, lt=1)
@@ -58,11 +58,11 @@ class TrainOptions(WorkerOptions):
     learning_rate: PositiveFloat
     """Peak learning rate of AdamW."""
     reference_batch_rows: PositiveInt | None = None
-    """Global batch for which learning_rate was found. Other batches scale it linearly. None: no scaling."""
+    """Global batch size for which learning_rate was found. Other sizes scale the rate linearly. None: no scaling."""
     warmup_steps: int = Field(ge=0)
     """Optimizer steps until the learning rate reaches its peak."""
     min_lr_ratio: float = Field(ge=0, le=1)
-    """Final learning rate of the cosine, as a share of the peak."""
+    """Final learning rate of the cosine schedule, as a share of the peak."""
     weight_decay: float = Field(ge=0)
     """AdamW's decoupled weight decay, on matrices only."""
     max_grad_norm: PositiveFloat
@@ -77,15 +77,15 @@ class TrainOptions(WorkerOptions):
     checkpoint_every: PositiveInt
     """Optimizer steps between checkpoints."""
     keep_checkpoints: PositiveInt
-    """Number of checkpoints to keep: the best by evaluation loss. The last is always kept."""
+    """Number of checkpoints to keep: those with the lowest evaluation loss. The last one is always kept."""
     log_every: PositiveInt
-    """Maximum number of optimizer steps between progress lines. Slow steps print one every ten seconds."""
+    """Maximum number of optimizer steps between progress lines. If steps are slow, one is printed every ten seconds."""
     mlflow: str = ""
-    """Tracking URI of an MLflow server or folder for the metrics. Empty: none."""
+    """Tracking URI of an MLflow server or folder to send the metrics to. Empty: none."""
     wandb: str = ""
-    """Weights & Biases project for the metrics. Empty: none."""
+    """Weights & Biases project to send the metrics to. Empty: none."""
     seed: int
-    """Random seed of the row order and of dropout."""
+    """Random seed for the row order and for dropout."""
 
     @model_validator(mode="after")
     def _adapters_are_above_quantized_weights(self) -> Self:
@@ -130,7 +130,7 @@ class DeepSpeedOptions(TrainOptions):
     name: str = Field("finetune_deepspeed", pattern=NAME)
     """Name of the run. The same name resumes it."""
     zero_stage: Literal[1, 2, 3]
-    """What to shard over the workers: 1 optimizer states, 2 gradients too, 3 parameters too."""
+    """What to shard over the workers. 1: optimizer states; 2: gradients too; 3: parameters too."""
     offload_optimizer: bool
     """Keep optimizer states in main memory, and run the optimizer on the CPU."""
     offload_parameters: bool
@@ -161,11 +161,11 @@ class FSDPOptions(TrainOptions):
 
 
 class NetworkOptions(WorkerOptions):
-    """Options of check_network: the workers of [train], and message sizes. `cuda` uses NCCL, `cpu` uses gloo."""
+    """Options of check_network: the workers of [train], and message sizes. On `cuda` it uses NCCL, on `cpu` gloo."""
 
     model_config = ConfigDict(extra="ignore")
     message_mib: tuple[PositiveInt, ...] = (1, 16, 256)
-    """Message sizes to measure. DDP sends gradients in buckets of 25 MiB, ZeRO of 500 MB."""
+    """Message sizes to measure. DDP sends gradients in buckets of 25 MiB, ZeRO in buckets of 500 MB."""
 
 
 class ClassifierOptions(WorkerOptions):
@@ -177,14 +177,14 @@ class ClassifierOptions(WorkerOptions):
     output: str
     """Folder or URI for the runs, which get one folder each."""
     shared_paths: tuple[str, ...] = ()
-    """Folders that every node mounts. On several nodes, other local paths are refused."""
+    """Folders that every node mounts. If the cluster has several nodes, other local paths are refused."""
     max_failures: int = Field(ge=0)
     """Number of times that dead workers are replaced before the run fails."""
     seed: int
-    """Random seed of the initial weights and of the images."""
+    """Random seed for the initial weights and for the images."""
 
     images: PositiveInt
-    """Number of training images. A quarter as many test images are drawn too."""
+    """Number of training images. The job also draws a quarter as many test images."""
     epochs: PositiveInt
     """Total passes over the images, including those before a resume."""
     batch_size: PositiveInt

@@ -17,7 +17,7 @@ from settings import UserError
 Options = TypeVar("Options", bound=TrainOptions)
 
 Identity = dict[str, Any]
-"""The values that a run must resume with. With any other, its checkpoints would not lead to the same numbers."""
+"""The values that a run must resume with. With other values, its checkpoints would not lead to the same numbers."""
 
 DECIDES_NUMBERS = {
     "global_batch_rows",
@@ -38,7 +38,7 @@ DECIDES_NUMBERS = {
 
 
 def with_absolute_paths(options: Options) -> Options:
-    """Return the options with absolute paths, because workers run in other folders than the driver."""
+    """Return the options with absolute paths, because workers do not run in the driver's folder."""
     paths = {
         "model": model_cache.find(options.model),
         "data": settings.resolve(options.data),
@@ -60,7 +60,7 @@ def load_config(model: str) -> PreTrainedConfig:
     """Return the configuration of a Hugging Face folder or hub id.
 
     Raises:
-        UserError: it cannot be loaded.
+        UserError: the configuration cannot be loaded.
     """
     try:
         return AutoConfig.from_pretrained(model_cache.on_this_node(model, weights=False))
@@ -72,14 +72,14 @@ def load_config(model: str) -> PreTrainedConfig:
 
 
 def check_data(options: TrainOptions, manifest: Manifest) -> None:
-    """Refuse packed data without training rows, or with another tokenizer than the model's."""
+    """Refuse packed data without training rows, or with a tokenizer other than the model's."""
     check_tokenizer(options.model, options.data, manifest.tokenizer)
     if not manifest.train.rows:
         raise UserError(f"{options.data} has no training rows. Run preprocess on more input: inv submit preprocess")
 
 
 def check_tokenizer(model: str, data: str, made_with: TokenizerRecord) -> None:
-    """Refuse rows of another tokenizer than the model's."""
+    """Refuse rows that were made with a tokenizer other than the model's."""
     if made_with.hash != tokenizer_hash(load_tokenizer(model, made_with.chat_template)):
         raise UserError(
             f"the rows in {data} were made with the tokenizer of {made_with.model}, which differs from that of "
@@ -88,7 +88,7 @@ def check_tokenizer(model: str, data: str, made_with: TokenizerRecord) -> None:
 
 
 def check_model(model: str, config: PreTrainedConfig, vocabulary: int, sequence_length: int) -> None:
-    """Refuse a model with a smaller vocabulary than its tokenizer, or a shorter context than the rows."""
+    """Refuse a model whose vocabulary is smaller than its tokenizer's, or whose context is shorter than the rows."""
     if vocabulary > config.vocab_size:
         raise UserError(
             f"the tokenizer of {model} has {vocabulary} tokens, but the model only {config.vocab_size}: they do not "
@@ -119,7 +119,7 @@ def claim(options: TrainOptions, identity: Identity) -> None:
     manifest of the data is copied for `inv report`.
 
     Raises:
-        UserError: the existing run has another identity.
+        UserError: the existing run has a different identity.
     """
     folder = f"{options.output}/{options.name}"
     text = storage.read_text(f"{folder}/run.json")

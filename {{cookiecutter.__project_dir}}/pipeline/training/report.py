@@ -41,7 +41,7 @@ STEP, HOURS = "step", "hours since the first start"
 UNKNOWN = "—"
 
 Price = Callable[[str, int], float | None]
-"""Dollars per hour of the machines with this number of devices of this name; None if unknown."""
+"""Returns dollars per hour of the machines for a device's name and the number of devices; None if unknown."""
 
 Summary = list[dict[str, str]]
 """The rows of a table, one per run, by column name."""
@@ -83,10 +83,10 @@ class Curve:
 
 
 def draw(names: Sequence[str], price: Price, console: Console) -> None:
-    """Write the page of the runs of these names, or of all runs, and print its table.
+    """Write the page about the runs of these names, or about all runs, and print its table.
 
     Raises:
-        UserError: there are none, or one of the names does not exist.
+        UserError: there are no runs, or one of the names does not exist.
     """
     output = settings.resolve(settings.load(OutputSection, "train").output)
     runs = history.read_all(output, names)
@@ -98,7 +98,7 @@ def draw(names: Sequence[str], price: Price, console: Console) -> None:
 
 
 def summarize(runs: list[History], price: Price) -> Summary:
-    """Return the table, without columns that are unknown for all runs."""
+    """Return the table without the columns whose values are unknown for all runs."""
     rows = [_cells(run, price) for run in runs]
     known = [column for column in rows[0] if any(row[column] != UNKNOWN for row in rows)]
     return [{column: row[column] for column in known} for row in rows]
@@ -127,7 +127,7 @@ def _html(drawn: go.Figure, name: str, *, include_plotlyjs: bool) -> str:
 
 
 def figure(runs: list[History]) -> go.Figure:
-    """Return panels below each other, over the steps or, after a click, over the hours since each run started."""
+    """Return stacked panels, plotted against the steps or, after a click, against the hours since each run started."""
     panels = make_subplots(len(PANELS), 1, shared_xaxes=True, vertical_spacing=0.025, row_heights=HEIGHTS)
     coloured = list(zip(runs, cycle(COLOURS)))
     curves = [curve for draw in (_lines, _marks) for run, colour in coloured for curve in draw(run, colour)]
@@ -237,7 +237,7 @@ def _cost(run: History, price: Price) -> tuple[float | None, float | None]:
 
 
 def _table(summary: Summary) -> Table:
-    """Return the columns that fit a terminal."""
+    """Return the table for a terminal, with only the columns that fit."""
     table = Table(box=None, pad_edge=False)
     shown = [column for column in SHOWN if column in summary[0]]
     for column in shown:

@@ -18,8 +18,8 @@ def spread(global_rows: int, micro_rows: int, workers: int) -> BatchPlan:
     """Split `global_rows` into micro-batches of `micro_rows`, with the same number for each of `workers` ranks.
 
     global_rows = workers x accumulation x micro_rows, so the batch of an optimizer step, and with it the meaning of
-    the learning rate, does not depend on the number of workers. If it does not divide, the last ranks get extra
-    micro-batches that do not count, because collectives need the same number of passes on each rank.
+    the learning rate, does not depend on the number of workers. If `global_rows` does not divide evenly, the last
+    ranks get extra micro-batches that do not count, because collectives need the same number of passes on each rank.
     """
     accumulation = math.ceil(global_rows / (micro_rows * workers))
     return BatchPlan(accumulation * micro_rows, accumulation)
@@ -31,7 +31,7 @@ def check_batches(global_rows: int, micro_rows: int, min_workers: int, max_worke
     A fixed number of workers must divide the batch. A range of numbers may need extra micro-batches (see `spread`).
 
     Raises:
-        UserError: with the nearest batch sizes and worker counts that work.
+        UserError: the batch is refused. The message names the nearest batch sizes and worker counts that work.
     """
     if min_workers < max_workers:
         if global_rows % micro_rows or global_rows < micro_rows * max_workers:
@@ -70,7 +70,7 @@ def _either(numbers: list[int]) -> str:
 
 
 def peak_learning_rate(learning_rate: float, global_rows: int, reference_rows: int | None) -> float:
-    """Return the learning rate by the linear scaling rule: k times the batch, k times the rate.
+    """Return the learning rate by the linear scaling rule: k times the batch size needs k times the rate.
 
     Goyal et al. 2017, arXiv:1706.02677, section 2.1. Without `reference_rows` the rate is not scaled.
     """

@@ -42,7 +42,7 @@ def is_local(location: str) -> bool:
 
 
 class RunFolder:
-    """A worker's view of the run's folder. For a URI it is a temporary folder, which `publish` copies there."""
+    """A worker's view of the run's folder. For a URI it is a temporary folder, which `publish` copies to the URI."""
 
     def __init__(self, location: str) -> None:
         self._location = location
@@ -51,12 +51,12 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
 
     def fetch(self, name: str) -> Path:
-        """Return the path of a file, with its content if an earlier start of the run wrote it."""
+        """Return the local path of a file. If the run wrote the file before a restart, it has that content."""
         if self._temporary and (text := read_text(f"{self._location}/{name}")) is not None:
             (self.path / name).write_text(text)
         return self.path / name
 
     def publish(self) -> None:
-        """Copy everything that this worker wrote to the URI, if the folder has one."""
+        """If the run's folder is a URI, upload everything that this worker wrote."""
         if self._temporary:
             pyarrow.fs.copy_files(str(self.path), self._location)

@@ -32,7 +32,7 @@ class Strategy(ABC):
     def accumulate(self, batch: Batch, scale: torch.Tensor, last: bool) -> torch.Tensor:
         """Add the gradient of `scale` x the summed loss of a micro-batch, and return the summed loss.
 
-        The `last` call of a step averages the gradients over the ranks.
+        The `last` call of an optimizer step averages the gradients over the ranks.
         """
 
     @abstractmethod
@@ -52,7 +52,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def checkpoint_bytes(self) -> int:
-        """Return an upper bound of the bytes that this rank writes."""
+        """Return an upper bound on the bytes that this rank writes."""
 
     @abstractmethod
     def gather(self) -> dict[str, torch.Tensor]:
@@ -76,11 +76,11 @@ def copied(state: Any) -> Any:
 
 
 MakeStrategy = Callable[[PreTrainedModel, Any, Runtime, BatchPlan], Strategy]
-"""A strategy's class, or a function like it. The second argument is the job's options."""
+"""A strategy's class, or a function with the same arguments. The second argument is the job's options."""
 
 
 def adamw(model: nn.Module, weight_decay: float) -> torch.optim.AdamW:
-    """Return the optimizer of every strategy. Only matrices decay: decaying norms and biases does not regularise."""
+    """Return the optimizer of every strategy. Only matrices get weight decay: it does not regularise vectors."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     matrices = [parameter for parameter in trained if parameter.ndim >= 2]
     vectors = [parameter for parameter in trained if parameter.ndim < 2]

@@ -1,4 +1,4 @@
-"""Sends metrics to MLflow and Weights & Biases, if [train] names one. A resumed run continues there too."""
+"""Sends metrics to MLflow or Weights & Biases, if [train] names them. A resumed run is resumed there too."""
 
 import json
 import os
@@ -18,19 +18,19 @@ class Tracker(Protocol):
     """A run in an experiment tracker."""
 
     run_id: str
-    """The tracker's id, with which the run is resumed."""
+    """The tracker's id of the run, which is needed to resume it."""
 
     def write(self, rows: list[Metrics]) -> None:
-        """Send the metrics of some steps. After a resume, some are sent again."""
+        """Send the metrics of some steps. A resumed run sends repeated steps a second time."""
         ...
 
     def end(self) -> None:
-        """Send the rest, and mark the run as finished."""
+        """Send the remaining metrics, and mark the run as finished."""
         ...
 
 
 class Trackers:
-    """The trackers that [train] names. One that fails is dropped, so that it cannot stop the training."""
+    """The trackers that [train] names. If one fails, it is dropped, so that it cannot stop the training."""
 
     def __init__(self, options: TrainOptions, folder: RunFolder) -> None:
         makers: dict[str, Callable[[str | None], Tracker]] = {}
@@ -57,10 +57,10 @@ class Trackers:
     def _try(self, name: str, call: Callable[[], None]) -> None:
         try:
             call()
-        except Exception as error:  # any error of a server or its library
+        except Exception as error:  # any error of a server or a library
             self._trackers.pop(name, None)
             print(
-                f"{name} failed and gets no more metrics of this start ({error}); metrics.jsonl has them all",
+                f"{name} failed and gets no more metrics until a restart ({error}); metrics.jsonl has them all",
                 flush=True,
             )
 
@@ -69,7 +69,7 @@ class MLflow:
     """A run at a tracking URI: a server or a folder."""
 
     def __init__(self, options: TrainOptions, run_id: str | None) -> None:
-        # all ranks wait for its answer, and by default it retries for twenty minutes
+        # all ranks wait for MLflow's answer, and by default its client retries for twenty minutes
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
         from mlflow import MlflowClient, entities  # imported late: takes seconds

@@ -21,7 +21,9 @@ from pipeline.training.strategies import MakeStrategy
 from settings import UserError
 
 MAX_ROWS_LISTED = 8
-PROGRESS_INTERVAL_S = 10  # at most, or log_every steps: a spot machine ends two minutes after its notice
+# Maximum time between logs. Each log also checks for a preemption notice, which a spot machine gets two minutes before
+# it ends.
+PROGRESS_INTERVAL_S = 10
 
 
 class TrainingRows(Protocol):
@@ -71,19 +73,19 @@ def train(
     """Train up to `options.last_step`, from the run's last checkpoint or from the base model, and export the model.
 
     Args:
-        options: with absolute paths or URIs.
+        options: their paths are absolute, or URIs.
         stream: source of the rows, instead of the packed data.
 
     Raises:
-        UserError: training failed. On all ranks, so that no rank waits for another.
+        UserError: training failed. All ranks raise it, so that no rank waits for another.
     """
-    os.environ["DS_ACCELERATOR"] = runtime.device.type  # transformers imports deepspeed, which guesses and logs it
+    os.environ["DS_ACCELERATOR"] = runtime.device.type  # otherwise deepspeed, which transformers imports, guesses it
     torch.set_num_threads(min(options.cpus_per_worker, os.cpu_count() or 1))  # there may be fewer real CPUs
     Trainer(models.with_supported_precision(options, runtime.device), runtime, make_strategy, stream).fit()
 
 
 class Trainer:
-    """The training of one rank: model, optimizer, rows and metrics."""
+    """Trains on one rank: holds model, optimizer, rows and metrics."""
 
     def __init__(
         self, options: TrainOptions, runtime: Runtime, make_strategy: MakeStrategy, stream: TrainingRows | None
@@ -92,13 +94,13 @@ class Trainer:
         self.folder = RunFolder(f"{options.output}/{options.name}")
         self.source = stream or PackedSource(options, runtime)
         self.evaluation = None if stream else PackedRows(options.data, "eval")
-        torch.manual_seed(options.seed)  # all ranks initialise adapters alike
+        torch.manual_seed(options.seed)  # the same on all ranks, so that they initialise adapters alike
         model = models.load_model(options)
         self.parameters, self.trained = model.num_parameters(), model.num_parameters(only_trainable=True)
         self.meter = Meter(options, runtime, model, self.source.sequence_length)
         self.plan = spread(options.global_batch_rows, options.micro_batch_rows, runtime.world_size)
         self.strategy = make_strategy(model, options, runtime, self.plan)
-        torch.manual_seed(options.seed + runtime.rank)  # each rank has another dropout
+        torch.manual_seed(options.seed + runtime.rank)  # each rank has different dropout
         checkpoints.refuse_full_disk(self.strategy, runtime, options.output)
         self.done = self.saved = checkpoints.restore(self.strategy, runtime)
         self.log_interval = 1  # in steps; adjusted once the duration of a step is known
@@ -181,13 +183,13 @@ class Trainer:
         """Return the metrics of the steps since the last call.
 
         Raises:
-            UserError: one of them diverged. On all ranks; the diverged state is not saved.
+            UserError: a step diverged. All ranks raise it, and the diverged state is not saved.
         """
         try:
             return self.meter.read()
         except Diverged as diverged:
             self.runtime.wait()  # until the last checkpoint is stored
-            good = f"the last good checkpoint is of step {self.saved}" if self.saved else "there is no checkpoint yet"
+            good = f"the last good checkpoint is from step {self.saved}" if self.saved else "there is no checkpoint yet"
             raise UserError(
                 f"step {diverged.step} diverged{self._rows_of(diverged)}: {diverged}; {good}. Check the rows, or start "
                 "over with --fresh and a lower --learning-rate or more --warmup-steps."
@@ -215,8 +217,8 @@ class Trainer:
     def _evaluate(self, rows: PackedRows) -> Metrics:
         """Return loss and perplexity over all evaluation tokens.
 
-        Every rank runs the same number of forward passes, because they may be collective. Rows beyond the end do not
-        count.
+        Every rank runs the same number of forward passes, because they may run collectives. Rows beyond the end do
+        not count.
         """
         micro_rows = self.options.micro_batch_rows
         sums = torch.zeros(2, dtype=torch.float64, device=self.runtime.device)

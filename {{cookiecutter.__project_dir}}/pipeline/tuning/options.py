@@ -24,14 +24,14 @@ class Range(settings.Section):
 
 
 class TuneOptions(TrainOptions):
-    """[train], which all trials share, with additions and overrides from [tune]."""
+    """The [train] section, which all trials share, with additions and overrides from [tune]."""
 
     name: str = Field("tune", pattern=NAME)
     """Name of the search. The same name resumes it."""
     script: Literal["finetune_ddp", "finetune_fsdp", "finetune_deepspeed"]
     """Job that each trial runs."""
     trials: PositiveInt
-    """Number of settings to try. Run again with more under the same name to add trials."""
+    """Number of trials, each with its own settings. To add trials, run the search again with a larger number."""
     trials_at_once: PositiveInt
     """Trials that run at the same time, each on num_workers workers."""
 
@@ -45,7 +45,7 @@ class TuneOptions(TrainOptions):
     grace_steps: PositiveInt
     """Steps of each trial before it is compared with others (ASHA: Li et al. 2018, arXiv:1810.05934)."""
     reduction_factor: float = Field(gt=1)
-    """At each rung (grace_steps, then this many times more, and so on), one in this many trials continues."""
+    """At each rung (grace_steps, then this many times as many, and so on), one in this many trials continues."""
 
     @model_validator(mode="after")
     def _trials_are_compared(self) -> Self:

@@ -2,7 +2,7 @@
 
 Each trial is a training run in the search's folder, and resumes like any other run. Tune only decides which trials
 continue, and stores nothing. If Tune resumed a search itself, its scheduler would forget the results of earlier trials.
-Here each start of a search shows them to the scheduler again.
+Instead, a search shows these results to the scheduler whenever it starts.
 """
 
 import logging
@@ -49,7 +49,7 @@ JOBS = {
 
 
 def check(options: TuneOptions) -> preflight.Identity:
-    """Refuse a search that no trial could run. Return its identity, which does not include the number of trials."""
+    """Refuse a search whose trials could not run. Return its identity, which does not include the number of trials."""
     if options.stream:
         raise UserError("tune reads preprocessed rows. Leave out --stream, and run preprocess first.")
     for rows in options.global_batches or (options.global_batch_rows,):
@@ -79,7 +79,7 @@ def check_cluster(options: TuneOptions) -> None:
 
 
 def draw(options: TuneOptions) -> list[dict[str, float]]:
-    """Draw the settings of each trial, by their names in [train]. With more trials, the first ones stay the same."""
+    """Draw the settings of each trial, keyed by their names in [train]. More trials do not change the first ones."""
     generator = random.Random(options.seed)
     low, high = math.log(options.learning_rates.low), math.log(options.learning_rates.high)
     choices = {"global_batch_rows": options.global_batches, "lora_rank": options.lora_ranks}
@@ -101,11 +101,11 @@ def run(options: TuneOptions, trials: Sequence[Trial]) -> list[str]:
     if not remaining:
         return []
     os.environ |= {
-        "RAY_AIR_NEW_OUTPUT": "0",  # only the older output can be silent
+        "RAY_AIR_NEW_OUTPUT": "0",  # only Ray's older output can be silenced
         "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # each run writes its own files
-        "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",  # a user error has no loss
+        "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",  # a trial that returns a user error has no loss
     }
-    logging.getLogger("ray.tune").setLevel(logging.ERROR)  # it warns about files that nobody reads
+    logging.getLogger("ray.tune").setLevel(logging.ERROR)  # Tune warns about files that nobody reads
     zone = gang.find_zone(options)
     runs = {trial.name: run_options(options, trial) for trial in trials}
     recorder = TrialRecorder(options.folder, options.steps, trials)
@@ -145,7 +145,7 @@ def scheduler(options: TuneOptions, trials: Sequence[Trial]) -> ASHAScheduler:
 
 
 def run_options(options: TuneOptions, trial: Trial) -> TrainOptions:
-    """Return the options of a trial's run. It saves a checkpoint at each evaluation: Tune sees only those."""
+    """Return the options of a trial's run. Each evaluation saves a checkpoint, because Tune sees only these."""
     job = JOBS[options.script]
     own = {"name": trial.name, "output": options.folder, "fresh": False, "checkpoint_every": options.eval_every}
     shared = options.model_dump(include=set(TrainOptions.model_fields))
@@ -160,7 +160,7 @@ def _run_trial(
     """Run a trial; Tune calls this. Return a user error instead of raising it."""
     options = runs[config["trial"]]
     os.environ |= {"GANG_ZONE": zone["zone"]} if zone else {}
-    for line in trial_store.curve(options.output, options.name):  # of an earlier start
+    for line in trial_store.curve(options.output, options.name):  # from before a restart
         tune.report(line)
     try:
         launch.fit(options, strategy)
@@ -186,7 +186,7 @@ class TrialRecorder(tune.Callback):
             self._fail(ours, message)
             return
         outcome = trial_store.Outcome(ours, trial_store.curve(self._folder, ours.name))
-        stopped = f"stopped at step {step}"  # its workers may be a few steps further
+        stopped = f"stopped at step {step}"  # its workers may have done a few more steps
         ours.ended = diverged[0] if diverged else stopped if step < self._steps else "all steps"
         trial_store.save(self._folder, list(self._trials.values()))
         loss = f"evaluation loss {outcome.loss:.4f} after {outcome.steps} steps, " if outcome.curve else ""

@@ -25,10 +25,10 @@ class Trial:
     name: str
     settings: dict[str, float]
     ended: str = ""
-    """How it ended; empty if it has not."""
+    """How the trial ended; empty if it has not ended."""
 
     def description(self) -> str:
-        """Return its settings on one line."""
+        """Return the trial's settings on one line."""
         return ", ".join(f"{key} {value:g}" for key, value in self.settings.items())
 
 
@@ -37,7 +37,7 @@ class Outcome(NamedTuple):
 
     trial: Trial
     curve: list[Line]
-    """Its evaluations, by step."""
+    """The trial's evaluations, by step."""
 
     @property
     def steps(self) -> int:
@@ -50,7 +50,7 @@ class Outcome(NamedTuple):
 
 
 def load(folder: str, drawn: Sequence[dict[str, float]]) -> list[Trial]:
-    """Return the trials of the search in `folder`, with the results that an earlier start saved."""
+    """Return the trials of the search in `folder`, with the results saved before a restart."""
     saved = {trial["name"]: trial["ended"] for trial in json.loads(storage.read_text(f"{folder}/{FILE}") or "[]")}
     names = [f"trial-{number:02d}" for number in range(1, len(drawn) + 1)]
     return [Trial(name, values, saved.get(name, "")) for name, values in zip(names, drawn, strict=True)]
@@ -82,7 +82,7 @@ def delete_weights(folder: str, trials: Sequence[Trial]) -> None:
 
 
 def table(outcomes: Sequence[Outcome]) -> Table:
-    """Return a table with the settings, steps, lowest evaluation loss and end of each trial."""
+    """Return a table with the settings, steps and lowest evaluation loss of each trial, and how it ended."""
     keys = list(outcomes[0].trial.settings)
     shown = Table(box=None)
     shown.add_column("trial")
@@ -97,7 +97,7 @@ def table(outcomes: Sequence[Outcome]) -> Table:
 
 
 def plot(folder: str, outcomes: Sequence[Outcome]) -> str:
-    """Plot the evaluation loss of each trial by step, the best one bold. Return the path."""
+    """Plot the evaluation loss of each trial by step, with a thick line for the best one. Return the path."""
     figure = Figure(figsize=(9, 5))
     axes = figure.subplots()
     for outcome in outcomes:

@@ -162,11 +162,11 @@ def test_revoked_and_new_keys_take_effect_without_a_restart(file: Path, monkeypa
     ("broken", "reason"),
     [
         ("not a pair", "SERVE_API_KEYS is not NAME:KEY,NAME:KEY"),
-        ("owner:other", "entry 1 of SERVE_API_KEYS repeats a name: each key needs its own, not owner"),
-        ("bob:first, bob:other", "entry 2 of SERVE_API_KEYS repeats a name: each key needs its own, not owner"),
-        ("bob:first, bob : other", "entry 2 of SERVE_API_KEYS repeats a name: each key needs its own, not owner"),
-        ("bob:other, carol: other", "entry 2 of SERVE_API_KEYS repeats a key: each name needs its own"),
-        ("bob:changed", "entry 1 of SERVE_API_KEYS repeats a key: each name needs its own"),
+        ("owner:other", "entry 1 of SERVE_API_KEYS repeats a name: each key needs its own name, not owner"),
+        ("bob:first, bob:other", "entry 2 of SERVE_API_KEYS repeats a name: each key needs its own name, not owner"),
+        ("bob:first, bob : other", "entry 2 of SERVE_API_KEYS repeats a name: each key needs its own name, not owner"),
+        ("bob:other, carol: other", "entry 2 of SERVE_API_KEYS repeats a key: each name needs its own key"),
+        ("bob:changed", "entry 1 of SERVE_API_KEYS repeats a key: each name needs its own key"),
     ],
 )
 def test_with_a_malformed_list_the_last_valid_keys_stay_and_no_new_replica_starts(

@@ -200,7 +200,7 @@ def test_models_are_compared_in_one_table(
     shown = capsys.readouterr().out
     share = f"{1 - WRONG_COUNT / ANSWER_COUNT:.1%}"
     assert f"{share} (+{share})" in shown
-    assert f"the difference to {stranger}" in shown.replace("\n", "")
+    assert f"the difference from {stranger}" in shown.replace("\n", "")
 
 
 # ------------------------------------------------------------------------------------------ errors

@@ -281,7 +281,7 @@ def test_invalid_input_is_rejected(embedded: EmbedOptions, tmp_path: Path) -> No
     )
     assert "set model in [embed] of settings.toml" in error_of(embedded, model=str(tmp_path))
     assert "use --num-workers 4." in error_of(embedded, num_workers=5, num_cpus=1)
-    assert error_of(embedded, num_workers=4, num_cpus=1).startswith("4 workers leave no CPU to read the documents with")
+    assert error_of(embedded, num_workers=4, num_cpus=1).startswith("4 workers leave no CPU for reading the documents")
     write_rows(tmp_path / "rows.jsonl", [{"id": "1", "text": "one"}, {"id": "1", "text": "two"}])
     other = embedded.model_copy(update={"input": str(tmp_path / "rows.jsonl"), "index": str(tmp_path / "index")})
     assert error_of(other).startswith("two documents have the id 1:")

@@ -490,7 +490,7 @@ def test_a_loss_that_is_not_finite_stops_with_its_rows(
         finetune(model=str(tmp_path / "broken"), micro_batch_rows=1, checkpoint_every=1, log_every=1)
     assert f"step {min(steps)} diverged" in str(refused.value)
     assert "the loss is nan" in str(refused.value)
-    assert f"the last good checkpoint is of step {min(steps) - 1}" in str(refused.value)
+    assert f"the last good checkpoint is from step {min(steps) - 1}" in str(refused.value)
     named = re.findall(r"(part-\d+\.parquet):(\d+)", str(refused.value))
     assert len(named) == steps[min(steps)]
     for file, row in named:

@@ -1,4 +1,4 @@
-"""The autoscaler's view of the cluster: nodes that run, start or wait, and launches that failed."""
+"""The autoscaler's view of the cluster: nodes that are running, starting or idle, and launches that failed."""
 
 from ray.autoscaler.v2.schema import ClusterStatus
 from ray.autoscaler.v2.sdk import get_cluster_status

@@ -1,4 +1,4 @@
-"""Ray Data: its hash partitioning, the error of a full disk, and its autoscaling coordinator."""
+"""Ray Data: its hash partitioning, its error for a full disk, and its autoscaling coordinator."""
 
 import pyarrow as pa
 from ray.data._internal.arrow_ops.transform_pyarrow import hash_partition
@@ -13,7 +13,7 @@ def partition(table: pa.Table, column: str, partitions: int) -> dict[int, pa.Tab
 
     Relies on `hash_partition` of ray.data._internal.arrow_ops.transform_pyarrow (Ray 2.60).
 
-    `ShuffleDiskError` is what a shuffle raises when a node's disk is full: also private, in
+    `ShuffleDiskError`, which a shuffle raises when a node's disk is full, is also private. It is in
     ray.data._internal.execution.operators.shuffle_operators.disk_shuffle_runtime (Ray 2.60).
     """
     return hash_partition(table, hash_cols=[column], num_partitions=partitions)

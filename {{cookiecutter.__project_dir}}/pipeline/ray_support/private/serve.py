@@ -7,7 +7,7 @@ from ray._private.worker import global_worker
 
 
 def client() -> Any:
-    """Return the client of the running Serve controller, or None if Serve does not run.
+    """Return the client of the running Serve controller, or None if Serve is not running.
 
     Relies on `ray.serve.context._get_global_client`, and on the client's `http_config` (`host`, `port`) and
     `get_serve_details()` (Ray 2.60).

@@ -20,7 +20,7 @@ class EngineServer(LLMServer):
         return app
 
     async def start_engine(self) -> None:
-        """Start the engine, without the usage report of Ray's own method, which imports vLLM in one more process."""
+        """Start the engine, but not Ray's usage report, which would import vLLM in one more process."""
         await self.engine.start()
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:

@@ -43,7 +43,7 @@ SCORE = "checkpoint_score"
 
 
 class RayTrainRuntime:
-    """The `Runtime` of a worker of Ray Train."""
+    """The `Runtime` of a Ray Train worker."""
 
     def __init__(self, device: str) -> None:
         context = ray.train.get_context()
@@ -66,7 +66,7 @@ class RayTrainRuntime:
         return prepare_model(model, move_to_device=self.device, parallel_strategy_kwargs=options)
 
     def report(self, metrics: Metrics, write: WriteCheckpoint) -> None:
-        """Start to store a checkpoint. Ray merges the ranks' folders, and keeps the best checkpoints and the last."""
+        """Start to store a checkpoint. Ray merges the ranks' folders, and keeps the best and the last checkpoints."""
         self._stored.clear()
         self.scratch.mkdir(parents=True)
 
@@ -74,7 +74,7 @@ class RayTrainRuntime:
 
         def store(checkpoint: Checkpoint, name: str) -> Checkpoint:
             nonlocal is_written
-            if not is_written:  # Ray retries if the storage is busy, and in the end stops the workers
+            if not is_written:  # Ray retries this if the storage is busy, and finally stops the workers
                 write(self.scratch)
                 is_written = True
             stored = self._storage.persist_current_checkpoint(checkpoint, name)
@@ -87,7 +87,7 @@ class RayTrainRuntime:
             checkpoint=Checkpoint.from_directory(self.scratch),
             checkpoint_dir_name=self._new_name(int(metrics["step"])),
             checkpoint_upload_mode=CheckpointUploadMode.ASYNC,
-            delete_local_checkpoint_after_upload=False,  # Ray would delete it when the next one may have begun
+            delete_local_checkpoint_after_upload=False,  # Ray might delete the next one, which is in the same folder
             checkpoint_upload_fn=store,
         )
 
@@ -104,7 +104,7 @@ class RayTrainRuntime:
         return False
 
     def should_save(self) -> bool:
-        """Return True once for each of the workers' machines that AWS takes away (Ray drains its node)."""
+        """Return True once for each machine of the workers that AWS takes away. Ray then drains its node."""
         notice = ray.train.get_preemption_info()
         nodes = set(notice.preempted_node_ids) if notice else set()
         is_new = not nodes <= self._preempted_nodes
@@ -112,7 +112,7 @@ class RayTrainRuntime:
         return is_new
 
     def _new_name(self, step: int) -> str:
-        """Return a new folder name. Ray still counts incomplete checkpoints, and deletes by name."""
+        """Return an unused folder name. Ray also counts incomplete checkpoints, and deletes checkpoints by name."""
         name = f"step-{step:08d}"
         while name in self._names:
             name += "-again"
@@ -120,7 +120,7 @@ class RayTrainRuntime:
         return name
 
     def _delete_incomplete(self) -> None:
-        """Delete what killed workers left of a checkpoint: local copies, and stored parts."""
+        """Delete the parts of a checkpoint that killed workers left, from this node's disk and from the storage."""
         shutil.rmtree(self.scratch.parent, ignore_errors=True)  # of all ranks that were on this node
         if self.rank == 0:
             files = self._storage.storage_filesystem
@@ -133,7 +133,7 @@ def fit(options: TrainOptions, make_strategy: MakeStrategy) -> None:
     """Check what can be checked, start the workers, and wait for the trained model.
 
     Raises:
-        UserError: options, data, model and cluster do not fit together, or training failed.
+        UserError: options, data, model and cluster do not match, or training failed.
         torch.OutOfMemoryError: a worker's GPU is too small.
     """
     options = preflight.with_absolute_paths(options)
@@ -180,7 +180,7 @@ def _torch_trainer(
 ) -> TorchTrainer:
     return TorchTrainer(
         _train_worker,
-        # by reference: to unpack the values, Ray's controller would import torch and transformers for nothing
+        # by reference: to unpack the values, Ray's controller would import torch and transformers needlessly
         train_loop_config={"arguments": ray.put((options, make_strategy, stream))},
         datasets={"train": streaming.dataset(stream)} if stream else None,
         torch_config=TorchConfig(backend=torch.distributed.get_default_backend_for_device(options.device)),
@@ -201,7 +201,7 @@ def _torch_trainer(
 
 
 def _train_worker(config: dict[str, Any]) -> str | None:
-    """Train in one worker. Return a user error instead of raising it: Ray would restart the workers."""
+    """Train in one worker. Return a user error instead of raising it, because Ray would restart the workers."""
     ray_logging.worker()
     options, make_strategy, stream = ray.get(config["arguments"])
     runtime = RayTrainRuntime(options.device)

@@ -30,7 +30,7 @@ class Runtime(Protocol):
 
     @property
     def scratch(self) -> Path | None:
-        """Folder where this rank writes its part of a checkpoint first; None if that is the run's folder."""
+        """Folder to which this rank first writes its part of a checkpoint; None if it writes to the run's folder."""
         ...
 
     @property
@@ -39,11 +39,11 @@ class Runtime(Protocol):
         ...
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Return `model` on the device, with its gradients averaged over the ranks."""
+        """Return `model` on the device, wrapped so that its gradients are averaged over the ranks."""
         ...
 
     def report(self, metrics: Metrics, write: WriteCheckpoint) -> None:
-        """Start to store a checkpoint of all ranks. It counts once it is complete."""
+        """Start to store a checkpoint of all ranks. It can be loaded once it is complete."""
         ...
 
     def wait(self) -> None:
@@ -64,7 +64,7 @@ class Runtime(Protocol):
 
 
 class SingleProcess:
-    """A `Runtime` in this process alone. Set `stop` to end the training early."""
+    """A `Runtime` for this process alone. Set `stop` to end the training early."""
 
     rank = 0
     world_size = 1
@@ -109,14 +109,15 @@ class SingleProcess:
         """Give a complete folder its final name, and delete checkpoints that are no longer among the best."""
         (partial / METRICS).write_text(json.dumps(metrics))
         folder = partial.with_name(partial.name.removeprefix("."))
-        shutil.rmtree(folder, ignore_errors=True)  # an incomplete one, which was skipped
+        shutil.rmtree(folder, ignore_errors=True)  # an incomplete checkpoint, which was skipped
         partial.rename(folder)
         last, *others = self.checkpoints()
         for folder in sorted([last, *others], key=_evaluation_loss)[self._keep_checkpoints :]:
             if folder != last:
-                shutil.rmtree(folder.rename(folder.with_name(f".{folder.name}")))  # hidden first, in case of a kill
+                # rename it first: a kill while it is deleted must not leave a broken checkpoint
+                shutil.rmtree(folder.rename(folder.with_name(f".{folder.name}")))
 
 
 def _evaluation_loss(checkpoint: Path) -> float:
-    """Return the evaluation loss. Without one all are equal, so the newest are kept."""
+    """Return the evaluation loss of a checkpoint. Checkpoints without one count as equal, so the newest are kept."""
     return json.loads((checkpoint / METRICS).read_text()).get("eval_loss", math.inf)

@@ -26,7 +26,7 @@ class TorchrunRuntime(SingleProcess):
 
     def __init__(self, folder: Path, device: torch.device, keep_checkpoints: int) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        # the threads that write checkpoints need a group other than the trainer's
+        # the threads that write checkpoints need a process group of their own
         self._writers = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
         super().__init__(folder, device, keep_checkpoints)
         dist.barrier()  # all ranks have deleted incomplete checkpoints
@@ -52,7 +52,7 @@ def fit(options: TrainOptions, make_strategy: MakeStrategy) -> None:
     """Train in this process, one of those that torchrun started. Their number replaces num_workers.
 
     Raises:
-        UserError: the options, data and model do not fit together, or training failed. Only on rank 0: the others exit.
+        UserError: options, data and model do not match, or training failed. Only rank 0 raises it; the others exit.
     """
     job_secrets.load()
     dist.init_process_group(dist.get_default_backend_for_device(options.device))
