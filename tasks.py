@@ -34,19 +34,24 @@ def demo(context: Context) -> None:
     _become(project, "demo")
 
 
-@task(help={"all": "every test, including those of the emulated AWS and in a browser: about 25 minutes on 2 cores"})
-def test(context: Context, all_: bool = False) -> None:  # noqa: PT028 -- a verb, not a test function
+@task(
+    help={
+        "all": "all but the nightly tests, also of the emulated AWS and in a browser: 25 minutes on 2 cores",
+        "nightly": "every test: about 40 minutes",
+    }
+)
+def test(context: Context, all_: bool = False, nightly: bool = False) -> None:  # noqa: PT028 -- a verb, not a test
     """Run the quick tests: the template's, then those of a generated project in a folder whose path has a space."""
     lint(context)
-    if all_:
+    if all_ or nightly:
         _install_programs(context)
     _step("testing the template")
     context.run(f"{PYTHON} -m pytest")
     project = _bake(context, TEST_PROJECT)
-    if all_:
+    if all_ or nightly:
         _test_emulator(context, project)
     _step(f"running that project's own tests in {project}")
-    _become(project, "test", *(["--all"] if all_ else []))
+    _become(project, "test", *(["--nightly"] if nightly else ["--all"] if all_ else []))
 
 
 def _test_emulator(context: Context, project: Path) -> None:

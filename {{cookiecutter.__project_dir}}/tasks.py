@@ -249,10 +249,12 @@ def down(context: Context, target: str = "local") -> None:
         raise Exit(f"error: left behind: {', '.join(left)}. Run again: inv down --target {target}", 1)
 
 
-@verb(all="every test, in two processes: about 25 minutes on 2 cores")
-def test(context: Context, all_: bool = False) -> None:  # noqa: PT028 -- a verb, not a test function
+@verb(all="every test but the nightly ones: about 20 minutes on 2 cores", nightly="every test: about 35 minutes")
+def test(context: Context, all_: bool = False, nightly: bool = False) -> None:  # noqa: PT028 -- a verb, not a test
     """Check style, formatting and types, and run the quick tests: unit tests and one training run on Ray."""
-    tests = "pytest --numprocesses 2 --dist loadfile" if all_ else f"pytest {' '.join(QUICK_TESTS)}"
+    tests = f"pytest {' '.join(QUICK_TESTS)}"
+    if all_ or nightly:
+        tests = "pytest --numprocesses 2 --dist loadfile" + ("" if nightly else ' -m "not nightly"')
     for command in ("ruff check", "ruff format --check", "pyrefly check", tests):
         print(f"== {command}", flush=True)
         if context.run(f"python -m {command}", pty=False, warn=True).failed:

@@ -136,7 +136,7 @@ def _without_duplicates(rows: pa.Table) -> pa.Table:
 def _tokenize(rows: pa.Table, tokenizer: DocumentTokenizer, report: Callable[..., Any]) -> pa.Table:
     tables, first = [], 0
     for part in slices(rows):
-        documents = tokenizer(part)
+        documents = tokenizer(part.select(["row", "problem"]))
         numbers = pc.add(documents["row"], pa.scalar(first, pa.int32()))
         tables.append(documents.set_column(documents.schema.get_field_index("row"), "row", numbers))
         first += len(part)

@@ -282,7 +282,10 @@ def test_a_head_that_does_not_start_gives_its_reason_and_leaves_nothing(
     assert not (project.folder / ".cluster" / "local.json").exists()
 
 
-@pytest.mark.parametrize("victim", ["gcs_server", "raylet", "dashboard", "agent"])
+@pytest.mark.parametrize(
+    "victim",
+    ["raylet", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("gcs_server", "dashboard", "agent"))],
+)
 def test_a_cluster_that_dies_under_a_job_is_one_sentence(project: Project, victim: str, proxied: list[str]) -> None:
     project.inv("up")
     client = subprocess.Popen(

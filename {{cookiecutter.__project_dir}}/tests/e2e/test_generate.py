@@ -244,6 +244,7 @@ def test_the_engine_has_the_servers_settings(monkeypatch: pytest.MonkeyPatch, op
 # ---------------------------------------------------------------- rows that crash the engine
 
 
+@pytest.mark.nightly
 def test_a_row_that_crashes_the_engine_twice_stops_the_run_and_can_be_skipped(
     ray_session: None,
     options: GenerateOptions,

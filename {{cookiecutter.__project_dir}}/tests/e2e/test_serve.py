@@ -932,6 +932,7 @@ def test_chat_reports_a_rejected_key(served: ServeOptions, monkeypatch: pytest.M
 # ---------------------------------------------------------------- updates; last, because they replace the model
 
 
+@pytest.mark.nightly
 def test_updates_and_a_canary_lose_no_request_and_a_failed_update_changes_nothing(
     served: ServeOptions, client: openai.OpenAI, model_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

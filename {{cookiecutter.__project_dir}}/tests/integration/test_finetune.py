@@ -111,6 +111,7 @@ def test_a_killed_worker_changes_no_bit(ddp: list[Row], changes: dict[str, Any])
     ]
 
 
+@pytest.mark.nightly
 def test_a_lost_machine_leaves_fewer_workers(
     ddp: list[Row], changes: dict[str, Any], tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

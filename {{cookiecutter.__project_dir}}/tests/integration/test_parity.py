@@ -102,6 +102,7 @@ def whole(changes: dict[str, Any]) -> list[Row]:
     return _alone(changes | {"name": "whole", "stop_after": None, "checkpoint_every": 50})
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("way", WAYS)
 def test_a_full_run_ends_with_the_same_loss(way: str, whole: list[Row], changes: dict[str, Any]) -> None:
     rows = _spread(WAYS[way], 2, changes | {"name": f"whole-{way}", "stop_after": None, "checkpoint_every": 50})
@@ -109,7 +110,15 @@ def test_a_full_run_ends_with_the_same_loss(way: str, whole: list[Row], changes:
     assert rows[-1]["eval_loss"] == pytest.approx(whole[-1]["eval_loss"], rel=0.01)
 
 
-@pytest.mark.parametrize("way", ["ddp", "fsdp", "zero2-offload", "zero3"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        "fsdp",
+        "zero3",
+        pytest.param("ddp", marks=pytest.mark.nightly),
+        pytest.param("zero2-offload", marks=pytest.mark.nightly),
+    ],
+)
 def test_other_numbers_of_ranks_go_on(way: str, alone: list[Row], changes: dict[str, Any]) -> None:
     for workers, stop in ((2, 10), (1, 20), (2, STEPS)):
         rows = _spread(WAYS[way], workers, changes | {"name": f"elastic-{way}", "stop_after": stop})

@@ -489,6 +489,7 @@ def write_bulky_rows(folder: Path, megabytes: int) -> int:
     return write_rows(folder / "rows.jsonl", found).stat().st_size
 
 
+@pytest.mark.nightly
 def test_ten_times_the_object_store_streams_in_flat_memory(assets: Path, tmp_path: Path) -> None:
     sizes = [write_bulky_rows(tmp_path / name, megabytes) for name, megabytes in (("small", 20), ("large", 850))]
     runs = [

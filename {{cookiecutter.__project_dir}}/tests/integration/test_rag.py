@@ -289,6 +289,7 @@ def test_invalid_input_is_rejected(embedded: EmbedOptions, tmp_path: Path) -> No
     assert error_of(other).startswith(f"row 1 of {tmp_path}/rows.jsonl has no `text`")
 
 
+@pytest.mark.nightly
 def test_each_worker_loads_the_model_once(
     ray_session: None, options: EmbedOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

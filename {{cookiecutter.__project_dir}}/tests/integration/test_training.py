@@ -332,6 +332,7 @@ def test_a_machine_about_to_go_is_worth_a_checkpoint(finetune: Finetune, options
     assert kept == ["step-00000003", "step-00000011"]
 
 
+@pytest.mark.nightly
 def test_twenty_kills_change_no_bit(finetune: Finetune, options: DDPOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kill the run at random moments: mostly in the middle of a step, or while it writes a checkpoint."""
     steps = 200  # a fast machine runs five or more steps between two kills, and must not finish

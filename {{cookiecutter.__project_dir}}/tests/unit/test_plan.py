@@ -348,7 +348,7 @@ def test_hours_without_data_say_how_to_make_it(assets: Path, monkeypatch: pytest
     console = Console(file=io.StringIO(), width=200)
     plan.plan(str(assets / "model"), console)
     text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "run inv submit preprocess" in " ".join(text.split())
+    assert "Run: inv submit preprocess." in " ".join(text.split())
     assert "inv submit finetune_ddp and num_workers" in text
 
 

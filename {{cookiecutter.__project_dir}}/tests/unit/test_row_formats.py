@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.data import row_sources
-from pipeline.data.examples import BadRow, Completion, Conversation, from_json, to_json
+from pipeline.data.examples import BadRow, Completion, Conversation, decode, from_json, to_json
 from pipeline.data.messages import ROLES
 from pipeline.data.row_formats import COLUMNS, format_of, read_example
 from settings import UserError
@@ -212,3 +212,42 @@ def test_a_file_of_preferences_gives_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"chosen": "a", "rejected": "b"}\n', encoding="utf-8")
     with pytest.raises(UserError, match=r"no row of .* can be used: a preference pair .*; or pass another --input"):
         row_sources.head(row_sources.find(str(tmp_path)), 10)
+
+
+ODD_JSON = [
+    b"NaN",
+    b"-Infinity",
+    b"1e400",
+    b"12345678901234567890123",
+    b"9007199254740993.0",
+    b"-0.0",
+    b'"\\ud800"',
+    b'"\xed\xa0\x80"',
+    b'"\xff"',
+    b'"\x01"',
+    b'\xef\xbb\xbf{"a": 1}',
+    b'{"a": 1, "a": 2}',
+    b"[1,]",
+    b"01",
+    b"{} {}",
+    b"",
+    b"[" * 100_000,
+]
+
+
+@pytest.mark.parametrize("text", [*ODD_JSON, b'"abc"', b"1E5"], ids=lambda text: repr(text[:20]))
+def test_json_is_read_as_python_reads_it(text: bytes) -> None:
+    assert repr(_read_or_refuse(decode, text)) == repr(_read_or_refuse(json.loads, text))
+
+
+@given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(), lambda inner: st.lists(inner)))
+def test_any_json_is_read_as_python_reads_it(value: Any) -> None:
+    text = json.dumps(value).encode()
+    assert repr(decode(text)) == repr(json.loads(text))
+
+
+def _read_or_refuse(read: Any, text: bytes) -> Any:
+    try:
+        return read(text)
+    except (ValueError, RecursionError) as error:
+        return "refused" if isinstance(error, ValueError) else "too deep"
