@@ -50,9 +50,10 @@ class RandomRows:
     """Rows of random tokens. All tokens are trained, and each row has `documents` documents of equal length."""
 
     sequence_length = LENGTH
-    chat_template = None
+    chat_template: str | None = None
 
     def __init__(self, documents: int) -> None:
+        self.eos_ids: list[int] = []
         self._positions = torch.arange(LENGTH // documents).repeat(ROWS, documents)
 
     def rows(self, step: int) -> Batch:

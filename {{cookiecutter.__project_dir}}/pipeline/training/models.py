@@ -64,12 +64,13 @@ def _load(options: TrainOptions, quantized: bool = False) -> PreTrainedModel:
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=compute_dtype,
     )
-    flash = options.precision == "bf16" and is_flash_attn_2_available()
+    # transformers tells FlashAttention where packed documents begin only if the batch has a single row
+    flash = options.precision == "bf16" and options.micro_batch_rows == 1 and is_flash_attn_2_available()
     return AutoModelForCausalLM.from_pretrained(
         model_cache.on_this_node(options.model),
         dtype=torch.float32,
         quantization_config=nf4 if quantized else None,
-        attn_implementation="flash_attention_2" if flash else "sdpa",
+        attn_implementation="flash_attention_2" if flash else None,  # None: the fastest that the model supports
     )
 
 

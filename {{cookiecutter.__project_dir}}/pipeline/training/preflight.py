@@ -53,6 +53,8 @@ def check_packed(options: TrainOptions) -> Identity:
     config = load_config(options.model)
     check_data(options, manifest)
     check_model(options.model, config, manifest.tokenizer.vocabulary, manifest.sequence_length)
+    if note := packing_note(options.model, config):
+        print(note, flush=True)
     return identify(options, config, manifest.content_hash[:12])
 
 
@@ -100,6 +102,15 @@ def check_model(model: str, config: PreTrainedConfig, vocabulary: int, sequence_
             f"the rows have {sequence_length} tokens, but the context of {model} is {longest} tokens. "
             f"Run preprocess with --sequence-length {longest}."
         )
+
+
+def packing_note(model: str, config: PreTrainedConfig) -> str:
+    """Return a warning if the model has layers that carry a state from one document of a packed row to the next."""
+    types = set(getattr(config.get_text_config(), "layer_types", None) or ())
+    stateful = sorted(kind for kind in types if kind == "linear_attention" or not kind.endswith("attention"))
+    if not stateful:
+        return ""
+    return f"note: in the {', '.join(stateful)} layers of {model}, the documents of a packed row influence each other"
 
 
 def identify(options: TrainOptions, config: PreTrainedConfig, data: str) -> Identity:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
+from transformers.masking_utils import create_masks_for_generate
 
 from pipeline.training.dataset import Batch
 from pipeline.training.options import TrainOptions
@@ -59,11 +60,19 @@ class Strategy(ABC):
         """Return the full trained parameters by name on rank 0, and nothing on the others. All ranks call it."""
 
     def summed_loss(self, batch: Batch) -> torch.Tensor:
-        """Return the cross-entropy summed over the trained tokens. Label i is predicted from the tokens before it.
+        """Return the cross-entropy summed over the trained tokens. Label i is predicted from the tokens before it."""
+        masks = self._masks(batch["position_ids"])
+        return self.module(**batch, attention_mask=masks, num_items_in_batch=1, use_cache=False).loss
 
-        No attention mask is needed: position_ids restart at each packed document.
+    def _masks(self, position_ids: torch.Tensor) -> Any:
+        """Return the model's attention masks, which keep packed documents apart: position_ids restart at each one.
+
+        Some models, such as gpt-oss and Granite 4, would not derive the masks from position_ids themselves.
         """
-        return self.module(**batch, num_items_in_batch=1, use_cache=False).loss
+        config = self.model.config.get_text_config()
+        embeddings = torch.empty((), dtype=self.model.dtype, device=position_ids.device)  # only shape and type count
+        embeddings = embeddings.expand(*position_ids.shape, config.hidden_size)
+        return create_masks_for_generate(config, embeddings, None, None, position_ids=position_ids)
 
     def set_learning_rate(self, learning_rate: float) -> None:
         for group in self.optimizer.param_groups:
