@@ -118,7 +118,7 @@ def secret_stays_secret(harness: Harness) -> str:
 
 
 def plain_ray(harness: Harness) -> str:
-    """`ray up` and `ray down` after `prepare`: workers start, and only the stack is left."""
+    """After `prepare`, plain `ray up` starts workers for a job, and `ray down` leaves only the stack."""
     run_verb("down")
     run_verb("prepare")
     _ray("up", "--no-config-cache")

@@ -37,7 +37,7 @@ def project_slug(answer: str) -> str | None:
     if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", answer):
         return "must be lower-case letters and digits with single hyphens between them, a letter first. Try my-llm"
     if not 3 <= len(answer) <= 30:
-        return "must have 3 to 30 characters, because names on AWS append to it. Try my-llm"
+        return "must have 3 to 30 characters, because it is the prefix of longer names on AWS. Try my-llm"
     return _keyword(answer)
 
 

@@ -112,7 +112,7 @@ def activations(shape: Shape, training: Training) -> float:
     Their formula, 34 s b h, is for GPT with dropout. This one is for Llama blocks of the transformers library with
     fused attention, which keeps no s x s matrix. For each token, a block keeps the norms' inputs and outputs, queries,
     keys (repeated for each head), values, the output of attention, and four tensors of the feed-forward layer. The
-    backward pass of the last block needs a third of a block more. With checkpointing, each block keeps only its input,
+    backward pass of the last block needs another third of a block. With checkpointing, each block keeps only its input,
     and one block at a time is recomputed (section 5). There are four tensors of the logits' size: the logits in the
     working format and in fp32, their probabilities, and their gradient.
     """

@@ -29,7 +29,7 @@ def show(plan: ModelPlan, console: Console) -> None:
     shape = plan.shape
     console.print(f"{shape.parameters:,} parameters, {shape.layers} layers of {shape.hidden}\n")
     console.print(_training_table(plan))
-    hours_note = "Hours need packed data. Run: inv submit preprocess"
+    hours_note = "Hours and dollars need packed data. Run: inv submit preprocess"
     if plan.tokens is not None:
         hours_note = (
             f"Hours are for one pass over the {plan.tokens:,} tokens of the packed data, on whole instances at "

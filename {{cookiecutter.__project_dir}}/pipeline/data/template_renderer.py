@@ -22,7 +22,7 @@ MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class RenderedText(NamedTuple):
-    """A text, and the spans of characters in it to train, each (start, stop)."""
+    """A text, and the spans of its characters to train on, each (start, stop)."""
 
     text: str
     spans: list[tuple[int, int]]

@@ -23,7 +23,7 @@ class EvaluationResult(NamedTuple):
     exact_match: float
     """Share of the answers, 0 to 1, that greedy decoding reproduces token for token."""
     stops: float
-    """Share of a few generated answers, 0 to 1, that end with a stop token."""
+    """Share of a few generated answers that end with a stop token, from 0 to 1."""
     tokens_per_s: float
     """Speed of one worker, padding included."""
 

@@ -24,7 +24,9 @@ def load_questions(file: str) -> list[dict[str, Any]]:
         return []
     text = storage.read_text(settings.resolve(file))
     if text is None:
-        raise UserError(f"there is no file {settings.resolve(file)}; correct questions in [embed], or leave it empty.")
+        raise UserError(
+            f"there is no file {settings.resolve(file)}; set questions in [embed] to an existing file, or to nothing."
+        )
     return [json.loads(line) for line in text.splitlines() if line.strip()]
 
 

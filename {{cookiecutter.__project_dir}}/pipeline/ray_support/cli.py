@@ -161,6 +161,6 @@ def connect(*, log_to_driver: bool = True) -> None:
         log_to_driver=log_to_driver,
         runtime_env={
             "worker_process_setup_hook": "pipeline.ray_support.job_secrets.load",
-            "env_vars": {"PYTHONPATH": str(settings.PROJECT)},  # with `python -m`, Ray passes on only jobs/
+            "env_vars": {"PYTHONPATH": str(settings.PROJECT)},  # workers of `python -m` would not find the packages
         },
     )

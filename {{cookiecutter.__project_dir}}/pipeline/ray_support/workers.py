@@ -30,7 +30,7 @@ class WorkerOptions(settings.Section):
     @model_validator(mode="after")
     def _bounds_are_in_order(self) -> Self:
         if self.min_workers > self.max_workers:
-            raise ValueError("num_workers = [MIN, MAX] has the smaller number first")
+            raise ValueError("num_workers = [MIN, MAX] needs the smaller number first")
         return self
 
     @property

@@ -68,7 +68,7 @@ def inspect(raw: bytes) -> Body:
 
 def _parse(raw: bytes | str) -> Any:
     try:
-        value = from_json(raw, allow_inf_nan=False)  # this itself gives up at 200 levels
+        value = from_json(raw, allow_inf_nan=False)  # refuses more than 200 levels of nesting
     except ValueError as error:
         raise _unreadable(raw, str(error)) from None
     brackets = (b"[", b"{") if isinstance(raw, bytes) else ("[", "{")

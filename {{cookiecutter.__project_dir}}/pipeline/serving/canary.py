@@ -1,8 +1,8 @@
 """The served models, the canary's share of requests, and the metrics of each app.
 
 One small actor per cluster keeps this state. Replicas report the outcomes of their requests to it, and get the routes
-for forwarding requests. The actor asks Serve which apps exist, because an app without replicas still exists: the next
-request starts a replica. State that must outlive the actor is in the cluster's key-value store.
+for forwarding requests. The actor asks Serve which apps exist, because replicas cannot tell: an app may have none until
+its next request starts one. State that must outlive the actor is in the cluster's key-value store.
 """
 
 import asyncio

@@ -102,7 +102,7 @@ class ResponseSender:
 async def _discard(message: Message) -> None:
     if message["type"] == "http.response.start":
         raise OSError("the client disconnected, or the request timed out")
-    # do not raise for a chunk: the stream must get to its next chunk, where cancellation stops the engine
+    # do not raise for a chunk: cancellation stops the engine only when the stream reaches its next chunk
 
 
 def _parse_error(status: int, body: bytes, headers: Mapping[str, str]) -> ApiError:

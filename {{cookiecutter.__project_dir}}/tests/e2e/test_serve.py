@@ -711,7 +711,7 @@ def test_only_a_replicas_own_port_listens_beyond_loopback(served: ServeOptions) 
 
 
 def test_serves_calls_to_a_replica_need_the_token(served: ServeOptions) -> None:
-    """The port for these calls listens on every network, and Serve has no setting to change that."""
+    """The port for Serve's calls to a replica listens on all interfaces, and Serve has no setting to change that."""
     (port,) = [
         connection.laddr.port
         for pid, name in children().items()

@@ -65,7 +65,7 @@ def test_relative_paths_are_resolved_and_uris_are_not(monkeypatch: pytest.Monkey
             "error: --micro-batch-rows: Input should be greater than 0 (found 0). Details: ",
         ),
         ("--zero-stage 2 --offload-parameters", "error: offload_parameters needs zero_stage = 3; add --zero-stage 3."),
-        ("--num-workers 3 2", "error: num_workers = [MIN, MAX] has the smaller number first."),
+        ("--num-workers 3 2", "error: num_workers = [MIN, MAX] needs the smaller number first."),
     ],
 )
 def test_a_bad_option_on_the_command_line_is_one_sentence(
