@@ -222,7 +222,7 @@ LONG_ANSWER = {"model": "tiny", "max_tokens": 200, "ignore_eos": True}
 """If a key requests as many sequences as it may, this keeps the engine busy for many seconds."""
 # seconds on an idle machine; multiply them by slowdown()
 STOPS_WITHIN_S = 1
-REPLACED_WITHIN_S = 3  # without our check, Ray needs 30 s
+REPLACED_WITHIN_S = 5  # beside other tests, 3.0 s were seen; without our check, Ray needs 30 s
 REFUSED_WITHIN_S = 3  # HAProxy waits one second before its second try
 CLIENTS = 4
 LARGER_THAN_HAPROXY_BUFFER = "x" * 1_200_000
@@ -934,7 +934,7 @@ def test_chat_reports_a_rejected_key(served: ServeOptions, monkeypatch: pytest.M
 
 @pytest.mark.nightly
 def test_updates_and_a_canary_lose_no_request_and_a_failed_update_changes_nothing(
-    served: ServeOptions, client: openai.OpenAI, model_folder: Path, capsys: pytest.CaptureFixture[str]
+    served: ServeOptions, client: openai.OpenAI, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = Path(os.environ["SECRETS_FILE"])
     keys = file.read_text()
@@ -959,8 +959,7 @@ def test_updates_and_a_canary_lose_no_request_and_a_failed_update_changes_nothin
                 lifecycle.deploy_model(served.model_copy(update={"max_model_len": 199}))
             assert max_model_len(client) == served.max_model_len
             file.write_text(keys)
-            runs = str(model_folder.parent.parent)
-            new = served.model_copy(update={"max_model_len": 200, "adapters": runs, "canary_percent": 50})
+            new = served.model_copy(update={"max_model_len": 200, "canary_percent": 50})
             lifecycle.deploy_model(new.model_copy(update={"model_name": "another name"}))
             wait_for_answers(canary.ROOT, canary.CANARY)
             assert max_model_len(client) == served.max_model_len
@@ -996,8 +995,17 @@ def max_model_len(client: openai.OpenAI) -> int:
     return client.models.list().data[0].model_dump()["max_model_len"]
 
 
+@pytest.fixture(scope="module")
+def updated(served: ServeOptions, model_folder: Path) -> ServeOptions:
+    """Update the served model: it supports 200 tokens, and adapters, of which there are none yet."""
+    options = served.model_copy(update={"max_model_len": 200, "adapters": str(model_folder.parent.parent)})
+    lifecycle.deploy_model(options)
+    return options
+
+
+@pytest.mark.usefixtures("updated")
 def test_adapters_are_served_by_the_runs_name_without_a_restart(client: openai.OpenAI, model_folder: Path) -> None:
-    """The previous test has enabled adapters, and there are none yet."""
+    assert max_model_len(client) == 200
     runs = model_folder.parent.parent
 
     def wait_for_models(*names: str) -> None:
@@ -1075,15 +1083,15 @@ def write_adapters(run: Path, base: Path, *, seed: int, weights: Path | None = N
     return tokenizer.decode(generated[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
-def test_a_dead_engine_is_replaced_at_once(served: ServeOptions) -> None:
+def test_a_dead_engine_is_replaced_at_once(updated: ServeOptions) -> None:
     """Until the engine is replaced, each client gets an answer or a 503 with a time to retry.
 
     This is the last test that needs an engine, because it does not wait until the new one has started.
     """
     old, factor = replica()._actor_id, slowdown()
-    headers, url = {"Authorization": f"Bearer {os.environ['SERVE_API_KEY']}"}, f"{served.url}/chat/completions"
+    headers, url = {"Authorization": f"Bearer {os.environ['SERVE_API_KEY']}"}, f"{updated.url}/chat/completions"
     one = {"model": "tiny", "messages": user("hi"), "max_tokens": 1}
-    many = one | {"n": 32, "max_tokens": 150, "ignore_eos": True}  # the model now supports 200 tokens in total
+    many = one | {"n": 32, "max_tokens": 150, "ignore_eos": True}
     over = threading.Event()
 
     def ask_until_over() -> list[str]:
