@@ -37,7 +37,7 @@ def demo(context: Context) -> None:
 @task(
     help={
         "all": "all but the nightly tests, also of the emulated AWS and in a browser: 25 minutes on 2 cores",
-        "nightly": "every test: about 40 minutes",
+        "nightly": "every test: about 35 minutes",
     }
 )
 def test(context: Context, all_: bool = False, nightly: bool = False) -> None:  # noqa: PT028 -- a verb, not a test

@@ -249,7 +249,7 @@ def down(context: Context, target: str = "local") -> None:
         raise Exit(f"error: left behind: {', '.join(left)}. Run again: inv down --target {target}", 1)
 
 
-@verb(all="every test but the nightly ones: about 20 minutes on 2 cores", nightly="every test: about 35 minutes")
+@verb(all="every test but the nightly ones: about 20 minutes on 2 cores", nightly="every test: about 30 minutes")
 def test(context: Context, all_: bool = False, nightly: bool = False) -> None:  # noqa: PT028 -- a verb, not a test
     """Check style, formatting and types, and run the quick tests: unit tests and one training run on Ray."""
     tests = f"pytest {' '.join(QUICK_TESTS)}"

@@ -40,6 +40,11 @@ def compute_of(model: PreTrainedModel) -> Compute:
     return Compute(round(active), round(frozen), _attention_layers(text) * _attention_width(text))
 
 
+def is_attention(layer_type: str) -> bool:
+    """Return whether a layer compares tokens with each other. Other layers carry a state from token to token."""
+    return layer_type.endswith("attention") and layer_type != "linear_attention"
+
+
 def flops_per_token(compute: Compute, sequence_length: int) -> float:
     """Return the floating-point operations per token of one forward and backward pass.
 
@@ -61,7 +66,7 @@ def _chosen_share(config: PreTrainedConfig) -> float:
 
 def _attention_layers(config: PreTrainedConfig) -> int:
     types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-    return sum(kind.endswith("attention") and kind != "linear_attention" for kind in types)
+    return sum(map(is_attention, types))
 
 
 def _attention_width(config: PreTrainedConfig) -> int:

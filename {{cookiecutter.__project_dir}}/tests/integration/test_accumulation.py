@@ -1,16 +1,15 @@
 """What DDP and FSDP keep between the micro-batches of a step, on two ranks without Ray."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ranks
 import torch
-from torch import distributed, nn
+from torch import distributed
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.spawn import spawn
-from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import settings
@@ -21,19 +20,6 @@ from pipeline.training.strategies import DDP, Strategy
 
 RANKS = 2
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-
-
-class _Ranks:
-    """The part of the `Runtime` interface that strategies use, over a gloo group."""
-
-    world_size = RANKS
-    device = torch.device("cpu")
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-
-    def wrap(self, model: nn.Module) -> nn.Module:
-        return DistributedDataParallel(model, gradient_as_bucket_view=True)
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +44,7 @@ def test_fsdp_adds_up_the_micro_batches_as_ddp_does(seen: dict[str, Any]) -> Non
 
 
 def _observe(rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
-    distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+    ranks.join(rank, RANKS, folder)
     ddp, fsdp = _strategy(DDP, DDPOptions, rank), _strategy(FSDP, FSDPOptions, rank)
     seen: dict[str, Any] = {"parameters": ddp.model.num_parameters()}
     for strategy in (ddp, ddp, fsdp, fsdp):  # twice: DDP replaces its buckets in the second step
@@ -85,7 +69,7 @@ def _strategy(kind: Any, options: Any, rank: int) -> Strategy:
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SIZES)).train()
     sections = ("train", "fsdp") if kind is FSDP else ("train",)
-    return kind(model, settings.load(options, *sections, profile="local"), _Ranks(rank), BatchPlan(2, 2))
+    return kind(model, settings.load(options, *sections, profile="local"), ranks.Rank(rank, RANKS), BatchPlan(2, 2))
 
 
 def _accumulate(strategy: Strategy, rank: int, count: int, last: bool = True) -> None:

@@ -3,9 +3,9 @@
 from typing import Any
 
 import pytest
+import ranks
 import torch
 import transformers
-from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 import settings
@@ -53,15 +53,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
 FIRST, SECOND = 10, 14  # tokens of the two documents
 
 
-class _Alone:
-    """The part of the `Runtime` interface that DDP uses, for one process."""
-
-    world_size, rank, device = 1, 0, torch.device("cpu")
-
-    def wrap(self, model: nn.Module) -> nn.Module:
-        return model
-
-
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_document_does_not_see_the_one_before_it(family: str, rows: int) -> None:
@@ -75,7 +66,7 @@ def _strategy(config: PreTrainedConfig) -> DDP:
     torch.manual_seed(0)
     options = settings.load(DDPOptions, "train", profile="local")
     model = AutoModelForCausalLM.from_config(config, attn_implementation=None).eval()
-    return DDP(model, options, _Alone(), BatchPlan(2, 1))  # type: ignore[arg-type]
+    return DDP(model, options, ranks.Alone(), BatchPlan(2, 1))  # type: ignore[arg-type]
 
 
 def _batch(rows: int, first: torch.Tensor) -> Batch:

@@ -3,7 +3,6 @@
 import gc
 import io
 import json
-import os
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -11,12 +10,12 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import ranks
 import torch
 from rich.console import Console
 from torch import distributed, nn
 from torch.multiprocessing import spawn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM, T5Config
@@ -111,24 +110,9 @@ def test_states_match_live_engines(tmp_path: Path) -> None:
     assert counted == pytest.approx(predicted, rel=0.05)
 
 
-class _Ranks:
-    """Has the parts of the `Runtime` interface that strategies use, over a gloo process group."""
-
-    world_size = RANKS
-    device = torch.device("cpu")
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-
-    def wrap(self, model: nn.Module) -> nn.Module:
-        return DistributedDataParallel(model, gradient_as_bucket_view=True)
-
-
 def _count_states(rank: int, folder: Path) -> None:
     """Train two steps with every method, and save how many bytes rank 0 holds."""
-    torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
-    distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+    ranks.join(rank, RANKS, folder)
     counted = {}
     for method in METHODS:
         gc.freeze()  # hides existing objects, and what earlier engines left, from gc.get_objects()
@@ -151,7 +135,7 @@ def _count_states(rank: int, folder: Path) -> None:
 
 
 def _strategy(method: Method, rank: int) -> Strategy:
-    runtime: Any = _Ranks(rank)
+    runtime: Any = ranks.Rank(rank, RANKS)
     model, batches = LlamaForCausalLM(LlamaConfig(**TINY)).train(), BatchPlan(rows_per_rank=2, accumulation=2)
     if not method.zero_stage:
         return DDP(model, settings.load(DDPOptions, "train", profile="local"), runtime, batches)
@@ -218,7 +202,7 @@ def test_activations_match_the_allocations_of_a_pass(architecture: Any, strategy
         model.activation_checkpointing_enable()
     options = settings.load(DDPOptions, "train", profile="local")
     options = options.model_copy(update={"precision": "bf16" if strategy == "autocast" else "fp32"})
-    ddp = DDP(model, options, _Alone(), BatchPlan(2, 1))  # type: ignore[arg-type]
+    ddp = DDP(model, options, ranks.Alone(), BatchPlan(2, 1))  # type: ignore[arg-type]
     length, rows = 256, 2
     tokens = torch.randint(0, config.vocab_size, (rows, length))
     positions = (torch.arange(length) % 100).expand(rows, length).contiguous()
@@ -236,16 +220,6 @@ def test_activations_match_the_allocations_of_a_pass(architecture: Any, strategy
     if strategy == "autocast":  # bf16 copies of the weights; with checkpointing, of one block at a time
         casts = 2 * shape.multiplied / (shape.layers if checkpointing else 1)
     assert predicted + casts == pytest.approx(peak.bytes, rel=0.15)
-
-
-class _Alone(_Ranks):
-    world_size = 1
-
-    def __init__(self) -> None:
-        super().__init__(0)
-
-    def wrap(self, model: nn.Module) -> nn.Module:
-        return model
 
 
 # ------------------------------------------------------------------------------------------ the plan

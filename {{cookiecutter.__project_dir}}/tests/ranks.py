@@ -1,0 +1,35 @@
+"""The part of the `Runtime` interface that strategies use: for one process, and for the ranks of a gloo group."""
+
+import os
+from pathlib import Path
+
+import torch
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+class Alone:
+    """One process."""
+
+    world_size, rank, device = 1, 0, torch.device("cpu")
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        return model
+
+
+class Rank(Alone):
+    """A rank of a gloo group."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        return DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+
+def join(rank: int, world_size: int, folder: Path) -> None:
+    """Join a gloo group, whose ranks find each other through a file in `folder`."""
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    store = f"file://{folder}/store"
+    distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
