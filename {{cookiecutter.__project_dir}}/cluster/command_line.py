@@ -14,13 +14,15 @@ OPTIONS_WITH_VALUE = ("--target", "-t", "--job", "-j")
 
 
 def normalize(program: Program) -> None:
-    """Accept a job's id after `logs` and `stop` without a flag, and reject job options that are not after `--`.
+    """Accept a job's id after `logs` and `stop` without a flag. Reject a missing job, and job options before `--`.
 
     tasks.py calls this: invoke imports tasks.py after it has parsed its own options, but before it parses the verb's.
     """
     words = program.core.unparsed if hasattr(program, "core") else []
     if words in (["submit", "--help"], ["submit", "-h"]):
         words.insert(1, "JOB")  # otherwise invoke reads --help as the job's name
+    elif words[:1] == ["submit"] and not _positional(words):
+        raise Exit(f"error: submit needs a job. Run: inv submit {' | '.join(job_scripts.names())}", 1)
     elif words[:1] == ["submit"]:
         _reject_job_options(words)
     elif words[:1] == ["drill"]:

@@ -90,6 +90,8 @@ def test_help_of_a_job_needs_no_cluster() -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
+        ("submit", f"submit needs a job. Run: inv submit {' | '.join(job_scripts.names())}"),
+        ("submit --target aws -- --steps 4", f"submit needs a job. Run: inv submit {' | '.join(job_scripts.names())}"),
         (
             "submit finetune_ddp -- --num-wrokers 4",
             "unknown option --num-wrokers; did you mean --num-workers? List all options: "
