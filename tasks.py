@@ -126,12 +126,13 @@ def lint(context: Context) -> None:
 def lock(context: Context) -> None:
     """Compile the pins of the project from its requirements/*.in. Versions are in cookiecutter.json."""
     project = _bake(context, "lock")
-    _step("compiling local.txt: CPU, Linux and macOS")
     plain = {name: value for name, value in os.environ.items() if name not in ("UV_FIND_LINKS", "UV_TORCH_BACKEND")}
-    cpu = os.environ if "UV_FIND_LINKS" in os.environ else plain | {"UV_TORCH_BACKEND": "cpu"}
-    _compile(context, project, "local", "--universal --override requirements/local.overrides.txt", cpu)
     _step("compiling cluster.txt: CUDA, Linux")
     _compile(context, project, "cluster", "--python-platform x86_64-manylinux_2_28", plain)
+    _step("compiling local.txt: CPU, Linux and macOS, with the versions in cluster.txt")
+    cpu = os.environ if "UV_FIND_LINKS" in os.environ else plain | {"UV_TORCH_BACKEND": "cpu"}
+    options = "--universal --override requirements/local.overrides.txt --constraint requirements/cluster.txt"
+    _compile(context, project, "local", options, cpu)
 
 
 def _install_programs(context: Context) -> None:

@@ -35,6 +35,7 @@ case "$*" in
     *) exec /usr/bin/curl "$@" ;;
 esac
 """
+NVIDIA_SMI = "#!/bin/sh\n# prints the version of a driver that this host does not have\necho 580.95.05\n"
 SHUTDOWN = "#!/bin/sh\n# ends this host; the cloud then terminates the instance\nexec kill -USR1 1\n"
 
 
@@ -46,6 +47,7 @@ def build(layer: Path, endpoint: str) -> None:
     _write(layer / "etc/rehearsal-environment", "".join(f"{name}='{value}'\n" for name, value in variables.items()))
     _write(layer / "etc/sudoers.d/ubuntu", "ubuntu ALL=(ALL) NOPASSWD:ALL\n", 0o440)
     _write(layer / "usr/local/bin/curl", CURL, 0o755)
+    _write(layer / "usr/local/bin/nvidia-smi", NVIDIA_SMI, 0o755)
     _write(layer / "usr/local/sbin/shutdown", SHUTDOWN, 0o755)
     _write(layer / "opt/rehearsal/uv", Path(environment.find_uv()).read_bytes(), 0o755)
     # a script, not a link: through a link, Python would search for its library next to the link

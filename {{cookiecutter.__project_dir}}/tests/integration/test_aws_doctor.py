@@ -71,7 +71,7 @@ class StubbedAws:
             "DescribeVpcs": {"Vpcs": [{"VpcId": "vpc-1"}]},
             "DescribeSubnets": subnets(250),
             "GetParameters": {"Parameters": [{"Name": PARAMETER, "Value": "ami-1"}]},
-            "DescribeImages": {"Images": []},
+            "DescribeImages": lambda asked: image(asked["Filters"][0]["Values"][0]),
             "DescribeSecret": {"Name": "there"},
             "GetRole": lambda asked: role(asked["RoleName"]),
             "GetProducts": {"PriceList": [json.dumps(PRODUCT)]},
@@ -137,6 +137,10 @@ def described(instance_type: str) -> dict[str, Any]:
 
 def offers(types: list[str]) -> Answer:
     return {"InstanceTypeOfferings": [{"InstanceType": one, "Location": zone} for one in types for zone in ZONES]}
+
+
+def image(name: str, created: str = "2026-11-01T00:00:00.000Z") -> Answer:
+    return {"Images": [{"ImageId": name, "CreationDate": created}]}
 
 
 def subnets(free: int) -> Answer:
@@ -400,9 +404,14 @@ def test_an_image_that_does_not_exist(cloud: StubbedAws, file: ClusterFile) -> N
     assert "aws ssm get-parameters-by-path" in only(file, "error")
     for node_type in file.content["available_node_types"].values():
         node_type["node_config"]["ImageId"] = "ami-7"
-    assert "ImageId ami-7 is not an image in us-east-1" in only(file, "error")
-    cloud.answers["DescribeImages"] = {"Images": [{"ImageId": "ami-7"}]}
     assert texts(checks.check(file), "error") == []
+    cloud.answers["DescribeImages"] = {"Images": []}
+    assert "ImageId ami-7 is not an image in us-east-1" in only(file, "error")
+
+
+def test_an_image_that_is_older_than_the_driver(cloud: StubbedAws, file: ClusterFile) -> None:
+    cloud.answers["DescribeImages"] = image("ami-1", "2025-07-31T00:00:00.000Z")
+    assert "image ami-1 is from 2025-07-31, before NVIDIA's driver 580, which CUDA 13 needs. Set" in only(file, "error")
 
 
 def test_secrets_without_a_value(

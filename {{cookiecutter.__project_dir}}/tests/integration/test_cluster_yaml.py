@@ -245,6 +245,25 @@ def test_only_the_head_may_start_instances() -> None:
     assert [name for name, profile in profiles.items() if profile.endswith("-head")] == [load()["head_node_type"]]
 
 
+@pytest.mark.parametrize(
+    ("driver", "error"),
+    [
+        ("580.95.05", ""),
+        ("1000.1", ""),
+        ("570.195.03", "error: the image's NVIDIA driver is 570.195.03, but CUDA 13 needs 580 or later\n"),
+        (None, "error: the image's NVIDIA driver is missing, but CUDA 13 needs 580 or later\n"),
+    ],
+)
+def test_a_worker_needs_a_new_driver(tmp_path: Path, driver: str | None, error: str) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\necho {driver}\n" if driver else "#!/bin/sh\nexit 9\n")
+    program.chmod(0o755)
+    (command,) = load()["worker_setup_commands"]
+    path = f"{tmp_path}:/usr/bin:/bin"
+    done = subprocess.run(["bash", "-c", command], env={"PATH": path}, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1 if error else 0, error)
+
+
 def test_every_node_runs_the_pins_with_the_token_and_no_open_dashboard() -> None:
     config = load()
     setup = "\n".join(config["setup_commands"])

@@ -8,6 +8,9 @@ from cluster.aws.doctor.account import Account
 from cluster.common import prices
 from cluster.doctor import Finding, judge
 
+FIRST_DRIVER_580 = "2025-08-04"
+"""The date of NVIDIA's first release of driver 580 for data centers, 580.65.06. Compares with dates in ISO 8601."""
+
 
 def check_spot_role(account: Account) -> Iterator[Finding]:
     """Check for the role that spot instances need.
@@ -54,21 +57,24 @@ def check_subnets(account: Account) -> Iterator[Finding]:
 
 
 def check_images(account: Account) -> Iterator[Finding]:
-    """Check that every image exists."""
+    """Check that every image exists, and that it is new enough for the driver that CUDA 13 needs."""
     for image in sorted({one.node_config.get("ImageId", "") for one in (account.head, *account.workers)} - {""}):
         if image.startswith("resolve:ssm:"):
             parameters = account.client("ssm").get_parameters(Names=[image.removeprefix("resolve:ssm:")])["Parameters"]
-            found = [parameter["Value"] for parameter in parameters]
+            ids = [parameter["Value"] for parameter in parameters]
             browse = "aws ssm get-parameters-by-path --recursive --path /aws/service/deeplearning/ami"
         else:
-            only = [{"Name": "image-id", "Values": [image]}]
-            found = [one["ImageId"] for one in account.client("ec2").describe_images(Filters=only)["Images"]]
+            ids = [image]
             browse = "aws ec2 describe-images --owners amazon"
-        yield judge(
-            bool(found),
-            f"ImageId {image} is {found[0] if found else 'not an image'} in {account.region}",
-            f"Set another image in cluster/cluster.yaml. List images: {browse} --region {account.region}",
-        )
+        only = [{"Name": "image-id", "Values": ids}]
+        found = account.client("ec2").describe_images(Filters=only)["Images"] if ids else []
+        remedy = f"Set another image in cluster/cluster.yaml. List images: {browse} --region {account.region}"
+        text = f"ImageId {image} is {found[0]['ImageId'] if found else 'not an image'} in {account.region}"
+        yield judge(bool(found), text, remedy)
+        if found and found[0]["CreationDate"] < FIRST_DRIVER_580:
+            created = found[0]["CreationDate"][:10]
+            text = f"image {found[0]['ImageId']} is from {created}, before NVIDIA's driver 580, which CUDA 13 needs"
+            yield Finding("error", f"{text}. {remedy}")
 
 
 def check_prices(account: Account) -> Iterator[Finding]:
