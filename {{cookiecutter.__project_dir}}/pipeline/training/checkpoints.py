@@ -18,7 +18,7 @@ STATE = "state.json"
 
 
 def save(strategy: Strategy, runtime: Runtime, row: Metrics, output: str) -> None:
-    """Start to save a checkpoint of all ranks: parameters, optimizer state, random state and step.
+    """Start saving a checkpoint of all ranks: parameters, optimizer state, random state and step.
 
     The state is copied now and written in the background. If the last checkpoint is still being written, this waits for
     it first, because main memory has room for only one copy.

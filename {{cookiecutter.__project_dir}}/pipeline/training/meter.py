@@ -44,7 +44,7 @@ class Meter:
         """Add one step.
 
         Args:
-            losses: the share of each micro-batch of this rank in the mean loss over the global batch's trained tokens.
+            losses: what each micro-batch of this rank contributes to the mean loss per trained token of the step.
         """
         self._rows.append({"step": step, "lr": lr})
         self._losses.append(losses)

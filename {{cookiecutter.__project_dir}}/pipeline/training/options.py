@@ -32,7 +32,7 @@ class TrainOptions(WorkerOptions):
     """Number of times that dead workers are replaced before the run fails."""
 
     global_batch_rows: PositiveInt
-    """Rows per optimizer step over all workers. Does not depend on their number."""
+    """Rows per optimizer step over all workers. The number does not depend on num_workers."""
     micro_batch_rows: PositiveInt
     """Rows per forward pass of one worker."""
     gradient_checkpointing: bool = False
@@ -58,7 +58,7 @@ class TrainOptions(WorkerOptions):
     learning_rate: PositiveFloat
     """Peak learning rate of AdamW."""
     reference_batch_rows: PositiveInt | None = None
-    """Global batch size for which learning_rate was tuned. For other sizes, it is scaled linearly. None: no scaling."""
+    """Global batch size for which learning_rate was tuned. For others, it is scaled linearly. None: no scaling."""
     warmup_steps: int = Field(ge=0)
     """Optimizer steps until the learning rate reaches its peak."""
     min_lr_ratio: float = Field(ge=0, le=1)
@@ -71,7 +71,7 @@ class TrainOptions(WorkerOptions):
     steps: PositiveInt
     """Optimizer steps of the schedule."""
     stop_after: PositiveInt | None = None
-    """Save a checkpoint and stop after this step, before the end of the schedule. Run again to continue."""
+    """Save a checkpoint and stop after this step, before the end of the schedule. Run the job again to continue."""
     eval_every: PositiveInt
     """Optimizer steps between evaluations. Every checkpoint is evaluated too."""
     checkpoint_every: PositiveInt

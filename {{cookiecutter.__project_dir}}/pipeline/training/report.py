@@ -1,4 +1,4 @@
-"""Compares runs on one self-contained HTML page: `inv report`."""
+"""Compares runs on one self-contained HTML page, for `inv report`."""
 
 import html
 import statistics

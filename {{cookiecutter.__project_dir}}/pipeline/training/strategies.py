@@ -125,7 +125,7 @@ class DDP(Strategy):
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self._max_grad_norm)
         self.set_learning_rate(learning_rate)
         self.optimizer.step()
-        # gradients are views of DDP's buckets: None would not free them, and `no_sync` would allocate new ones
+        # None would not free gradients, which are views of DDP's buckets, and `no_sync` would allocate new ones
         self.optimizer.zero_grad(set_to_none=False)
         return norm
 

@@ -180,7 +180,7 @@ def test_a_full_gpu_is_one_sentence(changes: dict[str, Any]) -> None:
         ({"use_gpu": True}, "change cpus_per_worker and use_gpu"),
         (
             {"stream": True, "num_workers": 4, "micro_batch_rows": 4},
-            "--stream needs a spare CPU, and the workers take 4 of 4",
+            "--stream needs a spare CPU, but the workers take 4 of 4",
         ),
         ({"num_workers": 3}, "not a multiple of num_workers x micro_batch_rows"),
     ],

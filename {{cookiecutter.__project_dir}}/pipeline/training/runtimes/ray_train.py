@@ -101,7 +101,7 @@ class RayTrainRuntime:
                 yield Path(folder)
 
     def should_stop(self) -> bool:
-        """Return False: Ray ends workers without asking, and the next start resumes from the last checkpoint."""
+        """Return False, because Ray ends workers without asking. The next start resumes from the last checkpoint."""
         return False
 
     def should_save(self) -> bool:
@@ -185,7 +185,7 @@ def _torch_trainer(
 ) -> TorchTrainer:
     return TorchTrainer(
         _train_worker,
-        # passed by reference, because to unpack the values, Ray's controller would import torch and transformers
+        # passed by reference, so that Ray's controller does not import torch and transformers to unpack the values
         train_loop_config={"arguments": ray.put((options, make_strategy, stream))},
         datasets={"train": streaming.dataset(stream)} if stream else None,
         torch_config=TorchConfig(backend=torch.distributed.get_default_backend_for_device(options.device)),
@@ -206,7 +206,7 @@ def _torch_trainer(
 
 
 def _train_worker(config: dict[str, Any]) -> str | None:
-    """Train in one worker. Return the text of a user error: if it were raised, Ray would restart the workers."""
+    """Train in one worker. Return the text of a user error, because Ray would restart workers that raise it."""
     ray_logging.worker()
     options, make_strategy, stream = ray.get(config["arguments"])
     runtime = RayTrainRuntime(options.device)

@@ -119,5 +119,5 @@ class SingleProcess:
 
 
 def _evaluation_loss(checkpoint: Path) -> float:
-    """Return the evaluation loss of a checkpoint. Without one, return infinity: the newest of these are kept."""
+    """Return the evaluation loss of a checkpoint, or infinity. Of checkpoints without one, the newest are kept."""
     return json.loads((checkpoint / METRICS).read_text()).get("eval_loss", math.inf)
