@@ -30,7 +30,7 @@ def answer(
         engine_kwargs=app.engine_args(serving) | {"disable_log_stats": True},
         batch_size=BATCH_ROWS,
         max_concurrent_batches=max(8, math.ceil(2 * serving.max_num_seqs / BATCH_ROWS)),
-        max_pending_requests=2 * serving.max_num_seqs,  # if all running requests end at once, as many must wait
+        max_pending_requests=2 * serving.max_num_seqs,  # enough waiting requests to replace all running ones
         concurrency=options.num_workers,
         accelerator_type=None if cpu else serving.accelerator,
         placement_group_config={"bundles": bundles} if cpu else None,  # without it, Ray asks for a GPU

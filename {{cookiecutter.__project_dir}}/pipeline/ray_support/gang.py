@@ -81,7 +81,7 @@ def gather(
 def _reserve(offer: Offer, workers: int, needs: Mapping[str, float], timeout_s: float) -> str | None:
     """Wait for the machines of all workers. Return why they did not arrive, or None if they did.
 
-    The reservation ends when this returns. The machines stay up for their idle timeout, so the run can start.
+    The reservation ends when this function returns. The machines stay up for their idle timeout, so the run can start.
     """
     labels = {"zone": offer.zone, "market": offer.market}
     group = placement_group([dict(needs)] * workers, bundle_label_selector=[labels] * workers)
@@ -108,7 +108,7 @@ def _reserve(offer: Offer, workers: int, needs: Mapping[str, float], timeout_s: 
 
 
 def _release(offer: Offer) -> str:
-    """Wait until the unused machines of an offer are terminated. Return their number as text for the log.
+    """Wait until the unused machines of an offer are terminated. Return their number as a phrase for the log.
 
     Unused machines cost money and count towards max_workers. The autoscaler terminates those that are still starting
     (see cluster.yaml). Idle ones would stay for minutes, so this function drains them.

@@ -52,7 +52,7 @@ def on_this_node(location: str, *, weights: bool = True) -> str:
 
 
 def _node_folder() -> Path:
-    """Return the cache folder of this node: on a cluster, HF_HOME is on the NVMe disks (cluster.yaml)."""
+    """Return the cache folder of this node. On a cluster, HF_HOME is on the NVMe disks (cluster.yaml)."""
     return Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser() / "project"
 
 

@@ -49,7 +49,7 @@ def measure(options: NetworkOptions) -> tuple[int, str, list[NetworkMeasurement]
 
 
 def verdict(nodes: int, transport: str, device: str) -> str:
-    """Return a text that says what the transport means for a training run."""
+    """Return a sentence that says what the transport means for a training run."""
     if nodes == 1:
         return "all workers are on one node, so there is no network between them; use a larger --num-workers"
     if device == "cuda" and transport != "EFA":

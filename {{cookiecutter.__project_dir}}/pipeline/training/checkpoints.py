@@ -66,7 +66,7 @@ def _sizes(folder: Path) -> dict[str, int]:
 
 
 def _first_problem(folder: Path) -> str:
-    """Describe the first file that is missing or incomplete. Return an empty text if all ranks' files are complete."""
+    """Describe the first file that is missing or incomplete. Return "" if all ranks' files are complete."""
     sizes = _sizes(folder)
     if STATE not in sizes:
         return f"{STATE} is missing"

@@ -12,5 +12,5 @@ def total(values: torch.Tensor) -> torch.Tensor:
 
 
 def any_rank(condition: bool, device: torch.device) -> bool:
-    """Return, on every rank, whether the condition holds on at least one rank. All ranks then act alike."""
+    """Return whether the condition holds on at least one rank. All ranks get the same result."""
     return bool(total(torch.tensor(int(condition), device=device)))

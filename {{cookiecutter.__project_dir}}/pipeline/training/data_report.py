@@ -69,7 +69,7 @@ class DataReport(NamedTuple):
 
 
 def data_reports(runs: Iterable[History]) -> list[DataReport]:
-    """Return a report for each dataset of the runs. Streams and data from older project versions have no counts."""
+    """Return a report for each dataset of the runs. Streams and data from older project versions have none."""
     manifests: dict[str, dict[str, Any]] = {}
     names = defaultdict(list)
     for run in runs:

@@ -159,7 +159,7 @@ class _RecordingEngine:
 def _convert(folder: Path) -> tuple[Path, str]:
     """Convert a checkpoint to DeepSpeed's universal format, which any number of ranks can load.
 
-    Return the folder of the converted checkpoint, and the error or an empty text. The first process of each node
+    Return the folder of the converted checkpoint, and the error or an empty string. The first process of each node
     converts while the others wait.
     """
     identity = f"{folder} {(folder / TAG).stat().st_mtime_ns}"  # a run that starts over reuses the name of the folder

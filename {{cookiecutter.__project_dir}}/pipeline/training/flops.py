@@ -14,7 +14,7 @@ class Compute:
     """The sizes of a model that determine the number of operations per token."""
 
     active: int
-    """Parameters that compute with a token: all except a separate input embedding, which is only looked up, and the
+    """Parameters that are used for each token: all except a separate input embedding, which is only looked up, and the
     experts that are not chosen."""
     frozen: int
     """Active parameters that are not trained."""

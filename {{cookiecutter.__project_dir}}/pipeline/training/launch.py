@@ -12,7 +12,7 @@ def fit(options: TrainOptions, make_strategy: MakeStrategy) -> None:
     """Train with a strategy: in this process under torchrun, otherwise in Ray Train workers."""
     try:
         if dist.is_torchelastic_launched():
-            from pipeline.training.runtimes import torchrun  # imported late: each runtime needs other packages
+            from pipeline.training.runtimes import torchrun  # imported late: each runtime has its own dependencies
 
             torchrun.fit(options, make_strategy)
         else:

@@ -115,7 +115,7 @@ def packing_note(model: str, config: PreTrainedConfig) -> str:
 
 
 def identify(options: TrainOptions, config: PreTrainedConfig, data: str) -> Identity:
-    """Return the identity of a run with these options. `data` is a text that identifies the rows."""
+    """Return the identity of a run with these options. `data` is a string that identifies the rows."""
     return {
         "model": f"{options.model.rpartition('/')[2]} ({_config_hash(config)})",
         "data": data,

@@ -56,7 +56,7 @@ class OutputSection(settings.Section):
 
 @dataclass(frozen=True)
 class Curve:
-    """One curve: a metric of a run."""
+    """The curve of one metric of a run."""
 
     run: History
     rows: list[Line]

@@ -1,4 +1,4 @@
-"""Sends metrics to MLflow or Weights & Biases, if [train] names them. A resumed run continues its record there."""
+"""Sends metrics to MLflow or Weights & Biases, if [train] names them. A resumed run continues the same run there."""
 
 import json
 import os

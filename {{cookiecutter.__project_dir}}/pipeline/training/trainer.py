@@ -161,7 +161,7 @@ class Trainer:
         self.meter.add(step, learning_rate, torch.stack(losses) / tokens, norm)
 
     def _log_and_save(self, evaluates: bool, saves: bool) -> bool:
-        """Log the steps since the last log, and evaluate and save if due. Return whether the run was asked to stop."""
+        """Log the steps since the last call, and evaluate and save if due. Return whether the run was asked to stop."""
         rows = self._read_meter()
         interval = max(1, round(PROGRESS_INTERVAL_S / self.meter.seconds_per_step))
         self.log_interval = min(self.options.log_every, interval)
@@ -196,7 +196,7 @@ class Trainer:
             ) from None
 
     def _rows_of(self, diverged: Diverged) -> str:
-        """Return a text that names up to MAX_ROWS_LISTED of the responsible rows. For a stream it is empty."""
+        """Return a phrase that names up to MAX_ROWS_LISTED of the responsible rows, or an empty string for a stream."""
         rows, end = self.options.micro_batch_rows, self.options.global_batch_rows
         names = [
             name

@@ -206,7 +206,7 @@ def _torch_trainer(
 
 
 def _train_worker(config: dict[str, Any]) -> str | None:
-    """Train in one worker. Return the text of a user error, because Ray would restart workers that raise it."""
+    """Train in one worker. Return the message of a user error, because Ray would restart workers that raise it."""
     ray_logging.worker()
     options, make_strategy, stream = ray.get(config["arguments"])
     runtime = RayTrainRuntime(options.device)

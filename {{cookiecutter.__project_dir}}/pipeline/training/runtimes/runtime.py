@@ -119,5 +119,5 @@ class SingleProcess:
 
 
 def _evaluation_loss(checkpoint: Path) -> float:
-    """Return the evaluation loss of a checkpoint, or infinity. Of checkpoints without one, the newest are kept."""
+    """Return the evaluation loss of a checkpoint, or infinity if the checkpoint was not evaluated."""
     return json.loads((checkpoint / METRICS).read_text()).get("eval_loss", math.inf)

@@ -78,7 +78,7 @@ def _device(options: TrainOptions) -> torch.device:
 
 
 def _prepare(options: TrainOptions) -> str:
-    """Check options, data and model, and create the run's folder. Return the error, or an empty text."""
+    """Check options, data and model, and create the run's folder. Return the error, or an empty string."""
     try:
         if options.stream or not storage.is_local(options.output):
             raise UserError(
