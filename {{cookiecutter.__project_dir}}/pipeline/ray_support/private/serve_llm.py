@@ -16,7 +16,7 @@ class EngineServer(LLMServer):
     """
 
     async def build_asgi_app(self, app: FastAPI) -> ASGIApp:
-        """Return the app that the replica serves. `app` is vLLM's own."""
+        """Return the app that the replica serves. `app` is vLLM's own app."""
         return app
 
     async def start_engine(self) -> None:
