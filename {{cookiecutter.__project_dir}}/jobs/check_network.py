@@ -1,4 +1,4 @@
-"""Measures the network between the workers, before an expensive training run: all-reduce bandwidth, and use of EFA."""
+"""Measures the bandwidth between the workers before an expensive training run, and shows whether they use EFA."""
 
 from pipeline.ray_support import cli
 from pipeline.training.options import NetworkOptions

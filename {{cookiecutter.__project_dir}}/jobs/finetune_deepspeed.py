@@ -11,7 +11,7 @@ from pipeline.training.deepspeed_zero import ZeRO
 
 
 def main(options: DeepSpeedOptions) -> None:
-    """Fine-tune a language model on packed rows, with optimizer, gradients or parameters sharded over the workers."""
+    """Fine-tune a language model on packed rows, and shard its training state over the workers with ZeRO."""
     launch.fit(options, ZeRO)
 
 

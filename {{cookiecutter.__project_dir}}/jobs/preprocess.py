@@ -1,4 +1,4 @@
-"""Turn conversations into packed rows of tokens: read, shuffle, tokenize, pack and write them as a stream.
+"""Turn conversations into packed rows of tokens. Reading, shuffling, packing and writing form one stream.
 
 The shuffle is global: a hash of seed and content assigns each row to a partition, and determines its position there.
 The result depends only on the input and the settings, not on workers, blocks or timing.

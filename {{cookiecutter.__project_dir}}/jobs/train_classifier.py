@@ -1,4 +1,4 @@
-"""Trains an image classifier: an example of your own PyTorch loop on many workers.
+"""Trains an image classifier, as an example of how to run your own PyTorch loop on many workers.
 
 `train` is a plain PyTorch script. Comments that start with "many:" mark what a script for one GPU would not need.
 To train your own model, replace `make_model` and `draw_digits`, which are in pipeline/training/digits.py.
@@ -42,7 +42,7 @@ def main(options: ClassifierOptions) -> None:
         partial(train, options),
         torch_config=TorchConfig(backend=torch.distributed.get_default_backend_for_device(options.device)),
         scaling_config=gang.scaling(options),
-        run_config=RunConfig(  # the same name and storage_path resume from the last checkpoint
+        run_config=RunConfig(  # with the same name and storage_path, a run resumes
             name=options.name,
             storage_path=options.output,
             logging_config=LoggingConfig(log_level="WARNING"),
@@ -59,13 +59,13 @@ def train(options: ClassifierOptions) -> None:
     """Train in one worker. All workers run this at the same time."""
     ray_logging.worker()
     context = ray.train.get_context()
-    rank, workers = context.get_world_rank(), context.get_world_size()  # many: this worker's rank, number of workers
+    rank, workers = context.get_world_rank(), context.get_world_size()  # many: rank and number of workers
     device = torch.device("cpu") if options.device == "cpu" else get_device()  # many: the GPU of this worker
 
     torch.manual_seed(options.seed)
     model = make_model()
-    # many: DDP wraps the model and averages gradients. Test and save the plain `model`: it shares the weights, and
-    # its checkpoints fit any number of workers
+    # many: DDP wraps the model and averages gradients. Test and save the plain `model`, because it shares the weights
+    # and its checkpoints fit any number of workers
     parallel = prepare_model(model, move_to_device=device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate)
 
@@ -75,7 +75,7 @@ def train(options: ClassifierOptions) -> None:
     # many: each worker gets a different, equally large part of the images, and moves it to its GPU
     loader = prepare_data_loader(loader, move_to_device=device.type == "cuda")
     tests = math.ceil(options.images / 4)
-    # many: split the test images by hand: a sampler would repeat some to give each worker the same number
+    # many: split the test images by hand, because a sampler would repeat some to give all workers the same number
     test_images, test_labels = (part[rank::workers].to(device) for part in draw_digits(tests, options.seed + 1))
 
     for epoch in range(resume(model, optimizer) + 1, options.epochs + 1):
@@ -105,7 +105,7 @@ def train_epoch(parallel: nn.Module, optimizer: torch.optim.Optimizer, loader: D
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        losses.append(loss.detach())  # stays on the GPU: reading the number would wait for the GPU
+        losses.append(loss.detach())  # stays on the GPU, because reading it would wait for the GPU
     return torch.stack(losses).mean()
 
 

@@ -1,4 +1,4 @@
-"""Searches for the best fine-tuning settings with short runs. Ray Tune stops the worse runs early (ASHA)."""
+"""Searches for the best fine-tuning settings with short runs. Ray Tune stops the worse runs early (with ASHA)."""
 
 from pipeline.ray_support import cli
 from pipeline.tuning.options import TuneOptions

@@ -1,4 +1,4 @@
-"""The models to evaluate: find them, and check that they fit the data, before any worker starts."""
+"""Finds the models to evaluate, and checks that they fit the data before any worker starts."""
 
 import json
 from typing import NamedTuple
@@ -16,13 +16,13 @@ class Candidate(NamedTuple):
     name: str
     """The name that the user gave."""
     model: str
-    """A folder, a URI or a hub id. If there are adapters, it is that of the base model."""
+    """Folder, URI or hub id of the model, or of the base model if there are adapters."""
     adapter: str | None
-    """The folder or URI of LoRA adapters, as a run writes them to its folder `adapter`."""
+    """Folder or URI of LoRA adapters, such as the `adapter` folder of a run."""
 
 
 def find(name: str) -> Candidate:
-    """Return the model or the adapters that a Hugging Face folder, a URI or a hub id names.
+    """Return the model or adapters that `name` points to: a Hugging Face folder, a URI or a hub id.
 
     Raises:
         UserError: the name is the folder of a run or of a checkpoint, not of a model.
@@ -43,7 +43,7 @@ def check(candidate: Candidate, data: str, manifest: Manifest) -> None:
 
 
 def _refuse_run_folders(name: str, folder: str) -> None:
-    """Raise UserError for the folder of a run or of a checkpoint: only that training run can read its files."""
+    """Raise UserError if `folder` is a run or a checkpoint, because only the training run can read its files."""
     markers = {checkpoints.STATE: ("a checkpoint", name.rpartition("/")[0]), "run.json": ("a run", name)}
     for file, (kind, run) in markers.items():
         if storage.read_text(f"{folder}/{file}") is not None:

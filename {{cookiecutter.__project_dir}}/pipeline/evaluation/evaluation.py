@@ -1,4 +1,4 @@
-"""Score a model on all held-out rows, with Ray Data actors that each hold a copy of it."""
+"""Scores a model on all held-out rows, with Ray Data actors that each hold a copy of the model."""
 
 import ray.data
 import torch
@@ -47,7 +47,7 @@ def explain(error: RayTaskError, options: EvaluateOptions) -> Exception:
 
 
 class EvaluateProgress:
-    """Formats the progress line of one model."""
+    """Formats the progress line for the evaluation of one model."""
 
     def __init__(self, model: str, rows: int) -> None:
         self._model, self._rows = model, rows

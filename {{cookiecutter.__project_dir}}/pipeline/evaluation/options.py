@@ -1,4 +1,4 @@
-"""Options of `evaluate`: the [evaluate] section of settings.toml, and the command line."""
+"""Options of `evaluate`, from [evaluate] in settings.toml and from the command line."""
 
 from typing import Literal
 
@@ -23,7 +23,7 @@ class EvaluateOptions(settings.Section):
     shared_paths: tuple[str, ...] = ()
     """Folders that every node mounts. If the cluster has several nodes, other local paths are refused."""
     num_workers: PositiveInt
-    """Number of copies of a model, which work at the same time."""
+    """Number of copies of each model, which work in parallel."""
     device: Literal["cpu", "cuda"]
     """Device of the copies: each uses one CPU, or one GPU."""
     precision: Literal["fp32", "bf16"]

@@ -1,4 +1,4 @@
-"""The results of an evaluation: from sums to a table and a JSON file."""
+"""Turns the sums of an evaluation into metrics, and shows and saves them."""
 
 import json
 import math
@@ -21,11 +21,11 @@ class EvaluationResult(NamedTuple):
     """Mean cross-entropy per trained token, in nats."""
     perplexity: float
     exact_match: float
-    """Share of the answers, 0 to 1, that greedy decoding reproduces token for token."""
+    """Share of the answers that greedy decoding reproduces token for token, from 0 to 1."""
     stops: float
     """Share of a few generated answers that end with a stop token, from 0 to 1."""
     tokens_per_s: float
-    """Speed of one worker, padding included."""
+    """Number of tokens that one worker processes per second, including padding."""
 
 
 def from_sums(candidate: Candidate, sums: dict[str, float]) -> EvaluationResult:
@@ -43,7 +43,7 @@ def from_sums(candidate: Candidate, sums: dict[str, float]) -> EvaluationResult:
 
 def print_table(results: list[EvaluationResult], counts: dict[str, float]) -> None:
     """Print all results, with their differences from the last one."""
-    console = Console(highlight=False, width=120)  # a submitted job's log is not a terminal
+    console = Console(highlight=False, width=120)  # a submitted job's log has no width of its own
     console.print(
         f"held out: {counts['documents']:,} documents with {counts['answers']:,} answers, "
         f"{counts['trained_tokens']:,} trained tokens; in brackets: the difference from {results[-1].model}"

@@ -1,4 +1,4 @@
-"""Score a model on packed rows: its loss, and how many answers greedy decoding would reproduce exactly."""
+"""Scores a model on packed rows by its loss and by how many answers greedy decoding would reproduce exactly."""
 
 import time
 from collections.abc import Callable
@@ -24,21 +24,21 @@ class Score(NamedTuple):
     """Cross-entropy of the trained tokens, in nats."""
     trained_tokens: int
     documents: int
-    """Documents with a trained token. Padding is not a document."""
+    """Number of documents with a trained token. Padding is not a document."""
     answers: int
-    """Runs of trained tokens. Each is an assistant turn, including its stop token."""
+    """Number of answers. An answer is an assistant turn, including its stop token."""
     exact: int
-    """Answers that greedy decoding reproduces token for token."""
+    """Number of answers that greedy decoding reproduces token for token."""
 
 
 @torch.no_grad()
 def score(model: PreTrainedModel, batch: Batch) -> Score:
     """Return the score of `model` on a batch of packed rows, from one forward pass.
 
-    Greedy decoding reproduces an answer if each of its tokens is the most likely one after the tokens before it: up to
-    the first wrong token, the model reads the same tokens as in the row.
+    Greedy decoding reproduces an answer if each of its tokens is the most likely one after the tokens before it,
+    because decoding produces the tokens of the row until the first wrong one.
     """
-    output = model(**batch, num_items_in_batch=1, use_cache=False)  # with 1, the loss is a sum
+    output = model(**batch, num_items_in_batch=1, use_cache=False)  # 1 makes the loss a sum
     labels = batch["labels"][:, 1:]
     trained = labels != NOT_TRAINED
     wrong = trained & (output.logits[:, :-1].argmax(-1) != labels)
@@ -56,7 +56,7 @@ def score(model: PreTrainedModel, batch: Batch) -> Score:
 def _count_segments(marked: torch.Tensor, begins: torch.Tensor) -> int:
     """Return how many segments have a marked token.
 
-    `begins` marks the first token of each segment. Both are (rows, length).
+    `begins` marks the first token of each segment. Both tensors have the shape (rows, length).
     """
     number = begins.flatten().cumsum(0)
     return len(number[marked.flatten()].unique())
@@ -76,7 +76,7 @@ class Scorer:
         self._report = report
 
     def __call__(self, piece: dict[str, int]) -> dict[str, float]:
-        """Return the score of `rows` rows from position `first` on, their `tokens`, and the `seconds` it took.
+        """Return the score of `rows` rows from position `first` on, their number of `tokens`, and the `seconds` used.
 
         For the first rows, also return how many answers were `generated`, and how many of them `stopped`.
         """
@@ -102,7 +102,7 @@ def load(candidate: Candidate, dtype: torch.dtype) -> PreTrainedModel:
     logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(model_cache.on_this_node(candidate.model), dtype=dtype)
     if candidate.adapter:
-        from peft import PeftModel  # the import takes seconds; only adapters need it
+        from peft import PeftModel  # imported late: it takes seconds, and only adapters need it
 
         model = PeftModel.from_pretrained(model, model_cache.on_this_node(candidate.adapter))
     return model

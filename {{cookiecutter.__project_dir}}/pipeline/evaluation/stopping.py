@@ -1,4 +1,4 @@
-"""Generate answers to held-out questions, and count how many end with a stop token."""
+"""Generates answers to held-out questions, and counts how many end with a stop token."""
 
 import sys
 from collections.abc import Collection
@@ -11,15 +11,15 @@ from pipeline.data.tokenization import NOT_TRAINED
 from pipeline.training.dataset import Batch
 
 QUESTIONS = 8
-MAX_TOKENS = 128  # longer answers count as not ended
+MAX_TOKENS = 128  # longer answers count as not stopped
 
 
 @torch.no_grad()
 def count_stops(model: PreTrainedModel, batch: Batch, eos_ids: Collection[int]) -> tuple[int, int]:
     """Return how many answers were generated greedily, and how many of them end in one of `eos_ids`.
 
-    A question is a document up to its first trained token. The first QUESTIONS of `batch` that leave room for an answer
-    in the model's context are used.
+    A question is a document up to its first trained token. Only the first QUESTIONS questions of `batch` that leave
+    room for an answer in the model's context are used.
     """
     context = getattr(model.config, "max_position_embeddings", None) or sys.maxsize
     questions = [question for question in _questions(batch) if len(question) < context][:QUESTIONS]

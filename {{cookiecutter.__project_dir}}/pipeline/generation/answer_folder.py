@@ -1,4 +1,4 @@
-"""The folder to which `generate` writes, file by file. An interrupted run resumes from the files in it."""
+"""The folder to which `generate` writes answers file by file. An interrupted run resumes from these files."""
 
 import hashlib
 import io

@@ -1,9 +1,9 @@
-"""Find the rows that crash an engine. A row that was in flight at two crashes is not retried."""
+"""Finds the rows that crash an engine. A row that was in flight at two crashes is not retried."""
 
 import shlex
 from collections import Counter, defaultdict
 
-MAX_STARTS = 2  # how often an engine may start without an answer in between
+MAX_STARTS = 2  # how often an engine may start before it answers a row
 
 
 class CrashTracker:
@@ -16,7 +16,7 @@ class CrashTracker:
         self._culprits: set[str] = set()  # in flight at two crashes
 
     def start(self, engine: str) -> frozenset[str]:
-        """Record the start of an engine, and return all suspects. Rows in flight when it died become suspects."""
+        """Record the start of an engine, and return all suspects. Rows that were in flight when it died join them."""
         self._starts[engine] += 1
         lost = self._in_flight.pop(engine, set())
         self._culprits |= lost & self._suspects

@@ -1,4 +1,4 @@
-"""Answer the remaining rows of an input: read prompts, generate with vLLM, and save answers file by file."""
+"""Answers the remaining rows of an input: reads prompts, generates with vLLM, and saves answers file by file."""
 
 import functools
 import os
@@ -54,7 +54,7 @@ def answer_remaining(
         try:
             remaining = prompts.find_remaining(source, options.id_column, answered)
             print(
-                f"generate: {remaining.count:,} rows to do, {len(remaining.answered):,} were answered before",
+                f"generate: {remaining.count:,} rows to answer, {len(remaining.answered):,} were answered before",
                 flush=True,
             )
             # start no engine if all remaining rows are bad
@@ -118,7 +118,7 @@ def _generate(
     tracker = ray.remote(num_cpus=0)(CrashTracker).remote()
     with Progress(GenerateProgress(remaining.count)) as progress:
         asked = prompts.dataset(source, remaining, tokenizer, output, progress.report)
-        # an engine returns a block once all of it is answered, and a whole file could be one block
+        # split large blocks, because an engine returns a block only when all its rows are answered
         asked = asked.repartition(target_num_rows_per_block=vllm_stage.BATCH_ROWS)
         answers = vllm_stage.answer(asked, tracker, options, serving)
         saved = answers.map_batches(

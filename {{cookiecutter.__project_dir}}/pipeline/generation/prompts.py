@@ -1,4 +1,4 @@
-"""Turn rows into prompts, with the same tokens that the server makes from the same messages, or reject them."""
+"""Turns rows into prompts with the tokens that the server would make from the same messages. Rejects bad rows."""
 
 import functools
 from collections import Counter
@@ -27,7 +27,7 @@ BLOCK_ROWS = 256
 
 
 class RemainingRows(NamedTuple):
-    """The rows that remain to be answered, described by ids."""
+    """Describes, by ids, which rows remain to be answered."""
 
     count: int
     """Number of remaining rows, including bad ones."""
@@ -67,7 +67,7 @@ class PromptTokenizer:
         if row_id in remaining.answered:
             return None
         if row_id in remaining.repeated:
-            raise BadRow("an id that another row has too")
+            raise BadRow("an id that another row also has")
         if row_id in self.skip_ids:
             raise BadRow("skipped by --skip-ids")
         prompt, tokens = self._tokenize(row)
@@ -78,7 +78,7 @@ class PromptTokenizer:
         return {"id": row_id, "prompt": prompt, "tokenized_prompt": tokens}
 
     def _tokenize(self, row: dict[str, Any]) -> tuple[str, list[int]]:
-        """Return prompt and tokens as in /v1/chat/completions or /v1/completions, which add BOS in different ways."""
+        """Return prompt and tokens as /v1/chat/completions or /v1/completions would. The two add BOS differently."""
         if row.get("messages") is not None:
             messages = normalize_messages(row["messages"])
             prompt = canonical_json(messages).decode()
@@ -107,8 +107,8 @@ def find_remaining(source: RowSource, id_column: str, answered: frozenset[str]) 
         seen.update(batch["ids"])
     if not seen.keys() - {None}:
         raise UserError(
-            f"no row of {source.name} has an id in the column {id_column}, which a killed run needs to resume; "
-            "name the column with --id-column."
+            f"no row of {source.name} has an id in the column {id_column}. Without ids, a killed run could not "
+            "resume. Name the column with --id-column."
         )
     answered = answered.intersection(seen)
     repeated = frozenset(row_id for row_id, count in seen.items() if row_id is not None and count > 1)

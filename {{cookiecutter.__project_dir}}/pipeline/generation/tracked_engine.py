@@ -1,4 +1,4 @@
-"""Stop ray.data.llm from restarting a crashing engine endlessly. crash_tracker.py finds the rows that crash it."""
+"""Stops ray.data.llm from restarting a crashing engine endlessly. crash_tracker.py finds the rows that crash it."""
 
 import asyncio
 import uuid
@@ -24,7 +24,7 @@ class TrackedEngine(EngineStage):
         if ray.get(tracker.culprits.remote()):
             raise UserError("an engine crashed twice with the same rows in flight")
         if ray.get(tracker.is_crash_looping.remote(self._name)):
-            raise UserError("it died twice without answering a row, for example because memory ran out")
+            raise UserError("the engine died twice without answering a row, for example because memory ran out")
         self._limit = asyncio.Semaphore(SUSPECTS_AT_ONCE)
         super().__init__(*arguments, **options)
 

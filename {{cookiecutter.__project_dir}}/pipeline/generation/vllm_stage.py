@@ -1,4 +1,4 @@
-"""Run vLLM engines on a Ray dataset, through ray.data.llm, with the settings of the server."""
+"""Runs vLLM engines on a Ray dataset through ray.data.llm, with the settings of the server."""
 
 import math
 from typing import Any
@@ -17,7 +17,7 @@ def answer(
     prompts: ray.data.Dataset, tracker: ActorHandle, options: GenerateOptions, serving: ServeOptions
 ) -> ray.data.Dataset:
     """Return the answers to prompts, with token counts. Engines report their rows to `tracker`."""
-    # these import vLLM, so they come after all checks
+    # imported after all checks, because these modules import vLLM
     from ray.data.llm import build_processor, vLLMEngineProcessorConfig
 
     from pipeline.generation import tracked_engine
@@ -30,7 +30,7 @@ def answer(
         engine_kwargs=app.engine_args(serving) | {"disable_log_stats": True},
         batch_size=BATCH_ROWS,
         max_concurrent_batches=max(8, math.ceil(2 * serving.max_num_seqs / BATCH_ROWS)),
-        max_pending_requests=2 * serving.max_num_seqs,  # all running requests may end at once, so keep as many waiting
+        max_pending_requests=2 * serving.max_num_seqs,  # enough waiting requests to replace all running ones
         concurrency=options.num_workers,
         accelerator_type=None if cpu else serving.accelerator,
         placement_group_config={"bundles": bundles} if cpu else None,  # without it, Ray asks for a GPU
@@ -44,7 +44,7 @@ def answer(
         config,
         preprocess=lambda row: {"sampling_params": sampling},
         postprocess=_as_answer,
-        # otherwise Ray fuses it with the repartition, which joins the blocks again
+        # otherwise Ray fuses this step with the repartition, which then joins the blocks again
         preprocess_map_kwargs={"num_cpus": 0.5},
     )
     tracked_engine.track(processor, tracker)
@@ -52,7 +52,7 @@ def answer(
 
 
 def _sampling(options: GenerateOptions, serving: ServeOptions) -> dict[str, Any]:
-    """Return the sampling parameters of the options, and others from the model's file, which the server uses too."""
+    """Return the sampling parameters. As in the server, defaults come from the model's generation_config.json."""
     from vllm.transformers_utils.config import try_get_generation_config
 
     folder = model_cache.on_this_node(model_cache.find(serving.model), weights=False)

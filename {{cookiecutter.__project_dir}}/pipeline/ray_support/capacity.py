@@ -1,4 +1,4 @@
-"""Checks before a job starts: is the cluster large enough, and can all its nodes read the job's files?
+"""Checks, before a job starts, that the cluster is large enough and that all its nodes can read the job's files.
 
 Without these checks, Ray would wait forever, or a worker would fail on a missing file.
 """
@@ -25,8 +25,8 @@ class NodeGroup(NamedTuple):
 def nodes() -> list[NodeGroup]:
     """Return all nodes that the cluster can have.
 
-    For a cluster that grows, `inv submit` sets CLUSTER_NODES, a JSON list such as
-    [{"resources": {"CPU": 96, "GPU": 8}, "count": 4}]. Otherwise these are the running nodes.
+    For a cluster that can grow, `inv submit` sets CLUSTER_NODES, a JSON list such as
+    [{"resources": {"CPU": 96, "GPU": 8}, "count": 4}]. Without CLUSTER_NODES, return the running nodes.
     """
     if described := os.environ.get("CLUSTER_NODES"):
         return [NodeGroup(node["resources"], node["count"]) for node in json.loads(described)]
@@ -55,11 +55,11 @@ def refuse_too_many_workers(
 
 
 def refuse_workers_on_every_cpu(cpus_of_workers: int) -> None:
-    """Refuse a stream without a spare CPU: its tasks would wait for the workers, and the workers for the tasks."""
+    """Refuse a stream without a spare CPU, because its tasks and the workers would wait for each other."""
     cpus = int(sum(group.count * group.resources.get("CPU", 0) for group in nodes()))
     if cpus_of_workers >= cpus:
         raise UserError(
-            f"--stream needs a spare CPU, and the workers take {cpus_of_workers} of {cpus}; use a smaller "
+            f"--stream needs a spare CPU, but the workers take {cpus_of_workers} of {cpus}; use a smaller "
             "--num-workers, or train on preprocessed rows."
         )
 
@@ -76,7 +76,7 @@ def refuse_private_paths(paths: Mapping[str, str], shared_folders: Sequence[str]
     for key, path in paths.items():
         if os.path.isabs(path) and not any(Path(path).is_relative_to(folder) for folder in shared_folders):
             raise UserError(
-                f"{key} = {path} is on the disk of one node, and this cluster has several; set --{key} to a URI such "
-                "as s3://bucket/folder (for a model, a hub id), or name the folder that all nodes mount in "
-                f"shared_paths of [{section}]."
+                f"{key} = {path} is on the disk of one node, but this cluster has several; set --{key} to a URI such "
+                "as s3://bucket/folder (for a model, a hub id), or add the folder that all nodes mount to "
+                f"shared_paths in [{section}]."
             )

@@ -25,7 +25,7 @@ from pipeline.serving import haproxy
 PRIVATE_FOLDER = "RAY_PRIVATE_FOLDER"
 """Environment variable: folder of a Ray instance that serves only this process. Other users cannot access it."""
 
-# under `uv run`, Ray would start its workers with `uv run` too, in another environment
+# under `uv run`, Ray would also start its workers with `uv run`, in another environment
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 if os.environ.get("RAY_ADDRESS", "local") == "local":  # this process starts its own Ray
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # keeps Ray on loopback; read once, by `import ray`
@@ -53,7 +53,7 @@ def parse(options_type: type[Options], *sections: str) -> Options:
     global _parsed
     printed = io.StringIO()
     try:
-        # private to tyro, which is pinned
+        # a private API of tyro, whose version is pinned
         with_our_errors = _errors.on_parse_error(functools.partial(_refuse, options_type))
         with with_our_errors, contextlib.redirect_stdout(printed):
             _parsed = options = tyro.cli(
@@ -91,9 +91,7 @@ def _refuse(options_type: type[settings.Section], event: _errors.ParseErrorEvent
     if isinstance(event, _errors.UnrecognizedArgs):
         name = event.tokens[0].partition("=")[0].strip("-").replace("-", "_")
         if name in settings.RENAMED:
-            raise settings.UserError(
-                f"{event.tokens[0]} is now {_flag(settings.RENAMED[name])}; run the command with it."
-            )
+            raise settings.UserError(f"{event.tokens[0]} is now {_flag(settings.RENAMED[name])}; use that instead.")
         near = difflib.get_close_matches(name, options_type.model_fields, 1)
         meant = f"; did you mean {_flag(near[0])}?" if near else "."
         raise settings.UserError(f"unknown option {event.tokens[0]}{meant} List all options: {_command()} --help")
@@ -108,7 +106,7 @@ def _flag(name: str) -> str:
 
 @OPTIONS.struct_rule
 def _section(info: constructors.StructTypeInfo) -> constructors.StructConstructorSpec | None:
-    """Tell tyro how to make a section from options: as for any model, but a bad value raises a one-sentence error."""
+    """Tell tyro how to make a settings section from options, so that a bad value raises a one-sentence error."""
     section_type = info.type
     if not (isinstance(section_type, type) and issubclass(section_type, settings.Section)):
         return None
@@ -131,7 +129,7 @@ def _section(info: constructors.StructTypeInfo) -> constructors.StructConstructo
 def _first_error(error: ValidationError) -> str:
     first = error.errors()[0]
     message = first["msg"].removeprefix("Value error, ")
-    if not first["loc"]:  # two options that contradict each other; the message names them
+    if not first["loc"]:  # two options contradict each other; the message names them
         return f"{message}."
     return f"{_flag(str(first['loc'][0]))}: {message} (found {first['input']!r}). Details: {_command()} --help"
 
@@ -139,7 +137,7 @@ def _first_error(error: ValidationError) -> str:
 def connect(*, log_to_driver: bool = True) -> None:
     """Join the cluster that the job was submitted to, or start one in this process for `python -m`.
 
-    `log_to_driver` says whether the job's log shows what its workers print.
+    `log_to_driver` sets whether the job's log shows what its workers print.
     """
     import ray  # imported late: it takes seconds, and a wrong option must fail before that
 
@@ -154,13 +152,13 @@ def connect(*, log_to_driver: bool = True) -> None:
         return
     os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # this machine is not preempted
     core.init(
-        f"{os.environ[PRIVATE_FOLDER]}/ray",  # a subfolder: Ray gives all users access to its temp folder
+        f"{os.environ[PRIVATE_FOLDER]}/ray",  # a subfolder, because Ray gives all users access to its temp folder
         address="local",
         include_dashboard=True,  # without it, Ray Train complains that it cannot ask whether a run is alive
         logging_level=logging.WARNING,
         log_to_driver=log_to_driver,
         runtime_env={
             "worker_process_setup_hook": "pipeline.ray_support.job_secrets.load",
-            "env_vars": {"PYTHONPATH": str(settings.PROJECT)},  # workers of `python -m` would not find the packages
+            "env_vars": {"PYTHONPATH": str(settings.PROJECT)},  # for the workers of `python -m`
         },
     )

@@ -1,4 +1,4 @@
-"""Gang scheduling: brings all machines of a training run into one zone.
+"""Gang scheduling: gathers all machines of a training run in one zone.
 
 Traffic between zones is slow and costs money, and a partial allocation costs money but cannot train.
 """
@@ -21,7 +21,7 @@ from pipeline.ray_support.workers import WorkerOptions
 PROGRESS_INTERVAL_S = 30
 REQUEST_TIMEOUT_S = 20  # the autoscaler requests machines within this time, if it is allowed to
 RELEASE_TIMEOUT_S = 120
-RESIZE_INTERVAL_S = 300  # growing a run repeats the steps since the last checkpoint; machines rarely arrive all at once
+RESIZE_INTERVAL_S = 300  # not shorter, because each resize of a run repeats the steps since the last checkpoint
 
 
 class Offer(NamedTuple):
@@ -33,7 +33,7 @@ class Offer(NamedTuple):
 
 
 def offers() -> list[Offer]:
-    """Return the offers in the order in which to try them. `inv submit` puts them into GANG_OFFERS, except locally."""
+    """Return the offers from GANG_OFFERS, which `inv submit` sets for AWS, in the order in which to try them."""
     return [Offer(**offer) for offer in json.loads(os.environ.get("GANG_OFFERS", "[]"))]
 
 
@@ -58,9 +58,9 @@ def gather(
 ) -> dict[str, str] | None:
     """Wait until one zone has room for all workers, and return its label selector.
 
-    Tries the candidates in turn, again and again. If AWS refuses machines of one, or some are missing after
-    `timeout_s`, those that arrived are released. Without candidates it returns None. A trial of `tune` uses the zone
-    that the search found, which is in GANG_ZONE.
+    Tries the candidates in turn until one succeeds. If AWS refuses machines for a candidate, or if some are missing
+    after `timeout_s`, those that arrived are released. Without candidates, returns None. A trial of `tune` uses the
+    zone in GANG_ZONE, which its search found.
 
     Args:
         needs: the resources of each worker.
@@ -73,7 +73,7 @@ def gather(
             return {"zone": offer.zone}
         print(f"zone {offer.zone}, {offer.market}: {failure}{_release(offer)}; trying the next", flush=True)
         if offer is candidates[-1]:
-            print(f"no zone and market has {workers} machines; trying all again", flush=True)
+            print(f"no zone and market has room for {workers} workers; trying all of them again", flush=True)
             time.sleep(PROGRESS_INTERVAL_S)
     return None
 
@@ -81,7 +81,7 @@ def gather(
 def _reserve(offer: Offer, workers: int, needs: Mapping[str, float], timeout_s: float) -> str | None:
     """Wait for the machines of all workers. Return why they did not arrive, or None if they did.
 
-    The reservation ends when this returns. The machines stay up for their idle timeout, so the run can start.
+    The reservation ends when this function returns. The machines stay up for their idle timeout, so the run can start.
     """
     labels = {"zone": offer.zone, "market": offer.market}
     group = placement_group([dict(needs)] * workers, bundle_label_selector=[labels] * workers)
@@ -108,10 +108,10 @@ def _reserve(offer: Offer, workers: int, needs: Mapping[str, float], timeout_s: 
 
 
 def _release(offer: Offer) -> str:
-    """Wait until the unused machines of an offer are terminated. Return their number as text for the log.
+    """Wait until the unused machines of an offer are terminated. Return their number as a phrase for the log.
 
     Unused machines cost money and count towards max_workers. The autoscaler terminates those that are still starting
-    (see cluster.yaml). Idle ones would stay for minutes, so they are drained here.
+    (see cluster.yaml). Idle ones would stay for minutes, so this function drains them.
     """
     address = ray.get_runtime_context().gcs_address
     released, deadline = 0, time.time() + RELEASE_TIMEOUT_S
@@ -124,7 +124,7 @@ def _release(offer: Offer) -> str:
 
 
 def _unused(offer: Offer) -> list[str | None]:
-    """Return Ray's id of each idle or starting machine of an offer; None for one that is still starting."""
+    """Return Ray's node id of each idle or starting machine of an offer, or None before it joins Ray."""
     status = cluster_status(ray.get_runtime_context().gcs_address)
     machines = [*status.idle_nodes, *status.pending_nodes]
     return [machine.node_id for machine in machines if machine.ray_node_type_name == offer.node_type]

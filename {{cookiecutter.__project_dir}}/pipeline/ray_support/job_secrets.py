@@ -1,8 +1,8 @@
 """Reads secrets by name in each process that needs them, so that no uploaded file, argv or job metadata holds a value.
 
-`inv submit` sets SECRET_NAMES (comma separated) and where the values are: SECRETS_FILE on this machine, or
-SECRETS_PREFIX in AWS Secrets Manager, where a secret is named PREFIX + NAME. Ray calls `load` in every worker
-(`worker_process_setup_hook`); a driver calls it itself.
+`inv submit` sets SECRET_NAMES (comma-separated) and the source of their values: SECRETS_FILE on this machine, or
+SECRETS_PREFIX for AWS Secrets Manager, where a secret is named PREFIX + NAME. Ray calls `load` in every worker
+(`worker_process_setup_hook`). A driver must call `load` itself.
 """
 
 import functools
@@ -17,7 +17,7 @@ from dotenv import dotenv_values
 def load() -> None:
     """Put the named secrets into this process's environment. A name without a value stays unset."""
     submitted = os.environ.get("SECRET_NAMES")
-    # `python -m jobs.JOB` runs without `inv submit`, which would name them: load all of .env
+    # `python -m jobs.JOB` runs without `inv submit`, so nothing names the secrets: load all of .env
     names = submitted.split(",") if submitted else _from_file()
     for name, value in read(name for name in names if name not in os.environ).items():
         os.environ[name] = value
@@ -27,7 +27,7 @@ def read(names: Iterable[str]) -> dict[str, str]:
     """Return the current values of these secrets, ignoring the environment. Names without a value are left out.
 
     Raises:
-        OSError, botocore's errors: the secrets cannot be read at the moment.
+        OSError or an error of botocore: the secrets cannot be read at the moment.
     """
     if prefix := os.environ.get("SECRETS_PREFIX"):
         return _from_aws(prefix, names)
@@ -36,7 +36,7 @@ def read(names: Iterable[str]) -> dict[str, str]:
 
 
 def _from_file() -> Mapping[str, str | None]:
-    # not settings.PROJECT: every worker process runs this first, and would have to import pydantic
+    # not settings.PROJECT, because every worker process runs this first and would have to import pydantic
     file = Path(os.environ.get("SECRETS_FILE") or Path(__file__).parents[2] / ".env")
     return dotenv_values(file) if file.is_file() else {}
 

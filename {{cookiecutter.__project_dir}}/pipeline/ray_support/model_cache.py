@@ -12,7 +12,7 @@ from pyarrow.fs import FileSelector, FileSystem, FileType
 import settings
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
-COMPLETE = ".complete"  # marks a folder on a node's disk that holds every file
+COMPLETE = ".complete"  # file that marks a complete folder on a node's disk
 
 
 def find(model: str) -> str:
@@ -35,8 +35,8 @@ def find(model: str) -> str:
 def on_this_node(location: str, *, weights: bool = True) -> str:
     """Return a folder with the model's files. A `location` that is not a URI is returned unchanged.
 
-    The first process of a node copies the files, and others wait. Without `weights`, only configuration and tokenizer
-    are copied.
+    The first process on a node copies the files while the others wait. Without `weights`, only the configuration and
+    the tokenizer are copied.
     """
     if "://" not in location:
         return location
@@ -52,7 +52,7 @@ def on_this_node(location: str, *, weights: bool = True) -> str:
 
 
 def _node_folder() -> Path:
-    """Return the cache folder of this node: on a cluster, HF_HOME is on the NVMe disks (cluster.yaml)."""
+    """Return the cache folder of this node. On a cluster, HF_HOME is on the NVMe disks (cluster.yaml)."""
     return Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser() / "project"
 
 

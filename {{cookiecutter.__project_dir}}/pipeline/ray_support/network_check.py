@@ -49,11 +49,11 @@ def measure(options: NetworkOptions) -> tuple[int, str, list[NetworkMeasurement]
 
 
 def verdict(nodes: int, transport: str, device: str) -> str:
-    """Return what the transport means for a training run, as text."""
+    """Return a sentence that says what the transport means for a training run."""
     if nodes == 1:
         return "all workers are on one node, so there is no network between them; use a larger --num-workers"
     if device == "cuda" and transport != "EFA":
-        return f"gradients travel over {transport}, not over EFA, which is several times faster: docs/aws-variants.md"
+        return f"gradients travel over {transport}. EFA is several times faster: see docs/aws-variants.md"
     return f"gradients travel over {transport}"
 
 
@@ -66,9 +66,10 @@ def transport_of(log: str) -> str:
 
 
 def bus_bandwidth(size: float, seconds: float, ranks: int) -> float:
-    """Return the bytes per second of the slowest link during an all-reduce of `size` bytes, for any number of ranks.
+    """Return the bus bandwidth of an all-reduce of `size` bytes, in bytes per second.
 
-    Source: nccl-tests, doc/PERFORMANCE.md: size / time x 2 (n - 1) / n.
+    It shows the speed of the slowest link, independently of the number of ranks. Formula from nccl-tests,
+    doc/PERFORMANCE.md: size / time x 2 (n - 1) / n.
     """
     return size / seconds * 2 * (ranks - 1) / ranks
 
@@ -91,7 +92,7 @@ def _own_log() -> str:
 
 def _measure(mib: int, device: torch.device) -> NetworkMeasurement:
     message = torch.zeros(mib * MIB // 4, dtype=torch.float32, device=device)
-    _all_reduce(message)  # the first one connects the ranks
+    _all_reduce(message)  # the first call connects the ranks
     started = time.perf_counter()
     for _ in range(ROUNDS):
         _all_reduce(message)
@@ -101,7 +102,7 @@ def _measure(mib: int, device: torch.device) -> NetworkMeasurement:
 
 
 def _all_reduce(message: torch.Tensor) -> None:
-    """Run an all-reduce and wait for its end: on a GPU it is asynchronous."""
+    """Run an all-reduce and wait for its end, because it is asynchronous on a GPU."""
     torch.distributed.all_reduce(message)
     if message.is_cuda:
         torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""Prints the progress of work on many nodes: amount done, speed, time left."""
+"""Prints the progress of work on many nodes: amount done, speed and time left."""
 
 import threading
 import time
@@ -59,7 +59,7 @@ class Progress:
 
 
 def time_left(done: float, total: float, seconds: float) -> str:
-    """Return, as text, how long the rest takes at the average speed so far."""
+    """Format the time that the rest takes at the average speed so far."""
     if not done:
         return "time left unknown"
     left = max(0.0, total / done - 1) * seconds

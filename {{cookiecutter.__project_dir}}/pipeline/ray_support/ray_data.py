@@ -1,4 +1,4 @@
-"""Ray Data without its progress bars and logs: the jobs print their own progress."""
+"""Silences Ray Data's progress bars and logs, because the jobs print their own progress."""
 
 import logging
 
@@ -6,9 +6,9 @@ from ray.data import DataContext
 
 
 def quiet_context() -> DataContext:
-    """Return Ray Data's settings without progress bars. From now on, its log goes only to its file.
+    """Return Ray Data's settings without progress bars, and send Ray Data's log only to its file.
 
-    Errors still reach the console, as exceptions.
+    Errors still reach the console as exceptions.
     """
     for handler in logging.getLogger("ray.data").handlers:
         if handler.name == "console":
@@ -16,5 +16,5 @@ def quiet_context() -> DataContext:
     context = DataContext.get_current().copy()
     context.enable_progress_bars = False
     context.print_on_execution_start = False
-    context.raise_original_map_exception = True  # the job explains the exception; Ray would wrap it
+    context.raise_original_map_exception = True  # not wrapped, so that the job can explain it
     return context

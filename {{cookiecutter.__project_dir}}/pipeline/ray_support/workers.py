@@ -1,4 +1,4 @@
-"""The workers of a training run: the part of [train] that check_network, tune and train_classifier share."""
+"""Options for the workers of a training run. All training jobs share this part of [train]."""
 
 from typing import Literal, Self
 
@@ -11,13 +11,13 @@ class WorkerOptions(settings.Section):
     """Number and resources of the workers."""
 
     num_workers: PositiveInt | tuple[PositiveInt, PositiveInt]
-    """Number of worker processes, one device each. [MIN, MAX]: as many as there is room for at the time."""
+    """Number of worker processes, each with one device. [MIN, MAX]: as many as currently fit on the cluster."""
     use_gpu: bool
     """Reserve one GPU for each worker."""
     device: Literal["cpu", "cuda"]
-    """Where the workers compute. `cpu` with use_gpu rehearses a GPU cluster without its GPUs."""
+    """Device on which the workers compute. `cpu` with use_gpu emulates a GPU cluster on CPUs."""
     cpus_per_worker: PositiveInt
-    """Logical CPUs reserved for each worker, and its number of torch threads."""
+    """Number of logical CPUs reserved for each worker, and of its torch threads."""
     zone_timeout_s: PositiveFloat = 900
     """Seconds to wait for all workers in one zone before trying the next."""
 

@@ -18,7 +18,7 @@ STATE = "state.json"
 
 
 def save(strategy: Strategy, runtime: Runtime, row: Metrics, output: str) -> None:
-    """Start a checkpoint of all ranks: parameters, optimizer and random states, and the step.
+    """Start saving a checkpoint of all ranks: parameters, optimizer state, random state and step.
 
     The state is copied now and written in the background. If the last checkpoint is still being written, this waits for
     it first, because main memory has room for only one copy.
@@ -61,12 +61,12 @@ def _inventory(rank: int) -> str:
 
 
 def _sizes(folder: Path) -> dict[str, int]:
-    """Return the size of each file in bytes, by its path in `folder`."""
+    """Return the size of each file in bytes, by the file's path in `folder`."""
     return {str(file.relative_to(folder)): file.stat().st_size for file in folder.rglob("*") if file.is_file()}
 
 
 def _first_problem(folder: Path) -> str:
-    """Return which file is missing or incomplete, as text; empty if all files of all ranks are complete."""
+    """Describe the first file that is missing or incomplete. Return "" if all ranks' files are complete."""
     sizes = _sizes(folder)
     if STATE not in sizes:
         return f"{STATE} is missing"
@@ -105,13 +105,13 @@ def _free(folder: str) -> int:
 
 
 def _random_state(device: torch.device) -> dict[str, torch.Tensor]:
-    """Return the states of the random generators, which dropout uses."""
+    """Return the states of the random generators that dropout uses."""
     state = {"cpu": torch.get_rng_state()}
     return state | {"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else state
 
 
 def _restore_random_state(file: Path, device: torch.device) -> None:
-    if not file.exists():  # fewer ranks saved the checkpoint
+    if not file.exists():  # the checkpoint was saved by fewer ranks
         return
     state = torch.load(file, weights_only=True)
     torch.set_rng_state(state["cpu"])

@@ -1,4 +1,4 @@
-"""Collective operations. In a single process each is the identity."""
+"""Collective operations. In a single process, each returns its input."""
 
 import torch
 import torch.distributed as dist
@@ -12,5 +12,5 @@ def total(values: torch.Tensor) -> torch.Tensor:
 
 
 def any_rank(condition: bool, device: torch.device) -> bool:
-    """Return, on every rank, whether the condition holds on at least one rank. So either all ranks stop, or none."""
+    """Return whether the condition holds on at least one rank. All ranks get the same result."""
     return bool(total(torch.tensor(int(condition), device=device)))

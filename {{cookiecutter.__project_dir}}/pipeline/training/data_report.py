@@ -1,4 +1,4 @@
-"""The data section of the report: the counts of `preprocess` for each dataset that the runs used."""
+"""The data section of the report: what `preprocess` counted in each dataset that the runs used."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ from pipeline.training.history import History
 SPLITS = ("train", "eval")
 
 Cells = list[dict[str, str]]
-"""The rows of a table, by column name."""
+"""The rows of a table. Each row maps column names to cells."""
 
 
 class DataReport(NamedTuple):
@@ -55,7 +55,7 @@ class DataReport(NamedTuple):
 
     @property
     def left_out(self) -> Cells:
-        """Rows that gave no document, most frequent reason first."""
+        """Counts of rows that gave no document, by reason. The most frequent reason comes first."""
         reasons = {**self.manifest["rejected_by_reason"], "a duplicate": self.manifest["rows_duplicate"]}
         return [
             {
@@ -69,7 +69,7 @@ class DataReport(NamedTuple):
 
 
 def data_reports(runs: Iterable[History]) -> list[DataReport]:
-    """Return the datasets of the runs. Streams, and data from older versions of this project, have no counts."""
+    """Return a report for each dataset of the runs. Streams and data from older project versions have none."""
     manifests: dict[str, dict[str, Any]] = {}
     names = defaultdict(list)
     for run in runs:

@@ -1,4 +1,4 @@
-"""Reads the packed rows that `preprocess` wrote, by position. The number of a step alone determines its rows."""
+"""Reads the packed rows that `preprocess` wrote, by position. The rows of a step depend only on its number."""
 
 import json
 from collections.abc import Iterator
@@ -18,10 +18,10 @@ from settings import UserError
 COLUMNS = ("input_ids", "labels", "position_ids")
 
 Arrays = dict[str, np.ndarray]
-"""Each of COLUMNS as int32 (rows, sequence_length)."""
+"""Each of COLUMNS as an int32 array of shape (rows, sequence_length)."""
 
 Batch = dict[str, torch.Tensor]
-"""Each of COLUMNS as int64 (rows, sequence_length)."""
+"""Each of COLUMNS as an int64 tensor of shape (rows, sequence_length)."""
 
 
 class ShardFile(BaseModel):
@@ -75,8 +75,8 @@ def read_manifest(folder: str) -> Manifest:
 class PackedRows:
     """The packed rows of one split.
 
-    Position p is row p % len(self) of epoch p // len(self). With a seed, each epoch shuffles the row groups, and the
-    rows within each group, so that at most two row groups are in memory at a time.
+    Position p is row p % len(self) of epoch p // len(self). With a seed, each epoch shuffles the order of the
+    row groups and of the rows within each group. At most two row groups are in memory at a time.
     """
 
     def __init__(self, folder: str, split: Literal["train", "eval"], seed: int | None = None) -> None:
@@ -91,7 +91,7 @@ class PackedRows:
         first: dict[str, int] = {}
         self._starts = [start - first.setdefault(file, start) for file, start in zip(self._files, before, strict=True)]
         self._seed = seed
-        self._read_group = lru_cache(maxsize=2)(self._read_group)  # two, because a batch may span a boundary
+        self._read_group = lru_cache(maxsize=2)(self._read_group)  # two, because a batch may span two groups
         if len(self) != sum(shard.rows for shard in shards):
             raise UserError(
                 f"{folder}/{split} does not hold the rows that its manifest lists. Run: inv submit preprocess"
@@ -109,7 +109,7 @@ class PackedRows:
         return as_batch({name: np.concatenate([piece[name] for piece in pieces]) for name in COLUMNS})
 
     def names(self, first: int, count: int) -> list[str]:
-        """Return the names of the rows at these positions: FILE:ROW, with rows counted from 0."""
+        """Return the names of the rows at these positions, as FILE:ROW. Rows are counted from 0."""
         return [
             f"{self._files[group]}:{self._starts[group] + row}"
             for group, rows in self._locate(first, count)
@@ -117,7 +117,7 @@ class PackedRows:
         ]
 
     def _locate(self, first: int, count: int) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield the row groups, and the rows in each, that hold these positions."""
+        """Yield each row group that holds some of these positions, and the rows at these positions in the group."""
         while count:
             epoch, offset = divmod(first, len(self))
             groups = self._order(len(self._groups), epoch)
@@ -141,10 +141,10 @@ def as_arrays(table: pa.Table) -> Arrays:
 
 
 def as_batch(arrays: Arrays) -> Batch:
-    """Return the arrays as int64 tensors, because an embedding needs them."""
+    """Return the arrays as int64 tensors, because torch's cross-entropy needs int64 labels."""
     return {name: torch.from_numpy(array).long() for name, array in arrays.items()}
 
 
 def trained_tokens(batch: Batch) -> torch.Tensor:
-    """Return the number of tokens with a loss, as a scalar. A row's first token has none: nothing predicts it."""
+    """Return the number of tokens with a loss. A row's first token has none, because nothing predicts it."""
     return (batch["labels"][:, 1:] != NOT_TRAINED).sum()

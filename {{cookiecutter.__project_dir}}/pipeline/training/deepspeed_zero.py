@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO as a strategy."""
+"""DeepSpeed's ZeRO as a `Strategy`."""
 
 import hashlib
 import json
@@ -24,13 +24,13 @@ from settings import UserError
 
 CONFIG_FILE = Path(__file__).with_name("deepspeed.json")
 TAG = "zero"
-"""DeepSpeed's name for a checkpoint, which is a subfolder of the trainer's checkpoint."""
+"""DeepSpeed's tag for a checkpoint. It names the subfolder of the trainer's checkpoint that DeepSpeed uses."""
 
 
 def config(options: DeepSpeedOptions, plan: BatchPlan) -> dict[str, Any]:
-    """Return DeepSpeed's configuration: deepspeed.json, and the values from settings.toml.
+    """Return DeepSpeed's configuration, which combines deepspeed.json with values from settings.toml.
 
-    It has no "auto" values, because only the Hugging Face Trainer replaces these.
+    It has no "auto" values, because only the Hugging Face Trainer replaces them.
     """
     base = json.loads(CONFIG_FILE.read_text())
     on_gpu = options.device == "cuda"
@@ -49,7 +49,7 @@ def config(options: DeepSpeedOptions, plan: BatchPlan) -> dict[str, Any]:
 
 
 class ZeRO(Strategy):
-    """Shards optimizer states (stage 1), gradients too (stage 2), and parameters too (stage 3) over the ranks.
+    """Shards optimizer states over the ranks, in stages 2 and 3 also gradients, and in stage 3 also parameters.
 
     Rajbhandari et al. 2019, arXiv:1910.02054.
     """
@@ -63,10 +63,10 @@ class ZeRO(Strategy):
 
     def accumulate(self, batch: Batch, scale: torch.Tensor, last: bool) -> torch.Tensor:
         loss = self.summed_loss(batch)
-        # `scale` is the only scaling: DeepSpeed must not divide by the accumulation steps
+        # `scale` already divides by the tokens of the step, so DeepSpeed must not divide by the accumulation steps
         self._engine.backward(loss * scale, scale_wrt_gas=False)
         if not last:
-            self._engine.step()  # counts the micro-batch, and updates nothing yet
+            self._engine.step()  # counts the micro-batch, but updates nothing yet
         return loss.detach()
 
     def step(self, learning_rate: float) -> torch.Tensor | float:
@@ -77,7 +77,7 @@ class ZeRO(Strategy):
     def capture(self) -> WriteCheckpoint:
         engine = self._engine.checkpoint_engine
         self._engine.checkpoint_engine = files = _RecordingEngine(engine)
-        with tempfile.TemporaryDirectory() as folder:  # DeepSpeed writes small extra files, which are not needed
+        with tempfile.TemporaryDirectory() as folder:  # for DeepSpeed's small extra files, which are not needed
             self._engine.save_checkpoint(folder, tag=TAG, exclude_frozen_parameters=True)
             states = {Path(path).relative_to(folder): state for path, state in files.states.items()}
         self._engine.checkpoint_engine = engine
@@ -103,7 +103,7 @@ class ZeRO(Strategy):
                 f"Resume with the same number of workers: --num-workers {world_size}."
             )
         self._load_universal(converted)
-        total(torch.zeros(1, device=self._engine.device))  # wait until no rank of this node still reads the folder
+        total(torch.zeros(1, device=self._engine.device))  # wait until all ranks have read the folder
         shutil.rmtree(converted, ignore_errors=True)
 
     def _load_universal(self, folder: Path) -> None:
@@ -115,13 +115,12 @@ class ZeRO(Strategy):
         for group, decay in zip(self.optimizer.param_groups, decays, strict=True):
             group["weight_decay"] = decay  # DeepSpeed gives every group the values of the first
         for state in self.optimizer.state.values():
-            state["step"] = state[
-                "step"
-            ].clone()  # DeepSpeed shares one counter between all parameters, so each would advance it
+            # DeepSpeed shares one counter between all parameters, so one step would advance it once per parameter
+            state["step"] = state["step"].clone()
 
     def checkpoint_bytes(self) -> int:
-        """Return the bytes that this rank saves: its share of the fp32 master copy and AdamW's moments, and on rank 0
-        also all parameters."""
+        """Return the number of bytes that this rank saves: its share of the fp32 master copy and AdamW's moments, and
+        on rank 0 also all parameters."""
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         parameters = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in trained)
         return 12 * parameters // self._world_size + (4 * parameters if self._is_writer else 0)
@@ -141,7 +140,7 @@ class ZeRO(Strategy):
 
 
 class _RecordingEngine:
-    """Wraps DeepSpeed's checkpoint engine: copies what it would write to a file, and writes nothing."""
+    """Wraps DeepSpeed's checkpoint engine: copies the states in memory instead of writing them to files."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -154,16 +153,16 @@ class _RecordingEngine:
         self.states[path] = copied(state_dict)
 
     def preserves_storage_sharing(self) -> bool:
-        return False  # a copy shares no storage, so DeepSpeed need not copy it again
+        return False  # the copies share no storage, so DeepSpeed need not clone tensors first
 
 
 def _convert(folder: Path) -> tuple[Path, str]:
     """Convert a checkpoint to DeepSpeed's universal format, which any number of ranks can load.
 
-    Return the converted folder, and the error if the conversion failed. The first process of a node converts, and the
-    others wait.
+    Return the folder of the converted checkpoint, and the error or an empty string. The first process of each node
+    converts while the others wait.
     """
-    identity = f"{folder} {(folder / TAG).stat().st_mtime_ns}"  # a run that starts over reuses the folder's name
+    identity = f"{folder} {(folder / TAG).stat().st_mtime_ns}"  # a run that starts over reuses the name of the folder
     converted = Path(tempfile.gettempdir(), f"universal-{hashlib.sha256(identity.encode()).hexdigest()[:12]}")
     with FileLock(f"{converted}.lock"):
         if not (converted / "latest_universal").exists():
@@ -176,12 +175,12 @@ def _convert(folder: Path) -> tuple[Path, str]:
 
 
 def _initialize(model: PreTrainedModel, optimizer: torch.optim.Optimizer, config: dict[str, Any]) -> Any:
-    import deepspeed  # imported late: it reads DS_ACCELERATOR, which the trainer sets
+    import deepspeed  # imported late, because it reads DS_ACCELERATOR, which the trainer sets
 
-    # an inference kernel that training never calls; on a CPU its first compilation takes a minute
+    # disable an inference kernel: training never calls it, and on a CPU its first compilation takes a minute
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.utils.logging.logger.setLevel("WARNING")
-    # DeepSpeed uses names that torch deprecates
+    # DeepSpeed uses names that torch has deprecated
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     return engine

@@ -26,7 +26,7 @@ def make_model() -> nn.Module:
 
 
 def draw_digits(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return noisy images, (count, 1, SIDE, SIDE), and their digits, (count,). The seed determines them."""
+    """Return noisy images, (count, 1, SIDE, SIDE), and their digits, (count,). The seed determines both."""
     random = np.random.default_rng(seed)
     digits = random.integers(len(SEGMENTS), size=count)
     images = random.normal(0, 0.3, (count, SIDE, SIDE)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Count the floating-point operations of a training step, and look up the peak of a device."""
+"""Counts the floating-point operations of a training step, and looks up the peak performance of a device."""
 
 import re
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedConfig, PreTrainedModel
 
 EXPERT = re.compile(r"\.experts\.")
-TOP_K = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k", "moe_k")  # in transformers' configs
+TOP_K = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k", "moe_k")  # names in transformers' configs
 
 
 @dataclass(frozen=True)
@@ -14,8 +14,8 @@ class Compute:
     """The sizes of a model that determine the number of operations per token."""
 
     active: int
-    """Active parameters: all but those of a separate input embedding, which is only looked up, and of the experts that
-    are not chosen."""
+    """Parameters that are used for each token: all except a separate input embedding, which is only looked up, and the
+    experts that are not chosen."""
     frozen: int
     """Active parameters that are not trained."""
     attention: int
@@ -23,7 +23,7 @@ class Compute:
 
 
 def compute_of(model: PreTrainedModel) -> Compute:
-    """Count the active parameters of a model, which may be on torch's meta device.
+    """Return the sizes of a model, which may be on torch's meta device.
 
     In a mixture of experts, each token uses `num_experts_per_tok` experts. Layers with linear attention or convolutions
     are not attention layers here, because they have no matrix of attention scores.
@@ -48,10 +48,10 @@ def is_attention(layer_type: str) -> bool:
 def flops_per_token(compute: Compute, sequence_length: int) -> float:
     """Return the floating-point operations per token of one forward and backward pass.
 
-    6 N + 12 L H Q T, PaLM (Chowdhery et al. 2022, arXiv:2204.02311, appendix B), with N = `active` and
-    L H Q = `attention`. Recomputed activations do not count. The formula ignores that packed documents attend only to
-    themselves, and that some layers attend only to a window. A frozen parameter has no gradient, which saves 2 of its 6
-    operations.
+    The formula is 6 N + 12 L H Q T (PaLM, Chowdhery et al. 2022, arXiv:2204.02311, appendix B), with N = `active`,
+    L H Q = `attention` and T = `sequence_length`. Recomputed activations do not count. The formula ignores
+    that packed documents attend only to themselves, and that some layers attend only to a window. A frozen parameter
+    has no gradient, which saves 2 of its 6 operations.
     """
     return 6 * compute.active - 2 * compute.frozen + 12 * compute.attention * sequence_length
 
@@ -76,7 +76,7 @@ def _attention_width(config: PreTrainedConfig) -> int:
     return heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
 
 
-# dense bf16 operations per second, from NVIDIA's data sheets; the first name that is part of the device's name wins
+# Dense bf16 operations per second, from NVIDIA's data sheets. The first key that occurs in the device's name applies.
 PEAK_BF16_FLOPS = {"A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12}
 
 

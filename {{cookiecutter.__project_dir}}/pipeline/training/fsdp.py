@@ -1,4 +1,4 @@
-"""PyTorch's fully sharded data parallel (FSDP2) as a strategy."""
+"""PyTorch's Fully Sharded Data Parallel (FSDP2) as a `Strategy`."""
 
 from dataclasses import replace
 from functools import partial
@@ -27,13 +27,13 @@ from pipeline.training.schedule import BatchPlan
 from pipeline.training.strategies import Strategy, adamw, copied
 
 TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
-"""Save only trained parameters: frozen ones are those of the base model."""
+"""Save only the trained parameters, because the base model already has the frozen ones."""
 
 
 class FSDP(Strategy):
-    """Parameters, gradients and optimizer states sharded over the ranks.
+    """Shards parameters, gradients and optimizer states over the ranks.
 
-    The parameters of a decoder layer are gathered before the layer computes and freed after it
+    The parameters of a decoder layer are gathered before the layer runs and freed afterwards
     (Zhao et al. 2023, arXiv:2304.11277; torch's `fully_shard`).
     """
 
@@ -54,8 +54,8 @@ class FSDP(Strategy):
         self._writers = dist.new_group(backend="gloo")
 
     def accumulate(self, batch: Batch, scale: torch.Tensor, last: bool) -> torch.Tensor:
-        # Every micro-batch reduces and shards its gradients. Without that, FSDP keeps them whole and in fp32 on each
-        # rank until the last one: 42 GiB for 8 billion parameters, where the shards of 8 ranks take 15 GiB.
+        # Gradients are reduced and sharded after every micro-batch, not only after the last. Otherwise each rank would
+        # hold all gradients in fp32: with 8 billion parameters on 8 ranks, it would need 42 GiB instead of 15 GiB.
         loss = self.summed_loss(batch)
         (loss * scale).backward()
         return loss.detach()
@@ -78,7 +78,7 @@ class FSDP(Strategy):
         set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer, options=TRAINED)
 
     def checkpoint_bytes(self) -> int:
-        """Return the fp32 size of this rank's share of the parameters and of AdamW's two moments."""
+        """Return the number of bytes of this rank's share of the parameters and AdamW's two moments, all in fp32."""
         return 12 * self.model.num_parameters(only_trainable=True) // self._world_size
 
     def gather(self) -> dict[str, torch.Tensor]:

@@ -14,7 +14,7 @@ FILES = ("run.json", "events.jsonl", "metrics.jsonl")
 """Files that every run has. MetricLogger writes the last two."""
 
 Line = dict[str, Any]
-"""A line of metrics.jsonl or events.jsonl. Each has a `step`, and the `time` after that step in Unix seconds."""
+"""A line of metrics.jsonl or events.jsonl. Each line has a `step`, and the `time` after that step in Unix seconds."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Attempt:
     start: Line
     """The `start` event, which describes the workers."""
     last: Line
-    """The last line that this part wrote."""
+    """The last line that was logged in this part."""
 
     @property
     def seconds(self) -> float:
@@ -37,10 +37,10 @@ class History:
 
     name: str
     identity: dict[str, Any]
-    """run.json, which preflight.py wrote."""
+    """The content of run.json, which preflight.py wrote."""
     events: list[Line]
     rows: list[Line]
-    """One line per step, without steps that a restart repeated."""
+    """One line per step. If a restart repeated a step, only the repetition is in the list."""
     data: dict[str, Any] | None = None
     """The manifest of the packed rows that the run was trained on."""
 
@@ -55,7 +55,7 @@ class History:
 
     @property
     def seconds(self) -> float:
-        """Seconds during which workers ran."""
+        """Total time during which workers ran, in seconds."""
         return sum(attempt.seconds for attempt in self.attempts)
 
     @property
@@ -76,7 +76,7 @@ class History:
 
 
 def read_all(output: str, names: Sequence[str]) -> list[History]:
-    """Return the runs of these names, or all runs, in the folder or URI `output`.
+    """Return the runs with these names in the folder or URI `output`, or all its runs if `names` is empty.
 
     Raises:
         UserError: there are no runs, or one of the names does not exist.
@@ -108,12 +108,12 @@ def read(output: str, name: str) -> History | None:
 
 
 def lines(text: str) -> Iterator[Line]:
-    """Yield the objects of a JSON lines file, without a last line that a kill cut off."""
+    """Yield the objects of a JSON Lines file. Skip invalid lines, such as a last line that a kill cut off."""
     for line in text.splitlines():
         with contextlib.suppress(json.JSONDecodeError):
             yield json.loads(line)
 
 
 def last_seen(events: list[Line], rows: list[Line]) -> Line:
-    """Return the latest line of a run."""
+    """Return the later of the last event and the last row."""
     return max((*events[-1:], *rows[-1:]), key=lambda line: line["time"])

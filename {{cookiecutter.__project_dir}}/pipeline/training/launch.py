@@ -21,6 +21,6 @@ def fit(options: TrainOptions, make_strategy: MakeStrategy) -> None:
             ray_train.fit(options, make_strategy)
     except torch.OutOfMemoryError:
         raise UserError(
-            f"a GPU ran out of memory. To see what fits, run: inv plan {options.model}   You can try a smaller "
-            "--micro-batch-rows, --gradient-checkpointing, --lora-rank 16, or finetune_fsdp on more workers."
+            "a GPU ran out of memory. Try a smaller --micro-batch-rows, --gradient-checkpointing, --lora-rank 16, or "
+            f"finetune_fsdp on more workers. To see what fits, run: inv plan {options.model}"
         ) from None

@@ -44,17 +44,17 @@ class Meter:
         """Add one step.
 
         Args:
-            losses: what each micro-batch of this rank adds to the mean loss over the global batch's trained tokens.
+            losses: what each micro-batch of this rank contributes to the mean loss per trained token of the step.
         """
         self._rows.append({"step": step, "lr": lr})
         self._losses.append(losses)
         self._norms.append(torch.as_tensor(grad_norm))
 
     def read(self) -> list[Metrics]:
-        """Return the metrics of the steps since the last `restart`. All ranks call it.
+        """Return the metrics of the steps since the last `restart`. All ranks must call this.
 
         Raises:
-            Diverged: a loss or gradient is not finite, or a loss is more than twice that of guessing. All ranks raise.
+            Diverged: a loss or gradient is not finite, or a loss is over twice that of guessing. All ranks raise it.
         """
         shares = torch.stack(self._losses)
         sums = torch.cat([shares.sum(1), shares.new_tensor([self._seconds()])])
@@ -98,7 +98,10 @@ def _memory(device: torch.device) -> int:
 def _peak_tokens_per_s(
     options: TrainOptions, runtime: Runtime, model: PreTrainedModel, sequence_length: int
 ) -> float | None:
-    """Return the tokens per second of all devices at their bf16 peak. MFU is a share of this (PaLM, appendix B)."""
+    """Return how many tokens per second all devices could process at their bf16 peak, or None if it is unknown.
+
+    MFU is the measured number divided by this one (PaLM, appendix B).
+    """
     if options.precision != "bf16" or runtime.device.type != "cuda":
         return None
     if (peak := peak_flops(torch.cuda.get_device_name(runtime.device))) is None:

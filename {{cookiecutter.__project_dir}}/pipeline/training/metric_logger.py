@@ -1,4 +1,4 @@
-"""Writes the metrics and events of a run, on rank 0: JSON lines, TensorBoard files, trackers and progress lines."""
+"""Logs the metrics and events of a run on rank 0: to JSON Lines, TensorBoard, trackers and the console."""
 
 import json
 import time
@@ -18,7 +18,7 @@ from pipeline.training.trackers import Trackers
 
 
 class MetricLogger:
-    """Logs each step once, in order: a resumed run removes the steps after its checkpoint, because it repeats them.
+    """Logs each step once, in order. A resumed run removes the steps after its checkpoint, because it repeats them.
 
     A line of metrics.jsonl holds step, time, loss, lr, grad_norm, tokens_per_s, memory_gib and, if known, mfu,
     eval_loss and eval_perplexity. A line of events.jsonl holds event, step and time. Events are `start` (with a
@@ -54,7 +54,7 @@ class MetricLogger:
         print(progress_line(rows[-1], self._last_step, seconds_per_step), flush=True)
 
     def checkpoint(self, step: int) -> None:
-        """Log that a checkpoint after `step` was started."""
+        """Log that the checkpoint after `step` was started."""
         self._log_event("checkpoint", step)
 
     def end(self, step: int) -> None:

@@ -16,14 +16,14 @@ from pipeline.training.strategies import Strategy
 
 
 def load_model(options: TrainOptions) -> PreTrainedModel:
-    """Return the model in fp32 in main memory: these are the master weights, whatever the precision.
+    """Return the model in main memory. Its fp32 weights are the master weights for every `precision`.
 
     With LoRA, every linear layer except the last gets an adapter, and only the adapters are trained.
     """
     logging.disable_progress_bar()
     model = _load(options, quantized=options.quantize_base)
     if options.liger:
-        from transformers.integrations.liger import apply_liger_kernel  # imported late: takes seconds
+        from transformers.integrations.liger import apply_liger_kernel  # imported late: it takes seconds
 
         apply_liger_kernel(model, None)
     if options.lora_rank:
@@ -37,7 +37,7 @@ def load_model(options: TrainOptions) -> PreTrainedModel:
 
 
 def _add_adapters(model: PreTrainedModel, options: TrainOptions) -> None:
-    from peft import LoraConfig  # imported late: takes seconds
+    from peft import LoraConfig  # imported late: it takes seconds
 
     model.add_adapter(
         LoraConfig(
@@ -48,7 +48,7 @@ def _add_adapters(model: PreTrainedModel, options: TrainOptions) -> None:
             task_type="CAUSAL_LM",
         )
     )
-    model.enable_input_require_grads()  # otherwise checkpointed layers below frozen ones get no gradient
+    model.enable_input_require_grads()  # otherwise checkpointed layers with frozen inputs get no gradient
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
@@ -70,7 +70,7 @@ def _load(options: TrainOptions, quantized: bool = False) -> PreTrainedModel:
         model_cache.on_this_node(options.model),
         dtype=torch.float32,
         quantization_config=nf4 if quantized else None,
-        attn_implementation="flash_attention_2" if flash else None,  # None: the fastest that the model supports
+        attn_implementation="flash_attention_2" if flash else None,  # None: the fastest one that the model supports
     )
 
 
@@ -92,13 +92,13 @@ def _computes_in_bf16(device: torch.device) -> bool:
 def export(
     strategy: Strategy, tokenizer: PreTrainedTokenizerFast, eos_ids: list[int], run_folder: Path, options: TrainOptions
 ) -> None:
-    """Write model and tokenizer to `model/` in the run's folder, and LoRA adapters also to `adapter/`.
+    """Write the model and its tokenizer to `model/` in the run's folder, and LoRA adapters also to `adapter/`.
 
-    On a disk, each folder is replaced only when the new one is complete. All ranks must call this.
+    An existing folder is replaced only when the new one is complete. All ranks must call this.
     """
     state = strategy.gather()
     if not state:
-        return  # another rank writes
+        return  # rank 0 writes
     model = strategy.model
     if options.lora_rank:
         with _replaced(run_folder / "adapter") as folder:
@@ -124,7 +124,7 @@ def _merged(options: TrainOptions, adapter: Path) -> tuple[PreTrainedModel, dict
 
 def _write(model: PreTrainedModel, state: dict[str, torch.Tensor], folder: Path, dtype: torch.dtype) -> None:
     all_names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    tied = all_names - {name for name, _ in model.named_parameters()}  # from_pretrained ties them again
+    tied = all_names - {name for name, _ in model.named_parameters()}  # from_pretrained restores them
     model.save_pretrained(
         folder, state_dict={name: value.to(dtype) for name, value in state.items() if name not in tied}
     )
@@ -134,7 +134,7 @@ def _write(model: PreTrainedModel, state: dict[str, torch.Tensor], folder: Path,
 
 @contextmanager
 def _replaced(folder: Path) -> Iterator[Path]:
-    """Yield a folder to write to, which replaces `folder` at the end."""
+    """Yield the path of a temporary folder. If the block succeeds, the temporary folder replaces `folder`."""
     partial = folder.with_name(f".{folder.name}-partial")
     shutil.rmtree(partial, ignore_errors=True)
     yield partial

@@ -1,4 +1,4 @@
-"""Options of the training jobs and `check_network`: sections of settings.toml, and the command line."""
+"""Options of the training jobs and `check_network`, from settings.toml and the command line."""
 
 from typing import Literal, Self
 
@@ -19,7 +19,7 @@ class TrainOptions(WorkerOptions):
     data: str
     """Folder or URI that `preprocess` wrote to."""
     output: str
-    """Folder or URI for the runs, which get one folder each."""
+    """Folder or URI for the runs. Each run gets a subfolder."""
     shared_paths: tuple[str, ...] = ()
     """Folders that every node mounts. If the cluster has several nodes, other local paths are refused."""
     fresh: bool = False
@@ -32,13 +32,13 @@ class TrainOptions(WorkerOptions):
     """Number of times that dead workers are replaced before the run fails."""
 
     global_batch_rows: PositiveInt
-    """Rows per optimizer step, whatever the number of workers."""
+    """Rows per optimizer step over all workers. The number does not depend on num_workers."""
     micro_batch_rows: PositiveInt
     """Rows per forward pass of one worker."""
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more computation."""
+    """Recompute activations in the backward pass. Saves memory, but needs about a third more computation."""
     compile: bool = False
-    """Compile the decoder layers (torch.compile). Each start takes at least a minute longer, then steps are faster."""
+    """Compile the decoder layers (torch.compile). Each start takes at least a minute longer, but steps are faster."""
     liger: bool = False
     """Use Liger's fused kernels (Hsu et al. 2024, arXiv:2410.10989), which need less memory. CUDA only."""
     precision: Literal["fp32", "bf16"]
@@ -46,23 +46,23 @@ class TrainOptions(WorkerOptions):
 
     lora_rank: int = Field(0, ge=0)
     """Rank of the LoRA adapters on all linear layers (Hu et al. 2021, arXiv:2106.09685). Only adapters are trained.
-    0: there are no adapters, and all parameters are trained."""
+    0: there are no adapters, so all parameters are trained."""
     lora_alpha: PositiveInt = 32
     """The output of an adapter is scaled by lora_alpha / lora_rank."""
     lora_dropout: float = Field(0, ge=0, lt=1)
     """Dropout probability of an adapter's inputs."""
 
     quantize_base: bool = False
-    """Quantize the frozen weights to 4 bits, NF4 (QLoRA, Dettmers et al. 2023, arXiv:2305.14314)."""
+    """Quantize the frozen weights to 4 bits in the NF4 format (QLoRA, Dettmers et al. 2023, arXiv:2305.14314)."""
 
     learning_rate: PositiveFloat
     """Peak learning rate of AdamW."""
     reference_batch_rows: PositiveInt | None = None
-    """Global batch size for which learning_rate was found. Other sizes scale the rate linearly. None: no scaling."""
+    """Global batch size for which learning_rate was tuned. For others, it is scaled linearly. None: no scaling."""
     warmup_steps: int = Field(ge=0)
     """Optimizer steps until the learning rate reaches its peak."""
     min_lr_ratio: float = Field(ge=0, le=1)
-    """Final learning rate of the cosine schedule, as a share of the peak."""
+    """Final learning rate of the cosine schedule, as a fraction of the peak."""
     weight_decay: float = Field(ge=0)
     """AdamW's decoupled weight decay, on matrices only."""
     max_grad_norm: PositiveFloat
@@ -71,7 +71,7 @@ class TrainOptions(WorkerOptions):
     steps: PositiveInt
     """Optimizer steps of the schedule."""
     stop_after: PositiveInt | None = None
-    """Save a checkpoint and stop after this step, before the end of the schedule. Run again to continue."""
+    """Save a checkpoint and stop after this step, before the end of the schedule. Run the job again to continue."""
     eval_every: PositiveInt
     """Optimizer steps between evaluations. Every checkpoint is evaluated too."""
     checkpoint_every: PositiveInt
@@ -79,7 +79,7 @@ class TrainOptions(WorkerOptions):
     keep_checkpoints: PositiveInt
     """Number of checkpoints to keep: those with the lowest evaluation loss. The last one is always kept."""
     log_every: PositiveInt
-    """Maximum number of optimizer steps between progress lines. If steps are slow, one is printed every ten seconds."""
+    """Maximum number of optimizer steps between progress lines. If steps are slow, a line appears every ten seconds."""
     mlflow: str = ""
     """Tracking URI of an MLflow server or folder to send the metrics to. Empty: none."""
     wandb: str = ""
@@ -130,7 +130,7 @@ class DeepSpeedOptions(TrainOptions):
     name: str = Field("finetune_deepspeed", pattern=NAME)
     """Name of the run. The same name resumes it."""
     zero_stage: Literal[1, 2, 3]
-    """What to shard over the workers. 1: optimizer states; 2: gradients too; 3: parameters too."""
+    """What to shard over the workers. 1: optimizer states; 2: also gradients; 3: also parameters."""
     offload_optimizer: bool
     """Keep optimizer states in main memory, and run the optimizer on the CPU."""
     offload_parameters: bool
@@ -153,7 +153,7 @@ class FSDPOptions(TrainOptions):
     name: str = Field("finetune_fsdp", pattern=NAME)
     """Name of the run. The same name resumes it."""
     reshard_after_forward: bool
-    """Free a layer's gathered parameters between its forward and backward pass: less memory, one more all-gather."""
+    """Free a layer's gathered parameters after the forward pass. Saves memory, but needs another all-gather."""
 
     @property
     def strategy(self) -> str:
@@ -161,7 +161,7 @@ class FSDPOptions(TrainOptions):
 
 
 class NetworkOptions(WorkerOptions):
-    """Options of check_network: the workers of [train], and message sizes. On `cuda` it uses NCCL, on `cpu` gloo."""
+    """Options of check_network: the workers from [train], and message sizes. The job uses NCCL on `cuda`, else gloo."""
 
     model_config = ConfigDict(extra="ignore")
     message_mib: tuple[PositiveInt, ...] = (1, 16, 256)
@@ -169,13 +169,13 @@ class NetworkOptions(WorkerOptions):
 
 
 class ClassifierOptions(WorkerOptions):
-    """Options of train_classifier: the workers of [train], and [classifier]."""
+    """Options of train_classifier: the workers from [train], and the section [classifier]."""
 
     model_config = ConfigDict(extra="ignore")
     name: str = Field("train_classifier", pattern=NAME)
     """Name of the run. The same name resumes it."""
     output: str
-    """Folder or URI for the runs, which get one folder each."""
+    """Folder or URI for the runs. Each run gets a subfolder."""
     shared_paths: tuple[str, ...] = ()
     """Folders that every node mounts. If the cluster has several nodes, other local paths are refused."""
     max_failures: int = Field(ge=0)
@@ -188,6 +188,6 @@ class ClassifierOptions(WorkerOptions):
     epochs: PositiveInt
     """Total passes over the images, including those before a resume."""
     batch_size: PositiveInt
-    """Images per optimizer step over all workers, rounded up to a multiple of their number."""
+    """Images per optimizer step over all workers, rounded up to a multiple of the number of workers."""
     learning_rate: PositiveFloat
     """Learning rate of AdamW."""

@@ -1,4 +1,4 @@
-"""Checks before any worker starts: does the data fit the model, and does the run resume with the same settings?"""
+"""Checks, before workers start, that the data fits the model and that a resumed run has the same settings."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ from settings import UserError
 Options = TypeVar("Options", bound=TrainOptions)
 
 Identity = dict[str, Any]
-"""The values that a run must resume with. With other values, its checkpoints would not lead to the same numbers."""
+"""The values that must not change when a run resumes, because its results depend on them."""
 
 DECIDES_NUMBERS = {
     "global_batch_rows",
@@ -94,8 +94,8 @@ def check_model(model: str, config: PreTrainedConfig, vocabulary: int, sequence_
     """Refuse a model whose vocabulary is smaller than its tokenizer's, or whose context is shorter than the rows."""
     if vocabulary > config.vocab_size:
         raise UserError(
-            f"the tokenizer of {model} has {vocabulary} tokens, but the model only {config.vocab_size}: they do not "
-            "belong together. Correct the folder, or pass another --model."
+            f"the tokenizer of {model} has {vocabulary} tokens, but the model has only {config.vocab_size}: they "
+            "do not match. Correct the folder, or pass another --model."
         )
     longest = getattr(config, "max_position_embeddings", None) or sequence_length
     if sequence_length > longest:
@@ -115,7 +115,7 @@ def packing_note(model: str, config: PreTrainedConfig) -> str:
 
 
 def identify(options: TrainOptions, config: PreTrainedConfig, data: str) -> Identity:
-    """Return the identity of a run with these options. `data` identifies the rows."""
+    """Return the identity of a run with these options. `data` is a string that identifies the rows."""
     return {
         "model": f"{options.model.rpartition('/')[2]} ({_config_hash(config)})",
         "data": data,
@@ -128,7 +128,7 @@ def claim(options: TrainOptions, identity: Identity) -> None:
     """Create the run's folder, or check that an existing run has the same identity.
 
     The identity includes the launcher, because Ray Train and torchrun cannot read each other's checkpoints. The
-    manifest of the data is copied for `inv report`.
+    data manifest is copied too, because `inv report` reads it.
 
     Raises:
         UserError: the existing run has a different identity.
@@ -148,13 +148,13 @@ def _refuse_another_identity(existing: Identity, identity: Identity, name: str) 
     for key, value in identity.items():
         if existing.get(key) != value:
             raise UserError(
-                f"the run {name} was started with {key} = {existing.get(key)}, not {value}. Resume it with that, "
-                "use another --name, or start over with --fresh."
+                f"the run {name} was started with {key} = {existing.get(key)}, not {value}. Resume it with that "
+                "value, use another --name, or start over with --fresh."
             )
 
 
 def _config_hash(config: PreTrainedConfig) -> str:
-    """Return a hash of the architecture, without the folder and the version that wrote it."""
+    """Return a hash of the architecture. The model's folder and the version of transformers do not affect it."""
     unrelated = ("_name_or_path", "transformers_version")
     architecture = {key: value for key, value in config.to_dict().items() if key not in unrelated}
     return hashlib.sha256(json.dumps(architecture, sort_keys=True, default=str).encode()).hexdigest()[:12]

@@ -1,4 +1,4 @@
-"""Compares runs on one self-contained HTML page: `inv report`."""
+"""Compares runs on one self-contained HTML page, for `inv report`."""
 
 import html
 import statistics
@@ -41,14 +41,14 @@ STEP, HOURS = "step", "hours since the first start"
 UNKNOWN = "—"
 
 Price = Callable[[str, int], float | None]
-"""Returns dollars per hour of the machines for a device's name and the number of devices; None if unknown."""
+"""Takes the name and the number of devices. Returns the price of their machines in dollars per hour, if known."""
 
 Summary = list[dict[str, str]]
-"""The rows of a table, one per run, by column name."""
+"""A table with one row per run. Each row maps column names to cells."""
 
 
 class OutputSection(settings.Section):
-    """The setting of [train] that says where runs are."""
+    """The setting in [train] that names the folder of the runs."""
 
     model_config = ConfigDict(extra="ignore")
     output: str
@@ -56,7 +56,7 @@ class OutputSection(settings.Section):
 
 @dataclass(frozen=True)
 class Curve:
-    """One curve: a metric of a run."""
+    """The curve of one metric of a run."""
 
     run: History
     rows: list[Line]
@@ -65,7 +65,7 @@ class Curve:
 
     @property
     def panel(self) -> int:
-        """Number of its panel, counted from 1 at the top."""
+        """Number of the panel that shows the curve. The panel at the top is 1."""
         return list(PANELS).index(self.metric.removeprefix("eval_")) + 1
 
     @property
@@ -83,7 +83,7 @@ class Curve:
 
 
 def draw(names: Sequence[str], price: Price, console: Console) -> None:
-    """Write the page about the runs of these names, or about all runs, and print its table.
+    """Write the page about the runs with these names, or about all runs if `names` is empty, and print its table.
 
     Raises:
         UserError: there are no runs, or one of the names does not exist.
@@ -98,7 +98,7 @@ def draw(names: Sequence[str], price: Price, console: Console) -> None:
 
 
 def summarize(runs: list[History], price: Price) -> Summary:
-    """Return the table without the columns whose values are unknown for all runs."""
+    """Return the table of the runs, without columns that are unknown for all of them."""
     rows = [_cells(run, price) for run in runs]
     known = [column for column in rows[0] if any(row[column] != UNKNOWN for row in rows)]
     return [{column: row[column] for column in known} for row in rows]
@@ -224,7 +224,7 @@ def _cells(run: History, price: Price) -> dict[str, str]:
 
 
 def _cost(run: History, price: Price) -> tuple[float | None, float | None]:
-    """Return GPU-hours and dollars, or None if unknown."""
+    """Return the GPU-hours and the dollars of a run. Each is None if it is unknown."""
     on_gpus = [attempt for attempt in run.attempts if attempt.start["device"] != "cpu"]
     if not on_gpus:
         return None, None

@@ -28,7 +28,7 @@ def spread(global_rows: int, micro_rows: int, workers: int) -> BatchPlan:
 def check_batches(global_rows: int, micro_rows: int, min_workers: int, max_workers: int) -> None:
     """Refuse a global batch that leaves a rank, or part of a micro-batch, without rows.
 
-    A fixed number of workers must divide the batch. A range of numbers may need extra micro-batches (see `spread`).
+    A fixed number of workers must divide the batch. With a range of numbers, `spread` may add micro-batches.
 
     Raises:
         UserError: the batch is refused. The message names the nearest batch sizes and worker counts that work.
@@ -57,7 +57,7 @@ def check_batches(global_rows: int, micro_rows: int, min_workers: int, max_worke
 
 
 def _nearest_worker_counts(global_rows: int, micro_rows: int, workers: int) -> list[int]:
-    """Return the next smaller and the next larger number of workers that divide the batch."""
+    """Return the nearest smaller and the nearest larger number of workers that divide the batch."""
     if global_rows % micro_rows:
         return []
     passes = global_rows // micro_rows
@@ -70,7 +70,7 @@ def _either(numbers: list[int]) -> str:
 
 
 def peak_learning_rate(learning_rate: float, global_rows: int, reference_rows: int | None) -> float:
-    """Return the learning rate by the linear scaling rule: k times the batch size needs k times the rate.
+    """Return the learning rate according to the linear scaling rule: k times the batch size needs k times the rate.
 
     Goyal et al. 2017, arXiv:1706.02677, section 2.1. Without `reference_rows` the rate is not scaled.
     """
@@ -78,10 +78,10 @@ def peak_learning_rate(learning_rate: float, global_rows: int, reference_rows: i
 
 
 def learning_rate_at(step: int, *, peak: float, warmup_steps: int, steps: int, min_ratio: float) -> float:
-    """Return the learning rate of an optimizer step, counted from 1.
+    """Return the learning rate of an optimizer step. The first step is 1.
 
-    It rises linearly to `peak` at step `warmup_steps` (Goyal et al. 2017, section 2.2), then falls along half a cosine
-    to `min_ratio` x peak at step `steps` (Loshchilov and Hutter 2016, arXiv:1608.03983, eq. 5).
+    The rate rises linearly to `peak` at step `warmup_steps` (Goyal et al. 2017, section 2.2), then falls along half a
+    cosine to `min_ratio` x `peak` at step `steps` (Loshchilov and Hutter 2016, arXiv:1608.03983, eq. 5).
     """
     if step <= warmup_steps:
         return peak * step / warmup_steps

@@ -25,7 +25,7 @@ def write_text(location: str, text: str) -> None:
 
 
 def list_names(location: str) -> list[str]:
-    """Return the names in a folder, sorted; none if the folder does not exist."""
+    """Return the sorted names in a folder, or an empty list if the folder does not exist."""
     filesystem, path = FileSystem.from_uri(location)
     return sorted(entry.base_name for entry in filesystem.get_file_info(FileSelector(path, allow_not_found=True)))
 
@@ -51,12 +51,12 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
 
     def fetch(self, name: str) -> Path:
-        """Return the local path of a file. If the run wrote the file before a restart, it has that content."""
+        """Return the local path of a file. If the run's folder is a URI that has the file, download the file first."""
         if self._temporary and (text := read_text(f"{self._location}/{name}")) is not None:
             (self.path / name).write_text(text)
         return self.path / name
 
     def publish(self) -> None:
-        """If the run's folder is a URI, upload everything that this worker wrote."""
+        """If the run's folder is a URI, upload all files that this worker wrote."""
         if self._temporary:
             pyarrow.fs.copy_files(str(self.path), self._location)

@@ -1,4 +1,4 @@
-"""The `Strategy` interface, which hides how DDP, FSDP and ZeRO distribute a model over the ranks; and DDP."""
+"""The `Strategy` interface, which hides how DDP, FSDP and ZeRO distribute a model over the ranks. Also contains DDP."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from pipeline.training.options import TrainOptions
 from pipeline.training.runtimes.runtime import Runtime, WriteCheckpoint
 from pipeline.training.schedule import BatchPlan
 
-BETAS = (0.9, 0.95)  # usual for language models: the second moment averages over tens of steps
+BETAS = (0.9, 0.95)  # usual for language models: 0.95 averages squared gradients over about 20 steps
 
 
 class Strategy(ABC):
@@ -31,20 +31,20 @@ class Strategy(ABC):
 
     @abstractmethod
     def accumulate(self, batch: Batch, scale: torch.Tensor, last: bool) -> torch.Tensor:
-        """Add the gradient of `scale` x the summed loss of a micro-batch, and return the summed loss.
+        """Return the summed loss of a micro-batch, and add the gradient of `scale` x this loss to the gradients.
 
-        The `last` call of an optimizer step averages the gradients over the ranks.
+        `last` marks the last micro-batch of an optimizer step. After it, the gradients are averaged over the ranks.
         """
 
     @abstractmethod
     def step(self, learning_rate: float) -> torch.Tensor | float:
-        """Clip the gradients, update the parameters and reset the gradients. Return the norm before clipping."""
+        """Clip the gradients, update the parameters and reset the gradients. Return their norm before clipping."""
 
     @abstractmethod
     def capture(self) -> WriteCheckpoint:
         """Copy this rank's part of the parameters and optimizer states to main memory.
 
-        Return the function that writes the copy.
+        Return a function that writes the copy.
         """
 
     @abstractmethod
@@ -53,11 +53,11 @@ class Strategy(ABC):
 
     @abstractmethod
     def checkpoint_bytes(self) -> int:
-        """Return an upper bound on the bytes that this rank writes."""
+        """Return an upper bound on the number of bytes that this rank writes."""
 
     @abstractmethod
     def gather(self) -> dict[str, torch.Tensor]:
-        """Return the full trained parameters by name on rank 0, and nothing on the others. All ranks call it."""
+        """Return the full trained parameters by name on rank 0, otherwise an empty dict. All ranks must call this."""
 
     def summed_loss(self, batch: Batch) -> torch.Tensor:
         """Return the cross-entropy summed over the trained tokens. Label i is predicted from the tokens before it."""
@@ -65,12 +65,12 @@ class Strategy(ABC):
         return self.module(**batch, attention_mask=masks, num_items_in_batch=1, use_cache=False).loss
 
     def _masks(self, position_ids: torch.Tensor) -> Any:
-        """Return the model's attention masks, which keep packed documents apart: position_ids restart at each one.
+        """Return the model's attention masks, which separate packed documents. `position_ids` restart at each document.
 
         Some models, such as gpt-oss and Granite 4, would not derive the masks from position_ids themselves.
         """
         config = self.model.config.get_text_config()
-        embeddings = torch.empty((), dtype=self.model.dtype, device=position_ids.device)  # only shape and type count
+        embeddings = torch.empty((), dtype=self.model.dtype, device=position_ids.device)  # only shape and dtype matter
         embeddings = embeddings.expand(*position_ids.shape, config.hidden_size)
         return create_masks_for_generate(config, embeddings, None, None, position_ids=position_ids)
 
@@ -80,7 +80,7 @@ class Strategy(ABC):
 
 
 def copied(state: Any) -> Any:
-    """Return `state` with each tensor copied to main memory, so that training does not change it."""
+    """Return a copy of `state` with all tensors in main memory, where training does not change them."""
     return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), state)
 
 
@@ -89,7 +89,7 @@ MakeStrategy = Callable[[PreTrainedModel, Any, Runtime, BatchPlan], Strategy]
 
 
 def adamw(model: nn.Module, weight_decay: float) -> torch.optim.AdamW:
-    """Return the optimizer of every strategy. Only matrices get weight decay: it does not regularise vectors."""
+    """Return the optimizer that every strategy uses. Weight decay applies only to matrices, not to biases and norms."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     matrices = [parameter for parameter in trained if parameter.ndim >= 2]
     vectors = [parameter for parameter in trained if parameter.ndim < 2]
@@ -125,7 +125,7 @@ class DDP(Strategy):
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self._max_grad_norm)
         self.set_learning_rate(learning_rate)
         self.optimizer.step()
-        # None would free nothing, as gradients are views of DDP's buckets, and would make `no_sync` allocate others
+        # None would not free gradients, which are views of DDP's buckets, and `no_sync` would allocate new ones
         self.optimizer.zero_grad(set_to_none=False)
         return norm
 
@@ -137,11 +137,11 @@ class DDP(Strategy):
 
     def load(self, folder: Path, world_size: int) -> None:
         state = torch.load(folder / "ddp.pt", map_location=self._device, weights_only=True)
-        self.model.load_state_dict(state["model"], strict=False)  # frozen parameters are those of the base model
+        self.model.load_state_dict(state["model"], strict=False)  # frozen parameters are not saved
         self.optimizer.load_state_dict(state["optimizer"])
 
     def checkpoint_bytes(self) -> int:
-        """Return the fp32 size of the trained parameters and of AdamW's two moments."""
+        """Return the number of bytes of the trained parameters and AdamW's two moments, all in fp32."""
         return 12 * self.model.num_parameters(only_trainable=True) if self._is_writer else 0
 
     def gather(self) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Sends metrics to MLflow or Weights & Biases, if [train] names them. A resumed run is resumed there too."""
+"""Sends metrics to MLflow or Weights & Biases, if [train] names them. A resumed run continues the same run there."""
 
 import json
 import os
@@ -57,7 +57,7 @@ class Trackers:
     def _try(self, name: str, call: Callable[[], None]) -> None:
         try:
             call()
-        except Exception as error:  # any error of a server or a library
+        except Exception as error:  # servers and libraries may raise any error
             self._trackers.pop(name, None)
             print(
                 f"{name} failed and gets no more metrics until a restart ({error}); metrics.jsonl has them all",
@@ -72,7 +72,7 @@ class MLflow:
         # all ranks wait for MLflow's answer, and by default its client retries for twenty minutes
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
-        from mlflow import MlflowClient, entities  # imported late: takes seconds
+        from mlflow import MlflowClient, entities  # imported late: it takes seconds
 
         self._metric = entities.Metric
         self._client = MlflowClient(options.mlflow)
@@ -104,7 +104,7 @@ class WandB:
     """A run in a Weights & Biases project. The API key is the secret WANDB_API_KEY."""
 
     def __init__(self, options: TrainOptions, run_id: str | None, folder: RunFolder) -> None:
-        import wandb  # imported late: takes seconds
+        import wandb  # imported late: it takes seconds
 
         self._run = wandb.init(
             project=options.wandb,
@@ -113,7 +113,7 @@ class WandB:
             resume="allow",
             config=options.model_dump(),
             dir=folder.path,
-            settings=wandb.Settings(console="off", silent=True),  # the job's log has the output
+            settings=wandb.Settings(console="off", silent=True),  # the output is already in the job's log
         )
         self.run_id = self._run.id
 

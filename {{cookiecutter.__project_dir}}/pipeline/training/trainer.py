@@ -1,4 +1,4 @@
-"""The training loop, the same for every strategy and runtime."""
+"""The training loop, which is the same for every strategy and runtime."""
 
 import math
 import os
@@ -21,8 +21,8 @@ from pipeline.training.strategies import MakeStrategy
 from settings import UserError
 
 MAX_ROWS_LISTED = 8
-# Maximum time between logs. Each log also checks for a preemption notice, which a spot machine gets two minutes before
-# it ends.
+# Maximum time between two logs. The trainer also checks for a preemption notice whenever it logs, and AWS sends the
+# notice only two minutes before it stops a spot machine.
 PROGRESS_INTERVAL_S = 10
 
 
@@ -31,21 +31,21 @@ class TrainingRows(Protocol):
 
     sequence_length: int
     chat_template: str | None
-    """Chat template of the rows, for the tokenizer of the trained model; None: the model's own."""
+    """Chat template of the rows, which is exported with the trained model. None: the template of the base model."""
     eos_ids: list[int]
-    """Tokens at which the trained model stops; empty: those of the base model."""
+    """IDs of the tokens at which the trained model stops. Empty: those of the base model."""
 
     def rows(self, step: int) -> Batch:
-        """Return this rank's rows of an optimizer step, counted from 1."""
+        """Return this rank's rows for an optimizer step. The first step is 1."""
         ...
 
     def names(self, step: int, first: int, count: int) -> list[str]:
-        """Return the names of `count` rows of a step's global batch, starting with row `first`."""
+        """Return the names of `count` rows of the step's global batch, starting with row `first`."""
         ...
 
 
 class PackedSource:
-    """Packed rows. Step and rank determine the rows, so a resumed run reads exactly the next ones."""
+    """Reads packed rows. Step and rank alone determine them, so a resumed run continues exactly where it stopped."""
 
     def __init__(self, options: TrainOptions, runtime: Runtime) -> None:
         manifest = read_manifest(options.data)
@@ -60,7 +60,7 @@ class PackedSource:
 
     def rows(self, step: int) -> Batch:
         batch = self._rows.read((step - 1) * self._global_rows + self._offset, self._rank_rows)
-        batch["labels"][max(0, self._global_rows - self._offset) :] = NOT_TRAINED  # these belong to the next step
+        batch["labels"][max(0, self._global_rows - self._offset) :] = NOT_TRAINED  # these rows belong to the next step
         return batch
 
     def names(self, step: int, first: int, count: int) -> list[str]:
@@ -73,19 +73,19 @@ def train(
     """Train up to `options.last_step`, from the run's last checkpoint or from the base model, and export the model.
 
     Args:
-        options: their paths are absolute, or URIs.
-        stream: source of the rows, instead of the packed data.
+        options: the options, with absolute paths or URIs.
+        stream: the training rows. None: the packed rows in `options.data`.
 
     Raises:
-        UserError: training failed. All ranks raise it, so that no rank waits for another.
+        UserError: training failed. All ranks raise it, so that no rank waits for one that failed.
     """
-    os.environ["DS_ACCELERATOR"] = runtime.device.type  # otherwise deepspeed, which transformers imports, guesses it
-    torch.set_num_threads(min(options.cpus_per_worker, os.cpu_count() or 1))  # there may be fewer real CPUs
+    os.environ["DS_ACCELERATOR"] = runtime.device.type  # transformers imports deepspeed, which reads this
+    torch.set_num_threads(min(options.cpus_per_worker, os.cpu_count() or 1))  # the machine may have fewer CPUs
     Trainer(models.with_supported_precision(options, runtime.device), runtime, make_strategy, stream).fit()
 
 
 class Trainer:
-    """Trains on one rank: holds model, optimizer, rows and metrics."""
+    """Trains on one rank. Holds its model, optimizer, rows and metrics."""
 
     def __init__(
         self, options: TrainOptions, runtime: Runtime, make_strategy: MakeStrategy, stream: TrainingRows | None
@@ -107,7 +107,7 @@ class Trainer:
         self.metric_logger = MetricLogger(self.folder, options, runtime, self.done) if runtime.rank == 0 else None
 
     def fit(self) -> None:
-        """Run the remaining steps and export the model. A run that is asked to stop exports nothing."""
+        """Run the remaining steps and export the model. If the run is asked to stop, nothing is exported."""
         options = self.options
         if self.metric_logger:
             print(self._description(), flush=True)
@@ -147,7 +147,7 @@ class Trainer:
         """Run one optimizer step on this rank's rows of a global batch.
 
         The loss is the mean over the trained tokens of the global batch, so the weight of a token depends neither on
-        the number of workers nor on padding. The factor world_size is there because gradients are averaged over ranks.
+        the number of workers nor on padding. The factor world_size undoes the averaging of gradients over the ranks.
         """
         batch = self._on_device(self.source.rows(step))
         tokens = total(trained_tokens(batch)).clamp(min=1)
@@ -161,7 +161,7 @@ class Trainer:
         self.meter.add(step, learning_rate, torch.stack(losses) / tokens, norm)
 
     def _log_and_save(self, evaluates: bool, saves: bool) -> bool:
-        """Log the last steps, and evaluate and save if due. Return whether the run was asked to stop."""
+        """Log the steps since the last call, and evaluate and save if due. Return whether the run was asked to stop."""
         rows = self._read_meter()
         interval = max(1, round(PROGRESS_INTERVAL_S / self.meter.seconds_per_step))
         self.log_interval = min(self.options.log_every, interval)
@@ -196,7 +196,7 @@ class Trainer:
             ) from None
 
     def _rows_of(self, diverged: Diverged) -> str:
-        """Return the names of the responsible rows as text, at most MAX_ROWS_LISTED; empty for a stream."""
+        """Return a phrase that names up to MAX_ROWS_LISTED of the responsible rows, or an empty string for a stream."""
         rows, end = self.options.micro_batch_rows, self.options.global_batch_rows
         names = [
             name
@@ -215,10 +215,10 @@ class Trainer:
 
     @torch.no_grad()
     def _evaluate(self, rows: PackedRows) -> Metrics:
-        """Return loss and perplexity over all evaluation tokens.
+        """Return the loss and the perplexity over all evaluation tokens.
 
-        Every rank runs the same number of forward passes, because they may run collectives. Rows beyond the end do
-        not count.
+        Every rank runs the same number of forward passes, because a forward pass may run collectives. Rows beyond the
+        end of the split do not count.
         """
         micro_rows = self.options.micro_batch_rows
         sums = torch.zeros(2, dtype=torch.float64, device=self.runtime.device)

@@ -1,4 +1,4 @@
-"""Options of `tune`: [train] and [tune] of settings.toml, and the command line."""
+"""Options of `tune`, from [train] and [tune] in settings.toml and from the command line."""
 
 from typing import Literal, Self
 
@@ -9,7 +9,7 @@ from pipeline.training.options import NAME, TrainOptions
 
 
 class Range(settings.Section):
-    """A range to sample log-uniformly."""
+    """A range from which values are drawn log-uniformly."""
 
     low: PositiveFloat
     """Lower bound."""
@@ -33,7 +33,7 @@ class TuneOptions(TrainOptions):
     trials: PositiveInt
     """Number of trials, each with its own settings. To add trials, run the search again with a larger number."""
     trials_at_once: PositiveInt
-    """Trials that run at the same time, each on num_workers workers."""
+    """Number of trials that run at the same time, each on num_workers workers."""
 
     learning_rates: Range
     """Range of the learning rate."""
@@ -43,9 +43,10 @@ class TuneOptions(TrainOptions):
     """Values to try for lora_rank. Empty: not searched."""
 
     grace_steps: PositiveInt
-    """Steps of each trial before it is compared with others (ASHA: Li et al. 2018, arXiv:1810.05934)."""
+    """Number of steps after which a trial is first compared with others (ASHA, Li et al. 2018, arXiv:1810.05934)."""
     reduction_factor: float = Field(gt=1)
-    """At each rung (grace_steps, then this many times as many, and so on), one in this many trials continues."""
+    """Trials are compared after grace_steps, then whenever the number of steps has grown by this factor. Each time, one
+    in this many trials continues."""
 
     @model_validator(mode="after")
     def _trials_are_compared(self) -> Self:

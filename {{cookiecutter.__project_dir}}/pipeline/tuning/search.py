@@ -2,7 +2,7 @@
 
 Each trial is a training run in the search's folder, and resumes like any other run. Tune only decides which trials
 continue, and stores nothing. If Tune resumed a search itself, its scheduler would forget the results of earlier trials.
-Instead, a search shows these results to the scheduler whenever it starts.
+Instead, a search passes these results to the scheduler whenever it starts.
 """
 
 import logging
@@ -79,7 +79,7 @@ def check_cluster(options: TuneOptions) -> None:
 
 
 def draw(options: TuneOptions) -> list[dict[str, float]]:
-    """Draw the settings of each trial, keyed by their names in [train]. More trials do not change the first ones."""
+    """Draw the settings of each trial, keyed by their names in [train]. Adding trials does not change earlier ones."""
     generator = random.Random(options.seed)
     low, high = math.log(options.learning_rates.low), math.log(options.learning_rates.high)
     choices = {"global_batch_rows": options.global_batches, "lora_rank": options.lora_ranks}
@@ -91,7 +91,7 @@ def draw(options: TuneOptions) -> list[dict[str, float]]:
 
 
 def run(options: TuneOptions, trials: Sequence[Trial]) -> list[str]:
-    """Run the trials that have not ended. Return an error message for each that failed."""
+    """Run the trials that have not ended. Return an error message for each trial that failed."""
     remaining = [trial.name for trial in trials if not trial.ended]
     print(
         f"{options.name}: {len(trials)} trials of {options.script}, {options.trials_at_once} at once, at most "
@@ -105,7 +105,7 @@ def run(options: TuneOptions, trials: Sequence[Trial]) -> list[str]:
         "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # each run writes its own files
         "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",  # a trial that returns a user error has no loss
     }
-    logging.getLogger("ray.tune").setLevel(logging.ERROR)  # Tune warns about files that nobody reads
+    logging.getLogger("ray.tune").setLevel(logging.ERROR)  # Tune warns about files that this project does not use
     zone = gang.find_zone(options)
     runs = {trial.name: run_options(options, trial) for trial in trials}
     recorder = TrialRecorder(options.folder, options.steps, trials)
@@ -145,7 +145,10 @@ def scheduler(options: TuneOptions, trials: Sequence[Trial]) -> ASHAScheduler:
 
 
 def run_options(options: TuneOptions, trial: Trial) -> TrainOptions:
-    """Return the options of a trial's run. Each evaluation saves a checkpoint, because Tune sees only these."""
+    """Return the options of a trial's run.
+
+    Each evaluation also saves a checkpoint, because the trainer reports metrics to Tune only with a checkpoint.
+    """
     job = JOBS[options.script]
     own = {"name": trial.name, "output": options.folder, "fresh": False, "checkpoint_every": options.eval_every}
     shared = options.model_dump(include=set(TrainOptions.model_fields))
@@ -157,10 +160,10 @@ def run_options(options: TuneOptions, trial: Trial) -> TrainOptions:
 def _run_trial(
     config: dict[str, str], strategy: MakeStrategy, runs: dict[str, TrainOptions], zone: dict[str, str] | None
 ) -> dict[str, str] | None:
-    """Run a trial; Tune calls this. Return a user error instead of raising it."""
+    """Run a trial. Tune calls this function. Return a user error instead of raising it."""
     options = runs[config["trial"]]
     os.environ |= {"GANG_ZONE": zone["zone"]} if zone else {}
-    for line in trial_store.curve(options.output, options.name):  # from before a restart
+    for line in trial_store.curve(options.output, options.name):  # evaluations before a restart
         tune.report(line)
     try:
         launch.fit(options, strategy)

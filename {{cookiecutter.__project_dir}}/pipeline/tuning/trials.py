@@ -20,7 +20,7 @@ WEIGHTS = ("step-", "model", "adapter")
 
 @dataclass
 class Trial:
-    """Settings, and the run that tries them."""
+    """Settings, and the training run that tries them."""
 
     name: str
     settings: dict[str, float]
@@ -45,7 +45,7 @@ class Outcome(NamedTuple):
 
     @property
     def loss(self) -> float:
-        """The lowest evaluation loss, in nats per token; infinite without an evaluation."""
+        """The lowest evaluation loss, in nats per token. Infinite if there is no evaluation."""
         return min((line["eval_loss"] for line in self.curve), default=math.inf)
 
 
@@ -97,7 +97,7 @@ def table(outcomes: Sequence[Outcome]) -> Table:
 
 
 def plot(folder: str, outcomes: Sequence[Outcome]) -> str:
-    """Plot the evaluation loss of each trial by step, with a thick line for the best one. Return the path."""
+    """Plot the evaluation loss of each trial against the step. The best trial has a thick line. Return the path."""
     figure = Figure(figsize=(9, 5))
     axes = figure.subplots()
     for outcome in outcomes:

@@ -42,8 +42,8 @@ TIE = 1e-4  # if two scores are closer than this, correct implementations may di
 BAD = {
     '{"id": "broken"': "not valid JSON",
     '{"prompt": "hi"}': "no text or whole number in the column id",
-    '{"id": "twice", "prompt": "hi"}': "an id that another row has too",
-    '{"id": "twice", "prompt": "ho"}': "an id that another row has too",
+    '{"id": "twice", "prompt": "hi"}': "an id that another row also has",
+    '{"id": "twice", "prompt": "ho"}': "an id that another row also has",
     '{"id": "nothing", "text": "hi"}': "neither messages nor a prompt that is text",
     '{"id": "odd", "messages": [{"role": "user", "content": 3}]}': "a message with content that is not text",
     '{"id": "long", "prompt": "' + "word " * 500 + '"}': "too long: no token of max_model_len = 256 is left",

@@ -1,5 +1,6 @@
-"""Every private Ray API that this project uses, one small module per area of Ray.
+"""All private Ray APIs that this project uses, in one small module per area of Ray.
 
-Ray may change a private API in any release. Each docstring names what it relies on and the Ray version in which it was
-checked. After a Ray upgrade, run tests/integration/test_private_ray_apis.py: it has one test per module.
+Ray may change a private API in any release. Each docstring names the APIs that the code relies on, and the Ray version
+with which they were checked. After a Ray upgrade, run tests/integration/test_private_ray_apis.py, which has one test
+per module.
 """

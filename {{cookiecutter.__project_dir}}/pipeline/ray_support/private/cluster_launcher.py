@@ -12,7 +12,7 @@ def launch_hash(config: dict[str, Any], node_type: str) -> str:
     """Return the value that `ray up` stores in a node's tag `ray-launch-config`. This calls AWS.
 
     Relies on `prepare_config` and `hash_launch_conf` of ray.autoscaler._private.util and on
-    `ray.autoscaler._private.aws.config.bootstrap_aws` (Ray 2.60). They print to stdout, which is hidden here.
+    `ray.autoscaler._private.aws.config.bootstrap_aws` (Ray 2.60). Their output is hidden.
     """
     with contextlib.redirect_stdout(io.StringIO()):
         complete = bootstrap_aws(prepare_config(config))

@@ -1,4 +1,4 @@
-"""Ray Core: start Ray in a given folder."""
+"""Ray Core: starts Ray in a given folder."""
 
 from typing import Any
 

@@ -9,7 +9,7 @@ __all__ = ["ShuffleDiskError", "partition", "start_autoscaling_coordinator"]
 
 
 def partition(table: pa.Table, column: str, partitions: int) -> dict[int, pa.Table]:
-    """Return the rows of each partition that is not empty, as a groupby on `column` distributes them.
+    """Split a table into hash partitions, as a groupby on `column` would. Return the partitions that are not empty.
 
     Relies on `hash_partition` of ray.data._internal.arrow_ops.transform_pyarrow (Ray 2.60).
 

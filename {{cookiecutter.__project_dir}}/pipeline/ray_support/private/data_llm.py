@@ -10,7 +10,7 @@ __all__ = ["EngineStage", "Processor", "replace_engine"]
 
 
 class EngineStage(vLLMEngineStageUDF):
-    """Ray's vLLM stage with a public hook for each row: ray.data.llm has none.
+    """Ray's vLLM stage with a public hook for each row, which ray.data.llm lacks.
 
     Relies on `udf` and `_generate_with_error_handling` of vLLMEngineStageUDF in
     ray.llm._internal.batch.stages.vllm_engine_stage (Ray 2.60).

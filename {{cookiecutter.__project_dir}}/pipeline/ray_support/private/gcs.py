@@ -1,4 +1,4 @@
-"""The cluster's control store (GCS): node ids, and draining idle nodes."""
+"""The cluster's control store (GCS): finds the id of a node, and drains idle nodes."""
 
 from ray._raylet import GcsClient
 from ray.core.generated.autoscaler_pb2 import DrainNodeReason
@@ -6,10 +6,10 @@ from ray.core.generated.gcs_pb2 import GcsNodeInfo
 
 
 def node_id(gcs_address: str, ip: str) -> str:
-    """Return Ray's id of the living node with this IP address.
+    """Return Ray's id of the live node with this IP address.
 
-    Relies on `ray._raylet.GcsClient.get_all_node_info`: a dict whose values have the fields `node_id` (bytes),
-    `node_manager_address` and `state` of GcsNodeInfo (Ray 2.60).
+    Relies on `ray._raylet.GcsClient.get_all_node_info`, which returns a dict whose values have the fields `node_id`
+    (bytes), `node_manager_address` and `state` of GcsNodeInfo (Ray 2.60).
     """
     nodes = GcsClient(address=gcs_address).get_all_node_info().values()
     return next(
@@ -18,7 +18,7 @@ def node_id(gcs_address: str, ip: str) -> str:
 
 
 def drain_idle(gcs_address: str, node_id: str, message: str) -> None:
-    """Ask Ray to terminate an idle node. Ray refuses while the node works.
+    """Ask Ray to terminate an idle node. Ray refuses if the node is busy.
 
     Relies on `ray._raylet.GcsClient.drain_node` and on the reason DRAIN_NODE_REASON_IDLE_TERMINATION (Ray 2.60).
     """

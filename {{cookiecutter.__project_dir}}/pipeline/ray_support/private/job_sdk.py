@@ -1,4 +1,4 @@
-"""Ray's client for jobs: one method through which all its HTTP requests go, and its loggers."""
+"""Ray's client for jobs: a hook for its HTTP requests, and the names of its loggers."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ LOGGERS = ("ray", "ray.dashboard.modules.dashboard_sdk", "ray.dashboard.modules.
 class HookedJobClient(JobSubmissionClient):
     """A JobSubmissionClient with a public hook for each request.
 
-    Relies on `JobSubmissionClient._do_request`, through which every method but the log stream sends its requests
+    Relies on `JobSubmissionClient._do_request`, through which all methods except the log stream send their requests
     (Ray 2.60).
     """
 

@@ -16,11 +16,11 @@ class EngineServer(LLMServer):
     """
 
     async def build_asgi_app(self, app: FastAPI) -> ASGIApp:
-        """Return what the replica serves, given vLLM's own app."""
+        """Return the app that the replica serves. `app` is vLLM's own app."""
         return app
 
     async def start_engine(self) -> None:
-        """Start the engine, but not Ray's usage report, which would import vLLM in one more process."""
+        """Start the engine, but not Ray's usage report, which would import vLLM in another process."""
         await self.engine.start()
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
@@ -31,7 +31,7 @@ class EngineServer(LLMServer):
 
 
 class NodeCallback(CallbackBase):
-    """Runs on a replica's nodes before its engine starts; LLMConfig's `callback_config` names the class.
+    """Runs on a replica's nodes before its engine starts. The `callback_config` of LLMConfig names the class.
 
     Relies on `on_before_node_init`, `ctx` (`run_init_node`, `runtime_env`) and `llm_config` of
     ray.llm._internal.common.callbacks.base.CallbackBase (Ray 2.60).
@@ -39,7 +39,7 @@ class NodeCallback(CallbackBase):
 
 
 def with_request_router(app: Application, config: LLMConfig) -> Application:
-    """Return `app` with Ray's own router in front of it, which HAProxy asks for a replica.
+    """Return `app` with Ray's own request router, which HAProxy asks to choose a replica for each request.
 
     Relies on `Application._with_ingress_request_router` and on `_build_openai_ingress_request_router` of
     ray.llm._internal.serve.core.ingress.builder (Ray 2.60).

@@ -10,7 +10,9 @@ __all__ = ["FailFastRouter", "PowerOfTwoChoicesRequestRouter"]
 
 
 class FailFastRouter(RequestRouter):
-    """Answers 503 while there is no replica. Not suitable for apps that scale to zero, where a request starts one.
+    """Answers 503 while there is no replica.
+
+    Apps that scale to zero cannot use it, because only waiting requests make them start a replica.
 
     Relies on `_pending_requests_to_fulfill`, `_deployment_id` and `_choose_replica_for_request` of
     ray.serve.request_router.RequestRouter (Ray 2.60). Serve's default router, PowerOfTwoChoicesRequestRouter of

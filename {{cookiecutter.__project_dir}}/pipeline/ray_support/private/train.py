@@ -8,7 +8,7 @@ from ray.train.v2._internal.execution import context
 def quiet_reports() -> None:
     """Hide the lines that Ray Train logs in a worker for each report.
 
-    Relies on ray.train.v2._internal.execution.context logging under its own `__file__`, which is why the level in
-    LoggingConfig does not apply to it (Ray 2.60).
+    Relies on the logger of ray.train.v2._internal.execution.context, which is named after the module's `__file__`
+    (Ray 2.60). Because of this name, the level in LoggingConfig does not apply to it.
     """
     logging.getLogger(context.__file__).setLevel(logging.WARNING)

@@ -1,4 +1,4 @@
-"""Ray Tune: whether this process runs a trial."""
+"""Ray Tune: finds out whether this process runs a trial."""
 
 from ray.tune.trainable.trainable_fn_utils import _in_tune_session
 

@@ -39,7 +39,8 @@ from pipeline.training.trainer import train
 from settings import UserError
 
 SCORE = "checkpoint_score"
-"""The evaluation loss, by which Ray keeps the best checkpoints. Checkpoints without one rank last, newest first."""
+"""Metric by which Ray keeps the best checkpoints: the evaluation loss. Checkpoints that were not evaluated come last,
+the newest of them first."""
 
 
 class RayTrainRuntime:
@@ -74,7 +75,7 @@ class RayTrainRuntime:
 
         def store(checkpoint: Checkpoint, name: str) -> Checkpoint:
             nonlocal is_written
-            if not is_written:  # Ray retries this if the storage is busy, and finally stops the workers
+            if not is_written:  # Ray calls `store` up to 3 times if storage is busy
                 write(self.scratch)
                 is_written = True
             stored = self._storage.persist_current_checkpoint(checkpoint, name)
@@ -87,7 +88,7 @@ class RayTrainRuntime:
             checkpoint=Checkpoint.from_directory(self.scratch),
             checkpoint_dir_name=self._new_name(int(metrics["step"])),
             checkpoint_upload_mode=CheckpointUploadMode.ASYNC,
-            delete_local_checkpoint_after_upload=False,  # Ray might delete the next one, which is in the same folder
+            delete_local_checkpoint_after_upload=False,  # the next checkpoint may already be in that folder
             checkpoint_upload_fn=store,
         )
 
@@ -100,11 +101,11 @@ class RayTrainRuntime:
                 yield Path(folder)
 
     def should_stop(self) -> bool:
-        """Return False: Ray ends workers without asking, and the next start resumes from the last checkpoint."""
+        """Return False, because Ray ends workers without asking. The next start resumes from the last checkpoint."""
         return False
 
     def should_save(self) -> bool:
-        """Return True once for each machine of the workers that AWS takes away. Ray then drains its node."""
+        """Return True once for each worker node that is drained because AWS takes its machine back."""
         notice = ray.train.get_preemption_info()
         nodes = set(notice.preempted_node_ids) if notice else set()
         is_new = not nodes <= self._preempted_nodes
@@ -112,7 +113,11 @@ class RayTrainRuntime:
         return is_new
 
     def _new_name(self, step: int) -> str:
-        """Return an unused folder name. Ray also counts incomplete checkpoints, and deletes checkpoints by name."""
+        """Return a folder name that this run has not used yet.
+
+        Ray also counts incomplete checkpoints and deletes by name, so a new checkpoint with an old name might be
+        deleted.
+        """
         name = f"step-{step:08d}"
         while name in self._names:
             name += "-again"
@@ -120,8 +125,8 @@ class RayTrainRuntime:
         return name
 
     def _delete_incomplete(self) -> None:
-        """Delete the parts of a checkpoint that killed workers left, from this node's disk and from the storage."""
-        shutil.rmtree(self.scratch.parent, ignore_errors=True)  # of all ranks that were on this node
+        """Delete the parts of a checkpoint that killed workers left on this node's disk and in the storage."""
+        shutil.rmtree(self.scratch.parent, ignore_errors=True)  # the parts of all ranks that were on this node
         if self.rank == 0:
             files = self._storage.storage_filesystem
             for entry in files.get_file_info(FileSelector(self._storage.experiment_fs_path)):
@@ -130,7 +135,7 @@ class RayTrainRuntime:
 
 
 def fit(options: TrainOptions, make_strategy: MakeStrategy) -> None:
-    """Check what can be checked, start the workers, and wait for the trained model.
+    """Check options, data, model and cluster, start the workers, and wait for the trained model.
 
     Raises:
         UserError: options, data, model and cluster do not match, or training failed.
@@ -180,7 +185,7 @@ def _torch_trainer(
 ) -> TorchTrainer:
     return TorchTrainer(
         _train_worker,
-        # by reference: to unpack the values, Ray's controller would import torch and transformers needlessly
+        # passed by reference, so that Ray's controller does not import torch and transformers to unpack the values
         train_loop_config={"arguments": ray.put((options, make_strategy, stream))},
         datasets={"train": streaming.dataset(stream)} if stream else None,
         torch_config=TorchConfig(backend=torch.distributed.get_default_backend_for_device(options.device)),
@@ -201,7 +206,7 @@ def _torch_trainer(
 
 
 def _train_worker(config: dict[str, Any]) -> str | None:
-    """Train in one worker. Return a user error instead of raising it, because Ray would restart the workers."""
+    """Train in one worker. Return the message of a user error, because Ray would restart workers that raise it."""
     ray_logging.worker()
     options, make_strategy, stream = ray.get(config["arguments"])
     runtime = RayTrainRuntime(options.device)

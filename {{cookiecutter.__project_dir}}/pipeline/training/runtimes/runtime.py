@@ -12,18 +12,18 @@ import torch
 from torch import nn
 
 METRICS = "metrics.json"
-"""File in a checkpoint's folder: the metrics of its step."""
+"""Name of the file in a checkpoint's folder that holds the metrics of its step."""
 
 Metrics = dict[str, float]
-"""Named numbers of one step."""
+"""Numbers that describe one step, by name."""
 
 WriteCheckpoint = Callable[[Path], None]
-"""Writes this rank's part of a checkpoint into an empty folder. The state was copied before, so another thread may call
-it while training continues."""
+"""Writes this rank's part of a checkpoint to an empty folder. The function holds a copy of the state, so another thread
+may call it while training continues."""
 
 
 class Runtime(Protocol):
-    """The environment of the trainer. Every rank makes the same calls in the same order."""
+    """What the trainer needs from its environment. Every rank makes the same calls in the same order."""
 
     rank: int
     world_size: int
@@ -77,7 +77,7 @@ class SingleProcess:
         self._keep_checkpoints = keep_checkpoints
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future[None] | None = None
-        for partial in folder.glob(".step-*"):  # left by a kill
+        for partial in folder.glob(".step-*"):  # left by a killed run
             shutil.rmtree(partial, ignore_errors=True)
 
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -109,15 +109,15 @@ class SingleProcess:
         """Give a complete folder its final name, and delete checkpoints that are no longer among the best."""
         (partial / METRICS).write_text(json.dumps(metrics))
         folder = partial.with_name(partial.name.removeprefix("."))
-        shutil.rmtree(folder, ignore_errors=True)  # an incomplete checkpoint, which was skipped
+        shutil.rmtree(folder, ignore_errors=True)  # an incomplete checkpoint, which `restore` skipped
         partial.rename(folder)
         last, *others = self.checkpoints()
         for folder in sorted([last, *others], key=_evaluation_loss)[self._keep_checkpoints :]:
             if folder != last:
-                # rename it first: a kill while it is deleted must not leave a broken checkpoint
+                # rename the folder first, so that a kill during the deletion leaves no broken checkpoint
                 shutil.rmtree(folder.rename(folder.with_name(f".{folder.name}")))
 
 
 def _evaluation_loss(checkpoint: Path) -> float:
-    """Return the evaluation loss of a checkpoint. Checkpoints without one count as equal, so the newest are kept."""
+    """Return the evaluation loss of a checkpoint, or infinity if the checkpoint was not evaluated."""
     return json.loads((checkpoint / METRICS).read_text()).get("eval_loss", math.inf)

@@ -22,20 +22,20 @@ from settings import UserError
 
 
 class TorchrunRuntime(SingleProcess):
-    """The `Runtime` of one of torchrun's processes. All of them can read and write the run's folder."""
+    """The `Runtime` of one of torchrun's processes. All processes must be able to write to the run's folder."""
 
     def __init__(self, folder: Path, device: torch.device, keep_checkpoints: int) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         # the threads that write checkpoints need a process group of their own
         self._writers = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
         super().__init__(folder, device, keep_checkpoints)
-        dist.barrier()  # all ranks have deleted incomplete checkpoints
+        dist.barrier()  # wait until all ranks have deleted incomplete checkpoints
 
     def wrap(self, model: nn.Module) -> nn.Module:
         return DistributedDataParallel(model.to(self.device), gradient_as_bucket_view=True)
 
     def _keep(self, metrics: Metrics, write: WriteCheckpoint) -> None:
-        """Write a folder per rank. When all are complete, rank 0 merges them."""
+        """Write this rank's folder. When the folders of all ranks are complete, rank 0 merges them."""
         partial = self._folder / f".step-{metrics['step']:08d}"
         own = partial / f"rank-{self.rank}"
         own.mkdir(parents=True)
@@ -49,7 +49,7 @@ class TorchrunRuntime(SingleProcess):
 
 
 def fit(options: TrainOptions, make_strategy: MakeStrategy) -> None:
-    """Train in this process, one of those that torchrun started. Their number replaces num_workers.
+    """Train in this process, which torchrun started. The number of torchrun's processes replaces num_workers.
 
     Raises:
         UserError: options, data and model do not match, or training failed. Only rank 0 raises it; the others exit.
@@ -78,7 +78,7 @@ def _device(options: TrainOptions) -> torch.device:
 
 
 def _prepare(options: TrainOptions) -> str:
-    """Check what can be checked before training, and create the run's folder. Return the error, or ""."""
+    """Check options, data and model, and create the run's folder. Return the error, or an empty string."""
     try:
         if options.stream or not storage.is_local(options.output):
             raise UserError(
@@ -93,7 +93,7 @@ def _prepare(options: TrainOptions) -> str:
 
 
 def _raise_on_all_ranks(error: str) -> None:
-    """Raise rank 0's error on all ranks, so that no rank waits for another."""
+    """Raise rank 0's error on all ranks, so that no rank waits for rank 0."""
     errors = [error]
     dist.broadcast_object_list(errors)
     if errors[0]:
