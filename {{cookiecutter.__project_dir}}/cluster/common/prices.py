@@ -107,7 +107,6 @@ def _spot(file: ClusterFile, instance_type: str) -> float:
     )["SpotPriceHistory"]
     if not history:
         raise settings.UserError(
-            f"{instance_type} is not available as a spot instance in {file.region}. "
-            "Remove it from cluster/cluster.yaml"
+            f"{instance_type} is not available as a spot instance in {file.region}. Remove it from cluster/cluster.yaml"
         )
     return min(float(entry["SpotPrice"]) for entry in history)

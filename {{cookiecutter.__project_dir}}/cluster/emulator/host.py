@@ -13,7 +13,7 @@ from pathlib import Path
 from cluster.emulator.addresses import GATEWAY
 
 INIT = Path(__file__).with_name("host_init.sh")
-BOOT_TIMEOUT_S = 120  # usually takes a second; a host that fails is noticed immediately
+BOOT_TIMEOUT_S = 120  # booting usually takes a second, and failure is noticed immediately
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Host:
     process: subprocess.Popen | None = field(default=None, init=False)
 
     def boot(self) -> None:
-        """Boot, and return when sshd answers. Raises RuntimeError with the end of the boot log if it does not."""
+        """Boot the host, and return when sshd answers. Raises RuntimeError with the end of the boot log otherwise."""
         self.folder.mkdir(parents=True)
         name = f"ip-{self.private_ip.replace('.', '-')}"
         for file, text in {
@@ -96,7 +96,7 @@ class Host:
         _ip("route", "replace", self.public_ip, "via", self.private_ip)
 
     def _has_own_network(self) -> bool:
-        """Return whether `unshare` has entered its new network, which it does before it forks the first process."""
+        """Return whether `unshare` has entered its new network. It does so before it forks the first process."""
         assert self.process
         return Path(f"/proc/{self.process.pid}/ns/net").readlink() != Path("/proc/self/ns/net").readlink()
 
