@@ -233,7 +233,7 @@ def dashboard(context: Context, target: str = "local") -> None:
     connection = targets.get(target).connect()
     is_remote = bool(connection.forwarded_ports)
     command = f'inv ssh --target {target} --command "cat ~/.ray/auth_token"' if is_remote else f"cat {TOKEN_FILE}"
-    print(f"{connection.dashboard}   It asks for a token. To show it, run: {command}")
+    print(f"{connection.dashboard}   It asks for a token. To show the token, run: {command}")
     if is_remote:
         print("the tunnel stays open until Ctrl-C", flush=True)
         with contextlib.suppress(KeyboardInterrupt):

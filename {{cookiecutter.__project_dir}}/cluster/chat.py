@@ -39,7 +39,7 @@ class ChatSession:
             if pieces:
                 self.messages.append({"role": "assistant", "content": "".join(pieces)})
             else:
-                self.messages.pop()  # forget a question without an answer, for example because it is too long
+                self.messages.pop()  # forget the question; for example, it may be too long for the model
 
     def models(self) -> list[str]:
         """Return the names of all served models."""

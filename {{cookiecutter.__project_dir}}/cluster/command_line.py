@@ -16,7 +16,7 @@ OPTIONS_WITH_VALUE = ("--target", "-t", "--job", "-j")
 def normalize(program: Program) -> None:
     """Accept a job's id after `logs` and `stop` without a flag. Reject a missing job, and job options before `--`.
 
-    tasks.py calls this while invoke imports it: after invoke parses its own options, but before it parses the verb's.
+    tasks.py calls this when it is imported: after invoke parses its own options, but before it parses the verb's.
     """
     words = program.core.unparsed if hasattr(program, "core") else []
     if words in (["submit", "--help"], ["submit", "-h"]):

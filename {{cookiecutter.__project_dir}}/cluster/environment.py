@@ -73,7 +73,7 @@ def install_pins() -> None:
         begun = environment / INSTALLING
         again = ["--reinstall"] if begun.exists() else []  # a killed installation may have left half a package
         begun.touch()
-        # as pip does; otherwise each of a job's dozen processes would compile thousands of files
+        # compile bytecode, as pip does; otherwise each of a job's dozen processes would compile thousands of files
         _sync(environment, PINS, "--compile-bytecode", *quiet, *again)
         begun.unlink()
         (environment / STAMP).write_text(_pins_hash())
@@ -159,7 +159,7 @@ def package_sources(pip: dict[str, str]) -> tuple[str, dict[str, str]]:
     """Return a description of where torch comes from, and variables that pass pip's settings to uv.
 
     By itself, uv ignores pip's settings. uv's own settings override them. Torch comes from a find-links page or folder
-    if one may have it, and otherwise from PyTorch's CPU index.
+    if one may contain it, and otherwise from PyTorch's CPU index.
     """
     variables = {
         "UV_DEFAULT_INDEX": pip.get("index-url"),
@@ -179,7 +179,7 @@ def package_sources(pip: dict[str, str]) -> tuple[str, dict[str, str]]:
 
 
 def _may_hold_torch(link: str) -> bool:
-    """Return whether a find-links page or folder may have torch. Pages are not fetched, so any page may have it."""
+    """Return whether a find-links page or folder may contain torch. Pages are not fetched, so any page may."""
     return "://" in link or any(Path(link).glob("torch-*.whl"))
 
 

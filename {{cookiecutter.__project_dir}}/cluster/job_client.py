@@ -1,4 +1,4 @@
-"""Ray's job client, extended by timeouts and one-sentence errors."""
+"""Ray's job client, extended with timeouts and one-sentence errors."""
 
 import io
 from collections.abc import AsyncIterator, Mapping

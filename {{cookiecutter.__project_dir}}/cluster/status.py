@@ -66,7 +66,8 @@ def show(snapshot: Snapshot, cloud: CloudStatus, console: Console) -> None:
 def address(snapshot: Snapshot, connection: Connection) -> str:
     """Return the URL of the served model, for this machine. Raises `settings.UserError` if no model is served."""
     applications = snapshot.serve["applications"].values()
-    for application in sorted(applications, key=lambda one: one["route_prefix"] or ""):  # "/" has all models
+    # "/" comes first, because it serves all models
+    for application in sorted(applications, key=lambda one: one["route_prefix"] or ""):
         if application["status"] == "RUNNING":
             url = _address(snapshot.serve, application)
             for port, local_port in connection.forwarded_ports.items():

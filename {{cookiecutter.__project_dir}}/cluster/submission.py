@@ -140,7 +140,7 @@ async def _print_log(connection: Connection, job_id: str, printer: job_output.Pr
 
 
 def _has_ended(client: JobClient, job_id: str) -> bool:
-    """Return whether a job has ended. Raises `Unreachable` if its node is gone, so that nothing records its end."""
+    """Return whether a job has ended. Raises `Unreachable` if its node is gone and cannot record the job's end."""
     deadline = time.monotonic() + NODE_GONE_S
     while True:
         details = client.get_job_info(job_id)

@@ -52,7 +52,7 @@ def _own_address() -> str:
 
 
 def _make_bucket(file: ClusterFile) -> str:
-    """Return "yes" if the stack creates the bucket, or "no" if a deleted stack left it: no other stack can adopt it."""
+    """Return "no" if a deleted stack left the bucket, because a new stack cannot adopt it. Otherwise, return "yes"."""
     if existing := stack.find(file):
         return next(p["ParameterValue"] for p in existing["Parameters"] if p["ParameterKey"] == "MakeBucket")
     return "no" if bucket.exists(file) else "yes"

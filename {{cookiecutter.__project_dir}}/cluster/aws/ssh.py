@@ -64,7 +64,7 @@ class SshHead:
         """Forward loopback ports of the head to this machine, until this process ends.
 
         Returns:
-            The local port of each port in `ports`, and the cluster's token.
+            The local port for each of the head's `ports`, and the cluster's token.
         """
         local_ports = dict(zip(ports, free_ports(len(ports)), strict=True))
         forwards = [

@@ -143,7 +143,7 @@ def _require_no_errors(findings: list[Finding], target: str) -> None:
 
 
 def _confirm(question: str, yes: bool) -> None:
-    """Ask before anything that costs money starts. Raises `settings.UserError` if the answer is not yes."""
+    """Ask before starting anything that costs money. Raises `settings.UserError` if the answer is not yes."""
     if yes:
         return
     if not sys.stdin.isatty():

@@ -9,7 +9,7 @@ import settings
 from cluster.common.cluster_file import ClusterFile
 
 ZONES = 3
-"""Number of zones. For each, stack.yaml has a launch template."""
+"""Number of zones, each with a launch template in stack.yaml."""
 
 
 class NetworkSection(settings.Section):
@@ -20,7 +20,7 @@ class NetworkSection(settings.Section):
     caller: str = ""
     """Address that may connect to port 22 of the head, as a.b.c.d/32. If empty, the address of this machine."""
     certificate: str = ""
-    """ARN of the ACM certificate of a load balancer that serves the model over HTTPS. If empty, no load balancer."""
+    """ARN of the ACM certificate for serving over HTTPS. If empty, there is no load balancer."""
     clients: str = ""
     """Addresses that may connect to the load balancer, as a.b.c.d/n."""
 

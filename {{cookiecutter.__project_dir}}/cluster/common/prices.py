@@ -65,7 +65,7 @@ def table(file: ClusterFile, prices: Prices) -> Table:
 
 
 def of_workers(dollars_per_instance_hour: Mapping[int, float], device: str, workers: int) -> float | None:
-    """Return the hourly price of the whole instances that give each worker one GPU, or None if it is unknown.
+    """Return the hourly price of enough instances for one GPU per worker, or None if the price is unknown.
 
     `dollars_per_instance_hour` maps an A100's memory in GiB to the hourly price of an instance. `device` is the name of
     a GPU, such as "NVIDIA A100-SXM4-40GB".

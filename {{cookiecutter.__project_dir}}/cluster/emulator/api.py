@@ -64,7 +64,7 @@ class InjectedFaults:
 
 
 class Api:
-    """The WSGI application that answers for every AWS service."""
+    """The WSGI application that answers calls to all AWS services."""
 
     def __init__(self) -> None:
         self.moto = DomainDispatcherApplication(create_backend_app)
@@ -129,7 +129,7 @@ def _zone_of(parameters: dict[str, str]) -> str:
 
 
 def _read_body(environ: dict[str, Any]) -> bytes:
-    """Return the whole body. If it is chunked, remove the keys that say so from `environ`: its length is now known."""
+    """Return the whole body. If it is chunked, remove this from `environ`, because the body's length is now known."""
     chunked = environ.pop("HTTP_TRANSFER_ENCODING", "") and environ.pop("wsgi.input_terminated", False)
     return environ["wsgi.input"].read(*([] if chunked else [int(environ.get("CONTENT_LENGTH") or 0)]))
 

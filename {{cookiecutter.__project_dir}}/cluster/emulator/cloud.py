@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-# moto reads this variable when it is imported
+# moto reads this variable on import
 os.environ["MOTO_IAM_LOAD_MANAGED_POLICIES"] = "true"
 
 from moto.iam.models import iam_backends
@@ -156,7 +156,7 @@ class ControlApi:
 
 
 class _CheckIp:
-    """Answers as https://checkip.amazonaws.com does, with the laptop's address."""
+    """Returns the laptop's address, as https://checkip.amazonaws.com does."""
 
     def __call__(self, environ: dict[str, Any], start_response: StartResponse) -> Iterable[bytes]:
         start_response("200 OK", [("Content-Type", "text/plain")])

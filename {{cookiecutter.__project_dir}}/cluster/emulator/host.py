@@ -18,7 +18,7 @@ BOOT_TIMEOUT_S = 120  # booting usually takes a second, and failure is noticed i
 
 @dataclass
 class Host:
-    """A host in its own namespaces. They end with the host's first process, which ends with the cloud."""
+    """A host in its own namespaces. The namespaces end with the host's first process, which ends with the cloud."""
 
     folder: Path
     """Holds everything that the host writes. It is on the cloud's private tmpfs."""
@@ -63,7 +63,7 @@ class Host:
     def stop(self) -> None:
         """Kill all of the host's processes at once, and delete its files."""
         if self.process:
-            self.process.send_signal(signal.SIGKILL)  # --kill-child: this kills the host's PID 1 too
+            self.process.send_signal(signal.SIGKILL)  # because of --kill-child, this also kills the host's PID 1
             self.process.wait()
         with contextlib.suppress(subprocess.CalledProcessError):
             _ip("link", "del", self._card())
@@ -79,7 +79,7 @@ class Host:
         return (self.folder / "boot.log").read_text(errors="replace")
 
     def _first_process(self) -> str:
-        """Return the pid, in the cloud's namespace, of the host's process 1."""
+        """Return the pid that the host's process 1 has in the cloud's namespace."""
         assert self.process
         return Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()[0]
 
@@ -96,7 +96,7 @@ class Host:
         _ip("route", "replace", self.public_ip, "via", self.private_ip)
 
     def _has_own_network(self) -> bool:
-        """Return whether `unshare` has entered its new network. It does so before it forks the first process."""
+        """Return whether `unshare` has entered its new network. Only then does it fork the first process."""
         assert self.process
         return Path(f"/proc/{self.process.pid}/ns/net").readlink() != Path("/proc/self/ns/net").readlink()
 

@@ -139,7 +139,7 @@ def _statements(policy: Any) -> list[dict[str, Any]]:
 def _signature(
     environ: Mapping[str, Any], body: bytes, fields: Mapping[str, str], scope: list[str], secret: str
 ) -> str:
-    """Return the signature that the request has if the client used this secret key."""
+    """Sign the request with a secret key, and return the signature."""
     _, region, service, _ = scope
     signer = (S3SigV4Auth if service == "s3" else SigV4Auth)(Credentials("", secret), service, region)
     headers = {name: environ[_variable(name)] for name in fields["SignedHeaders"].split(";")}

@@ -163,7 +163,7 @@ def run_in_fresh_cloud(module: str, *arguments: str) -> None:
         settings.UserError: the cloud cannot start, or part of it remains.
     """
     if is_running():
-        print("stopping the emulated AWS that is running")
+        print("stopping the running emulated AWS")
         stop()
     started = time.monotonic()
     with _start(cluster_file.load().region):
@@ -210,7 +210,7 @@ def _first_process(outer: psutil.Process) -> psutil.Process:
 
 
 def _network(pid: int) -> str:
-    """Return the id of the process's network namespace. If the process has ended, no namespace has this id."""
+    """Return the id of the process's network namespace, or an id that no namespace has if the process has ended."""
     try:
         return os.readlink(f"/proc/{pid}/ns/net")
     except OSError:

@@ -38,7 +38,7 @@ WORKERS = 2
 IDLE_TIMEOUT_MINUTES = 0.2
 TRAINING = [
     *("--model", "models/tiny", "--name", "rehearsal", "--fresh"),
-    *("--num-workers", str(WORKERS), "--cpus-per-worker", "60"),  # of 96, so that each worker needs its own machine
+    *("--num-workers", str(WORKERS), "--cpus-per-worker", "60"),  # of 96 CPUs, so each worker needs its own machine
     *("--device", "cpu", "--precision", "fp32"),  # the emulated GPUs cannot compute
     *("--steps", "20", "--warmup-steps", "5", "--learning-rate", "3e-3", "--checkpoint-every", "10"),
     *("--keep-checkpoints", "1"),
@@ -70,7 +70,7 @@ def run() -> None:
         shorten_idle_timeout(file)
         wait_for(lambda: len(instances.living(file)) == 1, 120, "the idle workers to leave")
     policies = _policies(file)
-    with _step("down: delete everything of this project"):
+    with _step("down: delete everything that the project rents"):
         left = target.down()
     state = cloud_state()
     _show_timeline(state["events"], state["instances"], started)

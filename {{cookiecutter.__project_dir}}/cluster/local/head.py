@@ -85,7 +85,7 @@ def is_up() -> bool:
 def wait_until_ready(process: subprocess.Popen, dashboard: str) -> None:
     """Wait until the cluster has run an empty job and the head is still alive.
 
-    This job shows that the job server, the agent, the scheduler and a worker all function.
+    This job shows that the job server, the agent, the scheduler and a worker all work.
 
     Raises:
         settings.UserError: the head died, or took too long to start.

@@ -17,7 +17,7 @@ STATE_FILE = FOLDER / "local.json"
 TOKEN_FILE = FOLDER / "token"
 LOG_FILE = FOLDER / "ray.log"
 MAX_TEMP_FOLDER_BYTES = 38
-"""HAProxy's socket path is 59 bytes longer than the folder's, and may have at most 97. Ray's paths are shorter."""
+"""HAProxy's socket path is 59 bytes longer than the folder's, and is limited to 97 bytes. Ray's paths are shorter."""
 
 
 def read() -> dict[str, Any]:

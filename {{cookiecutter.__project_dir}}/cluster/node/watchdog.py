@@ -4,8 +4,9 @@ On a worker, it drains the node after a spot notice, so that training can save a
 autoscaler from retrying a node type that AWS refuses, so that the next type gets its turn, and it terminates the
 cluster at the limits in settings.toml.
 
-Both renew the machine's lease. The UserData in cluster.yaml shuts a machine down ten minutes after the last renewal,
-and a shutdown terminates the instance. So an instance is also terminated if its watchdog dies or the head is gone.
+On both, it renews the machine's lease. The UserData in cluster.yaml shuts a machine down ten minutes after the last
+renewal, and a shutdown terminates the instance. So an instance is also terminated if its watchdog dies or the head is
+gone.
 """
 
 import contextlib

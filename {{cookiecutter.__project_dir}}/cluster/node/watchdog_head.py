@@ -1,7 +1,7 @@
 """The watchdog on the head, which closes node types, enforces the limits and renews the lease.
 
 If AWS refuses a node type, Ray's autoscaler retries that type forever. So the watchdog closes the type for a few
-minutes: it lowers the type's max_workers to the number of running instances, so that the autoscaler tries the next one.
+minutes: it lowers max_workers to the number of the type's running instances, and the autoscaler tries the next type.
 """
 
 import datetime

@@ -1,4 +1,4 @@
-"""Check EC2's quotas: compare the vCPUs that the cluster may need with those that AWS grants and nobody else uses."""
+"""Check EC2's quotas: compare the vCPUs that the cluster may need with the vCPUs that are free within each quota."""
 
 import re
 from collections.abc import Iterator
