@@ -158,8 +158,8 @@ def _run(command: list[str], variables: dict[str, str]) -> None:
 def package_sources(pip: dict[str, str]) -> tuple[str, dict[str, str]]:
     """Return a description of where torch comes from, and variables that pass pip's settings to uv.
 
-    By itself, uv ignores pip's settings. uv's own settings override them. Torch comes from a find-links page or folder
-    if one may contain it, and otherwise from PyTorch's CPU index.
+    By itself, uv ignores pip's settings. uv's own settings override them. If a find-links page or folder may contain
+    torch, torch comes from there; otherwise it comes from PyTorch's CPU index.
     """
     variables = {
         "UV_DEFAULT_INDEX": pip.get("index-url"),

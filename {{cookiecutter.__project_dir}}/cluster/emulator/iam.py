@@ -38,7 +38,7 @@ class Principal:
 
     arn: str
     statements: list[dict[str, Any]]
-    """Statements of all identity policies of the principal."""
+    """Statements from all of the principal's identity policies."""
 
 
 class AwsError(Exception):

@@ -67,7 +67,7 @@ def boot_id() -> str:
 
 
 def _temp_root() -> str:
-    """Return RAY_TMPDIR or /tmp, as Ray does. TMPDIR would often be too long for socket paths on macOS."""
+    """Return RAY_TMPDIR or /tmp, as Ray does. TMPDIR is ignored, because macOS's is too long for socket paths."""
     root = os.environ.get("RAY_TMPDIR", "/tmp")
     if any(character.isspace() for character in root):
         problem = f"RAY_TMPDIR is {root!r}, but HAProxy does not support paths with spaces"

@@ -14,7 +14,7 @@ LORA_RANK = 16
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a model. Sizes of tensors are numbers of elements."""
+    """Sizes of a model. Tensor sizes are in elements."""
 
     parameters: int
     """Parameters of the whole model. Tied parameters count once."""
