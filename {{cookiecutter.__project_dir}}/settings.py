@@ -12,7 +12,7 @@ PROJECT = Path(__file__).resolve().parent
 FILE = PROJECT / "settings.toml"
 PROFILES = ("local", "cluster")
 RENAMED = {"gang_patience_s": "zone_timeout_s", "beside": "add"}
-"""Keys and options that were renamed, with their new names. Error messages suggest them."""
+"""Maps renamed keys and options to their new names, which error messages suggest."""
 
 
 class UserError(Exception):
@@ -93,7 +93,7 @@ def _table(document: dict[str, Any], dotted: str) -> dict[str, Any]:
 def _first_error(error: ValidationError, tables: list[str], file: Path) -> str:
     first = error.errors()[0]
     message = first["msg"].removeprefix("Value error, ")
-    if not first["loc"]:  # keys that contradict each other; the message names them
+    if not first["loc"]:  # an error in the combination of several keys, which the message names
         return f"{file.name}, [{tables[-1]}]: {message}"
     key = str(first["loc"][0])
     table, line = _find_line(file, tables, key)
@@ -105,7 +105,7 @@ def _first_error(error: ValidationError, tables: list[str], file: Path) -> str:
 
 
 def _find_line(file: Path, tables: list[str], key: str) -> tuple[str, int]:
-    """Return table and line number of the assignment that takes effect, or ("", 0) if the key is not in the file."""
+    """Return the table and line of the assignment that takes effect, or ("", 0) if the key is not in the file."""
     found, current = ("", 0), ""
     for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
         if header := re.match(r"\s*\[([\w.]+)\]", line):

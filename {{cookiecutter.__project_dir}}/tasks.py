@@ -22,7 +22,7 @@ from cluster import command_line, job_scripts
 
 network.keep_to_loopback()
 
-# each verb imports what it needs: all imports together take seconds
+# each verb imports only what it needs, because all imports together take seconds
 CONSOLE = Console()
 QUICK_TESTS = ("tests/unit", "tests/integration/test_smoke.py")
 TARGET = {"target": "where the cluster runs: local (this machine), rehearsal (AWS emulated on this machine) or aws"}
@@ -31,7 +31,7 @@ JOB_ID = {"job": "id as in `inv status`; default: the latest job"}
 
 
 def verb(*positional: str, **texts: str) -> Callable[..., Any]:
-    """Make a function an invoke task. Its errors are one sentence on stderr, without a traceback."""
+    """Turn a function into an invoke task. Print its errors as one sentence on stderr, without a traceback."""
 
     def decorate(body: Callable[..., None]) -> Any:
         @functools.wraps(body)
@@ -62,7 +62,7 @@ def _aws_errors() -> Any:
 
 
 def _job_options() -> list[str]:
-    """Return the words after --. invoke's own `remainder` loses their quotes."""
+    """Return the words after --. invoke's own `remainder` loses the quotes around them."""
     return sys.argv[sys.argv.index("--") + 1 :] if "--" in sys.argv else []
 
 
@@ -99,7 +99,7 @@ def doctor(context: Context, target: str = "local") -> None:
 
 @verb("model", model="Hugging Face id or folder; only its configuration is downloaded", **TARGET)
 def plan(context: Context, model: str, target: str = "local") -> None:
-    """Plan training and serving of a model: memory, A100s, hours and, with --target aws, dollars. Starts nothing."""
+    """Estimate the memory, A100s, hours and, with --target aws, dollars to train and serve a model. Starts nothing."""
     from cluster import targets
     from cluster.planner import plan as cluster_plan
 
@@ -108,15 +108,15 @@ def plan(context: Context, model: str, target: str = "local") -> None:
 
 @verb(**TARGET)
 def prepare(context: Context, target: str = "local") -> None:
-    """Create the roles, network and bucket that the cluster needs on AWS. They cost nothing. `up` does this too."""
+    """Create the security group, roles and bucket that the cluster needs on AWS. `up` does this too."""
     from cluster import targets
 
     targets.get(target).prepare()
 
 
-@verb(yes="agree to the price without being asked", **TARGET)
+@verb(yes="accept the price without a prompt", **TARGET)
 def up(context: Context, target: str = "local", yes: bool = False) -> None:
-    """Start the cluster, if it is not up."""
+    """Start the cluster unless it is up."""
     from cluster import targets
 
     targets.get(target).up(yes)
@@ -133,12 +133,12 @@ def rehearse(context: Context) -> None:
 
 
 @verb(
-    seconds="duration of each level of concurrency",
-    tokens="length of each answer",
+    seconds="seconds per level of concurrency",
+    tokens="tokens per answer",
     **TARGET,
 )
 def bench(context: Context, seconds: int = 10, tokens: int = 64, target: str = "local") -> None:
-    """Measure latency and throughput of the served model with 1 to 32 clients."""
+    """Measure the latency and throughput of the served model with 1 to 32 clients."""
     from cluster import bench as cluster_bench
     from cluster import status as cluster_status
     from cluster import targets
@@ -233,7 +233,7 @@ def dashboard(context: Context, target: str = "local") -> None:
     connection = targets.get(target).connect()
     is_remote = bool(connection.forwarded_ports)
     command = f'inv ssh --target {target} --command "cat ~/.ray/auth_token"' if is_remote else f"cat {TOKEN_FILE}"
-    print(f"{connection.dashboard}   It asks for a token. To show it, run: {command}")
+    print(f"{connection.dashboard}   It asks for a token. To show the token, run: {command}")
     if is_remote:
         print("the tunnel stays open until Ctrl-C", flush=True)
         with contextlib.suppress(KeyboardInterrupt):
@@ -242,7 +242,7 @@ def dashboard(context: Context, target: str = "local") -> None:
 
 @verb(**TARGET)
 def down(context: Context, target: str = "local") -> None:
-    """Stop the cluster, and check that nothing of it is left."""
+    """Stop the cluster, and check that nothing is left behind."""
     from cluster import targets
 
     if left := targets.get(target).down():

@@ -1,4 +1,4 @@
-"""Measure the served model under load, as clients see it. `inv bench` runs this."""
+"""Measure the served model's latency and throughput under load. `inv bench` runs this."""
 
 import asyncio
 import itertools
@@ -26,7 +26,7 @@ WORDS = ["the", "of", "a", "river", "stone", "light", "paper", "window", "green"
 PROMPT_WORDS = 40
 PERCENTILES = (50, 95)
 RATE_LIMITED = (
-    "rate limit of the key exceeded. Raise it, then measure again: "
+    "the key's rate limit is exceeded. Raise it, then measure again: "
     "inv submit serve_llm -- --key-requests-per-minute 100000"
 )
 
@@ -35,7 +35,7 @@ class Load(NamedTuple):
     """The load to generate."""
 
     seconds: float
-    """Duration of each level. At its end, the clients send no new requests, but wait for the answers in flight."""
+    """Duration of each level. After that, clients send no new requests, but wait for the answers in flight."""
     tokens: int
     """Length of each answer, in tokens."""
     concurrent: tuple[int, ...] = CONCURRENT
@@ -69,7 +69,7 @@ class Level(NamedTuple):
 def bench(
     url: str, variables: Mapping[str, str], load: Load, console: Console, folder: Path = settings.PROJECT / "results"
 ) -> None:
-    """Measure the server level by level. Write the numbers and a plot to `folder`.
+    """Measure the server at each level of concurrency. Write the numbers and a plot to `folder`.
 
     `variables` are the environment variables of submitted jobs, which say where to find the server's key.
 
@@ -112,7 +112,7 @@ async def _levels(url: str, key: str, model: str, load: Load, console: Console) 
 async def _level(client: openai.AsyncOpenAI, model: str, load: Load, concurrent: int) -> Level:
     answers: list[AnswerTimes] = []
     errors: Counter[str] = Counter()
-    # warm up: open the connections, and let client and server do what they do only for a first request
+    # warm up, because the first requests are slower: they open connections and initialize client and server
     await asyncio.gather(
         *[_ask(client, model, f"warm {number}", 1) for number in range(concurrent)], return_exceptions=True
     )

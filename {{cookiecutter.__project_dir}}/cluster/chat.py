@@ -19,7 +19,7 @@ TIMEOUTS = openai.Timeout(300, connect=5)  # seconds: 5 to connect, 300 between 
 
 
 class ChatSession:
-    """The messages so far, and the model that answers next."""
+    """A conversation: the messages so far, and the model that answers next."""
 
     def __init__(self, client: openai.OpenAI, model: str) -> None:
         self.client = client
@@ -39,14 +39,14 @@ class ChatSession:
             if pieces:
                 self.messages.append({"role": "assistant", "content": "".join(pieces)})
             else:
-                self.messages.pop()  # no answer, for example to a question that is too long: forget the question
+                self.messages.pop()  # forget the question; for example, it may be too long for the model
 
     def models(self) -> list[str]:
         """Return the names of all served models."""
         return [model.id for model in self.client.models.list()]
 
     def start_over(self, system: str | None = None) -> None:
-        """Forget all messages but the system message, which `system` replaces if given."""
+        """Forget all messages except the system message. If `system` is given, it replaces the system message."""
         if system is None:
             self.messages = [message for message in self.messages[:1] if message["role"] == "system"]
         else:
@@ -128,7 +128,7 @@ def _run_command(session: ChatSession, line: str) -> None:
 
 
 def _switch_model(session: ChatSession, name: str) -> None:
-    """Switch to another model, which sees all earlier messages."""
+    """Switch to another model, which gets all earlier messages. Print the names of the served models."""
     names = session.models()
     if name in names:
         session.model = name

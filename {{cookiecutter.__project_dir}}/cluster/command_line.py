@@ -16,7 +16,7 @@ OPTIONS_WITH_VALUE = ("--target", "-t", "--job", "-j")
 def normalize(program: Program) -> None:
     """Accept a job's id after `logs` and `stop` without a flag. Reject a missing job, and job options before `--`.
 
-    tasks.py calls this: invoke imports tasks.py after it has parsed its own options, but before it parses the verb's.
+    tasks.py calls this when it is imported: after invoke parses its own options, but before it parses the verb's.
     """
     words = program.core.unparsed if hasattr(program, "core") else []
     if words in (["submit", "--help"], ["submit", "-h"]):
@@ -26,7 +26,7 @@ def normalize(program: Program) -> None:
     elif words[:1] == ["submit"]:
         _reject_job_options(words)
     elif words[:1] == ["drill"]:
-        raise Exit("error: the fault tests are in the template that made this project. Run there: ./inv faults", 1)
+        raise Exit("error: the fault tests are in this project's template. In its folder, run: ./inv faults", 1)
     elif words and words[0] in JOB_ID_VERBS and (positions := _positional(words)):
         words.insert(positions[0], "--job")
 
@@ -41,13 +41,13 @@ def _positional(words: list[str]) -> list[int]:
 
 
 def _reject_job_options(words: list[str]) -> None:
-    """Reject `inv submit finetune_ddp --steps 10`, and show the right command."""
+    """Reject `inv submit finetune_ddp --steps 10`, and show the correct command."""
     positions = _positional(words)
     options = [
         index for index, word in enumerate(words) if word.startswith("-") and word.split("=")[0] not in SUBMIT_OPTIONS
     ]
     jobs = [index for index in positions if words[index] in job_scripts.names()]
-    jobs = jobs or [index for index in positions[:1] if options and index < options[0]]  # a misspelt name
+    jobs = jobs or [index for index in positions[:1] if options and index < options[0]]  # the name may be misspelt
     if not jobs or not options:
         return
     job, first = jobs[0], options[0]

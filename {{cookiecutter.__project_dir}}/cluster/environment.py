@@ -1,8 +1,8 @@
 """Install the project's environment from requirements/local.txt, and run every verb in it.
 
-The environment is in the user's cache, and `.venv` links to it: Ray fails if the path of the environment has spaces,
-which the project's path may have. The launcher `inv` creates the environment on first use and when the pins change.
-This module runs before anything is installed, so it imports only the standard library.
+The environment is in the user's cache, and `.venv` links to it. Inside the project's folder, it could have a path with
+spaces, and then Ray would fail. The launcher `inv` creates the environment on first use and when the pins change. This
+module runs before anything is installed, so it imports only the standard library.
 """
 
 import ast
@@ -36,14 +36,14 @@ def enter() -> None:
     environment = VENV.resolve()
     if environment.is_relative_to(PROJECT / ".cluster"):  # the launcher could not use the user's cache
         os.environ.setdefault("XDG_CACHE_HOME", str(PROJECT / ".cluster" / "cache"))
-    # as `activate` does: programs that the verbs start use this environment, not that of a caller such as `uv run`
+    # as `activate` does, so that programs that the verbs start use this environment and not that of `uv run`
     os.environ |= {"VIRTUAL_ENV": str(environment), "PATH": f"{environment / 'bin'}{os.pathsep}{os.environ['PATH']}"}
     # under `uv run`, Ray would start its workers with `uv run` too, in an environment without Ray
     os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
     if Path(sys.prefix) != environment:
         python = str(
             environment / "bin" / "python"
-        )  # absolute in argv[0] too, because Python finds its packages by that path
+        )  # argv[0] is absolute too, because Python uses it to find its packages
         os.execv(python, [python, "-m", "invoke", *sys.argv[1:]])
 
 
@@ -63,7 +63,7 @@ def install_pins() -> None:
     environment = Path(sys.prefix)
     with _locked(environment):
         if _is_current(environment):
-            return  # another process has just installed it
+            return  # another process has just installed the pins
         _remove_abandoned(environment.parent)
         started = time.monotonic()
         source, _ = package_sources(pip_settings())
@@ -73,7 +73,7 @@ def install_pins() -> None:
         begun = environment / INSTALLING
         again = ["--reinstall"] if begun.exists() else []  # a killed installation may have left half a package
         begun.touch()
-        # as pip does; otherwise each of a job's dozen processes would compile thousands of files
+        # compile bytecode, as pip does; otherwise each of a job's dozen processes would compile thousands of files
         _sync(environment, PINS, "--compile-bytecode", *quiet, *again)
         begun.unlink()
         (environment / STAMP).write_text(_pins_hash())
@@ -97,8 +97,8 @@ def _require_headers() -> None:
     if sys.platform == "linux" and not Path(sysconfig.get_path("include"), "Python.h").is_file():
         version = f"{sys.version_info.major}.{sys.version_info.minor}"
         sys.exit(
-            f"error: {sys.base_prefix}/bin/python{version} has no Python.h, which DeepSpeed compiles its CPU operators "
-            f"with. Run: sudo apt-get install python{version}-dev"
+            f"error: {sys.base_prefix}/bin/python{version} has no Python.h, which DeepSpeed needs to compile its CPU "
+            f"operators. Run: sudo apt-get install python{version}-dev"
         )
 
 
@@ -123,9 +123,9 @@ def _forget(venv: Path) -> None:
 
 
 def install(venv: Path, pins: Path, *options: str) -> None:
-    """Create `venv` and install `pins` into it. Exits if that fails; uv has printed the reason.
+    """Create `venv` and install `pins` into it. If that fails, exit after uv has printed the reason.
 
-    `options` are those of `uv pip sync`.
+    `options` are passed to `uv pip sync`.
     """
     _run([find_uv(), "venv", "--quiet", "--clear", "--python", sys.executable, str(venv)], {})
     _sync(venv, pins, *options)
@@ -158,7 +158,7 @@ def _run(command: list[str], variables: dict[str, str]) -> None:
 def package_sources(pip: dict[str, str]) -> tuple[str, dict[str, str]]:
     """Return a description of where torch comes from, and variables that pass pip's settings to uv.
 
-    By itself, uv ignores pip's settings. uv's own settings override them. If a find-links page or folder may have
+    By itself, uv ignores pip's settings. uv's own settings override them. If a find-links page or folder may contain
     torch, torch comes from there; otherwise it comes from PyTorch's CPU index.
     """
     variables = {
@@ -179,7 +179,7 @@ def package_sources(pip: dict[str, str]) -> tuple[str, dict[str, str]]:
 
 
 def _may_hold_torch(link: str) -> bool:
-    """Return whether a find-links page or folder may have torch. Pages are not fetched, so any page may have it."""
+    """Return whether a find-links page or folder may contain torch. Pages are not fetched, so any page may."""
     return "://" in link or any(Path(link).glob("torch-*.whl"))
 
 

@@ -1,4 +1,4 @@
-"""Ray's job client, with timeouts and with one-sentence errors."""
+"""Ray's job client, extended with timeouts and one-sentence errors."""
 
 import io
 from collections.abc import AsyncIterator, Mapping
@@ -15,7 +15,7 @@ from pipeline.ray_support.private.job_sdk import HookedJobClient
 TIMEOUTS_S = (5, 30)  # to connect or send a block, and between two blocks of a response; Ray's client has no timeouts
 UPLOAD_TIMEOUTS_S = (30, 300)  # a tunnel may still be sending megabytes when the client has finished
 PROBE_JOB = "probe"
-"""Id of the empty job that `up` runs. Do not delete that job: Ray still monitors it, and would list it as failed."""
+"""Id of the empty job that `up` runs. Do not delete that job, because Ray monitors it and would list it as failed."""
 
 
 class Unreachable(settings.UserError):
@@ -25,7 +25,7 @@ class Unreachable(settings.UserError):
 
 
 def unreachable(error: Exception, target_option: str = "") -> Unreachable:
-    """Return the error to raise after an error of an HTTP client. For `target_option`, see `target.Connection`."""
+    """Convert an HTTP client's error to `Unreachable`. For `target_option`, see `target.Connection`."""
     return Unreachable(
         f"no valid response from Ray ({_reason(error)}). "
         f"Try again. If it keeps failing: inv down{target_option}, then inv up{target_option}"
@@ -43,14 +43,14 @@ def _reason(error: Exception) -> str:
     if isinstance(error, requests.Timeout):
         return "timed out"
     if isinstance(error, RayError):
-        return "the token is not valid: the cluster was restarted"
+        return "the token is not valid, because the cluster was restarted"
     if isinstance(error, ValueError | LookupError | TypeError | AttributeError):
         return "the response is truncated, or not from Ray"
     return "the connection failed"
 
 
 class JobClient(HookedJobClient):
-    """Raises `Unreachable` where Ray's client would hang, or would raise an error of requests, aiohttp or Ray."""
+    """Raises `Unreachable` where Ray's client would hang, or raise an error of requests, aiohttp or Ray itself."""
 
     def __init__(self, address: str, headers: Mapping[str, str], target_option: str = "") -> None:
         self._target_option = target_option
@@ -75,7 +75,7 @@ class JobClient(HookedJobClient):
         return response
 
     def get_job_info(self, job_id: str) -> JobDetails:
-        """Return a job's details. Raises `Unreachable` if Ray does not know the job: the cluster was restarted."""
+        """Return a job's details. Raises `Unreachable` if a restarted cluster does not know the job."""
         try:
             return super().get_job_info(job_id)
         except RuntimeError:  # status 404

@@ -28,8 +28,8 @@ def clean(line: str) -> str:
     plain = ANSI.sub("", line)
     if NOISE.match(plain):
         return ""
-    # keep the prefix of a worker on another node: it shows which node an error comes from. Progress is that of all
-    # workers, so it needs no prefix.
+    # keep the prefix of a worker on another node, because it shows where an error comes from. A progress line counts
+    # the work of all workers, so it needs no prefix.
     is_elsewhere = ", ip=" in plain.partition(")")[0] and not PROGRESS.search(plain)
     return line if is_elsewhere else WORKER.sub("", line)
 

@@ -1,4 +1,4 @@
-"""Loopback on this machine: free ports, and HTTP requests that bypass proxies."""
+"""Use loopback on this machine: find free ports, and bypass HTTP proxies."""
 
 import itertools
 import os
@@ -15,7 +15,7 @@ def keep_to_loopback() -> None:
     Some HTTP clients read `no_proxy`, others `NO_PROXY`.
     """
     for scheme, proxy in urllib.request.getproxies().items():
-        if scheme != "no":  # the proxy settings of macOS apply only while no such variable is set
+        if scheme != "no":  # once a proxy variable is set, the proxy settings of macOS no longer apply
             os.environ.setdefault(f"{scheme}_proxy", proxy)
     bypassed = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
     if bypassed != "*":  # "*" bypasses all proxies, but only if it is the whole value
@@ -26,10 +26,10 @@ def keep_to_loopback() -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return different free ports, which no outgoing connection can take before they are used.
+    """Return distinct free ports that no outgoing connection takes before you use them.
 
-    They are below the ranges for outgoing connections (from 32768 on Linux, from 49152 on macOS). Ray opens many
-    connections while it starts. With ports from these ranges, one of them sometimes took the port of Ray's agent.
+    The ports are below the ranges for outgoing connections (from 32768 on Linux, from 49152 on macOS). When they were
+    inside these ranges, one of the many connections that Ray opens at its start sometimes took its agent's port.
     """
     candidates = random.SystemRandom().sample(range(20_000, 32_000), 1_000)
     return list(itertools.islice(filter(_is_free, candidates), count))

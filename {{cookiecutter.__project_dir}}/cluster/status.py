@@ -64,9 +64,10 @@ def show(snapshot: Snapshot, cloud: CloudStatus, console: Console) -> None:
 
 
 def address(snapshot: Snapshot, connection: Connection) -> str:
-    """Return the URL at which this machine reaches the served model. Raises `settings.UserError` if there is none."""
+    """Return the URL of the served model, for this machine. Raises `settings.UserError` if no model is served."""
     applications = snapshot.serve["applications"].values()
-    for application in sorted(applications, key=lambda one: one["route_prefix"] or ""):  # "/" first: it has all models
+    # "/" comes first, because it serves all models
+    for application in sorted(applications, key=lambda one: one["route_prefix"] or ""):
         if application["status"] == "RUNNING":
             url = _address(snapshot.serve, application)
             for port, local_port in connection.forwarded_ports.items():
@@ -155,7 +156,7 @@ def _latest_jobs(snapshot: Snapshot) -> list[dict[str, Any]]:
 
 
 def _pending(load: dict[str, Any]) -> list[tuple[dict[str, float], int]]:
-    """Return the pending bundles of resources, each with its count."""
+    """Return each pending bundle of resources, and how often it is requested."""
     bundles = [(bundle, count) for bundle, count in load.get("resourceDemand", [])]
     for group, count in load.get("pgDemand", []):
         bundles += [(bundle, int(number) * count) for bundle, number in group.get("bundles", [])]

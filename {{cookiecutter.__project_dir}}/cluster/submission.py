@@ -29,7 +29,7 @@ class SecretsSection(settings.Section):
 
 
 class UploadSection(settings.Section):
-    """The settings in [ray] for the upload."""
+    """The setting in [ray] that limits the upload."""
 
     model_config = ConfigDict(extra="ignore")
     working_dir_mib: int
@@ -86,7 +86,7 @@ def follow(connection: Connection, job_id: str, *, verbose: bool = False) -> int
 
 
 def stop(connection: Connection, job_id: str) -> JobDetails:
-    """Stop a job and return its details. A job that has ended does not change."""
+    """Stop a job and return its details. A job that has already ended keeps its status."""
     connection.client().stop_job(job_id)
     try:
         return _wait_until_ended(connection, job_id)
@@ -140,7 +140,7 @@ async def _print_log(connection: Connection, job_id: str, printer: job_output.Pr
 
 
 def _has_ended(client: JobClient, job_id: str) -> bool:
-    """Return whether a job has ended. Raises `Unreachable` if its node is gone, because then nothing records that."""
+    """Return whether a job has ended. Raises `Unreachable` if its node is gone and cannot record the job's end."""
     deadline = time.monotonic() + NODE_GONE_S
     while True:
         details = client.get_job_info(job_id)
@@ -177,7 +177,7 @@ def _interrupted(connection: Connection, job_id: str) -> int:
 
 
 def _wait_until_ended(connection: Connection, job_id: str, timeout_s: float = 60) -> JobDetails:
-    """Wait until a job has ended, and return its details. Its status may change a little later than its log ends."""
+    """Wait until a job has ended, and return its details. Its status may change slightly after its log ends."""
     client, deadline = connection.client(), time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         if _has_ended(client, job_id):
@@ -191,7 +191,7 @@ def _wait_until_ended(connection: Connection, job_id: str, timeout_s: float = 60
 def _exit_code(details: JobDetails) -> int:
     if details.status == JobStatus.SUCCEEDED:
         return 0
-    if details.driver_exit_code is None:  # it never ran, so its log has no reason
+    if details.driver_exit_code is None:  # the job never ran, so its log gives no reason
         print(f"the job did not start: {details.message}", file=sys.stderr)
     return details.driver_exit_code or 1
 

@@ -19,7 +19,7 @@ class Connection:
     dashboard: str
     """URL of Ray's dashboard, which also answers requests about jobs, state and Serve.
 
-    It is on loopback; if the head is on another machine, through a tunnel.
+    It is always a loopback address. If the head is on another machine, a tunnel forwards requests to it.
     """
     headers: dict[str, str] = field(repr=False)
     """HTTP headers with the cluster's token."""
@@ -31,7 +31,7 @@ class Connection:
     """Environment variables of each submitted job: its profile, and where it finds files and secrets."""
 
     def client(self) -> JobClient:
-        """Return a job client. This method and the client's raise `Unreachable` if the cluster does not answer."""
+        """Return a job client. Raises `Unreachable` if the cluster does not answer, as do the client's methods."""
         for name in LOGGERS:
             logging.getLogger(name).setLevel(logging.ERROR)  # users do not need Ray's notes on packages and sockets
         return JobClient(self.dashboard, self.headers, self.target_option)
@@ -61,12 +61,12 @@ class Target(Protocol):
         """Check everything that can be checked before the cluster starts."""
 
     def prepare(self) -> None:
-        """Create everything that the cluster needs and that costs nothing, unless it exists."""
+        """Create everything that the cluster needs and that is free of charge. Keep what exists."""
 
     def up(self, yes: bool) -> None:
         """Start the cluster unless it is up. Return when jobs can be submitted.
 
-        Asks before anything that costs money, unless `yes` is set.
+        Asks before starting anything that costs money, unless `yes` is set.
         """
 
     def connect(self) -> Connection:
@@ -88,4 +88,4 @@ class Target(Protocol):
         """Return what is rented, what it costs, what is pending and why, and what AWS refused."""
 
     def down(self) -> list[str]:
-        """Stop the cluster. Return what is left of it: an empty list proves that nothing is left."""
+        """Stop the cluster and delete its resources. Return what is left: an empty list means that nothing is."""

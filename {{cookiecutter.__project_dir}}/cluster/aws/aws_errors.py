@@ -29,7 +29,7 @@ def explain(error: BotoCoreError | ClientError) -> str:
 
 
 def missing_permission(error: ClientError) -> str:
-    """Return the action that was denied, such as "ec2:RunInstances". Empty for any other error."""
+    """Return the action that AWS denied, such as "ec2:RunInstances", or "" for any other kind of error."""
     answer = error.response["Error"]
     if answer["Code"] not in DENIED:
         return ""

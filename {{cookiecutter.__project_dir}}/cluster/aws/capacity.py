@@ -1,4 +1,4 @@
-"""Tell submitted jobs which instances the cluster can have."""
+"""Describe the instances that the cluster can have, for submitted jobs."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from cluster.common.cluster_file import ClusterFile
 
 
 def offers(file: ClusterFile) -> list[dict[str, str]]:
-    """Return zones and markets in the order in which pipeline/ray_support/gang.py tries them."""
+    """Return the workers' zones and markets in the order in which pipeline/ray_support/gang.py tries them."""
     zoned = [worker for worker in file.workers if worker.zone]
     return [
         {"node_type": worker.name, "zone": worker.zone, "market": worker.market}
@@ -15,7 +15,7 @@ def offers(file: ClusterFile) -> list[dict[str, str]]:
 
 
 def possible_nodes(file: ClusterFile) -> list[dict[str, Any]]:
-    """Return all instances that the cluster can have, for pipeline/ray_support/capacity.py.
+    """Return the resources and the maximum number of each instance type, for pipeline/ray_support/capacity.py.
 
     An instance type that is in several markets and zones counts once.
     """

@@ -1,4 +1,4 @@
-"""The part of `inv status` that only rented clusters have: instances, what is pending and why, and what it costs."""
+"""The part of `inv status` that only rented clusters have: instances and their cost, and what is pending and why."""
 
 from collections import Counter
 from typing import Any

@@ -1,4 +1,4 @@
-"""The status of a running head: whether all its parts are running, and what it was set up from."""
+"""The status of a running head: whether all its parts are running, and which files it was set up from."""
 
 import json
 import time
@@ -42,17 +42,17 @@ def runs(head: ssh.SshHead) -> bool:
 
 
 def _missing(status: dict[str, Any]) -> str:
-    """Return which part of the head is not running; empty if all are."""
+    """Return the name of a part of the head that is not running, or "" if all are running."""
     if not (status["autoscaler"] and status["reported"]):
         return "autoscaler"
     return "" if status["watchdog"]["runs"] else "watchdog"
 
 
 def wait_until_ready(head: ssh.SshHead) -> None:
-    """Wait until the autoscaler and the watchdog are running: `ray up` succeeds even without them.
+    """Wait until the autoscaler and the watchdog are running, because `ray up` succeeds even without them.
 
     Raises:
-        settings.UserError: one of them is not running. The message has the last line of its log.
+        settings.UserError: one of them does not start. The message contains the last line of its log.
     """
     started = time.monotonic()
     with Console().status("waiting for the autoscaler") as spinner:

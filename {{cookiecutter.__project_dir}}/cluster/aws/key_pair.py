@@ -11,7 +11,7 @@ def ensure(file: ClusterFile) -> None:
     """Create the key pair unless it exists.
 
     Raises:
-        settings.UserError: AWS has a key pair with this name, and this machine does not have its private key.
+        settings.UserError: AWS has a key pair with this name, but this machine does not have its private key.
     """
     ec2 = file.client("ec2")
     on_aws = ec2.describe_key_pairs(Filters=[{"Name": "key-name", "Values": [file.slug]}], IncludePublicKey=True)[
@@ -27,13 +27,13 @@ def ensure(file: ClusterFile) -> None:
         )
     elif not file.key_file.exists():
         raise settings.UserError(
-            f"the cluster's private key {file.key_file} is not on this machine. Copy it from where `inv up` ran, "
-            f"or end the cluster: inv down --target {TARGET}"
+            f"the cluster's private key {file.key_file} is not on this machine. Copy it from the machine that "
+            f"ran `inv up`, or end the cluster: inv down --target {TARGET}"
         )
     elif (theirs := on_aws[0].get("PublicKey")) and theirs.split()[:2] != _public_key(file.key_file).split()[:2]:
         raise settings.UserError(
-            f"{file.key_file} does not belong to the key pair {file.slug} on AWS. Replace it with the key from where "
-            f"`inv up` ran, or end the cluster: inv down --target {TARGET}"
+            f"{file.key_file} does not belong to the key pair {file.slug} on AWS. Replace it with the key from the "
+            f"machine that ran `inv up`, or end the cluster: inv down --target {TARGET}"
         )
 
 

@@ -8,14 +8,14 @@ from cluster.common.cluster_file import ClusterFile
 
 
 class ServeSection(settings.Section):
-    """The settings in [serve] for connections to the served model."""
+    """The port of the served model in [serve]."""
 
     model_config = ConfigDict(extra="ignore")
     port: int
 
 
 def stack_parameters(section: vpc.NetworkSection, network: vpc.Network) -> dict[str, str]:
-    """Return the stack's parameters for a load balancer. Empty if the settings ask for none.
+    """Return the stack's parameters for a load balancer. Empty if the settings name no certificate.
 
     Raises:
         settings.UserError: the network has only one zone.
@@ -39,6 +39,6 @@ def register(file: ClusterFile, head_id: str) -> None:
         targets = {"TargetGroupArn": outputs["HttpsTargets"], "Targets": [{"Id": head_id}]}
         file.client("elbv2").register_targets(**targets)
         print(
-            f"https: {outputs['HttpsName']} forwards requests to the served model, for about 20 dollars per month; "
-            "point a CNAME record with the certificate's name to it"
+            f"https: {outputs['HttpsName']} forwards requests to the served model, for about 20 dollars per month. "
+            "Point a CNAME record with the certificate's name to this address"
         )

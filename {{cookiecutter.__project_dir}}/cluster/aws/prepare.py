@@ -27,7 +27,7 @@ def prepare(file: ClusterFile) -> None:
     }
     key_pair.ensure(file)
     result = stack.deploy(file, parameters)
-    print(f"stack {file.slug} {result}: in {', '.join(network.zones)}; port 22 is open to {parameters['Caller']} only")
+    print(f"stack {file.slug} {result} in {', '.join(network.zones)}; port 22 is open only to {parameters['Caller']}")
     print(f"bucket: s3://{bucket.name(file)}")
 
 
@@ -38,7 +38,7 @@ def delete(file: ClusterFile) -> None:
 
 
 def _own_address() -> str:
-    """Return this machine's address, as AWS sees it."""
+    """Return this machine's public address."""
     url = os.environ.get("CALLER_ADDRESS_URL", "https://checkip.amazonaws.com")  # the emulated AWS has its own URL
     try:
         response = requests.get(url, timeout=10)
@@ -52,7 +52,7 @@ def _own_address() -> str:
 
 
 def _make_bucket(file: ClusterFile) -> str:
-    """Return "yes" if the stack creates the bucket, "no" if an earlier stack left one, which no new stack can adopt."""
+    """Return "no" if a deleted stack left the bucket, because a new stack cannot adopt it. Otherwise, return "yes"."""
     if existing := stack.find(file):
         return next(p["ParameterValue"] for p in existing["Parameters"] if p["ParameterKey"] == "MakeBucket")
     return "no" if bucket.exists(file) else "yes"

@@ -16,13 +16,13 @@ COLOUR = re.compile(r"\x1b\[[\d;]*m")
 
 
 def up() -> None:
-    """Run `ray up cluster/cluster.yaml`. If it fails, raises `settings.UserError` with its last line of output."""
+    """Run `ray up cluster/cluster.yaml`. Raises `settings.UserError` with its last line of output if it fails."""
     LOG.parent.mkdir(exist_ok=True)
     started = time.monotonic()
     command = [sys.executable, "-m", "ray.scripts.scripts", "up", "--yes", "--no-config-cache", str(FILE)]
     step = "asking AWS"
     with LOG.open("w") as log, Console().status(step) as spinner:
-        # cwd: the file mounts of cluster.yaml are relative to it
+        # the file mounts in cluster.yaml are relative to the working directory
         process = subprocess.Popen(
             command, cwd=settings.PROJECT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
         )
@@ -44,7 +44,7 @@ def up() -> None:
 
 
 def _reason() -> str:
-    """Return the last output line of the command that failed. Ray's own lines begin with a date."""
+    """Return the last line of the failed command's output. Skip Ray's own lines, which begin with a date."""
     text = COLOUR.sub("", LOG.read_text(errors="replace")).partition("update-failed")[0]
     noise = r"\d{4}-\d\d-\d\d |Shared connection|Warning: Permanently added"
     lines = [line.strip() for line in text.splitlines() if line.strip() and not re.match(noise, line)]

@@ -1,4 +1,4 @@
-"""The cluster's secrets in AWS Secrets Manager. `up` uploads them from .env, `down` deletes them."""
+"""The cluster's secrets in AWS Secrets Manager. `up` uploads them from .env, and `down` deletes them."""
 
 import secrets
 from typing import Any
@@ -15,7 +15,7 @@ SERVER_KEY = "SERVE_API_KEY"
 def upload(file: ClusterFile) -> None:
     """Store each secret of [secrets] that has a value in .env. Print the names of secrets without a value.
 
-    If there is no key for the served model, generate one: no model is served without a key.
+    If there is no key for the served model, generate one, because the server needs a key.
     """
     client = file.client("secretsmanager")
     env_file = settings.PROJECT / ".env"
@@ -40,7 +40,7 @@ def names(file: ClusterFile) -> list[str]:
 
 
 def delete(file: ClusterFile) -> None:
-    """Delete all secrets immediately: if their deletion is only scheduled, they cost money until then."""
+    """Delete all secrets immediately. While a deletion is only scheduled, `up` cannot store a secret of that name."""
     client = file.client("secretsmanager")
     for name in names(file):
         client.delete_secret(SecretId=f"{file.slug}/{name}", ForceDeleteWithoutRecovery=True)

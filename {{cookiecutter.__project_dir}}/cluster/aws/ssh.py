@@ -1,4 +1,4 @@
-"""Connect to the head by ssh: run commands, and open a tunnel to its dashboard."""
+"""Connect to the head over ssh: run commands, and open a tunnel to its dashboard."""
 
 import atexit
 import subprocess
@@ -13,7 +13,7 @@ from cluster.network import free_ports
 KNOWN_HOSTS = settings.PROJECT / ".cluster" / "known_hosts"
 DASHBOARD_PORT = 8265
 ENVIRONMENT = "export PATH=$HOME/env/bin:$PATH RAY_AUTH_MODE=token; "
-"""Sets the same variables as setup_commands in cluster.yaml, which a command run by ssh does not get."""
+"""Sets variables for a command run over ssh. Interactive shells get them from ~/.bashrc (see cluster.yaml)."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class SshHead:
         KNOWN_HOSTS.parent.mkdir(exist_ok=True)
         ssh_options = {
             "IdentitiesOnly": "yes",
-            "HostKeyAlias": self.instance_id,  # addresses are reused, instance ids are not
+            "HostKeyAlias": self.instance_id,  # AWS reuses addresses, but not instance ids
             "UserKnownHostsFile": str(KNOWN_HOSTS),
             "StrictHostKeyChecking": "accept-new",
             "ConnectTimeout": "10",
@@ -49,7 +49,7 @@ class SshHead:
         """Run `command` on the head and return its output.
 
         Raises:
-            settings.UserError: ssh cannot connect, or the command failed. The message has the last line of stderr.
+            settings.UserError: ssh cannot connect, or the command failed. The message contains stderr's last line.
         """
         done = subprocess.run(
             [*self.command("-T"), ENVIRONMENT + command], stdin=subprocess.DEVNULL, capture_output=True, text=True
@@ -64,7 +64,7 @@ class SshHead:
         """Forward loopback ports of the head to this machine, until this process ends.
 
         Returns:
-            The local port of each port in `ports`, and the cluster's token.
+            The local port for each of the head's `ports`, and the cluster's token.
         """
         local_ports = dict(zip(ports, free_ports(len(ports)), strict=True))
         forwards = [
@@ -109,7 +109,8 @@ def find_head(file: ClusterFile) -> SshHead:
         )
     if not file.key_file.exists():
         raise settings.UserError(
-            f"the cluster's private key {file.key_file} is not on this machine. Copy it from where `inv up` ran"
+            f"the cluster's private key {file.key_file} is not on this machine. Copy it from the machine that "
+            "ran `inv up`"
         )
     address = instance.public_address or instance.private_address
     return SshHead(

@@ -1,4 +1,4 @@
-"""The CloudFormation stack of cluster/stack.yaml: create, update, find and delete it."""
+"""Create, update, find and delete the CloudFormation stack of cluster/stack.yaml."""
 
 import re
 import time
@@ -28,7 +28,7 @@ def deploy(file: ClusterFile, parameters: dict[str, str]) -> str:
     """Create or update the stack. Return a description of what was done.
 
     Raises:
-        settings.UserError: AWS could not do it. The message has the first reason that AWS gave.
+        settings.UserError: AWS reports a failure. The message contains the first reason that AWS gives.
     """
     cloudformation = file.client("cloudformation")
     request = {
@@ -40,7 +40,7 @@ def deploy(file: ClusterFile, parameters: dict[str, str]) -> str:
     }
     stack = find(file)
     if stack and stack["StackStatus"] in ("ROLLBACK_COMPLETE", "ROLLBACK_FAILED", "DELETE_FAILED"):
-        delete(file)  # such a stack is empty and cannot be updated
+        delete(file)  # such a stack cannot be updated
         stack = None
     if stack is None:
         cloudformation.create_stack(**request, OnFailure="DELETE")
@@ -64,7 +64,7 @@ def delete(file: ClusterFile) -> None:
 
 
 def _wait(file: ClusterFile, action: str) -> None:
-    """Wait until the operation on the stack ends. Raises `settings.UserError` with AWS's first reason if it fails."""
+    """Wait until the operation on the stack ends. Raises `settings.UserError` with AWS's reason if it fails."""
     started = time.monotonic()
     stack = find(file)
     stack_id = stack["StackId"] if stack else ""

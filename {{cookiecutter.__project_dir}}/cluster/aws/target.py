@@ -26,7 +26,7 @@ class Aws:
     profile = "cluster"
 
     def doctor(self) -> list[Finding]:
-        from cluster.aws.doctor import checks  # imports the jobs' options, which takes seconds
+        from cluster.aws.doctor import checks  # takes seconds, because it imports the jobs' options
 
         return checks.check(cluster_file.load())
 
@@ -90,7 +90,7 @@ class Aws:
         file = cluster_file.load()
         if not bucket.exists(file):
             raise settings.UserError(
-                f"{file.slug} has no bucket on AWS yet, so there is no output of jobs. Run: inv up --target {TARGET}"
+                f"{file.slug} has no bucket on AWS yet, so no job has saved any output. Run: inv up --target {TARGET}"
             )
         return {"PROFILE": self.profile, "PROJECT_DIR": f"s3://{bucket.name(file)}", **bucket.access(file)}
 
@@ -126,7 +126,7 @@ class Aws:
                 f"of {file.slug} is left"
             )
             if bucket.exists(file):
-                print(f"kept, with your work: s3://{bucket.name(file)}")
+                print(f"the bucket with your work is kept: s3://{bucket.name(file)}")
         return left
 
 
@@ -143,7 +143,7 @@ def _require_no_errors(findings: list[Finding], target: str) -> None:
 
 
 def _confirm(question: str, yes: bool) -> None:
-    """Ask before anything that costs money starts. Raises `settings.UserError` if the answer is not yes."""
+    """Ask before starting anything that costs money. Raises `settings.UserError` if the answer is not yes."""
     if yes:
         return
     if not sys.stdin.isatty():
@@ -153,24 +153,27 @@ def _confirm(question: str, yes: bool) -> None:
 
 
 def _describe_changes(file: ClusterFile, running: instances.Instance | None) -> str:
-    """Return what `up` will do, in a sentence; empty if there is nothing to do."""
+    """Return a sentence that says what `up` will do, or "" if it has nothing to do."""
     if running is None:
         orphans = len(instances.living(file))
         return "a head will start" + (f" and take over {orphans} instances that have no head" if orphans else "")
     if running.tags.get(instances.FILES_TAG) == file.digest:
         if head.runs(ssh.find_head(file)):
             return ""
-        return f"Ray, its autoscaler or the watchdog is not running on the head {running.id}: it will be set up again"
+        return (
+            f"Ray, its autoscaler or the watchdog is not running on the head {running.id}, so the head will be set up "
+            "again"
+        )
     if running.tags.get("ray-launch-config") == _launch_hash(file):
         return (
-            "cluster.yaml, the pins or a limit changed since the last up: the head will be set up again, which ends "
+            "cluster.yaml, the pins or a limit changed since the last up, so the head will be set up again, which ends "
             "running jobs"
         )
-    return f"the head's instance changed in cluster.yaml: {running.id} will be replaced, which ends running jobs"
+    return f"the head's instance changed in cluster.yaml, so {running.id} will be replaced, which ends running jobs"
 
 
 def _launch_hash(file: ClusterFile) -> str:
-    """Return the hash by which Ray decides whether a running head matches the cluster file."""
+    """Return the hash that Ray uses to decide whether a running head matches the cluster file."""
     from pipeline.ray_support.private import cluster_launcher  # importing Ray takes a second
 
     return cluster_launcher.launch_hash(file.content, file.head.name)

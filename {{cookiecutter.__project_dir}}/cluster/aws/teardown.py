@@ -14,10 +14,10 @@ TERMINATE_TIMEOUT_S = 900
 
 
 def end_instances(file: ClusterFile) -> None:
-    """Terminate every instance of the project, the head first: its autoscaler would replace the others.
+    """Terminate every instance of the project. Start with the head, whose autoscaler would replace the others.
 
     Raises:
-        settings.UserError: an instance has not ended after 15 minutes.
+        settings.UserError: an instance is still not terminated after 15 minutes.
     """
     ec2 = file.client("ec2")
     started = time.monotonic()

@@ -9,7 +9,7 @@ import settings
 from cluster.common.cluster_file import ClusterFile
 
 ZONES = 3
-"""Number of zones: stack.yaml has a launch template for each."""
+"""Number of zones, each with a launch template in stack.yaml."""
 
 
 class NetworkSection(settings.Section):
@@ -20,14 +20,14 @@ class NetworkSection(settings.Section):
     caller: str = ""
     """Address that may connect to port 22 of the head, as a.b.c.d/32. If empty, the address of this machine."""
     certificate: str = ""
-    """ARN of an ACM certificate, with which a load balancer serves the model over HTTPS. If empty, there is none."""
+    """ARN of the ACM certificate for serving over HTTPS. If empty, there is no load balancer."""
     clients: str = ""
     """Addresses that may connect to the load balancer, as a.b.c.d/n."""
 
     @model_validator(mode="after")
     def _clients_are_named(self) -> Self:
         if bool(self.certificate) != bool(self.clients):
-            raise ValueError("set both certificate and clients, or neither: clients says who may use the load balancer")
+            raise ValueError("set both certificate and clients, or neither. Only clients may use the load balancer")
         return self
 
 
@@ -37,7 +37,7 @@ class Network:
 
     vpc: str
     subnets: list[str]
-    """Three, one per zone. They repeat if fewer zones offer the instance type."""
+    """Ids of three subnets, one per zone. If fewer than three zones offer the instance type, ids repeat."""
     zones: list[str]
 
 

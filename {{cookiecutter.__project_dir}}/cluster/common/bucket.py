@@ -8,7 +8,7 @@ import botocore.exceptions
 from cluster.common.cluster_file import ClusterFile
 
 NOTE = "cluster/ended.txt"
-"""Object in the bucket that says why the cluster shut itself down."""
+"""Key of the object that says why the cluster shut itself down."""
 
 
 def name(file: ClusterFile) -> str:
@@ -47,13 +47,13 @@ def access(file: ClusterFile) -> dict[str, str]:
 
 
 def leave_note(file: ClusterFile, reason: str) -> None:
-    """Save why the cluster shut itself down, for `inv status`: the cluster's logs are lost with its instances."""
+    """Save why the cluster shut itself down, because the cluster's logs are lost with its instances."""
     words = f"it shut itself down at {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC: {reason}"
     file.client("s3").put_object(Bucket=name(file), Key=NOTE, Body=words.encode())
 
 
 def note(file: ClusterFile) -> str:
-    """Return, in parentheses, why the last cluster shut itself down; empty if it did not."""
+    """Return why the last cluster shut itself down, in parentheses, or "" if it did not."""
     try:
         answer = file.client("s3").get_object(Bucket=name(file), Key=NOTE)
     except botocore.exceptions.ClientError:  # there is no note
@@ -62,5 +62,5 @@ def note(file: ClusterFile) -> str:
 
 
 def forget_note(file: ClusterFile) -> None:
-    """Delete the note of an earlier cluster."""
+    """Delete the note of the last cluster."""
     file.client("s3").delete_object(Bucket=name(file), Key=NOTE)

@@ -33,7 +33,7 @@ class NodeType:
     max_workers: int
     """Maximum number of instances at once."""
     zone: str
-    """Its label `zone`, by which a training gang stays in one zone. Empty if it has no such label."""
+    """Value of the label `zone`, which keeps a training gang in one zone. Empty if there is no such label."""
     priority: int
     """Among types that fit, Ray requests the one with the highest priority first."""
     node_config: dict[str, Any]
@@ -78,7 +78,7 @@ class ClusterFile:
         return [self._node_type(name) for name in self.content["available_node_types"] if name != self.head.name]
 
     def client(self, service: Any) -> Any:  # Any, because boto3's types have an overload for each service's name
-        """Return a boto3 client for a service in this cluster's region. `service` is its name."""
+        """Return a boto3 client for the named service in this cluster's region."""
         return boto3.client(service, region_name=self.region)
 
     def _node_type(self, name: str) -> NodeType:
@@ -112,5 +112,5 @@ def load(file: Path = FILE) -> ClusterFile:
             f"{file} is not valid YAML: {' '.join(str(error).split())}. Correct that line"
         ) from None
     except (KeyError, TypeError) as error:
-        raise settings.UserError(f"{file} lacks {error}. Compare it: git diff {file}") from None
+        raise settings.UserError(f"{file} lacks {error}. See what changed: git diff {file}") from None
     return read

@@ -22,7 +22,7 @@ class Prices:
 
     head: float
     workers: dict[str, float]
-    """By node type. Spot prices are the current ones in the cheapest zone."""
+    """Maps a node type to its price. A spot price is the current one in the cheapest zone."""
     maximum: float
     """Price of the head and of max_workers instances of the most expensive type."""
 
@@ -65,7 +65,7 @@ def table(file: ClusterFile, prices: Prices) -> Table:
 
 
 def of_workers(dollars_per_instance_hour: Mapping[int, float], device: str, workers: int) -> float | None:
-    """Return dollars per hour for whole instances with one GPU per worker, or None if there is no price for the GPU.
+    """Return the hourly price of enough instances for one GPU per worker, or None if the price is unknown.
 
     `dollars_per_instance_hour` maps an A100's memory in GiB to the hourly price of an instance. `device` is the name of
     a GPU, such as "NVIDIA A100-SXM4-40GB".
@@ -107,6 +107,6 @@ def _spot(file: ClusterFile, instance_type: str) -> float:
     )["SpotPriceHistory"]
     if not history:
         raise settings.UserError(
-            f"{instance_type} is not available as spot in {file.region}. Remove it from cluster/cluster.yaml"
+            f"{instance_type} is not available as a spot instance in {file.region}. Remove it from cluster/cluster.yaml"
         )
     return min(float(entry["SpotPrice"]) for entry in history)

@@ -64,7 +64,7 @@ class InjectedFaults:
 
 
 class Api:
-    """The WSGI application that answers for every AWS service."""
+    """The WSGI application that answers calls to all AWS services."""
 
     def __init__(self) -> None:
         self.moto = DomainDispatcherApplication(create_backend_app)
@@ -129,7 +129,7 @@ def _zone_of(parameters: dict[str, str]) -> str:
 
 
 def _read_body(environ: dict[str, Any]) -> bytes:
-    """Return the whole body. If it is chunked, remove what says so from `environ`, because its length is now known."""
+    """Return the whole body. If it is chunked, remove this from `environ`, because the body's length is now known."""
     chunked = environ.pop("HTTP_TRANSFER_ENCODING", "") and environ.pop("wsgi.input_terminated", False)
     return environ["wsgi.input"].read(*([] if chunked else [int(environ.get("CONTENT_LENGTH") or 0)]))
 
@@ -141,7 +141,7 @@ def _parse(environ: dict[str, Any], body: bytes) -> Call:
     action = (environ.get("HTTP_X_AMZ_TARGET") or "").rpartition(".")[2]
     if action:
         parameters = json.loads(body or b"{}")
-        parameters.pop("SecretString", None)  # the record of calls is written to a file
+        parameters.pop("SecretString", None)  # calls are recorded in a file, which must contain no secrets
     elif b"Action=" in body:
         parameters = dict(urllib.parse.parse_qsl(body.decode(), keep_blank_values=True))
         action = parameters["Action"]

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-# moto reads this variable when it is imported
+# moto reads this variable on import
 os.environ["MOTO_IAM_LOAD_MANAGED_POLICIES"] = "true"
 
 from moto.iam.models import iam_backends
@@ -35,14 +35,14 @@ from cluster.emulator.moto_instances import ACCOUNT, MotoInstance
 SCRATCH = Path("/tmp")  # the cloud has a private tmpfs here
 HOME = SCRATCH / "home"
 READY = SCRATCH / "ready"
-# the SSM parameter with the image's id, which moto lacks
+# the SSM parameter with the image's id; moto lacks this parameter
 IMAGE_PARAMETER = "/aws/service/deeplearning/ami/x86_64/base-oss-nvidia-driver-gpu-ubuntu-24.04/latest/ami-id"
-IMAGE = "ami-12c6146b"  # any image that moto knows; hosts boot from the one that host_image.py builds
+IMAGE = "ami-12c6146b"  # any image that moto knows; hosts boot from host_image.py's image instead
 LAPTOP_IP = "203.0.113.7"  # the laptop's public address, from a range that is reserved for documentation (RFC 5737)
 
 
 class Cloud:
-    """Boots a host for each running instance, and stops it when the instance ends."""
+    """Boots a host for each running instance, and stops the host when the instance ends."""
 
     def __init__(self, layers: str, shared_paths: list[str]) -> None:
         self.layers = layers
@@ -107,7 +107,7 @@ class Cloud:
 
 
 class ControlApi:
-    """The control API on the cloud's loopback, for the rehearsal and the fault tests. AWS has no counterpart.
+    """The control API on the cloud's loopback, for `inv rehearse` and the fault tests. AWS has no counterpart.
 
     GET returns the cloud's state. PUT calls `_control` with the JSON body as keyword arguments, then returns the state.
     """
@@ -156,7 +156,7 @@ class ControlApi:
 
 
 class _CheckIp:
-    """Answers as https://checkip.amazonaws.com does, with the laptop's address."""
+    """Returns the laptop's address, as https://checkip.amazonaws.com does."""
 
     def __call__(self, environ: dict[str, Any], start_response: StartResponse) -> Iterable[bytes]:
         start_response("200 OK", [("Content-Type", "text/plain")])
@@ -175,7 +175,7 @@ class _RequestHandler(WSGIRequestHandler):
 def run(region: str, pins: Path) -> None:
     """Run the cloud until it is killed.
 
-    `pins`: file with the packages that hosts install instead of those in requirements/cluster.txt, which need CUDA.
+    `pins` is a file. Hosts install its packages instead of those in requirements/cluster.txt, which need CUDA.
     """
     _create_network()
     layer = SCRATCH / "image"
@@ -201,7 +201,7 @@ def _create_network() -> None:
     """Create the bridge that serves as the VPC's router, AWS's endpoint and the metadata service."""
     for command in (
         "ip link set lo up",
-        # a fixed MAC: otherwise the bridge takes the lowest of its ports' MACs, and each change cuts it off for seconds
+        # a fixed MAC; otherwise the bridge uses its ports' lowest MAC, and each change interrupts it for seconds
         "ip link add br0 address 02:00:ac:1f:ff:01 type bridge",
         f"ip addr add {GATEWAY}/16 dev br0",
         "ip addr add 169.254.169.254/32 dev br0",
@@ -211,7 +211,7 @@ def _create_network() -> None:
 
 
 def _create_account(region: str) -> None:
-    """Create what an AWS account has: an administrator, the role for spot, the public parameter with the image's id."""
+    """Create an administrator, the role for spot instances, and the public parameter with the image's id."""
     iam = iam_backends[ACCOUNT]["aws"]
     iam.create_user(region, "laptop")
     iam.attach_user_policy("arn:aws:iam::aws:policy/AdministratorAccess", "laptop")

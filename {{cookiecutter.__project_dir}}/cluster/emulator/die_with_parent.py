@@ -22,7 +22,7 @@ DETACH = b"\n"
 def start(module: str, *arguments: str, prefix: tuple[str, ...] = (), **options: Any) -> subprocess.Popen:
     """Start `module` in a new session. It ends with this process, or when its `stdin` is closed.
 
-    `prefix`: a command to run it with, such as unshare. `options`: passed to Popen.
+    `prefix` is a command that runs the module, such as unshare. `options` are passed to Popen.
     """
     command = [*prefix, sys.executable, "-m", "cluster.emulator.die_with_parent", module, *arguments]
     return subprocess.Popen(command, cwd=settings.PROJECT, stdin=subprocess.PIPE, start_new_session=True, **options)

@@ -13,12 +13,12 @@ from pathlib import Path
 from cluster.emulator.addresses import GATEWAY
 
 INIT = Path(__file__).with_name("host_init.sh")
-BOOT_TIMEOUT_S = 120  # usually takes a second; a host that fails is noticed immediately
+BOOT_TIMEOUT_S = 120  # booting usually takes a second, and failure is noticed immediately
 
 
 @dataclass
 class Host:
-    """A host in its own namespaces. They end with the host's first process, which ends with the cloud."""
+    """A host in its own namespaces. The namespaces end with the host's first process, which ends with the cloud."""
 
     folder: Path
     """Holds everything that the host writes. It is on the cloud's private tmpfs."""
@@ -32,7 +32,7 @@ class Host:
     process: subprocess.Popen | None = field(default=None, init=False)
 
     def boot(self) -> None:
-        """Boot, and return when sshd answers. Raises RuntimeError with the end of the boot log if it does not."""
+        """Boot the host, and return when sshd answers. Raises RuntimeError with the end of the boot log otherwise."""
         self.folder.mkdir(parents=True)
         name = f"ip-{self.private_ip.replace('.', '-')}"
         for file, text in {
@@ -63,7 +63,7 @@ class Host:
     def stop(self) -> None:
         """Kill all of the host's processes at once, and delete its files."""
         if self.process:
-            self.process.send_signal(signal.SIGKILL)  # --kill-child: this kills the host's PID 1 too
+            self.process.send_signal(signal.SIGKILL)  # because of --kill-child, this also kills the host's PID 1
             self.process.wait()
         with contextlib.suppress(subprocess.CalledProcessError):
             _ip("link", "del", self._card())
@@ -79,7 +79,7 @@ class Host:
         return (self.folder / "boot.log").read_text(errors="replace")
 
     def _first_process(self) -> str:
-        """Return the pid, in the cloud's namespace, of the host's process 1."""
+        """Return the pid that the host's process 1 has in the cloud's namespace."""
         assert self.process
         return Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()[0]
 
@@ -96,7 +96,7 @@ class Host:
         _ip("route", "replace", self.public_ip, "via", self.private_ip)
 
     def _has_own_network(self) -> bool:
-        """Return whether `unshare` has entered its new network, which it does before it forks the first process."""
+        """Return whether `unshare` has entered its new network. Only then does it fork the first process."""
         assert self.process
         return Path(f"/proc/{self.process.pid}/ns/net").readlink() != Path("/proc/self/ns/net").readlink()
 

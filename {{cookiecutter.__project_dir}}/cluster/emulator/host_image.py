@@ -1,7 +1,7 @@
 """The image that hosts boot from: this machine's root file system, with one small overlay layer on top.
 
-The layer adds the user `ubuntu`, an sshd, the address of the cloud's endpoint, and settings with which packages are
-installed from this machine's cache, because hosts cannot reach the internet.
+The layer adds the user `ubuntu`, an sshd, the address of the cloud's endpoint, and settings that make uv install
+packages from this machine's cache, because hosts cannot reach the internet.
 """
 
 import os
@@ -29,7 +29,7 @@ Subsystem sftp internal-sftp
 """
 CURL = """\
 #!/bin/bash
-# curl, except for uv's installer: without internet access, this installs the uv of this machine.
+# Runs curl. Instead of downloading uv's installer, it prints one that copies this machine's uv.
 case "$*" in
     *https://astral.sh/uv/*/install.sh*) echo 'mkdir -p ~/.local/bin && cp /opt/rehearsal/uv ~/.local/bin/uv' ;;
     *) exec /usr/bin/curl "$@" ;;
@@ -40,7 +40,7 @@ SHUTDOWN = "#!/bin/sh\n# ends this host; the cloud then terminates the instance\
 
 
 def build(layer: Path, endpoint: str) -> None:
-    """Write the layer to the empty folder `layer`, on a file system that overlayfs supports for lower layers."""
+    """Write the layer to the empty folder `layer`. Its file system must support lower layers of overlayfs."""
     quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # without DNS, torch warns about each host
     variables = {cluster_file.REHEARSAL: "1", "AWS_ENDPOINT_URL": endpoint, **quiet, **_package_variables()}
     _write(layer / "etc/ssh/sshd_config", SSHD_CONFIG + _set_env(variables))
@@ -50,7 +50,7 @@ def build(layer: Path, endpoint: str) -> None:
     _write(layer / "usr/local/bin/nvidia-smi", NVIDIA_SMI, 0o755)
     _write(layer / "usr/local/sbin/shutdown", SHUTDOWN, 0o755)
     _write(layer / "opt/rehearsal/uv", Path(environment.find_uv()).read_bytes(), 0o755)
-    # a script, not a link: through a link, Python would search for its library next to the link
+    # a script, not a link, because Python would search for its library next to the link
     name = f"python{sys.version_info.major}.{sys.version_info.minor}"
     _write(layer / "usr/local/bin" / name, f'#!/bin/sh\nexec {sys.base_prefix}/bin/{name} "$@"\n', 0o755)
     subprocess.run(
@@ -68,7 +68,7 @@ def lower_layers(layer: Path, scratch: Path) -> str:
         (overlay / name).mkdir(parents=True)
     options = f"lowerdir=/,upperdir={overlay / 'upper'},workdir={overlay / 'work'}"
     subprocess.run(["mount", "-t", "overlay", "overlay", "-o", options, overlay / "root"], check=True)
-    # uv keeps lock files in its cache: the user on a host must be able to write to these and to the folders
+    # uv keeps lock files in its cache, so the user on a host must be able to write to these files and to the folders
     writable = ["(", "-type", "d", "-o", "-name", ".*", "-o", "-name", "*.lock", ")"]
     subprocess.run(["find", f"{overlay / 'root'}{cache}", *writable, "-exec", "chmod", "a+rwX", "{}", "+"], check=True)
     _open_parents(overlay / "root", cache)
@@ -77,13 +77,13 @@ def lower_layers(layer: Path, scratch: Path) -> str:
 
 
 def shared_paths() -> list[str]:
-    """Return folders that hosts need and that are on file systems other than `/`: an overlay of `/` lacks them."""
+    """Return the folders that hosts need but that an overlay of `/` lacks, because they are on other file systems."""
     paths = [Path(sys.base_prefix), uv_cache(), *map(Path, _local_package_folders())]
     return [str(path) for path in paths if path.exists() and path.stat().st_dev != Path("/").stat().st_dev]
 
 
 def _package_variables() -> dict[str, str]:
-    """Return variables that make uv on a host use this machine's cache, with the settings that filled it."""
+    """Return variables that make uv on a host use this machine's cache, with the same settings that filled it."""
     _, sources = environment.package_sources(environment.pip_settings())
     user_settings = {name: os.environ[name] for name in UV_SETTINGS if name in os.environ}
     return {
@@ -133,7 +133,7 @@ def _add_user(layer: Path) -> None:
 
 
 def _open_parents(root: Path, path: Path) -> None:
-    """Let every user enter the parent folders of `path`: /root, for example, may contain the Python interpreter."""
+    """Let every user enter the parent folders of `path`, for example /root if the Python interpreter is there."""
     for parent in reversed(path.parents[:-1]):
         folder = root / parent.relative_to("/")
         folder.mkdir(exist_ok=True)

@@ -1,7 +1,7 @@
 #!/bin/bash
-# PID 1 of a host. It starts in new namespaces (network, mount, PID, IPC, UTS), in a folder with the files `layers`
-# (overlay options), `shared`, `hostname`, `hosts`, `authorized_keys` and `user-data`. It mounts the overlay as its
-# root, waits until the cloud connects the network card eth0, starts sshd, and reaps orphans.
+# PID 1 of a host. It starts in new namespaces (network, mount, PID, IPC, UTS). Its first argument is a folder with the
+# files `layers` (overlay options), `shared`, `hostname`, `hosts`, `authorized_keys` and `user-data`. It mounts the
+# overlay as its root, waits until the cloud connects the network card eth0, starts sshd, and reaps orphans.
 set -eu
 folder=$1 private=$2 public=$3 gateway=$4
 root=$folder/root

@@ -34,15 +34,15 @@ class Permission:
 
 @dataclass(frozen=True)
 class Principal:
-    """The caller of AWS."""
+    """The user or role that calls AWS."""
 
     arn: str
     statements: list[dict[str, Any]]
-    """Statements of all its identity policies."""
+    """Statements from all of the principal's identity policies."""
 
 
 class AwsError(Exception):
-    """AWS's error for a call that it would reject."""
+    """The error that AWS returns for a rejected call."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -139,7 +139,7 @@ def _statements(policy: Any) -> list[dict[str, Any]]:
 def _signature(
     environ: Mapping[str, Any], body: bytes, fields: Mapping[str, str], scope: list[str], secret: str
 ) -> str:
-    """Return the signature with which a client that has this secret key would sign the request."""
+    """Sign the request with a secret key, and return the signature."""
     _, region, service, _ = scope
     signer = (S3SigV4Auth if service == "s3" else SigV4Auth)(Credentials("", secret), service, region)
     headers = {name: environ[_variable(name)] for name in fields["SignedHeaders"].split(";")}

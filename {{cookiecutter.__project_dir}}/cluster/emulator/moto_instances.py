@@ -32,7 +32,7 @@ class MotoInstance:
 
 
 def list_all() -> Iterator[MotoInstance]:
-    """Yield every instance in every region, terminated ones included."""
+    """Yield every instance in every region, including terminated instances."""
     for region, backend in list(ec2_backends[ACCOUNT].items()):
         profiles = {
             association.instance.id: association.iam_instance_profile
@@ -60,7 +60,7 @@ def list_all() -> Iterator[MotoInstance]:
 
 
 def find_running(address: str) -> MotoInstance | None:
-    """Return the running instance with this private or public address."""
+    """Return the running instance with this private or public address, or None."""
     return next(
         (one for one in list_all() if one.state == "running" and address in (one.private_ip, one.public_ip)),
         None,

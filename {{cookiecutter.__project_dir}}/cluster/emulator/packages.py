@@ -16,7 +16,7 @@ VENV = settings.PROJECT / ".cluster" / "rehearsal-venv"
 def fill_cache() -> Path:
     """Fill uv's cache with the packages that hosts install, and return the file with their pins.
 
-    Exits if uv fails; uv has printed the reason.
+    If uv fails, exit after uv has printed the reason.
     """
     PINS.write_text(_cpu_pins())
     with die_with_parent.start("cluster.emulator.packages") as process:

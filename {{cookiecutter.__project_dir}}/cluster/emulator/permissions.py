@@ -16,7 +16,7 @@ from moto.secretsmanager.models import secretsmanager_backends
 from cluster.emulator.iam import Permission
 from cluster.emulator.moto_instances import ACCOUNT
 
-# EC2's resource types in ARNs, by the prefix of their ids.
+# Maps the prefix of an EC2 resource's id to the resource's type in ARNs.
 EC2_RESOURCE_TYPES = {"i": "instance", "vol": "volume", "eni": "network-interface", "key": "key-pair"}
 S3_OBJECT_ACTIONS = {"GET": "s3:GetObject", "HEAD": "s3:GetObject", "PUT": "s3:PutObject", "DELETE": "s3:DeleteObject"}
 RESOLVE = "resolve:ssm:"
@@ -25,7 +25,7 @@ RESOLVE = "resolve:ssm:"
 def required_by(
     service: str, action: str, region: str, parameters: dict[str, Any], http: dict[str, Any]
 ) -> list[Permission]:
-    """Return the permissions that a call needs. `http`: its method, path, query and body, which S3 uses."""
+    """Return the permissions that a call needs. `http` has the method, path, query and body, which matter for S3."""
     if (service, action) == ("sts", "GetCallerIdentity"):
         return []  # everybody may call it
     if service == "s3":
@@ -107,7 +107,7 @@ def _parameter_arn(region: str, name: str) -> str:
 
 
 def _secret_arn(region: str, name: str) -> str:
-    """Return a secret's ARN, which ends with random letters; for an unknown secret, with made-up ones."""
+    """Return a secret's ARN, which ends with random letters. If there is no such secret, the letters are fixed."""
     backend = secretsmanager_backends[ACCOUNT][region]
     secret = backend.secrets.get(name)
     return secret.arn if secret else f"arn:aws:secretsmanager:{region}:{ACCOUNT}:secret:{name}-AbCdEf"

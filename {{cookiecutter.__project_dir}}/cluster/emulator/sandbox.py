@@ -24,7 +24,7 @@ from cluster.emulator.addresses import CHECK_IP_PORT, ENDPOINT
 
 STATE_FILE = settings.PROJECT / ".cluster" / "rehearsal.json"
 LOG = STATE_FILE.with_suffix(".log")
-START_TIMEOUT_S = 180  # usually takes seconds; a cloud that fails is noticed immediately
+START_TIMEOUT_S = 180  # starting usually takes seconds, and failure is noticed immediately
 # The Debian package of each program that the emulator needs.
 PROGRAMS = {
     "ssh": "openssh-client",
@@ -35,7 +35,8 @@ PROGRAMS = {
     "unshare": "util-linux",
     "nsenter": "util-linux",
 }
-# Runs first, in the cloud's mount namespace: replaces /tmp with a private one, and mounts the folders in VISIBLE there.
+# This script runs first in the cloud's mount namespace. It replaces /tmp with a private folder, and mounts the folders
+# in VISIBLE there.
 PREPARE = """
 set -eu
 mount --make-rprivate /
@@ -60,7 +61,7 @@ def is_running() -> bool:
 
 
 def unsupported_reason() -> str:
-    """Return why the emulator cannot run on this machine, and what to do; empty if it can."""
+    """Return why the emulator cannot run on this machine and what to do, or "" if it can run."""
     if sys.platform != "linux":
         return "the emulated AWS needs Linux. On this system, use another --target."
     if missing := _missing_packages():
@@ -90,7 +91,7 @@ def _install_programs() -> None:
         raise settings.UserError(
             f"apt-get failed; its output is above. Fix that, then run: apt-get install {' '.join(needed)}"
         )
-    # only the program sshd is needed, not its service: this machine must not accept logins
+    # stop the service: only the program sshd is needed, and this machine must not accept logins
     if "openssh-server" in needed and shutil.which("systemctl"):
         subprocess.run(["systemctl", "disable", "--now", "ssh.service", "ssh.socket"], capture_output=True)
 
@@ -144,7 +145,7 @@ def run(command: Sequence[str]) -> int:
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
     }
-    # nsenter ignores the terminal's signals, because it must outlive the command to reap it; the command gets them
+    # nsenter ignores the terminal's signals, because it must outlive the command and reap it; the command gets them
     enter = ["env", "--ignore-signal=INT,QUIT,HUP,TERM", "nsenter", "--target", str(_first_process(process).pid)]
     enter += ["--net", "--mount", "--pid", f"--wdns={settings.PROJECT}", "env", "--default-signal=INT,QUIT,HUP,TERM"]
     child = subprocess.Popen([*enter, *command], env=variables)
@@ -162,7 +163,7 @@ def run_in_fresh_cloud(module: str, *arguments: str) -> None:
         settings.UserError: the cloud cannot start, or part of it remains.
     """
     if is_running():
-        print("stopping the emulated AWS that is running")
+        print("stopping the running emulated AWS")
         stop()
     started = time.monotonic()
     with _start(cluster_file.load().region):
@@ -172,7 +173,7 @@ def run_in_fresh_cloud(module: str, *arguments: str) -> None:
     if code:
         sys.exit(code)
     if left:
-        raise settings.UserError(f"still there: {', '.join(left)}. Run: inv down --target rehearsal")
+        raise settings.UserError(f"left behind: {', '.join(left)}. Run: inv down --target rehearsal")
     print(f"done in {time.monotonic() - started:.0f} s: no process, mount or network is left")
 
 
@@ -191,7 +192,7 @@ def stop() -> list[str]:
 
 
 def _process() -> psutil.Process | None:
-    """Return the cloud's outermost process; None if no cloud is running."""
+    """Return the cloud's outermost process, or None if no cloud is running."""
     if not STATE_FILE.is_file():
         return None
     state = json.loads(STATE_FILE.read_text())
@@ -209,7 +210,7 @@ def _first_process(outer: psutil.Process) -> psutil.Process:
 
 
 def _network(pid: int) -> str:
-    """Return the id of the process's network namespace; if the process has ended, an id that no namespace has."""
+    """Return the id of the process's network namespace, or an id that no namespace has if the process has ended."""
     try:
         return os.readlink(f"/proc/{pid}/ns/net")
     except OSError:

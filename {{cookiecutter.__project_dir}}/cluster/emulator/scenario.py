@@ -1,4 +1,4 @@
-"""`inv rehearse`: the whole life of a cluster on AWS, inside the emulated cloud, with a timeline.
+"""Run the whole life of an AWS cluster inside the emulated cloud, and show a timeline. `inv rehearse` runs this.
 
 The cluster uses cluster.yaml unchanged. After the training run, the idle timeout on the head is shortened, so that
 workers leave within seconds instead of minutes.
@@ -38,8 +38,8 @@ WORKERS = 2
 IDLE_TIMEOUT_MINUTES = 0.2
 TRAINING = [
     *("--model", "models/tiny", "--name", "rehearsal", "--fresh"),
-    *("--num-workers", str(WORKERS), "--cpus-per-worker", "60"),  # of 96, so that each worker needs its own machine
-    *("--device", "cpu", "--precision", "fp32"),  # Ray only counts the emulated GPUs
+    *("--num-workers", str(WORKERS), "--cpus-per-worker", "60"),  # of 96 CPUs, so each worker needs its own machine
+    *("--device", "cpu", "--precision", "fp32"),  # the emulated GPUs cannot compute
     *("--steps", "20", "--warmup-steps", "5", "--learning-rate", "3e-3", "--checkpoint-every", "10"),
     *("--keep-checkpoints", "1"),
     *("--global-batch-rows", "16", "--micro-batch-rows", "8"),
@@ -70,14 +70,14 @@ def run() -> None:
         shorten_idle_timeout(file)
         wait_for(lambda: len(instances.living(file)) == 1, 120, "the idle workers to leave")
     policies = _policies(file)
-    with _step("down: delete everything of this project"):
+    with _step("down: delete everything that the project rents"):
         left = target.down()
     state = cloud_state()
     _show_timeline(state["events"], state["instances"], started)
     _show_calls(state["calls"])
     _save(state | {"policies": policies, "left": left})
     if left:
-        raise settings.UserError(f"still there after down: {', '.join(left)}")
+        raise settings.UserError(f"left behind after down: {', '.join(left)}")
 
 
 @contextmanager

@@ -28,7 +28,7 @@ SPOT_PRICES = """<?xml version="1.0" encoding="UTF-8"?>
 
 
 def respond(service: str, action: str, parameters: dict[str, Any], principal: Principal) -> str | None:
-    """Return the response body; None if there is no stub for this call."""
+    """Return the response body, or None if there is no stub for this call."""
     if (service, action) == ("iam", "SimulatePrincipalPolicy"):
         return _simulate(parameters, principal)
     stub = STUBS.get((service, action))

@@ -1,4 +1,4 @@
-"""The `rehearsal` target: starts the emulated cloud and runs the same verb inside it, as on `aws`."""
+"""The `rehearsal` target, which starts the emulated cloud and runs the same verb inside it."""
 
 import sys
 from typing import NoReturn
@@ -45,7 +45,7 @@ class Rehearsal:
 
     def down(self) -> list[str]:
         if not sandbox.is_running():
-            print("rehearsal is not up: nothing to stop")
+            print("rehearsal is not up, so there is nothing to stop")
             return sandbox.stop()
         code = sandbox.run(_current_verb())
         if code:

@@ -1,4 +1,4 @@
-"""Find the line that explains why a head died, in its output and in the logs of its Ray session."""
+"""Find the line that explains why a head died. Search the head's output and the logs of its Ray session."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ MAX_CHARACTERS = 300
 
 
 def find(output: Path, session: Path) -> str:
-    """Return in one line why the head died. `output`: file with its output. `session`: logs of its Ray session."""
+    """Return the line that explains why the head died. `output` is a file, and `session` is a folder of Ray's logs."""
     text = _read(output)
     for pattern, log in (
         (EXCEPTION, text),

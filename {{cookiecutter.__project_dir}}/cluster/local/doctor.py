@@ -33,7 +33,7 @@ def _versions() -> Iterator[Finding]:
         installed = importlib.metadata.version(name).partition("+")[0]
         if pinned and pinned[1] != installed:
             yield Finding(
-                "error", f"{name} {installed} is installed, {pinned[1]} is pinned. Run: rm -r .venv && inv doctor"
+                "error", f"{name} {installed} is installed, but {pinned[1]} is pinned. Run: rm -r .venv && inv doctor"
             )
         else:
             yield Finding("ok", f"{name} {installed}, as pinned")
@@ -78,13 +78,13 @@ def _env_file() -> Iterator[Finding]:
     if not file.exists():
         yield Finding("ok", ".env does not exist yet; inv up creates it")
     elif stat.S_IMODE(file.stat().st_mode) & 0o077:
-        yield Finding("error", ".env holds secrets, and other users can read it. Run: chmod 600 .env")
+        yield Finding("error", ".env holds secrets, but other users can read it. Run: chmod 600 .env")
     else:
         yield Finding("ok", "only you can read .env")
 
 
 def _settings() -> Iterator[Finding]:
-    """Load the settings of all jobs in both profiles, with the same types as the jobs."""
+    """Load the settings of all jobs in both profiles, into the same types that the jobs use."""
     from pipeline.data.options import PreprocessOptions
     from pipeline.evaluation.options import EvaluateOptions
     from pipeline.generation.options import GenerateOptions
@@ -125,7 +125,7 @@ def _port() -> Iterator[Finding]:
     try:
         options = settings.load(ServeOptions, "serve", profile="local")
     except settings.UserError:
-        return  # _settings reports it
+        return  # _settings reports this error
     with socket.socket() as probe:
         in_use = probe.connect_ex((options.host, options.port)) == 0
     yield judge(

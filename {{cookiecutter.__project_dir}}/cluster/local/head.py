@@ -41,7 +41,7 @@ def start(cluster: dict[str, Any], section: RaySection) -> subprocess.Popen:
         f"--dashboard-agent-grpc-port={agent_grpc}",
         f"--metrics-export-port={metrics}",
         f"--runtime-env-agent-port={runtime_env}",
-        *("--min-worker-port=0", "--max-worker-port=0"),  # any free port: all Ray clusters have the same default range
+        *("--min-worker-port=0", "--max-worker-port=0"),  # any free port; Ray's default range may be in use
         f"--num-cpus={section.num_cpus}",
         f"--object-store-memory={section.object_store_mib * 2**20}",
         f"--temp-dir={cluster['temp']}/ray",  # a subfolder, because Ray gives all users access to its temp folder
@@ -65,7 +65,7 @@ def is_up() -> bool:
     """Return whether the cluster answers.
 
     Raises:
-        Unreachable: it is running but does not answer. It may be busy, so do not stop it.
+        Unreachable: the cluster is running but does not answer. It may only be busy, so do not stop it.
     """
     deadline = time.monotonic() + ANSWER_TIMEOUT_S
     while state.STATE_FILE.is_file() and state.TOKEN_FILE.is_file():
@@ -85,7 +85,7 @@ def is_up() -> bool:
 def wait_until_ready(process: subprocess.Popen, dashboard: str) -> None:
     """Wait until the cluster has run an empty job and the head is still alive.
 
-    The job needs the job server, the agent, the scheduler and a worker.
+    This job shows that the job server, the agent, the scheduler and a worker all work.
 
     Raises:
         settings.UserError: the head died, or took too long to start.

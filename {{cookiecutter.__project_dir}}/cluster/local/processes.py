@@ -58,7 +58,7 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def _owns_session(state: dict[str, Any]) -> bool:
-    """Return whether the session id still belongs to the cluster. After a reboot, the user's shell may have it."""
+    """Return whether the session id still belongs to the cluster. After a reboot, another session may have it."""
     try:
         if is_alive(psutil.Process(state["session"])):
             return head_is_alive(state)

@@ -17,7 +17,7 @@ STATE_FILE = FOLDER / "local.json"
 TOKEN_FILE = FOLDER / "token"
 LOG_FILE = FOLDER / "ray.log"
 MAX_TEMP_FOLDER_BYTES = 38
-"""HAProxy's socket path is 59 bytes longer than the folder's, and may have at most 97. Ray's paths are shorter."""
+"""HAProxy's socket path is 59 bytes longer than the folder's, and is limited to 97 bytes. Ray's paths are shorter."""
 
 
 def read() -> dict[str, Any]:
@@ -31,7 +31,7 @@ def write(state: dict[str, Any]) -> None:
 
 
 def create() -> dict[str, Any]:
-    """Create token, temp folder and state file for a new cluster. Return the state.
+    """Create the token, the temp folder and the state file of a new cluster. Return the state.
 
     This happens before anything is started, so that `down` finds what an interrupted `up` has left behind.
     """
@@ -67,7 +67,7 @@ def boot_id() -> str:
 
 
 def _temp_root() -> str:
-    """Return RAY_TMPDIR or /tmp, as Ray does. TMPDIR may be too long for socket paths, for example on macOS."""
+    """Return RAY_TMPDIR or /tmp, as Ray does. TMPDIR is ignored, because macOS's is too long for socket paths."""
     root = os.environ.get("RAY_TMPDIR", "/tmp")
     if any(character.isspace() for character in root):
         problem = f"RAY_TMPDIR is {root!r}, but HAProxy does not support paths with spaces"
@@ -81,6 +81,6 @@ def _make_temp_folder(root: str) -> str:
     if len(os.fsencode(folder)) > MAX_TEMP_FOLDER_BYTES:
         os.rmdir(folder)
         maximum = MAX_TEMP_FOLDER_BYTES - len(os.fsencode(folder)) + len(os.fsencode(root))
-        problem = f"RAY_TMPDIR is {root}, too long for socket paths: use at most {maximum} bytes"
+        problem = f"RAY_TMPDIR is {root}, which is too long for socket paths. Use at most {maximum} bytes"
         raise settings.UserError(f"{problem}, or run: unset RAY_TMPDIR")
     return folder

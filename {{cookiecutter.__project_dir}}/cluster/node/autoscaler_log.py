@@ -5,22 +5,22 @@ from collections import Counter
 from pathlib import Path
 
 LOGS = Path("/tmp/ray/session_latest/logs")
-TAIL_BYTES = 400_000  # a few hundred launches
+TAIL_BYTES = 400_000  # enough for a few hundred launches
 
 
 def failed_setups(text: str, log: str) -> list[str]:
     """Return why the set-up of new nodes failed, oldest failure first, with the last lines of each failed command.
 
-    `text` is the content of monitor.out: the output of all nodes' set-up commands, between Ray's own lines, which
-    begin with a date. `log` is the content of monitor.log. It names the nodes that the autoscaler terminated before
-    they were ready; their set-up did not fail.
+    `text` is the content of monitor.out, which mixes the output of all nodes' set-up commands with Ray's own lines,
+    which begin with a date. `log` is the content of monitor.log. It names the nodes that the autoscaler terminated
+    before they were ready. Their set-up did not fail.
     """
     not_needed = re.findall(r"RAY_INSTALLING->TERMINATING \(.*cloud_instance_id=(i-\w+)", log)
     failures: dict[str, str] = {}
     output: list[str] = []
     for line in re.sub(r"\x1b\[[\d;]*m", "", text).splitlines():
         if found := re.search(r"NodeUpdater: (i-\w+): (\w[\w ]*) failed", line):
-            # Ray retries on the same node: the last failure counts
+            # Ray retries on the same node, so the last failure counts
             failures.pop(found[1], None)
             failures[found[1]] = f"{found[1]}: {found[2].lower()} failed: {' / '.join(output[-3:]) or 'no output'}"
             output = []
@@ -32,8 +32,8 @@ def failed_setups(text: str, log: str) -> list[str]:
 def refusals(text: str) -> list[dict[str, str]]:
     """Return the launches that AWS refused, oldest first.
 
-    Each has the node's `type`, the time `at` which AWS refused it by the head's clock, and AWS's `code` and `message`.
-    They are only in monitor.log: the autoscaler's own report gives no reason.
+    Each has the keys `type` (the node type), `at` (the time of the refusal by the head's clock), `code` and `message`
+    (AWS's reason). `text` is the content of monitor.log: the autoscaler's own report gives no reason.
     """
     line = r"(\S+ [\d:]+),\d+.*Failed to launch \d+ nodes of type (\S+): Node Launch Exception \((\w+)\): (.*)"
     return [dict(zip(("at", "type", "code", "message"), found, strict=True)) for found in re.findall(line, text)]
@@ -50,7 +50,7 @@ def failed_setups_by_type() -> Counter[str]:
 
 
 def tail(file: Path, size: int = TAIL_BYTES) -> str:
-    """Return the last `size` bytes of a file as text; empty if there is no such file."""
+    """Return the last `size` bytes of a file as text, or "" if there is no such file."""
     if not file.exists():
         return ""
     with file.open("rb") as opened:

@@ -1,19 +1,19 @@
-"""Files and addresses that the watchdog and the head's report share."""
+"""Files and addresses that the watchdog shares with head_status.py."""
 
 import socket
 from pathlib import Path
 
 LEASE = Path("/run/lease/renewed")
 RAY_CONFIG = Path("~/ray_bootstrap_config.yaml").expanduser()
-"""The autoscaler's configuration, which it rereads in each iteration of its loop. Ray writes it as JSON."""
+"""The configuration that the autoscaler rereads in each iteration of its loop. Ray writes it as JSON."""
 STATE_FILE = Path("~/watchdog.json").expanduser()
-"""What the head's watchdog has done, for `inv status`."""
+"""The state that the head's watchdog saves for `inv status`."""
 LOG_FILE = Path("~/watchdog.log").expanduser()
 PID_FILE = Path("~/watchdog.pid").expanduser()
 GCS_PORT = 6379
 INTERVAL_S = 5.0
 SILENT_S = 60.0
-"""A watchdog that has not written its state for this long is not running: it waits for AWS for seconds at most."""
+"""A watchdog that has not saved its state for this long is not running, because its calls to AWS take seconds."""
 
 
 def answers(head: str) -> bool:

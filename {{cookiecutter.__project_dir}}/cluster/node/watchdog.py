@@ -2,10 +2,11 @@
 
 On a worker, it drains the node after a spot notice, so that training can save a checkpoint. On the head, it stops the
 autoscaler from retrying a node type that AWS refuses, so that the next type gets its turn, and it terminates the
-cluster at its limits.
+cluster at the limits in settings.toml.
 
-Both renew the machine's lease. The UserData in cluster.yaml shuts a machine down ten minutes after the last renewal,
-and a shutdown terminates the instance. So an instance is also terminated if its watchdog dies or the head is gone.
+On both, it renews the machine's lease. The UserData in cluster.yaml shuts a machine down ten minutes after the last
+renewal, and a shutdown terminates the instance. So an instance is also terminated if its watchdog dies or the head is
+gone.
 """
 
 import contextlib
@@ -20,7 +21,7 @@ from cluster.node.state import INTERVAL_S, PID_FILE
 
 
 def take_over() -> None:
-    """Terminate the watchdog that is still running if Ray was restarted on this machine. Save this process's pid."""
+    """Save this process's pid. If Ray was restarted on this machine, first terminate the previous watchdog."""
     if PID_FILE.exists():
         with contextlib.suppress(psutil.NoSuchProcess, ValueError):
             earlier = psutil.Process(int(PID_FILE.read_text()))
@@ -30,7 +31,7 @@ def take_over() -> None:
 
 
 def watch(role: str) -> None:
-    """Watch this machine as `head` or `worker`. Never returns."""
+    """Run the watchdog of a node whose `role` is "head" or "worker". Never returns."""
     if role == "head":
         from cluster.node import watchdog_head  # imports boto3, which a worker's watchdog does not need
 
@@ -46,6 +47,6 @@ if __name__ == "__main__":
     while True:
         try:
             watch(sys.argv[1])
-        except Exception:  # AWS may not answer; without a watchdog, this machine would shut down
+        except Exception:  # for example, if AWS does not answer; without a watchdog, this machine would shut down
             traceback.print_exc()
             time.sleep(INTERVAL_S)

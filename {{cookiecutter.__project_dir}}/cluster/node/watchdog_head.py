@@ -1,7 +1,7 @@
-"""The watchdog on the head: node types, limits and the lease.
+"""The watchdog on the head, which closes node types, enforces the limits and renews the lease.
 
 If AWS refuses a node type, Ray's autoscaler retries that type forever. So the watchdog closes the type for a few
-minutes: it sets the type's max_workers to the number of its running instances, and the autoscaler tries the next type.
+minutes: it lowers max_workers to the number of the type's running instances, and the autoscaler tries the next type.
 """
 
 import datetime
@@ -39,15 +39,15 @@ class Markets:
     max_workers: dict[str, int]
     """max_workers of each type in cluster.yaml."""
     closed_until: dict[str, float] = field(default_factory=dict)
-    """By node type, in seconds since the epoch; infinity for a type whose set-up keeps failing."""
+    """When each closed node type reopens, in seconds since the epoch. Infinity if its set-up keeps failing."""
 
     def note_refusals(self, refusals: Iterable[Mapping[str, str]], now: float) -> list[str]:
-        """Close the node type of each refusal (see autoscaler_log.py) for CLOSED_S. Return messages for the user."""
+        """Close each refused node type (see autoscaler_log.py) for CLOSED_S seconds. Return messages for the user."""
         messages = []
         for refusal in refusals:
             node_type = refusal["type"]
             closed, until = self.closed_until.get(node_type, 0), _seconds(refusal["at"]) + CLOSED_S
-            if closed <= now < until:  # one message: Ray retries until it sees the new limit
+            if closed <= now < until:  # only one message, although Ray retries until it sees the new limit
                 pause = f"not requested again for {CLOSED_S / 60:.0f} minutes"
                 messages.append(f"AWS refused {node_type} ({refusal['code']}): {pause}")
             self.closed_until[node_type] = max(closed, until)
@@ -60,7 +60,7 @@ class Markets:
             if count >= MAX_FAILED_SETUPS and self.closed_until.get(node_type) != float("inf"):
                 self.closed_until[node_type] = float("inf")
                 messages.append(
-                    f"the set-up of {count} {node_type} instances failed: no more are started until you correct "
+                    f"the set-up of {count} {node_type} instances failed, so no more are started until you correct "
                     "setup_commands in cluster/cluster.yaml and run `inv up` again"
                 )
         return messages
@@ -68,7 +68,7 @@ class Markets:
     def limits(self, running: Counter[str], now: float) -> dict[str, int]:
         """Return the current max_workers of each type.
 
-        That of a closed type is the number of its running instances, because Ray terminates instances above the limit.
+        For a closed type, this is the number of running instances, because Ray terminates instances above the limit.
         """
         return {
             node_type: running[node_type] if self.closed_until.get(node_type, 0) > now else maximum
@@ -81,7 +81,7 @@ class Spending:
     """What the instances have cost so far."""
 
     hourly: dict[str, float]
-    """Dollars per hour, by node type."""
+    """Dollars per hour of one instance, by node type."""
     dollars: float
 
     def add(self, running: Counter[str], seconds: float) -> None:
@@ -116,7 +116,7 @@ def watch() -> None:
 
 
 def renew_lease_within(limits: LimitsSection, file: ClusterFile) -> None:
-    """Renew the head's lease, or terminate the cluster at its limit of hours.
+    """Renew the head's lease, or terminate the cluster if it has run for `limits.hours`.
 
     The hours count from boot, when the lease's folder was created.
     """
@@ -148,7 +148,7 @@ def end_cluster(file: ClusterFile, reason: str) -> None:
         bucket.leave_note(file, reason)
     finally:
         subprocess.run(["sudo", "shutdown", "-h", "now"], check=True)
-        time.sleep(60)  # until the shutdown takes effect
+        time.sleep(60)  # wait here until the shutdown takes effect
 
 
 def _seconds(log_time: str) -> float:

@@ -1,4 +1,4 @@
-"""The watchdog on a worker: renews the lease, and drains the node before AWS takes the machine back."""
+"""The watchdog on a worker, which renews the lease and drains the node before AWS takes the machine back."""
 
 import datetime
 import json

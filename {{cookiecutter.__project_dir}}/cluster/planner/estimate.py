@@ -1,4 +1,4 @@
-"""Estimate what training and serving a model needs."""
+"""Estimate what it takes to train and serve a model."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,27 +14,27 @@ from cluster.planner.shape import Shape, shape_of
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """Estimates for a model, which report.py prints."""
+    """The estimates that report.py prints for a model."""
 
     shape: Shape
     training: Training
     """The training settings in settings.toml."""
     gpu_counts: tuple[int, ...]
-    """Numbers of GPUs that the global batch divides evenly over: some GPUs of one instance, or whole instances."""
+    """Numbers of GPUs that divide the global batch evenly: part of one instance, or whole instances."""
     gpu_gib: int
-    """Memory of each of the cluster's GPUs."""
+    """Memory of each of the cluster's GPUs, in GiB."""
     recommended: Training | None
     """None if no method fits into the cluster's memory."""
     tokens: int | None
     """Tokens in the packed data. None if there is no packed data."""
     kv_bytes: int
-    """Size of one token's keys and values."""
+    """Size of one token's keys and values, in bytes."""
     context: int
     """Tokens of all concurrent requests to a replica, if each has max_model_len tokens."""
     serving: dict[int, Serving | None]
-    """How to serve the model, by a GPU's memory in GiB. None if the model does not fit."""
+    """Maps a GPU's memory in GiB to how to serve the model, or to None if the model does not fit."""
     dollars_per_instance_hour: Mapping[int, float]
-    """By a GPU's memory in GiB. Empty if prices are unknown."""
+    """Maps a GPU's memory in GiB to the hourly price of an instance. Empty if prices are unknown."""
 
 
 def estimate(
@@ -55,7 +55,7 @@ def estimate(
     """Return the plan for a model with this configuration.
 
     Raises:
-        settings.UserError: this is not the configuration of a causal language model.
+        settings.UserError: the configuration is not that of a causal language model.
     """
     shape = shape_of(config)
     training = Training(sequence_length, micro_batch_rows, precision, gpus=num_workers)

@@ -1,7 +1,7 @@
-"""Estimate the memory and the time that training a model needs.
+"""Estimate how much memory and time it takes to train a model.
 
 Sizes are in bytes, per GPU unless stated otherwise. The formulas are for dense transformers. For a mixture of
-experts, activations are those of one expert per token.
+experts, they count the activations of only one expert per token.
 """
 
 from dataclasses import dataclass, replace
@@ -13,12 +13,12 @@ from pipeline.training.flops import PEAK_BF16_FLOPS, flops_per_token
 
 GIB = 2**30
 GPU_GIB = (40, 80)
-USABLE = 0.9  # share of a GPU's memory; CUDA's context, NCCL's buffers and fragmentation take the rest
+USABLE = 0.9  # share of memory to fill; CUDA's context, NCCL's buffers and fragmentation take the rest
 HOST_GIB = 1152  # main memory of p4d.24xlarge and p4de.24xlarge
 MAX_GPUS = 128  # largest number of GPUs to try
-MFU = 0.4  # assumed share of an A100's bf16 peak; a run's own share is `mfu` in metrics.jsonl
+MFU = 0.4  # assumed share of an A100's bf16 peak; a run logs its measured share as `mfu` in metrics.jsonl
 BUCKET = 500_000_000  # elements; DeepSpeed's default reduce_bucket_size, always allocated in full
-LIVE = 1_000_000_000  # elements; DeepSpeed's defaults stage3_max_live_parameters and sub_group_size
+LIVE = 1_000_000_000  # elements; DeepSpeed's default for stage3_max_live_parameters and sub_group_size
 
 
 @dataclass(frozen=True)
@@ -79,11 +79,11 @@ def states(shape: Shape, training: Training) -> Memory:
     """Return the size of parameters, gradients and AdamW's states after a backward pass.
 
     - DDP: parameters stay in fp32, even with autocast. Each takes 4 bytes, its gradient 4, and AdamW's two moments 8.
-    - DeepSpeed: parameters and gradients are in the working format, which is that of the computation. An fp32 master
-      copy and AdamW's two moments are sharded over the ranks.
-    - Offloaded optimizer: gradients are in main memory, in fp32 for the update and in the working format to accumulate
-      micro-batches. With stage 2, a rank also holds a copy of its share of the updated parameters in main memory, and
-      has room for the largest gradient both on the GPU and in main memory.
+    - DeepSpeed: parameters and gradients are in the format of the computation, called the working format here. An fp32
+      master copy and AdamW's two moments are sharded over the ranks.
+    - Offloaded optimizer: main memory holds the gradients twice, in fp32 for the update and in the working format for
+      accumulating micro-batches. With stage 2, it also holds a copy of the rank's share of the updated parameters, and
+      both the GPU and main memory reserve room for the largest gradient.
     - LoRA: frozen parameters are in fp32 with DDP, and only in the working format with DeepSpeed.
 
     Sources: ZeRO, Rajbhandari et al. 2019, arXiv:1910.02054, section 3; ZeRO-Offload, Ren et al. 2021,
@@ -112,9 +112,9 @@ def activations(shape: Shape, training: Training) -> float:
     Their formula, 34 s b h, is for GPT with dropout. This one is for Llama blocks of the transformers library with
     fused attention, which keeps no s x s matrix. For each token, a block keeps the norms' inputs and outputs, queries,
     keys (repeated for each head), values, the output of attention, and four tensors of the feed-forward layer. The
-    backward pass of the last block needs another third of a block. With checkpointing, each block keeps only its input,
-    and one block at a time is recomputed (section 5). There are four tensors of the logits' size: the logits in the
-    working format and in fp32, their probabilities, and their gradient.
+    backward pass of the last block needs a third of a block in addition. With checkpointing, each block keeps only its
+    input, and one block at a time is recomputed (section 5). Four tensors have the size of the logits: the logits in
+    the working format and in fp32, their probabilities, and their gradient.
     """
     if training.precision == "fp32":
         hidden, normed_head, attention, feed_forward, block_input = 24, 12, 24, 16, 4
@@ -135,12 +135,12 @@ def activations(shape: Shape, training: Training) -> float:
 def peak(shape: Shape, training: Training) -> Memory:
     """Return the peak memory, which is reached at the start, in a backward pass, or in the optimizer's step.
 
-    - Start: fp32 weights are loaded into main memory. DeepSpeed moves the whole working copy to each GPU before stage 3
-      shards that copy.
+    - Start: fp32 weights are loaded into main memory. DeepSpeed moves all of them to each GPU in the working format,
+      and only then shards them in stage 3.
     - Backward pass: DDP's autocast caches the parameters in bf16. Stages 1 and 2 fill one bucket while another is
       reduced; stage 3 has one bucket, and gathers up to LIVE parameters.
-    - Optimizer's step: AdamW computes square roots, on a CPU also a quotient, and DeepSpeed casts gradients; all of
-      these are fp32. Stage 3 handles LIVE parameters at a time.
+    - Optimizer's step: AdamW computes square roots and, on a CPU, a quotient. DeepSpeed also casts the gradients. All
+      of these tensors are fp32. Stage 3 handles LIVE parameters at a time.
     """
     method, width, held = training.method, training.width, states(shape, training)
     trained = shape.adapters if training.lora else shape.parameters
@@ -166,15 +166,16 @@ def fits(shape: Shape, training: Training, gpu_gib: int) -> bool:
 
 
 def fewest(shape: Shape, training: Training, gpu_gib: int, gpu_counts: tuple[int, ...]) -> int | None:
-    """Return the smallest number in `gpu_counts` on which training fits, or None."""
+    """Return the smallest of the `gpu_counts` that training fits on, or None if it fits on none of them."""
     return next((gpus for gpus in gpu_counts if fits(shape, replace(training, gpus=gpus), gpu_gib)), None)
 
 
 def recommend(shape: Shape, training: Training, gpu_gib: int, gpu_counts: tuple[int, ...]) -> Training | None:
-    """Return the fastest method that fits on the fewest instances, or None. Uses as many of their GPUs as possible.
+    """Return the recommended settings, or None if no method fits on any of the `gpu_counts`.
 
-    Recomputation takes a third more operations, which costs more time than the communication of sharding. Offloading
-    is slower still.
+    The order of preference is: no offloading, fewer instances, more of their GPUs, no gradient checkpointing, less
+    sharding. Checkpointing adds a third of the operations, which takes longer than the communication of sharding.
+    Offloading is slower still.
     """
     for offload in (False, True):
         for gpus in sorted(gpu_counts, key=lambda gpus: (-(-gpus // GPUS_PER_INSTANCE), -gpus)):
@@ -187,11 +188,12 @@ def recommend(shape: Shape, training: Training, gpu_gib: int, gpu_counts: tuple[
 
 
 def hours(shape: Shape, training: Training, tokens: int | None) -> float | None:
-    """Return the hours of one pass over `tokens`. None if `tokens` is None, or if the optimizer is offloaded.
+    """Return how many hours one pass over this many tokens takes, or None if this is unknown.
 
-    The speed of offloading depends on the host. The operations per token are those of PaLM (arXiv:2204.02311, appendix
-    B). LoRA needs two thirds of them, because frozen weights have no gradients. Checkpointing repeats the forward pass,
-    which is a third of the operations (arXiv:2205.05198, section 5).
+    It is unknown without `tokens`, and with an offloaded optimizer, whose speed depends on the host. The formula for
+    the operations per token is from PaLM (arXiv:2204.02311, appendix B). LoRA needs two thirds of the operations,
+    because frozen weights have no gradients. Checkpointing repeats the forward pass, which is a third of the operations
+    (arXiv:2205.05198, section 5).
     """
     if tokens is None or training.method.offload_optimizer:
         return None

@@ -1,4 +1,4 @@
-"""Plan training and serving of a model before anything is rented. `inv plan MODEL` runs this. Starts nothing."""
+"""Plan how to train and serve a model before you rent anything. `inv plan MODEL` runs this."""
 
 from collections.abc import Mapping
 
@@ -15,12 +15,12 @@ from pipeline.training.options import DDPOptions
 
 
 def plan(model: str, console: Console, dollars_per_instance_hour: Mapping[int, float] | None = None) -> None:
-    """Print the plan for a model with the settings of the cluster.
+    """Print the plan for a model, with the settings of the cluster profile.
 
     `dollars_per_instance_hour` maps an A100's memory in GiB (40 or 80) to the hourly price of an instance.
 
     Raises:
-        settings.UserError: the model cannot be loaded, or a setting is wrong.
+        settings.UserError: the model's configuration cannot be loaded, or a setting is wrong.
     """
     from pipeline.data.options import PreprocessOptions
     from pipeline.serving.options import ServeOptions

@@ -32,13 +32,13 @@ def show(plan: ModelPlan, console: Console) -> None:
     hours_note = "Hours and dollars need packed data. Run: inv submit preprocess"
     if plan.tokens is not None:
         hours_note = (
-            f"Hours are for one pass over the {plan.tokens:,} tokens of the packed data, on whole instances at "
+            f"Hours are for one pass over the {plan.tokens:,} tokens of the packed data, on whole instances that reach "
             f"{MFU:.0%} of an A100's bf16 peak"
         )
     console.print(
-        f'Columns from "checkpointing" onwards assume gradient checkpointing. {hours_note}. GPUs are filled to '
-        f"{USABLE:.0%}. LoRA means --lora-rank {LORA_RANK}. The recommendation is for full fine-tuning with DDP or "
-        "DeepSpeed.\n"
+        f'Columns from "checkpointing" onwards assume gradient checkpointing. {hours_note}. The plan uses at most '
+        f"{USABLE:.0%} of the memory. LoRA means --lora-rank {LORA_RANK}. The recommendation is for full fine-tuning "
+        "with DDP or DeepSpeed.\n"
     )
     console.print(_activation_table(plan), "", _serving_table(plan), "", sep="\n")
     console.print(f"Train with {_training_advice(plan)}. {_serving_advice(plan)}.", soft_wrap=True, markup=False)
@@ -105,8 +105,8 @@ def _training_advice(plan: ModelPlan) -> str:
     training = plan.recommended
     if training is None:
         return (
-            f"a smaller model, more instances or larger GPUs (max_workers and InstanceType in cluster/cluster.yaml): "
-            f"full fine-tuning does not fit this cluster's {plan.gpu_gib} GB GPUs"
+            f"a smaller model, more instances or larger GPUs (max_workers and InstanceType in cluster/cluster.yaml), "
+            f"because full fine-tuning does not fit on this cluster's {plan.gpu_gib} GB GPUs"
         )
     units = zip(_costs(plan, training), ("hours", "dollars"), strict=True)
     costs = "".join(f", {cost:,.1f} {unit}" for cost, unit in units if cost is not None)
@@ -128,7 +128,7 @@ def _serving_advice(plan: ModelPlan) -> str:
 
 
 def _costs(plan: ModelPlan, training: Training) -> tuple[float | None, float | None]:
-    """Return hours and dollars; each is None if unknown."""
+    """Return the hours and the dollars that training takes. Each is None if it is unknown."""
     taken = hours(plan.shape, training, plan.tokens)
     price = plan.dollars_per_instance_hour.get(plan.gpu_gib)
     return taken, None if taken is None or price is None else taken * training.instances * price

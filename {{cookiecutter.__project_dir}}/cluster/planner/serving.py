@@ -1,11 +1,11 @@
-"""Estimate the GPUs that serving a model needs. Sizes are in bytes."""
+"""Estimate how many GPUs it takes to serve a model. Sizes are in bytes."""
 
 from dataclasses import dataclass
 
 from cluster.planner.memory import GIB, USABLE
 from cluster.planner.shape import Shape
 
-SERVING_GIB = 2  # vLLM's activations and CUDA graphs
+SERVING_GIB = 2  # per GPU, for vLLM's activations and CUDA graphs
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,10 @@ def kv_bytes(shape: Shape, width: int) -> int:
 
 
 def serve(shape: Shape, width: int, context: int, gpu_gib: int) -> Serving | None:
-    """Return the fewest GPUs that can hold the weights, and the keys and values of `context` tokens.
+    """Return how to serve a model on the fewest GPUs that hold its weights and the keys and values of `context` tokens.
 
-    Returns None if 128 GPUs are too few. `width` is the number of bytes per weight. Tensor parallelism divides each
-    layer and its heads within an instance; pipeline parallelism divides the layers over instances (vLLM's
+    Returns None if 128 GPUs are too few. `width` is the number of bytes per weight. Tensor parallelism splits each
+    layer and its heads over the GPUs of an instance; pipeline parallelism distributes the layers over instances (vLLM's
     documentation, "Parallelism and Scaling").
     """
     spreads = [(tensor, 1) for tensor in (1, 2, 4, 8)] + [(8, stages) for stages in (2, 4, 8, 16)]

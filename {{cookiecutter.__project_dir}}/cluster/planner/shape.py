@@ -14,12 +14,12 @@ LORA_RANK = 16
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a model, as numbers of elements."""
+    """Sizes of a model. Tensor sizes are in elements."""
 
     parameters: int
     """Parameters of the whole model. Tied parameters count once."""
     multiplied: int
-    """Parameters of matrix products: all but an input embedding, which is looked up."""
+    """Parameters in matrix products: all but those of a separate input embedding, which is only looked up."""
     largest: int
     """Parameters of the largest tensor."""
     adapters: int
@@ -28,30 +28,30 @@ class Shape:
     heads: int
     hidden: int
     query: int
-    """Elements of one token's queries in one block. Its keys and values may have fewer."""
+    """Elements of one token's queries in one block. Keys and values may have fewer."""
     key: int
-    """Elements of one token's keys in one block. Its values have as many."""
+    """Elements of one token's keys in one block. The token's values have the same size."""
     normed_heads: int
     """`query` + `key` if the block normalizes queries and keys, as in Qwen3. Otherwise 0."""
     intermediate: int
     """Width of the feed-forward layer."""
     vocabulary: int
     compute: Compute
-    """What a forward pass multiplies each token by. It determines the number of operations."""
+    """Sizes that determine the number of operations per token."""
 
 
 def shape_of(config: PreTrainedConfig) -> Shape:
-    """Count the model's parameters. Builds the model on torch's meta device, which takes no memory.
+    """Return the sizes of a model. To count its parameters, build it on torch's meta device, which takes no memory.
 
     Raises:
-        settings.UserError: this is not the configuration of a causal language model.
+        settings.UserError: the configuration is not that of a causal language model.
     """
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
     except ValueError:
         raise settings.UserError(
-            f"{config.model_type} is not a causal language model in transformers. Use another: inv plan MODEL"
+            f"{config.model_type} is not a causal language model in transformers. Choose another model: inv plan MODEL"
         ) from None
     text = config.get_text_config()
     heads = text.num_attention_heads

@@ -270,7 +270,9 @@ def test_a_temp_folder_too_long_for_sockets_is_refused(project: Project, tmp_pat
     variables = os.environ | {"RAY_TMPDIR": str(tmp_path)}
     done = subprocess.run([*project.command, "up"], cwd=project.folder, env=variables, capture_output=True, text=True)
     assert done.returncode == 1
-    assert done.stderr.startswith(f"error: RAY_TMPDIR is {tmp_path}, too long for socket paths: use at most 25 bytes")
+    assert done.stderr.startswith(
+        f"error: RAY_TMPDIR is {tmp_path}, which is too long for socket paths. Use at most 25 bytes"
+    )
     assert not list(tmp_path.iterdir())
 
 

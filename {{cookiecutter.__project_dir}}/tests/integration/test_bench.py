@@ -73,7 +73,7 @@ def test_a_rate_limit_ends_the_measurement_with_what_to_do(api: PretendApi, tmp_
     saved, printed = run(api, tmp_path, (1, 2))
     assert [level["concurrent"] for level in saved["levels"]] == [1]
     assert (
-        "1 × rate limit of the key exceeded. Raise it, then measure again: inv submit serve_llm -- --key-requests"
+        "1 × the key's rate limit is exceeded. Raise it, then measure again: inv submit serve_llm -- --key-requests"
         in printed
     )
 

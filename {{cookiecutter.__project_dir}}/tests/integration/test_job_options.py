@@ -145,7 +145,7 @@ def test_the_id_of_a_job_needs_no_flag(words: str) -> None:
 def test_drill_says_where_the_fault_tests_are() -> None:
     ended = inv("drill", "--only", "limit")
     assert (ended.returncode, ended.stdout) == (1, "")
-    assert split(ended.stderr)[1].endswith("Run there: ./inv faults\n")
+    assert split(ended.stderr)[1].endswith("In its folder, run: ./inv faults\n")
 
 
 def test_the_verbs_are_listed_before_anything_slow_is_imported() -> None:

@@ -25,9 +25,9 @@ class Account(ClusterFile):
 
 
 def denied_action(error: ClientError, actions: Iterable[str]) -> str:
-    """Return the IAM action that was denied, with its service if it is one of `actions`.
+    """Return the IAM action that AWS denied, with its service if that is known.
 
-    Most services name the action in their message. EC2 does not always.
+    EC2's messages may name only the operation. The service then comes from `actions`.
     """
     named = aws_errors.missing_permission(error)
     return next((action for action in actions if action.endswith(f":{named}")), named)

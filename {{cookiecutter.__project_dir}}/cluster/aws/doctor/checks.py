@@ -46,7 +46,7 @@ def check(file: ClusterFile) -> list[Finding]:
     try:
         return _check(file)
     finally:
-        boto3.setup_default_session()  # later calls get the usual timeouts and retries again
+        boto3.setup_default_session()  # restores the usual timeouts and retries for later calls
 
 
 def _check(file: ClusterFile) -> list[Finding]:
@@ -55,7 +55,7 @@ def _check(file: ClusterFile) -> list[Finding]:
     except settings.UserError as error:
         unchecked = Finding("error", f"{error}. Not checked: {', '.join(REMOTE_CHECKS)}")
         return [unchecked, *_run_all(LOCAL_CHECKS, file)]
-    with ThreadPoolExecutor(len(REMOTE_CHECKS)) as pool:  # each call to AWS is slow, but they can run in parallel
+    with ThreadPoolExecutor(len(REMOTE_CHECKS)) as pool:  # calls to AWS are slow, but can run in parallel
         remote = [pool.submit(list, _run(subject, check, account)) for subject, check in REMOTE_CHECKS.items()]
         local = [*_run_all(LOCAL_CHECKS, account), *_run("GPUs", jobs.check_gpus, account)]
     signed_in = Finding("ok", f"AWS knows you as {account.arn}")
@@ -65,7 +65,7 @@ def _check(file: ClusterFile) -> list[Finding]:
 def _sign_in(file: ClusterFile) -> Account:
     """Return the account. Raises `settings.UserError` if there is no connection, or AWS rejects the credentials."""
     try:
-        # short timeouts for this process: nobody wants to wait minutes for a report about a dead network
+        # short timeouts, because nobody wants to wait minutes for a report that the network is down
         session = botocore.session.get_session()
         session.set_default_client_config(Config(connect_timeout=3, read_timeout=5, retries={"total_max_attempts": 2}))
         boto3.setup_default_session(botocore_session=session)
@@ -88,7 +88,7 @@ def _run_all(checks: dict[str, Callable[[F], Iterator[Finding]]], file: F) -> li
 
 
 def _run(subject: str, check: Callable[[F], Iterator[Finding]], file: F) -> Iterator[Finding]:
-    """Yield the findings of a check. An error that ends the check is a finding too."""
+    """Yield the findings of a check. If an error ends the check, yield a finding about the error."""
     try:
         yield from check(file)
     except settings.UserError as error:

@@ -103,7 +103,7 @@ def check_limits(file: ClusterFile) -> Iterator[Finding]:
 
 @contextmanager
 def _cluster_nodes(nodes: list[dict[str, Any]]) -> Iterator[None]:
-    """Set the variable in which pipeline/ray_support/capacity.py finds the nodes, as in a submitted job."""
+    """Set the variable from which pipeline/ray_support/capacity.py reads the nodes, as in a submitted job."""
     os.environ["CLUSTER_NODES"] = json.dumps(nodes)
     try:
         yield

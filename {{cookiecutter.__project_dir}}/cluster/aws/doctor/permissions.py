@@ -36,7 +36,7 @@ ACTIONS = {
     "iam:AddRoleToInstanceProfile iam:RemoveRoleFromInstanceProfile iam:DeleteInstanceProfile",
 }
 UP_AND_DOWN = " ".join(ACTIONS.values()).split()
-# Further actions for the load balancer, if [cluster.network] of settings.toml names a certificate.
+# Actions that the load balancer also needs, if [cluster.network] of settings.toml names a certificate.
 HTTPS_ACTIONS = {
     "*": "elasticloadbalancing:CreateLoadBalancer elasticloadbalancing:DeleteLoadBalancer "
     "elasticloadbalancing:DescribeLoadBalancers elasticloadbalancing:ModifyLoadBalancerAttributes "
@@ -45,7 +45,7 @@ HTTPS_ACTIONS = {
     "elasticloadbalancing:CreateListener elasticloadbalancing:DeleteListener "
     "elasticloadbalancing:DescribeListeners elasticloadbalancing:AddTags",
 }
-# Actions that only the doctor needs. If AWS denies one, the check that needs it names it.
+# Actions that only the doctor needs. If AWS denies one, the report of the failed check names it.
 DOCTOR_ACTIONS = [
     "iam:SimulatePrincipalPolicy",
     "servicequotas:GetServiceQuota",
@@ -59,7 +59,7 @@ KNOWN_ACTIONS = [*UP_AND_DOWN, *DOCTOR_ACTIONS]
 def check(account: Account) -> Iterator[Finding]:
     """Ask IAM which permissions the caller has.
 
-    If the caller may not ask, try the EC2 calls that start and terminate instances as dry runs.
+    If the caller may not ask, make dry runs of the EC2 calls that start and terminate instances.
     """
     if account.arn.endswith(":root"):
         text = "you are the account's root user, who has all permissions"
@@ -94,7 +94,7 @@ def _simulate(account: Account) -> list[str]:
     iam = account.client("iam")
     _, partition, _, _, number, name = account.arn.split(":", 5)
     source = account.arn
-    if name.startswith("assumed-role/"):  # the policies belong to the role; only IAM knows its full path
+    if name.startswith("assumed-role/"):  # the policies belong to the role, and only IAM knows the role's full path
         source = iam.get_role(RoleName=name.split("/")[1])["Role"]["Arn"]
     context = {  # values for the conditions in policies
         "aws:RequestedRegion": account.region,

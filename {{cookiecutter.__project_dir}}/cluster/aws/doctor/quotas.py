@@ -1,4 +1,4 @@
-"""Check EC2's quotas: compare the vCPUs that the cluster may need with those that AWS grants and others leave free."""
+"""Check EC2's quotas: compare the vCPUs that the cluster may need with the vCPUs that are free within each quota."""
 
 import re
 from collections.abc import Iterator
@@ -43,7 +43,7 @@ def check(account: Account) -> Iterator[Finding]:
 
 
 def _other_instances(account: Account) -> Iterator[tuple[str, str]]:
-    """Yield type and market of each running instance that a quota applies to, except those of this cluster."""
+    """Yield the type and market of each running instance that a quota applies to, except this cluster's own."""
     running = [{"Name": "instance-state-name", "Values": ["pending", "running"]}]
     for page in account.client("ec2").get_paginator("describe_instances").paginate(Filters=running):
         for instance in (one for reservation in page["Reservations"] for one in reservation["Instances"]):
