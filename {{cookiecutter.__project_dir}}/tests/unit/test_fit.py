@@ -1,0 +1,62 @@
+"""Check what `inv fit` prints, with a stand-in for the fake GPU, which needs 10 GB of packages."""
+
+from pathlib import Path
+
+import pytest
+from invoke import Exit
+from rich.console import Console
+
+import settings
+from cluster import fit
+from cluster.common import cluster_file
+from cluster.fit import GIB, Gpu, Measured
+
+
+class StubbedGpu(Gpu):
+    """Fits up to 4 rows in a micro-batch, and any number with gradient checkpointing."""
+
+    def run(self, job: str, options: list[str]) -> Measured:
+        rows = int(options[-1])
+        return Measured(8, rows, 22 * GIB, 31 * GIB, "" if self.fits(job, options) else "step 2")
+
+    def fits(self, job: str, options: list[str]) -> bool:
+        last = len(options) - options[::-1].index("--micro-batch-rows")
+        return int(options[last]) <= 4 or "--gradient-checkpointing" in options
+
+
+@pytest.fixture(autouse=True)
+def _stubbed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(fit, "Gpu", StubbedGpu)
+    monkeypatch.setattr(fit, "_environment", lambda: tmp_path)
+    monkeypatch.setattr(fit.sys, "platform", "linux")
+    monkeypatch.setattr(fit.platform, "machine", lambda: "x86_64")
+
+
+def test_a_job_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    fit.fit("finetune_fsdp", ["--micro-batch-rows", "1"], Console())
+    gib = 80 if any("p4de" in worker.instance_type for worker in cluster_file.load().workers) else 40
+    assert capsys.readouterr().out.splitlines() == [
+        f"finetune_fsdp on 8 GPUs with {gib} GB fits: it allocates 22.0 GiB of {gib - 1} GiB, and reserves 31.0 GiB",
+        "largest micro-batch that fits: --micro-batch-rows 4",
+    ]
+
+
+def test_a_job_that_does_not_fit_names_what_helps(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(Exit) as ended:
+        fit.fit("finetune_ddp", ["--micro-batch-rows", "16"], Console())
+    assert ended.value.code == 1
+    first, *tried = capsys.readouterr().out.splitlines()
+    assert first.endswith("does not fit: step 2 runs out of memory")
+    assert tried == [
+        "with --gradient-checkpointing: fits",
+        "with --micro-batch-rows 1: fits",
+        "with --lora-rank 16: does not fit",
+    ]
+
+
+def test_only_fine_tuning_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(settings.UserError, match=r"fit cannot measure preprocess\. Run: inv fit finetune_ddp \| "):
+        fit.fit("preprocess", [], Console())
+    monkeypatch.setattr(fit.sys, "platform", "darwin")
+    with pytest.raises(settings.UserError, match="fit needs Linux on x86-64"):
+        fit.fit("finetune_ddp", [], Console())
