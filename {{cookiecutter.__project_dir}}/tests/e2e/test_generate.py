@@ -141,16 +141,21 @@ def run_and_kill(options: GenerateOptions) -> list[int]:
 
 
 def kill_the_engine(options: GenerateOptions) -> int:
-    """Kill the engine after the next file is written. Return how many rows have been answered by then."""
-    folder = Path(options.output, "answers")
-    files, deadline = len(list(folder.glob("*.parquet"))), time.monotonic() + 240
-    while len(list(folder.glob("*.parquet"))) == files:
+    """Kill the engine after it has answered a file. Return how many rows have been answered by then."""
+    folder, deadline = Path(options.output, "answers"), time.monotonic() + 240
+    files = None  # counted once there is an engine: until then, a task of the killed run may write another file
+    while files is None or len(list(folder.glob("*.parquet"))) == files:
         assert time.monotonic() < deadline
+        if files is None and _engines():
+            files = len(list(folder.glob("*.parquet")))
         time.sleep(0.02)
     # looked up now: a process that the engine forks has its name, and may be gone by now
-    engine = next(pid for pid, name in children().items() if name.startswith("VLLM::EngineCore"))
-    os.kill(engine, signal.SIGKILL)
+    os.kill(_engines()[0], signal.SIGKILL)
     return len(read(options))
+
+
+def _engines() -> list[int]:
+    return [pid for pid, name in children().items() if name.startswith("VLLM::EngineCore")]
 
 
 def _is_engine(pid: int) -> bool:

@@ -222,7 +222,7 @@ LONG_ANSWER = {"model": "tiny", "max_tokens": 200, "ignore_eos": True}
 """As many of these as a key may send at once keep the engine busy for many seconds."""
 # seconds on an idle machine; multiply them by slowdown()
 STOPS_WITHIN_S = 1
-REPLACED_WITHIN_S = 5  # it took 3.0 s beside other tests; without our check, Ray needs 30 s
+REPLACED_WITHIN_S = 10  # 3.0 s here, and more than 5 s once on another machine; without our check, Ray needs 30 s
 REFUSED_WITHIN_S = 3  # HAProxy waits one second before its second try
 CLIENTS = 4
 LARGER_THAN_HAPROXY_BUFFER = "x" * 1_200_000

@@ -461,7 +461,7 @@ def test_a_path_on_one_node(cloud: StubbedAws, file: ClusterFile, tune: Callable
     tune("cluster.train", 'data = "/home/me/packed"')
     text = only(file, "error")
     assert "data = /home/me/packed is on the disk of one node" in text
-    assert "shared_paths of [train]" in text
+    assert "to shared_paths in [train]" in text
 
 
 def test_a_mixed_path_on_one_node(cloud: StubbedAws, file: ClusterFile, tune: Callable[[str, str], None]) -> None:

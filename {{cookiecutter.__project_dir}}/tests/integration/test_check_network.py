@@ -42,7 +42,7 @@ def test_the_transport_is_read_from_nccls_log(log: str, transport: str) -> None:
 
 
 def test_the_verdict_says_whether_efa_is_used() -> None:
-    assert "not over EFA" in network_check.verdict(2, "Socket", "cuda")
+    assert "over Socket. EFA is several times faster" in network_check.verdict(2, "Socket", "cuda")
     assert network_check.verdict(2, "EFA", "cuda") == "gradients travel over EFA"
 
 
