@@ -18,16 +18,18 @@ HOST_GIB = 1152  # main memory of p4d.24xlarge and p4de.24xlarge
 MAX_GPUS = 128  # largest number of GPUs to try
 MFU = 0.4  # assumed share of an A100's bf16 peak; a run logs its measured share as `mfu` in metrics.jsonl
 BUCKET = 500_000_000  # elements; DeepSpeed's default reduce_bucket_size, always allocated in full
+OTHER = GIB // 4  # what no formula counts, such as masks and cuBLAS' workspaces; at most 0.2 GiB on a fake GPU
 LIVE = 1_000_000_000  # elements; DeepSpeed's default for stage3_max_live_parameters and sub_group_size
 
 
 @dataclass(frozen=True)
 class Method:
-    """A way to distribute training. All fields but the name are settings in [deepspeed]."""
+    """A way to distribute training. `zero_stage` and the offloads are settings in [deepspeed]."""
 
     name: str
     zero_stage: int = 0
-    """0 means DDP."""
+    """0 means DDP or FSDP."""
+    is_fsdp: bool = False
     offload_optimizer: bool = False
     offload_parameters: bool = False
 
@@ -39,9 +41,10 @@ METHODS = (
     Method("ZeRO-1", 1),
     Method("ZeRO-2", 2),
     Method("ZeRO-3", 3),
-    Method("ZeRO-2, offload", 2, True),
-    Method("ZeRO-3, offload", 3, True),
-    Method("ZeRO-3, offload all", 3, True, True),
+    Method("FSDP", is_fsdp=True),
+    Method("ZeRO-2, offload", 2, offload_optimizer=True),
+    Method("ZeRO-3, offload", 3, offload_optimizer=True),
+    Method("ZeRO-3, offload all", 3, offload_optimizer=True, offload_parameters=True),
 )
 
 
@@ -79,12 +82,13 @@ def states(shape: Shape, training: Training) -> Memory:
     """Return the size of parameters, gradients and AdamW's states after a backward pass.
 
     - DDP: parameters stay in fp32, even with autocast. Each takes 4 bytes, its gradient 4, and AdamW's two moments 8.
+    - FSDP: the same, sharded over the ranks.
     - DeepSpeed: parameters and gradients are in the format of the computation, called the working format here. An fp32
       master copy and AdamW's two moments are sharded over the ranks.
     - Offloaded optimizer: main memory holds the gradients twice, in fp32 for the update and in the working format for
       accumulating micro-batches. With stage 2, it also holds a copy of the rank's share of the updated parameters, and
       both the GPU and main memory reserve room for the largest gradient.
-    - LoRA: frozen parameters are in fp32 with DDP, and only in the working format with DeepSpeed.
+    - LoRA: frozen parameters are in fp32 with DDP and FSDP, and only in the working format with DeepSpeed.
 
     Sources: ZeRO, Rajbhandari et al. 2019, arXiv:1910.02054, section 3; ZeRO-Offload, Ren et al. 2021,
     arXiv:2101.06840, section 4.
@@ -93,7 +97,7 @@ def states(shape: Shape, training: Training) -> Memory:
     trained, frozen = (shape.adapters, shape.parameters) if training.lora else (shape.parameters, 0)
     share = trained / training.gpus
     if not method.zero_stage:
-        return Memory(4 * frozen + 16 * trained, 0)
+        return Memory((4 * frozen + 16 * trained) / (training.gpus if method.is_fsdp else 1), 0)
     parameters = width * (frozen + trained) / (training.gpus if method.zero_stage == 3 else 1)
     if not method.offload_optimizer:
         gradients = width * (trained if method.zero_stage == 1 else share)
@@ -118,7 +122,7 @@ def activations(shape: Shape, training: Training) -> float:
     """
     if training.precision == "fp32":
         hidden, normed_head, attention, feed_forward, block_input = 24, 12, 24, 16, 4
-    elif training.method.zero_stage:
+    elif training.method.zero_stage or training.method.is_fsdp:
         hidden, normed_head, attention, feed_forward, block_input = 16, 8, 12, 8, 2
     else:  # autocast: values between blocks stay fp32, and each linear layer casts its input
         hidden, normed_head, attention, feed_forward, block_input = 26, 10, 12, 8, 4
@@ -137,24 +141,34 @@ def peak(shape: Shape, training: Training) -> Memory:
 
     - Start: fp32 weights are loaded into main memory. DeepSpeed moves all of them to each GPU in the working format,
       and only then shards them in stage 3.
-    - Backward pass: DDP's autocast caches the parameters in bf16. Stages 1 and 2 fill one bucket while another is
-      reduced; stage 3 has one bucket, and gathers up to LIVE parameters.
-    - Optimizer's step: AdamW computes square roots and, on a CPU, a quotient. DeepSpeed also casts the gradients. All
-      of these tensors are fp32. Stage 3 handles LIVE parameters at a time.
+    - DDP: autocast caches the parameters in bf16 during a pass. In the second step, DDP reorders its buckets, and holds
+      the gradients twice.
+    - FSDP: a pass gathers embedding and output layer, and two blocks at a time. Last, the gradients of embedding and
+      output layer are reduced, from the working format through fp32.
+    - ZeRO: stages 1 and 2 fill one bucket while another is reduced; stage 3 has one bucket, and gathers up to LIVE
+      parameters. The optimizer's step casts gradients to fp32, in stage 3 for LIVE parameters at a time. Stages 2 and
+      3 still hold their buckets then. On a CPU, AdamW needs as much again, for square roots.
     """
     method, width, held = training.method, training.width, states(shape, training)
     trained = shape.adapters if training.lora else shape.parameters
-    share = trained / training.gpus
-    if not method.zero_stage:
-        start, step = 0, 4 * trained
-        buffers = 2 * shape.multiplied if training.precision == "bf16" and not training.lora else 0
+    share, start, buffers = trained / training.gpus, 0.0, 0.0
+    if method.is_fsdp:
+        buffers = width * (shape.embeddings + 2 * (shape.parameters - shape.embeddings) / shape.layers)
+        step = 0 if training.lora else (width + 4) * shape.embeddings
+    elif not method.zero_stage:
+        step = 4 * trained
+        if training.precision == "bf16" and not training.lora:
+            buffers = 2 * shape.multiplied
     elif method.zero_stage < 3:
-        start, step, buffers = width * shape.parameters, 8 * share, 2 * width * BUCKET
+        start, buffers = width * shape.parameters, 2 * width * BUCKET
+        step = 4 * share + (buffers if method.zero_stage == 2 else 0)
     else:
-        start, step = width * shape.parameters, 8 * min(LIVE, share)
+        start, step = width * shape.parameters, (4 + width) * min(LIVE, share) + width * BUCKET
         buffers = width * (BUCKET + min(LIVE, shape.parameters))
-    step, host_step = (0, step) if method.offload_optimizer else (step, 0)
-    gpu = max(start, held.gpu + max(buffers + activations(shape, training), step))
+    host_step = 0.0
+    if method.offload_optimizer:
+        step, host_step = 0, 8 * (min(LIVE, share) if method.zero_stage == 3 else share)
+    gpu = max(start, held.gpu + max(buffers + activations(shape, training), step)) + OTHER
     return Memory(gpu, max((2 if training.lora else 4) * shape.parameters, held.host + host_step))
 
 

@@ -38,7 +38,7 @@ def show(plan: ModelPlan, console: Console) -> None:
     console.print(
         f'Columns from "checkpointing" onwards assume gradient checkpointing. {hours_note}. The plan uses at most '
         f"{USABLE:.0%} of the memory. LoRA means --lora-rank {LORA_RANK}. The recommendation is for full fine-tuning "
-        "with DDP or DeepSpeed.\n"
+        "with DDP, FSDP or DeepSpeed.\n"
     )
     console.print(_activation_table(plan), "", _serving_table(plan), "", sep="\n")
     console.print(f"Train with {_training_advice(plan)}. {_serving_advice(plan)}.", soft_wrap=True, markup=False)
@@ -113,7 +113,8 @@ def _training_advice(plan: ModelPlan) -> str:
     values = f"num_workers = {training.gpus}, gradient_checkpointing = {str(training.gradient_checkpointing).lower()}"
     method = training.method
     if not method.zero_stage:
-        return f"inv submit finetune_ddp and {values} in [cluster.train]{costs}"
+        job = "finetune_fsdp" if method.is_fsdp else "finetune_ddp"
+        return f"inv submit {job} and {values} in [cluster.train]{costs}"
     offload = f"offload_optimizer = {method.offload_optimizer}, offload_parameters = {method.offload_parameters}"
     sharding = f"zero_stage = {method.zero_stage}, {offload.lower()} in [cluster.deepspeed]"
     return f"inv submit finetune_deepspeed and {values} in [cluster.train], {sharding}{costs}"

@@ -39,6 +39,11 @@ class Shape:
     compute: Compute
     """Sizes that determine the number of operations per token."""
 
+    @property
+    def embeddings(self) -> int:
+        """Parameters of the input embedding, and of the output layer unless both share their weights."""
+        return self.vocabulary * self.hidden * (1 if self.multiplied == self.parameters else 2)
+
 
 def shape_of(config: PreTrainedConfig) -> Shape:
     """Return the sizes of a model. To count its parameters, build it on torch's meta device, which takes no memory.
