@@ -5,6 +5,7 @@ import os
 import torch
 import torch.distributed as dist
 
+from pipeline.training import failures
 from pipeline.training.options import TrainOptions
 from pipeline.training.strategies import MakeStrategy
 from settings import UserError
@@ -25,8 +26,5 @@ def fit(options: TrainOptions, make_strategy: MakeStrategy) -> None:
             from pipeline.training.runtimes import ray_train
 
             ray_train.fit(options, make_strategy)
-    except torch.OutOfMemoryError:
-        raise UserError(
-            "a GPU ran out of memory. Try a smaller --micro-batch-rows, --gradient-checkpointing, --lora-rank 16, or "
-            f"finetune_fsdp on more workers. To see what fits, run: inv plan {options.model}"
-        ) from None
+    except torch.OutOfMemoryError as error:
+        raise UserError(failures.describe(error, options)) from None

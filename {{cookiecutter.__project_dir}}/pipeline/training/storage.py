@@ -24,6 +24,13 @@ def write_text(location: str, text: str) -> None:
         file.write(text.encode())
 
 
+def delete_file(location: str) -> None:
+    """Delete a file if it exists."""
+    filesystem, path = FileSystem.from_uri(location)
+    if filesystem.get_file_info(path).type == FileType.File:
+        filesystem.delete_file(path)
+
+
 def list_names(location: str) -> list[str]:
     """Return the sorted names in a folder, or an empty list if the folder does not exist."""
     filesystem, path = FileSystem.from_uri(location)

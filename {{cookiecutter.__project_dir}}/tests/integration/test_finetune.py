@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -23,6 +24,7 @@ from pipeline.data import row_sources, streaming
 from pipeline.data.options import PreprocessOptions
 from pipeline.data.tokenization import DocumentTokenizer
 from pipeline.training import launch
+from pipeline.training.collectives import total
 from pipeline.training.options import DDPOptions, DeepSpeedOptions, FSDPOptions, TrainOptions
 from pipeline.training.runtimes import ray_train
 from pipeline.training.runtimes.runtime import Runtime, SingleProcess
@@ -161,10 +163,28 @@ def test_a_refusal_in_the_workers_reaches_the_driver(changes: dict[str, Any]) ->
         ray_train.fit(options, _refuse)
 
 
-def test_a_full_gpu_is_one_sentence(changes: dict[str, Any]) -> None:
-    options = _ddp_options(changes | {"name": "full", "max_failures": 0})
+@pytest.mark.parametrize("max_failures", [0, 3])
+def test_a_full_gpu_is_one_sentence(max_failures: int, changes: dict[str, Any], tmp_path: Path) -> None:
+    """Rank 0 waits in a collective for rank 1, which fails. No worker trains again."""
+    options = _ddp_options(
+        changes | {"name": "full", "max_failures": max_failures, "model": _counted(changes, tmp_path)}
+    )
     with pytest.raises(settings.UserError, match=r"a GPU ran out of memory\. .*--micro-batch-rows.*inv plan "):
-        launch.fit(options, _fill_the_gpu)
+        launch.fit(options, _fill_one_gpu)
+    assert len(list(tmp_path.glob("start-*"))) == 2
+    assert not Path(options.output, "full", "failure.txt").exists()
+
+
+def test_an_error_of_the_code_is_not_retried(
+    changes: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    options = _ddp_options(changes | {"name": "wrong", "max_failures": 3, "model": _counted(changes, tmp_path)})
+    with pytest.raises(
+        settings.UserError, match=r"a worker failed with ValueError: no such attention\. .* there was none"
+    ):
+        launch.fit(options, _fail_in_the_model)
+    assert len(list(tmp_path.glob("start-*"))) == 2
+    assert "in _fail_in_the_model" in capfd.readouterr().err
 
 
 # ------------------------------------------------------------------------------------------ before any worker starts
@@ -288,8 +308,27 @@ def _ddp_that_starts_a_task(
     return DDP(model, options, runtime, plan)
 
 
-def _fill_the_gpu(model: PreTrainedModel, options: TrainOptions, runtime: Runtime, plan: BatchPlan) -> Strategy:
+def _counted(changes: dict[str, Any], folder: Path) -> str:
+    """Return the model in a folder that counts the workers that start (see `_count`)."""
+    shutil.copytree(changes["model"], folder / "model")
+    return str(folder / "model")
+
+
+def _count(options: TrainOptions, runtime: Runtime) -> None:
+    Path(options.model).with_name(f"start-{runtime.rank}-{time.time_ns()}").touch()
+
+
+def _fill_one_gpu(model: PreTrainedModel, options: TrainOptions, runtime: Runtime, plan: BatchPlan) -> Strategy:
+    _count(options, runtime)
+    if runtime.rank == 0:
+        total(torch.zeros(1, device=runtime.device))
+    time.sleep(1)  # until rank 0 waits
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+
+
+def _fail_in_the_model(model: PreTrainedModel, options: TrainOptions, runtime: Runtime, plan: BatchPlan) -> Strategy:
+    _count(options, runtime)
+    raise ValueError("no such attention")
 
 
 def _refuse(model: PreTrainedModel, options: TrainOptions, runtime: Runtime, plan: BatchPlan) -> Strategy:

@@ -30,7 +30,7 @@ from torch import nn
 from pipeline.data import row_sources, streaming
 from pipeline.ray_support import capacity, cli, gang, ray_logging
 from pipeline.ray_support.private.tune import is_in_trial
-from pipeline.training import preflight
+from pipeline.training import failures, preflight, storage
 from pipeline.training.options import TrainOptions
 from pipeline.training.runtimes.runtime import Metrics, WriteCheckpoint
 from pipeline.training.schedule import check_batches
@@ -139,7 +139,6 @@ def fit(options: TrainOptions, make_strategy: MakeStrategy) -> None:
 
     Raises:
         UserError: options, data, model and cluster do not match, or training failed.
-        torch.OutOfMemoryError: a worker's GPU is too small.
     """
     options = preflight.with_absolute_paths(options)
     check_batches(options.global_batch_rows, options.micro_batch_rows, options.min_workers, options.max_workers)
@@ -149,15 +148,19 @@ def fit(options: TrainOptions, make_strategy: MakeStrategy) -> None:
     ray_logging.driver()
     _check_cluster(options, stream)
     preflight.claim(options, identity | {"launcher": "Ray Train"})
-    scaling = gang.scaling(options)
+    storage.delete_file(_failure_file(options))
+    trainer = _torch_trainer(options, make_strategy, stream, gang.scaling(options))
     try:
-        result = _torch_trainer(options, make_strategy, stream, scaling).fit()
-    except WorkerGroupError as error:
-        if "torch.OutOfMemoryError" in str(error):  # only the text of a worker's exception reaches the driver
-            raise torch.OutOfMemoryError from None
-        raise
-    if result.return_value:
-        raise UserError(result.return_value)
+        failure = trainer.fit().return_value
+    except WorkerGroupError:
+        failure = storage.read_text(_failure_file(options))
+        if not failure:
+            raise
+    storage.delete_file(_failure_file(options))
+    if failure:
+        sentence, _, details = failure.partition("\n")
+        print(details, end="", file=sys.stderr, flush=True)
+        raise UserError(sentence)
     print(f"the trained model is in {options.output}/{options.name}/model", flush=True)
 
 
@@ -205,14 +208,29 @@ def _torch_trainer(
     )
 
 
+def _failure_file(options: TrainOptions) -> str:
+    """Return the location of a file that describes a final failure. It exists until the driver has read it."""
+    return f"{options.output}/{options.name}/failure.txt"
+
+
 def _train_worker(config: dict[str, Any]) -> str | None:
-    """Train in one worker. Return the message of a user error, because Ray would restart workers that raise it."""
+    """Train in one worker. Return the message of a final failure, because Ray replaces workers that raise one.
+
+    If only this worker failed, the others wait for it in a collective. It then has to raise its error, so that Ray
+    ends them. The workers that replace them find the failure's file, and return what it says.
+    """
     ray_logging.worker()
     options, make_strategy, stream = ray.get(config["arguments"])
+    if failure := storage.read_text(_failure_file(options)):
+        return failure
     runtime = RayTrainRuntime(options.device)
     source = streaming.StreamSource(stream, options.global_batch_rows // runtime.world_size) if stream else None
     try:
         train(options, runtime, make_strategy, source)
-    except UserError as error:
+    except UserError as error:  # all workers raise it
         return str(error)
+    except Exception as error:
+        if failures.is_final(error):
+            storage.write_text(_failure_file(options), failures.describe(error, options))
+        raise
     return None
