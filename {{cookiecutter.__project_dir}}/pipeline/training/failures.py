@@ -33,7 +33,8 @@ def describe(error: Exception, options: TrainOptions) -> str:
             f"finetune_fsdp on more workers. To see what fits, run: inv plan {options.model}"
         )
     reason = " ".join(f"{type(error).__name__}: {error}".split())
-    return (
+    sentence = (
         f"a worker failed with {reason}. Its traceback is above. A retry would fail in the same way, so there was "
-        "none. Mend what the traceback points to, then run the same command to resume.\n"
-    ) + "".join(traceback.format_exception(error))
+        "none. Mend what the traceback points to, then run the same command to resume."
+    )
+    return "\n".join([sentence, *traceback.format_exception(error)])
