@@ -16,12 +16,13 @@ from pipeline.training.strategies import Strategy
 
 
 def load_model(options: TrainOptions) -> PreTrainedModel:
-    """Return the model in main memory. Its fp32 weights are the master weights for every `precision`.
+    """Return the model in main memory. Trained weights are in fp32, the master weights for every `precision`.
 
-    With LoRA, every linear layer except the last gets an adapter, and only the adapters are trained.
+    With LoRA, every linear layer except the last gets an adapter, and only the adapters are trained. The frozen weights
+    are in the format of the computation.
     """
     logging.disable_progress_bar()
-    model = _load(options, quantized=options.quantize_base)
+    model = _load(options, _compute_dtype(options) if options.lora_rank else torch.float32, options.quantize_base)
     if options.liger:
         from transformers.integrations.liger import apply_liger_kernel  # imported late: it takes seconds
 
@@ -38,6 +39,7 @@ def load_model(options: TrainOptions) -> PreTrainedModel:
 
 def _add_adapters(model: PreTrainedModel, options: TrainOptions) -> None:
     from peft import LoraConfig  # imported late: it takes seconds
+    from peft.tuners.tuners_utils import cast_adapter_dtype
 
     model.add_adapter(
         LoraConfig(
@@ -48,6 +50,7 @@ def _add_adapters(model: PreTrainedModel, options: TrainOptions) -> None:
             task_type="CAUSAL_LM",
         )
     )
+    cast_adapter_dtype(model, "default")  # peft gave the adapters the format of the frozen weights
     model.enable_input_require_grads()  # otherwise checkpointed layers with frozen inputs get no gradient
 
 
@@ -56,19 +59,22 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     return [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or [])]
 
 
-def _load(options: TrainOptions, quantized: bool = False) -> PreTrainedModel:
-    compute_dtype = torch.bfloat16 if options.precision == "bf16" else torch.float32
+def _compute_dtype(options: TrainOptions) -> torch.dtype:
+    return torch.bfloat16 if options.precision == "bf16" else torch.float32
+
+
+def _load(options: TrainOptions, dtype: torch.dtype, quantized: bool = False) -> PreTrainedModel:
     nf4 = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=compute_dtype,
+        bnb_4bit_compute_dtype=_compute_dtype(options),
     )
     # transformers tells FlashAttention where packed documents begin only if the batch has a single row
     flash = options.precision == "bf16" and options.micro_batch_rows == 1 and is_flash_attn_2_available()
     return AutoModelForCausalLM.from_pretrained(
         model_cache.on_this_node(options.model),
-        dtype=torch.float32,
+        dtype=dtype,
         quantization_config=nf4 if quantized else None,
         attn_implementation="flash_attention_2" if flash else None,  # None: the fastest one that the model supports
     )
@@ -110,7 +116,7 @@ def export(
     with _replaced(run_folder / "model") as folder:
         if eos_ids and model.generation_config:
             model.generation_config.eos_token_id = eos_ids
-        _write(model, state, folder, torch.bfloat16 if options.precision == "bf16" else torch.float32)
+        _write(model, state, folder, _compute_dtype(options))
         tokenizer.save_pretrained(folder)
 
 
@@ -118,7 +124,7 @@ def _merged(options: TrainOptions, adapter: Path) -> tuple[PreTrainedModel, dict
     """Return the base model with the adapters merged into its weights."""
     from peft import PeftModel
 
-    merged = PeftModel.from_pretrained(_load(options), str(adapter)).merge_and_unload()
+    merged = PeftModel.from_pretrained(_load(options, torch.float32), str(adapter)).merge_and_unload()
     return merged, merged.state_dict()
 
 

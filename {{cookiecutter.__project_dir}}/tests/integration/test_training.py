@@ -30,7 +30,7 @@ from transformers.optimization import get_cosine_with_min_lr_schedule_with_warmu
 
 import settings
 from pipeline.data.tokenization import NOT_TRAINED
-from pipeline.training import deepspeed_zero, preflight, schedule
+from pipeline.training import deepspeed_zero, models, preflight, schedule
 from pipeline.training.dataset import COLUMNS, PackedRows, read_manifest
 from pipeline.training.options import DDPOptions, DeepSpeedOptions
 from pipeline.training.runtimes.runtime import Metrics, SingleProcess, WriteCheckpoint
@@ -460,6 +460,20 @@ def test_a_resumed_lora_run_repeats_every_bit_and_saves_no_base_model(finetune: 
     state = torch.load(next(Path(options.output, "resumed").glob("step-*/ddp.pt")), weights_only=True)
     assert state["model"]
     assert all("lora" in name for name in state["model"])
+
+
+def test_with_lora_in_bf16_frozen_weights_are_bf16_and_adapters_fp32(
+    finetune: Finetune, options: DDPOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Frozen weights in fp32 take twice the memory, and autocast would keep copies of them in bf16."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
+    model = models.load_model(options.model_copy(update=LORA | {"precision": "bf16"}))
+    dtypes = {(parameter.requires_grad, parameter.dtype) for parameter in model.parameters()}
+    assert dtypes == {(False, torch.bfloat16), (True, torch.float32)}
+    lora = LORA | {"lora_dropout": 0, "steps": 6}
+    full = finetune(name="full", **lora)
+    half = finetune(name="half", precision="bf16", **lora)
+    assert 0 < max(abs(one["loss"] - other["loss"]) for one, other in zip(full, half, strict=True)) < 5e-2
 
 
 def test_adapters_train_on_4_bit_weights(finetune: Finetune, model: Path, options: DDPOptions, tmp_path: Path) -> None:
