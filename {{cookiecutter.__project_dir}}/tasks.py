@@ -97,13 +97,18 @@ def doctor(context: Context, target: str = "local") -> None:
         raise Exit(f"error: some checks failed. Fix the problems marked ✗, then run: inv doctor --target {target}", 1)
 
 
-@verb("model", model="Hugging Face id or folder; only its configuration is downloaded", **TARGET)
-def plan(context: Context, model: str, target: str = "local") -> None:
+@verb(
+    "model",
+    model="Hugging Face id or folder; only its configuration is downloaded",
+    write="write the recommended settings to settings.toml",
+    **TARGET,
+)
+def plan(context: Context, model: str, target: str = "local", write: bool = False) -> None:
     """Estimate the memory, A100s, hours and, with --target aws, dollars to train and serve a model. Starts nothing."""
     from cluster import targets
     from cluster.planner import plan as cluster_plan
 
-    cluster_plan.plan(model, CONSOLE, targets.get(target).dollars_per_instance_hour())
+    cluster_plan.plan(model, CONSOLE, targets.get(target).dollars_per_instance_hour(), writes=write)
 
 
 @verb("job", job=f"one of: {', '.join(job_scripts.fine_tuning())}")

@@ -36,6 +36,37 @@ class ModelPlan:
     dollars_per_instance_hour: Mapping[int, float]
     """Maps a GPU's memory in GiB to the hourly price of an instance. Empty if prices are unknown."""
 
+    @property
+    def job(self) -> str:
+        """The recommended fine-tuning job, or "" if no method fits."""
+        if self.recommended is None:
+            return ""
+        method = self.recommended.method
+        return "finetune_deepspeed" if method.zero_stage else "finetune_fsdp" if method.is_fsdp else "finetune_ddp"
+
+    @property
+    def settings(self) -> dict[str, dict[str, int | bool]]:
+        """The recommended keys and values, by section of settings.toml."""
+        found: dict[str, dict[str, int | bool]] = {}
+        if training := self.recommended:
+            found["cluster.train"] = {
+                "num_workers": training.gpus,
+                "micro_batch_rows": training.micro_batch_rows,
+                "gradient_checkpointing": training.gradient_checkpointing,
+            }
+            if training.method.zero_stage:
+                found["cluster.deepspeed"] = {
+                    "zero_stage": training.method.zero_stage,
+                    "offload_optimizer": training.method.offload_optimizer,
+                    "offload_parameters": training.method.offload_parameters,
+                }
+        if serving := self.serving[self.gpu_gib]:
+            found["cluster.serve"] = {
+                "tensor_parallel_size": serving.tensor_parallel_size,
+                "pipeline_parallel_size": serving.pipeline_parallel_size,
+            }
+        return found
+
 
 def estimate(
     config: PreTrainedConfig,
@@ -60,14 +91,13 @@ def estimate(
     shape = shape_of(config)
     training = Training(sequence_length, micro_batch_rows, precision, gpus=num_workers)
     counts = (*range(1, GPUS_PER_INSTANCE), *range(GPUS_PER_INSTANCE, MAX_GPUS + 1, GPUS_PER_INSTANCE))
-    counts = tuple(gpus for gpus in counts if global_batch_rows % (gpus * micro_batch_rows) == 0)
     available = tuple(gpus for gpus in counts if gpus <= max_instances * GPUS_PER_INSTANCE)
     return ModelPlan(
         shape=shape,
         training=training,
-        gpu_counts=counts,
+        gpu_counts=tuple(gpus for gpus in counts if global_batch_rows % (gpus * micro_batch_rows) == 0),
         gpu_gib=gpu_gib,
-        recommended=recommend(shape, training, gpu_gib, available),
+        recommended=recommend(shape, training, gpu_gib, available, global_batch_rows),
         tokens=tokens,
         kv_bytes=kv_bytes(shape, serving_width),
         context=context,

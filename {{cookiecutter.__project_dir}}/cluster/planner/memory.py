@@ -17,6 +17,9 @@ USABLE = 0.9  # share of memory to fill; CUDA's context, NCCL's buffers and frag
 HOST_GIB = 1152  # main memory of p4d.24xlarge and p4de.24xlarge
 MAX_GPUS = 128  # largest number of GPUs to try
 MFU = 0.4  # assumed share of an A100's bf16 peak; a run logs its measured share as `mfu` in metrics.jsonl
+# Tokens per micro-batch. FSDP and ZeRO-3 gather all parameters for each micro-batch: on one instance, that takes 19 %
+# of the computation's time if NCCL reaches 200 GB/s and the GPU half of its peak, whatever the size of the model.
+ENOUGH_TOKENS = 4096
 BUCKET = 500_000_000  # elements; DeepSpeed's default reduce_bucket_size, always allocated in full
 OTHER = GIB // 4  # what no formula counts, such as masks and cuBLAS' workspaces; at most 0.2 GiB on a fake GPU
 LIVE = 1_000_000_000  # elements; DeepSpeed's default for stage3_max_live_parameters and sub_group_size
@@ -83,12 +86,13 @@ def states(shape: Shape, training: Training) -> Memory:
 
     - DDP: parameters stay in fp32, even with autocast. Each takes 4 bytes, its gradient 4, and AdamW's two moments 8.
     - FSDP: the same, sharded over the ranks.
-    - DeepSpeed: parameters and gradients are in the format of the computation, called the working format here. An fp32
-      master copy and AdamW's two moments are sharded over the ranks.
-    - Offloaded optimizer: main memory holds the gradients twice, in fp32 for the update and in the working format for
-      accumulating micro-batches. With stage 2, it also holds a copy of the rank's share of the updated parameters, and
+    - DeepSpeed: parameters are in the format of the computation, called the working format here. So are gradients in
+      stage 1; stages 2 and 3 add them up in fp32. An fp32 master copy and AdamW's two moments are sharded over the
+      ranks.
+    - Offloaded optimizer: main memory holds the gradients twice in fp32, for the update and for adding up
+      micro-batches. With stage 2, it also holds a copy of the rank's share of the updated parameters, and
       both the GPU and main memory reserve room for the largest gradient.
-    - LoRA: frozen parameters are in fp32 with DDP and FSDP, and only in the working format with DeepSpeed.
+    - LoRA: frozen parameters are in the working format.
 
     Sources: ZeRO, Rajbhandari et al. 2019, arXiv:1910.02054, section 3; ZeRO-Offload, Ren et al. 2021,
     arXiv:2101.06840, section 4.
@@ -97,43 +101,59 @@ def states(shape: Shape, training: Training) -> Memory:
     trained, frozen = (shape.adapters, shape.parameters) if training.lora else (shape.parameters, 0)
     share = trained / training.gpus
     if not method.zero_stage:
-        return Memory((4 * frozen + 16 * trained) / (training.gpus if method.is_fsdp else 1), 0)
+        return Memory((width * frozen + 16 * trained) / (training.gpus if method.is_fsdp else 1), 0)
     parameters = width * (frozen + trained) / (training.gpus if method.zero_stage == 3 else 1)
     if not method.offload_optimizer:
-        gradients = width * (trained if method.zero_stage == 1 else share)
+        gradients = width * trained if method.zero_stage == 1 else 4 * share
         return Memory(parameters + gradients + 12 * share, 0)
-    host = (16 + width) * share
+    host = 20 * share
     if method.zero_stage < 3:
         largest = 0 if training.lora else width * shape.largest
         return Memory(parameters + largest, host + width * share + largest)
     return Memory(0, host + parameters) if method.offload_parameters else Memory(parameters, host)
 
 
-def activations(shape: Shape, training: Training) -> float:
-    """Return the peak size of activations during a micro-batch.
+@dataclass(frozen=True)
+class Activations:
+    """Bytes of activations during a micro-batch."""
+
+    kept: float
+    """What the forward pass keeps for the backward pass."""
+    block: float
+    """What the backward pass of one block needs in addition."""
+    logits: float
+    """The logits, which are freed before the backward pass of the first block."""
+
+    @property
+    def peak(self) -> float:
+        return self.kept + max(self.block, self.logits)
+
+
+def activations(shape: Shape, training: Training) -> Activations:
+    """Return the size of activations during a micro-batch.
 
     Counts what each operation keeps for its backward pass, as in Korthikanti et al. 2022, arXiv:2205.05198, section 4.
     Their formula, 34 s b h, is for GPT with dropout. This one is for Llama blocks of the transformers library with
     fused attention, which keeps no s x s matrix. For each token, a block keeps the norms' inputs and outputs, queries,
-    keys (repeated for each head), values, the output of attention, and four tensors of the feed-forward layer. The
-    backward pass of the last block needs a third of a block in addition. With checkpointing, each block keeps only its
-    input, and one block at a time is recomputed (section 5). Four tensors have the size of the logits: the logits in
-    the working format and in fp32, their probabilities, and their gradient.
+    keys (repeated for each head), values, the output of attention, and four tensors of the feed-forward layer. A norm
+    with frozen weights keeps one tensor less. The backward pass of the last block needs a third of a block in addition.
+    With checkpointing, each block keeps only its input, and one block at a time is recomputed (section 5). Four tensors
+    have the size of the logits: the logits in the working format and in fp32, their probabilities, and their gradient.
     """
+    sharded = training.method.zero_stage or training.method.is_fsdp
     if training.precision == "fp32":
         hidden, normed_head, attention, feed_forward, block_input = 24, 12, 24, 16, 4
-    elif training.method.zero_stage or training.method.is_fsdp:
+    elif training.lora:
+        hidden, normed_head, attention, feed_forward, block_input = 12 if sharded else 16, 6, 12, 8, 2
+    elif sharded:
         hidden, normed_head, attention, feed_forward, block_input = 16, 8, 12, 8, 2
     else:  # autocast: values between blocks stay fp32, and each linear layer casts its input
         hidden, normed_head, attention, feed_forward, block_input = 26, 10, 12, 8, 4
     block = hidden * shape.hidden + normed_head * shape.normed_heads
     block += attention * shape.query + feed_forward * shape.intermediate
-    logits = 12 * shape.vocabulary
-    if training.gradient_checkpointing:
-        token = shape.layers * block_input * shape.hidden + max(logits, 4 / 3 * block)
-    else:
-        token = shape.layers * block + max(logits, block / 3)
-    return token * training.sequence_length * training.micro_batch_rows
+    tokens = training.sequence_length * training.micro_batch_rows
+    kept, extra = (block_input * shape.hidden, 4 / 3) if training.gradient_checkpointing else (block, 1 / 3)
+    return Activations(tokens * shape.layers * kept, tokens * extra * block, tokens * 12 * shape.vocabulary)
 
 
 def peak(shape: Shape, training: Training) -> Memory:
@@ -143,32 +163,40 @@ def peak(shape: Shape, training: Training) -> Memory:
       and only then shards them in stage 3.
     - DDP: autocast caches the parameters in bf16 during a pass. In the second step, DDP reorders its buckets, and holds
       the gradients twice.
-    - FSDP: a pass gathers embedding and output layer, and two blocks at a time. Last, the gradients of embedding and
+    - FSDP: a pass gathers embedding and output layer, and three blocks at a time. Last, the gradients of embedding and
       output layer are reduced, from the working format through fp32.
-    - ZeRO: stages 1 and 2 fill one bucket while another is reduced; stage 3 has one bucket, and gathers up to LIVE
-      parameters. The optimizer's step casts gradients to fp32, in stage 3 for LIVE parameters at a time. Stages 2 and
-      3 still hold their buckets then. On a CPU, AdamW needs as much again, for square roots.
+    - ZeRO: stages 1 and 2 fill one bucket while another is reduced; stage 3 has one bucket, in fp32, and gathers up to
+      LIVE parameters. When the first bucket is full, stages 2 and 3 convert it to fp32 for the reduction, and the
+      activations of its parameters are already free. The optimizer's step of stage 1 casts gradients to fp32; the other
+      stages still hold their buckets then. Stage 3 casts the updated parameters, LIVE at a time. On a CPU, AdamW needs
+      as much again, for square roots.
     """
     method, width, held = training.method, training.width, states(shape, training)
     trained = shape.adapters if training.lora else shape.parameters
-    share, start, buffers = trained / training.gpus, 0.0, 0.0
+    share, bucket = trained / training.gpus, min(BUCKET, trained)
+    passing = activations(shape, training)
+    start, buffers, reduction = 0.0, 0.0, 0.0
     if method.is_fsdp:
-        buffers = width * (shape.embeddings + 2 * (shape.parameters - shape.embeddings) / shape.layers)
+        buffers = width * (shape.embeddings + 3 * (shape.parameters - shape.embeddings) / shape.layers)
         step = 0 if training.lora else (width + 4) * shape.embeddings
     elif not method.zero_stage:
         step = 4 * trained
         if training.precision == "bf16" and not training.lora:
             buffers = 2 * shape.multiplied
-    elif method.zero_stage < 3:
-        start, buffers = width * shape.parameters, 2 * width * BUCKET
-        step = 4 * share + (buffers if method.zero_stage == 2 else 0)
+    elif method.zero_stage == 1:
+        start, buffers, step = width * shape.parameters, 2 * width * BUCKET, 4 * share
     else:
-        start, step = width * shape.parameters, (4 + width) * min(LIVE, share) + width * BUCKET
-        buffers = width * (BUCKET + min(LIVE, shape.parameters))
+        start, remaining = width * shape.parameters, passing.kept * (1 - bucket / trained) + passing.block
+        if method.zero_stage == 2:
+            buffers = 2 * width * bucket
+            reduction, step = 8 * bucket + remaining, buffers
+        else:
+            buffers = 4 * BUCKET + width * min(LIVE, shape.parameters)
+            reduction, step = 6 * bucket + remaining, 4 * BUCKET + (4 + width) * min(LIVE, share)
     host_step = 0.0
     if method.offload_optimizer:
         step, host_step = 0, 8 * (min(LIVE, share) if method.zero_stage == 3 else share)
-    gpu = max(start, held.gpu + max(buffers + activations(shape, training), step)) + OTHER
+    gpu = max(start, held.gpu + max(buffers + passing.peak, buffers + reduction, step)) + OTHER
     return Memory(gpu, max((2 if training.lora else 4) * shape.parameters, held.host + host_step))
 
 
@@ -184,21 +212,36 @@ def fewest(shape: Shape, training: Training, gpu_gib: int, gpu_counts: tuple[int
     return next((gpus for gpus in gpu_counts if fits(shape, replace(training, gpus=gpus), gpu_gib)), None)
 
 
-def recommend(shape: Shape, training: Training, gpu_gib: int, gpu_counts: tuple[int, ...]) -> Training | None:
+def recommend(
+    shape: Shape, training: Training, gpu_gib: int, gpu_counts: tuple[int, ...], global_batch_rows: int
+) -> Training | None:
     """Return the recommended settings, or None if no method fits on any of the `gpu_counts`.
 
-    The order of preference is: no offloading, fewer instances, more of their GPUs, no gradient checkpointing, less
-    sharding. Checkpointing adds a third of the operations, which takes longer than the communication of sharding.
-    Offloading is slower still.
+    The order of preference is: no offloading, fewer instances, more of their GPUs, more rows in a micro-batch up to
+    ENOUGH_TOKENS, no gradient checkpointing, less sharding. Checkpointing adds a third of the operations. Offloading is
+    slower still.
     """
     for offload in (False, True):
         for gpus in sorted(gpu_counts, key=lambda gpus: (-(-gpus // GPUS_PER_INSTANCE), -gpus)):
-            for checkpointing in (False, True):
-                for method in METHODS:
-                    tried = replace(training, gpus=gpus, gradient_checkpointing=checkpointing, method=method)
-                    if method.offload_optimizer == offload and fits(shape, tried, gpu_gib):
-                        return tried
+            for rows in _micro_batches(training.sequence_length, gpus, global_batch_rows):
+                for checkpointing in (False, True):
+                    for method in METHODS:
+                        tried = replace(
+                            training,
+                            gpus=gpus,
+                            micro_batch_rows=rows,
+                            gradient_checkpointing=checkpointing,
+                            method=method,
+                        )
+                        if method.offload_optimizer == offload and fits(shape, tried, gpu_gib):
+                            return tried
     return None
+
+
+def _micro_batches(sequence_length: int, gpus: int, global_batch_rows: int) -> list[int]:
+    """Return the numbers of rows to try: powers of two that split the global batch evenly, the largest first."""
+    rows = [2**power for power in range(max(1, ENOUGH_TOKENS // sequence_length).bit_length())]
+    return [number for number in reversed(rows) if global_batch_rows % (gpus * number) == 0]
 
 
 def hours(shape: Shape, training: Training, tokens: int | None) -> float | None:

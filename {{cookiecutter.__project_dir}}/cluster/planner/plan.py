@@ -1,7 +1,9 @@
 """Plan how to train and serve a model before you rent anything. `inv plan MODEL` runs this."""
 
 from collections.abc import Mapping
+from pathlib import Path
 
+import tomlkit
 from rich.console import Console
 
 import settings
@@ -14,10 +16,16 @@ from pipeline.training.dataset import read_manifest
 from pipeline.training.options import DDPOptions
 
 
-def plan(model: str, console: Console, dollars_per_instance_hour: Mapping[int, float] | None = None) -> None:
+def plan(
+    model: str,
+    console: Console,
+    dollars_per_instance_hour: Mapping[int, float] | None = None,
+    writes: bool = False,
+) -> None:
     """Print the plan for a model, with the settings of the cluster profile.
 
-    `dollars_per_instance_hour` maps an A100's memory in GiB (40 or 80) to the hourly price of an instance.
+    `dollars_per_instance_hour` maps an A100's memory in GiB (40 or 80) to the hourly price of an instance. If `writes`,
+    write the recommendation to settings.toml.
 
     Raises:
         settings.UserError: the model's configuration cannot be loaded, or a setting is wrong.
@@ -43,6 +51,22 @@ def plan(model: str, console: Console, dollars_per_instance_hour: Mapping[int, f
         dollars_per_instance_hour=dollars_per_instance_hour or {},
     )
     report.show(estimated, console)
+    if writes:
+        _write(estimated.settings, settings.FILE)
+        sections = " and ".join(f"[{section}]" for section in estimated.settings)
+        console.print(f"Wrote this to {sections} in settings.toml. To see what changed, run: git diff settings.toml")
+
+
+def _write(sections: Mapping[str, Mapping[str, int | bool]], file: Path) -> None:
+    """Change values that differ, and keep comments and order."""
+    document = tomlkit.parse(file.read_text(encoding="utf-8"))
+    for section, values in sections.items():
+        profile, name = section.split(".")
+        shared, own = document.get(name, {}), document[profile][name]  # type: ignore[index]
+        for key, value in values.items():
+            if own.get(key, shared.get(key)) != value:  # type: ignore[union-attr]
+                own[key] = value  # type: ignore[index]
+    file.write_text(tomlkit.dumps(document), encoding="utf-8")
 
 
 def _tokens(data: str) -> int | None:

@@ -83,7 +83,9 @@ def _activation_table(plan: ModelPlan) -> Table:
     for rows in (training.micro_batch_rows * factor for factor in (1, 2, 4)):
         sizes = [replace(training, sequence_length=length, micro_batch_rows=rows) for length in lengths]
         both = [(size, replace(size, gradient_checkpointing=True)) for size in sizes]
-        table.add_row(str(rows), *(" / ".join(_gib(activations(plan.shape, one)) for one in pair) for pair in both))
+        table.add_row(
+            str(rows), *(" / ".join(_gib(activations(plan.shape, one).peak) for one in pair) for pair in both)
+        )
     return table
 
 
@@ -102,30 +104,29 @@ def _serving_table(plan: ModelPlan) -> Table:
 
 
 def _training_advice(plan: ModelPlan) -> str:
-    training = plan.recommended
-    if training is None:
+    if plan.recommended is None:
         return (
             f"a smaller model, more instances or larger GPUs (max_workers and InstanceType in cluster/cluster.yaml), "
             f"because full fine-tuning does not fit on this cluster's {plan.gpu_gib} GB GPUs"
         )
-    units = zip(_costs(plan, training), ("hours", "dollars"), strict=True)
+    units = zip(_costs(plan, plan.recommended), ("hours", "dollars"), strict=True)
     costs = "".join(f", {cost:,.1f} {unit}" for cost, unit in units if cost is not None)
-    values = f"num_workers = {training.gpus}, gradient_checkpointing = {str(training.gradient_checkpointing).lower()}"
-    method = training.method
-    if not method.zero_stage:
-        job = "finetune_fsdp" if method.is_fsdp else "finetune_ddp"
-        return f"inv submit {job} and {values} in [cluster.train]{costs}"
-    offload = f"offload_optimizer = {method.offload_optimizer}, offload_parameters = {method.offload_parameters}"
-    sharding = f"zero_stage = {method.zero_stage}, {offload.lower()} in [cluster.deepspeed]"
-    return f"inv submit finetune_deepspeed and {values} in [cluster.train], {sharding}{costs}"
+    return f"inv submit {plan.job} and {_keys(plan, 'cluster.train', 'cluster.deepspeed')}{costs}"
 
 
 def _serving_advice(plan: ModelPlan) -> str:
-    serving = plan.serving[plan.gpu_gib]
-    if serving is None:
+    if "cluster.serve" not in plan.settings:
         return "To serve it, lower max_model_len or target_ongoing_requests in [cluster.serve]"
-    sizes = f"tensor_parallel_size = {serving.tensor_parallel_size}"
-    return f"Serve with {sizes}, pipeline_parallel_size = {serving.pipeline_parallel_size} in [cluster.serve]"
+    return f"Serve with {_keys(plan, 'cluster.serve')}"
+
+
+def _keys(plan: ModelPlan, *sections: str) -> str:
+    """Return the recommended keys of these sections as settings.toml has them, and the names of the sections."""
+    parts = []
+    for section in sections:
+        if keys := plan.settings.get(section):
+            parts.append(", ".join(f"{key} = {str(value).lower()}" for key, value in keys.items()) + f" in [{section}]")
+    return ", ".join(parts)
 
 
 def _costs(plan: ModelPlan, training: Training) -> tuple[float | None, float | None]:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -70,7 +71,12 @@ class FSDP(Strategy):
     def capture(self) -> WriteCheckpoint:
         model, optimizer = get_state_dict(self.model, self.optimizer, options=TRAINED)
         state = copied({"model": model, "optimizer": optimizer})
-        return lambda folder: dcp.save(state, checkpoint_id=folder / "fsdp", process_group=self._writers)
+        # no fsync, which waits for the disk: an incomplete checkpoint is skipped anyway
+        return lambda folder: dcp.save(
+            state,
+            storage_writer=FileSystemWriter(folder / "fsdp", sync_files=False),
+            process_group=self._writers,
+        )
 
     def load(self, folder: Path, world_size: int) -> None:
         model, optimizer = get_state_dict(self.model, self.optimizer, options=TRAINED)

@@ -13,6 +13,7 @@ from transformers.utils import is_flash_attn_2_available, logging
 from pipeline.ray_support import model_cache
 from pipeline.training.options import TrainOptions
 from pipeline.training.strategies import Strategy
+from settings import UserError
 
 
 def load_model(options: TrainOptions) -> PreTrainedModel:
@@ -24,9 +25,7 @@ def load_model(options: TrainOptions) -> PreTrainedModel:
     logging.disable_progress_bar()
     model = _load(options, _compute_dtype(options) if options.lora_rank else torch.float32, options.quantize_base)
     if options.liger:
-        from transformers.integrations.liger import apply_liger_kernel  # imported late: it takes seconds
-
-        apply_liger_kernel(model, None)
+        _use_liger(model)
     if options.lora_rank:
         _add_adapters(model, options)
     if options.gradient_checkpointing:
@@ -35,6 +34,21 @@ def load_model(options: TrainOptions) -> PreTrainedModel:
         for layer in decoder_layers(model):  # all layers are alike, so they share one compilation
             layer.compile()
     return model.train()
+
+
+def _use_liger(model: PreTrainedModel) -> None:
+    """Replace the model's layers and its loss by Liger's fused kernels.
+
+    Raises:
+        UserError: Liger has none for this architecture. By itself, it would do nothing.
+    """
+    # imported late: it takes seconds; local environments do not have it
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN  # type: ignore[missing-import]
+    from transformers.integrations.liger import apply_liger_kernel
+
+    if model.config.model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+        raise UserError(f"Liger has no kernels for {model.config.model_type}. Set liger = false in [train].")
+    apply_liger_kernel(model, None)
 
 
 def _add_adapters(model: PreTrainedModel, options: TrainOptions) -> None:

@@ -264,6 +264,14 @@ def test_a_worker_needs_a_new_driver(tmp_path: Path, driver: str | None, error: 
     assert (done.returncode, done.stderr) == (1 if error else 0, error)
 
 
+def test_caches_and_checkpoints_are_on_folders_of_the_fast_disk() -> None:
+    commands = "\n".join(load()["setup_commands"])
+    made = re.search(r"install --directory --owner=ubuntu (.*)", commands)
+    assert made
+    assert set(re.findall(r"(?:HF_HOME|[^_]TMPDIR)=(\S+)", commands)) < set(made[1].split())
+    assert all(folder.startswith("/opt/dlami/nvme/") for folder in made[1].split())
+
+
 def test_every_node_runs_the_pins_with_the_token_and_no_open_dashboard() -> None:
     config = load()
     setup = "\n".join(config["setup_commands"])

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from collections import namedtuple
 from collections.abc import Callable
 from itertools import pairwise
@@ -552,6 +553,18 @@ def test_a_model_that_does_not_fit_the_rows_is_refused(model: Path) -> None:
 def test_a_model_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(settings.UserError, match="cannot load the model"):
         preflight.load_config(str(tmp_path / "nothing"))
+
+
+def test_liger_refuses_an_architecture_that_it_does_not_know(
+    options: DDPOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Liger runs only on CUDA, so this machine does not have it."""
+    known = types.SimpleNamespace(MODEL_TYPE_TO_APPLY_LIGER_FN={"qwen3": print})
+    monkeypatch.setitem(sys.modules, "liger_kernel", types.ModuleType("liger_kernel"))
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", types.ModuleType("liger_kernel.transformers"))
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers.monkey_patch", known)
+    with pytest.raises(settings.UserError, match=r"Liger has no kernels for llama\. Set liger = false in \[train\]"):
+        models.load_model(options.model_copy(update={"liger": True}))
 
 
 def test_a_run_resumes_only_with_the_same_settings(options: DDPOptions, model: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import gc
 import io
 import json
+import shutil
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -26,6 +27,7 @@ from cluster.planner import estimate, memory, plan, report, serving
 from cluster.planner.estimate import ModelPlan
 from cluster.planner.memory import METHODS, Method, Training
 from cluster.planner.shape import Shape, shape_of
+from pipeline.serving.options import ServeOptions
 from pipeline.training import deepspeed_zero
 from pipeline.training.deepspeed_zero import ZeRO
 from pipeline.training.fsdp import FSDP
@@ -109,12 +111,15 @@ def test_a_model_of_another_kind_is_refused() -> None:
 
 @pytest.mark.parametrize(("stage", "gigabytes"), [(1, 31.4), (2, 16.6), (3, 1.9)])
 def test_states_match_the_zero_paper(llama: Shape, stage: int, gigabytes: float) -> None:
-    """Figure 1 of arXiv:1910.02054: 7.5 billion parameters on 64 GPUs; 120 GB without sharding."""
+    """Figure 1 of arXiv:1910.02054: 7.5 billion parameters on 64 GPUs; 120 GB without sharding.
+
+    The paper's gradients are in fp16. Stages 2 and 3 hold fp32 gradients here, which are 2 bytes larger.
+    """
     shape, training = replace(llama, parameters=7_500_000_000), replace(TRAINING, gpus=64)
     assert memory.states(shape, training).gpu == pytest.approx(120e9)
-    assert memory.states(shape, replace(training, method=Method("", stage))).gpu == pytest.approx(
-        gigabytes * 1e9, rel=0.02
-    )
+    sharded = memory.states(shape, replace(training, method=Method("", stage))).gpu
+    larger_gradients = 2 * 7.5e9 / 64 if stage > 1 else 0
+    assert sharded - larger_gradients == pytest.approx(gigabytes * 1e9, rel=0.02)
 
 
 def test_states_match_live_engines(tmp_path: Path) -> None:
@@ -237,7 +242,7 @@ def test_activations_match_the_allocations_of_a_pass(architecture: Any, strategy
     shape = shape_of(config)
     precision: Any = "fp32" if strategy == "fp32" else "bf16"
     method = METHODS[strategy == "sharded bf16"]
-    predicted = memory.activations(shape, Training(length, rows, precision, checkpointing, method))
+    predicted = memory.activations(shape, Training(length, rows, precision, checkpointing, method)).peak
     casts = 0
     if strategy == "autocast":  # bf16 copies of the weights; with checkpointing, of one block at a time
         casts = 2 * shape.multiplied / (shape.layers if checkpointing else 1)
@@ -249,33 +254,42 @@ def test_activations_match_the_allocations_of_a_pass(architecture: Any, strategy
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize(
-    ("config", "method", "plain", "checkpointed"),
+    ("config", "lora", "method", "plain", "checkpointed"),
     [
-        (QWEN3_1_7B, "DDP", 34.35, 32.07),
-        (QWEN3_1_7B, "FSDP", 8.83, 5.76),
-        (QWEN3_1_7B, "ZeRO-1", 15.63, 12.56),
-        (QWEN3_1_7B, "ZeRO-2", 11.87, 9.81),
-        (QWEN3_1_7B, "ZeRO-3", 10.95, 8.04),
-        (QWEN3_8B, "DDP", 152.58, 152.58),
-        (QWEN3_8B, "FSDP", 28.41, 22.23),
-        (QWEN3_8B, "ZeRO-1", 53.49, 45.89),
-        (QWEN3_8B, "ZeRO-2", 39.61, 34.35),
-        (QWEN3_8B, "ZeRO-3", 27.74, 21.93),
+        (QWEN3_1_7B, False, "DDP", 34.35, 32.07),
+        (QWEN3_1_7B, False, "FSDP", 8.83, 5.76),
+        (QWEN3_1_7B, False, "ZeRO-1", 15.63, 12.56),
+        (QWEN3_1_7B, False, "ZeRO-2", 13.73, 11.76),
+        (QWEN3_1_7B, False, "ZeRO-3", 12.29, 10.31),
+        (QWEN3_1_7B, True, "DDP", 8.50, 5.34),
+        (QWEN3_1_7B, True, "FSDP", 5.68, 2.99),
+        (QWEN3_1_7B, True, "ZeRO-1", 9.73, 7.03),
+        (QWEN3_1_7B, True, "ZeRO-2", 7.98, 5.39),
+        (QWEN3_1_7B, True, "ZeRO-3", 8.76, 6.07),
+        (QWEN3_8B, False, "DDP", 152.58, 152.58),
+        (QWEN3_8B, False, "FSDP", 28.41, 22.23),
+        (QWEN3_8B, False, "ZeRO-1", 53.49, 45.89),
+        (QWEN3_8B, False, "ZeRO-2", 43.78, 36.18),
+        (QWEN3_8B, False, "ZeRO-3", 31.34, 23.81),
+        (QWEN3_8B, True, "DDP", 25.87, 17.96),
+        (QWEN3_8B, True, "FSDP", 14.23, 7.52),
+        (QWEN3_8B, True, "ZeRO-1", 26.11, 19.40),
+        (QWEN3_8B, True, "ZeRO-2", 24.34, 17.83),
+        (QWEN3_8B, True, "ZeRO-3", 15.48, 15.48),
     ],
 )
 def test_the_peak_covers_what_runs_allocate(
-    config: Any, method: str, plain: float, checkpointed: float, checkpointing: bool
+    config: Any, lora: bool, method: str, plain: float, checkpointed: float, checkpointing: bool
 ) -> None:
     """Compare with the GiB that two steps of one row on 8 fake GPUs allocated, measured by `inv fit` on 2026-11-26.
 
-    A plan below the measured peak promises too much. ZeRO-2 frees its buckets before the peak of a small model, which
-    the plan does not follow.
+    A plan below the measured peak promises too much.
     """
     (found,) = (each for each in METHODS if each.name == method)
-    training = replace(TRAINING, gpus=8, gradient_checkpointing=checkpointing, method=found)
+    training = replace(TRAINING, gpus=8, gradient_checkpointing=checkpointing, method=found, lora=lora)
     planned = memory.peak(shape_of(config), training).gpu / memory.GIB
     measured = checkpointed if checkpointing else plain
-    assert measured <= planned <= (1.13 if method == "ZeRO-2" else 1.1) * measured
+    assert measured <= planned <= 1.1 * measured + 0.5
 
 
 # ------------------------------------------------------------------------------------------ the plan
@@ -326,7 +340,7 @@ def test_the_recommendation_fits_and_runs(card: int, length: int, machines: int)
     needed = memory.peak(made.shape, choice)
     assert needed.gpu < card * 2**30
     assert min(8, choice.gpus) * needed.host < memory.HOST_GIB * 2**30
-    check_batches(64, 1, choice.gpus, choice.gpus)
+    check_batches(64, choice.micro_batch_rows, choice.gpus, choice.gpus)
     options = settings.load(DeepSpeedOptions, "train", "deepspeed", profile="cluster").model_dump()
     fields = ("offload_optimizer", "offload_parameters")
     chosen = {name: getattr(choice.method, name) for name in fields} | {"zero_stage": choice.method.zero_stage or 1}
@@ -371,6 +385,31 @@ def test_the_report_names_the_settings_to_write() -> None:
     assert "40% of an A100's bf16 peak" in " ".join(text.split())
     assert text.splitlines()[-1].count(" dollars") == 1
     assert " dollars" not in _shown(_plan(LLAMA_3_8B, dollars_per_instance_hour={})).splitlines()[-1]
+
+
+def test_the_recommendation_is_written_to_the_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "settings.toml"
+    shutil.copy(settings.FILE, file)
+    monkeypatch.setattr(settings, "FILE", file)
+    made = _plan(LLAMA_3_8B, num_workers=1)
+    plan._write(made.settings, file)
+    options = settings.load(DeepSpeedOptions, "train", "deepspeed", profile="cluster", file=file)
+    assert options.model_dump() | made.settings["cluster.train"] | made.settings["cluster.deepspeed"] == (
+        options.model_dump()
+    )
+    before, after = (path.read_text().splitlines() for path in (settings.PROJECT / "settings.toml", file))
+    assert [line.partition("#")[2] for line in after] == [line.partition("#")[2] for line in before]
+
+
+def test_the_shipped_settings_are_those_of_the_plan() -> None:
+    """QWEN3_8B is the model that cookiecutter suggests."""
+    made = _plan(QWEN3_8B)
+    options = settings.load(DeepSpeedOptions, "train", "deepspeed", profile="cluster").model_dump()
+    serving = settings.load(ServeOptions, "serve", profile="cluster").model_dump()
+    assert made.job == "finetune_deepspeed"
+    for section, values in made.settings.items():
+        shipped = serving if section == "cluster.serve" else options
+        assert {key: shipped[key] for key in values} == values
 
 
 def test_hours_without_data_say_how_to_make_it(assets: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import os
 import shutil
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import cast
 
@@ -19,6 +20,10 @@ from pipeline.training.schedule import check_batches
 from pipeline.training.strategies import MakeStrategy
 from pipeline.training.trainer import train
 from settings import UserError
+
+TIMEOUT_MINUTES = 30
+"""How long ranks wait for each other, as in Ray Train. NCCL's 10 minutes may end before one rank has converted a large
+checkpoint."""
 
 
 class TorchrunRuntime(SingleProcess):
@@ -55,7 +60,8 @@ def fit(options: TrainOptions, make_strategy: MakeStrategy) -> None:
         UserError: options, data and model do not match, or training failed. Only rank 0 raises it; the others exit.
     """
     job_secrets.load()
-    dist.init_process_group(dist.get_default_backend_for_device(options.device))
+    backend = dist.get_default_backend_for_device(options.device)
+    dist.init_process_group(backend, timeout=timedelta(minutes=TIMEOUT_MINUTES))
     try:
         device = _device(options)
         options = preflight.with_absolute_paths(options).model_copy(update={"num_workers": dist.get_world_size()})
