@@ -18,7 +18,7 @@ class PreprocessOptions(settings.Section):
     """Parquet or JSONL with conversations, instructions and answers, or text: a file, folder, glob, s3:// URI, or
     hf://datasets/OWNER/NAME."""
     mix: tuple[str, ...] = ()
-    """More inputs, each written as INPUT=WEIGHT. The rows of INPUT are used WEIGHT times on average."""
+    """More inputs, each written as INPUT=WEIGHT. Each row of INPUT is used WEIGHT times on average."""
     output: str
     """Folder or s3:// URI for the packed data."""
     shared_paths: tuple[str, ...] = ()

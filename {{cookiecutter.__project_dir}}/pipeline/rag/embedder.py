@@ -35,7 +35,7 @@ class Embedder:
     def embed(self, texts: Sequence[str], kind: Literal["query", "document"] = "document") -> np.ndarray:
         """Return float32 vectors, shape [texts, dimension]. Some models add a prefix that depends on `kind`."""
         prompt = self._prompts.get(kind, "")
-        order = sorted(range(len(texts)), key=lambda number: len(texts[number]))  # so that batches need little padding
+        order = sorted(range(len(texts)), key=lambda number: len(texts[number]))  # by length: little padding
         vectors = np.empty((len(texts), self._model.config.hidden_size), np.float32)
         for first in range(0, len(order), self._batch_chunks):
             numbers = order[first : first + self._batch_chunks]
@@ -54,7 +54,7 @@ class Embedder:
         if self._pooling.get("pooling_mode_cls_token"):
             return states[:, 0]
         if self._pooling.get("pooling_mode_lasttoken"):
-            last = mask.shape[1] - 1 - mask.flip(1).argmax(1)  # correct for padding on either side
+            last = mask.shape[1] - 1 - mask.flip(1).argmax(1)  # works with padding on either side
             return states[torch.arange(len(states), device=states.device), last]
         return (states * mask[:, :, None]).sum(1) / mask.sum(1, keepdim=True)
 
@@ -66,7 +66,7 @@ class EmbeddingModelInfo:
         """Read the model's configuration and tokenizer.
 
         Raises:
-            UserError: there is no such model.
+            UserError: the model cannot be read.
         """
         folder = model_cache.on_this_node(model, weights=False)
         try:
