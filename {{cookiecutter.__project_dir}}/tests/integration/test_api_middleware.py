@@ -98,7 +98,7 @@ def with_middleware(app: ASGIApp, limits: RequestLimits, alive: Callable[[], boo
 
 
 def error(answer: httpx2.Response, status: int) -> dict:
-    """Return the error of an answer. It must have OpenAI's format and this status."""
+    """Return the error in an answer, which must have OpenAI's format and this status."""
     assert answer.status_code == status
     found = answer.json()
     assert set(found) == {"error"}

@@ -56,7 +56,7 @@ def embedder_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def facts() -> dict[str, tuple[str, str]]:
-    """Return a question and the sentence that answers it, by the id of the document with that sentence."""
+    """Return questions with the sentences that answer them, by the ids of the documents with these sentences."""
     found = {}
     for number, name in errno.errorcode.items():
         found[name] = (f"What does {name} mean?", f"{name} is the error that says: {os.strerror(number)}.")

@@ -28,7 +28,7 @@ def ray_in_training(graph: Graph) -> list[str]:
 
 
 def node_imports(graph: Graph) -> list[str]:
-    """The laptop and the machines share `cluster.common`. Of `cluster`, machines have only that and `cluster.node`."""
+    """The laptop and the machines share `cluster.common`. Machines also have `cluster.node`, and nothing else."""
     shared = _imports(graph, ("cluster.common",), ("cluster",), allowed=("cluster.common",))
     return shared + _imports(graph, ("cluster.node",), ("cluster",), allowed=("cluster.common", "cluster.node"))
 
