@@ -62,7 +62,7 @@ def model_folder(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 @pytest.fixture(scope="session")
 def s3() -> Iterator[str]:
-    """Return the URI of an empty bucket on an S3 server in this process. All clients use it by default."""
+    """Return the URI of an empty bucket on an S3 server in this process, which all clients use."""
     server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()

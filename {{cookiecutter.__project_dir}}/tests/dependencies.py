@@ -14,7 +14,7 @@ Graph = Mapping[str, set[str]]
 
 
 def _files() -> dict[str, Path]:
-    """Return the file of each module, by the module's dotted name."""
+    """Return the file of each module, keyed by the module's dotted name."""
     folders = [settings.PROJECT / folder for folder in FOLDERS]
     files = [*settings.PROJECT.glob("*.py"), *(file for folder in folders for file in sorted(folder.rglob("*.py")))]
     names = [".".join(file.relative_to(settings.PROJECT).with_suffix("").parts) for file in files]

@@ -1,4 +1,4 @@
-"""Find where assistant turns begin and end in the text of a chat template."""
+"""Find where assistant turns begin and end in the text that a chat template renders."""
 
 import re
 from collections.abc import Iterable

@@ -121,7 +121,7 @@ def _sharegpt_message(turn: Message) -> Message:
 
 
 def _read_instruction(row: Mapping[str, Any]) -> Conversation:
-    """Read a row with a question and an answer, as in Alpaca or Dolly, which may continue a `history`."""
+    """Read a row with a question and an answer, as in Alpaca or Dolly. Earlier turns come from its `history`."""
     question, context, answer = (_first(row, names) for names in (QUESTIONS, CONTEXTS, ANSWERS))
     content = f"{require_text(question)}\n\n{require_text(context)}" if context else question
     history = decode_json(row.get("history") or [], "history")

@@ -1,4 +1,4 @@
-"""The inputs of training rows: their files, how often their rows are used, and their first rows."""
+"""Inputs with training rows: their files, how often their rows are used, and their first rows."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -72,7 +72,7 @@ def find(name: str, section: str = "preprocess") -> RowSource:
 
 
 def find_all(name: str, mix: Iterable[str]) -> list[RowSource]:
-    """Return the source `name`, and the sources in `mix`, each written as INPUT=WEIGHT.
+    """Return the source `name`, and the sources in `mix`. Each item of `mix` is written as INPUT=WEIGHT.
 
     Raises:
         UserError: see `find`, or a weight is not a positive number.

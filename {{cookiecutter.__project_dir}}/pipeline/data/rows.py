@@ -24,7 +24,7 @@ ROWS = pa.schema(
 )
 
 RawRow = dict[str, Any] | bytes
-"""A row as it is in a file: a parquet row, or a line of JSONL."""
+"""A row as read from a file: a parquet row, or a line of JSONL."""
 
 
 class Piece(NamedTuple):

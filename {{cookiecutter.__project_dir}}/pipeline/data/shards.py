@@ -71,7 +71,7 @@ class PartitionSummary(BaseModel):
 
 
 def write(rows: pa.Table, plan: ShardPlan, tokenizer_ref: ObjectRef, report: Callable[..., Any]) -> pa.Table:
-    """Write the shards of one partition. Return one row with its `summary`, a PartitionSummary as JSON.
+    """Write the shards of one partition. Return one row with the column `summary`, a PartitionSummary as JSON.
 
     `tokenizer_ref` refers to a DocumentTokenizer. After each slice, the function calls `report(rows_packed=…)`.
 

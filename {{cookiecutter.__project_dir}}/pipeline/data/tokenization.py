@@ -1,4 +1,4 @@
-"""Turn rows into documents of tokens, with labels so that only what the model should write is trained."""
+"""Turn rows into tokenized documents with labels, so that only what the model should write is trained."""
 
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class TokenizedDocument(NamedTuple):
-    """The tokens of a document, int32. A label is the token itself if it is trained, and otherwise NOT_TRAINED."""
+    """The int32 tokens of a document. A label is the token itself if it is trained, and otherwise NOT_TRAINED."""
 
     input_ids: np.ndarray
     labels: np.ndarray

@@ -79,12 +79,12 @@ def tokenizer_hash(tokenizer: "PreTrainedTokenizerFast") -> str:
 
 
 def padding_id(tokenizer: "PreTrainedTokenizerFast") -> int:
-    """Return the token that fills rows. Any would do, because padding is not trained and not attended to."""
+    """Return the token that fills rows. Any token would do, because padding is neither trained nor attended to."""
     return next(token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if token is not None)
 
 
 def eos_ids(model: str, tokenizer: "PreTrainedTokenizerFast") -> set[int]:
-    """Return the tokens at which vLLM stops: those of generation_config.json or config.json, and the tokenizer's."""
+    """Return vLLM's stop tokens: those in generation_config.json or config.json, and the tokenizer's EOS token."""
     from transformers import AutoConfig, GenerationConfig
 
     folder = model_cache.on_this_node(model_cache.find(model), weights=False)

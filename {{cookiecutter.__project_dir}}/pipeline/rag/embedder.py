@@ -22,7 +22,7 @@ class Embedder:
     """An embedding model on one device."""
 
     def __init__(self, model: str, device: str, precision: Literal["fp32", "bf16"], batch_chunks: int = 32) -> None:
-        """Load the model from a location that `model_cache.find` returned. Embed `batch_chunks` texts at once."""
+        """Load the model from a location that `model_cache.find` returned. A batch has `batch_chunks` texts."""
         logging.disable_progress_bar()
         folder = model_cache.on_this_node(model)
         self._tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -35,7 +35,7 @@ class Embedder:
     def embed(self, texts: Sequence[str], kind: Literal["query", "document"] = "document") -> np.ndarray:
         """Return float32 vectors, shape [texts, dimension]. Some models add a prefix that depends on `kind`."""
         prompt = self._prompts.get(kind, "")
-        order = sorted(range(len(texts)), key=lambda number: len(texts[number]))  # by length: little padding
+        order = sorted(range(len(texts)), key=lambda number: len(texts[number]))  # so that batches need little padding
         vectors = np.empty((len(texts), self._model.config.hidden_size), np.float32)
         for first in range(0, len(order), self._batch_chunks):
             numbers = order[first : first + self._batch_chunks]

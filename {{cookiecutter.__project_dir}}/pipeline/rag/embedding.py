@@ -65,7 +65,7 @@ def explain(error: RayTaskError, options: EmbedOptions) -> Exception:
 
 
 class CommitBuffer:
-    """Collects batches into few commits, because each commit is a new version of the index."""
+    """Combines batches into fewer commits, because each commit is a new version of the index."""
 
     def __init__(self, writer: index.Writer) -> None:
         self._writer = writer

@@ -17,7 +17,7 @@ NO_USAGE = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}  # fo
 
 
 class AnswerEnd(NamedTuple):
-    """The end of an answer: why it ended, and the tokens used."""
+    """The end of an answer: the reason why it ended, and the number of tokens used."""
 
     finish_reason: str = "stop"
     usage: dict[str, Any] = NO_USAGE

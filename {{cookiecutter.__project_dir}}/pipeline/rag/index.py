@@ -19,9 +19,9 @@ from settings import UserError
 warnings.filterwarnings("ignore", "lancedb fork support")  # Ray's forks call exec at once, which is safe
 
 TABLE = "chunks"
-CONFIG_KEY = "recipe"  # in the table's metadata
+CONFIG_KEY = "recipe"  # key in the table's metadata
 MIN_INDEXED_CHUNKS = 100_000  # with fewer chunks, an exhaustive search takes milliseconds
-MAX_IDS = 1000  # in one SQL condition
+MAX_IDS = 1000  # ids in one SQL condition
 
 
 class IndexConfig(NamedTuple):

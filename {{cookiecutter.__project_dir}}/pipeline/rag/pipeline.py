@@ -17,7 +17,7 @@ from pipeline.rag.documents import Batch, Chunker
 from pipeline.rag.embedder import Embedder
 
 BATCHES_PER_WORKER = 2  # one in progress, one waiting
-MAX_UNREAD_BATCHES = 2  # finished batches of a reading task at which it pauses
+MAX_UNREAD_BATCHES = 2  # a reading task pauses while this many of its batches wait
 
 
 class EmbeddedBatch(NamedTuple):

@@ -27,7 +27,7 @@ class Adapters(LoRAResolver):
     """
 
     def __init__(self, runs: str, model: str) -> None:
-        """`runs` is a folder or URI of runs; `model` is the base model, as named in the settings."""
+        """`runs` is the folder or URI of the runs; `model` is the base model, as named in the settings."""
         self._runs = runs
         self._models = {model, settings.resolve(model)}
         self.names: list[str] = []
@@ -59,7 +59,7 @@ class Adapters(LoRAResolver):
         if not self._matches(name):
             return None
         folder = self._folder(name)
-        # the version is part of the name: vLLM's prefix cache identifies adapters by name
+        # the version is part of the name, because vLLM's prefix cache identifies adapters by name
         versioned = f"{name}@{model_cache.version(folder)}"
         return LoRARequest(lora_name=versioned, lora_int_id=1, lora_path=model_cache.on_this_node(folder))
 
@@ -84,7 +84,7 @@ async def _replace(serving: OpenAIServingModels, name: str, found: LoRARequest) 
     found.lora_int_id = serving.lora_id_counter.inc(1)
     try:
         await serving.engine_client.add_lora(found)
-    except Exception as error:  # the adapter may be incomplete: the next refresh tries again
+    except Exception as error:  # the adapter may be incomplete; the next refresh tries again
         log.warning(f"adapter {name} could not be loaded ({error}); the old one stays in use")
         return
     serving.lora_requests[name] = found

@@ -118,7 +118,7 @@ class ApiMiddleware:
     ) -> tuple[bytes | None, bool]:
         """Read the body. Return it, and whether all of it was read.
 
-        The returned body is None if it is too large or `keep` is False.
+        Return None as the body if the body is too large or `keep` is False.
         """
         limit, timeout_s = self._limits.max_body, self._limits.body_timeout_s
         max_read = MAX_DISCARDED_BODIES * limit

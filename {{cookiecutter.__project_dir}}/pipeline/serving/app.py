@@ -126,7 +126,7 @@ def llm_config(options: ServeOptions) -> LLMConfig:
         "max_surge_percent": options.max_surge_percent,
         "max_constructor_retry_count": 1,  # do not retry a model that cannot be loaded
         "ray_actor_options": {"num_cpus": options.num_cpus},
-        "logging_config": {"enable_access_log": False},  # adds two lines per request; the metrics count requests
+        "logging_config": {"enable_access_log": False},  # metrics replace its two lines per request
     }
     if options.prefix_routing:
         deployment["request_router_config"] = RequestRouterConfig(

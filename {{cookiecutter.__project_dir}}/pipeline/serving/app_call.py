@@ -15,7 +15,7 @@ class AppCall:
 
     vLLM runs the handler of a non-streaming request in a separate task, and cancels it on `http.disconnect`. If only
     the outer task is cancelled, as Ray does on a disconnect, the handler is orphaned and the engine keeps working.
-    Therefore the app first receives `http.disconnect`, and is cancelled only if it does not listen.
+    Therefore the app first receives `http.disconnect`, and is cancelled only if it does not react to that.
     """
 
     def __init__(

@@ -12,7 +12,8 @@ from pydantic_core import from_json
 
 from pipeline.serving.errors import ApiError
 
-MAX_DEPTH = 64  # levels of lists and objects; at 300 levels, the engine's serializer overflows its stack and crashes it
+# Maximum levels of lists and objects. At 300 levels, the engine's serializer overflows its stack and the engine dies.
+MAX_DEPTH = 64
 # Maximum characters of a schema. Other requests wait while xgrammar parses it: 15 ms for a flat schema of 85,000.
 MAX_SCHEMA = 64 * 1024
 # Maximum characters of a regex, of a grammar, or of bad_words, which vLLM tokenizes while other requests wait.
@@ -99,7 +100,7 @@ def _too_deep() -> InvalidBody:
 
 
 def _is_deep(value: Any) -> bool:
-    """Return whether lists and objects are nested deeper than MAX_DEPTH. Not recursive, to survive any depth."""
+    """Return whether lists and objects are nested deeper than MAX_DEPTH. No recursion, so any depth is safe."""
     level = [value]
     for _ in range(MAX_DEPTH):
         level = [inner for outer in level for inner in _values(outer) if type(inner) in (dict, list)]
@@ -264,7 +265,7 @@ def _check_bad_words(words: Any) -> None:
 
 
 def _sequences(body: dict[str, Any]) -> int:
-    """Return prompts times answers per prompt."""
+    """Return the number of prompts times the number of answers per prompt."""
     answers = body.get("n")
     if answers is None:
         answers = 1

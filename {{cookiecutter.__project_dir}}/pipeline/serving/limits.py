@@ -41,7 +41,7 @@ class RateLimiter:
     def acquire(self, key: str, count: int = 1) -> int:
         """Count sequences until `release`, and return 0.
 
-        If they exceed a limit, count none and return the seconds until the next attempt.
+        If they exceed a limit, count none and return the seconds to wait before the next attempt.
         """
         if self._running[key] + count > self._at_once:
             return 1

@@ -107,7 +107,7 @@ def made(ray_session: None, options: GenerateOptions) -> KilledRuns:
 
 
 def write_rows(folder: Path) -> dict[str, Any]:
-    """Write good and bad rows in both formats. Return the prompts of the good rows by id."""
+    """Write good and bad rows in both formats. Return the prompts of the good rows, keyed by id."""
     folder.mkdir(parents=True)
     facts = [fact.question for fact in demo_assets.questions(50)]
     asked = {f"q{number}": f"{facts[number % 50]} {number // 50 or ''}".strip() for number in range(COUNT)}

@@ -55,7 +55,7 @@ def canary_secret() -> Iterator[None]:
 
 
 def launches(record: dict[str, Any]) -> dict[str, str]:
-    """Return the zone of each A100 machine that was launched, by the id of the machine."""
+    """Return the zone of each A100 machine that was launched, keyed by the machine's id."""
     return {one["id"]: one["zone"] for one in record["instances"] if one["type"].startswith("p4d")}
 
 

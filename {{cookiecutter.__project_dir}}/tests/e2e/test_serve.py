@@ -340,7 +340,7 @@ def test_slow_uploads_only_count_against_their_own_key(served: ServeOptions, con
     with contextlib.ExitStack() as slow, limits(body_timeout_s=10 * slowdown()):
         sent = [
             slow.enter_context(send(served, "chat/completions", body, missing=1))
-            for _ in range(served.key_requests_at_once + 8)  # a request below may displace one of these
+            for _ in range(served.key_requests_at_once + 8)  # spare ones, because a request below may cause a refusal
         ]
         wait_until(429 if content != "hi" else 200)
         assert status(OTHER_KEY) == 200

@@ -22,12 +22,12 @@ from pipeline.training.runtimes import torchrun
 PAGES = ["README.md", *(str(page.relative_to(settings.PROJECT)) for page in settings.PROJECT.glob("docs/*.md"))]
 SOURCES = ["settings.py", "cluster/**/*.py", "jobs/**/*.py", "pipeline/**/*.py"]
 FILLED = "\0"  # replaces a value in a message
-MIN_LETTERS = 20  # without values; a pattern with fewer letters would match almost any quote
+MIN_LETTERS = 20  # letters outside of values; with fewer, a pattern would match almost any quote
 PLACEHOLDERS = {"VERB", "JOB", "NAME", "MODEL"}  # the pages use these in place of real names
 
 
 def _sections() -> dict[str, str]:
-    """Return the text of each section of errors.md, by heading."""
+    """Return the text of each section of errors.md, keyed by heading."""
     page = (settings.PROJECT / "docs/errors.md").read_text(encoding="utf-8")
     parts = re.split(r"^### (.*)\n", page, flags=re.MULTILINE)
     return dict(zip(parts[1::2], parts[2::2], strict=True))

@@ -179,7 +179,7 @@ def _spread(way: Way, workers: int, changes: dict[str, Any]) -> list[Row]:
 def _rank(number: int, workers: int, meeting: Path, options: TrainOptions, make_strategy: MakeStrategy) -> None:
     os.environ |= {"LOCAL_RANK": str(number), "LOCAL_WORLD_SIZE": str(workers)}
     if options.precision == "bf16":
-        # claim that the CPU has bf16: without it, the emulation is slow but correct
+        # pretend that the CPU has bf16; CPUs without it emulate it slowly but correctly
         pytest.MonkeyPatch().setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=number, world_size=workers)
     runtime = TorchrunRuntime(Path(options.output, options.name), torch.device("cpu"), options.keep_checkpoints)

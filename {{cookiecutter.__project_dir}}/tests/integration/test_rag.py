@@ -56,7 +56,7 @@ def embedder_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def facts() -> dict[str, tuple[str, str]]:
-    """Return questions with the sentences that answer them, by the ids of the documents with these sentences."""
+    """Return questions and the sentences that answer them, keyed by the ids of their documents."""
     found = {}
     for number, name in errno.errorcode.items():
         found[name] = (f"What does {name} mean?", f"{name} is the error that says: {os.strerror(number)}.")
@@ -67,7 +67,7 @@ def facts() -> dict[str, tuple[str, str]]:
 
 
 def write(folder: Path) -> dict[str, tuple[str, str]]:
-    """Write a quarter of the facts in each of four formats. Return the facts by the ids of their documents."""
+    """Write a quarter of the facts in each of four formats. Return the facts, keyed by the ids of their documents."""
     folder.mkdir(parents=True)
     written: dict[str, tuple[str, str]] = {}
     rows: dict[str, list[dict[str, str]]] = {"a.parquet": [], "b.jsonl": []}

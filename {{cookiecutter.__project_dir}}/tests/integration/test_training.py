@@ -544,7 +544,7 @@ def test_a_run_resumes_only_with_the_same_settings(options: DDPOptions, model: P
     config = preflight.load_config(str(model))
     identity = preflight.identify(options, config, "rows")
     preflight.claim(options, identity)
-    preflight.claim(options.model_copy(update={"log_every": 1, "num_workers": 4}), identity)  # no effect on results
+    preflight.claim(options.model_copy(update={"log_every": 1, "num_workers": 4}), identity)  # harmless changes
 
     wider = LlamaConfig(**{**config.to_dict(), "hidden_size": 64})
     for other in (

@@ -1,4 +1,7 @@
-"""Test the import rules of the project. Imports inside functions and under TYPE_CHECKING count too."""
+"""Test the import rules of the project. Each rule is a function that returns the imports that break it.
+
+Imports inside functions and under TYPE_CHECKING count too.
+"""
 
 from collections.abc import Callable
 

@@ -217,7 +217,7 @@ def test_activations_match_the_allocations_of_a_pass(architecture: Any, strategy
     method = METHODS[strategy == "sharded bf16"]
     predicted = memory.activations(shape, Training(length, rows, precision, checkpointing, method))
     casts = 0
-    if strategy == "autocast":  # copies the weights to bf16; with checkpointing, one block at a time
+    if strategy == "autocast":  # it copies the weights to bf16, with checkpointing only one block at a time
         casts = 2 * shape.multiplied / (shape.layers if checkpointing else 1)
     assert predicted + casts == pytest.approx(peak.bytes, rel=0.15)
 
