@@ -335,7 +335,7 @@ def test_a_machine_about_to_go_is_worth_a_checkpoint(finetune: Finetune, options
 @pytest.mark.nightly
 def test_twenty_kills_change_no_bit(finetune: Finetune, options: DDPOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kill the run at random moments, mostly in the middle of a step or while it writes a checkpoint."""
-    steps = 200  # enough that the run does not finish on a fast machine, with five or more steps between two kills
+    steps = 200  # a fast machine runs five or more steps between two kills, and the run must not finish
     undisturbed = finetune(name="undisturbed", steps=steps)
     killed = options.model_copy(update={"name": "killed", "steps": steps, "checkpoint_every": 1, "log_every": 1})
     moments = random.Random(0)
@@ -544,7 +544,7 @@ def test_a_run_resumes_only_with_the_same_settings(options: DDPOptions, model: P
     config = preflight.load_config(str(model))
     identity = preflight.identify(options, config, "rows")
     preflight.claim(options, identity)
-    preflight.claim(options.model_copy(update={"log_every": 1, "num_workers": 4}), identity)  # harmless changes
+    preflight.claim(options.model_copy(update={"log_every": 1, "num_workers": 4}), identity)  # these may differ
 
     wider = LlamaConfig(**{**config.to_dict(), "hidden_size": 64})
     for other in (

@@ -31,7 +31,7 @@ def ray_in_training(graph: Graph) -> list[str]:
 
 
 def node_imports(graph: Graph) -> list[str]:
-    """The laptop and the machines share `cluster.common`. Machines also have `cluster.node`, and nothing else."""
+    """Of `cluster`, machines have only `cluster.node` and `cluster.common`, which the laptop also uses."""
     shared = _imports(graph, ("cluster.common",), ("cluster",), allowed=("cluster.common",))
     return shared + _imports(graph, ("cluster.node",), ("cluster",), allowed=("cluster.common", "cluster.node"))
 
