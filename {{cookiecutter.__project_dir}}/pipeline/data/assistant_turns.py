@@ -109,7 +109,7 @@ class AssistantTurns:
             self._opening, self._in_conversation = prompt.removeprefix(header), before.removeprefix(header)
 
     def _after_reasoning(self, prompt: str, whole: str, reasoning: str) -> str:
-        """Return the text after a prompt that begins the reasoning differently from the conversation."""
+        """Return the text after the prompt, if prompt and conversation begin the reasoning differently."""
         header = prompt.removesuffix(self._opening)
         if header == prompt or not whole.startswith(header + self._in_conversation):
             raise ValueError(MISMATCH)

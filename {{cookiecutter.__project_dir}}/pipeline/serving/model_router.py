@@ -48,7 +48,7 @@ class ModelRouter:
         if body is None or not (routes.others or routes.canary):
             await self.app(scope, receive, send)
             return
-        # requests that were forwarded to an app that is being deleted arrive here: do not forward them again
+        # requests that were forwarded to an app that is being deleted arrive here, and must not be forwarded again
         path = self._choose(body.model, routes) if scope["path"].startswith("/v1/") else None
         if path is None:
             await self.app(scope, receive, send)

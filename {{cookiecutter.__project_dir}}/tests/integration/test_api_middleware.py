@@ -442,7 +442,7 @@ def test_a_disconnect_or_timeout_stops_the_work_and_frees_the_slot(file: Path, p
 @needs_vllm
 @pytest.mark.parametrize("path", ["/complete", "/ignores-disconnect", "/stream"])
 def test_a_disconnect_at_any_moment_stops_the_work(file: Path, path: str) -> None:
-    """Disconnect after every number of event loop iterations from 0 to 59."""
+    """Disconnect after 0 to 59 iterations of the event loop."""
 
     async def check() -> None:
         engine = FakeEngine()

@@ -174,7 +174,7 @@ def cloud(monkeypatch: pytest.MonkeyPatch) -> StubbedAws:
     """Replace all boto3 clients, including those that are not created through the cluster file."""
     cloud = StubbedAws()
     monkeypatch.setattr(boto3, "client", cloud.client)
-    monkeypatch.setattr(boto3, "DEFAULT_SESSION", boto3.DEFAULT_SESSION)  # restored because the doctor replaces it
+    monkeypatch.setattr(boto3, "DEFAULT_SESSION", boto3.DEFAULT_SESSION)  # undoes the doctor's change afterwards
     return cloud
 
 
