@@ -122,7 +122,7 @@ class ApiMiddleware:
         """
         limit, timeout_s = self._limits.max_body, self._limits.body_timeout_s
         max_read = MAX_DISCARDED_BODIES * limit
-        if int(headers.get(b"content-length", b"0")) > max_read:  # a number, because the server has checked it
+        if int(headers.get(b"content-length", b"0")) > max_read:  # always a number, because the server checks it
             return None, False
         chunks, size, more = [], 0, True
         try:

@@ -139,7 +139,7 @@ def llm_config(options: ServeOptions) -> LLMConfig:
     cpu = options.accelerator == "cpu"
     return LLMConfig(
         model_loading_config={"model_id": options.served_name, "model_source": options.source},
-        # a second line of defense: the limit of our own queue is lower
+        # a second line of defense, because our own queue has a lower limit
         engine_kwargs=engine_args(options) | {"max_num_queued_reqs": 2 * options.max_ongoing_requests},
         deployment_config=deployment,
         accelerator_config={"kind": "cpu"} if cpu else None,  # without it, Ray asks for a GPU
