@@ -1,4 +1,4 @@
-"""Shared fixtures: the demo's assets, one Ray instance on loopback, and an S3 server. Does not import Ray."""
+"""Shared fixtures: the demo's assets, a Ray instance on loopback, and an S3 server. This module does not import Ray."""
 
 import os
 import shutil
@@ -12,7 +12,7 @@ import boto3
 import pytest
 from moto.server import ThreadedMotoServer
 
-os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # `import ray` reads it, and stays on loopback
+os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # read by `import ray`; keeps Ray on loopback
 os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"  # without it, workers would get another environment under `uv run`
 os.environ["HF_HUB_OFFLINE"] = "1"
 from pipeline.serving import haproxy
@@ -22,7 +22,7 @@ os.environ |= haproxy.environment("/")  # `import ray.serve` reads these variabl
 from cluster.network import free_ports
 from demo import assets as demo_assets
 
-# shells start background processes with both signals ignored, and child processes would inherit that
+# shells let background processes ignore both signals, and child processes would inherit that
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
@@ -41,7 +41,7 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def model_folder(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of the tiny model, trained on a few facts. By default, the model generates greedily."""
-    import torch  # takes seconds, so only tests that need the model wait for it
+    import torch  # this import takes seconds, so only tests that need the model wait for it
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(assets / "model")
@@ -62,7 +62,7 @@ def model_folder(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 @pytest.fixture(scope="session")
 def s3() -> Iterator[str]:
-    """Return the URI of an empty bucket on an S3 server in this process. The environment makes all clients use it."""
+    """Return the URI of an empty bucket on an S3 server in this process, which all clients use."""
     server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()

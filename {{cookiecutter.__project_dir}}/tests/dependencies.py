@@ -14,7 +14,7 @@ Graph = Mapping[str, set[str]]
 
 
 def _files() -> dict[str, Path]:
-    """Return the file of each module, by the module's dotted name."""
+    """Return the file of each module, keyed by the module's dotted name."""
     folders = [settings.PROJECT / folder for folder in FOLDERS]
     files = [*settings.PROJECT.glob("*.py"), *(file for folder in folders for file in sorted(folder.rglob("*.py")))]
     names = [".".join(file.relative_to(settings.PROJECT).with_suffix("").parts) for file in files]
@@ -50,7 +50,7 @@ def project_graph() -> Graph:
 
 
 def _resolve(name: str, modules: Mapping[str, str]) -> str:
-    """Return the module that an imported name stands for, or the module that defines the name."""
+    """Return `name` if it is a module, otherwise the module that defines the name."""
     parent = name.rpartition(".")[0]
     return parent if name not in modules and parent in modules else name
 
@@ -61,7 +61,7 @@ def is_in(name: str, *packages: str) -> bool:
 
 
 def path_to(graph: Graph, start: str, package: str, *, stop_at: str = "") -> list[str]:
-    """Return a shortest chain of imports from a module to a package; empty if there is none."""
+    """Return a shortest chain of imports from a module to a package, or an empty list if there is none."""
     chains, seen = [[start]], {start}
     for chain in chains:
         for name in sorted(graph.get(chain[-1], set()) - seen):
@@ -74,7 +74,7 @@ def path_to(graph: Graph, start: str, package: str, *, stop_at: str = "") -> lis
 
 
 def cycle(graph: Graph) -> list[str]:
-    """Return one import cycle; empty if there is none."""
+    """Return one import cycle, or an empty list if there is none."""
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:

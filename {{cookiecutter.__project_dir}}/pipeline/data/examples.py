@@ -1,4 +1,4 @@
-"""Training examples: what one row holds, and how it is encoded as JSON."""
+"""Training examples, each from one row, and their encoding as JSON."""
 
 import json
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ Message = dict[str, Any]
 
 
 class BadRow(Exception):
-    """A row cannot be used. The message is the reason, in the same words for all rows with this problem."""
+    """A row cannot be used. The message says why, in the same words for all rows with this problem."""
 
 
 class Conversation(NamedTuple):
@@ -31,7 +31,7 @@ Example = Conversation | Completion
 
 
 def decode(text: bytes) -> Any:
-    """Return the value of a JSON text, as `json.loads` does, in a third of the time.
+    """Return the value of a JSON text, as `json.loads` does, but in a third of the time.
 
     Raises:
         ValueError, RecursionError: the text is not JSON, or is nested too deeply.
@@ -46,7 +46,7 @@ def canonical_json(value: object) -> bytes:
     """Return a value as JSON that depends only on its content, not on the order of its keys.
 
     Raises:
-        BadRow: the text is not valid Unicode: it contains half of a surrogate pair.
+        BadRow: the text is not valid Unicode, because it contains half of a surrogate pair.
     """
     return _to_bytes(json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"), default=str))
 

@@ -16,7 +16,7 @@ SCHEME = "hf://"
 def open_uri(uri: str) -> tuple[pyarrow.fs.FileSystem, str]:
     """Return the hub as a file system, and the path of `uri` in it.
 
-    If `uri` names a whole data set, the path is that of its train split as parquet.
+    If `uri` names a whole data set, return the path of its train split in parquet format.
 
     Raises:
         OSError: the hub has no such path.
@@ -34,7 +34,7 @@ def _only_folder(hub: "HfFileSystem", folder: str, preferred: str) -> str:
     """Return the subfolder `preferred`, or the only subfolder.
 
     Raises:
-        UserError: there is no `preferred`, and several other subfolders or none.
+        UserError: there is no subfolder `preferred`, and there are several others or none.
     """
     entries = cast("list[dict[str, Any]]", hub.ls(folder, detail=True))
     folders = [entry["name"] for entry in entries if entry["type"] == "directory"]

@@ -21,7 +21,7 @@ OPTIONS = ("turns", "past_reasoning", "overlong", "deduplicate")
 def configuration(
     sources: list[RowSource], plan: ShardPlan, options: PreprocessOptions, tokenizer: DocumentTokenizer
 ) -> dict[str, Any]:
-    """Return the part of the manifest that is known before the run. It determines the rest."""
+    """Return the part of the manifest that is known before the run. This part determines the results."""
     hugging_face = tokenizer.tokenizer
     return {
         "format": FORMAT,

@@ -7,7 +7,7 @@ from pipeline.data.examples import BadRow, Message
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 PLAIN_KEYS = {"role", "content"}
-REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # each is used by some servers and templates
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # different servers and templates use different names
 
 
 def normalize_messages(messages: object) -> list[Message]:
@@ -34,7 +34,7 @@ def normalize_tools(tools: object) -> list[dict[str, Any]]:
 
 
 def decode_json(value: object, name: str) -> Any:
-    """Return a value, decoded if it is JSON text. `name` is for the error message.
+    """Return `value`, decoded as JSON if it is text. `name` is for the error message.
 
     Raises:
         BadRow: the text is not valid JSON.
@@ -60,8 +60,8 @@ def require_text(value: object) -> str:
 
 def _normalize_message(message: Message) -> Message:
     if message.keys() == PLAIN_KEYS and isinstance(message["content"], str) and message["role"] in ROLES:
-        return {"role": message["role"], "content": message["content"]}  # most messages; the rest takes longer
-    # parquet writes null for a missing key; templates must not see it
+        return {"role": message["role"], "content": message["content"]}  # a fast path for most messages
+    # parquet writes null for a missing key; templates must not see the null
     message = {key: value for key, value in message.items() if value is not None}
     if message.get("role") not in ROLES:
         raise BadRow(f"a message with an unknown role; known: {', '.join(ROLES)}")

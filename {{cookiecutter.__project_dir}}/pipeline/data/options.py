@@ -18,7 +18,7 @@ class PreprocessOptions(settings.Section):
     """Parquet or JSONL with conversations, instructions and answers, or text: a file, folder, glob, s3:// URI, or
     hf://datasets/OWNER/NAME."""
     mix: tuple[str, ...] = ()
-    """More inputs, each written as INPUT=WEIGHT. The rows of INPUT are used WEIGHT times on average."""
+    """More inputs, each written as INPUT=WEIGHT. Each row of INPUT is used WEIGHT times on average."""
     output: str
     """Folder or s3:// URI for the packed data."""
     shared_paths: tuple[str, ...] = ()
@@ -39,7 +39,7 @@ class PreprocessOptions(settings.Section):
     deduplicate: bool = False
     """Use identical rows only once."""
     eval_share: float = Field(ge=0, lt=1)
-    """Share of the rows held out for evaluation, 0 to 1, chosen by a hash of the row."""
+    """Share of the rows, 0 to 1, to hold out for evaluation. A hash of each row decides."""
     max_bad_share: float = Field(ge=0, le=1)
     """Share of bad rows, 0 to 1, above which the job fails. Bad rows are saved in rejected/."""
     seed: int

@@ -14,7 +14,7 @@ def open_output(uri: str) -> Iterator[tuple[FileSystem, str]]:
     """Yield the file system of an absolute path or URI, and the folder's path on it.
 
     Raises:
-        UserError: the folder cannot be written to, or no space is left. Code in the `with` block can cause it.
+        UserError: this function or the `with` block cannot write to the folder, for example because the disk is full.
     """
     try:
         yield FileSystem.from_uri(uri)

@@ -12,7 +12,7 @@ from settings import UserError
 
 SUBFOLDERS = ("train", "eval", "rejected")
 MANIFEST = "manifest.json"
-MARKER = "UNFINISHED"  # present while `preprocess` writes; with neither this nor a manifest, the files are the user's
+MARKER = "UNFINISHED"  # exists while `preprocess` writes; without it and without a manifest, the files are the user's
 
 
 @dataclass(frozen=True)
@@ -22,12 +22,12 @@ class PackedFolder:
     uri: str
 
     def is_complete(self, configuration: dict[str, Any]) -> bool:
-        """Return whether the folder has a complete data set, and its manifest contains this configuration."""
+        """Return whether the folder has a complete data set whose manifest contains this configuration."""
         manifest = self._manifest()
         return manifest is not None and configuration.items() <= manifest.items()
 
     def begin(self, overwrite: bool) -> None:
-        """Delete what an interrupted run left or, with `overwrite`, a complete data set."""
+        """Delete the files of an interrupted run or, with `overwrite`, of a complete data set."""
         with open_output(self.uri) as (filesystem, folder):
             present = {info.base_name for info in filesystem.get_file_info(FileSelector(folder, allow_not_found=True))}
             if self._manifest() is not None and not overwrite:

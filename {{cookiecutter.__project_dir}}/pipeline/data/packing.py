@@ -12,7 +12,7 @@ def pack(table: pa.Table, sequence_length: int, pad_id: int) -> pa.Table:
     """Return the documents in `table`, packed into rows.
 
     Args:
-        table: `input_ids` and `labels`, lists of at most `sequence_length` tokens.
+        table: Columns `input_ids` and `labels`, which are lists of at most `sequence_length` tokens.
         sequence_length: Tokens in each row.
         pad_id: The token that fills the rest of a row.
 

@@ -63,8 +63,8 @@ def explain(error: RayTaskError) -> Exception:
     disk_is_full = isinstance(error.cause, OSError) and error.cause.errno == errno.ENOSPC
     if disk_is_full or isinstance(error.cause, ShuffleDiskError):
         return UserError(
-            f"no space is left in {tempfile.gettempdir()} on a node: the shuffle stores the text of the input there, "
-            "compressed; free some space, or use a larger disk: RAY_TMPDIR=FOLDER inv up (with python -m: "
+            f"no space is left in {tempfile.gettempdir()} on a node: the shuffle stores the compressed text of the "
+            "input there; free some space, or use a larger disk: RAY_TMPDIR=FOLDER inv up (with python -m: "
             "TMPDIR=FOLDER)."
         )
     return error

@@ -1,7 +1,7 @@
 """Read the rows of all inputs as a streaming Ray dataset.
 
 `ray.data.read_json` is not suitable: one broken line makes the whole file fail, rows with different columns make the
-block fail, and a single task reads each file, however large.
+block fail, and only one task reads each file, however large the file is.
 """
 
 import hashlib
@@ -14,13 +14,13 @@ import ray.data
 from pipeline.data.row_sources import RowSource
 from pipeline.data.rows import ROWS, Piece, checked, read
 
-BATCH_BYTES = 4 * 2**20  # of rows in one batch
+BATCH_BYTES = 4 * 2**20  # bytes of rows in one batch
 
 
 def dataset(sources: list[RowSource], seed: int = 0, report: Callable[..., Any] | None = None) -> ray.data.Dataset:
     """Return all rows of all sources with the schema ROWS, in no particular order.
 
-    After each piece, its task calls `report(rows_read=…, bytes_read=…)`. The bytes are those of the piece in its file.
+    After each piece, its task calls `report(rows_read=…, bytes_read=…)`. `bytes_read` is the size of the piece on disk.
     """
 
     def read_pieces(pieces: pa.Table) -> Iterator[pa.Table]:
@@ -45,7 +45,7 @@ def one_task_per_piece(*sources: RowSource) -> ray.data.Dataset:
 
 
 def _repeat(rows: Iterable[dict[str, Any]], source: int, weight: float, seed: int) -> Iterator[dict[str, Any]]:
-    """Yield each row `weight` times on average. A hash of the row decides whether a fraction is rounded up."""
+    """Yield each row `weight` times on average. A hash of the row decides whether a fractional weight is rounded up."""
     for row in rows:
         digest = hashlib.blake2b(row["row"], digest_size=8, key=str(seed).encode(), person=b"mix").digest()
         copies = 1 if row["problem"] else int(weight + int.from_bytes(digest) / 2**64)

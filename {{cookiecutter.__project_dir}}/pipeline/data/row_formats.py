@@ -57,7 +57,7 @@ def read_example(row: Mapping[str, Any]) -> Example:
     example = format_of(row).read(row)
     if isinstance(example, Completion):
         if not example.completion.strip():
-            raise BadRow("nothing to train: its text is empty")
+            raise BadRow("nothing to train, because the text is empty")
         return example
     answers = [message for message in example.messages if message["role"] == "assistant"]
     if not answers:
@@ -121,7 +121,7 @@ def _sharegpt_message(turn: Message) -> Message:
 
 
 def _read_instruction(row: Mapping[str, Any]) -> Conversation:
-    """Read a row of Alpaca, of Dolly, or with a question and an answer: one exchange, after an optional `history`."""
+    """Read a row with a question and an answer, as in Alpaca or Dolly. Earlier turns come from its `history`."""
     question, context, answer = (_first(row, names) for names in (QUESTIONS, CONTEXTS, ANSWERS))
     content = f"{require_text(question)}\n\n{require_text(context)}" if context else question
     history = decode_json(row.get("history") or [], "history")
@@ -182,8 +182,8 @@ FORMATS = (
     Format("plain text", (("text",),), (), _read_text),
 )
 UNSUPPORTED = {
-    ("chosen", "rejected"): "a preference pair (chosen, rejected): this project does not do DPO",
-    ("prompt", "completion", "label"): "a rated completion (label): this project does not do KTO",
+    ("chosen", "rejected"): "a preference pair (chosen, rejected): this project does not support DPO",
+    ("prompt", "completion", "label"): "a rated completion (label): this project does not support KTO",
 }
 """Columns that identify unsupported formats, and why their rows are rejected."""
 COLUMNS = tuple(

@@ -1,4 +1,4 @@
-"""The inputs of training rows: their files, how often their rows are used, and their first rows."""
+"""Inputs with training rows: their files, how often their rows are used, and their first rows."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -53,7 +53,7 @@ class Head(NamedTuple):
     """The first rows of a source."""
 
     rows: list[dict[str, Any]]
-    """With the columns `row` and `problem` of `rows.ROWS`."""
+    """Each row has the columns `row` and `problem` of `rows.ROWS`."""
     formats: tuple[str, ...]
     """Names of the formats found."""
     unused: tuple[str, ...]
@@ -61,7 +61,9 @@ class Head(NamedTuple):
 
 
 def find(name: str, section: str = "preprocess") -> RowSource:
-    """Return the source of the .parquet and .jsonl files at an absolute path or URI: a file, a folder, or a glob.
+    """Return a source with the .parquet and .jsonl files that `name` refers to: a file, a folder's files, or a glob.
+
+    `name` is an absolute path or a URI.
 
     Raises:
         UserError: there is no such file, or it cannot be read.
@@ -70,7 +72,7 @@ def find(name: str, section: str = "preprocess") -> RowSource:
 
 
 def find_all(name: str, mix: Iterable[str]) -> list[RowSource]:
-    """Return the source `name`, and the sources in `mix`, each written as INPUT=WEIGHT.
+    """Return the source `name`, and the sources in `mix`. Each item of `mix` is written as INPUT=WEIGHT.
 
     Raises:
         UserError: see `find`, or a weight is not a positive number.
@@ -89,7 +91,7 @@ def find_all(name: str, mix: Iterable[str]) -> list[RowSource]:
 
 
 def names_by_setting(sources: list[RowSource]) -> list[tuple[str, str]]:
-    """Return, for each source, the setting that names it and its name."""
+    """Return a pair for each source: the setting that names the source, and its name."""
     return [("mix" if number else "input", source.name) for number, source in enumerate(sources)]
 
 

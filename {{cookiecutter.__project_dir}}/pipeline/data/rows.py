@@ -13,7 +13,7 @@ from pipeline.data.examples import BadRow, decode, to_json
 from pipeline.data.row_formats import COLUMNS, read_example, without_nulls
 from settings import UserError
 
-PARQUET_ROWS = 128  # decoded at once; few, because rows can be long
+PARQUET_ROWS = 128  # rows decoded at once; few, because rows can be long
 ROWS = pa.schema(
     [
         ("row", pa.large_binary()),  # the example as JSON, or the raw row if there is a problem
@@ -24,7 +24,7 @@ ROWS = pa.schema(
 )
 
 RawRow = dict[str, Any] | bytes
-"""A row as it is in a file: a parquet row, or a line of JSONL."""
+"""A row as read from a file: a parquet row, or a line of JSONL."""
 
 
 class Piece(NamedTuple):
@@ -76,7 +76,7 @@ def to_bytes(row: RawRow) -> bytes:
 
 
 def checked(row: RawRow) -> dict[str, Any]:
-    """Return `row` and `problem` of ROWS. The same conversation gives the same bytes, whatever file it is from."""
+    """Return the columns `row` and `problem` of ROWS. A conversation gives the same bytes in every file format."""
     try:
         return {"row": to_json(read_example(parse(row))), "problem": None}
     except BadRow as bad:
@@ -87,7 +87,7 @@ def _read_lines(file: pa.NativeFile, piece: Piece) -> Iterator[bytes]:
     lines = io.BufferedReader(file)
     if piece.start:
         lines.seek(piece.start - 1)
-        lines.readline()  # the rest of a line that began in the previous piece
+        lines.readline()  # skip the rest of a line that began in the previous piece
     while lines.tell() < piece.stop and (line := lines.readline()):
         if line := line.strip():
             yield line

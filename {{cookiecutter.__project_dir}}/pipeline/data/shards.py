@@ -1,4 +1,4 @@
-"""Write the shards of one partition: sort, tokenize, pack and save its rows. Workers run this."""
+"""Write the shards of one partition: sort, tokenize, pack and save its rows. Workers run this code."""
 
 import functools
 import hashlib
@@ -23,7 +23,7 @@ from pipeline.data.packing import pack
 from pipeline.data.tokenization import NOT_TRAINED, DocumentTokenizer
 from pipeline.data.tokenizer import padding_id
 
-SLICE_BYTES = 2**21  # of text to tokenize at once: its tokens take thirty times as much memory
+SLICE_BYTES = 2**21  # bytes of text to tokenize at once; the tokens take thirty times as much memory
 ROW_GROUP_TOKENS = 2**20  # training reads one row group at a time
 
 
@@ -65,15 +65,15 @@ class PartitionSummary(BaseModel):
     rejected: dict[str, int]
     """Bad rows, by reason."""
     sources: dict[int, dict[str, int]]
-    """Counts of documents, tokens and trained tokens, by the number of the input."""
+    """Maps the number of an input to its counts of documents, tokens and trained tokens."""
     train: ShardSummary | None
     eval: ShardSummary | None
 
 
 def write(rows: pa.Table, plan: ShardPlan, tokenizer_ref: ObjectRef, report: Callable[..., Any]) -> pa.Table:
-    """Write the shards of one partition. Return one row with its `summary`, a PartitionSummary as JSON.
+    """Write the shards of one partition. Return one row with the column `summary`, a PartitionSummary as JSON.
 
-    `tokenizer_ref` refers to a DocumentTokenizer. After each slice, this calls `report(rows_packed=…)`.
+    `tokenizer_ref` refers to a DocumentTokenizer. After each slice, the function calls `report(rows_packed=…)`.
 
     Raises:
         UserError: the disk is full.
@@ -107,14 +107,14 @@ def write(rows: pa.Table, plan: ShardPlan, tokenizer_ref: ObjectRef, report: Cal
 def fetch(tokenizer_ref: ObjectRef) -> DocumentTokenizer:
     """Return the driver's tokenizer, unpickled once per worker process.
 
-    So no worker loads it from a hub, and all use the same one.
+    This way, no worker loads the tokenizer from the hub, and all workers use the same one.
     """
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a task has one core; other tasks use the rest
     return ray.get(tokenizer_ref)
 
 
 def is_held_out(row: bytes, share: float) -> bool:
-    """Return whether a row is held out for evaluation. This depends only on its content: copies stay together."""
+    """Return whether a row is held out for evaluation. This depends only on its content, so copies stay together."""
     digest = hashlib.blake2b(row, digest_size=8, person=b"evaluation").digest()
     return int.from_bytes(digest) < share * 2**64
 

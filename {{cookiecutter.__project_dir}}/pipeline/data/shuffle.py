@@ -10,8 +10,8 @@ from pipeline.ray_support.private import data as private_data
 def group_values(partitions: int) -> pa.Array:
     """Return one value per partition, such that a groupby on these values gives each partition its own task.
 
-    Ray hashes the values. The hashes of the partitions' numbers would collide: some tasks would write two or three
-    partitions, and others none.
+    Ray hashes the values. With the partitions' numbers as values, the hashes would collide: some tasks would write two
+    or three partitions, and others none.
     """
     tables: dict[int, pa.Table] = {}
     candidates = partitions

@@ -20,7 +20,7 @@ from pipeline.data.tokenizer import padding_id
 from pipeline.training.dataset import Batch, as_arrays, as_batch
 from settings import UserError
 
-DOCUMENTS_PACKED_TOGETHER = 1024  # each group ends with a row that is partly empty
+DOCUMENTS_PACKED_TOGETHER = 1024  # the last row of each group is partly empty
 NOTICE = (
     "--stream: bad rows are skipped without being counted, nothing is evaluated, and a resumed run continues at its "
     "step but reads the rows from the start"
@@ -65,11 +65,11 @@ class StreamSource:
         self._batches = self._epochs(rows_per_rank)
 
     def rows(self, step: int) -> Batch:
-        """Return the next rows, whatever the step: a stream has no positions."""
+        """Return the next rows. The step is ignored, because a stream has no positions."""
         return next(self._batches)
 
     def names(self, step: int, first: int, count: int) -> list[str]:
-        """Return no names: a stream has no positions."""
+        """Return no names, because a stream has no positions."""
         return []
 
     def _epochs(self, rows_per_rank: int) -> Iterator[Batch]:

@@ -2,7 +2,7 @@
 
 Most templates insert the texts of a conversation between fixed strings that depend only on its roles. If the texts are
 placeholders, the rendered text shows the layout of every conversation with the same roles. A layout is used only if it
-matches the template on several sample texts, and never for texts that templates inspect.
+gives the same text as the template for several samples, and never for texts that templates inspect.
 """
 
 import re
@@ -17,7 +17,7 @@ PLACEHOLDER_PATTERN = re.compile("\ue000(\\d+)\ue001")
 TEXT_KEYS = ("content", "reasoning_content")
 KNOWN_KEYS = frozenset((*TEXT_KEYS, "role", "weight"))
 INSPECTED = re.compile(r"\A/|<[\w/|]|\[[A-Z/]|[Tt]hink|[\ue000\ue001]")
-"""Texts that need the template: it may split them at tags, or react to switches such as /no_think."""
+"""Matches texts that need the template, because it may split them at tags or react to switches such as /no_think."""
 HINTS = ("<", "[", "hink", "\ue000", "\ue001")  # INSPECTED matches only texts with a leading "/" or one of these
 SAMPLES = (
     "a",
@@ -29,7 +29,7 @@ SAMPLES = (
     "# Title\n- item\n    indented",
 )
 SPACED_SAMPLES = (*SAMPLES, " a", "B2\n", "\n\nline\n", "\tcaf\u00e9 ", "  two words \n ", "\r\nend\u00a0")
-"""Samples for conversations with a text that begins or ends with white space: some templates trim it."""
+"""Samples for conversations with a text that begins or ends with white space, which some templates trim."""
 
 Render = Callable[[Conversation], list[RenderedText]]
 

@@ -22,7 +22,7 @@ MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class RenderedText(NamedTuple):
-    """A text, and the spans of its characters to train on, each (start, stop)."""
+    """A text, and the spans (start, stop) of its characters to train on."""
 
     text: str
     spans: list[tuple[int, int]]
@@ -39,15 +39,15 @@ class TemplateRenderer:
         self._reads_parts = _reads_parts(template)
 
     def prompt(self, conversation: Conversation) -> str:
-        """Return the text that a server renders for the messages, up to where the assistant begins."""
+        """Return the text that a server renders for the messages, up to the start of the answer."""
         return self._render(conversation, self.template, add_generation_prompt=True)[0]
 
     def conversation(self, conversation: Conversation, template: str | None = None) -> str:
-        """Return the text of a finished conversation. `template` replaces the renderer's own."""
+        """Return the text of a finished conversation. `template` replaces the renderer's own template."""
         return self._render(conversation, template or self.template)[0]
 
     def marked(self, conversation: Conversation, template: str) -> RenderedText:
-        """Return the text of a finished conversation and its marked spans, from a template with marks."""
+        """Render a finished conversation with a template that has marks. Return the text and the marked spans."""
         text, spans = self._render(conversation, template, return_assistant_tokens_mask=True)
         return RenderedText(text, spans)
 

@@ -1,4 +1,4 @@
-"""Turn rows into documents: tokens, and labels that train only what the model should write."""
+"""Turn rows into tokenized documents with labels, so that only what the model should write is trained."""
 
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -17,7 +17,7 @@ from pipeline.data.tokenizer import eos_ids, load_tokenizer, read_template
 if TYPE_CHECKING:
     from tokenizers import Encoding
 
-NOT_TRAINED = -100  # the label that Hugging Face losses skip
+NOT_TRAINED = -100  # the label that Hugging Face losses ignore
 DOCUMENTS = pa.schema(
     [
         ("row", pa.int32()),
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class TokenizedDocument(NamedTuple):
-    """The tokens of a document, int32. A label is the token itself if it is trained, and otherwise NOT_TRAINED."""
+    """The int32 tokens of a document. A label is the token itself if it is trained, and otherwise NOT_TRAINED."""
 
     input_ids: np.ndarray
     labels: np.ndarray
@@ -157,7 +157,7 @@ class DocumentTokenizer:
         return RenderedText(text, [(len(prompt), len(text))])
 
     def _cut_all(self, encoded: list[tuple[RenderedText, "Encoding"]]) -> list[TokenizedDocument] | BadRow:
-        """Return the documents of one row, cut to `sequence_length` tokens each, or why the row is bad."""
+        """Return the documents of one row, cut to `sequence_length` tokens each, or the reason why the row is bad."""
         if any(len(encoding) > self.sequence_length for _, encoding in encoded):
             if self.overlong == "error":
                 raise settings.UserError(
@@ -176,7 +176,7 @@ class DocumentTokenizer:
         """Return a document of at most `sequence_length` tokens, or None if no trained token is left."""
         tokens = np.array(encoding.ids[: self.sequence_length], np.int32)
         labels = np.full(len(tokens), NOT_TRAINED, np.int32)
-        # the first token has no context: the tokens before it in a packed row belong to another document
+        # do not train the first token: it has no context, because the preceding tokens belong to another document
         spans = [(max(start, 1), min(stop, len(tokens))) for start, stop in _token_spans(rendered.spans, encoding)]
         spans = [(start, stop) for start, stop in spans if start < stop]
         for start, stop in spans:
@@ -185,7 +185,7 @@ class DocumentTokenizer:
 
 
 def _token_spans(spans: list[tuple[int, int]], encoding: "Encoding") -> list[tuple[int, int]]:
-    """Return the tokens that lie in spans of characters. All spans are (start, stop)."""
+    """Convert spans of characters to spans of tokens. All spans are (start, stop)."""
     found = []
     for start, stop in spans:
         first = _token_at(encoding, range(start, stop))
@@ -196,7 +196,7 @@ def _token_spans(spans: list[tuple[int, int]], encoding: "Encoding") -> list[tup
 
 
 def _token_at(encoding: "Encoding", characters: range) -> int | None:
-    """Return the token of the first of these characters that has one. A normalizer may drop or join characters."""
+    """Return the first token of these characters, or None. A normalizer may drop characters or join them."""
     return next((token for at in characters if (token := encoding.char_to_token(at)) is not None), None)
 
 

@@ -23,9 +23,9 @@ def load_tokenizer(
         setting: The key of [preprocess] that names `model`, for error messages.
 
     Raises:
-        UserError: it cannot be loaded, or cannot map characters to tokens.
+        UserError: the tokenizer cannot be loaded, or cannot map characters to tokens.
     """
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # takes seconds, and not all workers need it
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # a slow import that few workers need
 
     try:
         folder = model_cache.on_this_node(model_cache.find(model), weights=False)
@@ -49,7 +49,7 @@ def load_tokenizer(
 
 
 def read_template(path: str | None) -> str | None:
-    """Return the text of a chat template, from a file of this project or from a model. For None, return None.
+    """Return the text of a chat template, from a file of this project or from a model. If `path` is None, return None.
 
     Raises:
         UserError: the file cannot be read, or the model has no template.
@@ -71,20 +71,20 @@ def read_template(path: str | None) -> str | None:
 
 
 def tokenizer_hash(tokenizer: "PreTrainedTokenizerFast") -> str:
-    """Return a SHA-256 of everything that determines the tokens of a text, without the chat template."""
+    """Return a SHA-256 hash of everything that determines the tokens of a text, except the chat template."""
     definition = json.loads(tokenizer.backend_tokenizer.to_str())
-    # these may be left over from the last call
+    # an earlier call may have changed these
     definition |= {"truncation": None, "padding": None}
     return hashlib.sha256(json.dumps(definition, sort_keys=True).encode()).hexdigest()
 
 
 def padding_id(tokenizer: "PreTrainedTokenizerFast") -> int:
-    """Return the token that fills rows. Any would do: padding is not trained, and no document attends to it."""
+    """Return the token that fills rows. Any token would do, because padding is neither trained nor attended to."""
     return next(token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if token is not None)
 
 
 def eos_ids(model: str, tokenizer: "PreTrainedTokenizerFast") -> set[int]:
-    """Return the tokens at which vLLM stops: those of generation_config.json or config.json, and the tokenizer's."""
+    """Return vLLM's stop tokens: those in generation_config.json or config.json, and the tokenizer's EOS token."""
     from transformers import AutoConfig, GenerationConfig
 
     folder = model_cache.on_this_node(model_cache.find(model), weights=False)

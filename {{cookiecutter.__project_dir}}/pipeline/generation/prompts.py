@@ -92,7 +92,7 @@ class PromptTokenizer:
         try:
             return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         except (jinja2.TemplateError, TypeError, ValueError, IndexError) as error:
-            raise BadRow(f"the chat template refuses it: {error}") from None
+            raise BadRow(f"the chat template raises an error: {error}") from None
 
 
 def find_remaining(source: RowSource, id_column: str, answered: frozenset[str]) -> RemainingRows:

@@ -1,4 +1,4 @@
-"""Deploys the Serve application that answers from an index."""
+"""Deploys the Serve application that answers questions from an index."""
 
 import asyncio
 
@@ -26,7 +26,7 @@ def deploy(options: RagOptions) -> str:
     """Deploy the application, or update the running one. Return the base URL for OpenAI clients when it is healthy.
 
     Raises:
-        UserError: no model is served that could answer, or the application fails to start.
+        UserError: there is no served model to write the answers, or the application fails to start.
     """
     from pipeline.rag import app  # imports torch
 
@@ -42,7 +42,7 @@ def deploy(options: RagOptions) -> str:
 
 
 def _server(options: RagOptions) -> ServeOptions:
-    """Return [serve] with the address on which Serve listens. Start Serve if it is not running."""
+    """Return the options in [serve], with the address on which Serve listens. Start Serve if it is not running."""
     server = settings.load(ServeOptions, "serve")
     if address := http_server.current_address():
         server = server.model_copy(update=dict(zip(("host", "port"), address, strict=True)))
@@ -50,5 +50,5 @@ def _server(options: RagOptions) -> ServeOptions:
         http_server.check_address(server)
         http_server.start(server)
     if options.generator == "model" and canary.ROOT not in ray.get(canary.actor().apps.remote()):
-        raise UserError("no model is served that could answer. Run: inv submit serve_llm, or pass --generator quote")
+        raise UserError("no model is served to write the answers. Run: inv submit serve_llm, or pass --generator quote")
     return server

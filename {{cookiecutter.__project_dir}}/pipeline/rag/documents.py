@@ -16,12 +16,12 @@ from pipeline.data.files import InputFiles
 from settings import UserError
 
 SUFFIXES = (".parquet", ".jsonl", ".md", ".txt")
-PARQUET_ROWS = 256  # decoded at once; few, because documents can be long
-PIECE_BYTES = 8 * 2**20  # one task reads this much of the files
+PARQUET_ROWS = 256  # rows decoded at once; few, because documents can be long
+PIECE_BYTES = 8 * 2**20  # one task reads at most this much, unless a single file is larger
 CHUNKS = pa.schema(
     [
         ("document", pa.string()),  # id of the document
-        ("hash", pa.string()),  # of the document's text
+        ("hash", pa.string()),  # hash of the document's text
         ("chunk", pa.int32()),  # position in the document
         ("text", pa.string()),
     ]
@@ -56,9 +56,9 @@ class Batch(NamedTuple):
 
 
 def find(name: str) -> InputFiles:
-    """Return the .parquet, .jsonl, .md and .txt files at an absolute path or URI: a file, a folder with its subfolders,
-    or a glob.
+    """Return the .parquet, .jsonl, .md and .txt files that `name` refers to: a file, a folder's files, or a glob.
 
+    `name` is an absolute path or a URI. A folder includes its subfolders.
     Raises:
         UserError: there is no such file, or it cannot be read.
     """
@@ -66,7 +66,7 @@ def find(name: str) -> InputFiles:
 
 
 def pieces(source: InputFiles) -> list[list[str]]:
-    """Return groups of paths, one for each reading task: a large file, or many small ones."""
+    """Return groups of paths, one group for each reading task. A group is one large file, or several small files."""
     groups: list[list[str]] = []
     room = 0
     for file in source.files:

@@ -22,7 +22,7 @@ class Embedder:
     """An embedding model on one device."""
 
     def __init__(self, model: str, device: str, precision: Literal["fp32", "bf16"], batch_chunks: int = 32) -> None:
-        """Load the model from a location that `model_cache.find` returned. Embed `batch_chunks` texts at once."""
+        """Load the model from a location that `model_cache.find` returned. A batch has `batch_chunks` texts."""
         logging.disable_progress_bar()
         folder = model_cache.on_this_node(model)
         self._tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -54,7 +54,7 @@ class Embedder:
         if self._pooling.get("pooling_mode_cls_token"):
             return states[:, 0]
         if self._pooling.get("pooling_mode_lasttoken"):
-            last = mask.shape[1] - 1 - mask.flip(1).argmax(1)  # correct for padding on either side
+            last = mask.shape[1] - 1 - mask.flip(1).argmax(1)  # works with padding on either side
             return states[torch.arange(len(states), device=states.device), last]
         return (states * mask[:, :, None]).sum(1) / mask.sum(1, keepdim=True)
 
@@ -66,7 +66,7 @@ class EmbeddingModelInfo:
         """Read the model's configuration and tokenizer.
 
         Raises:
-            UserError: there is no such model.
+            UserError: the model cannot be read.
         """
         folder = model_cache.on_this_node(model, weights=False)
         try:

@@ -1,4 +1,4 @@
-"""Update an index from an input: embed only new and changed documents, and remove those that are gone."""
+"""Update an index from an input: embed only new and changed documents, and remove documents that are gone."""
 
 import time
 from collections import Counter
@@ -14,14 +14,15 @@ from pipeline.rag.options import EmbedOptions
 from pipeline.ray_support.progress import Progress, time_left
 from settings import UserError
 
-PASSES_PER_BATCH = 4  # with fewer, sending batches takes most of the time; with more, the last worker finishes late
+# Forward passes per batch. With fewer, sending batches takes most of the time; with more, the last worker ends late.
+PASSES_PER_BATCH = 4
 COMMIT_INTERVAL_S = 10.0  # a killed job loses at most this much work
 
 
 def update_index(
     source: InputFiles, writer: index.Writer, pool: pipeline.WorkerPool, cut: Chunker, options: EmbedOptions
 ) -> Counter[str]:
-    """Embed new and changed documents, and remove those that are gone.
+    """Embed new and changed documents, and remove documents that are gone.
 
     Return the number of new, changed, removed and unchanged documents.
 
@@ -64,7 +65,7 @@ def explain(error: RayTaskError, options: EmbedOptions) -> Exception:
 
 
 class CommitBuffer:
-    """Collects batches into few commits, because each commit is a new version of the index."""
+    """Combines batches into fewer commits, because each commit is a new version of the index."""
 
     def __init__(self, writer: index.Writer) -> None:
         self._writer = writer
@@ -111,5 +112,5 @@ def _record_ids(ids: list[str], seen: set[str]) -> None:
     """
     for document in ids:
         if document in seen:
-            raise UserError(f"two documents have the id {document}: give each its own, or leave the ids out.")
+            raise UserError(f"two documents have the id {document}: make the ids unique, or leave them out.")
         seen.add(document)

@@ -1,4 +1,4 @@
-"""The deployment that answers questions from sources: asks the served model, or quotes the best source."""
+"""The deployment that answers questions from sources. It asks the served model, or quotes the best source."""
 
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -13,18 +13,18 @@ PROMPT = (
     "Answer only from the numbered sources below. After each statement, cite its source, as in [1]. "
     "If the sources do not contain the answer, say: I do not know.\n\n"
 )
-NO_USAGE = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}  # of an answer that no model wrote
+NO_USAGE = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}  # for an answer that no model wrote
 
 
 class AnswerEnd(NamedTuple):
-    """The end of an answer: why it ended, and the tokens used."""
+    """The end of an answer: the reason why it ended, and the number of tokens used."""
 
     finish_reason: str = "stop"
     usage: dict[str, Any] = NO_USAGE
 
 
 class Failure(NamedTuple):
-    """The error that a client gets instead of an answer, or instead of the rest of one."""
+    """The error that a client gets instead of an answer, or instead of the rest of an answer."""
 
     status: int
     message: str
@@ -38,10 +38,10 @@ AnswerPart = str | AnswerEnd | Failure
 
 
 class Generator:
-    """Answers questions from sources: asks the served model, or quotes a sentence of the best source."""
+    """Answers questions from sources. Asks the served model, or quotes a sentence of the best source."""
 
     def __init__(self, kind: Literal["model", "quote"], address: str, prompt_characters: int) -> None:
-        """`address` is the URL of the model; the model reads the first `prompt_characters` of the sources."""
+        """`address` is the URL of the model, which reads the first `prompt_characters` characters of the sources."""
         self._client = openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="set for each request", max_retries=0)
         self._prompt_characters = prompt_characters
         self._answer = self._ask if kind == "model" else self._quote
@@ -93,7 +93,7 @@ class Generator:
 def _failure(error: openai.APIError) -> Failure:
     if isinstance(error, openai.APIConnectionError | openai.NotFoundError):
         return Failure(503, f"cannot reach the model that writes the answers ({error}); run inv submit serve_llm")
-    if not isinstance(error, openai.APIStatusError):  # in the middle of a stream
+    if not isinstance(error, openai.APIStatusError):  # the stream broke off
         return Failure(503, f"the model that writes the answers failed: {error.message}", code=error.code)
     body = error.body if isinstance(error.body, dict) else {}
     message = str(body.get("message") or error.message)
@@ -101,7 +101,7 @@ def _failure(error: openai.APIError) -> Failure:
 
 
 def until(text: str, stops: list[str]) -> str:
-    """Return the text before the first stop sequence in it."""
+    """Return the text up to the first stop sequence."""
     return text[: min((text.index(stop) for stop in stops if stop in text), default=len(text))]
 
 

@@ -10,13 +10,12 @@ from pipeline.rag import index, pipeline, ranking
 from pipeline.training import storage
 from settings import UserError
 
-CANDIDATES = 20  # chunks found for a question
+CANDIDATES = 20  # chunks to find for each question
 TOP = 5  # a question is a hit if its document is among this many best chunks
 
 
 def load_questions(file: str) -> list[dict[str, Any]]:
-    """Return rows with `question` and `document`. Without a file, there are no rows.
-
+    """Return rows with `question` and `document`, or an empty list if `file` is empty.
     Raises:
         UserError: the file does not exist.
     """
@@ -25,13 +24,13 @@ def load_questions(file: str) -> list[dict[str, Any]]:
     text = storage.read_text(settings.resolve(file))
     if text is None:
         raise UserError(
-            f"there is no file {settings.resolve(file)}; set questions in [embed] to an existing file, or to nothing."
+            f'there is no file {settings.resolve(file)}; set questions in [embed] to an existing file, or to "".'
         )
     return [json.loads(line) for line in text.splitlines() if line.strip()]
 
 
 def print_hit_rate(questions: list[dict[str, Any]], pool: pipeline.WorkerPool, location: str) -> None:
-    """Print the share of questions whose document is among the best chunks, before and after ranking them."""
+    """Print the share of questions whose document is among the best chunks, before and after the chunks are ranked."""
     texts = [row["question"] for row in questions]
     vectors = ray.get(pool.actors[0].embed.remote(texts, "query"))
     found = index.search_all(location, vectors, CANDIDATES)

@@ -1,4 +1,4 @@
-"""The index: a LanceDB table of chunks and their vectors, in a local folder or on S3. Every change is a new version."""
+"""The index: a LanceDB table of chunks and their vectors, in a local folder or on S3. Every change adds a version."""
 
 import asyncio
 import json
@@ -19,9 +19,9 @@ from settings import UserError
 warnings.filterwarnings("ignore", "lancedb fork support")  # Ray's forks call exec at once, which is safe
 
 TABLE = "chunks"
-CONFIG_KEY = "recipe"  # in the table's metadata
-MIN_INDEXED_CHUNKS = 100_000  # with fewer, an exhaustive search takes milliseconds
-MAX_IDS = 1000  # in one SQL condition
+CONFIG_KEY = "recipe"  # key in the table's metadata
+MIN_INDEXED_CHUNKS = 100_000  # with fewer chunks, an exhaustive search takes milliseconds
+MAX_IDS = 1000  # ids in one SQL condition
 
 
 class IndexConfig(NamedTuple):
@@ -45,9 +45,9 @@ class Writer:
     """Writes to an index. An index has one writer at a time; committed changes survive a crash."""
 
     def __init__(self, location: str, source: str, config: IndexConfig, dimension: int, *, fresh: bool) -> None:
-        """Open the index in the folder or URI `location` for the documents of `source`, or create it.
+        """Open or create the index at `location`, a folder or URI, for the documents of `source`.
 
-        `dimension` is that of the vectors; with `fresh`, an existing index is replaced.
+        The vectors have `dimension` numbers. With `fresh`, replace an existing index.
 
         Raises:
             UserError: the index was built with a different configuration.
@@ -74,7 +74,7 @@ class Writer:
         return dict(zip(rows["document"].to_pylist(), rows["hash"].to_pylist(), strict=True))
 
     def commit(self, chunks: pa.Table, changed: list[str]) -> None:
-        """Add chunks with their vectors in one transaction. For `changed` documents, they replace the old chunks."""
+        """Add chunks with their vectors in one transaction. They replace all old chunks of `changed` documents."""
         rows = chunks.add_column(0, "source", pa.array([self._source] * len(chunks), pa.string()))
         rows = rows.cast(self._schema)
         if not changed:
@@ -91,7 +91,7 @@ class Writer:
             self._table.delete(self._condition(ids[first : first + MAX_IDS]))
 
     def finish(self) -> int:
-        """Compact the table, and build or update the search index of a large one. Return the number of chunks."""
+        """Compact the table, and build or update the search index of a large table. Return the number of chunks."""
         count = self._table.count_rows()
         if count >= MIN_INDEXED_CHUNKS and not self._table.list_indices():
             self._table.create_index("vector", config=IvfFlat(distance_type="dot"))

@@ -1,4 +1,4 @@
-"""The deployment that serves the HTTP API: it calls retriever, reranker and generator in turn.
+"""The deployment that serves the HTTP API. It calls the retriever, the reranker and the generator in turn.
 
 The ingress speaks OpenAI's API, behind the same middleware as a served model.
 """
@@ -79,7 +79,7 @@ class ChatRequest(BaseModel, extra="forbid"):
     n: Literal[1] = 1
     logprobs: Literal[False] = False
     response_format: TextFormat = TextFormat()
-    # ignored: these do not change the answer
+    # ignored, because these do not change the answer
     user: Any = None
     metadata: Any = None
     store: Any = None
@@ -114,7 +114,7 @@ class Ingress:
         max_sources: int,
         min_score: float,
     ) -> None:
-        """`handles` are those of retriever, reranker and generator."""
+        """`handles` are the handles of the retriever, the reranker and the generator."""
         self._retriever, self._reranker, generator = handles
         self._generator = generator.options(stream=True)
         self._limits = limits

@@ -35,7 +35,7 @@ class EmbedOptions(settings.Section):
     batch_chunks: PositiveInt
     """Chunks in one forward pass."""
     questions: str = ""
-    """JSONL with `question` and the id of the `document` that answers it. The job prints the hit rate at its end."""
+    """JSONL with `question` and the id of the `document` that answers it. At the end, the job prints the hit rate."""
     fresh: bool = False
     """Rebuild the index from scratch."""
 
@@ -88,7 +88,7 @@ class RagOptions(settings.Section):
     min_score: float
     """Minimum score of a source. If no source reaches it, the answer is "I do not know"."""
     generator: Literal["model", "quote"]
-    """`model`: the model of `serve_llm` writes the answer. `quote`: the best sentence of the best source is quoted."""
+    """`model`: the model of `serve_llm` writes the answer. `quote`: it is the best sentence of the best source."""
     prompt_characters: PositiveInt
     """Maximum number of characters of the sources in the prompt."""
     device: Literal["cpu", "cuda"]

@@ -1,4 +1,7 @@
-"""Embeds documents on many nodes: Ray tasks read and chunk them, and Ray actors embed the chunks. Queues are short."""
+"""Embeds documents on many nodes: Ray tasks read and chunk them, and Ray actors embed the chunks.
+
+Only a few batches wait between them, which limits memory use.
+"""
 
 from collections import deque
 from collections.abc import Iterator
@@ -14,7 +17,7 @@ from pipeline.rag.documents import Batch, Chunker
 from pipeline.rag.embedder import Embedder
 
 BATCHES_PER_WORKER = 2  # one in progress, one waiting
-MAX_UNREAD_BATCHES = 2  # how many a reading task may have ready before it pauses
+MAX_UNREAD_BATCHES = 2  # a reading task pauses while this many of its batches wait
 
 
 class EmbeddedBatch(NamedTuple):
@@ -41,7 +44,7 @@ class WorkerPool:
     """Workers with one copy of the model each. They start when the first batch arrives."""
 
     def __init__(self, count: int, resources: dict[str, float], *arguments: Any) -> None:
-        """`resources` are those of each worker; `arguments` are passed to `Embedder`."""
+        """`resources` are what each worker reserves; `arguments` are passed to `Embedder`."""
         self._count = count
         # if a worker's machine dies, Ray restarts the worker on another one and repeats its unfinished batches
         self._actor_class = ray.remote(EmbeddingWorker).options(max_restarts=-1, max_task_retries=3, **resources)
@@ -79,7 +82,7 @@ class WorkerPool:
 
 
 def read(source: InputFiles, known: dict[str, str], cut: Chunker, size: int, max_tasks: int) -> Iterator[ObjectRef]:
-    """Yield references to batches of about `size` chunks, which at most `max_tasks` tasks read at the same time."""
+    """Yield references to batches of about `size` chunks. At most `max_tasks` tasks read at the same time."""
     task = ray.remote(documents.batches).options(
         num_returns="streaming", _generator_backpressure_num_objects=MAX_UNREAD_BATCHES, max_retries=-1
     )

@@ -1,4 +1,4 @@
-"""Checks the accelerator in [serve]. Separate from options.py, which must not import Ray."""
+"""Checks the accelerator in [serve]. This check is not in options.py, because that module must not import Ray."""
 
 from ray.util import accelerators
 
@@ -6,10 +6,10 @@ import settings
 
 
 def check_accelerator(name: str) -> None:
-    """Check that Ray knows the type of accelerator.
+    """Check that Ray knows this type of accelerator.
 
     Raises:
-        settings.UserError: Ray does not know it.
+        settings.UserError: Ray does not know this type.
     """
     known = {value for constant, value in vars(accelerators).items() if constant.isupper()}
     if name != "cpu" and name not in known:

@@ -1,4 +1,4 @@
-"""Serves the LoRA adapters of runs by the runs' names. New and retrained ones are picked up without a restart."""
+"""Serves the LoRA adapter of each run under the run's name. Picks up new and retrained adapters without a restart."""
 
 import asyncio
 import contextlib
@@ -27,15 +27,15 @@ class Adapters(LoRAResolver):
     """
 
     def __init__(self, runs: str, model: str) -> None:
-        """`runs` is a folder or URI of runs; `model` is the base model as the settings name it."""
+        """`runs` is the folder or URI of the runs; `model` is the base model, as named in the settings."""
         self._runs = runs
         self._models = {model, settings.resolve(model)}
         self.names: list[str] = []
         """Names of the runs that had an adapter for the model at the last refresh."""
 
     def register(self) -> None:
-        """Make vLLM ask this resolver for unknown models. Call it before the engine starts."""
-        os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # otherwise vLLM does not ask
+        """Make vLLM ask this resolver about unknown models. Call this method before the engine starts."""
+        os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # otherwise vLLM asks no resolver
         LoRAResolverRegistry.register_resolver("runs", self)
 
     async def resolve_lora(self, base_model_name: str, lora_name: str) -> LoRARequest | None:
@@ -43,9 +43,9 @@ class Adapters(LoRAResolver):
         return await asyncio.to_thread(self._find, lora_name)
 
     async def refresh_forever(self, serving: OpenAIServingModels) -> None:
-        """Check for new, retrained and deleted adapters every REFRESH_S."""
+        """Check for new, retrained and deleted adapters every REFRESH_S seconds."""
         while True:
-            with contextlib.suppress(OSError):  # the bucket cannot be read at the moment
+            with contextlib.suppress(OSError):  # the bucket may be unreachable for a moment
                 self.names = await asyncio.to_thread(self._list)
                 for name, loaded in list(serving.lora_requests.items()):
                     found = await asyncio.to_thread(self._find, name)
@@ -59,7 +59,7 @@ class Adapters(LoRAResolver):
         if not self._matches(name):
             return None
         folder = self._folder(name)
-        # the version is part of the name: vLLM's prefix cache identifies adapters by name
+        # the version is part of the name, because vLLM's prefix cache identifies adapters by name
         versioned = f"{name}@{model_cache.version(folder)}"
         return LoRARequest(lora_name=versioned, lora_int_id=1, lora_path=model_cache.on_this_node(folder))
 
@@ -80,11 +80,11 @@ class Adapters(LoRAResolver):
 
 
 async def _replace(serving: OpenAIServingModels, name: str, found: LoRARequest) -> None:
-    """Load a retrained adapter, then switch to it. Until then, requests use the old one."""
+    """Load a retrained adapter, then switch to it. Requests use the old adapter until the new one is loaded."""
     found.lora_int_id = serving.lora_id_counter.inc(1)
     try:
         await serving.engine_client.add_lora(found)
-    except Exception as error:  # the adapter may be incomplete: the next refresh tries again
+    except Exception as error:  # the adapter may be incomplete; the next refresh tries again
         log.warning(f"adapter {name} could not be loaded ({error}); the old one stays in use")
         return
     serving.lora_requests[name] = found

@@ -12,9 +12,9 @@ from pipeline.serving.errors import CLOSE, ApiError, ResponseSender, always_aliv
 from pipeline.serving.keys import ApiKeys
 from pipeline.serving.limits import RateLimiter, RequestLimits
 
-HEALTH_ROUTE = "/health"  # needs no key: load balancers query it, and it only says whether the engine is alive
-# Rejected bodies are still read, up to this multiple of the limit. Otherwise a client that is still sending sees a
-# broken connection instead of the error.
+HEALTH_ROUTE = "/health"  # open to load balancers without a key, because it only says whether the engine is alive
+# Rejected bodies are still read, up to this multiple of the size limit. Otherwise a client that is still sending sees
+# a broken connection instead of the error.
 MAX_DISCARDED_BODIES = 4
 
 
@@ -39,12 +39,12 @@ class ApiMiddleware:
         if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
             return
-        if scope["type"] != "http":  # a websocket: the API has none
+        if scope["type"] != "http":  # the API has no websockets
             await send({"type": "websocket.close", "code": 1008})
             return
         response = ResponseSender(send, self._alive)
         if scope["path"].removeprefix(scope.get("root_path", "")) == HEALTH_ROUTE:
-            method = "GET" if scope["method"] == "HEAD" else scope["method"]  # the server drops the body
+            method = "GET" if scope["method"] == "HEAD" else scope["method"]  # the server omits the response's body
             await self.app({**scope, "method": method}, receive, response)
             return
         try:
@@ -54,14 +54,14 @@ class ApiMiddleware:
             await response.send_error(error)
         except TimeoutError:
             if response.started:
-                raise  # cut the stream off: a normal end would look like a complete answer
+                raise  # cut the stream off, because a normal end would look like a complete answer
             message = f"the request did not finish within {self._limits.timeout_s:g} s; ask for fewer tokens"
             await ResponseSender(send).send_error(ApiError(504, message, code="timeout"))
         except ClientDisconnected:
             pass
 
     async def _handle(self, scope: Scope, receive: Receive, response: ResponseSender) -> None:
-        """Pass a request to the app. It counts against its key's limits until the app has finished."""
+        """Pass a request to the app. The request counts against its key's limits until the app has finished."""
         with ExitStack() as counted:
             body, scope = await self._admit(scope, receive, counted)
             call = AppCall(self.app, scope, body, receive, response, response.discard)
@@ -75,7 +75,7 @@ class ApiMiddleware:
         await call.wait()
 
     async def _admit(self, scope: Scope, receive: Receive, counted: ExitStack) -> tuple[bytes, Scope]:
-        """Return the body of a request that is within the limits, and the scope with the inspected body.
+        """Check a request's key and limits. Return its body, and the scope with the inspected body.
 
         Raises:
             ApiError: the key is not valid, or the request exceeds a limit.
@@ -116,10 +116,13 @@ class ApiMiddleware:
     async def _read_body(
         self, headers: dict[bytes, bytes], receive: Receive, *, keep: bool = True
     ) -> tuple[bytes | None, bool]:
-        """Read the body. Return it, or None if it is too large or `keep` is False, and whether all of it was read."""
+        """Read the body. Return it, and whether all of it was read.
+
+        Return None as the body if the body is too large or `keep` is False.
+        """
         limit, timeout_s = self._limits.max_body, self._limits.body_timeout_s
         max_read = MAX_DISCARDED_BODIES * limit
-        if int(headers.get(b"content-length", b"0")) > max_read:  # always a number: the server has checked it
+        if int(headers.get(b"content-length", b"0")) > max_read:  # always a number, because the server checks it
             return None, False
         chunks, size, more = [], 0, True
         try:

@@ -2,7 +2,7 @@
 
 HAProxy connects clients directly to a replica, which runs vLLM's own app behind our middleware. This module removes
 what vLLM leaves open: routes that nobody needs, and CORS for every origin. All routes need a key, except /health, the
-web page at /, and two of Serve's own routes: /-/healthz says `success`, and /-/routes lists the applications.
+web page at /, and two of Serve's own routes: /-/healthz returns `success`, and /-/routes lists the applications.
 """
 
 import asyncio
@@ -49,12 +49,12 @@ ROUTES = {
     "/v1/chat/completions",
     "/v1/completions",
     "/v1/embeddings",
-}  # not /v1/responses: vLLM 0.29 answers many valid items with status 500
+}  # without /v1/responses, because vLLM 0.29 answers many valid requests there with status 500
 PARSE_ERRORS = (AttributeError, LookupError)  # vLLM raises these for malformed messages
 DEPLOYMENT = "Server"  # the same for every model, so that a new model replaces the old one in place
 log = logging.getLogger("ray.serve")
 ENGINE_CHECK_S = 0.25
-DRAIN_TIMEOUT_S = 2  # to send error responses to the requests that a dead engine was processing
+DRAIN_TIMEOUT_S = 2  # time for sending error responses to the requests that a dead engine was processing
 HUB_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 
 
@@ -62,15 +62,15 @@ class AppLocation(NamedTuple):
     """Address and name of an app."""
 
     address: str
-    """Address at which the cluster's machines reach all apps."""
+    """Address of all apps, reachable from the cluster's machines."""
     path: str
     """Path of this app. The app at the root path forwards requests to the others."""
     model: str
-    """Name by which clients ask for this app's model."""
+    """Name that clients use for this app's model."""
 
 
 def build(options: ServeOptions, address: str) -> Application:
-    """Return the Serve application for these options, without starting it. `address` is that of Serve."""
+    """Return the Serve application for these options, without starting it. `address` is Serve's address."""
     config = llm_config(options)
     app = build_llm_deployment(
         config,
@@ -109,7 +109,7 @@ def _adapters(options: ServeOptions) -> Adapters | None:
 
 
 def llm_config(options: ServeOptions) -> LLMConfig:
-    """Return Ray's configuration of a model and its replicas."""
+    """Return Ray's configuration for a model and its replicas."""
     deployment: dict[str, Any] = {
         "autoscaling_config": {
             "min_replicas": options.min_replicas,
@@ -119,14 +119,14 @@ def llm_config(options: ServeOptions) -> LLMConfig:
             "downscale_delay_s": options.downscale_delay_s,
         },
         "max_ongoing_requests": NO_RAY_LIMIT,
-        # requests that Serve's proxy holds while an app scaled to zero starts a replica; more get 503
+        # requests that Serve's proxy holds while an app scaled to zero starts a replica; further requests get 503
         "max_queued_requests": options.max_ongoing_requests + options.max_queued_requests,
         "backpressure_config": BackpressureConfig(retry_after_s=ENGINE_RETRY_S),
         "health_check_period_s": 1,  # Serve replaces a dead replica at the next check
         "max_surge_percent": options.max_surge_percent,
         "max_constructor_retry_count": 1,  # do not retry a model that cannot be loaded
         "ray_actor_options": {"num_cpus": options.num_cpus},
-        "logging_config": {"enable_access_log": False},  # two lines per request; the metrics count requests
+        "logging_config": {"enable_access_log": False},  # metrics replace its two lines per request
     }
     if options.prefix_routing:
         deployment["request_router_config"] = RequestRouterConfig(
@@ -139,7 +139,7 @@ def llm_config(options: ServeOptions) -> LLMConfig:
     cpu = options.accelerator == "cpu"
     return LLMConfig(
         model_loading_config={"model_id": options.served_name, "model_source": options.source},
-        # a second line of defense: the limit of our own queue is lower
+        # a second line of defense, because our own queue has a lower limit
         engine_kwargs=engine_args(options) | {"max_num_queued_reqs": 2 * options.max_ongoing_requests},
         deployment_config=deployment,
         accelerator_config={"kind": "cpu"} if cpu else None,  # without it, Ray asks for a GPU
@@ -157,7 +157,7 @@ class Server(EngineServer):
     ) -> None:
         self._limits = limits
         self._location = location
-        self._keys = ApiKeys()  # before the slow start of the engine: it raises an error if there is no key
+        self._keys = ApiKeys()  # raises an error if there is no key, before the slow start of the engine
         self._adapters = adapters
         if adapters:
             adapters.register()
@@ -253,7 +253,7 @@ def restrict(app: FastAPI) -> None:
 
 
 async def _answer_parse_error(_: Request, error: Exception) -> JSONResponse:
-    log.warning("vLLM could not read a request", exc_info=error)  # to find out whether it is vLLM's fault
+    log.warning("vLLM could not read a request", exc_info=error)  # the traceback shows whether vLLM is at fault
     message = f"the request could not be read ({type(error).__name__}: {error}); compare it with /docs"
     return JSONResponse({"error": message}, 400)
 
@@ -266,7 +266,7 @@ async def _answer_engine_error(request: Request, error: EngineGenerateError) -> 
 
 
 def _first_error_in_log() -> str | None:
-    """Return the first error in the log of the engine's processes. The exception here only says that a process died."""
+    """Return the first error in the log of the engine's processes. vLLM's exception only says that a process died."""
     log = Path("/proc/self/fd/1").read_text(errors="replace")
     found = re.search(r"ERROR .*?\] (\w+(?:Error|Exception): .+)", log)
     return found and found[1]
@@ -278,5 +278,6 @@ class NodeSetup(NodeCallback):
     async def on_before_node_init(self) -> None:
         # vLLM reads folders and hub ids itself; only a URI needs Ray's extra process
         self.ctx.run_init_node = "://" in self.llm_config.model_loading_config.model_source
-        for name in HUB_TOKENS:  # the dashboard would show the tokens that Ray puts here; each process reads its own
+        # Ray puts the tokens here, where the dashboard shows them; each process reads them itself
+        for name in HUB_TOKENS:
             self.ctx.runtime_env["env_vars"].pop(name, None)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-LOOP_ITERATIONS = 10  # of the event loop, within which a new handler starts to listen for a disconnect
+LOOP_ITERATIONS = 10  # a new handler starts to listen for a disconnect within this many iterations of the event loop
 GRACE_S = 5.0  # how long a handler may take to stop after `http.disconnect`, before its task is cancelled
 DISCONNECT: Message = {"type": "http.disconnect"}
 
@@ -15,7 +15,7 @@ class AppCall:
 
     vLLM runs the handler of a non-streaming request in a separate task, and cancels it on `http.disconnect`. If only
     the outer task is cancelled, as Ray does on a disconnect, the handler is orphaned and the engine keeps working.
-    Therefore the app first receives `http.disconnect`, and is cancelled only if it does not listen.
+    Therefore the app first receives `http.disconnect`, and is cancelled only if it does not react to that.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class AppCall:
     async def wait(self) -> None:
         """Wait until the app has finished. If this call is cancelled, stop the app's work first."""
         task = self.task
-        del self.task  # the task may hold a stream cancelled in `send`, which closes when nothing refers to it
+        del self.task  # a stream that was cancelled in `send` closes only when nothing refers to its task
         try:
             await asyncio.wait({task})
         except asyncio.CancelledError:

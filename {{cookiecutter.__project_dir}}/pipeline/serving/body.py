@@ -1,6 +1,6 @@
-"""Inspects the body of a request before anything else parses it: its nesting, text, schemas and number of prompts.
+"""Inspects the nesting, text, schemas and number of prompts of a request's body before anything else parses it.
 
-Each limit rejects a request that once killed an engine, or blocked all other requests for seconds.
+Each limit rejects requests that would kill an engine, or block all other requests for seconds.
 """
 
 import json
@@ -12,20 +12,22 @@ from pydantic_core import from_json
 
 from pipeline.serving.errors import ApiError
 
-MAX_DEPTH = 64  # of nested lists and objects; at 300 the engine's serializer overflows its stack, and the engine dies
-# In characters. Other requests wait while xgrammar parses a schema: a flat one of 85,000 characters takes 15 ms.
+# Maximum levels of lists and objects. At 300 levels, the engine's serializer overflows its stack and the engine dies.
+MAX_DEPTH = 64
+# Maximum characters of a schema. Other requests wait while xgrammar parses it: 15 ms for a flat schema of 85,000.
 MAX_SCHEMA = 64 * 1024
-MAX_TEXT = 16 * 1024  # of a regex, a grammar, or bad_words; vLLM tokenizes the latter while other requests wait
+# Maximum characters of a regex, of a grammar, or of bad_words, which vLLM tokenizes while other requests wait.
+MAX_TEXT = 16 * 1024
 # Maximum copies to which a request's patterns expand: a{1,30} expands to 30. xgrammar parses a `pattern` of a schema in
 # quadratic time, once per prompt: 0.25 s for 2,000 copies, 85 s for 30,000.
 MAX_COPIES = 2000
 HUGE = 10**9  # replaces all larger numbers, so that they can be multiplied and printed
 INTERNAL_FIELDS = frozenset({"kv_transfer_params", "ec_transfer_params"})  # vLLM servers send these to each other
-# The quantifiers are possessive: without that, 2,000 spaces after a brace take hours.
+# The quantifiers are possessive, because backtracking over 2,000 spaces after a brace would take hours.
 BOUNDS = re.compile(r"\{\s*+(\d*+)\s*+,?+\s*+(\d*+)\s*+\}")
-TOKEN = re.compile(rf"\\.|\[(?:\\.|[^\]\\])*+\]?+|{BOUNDS.pattern}|.", re.DOTALL)  # in a regular expression
+TOKEN = re.compile(rf"\\.|\[(?:\\.|[^\]\\])*+\]?+|{BOUNDS.pattern}|.", re.DOTALL)  # of a regular expression
 NOT_AN_OBJECT = "the body must be a JSON object"
-MAX_PATH_SHOWN = 200  # characters of a path in an error
+MAX_PATH_SHOWN = 200  # maximum characters of a path in an error message
 
 
 class InvalidBody(ApiError):
@@ -98,7 +100,7 @@ def _too_deep() -> InvalidBody:
 
 
 def _is_deep(value: Any) -> bool:
-    """Return whether lists and objects are nested deeper than MAX_DEPTH. Not recursive, to survive any depth."""
+    """Return whether lists and objects are nested deeper than MAX_DEPTH. No recursion, so any depth is safe."""
     level = [value]
     for _ in range(MAX_DEPTH):
         level = [inner for outer in level for inner in _values(outer) if type(inner) in (dict, list)]
@@ -130,7 +132,10 @@ def _surrogates(body: Any) -> Iterator[str]:
 
 
 def _dotted(path: Any) -> str:
-    """Format a path, a nested pair of (path of the parent, name). Only errors need it; names may be megabytes long."""
+    """Format a path for an error message. A path is a nested pair: (path of the parent, name).
+
+    Names can be megabytes long, so only their beginning is shown.
+    """
     names: list[str] = []
     while path:
         path, name = path
@@ -147,7 +152,7 @@ def _is_text(value: str) -> bool:
 
 
 def _arguments(body: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the arguments of earlier tool calls, which vLLM parses as JSON, with their paths."""
+    """Yield the path and the text of each earlier tool call's arguments, which vLLM parses as JSON."""
     for position, message in _objects(body.get("messages")):
         for number, call in _objects(message.get("tool_calls")):
             function = call.get("function")
@@ -161,7 +166,7 @@ def _objects(value: Any) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _parse_inner(param: str, text: str) -> Any:
-    """Return the value of JSON in a string, or None if the string is not JSON, which vLLM rejects or ignores."""
+    """Return the value of a JSON string, or None if the string is not JSON. vLLM rejects or ignores such strings."""
     try:
         return _parse(text)
     except InvalidBody as error:
@@ -227,7 +232,7 @@ def _patterns(schema: Any) -> Iterator[str]:
 
 def _expanded(pattern: str) -> int:
     """Return the number of copies to which a regular expression or grammar expands. Nested repetitions multiply."""
-    sizes, last, plain = [0], 0, 0  # of the open groups, the last part, and the pattern without copies
+    sizes, last, plain = [0], 0, 0  # sizes of the open groups, of the last part, and of the pattern without copies
     for token in TOKEN.finditer(pattern):
         text = token[0]
         if text == "(":
@@ -235,7 +240,7 @@ def _expanded(pattern: str) -> int:
             continue
         if text == ")":
             last = sizes.pop() if len(sizes) > 1 else 0
-        elif token.lastindex:  # bounds
+        elif token.lastindex:  # bounds such as {1,30}
             copies = max(map(_number, token.groups()))
             sizes[-1] = min(sizes[-1] + last * max(copies - 1, 0), HUGE)
             last = min(last * max(copies, 1), HUGE)
@@ -248,7 +253,7 @@ def _expanded(pattern: str) -> int:
 
 
 def _number(digits: str | None) -> int:
-    """Return a bound of a repetition. int() rejects thousands of digits."""
+    """Return a bound of a repetition, at most HUGE, because int() rejects thousands of digits."""
     return int(digits or 0) if len(digits or "") < 10 else HUGE
 
 
@@ -260,11 +265,11 @@ def _check_bad_words(words: Any) -> None:
 
 
 def _sequences(body: dict[str, Any]) -> int:
-    """Return prompts times answers per prompt."""
+    """Return the number of prompts times the number of answers per prompt."""
     answers = body.get("n")
     if answers is None:
         answers = 1
-    if type(answers) is not int:  # vLLM would read "8" and 8.0 as 8
+    if type(answers) is not int:  # stricter than vLLM, which reads "8" and 8.0 as 8
         raise InvalidBody("n must be an integer", "n", "invalid_type")
     return _prompts(body) * min(max(answers, 1), HUGE)
 

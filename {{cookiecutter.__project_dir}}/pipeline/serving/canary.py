@@ -1,8 +1,8 @@
 """The served models, the canary's share of requests, and the metrics of each app.
 
 One small actor per cluster keeps this state. Replicas report the outcomes of their requests to it, and get the routes
-for forwarding requests. The actor asks Serve which apps exist, because replicas cannot tell: an app may have none until
-its next request starts one. State that must outlive the actor is in the cluster's key-value store.
+for forwarding requests. The actor asks Serve which apps exist, because an app that is scaled to zero has no replica to
+report it. State that must outlive the actor is in the cluster's key-value store.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from pipeline.serving.options import CANARY, ROOT, app_name
 NAME, NAMESPACE = "routing", "serve_llm"
 REPORT_INTERVAL_S = 2.0
 MAX_LATENCIES = 10_000
-"""Number of recent requests of each app from which latencies are computed."""
+"""Latencies are computed from this many recent requests of each app."""
 
 log = logging.getLogger("ray.serve")
 
@@ -45,7 +45,7 @@ class Routes(NamedTuple):
     """The apps to which the app at the root path forwards requests."""
 
     others: dict[str, str]
-    """Path of the app that serves a model, by the model's name."""
+    """Maps the name of each other model to the path of its app."""
     canary: str | None
     """Path of the canary."""
     percent: float
@@ -60,7 +60,7 @@ class AppMetrics:
     """The models of one application, and the outcomes of its requests, as its replicas report them."""
 
     models: list[str] = field(default_factory=list)
-    """Names that clients may ask for. The first is the model's own; the others are its adapters."""
+    """Names that clients may request: first the model's own name, then the names of its adapters."""
     requests: int = 0
     errors: int = 0
     """Requests that ended with status 500 or above."""
@@ -97,10 +97,10 @@ def running_apps() -> set[str]:
 
 
 class StateStore:
-    """A value in the cluster's key-value store, which lasts as long as the head."""
+    """A value in the cluster's key-value store, which lasts as long as the head node."""
 
     def load(self) -> Any:
-        """Return the value saved last, or None."""
+        """Return the last saved value, or None."""
         found = key_value.get(NAME, NAMESPACE)
         return found and json.loads(found)
 
@@ -134,9 +134,9 @@ class RoutingState:
         return self._routes()
 
     def set_canary(self, percent: float, options: dict[str, Any] | None = None) -> None:
-        """Give the canary this share of requests. With `options`, the canary is a new one, and all metrics are reset.
+        """Give the canary this share of requests. With `options`, also replace the canary and reset all metrics.
 
-        `options` are the canary's `ServeOptions`, or empty to remove the canary.
+        `options` contains the `ServeOptions` of the new canary. An empty dict removes the canary.
         """
         self._percent = percent
         if options is not None:
@@ -168,7 +168,10 @@ class RoutingState:
             self._canary, self._percent = {}, 0.0
 
     def _save(self) -> None:
-        """Save what must survive the actor: an app that is scaled to zero has no replica to report it again."""
+        """Save the state that must outlive the actor, if it changed.
+
+        An app that is scaled to zero has no replica to report its models to a restarted actor.
+        """
         models = {path: app.models for path, app in self._apps.items()}
         state = {"models": models, "canary": self._canary, "percent": self._percent}
         if state != self._saved:
@@ -183,13 +186,13 @@ class RoutingState:
 
 
 def actor() -> Any:
-    """Return the cluster's actor. Start it if there is none; it ends with the cluster."""
+    """Return the cluster's actor. Start the actor if necessary. It ends with the cluster."""
     lifetime = {"lifetime": "detached", "get_if_exists": True, "max_restarts": -1}
     return ray.remote(RoutingState).options(num_cpus=0, name=NAME, namespace=NAMESPACE, **lifetime).remote()
 
 
 class Reporter:
-    """A replica's connection to the actor: reports outcomes, and receives the routes."""
+    """A replica's connection to the actor. Reports outcomes, and receives the routes."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -202,7 +205,7 @@ class Reporter:
         self._outcomes.append(outcome)
 
     async def report_forever(self, models: Callable[[], list[str]]) -> None:
-        """Report every REPORT_INTERVAL_S. `models` returns the names that clients may ask this app for."""
+        """Report every REPORT_INTERVAL_S seconds. `models` returns the names that clients may request from this app."""
         while True:
             outcomes, self._outcomes = self._outcomes, []
             try:

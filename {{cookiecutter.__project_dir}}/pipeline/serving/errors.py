@@ -24,7 +24,7 @@ class ApiError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        """`param` is the field of the request that is wrong."""
+        """`param` is the invalid field of the request."""
         super().__init__(message)
         self.status = status
         self.message = message
@@ -40,18 +40,18 @@ class ApiError(Exception):
 
 
 def engine_dead() -> ApiError:
-    """Return the error of a replica whose engine has died. HAProxy does not reuse the connection."""
+    """Return the error for requests to a replica whose engine has died. HAProxy then closes its connection."""
     message = "the engine of this replica failed and is being replaced; try again in a few seconds"
     return ApiError(503, message, code="engine_dead", headers=CLOSE | {"Retry-After": str(ENGINE_RETRY_S)})
 
 
 def always_alive() -> bool:
-    """Return True. Apps without an engine use this in place of a check."""
+    """Return True. Apps without an engine use this function as their check."""
     return True
 
 
 async def no_request() -> Message:
-    """Stand in for `receive` where a response is sent without reading the request."""
+    """Return a disconnect. Use this as `receive` when a response is sent without reading the request."""
     return {"type": "http.disconnect"}
 
 
@@ -79,7 +79,7 @@ class ResponseSender:
 
     async def send_error(self, error: ApiError) -> None:
         """Send an error response."""
-        # JSON in ASCII: a message may quote input that is not valid Unicode
+        # escape all but ASCII, because a message may quote input that is not valid Unicode
         response = Response(json.dumps(error.body), error.status, error.headers, "application/json")
         await response({"type": "http"}, no_request, self._send)
 
@@ -102,11 +102,11 @@ class ResponseSender:
 async def _discard(message: Message) -> None:
     if message["type"] == "http.response.start":
         raise OSError("the client disconnected, or the request timed out")
-    # do not raise for a chunk: cancellation stops the engine only when the stream reaches its next chunk
+    # do not raise for a chunk, because cancellation stops the engine only when the stream reaches its next chunk
 
 
 def _parse_error(status: int, body: bytes, headers: Mapping[str, str]) -> ApiError:
-    """Return the error with which the engine, FastAPI or another app answered."""
+    """Parse an error response of the engine, FastAPI or another app."""
     if status == 500:  # internals belong in the log only
         return ApiError(status, "the server failed to process this request; see its log", headers=headers)
     try:

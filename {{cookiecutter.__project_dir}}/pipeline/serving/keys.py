@@ -1,5 +1,4 @@
-"""API keys by name. They are secrets, and are read again every few seconds, so that a key can be revoked.
-
+"""Reads the API keys from the secrets, and reloads them every ten seconds, so that you can add and revoke keys.
 SERVE_API_KEY is the owner's key. SERVE_API_KEYS holds other people's keys as NAME:KEY,NAME:KEY.
 """
 
@@ -28,7 +27,7 @@ class ApiKeys:
         """
         self._digests = _read()
         if not self._digests:
-            raise ValueError("SERVE_API_KEY did not reach the replica: name it in [secrets] of settings.toml")
+            raise ValueError("SERVE_API_KEY did not reach the replica: list it in [secrets] of settings.toml")
 
     def name_of(self, authorization: bytes) -> str | None:
         """Return the name of the key in an Authorization header, or None if the key is not valid.
@@ -36,7 +35,7 @@ class ApiKeys:
         The comparison takes constant time, so it reveals nothing about the keys.
         """
         scheme, _, key = authorization.partition(b" ")
-        if scheme.lower() != b"bearer":  # the scheme is not secret, and is case-insensitive: RFC 9110, section 11.1
+        if scheme.lower() != b"bearer":  # the scheme is case-insensitive (RFC 9110, section 11.1), and is no secret
             return None
         given = _digest(key.strip(b" "))
         found = None
@@ -46,7 +45,7 @@ class ApiKeys:
         return found
 
     async def refresh_forever(self) -> None:
-        """Read the keys every REFRESH_S. If they cannot be read, the last valid ones stay in use."""
+        """Read the keys every REFRESH_S seconds. If they cannot be read, the last valid ones stay in use."""
         while True:
             await asyncio.sleep(REFRESH_S)
             try:
@@ -62,7 +61,7 @@ def _read() -> dict[str, bytes]:
         name, colon, key = (part.strip() for part in pair.partition(":"))
         if not (name and colon and key):
             raise ValueError("SERVE_API_KEYS is not NAME:KEY,NAME:KEY")
-        # print neither name nor key: the name is a key if somebody wrote KEY:NAME
+        # print neither name nor key, because somebody may have written KEY:NAME
         if name in keys:
             raise ValueError(
                 f"entry {number} of SERVE_API_KEYS repeats a name: each key needs its own name, not {OWNER}"

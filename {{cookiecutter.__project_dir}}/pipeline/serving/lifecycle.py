@@ -55,7 +55,7 @@ def deploy_model(options: ServeOptions) -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     with ThreadPoolExecutor(1) as background:
         started = background.submit(http_server.start, options)
-        from pipeline.serving import app  # imports vLLM, which takes about as long as starting Serve
+        from pipeline.serving import app  # imports vLLM while Serve starts, because both are slow
 
         started.result()
     options = resolve_name(options)
@@ -150,7 +150,7 @@ def is_healthy(url: str) -> bool:
 
 
 def stop(app: str = APP) -> None:
-    """Stop an application. Stop Serve too if it has no other application."""
+    """Stop an application. If Serve has no other application, stop Serve itself."""
     if serve.status().applications.keys() - {app}:
         serve.delete(app)
         return

@@ -1,4 +1,4 @@
-"""Request limits. They count sequences: several prompts or answers are as much work as several requests."""
+"""Request limits. They count sequences, because a request with n prompts or answers is as much work as n requests."""
 
 import math
 import time
@@ -39,7 +39,10 @@ class RateLimiter:
         self._running: Counter[str] = Counter()
 
     def acquire(self, key: str, count: int = 1) -> int:
-        """Count sequences until `release` and return 0, or count none and return the seconds after which to retry."""
+        """Count sequences until `release`, and return 0.
+
+        If they exceed a limit, count none and return the seconds to wait before the next attempt.
+        """
         if self._running[key] + count > self._at_once:
             return 1
         started, now = self._started[key], time.monotonic()
@@ -52,5 +55,5 @@ class RateLimiter:
         return 0
 
     def release(self, key: str, count: int = 1) -> None:
-        """End sequences that `acquire` counted."""
+        """Stop counting sequences as in progress."""
         self._running[key] -= count

@@ -29,7 +29,7 @@ class MetricsMiddleware:
             await send(message)
             if message["type"] == "http.response.start":
                 status = message["status"]
-            elif not first_s:  # a stream starts before its first token
+            elif not first_s:  # a stream's response starts before its first token
                 first_s = time.perf_counter() - started
 
         try:

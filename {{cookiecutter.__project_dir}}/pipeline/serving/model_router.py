@@ -18,7 +18,7 @@ from pipeline.serving.errors import no_request
 # Headers that belong to this connection, not to the request.
 NOT_FORWARDED = {b"host", b"content-length", b"connection", b"transfer-encoding"}
 CONNECT_TIMEOUT_S = 10.0
-# Statuses of an app that is gone or cannot answer: from HAProxy, or from the app at the root, which has no such path.
+# HAProxy, or the app at the root path, returns these statuses for an app that is gone or cannot answer.
 UNAVAILABLE = frozenset({404, 502, 503})
 QUERY_CHARACTERS = "%&=+/?:@!$'()*,;~[]"
 WARNING_INTERVAL_S = 60.0
@@ -37,7 +37,7 @@ class ModelRouter:
         self.app = app
         self._model = model
         self._routes = routes
-        timeout = httpx2.Timeout(None, connect=CONNECT_TIMEOUT_S)  # `ApiMiddleware` limits the time of an answer
+        timeout = httpx2.Timeout(None, connect=CONNECT_TIMEOUT_S)  # `ApiMiddleware` limits the time for an answer
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=100)
         self._client = httpx2.AsyncClient(base_url=root, timeout=timeout, limits=limits)
         self._warned_at = -WARNING_INTERVAL_S
@@ -48,7 +48,7 @@ class ModelRouter:
         if body is None or not (routes.others or routes.canary):
             await self.app(scope, receive, send)
             return
-        # while an app is being deleted, requests forwarded to its path end up here
+        # requests that were forwarded to an app that is being deleted arrive here, and must not be forwarded again
         path = self._choose(body.model, routes) if scope["path"].startswith("/v1/") else None
         if path is None:
             await self.app(scope, receive, send)
@@ -76,14 +76,17 @@ class ModelRouter:
     async def _forward(
         self, path: str, scope: Scope, body: bytes, send: Send, unavailable: frozenset[int] = frozenset()
     ) -> bool:
-        """Forward the request. If the app does not respond, or its status is in `unavailable`, only return False."""
+        """Forward the request and its response, and return True.
+
+        If the app does not respond, or its status is in `unavailable`, send no response and return False.
+        """
         headers = [(name, value) for name, value in scope["headers"] if name not in NOT_FORWARDED]
         query = quote(scope["query_string"], safe=QUERY_CHARACTERS)
         url = f"{path}{quote(scope['path'])}{'?' if query else ''}{query}"
         try:
             request = self._client.build_request("POST", url, content=body, headers=headers)
             response = await self._client.send(request, stream=True)
-        except (httpx2.HTTPError, httpx2.InvalidURL):  # the latter: a query of more than 64 KiB
+        except (httpx2.HTTPError, httpx2.InvalidURL):  # InvalidURL: the query is longer than 64 KiB
             return False
         async with contextlib.aclosing(response):
             if response.status_code in unavailable:

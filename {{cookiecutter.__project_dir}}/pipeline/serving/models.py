@@ -57,7 +57,7 @@ def end(name: str) -> None:
 
 
 def show() -> None:
-    """Print the models with their metrics since the last canary started."""
+    """Print the models with their metrics since a canary was last started or removed."""
     apps: dict[str, dict[str, Any]] = ray.get(canary.actor().apps.remote())
     table = Table(box=None, pad_edge=False)
     for column in ("model", "path", "share %", "requests", "errors", *(name.replace("_", " ") for name in LATENCIES)):

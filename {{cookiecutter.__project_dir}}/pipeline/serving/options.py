@@ -25,7 +25,7 @@ class ServeOptions(settings.Section):
     model: str
     """Folder in Hugging Face format, hub id, or s3:// URI."""
     model_name: str = ""
-    """Name by which clients ask for the model. Empty: the run's name, or the model's own."""
+    """Name that clients use for the model. Empty: the run's name, or the model's own."""
     add: bool = False
     """Serve an additional model at the same address. Without this option, the model replaces the one served now."""
     canary_percent: float = Field(default=0, ge=0, le=100)
@@ -39,9 +39,9 @@ class ServeOptions(settings.Section):
     tensor_parallel_size: int = Field(ge=1)
     """Devices that share each layer."""
     pipeline_parallel_size: int = Field(ge=1)
-    """Groups of devices, each of which computes some of the layers, one group after the other."""
+    """Pipeline stages: groups of devices, each of which computes some of the layers."""
     num_cpus: float = Field(default=1, ge=0)
-    """Logical CPUs of each replica. With accelerator = "cpu", each device takes one more."""
+    """Logical CPUs of each replica. With accelerator = "cpu", each device needs one more."""
     min_replicas: int = Field(ge=0)
     """Replicas that always run."""
     max_replicas: int = Field(ge=1)
@@ -59,7 +59,7 @@ class ServeOptions(settings.Section):
     max_request_sequences: int = Field(ge=1)
     """Maximum sequences of one request (prompts times `n`). Larger requests get 400."""
     prefix_routing: bool = False
-    """Send requests with the same prefix to the replica that has it cached. This takes a few ms per request."""
+    """Send requests with the same prefix to the replica that has it cached. This adds a few ms to each request."""
     max_surge_percent: int = Field(ge=0, le=100)
     """Percentage of extra replicas during an update, rounded up; the old ones answer until the new ones are ready.
     With 0 the old ones end first, and requests get 503 until a new one is up."""
@@ -72,7 +72,7 @@ class ServeOptions(settings.Section):
     kv_cache_gib: float | None = Field(default=None, gt=0)
     """GiB for the KV cache. None: the free memory that vLLM finds on the device."""
     enforce_eager: bool = False
-    """Run the model without compiling it. It starts faster, and answers more slowly."""
+    """Run the model without compiling it. The engine starts faster, but answers more slowly."""
     adapters: str = ""
     """Folder or s3:// URI of runs. Their LoRA adapters for `model` are served too, each under its run's name. Empty:
     no adapters. The engine is slightly slower with adapters."""
@@ -150,7 +150,7 @@ class ServeOptions(settings.Section):
 
     @property
     def root(self) -> str:
-        """The server's address on the machine that listens, or behind a tunnel to it."""
+        """The server's URL on the machine where it runs, or on a machine with a tunnel to it."""
         return f"http://{self.host.replace('0.0.0.0', '127.0.0.1')}:{self.port}"
 
     @property

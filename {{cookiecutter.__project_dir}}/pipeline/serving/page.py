@@ -16,7 +16,7 @@ HTML = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
 
 
 def _hash(element: str) -> str:
-    """Return the hash of the page's only script or style. The policy allows no other."""
+    """Return the hash of the page's only script or style. The policy allows no others."""
     [content] = re.findall(f"<{element}>(.*?)</{element}>", HTML, re.DOTALL)
     return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
 

@@ -51,7 +51,7 @@ def check_model(options: ServeOptions) -> None:
 
 
 def check_cpus(options: ServeOptions) -> None:
-    """Check that the replicas fit on the cluster's CPUs: a local cluster does not grow, and Serve would wait forever.
+    """Check that the replicas fit on the cluster's CPUs. A local cluster does not grow, so Serve would wait forever.
 
     Raises:
         UserError: the replicas do not fit.

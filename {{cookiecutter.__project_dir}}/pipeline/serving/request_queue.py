@@ -46,7 +46,7 @@ class Slots:
                 self.release(count)
             elif (count, granted) in self._waiting:
                 self._waiting.remove((count, granted))
-                self.release(0)  # the next request may need fewer
+                self.release(0)  # the next request may need fewer slots
             raise
 
     def release(self, count: int) -> None:

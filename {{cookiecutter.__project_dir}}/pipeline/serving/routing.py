@@ -1,7 +1,7 @@
-"""How Serve's own proxy chooses a replica. HAProxy sends a request to this proxy if HAProxy has no replica for it.
+"""Replica choice in Serve's own proxy, which gets the requests for which HAProxy has no replica.
 
-By default Serve holds such requests until a replica has started, which takes minutes for a large model. A client that
-gets an error at once can retry, or use another server.
+By default, Serve holds such requests until a replica has started, which takes minutes for a large model. These routers
+return an error at once, so that a client can retry or use another server.
 """
 
 from ray.serve.config import RequestRouterConfig
@@ -22,8 +22,8 @@ class PrefixRouter(FailFastRouter, PrefixCacheAffinityRouter):
 def behind_haproxy(router: type[RequestRouter]) -> RequestRouterConfig:
     """Return the configuration of a router for an app that HAProxy reaches directly.
 
-    Serve rejects custom routers for such apps, because HAProxy does not use them. Serve's proxy does, and it answers
-    whenever HAProxy has no replica. Serve compares only names, so the class is stored under the default router's name.
+    Serve rejects custom routers for such apps, because HAProxy does not use them, but Serve's own proxy does. Serve
+    checks only the name of the router, so this function stores the class under the name of the default router.
     """
     custom = RequestRouterConfig(request_router_class=router)
     return RequestRouterConfig.from_serialized_request_router_cls({}, custom.get_serialized_request_router_cls())

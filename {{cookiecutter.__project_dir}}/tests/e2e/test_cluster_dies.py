@@ -1,4 +1,4 @@
-"""Test the errors of verbs if the cluster does not start, dies during a job, or does not answer as Ray does."""
+"""Test the errors that verbs print if the cluster does not start, dies during a job, or does not answer like Ray."""
 
 import asyncio
 import dataclasses
@@ -163,7 +163,7 @@ def test_a_job_that_a_new_cluster_does_not_know(
 
 
 def test_an_upload_may_take_longer_than_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If an upload were sent as one piece, the connect timeout would apply to all of it, for example to 100 MiB."""
+    """If an upload were sent in one piece, the connect timeout would apply to the whole upload, for example 100 MiB."""
     monkeypatch.setattr(job_client, "TIMEOUTS_S", (1, 1))
     monkeypatch.setattr(job_client, "UPLOAD_TIMEOUTS_S", (1, 10))
     size, received = 30 * 2**20, 0
@@ -176,7 +176,7 @@ def test_an_upload_may_take_longer_than_an_answer(monkeypatch: pytest.MonkeyPatc
                 is_upload = sock.recv(2**12).startswith(b"PUT")
                 while is_upload and received < size - 2**12:
                     received += len(sock.recv(2**20))
-                    time.sleep(0.1)  # in total three times the timeout for sending a block
+                    time.sleep(0.1)  # the pauses add up to three times the timeout for one block
                 head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(VERSION)}\r\nContent-Type: application/json\r\n"
                 sock.sendall(f"{head}Connection: close\r\n\r\n".encode() + VERSION)
 
@@ -193,7 +193,7 @@ def test_a_log_and_a_status_that_fail_at_once_are_one_sentence(
     class Client:
         async def tail_job_logs(self, job_id: str) -> AsyncIterator[str]:
             await asyncio.sleep(0)
-            time.sleep(0.5)  # keeps the loop busy until the status has failed too
+            time.sleep(0.5)  # keeps the loop busy until the status request has failed too
             yield ""
             raise Unreachable("the log's connection failed")
 
@@ -209,7 +209,7 @@ def test_a_log_and_a_status_that_fail_at_once_are_one_sentence(
 
 @pytest.fixture
 def proxied(server: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Make the server the proxy of all clients that use proxy variables. Return the paths that they request from it."""
+    """Make the server the proxy of all clients that use proxy variables. Return the paths that they request."""
     for name in ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy"):
         monkeypatch.setenv(name, f"http://127.0.0.1:{server.server_port}")
         monkeypatch.setenv(name.upper(), f"http://127.0.0.1:{server.server_port}")
@@ -236,7 +236,7 @@ def test_proxies_are_bypassed_and_what_the_user_bypasses_stays(
 
 
 def test_proxies_of_the_system_survive_the_bypass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """macOS stores proxies outside the environment, and they are used only while no proxy variable is set."""
+    """macOS stores proxies outside the environment, and clients use those only while no proxy variable is set."""
     monkeypatch.setattr(
         os, "environ", {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
     )

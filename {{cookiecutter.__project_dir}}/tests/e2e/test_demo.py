@@ -1,4 +1,4 @@
-"""Test that the demo's model learns the right answers in training, and knows none without it."""
+"""Test that the demo's model learns the right answers in training, and knows none of them without training."""
 
 from pathlib import Path
 

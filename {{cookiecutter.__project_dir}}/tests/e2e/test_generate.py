@@ -38,7 +38,7 @@ from pipeline.serving.options import ServeOptions
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="vLLM's CPU build exists for Linux only")
 
 COUNT, TOKENS = 480, 24
-TIE = 1e-4  # if two scores are closer than this, correct implementations may differ in their order
+TIE = 1e-4  # if two scores are closer than this, correct implementations may order them differently
 BAD = {
     '{"id": "broken"': "not valid JSON",
     '{"prompt": "hi"}': "no text or whole number in the column id",
@@ -94,7 +94,7 @@ def options(model: Path, tmp_path_factory: pytest.TempPathFactory) -> GenerateOp
 
 @pytest.fixture(scope="module")
 def made(ray_session: None, options: GenerateOptions) -> KilledRuns:
-    """Kill a run after it has written a file, then kill the engine of its second run."""
+    """Kill a run after it has written a file, then run the job again and kill its engine."""
     prompts = write_rows(Path(options.input))
     survivors = run_and_kill(options)
     killed = {row["id"] for row in read(options)}
@@ -107,7 +107,7 @@ def made(ray_session: None, options: GenerateOptions) -> KilledRuns:
 
 
 def write_rows(folder: Path) -> dict[str, Any]:
-    """Write good and bad rows in both formats. Return the prompts of the good rows by id."""
+    """Write good and bad rows in both formats. Return the prompts of the good rows, keyed by id."""
     folder.mkdir(parents=True)
     facts = [fact.question for fact in demo_assets.questions(50)]
     asked = {f"q{number}": f"{facts[number % 50]} {number // 50 or ''}".strip() for number in range(COUNT)}
@@ -141,15 +141,15 @@ def run_and_kill(options: GenerateOptions) -> list[int]:
 
 
 def kill_the_engine(options: GenerateOptions) -> int:
-    """Kill the engine after it has answered a file. Return how many rows have been answered by then."""
+    """Kill the engine after it has written a file of answers. Return how many rows have been answered by then."""
     folder, deadline = Path(options.output, "answers"), time.monotonic() + 240
-    files = None  # counted once there is an engine: until then, a task of the killed run may write another file
+    files = None  # counted once there is an engine, because before that, a task of the killed run may write a file
     while files is None or len(list(folder.glob("*.parquet"))) == files:
         assert time.monotonic() < deadline
         if files is None and _engines():
             files = len(list(folder.glob("*.parquet")))
         time.sleep(0.02)
-    # looked up now: a process that the engine forks has its name, and may be gone by now
+    # look the engine up again, because a process that the engine forks briefly has the same name
     os.kill(_engines()[0], signal.SIGKILL)
     return len(read(options))
 

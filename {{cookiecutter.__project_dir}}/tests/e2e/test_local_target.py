@@ -65,7 +65,7 @@ def test_a_second_up_changes_nothing(project: Project) -> None:
 
 
 def test_a_new_cluster_shows_no_job_and_no_problem(project: Project) -> None:
-    # Ray monitors a job until a second after its end, and would list it as failed if it was deleted before that
+    # Ray monitors a job until a second after its end, and lists a job as failed if it is deleted before that
     time.sleep(3)
     probes = {job["submission_id"]: job["status"] for job in project.get("/api/jobs/").json()}
     assert probes == {PROBE_JOB: "SUCCEEDED"}

@@ -25,7 +25,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def page(browser: Browser, api: PretendApi) -> Iterator[Page]:
-    """Open the page in a new browser context. It must send requests only to its own origin, with no key in a URL."""
+    """Open the page in a new browser context. It may send requests only to its own origin, without a key in the URL."""
     api.chunks, api.delay_s = ["All ", "is ", "well."], 0.0
     api.resume.set()
     api.requests.clear()

@@ -34,7 +34,7 @@ def rehearsal() -> tuple[str, dict[str, Any]]:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=3600,  # in case it hangs: it usually takes minutes, and several times that on a busy machine
+            timeout=3600,  # in case it hangs; it usually takes minutes, or several times as long on a busy machine
         )
     assert done.returncode == 0, done.stdout
     assert Path("/proc/self/mounts").read_text() == mounts, "a mount is left on this machine"
@@ -55,7 +55,7 @@ def canary_secret() -> Iterator[None]:
 
 
 def launches(record: dict[str, Any]) -> dict[str, str]:
-    """Return the zone of each A100 machine that was launched, by the id of the machine."""
+    """Return the zone of each A100 machine that was launched, keyed by the machine's id."""
     return {one["id"]: one["zone"] for one in record["instances"] if one["type"].startswith("p4d")}
 
 
@@ -71,7 +71,7 @@ def statements(record: dict[str, Any], role: str) -> list[dict[str, Any]]:
 
 
 def granted_actions() -> list[Any]:
-    """Return every action in stack.yaml's policies. The head's role allows all of them, the worker's role some."""
+    """Return every action in stack.yaml's policies. The head's role allows all of them, and the worker's role some."""
     text = (settings.PROJECT / "cluster" / "stack.yaml").read_text(encoding="utf-8")
     actions = sorted({word.strip('"') for word in text.replace("[", " ").replace("]", " ").replace(",", " ").split()})
     services = ("ec2:", "s3:", "ssm:", "iam:", "secretsmanager:", "pricing:")

@@ -67,7 +67,7 @@ QUESTIONS = [fact.question for fact in demo_assets.questions(TAUGHT)]
 ANSWER_TOKENS = 16
 OTHER_KEY = "another-persons-key"
 REPLICA_PORTS = range(30_000, 31_000)  # Ray's own default
-TIE = 1e-4  # if two logits are closer than this, correct implementations may differ in their order
+TIE = 1e-4  # if two logits are closer than this, correct implementations may order them differently
 
 
 FEW = hypothesis.settings(
@@ -219,10 +219,10 @@ def test_disconnected_clients_free_the_engine(served: ServeOptions, client: open
 
 
 LONG_ANSWER = {"model": "tiny", "max_tokens": 200, "ignore_eos": True}
-"""As many of these as a key may send at once keep the engine busy for many seconds."""
+"""The engine is busy for many seconds if a key sends as many of these requests as it may send at once."""
 # seconds on an idle machine; multiply them by slowdown()
 STOPS_WITHIN_S = 1
-REPLACED_WITHIN_S = 10  # 3.0 s here, and more than 5 s once on another machine; without our check, Ray needs 30 s
+REPLACED_WITHIN_S = 10  # usually 3 s, but once more than 5 s; without our check, Ray needs 30 s
 REFUSED_WITHIN_S = 3  # HAProxy waits one second before its second try
 CLIENTS = 4
 LARGER_THAN_HAPROXY_BUFFER = "x" * 1_200_000
@@ -240,7 +240,7 @@ def replicas() -> list[Any]:
     names = [actor["name"] for actor in actors if actor["name"].startswith("SERVE_REPLICA::llm#Server#")]
     found = []
     for name in names:
-        with contextlib.suppress(ValueError):  # it ended after it was listed
+        with contextlib.suppress(ValueError):  # the actor may end after it is listed
             found.append(ray.get_actor(name, namespace="serve"))
     return found
 
@@ -324,7 +324,7 @@ def test_a_timeout_stops_the_engine(served: ServeOptions, kind: str) -> None:
 
 @pytest.mark.parametrize("content", ["hi", LARGER_THAN_HAPROXY_BUFFER], ids=["small", "large"])
 def test_slow_uploads_only_count_against_their_own_key(served: ServeOptions, content: str) -> None:
-    """HAProxy waits until a small body is complete. A large one reaches the replica, and counts against its key."""
+    """HAProxy holds a small body until it is complete. A large body reaches the replica and counts against its key."""
     body = {"messages": user(content)}
     request = {"model": "tiny", "messages": user("hi"), "max_tokens": 1}
 
@@ -340,7 +340,7 @@ def test_slow_uploads_only_count_against_their_own_key(served: ServeOptions, con
     with contextlib.ExitStack() as slow, limits(body_timeout_s=10 * slowdown()):
         sent = [
             slow.enter_context(send(served, "chat/completions", body, missing=1))
-            for _ in range(served.key_requests_at_once + 8)  # a request below may cause one to be refused
+            for _ in range(served.key_requests_at_once + 8)  # spare ones, because a request below may cause a refusal
         ]
         wait_until(429 if content != "hi" else 200)
         assert status(OTHER_KEY) == 200
@@ -997,7 +997,7 @@ def max_model_len(client: openai.OpenAI) -> int:
 
 @pytest.fixture(scope="module")
 def updated(served: ServeOptions, model_folder: Path) -> ServeOptions:
-    """Update the served model: it supports 200 tokens, and adapters, of which there are none yet."""
+    """Update the served model so that it supports 200 tokens and adapters. There are no adapters yet."""
     options = served.model_copy(update={"max_model_len": 200, "adapters": str(model_folder.parent.parent)})
     lifecycle.deploy_model(options)
     return options

@@ -1,4 +1,4 @@
-"""What DDP and FSDP keep between the micro-batches of a step, on two ranks without Ray."""
+"""Test what DDP and FSDP keep in memory between the micro-batches of a step, on two ranks without Ray."""
 
 import json
 from pathlib import Path
@@ -24,14 +24,14 @@ SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidd
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Return what rank 0 saw."""
+    """Return what rank 0 observed."""
     folder = tmp_path_factory.mktemp("ranks")
     spawn(_observe, (folder,), nprocs=RANKS)
     return json.loads((folder / "seen.json").read_text())
 
 
 def test_ddp_accumulates_in_its_buckets(seen: dict[str, Any]) -> None:
-    """Gradients outside the buckets would take the model's size in fp32 a second time."""
+    """Gradients outside the buckets would need memory for a second fp32 copy of the model."""
     assert seen["gradients in other memory"] == 0
 
 
@@ -47,7 +47,7 @@ def _observe(rank: int, folder: Path) -> None:
     ranks.join(rank, RANKS, folder)
     ddp, fsdp = _strategy(DDP, DDPOptions, rank), _strategy(FSDP, FSDPOptions, rank)
     seen: dict[str, Any] = {"parameters": ddp.model.num_parameters()}
-    for strategy in (ddp, ddp, fsdp, fsdp):  # twice: DDP replaces its buckets in the second step
+    for strategy in (ddp, ddp, fsdp, fsdp):  # twice, because DDP replaces its buckets in the second step
         _accumulate(strategy, rank, 2)
         strategy.step(1e-3)
     buckets = _gradient_addresses(ddp)
@@ -73,7 +73,7 @@ def _strategy(kind: Any, options: Any, rank: int) -> Strategy:
 
 
 def _accumulate(strategy: Strategy, rank: int, count: int, last: bool = True) -> None:
-    """Add `count` micro-batches, of which the last one may be that of the step. Each rank has its own rows."""
+    """Add `count` micro-batches. With `last`, they complete the step. Each rank has its own rows."""
     for number in range(count):
         row = (torch.arange(16)[None] * (rank + 2) + number) % SIZES["vocab_size"]
         batch = {"input_ids": row, "labels": row, "position_ids": torch.arange(16)[None]}

@@ -98,7 +98,7 @@ def with_middleware(app: ASGIApp, limits: RequestLimits, alive: Callable[[], boo
 
 
 def error(answer: httpx2.Response, status: int) -> dict:
-    """Return the error of an answer. It must have OpenAI's format and this status."""
+    """Return the error in an answer, which must have OpenAI's format and this status."""
     assert answer.status_code == status
     found = answer.json()
     assert set(found) == {"error"}
@@ -442,7 +442,7 @@ def test_a_disconnect_or_timeout_stops_the_work_and_frees_the_slot(file: Path, p
 @needs_vllm
 @pytest.mark.parametrize("path", ["/complete", "/ignores-disconnect", "/stream"])
 def test_a_disconnect_at_any_moment_stops_the_work(file: Path, path: str) -> None:
-    """Disconnect after 0, 1, 2 and up to 59 iterations of the event loop."""
+    """Disconnect after 0 to 59 iterations of the event loop."""
 
     async def check() -> None:
         engine = FakeEngine()

@@ -58,7 +58,7 @@ Answer = dict[str, Any] | ErrorAnswer | Exception
 
 
 class StubbedAws:
-    """Answers each call from `answers`, by the name of the operation, and records the calls."""
+    """Answers each call with the entry of `answers` for the operation, and records the calls."""
 
     def __init__(self) -> None:
         self.answers: dict[str, Answer | Callable[[dict[str, Any]], Answer]] = {
@@ -174,7 +174,7 @@ def cloud(monkeypatch: pytest.MonkeyPatch) -> StubbedAws:
     """Replace all boto3 clients, including those that are not created through the cluster file."""
     cloud = StubbedAws()
     monkeypatch.setattr(boto3, "client", cloud.client)
-    monkeypatch.setattr(boto3, "DEFAULT_SESSION", boto3.DEFAULT_SESSION)  # restored afterwards: the doctor replaces it
+    monkeypatch.setattr(boto3, "DEFAULT_SESSION", boto3.DEFAULT_SESSION)  # undoes the doctor's change afterwards
     return cloud
 
 
@@ -223,7 +223,7 @@ def texts(findings: list[Finding], status: str) -> list[str]:
 
 
 def only(file: ClusterFile, status: str) -> str:
-    """Return the text of the only finding that is not ok. It must have this status."""
+    """Return the text of the only finding that is not ok, which must have this status."""
     findings = checks.check(file)
     (text,) = texts(findings, status)
     assert {finding.status for finding in findings} == {"ok", status}
@@ -244,7 +244,7 @@ def test_a_sound_account_and_project_are_ok(cloud: StubbedAws, file: ClusterFile
         "is ami-1 in us-east-1",
         "the secret my-llm/SERVE_API_KEY is in Secrets Manager",
         "2.00 dollars per hour while idle",
-        "528 dollars per day with all 2 workers",  # the head at 2, and two workers at 10 dollars per hour
+        "528 dollars per day with all 2 workers",  # per hour: 2 dollars for the head, and 10 for each of two workers
     ):
         assert part in report
 
@@ -361,7 +361,7 @@ def test_a_quota_of_zero_is_an_error(cloud: StubbedAws, file: ClusterFile) -> No
 def test_other_instances_count_against_the_quota_of_their_market(cloud: StubbedAws, file: ClusterFile) -> None:
     cloud.answers["GetServiceQuota"] = lambda asked: quota(asked["QuotaCode"], 192)
     cloud.answers["DescribeInstances"] = instance(InstanceLifecycle="spot")
-    text = only(file, "warning")  # a warning: there is room for one of two instances
+    text = only(file, "warning")  # only a warning, because there is room for one of two instances
     assert "(L-7212CCBC): 192 vCPUs needed, 192 granted, 96 used by other instances" in text
     assert "--desired-value 288 " in text
 

@@ -130,7 +130,7 @@ def additional(model: str) -> ServeOptions:
 def test_apps_and_the_canarys_share_outlive_their_replicas_and_the_actor(address: str) -> None:
     ray.get(canary.actor().set_canary.remote(100, additional("own").model_dump()))
     wait_for(lambda: replicas() == 0)
-    kill_actor()  # no replica is left that could report its models again
+    kill_actor()  # no replica is left to report its models again
     shown = ray.get(canary.actor().apps.remote())
     assert {path: app["models"] for path, app in shown.items()} == {path: [model] for path, model in PATHS.items()}
     with pytest.raises(settings.UserError, match="a model named own is already served"):

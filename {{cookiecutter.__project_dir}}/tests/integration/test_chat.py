@@ -1,4 +1,4 @@
-"""Test `inv chat` with several served models: which one answers, and which messages it sees."""
+"""Test `inv chat` with several served models: which model answers, and which messages it sees."""
 
 from collections.abc import Iterator
 from pathlib import Path

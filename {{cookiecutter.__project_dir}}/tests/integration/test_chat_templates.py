@@ -83,7 +83,7 @@ def rendering(folder: Path, parser: str = "hermes") -> Iterator[str]:
     [port] = free_ports(1)
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "launch", "render", str(folder)]
     command += ["--host", "127.0.0.1", "--port", str(port), "--trust-request-chat-template"]
-    command += ["--enable-auto-tool-choice", "--tool-call-parser", parser]  # tools need a parser
+    command += ["--enable-auto-tool-choice", "--tool-call-parser", parser]  # requests with tools need a parser
     log = folder.with_name("render.log")
     with log.open("w") as file:
         process = subprocess.Popen(command, stdout=file, stderr=file, cwd=folder.parent)
@@ -95,7 +95,7 @@ def rendering(folder: Path, parser: str = "hermes") -> Iterator[str]:
             time.sleep(0.5)
         yield url
     finally:
-        process.kill()  # SIGTERM would make it wait for open connections
+        process.kill()  # after SIGTERM, the server would wait for open connections
         process.wait(START_S)
 
 
@@ -173,7 +173,7 @@ def test_training_sees_the_prompts_that_vllm_renders(folder: Path, renderer: str
     "a folder with it",
 )
 def test_gpt_oss_prompts_differ_from_harmony_in_two_places(folder: Path, tmp_path: Path) -> None:
-    """vLLM does not use the chat template of gpt-oss."""
+    """For gpt-oss, vLLM renders prompts with Harmony, not with the chat template."""
     template, tokenizer = load(folder, FAMILIES["gpt-oss"])
     model = shutil.copytree(folder, tmp_path / "model")
     shape = {"num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -325,7 +325,7 @@ def trained_by_trl(tokenizer: PreTrainedTokenizerFast, conversation: Conversatio
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_trl_trains_the_same_tokens(folder: Path, name: str) -> None:
-    """Exceptions: TRL may also train the end of the prompt, and text after the token that ends a turn."""
+    """TRL may also train the end of the prompt, and the text after the token that ends a turn."""
     template, tokenizer = load(folder, FAMILIES[name])
     conversation = Conversation([QUESTION, ANSWER])
     theirs = trained_by_trl(tokenizer, conversation)

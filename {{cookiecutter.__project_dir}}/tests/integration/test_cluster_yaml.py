@@ -25,7 +25,7 @@ from pipeline.ray_support.private import cluster_launcher
 FILE = settings.PROJECT / "cluster" / "cluster.yaml"
 STACK = settings.PROJECT / "cluster" / "stack.yaml"
 SCHEMA = json.loads((Path(autoscaler.__file__).parent / "ray-schema.json").read_text(encoding="utf-8"))
-# The keys of `provider` that Ray's AWS provider reads. Ray's schema would also accept any other key, and so any typo.
+# The keys of `provider` that Ray's AWS provider reads. Ray's schema accepts any key, even a misspelt one.
 PROVIDER_KEYS = {"type", "region", "availability_zone", "cache_stopped_nodes", "use_internal_ips"} | {
     "use_external_head_ip",
     "key_pair",
@@ -62,7 +62,7 @@ def merge(base: dict[str, Any], overlay: dict[str, Any]) -> dict[str, Any]:
 
 
 def ec2_problems(node_config: dict[str, Any]) -> str:
-    """Return botocore's report on a node_config, used as parameters of RunInstances. Empty if it is valid."""
+    """Return the problems that botocore finds in a node_config as parameters of RunInstances, or an empty text."""
     shape = botocore.session.get_session().get_service_model("ec2").operation_model("RunInstances").input_shape
     assert shape
     return ParamValidator().validate(node_config | {"MinCount": 1, "MaxCount": 1}, shape).generate_report()
@@ -222,7 +222,7 @@ def test_the_image_is_explicit(node_config: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("node_config", node_configs())
 def test_ray_makes_no_open_group_shared_role_or_shared_key(node_config: dict[str, Any]) -> None:
-    """By default, Ray opens port 22 to the world, and shares a role and a key in the whole account."""
+    """By default, Ray opens port 22 to the world, and uses one role and one key for the whole account."""
     slug = load()["cluster_name"]
     assert node_config["LaunchTemplate"]["LaunchTemplateName"].startswith(f"{slug}-zone-")
     assert node_config["IamInstanceProfile"]["Name"].startswith(f"{slug}-")

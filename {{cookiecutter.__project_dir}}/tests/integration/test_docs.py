@@ -21,13 +21,13 @@ from pipeline.training.runtimes import torchrun
 
 PAGES = ["README.md", *(str(page.relative_to(settings.PROJECT)) for page in settings.PROJECT.glob("docs/*.md"))]
 SOURCES = ["settings.py", "cluster/**/*.py", "jobs/**/*.py", "pipeline/**/*.py"]
-FILLED = "\0"  # stands for a value in a message
-MIN_LETTERS = 20  # in a message without its values; a shorter one would match anything
-PLACEHOLDERS = {"VERB", "JOB", "NAME", "MODEL"}  # words in the pages that stand for others
+FILLED = "\0"  # replaces a value in a message
+MIN_LETTERS = 20  # letters outside of values; with fewer, a pattern would match almost any quote
+PLACEHOLDERS = {"VERB", "JOB", "NAME", "MODEL"}  # the pages use these in place of real names
 
 
 def _sections() -> dict[str, str]:
-    """Return the text of each section of errors.md, by heading."""
+    """Return the text of each section of errors.md, keyed by heading."""
     page = (settings.PROJECT / "docs/errors.md").read_text(encoding="utf-8")
     parts = re.split(r"^### (.*)\n", page, flags=re.MULTILINE)
     return dict(zip(parts[1::2], parts[2::2], strict=True))
@@ -177,7 +177,7 @@ def test_torchrun_wants_packed_rows_and_a_folder() -> None:
 
 @cache
 def _verbs() -> dict[str, set[str]]:
-    """Return the options of each verb. Parses tasks.py, because an import would restart it in the project's .venv."""
+    """Parse tasks.py and return the options of each verb. Importing it would restart Python in the project's .venv."""
     tree = ast.parse((settings.PROJECT / "tasks.py").read_text(encoding="utf-8"))
     return {
         node.name: {argument.arg.rstrip("_") for argument in node.args.args}

@@ -63,7 +63,7 @@ def test_settings_of_pip_are_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
 @pytest.fixture
 def venv(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Return a project's `.venv`, a link to an environment. os.execv raises its command as SystemExit."""
+    """Return a project's `.venv`, a link to an environment. Make os.execv raise SystemExit with its command."""
     environment_folder = tmp_path / "cache" / "mine"
     (environment_folder / "bin").mkdir(parents=True)
     link = tmp_path / "pro ject" / ".venv"
@@ -92,7 +92,7 @@ def test_the_cache_is_in_the_project_if_its_environment_is(
     monkeypatch: pytest.MonkeyPatch, venv: Path, own: bool
 ) -> None:
     os.environ.pop("XDG_CACHE_HOME", None)
-    if own:  # where the launcher creates the environment if the user's cache is read-only
+    if own:  # the launcher creates the environment here if the user's cache is read-only
         target = venv.parent / ".cluster" / "cache" / "mine"
         target.parent.mkdir(parents=True)
         venv.readlink().rename(target)

@@ -82,7 +82,7 @@ def packed(documents: list[Document], speaker: Path, tmp_path_factory: pytest.Te
 
 @pytest.fixture(scope="module")
 def in_bucket(s3: str, speaker: Path) -> str:
-    """Return the URI of the speaker in a bucket."""
+    """Copy the speaker to a bucket, and return its URI."""
     for file in speaker.iterdir():
         boto3.client("s3").upload_file(str(file), "bucket", f"speaker/{file.name}")
     return f"{s3}/speaker"

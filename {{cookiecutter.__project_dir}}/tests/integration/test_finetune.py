@@ -157,7 +157,7 @@ def test_a_stream_trains_and_its_workers_can_start_tasks(
 
 
 def test_a_refusal_in_the_workers_reaches_the_driver(changes: dict[str, Any]) -> None:
-    """There is no retry after an error: only dead workers are replaced."""
+    """Ray Train replaces dead workers, but does not retry after an error."""
     options = _ddp_options(changes | {"name": "refused", "max_failures": 3})
     with pytest.raises(settings.UserError, match="refused by rank 0"):
         ray_train.fit(options, _refuse)

@@ -21,7 +21,7 @@ def test_every_zone_of_the_cheaper_market_comes_first(monkeypatch: pytest.Monkey
     assert places == [(market, zone) for market in ("spot", "on-demand") for zone in "123"]
 
 
-@pytest.mark.usefixtures("ray_session")  # `gather` lists its nodes
+@pytest.mark.usefixtures("ray_session")  # `gather` lists Ray's nodes
 def test_after_a_refusal_the_next_zone_is_tried(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -146,7 +146,7 @@ def proxy(replica: Replica, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 
 def error(answer: httpx2.Response, status: int) -> dict[str, str | None]:
-    """Return the error of an answer. It must have OpenAI's format and this status."""
+    """Return the error in an answer, which must have OpenAI's format and this status."""
     assert (answer.status_code, answer.headers["content-type"]) == (status, "application/json")
     found = answer.json()["error"]
     assert set(found) == {"message", "type", "param", "code"}

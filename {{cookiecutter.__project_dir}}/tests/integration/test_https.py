@@ -16,7 +16,7 @@ CERTIFICATE = "arn:aws:acm:us-east-1:123456789012:certificate/0a1b2c3d-0000-0000
 
 @pytest.fixture
 def file(s3: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[ClusterFile]:
-    """Yield the cluster file. Moto stands in for AWS, with the tests' bucket and a default VPC."""
+    """Yield the cluster file. Moto simulates AWS, with the tests' bucket and a default VPC."""
     monkeypatch.setattr(key_pair, "ensure", lambda file: None)
     monkeypatch.setattr(prepare, "_own_address", lambda: "192.0.2.1")
     file = cluster_file.load()

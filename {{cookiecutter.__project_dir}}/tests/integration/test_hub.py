@@ -25,7 +25,7 @@ import json, pickle, sys
 from pipeline.data import row_sources
 from settings import UserError
 try:
-    source = pickle.loads(pickle.dumps(row_sources.find(sys.argv[1])))  # Ray sends it to its workers
+    source = pickle.loads(pickle.dumps(row_sources.find(sys.argv[1])))  # as Ray does to send the source to its workers
 except UserError as error:
     sys.exit(str(error))
 print(json.dumps([json.loads(row["row"]) for row in row_sources.head(source, 10).rows]))

@@ -1,4 +1,4 @@
-"""Test that every node finds models in a bucket, and copies each of them once."""
+"""Test that every node finds models in a bucket, and copies each model only once."""
 
 from pathlib import Path
 

@@ -285,7 +285,7 @@ def test_each_outcome_is_recorded() -> None:
 
 
 class FakeStore:
-    """A store that outlives the actors that use it, like the cluster's own."""
+    """A store that outlives the actors that use it, like the cluster's own store."""
 
     def __init__(self) -> None:
         self._value = ""
@@ -310,7 +310,7 @@ def test_replicas_get_the_current_routes() -> None:
     assert state.report(ROOT, ["own"], []) == TWO_NAMES  # a canary without a share gets no requests
     state.set_canary(10, {"model": "new"})
     assert state.report(ROOT, ["own"], []) == Routes(TWO_NAMES.others, CANARY, 10)
-    apps.clear()  # Serve has deleted them, but their last replicas still report
+    apps.clear()  # Serve has deleted the apps, but their last replicas still report
     state.apps()
     assert state.report("/models/sql", ["sql"], []) == state.report(CANARY, ["own"], []) == NO_ROUTES
     assert state.canary() == {}

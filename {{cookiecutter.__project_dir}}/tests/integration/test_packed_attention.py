@@ -1,4 +1,7 @@
-"""No document of a packed row influences another one: in every family, with the attention that training chooses."""
+"""Test in every model family that the documents of a packed row do not influence each other.
+
+The test uses the attention that training chooses.
+"""
 
 from typing import Any
 
@@ -72,7 +75,7 @@ def _strategy(config: PreTrainedConfig) -> DDP:
 def _batch(rows: int, first: torch.Tensor) -> Batch:
     """Return packed rows of two documents. Only the second one is trained."""
     second = torch.arange(1, 1 + SECOND)
-    labels = torch.cat([torch.full((FIRST + 1,), NOT_TRAINED), second[1:]])  # its first token has no context
+    labels = torch.cat([torch.full((FIRST + 1,), NOT_TRAINED), second[1:]])  # a document's first token has no context
     positions = torch.cat([torch.arange(FIRST), torch.arange(SECOND)])
     row = {"input_ids": torch.cat([first, second]), "labels": labels, "position_ids": positions}
     return {name: values.repeat(rows, 1) for name, values in row.items()}

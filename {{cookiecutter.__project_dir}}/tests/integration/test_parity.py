@@ -29,7 +29,7 @@ from pipeline.training.trainer import train
 STEPS = 30  # the first steps of the local profile's schedule, which the demo uses
 EXACT, ELASTIC, BF16 = 1e-5, 1e-4, 1e-2
 
-os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed reads it when it is imported
+os.environ["DS_ACCELERATOR"] = "cpu"  # `import deepspeed` reads this variable
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(
     ["pipeline.training.runtimes.torchrun", "pipeline.training.fsdp", "deepspeed"]
@@ -149,7 +149,7 @@ def test_bf16_is_close_to_fp32(way: str, alone: list[Row], changes: dict[str, An
     rows = _spread(WAYS[way], 2, changes | {"name": f"bf16-{way}", "precision": "bf16"})
     _assert_close(rows, alone, BF16)
     apart = max(abs(row["loss"] - other["loss"]) for row, other in zip(rows, alone, strict=True))
-    assert apart > EXACT  # otherwise it did not compute in bf16
+    assert apart > EXACT  # otherwise the run did not compute in bf16
 
 
 def _alone(changes: dict[str, Any]) -> list[Row]:
@@ -179,7 +179,7 @@ def _spread(way: Way, workers: int, changes: dict[str, Any]) -> list[Row]:
 def _rank(number: int, workers: int, meeting: Path, options: TrainOptions, make_strategy: MakeStrategy) -> None:
     os.environ |= {"LOCAL_RANK": str(number), "LOCAL_WORLD_SIZE": str(workers)}
     if options.precision == "bf16":
-        # on a CPU without bf16, its emulation is slow, but correct
+        # pretend that the CPU has bf16; CPUs without it emulate it slowly but correctly
         pytest.MonkeyPatch().setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=number, world_size=workers)
     runtime = TorchrunRuntime(Path(options.output, options.name), torch.device("cpu"), options.keep_checkpoints)

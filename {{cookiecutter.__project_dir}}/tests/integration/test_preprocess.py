@@ -148,7 +148,7 @@ def test_the_shuffle_is_global(made: Path, many: Path, assets: Path) -> None:
 @pytest.mark.parametrize("piece_bytes", [1, 7, 55, 64, 1000])
 def test_each_row_is_in_exactly_one_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece_bytes: int) -> None:
     lines = [{"messages": [{"role": "assistant", "content": f"{number:02}"}]} for number in range(20)]
-    write_rows(tmp_path / "rows.jsonl", lines)  # lines of equal length: some begin exactly where a piece begins
+    write_rows(tmp_path / "rows.jsonl", lines)  # equal lengths, so some lines begin exactly at a piece
     pq.write_table(pa.Table.from_pylist(lines), tmp_path / "rows.parquet", row_group_size=3)
     monkeypatch.setattr(row_sources, "PIECE_BYTES", piece_bytes)
     expected = [json.dumps(line, separators=(",", ":")).encode() for line in lines] * 2
@@ -502,7 +502,7 @@ def test_ten_times_the_object_store_streams_in_flat_memory(assets: Path, tmp_pat
     measured = json.loads(done.stdout.splitlines()[-1])
     assert sizes[1] >= 10 * measured["store"]
     assert manifest(tmp_path / "large")["train"]["documents"] > 0.97 * 50 * 850
-    small, large = measured["peaks"]  # of the largest process, in bytes
+    small, large = measured["peaks"]  # memory of the largest process, in bytes
     assert large - small < 100 * 2**20
 
 

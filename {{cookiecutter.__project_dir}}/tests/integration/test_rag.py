@@ -56,7 +56,7 @@ def embedder_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def facts() -> dict[str, tuple[str, str]]:
-    """Return a question and the sentence that answers it, by the id of the document with that sentence."""
+    """Return questions and the sentences that answer them, keyed by the ids of their documents."""
     found = {}
     for number, name in errno.errorcode.items():
         found[name] = (f"What does {name} mean?", f"{name} is the error that says: {os.strerror(number)}.")
@@ -67,7 +67,7 @@ def facts() -> dict[str, tuple[str, str]]:
 
 
 def write(folder: Path) -> dict[str, tuple[str, str]]:
-    """Write a quarter of the facts in each of four formats. Return the facts by the ids of their documents."""
+    """Write a quarter of the facts in each of four formats. Return the facts, keyed by the ids of their documents."""
     folder.mkdir(parents=True)
     written: dict[str, tuple[str, str]] = {}
     rows: dict[str, list[dict[str, str]]] = {"a.parquet": [], "b.jsonl": []}
@@ -473,7 +473,7 @@ def disconnect(client: openai.OpenAI, question: str, *, stream: bool) -> None:
 def test_a_served_model_answers_and_deployments_scale_independently(
     client: openai.OpenAI, embedded: EmbedOptions
 ) -> None:
-    with pytest.raises(UserError, match="no model is served that could answer"):
+    with pytest.raises(UserError, match="no model is served to write the answers"):
         deployment.deploy(rag_options(embedded, generator="model"))
     serve.run(serve.deployment(serve.ingress()(stub())).bind(), name=canary.app_name(canary.ROOT), route_prefix="/")
     ray.get(canary.actor().report.remote(canary.ROOT, ["stub"], []))

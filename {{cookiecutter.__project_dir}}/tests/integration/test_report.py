@@ -201,7 +201,7 @@ def test_the_page_has_what_preprocess_counted(tmp_path: Path) -> None:
     assert "train 4,000 17 20 1,900 95.0% 50.0%" in text
     assert "faq.jsonl 2.5 1,500 760 40.0% 100.0%" in text
     assert "240 3.0% an empty <b>turn</b> 80 1.0% a duplicate" in text
-    old = {"content_hash": "0" * 64, "rows_read": 1}  # from an earlier version of this project, which wrote less
+    old = {"content_hash": "0" * 64, "rows_read": 1}  # from an earlier version of this project, which wrote fewer keys
     assert data_report.data_reports([history.History("old", {}, [], [], old)]) == []
     [bars] = data_report.lengths(data_report.data_reports(history.read_all(str(tmp_path), []))).to_dict()["data"]
     assert (list(bars["x"]), list(bars["y"])) == (["≤ 16", "≤ 32"], [0.25, 0.75])

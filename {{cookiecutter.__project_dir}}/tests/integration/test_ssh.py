@@ -1,4 +1,4 @@
-"""Test the options with which ssh connects to the head, as ssh itself interprets them."""
+"""Test the options for ssh connections to the head, as ssh itself interprets them."""
 
 import re
 import subprocess

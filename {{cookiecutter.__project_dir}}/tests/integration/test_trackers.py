@@ -1,4 +1,4 @@
-"""Test that MLflow and Weights & Biases get all metrics of a resumed run, and that they cannot stop the training."""
+"""Test that MLflow and Weights & Biases get all metrics of a resumed run, and that their failures never stop it."""
 
 import json
 import threading

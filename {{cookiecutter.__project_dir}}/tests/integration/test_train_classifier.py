@@ -48,7 +48,7 @@ def test_a_run_goes_on_with_another_number_of_workers(two: dict[str, Any], optio
     before = _checkpoints(options)
     train_classifier.main(options.model_copy(update={"epochs": EPOCHS + 1, "num_workers": 1}))
     *others, last = _checkpoints(options)
-    assert others == before[1:]  # a new one replaced the oldest
+    assert others == before[1:]  # a new checkpoint replaced the oldest one
     assert _steps(_state(last)) == _steps(two) / EPOCHS * (EPOCHS + 1)
 
 
@@ -59,7 +59,7 @@ def test_both_profiles_hold_valid_options(profile: str) -> None:
 
 
 def _plain_script(options: ClassifierOptions) -> dict[str, Any]:
-    """Return the state after as many epochs in this process, without Ray."""
+    """Return the state after `options.epochs` epochs in this process, without Ray."""
     torch.manual_seed(options.seed)
     model = digits.make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate)
@@ -71,7 +71,7 @@ def _plain_script(options: ClassifierOptions) -> dict[str, Any]:
 
 
 def _checkpoints(options: ClassifierOptions) -> list[Path]:
-    """Return the checkpoints, oldest first: Ray names them by time."""
+    """Return the checkpoints, oldest first. Ray names checkpoints by time."""
     return sorted(Path(options.output, options.name).glob("checkpoint_*/"))
 
 

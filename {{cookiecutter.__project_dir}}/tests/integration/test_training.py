@@ -175,7 +175,7 @@ def test_ranks_share_the_rows_that_one_process_reads(options: DDPOptions, tmp_pa
             self.rank, self.world_size = rank, world_size
 
     options = options.model_copy(update={"micro_batch_rows": 2})
-    for step in (1, 2, 3, 9):  # TRAIN_ROWS is not a multiple of the batch: the third spans two epochs
+    for step in (1, 2, 3, 9):  # TRAIN_ROWS is not a multiple of the batch, so step 3 spans two epochs
         alone = PackedSource(options, Rank(0, 1)).rows(step)
         shared = [PackedSource(options, Rank(rank, 4)).rows(step) for rank in range(4)]
         for name in COLUMNS:
@@ -270,7 +270,7 @@ def test_bf16_falls_back_to_fp32_if_it_is_emulated(
 
 def test_a_resumed_run_repeats_every_bit(finetune: Finetune, options: DDPOptions) -> None:
     undisturbed = finetune(name="undisturbed")
-    finetune(name="resumed", stop_after=7, checkpoint_every=5)  # in the middle of an epoch, after a checkpoint
+    finetune(name="resumed", stop_after=7, checkpoint_every=5)  # stops in the middle of an epoch, after a checkpoint
     shutil.rmtree(Path(options.output) / "resumed/step-00000007")  # as if the run was killed after step 7 ...
     with Path(options.output, "resumed/metrics.jsonl").open("a") as file:
         file.write('{"step": 8, "lo')  # ... while it wrote a line
@@ -335,8 +335,8 @@ def test_a_machine_about_to_go_is_worth_a_checkpoint(finetune: Finetune, options
 
 @pytest.mark.nightly
 def test_twenty_kills_change_no_bit(finetune: Finetune, options: DDPOptions, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kill the run at random moments: mostly in the middle of a step, or while it writes a checkpoint."""
-    steps = 200  # a fast machine runs five or more steps between two kills, and must not finish
+    """Kill the run at random moments, mostly in the middle of a step or while it writes a checkpoint."""
+    steps = 200  # a fast machine runs five or more steps between two kills, and the run must not finish
     undisturbed = finetune(name="undisturbed", steps=steps)
     killed = options.model_copy(update={"name": "killed", "steps": steps, "checkpoint_every": 1, "log_every": 1})
     moments = random.Random(0)
@@ -353,7 +353,7 @@ def test_twenty_kills_change_no_bit(finetune: Finetune, options: DDPOptions, mon
         time.sleep(moments.uniform(0, 0.1))
         process.kill()
         process.join()
-        assert process.exitcode == -signal.SIGKILL  # it had not finished
+        assert process.exitcode == -signal.SIGKILL  # the process had not finished
     rows = finetune(name="killed", steps=steps)
     assert [(row["step"], row["loss"]) for row in rows] == [(row["step"], row["loss"]) for row in undisturbed]
     weights = [
@@ -379,7 +379,7 @@ def test_a_run_that_is_asked_to_stop_saves_a_checkpoint(finetune: Finetune, opti
 
     undisturbed = finetune(name="undisturbed")
     stopped = finetune(Asked)
-    assert [row["step"] for row in stopped] == [1]  # checked after the first step, then every log_every steps
+    assert [row["step"] for row in stopped] == [1]  # checks follow the first step, then every log_every steps
     assert not Path(options.output, options.name, "model").exists()
     assert [row["loss"] for row in finetune()] == [row["loss"] for row in undisturbed]
 
@@ -487,7 +487,7 @@ def test_adapters_train_on_4_bit_weights(finetune: Finetune, model: Path, option
     whole = finetune(name="whole", **lora)
     rows = finetune(name="quantized", quantize_base=True, **lora)
     assert rows[-1]["loss"] < rows[0]["loss"]
-    assert 0 < abs(rows[0]["loss"] - whole[0]["loss"]) < 0.1  # the weights are rounded
+    assert 0 < abs(rows[0]["loss"] - whole[0]["loss"]) < 0.1  # 4-bit weights are rounded
     merged = AutoModelForCausalLM.from_pretrained(f"{options.output}/quantized/model")
     assert merged.num_parameters() == wide.num_parameters()
 
@@ -571,7 +571,7 @@ def test_a_run_resumes_only_with_the_same_settings(options: DDPOptions, model: P
     config = preflight.load_config(str(model))
     identity = preflight.identify(options, config, "rows")
     preflight.claim(options, identity)
-    preflight.claim(options.model_copy(update={"log_every": 1, "num_workers": 4}), identity)  # these change no result
+    preflight.claim(options.model_copy(update={"log_every": 1, "num_workers": 4}), identity)  # these may differ
 
     wider = LlamaConfig(**{**config.to_dict(), "hidden_size": 64})
     for other in (

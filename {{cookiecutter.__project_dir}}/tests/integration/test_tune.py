@@ -1,4 +1,4 @@
-"""Test the search on the shared Ray instance: it finds good settings, stops bad ones early, and resumes."""
+"""Test the search on the shared Ray instance: it finds good settings, stops bad trials early, and resumes."""
 
 import json
 import tomllib

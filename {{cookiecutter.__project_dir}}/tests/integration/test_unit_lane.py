@@ -1,4 +1,4 @@
-"""Test that importing the unit tests imports neither Ray nor vLLM, so that they stay quick."""
+"""Test that importing the unit tests imports neither Ray nor vLLM, because these imports are slow."""
 
 import subprocess
 import sys

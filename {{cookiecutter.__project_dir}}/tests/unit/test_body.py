@@ -51,7 +51,7 @@ def test_the_nesting_limit_applies_to_a_schema_in_a_string(name: str) -> None:
     error = rejected({"structured_outputs": {name: json.dumps(nested(MAX_DEPTH + 1))}})
     assert (error.code, error.param) == ("nested_too_deep", f"structured_outputs.{name}")
     assert rejected({"structured_outputs": {name: "[" * 16_000}}).code == "nested_too_deep"
-    assert accepted(structured_outputs={name: "no JSON"})  # vLLM rejects it
+    assert accepted(structured_outputs={name: "no JSON"})  # vLLM itself rejects this
 
 
 def test_the_arguments_of_a_tool_call_are_checked_as_json() -> None:

@@ -1,4 +1,4 @@
-"""Check what `inv fit` prints, with a stand-in for the fake GPU, which needs 10 GB of packages."""
+"""Check what `inv fit` prints, with a stub in place of the fake GPU, which needs 10 GB of packages."""
 
 from pathlib import Path
 

@@ -37,7 +37,7 @@ EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
 
 
 def _model(config: PreTrainedConfig) -> PreTrainedModel:
-    # with these, the counter sees every matrix product, and each expert multiplies only its own tokens
+    # with eager code, the counter sees every matrix product, and each expert multiplies only its own tokens
     config._attn_implementation = config._experts_implementation = "eager"
     return AutoModelForCausalLM.from_config(config)
 

@@ -1,4 +1,4 @@
-"""Checks that this machine tests what the nodes run, and that the nodes' CUDA packages fit each other."""
+"""Checks that the tests run with the nodes' package versions, and that the nodes' CUDA packages fit each other."""
 
 import re
 
@@ -11,7 +11,7 @@ DIFFERENT = {"torch": "the CPU build has +cpu in its version", "vllm": "the CPU 
 
 
 def pins(name: str) -> dict[str, set[str]]:
-    """Return the versions of each package in a file of requirements/: more than one if systems need different ones."""
+    """Return the versions of each package in a file of requirements/. Different systems may need different versions."""
     found: dict[str, set[str]] = {}
     for line in (settings.PROJECT / "requirements" / name).read_text().splitlines():
         if pin := re.match(r"([\w.-]+)(?:\[.*\])?==([^ ;]+)", line):

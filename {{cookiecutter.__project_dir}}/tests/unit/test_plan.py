@@ -111,7 +111,7 @@ def test_a_model_of_another_kind_is_refused() -> None:
 
 @pytest.mark.parametrize(("stage", "gigabytes"), [(1, 31.4), (2, 16.6), (3, 1.9)])
 def test_states_match_the_zero_paper(llama: Shape, stage: int, gigabytes: float) -> None:
-    """Figure 1 of arXiv:1910.02054: 7.5 billion parameters on 64 GPUs; 120 GB without sharding.
+    """Compare with figure 1 of arXiv:1910.02054: 7.5 billion parameters on 64 GPUs take 120 GB without sharding.
 
     The paper's gradients are in fp16. Stages 2 and 3 hold fp32 gradients here, which are 2 bytes larger.
     """
@@ -130,7 +130,7 @@ def test_states_match_live_engines(tmp_path: Path) -> None:
     predicted = {}
     for method in METHODS:
         held = memory.states(shape, Training(16, 1, method=method, gpus=RANKS))
-        predicted[method.name] = held.gpu + held.host  # these runs keep both on the CPU
+        predicted[method.name] = held.gpu + held.host  # these runs have no GPU, so the CPU holds both
     assert counted == pytest.approx(predicted, rel=0.05)
 
 
@@ -139,7 +139,7 @@ def _count_states(rank: int, folder: Path) -> None:
     ranks.join(rank, RANKS, folder)
     counted = {}
     for method in METHODS:
-        gc.freeze()  # hides existing objects, and what earlier engines left, from gc.get_objects()
+        gc.freeze()  # hides existing objects, including those of earlier engines, from gc.get_objects()
         strategy = _strategy(method, rank)
         row = torch.arange(16)[None]
         batch = {"input_ids": row, "labels": row, "position_ids": row}
@@ -175,7 +175,7 @@ def _strategy(method: Method, rank: int) -> Strategy:
         }
     )
     config = deepspeed_zero.config(options, batches)
-    config["zero_optimization"]["reduce_bucket_size"] = 5000  # the plan does not count buckets
+    config["zero_optimization"]["reduce_bucket_size"] = 5000  # small, because the plan does not count buckets
     with mock.patch.object(deepspeed_zero, "config", return_value=config):
         return ZeRO(model, options, runtime, batches)
 
@@ -244,7 +244,7 @@ def test_activations_match_the_allocations_of_a_pass(architecture: Any, strategy
     method = METHODS[strategy == "sharded bf16"]
     predicted = memory.activations(shape, Training(length, rows, precision, checkpointing, method)).peak
     casts = 0
-    if strategy == "autocast":  # bf16 copies of the weights; with checkpointing, of one block at a time
+    if strategy == "autocast":  # it copies the weights to bf16, with checkpointing only one block at a time
         casts = 2 * shape.multiplied / (shape.layers if checkpointing else 1)
     assert predicted + casts == pytest.approx(peak.bytes, rel=0.15)
 
@@ -356,7 +356,7 @@ def test_a_tiny_model_needs_no_sharding_and_a_huge_one_fits_nothing() -> None:
 
 
 def test_hours_follow_the_operations(llama: Shape) -> None:
-    """10^9 tokens on 8 A100s at 40% of 312 TFLOP/s each, with 6 N FLOPs per token plus attention."""
+    """Check the hours for 10^9 tokens on 8 A100s, at 40% of 312 TFLOP/s and with 6 N FLOPs per token plus attention."""
     plain = memory.hours(llama, replace(TRAINING, gpus=8), 10**9)
     assert plain is not None
     assert plain == pytest.approx(6 * 7.5e9 * 1e9 / (8 * 312e12 * 0.4) / 3600, rel=0.05)
