@@ -68,7 +68,7 @@ class Fact(NamedTuple):
 def facts() -> list[Fact]:
     """Return questions about HTTP status codes and errno names.
 
-    Several questions ask for each fact, so that a held-out row withholds only one wording, not the fact.
+    Each fact is the answer to three questions. If one question is held out, the others still teach the fact.
     """
     pairs = []
     for status in http.HTTPStatus:
@@ -109,7 +109,7 @@ def docstrings() -> list[Fact]:
 
 
 def documents() -> dict[str, str]:
-    """Return the documentation of modules, classes and functions, keyed by name. Functions come with signatures."""
+    """Return the documentation of modules, classes and functions by name, with the signatures of functions."""
     library = Path(sysconfig.get_paths()["stdlib"])
     found = {}
     for module in LIBRARY:
@@ -175,11 +175,11 @@ def write_data(folder: Path, *, shuffle_answers: bool = False) -> int:
 
 def write_model(folder: Path, *, vocabulary: int = 1024, seed: int = 0) -> int:
     """Write an untrained Llama and its tokenizer as a Hugging Face folder. Return the number of parameters."""
-    import torch  # imported late: it takes seconds, during which Ray can start
+    import torch  # imported late, because the import takes seconds, in which Ray can already start
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
 
-    # saving imports deepspeed, which would otherwise guess the accelerator and print a message
+    # Saving the model imports deepspeed. Without this variable, deepspeed guesses the accelerator and prints a message.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     logging.disable_progress_bar()
     tokenizer = _train_tokenizer(vocabulary)

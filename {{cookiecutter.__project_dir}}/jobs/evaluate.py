@@ -1,4 +1,4 @@
-"""Evaluate models on the rows that preprocess held out: perplexity, exact match, and whether answers end."""
+"""Measure perplexity and exact match on the rows that preprocess held out, and how many answers end."""
 
 from pipeline.evaluation.options import EvaluateOptions
 from pipeline.ray_support import cli
