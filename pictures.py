@@ -1,4 +1,4 @@
-"""Make the pictures of the READMEs from real runs, so that the pictures stay true: ./inv pictures."""
+"""Make the pictures of the READMEs from real runs, so that the pictures match the code. Run: ./inv pictures"""
 
 import itertools
 import os

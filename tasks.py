@@ -175,7 +175,7 @@ def _verb(context: Context, project: Path, verb: str) -> None:
 
 
 def _become(project: Path, *words: str) -> None:
-    """Replace this process with a verb of the project, so that signals and kills reach it."""
+    """Replace this process with a verb of the project, so that signals reach the verb."""
     sys.stdout.flush()
     os.execv(project / "inv", [str(project / "inv"), *words])
 

@@ -29,13 +29,13 @@ class Work(NamedTuple):
     seconds: float
     """Duration of the whole run, including the start of the engine."""
     tokens_per_s: float
-    """Speed without the start of the engine. Every answer has TOKENS tokens, because an untrained model never stops."""
+    """Speed without the start of the engine. Each answer counts TOKENS tokens: untrained models do not stop early."""
     answers: dict[str, str]
     """Each answer, by the id of its row."""
 
 
 def measure() -> Result:
-    """Compare the job with vLLM. Each tokenizes the rows, starts an engine, answers them, and writes parquet."""
+    """Compare the job with vLLM. Each tokenizes the rows, starts an engine, answers the rows, and writes parquet."""
     os.environ["OMP_NUM_THREADS"] = THREADS  # one thread per engine leaves a core for everything else
     with harness.scratch() as folder:
         size = harness.write_model(folder / "model", VOCABULARY[LARGE], **SHAPES[LARGE])

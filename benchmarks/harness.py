@@ -1,4 +1,4 @@
-"""Code that the benchmarks share: it makes input data and models, runs the peers, and alternates between them."""
+"""Code that the benchmarks share: it makes data and models, runs the tools to compare with, and alternates runs."""
 
 import ast
 import contextlib
@@ -54,7 +54,7 @@ def main(measure: Callable[[], Result]) -> None:
 def alternate(ways: dict[str, Callable[[], float]], rounds: int, unit: str) -> list[Round]:
     """Run each of `ways` once per round. Every other round runs them in reverse order, so that drift affects all alike.
 
-    Return what each returned, which is its speed in `unit`.
+    Return the results of each round. A result is a speed in `unit`.
     """
     made = []
     for number in range(rounds):
@@ -169,7 +169,7 @@ def scratch() -> Iterator[Path]:
 def one_ray(cpus: int | None = None) -> Iterator[None]:
     """Run one Ray instance for all rounds, so that no round includes its start.
 
-    It has the resources of the target `local`, but `cpus` CPUs if that is given.
+    It has the resources of the target `local`. If `cpus` is given, it has this number of CPUs instead.
     """
     import ray
 

@@ -103,7 +103,7 @@ def _cost_of_the_runtime(changes: dict[str, Any]) -> dict[str, float]:
 
 
 def _clocked_ddp(model: PreTrainedModel, options: TrainOptions, runtime: Runtime, plan: BatchPlan) -> Strategy:
-    """Return the DDP strategy. Replace methods of the runtime by ones that time the trainer's calls to Ray Train."""
+    """Wrap methods of the runtime to time the trainer's calls to Ray Train, and return the DDP strategy."""
     names = (*IN_A_STEP, "wait")  # `wait` waits for the storage, not for Ray
     seconds = dict.fromkeys(names, 0.0)
     for name in names:
@@ -124,5 +124,5 @@ def _clocked(method: Callable[..., Any], name: str, seconds: dict[str, float], f
 
 
 if __name__ == "__main__":
-    os.environ["OMP_NUM_THREADS"] = "1"  # torchrun's default; Ray would set it to the number of CPUs of each worker
+    os.environ["OMP_NUM_THREADS"] = "1"  # as torchrun sets it; Ray's default is the number of CPUs per worker
     harness.main(measure)

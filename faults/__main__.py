@@ -2,7 +2,7 @@
 
 python -m faults [WORDS]
 
-It must run in a project's folder and environment, with the template on PYTHONPATH. `./inv faults` sets this up.
+This module must run in a project's folder and environment, with the template on PYTHONPATH. `./inv faults` does that.
 """
 
 import sys

@@ -55,7 +55,7 @@ def choose(only: str) -> list[Fault]:
     """Return the faults whose names contain one of the comma-separated parts of `only`, or all faults if it is empty.
 
     Raises:
-        ValueError: a part is in no name.
+        ValueError: one of the parts matches no fault.
     """
     parts = [part.strip() for part in only.split(",") if part.strip()]
     for part in parts:

@@ -156,7 +156,7 @@ def no_capacity(*launches: dict[str, Any]) -> Iterator[None]:
 def replaced_file(path: Path, text: str) -> Iterator[None]:
     """Replace a file's text with a bind mount inside the cloud. The file itself does not change.
 
-    If the file does not exist, an empty file exists as long as the mount.
+    If the file does not exist, an empty file is created, and removed together with the mount.
     """
     replacement = Path("/tmp/replaced", path.name)
     replacement.parent.mkdir(exist_ok=True)

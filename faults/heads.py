@@ -94,7 +94,7 @@ def head_lost(harness: Harness) -> str:
     assert head
     harness.file.client("ec2").terminate_instances(InstanceIds=[head.id])
     wait_for(lambda: not _has_host(head.id), 30, "the head to end")
-    time.sleep(INTERVAL_S)  # a watchdog that saw the head just before it ended may still renew its lease
+    time.sleep(INTERVAL_S)  # a watchdog that saw the head just before the head ended may still renew its lease
     control(age_leases_s=570)
     wait_for(lambda: not instances.living(harness.file), 120, "the workers to terminate themselves")
     return f"{len(workers)} workers terminated themselves; 570 s of their lease of 600 s were skipped"

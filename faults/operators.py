@@ -80,7 +80,7 @@ def two_clusters(harness: Harness) -> str:
 
 
 def permission_missing(harness: Harness) -> str:
-    """A permission is missing, for the user or for the head: the verb names it."""
+    """The user or the head lacks a permission: the verb names the permission."""
     iam = harness.file.client("iam")
     user = {"UserName": "laptop", "PolicyName": "deny-one"}
     for action, words in (("cloudformation:UpdateStack", "prepare"), ("ec2:DescribeInstances", "status")):

@@ -31,7 +31,7 @@ JOB_ID = {"job": "id as in `inv status`; default: the latest job"}
 
 
 def verb(*positional: str, **texts: str) -> Callable[..., Any]:
-    """Turn a function into an invoke task. Print its errors as one sentence on stderr, without a traceback."""
+    """Turn a function into an invoke task that prints errors as one sentence on stderr, without a traceback."""
 
     def decorate(body: Callable[..., None]) -> Any:
         @functools.wraps(body)

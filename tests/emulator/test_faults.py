@@ -48,7 +48,7 @@ def constants(node: ast.AST) -> list[str]:
 
 
 def expected_phrases() -> list[str]:
-    """Return the phrases that the fault tests look for in outputs. They are left of `in`, or in regular expressions."""
+    """Return the phrases that the fault tests look for in outputs, with `in` or with regular expressions."""
     texts: set[str] = set()
     for file in Path(str(faults.__file__)).parent.glob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):

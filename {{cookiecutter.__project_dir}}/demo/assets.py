@@ -175,7 +175,7 @@ def write_data(folder: Path, *, shuffle_answers: bool = False) -> int:
 
 def write_model(folder: Path, *, vocabulary: int = 1024, seed: int = 0) -> int:
     """Write an untrained Llama and its tokenizer as a Hugging Face folder. Return the number of parameters."""
-    import torch  # imported late, because the import takes seconds, in which Ray can already start
+    import torch  # imported late, because it takes seconds, and Ray can start meanwhile
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
 
