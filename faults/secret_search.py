@@ -24,7 +24,7 @@ MAX_FILE_BYTES = 64 * 2**20
 
 
 def search(text: str, harness: Harness, only_in: set[str]) -> str:
-    """Search for `text`, and return what was searched, with the numbers of files, objects and so on.
+    """Search for `text`, and return how many files, objects, responses and so on were searched.
 
     Raises:
         AssertionError: the text is in a place outside `only_in`, or a place in `only_in` lacks it.

@@ -413,7 +413,7 @@ def test_the_terminal_and_ctrl_c(with_uv: Machine) -> None:
     assert "on a terminal" in _read(terminal, "on a terminal")
     os.write(terminal, b"\x03")
     assert "interrupted" in _read(terminal, "interrupted")
-    os.write(terminal, b"\n")  # ends the verb, which must not end earlier, because the terminal could then drop output
+    os.write(terminal, b"\n")  # ends the verb only now, because a terminal may drop the output of a verb that has ended
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
 
 

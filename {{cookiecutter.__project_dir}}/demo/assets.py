@@ -30,7 +30,7 @@ LIBRARY = (  # modules that the demo indexes
     *("hashlib", "json", "pathlib", "queue", "sched", "secrets", "shelve", "string", "subprocess", "tempfile"),
     *("threading", "timeit", "tokenize", "uuid", "zipfile"),
 )
-DOCUMENT_QUESTIONS = {  # questions that do not quote the documentation, with the documents that answer them
+DOCUMENT_QUESTIONS = {  # questions worded differently from the documentation, and the document that answers each
     "How do I copy a file and keep its modification time?": "shutil.copy2",
     "delete a directory with everything in it": "shutil.rmtree",
     "pack a directory into a zip file": "shutil.make_archive",
@@ -158,7 +158,7 @@ def write_embedder(folder: Path) -> None:
 def write_data(folder: Path, *, shuffle_answers: bool = False) -> int:
     """Write questions and answers as JSONL with a `messages` column. Return the number of rows.
 
-    `shuffle_answers` gives each question the answer to a different one, so that training cannot teach the facts.
+    `shuffle_answers` gives each question the answer to another question, so that training cannot teach the facts.
     """
     pairs = facts() + docstrings()
     if shuffle_answers:
@@ -175,7 +175,7 @@ def write_data(folder: Path, *, shuffle_answers: bool = False) -> int:
 
 def write_model(folder: Path, *, vocabulary: int = 1024, seed: int = 0) -> int:
     """Write an untrained Llama and its tokenizer as a Hugging Face folder. Return the number of parameters."""
-    import torch  # imported late, because it takes seconds, and Ray can start meanwhile
+    import torch  # imported late, so that Ray can start during this import, which takes seconds
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
 

@@ -111,7 +111,7 @@ def train_epoch(parallel: nn.Module, optimizer: torch.optim.Optimizer, loader: D
 
 def resume(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """Load the last checkpoint of this run on every worker. Return its epoch, or 0 if there is none."""
-    checkpoint = ray.train.get_checkpoint()  # many: workers that replace dead ones also get it
+    checkpoint = ray.train.get_checkpoint()  # many: workers that replace dead ones also get the checkpoint
     if checkpoint is None:
         return 0
     with checkpoint.as_directory() as folder:
