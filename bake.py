@@ -1,4 +1,4 @@
-"""Generate projects for the template's verbs and tests, without questions, network or the user's defaults."""
+"""Generate projects for the template's verbs and tests, without questions, network access or the user's defaults."""
 
 import shutil
 import subprocess
@@ -12,12 +12,12 @@ PROJECT = TEMPLATE / "{{cookiecutter.__project_dir}}"
 
 
 def snapshot(folder: Path) -> Path:
-    """Copy the files that git tracks or would track, without stray files such as `.env`, `.venv` or caches."""
+    """Copy the files that git tracks or would track, but not ignored files such as `.env`, `.venv` or caches."""
     if not (TEMPLATE / ".git").exists():
         return shutil.copytree(
             TEMPLATE, folder, ignore=shutil.ignore_patterns("build", ".venv", ".cluster", "__pycache__", ".*_cache")
         )
-    # safe.directory: read the checkout even if another user owns it
+    # with safe.directory=*, git reads the checkout even if another user owns it
     listing = ["git", "-c", "safe.directory=*", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     for name in subprocess.run(listing, cwd=TEMPLATE, check=True, capture_output=True, text=True).stdout.split("\0"):
         if (source := TEMPLATE / name).is_file():
@@ -27,10 +27,10 @@ def snapshot(folder: Path) -> Path:
 
 
 def bake(folder: Path, **answers: str) -> Path:
-    """Generate a project in `folder`. Replaces everything there but `.venv`, to install packages only once."""
+    """Generate a project in `folder`. Keeps `.venv`, to install packages only once, and replaces the rest."""
     with tempfile.TemporaryDirectory() as scratch:
         template = snapshot(Path(scratch) / "template")
-        config = Path(scratch) / "config.yaml"  # cookiecutter would save answers in the user's home
+        config = Path(scratch) / "config.yaml"  # by default, cookiecutter saves the answers in the user's home
         config.write_text(f"replay_dir: {scratch}\ncookiecutters_dir: {scratch}\n", encoding="utf-8")
         project = cookiecutter(
             str(template), no_input=True, config_file=str(config), extra_context=answers, output_dir=scratch

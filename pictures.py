@@ -1,4 +1,4 @@
-"""Make the pictures of the READMEs from real runs, so that they stay true: ./inv pictures."""
+"""Make the pictures of the READMEs from real runs, so that the pictures match the code. Run: ./inv pictures"""
 
 import itertools
 import os
@@ -23,7 +23,7 @@ import bake
 
 FOLDER = bake.PROJECT / "docs" / "pictures"
 COLUMNS, LINES = 110, 2_000
-COLOURS = {"default": None, "brown": "yellow"}  # names of colours in pyte that rich does not have
+COLOURS = {"default": None, "brown": "yellow"}  # rich lacks some of pyte's names for colours
 PAGES = """
 import os, shutil, sys
 from pathlib import Path
@@ -51,7 +51,7 @@ with sync_playwright() as playwright:
 
 
 def main() -> None:
-    """Run the demo, `status`, `report` and the chat page, then the rehearsal, and draw each."""
+    """Run the demo, `status`, `report`, the chat page and the rehearsal, and draw what each shows."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         project = bake.bake(Path(scratch) / "my-llm")
@@ -83,7 +83,7 @@ def _run(project: Path, verb: str) -> list[Text]:
             stream.feed(output)
     os.close(master)
     if run.returncode:
-        sys.exit(f"error: `./inv {verb}` failed; its output is above")
+        sys.exit(f"error: `./inv {verb}` failed as printed above.")
     last = max(number for number, line in enumerate(screen.display) if line.strip())
     return [_line(screen, number, str(project)) for number in range(last + 1)]
 
@@ -91,12 +91,12 @@ def _run(project: Path, verb: str) -> list[Text]:
 def _read(master: int) -> bytes:
     try:
         return os.read(master, 65_536)
-    except OSError:  # what Linux reports when the program has closed the terminal
+    except OSError:  # on Linux, this means that the program has closed the terminal
         return b""
 
 
 def _line(screen: pyte.Screen, number: int, project: str) -> Text:
-    """Convert a line of the screen. Replaces the temporary folder with one that a reader might have."""
+    """Convert a line of the screen. Replaces the path of the temporary folder with one that a reader might have."""
     line = Text()
     chars = [screen.buffer[number][column] for column in range(COLUMNS)]
     for style, run in itertools.groupby(chars, _style):
@@ -115,7 +115,7 @@ def _style(char: Char) -> Style:
 
 
 def _from(lines: Sequence[Text], words: str) -> Sequence[Text]:
-    """Return the lines from the first that contains `words`."""
+    """Return the lines that start with the first line that contains `words`."""
     first = next(number for number, line in enumerate(lines) if words in line.plain)
     return lines[first:]
 
@@ -129,7 +129,7 @@ def _draw(lines: Sequence[Text], title: str, name: str) -> None:
 
 
 def _take_screenshots(project: Path, demo: Sequence[Text]) -> None:
-    """Take screenshots of the chat page with two answers, and of the report."""
+    """Take a screenshot of the chat page with two answers, and one of the report."""
     said = "\n".join(line.plain for line in demo)
     address = re.findall(r"is served at (http://127\.0\.0\.1:\d+)/v1", said)[0]
     key = re.findall(r"^SERVE_API_KEY=(.*)$", (project / ".env").read_text(), re.MULTILINE)[0]

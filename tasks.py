@@ -20,9 +20,9 @@ from faults import catalog
 BUILD = bake.TEMPLATE / "build"
 PYTHON = shlex.quote(sys.executable)
 UV = shlex.quote(os.environ.get("UV", "uv"))  # set by `inv`
-# has spaces: Ray splits paths at spaces, but users have folders such as "My Drive"
+# The path has spaces, because users have folders such as "My Drive", and Ray splits paths at spaces.
 TEST_PROJECT = "a b é/test"
-# only releases that are at least a week old: by then, all mirrors have them, and bad ones have been withdrawn
+# All releases are at least a week old. By that age, mirrors have them, and bad releases have been withdrawn.
 COMMON = "--python-version 3.11 --exclude-newer P7D --no-annotate"
 
 
@@ -30,18 +30,18 @@ COMMON = "--python-version 3.11 --exclude-newer P7D --no-annotate"
 def demo(context: Context) -> None:
     """Generate a project in build/demo and run its whole pipeline."""
     project = _bake(context, "demo")
-    _step(f"running that project's own demo in {project}")
+    _step(f"running the project's demo in {project}")
     _become(project, "demo")
 
 
 @task(
     help={
-        "all": "all but the nightly tests, also of the emulated AWS and in a browser: 25 minutes on 2 cores",
-        "nightly": "every test: about 35 minutes",
+        "all": "run all but the nightly tests, including the emulated AWS and a browser: 25 minutes on 2 cores",
+        "nightly": "run every test: about 35 minutes",
     }
 )
 def test(context: Context, all_: bool = False, nightly: bool = False) -> None:  # noqa: PT028 -- a verb, not a test
-    """Run the quick tests: the template's, then those of a generated project in a folder whose path has a space."""
+    """Run the quick tests of the template and of a generated project, whose path contains a space."""
     lint(context)
     if all_ or nightly:
         _install_programs(context)
@@ -50,14 +50,14 @@ def test(context: Context, all_: bool = False, nightly: bool = False) -> None:  
     project = _bake(context, TEST_PROJECT)
     if all_ or nightly:
         _test_emulator(context, project)
-    _step(f"running that project's own tests in {project}")
+    _step(f"running the project's tests in {project}")
     _become(project, "test", *(["--nightly"] if nightly else ["--all"] if all_ else []))
 
 
 def _test_emulator(context: Context, project: Path) -> None:
     python = _python(context, project)
     _step(f"testing the emulated AWS of {project}")
-    # confcutdir: without tests/conftest.py, which needs the template's environment
+    # confcutdir keeps pytest from loading tests/conftest.py, which needs the template's environment
     tests = bake.TEMPLATE / "tests" / "emulator"
     command = [python, "-m", "pytest", "-c", bake.TEMPLATE / "pyproject.toml", "--confcutdir", tests, tests]
     with context.cd(str(project)):
@@ -68,27 +68,27 @@ def _test_emulator(context: Context, project: Path) -> None:
 def rehearse(context: Context) -> None:
     """Generate a project in build/rehearsal and run a cluster's whole life on an emulated AWS."""
     project = _bake(context, "rehearsal")
-    _step(f"running that project's own rehearsal in {project}")
+    _step(f"running the project's rehearsal in {project}")
     _become(project, "rehearse")
 
 
 @task
 def pictures(context: Context) -> None:
-    """Draw the pictures of the READMEs from a demo and a rehearsal. Needs Chromium; the rehearsal needs root."""
+    """Draw the pictures of the READMEs from a demo and a rehearsal. Needs Chromium, and root for the rehearsal."""
     context.run(f"{PYTHON} -m pictures", in_stream=False)
 
 
-@task(help={"only": "name of one part, as in benchmarks/__main__.py; default: all"})
+@task(help={"only": "run only this benchmark, named as in benchmarks/__main__.py"})
 def bench(context: Context, only: str = "") -> None:
-    """Compare a generated project in build/bench with other tools. Writes benchmarks/README.md."""
+    """Compare the speed of a generated project with other tools. Writes the results to benchmarks/README.md."""
     project = _bake(context, "bench")
     variables = {"PROFILE": "local", "HF_HUB_OFFLINE": "1"}
     _become_module(_python(context, project), project, "benchmarks", only, **variables)
 
 
-@task(help={"only": "faults whose names contain one of these comma-separated words", "list": "only list the names"})
+@task(help={"only": "run only faults whose names contain one of these comma-separated words", "list": "only list them"})
 def faults(context: Context, only: str = "", list_: bool = False) -> None:
-    """Inject faults into an emulated AWS, and check how a cluster handles each. Needs root and, for all, an hour."""
+    """Inject faults into an emulated AWS, and check how a cluster handles each. Needs root. All faults take an hour."""
     try:
         chosen = catalog.choose(only)
     except ValueError as error:
@@ -102,7 +102,7 @@ def faults(context: Context, only: str = "", list_: bool = False) -> None:
 
 @task
 def bench_up(context: Context) -> None:
-    """Compare `inv up` with plain `ray up`, in an emulated AWS. Needs root."""
+    """Compare the time of `inv up` with that of plain `ray up`, in an emulated AWS. Needs root."""
     project = _bake(context, "bench-up")
     _become_module(_python(context, project), project, "benchmarks.bench_up")
 
@@ -111,20 +111,20 @@ def bench_up(context: Context) -> None:
 def lint(context: Context) -> None:
     """Check Python files and GitHub workflows of the template and of the project."""
     _step("checking style")
-    # no cache: it would become part of the next project; RUF200: pyproject.toml with Jinja is not valid TOML
+    # A cache would be copied into the next project. RUF200 fails because pyproject.toml contains Jinja.
     context.run(f"{PYTHON} -m ruff check --no-cache --ignore RUF200 .")
     context.run(f"{PYTHON} -m ruff format --no-cache --check .")
     _step("checking GitHub workflows")
     folders = (bake.TEMPLATE / ".github", bake.PROJECT / ".github")
     workflows = [shlex.quote(str(file)) for folder in folders for file in sorted(folder.glob("workflows/*.yml"))]
     context.run(f"{PYTHON} -m check_jsonschema -q --builtin-schema vendor.github-workflows {' '.join(workflows)}")
-    zizmor = shlex.quote(str(Path(sys.executable).with_name("zizmor")))  # a program without a module
+    zizmor = shlex.quote(str(Path(sys.executable).with_name("zizmor")))  # zizmor is a program, not a Python module
     context.run(f"{zizmor} --quiet --offline {' '.join(workflows)}")
 
 
 @task
 def lock(context: Context) -> None:
-    """Compile the pins of the project from its requirements/*.in. Versions are in cookiecutter.json."""
+    """Compile the project's pins from its requirements/*.in. Some versions are in cookiecutter.json."""
     project = _bake(context, "lock")
     plain = {name: value for name, value in os.environ.items() if name not in ("UV_FIND_LINKS", "UV_TORCH_BACKEND")}
     _step("compiling cluster.txt: CUDA, Linux")
@@ -147,19 +147,19 @@ def _install_programs(context: Context) -> None:
     context.run("apt-get update -qq", **quiet)
     context.run(f"apt-get install --yes -qq --no-install-recommends {' '.join(missing)}", **quiet)
     if "openssh-server" in missing and shutil.which("systemctl"):
-        # only the program sshd is needed, not its service: this machine must not accept logins
+        # The tests need only the program sshd. Its service would accept logins on this machine.
         context.run("systemctl disable --now ssh.service ssh.socket", hide=True, warn=True)
 
 
 def _rehearsal_programs() -> dict[str, str]:
-    """Return the project's list of programs. Parses sandbox.py, because what it imports is not installed here."""
+    """Return the programs that the rehearsal needs. Parses sandbox.py, because its imports are not installed here."""
     module = ast.parse((bake.PROJECT / "cluster" / "emulator" / "sandbox.py").read_text(encoding="utf-8"))
     assigned = {ast.unparse(node.targets[0]): node.value for node in module.body if isinstance(node, ast.Assign)}
     return ast.literal_eval(assigned["PROGRAMS"])
 
 
 def _bake(context: Context, name: str) -> Path:
-    """Generate a project in build/NAME. First stop the clusters of the project that is there, if any."""
+    """Generate a project in build/NAME. First stop the clusters of the project that was there before, if any."""
     project = BUILD / name
     for target in ("local", "rehearsal"):
         if (project / ".cluster" / f"{target}.json").exists():
@@ -170,12 +170,12 @@ def _bake(context: Context, name: str) -> Path:
 
 
 def _verb(context: Context, project: Path, verb: str) -> None:
-    """Run a verb of the project. If it fails, invoke exits with its exit code."""
+    """Run a verb of the project. If the verb fails, invoke exits with the verb's exit code."""
     context.run(f"{shlex.quote(str(project / 'inv'))} {verb}", pty=sys.stdout.isatty(), in_stream=False)
 
 
 def _become(project: Path, *words: str) -> None:
-    """Replace this process with a verb of the project, so that signals and kills reach it."""
+    """Replace this process with a verb of the project, so that signals reach the verb."""
     sys.stdout.flush()
     os.execv(project / "inv", [str(project / "inv"), *words])
 
@@ -183,10 +183,10 @@ def _become(project: Path, *words: str) -> None:
 def _python(context: Context, project: Path) -> Path:
     """Create the project's environment, and return the path of its Python.
 
-    The path is resolved: through the link in the project's folder, it could have spaces, at which Ray fails.
+    The path is resolved, because the path of the link in the project's folder may contain spaces, and Ray then fails.
     """
     _step(f"creating the environment of {project}")
-    _verb(context, project, "--list > /dev/null")  # any verb creates it
+    _verb(context, project, "--list > /dev/null")  # any verb creates the environment
     return (project / ".venv").resolve() / "bin" / "python"
 
 
@@ -200,7 +200,7 @@ def _variables(project: Path) -> dict[str, str]:
 
 
 def _become_module(python: Path, project: Path, module: str, *arguments: str, **variables: str) -> None:
-    """Replace this process with a module of the template, in the project's environment and folder."""
+    """Replace this process with a module of the template that runs in the project's environment and folder."""
     sys.stdout.flush()
     os.chdir(project)
     os.execve(python, [str(python), "-m", module, *arguments], os.environ | _variables(project) | variables)
@@ -224,7 +224,7 @@ def _compile(context: Context, project: Path, name: str, options: str, variables
 def _without_needless_marker(line: str, supported: list[str]) -> str:
     """Return a pin without its marker, if the marker holds wherever one of the `supported` markers holds.
 
-    uv repeats such markers on each line.
+    uv writes such needless markers on each line.
     """
     package, _, marker = line.partition(" ; ")
     values = [dict(re.findall(r"(\w+) == '([^']+)'", one)) for one in supported]

@@ -1,4 +1,4 @@
-"""Runs the parts one after another, each in its own process, and stores their results."""
+"""Runs the benchmarks, which are called parts, one after another, each in its own process. Stores their results."""
 
 import json
 import subprocess
@@ -13,27 +13,27 @@ from benchmarks.harness import PEERS_PINS
 
 PARTS = {  # the quick ones first
     "packing": "Packing: how much of the packed rows is padding?",
-    "checkpoint": "A checkpoint: how long does the loop stand still?",
-    "serving_middleware": "What keys and limits cost a request to a served model",
-    "launchers": "Ray Train against torchrun, on the same loop",
-    "trl": "Against TRL's SFTTrainer, in one process",
+    "checkpoint": "Checkpoints: how long does each block training?",
+    "serving_middleware": "What keys and limits add to the time of a request to a served model",
+    "launchers": "Ray Train against torchrun, with the same training loop",
+    "trl": "The trainer against TRL's SFTTrainer, in one process",
     "embed": "embed with two workers against two plain processes",
     "preprocess": "preprocess against datasets.map and a bare loop",
     "generate": "generate against vLLM's offline LLM.generate, with a model of 30 million parameters",
     "serving": "A served model of 30 million parameters against bare vLLM",
     "serving_tiny": "A served model of a million parameters against bare vLLM",
-    "serving_scale": "A served model that gets a second replica under load, and gives it up again",
-    "serving_update": "A served model that is updated under load, and then tried against a canary",
-    "serving_soak": "A served model for ten minutes, with rude clients and its engine killed once",
+    "serving_scale": "A served model that gains a second replica under load and loses it again",
+    "serving_update": "A served model under load, during an update, a canary and its promotion",
+    "serving_soak": "A served model during ten minutes with misbehaving clients and one killed engine",
     "gpu": "MFU on one GPU, bf16, rows of 4096 tokens",
 }
 PACKAGES = ("ray", "vllm", "torch", "transformers", "tokenizers")
 
 
 def main(only: str = "") -> None:
-    """Run all parts, or only one. If a part fails, the others still run."""
+    """Run all parts, or only the part named `only`. If a part fails, the others still run."""
     if only and only not in PARTS:
-        sys.exit(f"error: there is no part {only}. Use --only with one of: {', '.join(PARTS)}.")
+        sys.exit(f"error: there is no benchmark {only}. Use --only with one of: {', '.join(PARTS)}.")
     commit = _commit()  # read only once, because storing the results changes the checkout
     failed = [name for name in ([only] if only else PARTS) if not _run(name, commit)]
     if failed:

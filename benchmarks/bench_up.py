@@ -1,4 +1,4 @@
-"""`./inv bench-up`: compares the time of `ray up` inside `inv up` to plain `ray up`, in one emulated AWS."""
+"""`./inv bench-up`: compares the time of `ray up` inside `inv up` with that of plain `ray up`, in one emulated AWS."""
 
 import statistics
 import subprocess
@@ -15,7 +15,7 @@ ROUNDS = 3
 
 
 def main() -> None:
-    """Measure if this process runs inside an emulated AWS. If not, start one and run this module inside it."""
+    """Run the measurement inside an emulated AWS. Start one first, unless this process is already inside one."""
     if sandbox.is_inside():
         _measure()
         return
@@ -42,7 +42,8 @@ def _measure() -> None:
             teardown.end_instances(file)
     ratio = statistics.median(ours / plain for plain, ours in zip(seconds["ray up"], seconds["inv up"], strict=True))
     print(
-        f"`ray up` inside `inv up` takes {ratio:.2f} of plain `ray up` (median of {ROUNDS} rounds, target: at most 1.1)"
+        f"`ray up` inside `inv up` takes {ratio:.2f} times as long as plain `ray up` "
+        f"(median of {ROUNDS} rounds, target: at most 1.1)"
     )
 
 

@@ -18,7 +18,7 @@ from pipeline.training.strategies import DDP
 from pipeline.training.trainer import train
 
 STEPS, EVERY = 30, 10
-STORAGE_S = 8  # in addition to the time that the disk takes
+STORAGE_S = 8  # added to the time that the disk takes
 LLAMA = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "num_attention_heads": 8}
 
 
@@ -31,7 +31,7 @@ class SlowStorage(SingleProcess):
 
 
 def measure() -> Result:
-    """Time each step. The steps after a checkpoint run while it is being written."""
+    """Time each step and each checkpoint. The steps after a checkpoint run while it is being written."""
     with harness.scratch() as folder:
         parameters = harness.write_model(folder / "model", 4096, **LLAMA)
         assets.write_data(folder / "data")

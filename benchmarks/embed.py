@@ -1,4 +1,4 @@
-"""Compares `embed` with two workers to two plain processes that call the same functions."""
+"""Compares the speed of `embed` with two workers to that of two plain processes that call the same functions."""
 
 import functools
 import multiprocessing
@@ -39,7 +39,7 @@ def measure() -> Result:
             rounds = harness.alternate(ways, ROUNDS, "chunks/s")
     ratio = harness.median_ratio(rounds, "embed", "two processes")
     return {
-        "bars": [at_least(0.9, "chunks/s by those of two plain processes, median", ratio)],
+        "bars": [at_least(0.9, "median ratio of chunks/s to two plain processes", ratio)],
         "rounds": [{"round": number, **made} for number, made in enumerate(rounds, 1)],
     }
 
@@ -80,7 +80,7 @@ def _plain(folder: Path) -> float:
 
 def _one_process(options: EmbedOptions) -> None:
     """Read, split, embed and commit the documents in one process."""
-    torch.set_num_threads(1)  # like each of Ray's workers
+    torch.set_num_threads(1)  # as in each of Ray's workers
     described = EmbeddingModelInfo(options.model)
     recipe = index.IndexConfig(options.model, options.chunk_tokens, options.chunk_overlap)
     writer = index.Writer(options.index, options.input, recipe, described.dimension, fresh=False)

@@ -1,4 +1,4 @@
-"""Compares `generate` to vLLM's own offline `LLM.generate`, with the same rows and the same engine settings."""
+"""Compares the speed of `generate` to that of vLLM's offline `LLM.generate`, with the same rows and engine settings."""
 
 import functools
 import os
@@ -29,13 +29,13 @@ class Work(NamedTuple):
     seconds: float
     """Duration of the whole run, including the start of the engine."""
     tokens_per_s: float
-    """Speed while it answers, assuming TOKENS tokens per answer: an untrained model does not stop early."""
+    """Speed without the start of the engine. Each answer counts TOKENS tokens: untrained models do not stop early."""
     answers: dict[str, str]
-    """By the id of the row."""
+    """Each answer, by the id of its row."""
 
 
 def measure() -> Result:
-    """Compare job and vLLM. Each reads, renders and tokenizes rows, starts an engine, answers, and writes parquet."""
+    """Compare the job with vLLM. Each tokenizes the rows, starts an engine, answers the rows, and writes parquet."""
     os.environ["OMP_NUM_THREADS"] = THREADS  # one thread per engine leaves a core for everything else
     with harness.scratch() as folder:
         size = harness.write_model(folder / "model", VOCABULARY[LARGE], **SHAPES[LARGE])
@@ -52,7 +52,7 @@ def measure() -> Result:
     same = sum(answer == theirs[name] for name, answer in ours.items()) / len(theirs)
     return {
         "bars": [
-            at_least(0.95, "tokens/s by those of LLM.generate, median", harness.median_ratio(rounds, *ways)),
+            at_least(0.95, "median ratio of tokens/s to LLM.generate", harness.median_ratio(rounds, *ways)),
             at_least(0.99, "share of the answers that are the same", same),
         ],
         "rounds": [

@@ -18,7 +18,7 @@ from pipeline.training.strategies import DDP, Strategy
 from pipeline.training.trainer import Trainer
 
 LENGTH, ROWS = 4096, 4
-FIRST, STEPS = 3, 10  # the first steps compile and choose kernels, and do not count
+FIRST, STEPS = 3, 10  # the first FIRST steps compile and choose kernels, and do not count
 LLAMA = {  # the shape of Llama 3.2 1B
     "vocab_size": 128256,
     "hidden_size": 2048,
@@ -29,19 +29,20 @@ LLAMA = {  # the shape of Llama 3.2 1B
     "max_position_embeddings": LENGTH,
     "tie_word_embeddings": True,
 }
-SWITCHES: dict[str, dict[str, Any]] = {  # changes to the plain loop: SDPA, one document per row, two rows per pass
+# changes to the plain loop, which uses SDPA, one document per row and two rows per pass
+SWITCHES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "rows one by one": {"micro_batch_rows": 1},
-    "four rows a pass": {"micro_batch_rows": 4},
+    "one row per pass": {"micro_batch_rows": 1},
+    "four rows per pass": {"micro_batch_rows": 4},
     "gradient checkpointing": {"gradient_checkpointing": True},
-    "gradient checkpointing, four rows a pass": {"gradient_checkpointing": True, "micro_batch_rows": 4},
+    "gradient checkpointing, four rows per pass": {"gradient_checkpointing": True, "micro_batch_rows": 4},
     "compiled": {"compile": True},
     "Liger's kernels": {"liger": True},
-    "Liger's kernels, four rows a pass": {"liger": True, "micro_batch_rows": 4},
+    "Liger's kernels, four rows per pass": {"liger": True, "micro_batch_rows": 4},
     "Liger's kernels, compiled": {"liger": True, "compile": True},
-    "compiled, four rows a pass": {"compile": True, "micro_batch_rows": 4},
-    "eight documents a row": {"documents": 8},
-    "compiled, eight documents a row": {"compile": True, "documents": 8},
+    "compiled, four rows per pass": {"compile": True, "micro_batch_rows": 4},
+    "eight documents per row": {"documents": 8},
+    "compiled, eight documents per row": {"compile": True, "documents": 8},
     "attention without a fused kernel": {"attention": "eager", "gradient_checkpointing": True, "micro_batch_rows": 1},
 }
 
@@ -65,22 +66,22 @@ class RandomRows:
 
 
 def measure() -> Result:
-    """Train some steps with each switch.
+    """Train for a few steps with each of SWITCHES, and compare the best MFU with its target.
 
     Raises:
         UserError: there is no CUDA device, or its peak FLOP/s is unknown.
     """
     if not torch.cuda.is_available():
         raise settings.UserError(
-            "there is no CUDA device, or torch is a CPU build. On a machine with one, in an environment of "
-            "build/bench/requirements/cluster.txt, run: PYTHONPATH=build/bench:. python -m benchmarks gpu"
+            "there is no CUDA device, or torch is a CPU build. On a machine with a CUDA device, install "
+            "build/bench/requirements/cluster.txt and run: PYTHONPATH=build/bench:. python -m benchmarks gpu"
         )
     with harness.scratch() as folder:
         LlamaForCausalLM(LlamaConfig(**LLAMA)).save_pretrained(folder / "model")
         rounds = [{"switch": name} | _measure(folder, **changes) for name, changes in SWITCHES.items()]
     best = max(made["MFU"] for made in rounds if isinstance(made["MFU"], float))
     device = torch.cuda.get_device_name()
-    return {"bars": [at_least(0.55, f"MFU of the best on {device}", best)], "rounds": rounds, "device": device}
+    return {"bars": [at_least(0.55, f"highest MFU on {device}", best)], "rounds": rounds, "device": device}
 
 
 def _measure(folder: Path, documents: int = 1, attention: str = "", **changes: Any) -> dict[str, Any]:
@@ -101,12 +102,12 @@ def _measure(folder: Path, documents: int = 1, attention: str = "", **changes: A
     except torch.OutOfMemoryError:
         return {"MFU": "out of memory", "tokens/s": "", "GiB": ""}
     if "mfu" not in row:
-        raise settings.UserError(f"the peak of a {torch.cuda.get_device_name()} is not in PEAK_BF16_FLOPS; add it.")
+        raise settings.UserError(f"PEAK_BF16_FLOPS has no entry for {torch.cuda.get_device_name()}: add its peak.")
     return {"MFU": row["mfu"], "tokens/s": row["tokens_per_s"], "GiB": torch.cuda.max_memory_allocated() / 2**30}
 
 
 def _steps(trainer: Trainer, first: int, last: int) -> dict[str, float]:
-    """Run the trainer's steps without its final checkpoint, and return the metrics of the last step."""
+    """Run the steps from `first` to `last`, without a final checkpoint. Return the metrics of the last step."""
     trainer.meter.restart()
     for step in range(first, last + 1):
         trainer.step(step)

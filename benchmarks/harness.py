@@ -1,4 +1,4 @@
-"""Code that all benchmarks share: input data, models, the peers to compare with, and measuring in turns."""
+"""Code that the benchmarks share: it makes data and models, runs the tools to compare with, and alternates runs."""
 
 import ast
 import contextlib
@@ -38,7 +38,7 @@ Row = dict[str, Any]
 """A row of a JSONL file, for example a conversation for `preprocess`."""
 
 Round = dict[str, float]
-"""The results of one round, by the names in `ways`."""
+"""The results of one round, by the names in `ways` (see `alternate`)."""
 
 
 def main(measure: Callable[[], Result]) -> None:
@@ -52,7 +52,10 @@ def main(measure: Callable[[], Result]) -> None:
 
 
 def alternate(ways: dict[str, Callable[[], float]], rounds: int, unit: str) -> list[Round]:
-    """Run each of `ways` once per round. Every other round runs them in reverse, so that drift affects all alike."""
+    """Run each of `ways` once per round. Every other round runs them in reverse order, so that drift affects all alike.
+
+    Return the results of each round. A result is a speed in `unit`.
+    """
     made = []
     for number in range(rounds):
         found = {}
@@ -64,7 +67,7 @@ def alternate(ways: dict[str, Callable[[], float]], rounds: int, unit: str) -> l
 
 
 def median_ratio(rounds: list[Round], ours: str, theirs: str) -> float:
-    """Return the median over the rounds of the ratio of `ours` to `theirs`."""
+    """Return the ratio of `ours` to `theirs` as the median over the rounds."""
     return statistics.median(made[ours] / made[theirs] for made in rounds)
 
 
@@ -78,7 +81,7 @@ def metrics(run: Path) -> list[dict[str, float]]:
 
 @functools.cache
 def docstrings() -> list[Fact]:
-    """Return the docstrings of the standard library, as answers to questions."""
+    """Return the docstrings of the standard library as answers to generated questions."""
     library = Path(sysconfig.get_paths()["stdlib"])
     facts = []
     for file in sorted(library.rglob("*.py")):
@@ -94,7 +97,7 @@ def docstrings() -> list[Fact]:
 
 
 def conversations(count: int, turns: int = 3, seed: int = 0) -> Iterator[Row]:
-    """Yield `count` different conversations with 1 to `turns` questions each, answered by docstrings."""
+    """Yield `count` different conversations. Each has 1 to `turns` questions, and docstrings as answers."""
     draw = random.Random(seed)
     for number in range(count):
         facts = draw.choices(docstrings(), k=draw.randint(1, turns))
@@ -141,7 +144,7 @@ def preprocess(input_: Path, output: Path, model: Path, sequence_length: int, *m
 
 
 def one_process(folder: Path, **more: Any) -> DDPOptions:
-    """Return options to train the model in `folder` on the packed rows there, with one process on all cores."""
+    """Return options to train `folder`'s model on `folder`'s packed rows, with one process on all cores."""
     options = {
         "model": str(folder / "model"),
         "data": str(folder / "packed"),
@@ -164,16 +167,16 @@ def scratch() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def one_ray(cpus: int | None = None) -> Iterator[None]:
-    """Run one Ray instance for all rounds, so that none includes its start.
+    """Run one Ray instance for all rounds, so that no round includes its start.
 
-    It has the local target's resources, or `cpus` CPUs instead.
+    It has the resources of the target `local`. If `cpus` is given, it has this number of CPUs instead.
     """
     import ray
 
     own = settings.load(RaySection, "ray")
     temp = tempfile.mkdtemp(prefix="ray-bench-")  # short, because a socket path may have at most 107 bytes
     os.environ |= haproxy.environment(temp, *free_ports(1))
-    os.environ["RAY_TRAIN_ENABLE_STATE_TRACKING"] = "0"  # it needs the dashboard, which is not started
+    os.environ["RAY_TRAIN_ENABLE_STATE_TRACKING"] = "0"  # state tracking needs the dashboard, which is not started
     try:
         ray.init(
             address="local",
@@ -191,7 +194,7 @@ def one_ray(cpus: int | None = None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def peak_memory(every_s: float = 0.2) -> Iterator[dict[str, float]]:
-    """Yield a dict whose `mib` is the peak of the private memory that this process' descendants use together."""
+    """Yield a dict whose `mib` is the peak private memory of all descendants of this process together, in MiB."""
     seen, done = {"mib": 0.0}, threading.Event()
 
     def watch() -> None:
@@ -209,7 +212,7 @@ def peak_memory(every_s: float = 0.2) -> Iterator[dict[str, float]]:
 
 
 def private_bytes(process: psutil.Process) -> int:
-    """Return the memory that a process shares with no other; 0 if it has ended."""
+    """Return the number of bytes that a process shares with no other process, or 0 if the process has ended."""
     with contextlib.suppress(psutil.NoSuchProcess):
         memory: Any = process.memory_info()
         return memory.rss - memory.shared
@@ -217,7 +220,7 @@ def private_bytes(process: psutil.Process) -> int:
 
 
 def ask_peer(script: str, asked: dict[str, Any], python: Path | None = None) -> dict[str, Any]:
-    """Run a script of peers/ with `python`, by default that of the peers' environment, and return its answer.
+    """Run a script of peers/, and return its answer. `python` defaults to the Python of the peers' environment.
 
     The script reads `asked` from one JSON file and writes its answer to another.
     """
@@ -229,7 +232,7 @@ def ask_peer(script: str, asked: dict[str, Any], python: Path | None = None) -> 
             [python or _peers_python(), FOLDER / "peers" / script, question, answer],
             env=variables | {"HF_HOME": str(folder), "HF_HUB_OFFLINE": "1"},
             cwd=folder,
-            stdout=subprocess.PIPE,  # this output is long, and useful only if the script fails
+            stdout=subprocess.PIPE,  # the output is long, and is printed only if the script fails
             stderr=subprocess.STDOUT,
             text=True,
         )

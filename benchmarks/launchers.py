@@ -1,4 +1,4 @@
-"""Compares the same training under Ray Train and torchrun: two workers with one thread each."""
+"""Compares the speed of the same training run under Ray Train and torchrun, with two workers of one thread each."""
 
 import functools
 import json
@@ -26,14 +26,14 @@ from pipeline.training.schedule import BatchPlan
 from pipeline.training.strategies import DDP, Strategy
 
 ROUNDS = 9
-STEPS, FIRST = 20, 5  # the first steps allocate memory and do not count
+STEPS, FIRST = 20, 5  # the first FIRST steps allocate memory and do not count
 CLOCKED_STEPS = 100  # with the log and checkpoint intervals of settings.toml
 LLAMA = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6, "num_attention_heads": 4}
 IN_A_STEP = ("should_stop", "should_save", "report")  # calls that the trainer makes between steps
 
 
 def measure() -> Result:
-    """Measure pairs of runs. Then, in one more run, time every call to the runtime."""
+    """Run both launchers in alternation. Then, in one more run, time every call to the runtime."""
     with harness.scratch() as folder, harness.one_ray():
         harness.write_model(folder / "model", 1024, **LLAMA)
         assets.write_data(folder / "data")
@@ -53,9 +53,9 @@ def measure() -> Result:
     return {
         "bars": [
             at_least(
-                0.95, "tokens/s by those of torchrun, median", harness.median_ratio(rounds, "Ray Train", "torchrun")
+                0.95, "median ratio of tokens/s to torchrun", harness.median_ratio(rounds, "Ray Train", "torchrun")
             ),
-            at_most(1, "ms a step in calls of RayTrainRuntime", sum(cost[name] for name in IN_A_STEP)),
+            at_most(1, "ms per step in calls of RayTrainRuntime", sum(cost[name] for name in IN_A_STEP)),
         ],
         "rounds": [{"round": number, **made} for number, made in enumerate(rounds, 1)],
         "ms_a_step": cost,
@@ -79,7 +79,7 @@ def _under_torchrun(changes: dict[str, Any]) -> float:
 
 
 def _steady_tokens_per_s(options: DDPOptions) -> float:
-    """Return the speed after the first steps, and delete the run, so that the next one starts from scratch."""
+    """Return the speed after the first steps. Delete the run, so that the next run starts from scratch."""
     folder = Path(options.output, options.name)
     rows = [row for row in harness.metrics(folder) if row["step"] > FIRST]
     shutil.rmtree(folder)
@@ -103,7 +103,7 @@ def _cost_of_the_runtime(changes: dict[str, Any]) -> dict[str, float]:
 
 
 def _clocked_ddp(model: PreTrainedModel, options: TrainOptions, runtime: Runtime, plan: BatchPlan) -> Strategy:
-    """Wrap the runtime's methods to time the trainer's calls to Ray Train, and return DDP."""
+    """Wrap methods of the runtime to time the trainer's calls to Ray Train, and return the DDP strategy."""
     names = (*IN_A_STEP, "wait")  # `wait` waits for the storage, not for Ray
     seconds = dict.fromkeys(names, 0.0)
     for name in names:
@@ -124,5 +124,5 @@ def _clocked(method: Callable[..., Any], name: str, seconds: dict[str, float], f
 
 
 if __name__ == "__main__":
-    os.environ["OMP_NUM_THREADS"] = "1"  # torchrun's default; Ray would set it to the number of CPUs of each worker
+    os.environ["OMP_NUM_THREADS"] = "1"  # as torchrun sets it; Ray's default is the number of CPUs per worker
     harness.main(measure)

@@ -1,4 +1,4 @@
-"""Measures the padding in packed rows: the standard library's docstrings in rows of 1024 tokens."""
+"""Measures the share of padding when the standard library's docstrings are packed in rows of 1024 tokens."""
 
 import pyarrow as pa
 import pyarrow.compute as pc

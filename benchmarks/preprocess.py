@@ -1,4 +1,4 @@
-"""Measures the rows/s of `preprocess`, and how much more memory it needs for ten times the rows."""
+"""Measures the rows/s of `preprocess`, and how much more memory it needs for ten times as many rows."""
 
 import functools
 import json
@@ -16,7 +16,7 @@ from jobs import preprocess
 from jobs.preprocess import PreprocessOptions
 
 ROWS, ROUNDS = 300_000, 9
-FEW = 100  # processing so few rows takes almost no time: a run over them measures the start-up
+FEW = 100  # rows of the runs that measure the start-up: processing them takes almost no time
 MEMORY_ROWS = 30_000
 MEMORY_SHARD_MIB = 8  # small, so that even MEMORY_ROWS rows keep all cores busy
 LENGTH = 1024
@@ -33,7 +33,7 @@ class Work(NamedTuple):
 
 
 def measure() -> Result:
-    """Compare three implementations. The bare loop only renders, tokenizes and masks.
+    """Compare `preprocess`, `datasets.map` and a bare loop. The bare loop only renders, tokenizes and masks.
 
     The other two also shuffle, hold out evaluation rows, pack, and write parquet.
     """
@@ -54,9 +54,9 @@ def measure() -> Result:
     by_datasets, by_bare = (harness.median_ratio(rounds, "preprocess", name) for name in list(ways)[1:])
     return {
         "bars": [
-            at_least(1, "rows/s by those of datasets.map, median", by_datasets),
-            at_least(0.8, "rows/s by those of the bare loop, median", by_bare),
-            at_most(1.2, f"memory of {10 * MEMORY_ROWS:,} rows by that of {MEMORY_ROWS:,}", memory[1] / memory[0]),
+            at_least(1, "median ratio of rows/s to datasets.map", by_datasets),
+            at_least(0.8, "median ratio of rows/s to the bare loop", by_bare),
+            at_most(1.2, f"ratio of memory, {10 * MEMORY_ROWS:,} to {MEMORY_ROWS:,} rows", memory[1] / memory[0]),
         ],
         "rounds": [{"round": number, **made} for number, made in enumerate(rounds, 1)]
         + [{"round": "start-up (s)", **start_up}],
@@ -65,14 +65,14 @@ def measure() -> Result:
 
 
 def _rows_per_s(way: Callable[[Path, Path], Work], rows: Path, folder: Path, start_up_s: float) -> float:
-    """Return rows/s without the start-up, which takes a few seconds for any number of rows."""
+    """Return the rows/s without the start-up, which takes a few seconds for any number of rows."""
     return (ROWS - FEW) / (way(rows, folder).seconds - start_up_s)
 
 
 def _ours(rows: Path, folder: Path) -> Work:
     """Run the job on the running Ray instance.
 
-    Every run has the same number of shards, because each shard is a task, and starting a task takes time.
+    Every run makes the same number of shards. Each shard is a task, and starting a task takes time.
     """
     shutil.rmtree(folder / "packed", ignore_errors=True)
     options = settings.load(PreprocessOptions, "preprocess", profile="local")
@@ -108,11 +108,13 @@ def _peer(script: str, rows: Path, folder: Path) -> Work:
 
 def _refuse_different_work(made: list[Work]) -> None:
     if len({work[1:] for work in made}) > 1:
-        raise settings.UserError(f"the implementations made different tokens, so their times do not compare: {made}")
+        raise settings.UserError(
+            f"the implementations made different tokens, so their times cannot be compared: {made}"
+        )
 
 
 def _peak_mib(count: int, folder: Path) -> float:
-    """Return the peak memory of the job with its own Ray: the job's process, Ray's processes and all workers."""
+    """Return the peak memory of the job, its own Ray instance and all workers."""
     rows = harness.write_rows(folder / "memory.jsonl", harness.conversations(count))
     shutil.rmtree(folder / "packed", ignore_errors=True)
     with harness.peak_memory() as peak:

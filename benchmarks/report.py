@@ -1,4 +1,4 @@
-"""Stores results in a JSON file per day, and as tables in README.md. Imports only the standard library."""
+"""Stores results in JSON files by day, and as tables in README.md. Imports only the standard library."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent
-# prefixes of the parts whose results go into the serving file; all others go into the training file
+# Parts with these prefixes have their results in the serving file, all others in the training file.
 SERVING = ("serving", "embed", "generate")
 BEGIN, END = "<!-- ./inv bench writes from here -->", "<!-- to here -->"
 
@@ -21,12 +21,12 @@ Result = dict[str, Any]
 
 
 def at_least(wanted: float, what: str, measured: float) -> Bar:
-    """Return a bar that a number must not fall below."""
+    """Return a bar for a number that must be at least `wanted`."""
     return {"what": what, "measured": measured, "wanted": f"at least {wanted:g}", "kept": measured >= wanted}
 
 
 def at_most(wanted: float, what: str, measured: float) -> Bar:
-    """Return a bar that a number must not exceed."""
+    """Return a bar for a number that must be at most `wanted`."""
     return {"what": what, "measured": measured, "wanted": f"at most {wanted:g}", "kept": measured <= wanted}
 
 
@@ -46,7 +46,7 @@ def keep(name: str, result: Result, folder: Path = FOLDER) -> None:
 
 
 def section(part: Result) -> Iterator[str]:
-    """Yield the lines of README.md about one part."""
+    """Yield the lines of README.md that show the result of one part."""
     yield f"\n### {part['title']}"
     versions = ", ".join(f"{package} {version}" for package, version in part["versions"].items())
     yield f"{part['date']}, {part['commit']}, {part['machine']}; {versions}; {part['seconds']:.0f} s in all.\n"

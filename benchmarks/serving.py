@@ -1,4 +1,4 @@
-"""Compares the throughput and the time to the first token of a served model to those of bare `vllm serve`."""
+"""Compares a served model with bare `vllm serve`, by throughput and by the time to the first token."""
 
 import asyncio
 import contextlib
@@ -31,11 +31,11 @@ SHAPES = {
 }
 VOCABULARY = {LARGE: 8192, SMALL: 1024}
 WANTED = {LARGE: 0.97, SMALL: 0.85}
-WANTED_BOUND = 0.93  # target for the lower bound of the large model's median
-WANTED_FIRST_MS = {1: 5, 32: 15}  # at most this much later than bare vLLM's first token, by concurrency
+WANTED_BOUND = 0.93  # target for the lower bound of the large model's median ratio
+WANTED_FIRST_MS = {1: 5, 32: 15}  # by concurrency: how many ms our first token may come after bare vLLM's
 CONCURRENT = (1, 8, 32)
 PAIRS, SECONDS, WARM_S = 25, 3.0, 0.25
-PAUSE_S = 1.25  # vLLM's CPU worker spins for 1 s after its work, on the core that the other server needs
+PAUSE_S = 1.25  # after its work, vLLM's CPU worker busy-waits for 1 s, on a core that the other server needs
 TOKENS = 32
 THREADS = "1"  # one thread per engine leaves a core for everything else
 KEY = "the-benchmark's-own-key"
@@ -58,8 +58,8 @@ class LoadResult(NamedTuple):
 
 
 def measure(name: str = LARGE) -> Result:
-    """Serve the model with both servers, and put load on them in turns."""
-    os.environ["OMP_NUM_THREADS"] = THREADS  # Ray passes it on to replicas
+    """Serve the model with both servers, and send load to one server at a time."""
+    os.environ["OMP_NUM_THREADS"] = THREADS  # Ray passes this on to the replicas
     with harness.scratch() as folder:
         (folder / ".env").write_text(f"SERVE_API_KEY={KEY}\n", encoding="utf-8")
         os.environ |= {"SECRETS_FILE": str(folder / ".env"), "SECRET_NAMES": "SERVE_API_KEY"}
@@ -114,7 +114,7 @@ def _wait_until_healthy(side: Side, process: subprocess.Popen, log: Path) -> Non
 
 
 def _compare(model: str, sides: dict[str, Side], concurrent: int, stream: bool) -> dict:
-    """Measure both servers in pairs of turns. Return the medians, and each pair's ratio of throughputs."""
+    """Measure both servers in pairs of turns. Return the medians, and the ratios of our throughput to vLLM's."""
 
     def turn(name: str) -> LoadResult:
         time.sleep(PAUSE_S)
@@ -135,7 +135,7 @@ def _compare(model: str, sides: dict[str, Side], concurrent: int, stream: bool) 
         for field in LoadResult._fields
     }
     later_ms = statistics.median(pair["ours"].first_ms - pair["bare vLLM"].first_ms for pair in pairs)
-    print(f"{cell}: {statistics.median(ratios):.3f} of bare vLLM's {medians['bare vLLM per_s']:.1f}/s", flush=True)
+    print(f"{cell}: {statistics.median(ratios):.3f} times bare vLLM's {medians['bare vLLM per_s']:.1f}/s", flush=True)
     found = {"later_ms": later_ms, "ratio": statistics.median(ratios), "bound": _bound(ratios), "ratios": ratios}
     return cell | medians | found
 
@@ -185,7 +185,7 @@ async def _read(response: aiohttp.ClientResponse) -> float:
 
 
 async def _read_stream(response: aiohttp.ClientResponse) -> float:
-    """Return the time of the first token. The stream must be complete."""
+    """Return the time at which the first token arrived, and check that the stream is complete."""
     first, last = 0.0, b""
     async for line in response.content:
         if line.startswith(b"data: "):
@@ -199,13 +199,13 @@ async def _read_stream(response: aiohttp.ClientResponse) -> float:
 def _bars(found: list[dict]) -> Iterator[dict]:
     for cell in found:
         where = f"{cell['model']}, {cell['concurrent']} at once, {'streamed' if cell['stream'] else 'whole'}"
-        yield at_least(WANTED[cell["model"]], f"{where}: requests/s by bare vLLM's, median", cell["ratio"])
+        yield at_least(WANTED[cell["model"]], f"{where}: median ratio of requests/s to bare vLLM", cell["ratio"])
         if cell["model"] != LARGE:
             continue
         yield at_least(WANTED_BOUND, f"{where}: lower bound of that median", cell["bound"])
         if cell["stream"] and cell["concurrent"] in WANTED_FIRST_MS:
             most = WANTED_FIRST_MS[cell["concurrent"]]
-            yield at_most(most, f"{where}: ms later to the first token, median", cell["later_ms"])
+            yield at_most(most, f"{where}: median delay of the first token in ms", cell["later_ms"])
 
 
 def _as_row(cell: dict) -> dict:

@@ -1,4 +1,4 @@
-"""Measures the overhead of keys and limits per request, with an app that answers at once."""
+"""Measures how much time keys and limits add to each request, with an app that answers at once."""
 
 import asyncio
 import os
@@ -21,7 +21,7 @@ PEOPLE = 10
 
 
 def measure() -> Result:
-    """Time the app with and without the middleware, in turns, in this process."""
+    """Time the app in this process, with and without the middleware in alternation."""
     with harness.scratch() as folder:
         named = ",".join(f"person{number}:key-{number}" for number in range(PEOPLE))
         (folder / ".env").write_text(f"SERVE_API_KEY=the-owner's\nSERVE_API_KEYS={named}\n", encoding="utf-8")
@@ -39,7 +39,7 @@ def measure() -> Result:
         rounds = harness.alternate(ways, ROUNDS, f"µs a request, {kind}")
         costs = [made["with middleware"] - made["alone"] for made in rounds]
         rows.append({"answer": kind, "pieces": chunks, "median_us": statistics.median(costs), "most_us": max(costs)})
-    bars = [at_most(WANTED_US, f"{row['answer']} answer: µs that keys and limits cost", row["most_us"]) for row in rows]
+    bars = [at_most(WANTED_US, f"{row['answer']} answer: µs that keys and limits add", row["most_us"]) for row in rows]
     return {"bars": bars, "rounds": rows}
 
 

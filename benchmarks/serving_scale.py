@@ -1,4 +1,4 @@
-"""Checks every request to a served model that gains a second replica under load and loses it again."""
+"""Checks every request to a served model while it gains a second replica under load, and later loses it."""
 
 import asyncio
 import csv
@@ -22,14 +22,14 @@ SETTINGS = {"max_replicas": 2, "target_ongoing_requests": 4, "upscale_delay_s": 
 
 
 def measure() -> Result:
-    """Run many clients until there are two replicas, then one client until there is one replica again."""
+    """Run BUSY clients until there are two replicas, then IDLE clients until there is one replica again."""
     with visitors.served_model(**SETTINGS) as (options, answers):
         log, phases, answered = asyncio.run(_scale(options, answers))
         left = _replicas()
     bars = [
         at_most(0, "requests that failed", sum(outcome not in CLEAN for _, _, outcome in log.ended)),
         at_least(2, "replicas that answered", len([count for count in answered.values() if count])),
-        at_most(1, "replicas in the end", left),
+        at_most(1, "replicas at the end", left),
     ]
     return {"bars": bars, "rounds": list(visitors.by_phase(log, phases)), "answered": answered, "words": log.messages}
 
@@ -63,7 +63,7 @@ async def _wait_for(replicas: int) -> None:
     deadline = time.monotonic() + TIMEOUT_S
     while await asyncio.to_thread(_replicas) != replicas:
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{_replicas()} replicas run after {TIMEOUT_S:.0f} s, not {replicas}")
+            raise TimeoutError(f"{_replicas()} replicas run after {TIMEOUT_S:.0f} s, instead of {replicas}")
         await asyncio.sleep(1)
 
 
@@ -73,7 +73,7 @@ def _replicas() -> int:
 
 
 def _requests_by_replica() -> dict[str, int]:
-    """Return how many requests each replica got, as counted by HAProxy.
+    """Return HAProxy's count of the requests that each replica got.
 
     https://docs.haproxy.org/3.0/management.html#9.3-show%20stat
     """

@@ -1,4 +1,4 @@
-"""Checks every request during ten minutes with misbehaving clients and one killed engine."""
+"""Checks every request during ten minutes in which some clients misbehave and the engine is killed once."""
 
 import asyncio
 import statistics
@@ -20,11 +20,11 @@ GROWTH_PERCENT = 2
 LOST = ("timed out", "cut off", "an error in another format", "no connection")
 
 Memory = list[tuple[float, float]]
-"""Samples: seconds since the start, and private MiB of the replica, its engine and HAProxy together."""
+"""Samples of (seconds since the start, private MiB of the replica, its engine and HAProxy together)."""
 
 
 def measure() -> Result:
-    """Run the clients against a small model that knows some facts."""
+    """Run the clients against a small model that was trained on some docstrings."""
     with visitors.served_model() as (options, answers):
         log, memory = asyncio.run(_soak(options, answers))
     return {"bars": list(_bars(log, memory)), "rounds": list(_phases(log)), "words": log.messages}

@@ -1,4 +1,4 @@
-"""Like `serving`, with a model of a million parameters, for which the overhead around the engine matters most."""
+"""Runs `serving` with a model of a million parameters, to show the overhead around the engine more clearly."""
 
 import functools
 

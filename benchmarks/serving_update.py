@@ -15,7 +15,7 @@ LATER_S = 2.0
 
 
 def measure() -> Result:
-    """Run clients for a minute without changes, then during an update, a canary and its promotion."""
+    """Run clients for a minute without changes, then during an update, the start of a canary and its promotion."""
     with visitors.served_model() as (options, answers):
         log, phases = asyncio.run(_update(options, answers))
     rows = list(visitors.by_phase(log, phases))

@@ -1,4 +1,4 @@
-"""Compares masks, losses and speed with TRL's SFTTrainer, using the same model, rows, order and hyperparameters."""
+"""Compares masks, losses and speed with TRL's SFTTrainer. Both use the same model, rows, order and hyperparameters."""
 
 import shutil
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from pipeline.training.strategies import BETAS, DDP
 from pipeline.training.trainer import PackedSource, train
 
 ROUNDS = 3
-STEPS, FIRST = 32, 4  # the first steps allocate memory and do not count
+STEPS, FIRST = 32, 4  # the first FIRST steps allocate memory and do not count
 LENGTH = 512
 MASKS = 1000  # conversations whose masks are compared
 LLAMA = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6, "num_attention_heads": 4}
@@ -50,9 +50,9 @@ def measure() -> Result:
     return {
         "bars": [
             at_most(0, f"rows of {MASKS} whose masks differ", different),
-            at_most(1e-3, f"largest difference of the losses in {STEPS} steps", apart),
-            at_least(1, "real tokens/s by TRL's, both packed, median", by_packed),
-            at_least(1.5, "real tokens/s by TRL's default, without packing, median", by_default),
+            at_most(1e-3, f"largest difference between the losses in {STEPS} steps", apart),
+            at_least(1, "median ratio of real tokens/s to TRL, both packed", by_packed),
+            at_least(1.5, "median ratio of real tokens/s to TRL's default, without packing", by_default),
         ],
         "rounds": [{"round": number, **made} for number, made in enumerate(rounds, 1)],
         "losses": losses,
@@ -103,7 +103,7 @@ def _config(folder: Path, options: DDPOptions) -> dict[str, Any]:
 
 
 def _train(options: DDPOptions) -> list[dict[str, float]]:
-    """Train, and return the metrics of the steps. Delete the run, so that the next one starts from scratch."""
+    """Train, and return the metrics of each step. Delete the run, so that the next run starts from scratch."""
     folder = Path(options.output, options.name)
     train(options, SingleProcess(folder, torch.device("cpu"), options.keep_checkpoints), DDP)
     metrics = harness.metrics(folder)
@@ -112,7 +112,7 @@ def _train(options: DDPOptions) -> list[dict[str, float]]:
 
 
 def _our_speed(metrics: list[dict[str, float]], packed: list[Row], rows_a_step: int) -> float:
-    """Return tokens/s after the first steps, without padding. The run's own metric counts padding as well."""
+    """Return the tokens/s after the first steps, without padding. The run's own metric includes padding."""
     real = sum(len(row["input_ids"]) for row in packed[FIRST * rows_a_step :])
     return real / sum(rows_a_step * LENGTH / step["tokens_per_s"] for step in metrics[FIRST:])
 
@@ -130,7 +130,7 @@ def _different_masks(folder: Path, options: DDPOptions, rows: list[Row]) -> int:
 
 
 def _packed_rows(options: DDPOptions) -> Iterator[Row]:
-    """Yield the rows of our steps in order, in TRL's format: without padding, with document lengths."""
+    """Yield the rows of our training steps in order, in TRL's format, which has document lengths instead of padding."""
     padding = padding_id(load_tokenizer(options.model))
     source = PackedSource(options, SingleProcess(Path(options.output), torch.device("cpu"), 1))
     for step in range(1, options.steps + 1):
@@ -144,19 +144,19 @@ def _packed_rows(options: DDPOptions) -> Iterator[Row]:
 
 
 def _train_packed(folder: Path, options: DDPOptions, packed: list[Row]) -> list[dict[str, float]]:
-    """Train on our packed rows with TRL's padding_free, which joins the rows of a micro-batch into one."""
+    """Train on our packed rows with TRL's option padding_free, which joins the rows of a micro-batch into one row."""
     return _ask(folder, options, packed, {"padding_free": True, "max_length": None}, trains=True)["steps"]
 
 
 def _train_padded(folder: Path, options: DDPOptions, packed: list[Row], rows: list[Row]) -> list[dict[str, float]]:
-    """Train on padded conversations: as many per micro-batch as one of our packed micro-batches has on average."""
+    """Train on padded conversations. A micro-batch has as many as our packed micro-batches have on average."""
     documents = round(options.micro_batch_rows * sum(len(row["seq_lengths"]) for row in packed) / len(packed))
     config = {"assistant_only_loss": True, "max_length": LENGTH, "per_device_train_batch_size": documents}
     return _ask(folder, options, rows, config, trains=True)["steps"]
 
 
 def _speed(steps: list[dict[str, float]]) -> float:
-    """Return tokens/s after the first steps."""
+    """Return the tokens/s after the first steps."""
     first, last = steps[FIRST - 1], steps[-1]
     return (last["tokens"] - first["tokens"]) / (last["seconds"] - first["seconds"])
 

@@ -1,4 +1,4 @@
-"""Clients that check every answer of a served model and log all outcomes. Some misbehave on purpose."""
+"""Clients that check every answer of a served model and log all outcomes. Some clients misbehave on purpose."""
 
 import asyncio
 import contextlib
@@ -24,10 +24,10 @@ from pipeline.serving.options import ServeOptions
 FACTS, EPOCHS = 24, 20
 TOKENS = 32
 TIMEOUT_S = 30.0  # the server's limit for a request
-GRACE_S = 5.0  # a client waits this much longer than TIMEOUT_S
+GRACE_S = 5.0  # a client waits this much longer than TIMEOUT_S before it gives up
 POLITE = {"stream": 1}
 MISBEHAVING = {"stream": 80, "disconnect": 10, "garbage": 4, "too much": 3, "wrong key": 3}
-"""Relative frequency of each kind of request."""
+"""Kinds of requests, with their relative frequencies."""
 EXPECTED = {"garbage": 400, "too much": 413, "wrong key": 401}
 CLEAN = ("correct", "disconnected", "rejected as expected")
 
@@ -50,7 +50,7 @@ class RequestLog:
 def by_phase(log: RequestLog, phases: dict[str, float]) -> Iterator[dict]:
     """Yield a row for each phase about the requests that ended in it. `phases` maps each phase to its end in seconds.
 
-    The median and the 99th percentile cover correct answers, the longest time covers all requests.
+    The median and the 99th percentile cover only correct answers. The longest time covers all requests.
     """
     start = 0.0
     for name, end in phases.items():
@@ -71,7 +71,7 @@ def by_phase(log: RequestLog, phases: dict[str, float]) -> Iterator[dict]:
 
 @contextlib.contextmanager
 def served_model(**changes: object) -> Iterator[tuple[ServeOptions, dict[str, str]]]:
-    """Serve a small model that knows some facts. Yield the options, and the expected answers by question."""
+    """Serve a small model that was trained on some docstrings. Yield the options, and the answers by question."""
     with harness.scratch() as folder:
         (folder / ".env").write_text(f"SERVE_API_KEY={KEY}\n", encoding="utf-8")
         os.environ |= {
@@ -85,7 +85,7 @@ def served_model(**changes: object) -> Iterator[tuple[ServeOptions, dict[str, st
 
 
 def _train_model(folder: Path) -> dict[str, str]:
-    """Write a model that knows some docstrings. Return the greedy answers that transformers generates, by question."""
+    """Write a model that is trained on some docstrings. Return transformers' greedy answer to each question."""
     harness.write_model(folder, VOCABULARY[SMALL], **SHAPES[SMALL])
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
@@ -145,13 +145,13 @@ class Visitor:
                 outcome = self._unexpected(error.status_code, error.response.text)
             except openai.APIConnectionError as error:
                 outcome = self._failed("no connection", str(error.__cause__))
-            except openai.APIError as error:  # an error in the stream itself
+            except openai.APIError as error:  # an error that arrives in the stream
                 outcome = self._failed("an error in the stream", error.message)
             except httpx2.HTTPError as error:
                 outcome = self._failed("cut off", type(error).__name__)
             self.log.ended.append((sent, self.log.now(), outcome))
             if outcome not in CLEAN:
-                await asyncio.sleep(0.5)  # as a client does before it retries
+                await asyncio.sleep(0.5)  # clients usually wait before they retry
 
     async def _stream(self, kind: str, draw: random.Random) -> str:
         question = draw.choice(list(self.answers))

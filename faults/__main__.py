@@ -2,7 +2,7 @@
 
 python -m faults [WORDS]
 
-Runs in a project's folder and environment, with the template on PYTHONPATH. `./inv faults` does all that.
+This module must run in a project's folder and environment, with the template on PYTHONPATH. `./inv faults` does that.
 """
 
 import sys
@@ -15,7 +15,7 @@ from faults import catalog
 def main(only: str = "") -> None:
     """Run the faults that `catalog.choose` finds."""
     try:
-        catalog.choose(only)  # fail before the cloud starts if a word is wrong
+        catalog.choose(only)  # raises before the cloud starts, if a word matches no fault
         sandbox.run_in_fresh_cloud("faults.runner", only)
     except (ValueError, settings.UserError) as error:
         sys.exit(f"error: {error}")

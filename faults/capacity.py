@@ -1,4 +1,4 @@
-"""Faults: AWS has no capacity, has too little, or interrupts spot machines."""
+"""Faults in which AWS has no capacity or too little of it, or interrupts spot machines."""
 
 import re
 
@@ -7,7 +7,7 @@ from cluster.emulator.waiting import wait_for
 from faults.harness import Harness, changed_cluster_file, control, final_loss, no_capacity
 from pipeline.ray_support.workers import WorkerOptions
 
-# The project's default. It is far longer than a host takes to start, so a zone fails only if AWS refuses.
+# The project's default. It is far longer than a host takes to start, so no zone fails because of a slow start.
 ZONE_TIMEOUT_S = WorkerOptions.model_fields["zone_timeout_s"].default
 GATHER = (
     "import ray, sys; from pipeline.ray_support import gang; ray.init(); "
@@ -38,9 +38,9 @@ def all_spot_refuses(harness: Harness) -> str:
 
 
 def half_a_gang(harness: Harness) -> str:
-    """Only one of two machines starts: it is given back, and the gang starts in another zone."""
+    """Only one of two machines starts: the job gives it back, and the gang starts in another zone."""
     harness.wait_until_no_workers()
-    # no capacity in the first zone either: after an earlier test, the autoscaler may not request its type yet
+    # The first zone has no capacity either. After an earlier test, the autoscaler may not yet request its node type.
     none = {"market": "spot", "zone": f"{harness.file.region}a"}
     one = {"market": "spot", "zone": f"{harness.file.region}b", "available": 1}
     with no_capacity(none, one):
@@ -54,7 +54,7 @@ def half_a_gang(harness: Harness) -> str:
 
 
 def everything_refuses(harness: Harness) -> str:
-    """No capacity at all: the job waits, says so, and continues when there is capacity."""
+    """No capacity at all: the job reports that it waits, and continues when there is capacity."""
     harness.wait_until_no_workers()
     with no_capacity({"type": harness.file.workers[-1].instance_type}):
         job = harness.submit(GATHER, "2")
@@ -77,16 +77,18 @@ def spot_interruption(harness: Harness) -> str:
 
 
 def interruption_without_replacement(harness: Harness) -> str:
-    """AWS interrupts a machine and has no replacement: a training run with one or two workers continues with one."""
+    """AWS interrupts a machine and has no replacement: an elastic training run continues with one of two workers."""
     baseline = harness.baseline_loss
     job = harness.train("elastic", "--num-workers", "1", "2")
     wait_for(lambda: "on 2 x" in harness.log(job), 240, "the training to start")
     with no_capacity({"type": harness.file.workers[-1].instance_type}):
         interrupted = _interrupt_one(harness, job)
-        log = harness.wait_for_success(job, 600)  # Ray waits a minute for two workers before it continues with one
+        log = harness.wait_for_success(job, 600)  # for a minute, Ray waits for a second worker
     assert "on 1 x" in log, log
     assert abs(final_loss(log) - baseline) < 1.5e-4, f"losses differ: {final_loss(log)} and {baseline}"
-    return f"{interrupted} ended, the other worker continued; loss {final_loss(log)}, without interruption {baseline}"
+    return (
+        f"{interrupted} ended, the other worker continued; loss {final_loss(log)}, without the interruption {baseline}"
+    )
 
 
 def _interrupt_one(harness: Harness, job: str) -> str:
@@ -98,7 +100,7 @@ def _interrupt_one(harness: Harness, job: str) -> str:
 
 
 def eight_workers(harness: Harness) -> str:
-    """A gang of eight machines starts in one zone, in addition to the head."""
+    """A gang of eight workers starts in one zone."""
     with changed_cluster_file(**_with_max_workers(harness, MANY_WORKERS)):
         harness.ensure_up()
         job = harness.submit(GATHER, str(MANY_WORKERS))
@@ -118,11 +120,11 @@ def _with_max_workers(harness: Harness, count: int) -> dict:
 
 
 def _gather(harness: Harness) -> str:
-    """Gather two A100 machines in one zone, and return the job's log."""
+    """Run a job that starts two A100 machines in one zone, and return its log."""
     return harness.wait_for_success(harness.submit(GATHER, "2"))
 
 
 def _summary(log: str) -> str:
-    """Return the first and the last line about zones in a job's log, and the number of such lines between them."""
+    """Return the first and the last line about zones in a job's log, with the number of such lines between them."""
     first, *between, last = [line for line in log.splitlines() if line.startswith(("zone ", "no zone", "gathered"))]
     return f"{first} … {len(between)} more … {last}" if between else f"{first} … {last}"

@@ -1,4 +1,4 @@
-"""All faults. Imports only the standard library, so that `./inv faults --list` needs no project."""
+"""Lists all faults. Imports only the standard library, so that `./inv faults --list` needs no project."""
 
 from typing import NamedTuple
 
@@ -9,14 +9,14 @@ class Fault(NamedTuple):
     name: str
     expected: str
     test: str
-    """MODULE.FUNCTION in this package. The function takes a `Harness` and returns a summary of what it saw."""
+    """MODULE.FUNCTION in this package. The function takes a `Harness` and returns a summary of what happened."""
 
 
 FAULTS = [
     Fault("no spot capacity in the first zone", "the gang starts in the next zone", "capacity.first_zone_refuses"),
-    Fault("half a gang", "the half is given back, and the gang starts in another zone", "capacity.half_a_gang"),
+    Fault("half a gang", "the job gives the half back, and the gang starts in another zone", "capacity.half_a_gang"),
     Fault("no spot capacity anywhere", "the gang starts on demand", "capacity.all_spot_refuses"),
-    Fault("no capacity at all", "the job waits, says so, and recovers", "capacity.everything_refuses"),
+    Fault("no capacity at all", "the job reports that it waits, and continues later", "capacity.everything_refuses"),
     Fault(
         "spot interruption during training",
         "training resumes on a replacement, with the same losses",
@@ -28,14 +28,14 @@ FAULTS = [
         "capacity.interruption_without_replacement",
     ),
     Fault("eight workers", "all start in one zone", "capacity.eight_workers"),
-    Fault("a setup command fails", "reported within a minute, stopped after three failures", "setup.setup_fails"),
+    Fault("a setup command fails", "status reports it, and launches stop after three failures", "setup.setup_fails"),
     Fault("another Python on a worker", "Ray rejects it, and status says why", "setup.other_python_on_a_worker"),
     Fault("another Ray on the laptop", "the doctor rejects it", "setup.other_ray_on_the_laptop"),
     Fault("no boto3 on the head", "up fails and says why; the next up repairs it", "setup.boto3_missing"),
-    Fault("up again", "running jobs continue, or up says first that they will end", "operators.up_again"),
+    Fault("up again", "running jobs continue, or up warns first that they will end", "operators.up_again"),
     Fault("a permission is missing", "the verb names it", "operators.permission_missing"),
     Fault("a job with a secret", "the secret leaks nowhere", "operators.secret_stays_secret"),
-    Fault("two clusters at the same time", "each project sees only its own", "operators.two_clusters"),
+    Fault("two clusters at the same time", "each project sees only its own machines", "operators.two_clusters"),
     Fault("Ray killed on the head", "up repairs it within 3 minutes", "heads.ray_on_the_head_killed"),
     Fault(
         "head killed during training",
@@ -52,10 +52,10 @@ FAULTS = [
 
 
 def choose(only: str) -> list[Fault]:
-    """Return the faults whose names contain one of the comma-separated parts of `only`; all faults if it is empty.
+    """Return the faults whose names contain one of the comma-separated parts of `only`, or all faults if it is empty.
 
     Raises:
-        ValueError: no name contains one of the parts.
+        ValueError: one of the parts matches no fault.
     """
     parts = [part.strip() for part in only.split(",") if part.strip()]
     for part in parts:

@@ -1,4 +1,4 @@
-"""What the fault tests share: a running cluster, jobs, faults to inject, and the project's verbs."""
+"""Code that the fault tests share: it starts a cluster, submits jobs, injects faults, and runs the project's verbs."""
 
 import contextlib
 import functools
@@ -39,11 +39,11 @@ class Harness:
         self.connection: Connection
 
     def ensure_up(self) -> None:
-        """Bring the cluster up and connect to it. An earlier test may have ended or changed it."""
+        """Start the cluster if an earlier test has stopped or changed it, and connect to it."""
         target = Aws()
         output, started = io.StringIO(), time.monotonic()
         try:
-            with contextlib.redirect_stdout(output):  # hides fifty lines that are the same for each test
+            with contextlib.redirect_stdout(output):  # hides fifty lines that are the same in each test
                 target.up(yes=True)
         except settings.UserError:
             print(output.getvalue())
@@ -63,7 +63,7 @@ class Harness:
         return [machine for machine in instances.living(self.file) if machine.node_type != self.file.head.name]
 
     def wait_until_no_workers(self) -> None:
-        wait_for(lambda: not self.workers(), 120, "the workers of the previous test to leave")
+        wait_for(lambda: not self.workers(), 120, "the workers of the previous test to end")
 
     # ------------------------------------------------------------ jobs
 
@@ -89,14 +89,17 @@ class Harness:
         return submission.submit(self.connection, "finetune_ddp", [*words, "--name", name, *options])
 
     def stop_jobs(self) -> None:
-        """Stop all jobs: a failed test leaves its own behind."""
+        """Stop all jobs, because a failed test may have left its own running."""
         client = self.connection.client()
         for job in client.list_jobs():
             if job.submission_id and not job.status.is_terminal():
                 client.stop_job(job.submission_id)
 
     def log(self, job: str) -> str:
-        """Return a job's log without the line in which Ray quotes the job's code: it contains the words to wait for."""
+        """Return a job's log without the line in which Ray quotes the job's code.
+
+        That line contains the words that tests wait for.
+        """
         lines = self.connection.client().get_job_logs(job).splitlines()
         return "\n".join(line for line in lines if not line.startswith("Running entrypoint"))
 
@@ -104,7 +107,7 @@ class Harness:
         return self.connection.client().get_job_status(job) == "RUNNING"
 
     def wait_for_step(self, job: str, step: int) -> None:
-        """Wait until a training run has printed this step or a later one: a slow run may not print this one."""
+        """Wait until a training run has printed this step or a later one. A slow run may not print every step."""
 
         client = self.connection.client()
 
@@ -141,7 +144,7 @@ def control(**command: Any) -> None:
 
 @contextlib.contextmanager
 def no_capacity(*launches: dict[str, Any]) -> Iterator[None]:
-    """Make AWS have no capacity for these launches (see cluster.emulator.api.InjectedFaults)."""
+    """Let the emulated AWS have no capacity for these launches (see cluster.emulator.api.InjectedFaults)."""
     control(faults={"no_capacity": launches})
     try:
         yield
@@ -153,7 +156,7 @@ def no_capacity(*launches: dict[str, Any]) -> Iterator[None]:
 def replaced_file(path: Path, text: str) -> Iterator[None]:
     """Replace a file's text with a bind mount inside the cloud. The file itself does not change.
 
-    If the file does not exist, an empty one is created for as long as the mount exists.
+    If the file does not exist, an empty file is created, and removed together with the mount.
     """
     replacement = Path("/tmp/replaced", path.name)
     replacement.parent.mkdir(exist_ok=True)
@@ -170,7 +173,7 @@ def replaced_file(path: Path, text: str) -> Iterator[None]:
 
 
 def changed_cluster_file(**changes: Any) -> contextlib.AbstractContextManager[None]:
-    """Change top-level values of cluster.yaml."""
+    """Change top-level values of cluster.yaml inside the cloud."""
     content = yaml.safe_load(cluster_file.FILE.read_text()) | changes
     return replaced_file(cluster_file.FILE, yaml.safe_dump(content, sort_keys=False))
 
@@ -209,7 +212,7 @@ def interrupt_verb(marker: str, *words: str) -> str:
     assert process.stdout
     for line in process.stdout:
         if marker in line:
-            os.killpg(process.pid, signal.SIGINT)  # like a terminal: to the whole foreground process group
+            os.killpg(process.pid, signal.SIGINT)  # Ctrl-C in a terminal also signals the whole process group
             break
     rest = process.stdout.read()
     assert process.wait(60 * slowdown()) == 130, rest
@@ -221,5 +224,5 @@ def _command(*words: str) -> list[str]:
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment without the template on PYTHONPATH, because users do not have that."""
+    """Return the environment without PYTHONPATH: it contains the template, which users do not have."""
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

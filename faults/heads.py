@@ -1,4 +1,4 @@
-"""Faults: the head dies, or the cluster reaches a limit."""
+"""Faults in which the head dies, or the cluster reaches a limit."""
 
 import json
 import re
@@ -39,7 +39,7 @@ def ray_on_the_head_killed(harness: Harness) -> str:
     harness.ensure_up()
     harness.wait_for_success(harness.submit(ONE_CPU))
     _check_no_orphans(harness)
-    return f"`up` took {took:.0f} s, and repaired {before.id}"
+    return f"`up` repaired {before.id} in {took:.0f} s"
 
 
 def head_killed(harness: Harness) -> str:
@@ -65,7 +65,7 @@ def head_killed(harness: Harness) -> str:
 
 
 def time_limit(harness: Harness) -> str:
-    """The cluster reaches the hours in settings.toml: it terminates itself, workers included."""
+    """The cluster reaches the limit of hours in settings.toml: it terminates itself, including all workers."""
     _busy_workers(harness)
     limit = _limits().hours
     harness.head().run(f"touch --date='{limit:g} hours ago' {LEASE.parent}")  # as if the cluster had started then
@@ -76,7 +76,7 @@ def time_limit(harness: Harness) -> str:
 
 
 def spend_limit(harness: Harness) -> str:
-    """The cluster reaches the dollars in settings.toml: it terminates itself, workers included."""
+    """The cluster reaches the limit of dollars in settings.toml: it terminates itself, including all workers."""
     _busy_workers(harness)
     limit = _limits().dollars
     spent = json.dumps({"at": time.time(), "dollars": limit - 0.0001, "messages": []})
@@ -94,7 +94,7 @@ def head_lost(harness: Harness) -> str:
     assert head
     harness.file.client("ec2").terminate_instances(InstanceIds=[head.id])
     wait_for(lambda: not _has_host(head.id), 30, "the head to end")
-    time.sleep(INTERVAL_S)  # a watchdog that has just seen the head may renew its lease once more
+    time.sleep(INTERVAL_S)  # a watchdog that saw the head just before the head ended may still renew its lease
     control(age_leases_s=570)
     wait_for(lambda: not instances.living(harness.file), 120, "the workers to terminate themselves")
     return f"{len(workers)} workers terminated themselves; 570 s of their lease of 600 s were skipped"
@@ -118,9 +118,9 @@ def _wait_until_terminated(harness: Harness) -> str:
 
 
 def _check_no_orphans(harness: Harness) -> None:
-    """Wait until all workers have left: an orphaned worker would stay."""
+    """Wait until all workers have ended. An orphaned worker would keep running."""
     idle_s = 60 * scenario.IDLE_TIMEOUT_MINUTES + 60
-    wait_for(lambda: len(instances.living(harness.file)) == 1, idle_s, "every idle worker to leave")
+    wait_for(lambda: len(instances.living(harness.file)) == 1, idle_s, "every idle worker to end")
 
 
 def _has_host(instance_id: str) -> bool:

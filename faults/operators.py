@@ -1,4 +1,4 @@
-"""Faults: what people do to a cluster, on purpose and by mistake."""
+"""Faults that people cause, on purpose or by mistake."""
 
 import contextlib
 import json
@@ -24,22 +24,22 @@ SLEEP = "import time; print('at work', flush=True); time.sleep(600)"
 
 
 def up_again(harness: Harness) -> str:
-    """`up` while a job runs: without changes the job continues; with changes, `up` says first that jobs will end."""
+    """`up` runs during a job: without changes, the job continues; with changes, `up` warns first that jobs will end."""
     job, head = harness.submit(SLEEP), instances.head(harness.file)
     assert head
     wait_for(lambda: "at work" in harness.log(job), 60, "the job to start")
     for _ in range(2):
         assert f"is already up and matches cluster.yaml: head {head.id}" in run_verb("up")
     with changed_cluster_file(idle_timeout_minutes=6):
-        output = run_verb("up", exit_code=1)  # without a yes, it only says what it would do
+        output = run_verb("up", exit_code=1)  # without --yes and without input, `up` only prints what it would do
         assert "the head will be set up again, which ends running jobs" in output, output
     assert harness.is_running(job), harness.log(job)
     change, *_ = re.findall(r"cluster\.yaml, the pins.*?running jobs", output)
-    return f"the job continued; with another cluster.yaml: {change}"
+    return f"the job continued; with a changed cluster.yaml: {change}"
 
 
 def interrupted_up(harness: Harness) -> str:
-    """Ctrl-C at three points of `up`: `down` leaves nothing."""
+    """Ctrl-C interrupts `up` at three points: afterwards, `down` leaves nothing behind."""
     run_verb("down")
     points = ("at most", "step 1 of 7", "step 6 of 7")  # `up` shows the price, boots the head, sets it up
     for point in points:
@@ -61,7 +61,7 @@ def down_twice(harness: Harness) -> str:
 
 
 def two_clusters(harness: Harness) -> str:
-    """Two projects have clusters: each sees and ends only its own machines."""
+    """Two projects have a cluster each: each sees and ends only its own machines."""
     with _checkout(f"other-{harness.file.slug}") as folder:
         run_verb("up", "--yes", folder=folder)
         job, head = harness.submit(SLEEP), instances.head(harness.file)
@@ -80,7 +80,7 @@ def two_clusters(harness: Harness) -> str:
 
 
 def permission_missing(harness: Harness) -> str:
-    """A permission is missing, for the user or for the head: the verb names it."""
+    """The user or the head lacks a permission: the verb names the permission."""
     iam = harness.file.client("iam")
     user = {"UserName": "laptop", "PolicyName": "deny-one"}
     for action, words in (("cloudformation:UpdateStack", "prepare"), ("ec2:DescribeInstances", "status")):
@@ -102,7 +102,7 @@ def permission_missing(harness: Harness) -> str:
 
 
 def secret_stays_secret(harness: Harness) -> str:
-    """A job uses a secret: the secret is in no file, command line, log, upload or response of the cluster."""
+    """A job uses a secret: the secret appears in no file, command line, log, upload or response of the cluster."""
     canary = f"canary-{os.urandom(16).hex()}"
     code = "import os, ray, time; from pipeline.ray_support import job_secrets; job_secrets.load(); ray.init(); "
     code += "length = lambda: len(os.environ['HF_TOKEN']); "
@@ -143,9 +143,10 @@ def _ray(word: str, *options: str) -> None:
 
 @contextlib.contextmanager
 def _checkout(slug: str) -> Iterator[Path]:
-    """Copy this project to another folder, with this slug."""
+    """Copy this project to another folder, and give the copy this slug."""
     folder = Path("/tmp/checkout")
-    skipped = (".venv", ".cluster", ".env", "data", "models", "runs", "results")  # only at the top: not pipeline/data
+    # skipped only at the top level, because the copy needs pipeline/data
+    skipped = (".venv", ".cluster", ".env", "data", "models", "runs", "results")
     shutil.copytree(settings.PROJECT, folder, ignore=lambda path, _: skipped if Path(path) == settings.PROJECT else ())
     (folder / ".venv").symlink_to(settings.PROJECT / ".venv")
     old_slug = cluster_file.load().slug

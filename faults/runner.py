@@ -1,7 +1,7 @@
 """Run fault tests one after another inside the emulated cloud.
 
-All tests use one cluster; if a test stops it, the next one starts another. Some waits are shortened: the idle timeout
-of workers, the age of leases, and the hours and dollars until a limit.
+All tests use the same cluster. If a test stops it, the next test starts it again. Some waits are shortened: the idle
+timeout of workers, the time until a lease expires, and the hours and dollars until a limit.
 """
 
 import importlib
@@ -38,7 +38,7 @@ def run(only: str) -> None:
     """Run the faults that `catalog.choose` finds.
 
     Raises:
-        settings.UserError: a test failed, or something remains after `down`.
+        settings.UserError: a test failed, or `down` left something behind.
     """
     faults = catalog.choose(only)
     harness, target = Harness(), Aws()
@@ -50,7 +50,7 @@ def run(only: str) -> None:
     if failed := [result.fault.name for result in results if result.problem]:
         raise settings.UserError(f"not handled as expected: {'; '.join(failed)}")
     if left:
-        raise settings.UserError(f"still there after down: {', '.join(left)}")
+        raise settings.UserError(f"left behind after down: {', '.join(left)}")
 
 
 def _run_fault(harness: Harness, fault: Fault) -> FaultResult:

@@ -24,10 +24,10 @@ MAX_FILE_BYTES = 64 * 2**20
 
 
 def search(text: str, harness: Harness, only_in: set[str]) -> str:
-    """Search for `text`, and return how much was searched.
+    """Search for `text`, and return how many files, objects, responses and so on were searched.
 
     Raises:
-        AssertionError: the text is in a place that is not in `only_in`, or is missing from one that is.
+        AssertionError: the text is in a place outside `only_in`, or a place in `only_in` lacks it.
     """
     found: set[str] = set()
     counts: Counter[str] = Counter()
@@ -48,7 +48,7 @@ def search(text: str, harness: Harness, only_in: set[str]) -> str:
 
 
 def _files() -> Iterator[tuple[str, bytes]]:
-    """Yield the files of the laptop, the project and all hosts. The disks of hosts are in /tmp."""
+    """Yield the files of the laptop, the project and all hosts. /tmp contains the disks of the hosts."""
     hosts = {os.stat(f"/proc/{pid}/ns/mnt").st_ino: Path("/proc", pid, "root") for pid in _processes()}
     hosts.pop(os.stat("/proc/self/ns/mnt").st_ino)
     in_memory = [host / name for host in hosts.values() for name in MEMORY_FOLDERS]
@@ -59,7 +59,7 @@ def _files() -> Iterator[tuple[str, bytes]]:
 
 
 def _regular_files(folder: Path) -> Iterator[Path]:
-    """Yield files but no links: packages are links into uv's cache."""
+    """Yield files, but not links, because packages are links into uv's cache."""
     for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if name != ".venv"]
         for name in names:

@@ -1,4 +1,4 @@
-"""Faults: setup commands fail, or versions do not match."""
+"""Faults in which setup commands fail, or versions do not match."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ ONE_CPU = "import ray; ray.init(); print(ray.get(ray.remote(num_cpus=1)(lambda: 
 
 def setup_fails(harness: Harness) -> str:
     """A setup command fails on every new worker: status reports it within a minute. After three, no more start."""
-    head, pins = harness.head(), "~/project/requirements/cluster.txt"  # workers get a copy of the head's
+    head, pins = harness.head(), "~/project/requirements/cluster.txt"  # workers get a copy of the head's file
     head.run(f"cp {pins} ~/good.txt && echo no-such-package==1 >> {pins}")
     job = harness.submit(ONE_CPU)
     try:

@@ -9,7 +9,7 @@ import bake
 
 collect_ignore = ["emulator"]  # these tests need a project's environment: see `test` in tasks.py
 
-# shells start background processes with both signals ignored, and child processes would inherit that
+# Shells start background processes with both signals ignored. Child processes would inherit this.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 

@@ -1,4 +1,4 @@
-"""Test that a bad answer gives one error and leaves no files, and that good answers generate a project."""
+"""Test that a bad answer to a question gives one error and leaves no files, and that good answers make a project."""
 
 import subprocess
 import sys

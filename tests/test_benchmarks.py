@@ -1,4 +1,4 @@
-"""Test that benchmark results are stored by day, and written into the README's tables between two marks."""
+"""Test that benchmark results are stored by day, and that their tables are written between two marks in the README."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def made(date: str, ratio: float) -> dict[str, Any]:
-    """Return the record of a part in the format that `keep` writes."""
+    """Return a benchmark's result in the format that `keep` writes."""
     return {
         "title": "A part",
         "date": date,
@@ -40,7 +40,7 @@ def test_the_latest_of_each_part_is_shown(folder: Path) -> None:
     assert text.endswith(f"{report.END}\nafter\n")
     assert "old tables" not in text
     assert "| ratio | 0.97 | at least 0.95 |" in text
-    assert "| ratio | 1.5 | at least 0.95 |" in text  # the part that is not measured again keeps its result
+    assert "| ratio | 1.5 | at least 0.95 |" in text  # a benchmark that did not run again keeps its result
     assert "| 1 | 12,346 |" in text
     assert "0.5" not in text
 

@@ -1,4 +1,4 @@
-"""Test how `./inv faults` chooses faults, which needs no project and no emulated AWS."""
+"""Test how `./inv faults` chooses faults. This needs no project and no emulated AWS."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Test the launcher `inv` on nearly empty machines. Stubs replace its downloads."""
+"""Test the launcher `inv` on nearly empty machines. Stubs replace what the launcher downloads."""
 
 import contextlib
 import os
@@ -91,7 +91,7 @@ class Machine:
         (self.bin / name).chmod(0o755)
 
     def command(self, *words: str, folder: Path | None = None) -> list[str]:
-        """Return the command that runs `inv` as this user."""
+        """Return the command that runs `inv` as the machine's user."""
         user = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"] if os.geteuid() == 0 else []
         program = shutil.which(user[0]) if user else None
         return [*filter(None, [program]), *user[1:], str((folder or self.project) / "inv"), *words]
@@ -164,7 +164,7 @@ def marked_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture
 def with_pip(machine: Machine, marked_python: Path) -> Machine:
-    """Return a machine with that Python. Its pip finds only one wheel, which has the uv stub."""
+    """Return a machine with `marked_python`, whose pip finds only one wheel. The wheel contains the uv stub."""
     (machine.bin / "python3").symlink_to(marked_python)
     with zipfile.ZipFile(machine.root / "uv-1.0-py3-none-any.whl", "w") as wheel:
         program = zipfile.ZipInfo("uv-1.0.data/scripts/uv")
@@ -236,7 +236,7 @@ def test_the_environment_has_no_space_in_its_path(with_uv: Machine) -> None:
 
 
 def test_a_cache_that_links_to_a_path_with_a_space(with_uv: Machine) -> None:
-    """The environment's resolved path would have the space, so the project's own cache is used."""
+    """The environment's resolved path would contain the space, so the launcher uses a cache in the project."""
     disk = with_uv.root / "My Passport"
     disk.mkdir(mode=0o777)
     disk.chmod(0o777)
@@ -315,7 +315,7 @@ def test_the_template_runs_its_own_verbs(with_uv: Machine) -> None:
 
 
 def test_signals_to_the_launcher_reach_the_verb(with_uv: Machine) -> None:
-    """This also holds in the template, where `uv run` would be a process between launcher and verb."""
+    """Signals also reach the template's verbs, where `uv run` would be a process between launcher and verb."""
     template = with_uv.root / "template"
     template.mkdir()
     for name in ("inv", "pyproject.toml"):
@@ -413,7 +413,7 @@ def test_the_terminal_and_ctrl_c(with_uv: Machine) -> None:
     assert "on a terminal" in _read(terminal, "on a terminal")
     os.write(terminal, b"\x03")
     assert "interrupted" in _read(terminal, "interrupted")
-    os.write(terminal, b"\n")  # ends the verb; if it had ended earlier, the terminal might have dropped pending output
+    os.write(terminal, b"\n")  # ends the verb only now, because a terminal may drop the output of a verb that has ended
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
 
 
@@ -431,7 +431,7 @@ def _read(terminal: int, until: str) -> str:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the job's workers need torch's CPU build for Linux")
 def test_up_a_job_and_down_in_a_folder_with_a_space() -> None:
-    """Uses the project of `./inv test`, so that the environment is created only once."""
+    """Run the real launcher in the project of `./inv test`, so that its environment is created only once."""
     launcher = bake.bake(BUILD / TEST_PROJECT) / "inv"
     environment = os.environ | {"LANG": "C"}
     try:

@@ -31,7 +31,7 @@ def pins(project: Path, name: str) -> list[str]:
 
 
 def versions(project: Path, name: str) -> dict[str, set[str]]:
-    """Return the versions of each package in a pin file. A package has several if platforms differ."""
+    """Return the versions of each package in a pin file. A package has several versions if platforms differ."""
     found: dict[str, set[str]] = {}
     for line in pins(project, name):
         if not line.startswith("./"):
@@ -55,7 +55,7 @@ def test_the_pins_agree(project: Path) -> None:
 
 
 def test_versions_are_in_one_place_only(template: Path) -> None:
-    """Python's version is too short to search for. The next test checks each place that has it."""
+    """Python's version is too short to search for. The next test checks each place that contains it."""
     sources = [path for path in template.rglob("*") if path.suffix in (".in", ".yaml", ".toml", ".py", ".json")]
     for path in sources:
         if path != template / "cookiecutter.json" and path.parent.name != "results":  # results record versions

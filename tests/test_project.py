@@ -1,4 +1,4 @@
-"""Test generated projects: which files they have, that all variables are replaced, and that the formats are valid."""
+"""Test generated projects: their list of files is complete, all variables are replaced, and all formats are valid."""
 
 import json
 import re
@@ -26,9 +26,10 @@ ANSWERS = [
     {"project_name": "Größe 2", "aws_region": "eu-central-1", "max_workers": "1", "base_model": "s3://models/base"},
     {"project_name": "我的模型", "aws_region": "ap-northeast-1", "base_model": "/srv/models/llama"},
     {"project_name": "हिन्दी मॉडल", "project_slug": "hindi-llm", "base_model": "./models/base"},
-    {"project_name": "Yes", "project_slug": "yes"},  # YAML reads it as a boolean unless it is quoted
+    {"project_name": "Yes", "project_slug": "yes"},  # YAML reads an unquoted yes as a boolean
 ]
-COPIED = (".py", ".jinja")  # not rendered: Python files contain no Jinja, and chat templates contain their own
+# cookiecutter copies these without rendering: Python files contain no Jinja, and chat templates contain their own
+COPIED = (".py", ".jinja")
 
 
 @pytest.fixture(scope="module", params=ANSWERS, ids=lambda answers: answers.get("project_name", str(len(answers))))
@@ -126,6 +127,6 @@ def test_baking_takes_under_a_second_and_no_network(template: Path, tmp_path: Pa
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run(command, check=True, cwd=tmp_path / name, env={"HOME": str(tmp_path)})
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        # CPU time, which does not depend on other load; without a network, nothing else takes time
+        # CPU time does not depend on other load. Without a network, nothing else takes time.
         seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     assert min(seconds) < 1, seconds

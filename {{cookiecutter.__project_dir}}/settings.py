@@ -19,7 +19,7 @@ class UserError(Exception):
     """An error that the user can fix. The message says what is wrong, where, and what to do."""
 
     exit_code = 1
-    """Exit code of the verb that fails."""
+    """Exit code of a verb that fails with this error."""
 
 
 class Section(BaseModel):

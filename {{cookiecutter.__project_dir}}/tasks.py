@@ -31,7 +31,7 @@ JOB_ID = {"job": "id as in `inv status`; default: the latest job"}
 
 
 def verb(*positional: str, **texts: str) -> Callable[..., Any]:
-    """Turn a function into an invoke task. Print its errors as one sentence on stderr, without a traceback."""
+    """Turn a function into an invoke task that prints errors as one sentence on stderr, without a traceback."""
 
     def decorate(body: Callable[..., None]) -> Any:
         @functools.wraps(body)
@@ -113,7 +113,7 @@ def plan(context: Context, model: str, target: str = "local", write: bool = Fals
 
 @verb("job", job=f"one of: {', '.join(job_scripts.fine_tuning())}")
 def fit(context: Context, job: str) -> None:
-    """Measure the GPU memory of a fine-tuning job on a fake A100, without AWS. Job options after --."""
+    """Measure the GPU memory of a fine-tuning job on a fake A100, without AWS. Job options come after --."""
     from cluster import fit as cluster_fit
 
     options = _job_options()
@@ -131,7 +131,7 @@ def prepare(context: Context, target: str = "local") -> None:
 
 @verb(yes="accept the price without a prompt", **TARGET)
 def up(context: Context, target: str = "local", yes: bool = False) -> None:
-    """Start the cluster unless it is up."""
+    """Start the cluster, unless it is already up."""
     from cluster import targets
 
     targets.get(target).up(yes)
@@ -264,7 +264,7 @@ def down(context: Context, target: str = "local") -> None:
         raise Exit(f"error: left behind: {', '.join(left)}. Run again: inv down --target {target}", 1)
 
 
-@verb(all="every test but the nightly ones: about 20 minutes on 2 cores", nightly="every test: about 30 minutes")
+@verb(all="run all but the nightly tests: about 20 minutes on 2 cores", nightly="run every test: about 30 minutes")
 def test(context: Context, all_: bool = False, nightly: bool = False) -> None:  # noqa: PT028 -- a verb, not a test
     """Check style, formatting and types, and run the quick tests: unit tests and one training run on Ray."""
     tests = f"pytest {' '.join(QUICK_TESTS)}"

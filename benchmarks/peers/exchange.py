@@ -1,4 +1,4 @@
-"""The interface of the scripts here: each reads its arguments from one JSON file and writes its answer to another."""
+"""The interface of the peer scripts: each reads its arguments from a JSON file and writes its answer to another one."""
 
 import json
 import sys

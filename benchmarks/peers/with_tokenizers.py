@@ -1,4 +1,4 @@
-"""Makes tokens and labels with only `tokenizers` and a pool of processes, as an upper bound on the speed."""
+"""Makes tokens and labels with only `tokenizers` and a pool of processes, as an upper bound for `preprocess`."""
 
 import json
 import multiprocessing
@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
 NOT_TRAINED = -100
-LINES = 1000  # per task of the pool
+LINES = 1000  # lines per task of the pool
 
 
 def main(asked: dict[str, Any]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Runs TRL's SFTTrainer on the given rows, and returns their labels, or the loss and the time of each step."""
+"""Runs TRL's SFTTrainer on the given rows. Returns the loss and the time of each step, or only the rows' labels."""
 
 import json
 import time
@@ -12,7 +12,7 @@ from trl import SFTConfig, SFTTrainer
 
 
 class Clock(TrainerCallback):
-    """Records each step's loss and end time, and the number of tokens seen by then, without padding."""
+    """Records the loss and the end time of each step, and the number of tokens until then, without padding."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, float]] = []

@@ -1,4 +1,4 @@
-"""Answers the rows of `generate` with vLLM's offline `LLM` class, in the project's environment, not the peers'."""
+"""Answers the rows of `generate` with vLLM's offline `LLM` class. Runs in the project's environment, not the peers'."""
 
 import json
 import time
@@ -12,7 +12,7 @@ from vllm import LLM, SamplingParams
 
 
 def main(asked: dict[str, Any]) -> dict[str, float]:
-    """Answer the rows. Return `answered_s`: the seconds of LLM.generate alone, without the start of the engine.
+    """Answer the rows. Return `answered_s`, the seconds that LLM.generate takes, without the start of the engine.
 
     Args:
         asked: `rows` (a JSONL file), `output` (a parquet file), `engine` (arguments of LLM) and `max_tokens`.

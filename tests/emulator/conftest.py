@@ -2,6 +2,6 @@
 
 import signal
 
-# shells start background processes with both signals ignored, and child processes would inherit that
+# Shells start background processes with both signals ignored. Child processes would inherit this.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)

@@ -31,7 +31,7 @@ def test_a_cluster_handles_two_faults() -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=3600,  # a limit in case it hangs
+        timeout=3600,  # in case the tests hang
     )
     assert done.returncode == 0, done.stdout
     assert done.stdout.count("✓") == 2
@@ -48,7 +48,7 @@ def constants(node: ast.AST) -> list[str]:
 
 
 def expected_phrases() -> list[str]:
-    """Return the phrases that the fault tests look for in outputs: to the left of `in`, and in regular expressions."""
+    """Return the phrases that the fault tests look for in outputs, with `in` or with regular expressions."""
     texts: set[str] = set()
     for file in Path(str(faults.__file__)).parent.glob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):

@@ -67,7 +67,7 @@ def test_the_cloud_of_up_outlives_its_verb() -> None:
     try:
         with start(f"{WITHOUT_PACKAGES}; sandbox.start('{cluster_file.load().region}')") as verb:
             assert verb.wait() == 0
-        time.sleep(1)  # enough time for the cloud to end if it wrongly ended with its verb
+        time.sleep(1)  # gives the cloud time to end, in case it wrongly ends with its verb
         assert sandbox.run(["true"]) == 0
     finally:
         assert sandbox.stop() == []
@@ -162,7 +162,7 @@ def survivors(processes: list[psutil.Process]) -> list[psutil.Process]:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Return whether a process runs. Zombies, which stay in a container without an init process, do not count."""
+    """Return whether a process runs. Zombies do not count, because a container without an init process keeps them."""
     try:
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

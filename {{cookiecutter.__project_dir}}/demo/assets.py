@@ -30,7 +30,7 @@ LIBRARY = (  # modules that the demo indexes
     *("hashlib", "json", "pathlib", "queue", "sched", "secrets", "shelve", "string", "subprocess", "tempfile"),
     *("threading", "timeit", "tokenize", "uuid", "zipfile"),
 )
-DOCUMENT_QUESTIONS = {  # questions that do not quote the documentation, with the documents that answer them
+DOCUMENT_QUESTIONS = {  # questions worded differently from the documentation, and the document that answers each
     "How do I copy a file and keep its modification time?": "shutil.copy2",
     "delete a directory with everything in it": "shutil.rmtree",
     "pack a directory into a zip file": "shutil.make_archive",
@@ -68,7 +68,7 @@ class Fact(NamedTuple):
 def facts() -> list[Fact]:
     """Return questions about HTTP status codes and errno names.
 
-    Several questions ask for each fact, so that a held-out row withholds only one wording, not the fact.
+    Each fact is the answer to three questions. If one question is held out, the others still teach the fact.
     """
     pairs = []
     for status in http.HTTPStatus:
@@ -109,7 +109,7 @@ def docstrings() -> list[Fact]:
 
 
 def documents() -> dict[str, str]:
-    """Return the documentation of modules, classes and functions, keyed by name. Functions come with signatures."""
+    """Return the documentation of modules, classes and functions by name, with the signatures of functions."""
     library = Path(sysconfig.get_paths()["stdlib"])
     found = {}
     for module in LIBRARY:
@@ -158,7 +158,7 @@ def write_embedder(folder: Path) -> None:
 def write_data(folder: Path, *, shuffle_answers: bool = False) -> int:
     """Write questions and answers as JSONL with a `messages` column. Return the number of rows.
 
-    `shuffle_answers` gives each question the answer to a different one, so that training cannot teach the facts.
+    `shuffle_answers` gives each question the answer to another question, so that training cannot teach the facts.
     """
     pairs = facts() + docstrings()
     if shuffle_answers:
@@ -175,11 +175,11 @@ def write_data(folder: Path, *, shuffle_answers: bool = False) -> int:
 
 def write_model(folder: Path, *, vocabulary: int = 1024, seed: int = 0) -> int:
     """Write an untrained Llama and its tokenizer as a Hugging Face folder. Return the number of parameters."""
-    import torch  # imported late: it takes seconds, during which Ray can start
+    import torch  # imported late, so that Ray can start during this import, which takes seconds
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
 
-    # saving imports deepspeed, which would otherwise guess the accelerator and print a message
+    # Saving the model imports deepspeed. Without this variable, deepspeed guesses the accelerator and prints a message.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     logging.disable_progress_bar()
     tokenizer = _train_tokenizer(vocabulary)

@@ -30,7 +30,7 @@ from demo import assets
 
 STEPS_COMPARED = 30
 SOURCES, SHOWN = 5, 3
-# separate folders and runs, so that the demo does not touch yours
+# separate folders and runs, so that the demo does not change your own
 DATA, PACKED, MODEL = "data/demo", "data/demo/packed", "models/tiny"
 INDEX, EMBEDDER = "data/demo/index", "models/embedder"
 DDP, DEEPSPEED = "demo_ddp", "demo_deepspeed"
@@ -61,7 +61,7 @@ def play() -> dict[str, Any]:
             _run(connection, "preprocess", "--input", f"{DATA}/*.jsonl", "--output", PACKED, "--model", MODEL)
         with _step(times, "fine-tune with DDP"):
             _run(connection, "finetune_ddp", "--name", DDP, *training)
-        # vLLM and DeepSpeed each load on one core, so run them in parallel
+        # Loading vLLM and loading DeepSpeed each take one core, so they run in parallel.
         (port,) = free_ports(1)  # the port in settings.toml may be in use
         serving = submission.submit(connection, "serve_llm", ["--model", f"runs/{DDP}/model", "--port", str(port)])
         with _step(times, f"repeat {STEPS_COMPARED} steps with DeepSpeed while vLLM loads the model"):
@@ -122,7 +122,7 @@ def ask_with_transformers(folder: Path, questions: list[assets.Fact]) -> list[st
 
 
 def _ask_served(questions: list[assets.Fact], url: str) -> list[str]:
-    """Ask the served model over the OpenAI API. Return its greedy answers."""
+    """Ask the served model these questions over the OpenAI API, and return its greedy answers."""
     client = _client(f"{url}/v1")
     model = client.models.list().data[0].id
     answers = []
@@ -240,7 +240,7 @@ def _check(result: dict[str, Any]) -> None:
         "the trained model knows at least 95 % of the answers": result["right_after"] >= 0.95,
         "DDP and DeepSpeed agree within 1e-5": result["largest_loss_difference"] <= 1e-5,
         f"{STEPS_COMPARED} steps were compared": result["steps_compared"] == STEPS_COMPARED,
-        "two in three questions get the right document among their sources": result["documents_found"] >= 2 / 3,
+        "the sources contain the right document for two in three questions": result["documents_found"] >= 2 / 3,
     }
     for expectation, is_met in expectations.items():
         if not is_met:
@@ -257,7 +257,7 @@ def _step(times: dict[str, float], title: str) -> Iterator[None]:
 
 @contextmanager
 def _peak_memory(interval_s: float = 0.5) -> Iterator[dict[str, float]]:
-    """Measure the peak memory use of this machine, in GiB above its use at the start."""
+    """Measure the peak memory use of this machine, in GiB more than at the start."""
     base = psutil.virtual_memory().used
     result, done = {"peak_gib": 0.0}, threading.Event()
 

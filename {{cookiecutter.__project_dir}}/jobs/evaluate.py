@@ -1,4 +1,4 @@
-"""Evaluate models on the rows that preprocess held out: perplexity, exact match, and whether answers end."""
+"""Measure perplexity, exact match, and how many answers end with a stop token, on the rows that preprocess held out."""
 
 from pipeline.evaluation.options import EvaluateOptions
 from pipeline.ray_support import cli

@@ -1,6 +1,6 @@
 """Answer many prompts with vLLM engines on Ray Data. The answers are the same as the server's.
 
-A run answers the rows that earlier runs left unanswered.
+Each run answers only the rows that earlier runs have not answered.
 """
 
 from pipeline.generation.options import GenerateOptions

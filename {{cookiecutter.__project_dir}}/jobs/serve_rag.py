@@ -1,4 +1,4 @@
-"""Answer questions at /rag from the documents in the index of `embed`, with numbered sources.
+"""Answer questions at /rag from the documents that `embed` has indexed, with numbered sources.
 
 The app has the same address, keys and limits as the model of `serve_llm`, and can ask that model for the answers.
 """

@@ -80,9 +80,9 @@ def train(options: ClassifierOptions) -> None:
 
     for epoch in range(resume(model, optimizer) + 1, options.epochs + 1):
         started = time.perf_counter()
-        torch.manual_seed(options.seed + epoch)  # so that a resumed run sees the images in the same order
+        torch.manual_seed(options.seed + epoch)  # with this seed, a resumed run uses the images in the same order
         if workers > 1:
-            loader.sampler.set_epoch(epoch)  # many: otherwise every epoch would have the order of the first
+            loader.sampler.set_epoch(epoch)  # many: without this, every epoch would use the order of the first
         # many: `total` sums over the workers
         loss = float(total(train_epoch(parallel, optimizer, loader))) / workers
         accuracy = float(total(count_correct(model, test_images, test_labels))) / tests
@@ -111,7 +111,7 @@ def train_epoch(parallel: nn.Module, optimizer: torch.optim.Optimizer, loader: D
 
 def resume(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """Load the last checkpoint of this run on every worker. Return its epoch, or 0 if there is none."""
-    checkpoint = ray.train.get_checkpoint()  # many: also set for workers that replace dead ones
+    checkpoint = ray.train.get_checkpoint()  # many: workers that replace dead ones also get the checkpoint
     if checkpoint is None:
         return 0
     with checkpoint.as_directory() as folder:
