@@ -7,7 +7,7 @@ import pytest
 
 import bake
 
-collect_ignore = ["emulator"]  # these tests need a project's environment: see `test` in tasks.py
+collect_ignore = ["emulator", "gpu_path"]  # these tests need a project's environment: see tasks.py
 
 # Shells start background processes with both signals ignored. Child processes would inherit this.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -26,6 +26,9 @@ UNMODELED_GIB = 1
 """Memory of a real GPU that torch's allocator does not have: CUDA's context, NCCL's buffers, cuBLAS' workspaces. Not
 measured yet on a real A100."""
 
+COMPLETE = "packages-are-complete"
+"""Name of a file in an environment. It says that the installation was not interrupted."""
+
 SWITCHES = (["--gradient-checkpointing"], ["--micro-batch-rows", "1"], ["--lora-rank", "16"])
 """Options that need less memory, in the order in which they are tried."""
 
@@ -53,7 +56,7 @@ def fit(job: str, options: list[str], console: Console) -> None:
     if (sys.platform, platform.machine()) != ("linux", "x86_64"):
         raise settings.UserError("fit needs Linux on x86-64, because it uses the packages of the nodes. Use: inv plan")
     workers = cluster_file.load().workers
-    gpu = Gpu(_environment(), 80 if any("p4de" in worker.instance_type for worker in workers) else 40)
+    gpu = Gpu(nodes_environment(), 80 if any("p4de" in worker.instance_type for worker in workers) else 40)
     with console.status(f"{job} runs on a fake A100 with {gpu.gib} GB"):
         needed = gpu.run(job, options)
     if needed.failed:
@@ -102,12 +105,20 @@ class Gpu:
             return not done.returncode and "failed" not in json.loads(report.read_text())
 
     def _run(self, job: str, options: list[str], report: Path, *, quiet: bool) -> "subprocess.CompletedProcess[bytes]":
-        fake = build.variables(self.environment / "fake_gpu", mib=(self.gib - UNMODELED_GIB) * 1024)
         rank = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-        variables = os.environ | fake | rank | {"PROFILE": "cluster", "FIT_REPORT": str(report)}
-        command = [str(self.environment / "bin" / "python"), "-m", f"jobs.{job}", *options]
+        variables = self.variables((self.gib - UNMODELED_GIB) * 1024) | rank
+        variables |= {"PROFILE": "cluster", "FIT_REPORT": str(report)}
+        command = [str(self.python), "-m", f"jobs.{job}", *options]
         output = subprocess.DEVNULL if quiet else None
         return subprocess.run(command, cwd=settings.PROJECT, env=variables, stdout=output, stderr=output)
+
+    @property
+    def python(self) -> Path:
+        return self.environment / "bin" / "python"
+
+    def variables(self, mib: int) -> dict[str, str]:
+        """Return the environment variables of a process that sees the GPU with `mib` MiB of memory."""
+        return os.environ | build.variables(build.for_environment(self.environment), mib=mib)
 
 
 def _try_switches(gpu: Gpu, job: str, options: list[str], console: Console) -> None:
@@ -124,14 +135,12 @@ def _largest_micro_batch(gpu: Gpu, job: str, options: list[str], rows: int) -> i
     return rows
 
 
-def _environment() -> Path:
-    """Return the environment with the packages of the nodes and the fake GPU. The first call installs it."""
+def nodes_environment() -> Path:
+    """Return the environment with the packages of the nodes. The first call installs it."""
     pins = cluster_file.PINS
     folder = environment.VENV.resolve().parent / f"cuda-{environment.hash_of(pins)[:12]}"
-    library = folder / "fake_gpu" / build.RUNTIME
-    if not library.exists():
+    if not (folder / COMPLETE).exists():
         print(f"installing the packages of the nodes in {folder} (about 10 GB)", file=sys.stderr, flush=True)
         environment.install(folder, pins, "--quiet", cuda=True)
-        (site_packages,) = folder.glob("lib/python*/site-packages")
-        build.build(site_packages, library.parent)
+        (folder / COMPLETE).touch()
     return folder

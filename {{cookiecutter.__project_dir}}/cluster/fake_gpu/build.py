@@ -3,6 +3,7 @@
 Needs gcc and readelf. CUDA's headers are those in the environment.
 """
 
+import hashlib
 import re
 import subprocess
 import sys
@@ -12,9 +13,25 @@ import settings
 
 SOURCE = Path(__file__).parent
 RUNTIME, DRIVERS = "libfakegpu.so", ("libcuda.so.1", "libnvidia-ml.so.1")
-LIBRARIES = ("torch/lib/*.so", "torch/lib/*.so.*", "bitsandbytes/*cuda13*.so", "deepspeed/**/*.so")
-TRITON_DRIVER = "triton/backends/nvidia/driver.c"
-"""Triton compiles this file at run time, so its calls are in the source, not in a library."""
+LIBRARIES = (
+    "torch/lib/*.so",
+    "torch/lib/*.so.*",
+    "bitsandbytes/*cuda13*.so",
+    "deepspeed/**/*.so",
+    "vllm/**/*.so",
+)
+NAMING = ("triton/backends/nvidia/driver.c", "vllm/third_party/pynvml.py", "torch/lib/libc10_cuda.so")
+"""Files that contain the names of functions of the driver and of NVML, because they look them up when they run."""
+
+
+def for_environment(environment: Path) -> Path:
+    """Return the folder with the fake GPU for the packages of an environment. The first call builds it."""
+    sources = b"".join(file.read_bytes() for file in sorted(SOURCE.iterdir()) if file.is_file())
+    folder = environment / f"fake_gpu-{hashlib.sha256(sources).hexdigest()[:12]}"
+    if not (folder / DRIVERS[-1]).exists():
+        (site_packages,) = environment.glob("lib/python*/site-packages")
+        build(site_packages, folder)
+    return folder
 
 
 def build(site_packages: Path, folder: Path) -> None:
@@ -27,7 +44,9 @@ def build(site_packages: Path, folder: Path) -> None:
     called = _called_functions(site_packages)
     runtime = {name for name in called if re.fullmatch(r"(__)?cuda[A-Z]\w*|cublas\w+", name)}
     driver = {name for name in called if re.fullmatch(r"cu[A-Z](?!BLAS|FFT)\w*|nvml\w+", name)}
-    driver |= set(re.findall(r"\b(cu[A-Z]\w+)", (site_packages / TRITON_DRIVER).read_text()))
+    for name in NAMING:
+        text = (site_packages / name).read_text(encoding="latin-1")
+        driver |= set(re.findall(r"\b(cu[A-Z]\w+|nvml[A-Z]\w+)", text, re.ASCII))
     include = f"-I{site_packages}/nvidia/cu13/include"
     _compile(folder / RUNTIME, SOURCE / "runtime.c", _placeholders("runtime.c", runtime, folder), include)
     for name in DRIVERS:

@@ -150,7 +150,7 @@ cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *gpu, int number) {
     gpu->minor = gpu_capability() % 10;
     gpu->multiProcessorCount = 108;
     gpu->warpSize = 32;
-    gpu->regsPerBlock = 65536;
+    gpu->regsPerBlock = gpu->regsPerMultiprocessor = 65536;
     gpu->sharedMemPerBlock = 49152;
     gpu->sharedMemPerBlockOptin = 166912;
     gpu->sharedMemPerMultiprocessor = 167936;

@@ -27,7 +27,7 @@ class StubbedGpu(Gpu):
 @pytest.fixture(autouse=True)
 def _stubbed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(fit, "Gpu", StubbedGpu)
-    monkeypatch.setattr(fit, "_environment", lambda: tmp_path)
+    monkeypatch.setattr(fit, "nodes_environment", lambda: tmp_path)
     monkeypatch.setattr(fit.sys, "platform", "linux")
     monkeypatch.setattr(fit.platform, "machine", lambda: "x86_64")
 

@@ -1,0 +1,54 @@
+"""The fake GPU itself: what torch, Triton and Inductor see, and that each byte counts."""
+
+import json
+
+import pytest
+from gpu_path.conftest import Run
+
+MEMORY = """
+import json, resource, torch
+seen = {"name": torch.cuda.get_device_name(), "free": torch.cuda.mem_get_info()[0]}
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+held = torch.empty(30 << 30, dtype=torch.uint8, device="cuda")
+seen["allocated"] = torch.cuda.memory_allocated()
+seen["main memory, MiB"] = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10
+try:
+    torch.empty(12 << 30, dtype=torch.uint8, device="cuda")
+except torch.OutOfMemoryError as error:
+    seen["refused"] = str(error)
+del held
+seen["afterwards"] = torch.empty(12 << 30, dtype=torch.uint8, device="cuda").numel()
+print(json.dumps(seen))
+"""
+
+COMPILED = """
+import torch
+
+@torch.compile
+def softmax_of_product(a, b):
+    return torch.softmax(a @ b + 1, dim=-1)
+
+a = torch.ones(64, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+softmax_of_product(a, torch.ones(4096, 128, device="cuda", dtype=torch.bfloat16)).sum().backward()
+print(tuple(a.grad.shape))
+"""
+
+
+def test_memory_counts_each_byte_and_takes_no_main_memory(run: Run) -> None:
+    seen = json.loads(run(MEMORY))
+    assert seen["name"] == "NVIDIA A100-SXM4-40GB"
+    assert seen["free"] == 40 << 30
+    assert seen["allocated"] == 30 << 30
+    assert seen["main memory, MiB"] < 200
+    assert "40.00 GiB" in seen["refused"]
+    assert seen["afterwards"] == 12 << 30
+
+
+def test_inductor_and_triton_compile_for_it(run: Run) -> None:
+    assert run(COMPILED).splitlines()[-1] == "(64, 4096)"
+
+
+@pytest.mark.parametrize("mib", [40 * 1024, 80 * 1024])
+def test_it_has_the_memory_that_is_asked_for(run: Run, mib: int) -> None:
+    code = "import torch; print(torch.cuda.mem_get_info()[1] >> 20)"
+    assert run(code, mib=mib).split() == [str(mib)]

@@ -1,0 +1,62 @@
+"""What fine-tuning jobs allocate on a fake GPU, beside what `inv plan` says."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from gpu_path.models import MODELS
+
+from cluster import fit
+from cluster.planner import memory
+from cluster.planner.memory import GIB, METHODS, Method, Training
+from cluster.planner.shape import shape_of
+
+MEASURED = [method for method in METHODS if not method.offload_optimizer]
+CORE = ("Qwen3-8B",)
+GPUS = 8
+
+
+def _cases() -> list[pytest.ParameterSet]:
+    """Return one test parameter for each model, method, and choice of LoRA and checkpointing."""
+    found = []
+    for name in MODELS:
+        for lora in (False, True):
+            for checkpointing in (False, True):
+                for method in MEASURED:
+                    label = f"{name} {method.name}{' LoRA' * lora}{' checkpointing' * checkpointing}"
+                    marks = () if name in CORE and checkpointing and not lora else (pytest.mark.nightly,)
+                    found.append(pytest.param(name, method, lora, checkpointing, id=label, marks=marks))
+    return found
+
+
+@pytest.mark.parametrize(("name", "method", "lora", "checkpointing"), _cases())
+def test_the_plan_covers_what_a_job_allocates(
+    gpu: fit.Gpu,
+    folder_of: Callable[[str], str],
+    name: str,
+    method: Method,
+    lora: bool,
+    checkpointing: bool,
+) -> None:
+    job, options = _job(method)
+    options += ["--model", folder_of(name), "--micro-batch-rows", "1", "--lora-rank", "16" if lora else "0"]
+    options += ["--gradient-checkpointing" if checkpointing else "--no-gradient-checkpointing"]
+    measured = gpu.run(job, options)
+    training = Training(1024, 1, "bf16", checkpointing, method, lora, GPUS)
+    planned = memory.peak(shape_of(MODELS[name]), training).gpu
+    print(f"{measured.allocated / GIB:.2f} / {measured.reserved / GIB:.2f} GiB, plan {planned / GIB:.2f}")
+    assert not measured.failed
+    assert measured.allocated <= planned <= 1.1 * measured.allocated + 0.5 * GIB
+
+
+def _job(method: Method) -> tuple[str, list[str]]:
+    if method.zero_stage:
+        return "finetune_deepspeed", ["--zero-stage", str(method.zero_stage)]
+    return ("finetune_fsdp" if method.is_fsdp else "finetune_ddp"), []
+
+
+def test_a_job_that_does_not_fit_says_where_memory_ran_out(gpu: fit.Gpu, folder_of: Callable[[str], str]) -> None:
+    small = replace(gpu, gib=40)
+    options = ["--model", folder_of("Qwen3-8B")]
+    assert small.run("finetune_ddp", options).failed == "loading the model"
+    assert not small.run("finetune_deepspeed", options).failed, "the shipped settings do not fit"
