@@ -1,8 +1,7 @@
 """The `Strategy` interface, which hides how DDP, FSDP and ZeRO distribute a model over the ranks. Also contains DDP."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from transformers.masking_utils import create_masks_for_generate
 
 from pipeline.training.dataset import Batch
 from pipeline.training.options import TrainOptions
+from pipeline.training.parameters import shape_of
 from pipeline.training.runtimes.runtime import Runtime, WriteCheckpoint
 from pipeline.training.schedule import BatchPlan
 
@@ -28,6 +28,15 @@ class Strategy(ABC):
     """The module to call. It runs the collectives that the strategy needs."""
     model: PreTrainedModel
     optimizer: torch.optim.Optimizer
+
+    @classmethod
+    def loading(cls, options: Any, runtime: Runtime, plan: BatchPlan) -> AbstractContextManager[None]:
+        """Return a context in which `from_pretrained` loads what a rank needs of a model: here, the whole model."""
+        return nullcontext()
+
+    @abstractmethod
+    def __init__(self, model: PreTrainedModel, options: Any, runtime: Runtime, plan: BatchPlan) -> None:
+        """Distribute a model that was loaded in the context of `loading`. `options` are those of the job."""
 
     @abstractmethod
     def accumulate(self, batch: Batch, scale: torch.Tensor, last: bool) -> torch.Tensor:
@@ -83,16 +92,14 @@ def copied(state: Any) -> Any:
     """Return a copy of `state` with all tensors in main memory, where training does not change them."""
     return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), state)
 
-
-MakeStrategy = Callable[[PreTrainedModel, Any, Runtime, BatchPlan], Strategy]
-"""A strategy's class, or a function with the same arguments. The second argument is the job's options."""
+MakeStrategy = type[Strategy]
 
 
 def adamw(model: nn.Module, weight_decay: float) -> torch.optim.AdamW:
     """Return the optimizer that every strategy uses. Weight decay applies only to matrices, not to biases and norms."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    matrices = [parameter for parameter in trained if parameter.ndim >= 2]
-    vectors = [parameter for parameter in trained if parameter.ndim < 2]
+    matrices = [parameter for parameter in trained if len(shape_of(parameter)) >= 2]
+    vectors = [parameter for parameter in trained if len(shape_of(parameter)) < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW([group for group in groups if group["params"]], betas=BETAS, fused=True)
 

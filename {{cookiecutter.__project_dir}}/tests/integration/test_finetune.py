@@ -27,7 +27,7 @@ from pipeline.training.options import DDPOptions, DeepSpeedOptions, FSDPOptions,
 from pipeline.training.runtimes import ray_train
 from pipeline.training.runtimes.runtime import Runtime, SingleProcess
 from pipeline.training.schedule import BatchPlan
-from pipeline.training.strategies import DDP, Strategy
+from pipeline.training.strategies import DDP
 from pipeline.training.trainer import train
 
 STEPS = 30  # the first steps of the local profile's schedule, which the demo uses
@@ -147,7 +147,7 @@ def test_a_stream_trains_and_its_workers_can_start_tasks(
         row_sources.find_all(str(assets / "data/*.jsonl"), ()), DocumentTokenizer(options.model, 128)
     )
     monkeypatch.setattr(streaming, "find_input", lambda _: stream_input)
-    ray_train.fit(options, _ddp_that_starts_a_task)
+    ray_train.fit(options, _StartsATask)
     assert "reads the rows from the start" in capsys.readouterr().out
     assert [row["step"] for row in _metrics(options)] == [1, 2, 3, 4]
     tokenizer = AutoTokenizer.from_pretrained(_folder(options) / "model")
@@ -158,13 +158,13 @@ def test_a_refusal_in_the_workers_reaches_the_driver(changes: dict[str, Any]) ->
     """There is no retry after an error: only dead workers are replaced."""
     options = _ddp_options(changes | {"name": "refused", "max_failures": 3})
     with pytest.raises(settings.UserError, match="refused by rank 0"):
-        ray_train.fit(options, _refuse)
+        ray_train.fit(options, _Refuses)
 
 
 def test_a_full_gpu_is_one_sentence(changes: dict[str, Any]) -> None:
     options = _ddp_options(changes | {"name": "full", "max_failures": 0})
     with pytest.raises(settings.UserError, match=r"a GPU ran out of memory\. .*--micro-batch-rows.*inv plan "):
-        launch.fit(options, _fill_the_gpu)
+        launch.fit(options, _FillsTheGpu)
 
 
 # ------------------------------------------------------------------------------------------ before any worker starts
@@ -281,16 +281,17 @@ def _answer() -> int:
     return 42
 
 
-def _ddp_that_starts_a_task(
-    model: PreTrainedModel, options: TrainOptions, runtime: Runtime, plan: BatchPlan
-) -> Strategy:
-    assert ray.get(_answer.remote(), timeout=60) == 42  # a task in the workers' placement group would wait forever
-    return DDP(model, options, runtime, plan)
+class _StartsATask(DDP):
+    def __init__(self, model: PreTrainedModel, options: TrainOptions, runtime: Runtime, plan: BatchPlan) -> None:
+        assert ray.get(_answer.remote(), timeout=60) == 42  # a task in the workers' placement group would wait forever
+        super().__init__(model, options, runtime, plan)
 
 
-def _fill_the_gpu(model: PreTrainedModel, options: TrainOptions, runtime: Runtime, plan: BatchPlan) -> Strategy:
-    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+class _FillsTheGpu(DDP):
+    def __init__(self, model: PreTrainedModel, options: TrainOptions, runtime: Runtime, plan: BatchPlan) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
 
 
-def _refuse(model: PreTrainedModel, options: TrainOptions, runtime: Runtime, plan: BatchPlan) -> Strategy:
-    raise settings.UserError(f"refused by rank {runtime.rank}")
+class _Refuses(DDP):
+    def __init__(self, model: PreTrainedModel, options: TrainOptions, runtime: Runtime, plan: BatchPlan) -> None:
+        raise settings.UserError(f"refused by rank {runtime.rank}")
