@@ -23,6 +23,7 @@ from pipeline.training.parameters import numel
 from pipeline.training.runtimes.runtime import Runtime, WriteCheckpoint
 from pipeline.training.schedule import BatchPlan
 from pipeline.training.strategies import Strategy, adamw, copied
+from pipeline.training.weight_files import Weight
 from settings import UserError
 
 CONFIG_FILE = Path(__file__).with_name("deepspeed.json")
@@ -142,18 +143,15 @@ class ZeRO(Strategy):
         parameters = sum(map(numel, trained))
         return 12 * parameters // self._world_size + (4 * parameters if self._is_writer else 0)
 
-    def gather(self) -> dict[str, torch.Tensor]:
+    def gather(self) -> Iterator[Weight]:
         import deepspeed
 
-        state = {}
         for name, parameter in self.model.named_parameters():
-            if not parameter.requires_grad:
-                continue
-            # one at a time, so that no device holds the full model
-            with deepspeed.zero.GatheredParameters([parameter]):
-                if self._is_writer:
-                    state[name] = parameter.detach().cpu().clone()
-        return state
+            if parameter.requires_grad:
+                with deepspeed.zero.GatheredParameters([parameter]):
+                    whole = parameter.detach().cpu().clone() if self._is_writer else None
+                if whole is not None:
+                    yield name, whole
 
 
 class _RecordingEngine:

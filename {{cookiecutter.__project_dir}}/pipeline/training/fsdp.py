@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_model_state_dict,
     get_state_dict,
     set_state_dict,
 )
@@ -28,6 +26,7 @@ from pipeline.training.options import FSDPOptions
 from pipeline.training.runtimes.runtime import Runtime, WriteCheckpoint
 from pipeline.training.schedule import BatchPlan
 from pipeline.training.strategies import Strategy, adamw, copied
+from pipeline.training.weight_files import Weight
 
 TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
 """Save only the trained parameters, because the base model already has the frozen ones."""
@@ -71,6 +70,7 @@ class FSDP(Strategy):
         self.optimizer = adamw(model, options.weight_decay)
         self._max_grad_norm = options.max_grad_norm
         self._world_size = runtime.world_size
+        self._is_writer = runtime.rank == 0
         # the threads that write checkpoints need a process group of their own
         self._writers = dist.new_group(backend="gloo")
 
@@ -102,9 +102,12 @@ class FSDP(Strategy):
         """Return the number of bytes of this rank's share of the parameters and AdamW's two moments, all in fp32."""
         return 12 * self.model.num_parameters(only_trainable=True) // self._world_size
 
-    def gather(self) -> dict[str, torch.Tensor]:
-        state = get_model_state_dict(self.model, options=replace(TRAINED, full_state_dict=True, cpu_offload=True))
-        return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    def gather(self) -> Iterator[Weight]:
+        for name, parameter in self.model.named_parameters():
+            if isinstance(parameter, DTensor) and parameter.requires_grad:
+                whole = parameter.detach().full_tensor()
+                if self._is_writer:
+                    yield name, whole.cpu()
 
 
 def _mesh(runtime: Runtime) -> DeviceMesh:

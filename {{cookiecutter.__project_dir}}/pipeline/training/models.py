@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -11,8 +12,10 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedMod
 from transformers.utils import is_flash_attn_2_available, logging
 
 from pipeline.ray_support import model_cache
+from pipeline.training import weight_files
 from pipeline.training.options import TrainOptions
 from pipeline.training.strategies import Strategy
+from pipeline.training.weight_files import Weight
 
 
 def load_model(options: TrainOptions) -> PreTrainedModel:
@@ -21,7 +24,7 @@ def load_model(options: TrainOptions) -> PreTrainedModel:
     With LoRA, every linear layer except the last gets an adapter, and only the adapters are trained.
     """
     logging.disable_progress_bar()
-    model = _load(options, quantized=options.quantize_base)
+    model = _load(options, torch.float32, quantized=options.quantize_base)
     if options.liger:
         from transformers.integrations.liger import apply_liger_kernel  # imported late: it takes seconds
 
@@ -56,7 +59,7 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     return [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or [])]
 
 
-def _load(options: TrainOptions, quantized: bool = False) -> PreTrainedModel:
+def _load(options: TrainOptions, dtype: torch.dtype | str, quantized: bool = False) -> PreTrainedModel:
     compute_dtype = torch.bfloat16 if options.precision == "bf16" else torch.float32
     nf4 = BitsAndBytesConfig(
         load_in_4bit=True,
@@ -68,7 +71,7 @@ def _load(options: TrainOptions, quantized: bool = False) -> PreTrainedModel:
     flash = options.precision == "bf16" and options.micro_batch_rows == 1 and is_flash_attn_2_available()
     return AutoModelForCausalLM.from_pretrained(
         model_cache.on_this_node(options.model),
-        dtype=torch.float32,
+        dtype=dtype,
         quantization_config=nf4 if quantized else None,
         attn_implementation="flash_attention_2" if flash else None,  # None: the fastest one that the model supports
     )
@@ -96,40 +99,54 @@ def export(
 
     An existing folder is replaced only when the new one is complete. All ranks must call this.
     """
-    state = strategy.gather()
-    if not state:
+    weights = strategy.gather()
+    if (first := next(weights, None)) is None:
         return  # rank 0 writes
-    model = strategy.model
+    model, weights = strategy.model, chain([first], weights)
     if options.lora_rank:
         with _replaced(run_folder / "adapter") as folder:
-            model.save_pretrained(folder, state_dict=state)
+            model.save_pretrained(folder, state_dict=dict(weights))
             adapters = model.peft_config["default"]
             adapters.base_model_name_or_path = options.model  # save_pretrained wrote the path of this node's copy
             adapters.save_pretrained(folder)
-        model, state = _merged(options, run_folder / "adapter")
+        model, weights = _merged(options, run_folder / "adapter")
     with _replaced(run_folder / "model") as folder:
         if eos_ids and model.generation_config:
             model.generation_config.eos_token_id = eos_ids
-        _write(model, state, folder, torch.bfloat16 if options.precision == "bf16" else torch.float32)
+        _write(model, weights, folder, torch.bfloat16 if options.precision == "bf16" else torch.float32)
         tokenizer.save_pretrained(folder)
 
 
-def _merged(options: TrainOptions, adapter: Path) -> tuple[PreTrainedModel, dict[str, torch.Tensor]]:
-    """Return the base model with the adapters merged into its weights."""
+def _merged(options: TrainOptions, adapter: Path) -> tuple[PreTrainedModel, Iterator[Weight]]:
+    """Return the base model, and its weights with the adapters merged into them.
+
+    The base model needs no main memory: with the data type of its files, `from_pretrained` maps them into memory.
+    """
     from peft import PeftModel
+    from peft.tuners.lora import LoraLayer
 
-    merged = PeftModel.from_pretrained(_load(options), str(adapter)).merge_and_unload()
-    return merged, merged.state_dict()
+    base = _load(options, "auto")
+    PeftModel.from_pretrained(base, str(adapter))
+    adapted = {
+        f"{name}.base_layer.weight": layer for name, layer in base.named_modules() if isinstance(layer, LoraLayer)
+    }
+
+    def weights() -> Iterator[Weight]:
+        for name, parameter in base.named_parameters():
+            if name in adapted:
+                merged = parameter.detach().float() + adapted[name].get_delta_weight("default").float()
+                yield name.replace(".base_layer", ""), merged
+            elif ".lora_" not in name:
+                yield name.replace(".base_layer", ""), parameter.detach()
+
+    return base, weights()
 
 
-def _write(model: PreTrainedModel, state: dict[str, torch.Tensor], folder: Path, dtype: torch.dtype) -> None:
-    all_names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    tied = all_names - {name for name, _ in model.named_parameters()}  # from_pretrained restores them
-    model.save_pretrained(
-        folder, state_dict={name: value.to(dtype) for name, value in state.items() if name not in tied}
-    )
+def _write(model: PreTrainedModel, weights: Iterator[Weight], folder: Path, dtype: torch.dtype) -> None:
+    model.save_pretrained(folder, state_dict={})  # everything but the weights
     model.config.dtype = dtype  # save_pretrained wrote the dtype of the parameters in memory
     model.config.save_pretrained(folder)
+    weight_files.write(model, ((name, value.to(dtype)) for name, value in weights), folder)
 
 
 @contextmanager

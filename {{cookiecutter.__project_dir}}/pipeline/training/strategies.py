@@ -1,6 +1,7 @@
 """The `Strategy` interface, which hides how DDP, FSDP and ZeRO distribute a model over the ranks. Also contains DDP."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from pipeline.training.options import TrainOptions
 from pipeline.training.parameters import shape_of
 from pipeline.training.runtimes.runtime import Runtime, WriteCheckpoint
 from pipeline.training.schedule import BatchPlan
+from pipeline.training.weight_files import Weight
 
 BETAS = (0.9, 0.95)  # usual for language models: 0.95 averages squared gradients over about 20 steps
 
@@ -65,8 +67,11 @@ class Strategy(ABC):
         """Return an upper bound on the number of bytes that this rank writes."""
 
     @abstractmethod
-    def gather(self) -> dict[str, torch.Tensor]:
-        """Return the full trained parameters by name on rank 0, otherwise an empty dict. All ranks must call this."""
+    def gather(self) -> Iterator[Weight]:
+        """Yield the full trained parameters on rank 0, one at a time, and nothing on the other ranks.
+
+        All ranks must iterate to the end.
+        """
 
     def summed_loss(self, batch: Batch) -> torch.Tensor:
         """Return the cross-entropy summed over the trained tokens. Label i is predicted from the tokens before it."""
@@ -91,6 +96,7 @@ class Strategy(ABC):
 def copied(state: Any) -> Any:
     """Return a copy of `state` with all tensors in main memory, where training does not change them."""
     return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), state)
+
 
 MakeStrategy = type[Strategy]
 
@@ -139,7 +145,7 @@ class DDP(Strategy):
     def capture(self) -> WriteCheckpoint:
         if not self._is_writer:
             return lambda folder: None
-        state = copied({"model": self.gather(), "optimizer": self.optimizer.state_dict()})
+        state = copied({"model": dict(self.gather()), "optimizer": self.optimizer.state_dict()})
         return lambda folder: torch.save(state, folder / "ddp.pt")
 
     def load(self, folder: Path, world_size: int) -> None:
@@ -151,9 +157,7 @@ class DDP(Strategy):
         """Return the number of bytes of the trained parameters and AdamW's two moments, all in fp32."""
         return 12 * self.model.num_parameters(only_trainable=True) if self._is_writer else 0
 
-    def gather(self) -> dict[str, torch.Tensor]:
-        if not self._is_writer:
-            return {}
-        return {
-            name: parameter.detach() for name, parameter in self.model.named_parameters() if parameter.requires_grad
-        }
+    def gather(self) -> Iterator[Weight]:
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad and self._is_writer:
+                yield name, parameter.detach()

@@ -2,7 +2,6 @@
 
 import gc
 import json
-import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +24,7 @@ from transformers import (
 )
 
 import settings
-from pipeline.training import models
+from pipeline.training import models, parameters
 from pipeline.training.deepspeed_zero import ZeRO
 from pipeline.training.fsdp import FSDP
 from pipeline.training.options import DeepSpeedOptions, FSDPOptions
@@ -78,6 +77,14 @@ def test_the_values_are_those_of_from_pretrained(family: str, seen: dict[str, li
         assert rank["tied"] == FAMILIES[family].tie_word_embeddings
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parameters_have_the_sizes_of_whole_ones(family: str, seen: dict[str, list[dict[str, Any]]]) -> None:
+    """ZeRO-3 leaves empty vectors, which would not count, and of which none would get weight decay."""
+    for rank in seen[family]:
+        assert rank["parameters"] == rank["whole"] // 4
+        assert rank["decays"] == [True, False]  # matrices, then vectors
+
+
 @pytest.mark.parametrize("family", [*FAMILIES, LARGE])
 def test_a_rank_holds_only_its_share(family: str, seen: dict[str, list[dict[str, Any]]]) -> None:
     for rank in seen[family]:
@@ -86,7 +93,6 @@ def test_a_rank_holds_only_its_share(family: str, seen: dict[str, list[dict[str,
 
 def test_loading_needs_no_more_than_the_share_and_a_few_parameters(seen: dict[str, list[dict[str, Any]]]) -> None:
     for rank in seen[LARGE]:
-        print(rank)
         assert rank["peak"] < 0.7 * rank["whole"]
 
 
@@ -106,7 +112,7 @@ def _load(folder: Path, way: Any, rank: int) -> dict[str, Any]:
     before = _tensor_bytes()
     with _anonymous_memory() as memory, strategy_type.loading(options, runtime, plan):
         model = models.load_model(options)
-    held = _tensor_bytes() - before
+    held, counted = _tensor_bytes() - before, parameters.count(model)
     strategy = strategy_type(model, options, runtime, plan)
     gathered = dict(strategy.gather())
     whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -119,6 +125,8 @@ def _load(folder: Path, way: Any, rank: int) -> dict[str, Any]:
         "tied": model.get_input_embeddings().weight is model.get_output_embeddings().weight,
         "whole": sum(parameter.nbytes for parameter in whole.parameters()),
         "held": held,
+        "parameters": counted,
+        "decays": [group["weight_decay"] > 0 for group in strategy.optimizer.param_groups],
         "peak": memory.peak,
     }
 
