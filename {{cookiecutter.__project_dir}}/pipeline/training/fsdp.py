@@ -105,7 +105,7 @@ class FSDP(Strategy):
     def gather(self) -> Iterator[Weight]:
         for name, parameter in self.model.named_parameters():
             if isinstance(parameter, DTensor) and parameter.requires_grad:
-                whole = parameter.detach().full_tensor()
+                whole = parameter.full_tensor().detach()
                 if self._is_writer:
                     yield name, whole.cpu()
 
@@ -125,7 +125,7 @@ def _shard(model: PreTrainedModel, mesh: DeviceMesh) -> None:
             module.register_parameter(name, nn.Parameter(rows, whole.requires_grad))
 
 
-def _detach_shards(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+def _detach_shards(model: PreTrainedModel) -> dict[str, DTensor]:
     """Put a whole parameter on the meta device in the place of each shard, and return the shards by name.
 
     `fully_shard` would shard the shards again.

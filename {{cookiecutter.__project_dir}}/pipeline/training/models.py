@@ -19,7 +19,9 @@ from pipeline.training.weight_files import Weight
 
 
 def load_model(options: TrainOptions) -> PreTrainedModel:
-    """Return the model in main memory. Its fp32 weights are the master weights for every `precision`.
+    """Return the model, or this rank's share of it in the context of a strategy's `loading`.
+
+    Its fp32 weights are the master weights for every `precision`.
 
     With LoRA, every linear layer except the last gets an adapter, and only the adapters are trained.
     """
@@ -123,13 +125,11 @@ def _merged(options: TrainOptions, adapter: Path) -> tuple[PreTrainedModel, Iter
     The base model needs no main memory: with the data type of its files, `from_pretrained` maps them into memory.
     """
     from peft import PeftModel
-    from peft.tuners.lora import LoraLayer
+    from peft.tuners.lora import Linear
 
     base = _load(options, "auto")
     PeftModel.from_pretrained(base, str(adapter))
-    adapted = {
-        f"{name}.base_layer.weight": layer for name, layer in base.named_modules() if isinstance(layer, LoraLayer)
-    }
+    adapted = {f"{name}.base_layer.weight": layer for name, layer in base.named_modules() if isinstance(layer, Linear)}
 
     def weights() -> Iterator[Weight]:
         for name, parameter in base.named_parameters():
