@@ -7,6 +7,8 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,11 @@ from transformers import PreTrainedModel
 from pipeline.training.collectives import any_rank, total
 from pipeline.training.dataset import Batch
 from pipeline.training.options import DeepSpeedOptions
+from pipeline.training.parameters import numel
 from pipeline.training.runtimes.runtime import Runtime, WriteCheckpoint
 from pipeline.training.schedule import BatchPlan
 from pipeline.training.strategies import Strategy, adamw, copied
+from pipeline.training.weight_files import Weight
 from settings import UserError
 
 CONFIG_FILE = Path(__file__).with_name("deepspeed.json")
@@ -60,6 +64,20 @@ class ZeRO(Strategy):
 
     Rajbhandari et al. 2019, arXiv:1910.02054.
     """
+
+    @classmethod
+    @contextmanager
+    def loading(cls, options: DeepSpeedOptions, runtime: Runtime, plan: BatchPlan) -> Iterator[None]:
+        """In stage 3, partition each parameter when it is created. Rank 0 reads the weights, one after the other."""
+        if options.zero_stage < 3:
+            yield
+            return
+        _import_deepspeed()
+        from transformers.integrations import HfDeepSpeedConfig
+
+        alive = HfDeepSpeedConfig(config(options, plan))  # from_pretrained finds it through a weak reference
+        yield
+        del alive
 
     def __init__(self, model: PreTrainedModel, options: DeepSpeedOptions, runtime: Runtime, plan: BatchPlan) -> None:
         self.model = model
@@ -129,21 +147,18 @@ class ZeRO(Strategy):
         """Return the number of bytes that this rank saves: its share of the fp32 master copy and AdamW's moments, and
         on rank 0 also all parameters."""
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        parameters = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in trained)
+        parameters = sum(map(numel, trained))
         return 12 * parameters // self._world_size + (4 * parameters if self._is_writer else 0)
 
-    def gather(self) -> dict[str, torch.Tensor]:
+    def gather(self) -> Iterator[Weight]:
         import deepspeed
 
-        state = {}
         for name, parameter in self.model.named_parameters():
-            if not parameter.requires_grad:
-                continue
-            # one at a time, so that no device holds the full model
-            with deepspeed.zero.GatheredParameters([parameter]):
-                if self._is_writer:
-                    state[name] = parameter.detach().cpu().clone()
-        return state
+            if parameter.requires_grad:
+                with deepspeed.zero.GatheredParameters([parameter]):
+                    whole = parameter.detach().cpu().clone() if self._is_writer else None
+                if whole is not None:
+                    yield name, whole
 
 
 class _RecordingEngine:
@@ -182,12 +197,17 @@ def _convert(folder: Path) -> tuple[Path, str]:
 
 
 def _initialize(model: PreTrainedModel, optimizer: torch.optim.Optimizer, config: dict[str, Any]) -> Any:
+    deepspeed = _import_deepspeed()
+    # DeepSpeed uses names that torch has deprecated
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    return engine
+
+
+def _import_deepspeed() -> Any:
     import deepspeed  # imported late, because it reads DS_ACCELERATOR, which the trainer sets
 
     # disable an inference kernel: training never calls it, and on a CPU its first compilation takes a minute
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.utils.logging.logger.setLevel("WARNING")
-    # DeepSpeed uses names that torch has deprecated
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-    return engine
+    return deepspeed

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from pipeline.training.parameters import numel
+
 EXPERT = re.compile(r"\.experts\.")
 TOP_K = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k", "moe_k")  # names in transformers' configs
 
@@ -34,7 +36,7 @@ def compute_of(model: PreTrainedModel) -> Compute:
     for name, parameter in model.named_parameters():
         if parameter is embedding and embedding is not output:
             continue
-        count = parameter.numel() * (_chosen_share(text) if EXPERT.search(name) else 1)
+        count = numel(parameter) * (_chosen_share(text) if EXPERT.search(name) else 1)
         active += count
         frozen += 0 if parameter.requires_grad else count
     return Compute(round(active), round(frozen), _attention_layers(text) * _attention_width(text))

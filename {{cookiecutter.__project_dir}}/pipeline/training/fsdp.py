@@ -1,8 +1,10 @@
 """PyTorch's Fully Sharded Data Parallel (FSDP2) as a `Strategy`."""
 
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,13 +13,12 @@ from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_model_state_dict,
     get_state_dict,
     set_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import PreTrainedModel
 
 from pipeline.training.dataset import Batch
@@ -26,6 +27,7 @@ from pipeline.training.options import FSDPOptions
 from pipeline.training.runtimes.runtime import Runtime, WriteCheckpoint
 from pipeline.training.schedule import BatchPlan
 from pipeline.training.strategies import Strategy, adamw, copied
+from pipeline.training.weight_files import Weight
 
 TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
 """Save only the trained parameters, because the base model already has the frozen ones."""
@@ -38,9 +40,26 @@ class FSDP(Strategy):
     (Zhao et al. 2023, arXiv:2304.11277; torch's `fully_shard`).
     """
 
+    @classmethod
+    @contextmanager
+    def loading(cls, options: FSDPOptions, runtime: Runtime, plan: BatchPlan) -> Iterator[None]:
+        """Read only this rank's rows of each parameter, which becomes a DTensor."""
+        load, mesh = PreTrainedModel._load_pretrained_model, _mesh(runtime)
+
+        def load_shards(model: PreTrainedModel, *arguments: Any) -> Any:
+            _shard(model, mesh)
+            return load(model, *arguments)
+
+        PreTrainedModel._load_pretrained_model = staticmethod(load_shards)
+        try:
+            yield
+        finally:
+            PreTrainedModel._load_pretrained_model = staticmethod(load)
+
     def __init__(self, model: PreTrainedModel, options: FSDPOptions, runtime: Runtime, plan: BatchPlan) -> None:
         self.model = model
-        mesh = init_device_mesh(runtime.device.type, (runtime.world_size,))
+        mesh = _mesh(runtime)
+        shards = _detach_shards(model)
         bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         precision = bf16 if options.precision == "bf16" else MixedPrecisionPolicy()
         reshard = options.reshard_after_forward
@@ -48,9 +67,11 @@ class FSDP(Strategy):
         for layer in decoder_layers(model):  # one by one, so that the device never holds the full model
             shard(layer)
         self.module = shard(model)
+        model.load_state_dict(shards, strict=False, assign=True)
         self.optimizer = adamw(model, options.weight_decay)
         self._max_grad_norm = options.max_grad_norm
         self._world_size = runtime.world_size
+        self._is_writer = runtime.rank == 0
         # the threads that write checkpoints need a process group of their own
         self._writers = dist.new_group(backend="gloo")
 
@@ -87,6 +108,44 @@ class FSDP(Strategy):
         """Return the number of bytes of this rank's share of the parameters and AdamW's two moments, all in fp32."""
         return 12 * self.model.num_parameters(only_trainable=True) // self._world_size
 
-    def gather(self) -> dict[str, torch.Tensor]:
-        state = get_model_state_dict(self.model, options=replace(TRAINED, full_state_dict=True, cpu_offload=True))
-        return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    def gather(self) -> Iterator[Weight]:
+        for name, parameter in self.model.named_parameters():
+            if isinstance(parameter, DTensor) and parameter.requires_grad:
+                whole = parameter.full_tensor().detach()
+                if self._is_writer:
+                    yield name, whole.cpu()
+
+
+def _mesh(runtime: Runtime) -> DeviceMesh:
+    return init_device_mesh(runtime.device.type, (runtime.world_size,))
+
+
+def _shard(model: PreTrainedModel, mesh: DeviceMesh) -> None:
+    """Shard a model that is on the meta device: from then on, its parameters hold the rows that `fully_shard` expects.
+
+    transformers reads only these rows. For an uneven number of rows, the first ranks have more.
+    """
+    for module in model.modules():
+        for name, whole in module.named_parameters(recurse=False):
+            rows = distribute_tensor(whole.detach(), mesh, [Shard(0)], src_data_rank=None)
+            module.register_parameter(name, nn.Parameter(rows, whole.requires_grad))
+
+
+def _detach_shards(model: PreTrainedModel) -> dict[str, DTensor]:
+    """Put a whole parameter on the meta device in the place of each shard, and return the shards by name.
+
+    `fully_shard` would shard the shards again.
+    """
+    shards = {
+        name: parameter
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if isinstance(parameter, DTensor)
+    }
+    whole = {
+        id(shard): nn.Parameter(torch.empty(shard.shape, dtype=shard.dtype, device="meta"), shard.requires_grad)
+        for shard in shards.values()
+    }
+    for name, shard in shards.items():
+        module, _, attribute = name.rpartition(".")
+        model.get_submodule(module).register_parameter(attribute, whole[id(shard)])
+    return shards

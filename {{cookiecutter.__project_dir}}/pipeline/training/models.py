@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -11,13 +12,17 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedMod
 from transformers.utils import is_flash_attn_2_available, logging
 
 from pipeline.ray_support import model_cache
+from pipeline.training import weight_files
 from pipeline.training.options import TrainOptions
 from pipeline.training.strategies import Strategy
+from pipeline.training.weight_files import Weight
 from settings import UserError
 
 
 def load_model(options: TrainOptions) -> PreTrainedModel:
-    """Return the model in main memory. Trained weights are in fp32, the master weights for every `precision`.
+    """Return the model, or this rank's share of it in the context of a strategy's `loading`.
+
+    Trained weights are in fp32, the master weights for every `precision`.
 
     With LoRA, every linear layer except the last gets an adapter, and only the adapters are trained. The frozen weights
     are in the format of the computation.
@@ -77,7 +82,7 @@ def _compute_dtype(options: TrainOptions) -> torch.dtype:
     return torch.bfloat16 if options.precision == "bf16" else torch.float32
 
 
-def _load(options: TrainOptions, dtype: torch.dtype, quantized: bool = False) -> PreTrainedModel:
+def _load(options: TrainOptions, dtype: torch.dtype | str, quantized: bool = False) -> PreTrainedModel:
     nf4 = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
@@ -116,40 +121,52 @@ def export(
 
     An existing folder is replaced only when the new one is complete. All ranks must call this.
     """
-    state = strategy.gather()
-    if not state:
+    weights = strategy.gather()
+    if (first := next(weights, None)) is None:
         return  # rank 0 writes
-    model = strategy.model
+    model, weights = strategy.model, chain([first], weights)
     if options.lora_rank:
         with _replaced(run_folder / "adapter") as folder:
-            model.save_pretrained(folder, state_dict=state)
+            model.save_pretrained(folder, state_dict=dict(weights))
             adapters = model.peft_config["default"]
             adapters.base_model_name_or_path = options.model  # save_pretrained wrote the path of this node's copy
             adapters.save_pretrained(folder)
-        model, state = _merged(options, run_folder / "adapter")
+        model, weights = _merged(options, run_folder / "adapter")
     with _replaced(run_folder / "model") as folder:
         if eos_ids and model.generation_config:
             model.generation_config.eos_token_id = eos_ids
-        _write(model, state, folder, _compute_dtype(options))
+        _write(model, weights, folder, _compute_dtype(options))
         tokenizer.save_pretrained(folder)
 
 
-def _merged(options: TrainOptions, adapter: Path) -> tuple[PreTrainedModel, dict[str, torch.Tensor]]:
-    """Return the base model with the adapters merged into its weights."""
+def _merged(options: TrainOptions, adapter: Path) -> tuple[PreTrainedModel, Iterator[Weight]]:
+    """Return the base model, and its weights with the adapters merged into them.
+
+    The base model needs no main memory: with the data type of its files, `from_pretrained` maps them into memory.
+    """
     from peft import PeftModel
+    from peft.tuners.lora import Linear
 
-    merged = PeftModel.from_pretrained(_load(options, torch.float32), str(adapter)).merge_and_unload()
-    return merged, merged.state_dict()
+    base = _load(options, "auto")
+    PeftModel.from_pretrained(base, str(adapter))
+    adapted = {f"{name}.base_layer.weight": layer for name, layer in base.named_modules() if isinstance(layer, Linear)}
+
+    def weights() -> Iterator[Weight]:
+        for name, parameter in base.named_parameters():
+            if name in adapted:
+                merged = parameter.detach().float() + adapted[name].get_delta_weight("default").float()
+                yield name.replace(".base_layer", ""), merged
+            elif ".lora_" not in name:
+                yield name.replace(".base_layer", ""), parameter.detach()
+
+    return base, weights()
 
 
-def _write(model: PreTrainedModel, state: dict[str, torch.Tensor], folder: Path, dtype: torch.dtype) -> None:
-    all_names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    tied = all_names - {name for name, _ in model.named_parameters()}  # from_pretrained restores them
-    model.save_pretrained(
-        folder, state_dict={name: value.to(dtype) for name, value in state.items() if name not in tied}
-    )
+def _write(model: PreTrainedModel, weights: Iterator[Weight], folder: Path, dtype: torch.dtype) -> None:
+    model.save_pretrained(folder, state_dict={})  # everything but the weights
     model.config.dtype = dtype  # save_pretrained wrote the dtype of the parameters in memory
     model.config.save_pretrained(folder)
+    weight_files.write(model, ((name, value.to(dtype)) for name, value in weights), folder)
 
 
 @contextmanager

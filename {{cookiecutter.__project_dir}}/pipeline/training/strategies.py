@@ -1,8 +1,8 @@
 """The `Strategy` interface, which hides how DDP, FSDP and ZeRO distribute a model over the ranks. Also contains DDP."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,10 @@ from transformers.masking_utils import create_masks_for_generate
 
 from pipeline.training.dataset import Batch
 from pipeline.training.options import TrainOptions
+from pipeline.training.parameters import shape_of
 from pipeline.training.runtimes.runtime import Runtime, WriteCheckpoint
 from pipeline.training.schedule import BatchPlan
+from pipeline.training.weight_files import Weight
 
 BETAS = (0.9, 0.95)  # usual for language models: 0.95 averages squared gradients over about 20 steps
 
@@ -28,6 +30,15 @@ class Strategy(ABC):
     """The module to call. It runs the collectives that the strategy needs."""
     model: PreTrainedModel
     optimizer: torch.optim.Optimizer
+
+    @classmethod
+    def loading(cls, options: Any, runtime: Runtime, plan: BatchPlan) -> AbstractContextManager[None]:
+        """Return a context in which `from_pretrained` loads what a rank needs of a model: here, the whole model."""
+        return nullcontext()
+
+    @abstractmethod
+    def __init__(self, model: PreTrainedModel, options: Any, runtime: Runtime, plan: BatchPlan) -> None:
+        """Distribute a model that was loaded in the context of `loading`. `options` are those of the job."""
 
     @abstractmethod
     def accumulate(self, batch: Batch, scale: torch.Tensor, last: bool) -> torch.Tensor:
@@ -56,8 +67,11 @@ class Strategy(ABC):
         """Return an upper bound on the number of bytes that this rank writes."""
 
     @abstractmethod
-    def gather(self) -> dict[str, torch.Tensor]:
-        """Return the full trained parameters by name on rank 0, otherwise an empty dict. All ranks must call this."""
+    def gather(self) -> Iterator[Weight]:
+        """Yield the full trained parameters on rank 0, one at a time, and nothing on the other ranks.
+
+        All ranks must iterate to the end.
+        """
 
     def summed_loss(self, batch: Batch) -> torch.Tensor:
         """Return the cross-entropy summed over the trained tokens. Label i is predicted from the tokens before it."""
@@ -84,15 +98,14 @@ def copied(state: Any) -> Any:
     return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), state)
 
 
-MakeStrategy = Callable[[PreTrainedModel, Any, Runtime, BatchPlan], Strategy]
-"""A strategy's class, or a function with the same arguments. The second argument is the job's options."""
+MakeStrategy = type[Strategy]
 
 
 def adamw(model: nn.Module, weight_decay: float) -> torch.optim.AdamW:
     """Return the optimizer that every strategy uses. Weight decay applies only to matrices, not to biases and norms."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    matrices = [parameter for parameter in trained if parameter.ndim >= 2]
-    vectors = [parameter for parameter in trained if parameter.ndim < 2]
+    matrices = [parameter for parameter in trained if len(shape_of(parameter)) >= 2]
+    vectors = [parameter for parameter in trained if len(shape_of(parameter)) < 2]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW([group for group in groups if group["params"]], betas=BETAS, fused=True)
 
@@ -132,7 +145,7 @@ class DDP(Strategy):
     def capture(self) -> WriteCheckpoint:
         if not self._is_writer:
             return lambda folder: None
-        state = copied({"model": self.gather(), "optimizer": self.optimizer.state_dict()})
+        state = copied({"model": dict(self.gather()), "optimizer": self.optimizer.state_dict()})
         return lambda folder: torch.save(state, folder / "ddp.pt")
 
     def load(self, folder: Path, world_size: int) -> None:
@@ -144,9 +157,7 @@ class DDP(Strategy):
         """Return the number of bytes of the trained parameters and AdamW's two moments, all in fp32."""
         return 12 * self.model.num_parameters(only_trainable=True) if self._is_writer else 0
 
-    def gather(self) -> dict[str, torch.Tensor]:
-        if not self._is_writer:
-            return {}
-        return {
-            name: parameter.detach() for name, parameter in self.model.named_parameters() if parameter.requires_grad
-        }
+    def gather(self) -> Iterator[Weight]:
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad and self._is_writer:
+                yield name, parameter.detach()

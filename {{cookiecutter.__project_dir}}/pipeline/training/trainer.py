@@ -8,7 +8,7 @@ import torch
 
 from pipeline.data.tokenization import NOT_TRAINED
 from pipeline.data.tokenizer import load_tokenizer
-from pipeline.training import checkpoints, models
+from pipeline.training import checkpoints, models, parameters
 from pipeline.training.collectives import any_rank, total
 from pipeline.training.dataset import Batch, PackedRows, read_manifest, trained_tokens
 from pipeline.training.meter import Diverged, Meter
@@ -95,10 +95,11 @@ class Trainer:
         self.source = stream or PackedSource(options, runtime)
         self.evaluation = None if stream else PackedRows(options.data, "eval")
         torch.manual_seed(options.seed)  # the same on all ranks, so that they initialise adapters alike
-        model = models.load_model(options)
-        self.parameters, self.trained = model.num_parameters(), model.num_parameters(only_trainable=True)
-        self.meter = Meter(options, runtime, model, self.source.sequence_length)
         self.plan = spread(options.global_batch_rows, options.micro_batch_rows, runtime.world_size)
+        with make_strategy.loading(options, runtime, self.plan):
+            model = models.load_model(options)
+        self.parameters, self.trained = parameters.count(model), parameters.count(model, only_trained=True)
+        self.meter = Meter(options, runtime, model, self.source.sequence_length)
         self.strategy = make_strategy(model, options, runtime, self.plan)
         torch.manual_seed(options.seed + runtime.rank)  # each rank has different dropout
         checkpoints.refuse_full_disk(self.strategy, runtime, options.output)

@@ -29,7 +29,7 @@ from pipeline.training.options import DDPOptions, DeepSpeedOptions, FSDPOptions,
 from pipeline.training.runtimes import ray_train
 from pipeline.training.runtimes.runtime import Runtime, SingleProcess
 from pipeline.training.schedule import BatchPlan
-from pipeline.training.strategies import DDP, Strategy
+from pipeline.training.strategies import DDP
 from pipeline.training.trainer import train
 
 STEPS = 30  # the first steps of the local profile's schedule, which the demo uses
@@ -149,7 +149,7 @@ def test_a_stream_trains_and_its_workers_can_start_tasks(
         row_sources.find_all(str(assets / "data/*.jsonl"), ()), DocumentTokenizer(options.model, 128)
     )
     monkeypatch.setattr(streaming, "find_input", lambda _: stream_input)
-    ray_train.fit(options, _ddp_that_starts_a_task)
+    ray_train.fit(options, _StartsATask)
     assert "reads the rows from the start" in capsys.readouterr().out
     assert [row["step"] for row in _metrics(options)] == [1, 2, 3, 4]
     tokenizer = AutoTokenizer.from_pretrained(_folder(options) / "model")
@@ -160,7 +160,7 @@ def test_a_refusal_in_the_workers_reaches_the_driver(changes: dict[str, Any]) ->
     """Ray Train replaces dead workers, but does not retry after an error."""
     options = _ddp_options(changes | {"name": "refused", "max_failures": 3})
     with pytest.raises(settings.UserError, match="refused by rank 0"):
-        ray_train.fit(options, _refuse)
+        ray_train.fit(options, _Refuses)
 
 
 @pytest.mark.parametrize("max_failures", [0, 3])
@@ -170,7 +170,7 @@ def test_a_full_gpu_is_one_sentence(max_failures: int, changes: dict[str, Any], 
         changes | {"name": "full", "max_failures": max_failures, "model": _counted(changes, tmp_path)}
     )
     with pytest.raises(settings.UserError, match=r"a GPU ran out of memory\. .*--micro-batch-rows.*inv plan "):
-        launch.fit(options, _fill_one_gpu)
+        launch.fit(options, _FillsOneGpu)
     assert len(list(tmp_path.glob("start-*"))) == 2
     assert not Path(options.output, "full", "failure.txt").exists()
 
@@ -182,9 +182,9 @@ def test_an_error_of_the_code_is_not_retried(
     with pytest.raises(
         settings.UserError, match=r"a worker failed with ValueError: no such attention\. .* there was none"
     ):
-        launch.fit(options, _fail_in_the_model)
+        launch.fit(options, _FailsInTheModel)
     assert len(list(tmp_path.glob("start-*"))) == 2
-    assert "in _fail_in_the_model" in capfd.readouterr().err
+    assert 'raise ValueError("no such attention")' in capfd.readouterr().err
 
 
 # ------------------------------------------------------------------------------------------ before any worker starts
@@ -301,11 +301,10 @@ def _answer() -> int:
     return 42
 
 
-def _ddp_that_starts_a_task(
-    model: PreTrainedModel, options: TrainOptions, runtime: Runtime, plan: BatchPlan
-) -> Strategy:
-    assert ray.get(_answer.remote(), timeout=60) == 42  # a task in the workers' placement group would wait forever
-    return DDP(model, options, runtime, plan)
+class _StartsATask(DDP):
+    def __init__(self, model: PreTrainedModel, options: TrainOptions, runtime: Runtime, plan: BatchPlan) -> None:
+        assert ray.get(_answer.remote(), timeout=60) == 42  # a task in the workers' placement group would wait forever
+        super().__init__(model, options, runtime, plan)
 
 
 def _counted(changes: dict[str, Any], folder: Path) -> str:
@@ -318,18 +317,21 @@ def _count(options: TrainOptions, runtime: Runtime) -> None:
     Path(options.model).with_name(f"start-{runtime.rank}-{time.time_ns()}").touch()
 
 
-def _fill_one_gpu(model: PreTrainedModel, options: TrainOptions, runtime: Runtime, plan: BatchPlan) -> Strategy:
-    _count(options, runtime)
-    if runtime.rank == 0:
-        total(torch.zeros(1, device=runtime.device))
-    time.sleep(1)  # until rank 0 waits
-    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+class _FillsOneGpu(DDP):
+    def __init__(self, model: PreTrainedModel, options: TrainOptions, runtime: Runtime, plan: BatchPlan) -> None:
+        _count(options, runtime)
+        if runtime.rank == 0:
+            total(torch.zeros(1, device=runtime.device))
+        time.sleep(1)  # until rank 0 waits
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
 
 
-def _fail_in_the_model(model: PreTrainedModel, options: TrainOptions, runtime: Runtime, plan: BatchPlan) -> Strategy:
-    _count(options, runtime)
-    raise ValueError("no such attention")
+class _FailsInTheModel(DDP):
+    def __init__(self, model: PreTrainedModel, options: TrainOptions, runtime: Runtime, plan: BatchPlan) -> None:
+        _count(options, runtime)
+        raise ValueError("no such attention")
 
 
-def _refuse(model: PreTrainedModel, options: TrainOptions, runtime: Runtime, plan: BatchPlan) -> Strategy:
-    raise settings.UserError(f"refused by rank {runtime.rank}")
+class _Refuses(DDP):
+    def __init__(self, model: PreTrainedModel, options: TrainOptions, runtime: Runtime, plan: BatchPlan) -> None:
+        raise settings.UserError(f"refused by rank {runtime.rank}")

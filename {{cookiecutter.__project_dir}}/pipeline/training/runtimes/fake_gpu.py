@@ -91,7 +91,7 @@ def _measure(options: TrainOptions, make_strategy: MakeStrategy, folder: Path) -
     os.environ |= {"DS_ACCELERATOR": "cuda", "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     _replace_new_groups()
-    AutoModelForCausalLM.from_pretrained = staticmethod(_without_weights)
+    _replace_weights(options.model)
     plan = spread(options.global_batch_rows, options.micro_batch_rows, world_size)
     rows = FakeRows(settings.load(PreprocessOptions, "preprocess").sequence_length, plan.rows_per_rank)
     runtime = FakeRuntime(folder, torch.device("cuda", 0), world_size)
@@ -115,16 +115,16 @@ def _refuse_what_needs_main_memory(options: TrainOptions) -> None:
         raise UserError("fit cannot measure --quantize-base, because it would quantize the real weights")
 
 
-def _without_weights(folder: str, **options: Any) -> PreTrainedModel:
-    """Return the model in main memory that is never touched, in place of `AutoModelForCausalLM.from_pretrained`."""
-    config = AutoConfig.from_pretrained(folder)
+def _replace_weights(folder: str) -> None:
+    """Let `from_pretrained` read weights in main memory that is never touched, instead of files."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=options["dtype"], attn_implementation=options["attn_implementation"]
-        )
-    model.to_empty(device="cpu")
-    model.tie_weights()
-    return model
+        shapes = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+
+    def load(_: str, **options: Any) -> PreTrainedModel:
+        weights = {name: torch.empty(shape.shape, dtype=options["dtype"]) for name, shape in shapes.named_parameters()}
+        return type(shapes).from_pretrained(None, config=shapes.config, state_dict=weights, **options)
+
+    AutoModelForCausalLM.from_pretrained = staticmethod(load)
 
 
 def _replace_new_groups() -> None:

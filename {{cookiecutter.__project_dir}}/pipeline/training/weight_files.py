@@ -1,0 +1,65 @@
+"""Writes a model's weights one after the other, so that main memory never needs to hold all of them."""
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+Weight = tuple[str, torch.Tensor]
+"""Name and value of a parameter."""
+
+MAX_BYTES = 5 * 2**30
+"""Size of a file. A file is larger if a single decoder layer is."""
+
+INDEX = "model.safetensors.index.json"
+
+
+def write(model: PreTrainedModel, weights: Iterable[Weight], folder: Path) -> None:
+    """Write safetensors files as `save_pretrained` does, with the names and shapes of the model's own checkpoints.
+
+    Args:
+        weights: in the order of `model.named_parameters()`. Each is freed once its file is written.
+    """
+    sizes: list[dict[str, int]] = []
+    parameters = 0
+    for part in _parts(weights):
+        parameters += sum(value.numel() for value in part.values())
+        original = revert_weight_conversion(model, part)
+        tensors = {name: value.contiguous() for name, value in original.items()}
+        save_file(tensors, folder / f".part-{len(sizes)}", metadata={"format": "pt"})
+        sizes.append({name: value.nbytes for name, value in original.items()})
+        del part, original, tensors  # the loop holds no file's weights while it collects those of the next
+    if len(sizes) == 1:
+        (folder / ".part-0").rename(folder / "model.safetensors")
+        return
+    weight_map = {}
+    for number, names in enumerate(sizes):
+        file = f"model-{number + 1:05d}-of-{len(sizes):05d}.safetensors"
+        (folder / f".part-{number}").rename(folder / file)
+        weight_map |= dict.fromkeys(names, file)
+    metadata = {"total_parameters": parameters, "total_size": sum(sum(names.values()) for names in sizes)}
+    (folder / INDEX).write_text(json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2) + "\n")
+
+
+def _parts(weights: Iterable[Weight]) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield the weights of each file. A layer is never split, because its weights may be converted together."""
+    part: dict[str, torch.Tensor] = {}
+    for _, layer in groupby(weights, key=lambda weight: _layer(weight[0])):
+        part |= dict(layer)
+        if sum(value.nbytes for value in part.values()) >= MAX_BYTES:
+            yield part
+            part = {}
+    if part:
+        yield part
+
+
+def _layer(name: str) -> str:
+    """Return the part of a parameter's name up to the first number, which is the number of a layer."""
+    found = re.match(r".*?\.\d+\.", name)
+    return found.group() if found else ""
