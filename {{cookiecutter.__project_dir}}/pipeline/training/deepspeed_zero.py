@@ -198,6 +198,9 @@ def _convert(folder: Path) -> tuple[Path, str]:
 
 def _initialize(model: PreTrainedModel, optimizer: torch.optim.Optimizer, config: dict[str, Any]) -> Any:
     deepspeed = _import_deepspeed()
+    if config["bf16"]["enabled"]:
+        for parameter in model.parameters():  # DeepSpeed does not cast adapters that were added to partitioned weights
+            parameter.data = parameter.data.bfloat16()
     # DeepSpeed uses names that torch has deprecated
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
