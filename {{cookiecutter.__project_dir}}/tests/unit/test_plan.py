@@ -402,7 +402,7 @@ def test_the_recommendation_is_written_to_the_settings(monkeypatch: pytest.Monke
 
 
 def test_the_shipped_settings_are_those_of_the_plan() -> None:
-    """QWEN3_8B is the model that cookiecutter suggests."""
+    """QWEN3_8B has the shape of the default base model."""
     made = _plan(QWEN3_8B)
     options = settings.load(DeepSpeedOptions, "train", "deepspeed", profile="cluster").model_dump()
     serving = settings.load(ServeOptions, "serve", profile="cluster").model_dump()
