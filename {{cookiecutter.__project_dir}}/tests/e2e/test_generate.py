@@ -101,6 +101,8 @@ def made(ray_session: None, options: GenerateOptions) -> KilledRuns:
     output = io.StringIO()
     with pytest.MonkeyPatch.context() as patched, ThreadPoolExecutor(1) as pool, contextlib.redirect_stdout(output):
         patched.setattr("pipeline.ray_support.progress.PROGRESS_INTERVAL_S", 0.5)
+        # small batches, so that the first file is written long before the engine has answered all rows and ends
+        patched.setattr(vllm_stage, "BATCH_ROWS", options.rows_per_file)
         engine_killed_at = pool.submit(kill_the_engine, options)
         generate.main(options)
     return KilledRuns(options, prompts, killed, survivors, engine_killed_at.result(), output.getvalue())

@@ -47,6 +47,7 @@ ATTRIBUTES = {
     "_replace": "namedtuple",
     "_exit": "os",
     "_no_split_modules": "transformers",
+    "_load_pretrained_model": "transformers",
     "_config": "DeepSpeed",
     "_parameters": "moto",
     "_keep": "SingleProcess, which TorchrunRuntime extends",
