@@ -145,7 +145,7 @@ def run_and_kill(options: GenerateOptions) -> list[int]:
 def kill_the_engine(options: GenerateOptions) -> int:
     """Kill the engine after it has written a file of answers. Return how many rows have been answered by then."""
     folder, deadline = Path(options.output, "answers"), time.monotonic() + 240
-    files = None  # counted once there is an engine, because before that, a task of the killed run may write a file
+    files = None  # counted once there is an engine
     while files is None or len(list(folder.glob("*.parquet"))) == files:
         assert time.monotonic() < deadline
         if files is None and _engines():

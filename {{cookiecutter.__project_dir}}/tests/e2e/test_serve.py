@@ -220,9 +220,9 @@ def test_disconnected_clients_free_the_engine(served: ServeOptions, client: open
 
 LONG_ANSWER = {"model": "tiny", "max_tokens": 200, "ignore_eos": True}
 """The engine is busy for many seconds if a key sends as many of these requests as it may send at once."""
+REPLACED_WITHIN_S = 25  # 3 s on an idle machine, more than 10 s on a busy one; without our check, Ray needs 30 s
 # seconds on an idle machine; multiply them by slowdown()
 STOPS_WITHIN_S = 1
-REPLACED_WITHIN_S = 20  # usually 3 s, on a loaded machine more than 10; without our check, Ray needs 30 s
 REFUSED_WITHIN_S = 3  # HAProxy waits one second before its second try
 CLIENTS = 4
 LARGER_THAN_HAPROXY_BUFFER = "x" * 1_200_000
@@ -1116,7 +1116,7 @@ def test_a_dead_engine_is_replaced_at_once(updated: ServeOptions) -> None:
         killed_at = time.perf_counter()
         try:
             while not (found := [each for each in replicas() if each._actor_id != old]):
-                assert time.perf_counter() < killed_at + REPLACED_WITHIN_S * factor
+                assert time.perf_counter() < killed_at + REPLACED_WITHIN_S
                 time.sleep(0.05)
             time.sleep(1)
         finally:
