@@ -2,6 +2,7 @@
 
 import ast
 import os
+import platform
 import re
 import shlex
 import shutil
@@ -57,9 +58,14 @@ def test(context: Context, all_: bool = False, nightly: bool = False) -> None:  
 def _test_emulator(context: Context, project: Path) -> None:
     python = _python(context, project)
     _step(f"testing the emulated AWS of {project}")
+    _test_in_project(context, python, project, "emulator")
+
+
+def _test_in_project(context: Context, python: Path, project: Path, folder: str, *options: str) -> None:
+    """Run the template's tests in a folder of tests/ with a project's environment and folder."""
     # confcutdir keeps pytest from loading tests/conftest.py, which needs the template's environment
-    tests = bake.TEMPLATE / "tests" / "emulator"
-    command = [python, "-m", "pytest", "-c", bake.TEMPLATE / "pyproject.toml", "--confcutdir", tests, tests]
+    tests = bake.TEMPLATE / "tests" / folder
+    command = [python, "-m", "pytest", "-c", bake.TEMPLATE / "pyproject.toml", "--confcutdir", tests, *options, tests]
     with context.cd(str(project)):
         context.run(shlex.join(map(str, command)), env=_variables(project), in_stream=False)
 
@@ -105,6 +111,18 @@ def bench_up(context: Context) -> None:
     """Compare the time of `inv up` with that of plain `ray up`, in an emulated AWS. Needs root."""
     project = _bake(context, "bench-up")
     _become_module(_python(context, project), project, "benchmarks.bench_up")
+
+
+@task(help={"nightly": "also measure every model with every strategy: hours"})
+def check_gpu_path(context: Context, nightly: bool = False) -> None:
+    """Run training, serving and kernels on a fake GPU, with the CUDA packages of the nodes: 10 GB, 15 minutes."""
+    if (sys.platform, platform.machine()) != ("linux", "x86_64"):
+        raise Exit("error: check-gpu-path needs Linux on x86-64. Run it there, or in CI", 1)
+    project = _bake(context, "gpu-path")
+    python = _python(context, project)
+    _step("running training, serving and kernels on a fake GPU")
+    options = [] if nightly else ["-m", "not nightly"]
+    _test_in_project(context, python, project, "gpu_path", "-v", *options)
 
 
 @task

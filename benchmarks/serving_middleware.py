@@ -11,7 +11,7 @@ from benchmarks import harness
 from benchmarks.report import Result, at_most
 from pipeline.serving.api_middleware import ApiMiddleware
 from pipeline.serving.keys import ApiKeys
-from pipeline.serving.limits import RequestLimits
+from pipeline.serving.rate_limits import RequestLimits
 from pipeline.serving.request_queue import QueueMiddleware
 
 WANTED_US = 200

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from benchmarks import harness, visitors
 from benchmarks.report import Result, at_most
 from benchmarks.visitors import CLEAN, RequestLog, Visitor
-from pipeline.serving import lifecycle, models
+from pipeline.serving import lifecycle, served_models
 from pipeline.serving.options import ServeOptions
 
 CLIENTS = 4
@@ -48,7 +48,7 @@ async def _update(options: ServeOptions, answers: dict[str, str]) -> tuple[Reque
         phases["undisturbed"] = log.now()
         await phase("an update", lambda: lifecycle.deploy_model(shorter))
         await phase("a canary", lambda: lifecycle.deploy_model(canary))
-        await phase("its promotion", lambda: models.promote())
+        await phase("its promotion", lambda: served_models.promote())
         over.set()
         await staying
     return log, phases

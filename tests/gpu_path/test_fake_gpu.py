@@ -3,7 +3,8 @@
 import json
 
 import pytest
-from gpu_path.conftest import Run
+
+from tests.gpu_path.conftest import Run
 
 MEMORY = """
 import json, resource, torch

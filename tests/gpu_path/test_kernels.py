@@ -1,7 +1,8 @@
 """Liger's kernels, compiled ahead of time for A100 and H100 by Triton and its own assembler."""
 
 import pytest
-from gpu_path.conftest import Run
+
+from tests.gpu_path.conftest import Run
 
 KERNELS = """
 import sys

@@ -1,9 +1,9 @@
 """The packages of the nodes: every job starts, and compiled extensions find the libraries that they need."""
 
 import pytest
-from gpu_path.conftest import Run
 
 from cluster import job_scripts
+from tests.gpu_path.conftest import Run
 
 EXTENSIONS = (
     "bitsandbytes",

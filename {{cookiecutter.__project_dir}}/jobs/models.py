@@ -13,22 +13,22 @@ from pipeline.serving.options import ModelsOptions
 if __name__ == "__main__":
     cli.parse(ModelsOptions)  # before the imports below, which take seconds
 
-from pipeline.serving import models
+from pipeline.serving import served_models
 
 
 def main(options: ModelsOptions) -> None:
     """List the served models, or change them."""
     cli.connect(log_to_driver=False)
     if options.canary_percent is not None:
-        models.set_canary_percent(options.canary_percent)
+        served_models.set_canary_percent(options.canary_percent)
     elif options.promote:
-        models.promote()
+        served_models.promote()
     elif options.roll_back:
-        models.roll_back()
+        served_models.roll_back()
     elif options.end:
-        models.end(options.end)
+        served_models.end(options.end)
     else:
-        models.show()
+        served_models.show()
 
 
 if __name__ == "__main__":

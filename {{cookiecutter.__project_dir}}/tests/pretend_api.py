@@ -20,8 +20,8 @@ from starlette.routing import Route
 
 from pipeline.serving.api_middleware import ApiMiddleware
 from pipeline.serving.keys import ApiKeys
-from pipeline.serving.limits import RequestLimits
 from pipeline.serving.page import ChatPage
+from pipeline.serving.rate_limits import RequestLimits
 
 KEY = "the-key-of-the-fake-api"
 MODELS = ("small", "large")

@@ -6,11 +6,11 @@ The deployments are in several modules, so that only the deployments that run a 
 from ray import serve
 from ray.serve.deployment import Application
 
-from pipeline.rag.generation import Generator
+from pipeline.rag.generator import Generator
 from pipeline.rag.ingress import Ingress
 from pipeline.rag.options import RagOptions, Replicas
 from pipeline.rag.retrieval import Reranker, Retriever
-from pipeline.serving.limits import RequestLimits
+from pipeline.serving.rate_limits import RequestLimits
 from pipeline.serving.request_queue import NO_RAY_LIMIT
 
 

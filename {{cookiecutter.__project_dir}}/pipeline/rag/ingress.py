@@ -18,12 +18,12 @@ from ray.serve.handle import DeploymentHandle
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from pipeline.rag.generation import AnswerEnd, Failure, until
+from pipeline.rag.generator import AnswerEnd, Failure, until
 from pipeline.rag.index import ScoredChunk
 from pipeline.serving.api_middleware import HEALTH_ROUTE, ApiMiddleware
 from pipeline.serving.errors import ApiError
 from pipeline.serving.keys import ApiKeys
-from pipeline.serving.limits import RequestLimits
+from pipeline.serving.rate_limits import RequestLimits
 from pipeline.serving.request_queue import QueueMiddleware
 
 MODEL = "rag"  # the model's name in the API

@@ -7,10 +7,10 @@ from contextlib import ExitStack
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pipeline.serving.app_call import AppCall
-from pipeline.serving.body import inspect
+from pipeline.serving.body_checks import inspect
 from pipeline.serving.errors import CLOSE, ApiError, ResponseSender, always_alive
 from pipeline.serving.keys import ApiKeys
-from pipeline.serving.limits import RateLimiter, RequestLimits
+from pipeline.serving.rate_limits import RateLimiter, RequestLimits
 
 HEALTH_ROUTE = "/health"  # open to load balancers without a key, because it only says whether the engine is alive
 # Rejected bodies are still read, up to this multiple of the size limit. Otherwise a client that is still sending sees

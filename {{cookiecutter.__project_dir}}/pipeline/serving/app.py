@@ -35,11 +35,11 @@ from pipeline.serving.api_middleware import HEALTH_ROUTE, ApiMiddleware
 from pipeline.serving.canary import ROOT, Reporter
 from pipeline.serving.errors import ENGINE_RETRY_S
 from pipeline.serving.keys import ApiKeys
-from pipeline.serving.limits import RequestLimits
 from pipeline.serving.metrics_middleware import MetricsMiddleware
 from pipeline.serving.model_router import ModelRouter
 from pipeline.serving.options import ServeOptions
 from pipeline.serving.page import ChatPage
+from pipeline.serving.rate_limits import RequestLimits
 from pipeline.serving.request_queue import NO_RAY_LIMIT, QueueMiddleware
 
 ROUTES = {

@@ -11,7 +11,7 @@ import httpx2
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from pipeline.serving.body import Body
+from pipeline.serving.body_checks import Body
 from pipeline.serving.canary import Routes
 from pipeline.serving.errors import no_request
 

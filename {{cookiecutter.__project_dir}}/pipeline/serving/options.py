@@ -9,7 +9,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 import settings
-from pipeline.serving.limits import RequestLimits
+from pipeline.serving.rate_limits import RequestLimits
 
 APP = "llm"
 """Name of the Serve application at the root path. The names of the other models' applications start with it."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pipeline.serving.errors import ApiError, always_alive, engine_dead
-from pipeline.serving.limits import RequestLimits
+from pipeline.serving.rate_limits import RequestLimits
 
 QUEUE_RETRY_S = 1
 # Turns off Ray's own limit of requests per replica, which also counts health checks and uploads in progress.

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import PreTrainedModel
 
 from pipeline.training.dataset import Batch
-from pipeline.training.models import decoder_layers
+from pipeline.training.model_io import decoder_layers
 from pipeline.training.options import FSDPOptions
 from pipeline.training.runtimes.runtime import Runtime, WriteCheckpoint
 from pipeline.training.schedule import BatchPlan

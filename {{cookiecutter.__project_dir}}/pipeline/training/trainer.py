@@ -8,7 +8,7 @@ import torch
 
 from pipeline.data.tokenization import NOT_TRAINED
 from pipeline.data.tokenizer import load_tokenizer
-from pipeline.training import checkpoints, models, parameters
+from pipeline.training import checkpoints, model_io, parameters
 from pipeline.training.collectives import any_rank, total
 from pipeline.training.dataset import Batch, PackedRows, read_manifest, trained_tokens
 from pipeline.training.meter import Diverged, Meter
@@ -81,7 +81,7 @@ def train(
     """
     os.environ["DS_ACCELERATOR"] = runtime.device.type  # transformers imports deepspeed, which reads this
     torch.set_num_threads(min(options.cpus_per_worker, os.cpu_count() or 1))  # the machine may have fewer CPUs
-    Trainer(models.with_supported_precision(options, runtime.device), runtime, make_strategy, stream).fit()
+    Trainer(model_io.with_supported_precision(options, runtime.device), runtime, make_strategy, stream).fit()
 
 
 class Trainer:
@@ -97,7 +97,7 @@ class Trainer:
         torch.manual_seed(options.seed)  # the same on all ranks, so that they initialise adapters alike
         self.plan = spread(options.global_batch_rows, options.micro_batch_rows, runtime.world_size)
         with make_strategy.loading(options, runtime, self.plan):
-            model = models.load_model(options)
+            model = model_io.load_model(options)
         self.parameters, self.trained = parameters.count(model), parameters.count(model, only_trained=True)
         self.meter = Meter(options, runtime, model, self.source.sequence_length)
         self.strategy = make_strategy(model, options, runtime, self.plan)
@@ -235,7 +235,7 @@ class Trainer:
 
     def _export(self) -> None:
         tokenizer = load_tokenizer(self.options.model, self.source.chat_template)
-        models.export(self.strategy, tokenizer, self.source.eos_ids, self.folder.path, self.options)
+        model_io.export(self.strategy, tokenizer, self.source.eos_ids, self.folder.path, self.options)
         self.folder.publish()
 
     def _on_device(self, batch: Batch) -> Batch:

@@ -52,7 +52,7 @@ from demo import assets as demo_assets
 from jobs import embed, generate, models
 from jobs.embed import EmbedOptions
 from jobs.generate import GenerateOptions
-from pipeline.rag import deployment, generation
+from pipeline.rag import deployment, generator
 from pipeline.rag.index import ScoredChunk
 from pipeline.rag.options import RagOptions
 from pipeline.ray_support import job_secrets
@@ -514,8 +514,8 @@ def test_serve_rag_asks_the_model_with_the_sources(
         answer = rag.chat.completions.create(model="rag", messages=question, max_tokens=ANSWER_TOKENS, temperature=0)
         [source] = (answer.model_extra or {})["sources"]
         assert source["document"] == f"{topic}.md"
-        shown = generation.numbered([ScoredChunk(source["document"], source["text"], source["score"])])
-        expected = ask(client, [{"role": "system", "content": generation.PROMPT + shown}, *question])
+        shown = generator.numbered([ScoredChunk(source["document"], source["text"], source["score"])])
+        expected = ask(client, [{"role": "system", "content": generator.PROMPT + shown}, *question])
         assert answer.choices[0].message.content == expected != ""
         stream = rag.chat.completions.create(
             model="rag", messages=question, max_tokens=ANSWER_TOKENS, temperature=0, stream=True

@@ -24,9 +24,9 @@ from pipeline.serving import keys as keys_module
 from pipeline.serving.api_middleware import MAX_DISCARDED_BODIES, ApiMiddleware
 from pipeline.serving.canary import NO_ROUTES, RequestOutcome
 from pipeline.serving.keys import ApiKeys
-from pipeline.serving.limits import RateLimiter, RequestLimits
 from pipeline.serving.metrics_middleware import MetricsMiddleware
 from pipeline.serving.model_router import ModelRouter
+from pipeline.serving.rate_limits import RateLimiter, RequestLimits
 from pipeline.serving.request_queue import QueueFull, QueueMiddleware, Slots
 
 BODY = 1000
@@ -220,7 +220,7 @@ def test_a_key_above_its_rate_limit_is_told_when_to_retry(file: Path) -> None:
 
 def test_the_rate_limit_is_per_sliding_minute(monkeypatch: pytest.MonkeyPatch) -> None:
     limiter, clock = RateLimiter(per_minute=2, at_once=100), iter([0.0, 30.0, 59.5, 60.0, 60.0, 90.0])
-    monkeypatch.setattr("pipeline.serving.limits.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr("pipeline.serving.rate_limits.time", SimpleNamespace(monotonic=lambda: next(clock)))
     assert [limiter.acquire("alice") for _ in range(6)] == [0, 0, 1, 0, 30, 0]
 
 

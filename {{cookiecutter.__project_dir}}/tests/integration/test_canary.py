@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 import settings
 from jobs import models
 from pipeline.serving import canary, haproxy, lifecycle
-from pipeline.serving.body import inspect
+from pipeline.serving.body_checks import inspect
 from pipeline.serving.canary import CANARY, ROOT, Reporter
 from pipeline.serving.metrics_middleware import MetricsMiddleware
 from pipeline.serving.model_router import ModelRouter

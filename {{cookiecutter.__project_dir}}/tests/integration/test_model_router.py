@@ -22,9 +22,9 @@ from pipeline.serving import canary
 from pipeline.serving.api_middleware import ApiMiddleware
 from pipeline.serving.canary import CANARY, NO_ROUTES, ROOT, RequestOutcome, Routes, RoutingState
 from pipeline.serving.keys import ApiKeys
-from pipeline.serving.limits import RequestLimits
 from pipeline.serving.metrics_middleware import CLIENT_CLOSED_REQUEST, MetricsMiddleware
 from pipeline.serving.model_router import ModelRouter
+from pipeline.serving.rate_limits import RequestLimits
 
 CHUNKS, DELAY_S = 40, 0.05
 UNREACHABLE = "http://127.0.0.1:9"

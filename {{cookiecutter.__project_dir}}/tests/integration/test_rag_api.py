@@ -18,10 +18,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from pipeline.rag.generation import PROMPT, Generator
+from pipeline.rag.generator import PROMPT, Generator
 from pipeline.rag.index import ScoredChunk
 from pipeline.rag.ingress import MODEL, NO_ANSWER, Ingress
-from pipeline.serving.limits import RequestLimits
+from pipeline.serving.rate_limits import RequestLimits
 
 SOURCES = [ScoredChunk("a.md", "Apples are red. Pears are green.", 0.9)]
 USAGE = {"prompt_tokens": 7, "completion_tokens": 2, "total_tokens": 9}

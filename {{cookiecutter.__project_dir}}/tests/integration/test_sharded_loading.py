@@ -24,7 +24,7 @@ from transformers import (
 )
 
 import settings
-from pipeline.training import models, parameters
+from pipeline.training import model_io, parameters
 from pipeline.training.deepspeed_zero import ZeRO
 from pipeline.training.fsdp import FSDP
 from pipeline.training.options import DeepSpeedOptions, FSDPOptions
@@ -111,7 +111,7 @@ def _load(folder: Path, way: Any, rank: int) -> dict[str, Any]:
     runtime, plan = ranks.Rank(rank, RANKS), BatchPlan(2, 2)
     before = _tensor_bytes()
     with _anonymous_memory() as memory, strategy_type.loading(options, runtime, plan):
-        model = models.load_model(options)
+        model = model_io.load_model(options)
     held, counted = _tensor_bytes() - before, parameters.count(model)
     strategy = strategy_type(model, options, runtime, plan)
     gathered = dict(strategy.gather())

@@ -31,7 +31,7 @@ from transformers.optimization import get_cosine_with_min_lr_schedule_with_warmu
 
 import settings
 from pipeline.data.tokenization import NOT_TRAINED
-from pipeline.training import deepspeed_zero, models, preflight, schedule
+from pipeline.training import deepspeed_zero, model_io, preflight, schedule
 from pipeline.training.dataset import COLUMNS, PackedRows, read_manifest
 from pipeline.training.options import DDPOptions, DeepSpeedOptions
 from pipeline.training.runtimes.runtime import Metrics, SingleProcess, WriteCheckpoint
@@ -468,7 +468,7 @@ def test_with_lora_in_bf16_frozen_weights_are_bf16_and_adapters_fp32(
 ) -> None:
     """Frozen weights in fp32 take twice the memory, and autocast would keep copies of them in bf16."""
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
-    model = models.load_model(options.model_copy(update=LORA | {"precision": "bf16"}))
+    model = model_io.load_model(options.model_copy(update=LORA | {"precision": "bf16"}))
     dtypes = {(parameter.requires_grad, parameter.dtype) for parameter in model.parameters()}
     assert dtypes == {(False, torch.bfloat16), (True, torch.float32)}
     lora = LORA | {"lora_dropout": 0, "steps": 6}
@@ -564,7 +564,7 @@ def test_liger_refuses_an_architecture_that_it_does_not_know(
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers", types.ModuleType("liger_kernel.transformers"))
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers.monkey_patch", known)
     with pytest.raises(settings.UserError, match=r"Liger has no kernels for llama\. Set liger = false in \[train\]"):
-        models.load_model(options.model_copy(update={"liger": True}))
+        model_io.load_model(options.model_copy(update={"liger": True}))
 
 
 def test_a_run_resumes_only_with_the_same_settings(options: DDPOptions, model: Path, tmp_path: Path) -> None:

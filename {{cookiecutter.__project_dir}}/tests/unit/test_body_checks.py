@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.serving.body import MAX_COPIES, MAX_DEPTH, MAX_SCHEMA, MAX_TEXT, Body, InvalidBody, inspect
+from pipeline.serving.body_checks import MAX_COPIES, MAX_DEPTH, MAX_SCHEMA, MAX_TEXT, Body, InvalidBody, inspect
 
 
 def rejected(raw: bytes | dict[str, Any]) -> InvalidBody:
