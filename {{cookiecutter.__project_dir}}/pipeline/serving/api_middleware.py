@@ -142,5 +142,5 @@ class ApiMiddleware:
 
     def _check_sequences(self, sequences: int) -> None:
         if sequences > (limit := self._limits.max_sequences):
-            message = f"prompts times n is {sequences:,}, more than {limit}; ask for fewer"
+            message = f"prompts times n is {sequences:,}, more than {limit}; ask for fewer answers"
             raise ApiError(400, message, code="too_many_sequences")

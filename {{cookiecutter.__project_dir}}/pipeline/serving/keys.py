@@ -64,7 +64,7 @@ def _read() -> dict[str, bytes]:
         # print neither name nor key, because somebody may have written KEY:NAME
         if name in keys:
             raise ValueError(
-                f"entry {number} of SERVE_API_KEYS repeats a name: each key needs its own name, not {OWNER}"
+                f"entry {number} of SERVE_API_KEYS repeats a name: names must be unique, and {OWNER} is taken"
             )
         if key in keys.values():
             raise ValueError(f"entry {number} of SERVE_API_KEYS repeats a key: each name needs its own key")

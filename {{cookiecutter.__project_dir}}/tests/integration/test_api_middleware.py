@@ -162,9 +162,12 @@ def test_revoked_and_new_keys_take_effect_without_a_restart(file: Path, monkeypa
     ("broken", "reason"),
     [
         ("not a pair", "SERVE_API_KEYS is not NAME:KEY,NAME:KEY"),
-        ("owner:other", "entry 1 of SERVE_API_KEYS repeats a name: each key needs its own name, not owner"),
-        ("bob:first, bob:other", "entry 2 of SERVE_API_KEYS repeats a name: each key needs its own name, not owner"),
-        ("bob:first, bob : other", "entry 2 of SERVE_API_KEYS repeats a name: each key needs its own name, not owner"),
+        ("owner:other", "entry 1 of SERVE_API_KEYS repeats a name: names must be unique, and owner is taken"),
+        ("bob:first, bob:other", "entry 2 of SERVE_API_KEYS repeats a name: names must be unique, and owner is taken"),
+        (
+            "bob:first, bob : other",
+            "entry 2 of SERVE_API_KEYS repeats a name: names must be unique, and owner is taken",
+        ),
         ("bob:other, carol: other", "entry 2 of SERVE_API_KEYS repeats a key: each name needs its own key"),
         ("bob:changed", "entry 1 of SERVE_API_KEYS repeats a key: each name needs its own key"),
     ],
