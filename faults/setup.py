@@ -12,6 +12,7 @@ ONE_CPU = "import ray; ray.init(); print(ray.get(ray.remote(num_cpus=1)(lambda: 
 
 def setup_fails(harness: Harness) -> str:
     """A setup command fails on every new worker: status reports it within a minute. After three, no more start."""
+    harness.wait_until_no_workers()  # otherwise the job would run on a worker of the previous test
     head, pins = harness.head(), "~/project/requirements/cluster.txt"  # workers get a copy of the head's file
     head.run(f"cp {pins} ~/good.txt && echo no-such-package==1 >> {pins}")
     job = harness.submit(ONE_CPU)

@@ -26,10 +26,8 @@ class Unreachable(settings.UserError):
 
 def unreachable(error: Exception, target_option: str = "") -> Unreachable:
     """Convert an HTTP client's error to `Unreachable`. For `target_option`, see `target.Connection`."""
-    return Unreachable(
-        f"no valid response from Ray ({_reason(error)}). "
-        f"Try again. If it keeps failing: inv down{target_option}, then inv up{target_option}"
-    )
+    repair = f"inv up{target_option}, which sets the head up again" if target_option else "inv down, then inv up"
+    return Unreachable(f"no valid response from Ray ({_reason(error)}). Try again. If it keeps failing: {repair}")
 
 
 def is_submitted(job_id: str | None) -> bool:
