@@ -201,7 +201,7 @@ def _become(project: Path, *words: str) -> None:
 def _python(context: Context, project: Path) -> Path:
     """Create the project's environment, and return the path of its Python.
 
-    The path is resolved, because the path of the link in the project's folder may contain spaces, and Ray then fails.
+    `.venv` is a link. It is resolved, because Ray fails if the path of Python contains spaces.
     """
     _step(f"creating the environment of {project}")
     _verb(context, project, "--list > /dev/null")  # any verb creates the environment

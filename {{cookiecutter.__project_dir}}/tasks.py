@@ -62,7 +62,7 @@ def _aws_errors() -> Any:
 
 
 def _job_options() -> list[str]:
-    """Return the words after --. invoke's own `remainder` loses the quotes around them."""
+    """Return the words after `--`. invoke's own `remainder` joins them into one string."""
     return sys.argv[sys.argv.index("--") + 1 :] if "--" in sys.argv else []
 
 

@@ -35,12 +35,14 @@ SWITCHES = (["--gradient-checkpointing"], ["--micro-batch-rows", "1"], ["--lora-
 
 @dataclass(frozen=True)
 class Measured:
-    """What a job needs on each GPU, in bytes. `failed` names what did not fit, if anything."""
+    """What one rank of a job needs, in bytes. `failed` names what did not fit, if anything."""
 
     world_size: int
     micro_batch_rows: int
     allocated: int
     reserved: int
+    main_memory: int
+    """In blocks of 32 MiB or more."""
     failed: str = ""
 
 

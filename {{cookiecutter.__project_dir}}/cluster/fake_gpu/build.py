@@ -48,10 +48,11 @@ def build(site_packages: Path, folder: Path) -> None:
         text = (site_packages / name).read_text(encoding="latin-1")
         driver |= set(re.findall(r"\b(cu[A-Z]\w+|nvml[A-Z]\w+)", text, re.ASCII))
     include = f"-I{site_packages}/nvidia/cu13/include"
-    _compile(folder / RUNTIME, SOURCE / "runtime.c", _placeholders("runtime.c", runtime, folder), include)
+    sources = (SOURCE / "runtime.c", SOURCE / "main_memory.c", _placeholders("runtime.c", runtime, folder))
+    _compile(folder / RUNTIME, sources, include)
     for name in DRIVERS:
-        placeholders = _placeholders("driver.c", driver, folder)
-        _compile(folder / name, SOURCE / "driver.c", placeholders, f"-Wl,-soname,{name}")
+        sources = (SOURCE / "driver.c", _placeholders("driver.c", driver, folder))
+        _compile(folder / name, sources, f"-Wl,-soname,{name}")
 
 
 def variables(folder: Path, *, mib: int) -> dict[str, str]:
@@ -83,9 +84,9 @@ def _placeholders(source: str, called: set[str], folder: Path) -> Path:
     return file
 
 
-def _compile(library: Path, source: Path, placeholders: Path, option: str) -> None:
+def _compile(library: Path, sources: tuple[Path, ...], option: str) -> None:
     flags = ("-shared", "-fPIC", "-O1", "-w", "-std=gnu11", "-fno-builtin", "-pthread", option)
-    _run("gcc", *flags, str(source), str(placeholders), "-o", str(library), "-ldl")
+    _run("gcc", *flags, *map(str, sources), "-o", str(library), "-ldl")
 
 
 def _run(*command: str) -> str:

@@ -13,12 +13,13 @@
 #include <sys/mman.h>
 
 #include "common.h"
+#include "main_memory.h"
 
 // ---- memory
 
 #define MAX_BLOCKS 65536
 #define MAX_GPUS 64
-#define ON_HOST -1
+#define ON_HOST -1  // pinned main memory
 #define UNKNOWN -2
 #define COPIED (1 << 16)  // bytes; larger copies hold weights or activations, which are never read
 
@@ -35,9 +36,10 @@ static cudaError_t allocate(void **pointer, size_t size, int gpu) {
     *pointer = NULL;
     if (!size) DONE;
     cudaError_t error = cudaErrorMemoryAllocation;
+    char *start = gpu == ON_HOST && size >= LARGE ? take_main_memory(size) : NULL;
     pthread_mutex_lock(&blocks_lock);
     if (gpu == ON_HOST || used[gpu] + size <= gpu_memory()) {
-        char *start = mmap(0, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (!start) start = mmap(0, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
         for (int i = 0; start != MAP_FAILED && i < MAX_BLOCKS; i++) {
             if (blocks[i].start) continue;
             blocks[i] = (struct block){start, size, gpu};
@@ -55,7 +57,7 @@ static cudaError_t release(void *pointer) {
     pthread_mutex_lock(&blocks_lock);
     for (int i = 0; pointer && i < MAX_BLOCKS; i++) {
         if (blocks[i].start != pointer) continue;
-        munmap(pointer, blocks[i].size);
+        if (!return_main_memory(pointer)) munmap(pointer, blocks[i].size);
         if (blocks[i].gpu != ON_HOST) used[blocks[i].gpu] -= blocks[i].size;
         blocks[i].start = NULL;
         break;

@@ -46,7 +46,8 @@ def _platform() -> Iterator[Finding]:
     else:
         system = f"{platform.system()} {platform.machine()}"
         yield Finding(
-            "warning", f"{system}: serve_llm and finetune_deepspeed need Linux x86_64. All other jobs run here"
+            "warning",
+            f"{system}: serve_llm, generate and finetune_deepspeed need Linux x86_64. Other jobs run here",
         )
 
 

@@ -4,6 +4,7 @@ Sizes are in bytes, per GPU unless stated otherwise. The formulas are for dense 
 experts, they count the activations of only one expert per token.
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -159,17 +160,20 @@ def activations(shape: Shape, training: Training) -> Activations:
 def peak(shape: Shape, training: Training) -> Memory:
     """Return the peak memory, which is reached at the start, in a backward pass, or in the optimizer's step.
 
-    - Start: fp32 weights are loaded into main memory. DeepSpeed moves all of them to each GPU in the working format,
-      and only then shards them in stage 3.
+    - Start: with FSDP and ZeRO-3, each rank loads only its share. Otherwise, it loads all weights into main memory, in
+      fp32 unless they are frozen. DeepSpeed then moves them to the GPU in the working format, and copies the trained
+      ones into one tensor.
     - DDP: autocast caches the parameters in bf16 during a pass. In the second step, DDP reorders its buckets, and holds
       the gradients twice.
     - FSDP: a pass gathers embedding and output layer, and three blocks at a time. Last, the gradients of embedding and
       output layer are reduced, from the working format through fp32.
-    - ZeRO: stages 1 and 2 fill one bucket while another is reduced; stage 3 has one bucket, in fp32, and gathers up to
-      LIVE parameters. When the first bucket is full, stages 2 and 3 convert it to fp32 for the reduction, and the
-      activations of its parameters are already free. The optimizer's step of stage 1 casts gradients to fp32; the other
-      stages still hold their buckets then. Stage 3 casts the updated parameters, LIVE at a time. On a CPU, AdamW needs
-      as much again, for square roots.
+    - ZeRO: stages 1 and 2 fill one bucket while another is reduced; stage 3 has one bucket, in fp32, gathers up to LIVE
+      parameters and one more block, and holds the gradient of a block's largest weight. When the first bucket is full,
+      stages 2 and 3 convert it to fp32 for the reduction, and the activations of its parameters are already free. The
+      optimizer's step of stage 1 casts gradients to fp32; the other stages still hold their buckets then. Stage 3 casts
+      the updated parameters, LIVE at a time.
+    - Offloading: stage 2 still adds up the rank's share of the gradients on the GPU. Stage 3 updates LIVE parameters at
+      a time. Main memory for gradients and for offloaded parameters is pinned.
     """
     method, width, held = training.method, training.width, states(shape, training)
     trained = shape.adapters if training.lora else shape.parameters
@@ -184,20 +188,51 @@ def peak(shape: Shape, training: Training) -> Memory:
         if training.precision == "bf16" and not training.lora:
             buffers = 2 * shape.multiplied
     elif method.zero_stage == 1:
-        start, buffers, step = width * shape.parameters, 2 * width * BUCKET, 4 * share
+        buffers, step = 2 * width * BUCKET, 4 * share
     else:
-        start, remaining = width * shape.parameters, passing.kept * (1 - bucket / trained) + passing.block
+        remaining = passing.kept * (1 - bucket / trained) + passing.block
         if method.zero_stage == 2:
-            buffers = 2 * width * bucket
+            buffers = 2 * width * bucket + (4 * share if method.offload_optimizer else 0)
             reduction, step = 8 * bucket + remaining, buffers
         else:
-            buffers = 4 * BUCKET + width * min(LIVE, shape.parameters)
+            layer = (shape.parameters - shape.embeddings) / shape.layers
+            gathered = LIVE + layer + shape.hidden * shape.intermediate
+            buffers = 4 * BUCKET + width * min(gathered, shape.parameters)
             reduction, step = 6 * bucket + remaining, 4 * BUCKET + (4 + width) * min(LIVE, share)
-    host_step = 0.0
+    if method.zero_stage in (1, 2):
+        start = 2 * width * trained + width * (shape.parameters if training.lora else 0)
+    host = 0.0
     if method.offload_optimizer:
-        step, host_step = 0, 8 * (min(LIVE, share) if method.zero_stage == 3 else share)
+        step, host = 0, held.host + _pinning(shape, training) + OTHER
+        if method.zero_stage == 3 and not method.offload_parameters:
+            host += width * min(LIVE, share)
     gpu = max(start, held.gpu + max(buffers + passing.peak, buffers + reduction, step)) + OTHER
-    return Memory(gpu, max((2 if training.lora else 4) * shape.parameters, held.host + host_step))
+    return Memory(gpu, max((2 if training.lora else 4) * _loaded(shape, training), host))
+
+
+def _loaded(shape: Shape, training: Training) -> float:
+    """Return the number of parameters that a rank loads into its main memory."""
+    sharded = training.method.is_fsdp or training.method.zero_stage == 3
+    return shape.parameters / training.gpus if sharded else shape.parameters
+
+
+def _pinning(shape: Shape, training: Training) -> float:
+    """Return how many bytes pinning takes in addition to what is pinned: torch makes each buffer a power of two.
+
+    DeepSpeed pins the offloaded parameters as one buffer, and the embedding and the output layer once more.
+    """
+    share = (shape.adapters if training.lora else shape.parameters) / training.gpus
+    buffers, copies = [4 * share], 0.0
+    if training.method.zero_stage == 3:
+        buffers += [4.0 * LIVE] * int(share // LIVE) + [4 * (share % LIVE)]
+    if training.method.offload_parameters:
+        buffers.append(training.width * shape.parameters / training.gpus)
+        copies = shape.embeddings / shape.largest * _pinned(training.width * shape.largest / training.gpus)
+    return sum(_pinned(size) - size for size in buffers) + copies
+
+
+def _pinned(size: float) -> float:
+    return 2 ** math.ceil(math.log2(size)) if size else 0
 
 
 def fits(shape: Shape, training: Training, gpu_gib: int) -> bool:

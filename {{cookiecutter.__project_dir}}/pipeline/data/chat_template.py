@@ -227,14 +227,14 @@ def _marked_template(tokenizer: "PreTrainedTokenizerFast", has_marks: bool) -> s
     marked = tokenizer.chat_template if has_marks else _marked_by_trl(tokenizer)
     if not marked:
         raise settings.UserError(
-            f"past_reasoning = keep needs a template with marks, and TRL has none for {tokenizer.name_or_path}; "
+            f"past_reasoning = keep does not work, because TRL has no training template for {tokenizer.name_or_path}; "
             "pass --past-reasoning served."
         )
     return marked
 
 
 def _marked_by_trl(tokenizer: "PreTrainedTokenizerFast") -> str | None:
-    """Return TRL's version of a template with marks, or None if TRL has none."""
+    """Return TRL's marked version of the template, or None if TRL has none."""
     from trl.chat_template_utils import get_training_chat_template  # the import takes three seconds
 
     try:

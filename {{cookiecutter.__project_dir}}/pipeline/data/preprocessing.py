@@ -64,8 +64,8 @@ def explain(error: RayTaskError) -> Exception:
     if disk_is_full or isinstance(error.cause, ShuffleDiskError):
         return UserError(
             f"no space is left in {tempfile.gettempdir()} on a node: the shuffle stores the compressed text of the "
-            "input there; free some space, or use a larger disk: RAY_TMPDIR=FOLDER inv up (with python -m: "
-            "TMPDIR=FOLDER)."
+            "input there; free some space, or use a larger disk: inv down, then RAY_TMPDIR=FOLDER inv up (with "
+            "python -m: TMPDIR=FOLDER)."
         )
     return error
 

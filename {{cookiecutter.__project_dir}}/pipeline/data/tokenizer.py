@@ -20,7 +20,7 @@ def load_tokenizer(
     Args:
         model: A Hugging Face folder, a URI or a hub id.
         chat_template: The text of a template that replaces the tokenizer's own.
-        setting: The key of [preprocess] that names `model`, for error messages.
+        setting: The setting that names `model`, for error messages.
 
     Raises:
         UserError: the tokenizer cannot be loaded, or cannot map characters to tokens.
@@ -34,8 +34,8 @@ def load_tokenizer(
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise settings.UserError(
-            f"the tokenizer of {model} cannot be loaded ({reason}); set {setting} in [preprocess] to a folder or hub "
-            "id with a tokenizer."
+            f"the tokenizer of {model} cannot be loaded ({reason}); set {setting} to a folder or hub id with a "
+            "tokenizer."
         ) from None
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise settings.UserError(

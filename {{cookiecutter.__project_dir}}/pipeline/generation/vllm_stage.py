@@ -44,7 +44,7 @@ def answer(
         config,
         preprocess=lambda row: {"sampling_params": sampling},
         postprocess=_as_answer,
-        # otherwise Ray fuses this step with the repartition, which then joins the blocks again
+        # other resources than generation.py's repartition, or Ray would fuse the two and join the blocks again
         preprocess_map_kwargs={"num_cpus": 0.5},
     )
     tracked_engine.track(processor, tracker)

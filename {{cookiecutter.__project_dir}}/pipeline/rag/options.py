@@ -88,7 +88,7 @@ class RagOptions(settings.Section):
     min_score: float
     """Minimum score of a source. If no source reaches it, the answer is "I do not know"."""
     generator: Literal["model", "quote"]
-    """`model`: the model of `serve_llm` writes the answer. `quote`: it is the best sentence of the best source."""
+    """`model`: the model of `serve_llm` writes the answer. `quote`: the best source's best sentence is the answer."""
     prompt_characters: PositiveInt
     """Maximum number of characters of the sources in the prompt."""
     device: Literal["cpu", "cuda"]

@@ -207,7 +207,7 @@ class Server(EngineServer):
     async def _list_models(self) -> ModelList:
         """Return the model, its adapters (loaded or not), and the models of other apps."""
         models: ModelList = await self._serving.registry.show_available_models()
-        models.data[0].root = self._location.model  # vLLM shows the model's local folder here
+        models.data[0].root = self._location.model  # vLLM would show the node's local folder
         for name in self._model_names()[1:]:
             models.data.append(ModelCard(id=name, root=self._location.model, permission=[ModelPermission()]))
         for name in self._reporter.routes.others:

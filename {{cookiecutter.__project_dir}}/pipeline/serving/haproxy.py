@@ -37,5 +37,5 @@ def environment(folder: str, fallback_port: int = 8500) -> dict[str, str]:
     }
 
 
-if __name__ == "__main__":  # cluster.yaml runs: export $(python -m pipeline.serving.haproxy)
+if __name__ == "__main__":  # cluster.yaml runs this module, and exports what it prints
     print(*(f"{name}={value}" for name, value in environment("/tmp/haproxy").items()))

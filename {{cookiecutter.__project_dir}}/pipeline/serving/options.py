@@ -183,7 +183,7 @@ def _path_segment(name: str) -> str:
 
 
 class ModelsOptions(settings.Section):
-    """A change to the served models. Without options, the job lists them."""
+    """A change to the served models. Without options, the job lists the models."""
 
     canary_percent: float | None = Field(default=None, ge=0, le=100)
     """Percentage of requests for the canary."""

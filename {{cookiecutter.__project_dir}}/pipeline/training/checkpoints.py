@@ -21,7 +21,8 @@ def save(strategy: Strategy, runtime: Runtime, row: Metrics, output: str) -> Non
     """Start saving a checkpoint of all ranks: parameters, optimizer state, random state and step.
 
     The state is copied now and written in the background. If the last checkpoint is still being written, this waits for
-    it first, because main memory has room for only one copy.
+    it first, because main memory has room for only one copy. If it has no room for any, this waits until the state is
+    written.
 
     Raises:
         UserError: a disk is full. All ranks raise it.
@@ -39,6 +40,8 @@ def save(strategy: Strategy, runtime: Runtime, row: Metrics, output: str) -> Non
         (folder / _inventory(runtime.rank)).write_text(json.dumps(_sizes(folder)))
 
     runtime.report(row, write)
+    if not strategy.copies_state:
+        runtime.wait()
 
 
 def restore(strategy: Strategy, runtime: Runtime) -> int:

@@ -55,7 +55,7 @@ class DataReport(NamedTuple):
 
     @property
     def left_out(self) -> Cells:
-        """Counts of rows that gave no document, by reason. The most frequent reason comes first."""
+        """Numbers of rows without a document, by reason. The most frequent reason comes first."""
         reasons = {**self.manifest["rejected_by_reason"], "a duplicate": self.manifest["rows_duplicate"]}
         return [
             {

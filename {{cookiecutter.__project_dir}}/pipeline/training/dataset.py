@@ -117,7 +117,7 @@ class PackedRows:
         ]
 
     def _locate(self, first: int, count: int) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield each row group that holds some of these positions, and the rows at these positions in the group."""
+        """Yield each row group that these positions touch, and the numbers of their rows in the group."""
         while count:
             epoch, offset = divmod(first, len(self))
             groups = self._order(len(self._groups), epoch)

@@ -81,6 +81,7 @@ class ZeRO(Strategy):
 
     def __init__(self, model: PreTrainedModel, options: DeepSpeedOptions, runtime: Runtime, plan: BatchPlan) -> None:
         self.model = model
+        self.copies_state = not options.offload_optimizer  # main memory may have no room for offloaded states twice
         self.optimizer = adamw(model, options.weight_decay)
         self.module = self._engine = _initialize(model, self.optimizer, config(options, plan))
         self._world_size = runtime.world_size
@@ -101,7 +102,7 @@ class ZeRO(Strategy):
 
     def capture(self) -> WriteCheckpoint:
         engine = self._engine.checkpoint_engine
-        self._engine.checkpoint_engine = files = _RecordingEngine(engine)
+        self._engine.checkpoint_engine = files = _RecordingEngine(engine, copies=self.copies_state)
         with tempfile.TemporaryDirectory() as folder:  # for DeepSpeed's small extra files, which are not needed
             self._engine.save_checkpoint(folder, tag=TAG, exclude_frozen_parameters=True)
             states = {Path(path).relative_to(folder): state for path, state in files.states.items()}
@@ -162,17 +163,18 @@ class ZeRO(Strategy):
 
 
 class _RecordingEngine:
-    """Wraps DeepSpeed's checkpoint engine: copies the states in memory instead of writing them to files."""
+    """Wraps DeepSpeed's checkpoint engine: keeps the states, or copies of them, instead of writing them to files."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, *, copies: bool) -> None:
         self._engine = engine
+        self._copies = copies
         self.states: dict[str, Any] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
     def save(self, state_dict: Any, path: str) -> None:
-        self.states[path] = copied(state_dict)
+        self.states[path] = copied(state_dict) if self._copies else state_dict
 
     def preserves_storage_sharing(self) -> bool:
         return False  # the copies share no storage, so DeepSpeed need not clone tensors first

@@ -22,7 +22,7 @@ from settings import UserError
 def load_model(options: TrainOptions) -> PreTrainedModel:
     """Return the model, or this rank's share of it in the context of a strategy's `loading`.
 
-    Trained weights are in fp32, the master weights for every `precision`.
+    Weights to train are fp32 master weights, whatever the `precision`.
 
     With LoRA, every linear layer except the last gets an adapter, and only the adapters are trained. The frozen weights
     are in the format of the computation.
@@ -45,7 +45,7 @@ def _use_liger(model: PreTrainedModel) -> None:
     """Replace the model's layers and its loss by Liger's fused kernels.
 
     Raises:
-        UserError: Liger has none for this architecture. By itself, it would do nothing.
+        UserError: Liger has no kernels for this architecture. Liger itself would raise no error.
     """
     # imported late: it takes seconds; local environments do not have it
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN  # type: ignore[missing-import]

@@ -73,7 +73,7 @@ class TrainOptions(WorkerOptions):
     stop_after: PositiveInt | None = None
     """Save a checkpoint and stop after this step, before the end of the schedule. Run the job again to continue."""
     eval_every: PositiveInt
-    """Optimizer steps between evaluations. Every checkpoint is evaluated too."""
+    """Optimizer steps between evaluations. Regular checkpoints are evaluated too."""
     checkpoint_every: PositiveInt
     """Optimizer steps between checkpoints."""
     keep_checkpoints: PositiveInt

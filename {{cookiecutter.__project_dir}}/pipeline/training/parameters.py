@@ -14,7 +14,7 @@ def numel(parameter: nn.Parameter) -> int:
 
 
 def count(model: PreTrainedModel, only_trained: bool = False) -> int:
-    """Return the number of parameters. Each number of a quantized model counts, though several share a byte."""
+    """Return the number of parameters. Counts each number of a quantized model, even if several share a byte."""
     partitioned = [
         parameter
         for parameter in model.parameters()

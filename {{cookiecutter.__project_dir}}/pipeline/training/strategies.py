@@ -30,6 +30,8 @@ class Strategy(ABC):
     """The module to call. It runs the collectives that the strategy needs."""
     model: PreTrainedModel
     optimizer: torch.optim.Optimizer
+    copies_state = True
+    """Whether `capture` copies the state. If not, training must wait until the checkpoint is written."""
 
     @classmethod
     def loading(cls, options: Any, runtime: Runtime, plan: BatchPlan) -> AbstractContextManager[None]:
@@ -53,9 +55,9 @@ class Strategy(ABC):
 
     @abstractmethod
     def capture(self) -> WriteCheckpoint:
-        """Copy this rank's part of the parameters and optimizer states to main memory.
+        """Copy this rank's part of the parameters and optimizer states to main memory, if `copies_state`.
 
-        Return a function that writes the copy.
+        Return a function that writes it.
         """
 
     @abstractmethod

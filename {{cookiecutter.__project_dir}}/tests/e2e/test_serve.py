@@ -997,7 +997,7 @@ def max_model_len(client: openai.OpenAI) -> int:
 
 @pytest.fixture(scope="module")
 def updated(served: ServeOptions, model_folder: Path) -> ServeOptions:
-    """Update the served model so that it supports 200 tokens and adapters. There are no adapters yet."""
+    """Update the served model to a context of 200 tokens, with adapters. There are no adapters yet."""
     options = served.model_copy(update={"max_model_len": 200, "adapters": str(model_folder.parent.parent)})
     lifecycle.deploy_model(options)
     return options

@@ -45,7 +45,7 @@ def test_a_missing_compiler_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_on_a_mac_the_jobs_that_do_not_run_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "arm64")
-    assert any("serve_llm and finetune_deepspeed need Linux" in sentence for sentence in texts("warning"))
+    assert any("serve_llm, generate and finetune_deepspeed need Linux" in sentence for sentence in texts("warning"))
 
 
 def test_an_env_file_that_others_can_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -305,6 +305,22 @@ def test_training_continues_while_a_slow_storage_writes_the_copied_state(
     assert [row["loss"] for row in finetune(name="slow")] == [row["loss"] for row in undisturbed]
 
 
+def test_training_waits_while_a_state_that_is_not_copied_is_written(
+    finetune: Finetune, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DDP, "copies_state", False)
+    lines_when_written = {}
+
+    class Slow(SingleProcess):
+        def _keep(self, metrics: Metrics, write: WriteCheckpoint) -> None:
+            time.sleep(0.5)  # a loop that did not wait would log further steps
+            lines_when_written[metrics["step"]] = _lines(self._folder / "metrics.jsonl")
+            super()._keep(metrics, write)
+
+    finetune(Slow, name="waits", checkpoint_every=6, log_every=1)
+    assert lines_when_written == {step: step for step in range(6, len(lines_when_written) * 6 + 1, 6)}
+
+
 def test_an_incomplete_checkpoint_is_skipped(
     finetune: Finetune, options: DDPOptions, capsys: pytest.CaptureFixture[str]
 ) -> None:

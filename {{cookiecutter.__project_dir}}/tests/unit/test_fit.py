@@ -17,7 +17,7 @@ class StubbedGpu(Gpu):
 
     def run(self, job: str, options: list[str]) -> Measured:
         rows = int(options[-1])
-        return Measured(8, rows, 22 * GIB, 31 * GIB, "" if self.fits(job, options) else "step 2")
+        return Measured(8, rows, 22 * GIB, 31 * GIB, 0, "" if self.fits(job, options) else "step 2")
 
     def fits(self, job: str, options: list[str]) -> bool:
         last = len(options) - options[::-1].index("--micro-batch-rows")

@@ -318,7 +318,7 @@ def test_another_models_template_must_exist(model_folder: str, tmp_path: Path) -
         read_template(str(tmp_path))
     # the error keeps the reason, because a gated model, a missing network and a typo need different remedies
     with pytest.raises(
-        settings.UserError, match=r"the tokenizer of acme/nothing cannot be loaded \(.+\); set chat_template in"
+        settings.UserError, match=r"the tokenizer of acme/nothing cannot be loaded \(.+\); set chat_template to"
     ):
         read_template("acme/nothing")
 

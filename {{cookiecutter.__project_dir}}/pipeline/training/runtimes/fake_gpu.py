@@ -4,6 +4,7 @@ The GPU is that of cluster/fake_gpu: kernels compute nothing, but torch allocate
 are not read, rows are made up, and the other ranks do not exist: collectives return at once.
 """
 
+import ctypes
 import json
 import os
 import tempfile
@@ -20,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 import settings
 from pipeline.data.options import PreprocessOptions
 from pipeline.training.dataset import Batch
-from pipeline.training.options import DeepSpeedOptions, TrainOptions
+from pipeline.training.options import TrainOptions
 from pipeline.training.runtimes.runtime import SingleProcess
 from pipeline.training.schedule import check_batches, spread
 from pipeline.training.strategies import MakeStrategy
@@ -69,14 +70,16 @@ class FakeRows:
 def fit(options: TrainOptions, make_strategy: MakeStrategy) -> None:
     """Run STEPS optimizer steps, and write a report to the file in REPORT, as JSON.
 
-    The report holds bytes on rank 0's GPU: `allocated` and `reserved` are the peaks of torch's allocator. If memory ran
-    out, `failed` is the part that needed more: loading the model, or a step.
+    The report holds bytes of rank 0: `allocated` and `reserved` are the peaks of torch's allocator on the GPU,
+    `main_memory` is the peak of large blocks on the host during the steps. If the GPU's memory ran out, `failed` is the
+    part that needed more: loading the model, or a step.
 
     Raises:
         UserError: the options do not fit together, or cannot be measured on a fake GPU.
     """
     check_batches(options.global_batch_rows, options.micro_batch_rows, options.max_workers, options.max_workers)
-    _refuse_what_needs_main_memory(options)
+    if options.quantize_base:
+        raise UserError("fit cannot measure --quantize-base, because it would quantize the real weights")
     folder = settings.PROJECT / options.model  # not settings.resolve: on AWS, that is a URI in the bucket
     model = str(folder) if folder.is_dir() else options.model
     with tempfile.TemporaryDirectory() as output:
@@ -105,26 +108,33 @@ def _measure(options: TrainOptions, make_strategy: MakeStrategy, folder: Path) -
     except torch.OutOfMemoryError:
         report["failed"] = part
     report |= {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+    report["main_memory"] = _library().fake_gpu_main_memory_peak()
     Path(os.environ[REPORT]).write_text(json.dumps(report))
 
 
-def _refuse_what_needs_main_memory(options: TrainOptions) -> None:
-    if isinstance(options, DeepSpeedOptions) and (options.offload_optimizer or options.offload_parameters):
-        raise UserError("fit cannot measure offloaded training, because it would need the main memory of the instance")
-    if options.quantize_base:
-        raise UserError("fit cannot measure --quantize-base, because it would quantize the real weights")
-
-
 def _replace_weights(folder: str) -> None:
-    """Let `from_pretrained` read weights in main memory that is never touched, instead of files."""
+    """Let `from_pretrained` read weights from the fake GPU's main memory instead of files.
+
+    They do not count, because on a node they stay in the files until they are copied.
+    """
     with torch.device("meta"):
         shapes = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
 
     def load(_: str, **options: Any) -> PreTrainedModel:
         weights = {name: torch.empty(shape.shape, dtype=options["dtype"]) for name, shape in shapes.named_parameters()}
-        return type(shapes).from_pretrained(None, config=shapes.config, state_dict=weights, **options)
+        model = type(shapes).from_pretrained(None, config=shapes.config, state_dict=weights, **options)
+        weights.clear()
+        _library().fake_gpu_reset_main_memory_peak()
+        return model
 
     AutoModelForCausalLM.from_pretrained = staticmethod(load)
+
+
+def _library() -> ctypes.CDLL:
+    """Return the fake GPU's library, which counts the bytes of large blocks in main memory."""
+    library = ctypes.CDLL(None)
+    library.fake_gpu_main_memory_peak.restype = ctypes.c_size_t
+    return library
 
 
 def _replace_new_groups() -> None:

@@ -18,8 +18,8 @@ Metrics = dict[str, float]
 """Numbers that describe one step, by name."""
 
 WriteCheckpoint = Callable[[Path], None]
-"""Writes this rank's part of a checkpoint to an empty folder. The function holds a copy of the state, so another thread
-may call it while training continues."""
+"""Writes this rank's part of a checkpoint to an empty folder. If the strategy has copied the state, another thread may
+call it while training continues (see `Strategy.copies_state`)."""
 
 
 class Runtime(Protocol):

@@ -54,7 +54,7 @@ class TorchrunRuntime(SingleProcess):
 
 
 def fit(options: TrainOptions, make_strategy: MakeStrategy) -> None:
-    """Train in this process, which torchrun started. The number of torchrun's processes replaces num_workers.
+    """Train in this process, which torchrun started. torchrun's number of processes replaces num_workers.
 
     Raises:
         UserError: options, data and model do not match, or training failed. Only rank 0 raises it; the others exit.
