@@ -70,12 +70,18 @@ def fit(job: str, options: list[str], console: Console) -> None:
         raise Exit(code=1)
     console.print(
         f"{job} on {needed.world_size} GPUs with {gpu.gib} GB fits: it allocates {needed.allocated / GIB:.1f} GiB of "
-        f"{gpu.gib - UNMODELED_GIB} GiB, and reserves {needed.reserved / GIB:.1f} GiB",
+        f"{gpu.gib - UNMODELED_GIB} GiB, and reserves {needed.reserved / GIB:.1f} GiB{_main_memory(needed)}",
         soft_wrap=True,
     )
     with console.status("searching for the largest micro-batch that fits"):
         rows = _largest_micro_batch(gpu, job, options, needed.micro_batch_rows)
     console.print(f"largest micro-batch that fits: --micro-batch-rows {rows}", soft_wrap=True)
+
+
+def _main_memory(needed: Measured) -> str:
+    if not needed.main_memory:
+        return ""
+    return f"; each rank takes {needed.main_memory / GIB:.1f} GiB of main memory"
 
 
 @dataclass(frozen=True)

@@ -203,11 +203,11 @@ def peak(shape: Shape, training: Training) -> Memory:
         start = 2 * width * trained + width * (shape.parameters if training.lora else 0)
     host = 0.0
     if method.offload_optimizer:
-        step, host = 0, held.host + _pinning(shape, training) + OTHER
+        step, host = 0, held.host + _pinning(shape, training)
         if method.zero_stage == 3 and not method.offload_parameters:
             host += width * min(LIVE, share)
     gpu = max(start, held.gpu + max(buffers + passing.peak, buffers + reduction, step)) + OTHER
-    return Memory(gpu, max((2 if training.lora else 4) * _loaded(shape, training), host))
+    return Memory(gpu, max((2 if training.lora else 4) * _loaded(shape, training), host) + OTHER)
 
 
 def _loaded(shape: Shape, training: Training) -> float:
