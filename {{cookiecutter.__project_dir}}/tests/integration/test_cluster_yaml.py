@@ -246,19 +246,24 @@ def test_only_the_head_may_start_instances() -> None:
 
 
 @pytest.mark.parametrize(
-    ("driver", "error"),
+    ("vendor", "driver", "error"),
     [
-        ("580.95.05", ""),
-        ("1000.1", ""),
-        ("570.195.03", "error: the image's NVIDIA driver is 570.195.03, but CUDA 13 needs 580 or later\n"),
-        (None, "error: the image's NVIDIA driver is missing, but CUDA 13 needs 580 or later\n"),
+        ("0x10de", "580.95.05", ""),
+        ("0x10de", "1000.1", ""),
+        ("0x10de", "570.195.03", "error: the image's NVIDIA driver is 570.195.03, but CUDA 13 needs 580 or later\n"),
+        ("0x10de", None, "error: the image's NVIDIA driver is missing, but CUDA 13 needs 580 or later\n"),
+        ("0x1d0f", None, ""),  # a worker for work without GPUs
     ],
 )
-def test_a_worker_needs_a_new_driver(tmp_path: Path, driver: str | None, error: str) -> None:
+def test_a_worker_with_gpus_needs_a_new_driver(tmp_path: Path, vendor: str, driver: str | None, error: str) -> None:
+    device = tmp_path / "devices" / "0000:00:1e.0"
+    device.mkdir(parents=True)
+    (device / "vendor").write_text(f"{vendor}\n")
     program = tmp_path / "nvidia-smi"
     program.write_text(f"#!/bin/sh\necho {driver}\n" if driver else "#!/bin/sh\nexit 9\n")
     program.chmod(0o755)
     (command,) = load()["worker_setup_commands"]
+    command = command.replace("/sys/bus/pci/devices", str(tmp_path / "devices"))
     path = f"{tmp_path}:/usr/bin:/bin"
     done = subprocess.run(["bash", "-c", command], env={"PATH": path}, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (1 if error else 0, error)
