@@ -133,7 +133,7 @@ def _ask_served(questions: list[assets.Fact], url: str) -> list[str]:
 
 
 def _share_found(url: str) -> float:
-    """Return the share of questions, from 0 to 1, for which the sources include the right document. Print some answers."""
+    """Return the share (0 to 1) of questions for which the sources include the right document. Print some answers."""
     client = _client(url)
     found = 0
     for number, (question, document) in enumerate(assets.DOCUMENT_QUESTIONS.items()):
