@@ -104,7 +104,7 @@ def doctor(context: Context, target: str = "local") -> None:
     **TARGET,
 )
 def plan(context: Context, model: str, target: str = "local", write: bool = False) -> None:
-    """Estimate the memory, A100s, hours and, with --target aws, dollars to train and serve a model. Starts nothing."""
+    """Estimate the memory, A100s, hours and, with --target aws, dollars to train and serve a model. Runs no job."""
     from cluster import targets
     from cluster.planner import plan as cluster_plan
 

@@ -145,7 +145,7 @@ def _print_answer(session: ChatSession, question: str) -> None:
 
 
 def _print_answer_or_error(session: ChatSession, question: str) -> None:
-    """Print an answer. Ctrl-C or a server error ends the answer, but not the chat."""
+    """Print an answer. Ctrl-C and the errors 400 and 404 end the answer, but not the chat."""
     try:
         _print_answer(session, question)
     except KeyboardInterrupt:

@@ -62,7 +62,7 @@ def hash_of(*files: Path) -> str:
 
 
 def install_pins() -> None:
-    """Install the pins into the environment of this process, which `inv` has just created."""
+    """Install the pins into the environment of this process. The launcher `inv` runs this."""
     _require_headers()
     environment = Path(sys.prefix)
     with _locked(environment):
@@ -166,7 +166,7 @@ def package_sources(pip: dict[str, str]) -> tuple[str, dict[str, str]]:
     """Return a description of where torch comes from, and variables that pass pip's settings to uv.
 
     By itself, uv ignores pip's settings. uv's own settings override them. If a find-links page or folder may contain
-    torch, torch comes from there; otherwise it comes from PyTorch's CPU index.
+    torch, torch comes from there; otherwise, on Linux, it comes from PyTorch's CPU index.
     """
     variables = {
         "UV_DEFAULT_INDEX": pip.get("index-url"),

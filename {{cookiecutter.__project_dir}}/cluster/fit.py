@@ -23,14 +23,14 @@ from cluster.fake_gpu import build
 
 GIB = 2**30
 UNMODELED_GIB = 1
-"""Memory of a real GPU that torch's allocator does not have: CUDA's context, NCCL's buffers, cuBLAS' workspaces. Not
-measured yet on a real A100."""
+"""Memory of a real GPU that torch's allocator does not manage: CUDA's context and NCCL's buffers. Not measured yet on a
+real A100."""
 
 COMPLETE = "packages-are-complete"
 """Name of a file in an environment. It says that the installation was not interrupted."""
 
 SWITCHES = (["--gradient-checkpointing"], ["--micro-batch-rows", "1"], ["--lora-rank", "16"])
-"""Options that need less memory, in the order in which they are tried."""
+"""Options that save memory, in the order in which they are tried."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Gpu:
             return Measured(**json.loads(report.read_text()))
 
     def fits(self, job: str, options: list[str]) -> bool:
-        """Return whether a job fits. Options that do not fit together count as not fitting."""
+        """Return whether a job fits. Options that contradict each other count as not fitting."""
         with tempfile.TemporaryDirectory() as folder:
             report = Path(folder) / "report.json"
             done = self._run(job, options, report, quiet=True)

@@ -15,7 +15,7 @@ from pipeline.ray_support.private.job_sdk import HookedJobClient
 TIMEOUTS_S = (5, 30)  # to connect or send a block, and between two blocks of a response; Ray's client has no timeouts
 UPLOAD_TIMEOUTS_S = (30, 300)  # a tunnel may still be sending megabytes when the client has finished
 PROBE_JOB = "probe"
-"""Id of the empty job that `up` runs. Do not delete that job, because Ray monitors it and would list it as failed."""
+"""Id of the empty job that `up` runs on this machine. Do not delete the job: Ray would then list it as failed."""
 
 
 class Unreachable(settings.UserError):

@@ -22,7 +22,7 @@ EXPECTED_ENDS = ("expected termination", "terminated due to idle")
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """Responses of Ray's dashboard, unchanged."""
+    """What Ray's dashboard reports, in its own format."""
 
     nodes: list[dict[str, Any]]
     load: dict[str, Any]

@@ -39,7 +39,7 @@ def submit(connection: Connection, job: str, arguments: list[str]) -> str:
     """Submit `jobs/JOB.py` with these arguments. Return Ray's id of the job.
 
     Raises:
-        settings.UserError: there is no such job, or the project's folder is too large to upload.
+        settings.UserError: there is no such job, the project's folder is too large, or Ray does not accept the job.
     """
     job_scripts.find(job)
     profile = connection.job_variables["PROFILE"]
@@ -140,7 +140,7 @@ async def _print_log(connection: Connection, job_id: str, printer: job_output.Pr
 
 
 def _has_ended(client: JobClient, job_id: str) -> bool:
-    """Return whether a job has ended. Raises `Unreachable` if its node is gone and cannot record the job's end."""
+    """Return whether a job has ended. Raises `Unreachable` if its node is gone and Ray does not end the job in time."""
     deadline = time.monotonic() + NODE_GONE_S
     while True:
         details = client.get_job_info(job_id)
@@ -177,7 +177,7 @@ def _interrupted(connection: Connection, job_id: str) -> int:
 
 
 def _wait_until_ended(connection: Connection, job_id: str, timeout_s: float = 60) -> JobDetails:
-    """Wait until a job has ended, and return its details. Its status may change slightly after its log ends."""
+    """Wait until a job has ended, and return its details. The log may end a moment before the status changes."""
     client, deadline = connection.client(), time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         if _has_ended(client, job_id):

@@ -61,7 +61,7 @@ class Target(Protocol):
         """Check everything that can be checked before the cluster starts."""
 
     def prepare(self) -> None:
-        """Create everything that the cluster needs and that is free of charge. Keep what exists."""
+        """Create everything that the cluster needs, except its instances. Keep what exists."""
 
     def up(self, yes: bool) -> None:
         """Start the cluster unless it is up. Return when jobs can be submitted.
@@ -88,4 +88,4 @@ class Target(Protocol):
         """Return what is rented, what it costs, what is pending and why, and what AWS refused."""
 
     def down(self) -> list[str]:
-        """Stop the cluster and delete its resources. Return what is left: an empty list means that nothing is."""
+        """Stop the cluster, and delete its resources but not your files. Return what could not be deleted."""

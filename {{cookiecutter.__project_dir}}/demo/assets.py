@@ -92,7 +92,7 @@ def questions(count: int = 20, seed: int = 0) -> list[Fact]:
 
 
 def docstrings() -> list[Fact]:
-    """Return questions about functions of some modules. Each answer is the first paragraph of the docstring."""
+    """Return questions about functions of some modules. Each answer is the start of the docstring."""
     library = Path(sysconfig.get_paths()["stdlib"])
     pairs = []
     for module in DOCUMENTED_MODULES:
@@ -158,7 +158,7 @@ def write_embedder(folder: Path) -> None:
 def write_data(folder: Path, *, shuffle_answers: bool = False) -> int:
     """Write questions and answers as JSONL with a `messages` column. Return the number of rows.
 
-    `shuffle_answers` gives each question the answer to another question, so that training cannot teach the facts.
+    `shuffle_answers` assigns the answers to questions at random, so that training cannot teach the facts.
     """
     pairs = facts() + docstrings()
     if shuffle_answers:

@@ -1,7 +1,6 @@
 """Runs the whole pipeline on this machine, and checks its results. `inv demo` runs this module.
 
-The first step creates data and a tiny model. All other steps run this project's commands and jobs, with real Ray,
-DeepSpeed and vLLM.
+The demo creates its data and a tiny model. Everything else is real: this project's jobs, Ray, DeepSpeed and vLLM.
 """
 
 import json
@@ -134,7 +133,7 @@ def _ask_served(questions: list[assets.Fact], url: str) -> list[str]:
 
 
 def _share_found(url: str) -> float:
-    """Return the share of questions, from 0 to 1, whose sources include the right document. Print some answers."""
+    """Return the share (0 to 1) of questions for which the sources include the right document. Print some answers."""
     client = _client(url)
     found = 0
     for number, (question, document) in enumerate(assets.DOCUMENT_QUESTIONS.items()):

@@ -5,7 +5,7 @@ The wrapper adds what moto lacks:
 - RunInstances starts up to MaxCount instances, and all of them get the instance profile. moto starts MinCount
   instances, and only the first gets the profile.
 - Capacity can run out.
-- It records every call.
+- It answers calls that moto does not support (see stubs.py), and records every call.
 """
 
 import io
@@ -50,7 +50,7 @@ class InjectedFaults:
     """The faults to inject. Tests set them through the control API (see cloud.ControlApi)."""
 
     no_capacity: list[dict[str, Any]] = field(default_factory=list)
-    """Launches that get no capacity. The keys `zone`, `market` ("spot" or "on-demand") and `type` select launches;
+    """Launches that run out of capacity. The keys `zone`, `market` ("spot" or "on-demand") and `type` select launches;
     `available` is the number of instances that can still start (default 0)."""
 
     def allocate(self, launch: dict[str, str], count: int) -> int:
@@ -129,7 +129,7 @@ def _zone_of(parameters: dict[str, str]) -> str:
 
 
 def _read_body(environ: dict[str, Any]) -> bytes:
-    """Return the whole body. If it is chunked, remove this from `environ`, because the body's length is now known."""
+    """Return the whole body. If it is chunked, delete the variables that say so from `environ`."""
     chunked = environ.pop("HTTP_TRANSFER_ENCODING", "") and environ.pop("wsgi.input_terminated", False)
     return environ["wsgi.input"].read(*([] if chunked else [int(environ.get("CONTENT_LENGTH") or 0)]))
 

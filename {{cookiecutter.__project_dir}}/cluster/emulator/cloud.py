@@ -37,7 +37,7 @@ HOME = SCRATCH / "home"
 READY = SCRATCH / "ready"
 # the SSM parameter with the image's id; moto lacks this parameter
 IMAGE_PARAMETER = "/aws/service/deeplearning/ami/x86_64/base-oss-nvidia-driver-gpu-ubuntu-24.04/latest/ami-id"
-IMAGE = "ami-12c6146b"  # any image that moto knows; hosts boot from host_image.py's image instead
+IMAGE = "ami-12c6146b"  # any of moto's images; hosts boot from host_image.py's image instead
 LAPTOP_IP = "203.0.113.7"  # the laptop's public address, from a range that is reserved for documentation (RFC 5737)
 
 
@@ -201,7 +201,7 @@ def _create_network() -> None:
     """Create the bridge that serves as the VPC's router, AWS's endpoint and the metadata service."""
     for command in (
         "ip link set lo up",
-        # a fixed MAC; otherwise the bridge uses its ports' lowest MAC, and each change interrupts it for seconds
+        # a fixed MAC; by default, the bridge has its ports' lowest MAC, and each change of MAC cuts it off for seconds
         "ip link add br0 address 02:00:ac:1f:ff:01 type bridge",
         f"ip addr add {GATEWAY}/16 dev br0",
         "ip addr add 169.254.169.254/32 dev br0",

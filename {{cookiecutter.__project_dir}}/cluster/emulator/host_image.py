@@ -1,7 +1,7 @@
 """The image that hosts boot from: this machine's root file system, with one small overlay layer on top.
 
-The layer adds the user `ubuntu`, an sshd, the address of the cloud's endpoint, and settings that make uv install
-packages from this machine's cache, because hosts cannot reach the internet.
+The layer adds the user `ubuntu`, a configuration of sshd, the address of the cloud's endpoint, and settings that make
+uv install packages from this machine's cache, because hosts cannot reach the internet.
 """
 
 import os

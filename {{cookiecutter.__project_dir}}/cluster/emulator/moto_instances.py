@@ -1,4 +1,4 @@
-"""A read-only view of moto's EC2 instances for the other parts of the emulator."""
+"""A view of moto's EC2 instances for the other parts of the emulator."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

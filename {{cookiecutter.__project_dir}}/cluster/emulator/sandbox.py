@@ -210,7 +210,7 @@ def _first_process(outer: psutil.Process) -> psutil.Process:
 
 
 def _network(pid: int) -> str:
-    """Return the id of the process's network namespace, or an id that no namespace has if the process has ended."""
+    """Return the id of a process's network namespace. If the process has ended, return one that no namespace has."""
     try:
         return os.readlink(f"/proc/{pid}/ns/net")
     except OSError:

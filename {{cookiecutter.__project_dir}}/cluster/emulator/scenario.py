@@ -70,7 +70,7 @@ def run() -> None:
         shorten_idle_timeout(file)
         wait_for(lambda: len(instances.living(file)) == 1, 120, "the idle workers to leave")
     policies = _policies(file)
-    with _step("down: delete everything that the project rents"):
+    with _step("down: delete everything on AWS except the bucket"):
         left = target.down()
     state = cloud_state()
     _show_timeline(state["events"], state["instances"], started)

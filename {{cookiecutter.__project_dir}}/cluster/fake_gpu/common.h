@@ -1,4 +1,4 @@
-// What both libraries of the fake GPU share: its description, which environment variables set.
+// What runtime.c and driver.c share. Environment variables describe the fake GPU.
 #pragma once
 #include <stdlib.h>
 
@@ -17,7 +17,7 @@ static const char *gpu_name(void) {
     return name ? name : "NVIDIA A100-SXM4-40GB";
 }
 
-// Streams, events, kernels and the like are never looked into: each gets a number of its own.
+// Nothing looks into streams, events, kernels and the like, so each handle is just a new number.
 static void *new_handle(void) {
     static long last = 0x10000;
     return (void *)__sync_add_and_fetch(&last, 64);

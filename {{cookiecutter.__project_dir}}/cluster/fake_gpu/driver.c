@@ -1,5 +1,5 @@
-// CUDA's driver (libcuda.so.1) and NVML (libnvidia-ml.so.1) for a GPU that does not exist: what torch, Triton and
-// DeepSpeed ask of them. runtime.c has the memory; this library has the descriptions.
+// CUDA's driver (libcuda.so.1) and NVML (libnvidia-ml.so.1) for a GPU that does not exist: the functions that torch,
+// Triton and DeepSpeed need. runtime.c manages the GPU's memory; this file describes the GPU.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <stdio.h>
