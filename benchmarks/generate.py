@@ -29,7 +29,7 @@ class Work(NamedTuple):
     seconds: float
     """Duration of the whole run, including the start of the engine."""
     tokens_per_s: float
-    """Speed without the start of the engine. Each answer counts TOKENS tokens: untrained models do not stop early."""
+    """Speed without the start of the engine. Every answer has TOKENS tokens: untrained models do not stop early."""
     answers: dict[str, str]
     """Each answer, by the id of its row."""
 

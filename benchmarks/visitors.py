@@ -48,7 +48,7 @@ class RequestLog:
 
 
 def by_phase(log: RequestLog, phases: dict[str, float]) -> Iterator[dict]:
-    """Yield a row for each phase about the requests that ended in it. `phases` maps each phase to its end in seconds.
+    """Yield one row per phase, about the requests that ended in it. `phases` maps each phase to its end in seconds.
 
     The median and the 99th percentile cover only correct answers. The longest time covers all requests.
     """
