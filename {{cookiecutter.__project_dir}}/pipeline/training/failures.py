@@ -35,6 +35,6 @@ def describe(error: Exception, options: TrainOptions) -> str:
     reason = " ".join(f"{type(error).__name__}: {error}".split())
     sentence = (
         f"a worker failed with {reason}. Its traceback is above. A retry would fail in the same way, so there was "
-        "none. Mend what the traceback points to, then run the same command to resume."
+        "none. Fix what the traceback points to, then run the same command to resume."
     )
     return "\n".join([sentence, *traceback.format_exception(error)])
