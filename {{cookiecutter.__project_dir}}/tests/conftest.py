@@ -22,7 +22,7 @@ os.environ |= haproxy.environment("/")  # `import ray.serve` reads these variabl
 from cluster.network import free_ports
 from demo import assets as demo_assets
 
-# shells let background processes ignore both signals, and child processes would inherit that
+# a shell may start these tests with both signals ignored, and child processes would inherit that
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 

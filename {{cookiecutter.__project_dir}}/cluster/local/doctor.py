@@ -33,7 +33,7 @@ def _versions() -> Iterator[Finding]:
         installed = importlib.metadata.version(name).partition("+")[0]
         if pinned and pinned[1] != installed:
             yield Finding(
-                "error", f"{name} {installed} is installed, but {pinned[1]} is pinned. Run: rm -r .venv && inv doctor"
+                "error", f"{name} {installed} is installed, but {pinned[1]} is pinned. Run: rm -r .venv && ./inv doctor"
             )
         else:
             yield Finding("ok", f"{name} {installed}, as pinned")

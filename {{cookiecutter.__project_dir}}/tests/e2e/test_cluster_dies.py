@@ -176,7 +176,7 @@ def test_an_upload_may_take_longer_than_an_answer(monkeypatch: pytest.MonkeyPatc
                 is_upload = sock.recv(2**12).startswith(b"PUT")
                 while is_upload and received < size - 2**12:
                     received += len(sock.recv(2**20))
-                    time.sleep(0.1)  # the pauses add up to three times the timeout for one block
+                    time.sleep(0.1)  # the pauses add up to 3 s, three times the connect timeout
                 head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(VERSION)}\r\nContent-Type: application/json\r\n"
                 sock.sendall(f"{head}Connection: close\r\n\r\n".encode() + VERSION)
 

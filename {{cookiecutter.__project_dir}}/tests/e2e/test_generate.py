@@ -151,7 +151,7 @@ def kill_the_engine(options: GenerateOptions) -> int:
         if files is None and _engines():
             files = len(list(folder.glob("*.parquet")))
         time.sleep(0.02)
-    # look the engine up again, because a process that the engine forks briefly has the same name
+    # look the engine up again, because a short-lived fork of the engine has the same name
     os.kill(_engines()[0], signal.SIGKILL)
     return len(read(options))
 

@@ -90,7 +90,7 @@ def user(text: str) -> list[ChatCompletionMessageParam]:
 
 @pytest.fixture(scope="module")
 def served(ray_session: None, model_folder: Path) -> Iterator[ServeOptions]:
-    """Deploy the model that all tests in this file use."""
+    """Deploy the model that most tests in this file use."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     file = Path(os.environ["SECRETS_FILE"])
@@ -340,7 +340,7 @@ def test_slow_uploads_only_count_against_their_own_key(served: ServeOptions, con
     with contextlib.ExitStack() as slow, limits(body_timeout_s=10 * slowdown()):
         sent = [
             slow.enter_context(send(served, "chat/completions", body, missing=1))
-            for _ in range(served.key_requests_at_once + 8)  # spare ones, because a request below may cause a refusal
+            for _ in range(served.key_requests_at_once + 8)  # spare ones, because wait_until's requests take slots too
         ]
         wait_until(429 if content != "hi" else 200)
         assert status(OTHER_KEY) == 200

@@ -262,7 +262,7 @@ def test_a_large_body_is_rejected_with_and_without_content_length(file: Path) ->
 def test_a_rejected_body_is_still_read_unless_it_is_far_too_large(
     file: Path, times: float, connection: str | None, has_length: bool
 ) -> None:
-    """Otherwise a client that is still sending sees a broken connection instead of the error."""
+    """A client that is still sending must see the error, and not a broken connection."""
 
     async def check(key: str, at_once: int, wanted: int) -> None:
         size = int(times * BODY)

@@ -1,4 +1,4 @@
-"""Check cluster.yaml with Ray's schema and EC2's API model, stack.yaml with CloudFormation's schema, and our rules."""
+"""Check cluster.yaml with Ray's schema and EC2's model, stack.yaml with CloudFormation's schema, and test our rules."""
 
 import copy
 import json

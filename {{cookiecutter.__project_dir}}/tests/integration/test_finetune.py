@@ -157,7 +157,7 @@ def test_a_stream_trains_and_its_workers_can_start_tasks(
 
 
 def test_a_refusal_in_the_workers_reaches_the_driver(changes: dict[str, Any]) -> None:
-    """Ray Train replaces dead workers, but does not retry after an error."""
+    """Ray Train would replace workers that raise an error, so they return its message instead."""
     options = _ddp_options(changes | {"name": "refused", "max_failures": 3})
     with pytest.raises(settings.UserError, match="refused by rank 0"):
         ray_train.fit(options, _Refuses)
@@ -308,7 +308,7 @@ class _StartsATask(DDP):
 
 
 def _counted(changes: dict[str, Any], folder: Path) -> str:
-    """Return the model in a folder that counts the workers that start (see `_count`)."""
+    """Return a copy of the model in `folder`, where `_count` leaves a file for each worker that starts."""
     shutil.copytree(changes["model"], folder / "model")
     return str(folder / "model")
 

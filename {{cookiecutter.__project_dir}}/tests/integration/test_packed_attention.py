@@ -1,4 +1,4 @@
-"""Test in every model family that the documents of a packed row do not influence each other.
+"""Test with many model architectures that the documents of a packed row do not influence each other.
 
 The test uses the attention that training chooses.
 """

@@ -148,7 +148,7 @@ def test_the_shuffle_is_global(made: Path, many: Path, assets: Path) -> None:
 @pytest.mark.parametrize("piece_bytes", [1, 7, 55, 64, 1000])
 def test_each_row_is_in_exactly_one_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece_bytes: int) -> None:
     lines = [{"messages": [{"role": "assistant", "content": f"{number:02}"}]} for number in range(20)]
-    write_rows(tmp_path / "rows.jsonl", lines)  # equal lengths, so some lines begin exactly at a piece
+    write_rows(tmp_path / "rows.jsonl", lines)  # equal lengths, so some lines begin exactly where a piece begins
     pq.write_table(pa.Table.from_pylist(lines), tmp_path / "rows.parquet", row_group_size=3)
     monkeypatch.setattr(row_sources, "PIECE_BYTES", piece_bytes)
     expected = [json.dumps(line, separators=(",", ":")).encode() for line in lines] * 2

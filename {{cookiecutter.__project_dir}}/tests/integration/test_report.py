@@ -126,7 +126,7 @@ def test_a_kill_and_a_restart_are_recorded_and_drawn(output: str) -> None:
     train(output, "run", done=5)
     (run,) = history.read_all(output, ["run"])
     events = [(event["event"], event["step"]) for event in run.events]
-    seen = 8 if storage.is_local(output) else 5  # until a run ends, its files reach a bucket only with each checkpoint
+    seen = 8 if storage.is_local(output) else 5  # until a run ends, its files reach a bucket only at checkpoints
     restarted = [("broken off", seen), ("start", 5), ("checkpoint", 10), ("checkpoint", 12), ("end", 12)]
     assert events == [("start", 0), ("checkpoint", 5), *restarted]
     assert [row["step"] for row in run.rows] == list(range(1, STEPS + 1))

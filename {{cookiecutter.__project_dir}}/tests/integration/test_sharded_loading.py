@@ -79,7 +79,7 @@ def test_the_values_are_those_of_from_pretrained(family: str, seen: dict[str, li
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_parameters_have_the_sizes_of_whole_ones(family: str, seen: dict[str, list[dict[str, Any]]]) -> None:
-    """ZeRO-3 leaves empty vectors, which by themselves count as 0 and get no weight decay."""
+    """ZeRO-3 leaves each parameter as an empty vector, which would count as 0 and get no weight decay."""
     for rank in seen[family]:
         assert rank["parameters"] == rank["whole"] // 4
         assert rank["decays"] == [True, False]  # matrices, then vectors

@@ -33,7 +33,7 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 FAMILIES: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SIZES),
     "gemma2": Gemma2Config(**SIZES),  # its embeddings are tied
-    "mixture": Qwen3MoeConfig(**SIZES, **EXPERTS),  # its files have the experts one by one, and the model all in one
+    "mixture": Qwen3MoeConfig(**SIZES, **EXPERTS),  # experts are separate in its files, and one tensor in memory
 }
 MAX_BYTES = 300_000  # two or three layers
 
@@ -78,7 +78,7 @@ def test_only_the_weights_of_one_file_are_in_memory(
 
 
 def _fresh(model: PreTrainedModel, held: list[int]) -> Iterator[Weight]:
-    """Yield copies of the parameters. After each, append to `held` how many bytes of copies still live."""
+    """Yield copies of the parameters. After each, append to `held` how many bytes of copies are still in memory."""
     copies: list[tuple[StorageWeakRef, int]] = []
     for name, parameter in model.named_parameters():
         copy = parameter.detach().clone()

@@ -13,12 +13,12 @@ PROJECT = project_graph()
 
 
 def foreign_cluster_imports(graph: Graph) -> list[str]:
-    """`cluster` runs on your laptop. Code that runs on the cluster never imports it."""
+    """`cluster` is for the verbs. Jobs and `pipeline`, which run on the cluster, never import it."""
     return _imports(graph, ("jobs", "pipeline"), ("cluster",))
 
 
 def jobs_that_import_jobs(graph: Graph) -> list[str]:
-    """Jobs are scripts that nothing imports. Code that several jobs share is in `pipeline`."""
+    """Neither a job nor `pipeline` imports a job. Code that several jobs share is in `pipeline`."""
     return _imports(graph, ("jobs", "pipeline"), ("jobs",))
 
 

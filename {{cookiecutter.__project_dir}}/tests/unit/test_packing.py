@@ -283,7 +283,7 @@ def test_a_model_without_a_template_is_refused(model_folder: str, tmp_path: Path
 
 
 def test_mistrals_own_tokenizer_file_is_not_used(model_folder: str, tmp_path: Path) -> None:
-    """That file would make transformers use mistral-common's class, which has no offsets and no chat template."""
+    """With tekken.json, transformers would use mistral-common's class, which has no offsets and no chat template."""
     mistral_common = pytest.importorskip("mistral_common", reason="vLLM installs it, on Linux")
     shutil.copytree(model_folder, tmp_path / "model")
     tekken = Path(mistral_common.__file__).parent / "data" / "tekken_240718.json"

@@ -130,7 +130,7 @@ def test_a_model_of_another_kind_is_refused() -> None:
 def test_states_match_the_zero_paper(llama: Shape, stage: int, gigabytes: float) -> None:
     """Compare with figure 1 of arXiv:1910.02054: 7.5 billion parameters on 64 GPUs take 120 GB without sharding.
 
-    The paper's gradients are in fp16. Stages 2 and 3 hold fp32 gradients here, which are 2 bytes larger.
+    The paper's gradients are in fp16. Here, stages 2 and 3 hold fp32 gradients, with 2 more bytes per parameter.
     """
     shape, training = replace(llama, parameters=7_500_000_000), replace(TRAINING, gpus=64)
     assert memory.states(shape, training).gpu == pytest.approx(120e9)
