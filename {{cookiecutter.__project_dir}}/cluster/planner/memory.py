@@ -172,6 +172,8 @@ def peak(shape: Shape, training: Training) -> Memory:
       stages 2 and 3 convert it to fp32 for the reduction, and the activations of its parameters are already free. The
       optimizer's step of stage 1 casts gradients to fp32; the other stages still hold their buckets then. Stage 3 casts
       the updated parameters, LIVE at a time.
+    - Checkpoints: main memory holds a copy of the rank's share in fp32, with DDP on rank 0 only. Offloaded states are
+      not copied.
     - Offloading: stage 2 still adds up the rank's share of the gradients on the GPU. Stage 3 updates LIVE parameters at
       a time. Main memory for gradients and for offloaded parameters is pinned.
     """
@@ -201,7 +203,7 @@ def peak(shape: Shape, training: Training) -> Memory:
             reduction, step = 6 * bucket + remaining, 4 * BUCKET + (4 + width) * min(LIVE, share)
     if method.zero_stage in (1, 2):
         start = 2 * width * trained + width * (shape.parameters if training.lora else 0)
-    host = 0.0
+    host = 12 * share if method.zero_stage or method.is_fsdp else 12 * trained
     if method.offload_optimizer:
         step, host = 0, held.host + _pinning(shape, training)
         if method.zero_stage == 3 and not method.offload_parameters:
