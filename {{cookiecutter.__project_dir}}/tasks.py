@@ -181,6 +181,10 @@ def _submit(job: str, verbose: bool, target: str) -> None:
     options = _job_options()
     if not job_scripts.check(job, options, targets.profile(target)):
         return  # the job has printed its help
+    if target == "aws" and job in job_scripts.fine_tuning():
+        from cluster import fit as cluster_fit
+
+        print(cluster_fit.last_result(job, options), flush=True)
     from cluster import submission  # imports Ray
 
     connection = targets.get(target).connect()

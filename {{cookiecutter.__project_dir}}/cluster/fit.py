@@ -10,8 +10,11 @@ import platform
 import subprocess
 import sys
 import tempfile
+import time
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from invoke import Exit
 from rich.console import Console
@@ -28,6 +31,10 @@ real A100."""
 
 COMPLETE = "packages-are-complete"
 """Name of a file in an environment. It says that the installation was not interrupted."""
+
+RECORD_FILE = settings.PROJECT / "results" / "fit.json"
+SECTIONS = ("train", "deepspeed", "fsdp", "preprocess")
+"""Sections of settings.toml that decide how much memory a fine-tuning job needs."""
 
 SWITCHES = (["--gradient-checkpointing"], ["--micro-batch-rows", "1"], ["--lora-rank", "16"])
 """Options that save memory, in the order in which they are tried."""
@@ -61,27 +68,50 @@ def fit(job: str, options: list[str], console: Console) -> None:
     gpu = Gpu(nodes_environment(), 80 if any("p4de" in worker.instance_type for worker in workers) else 40)
     with console.status(f"{job} runs on a fake A100 with {gpu.gib} GB"):
         needed = gpu.run(job, options)
+    result = f"{job} on {needed.world_size} GPUs with {gpu.gib} GB {_result(needed, gpu)}"
+    console.print(result, soft_wrap=True)
+    _record(job, options, result)
     if needed.failed:
-        console.print(
-            f"{job} on {needed.world_size} GPUs with {gpu.gib} GB does not fit: {needed.failed} runs out of memory",
-            soft_wrap=True,
-        )
         _try_switches(gpu, job, options, console)
         raise Exit(code=1)
-    console.print(
-        f"{job} on {needed.world_size} GPUs with {gpu.gib} GB fits: it allocates {needed.allocated / GIB:.1f} GiB of "
-        f"{gpu.gib - UNMODELED_GIB} GiB, and reserves {needed.reserved / GIB:.1f} GiB{_main_memory(needed)}",
-        soft_wrap=True,
-    )
     with console.status("searching for the largest micro-batch that fits"):
         rows = _largest_micro_batch(gpu, job, options, needed.micro_batch_rows)
     console.print(f"largest micro-batch that fits: --micro-batch-rows {rows}", soft_wrap=True)
 
 
-def _main_memory(needed: Measured) -> str:
-    if not needed.main_memory:
-        return ""
-    return f"; each rank takes {needed.main_memory / GIB:.1f} GiB of main memory"
+def last_result(job: str, options: list[str]) -> str:
+    """Return what `inv fit` last printed for a job with these options and the present settings.toml, and when.
+
+    If it has not measured exactly these settings, return a sentence that says so.
+    """
+    record = json.loads(RECORD_FILE.read_text()).get(job) if RECORD_FILE.exists() else None
+    if not record or record["settings"] != _settings(options):
+        return f"inv fit has not measured {job} with these settings. It shows whether they fit, without AWS"
+    return f"inv fit, on {record['at']}: {record['result']}"
+
+
+def _record(job: str, options: list[str], result: str) -> None:
+    records = json.loads(RECORD_FILE.read_text()) if RECORD_FILE.exists() else {}
+    records[job] = {"at": time.strftime("%Y-%m-%d %H:%M"), "result": result, "settings": _settings(options)}
+    RECORD_FILE.parent.mkdir(exist_ok=True)
+    RECORD_FILE.write_text(json.dumps(records, indent=2) + "\n")
+
+
+def _settings(options: list[str]) -> list[Any]:
+    """Return the options, and the sections of settings.toml that the memory depends on."""
+    document = tomllib.loads(settings.FILE.read_text(encoding="utf-8"))
+    sections = [[tables.get(name) for name in SECTIONS] for tables in (document, document.get("cluster", {}))]
+    return [options, *sections]
+
+
+def _result(needed: Measured, gpu: "Gpu") -> str:
+    if needed.failed:
+        return f"does not fit: {needed.failed} runs out of memory"
+    main_memory = f"; each rank takes {needed.main_memory / GIB:.1f} GiB of main memory" if needed.main_memory else ""
+    return (
+        f"fits: it allocates {needed.allocated / GIB:.1f} GiB of {gpu.gib - UNMODELED_GIB} GiB, and reserves "
+        f"{needed.reserved / GIB:.1f} GiB{main_memory}"
+    )
 
 
 @dataclass(frozen=True)

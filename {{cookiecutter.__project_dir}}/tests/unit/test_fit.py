@@ -1,5 +1,6 @@
 """Check what `inv fit` prints, with a stub in place of the fake GPU, which needs 10 GB of packages."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ class StubbedGpu(Gpu):
 def _stubbed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(fit, "Gpu", StubbedGpu)
     monkeypatch.setattr(fit, "nodes_environment", lambda: tmp_path)
+    monkeypatch.setattr(fit, "RECORD_FILE", tmp_path / "results" / "fit.json")
     monkeypatch.setattr(fit.sys, "platform", "linux")
     monkeypatch.setattr(fit.platform, "machine", lambda: "x86_64")
 
@@ -52,6 +54,22 @@ def test_a_job_that_does_not_fit_names_what_helps(capsys: pytest.CaptureFixture[
         "with --micro-batch-rows 1: fits",
         "with --lora-rank 16: does not fit",
     ]
+
+
+def test_the_last_result_counts_only_for_the_same_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    options = ["--micro-batch-rows", "1"]
+    fit.fit("finetune_fsdp", options, Console())
+    with pytest.raises(Exit):
+        fit.fit("finetune_ddp", ["--micro-batch-rows", "16"], Console())
+    assert re.match(r"inv fit, on [\d-]+ [\d:]+: finetune_fsdp on 8 GPUs", fit.last_result("finetune_fsdp", options))
+    assert "does not fit" in fit.last_result("finetune_ddp", ["--micro-batch-rows", "16"])
+    unknown = "inv fit has not measured finetune_{} with these settings"
+    assert fit.last_result("finetune_ddp", options).startswith(unknown.format("ddp"))
+    assert fit.last_result("finetune_deepspeed", options).startswith(unknown.format("deepspeed"))
+    changed = tmp_path / "settings.toml"
+    changed.write_text(settings.FILE.read_text().replace("\n[cluster.train]\n", "\n[cluster.train]\nlora_rank = 16\n"))
+    monkeypatch.setattr(settings, "FILE", changed)
+    assert fit.last_result("finetune_fsdp", options).startswith(unknown.format("fsdp"))
 
 
 def test_only_fine_tuning_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
