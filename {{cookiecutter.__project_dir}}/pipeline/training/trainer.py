@@ -2,6 +2,7 @@
 
 import math
 import os
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
 import torch
@@ -45,7 +46,10 @@ class TrainingRows(Protocol):
 
 
 class PackedSource:
-    """Reads packed rows. Step and rank alone determine them, so a resumed run continues exactly where it stopped."""
+    """Reads packed rows. Step and rank alone determine them, so a resumed run continues exactly where it stopped.
+
+    While a step computes, another thread reads the rows of the next.
+    """
 
     def __init__(self, options: TrainOptions, runtime: Runtime) -> None:
         manifest = read_manifest(options.data)
@@ -57,11 +61,20 @@ class PackedSource:
         plan = spread(options.global_batch_rows, options.micro_batch_rows, runtime.world_size)
         self._rank_rows = plan.rows_per_rank
         self._offset = runtime.rank * self._rank_rows
+        self._on_gpu = runtime.device.type == "cuda"
+        self._reader = ThreadPoolExecutor(1, "rows")
+        self._read_ahead: dict[int, Future[Batch]] = {}
 
     def rows(self, step: int) -> Batch:
+        reading = self._read_ahead.pop(step, None) or self._reader.submit(self._read, step)
+        self._read_ahead = {step + 1: self._reader.submit(self._read, step + 1)}
+        return reading.result()
+
+    def _read(self, step: int) -> Batch:
         batch = self._rows.read((step - 1) * self._global_rows + self._offset, self._rank_rows)
         batch["labels"][max(0, self._global_rows - self._offset) :] = NOT_TRAINED  # these rows belong to the next step
-        return batch
+        # from pinned memory, the copy to the GPU runs while the GPU computes
+        return {name: column.pin_memory() for name, column in batch.items()} if self._on_gpu else batch
 
     def names(self, step: int, first: int, count: int) -> list[str]:
         return self._rows.names((step - 1) * self._global_rows + first, count)
