@@ -22,7 +22,7 @@ from pipeline.training.options import DeepSpeedOptions
 from pipeline.training.parameters import numel
 from pipeline.training.runtimes.runtime import Runtime, WriteCheckpoint
 from pipeline.training.schedule import BatchPlan
-from pipeline.training.strategies import Strategy, adamw, copied
+from pipeline.training.strategies import StateCopier, Strategy, adamw
 from pipeline.training.weight_files import Weight
 from settings import UserError
 
@@ -86,6 +86,7 @@ class ZeRO(Strategy):
         self.module = self._engine = _initialize(model, self.optimizer, config(options, plan))
         self._world_size = runtime.world_size
         self._is_writer = runtime.rank == 0
+        self._copier = StateCopier()
 
     def accumulate(self, batch: Batch, scale: torch.Tensor, last: bool) -> torch.Tensor:
         loss = self.summed_loss(batch)
@@ -102,11 +103,13 @@ class ZeRO(Strategy):
 
     def capture(self) -> WriteCheckpoint:
         engine = self._engine.checkpoint_engine
-        self._engine.checkpoint_engine = files = _RecordingEngine(engine, copies=self.copies_state)
+        self._engine.checkpoint_engine = files = _RecordingEngine(engine)
         with tempfile.TemporaryDirectory() as folder:  # for DeepSpeed's small extra files, which are not needed
             self._engine.save_checkpoint(folder, tag=TAG, exclude_frozen_parameters=True)
-            states = {Path(path).relative_to(folder): state for path, state in files.states.items()}
+            states = {str(Path(path).relative_to(folder)): state for path, state in files.states.items()}
         self._engine.checkpoint_engine = engine
+        if self.copies_state:
+            states = self._copier.copy(states)
 
         def write(folder: Path) -> None:
             (folder / TAG).mkdir()
@@ -163,21 +166,20 @@ class ZeRO(Strategy):
 
 
 class _RecordingEngine:
-    """Wraps DeepSpeed's checkpoint engine: keeps the states, or copies of them, instead of writing them to files."""
+    """Wraps DeepSpeed's checkpoint engine: keeps the states instead of writing them to files."""
 
-    def __init__(self, engine: Any, *, copies: bool) -> None:
+    def __init__(self, engine: Any) -> None:
         self._engine = engine
-        self._copies = copies
         self.states: dict[str, Any] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
     def save(self, state_dict: Any, path: str) -> None:
-        self.states[path] = copied(state_dict) if self._copies else state_dict
+        self.states[path] = state_dict
 
     def preserves_storage_sharing(self) -> bool:
-        return False  # the copies share no storage, so DeepSpeed need not clone tensors first
+        return False  # all tensors that share a storage go to one file, so DeepSpeed need not clone them
 
 
 def _convert(folder: Path) -> tuple[Path, str]:

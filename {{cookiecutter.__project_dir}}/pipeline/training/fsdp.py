@@ -26,7 +26,7 @@ from pipeline.training.model_io import decoder_layers
 from pipeline.training.options import FSDPOptions
 from pipeline.training.runtimes.runtime import Runtime, WriteCheckpoint
 from pipeline.training.schedule import BatchPlan
-from pipeline.training.strategies import Strategy, adamw, copied
+from pipeline.training.strategies import StateCopier, Strategy, adamw
 from pipeline.training.weight_files import Weight
 
 TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
@@ -72,6 +72,7 @@ class FSDP(Strategy):
         self._max_grad_norm = options.max_grad_norm
         self._world_size = runtime.world_size
         self._is_writer = runtime.rank == 0
+        self._copier = StateCopier()
         # the threads that write checkpoints need a process group of their own
         self._writers = dist.new_group(backend="gloo")
 
@@ -91,7 +92,7 @@ class FSDP(Strategy):
 
     def capture(self) -> WriteCheckpoint:
         model, optimizer = get_state_dict(self.model, self.optimizer, options=TRAINED)
-        state = copied({"model": model, "optimizer": optimizer})
+        state = self._copier.copy({"model": model, "optimizer": optimizer})
         # no fsync, which waits for the disk: an incomplete checkpoint is skipped anyway
         return lambda folder: dcp.save(
             state,

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 
@@ -95,9 +95,27 @@ class Strategy(ABC):
             group["lr"] = learning_rate
 
 
-def copied(state: Any) -> Any:
-    """Return a copy of `state` with all tensors in main memory, where training does not change them."""
-    return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), state)
+class StateCopier:
+    """Copies states to main memory, where training does not change them.
+
+    Each copy reuses the memory of the one before. On a GPU, this memory is pinned, which copies several times as fast.
+    """
+
+    def __init__(self) -> None:
+        on_gpu = torch.cuda.is_available()
+        self._stager = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=on_gpu,
+                use_shared_memory=False,
+                use_async_staging=False,
+                use_non_blocking_copy=on_gpu,
+            )
+        )
+
+    def copy(self, state: dict[str, Any]) -> dict[str, Any]:
+        copied = self._stager.stage(state)
+        assert isinstance(copied, dict)  # asynchronous staging would return a future
+        return copied
 
 
 MakeStrategy = type[Strategy]
@@ -123,6 +141,7 @@ class DDP(Strategy):
         self._max_grad_norm = options.max_grad_norm
         self._bf16 = options.precision == "bf16"
         self._device = runtime.device.type
+        self._copier = StateCopier()
 
     def accumulate(self, batch: Batch, scale: torch.Tensor, last: bool) -> torch.Tensor:
         module = self.module
@@ -147,7 +166,7 @@ class DDP(Strategy):
     def capture(self) -> WriteCheckpoint:
         if not self._is_writer:
             return lambda folder: None
-        state = copied({"model": dict(self.gather()), "optimizer": self.optimizer.state_dict()})
+        state = self._copier.copy({"model": dict(self.gather()), "optimizer": self.optimizer.state_dict()})
         return lambda folder: torch.save(state, folder / "ddp.pt")
 
     def load(self, folder: Path, world_size: int) -> None:

@@ -4,6 +4,7 @@ import json
 import math
 import multiprocessing
 import os
+import queue
 import random
 import re
 import shutil
@@ -32,10 +33,10 @@ from transformers.optimization import get_cosine_with_min_lr_schedule_with_warmu
 import settings
 from pipeline.data.tokenization import NOT_TRAINED
 from pipeline.training import deepspeed_zero, model_io, preflight, schedule
-from pipeline.training.dataset import COLUMNS, PackedRows, read_manifest
+from pipeline.training.dataset import COLUMNS, Batch, PackedRows, read_manifest
 from pipeline.training.options import DDPOptions, DeepSpeedOptions
 from pipeline.training.runtimes.runtime import Metrics, SingleProcess, WriteCheckpoint
-from pipeline.training.strategies import DDP
+from pipeline.training.strategies import DDP, StateCopier
 from pipeline.training.trainer import PackedSource, train
 
 SEQUENCE_LENGTH = 64
@@ -196,6 +197,24 @@ def test_a_remainder_is_split_too(options: DDPOptions, tmp_path: Path) -> None:
     assert torch.equal(shared[2]["labels"], torch.full_like(shared[2]["labels"], NOT_TRAINED))
 
 
+def test_the_rows_of_the_next_step_are_read_ahead(
+    options: DDPOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads: queue.SimpleQueue[int] = queue.SimpleQueue()
+    read = PackedRows.read
+
+    def recorded(rows: PackedRows, first: int, count: int) -> Batch:
+        reads.put(first)
+        return read(rows, first, count)
+
+    monkeypatch.setattr(PackedRows, "read", recorded)
+    source = PackedSource(options, SingleProcess(tmp_path, torch.device("cpu"), 1))
+    for step in range(3, 6):
+        source.rows(step)
+    assert [reads.get(timeout=60) // options.global_batch_rows + 1 for _ in range(4)] == [3, 4, 5, 6]
+    assert reads.empty()
+
+
 def test_rows_have_names(packed: Path) -> None:
     rows = PackedRows(str(packed), "train", seed=0)
     for name, row in zip(rows.names(17, 30), rows.read(17, 30)["input_ids"], strict=True):
@@ -303,6 +322,16 @@ def test_training_continues_while_a_slow_storage_writes_the_copied_state(
     finetune(Slow, name="slow", stop_after=11, checkpoint_every=6, log_every=1, keep_checkpoints=2)
     shutil.rmtree(Path(options.output, "slow/step-00000011"))
     assert [row["loss"] for row in finetune(name="slow")] == [row["loss"] for row in undisturbed]
+
+
+def test_each_copy_of_the_state_reuses_the_memory_of_the_one_before() -> None:
+    state, copier = {"weights": torch.zeros(1000)}, StateCopier()
+    first = copier.copy(state)["weights"]
+    state["weights"] += 1
+    assert not first.any()
+    second = copier.copy(state)["weights"]
+    assert second.data_ptr() == first.data_ptr()
+    assert second.all()
 
 
 def test_training_waits_while_a_state_that_is_not_copied_is_written(
