@@ -3,6 +3,7 @@
 import re
 
 from cluster.common import instances
+from cluster.emulator import scenario
 from cluster.emulator.waiting import wait_for
 from faults.harness import Harness, changed_cluster_file, control, final_loss, no_capacity
 from pipeline.ray_support.workers import WorkerOptions
@@ -81,9 +82,11 @@ def interruption_without_replacement(harness: Harness) -> str:
     baseline = harness.baseline_loss
     job = harness.train("elastic", "--num-workers", "1", "2")
     wait_for(lambda: "on 2 x" in harness.log(job), 240, "the training to start")
+    # For a minute, Ray waits for a second worker. The machine that is left must not stop meanwhile.
+    scenario.set_idle_timeout(harness.file, 2)
     with no_capacity({"type": harness.file.workers[-1].instance_type}):
         interrupted = _interrupt_one(harness, job)
-        log = harness.wait_for_success(job, 600)  # for a minute, Ray waits for a second worker
+        log = harness.wait_for_success(job, 600)
     assert "on 1 x" in log, log
     assert abs(final_loss(log) - baseline) < 1.5e-4, f"losses differ: {final_loss(log)} and {baseline}"
     return (

@@ -49,7 +49,7 @@ class Harness:
             print(output.getvalue())
             raise
         print(f"up after {time.monotonic() - started:.0f} s", flush=True)
-        scenario.shorten_idle_timeout(self.file)
+        scenario.set_idle_timeout(self.file, scenario.SHORT_IDLE_MINUTES)
         self.connection = target.connect()
 
     def head(self) -> SshHead:

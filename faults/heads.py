@@ -120,7 +120,7 @@ def _wait_until_terminated(harness: Harness) -> str:
 
 def _check_no_orphans(harness: Harness) -> None:
     """Wait until all workers have ended. An orphaned worker would keep running."""
-    idle_s = 60 * scenario.IDLE_TIMEOUT_MINUTES + 60
+    idle_s = 60 * scenario.SHORT_IDLE_MINUTES + 60
     wait_for(lambda: len(instances.living(harness.file)) == 1, idle_s, "every idle worker to end")
 
 

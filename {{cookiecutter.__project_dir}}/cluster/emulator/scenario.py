@@ -35,7 +35,7 @@ from demo import assets
 CONTROL_URL = f"http://127.0.0.1:{CONTROL_PORT}"
 RECORD_FILE = settings.PROJECT / "results" / "rehearsal.json"
 WORKERS = 2
-IDLE_TIMEOUT_MINUTES = 0.2
+SHORT_IDLE_MINUTES = 0.2
 TRAINING = [
     *("--model", "models/tiny", "--name", "rehearsal", "--fresh"),
     *("--num-workers", str(WORKERS), "--cpus-per-worker", "60"),  # of 96 CPUs, so each worker needs its own machine
@@ -67,7 +67,7 @@ def run() -> None:
         if submission.follow(connection, job):
             raise settings.UserError(f"{job} failed; its log is above. Fix the job or cluster.yaml before you use AWS.")
     with _step("idle machines leave"):
-        shorten_idle_timeout(file)
+        set_idle_timeout(file, SHORT_IDLE_MINUTES)
         wait_for(lambda: len(instances.living(file)) == 1, 120, "the idle workers to leave")
     policies = _policies(file)
     with _step("down: delete everything on AWS except the bucket"):
@@ -110,9 +110,9 @@ def upload_assets(file: ClusterFile) -> None:
                 client.upload_file(str(path), name, str(path.relative_to(folder)))
 
 
-def shorten_idle_timeout(file: ClusterFile) -> None:
-    """Shorten the idle timeout on the head. The autoscaler rereads its configuration in each iteration of its loop."""
-    edit = f's/"idle_timeout_minutes": [0-9.]+/"idle_timeout_minutes": {IDLE_TIMEOUT_MINUTES}/'
+def set_idle_timeout(file: ClusterFile, minutes: float) -> None:
+    """Change the idle timeout on the head. The autoscaler rereads its configuration in each iteration of its loop."""
+    edit = f's/"idle_timeout_minutes": [0-9.]+/"idle_timeout_minutes": {minutes}/'
     ssh.find_head(file).run(f"sed -i -E '{edit}' ~/ray_bootstrap_config.yaml")
 
 
