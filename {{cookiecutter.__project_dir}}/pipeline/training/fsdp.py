@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import PreTrainedModel
 
@@ -64,8 +64,9 @@ class FSDP(Strategy):
         precision = bf16 if options.precision == "bf16" else MixedPrecisionPolicy()
         reshard = options.reshard_after_forward
         shard = partial(fully_shard, mesh=mesh, reshard_after_forward=reshard, mp_policy=precision)
-        for layer in decoder_layers(model):  # one by one, so that the device never holds the full model
-            shard(layer)
+        # one by one, so that the device never holds the full model
+        for module in (*decoder_layers(model), *_ends(model, options)):
+            shard(module)
         self.module = shard(model)
         model.load_state_dict(shards, strict=False, assign=True)
         self.optimizer = adamw(model, options.weight_decay)
@@ -91,6 +92,7 @@ class FSDP(Strategy):
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def capture(self) -> WriteCheckpoint:
+        self._reshard()
         model, optimizer = get_state_dict(self.model, self.optimizer, options=TRAINED)
         state = self._copier.copy({"model": model, "optimizer": optimizer})
         # no fsync, which waits for the disk: an incomplete checkpoint is skipped anyway
@@ -110,11 +112,29 @@ class FSDP(Strategy):
         return 12 * self.model.num_parameters(only_trainable=True) // self._world_size
 
     def gather(self) -> Iterator[Weight]:
+        self._reshard()
         for name, parameter in self.model.named_parameters():
             if isinstance(parameter, DTensor) and parameter.requires_grad:
                 whole = parameter.full_tensor().detach()
                 if self._is_writer:
                     yield name, whole.cpu()
+
+    def _reshard(self) -> None:
+        """Free gathered parameters. Without `reshard_after_forward`, an evaluation leaves the model gathered."""
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
+def _ends(model: PreTrainedModel, options: FSDPOptions) -> list[nn.Module]:
+    """Return the embedding and the output layer, unless something else uses their weights.
+
+    Tied weights belong to both layers. Liger's loss reads the weight of the output layer without calling the layer.
+    """
+    embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
+    if embedding.weight is output.weight:
+        return []
+    return [embedding] if options.liger else [embedding, output]
 
 
 def _mesh(runtime: Runtime) -> DeviceMesh:
@@ -132,21 +152,23 @@ def _shard(model: PreTrainedModel, mesh: DeviceMesh) -> None:
             module.register_parameter(name, nn.Parameter(rows, whole.requires_grad))
 
 
-def _detach_shards(model: PreTrainedModel) -> dict[str, DTensor]:
-    """Put a whole parameter on the meta device in the place of each shard, and return the shards by name.
+def _detach_shards(model: PreTrainedModel) -> dict[str, nn.Parameter]:
+    """Put a whole parameter on the meta device in the place of each shard, and return copies of the shards by name.
 
-    `fully_shard` would shard the shards again.
+    `fully_shard` would shard the shards again. A shard that transformers has loaded may be a view of the whole tensor,
+    and would keep it in memory.
     """
     shards = {
         name: parameter
         for name, parameter in model.named_parameters(remove_duplicate=False)
         if isinstance(parameter, DTensor)
     }
-    whole = {
-        id(shard): nn.Parameter(torch.empty(shard.shape, dtype=shard.dtype, device="meta"), shard.requires_grad)
-        for shard in shards.values()
-    }
+    whole, copies = {}, {}
+    for shard in shards.values():
+        meta = torch.empty(shard.shape, dtype=shard.dtype, device="meta")
+        whole[id(shard)] = nn.Parameter(meta, shard.requires_grad)
+        copies[id(shard)] = nn.Parameter(shard.detach().clone(), shard.requires_grad)
     for name, shard in shards.items():
         module, _, attribute = name.rpartition(".")
         model.get_submodule(module).register_parameter(attribute, whole[id(shard)])
-    return shards
+    return {name: copies[id(shard)] for name, shard in shards.items()}

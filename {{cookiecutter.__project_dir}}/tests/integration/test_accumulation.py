@@ -1,4 +1,4 @@
-"""Test what DDP and FSDP keep in memory between the micro-batches of a step, on two ranks without Ray."""
+"""Test what DDP and FSDP keep in memory between micro-batches and after an evaluation, on two ranks without Ray."""
 
 import json
 from pathlib import Path
@@ -13,6 +13,7 @@ from torch.multiprocessing.spawn import spawn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import settings
+from pipeline.training.dataset import Batch
 from pipeline.training.fsdp import FSDP
 from pipeline.training.options import DDPOptions, FSDPOptions
 from pipeline.training.schedule import BatchPlan
@@ -43,6 +44,11 @@ def test_fsdp_adds_up_the_micro_batches_as_ddp_does(seen: dict[str, Any]) -> Non
     assert seen["FSDP's norm"] == pytest.approx(seen["DDP's norm"], rel=1e-5)
 
 
+def test_fsdp_exports_all_weights_after_an_evaluation(seen: dict[str, Any]) -> None:
+    """Without `reshard_after_forward`, the evaluation leaves the parameters gathered."""
+    assert seen["exported after an evaluation"] == seen["parameters"]
+
+
 def _observe(rank: int, folder: Path) -> None:
     ranks.join(rank, RANKS, folder)
     ddp, fsdp = _strategy(DDP, DDPOptions, rank), _strategy(FSDP, FSDPOptions, rank)
@@ -60,24 +66,33 @@ def _observe(rank: int, folder: Path) -> None:
         _accumulate(strategy, rank, 1)
         norm = strategy.step(1e-3)
         seen[f"{name}'s norm"] = float(norm)
+    unsharding = _strategy(FSDP, FSDPOptions, rank, reshard_after_forward=False)
+    with torch.no_grad():
+        unsharding.summed_loss(_batch(rank, 0))
+    seen["exported after an evaluation"] = sum(weight.numel() for _, weight in unsharding.gather())
     if rank == 0:
         (folder / "seen.json").write_text(json.dumps(seen))
     distributed.destroy_process_group()
 
 
-def _strategy(kind: Any, options: Any, rank: int) -> Strategy:
+def _strategy(kind: Any, options_type: Any, rank: int, **changes: Any) -> Strategy:
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SIZES)).train()
     sections = ("train", "fsdp") if kind is FSDP else ("train",)
-    return kind(model, settings.load(options, *sections, profile="local"), ranks.Rank(rank, RANKS), BatchPlan(2, 2))
+    options = settings.load(options_type, *sections, profile="local").model_copy(update=changes)
+    return kind(model, options, ranks.Rank(rank, RANKS), BatchPlan(2, 2))
 
 
 def _accumulate(strategy: Strategy, rank: int, count: int, last: bool = True) -> None:
-    """Add `count` micro-batches. With `last`, they complete the step. Each rank has its own rows."""
+    """Add `count` micro-batches. With `last`, they complete the step."""
     for number in range(count):
-        row = (torch.arange(16)[None] * (rank + 2) + number) % SIZES["vocab_size"]
-        batch = {"input_ids": row, "labels": row, "position_ids": torch.arange(16)[None]}
-        strategy.accumulate(batch, torch.tensor(0.1), last and number == count - 1)
+        strategy.accumulate(_batch(rank, number), torch.tensor(0.1), last and number == count - 1)
+
+
+def _batch(rank: int, number: int) -> Batch:
+    """Return one row, which is different for each rank and number."""
+    row = (torch.arange(16)[None] * (rank + 2) + number) % SIZES["vocab_size"]
+    return {"input_ids": row, "labels": row, "position_ids": torch.arange(16)[None]}
 
 
 def _gradients(strategy: Strategy) -> list[torch.Tensor]:

@@ -13,6 +13,7 @@ import pytest
 import ranks
 import torch
 from torch import distributed
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.spawn import spawn
 from transformers import (
     AutoModelForCausalLM,
@@ -91,6 +92,12 @@ def test_a_rank_holds_only_its_share(family: str, seen: dict[str, list[dict[str,
         assert rank["held"] == pytest.approx(rank["whole"] / RANKS, rel=0.02)
 
 
+def test_fsdp_keeps_no_whole_tensors(tmp_path: Path) -> None:
+    """If a file has the format to load, transformers makes each shard a view of the whole tensor."""
+    AutoModelForCausalLM.from_config(FAMILIES["llama"], dtype=torch.float32).save_pretrained(tmp_path / "llama")
+    spawn(_check_storages, (tmp_path,), nprocs=RANKS)
+
+
 def test_loading_needs_no_more_than_the_share_and_a_few_parameters(seen: dict[str, list[dict[str, Any]]]) -> None:
     for rank in seen[LARGE]:
         assert rank["peak"] < 0.7 * rank["whole"]
@@ -100,6 +107,20 @@ def _observe(rank: int, folder: Path, way: str) -> None:
     ranks.join(rank, RANKS, folder)
     report = {name: _load(folder / name, WAYS[way], rank) for name in (*FAMILIES, LARGE)}
     (folder / f"rank-{rank}.json").write_text(json.dumps(report))
+    distributed.destroy_process_group()
+
+
+def _check_storages(rank: int, folder: Path) -> None:
+    ranks.join(rank, RANKS, folder)
+    options = settings.load(FSDPOptions, "train", "fsdp", profile="local")
+    options = options.model_copy(update={"model": str(folder / "llama")})
+    runtime, plan = ranks.Rank(rank, RANKS), BatchPlan(2, 2)
+    with FSDP.loading(options, runtime, plan):
+        model = model_io.load_model(options)
+    for parameter in FSDP(model, options, runtime, plan).model.parameters():
+        assert isinstance(parameter, DTensor)
+        most_rows = -(-parameter.shape[0] // RANKS)
+        assert parameter.to_local().untyped_storage().nbytes() <= most_rows * parameter.nbytes // parameter.shape[0]
     distributed.destroy_process_group()
 
 
