@@ -26,7 +26,7 @@ class Score(NamedTuple):
     documents: int
     """Number of documents with a trained token. Padding is not a document."""
     answers: int
-    """Number of answers. An answer is an assistant turn, including its stop token."""
+    """Number of answers. An answer is a sequence of trained tokens, such as an assistant turn with its stop token."""
     exact: int
     """Number of answers that greedy decoding reproduces token for token."""
 

@@ -43,8 +43,8 @@ def config(options: DeepSpeedOptions, plan: BatchPlan) -> dict[str, Any]:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": on_gpu}
     if options.offload_parameters:
         zero["offload_param"] = {"device": "cpu", "pin_memory": on_gpu}
-    # In bf16, sums over micro-batches and averages over ranks would lose small gradients. In stage 1, each rank would
-    # hold all gradients in fp32: with 8 billion parameters on 8 ranks, a rank would need 75 GiB instead of 46 GiB.
+    # In bf16, sums over micro-batches and averages over ranks lose small gradients. Stage 1 uses bf16 nevertheless:
+    # with fp32 gradients, 8 billion parameters on 8 ranks would need 75 GiB per rank instead of 46 GiB.
     adding = {"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"}
     return (
         base

@@ -36,7 +36,7 @@ TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
 class FSDP(Strategy):
     """Shards parameters, gradients and optimizer states over the ranks.
 
-    The parameters of a decoder layer are gathered before the layer runs and freed afterwards
+    The parameters of a decoder layer are gathered before the layer runs, and by default freed afterwards
     (Zhao et al. 2023, arXiv:2304.11277; torch's `fully_shard`).
     """
 

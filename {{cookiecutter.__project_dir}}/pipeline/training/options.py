@@ -46,8 +46,8 @@ class TrainOptions(WorkerOptions):
     """Number format of the computation. On a device without bf16, fp32 is used."""
 
     lora_rank: int = Field(0, ge=0)
-    """Rank of the LoRA adapters on all linear layers (Hu et al. 2021, arXiv:2106.09685). Only adapters are trained.
-    0: there are no adapters, so all parameters are trained."""
+    """Rank of the LoRA adapters (Hu et al. 2021, arXiv:2106.09685) on all linear layers but the last. Only the adapters
+    are trained. 0: there are no adapters, so all parameters are trained."""
     lora_alpha: PositiveInt = 32
     """The output of an adapter is scaled by lora_alpha / lora_rank."""
     lora_dropout: float = Field(0, ge=0, lt=1)
@@ -86,7 +86,7 @@ class TrainOptions(WorkerOptions):
     wandb: str = ""
     """Weights & Biases project to send the metrics to. Empty: none."""
     seed: int
-    """Random seed for the row order and for dropout."""
+    """Random seed for the row order, dropout and the initial adapters."""
 
     @model_validator(mode="after")
     def _adapters_are_above_quantized_weights(self) -> Self:
