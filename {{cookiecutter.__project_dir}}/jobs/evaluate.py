@@ -1,4 +1,4 @@
-"""Measure perplexity, exact match, and how many answers end with a stop token, on the rows that preprocess held out."""
+"""Measures perplexity, exact match, and how many answers end with a stop token, on rows that preprocess held out."""
 
 from pipeline.evaluation.options import EvaluateOptions
 from pipeline.ray_support import cli

@@ -1,4 +1,4 @@
-"""Fine-tunes a language model that is sharded over the workers with DeepSpeed's ZeRO."""
+"""Fine-tunes a language model, with its training state sharded over the workers by DeepSpeed's ZeRO."""
 
 from pipeline.ray_support import cli
 from pipeline.training.options import DeepSpeedOptions
@@ -11,7 +11,7 @@ from pipeline.training.deepspeed_zero import ZeRO
 
 
 def main(options: DeepSpeedOptions) -> None:
-    """Fine-tune a language model on packed rows, and shard its training state over the workers with ZeRO."""
+    """Fine-tune a language model on packed rows, with its training state sharded over the workers by ZeRO."""
     launch.fit(options, ZeRO)
 
 

@@ -1,4 +1,4 @@
-"""Fine-tunes a language model that is sharded over the workers with PyTorch's FSDP2."""
+"""Fine-tunes a language model that PyTorch's FSDP2 shards over the workers."""
 
 from pipeline.ray_support import cli
 from pipeline.training.options import FSDPOptions

@@ -80,7 +80,7 @@ def train(options: ClassifierOptions) -> None:
 
     for epoch in range(resume(model, optimizer) + 1, options.epochs + 1):
         started = time.perf_counter()
-        torch.manual_seed(options.seed + epoch)  # with this seed, a resumed run uses the images in the same order
+        torch.manual_seed(options.seed + epoch)  # a resumed run reads the images in the order of an uninterrupted run
         if workers > 1:
             loader.sampler.set_epoch(epoch)  # many: without this, every epoch would use the order of the first
         # many: `total` sums over the workers
@@ -122,12 +122,12 @@ def resume(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
 
 
 def report(metrics: dict[str, float], model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
-    """Report metrics and save a checkpoint after each epoch, so that a dead worker costs at most one epoch."""
+    """Report the metrics of an epoch and save a checkpoint, so that a dead worker costs at most one epoch."""
     with tempfile.TemporaryDirectory() as folder:
         state = {"epoch": metrics["epoch"], "model": model.state_dict(), "optimizer": optimizer.state_dict()}
         if rank == 0:  # many: all workers hold the same state
             torch.save(state, Path(folder, STATE))
-        # many: every worker reports, because the others wait for it
+        # many: every worker must report, because the others wait for it
         ray.train.report(metrics, checkpoint=Checkpoint.from_directory(folder) if rank == 0 else None)
 
 

@@ -19,7 +19,7 @@ def main(options: TuneOptions) -> None:
     """Search for the learning rate, batch size and LoRA rank that give the lowest evaluation loss."""
     options = preflight.with_absolute_paths(options)
     identity = search.check(options)
-    cli.connect(log_to_driver=False)  # one line per trial is enough
+    cli.connect(log_to_driver=False)  # the driver prints one line per trial
     search.check_cluster(options)
     preflight.claim(options, identity)
     searched = trials.load(options.folder, search.draw(options))

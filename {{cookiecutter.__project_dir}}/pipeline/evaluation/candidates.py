@@ -18,7 +18,7 @@ class Candidate(NamedTuple):
     model: str
     """Folder, URI or hub id of the model, or of the base model if there are adapters."""
     adapter: str | None
-    """Folder or URI of LoRA adapters, such as the `adapter` folder of a run."""
+    """Folder or URI of LoRA adapters, such as the `adapter` folder of a run. None: there are no adapters."""
 
 
 def find(name: str) -> Candidate:
@@ -43,7 +43,7 @@ def check(candidate: Candidate, data: str, manifest: Manifest) -> None:
 
 
 def _refuse_run_folders(name: str, folder: str) -> None:
-    """Raise UserError if `folder` is a run or a checkpoint, because only the training run can read its files."""
+    """Raise UserError if `folder` is a run or a checkpoint, because `from_pretrained` cannot read their files."""
     markers = {checkpoints.STATE: ("a checkpoint", name.rpartition("/")[0]), "run.json": ("a run", name)}
     for file, (kind, run) in markers.items():
         if storage.read_text(f"{folder}/{file}") is not None:

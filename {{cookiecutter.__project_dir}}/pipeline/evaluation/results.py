@@ -43,7 +43,7 @@ def from_sums(candidate: Candidate, sums: dict[str, float]) -> EvaluationResult:
 
 def print_table(results: list[EvaluationResult], counts: dict[str, float]) -> None:
     """Print all results, with their differences from the last one."""
-    console = Console(highlight=False, width=120)  # a submitted job's log has no width of its own
+    console = Console(highlight=False, width=120)  # the log of a submitted job has no terminal width
     console.print(
         f"held out: {counts['documents']:,} documents with {counts['answers']:,} answers, "
         f"{counts['trained_tokens']:,} trained tokens; in brackets: the difference from {results[-1].model}"

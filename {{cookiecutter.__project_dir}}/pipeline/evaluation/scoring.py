@@ -26,7 +26,7 @@ class Score(NamedTuple):
     documents: int
     """Number of documents with a trained token. Padding is not a document."""
     answers: int
-    """Number of answers. An answer is an assistant turn, including its stop token."""
+    """Number of answers. An answer is a sequence of trained tokens, such as an assistant turn with its stop token."""
     exact: int
     """Number of answers that greedy decoding reproduces token for token."""
 
@@ -36,7 +36,7 @@ def score(model: PreTrainedModel, batch: Batch) -> Score:
     """Return the score of `model` on a batch of packed rows, from one forward pass.
 
     Greedy decoding reproduces an answer if each of its tokens is the most likely one after the tokens before it,
-    because decoding produces the tokens of the row until the first wrong one.
+    because before the first wrong token, decoding sees the same tokens as this forward pass.
     """
     output = model(**batch, num_items_in_batch=1, use_cache=False)  # 1 makes the loss a sum
     labels = batch["labels"][:, 1:]
@@ -68,7 +68,7 @@ class Scorer:
     def __init__(
         self, candidate: Candidate, data: str, device: str, precision: str, report: Callable[..., Any]
     ) -> None:
-        """`data` is the folder or URI of the packed data. Each call ends with `report(rows=…)`."""
+        """Load the model. `data` is the folder or URI of the packed data. Each call then ends with `report(rows=…)`."""
         self._device = torch.device(device)
         self._model = load(candidate, torch.bfloat16 if precision == "bf16" else torch.float32).to(self._device).eval()
         self._rows = PackedRows(data, "eval")
@@ -76,9 +76,10 @@ class Scorer:
         self._report = report
 
     def __call__(self, piece: dict[str, int]) -> dict[str, float]:
-        """Return the score of `rows` rows from position `first` on, their number of `tokens`, and the `seconds` used.
+        """Return the score of the `rows` rows from position `first`, their number of `tokens`, and the `seconds` used.
 
-        For the first rows, also return how many answers were `generated`, and how many of them `stopped`.
+        The call with the first rows also generates a few answers. `generated` is their number, and `stopped` is how
+        many of them end with a stop token. Other calls return 0 for both.
         """
         generated, stopped = self._count_stops() if piece["first"] == 0 else (0, 0)
         started = time.perf_counter()

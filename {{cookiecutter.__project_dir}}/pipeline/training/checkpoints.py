@@ -20,12 +20,12 @@ STATE = "state.json"
 def save(strategy: Strategy, runtime: Runtime, row: Metrics, output: str) -> None:
     """Start saving a checkpoint of all ranks: parameters, optimizer state, random state and step.
 
-    The state is copied now and written in the background. If the last checkpoint is still being written, this waits for
-    it first, because main memory has room for only one copy. If it has no room for any, this waits until the state is
-    written.
+    The call copies the state, which is then written in the background. It first waits for the previous checkpoint,
+    because main memory has room for only one copy. If the strategy does not copy its state (see
+    `Strategy.copies_state`), the call returns after the state is written.
 
     Raises:
-        UserError: a disk is full. All ranks raise it.
+        UserError: a disk has no room for the checkpoint. All ranks raise it.
     """
     runtime.wait()
     refuse_full_disk(strategy, runtime, output)

@@ -55,7 +55,7 @@ class DataReport(NamedTuple):
 
     @property
     def left_out(self) -> Cells:
-        """Numbers of rows without a document, by reason. The most frequent reason comes first."""
+        """Numbers of input rows that were left out, by reason. The most frequent reason comes first."""
         reasons = {**self.manifest["rejected_by_reason"], "a duplicate": self.manifest["rows_duplicate"]}
         return [
             {
@@ -69,7 +69,7 @@ class DataReport(NamedTuple):
 
 
 def data_reports(runs: Iterable[History]) -> list[DataReport]:
-    """Return a report for each dataset of the runs. Streams and data from older project versions have none."""
+    """Return a report for each dataset of the runs, except for streams and for data from older project versions."""
     manifests: dict[str, dict[str, Any]] = {}
     names = defaultdict(list)
     for run in runs:

@@ -1,4 +1,4 @@
-"""Reads the packed rows that `preprocess` wrote, by position. The rows of a step depend only on its number."""
+"""Reads the packed rows that `preprocess` wrote, by position. Position and seed alone determine a row."""
 
 import json
 from collections.abc import Iterator
@@ -39,7 +39,7 @@ class Split(BaseModel):
 
 
 class TokenizerRecord(BaseModel):
-    """The tokenizer that made the rows."""
+    """The tokenizer with which `preprocess` made the rows."""
 
     model: str
     hash: str

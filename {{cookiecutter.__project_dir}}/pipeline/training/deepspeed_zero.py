@@ -34,7 +34,7 @@ TAG = "zero"
 def config(options: DeepSpeedOptions, plan: BatchPlan) -> dict[str, Any]:
     """Return DeepSpeed's configuration, which combines deepspeed.json with values from settings.toml.
 
-    It has no "auto" values, because only the Hugging Face Trainer replaces them.
+    No value is "auto", because only the Hugging Face Trainer replaces such values.
     """
     base = json.loads(CONFIG_FILE.read_text())
     on_gpu = options.device == "cuda"
@@ -43,8 +43,8 @@ def config(options: DeepSpeedOptions, plan: BatchPlan) -> dict[str, Any]:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": on_gpu}
     if options.offload_parameters:
         zero["offload_param"] = {"device": "cpu", "pin_memory": on_gpu}
-    # bf16 would lose small gradients, when micro-batches are added up and when ranks are averaged. In stage 1,
-    # DeepSpeed would hold all gradients in fp32: 8 billion parameters on 8 ranks would need 75 GiB instead of 46 GiB.
+    # In bf16, sums over micro-batches and averages over ranks lose small gradients. Stage 1 uses bf16 nevertheless:
+    # with fp32 gradients, 8 billion parameters on 8 ranks would need 75 GiB per rank instead of 46 GiB.
     adding = {"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"}
     return (
         base
@@ -81,7 +81,7 @@ class ZeRO(Strategy):
 
     def __init__(self, model: PreTrainedModel, options: DeepSpeedOptions, runtime: Runtime, plan: BatchPlan) -> None:
         self.model = model
-        self.copies_state = not options.offload_optimizer  # main memory may have no room for offloaded states twice
+        self.copies_state = not options.offload_optimizer  # main memory may have no room for a copy of offloaded states
         self.optimizer = adamw(model, options.weight_decay)
         self.module = self._engine = _initialize(model, self.optimizer, config(options, plan))
         self._world_size = runtime.world_size
@@ -149,7 +149,7 @@ class ZeRO(Strategy):
 
     def checkpoint_bytes(self) -> int:
         """Return the number of bytes that this rank saves: its share of the fp32 master copy and AdamW's moments, and
-        on rank 0 also all parameters."""
+        on rank 0 also all trained parameters."""
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         parameters = sum(map(numel, trained))
         return 12 * parameters // self._world_size + (4 * parameters if self._is_writer else 0)
@@ -166,7 +166,7 @@ class ZeRO(Strategy):
 
 
 class _RecordingEngine:
-    """Wraps DeepSpeed's checkpoint engine: keeps the states instead of writing them to files."""
+    """Wraps DeepSpeed's checkpoint engine, and keeps the states in memory instead of writing them to files."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine

@@ -26,7 +26,7 @@ def make_model() -> nn.Module:
 
 
 def draw_digits(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return noisy images, (count, 1, SIDE, SIDE), and their digits, (count,). The seed determines both."""
+    """Return noisy images of shape (count, 1, SIDE, SIDE), and their digits of shape (count,), as drawn with `seed`."""
     random = np.random.default_rng(seed)
     digits = random.integers(len(SEGMENTS), size=count)
     images = random.normal(0, 0.3, (count, SIDE, SIDE)).astype(np.float32)
@@ -37,7 +37,7 @@ def draw_digits(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @torch.no_grad()
 def count_correct(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return the number of images that the model recognises."""
+    """Return the number of images that the model recognizes."""
     model.eval()
     return (model(images).argmax(1) == labels).sum()
 

@@ -1,4 +1,4 @@
-"""Tells final failures, which a new worker would repeat, from those that a new worker may not have."""
+"""Distinguishes final failures, which a new worker would repeat, from failures that a new worker may not repeat."""
 
 import traceback
 
@@ -15,7 +15,7 @@ ERRORS_OF_CODE = (
     TypeError,
     ValueError,
 )
-"""Types of errors that depend on code, options, model and rows. Lost workers and broken connections raise others."""
+"""Types of errors that depend on code, options, model and rows. A lost worker or connection raises other types."""
 
 
 def is_final(error: Exception) -> bool:

@@ -36,7 +36,7 @@ TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
 class FSDP(Strategy):
     """Shards parameters, gradients and optimizer states over the ranks.
 
-    The parameters of a decoder layer are gathered before the layer runs and freed afterwards
+    The parameters of a decoder layer are gathered before the layer runs, and by default freed afterwards
     (Zhao et al. 2023, arXiv:2304.11277; torch's `fully_shard`).
     """
 
@@ -74,12 +74,12 @@ class FSDP(Strategy):
         self._world_size = runtime.world_size
         self._is_writer = runtime.rank == 0
         self._copier = StateCopier()
-        # the threads that write checkpoints need a process group of their own
+        # the threads that write checkpoints need a separate process group
         self._writers = dist.new_group(backend="gloo")
 
     def accumulate(self, batch: Batch, scale: torch.Tensor, last: bool) -> torch.Tensor:
         # Gradients are reduced and sharded after every micro-batch, not only after the last. Otherwise each rank would
-        # hold all gradients in fp32: with 8 billion parameters on 8 ranks, it would need 42 GiB instead of 15 GiB.
+        # hold all gradients in fp32. With 8 billion parameters on 8 ranks, a rank's state takes 15 GiB, not 42 GiB.
         loss = self.summed_loss(batch)
         (loss * scale).backward()
         return loss.detach()
@@ -142,7 +142,7 @@ def _mesh(runtime: Runtime) -> DeviceMesh:
 
 
 def _shard(model: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """Shard a model that is on the meta device: from then on, its parameters hold the rows that `fully_shard` expects.
+    """Shard a model on the meta device, so that each parameter has only the rows that `fully_shard` gives to this rank.
 
     transformers reads only these rows. For an uneven number of rows, the first ranks have more.
     """
@@ -153,10 +153,10 @@ def _shard(model: PreTrainedModel, mesh: DeviceMesh) -> None:
 
 
 def _detach_shards(model: PreTrainedModel) -> dict[str, nn.Parameter]:
-    """Put a whole parameter on the meta device in the place of each shard, and return copies of the shards by name.
+    """Replace each shard with a full parameter on the meta device, and return copies of the shards by name.
 
-    `fully_shard` would shard the shards again. A shard that transformers has loaded may be a view of the whole tensor,
-    and would keep it in memory.
+    If the model kept its shards, `fully_shard` would shard them again. A shard that transformers has loaded may be a
+    view of the full tensor, and would keep it in memory.
     """
     shards = {
         name: parameter

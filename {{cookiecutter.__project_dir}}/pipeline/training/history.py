@@ -60,7 +60,7 @@ class History:
 
     @property
     def restarts(self) -> list[int]:
-        """The steps after which the workers were restarted."""
+        """The step of the checkpoint from which each restart resumed. 0: there was no checkpoint."""
         return [attempt.start["step"] for attempt in self.attempts[1:]]
 
     @property

@@ -20,7 +20,7 @@ class Diverged(Exception):
         super().__init__(reason)
         self.step = step
         self.micro_batches = micro_batches
-        """The responsible micro-batches of the step's global batch, counted from 0."""
+        """The responsible micro-batches of the step's global batch, counted from 0. If all losses are finite: all."""
 
 
 class Meter:
@@ -54,7 +54,8 @@ class Meter:
         """Return the metrics of the steps since the last `restart`. All ranks must call this.
 
         Raises:
-            Diverged: a loss or gradient is not finite, or a loss is over twice that of guessing. All ranks raise it.
+            Diverged: a loss or gradient is not finite, or a loss is more than twice that of a uniform guess. All ranks
+                raise it.
         """
         shares = torch.stack(self._losses)
         sums = torch.cat([shares.sum(1), shares.new_tensor([self._seconds()])])
@@ -77,7 +78,7 @@ class Meter:
         if not math.isfinite(row["loss"]):
             reason = f"the loss is {row['loss']}"
         elif row["loss"] > self._largest_loss:
-            reason = f"the loss is {row['loss']:.1f}, twice that of guessing"
+            reason = f"the loss is {row['loss']:.1f}, more than twice that of guessing"
         elif not math.isfinite(row["grad_norm"]):
             reason = f"the gradient norm is {row['grad_norm']}"
         else:

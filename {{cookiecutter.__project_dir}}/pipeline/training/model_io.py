@@ -22,10 +22,10 @@ from settings import UserError
 def load_model(options: TrainOptions) -> PreTrainedModel:
     """Return the model, or this rank's share of it in the context of a strategy's `loading`.
 
-    Weights to train are fp32 master weights, whatever the `precision`.
+    Weights that are trained are loaded in fp32, whatever the `precision`.
 
-    With LoRA, every linear layer except the last gets an adapter, and only the adapters are trained. The frozen weights
-    are in the format of the computation.
+    With LoRA, every linear layer except the output layer gets an adapter, and only the adapters are trained. The frozen
+    weights have the data type of the computation.
     """
     logging.disable_progress_bar()
     model = _load(options, _compute_dtype(options) if options.lora_rank else torch.float32, options.quantize_base)
@@ -42,7 +42,7 @@ def load_model(options: TrainOptions) -> PreTrainedModel:
 
 
 def _use_liger(model: PreTrainedModel) -> None:
-    """Replace the model's layers and its loss by Liger's fused kernels.
+    """Replace the model's layers and its loss with Liger's fused kernels.
 
     Raises:
         UserError: Liger has no kernels for this architecture. Liger itself would raise no error.
@@ -69,7 +69,7 @@ def _add_adapters(model: PreTrainedModel, options: TrainOptions) -> None:
             task_type="CAUSAL_LM",
         )
     )
-    cast_adapter_dtype(model, "default")  # peft gave the adapters the format of the frozen weights
+    cast_adapter_dtype(model, "default")  # peft gave the adapters the data type of the frozen weights
     model.enable_input_require_grads()  # otherwise checkpointed layers with frozen inputs get no gradient
 
 
@@ -123,7 +123,7 @@ def export(
     """
     weights = strategy.gather()
     if (first := next(weights, None)) is None:
-        return  # rank 0 writes
+        return  # only rank 0 gets weights and writes them
     model, weights = strategy.model, chain([first], weights)
     if options.lora_rank:
         with _replaced(run_folder / "adapter") as folder:
@@ -142,7 +142,7 @@ def export(
 def _merged(options: TrainOptions, adapter: Path) -> tuple[PreTrainedModel, Iterator[Weight]]:
     """Return the base model, and its weights with the adapters merged into them.
 
-    The base model needs no main memory: with the data type of its files, `from_pretrained` maps them into memory.
+    The base model takes little main memory, because weights that keep the data type of their files are memory-mapped.
     """
     from peft import PeftModel
     from peft.tuners.lora import Linear

@@ -25,11 +25,12 @@ class TrainOptions(WorkerOptions):
     fresh: bool = False
     """Delete the run of this name and start over."""
     stream: bool = False
-    """Tokenise and pack the raw rows of [preprocess] while training, instead of reading `data`. Nothing is held out for
+    """Tokenize and pack the raw rows of [preprocess] while training, instead of reading `data`. Nothing is held out for
     evaluation, and a resumed run reads the rows from the start."""
 
     max_failures: int = Field(ge=0)
-    """Number of times that dead workers are replaced before the run fails."""
+    """Number of times that dead workers are replaced before the run fails. A spot machine that AWS takes back after a
+    notice does not count."""
 
     global_batch_rows: PositiveInt
     """Rows per optimizer step over all workers. The number does not depend on num_workers."""
@@ -45,8 +46,8 @@ class TrainOptions(WorkerOptions):
     """Number format of the computation. On a device without bf16, fp32 is used."""
 
     lora_rank: int = Field(0, ge=0)
-    """Rank of the LoRA adapters on all linear layers (Hu et al. 2021, arXiv:2106.09685). Only adapters are trained.
-    0: there are no adapters, so all parameters are trained."""
+    """Rank of the LoRA adapters (Hu et al. 2021, arXiv:2106.09685) on all linear layers but the last. Only the adapters
+    are trained. 0: there are no adapters, so all parameters are trained."""
     lora_alpha: PositiveInt = 32
     """The output of an adapter is scaled by lora_alpha / lora_rank."""
     lora_dropout: float = Field(0, ge=0, lt=1)
@@ -73,11 +74,11 @@ class TrainOptions(WorkerOptions):
     stop_after: PositiveInt | None = None
     """Save a checkpoint and stop after this step, before the end of the schedule. Run the job again to continue."""
     eval_every: PositiveInt
-    """Optimizer steps between evaluations. Regular checkpoints are evaluated too."""
+    """Optimizer steps between evaluations. There is also an evaluation before each regular checkpoint."""
     checkpoint_every: PositiveInt
     """Optimizer steps between checkpoints."""
     keep_checkpoints: PositiveInt
-    """Number of checkpoints to keep: those with the lowest evaluation loss. The last one is always kept."""
+    """Number of checkpoints with the lowest evaluation loss to keep. The last checkpoint is always kept, too."""
     log_every: PositiveInt
     """Maximum number of optimizer steps between progress lines. If steps are slow, a line appears every ten seconds."""
     mlflow: str = ""
@@ -85,7 +86,7 @@ class TrainOptions(WorkerOptions):
     wandb: str = ""
     """Weights & Biases project to send the metrics to. Empty: none."""
     seed: int
-    """Random seed for the row order and for dropout."""
+    """Random seed for the row order, dropout and the initial adapters."""
 
     @model_validator(mode="after")
     def _adapters_are_above_quantized_weights(self) -> Self:
@@ -165,7 +166,7 @@ class NetworkOptions(WorkerOptions):
 
     model_config = ConfigDict(extra="ignore")
     message_mib: tuple[PositiveInt, ...] = (1, 16, 256)
-    """Message sizes to measure. DDP sends gradients in buckets of 25 MiB, ZeRO in buckets of 500 MB."""
+    """Message sizes to measure. DDP sends gradients in buckets of 25 MiB, ZeRO in buckets of 500 million values."""
 
 
 class ClassifierOptions(WorkerOptions):
@@ -179,9 +180,10 @@ class ClassifierOptions(WorkerOptions):
     shared_paths: tuple[str, ...] = ()
     """Folders that every node mounts. If the cluster has several nodes, other local paths are refused."""
     max_failures: int = Field(ge=0)
-    """Number of times that dead workers are replaced before the run fails."""
+    """Number of times that dead workers are replaced before the run fails. A spot machine that AWS takes back after a
+    notice does not count."""
     seed: int
-    """Random seed for the initial weights and for the images."""
+    """Random seed for the initial weights, the images and their order."""
 
     images: PositiveInt
     """Number of training images. The job also draws a quarter as many test images."""

@@ -1,4 +1,4 @@
-"""Sizes of a model's parameters, also while ZeRO-3 keeps an empty tensor in the place of each parameter."""
+"""Returns sizes of a model's parameters, even if ZeRO-3 has replaced each parameter with an empty tensor."""
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ def numel(parameter: nn.Parameter) -> int:
 
 
 def count(model: PreTrainedModel, only_trained: bool = False) -> int:
-    """Return the number of parameters. Counts each number of a quantized model, even if several share a byte."""
+    """Return the number of parameters. In a quantized model, each weight counts, even if several share a byte."""
     partitioned = [
         parameter
         for parameter in model.parameters()

@@ -94,8 +94,8 @@ def check_model(model: str, config: PreTrainedConfig, vocabulary: int, sequence_
     """Refuse a model whose vocabulary is smaller than its tokenizer's, or whose context is shorter than the rows."""
     if vocabulary > config.vocab_size:
         raise UserError(
-            f"the tokenizer of {model} has {vocabulary} tokens, but the model has only {config.vocab_size}: they "
-            "do not match. Correct the folder, or pass another --model."
+            f"the tokenizer of {model} has {vocabulary} tokens, but the model has embeddings for only "
+            f"{config.vocab_size}. Correct the folder, or pass another --model."
         )
     longest = getattr(config, "max_position_embeddings", None) or sequence_length
     if sequence_length > longest:
@@ -125,10 +125,10 @@ def identify(options: TrainOptions, config: PreTrainedConfig, data: str) -> Iden
 
 
 def claim(options: TrainOptions, identity: Identity) -> None:
-    """Create the run's folder, or check that an existing run has the same identity.
+    """Create the run's folder, or check that an existing run has the same identity. `fresh` deletes an existing run.
 
     The identity includes the launcher, because Ray Train and torchrun cannot read each other's checkpoints. The
-    data manifest is copied too, because `inv report` reads it.
+    manifest of the data is copied to the folder, because `inv report` reads it.
 
     Raises:
         UserError: the existing run has a different identity.

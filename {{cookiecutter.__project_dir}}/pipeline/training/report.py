@@ -41,7 +41,7 @@ STEP, HOURS = "step", "hours since the first start"
 UNKNOWN = "—"
 
 Price = Callable[[str, int], float | None]
-"""Takes the name and the number of devices. Returns the price of their machines in dollars per hour, if known."""
+"""Takes the name and the number of the devices. Returns the price of their machines in dollars per hour, if known."""
 
 Summary = list[dict[str, str]]
 """A table with one row per run. Each row maps column names to cells."""

@@ -17,9 +17,9 @@ class BatchPlan(NamedTuple):
 def spread(global_rows: int, micro_rows: int, workers: int) -> BatchPlan:
     """Split `global_rows` into micro-batches of `micro_rows`, with the same number for each of `workers` ranks.
 
-    global_rows = workers x accumulation x micro_rows, so the batch of an optimizer step, and with it the meaning of
-    the learning rate, does not depend on the number of workers. If `global_rows` does not divide evenly, the last
-    ranks get extra micro-batches that do not count, because collectives need the same number of passes on each rank.
+    With global_rows = workers x accumulation x micro_rows, the batch of an optimizer step does not depend on the number
+    of workers, so the same learning rate fits. If `global_rows` does not divide evenly, the last ranks get extra
+    micro-batches that do not count, because collectives need the same number of passes on each rank.
     """
     accumulation = math.ceil(global_rows / (micro_rows * workers))
     return BatchPlan(accumulation * micro_rows, accumulation)

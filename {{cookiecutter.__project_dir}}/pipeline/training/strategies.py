@@ -35,7 +35,7 @@ class Strategy(ABC):
 
     @classmethod
     def loading(cls, options: Any, runtime: Runtime, plan: BatchPlan) -> AbstractContextManager[None]:
-        """Return a context in which `from_pretrained` loads what a rank needs of a model: here, the whole model."""
+        """Return a context in which `from_pretrained` loads what a rank needs of a model. By default, that is all."""
         return nullcontext()
 
     @abstractmethod
@@ -55,9 +55,9 @@ class Strategy(ABC):
 
     @abstractmethod
     def capture(self) -> WriteCheckpoint:
-        """Copy this rank's part of the parameters and optimizer states to main memory, if `copies_state`.
+        """Return a function that writes this rank's part of the parameters and optimizer states.
 
-        Return a function that writes it.
+        If `copies_state`, the function writes a copy in main memory, which this method makes.
         """
 
     @abstractmethod
@@ -98,7 +98,8 @@ class Strategy(ABC):
 class StateCopier:
     """Copies states to main memory, where training does not change them.
 
-    Each copy reuses the memory of the one before. On a GPU, this memory is pinned, which copies several times as fast.
+    Each copy reuses the memory of the previous copy. If there is a GPU, this memory is pinned, which makes copying
+    several times faster.
     """
 
     def __init__(self) -> None:
@@ -159,7 +160,7 @@ class DDP(Strategy):
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self._max_grad_norm)
         self.set_learning_rate(learning_rate)
         self.optimizer.step()
-        # None would not free gradients, which are views of DDP's buckets, and `no_sync` would allocate new ones
+        # gradients are views of DDP's buckets: None would not free them, and `no_sync` would allocate new gradients
         self.optimizer.zero_grad(set_to_none=False)
         return norm
 

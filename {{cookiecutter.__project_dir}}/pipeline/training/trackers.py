@@ -1,4 +1,4 @@
-"""Sends metrics to MLflow or Weights & Biases, if [train] names them. A resumed run continues the same run there."""
+"""Sends metrics to MLflow or Weights & Biases, if [train] names them. A resumed run also resumes in the tracker."""
 
 import json
 import os
@@ -60,7 +60,7 @@ class Trackers:
         except Exception as error:  # servers and libraries may raise any error
             self._trackers.pop(name, None)
             print(
-                f"{name} failed and gets no more metrics until a restart ({error}); metrics.jsonl has them all",
+                f"{name} failed and gets no more metrics until a restart ({error}); metrics.jsonl has all metrics",
                 flush=True,
             )
 

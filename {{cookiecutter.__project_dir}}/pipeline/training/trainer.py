@@ -22,8 +22,8 @@ from pipeline.training.strategies import MakeStrategy
 from settings import UserError
 
 MAX_ROWS_LISTED = 8
-# Maximum time between two logs. The trainer also checks for a preemption notice whenever it logs, and AWS sends the
-# notice only two minutes before it stops a spot machine.
+# Approximate time between two progress lines. With each, the trainer checks for a spot notice, which AWS sends only two
+# minutes before it stops a machine.
 PROGRESS_INTERVAL_S = 10
 
 
@@ -46,7 +46,7 @@ class TrainingRows(Protocol):
 
 
 class PackedSource:
-    """Reads packed rows. Step and rank alone determine them, so a resumed run continues exactly where it stopped.
+    """Reads packed rows. The step and the rank determine the rows, so a resumed run continues exactly where it stopped.
 
     While a step computes, another thread reads the rows of the next.
     """
@@ -92,7 +92,7 @@ def train(
     Raises:
         UserError: training failed. All ranks raise it, so that no rank waits for one that failed.
     """
-    os.environ["DS_ACCELERATOR"] = runtime.device.type  # transformers imports deepspeed, which reads this
+    os.environ["DS_ACCELERATOR"] = runtime.device.type  # transformers imports deepspeed, which reads this variable
     torch.set_num_threads(min(options.cpus_per_worker, os.cpu_count() or 1))  # the machine may have fewer CPUs
     Trainer(model_io.with_supported_precision(options, runtime.device), runtime, make_strategy, stream).fit()
 
@@ -107,7 +107,7 @@ class Trainer:
         self.folder = RunFolder(f"{options.output}/{options.name}")
         self.source = stream or PackedSource(options, runtime)
         self.evaluation = None if stream else PackedRows(options.data, "eval")
-        torch.manual_seed(options.seed)  # the same on all ranks, so that they initialise adapters alike
+        torch.manual_seed(options.seed)  # the same on all ranks, which must initialize adapters identically
         self.plan = spread(options.global_batch_rows, options.micro_batch_rows, runtime.world_size)
         with make_strategy.loading(options, runtime, self.plan):
             model = model_io.load_model(options)

@@ -1,4 +1,4 @@
-"""Writes a model's weights one after the other, so that main memory never needs to hold all of them."""
+"""Writes a model's weights file by file, so that main memory never has to hold all of them."""
 
 import json
 import re
@@ -15,13 +15,13 @@ Weight = tuple[str, torch.Tensor]
 """Name and value of a parameter."""
 
 MAX_BYTES = 5 * 2**30
-"""Size of a file. A file is larger if a single decoder layer is."""
+"""A file that has at least this size gets no further layer."""
 
 INDEX = "model.safetensors.index.json"
 
 
 def write(model: PreTrainedModel, weights: Iterable[Weight], folder: Path) -> None:
-    """Write safetensors files as `save_pretrained` does, with the names and shapes of the model's own checkpoints.
+    """Write safetensors files as `save_pretrained` does, with the names and shapes of the published checkpoints.
 
     Args:
         weights: in the order of `model.named_parameters()`. Each is freed once its file is written.
@@ -34,7 +34,7 @@ def write(model: PreTrainedModel, weights: Iterable[Weight], folder: Path) -> No
         tensors = {name: value.contiguous() for name, value in original.items()}
         save_file(tensors, folder / f".part-{len(sizes)}", metadata={"format": "pt"})
         sizes.append({name: value.nbytes for name, value in original.items()})
-        del part, original, tensors  # the loop holds no file's weights while it collects those of the next
+        del part, original, tensors  # frees the weights of this file before those of the next file are collected
     if len(sizes) == 1:
         (folder / ".part-0").rename(folder / "model.safetensors")
         return

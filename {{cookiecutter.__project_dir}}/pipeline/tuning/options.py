@@ -24,7 +24,7 @@ class Range(settings.Section):
 
 
 class TuneOptions(TrainOptions):
-    """The [train] section, which all trials share, with additions and overrides from [tune]."""
+    """The [train] section, which applies to all trials, with additions and overrides from [tune]."""
 
     name: str = Field("tune", pattern=NAME)
     """Name of the search. The same name resumes it."""

@@ -1,8 +1,8 @@
 """Runs the trials of a search under Ray Tune.
 
 Each trial is a training run in the search's folder, and resumes like any other run. Tune only decides which trials
-continue, and stores nothing. If Tune resumed a search itself, its scheduler would forget the results of earlier trials.
-Instead, a search passes these results to the scheduler whenever it starts.
+continue, and stores nothing. Tune's own way to resume a search is not used, because its scheduler would forget the
+results of earlier trials. Whenever a search starts, it passes these results to a new scheduler.
 """
 
 import logging
@@ -70,8 +70,8 @@ def check_cluster(options: TuneOptions) -> None:
     limit, each = capacity.max_workers(options.worker_resources), options.min_workers
     if options.trials_at_once * each > limit:
         raise UserError(
-            f"trials_at_once = {options.trials_at_once}, with {each} workers for each, is more than the {limit} "
-            "workers that this cluster can hold; "
+            f"trials_at_once = {options.trials_at_once} needs {options.trials_at_once * each} workers, but this "
+            f"cluster can hold only {limit}; "
             + (f"use --trials-at-once {limit // each}." if limit >= each else "use a smaller --num-workers.")
         )
     paths = {"model": options.model, "data": options.data, "output": options.output}

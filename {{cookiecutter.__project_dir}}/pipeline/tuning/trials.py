@@ -20,7 +20,7 @@ WEIGHTS = ("step-", "model", "adapter")
 
 @dataclass
 class Trial:
-    """Settings, and the training run that tries them."""
+    """Settings, and how the training run that tries them ended."""
 
     name: str
     settings: dict[str, float]
@@ -50,7 +50,7 @@ class Outcome(NamedTuple):
 
 
 def load(folder: str, drawn: Sequence[dict[str, float]]) -> list[Trial]:
-    """Return the trials of the search in `folder`, with the results saved before a restart."""
+    """Return the trials of the search in `folder`. Those that ended in an earlier start are marked as ended."""
     saved = {trial["name"]: trial["ended"] for trial in json.loads(storage.read_text(f"{folder}/{FILE}") or "[]")}
     names = [f"trial-{number:02d}" for number in range(1, len(drawn) + 1)]
     return [Trial(name, values, saved.get(name, "")) for name, values in zip(names, drawn, strict=True)]

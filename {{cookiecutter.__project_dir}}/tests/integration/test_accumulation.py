@@ -32,7 +32,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_ddp_accumulates_in_its_buckets(seen: dict[str, Any]) -> None:
-    """Gradients outside the buckets would need memory for a second fp32 copy of the model."""
+    """Gradients outside the buckets would take as much memory as another fp32 copy of the model."""
     assert seen["gradients in other memory"] == 0
 
 
@@ -40,7 +40,7 @@ def test_fsdp_holds_only_its_shard_of_the_gradients(seen: dict[str, Any]) -> Non
     assert seen["gradients held by a rank"] == pytest.approx(seen["parameters"] / RANKS, rel=0.05)
 
 
-def test_fsdp_adds_up_the_micro_batches_as_ddp_does(seen: dict[str, Any]) -> None:
+def test_fsdp_accumulates_the_same_gradients_as_ddp(seen: dict[str, Any]) -> None:
     assert seen["FSDP's norm"] == pytest.approx(seen["DDP's norm"], rel=1e-5)
 
 
@@ -84,7 +84,7 @@ def _strategy(kind: Any, options_type: Any, rank: int, **changes: Any) -> Strate
 
 
 def _accumulate(strategy: Strategy, rank: int, count: int, last: bool = True) -> None:
-    """Add `count` micro-batches. With `last`, they complete the step."""
+    """Add the gradients of `count` micro-batches. With `last`, they complete the step."""
     for number in range(count):
         strategy.accumulate(_batch(rank, number), torch.tensor(0.1), last and number == count - 1)
 

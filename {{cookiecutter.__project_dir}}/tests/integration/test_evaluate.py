@@ -1,4 +1,4 @@
-"""Test that `evaluate` gives the same numbers as the training loop, and as transformers' loss and generation."""
+"""Test that `evaluate` gives the same numbers as the training loop, and as the loss and generation of transformers."""
 
 import json
 import math
@@ -39,13 +39,13 @@ torch.set_num_threads(1)  # with tensors this small, several threads would only 
 
 @pytest.fixture(scope="module")
 def speaker(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a model whose own answers are the held-out data. Large initial weights make its choices clear."""
+    """Return a model that generates the held-out answers. Large initial weights make the most likely tokens clear."""
     return packed_rows.write_model(tmp_path_factory.mktemp("speaker"), assets, initializer_range=0.2)
 
 
 @pytest.fixture(scope="module")
 def stranger(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a model of the same shape that gives none of the speaker's answers."""
+    """Return a model of the same size that gives none of the speaker's answers."""
     return packed_rows.write_model(tmp_path_factory.mktemp("stranger"), assets, seed=1, initializer_range=0.2)
 
 
@@ -90,7 +90,7 @@ def in_bucket(s3: str, speaker: Path) -> str:
 
 @pytest.fixture(scope="module")
 def run(in_bucket: str, packed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a run that trained LoRA adapters for the speaker for two steps, with its own model cache."""
+    """Return the folder of a run that trained LoRA adapters for the speaker, with a separate model cache."""
     folder = tmp_path_factory.mktemp("runs") / "lora"
     changes: dict[str, Any] = {"name": "lora", "model": in_bucket, "data": str(packed), "output": str(folder.parent)}
     changes |= {"lora_rank": 4, "steps": 2, "warmup_steps": 0, "global_batch_rows": 2, "micro_batch_rows": 2}
@@ -235,7 +235,7 @@ def test_data_with_nothing_held_out_is_refused(options: EvaluateOptions, packed:
         evaluate.main(options.model_copy(update={"data": str(tmp_path)}))
 
 
-def test_a_full_gpu_gives_one_sentence(options: EvaluateOptions) -> None:
+def test_a_gpu_out_of_memory_gives_one_sentence(options: EvaluateOptions) -> None:
     full = RayTaskError("task", "traceback", torch.OutOfMemoryError("CUDA out of memory"))
     with pytest.raises(settings.UserError, match=r"no room for 2 rows .* smaller --batch-rows"):
         raise evaluation.explain(full, options)

@@ -1,4 +1,4 @@
-"""Test fine-tuning with Ray Train on the shared Ray instance: strategies agree, and a killed worker changes nothing."""
+"""Test fine-tuning with Ray Train on the shared Ray instance: strategies agree, and a killed worker changes no loss."""
 
 import json
 import os
@@ -67,7 +67,7 @@ def ddp(changes: dict[str, Any]) -> list[Row]:
     return _metrics(options)
 
 
-def test_two_workers_train_as_one_process(ddp: list[Row], changes: dict[str, Any]) -> None:
+def test_two_workers_have_the_losses_of_one_process(ddp: list[Row], changes: dict[str, Any]) -> None:
     options = _ddp_options(changes | {"name": "alone"})
     train(options, SingleProcess(_folder(options), torch.device("cpu"), options.keep_checkpoints), DDP)
     assert [row["step"] for row in ddp] == list(range(1, STEPS + 1))
@@ -96,7 +96,7 @@ def test_torchrun_agrees_with_ray(ddp: list[Row], changes: dict[str, Any]) -> No
     _assert_same_model(_model(options), _model(_ddp_options(changes)))
 
 
-def test_under_torchrun_a_refusal_is_said_once(changes: dict[str, Any]) -> None:
+def test_under_torchrun_an_error_is_printed_once(changes: dict[str, Any]) -> None:
     printed = _torchrun(changes | {"name": "refused", "data": "nowhere"}, expect=1)
     assert printed.count("error: no packed data") == 1
 
@@ -156,7 +156,7 @@ def test_a_stream_trains_and_its_workers_can_start_tasks(
     assert len(tokenizer) == _model(options).config.vocab_size
 
 
-def test_a_refusal_in_the_workers_reaches_the_driver(changes: dict[str, Any]) -> None:
+def test_a_user_error_in_the_workers_reaches_the_driver(changes: dict[str, Any]) -> None:
     """Ray Train would replace workers that raise an error, so they return its message instead."""
     options = _ddp_options(changes | {"name": "refused", "max_failures": 3})
     with pytest.raises(settings.UserError, match="refused by rank 0"):
@@ -164,8 +164,10 @@ def test_a_refusal_in_the_workers_reaches_the_driver(changes: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize("max_failures", [0, 3])
-def test_a_full_gpu_is_one_sentence(max_failures: int, changes: dict[str, Any], tmp_path: Path) -> None:
-    """Rank 0 waits in a collective for rank 1, which fails. No worker trains again."""
+def test_a_gpu_out_of_memory_gives_one_sentence_and_no_retry(
+    max_failures: int, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """Rank 0 waits in a collective for rank 1, which fails. Neither of the two workers trains again."""
     options = _ddp_options(
         changes | {"name": "full", "max_failures": max_failures, "model": _counted(changes, tmp_path)}
     )
@@ -175,7 +177,7 @@ def test_a_full_gpu_is_one_sentence(max_failures: int, changes: dict[str, Any], 
     assert not Path(options.output, "full", "failure.txt").exists()
 
 
-def test_an_error_of_the_code_is_not_retried(
+def test_an_error_in_the_code_is_not_retried(
     changes: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     options = _ddp_options(changes | {"name": "wrong", "max_failures": 3, "model": _counted(changes, tmp_path)})
@@ -218,9 +220,7 @@ def test_what_the_cluster_cannot_run_is_refused(
     assert not Path(changes["output"], "refused-before").exists()
 
 
-def test_private_paths_are_refused_where_there_are_several_nodes(
-    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_private_paths_are_refused_on_several_nodes(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CLUSTER_NODES", json.dumps([{"resources": {"CPU": 4}, "count": 2}]))
     with pytest.raises(settings.UserError, match=r"model = .* is on the disk of one node"):
         finetune_ddp.main(_ddp_options(changes))

@@ -1,6 +1,6 @@
 """Test that every strategy, number of ranks and precision gives the same losses as a single process.
 
-Ranks are processes as under torchrun. They are forked from a process that has imported everything.
+As under torchrun, each rank is a process. The processes are forked from one that has already imported everything.
 """
 
 import json
@@ -119,7 +119,7 @@ def test_a_full_run_ends_with_the_same_loss(way: str, whole: list[Row], changes:
         pytest.param("zero2-offload", marks=pytest.mark.nightly),
     ],
 )
-def test_other_numbers_of_ranks_go_on(way: str, alone: list[Row], changes: dict[str, Any]) -> None:
+def test_a_run_resumes_with_another_number_of_ranks(way: str, alone: list[Row], changes: dict[str, Any]) -> None:
     for workers, stop in ((2, 10), (1, 20), (2, STEPS)):
         rows = _spread(WAYS[way], workers, changes | {"name": f"elastic-{way}", "stop_after": stop})
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))

@@ -100,7 +100,7 @@ def metrics(output: str, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (storage.read_text(f"{output}/{name}/metrics.jsonl") or "").splitlines()]
 
 
-def test_the_page_holds_the_very_numbers_of_several_runs(tmp_path: Path) -> None:
+def test_the_page_has_the_logged_numbers_of_several_runs(tmp_path: Path) -> None:
     train(str(tmp_path), "one")
     train(str(tmp_path), "other", learning_rate=0.5, until=7)
     page = Page(history.read_all(str(tmp_path), []))
@@ -159,14 +159,14 @@ def test_the_loop_records_its_checkpoints_and_its_end(assets: Path, tmp_path: Pa
     assert run.events[0]["time"] < run.rows[0]["time"] < run.rows[-1]["time"] <= run.events[-1]["time"]
 
 
-def test_a_run_that_has_nothing_left_to_do_is_no_restart(tmp_path: Path) -> None:
+def test_starting_a_finished_run_is_not_a_restart(tmp_path: Path) -> None:
     train(str(tmp_path), "run")
     before = (tmp_path / "run/events.jsonl").read_text()
     train(str(tmp_path), "run", done=STEPS)
     assert (tmp_path / "run/events.jsonl").read_text() == before
 
 
-def test_a_run_that_goes_on_is_seen_to_its_last_step(tmp_path: Path) -> None:
+def test_the_time_of_a_running_run_ends_with_its_last_step(tmp_path: Path) -> None:
     train(str(tmp_path), "run", until=3, killed=True)
     (run,) = history.read_all(str(tmp_path), [])
     assert run.attempts[-1].last["step"] == 3
@@ -194,7 +194,7 @@ def test_the_page_has_what_preprocess_counted(tmp_path: Path) -> None:
     train(str(tmp_path), "two", data=f"{tmp_path}/packed", learning_rate=0.5)
     train(str(tmp_path), "other")
     train(str(tmp_path), "streamed", data=f"{tmp_path}/packed", stream=True)
-    storage.delete_folder(f"{tmp_path}/packed")  # the runs have copied the counts of their data
+    storage.delete_folder(f"{tmp_path}/packed")  # each run keeps a copy of its data's manifest
     page = Page(history.read_all(str(tmp_path), ["one", "two", "other", "streamed"]))
     text = " ".join(page.text.split())
     assert "Data 0123456789ab Used by one, two. 8,000 rows were read." in text
@@ -207,7 +207,7 @@ def test_the_page_has_what_preprocess_counted(tmp_path: Path) -> None:
     assert (list(bars["x"]), list(bars["y"])) == (["≤ 16", "≤ 32"], [0.25, 0.75])
 
 
-def test_text_stays_text_and_nothing_is_fetched(tmp_path: Path) -> None:
+def test_text_is_escaped_and_the_page_fetches_nothing(tmp_path: Path) -> None:
     train(str(tmp_path), "<b>bold", model='<img src="https://example.com">')
     page = Page(history.read_all(str(tmp_path), []))
     assert not page.tags & {"b", "img", "link", "iframe"}
@@ -217,7 +217,7 @@ def test_text_stays_text_and_nothing_is_fetched(tmp_path: Path) -> None:
     assert ("&lt;b&gt;bold", "y") in page.curves  # escaped, because plotly interprets some tags in texts
 
 
-def test_dollars_are_of_whole_machines_while_there_were_workers() -> None:
+def test_dollars_are_for_whole_machines_while_workers_run() -> None:
     price = partial(prices.of_workers, {40: 30.0})
     assert [price(A100, workers) for workers in (1, 8, 9)] == [30.0, 30.0, 60.0]
     assert price("NVIDIA A100-SXM4-80GB", 1) is None
@@ -244,7 +244,7 @@ def run_on(device: str) -> history.History:
     return history.History("run", {"steps": 3}, events, rows)
 
 
-def test_what_is_not_there_is_refused_with_what_is(tmp_path: Path) -> None:
+def test_a_missing_run_is_refused_with_the_names_of_other_runs(tmp_path: Path) -> None:
     with pytest.raises(settings.UserError, match="inv submit finetune_ddp"):
         history.read_all(str(tmp_path / "runs"), [])
     train(str(tmp_path), "one")
@@ -254,7 +254,7 @@ def test_what_is_not_there_is_refused_with_what_is(tmp_path: Path) -> None:
         history.read_all(str(tmp_path), ["one", "third"])
 
 
-def test_the_verb_finds_runs_in_the_bucket_by_the_profile_of_aws(
+def test_runs_in_the_bucket_are_read_with_the_credentials_of_the_aws_config(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, s3: str
 ) -> None:
     file = cluster_file.load()

@@ -1,4 +1,4 @@
-"""Test that FSDP and ZeRO-3 load a model in shares: exactly the values of `from_pretrained`, and in little memory."""
+"""Test that FSDP and ZeRO-3 load a model in shards, with exactly the values of `from_pretrained` and little memory."""
 
 import gc
 import json
@@ -72,14 +72,16 @@ def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_values_are_those_of_from_pretrained(family: str, seen: dict[str, list[dict[str, Any]]]) -> None:
+def test_sharded_parameters_have_the_values_of_from_pretrained(
+    family: str, seen: dict[str, list[dict[str, Any]]]
+) -> None:
     for rank in seen[family]:
         assert rank["different"] == []
         assert rank["tied"] == FAMILIES[family].tie_word_embeddings
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_parameters_have_the_sizes_of_whole_ones(family: str, seen: dict[str, list[dict[str, Any]]]) -> None:
+def test_the_sizes_of_parameters_are_those_before_sharding(family: str, seen: dict[str, list[dict[str, Any]]]) -> None:
     """ZeRO-3 leaves each parameter as an empty vector, which would count as 0 and get no weight decay."""
     for rank in seen[family]:
         assert rank["parameters"] == rank["whole"] // 4
@@ -92,13 +94,13 @@ def test_a_rank_holds_only_its_share(family: str, seen: dict[str, list[dict[str,
         assert rank["held"] == pytest.approx(rank["whole"] / RANKS, rel=0.02)
 
 
-def test_fsdp_keeps_no_whole_tensors(tmp_path: Path) -> None:
-    """If a file has the format to load, transformers makes each shard a view of the whole tensor."""
+def test_fsdp_keeps_no_full_tensors(tmp_path: Path) -> None:
+    """If a file has the format to load, transformers makes each shard a view of the full tensor."""
     AutoModelForCausalLM.from_config(FAMILIES["llama"], dtype=torch.float32).save_pretrained(tmp_path / "llama")
     spawn(_check_storages, (tmp_path,), nprocs=RANKS)
 
 
-def test_loading_needs_no_more_than_the_share_and_a_few_parameters(seen: dict[str, list[dict[str, Any]]]) -> None:
+def test_loading_needs_little_more_memory_than_the_share(seen: dict[str, list[dict[str, Any]]]) -> None:
     for rank in seen[LARGE]:
         assert rank["peak"] < 0.7 * rank["whole"]
 
@@ -162,7 +164,7 @@ def _tensor_bytes() -> int:
 
 @contextmanager
 def _anonymous_memory() -> Iterator[SimpleNamespace]:
-    """Measure by how many bytes this process grows at most. Memory-mapped files do not count."""
+    """Measure the largest growth of this process, in bytes. Memory-mapped files do not count."""
     before, memory, ended = _rss_anon(), SimpleNamespace(peak=0), threading.Event()
 
     def sample() -> None:

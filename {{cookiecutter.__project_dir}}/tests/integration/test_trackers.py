@@ -1,4 +1,4 @@
-"""Test that MLflow and Weights & Biases get all metrics of a resumed run, and that their failures never stop it."""
+"""Test that MLflow and Weights & Biases get all metrics of a resumed run, and that their failures do not stop it."""
 
 import json
 import threading
@@ -46,7 +46,7 @@ def test_mlflow_has_each_step_of_a_resumed_run(
     assert history == {int(row["step"]): row["loss"] for row in ROWS}
 
 
-def test_wandb_has_the_numbers_and_one_run(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_has_one_run_with_the_metrics_of_both_starts(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     for rows in (ROWS[:4], ROWS[4:]):
         trackers = Trackers(_options(wandb="project"), folder)
@@ -61,7 +61,7 @@ def test_wandb_has_the_numbers_and_one_run(folder: RunFolder, monkeypatch: pytes
         time.sleep(0.1)
 
 
-def test_a_tracker_that_fails_is_left_out(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tracker_that_fails_gets_no_more_metrics(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
     class Broken(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_error(400)

@@ -1,4 +1,4 @@
-"""Test the classifier on the shared Ray instance: two workers train like a plain script, and a run resumes."""
+"""Test the classifier on the shared Ray instance: two workers learn as well as a plain script, and a run resumes."""
 
 import contextlib
 import io
@@ -36,7 +36,7 @@ def two(ray_session: None, options: ClassifierOptions) -> dict[str, Any]:
     return _state(_checkpoints(options)[-1]) | {"output": output.getvalue()}
 
 
-def test_two_workers_learn_it_as_a_plain_script_does(two: dict[str, Any], options: ClassifierOptions) -> None:
+def test_two_workers_learn_as_well_as_a_plain_script(two: dict[str, Any], options: ClassifierOptions) -> None:
     plain = _plain_script(options)
     assert _accuracy(two) > 0.9
     assert f"test accuracy {_accuracy(two, options.seed + 1):.1%}" in two["output"]  # each image counts once
@@ -44,7 +44,7 @@ def test_two_workers_learn_it_as_a_plain_script_does(two: dict[str, Any], option
     assert _steps(two) == _steps(plain)  # the global batch is the same
 
 
-def test_a_run_goes_on_with_another_number_of_workers(two: dict[str, Any], options: ClassifierOptions) -> None:
+def test_a_run_resumes_with_another_number_of_workers(two: dict[str, Any], options: ClassifierOptions) -> None:
     before = _checkpoints(options)
     train_classifier.main(options.model_copy(update={"epochs": EPOCHS + 1, "num_workers": 1}))
     *others, last = _checkpoints(options)

@@ -107,14 +107,14 @@ def finetune(options: DDPOptions) -> Finetune:
 
 
 @pytest.mark.parametrize(("rows", "micro", "workers"), [(16, 8, 2), (16, 4, 1), (64, 1, 8), (12, 2, 3)])
-def test_a_global_batch_is_split_without_remainder(rows: int, micro: int, workers: int) -> None:
+def test_a_global_batch_is_split_evenly(rows: int, micro: int, workers: int) -> None:
     schedule.check_batches(rows, micro, workers, workers)
     plan = schedule.spread(rows, micro, workers)
     assert plan.rows_per_rank * workers == rows
     assert plan.accumulation * micro == plan.rows_per_rank
 
 
-def test_a_remainder_is_refused_with_the_nearest_valid_values() -> None:
+def test_an_uneven_batch_is_refused_with_the_nearest_valid_values() -> None:
     with pytest.raises(settings.UserError) as refused:
         schedule.check_batches(20, 2, 3, 3)
     assert "--global-batch-rows 18 or 24" in str(refused.value)
@@ -126,7 +126,7 @@ def test_a_remainder_is_refused_with_the_nearest_valid_values() -> None:
 def test_with_a_range_of_workers_each_runs_the_same_number_of_passes() -> None:
     schedule.check_batches(16, 4, 1, 4)
     assert [schedule.spread(16, 4, workers).accumulation for workers in (1, 2, 3, 4)] == [4, 2, 2, 1]
-    for rows, micro, most in [(16, 4, 5), (18, 4, 2)]:  # these leave a worker, or part of a micro-batch, without rows
+    for rows, micro, most in [(16, 4, 5), (18, 4, 2)]:  # a worker, or part of a micro-batch, would have no rows
         with pytest.raises(settings.UserError, match=f"--global-batch-rows {micro * most}"):
             schedule.check_batches(rows, micro, 1, most)
 
@@ -183,7 +183,7 @@ def test_ranks_share_the_rows_that_one_process_reads(options: DDPOptions, tmp_pa
             assert torch.equal(alone[name], torch.cat([batch[name] for batch in shared]))
 
 
-def test_a_remainder_is_split_too(options: DDPOptions, tmp_path: Path) -> None:
+def test_ranks_share_a_batch_that_does_not_divide_evenly(options: DDPOptions, tmp_path: Path) -> None:
     class Rank(SingleProcess):
         def __init__(self, rank: int) -> None:
             super().__init__(tmp_path, torch.device("cpu"), 1)
@@ -215,7 +215,7 @@ def test_the_rows_of_the_next_step_are_read_ahead(
     assert reads.empty()
 
 
-def test_rows_have_names(packed: Path) -> None:
+def test_the_name_of_a_row_is_its_file_and_number(packed: Path) -> None:
     rows = PackedRows(str(packed), "train", seed=0)
     for name, row in zip(rows.names(17, 30), rows.read(17, 30)["input_ids"], strict=True):
         file, _, number = name.partition(":")
@@ -307,9 +307,7 @@ def test_a_finished_run_does_not_change(finetune: Finetune) -> None:
     assert finetune() == finetune()
 
 
-def test_training_continues_while_a_slow_storage_writes_the_copied_state(
-    finetune: Finetune, options: DDPOptions
-) -> None:
+def test_training_continues_while_slow_storage_writes_the_copied_state(finetune: Finetune, options: DDPOptions) -> None:
     class Slow(SingleProcess):
         def _keep(self, metrics: Metrics, write: WriteCheckpoint) -> None:
             while metrics["step"] == 6 and _lines(self._folder / "metrics.jsonl") < 9:
@@ -324,7 +322,7 @@ def test_training_continues_while_a_slow_storage_writes_the_copied_state(
     assert [row["loss"] for row in finetune(name="slow")] == [row["loss"] for row in undisturbed]
 
 
-def test_each_copy_of_the_state_reuses_the_memory_of_the_one_before() -> None:
+def test_each_copy_of_the_state_reuses_the_memory_of_the_previous_copy() -> None:
     state, copier = {"weights": torch.zeros(1000)}, StateCopier()
     first = copier.copy(state)["weights"]
     state["weights"] += 1
@@ -334,9 +332,7 @@ def test_each_copy_of_the_state_reuses_the_memory_of_the_one_before() -> None:
     assert second.all()
 
 
-def test_training_waits_while_a_state_that_is_not_copied_is_written(
-    finetune: Finetune, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_waits_while_an_uncopied_state_is_written(finetune: Finetune, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DDP, "copies_state", False)
     lines_when_written = {}
 
@@ -366,7 +362,7 @@ def test_an_incomplete_checkpoint_is_skipped(
     assert [row["loss"] for row in rows] == [row["loss"] for row in undisturbed]
 
 
-def test_a_machine_about_to_go_is_worth_a_checkpoint(finetune: Finetune, options: DDPOptions) -> None:
+def test_a_spot_notice_triggers_a_checkpoint(finetune: Finetune, options: DDPOptions) -> None:
     class Noticed(SingleProcess):
         notices = iter([False, True, False, False, False])
 
@@ -424,12 +420,14 @@ def test_a_run_that_is_asked_to_stop_saves_a_checkpoint(finetune: Finetune, opti
 
     undisturbed = finetune(name="undisturbed")
     stopped = finetune(Asked)
-    assert [row["step"] for row in stopped] == [1]  # checks follow the first step, then every log_every steps
+    assert [row["step"] for row in stopped] == [1]  # the trainer asks after the first step, then every log_every steps
     assert not Path(options.output, options.name, "model").exists()
     assert [row["loss"] for row in finetune()] == [row["loss"] for row in undisturbed]
 
 
-def test_evaluation_equals_each_document_alone(finetune: Finetune, packed: Path, options: DDPOptions) -> None:
+def test_the_evaluation_loss_is_that_of_unpacked_documents(
+    finetune: Finetune, packed: Path, options: DDPOptions
+) -> None:
     """Compare with transformers' own loss over unpacked documents, because packing and batching must not matter."""
     row = finetune(steps=6, micro_batch_rows=2)[-1]
     model = AutoModelForCausalLM.from_pretrained(f"{options.output}/{options.name}/model").eval()
@@ -461,7 +459,9 @@ def test_the_model_folder_is_complete(finetune: Finetune, packed: Path, options:
     assert answer.shape[1] > prompt["input_ids"].shape[1]
 
 
-def test_a_run_at_a_uri_equals_one_at_a_path(finetune: Finetune, options: DDPOptions, tmp_path: Path) -> None:
+def test_a_run_at_a_uri_has_the_losses_of_one_in_a_folder(
+    finetune: Finetune, options: DDPOptions, tmp_path: Path
+) -> None:
     undisturbed = finetune(name="undisturbed")
     remote = options.model_copy(update={"name": "remote", "output": f"file://{tmp_path}/bucket"})
     for stop in (6, 12):  # the second start resumes the run
@@ -480,7 +480,7 @@ def test_a_run_at_a_uri_equals_one_at_a_path(finetune: Finetune, options: DDPOpt
 LORA = {"lora_rank": 4, "lora_alpha": 8, "lora_dropout": 0.1}
 
 
-def test_lora_trains_adapters_and_the_merged_model_equals_them(
+def test_lora_trains_adapters_and_the_merged_model_has_their_logits(
     finetune: Finetune, model: Path, options: DDPOptions, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = finetune(**LORA)
@@ -540,7 +540,7 @@ def test_adapters_train_on_4_bit_weights(finetune: Finetune, model: Path, option
 # ------------------------------------------------------------------------------------------ errors
 
 
-def test_a_loss_that_is_not_finite_stops_with_its_rows(
+def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_rows(
     finetune: Finetune, model: Path, packed: Path, options: DDPOptions, tmp_path: Path
 ) -> None:
     token, steps = _token_of_few_rows(options)
@@ -558,9 +558,9 @@ def test_a_loss_that_is_not_finite_stops_with_its_rows(
         assert token in pq.read_table(packed / "train" / file)["input_ids"][int(row)].as_py()
 
 
-def test_a_loss_that_explodes_stops(finetune: Finetune) -> None:
+def test_a_loss_that_explodes_stops_the_run(finetune: Finetune) -> None:
     with pytest.raises(
-        settings.UserError, match=r"diverged on the rows part-.*: the loss is .*, twice that of guessing"
+        settings.UserError, match=r"diverged on the rows part-.*: the loss is .*, more than twice that of guessing"
     ):
         finetune(learning_rate=30.0, max_grad_norm=1e3, warmup_steps=0)
 
@@ -577,7 +577,7 @@ def test_missing_data_is_refused(tmp_path: Path) -> None:
         read_manifest(str(tmp_path))
 
 
-def test_rows_of_another_tokenizer_are_refused_by_both_names(
+def test_rows_of_another_tokenizer_are_refused_with_both_names(
     options: DDPOptions, packed: Path, model: Path, tmp_path: Path
 ) -> None:
     other = packed_rows.write_other_tokenizer(model, tmp_path / "other")
@@ -595,7 +595,7 @@ def test_a_model_that_does_not_fit_the_rows_is_refused(model: Path) -> None:
         preflight.check_model("m", config, config.vocab_size, 129)
 
 
-def test_a_model_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_a_missing_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(settings.UserError, match="cannot load the model"):
         preflight.load_config(str(tmp_path / "nothing"))
 
@@ -603,7 +603,7 @@ def test_a_model_that_is_not_there_is_refused(tmp_path: Path) -> None:
 def test_liger_refuses_an_architecture_that_it_does_not_know(
     options: DDPOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Liger runs only on CUDA, so this machine does not have it."""
+    """Liger runs only on CUDA, so the tests have only a stub of it."""
     known = types.SimpleNamespace(MODEL_TYPE_TO_APPLY_LIGER_FN={"qwen3": print})
     monkeypatch.setitem(sys.modules, "liger_kernel", types.ModuleType("liger_kernel"))
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers", types.ModuleType("liger_kernel.transformers"))
@@ -641,7 +641,7 @@ def test_wrong_options_are_refused(options: DDPOptions, wrong: dict[str, Any]) -
         DDPOptions.model_validate(options.model_dump() | wrong)
 
 
-# ------------------------------------------------------------------------------------------ settings and shape
+# ------------------------------------------------------------------------------------------ settings and imports
 
 
 @pytest.mark.parametrize("profile", settings.PROFILES)
@@ -670,7 +670,7 @@ def test_offloaded_parameters_need_stage_3() -> None:
         DeepSpeedOptions.model_validate(options.model_dump() | {"offload_parameters": True, "zero_stage": 2})
 
 
-def test_the_loop_runs_where_ray_is_absent() -> None:
+def test_the_loop_does_not_import_ray() -> None:
     modules = "pipeline.training.trainer, pipeline.training.deepspeed_zero, pipeline.training.preflight"
     code = f"import sys; sys.modules['ray'] = None; import {modules}"
     environment = os.environ | {"PYTHONPATH": str(settings.PROJECT)}

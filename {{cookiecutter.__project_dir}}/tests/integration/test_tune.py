@@ -20,7 +20,7 @@ from pipeline.tuning.options import TuneOptions
 from pipeline.tuning.trials import Outcome, Trial
 
 SEED = 1286
-RATES = {"low": 1e-6, "high": 1e4}  # with SEED, a model learns at the first rate that is drawn, and not at the second
+RATES = {"low": 1e-6, "high": 1e4}  # with SEED, a model learns at the first rate that is drawn, but not at the second
 
 
 @pytest.fixture(scope="module")
@@ -143,12 +143,14 @@ def test_a_wrong_search_space_is_refused(wrong: dict[str, Any], sentence: str, c
     ("wrong", "sentence"),
     [
         ({"global_batches": [8, 12]}, "global_batch_rows = 12 is not a multiple of"),
-        ({"trials_at_once": 5}, "is more than the 4 workers .* --trials-at-once 4"),
+        ({"trials_at_once": 5}, "needs 5 workers, but this cluster can hold only 4; use --trials-at-once 4"),
         ({"stream": True}, "Leave out --stream"),
     ],
     ids=lambda wrong: next(iter(wrong)) if isinstance(wrong, dict) else "",
 )
-def test_what_no_trial_can_run_is_refused(wrong: dict[str, Any], sentence: str, changes: dict[str, Any]) -> None:
+def test_a_search_whose_trials_cannot_run_is_refused(
+    wrong: dict[str, Any], sentence: str, changes: dict[str, Any]
+) -> None:
     with pytest.raises(settings.UserError, match=sentence):
         tune.main(_options(changes | {"name": "refused"} | wrong))
     assert not Path(changes["output"], "refused").exists()

@@ -1,4 +1,4 @@
-"""Test that exported weights equal those of `save_pretrained`, and that few of them are in memory at a time."""
+"""Test that exported weights equal those of `save_pretrained`, and that only a few are in memory at a time."""
 
 import json
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 FAMILIES: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SIZES),
     "gemma2": Gemma2Config(**SIZES),  # its embeddings are tied
-    "mixture": Qwen3MoeConfig(**SIZES, **EXPERTS),  # experts are separate in its files, and one tensor in memory
+    "mixture": Qwen3MoeConfig(**SIZES, **EXPERTS),  # experts are separate in files, but one tensor in memory
 }
 MAX_BYTES = 300_000  # two or three layers
 

@@ -1,6 +1,6 @@
-"""Test bf16 ZeRO, AWS's default: its gradients, and resumed training. Runs on gloo ranks without Ray.
+"""Test ZeRO in bf16, the default on AWS: gradients and resumed training. The ranks use gloo, without Ray.
 
-The options are those of the default job: gradient checkpointing, and several micro-batches per step.
+As in the default job, there is gradient checkpointing, and a step has several micro-batches.
 """
 
 import inspect
@@ -58,18 +58,18 @@ def test_a_resumed_run_repeats_every_bit(seen: dict[str, dict[str, Any]], case: 
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_another_number_of_ranks_continues(seen: dict[str, dict[str, Any]], case: str) -> None:
+def test_a_run_resumes_on_another_number_of_ranks(seen: dict[str, dict[str, Any]], case: str) -> None:
     assert seen[case]["alone"] == pytest.approx(seen[case]["norms"][-1], rel=0.01)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_only_offloaded_states_are_not_copied(seen: dict[str, dict[str, Any]], case: str) -> None:
-    """With them, main memory may be full. With the others, training continues while they are written."""
+    """Main memory may have no room for a copy of offloaded states. Training waits only if there is no copy."""
     assert seen[case]["copied"] == ("offloaded" not in case)
 
 
 def _train(rank: int, folder: Path) -> None:
-    """Train STEPS steps in each case, save before the last, and repeat the last step from there."""
+    """In each case, train STEPS steps, save before the last step, and repeat the last step from this checkpoint."""
     ranks.join(rank, RANKS, folder)
     seen: dict[str, dict[str, Any]] = {}
     for case in CASES:
@@ -91,7 +91,7 @@ def _train(rank: int, folder: Path) -> None:
 
 
 def _continue_alone(rank: int, folder: Path) -> None:
-    """Repeat the last step on one rank."""
+    """Repeat the last step on one rank, from the checkpoint of two ranks."""
     ranks.join(rank, 1, folder)
     seen = json.loads((folder / "seen.json").read_text())
     for case in CASES:
@@ -104,7 +104,7 @@ def _continue_alone(rank: int, folder: Path) -> None:
 
 
 def _save(strategy: ZeRO, rank: int, folder: Path) -> bool:
-    """Write a checkpoint, and merge the ranks' files in one folder, as a runtime does. Return whether it was copied."""
+    """Write a checkpoint, and merge the ranks' files, as a runtime does. Return whether the states were copied."""
     own = folder / f"rank-{rank}"
     own.mkdir(parents=True)
     write = strategy.capture()
@@ -124,7 +124,7 @@ def _own_tensors(strategy: ZeRO) -> set[int]:
 
 
 def _tensors(state: Any) -> set[int]:
-    """Return the addresses of the tensors in `state`. Those that are not copied share theirs."""
+    """Return the addresses of the tensors in `state`. A copy of a tensor has another address."""
     return {leaf.data_ptr() for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor) and leaf.numel() > 1}
 
 
@@ -156,7 +156,7 @@ def _accumulate(strategy: ZeRO, rank: int, world_size: int, step: int) -> None:
 
 
 def _error(strategy: ZeRO) -> float:
-    """Return the relative error of the first step's gradients. Exact ones are computed in bf16, but added in fp32."""
+    """Return the relative error of the first step's gradients, compared with bf16 gradients that are added in fp32."""
     from deepspeed.utils import safe_get_full_grad
 
     model = _model().bfloat16()

@@ -37,7 +37,7 @@ EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
 
 
 def _model(config: PreTrainedConfig) -> PreTrainedModel:
-    # with eager code, the counter sees every matrix product, and each expert multiplies only its own tokens
+    # with eager code, the counter sees every matrix product, and an expert processes only its own tokens
     config._attn_implementation = config._experts_implementation = "eager"
     return AutoModelForCausalLM.from_config(config)
 
@@ -85,7 +85,7 @@ def test_flops_with_adapters_equal_those_that_torch_counts() -> None:
     assert formula == pytest.approx(_counted(model), rel=0.02)
 
 
-def test_the_count_needs_no_memory() -> None:
+def test_flops_are_counted_on_the_meta_device() -> None:
     """`inv plan` counts the FLOPs of a model on the meta device, and must get the same result as a run."""
     config = Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=16, num_experts=8)
     with torch.device("meta"):

@@ -1,7 +1,7 @@
 """Runs steps of a fine-tuning job on a fake GPU, and reports how much memory they need. `inv fit` starts it.
 
-The GPU is that of cluster/fake_gpu: kernels compute nothing, but torch allocates each byte as on a real one. Weights
-are not read, rows are made up, and the other ranks do not exist: collectives return at once.
+The fake GPU is in cluster/fake_gpu. Its kernels compute nothing, but torch allocates memory as on a real GPU. Weights
+are not read, rows are made up, and collectives return at once, because there are no other ranks.
 """
 
 import ctypes
@@ -29,10 +29,10 @@ from pipeline.training.trainer import Trainer
 from settings import UserError
 
 REPORT = "FIT_REPORT"
-"""Environment variable with the file that `fit` writes its measurements to."""
+"""Environment variable: the path of the file that `fit` writes its measurements to."""
 
-STEPS = 2  # the optimizer's states exist from the second step on
-DOCUMENTS = 2  # in each row
+STEPS = 2  # only the second step starts with optimizer states in memory
+DOCUMENTS = 2  # per row
 
 
 class FakeRuntime(SingleProcess):
@@ -68,29 +68,29 @@ class FakeRows:
 
 
 def fit(options: TrainOptions, make_strategy: MakeStrategy) -> None:
-    """Run STEPS optimizer steps, and write a report to the file in REPORT, as JSON.
+    """Run STEPS optimizer steps, and write a report as JSON to the file that REPORT names.
 
-    The report holds bytes of rank 0: `allocated` and `reserved` are the peaks of torch's allocator on the GPU,
-    `main_memory` is the peak of large blocks on the host during the steps. If the GPU's memory ran out, `failed` is the
-    part that needed more: loading the model, or a step.
+    Sizes are bytes of rank 0. `allocated` and `reserved` are the peaks of torch's allocator on the GPU. `main_memory`
+    is the peak of large blocks in main memory after the weights were loaded. If the GPU had too little memory, `failed`
+    says where: while loading the model, or in a step.
 
     Raises:
         UserError: the options do not fit together, or cannot be measured on a fake GPU.
     """
     check_batches(options.global_batch_rows, options.micro_batch_rows, options.max_workers, options.max_workers)
     if options.quantize_base:
-        raise UserError("fit cannot measure --quantize-base, because it would quantize the real weights")
-    folder = settings.PROJECT / options.model  # not settings.resolve: on AWS, that is a URI in the bucket
+        raise UserError("fit cannot measure --quantize-base, because quantization needs the real weights")
+    folder = settings.PROJECT / options.model  # not settings.resolve, which may return a URI in the bucket
     model = str(folder) if folder.is_dir() else options.model
     with tempfile.TemporaryDirectory() as output:
-        # a URI, so that the disk of this machine, which is not the node's, need not have room for a checkpoint
+        # a URI, because for a path, the trainer would check the free space of this machine's disk, not of a node's
         options = options.model_copy(update={"model": model, "output": f"file://{output}"})
         _measure(options, make_strategy, Path(output))
 
 
 def _measure(options: TrainOptions, make_strategy: MakeStrategy, folder: Path) -> None:
     world_size = options.max_workers
-    # for DeepSpeed, which transformers imports
+    # for DeepSpeed, which transformers imports and which reads these variables
     os.environ |= {"DS_ACCELERATOR": "cuda", "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     _replace_new_groups()
@@ -113,9 +113,9 @@ def _measure(options: TrainOptions, make_strategy: MakeStrategy, folder: Path) -
 
 
 def _replace_weights(folder: str) -> None:
-    """Let `from_pretrained` read weights from the fake GPU's main memory instead of files.
+    """Make `from_pretrained` use empty tensors in main memory instead of weight files.
 
-    They do not count, because on a node they stay in the files until they are copied.
+    These tensors do not count as main memory, because on a node the weights stay in memory-mapped files.
     """
     with torch.device("meta"):
         shapes = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
@@ -138,7 +138,7 @@ def _library() -> ctypes.CDLL:
 
 
 def _replace_new_groups() -> None:
-    """Let every process group be fake: gloo would wait for the other ranks."""
+    """Make every new process group a fake one, because gloo would wait for the other ranks."""
     new_group = dist.new_group
 
     def fake_group(*args: Any, **options: Any) -> Any:
@@ -148,7 +148,7 @@ def _replace_new_groups() -> None:
 
 
 def _keep_bucket(_: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Return the rank's own gradients instead of the average: the fake process group's future holds nothing."""
+    """Return the rank's own gradients instead of an average, which the fake process group does not compute."""
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[bucket.buffer().device])
     future.set_result(bucket.buffer())
     return future

@@ -105,7 +105,7 @@ class RayTrainRuntime:
         return False
 
     def should_save(self) -> bool:
-        """Return True once for each worker node that is drained because AWS takes its machine back."""
+        """Return True once for each node of the run that AWS is about to take back."""
         notice = ray.train.get_preemption_info()
         nodes = set(notice.preempted_node_ids) if notice else set()
         is_new = not nodes <= self._preempted_nodes
@@ -209,15 +209,15 @@ def _torch_trainer(
 
 
 def _failure_file(options: TrainOptions) -> str:
-    """Return the location of a file that describes a final failure. It exists until the driver has read it."""
+    """Return the location of the file that describes a final failure. The driver deletes the file after reading it."""
     return f"{options.output}/{options.name}/failure.txt"
 
 
 def _train_worker(config: dict[str, Any]) -> str | None:
-    """Train in one worker. Return the message of a final failure, because Ray replaces workers that raise one.
+    """Train in one worker. Return the message of a final failure, because Ray replaces workers that raise an error.
 
-    If only this worker failed, the others wait for it in a collective. It then has to raise its error, so that Ray
-    ends them. The workers that replace them find the failure's file, and return what it says.
+    If only this worker failed, the others wait for it in a collective, so this worker has to raise its error. Ray then
+    replaces all workers, and the new ones return the message that they find in the failure's file.
     """
     ray_logging.worker()
     options, make_strategy, stream = ray.get(config["arguments"])

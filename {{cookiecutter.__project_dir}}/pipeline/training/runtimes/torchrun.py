@@ -22,8 +22,8 @@ from pipeline.training.trainer import train
 from settings import UserError
 
 TIMEOUT_MINUTES = 30
-"""How long ranks wait for each other, as in Ray Train. NCCL's 10 minutes may end before one rank has converted a large
-checkpoint."""
+"""How long ranks wait for each other, as in Ray Train. NCCL's default of 10 minutes may be too short while one rank
+converts a large checkpoint."""
 
 
 class TorchrunRuntime(SingleProcess):
@@ -31,7 +31,7 @@ class TorchrunRuntime(SingleProcess):
 
     def __init__(self, folder: Path, device: torch.device, keep_checkpoints: int) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        # the threads that write checkpoints need a process group of their own
+        # the threads that write checkpoints need a separate process group
         self._writers = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
         super().__init__(folder, device, keep_checkpoints)
         dist.barrier()  # wait until all ranks have deleted incomplete checkpoints
