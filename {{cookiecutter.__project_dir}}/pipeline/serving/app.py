@@ -129,7 +129,7 @@ def llm_config(options: ServeOptions) -> LLMConfig:
         "max_surge_percent": options.max_surge_percent,
         "max_constructor_retry_count": 1,  # do not retry a model that cannot be loaded
         "ray_actor_options": {"num_cpus": options.num_cpus},
-        "logging_config": {"enable_access_log": False},  # it has two lines per request, and the metrics replace it
+        "logging_config": {"enable_access_log": False},  # the log has two lines per request; metrics replace it
     }
     if options.prefix_routing:
         deployment["request_router_config"] = RequestRouterConfig(

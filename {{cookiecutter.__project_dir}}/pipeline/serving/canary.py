@@ -186,7 +186,7 @@ class RoutingState:
 
 
 def actor() -> Any:
-    """Return the cluster's only routing actor, and start it if necessary. The actor outlives the job that starts it."""
+    """Return the cluster's routing actor, and start it if necessary. The actor outlives the job that starts it."""
     lifetime = {"lifetime": "detached", "get_if_exists": True, "max_restarts": -1}
     return ray.remote(RoutingState).options(num_cpus=0, name=NAME, namespace=NAMESPACE, **lifetime).remote()
 

@@ -32,7 +32,7 @@ def check_address(options: ServeOptions) -> None:
     others = ", ".join(serve.status().applications.keys() - {options.app})
     if current and others:
         raise UserError(
-            f"{others} is served on port {current[1]}, and all applications share one port. "
+            f"Serve already uses port {current[1]} for {others}, and all applications share one port. "
             f"Set port in [serve] of settings.toml to {current[1]}, or stop {others} first."
         )
     try:

@@ -58,7 +58,7 @@ class KilledRuns(NamedTuple):
     killed: set[str]
     """The ids of the rows that the killed run had answered."""
     survivors: list[int]
-    """Engine processes that outlived the killed run, as pids."""
+    """Pids of engine processes that outlived the killed run."""
     engine_killed_at: int
     """Number of answered rows when the second run lost its engine."""
     output: str
@@ -286,7 +286,7 @@ def track_with_fault(row_id: str, track: Callable[..., None], processor: Any, tr
             async def generate_async(row: dict[str, Any]) -> Any:
                 answer = asyncio.ensure_future(generate_async_unpatched(row))
                 if row["id"] == row_id:
-                    # a row can crash an engine only after vLLM has sent it; if the engine dies earlier, vLLM may hang
+                    # a row crashes an engine after vLLM has sent it there; if the engine dies earlier, vLLM may hang
                     while self.llm.engine.output_handler is None:
                         await asyncio.sleep(0.001)
                     [core] = self.llm.engine.engine_core.resources.engine_manager.processes

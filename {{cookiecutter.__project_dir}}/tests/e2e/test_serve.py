@@ -223,7 +223,7 @@ LONG_ANSWER = {"model": "tiny", "max_tokens": 200, "ignore_eos": True}
 REPLACED_WITHIN_S = 25  # 3 s on an idle machine, over 10 s on a busy one; without `_exit_with_engine`, 30 s
 # seconds on an idle machine; multiply them by slowdown()
 STOPS_WITHIN_S = 1
-REFUSED_WITHIN_S = 3  # HAProxy waits one second before its second try
+REFUSED_WITHIN_S = 3  # HAProxy waits one second before its second attempt
 CLIENTS = 4
 LARGER_THAN_HAPROXY_BUFFER = "x" * 1_200_000
 BODIES = {
