@@ -126,7 +126,7 @@ def _json_rows(file: pa.NativeFile, path: str) -> Iterator[tuple[dict[str, Any],
 
 
 class Chunker:
-    """Splits a text into chunks of at most `tokens` tokens, which overlap by `overlap` tokens."""
+    """Splits a text into chunks of at most `tokens` tokens, which overlap by about `overlap` tokens."""
 
     def __init__(self, tokenizer: Tokenizer, tokens: int, overlap: int) -> None:
         self._tokenizer = tokenizer

@@ -10,8 +10,8 @@ from pipeline.rag import index, pipeline, ranking
 from pipeline.training import storage
 from settings import UserError
 
-CANDIDATES = 20  # chunks to find for each question
-TOP = 5  # a question is a hit if its document has one of this many best chunks
+CANDIDATES = 20  # number of chunks to find for each question
+TOP = 5  # a question is a hit if one of this many best chunks is from its document
 
 
 def load_questions(file: str) -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ class EmbedOptions(settings.Section):
     chunk_tokens: int = Field(ge=8)
     """Maximum number of tokens in a chunk."""
     chunk_overlap: int = Field(ge=0)
-    """Number of tokens by which a chunk overlaps the previous one."""
+    """Approximate number of tokens by which a chunk overlaps the previous one."""
     num_workers: PositiveInt
     """Number of workers. Each has its own copy of the model."""
     num_cpus: NonNegativeFloat

@@ -212,6 +212,7 @@ class Reporter:
                 self.routes = await self._actor.report.remote(self.path, models(), outcomes)
             except Exception as error:  # for example while the actor restarts
                 log.warning(
-                    f"could not report {len(outcomes)} requests ({type(error).__name__}); the routes do not change"
+                    f"could not report the outcomes of {len(outcomes)} requests ({type(error).__name__}); "
+                    "the routes stay the same"
                 )
             await asyncio.sleep(REPORT_INTERVAL_S)

@@ -40,7 +40,7 @@ class ApiError(Exception):
 
 
 def engine_dead() -> ApiError:
-    """Return the error for requests to a replica whose engine has died. A header closes the connection."""
+    """Return the error for requests to a replica whose engine has died. It closes HAProxy's connection."""
     message = "the engine of this replica failed and is being replaced; try again in a few seconds"
     return ApiError(503, message, code="engine_dead", headers=CLOSE | {"Retry-After": str(ENGINE_RETRY_S)})
 

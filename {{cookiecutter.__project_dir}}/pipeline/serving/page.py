@@ -36,7 +36,7 @@ HEADERS = {
 
 
 class ChatPage:
-    """ASGI middleware that answers `GET /` with the page. All other requests go to `app`."""
+    """ASGI middleware that answers GET and HEAD requests for / with the page. All other requests go to `app`."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app

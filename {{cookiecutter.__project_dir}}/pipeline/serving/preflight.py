@@ -1,4 +1,4 @@
-"""Checks before a model is served: key, software, model and CPUs."""
+"""Checks before a model is served: API key, accelerator, vLLM, model and CPUs."""
 
 import importlib.util
 import os
