@@ -465,7 +465,7 @@ def test_clients_cannot_set_headers_that_ray_interprets(served: ServeOptions) ->
     assert named.headers["x-request-id"] == "mine-1"
 
 
-def test_the_web_page_answers(served: ServeOptions, client: openai.OpenAI) -> None:
+def test_the_web_page_shows_the_models_answer(served: ServeOptions, client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(model="tiny", messages=user(QUESTIONS[0])).choices[0].message.content
     with chromium.running() as browser:
         opened = browser.new_page()
@@ -538,7 +538,7 @@ def test_vllms_load_generator_works(served: ServeOptions, tmp_path: Path) -> Non
     assert (seen["completed"], seen["total_output_tokens"]) == (24, 24 * ANSWER_TOKENS)
 
 
-def test_the_client_sees_an_authentication_error(served: ServeOptions) -> None:
+def test_a_wrong_key_gives_an_authentication_error(served: ServeOptions) -> None:
     stranger = openai.OpenAI(base_url=served.url, api_key="wrong", max_retries=0)
     with pytest.raises(openai.AuthenticationError) as caught:
         stranger.models.list()
