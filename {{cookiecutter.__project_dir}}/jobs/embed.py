@@ -1,6 +1,7 @@
 """Embed documents into an index for `serve_rag`. Later runs embed only new or changed documents.
 
-A document is identified by its id and a hash of its text. Documents that are no longer in the input are removed.
+A hash of its text shows whether a document has changed. Documents that are gone from the input are removed from the
+index.
 """
 
 from pipeline.rag.options import EmbedOptions

@@ -1,4 +1,4 @@
-"""Answer many prompts with vLLM engines on Ray Data. The answers are the same as the server's.
+"""Answer many prompts with vLLM engines on Ray Data. At temperature 0, the answers equal the server's.
 
 Each run answers only the rows that earlier runs have not answered.
 """

@@ -1,6 +1,6 @@
 """List the served models with their metrics; change, promote or roll back a canary; stop a model.
 
-inv models                            shows requests, errors and latencies since the last canary started
+inv models                            shows requests, errors and latencies since a canary last started or ended
 inv models -- --canary-percent 20     changes the canary's share of requests
 inv models -- --promote               replaces the main model with the canary
 inv models -- --roll-back             stops the canary

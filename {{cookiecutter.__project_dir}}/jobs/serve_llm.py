@@ -17,7 +17,7 @@ from pipeline.serving import lifecycle, preflight
 
 
 def main(options: ServeOptions) -> None:
-    """Serve a model, and return when it is healthy."""
+    """Serve a model. Return when it is healthy or, without a cluster, after Ctrl-C."""
     job_secrets.load()
     preflight.check_api_key()
     preflight.check_model(options)

@@ -18,7 +18,7 @@ from pipeline.serving.options import RAG_APP
 
 
 def main(options: RagOptions) -> None:
-    """Serve answers from the index over an OpenAI-compatible API, and return when the app is healthy."""
+    """Serve answers from the index. Return when the app is healthy or, without a cluster, after Ctrl-C."""
     job_secrets.load()
     preflight.check_api_key()
     deployment.check_index(options)

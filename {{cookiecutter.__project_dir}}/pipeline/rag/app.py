@@ -1,6 +1,6 @@
 """The Serve application of `serve_rag`: retriever, reranker, generator and ingress, which scale independently.
 
-The deployments are in several modules, so that only the deployments that run a model import torch.
+The deployments are in several modules, so that only the retriever and the reranker import torch.
 """
 
 from ray import serve

@@ -1,4 +1,4 @@
-"""Ranks chunks with a cross-encoder, which reads question and chunk together.
+"""Ranks chunks with a cross-encoder, which reads a question and a chunk together.
 
 This is slower than comparing vectors, but more accurate.
 """

@@ -28,7 +28,7 @@ def deploy(options: RagOptions) -> str:
     Raises:
         UserError: there is no served model to write the answers, or the application fails to start.
     """
-    from pipeline.rag import app  # imports torch
+    from pipeline.rag import app  # imported late, because it imports torch
 
     location = settings.resolve(options.index)
     paths = {"index": location} | ({"reranker": model_cache.find(options.reranker)} if options.reranker else {})

@@ -48,7 +48,7 @@ class Batch(NamedTuple):
     seen: list[str]
     """Ids of all documents in the batch."""
     changed: list[str]
-    """Ids of known documents whose text has changed."""
+    """Ids of documents that are in the index with a different text."""
     chunks: pa.Table
     """Chunks of new and changed documents, with the schema CHUNKS."""
     size: int
@@ -126,7 +126,7 @@ def _json_rows(file: pa.NativeFile, path: str) -> Iterator[tuple[dict[str, Any],
 
 
 class Chunker:
-    """Splits a text into chunks of at most `tokens` tokens, which overlap by `overlap` tokens."""
+    """Splits a text into chunks of at most `tokens` tokens, which overlap by about `overlap` tokens."""
 
     def __init__(self, tokenizer: Tokenizer, tokens: int, overlap: int) -> None:
         self._tokenizer = tokenizer
@@ -158,7 +158,7 @@ def batches(
 ) -> Iterator[Batch]:
     """Yield the documents of these files in batches of about `size` chunks. A batch contains complete documents.
 
-    `known` maps the ids of known documents to their hashes. Unchanged documents get no chunks.
+    `known` maps the ids of the documents in the index to their hashes. Unchanged documents get no chunks.
     """
     seen: list[str] = []
     changed: list[str] = []

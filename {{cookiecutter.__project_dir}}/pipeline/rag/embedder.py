@@ -33,7 +33,7 @@ class Embedder:
         self._batch_chunks = batch_chunks
 
     def embed(self, texts: Sequence[str], kind: Literal["query", "document"] = "document") -> np.ndarray:
-        """Return float32 vectors, shape [texts, dimension]. Some models add a prefix that depends on `kind`."""
+        """Return float32 vectors, shape [texts, dimension]. Some models need a prefix that depends on `kind`."""
         prompt = self._prompts.get(kind, "")
         order = sorted(range(len(texts)), key=lambda number: len(texts[number]))  # so that batches need little padding
         vectors = np.empty((len(texts), self._model.config.hidden_size), np.float32)

@@ -93,7 +93,7 @@ class Generator:
 def _failure(error: openai.APIError) -> Failure:
     if isinstance(error, openai.APIConnectionError | openai.NotFoundError):
         return Failure(503, f"cannot reach the model that writes the answers ({error}); run inv submit serve_llm")
-    if not isinstance(error, openai.APIStatusError):  # the stream broke off
+    if not isinstance(error, openai.APIStatusError):  # an error event in the stream
         return Failure(503, f"the model that writes the answers failed: {error.message}", code=error.code)
     body = error.body if isinstance(error.body, dict) else {}
     message = str(body.get("message") or error.message)

@@ -10,12 +10,13 @@ from pipeline.rag import index, pipeline, ranking
 from pipeline.training import storage
 from settings import UserError
 
-CANDIDATES = 20  # chunks to find for each question
-TOP = 5  # a question is a hit if its document is among this many best chunks
+CANDIDATES = 20  # number of chunks to find for each question
+TOP = 5  # a question is a hit if one of this many best chunks is from its document
 
 
 def load_questions(file: str) -> list[dict[str, Any]]:
     """Return rows with `question` and `document`, or an empty list if `file` is empty.
+
     Raises:
         UserError: the file does not exist.
     """
@@ -30,7 +31,7 @@ def load_questions(file: str) -> list[dict[str, Any]]:
 
 
 def print_hit_rate(questions: list[dict[str, Any]], pool: pipeline.WorkerPool, location: str) -> None:
-    """Print the share of questions whose document is among the best chunks, before and after the chunks are ranked."""
+    """Print the share of questions whose document has one of the best chunks, before and after ranking."""
     texts = [row["question"] for row in questions]
     vectors = ray.get(pool.actors[0].embed.remote(texts, "query"))
     found = index.search_all(location, vectors, CANDIDATES)

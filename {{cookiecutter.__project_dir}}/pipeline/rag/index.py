@@ -42,7 +42,7 @@ class ScoredChunk(NamedTuple):
 
 
 class Writer:
-    """Writes to an index. An index has one writer at a time; committed changes survive a crash."""
+    """Writes to an index. Only one writer may use an index at a time. Committed changes survive a crash."""
 
     def __init__(self, location: str, source: str, config: IndexConfig, dimension: int, *, fresh: bool) -> None:
         """Open or create the index at `location`, a folder or URI, for the documents of `source`.

@@ -43,7 +43,7 @@ class Message(BaseModel):
             return content
         texts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
         if len(texts) < len(content) or not all(isinstance(text, str) for text in texts):
-            raise ValueError("only content parts of type `text` are supported, each with a text")
+            raise ValueError("only content parts of type `text` are supported, each with a `text`")
         return "\n".join(map(str, texts))
 
 
@@ -241,7 +241,7 @@ async def _answer_validation_error(_: Request, error: Exception) -> JSONResponse
     first = error.errors()[0]
     param = ".".join(map(str, first["loc"][1:])) or None
     is_unknown = first["type"] == "extra_forbidden"
-    reason = "not supported here; leave it out" if is_unknown else first["msg"].removeprefix("Value error, ")
+    reason = "not supported; leave it out" if is_unknown else first["msg"].removeprefix("Value error, ")
     return JSONResponse(ApiError(400, f"{param or 'the body'}: {reason}", param=param).body, 400)
 
 

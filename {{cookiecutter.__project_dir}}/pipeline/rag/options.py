@@ -21,7 +21,7 @@ class EmbedOptions(settings.Section):
     chunk_tokens: int = Field(ge=8)
     """Maximum number of tokens in a chunk."""
     chunk_overlap: int = Field(ge=0)
-    """Number of tokens by which a chunk overlaps the previous one."""
+    """Approximate number of tokens by which a chunk overlaps the previous one."""
     num_workers: PositiveInt
     """Number of workers. Each has its own copy of the model."""
     num_cpus: NonNegativeFloat
@@ -84,7 +84,7 @@ class RagOptions(settings.Section):
     sources: PositiveInt
     """Number of best-ranked chunks to answer from."""
     reranker: str = ""
-    """Cross-encoder that ranks the chunks: a Hugging Face folder or hub id. Empty: rank by cosine and shared words."""
+    """Cross-encoder that ranks the chunks: a Hugging Face folder or hub id. Empty: rank by vectors and shared words."""
     min_score: float
     """Minimum score of a source. If no source reaches it, the answer is "I do not know"."""
     generator: Literal["model", "quote"]
@@ -92,7 +92,7 @@ class RagOptions(settings.Section):
     prompt_characters: PositiveInt
     """Maximum number of characters of the sources in the prompt."""
     device: Literal["cpu", "cuda"]
-    """Device of retriever and reranker. `cuda` needs num_gpus for both."""
+    """Device of the retriever and the reranker. With `cuda`, set num_gpus for both."""
     retriever: Replicas
     """Replicas of the retriever, which embeds the question and searches the index."""
     ranker: Replicas

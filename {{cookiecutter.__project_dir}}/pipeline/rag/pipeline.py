@@ -1,6 +1,6 @@
 """Embeds documents on many nodes: Ray tasks read and chunk them, and Ray actors embed the chunks.
 
-Only a few batches wait between them, which limits memory use.
+Only a few batches wait between the tasks and the actors, which limits memory use.
 """
 
 from collections import deque

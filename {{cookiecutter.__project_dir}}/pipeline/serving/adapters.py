@@ -35,7 +35,7 @@ class Adapters(LoRAResolver):
 
     def register(self) -> None:
         """Make vLLM ask this resolver about unknown models. Call this method before the engine starts."""
-        os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # otherwise vLLM asks no resolver
+        os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # otherwise vLLM ignores all resolvers
         LoRAResolverRegistry.register_resolver("runs", self)
 
     async def resolve_lora(self, base_model_name: str, lora_name: str) -> LoRARequest | None:

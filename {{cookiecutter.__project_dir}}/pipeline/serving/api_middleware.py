@@ -12,14 +12,14 @@ from pipeline.serving.errors import CLOSE, ApiError, ResponseSender, always_aliv
 from pipeline.serving.keys import ApiKeys
 from pipeline.serving.rate_limits import RateLimiter, RequestLimits
 
-HEALTH_ROUTE = "/health"  # open to load balancers without a key, because it only says whether the engine is alive
+HEALTH_ROUTE = "/health"  # open to load balancers without a key, because it only tells whether the engine is alive
 # Rejected bodies are still read, up to this multiple of the size limit. Otherwise a client that is still sending sees
 # a broken connection instead of the error.
 MAX_DISCARDED_BODIES = 4
 
 
 class ClientDisconnected(Exception):
-    """The client disconnected before its request was read."""
+    """The client disconnected before its entire request was read."""
 
 
 class ApiMiddleware:

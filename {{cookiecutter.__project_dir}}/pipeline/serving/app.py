@@ -59,10 +59,10 @@ HUB_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 
 
 class AppLocation(NamedTuple):
-    """Address and name of an app."""
+    """Address, path and model of an app."""
 
     address: str
-    """Address of all apps, reachable from the cluster's machines."""
+    """URL of Serve's HTTP server, which every machine of the cluster can reach."""
     path: str
     """Path of this app. The app at the root path forwards requests to the others."""
     model: str
@@ -70,7 +70,10 @@ class AppLocation(NamedTuple):
 
 
 def build(options: ServeOptions, address: str) -> Application:
-    """Return the Serve application for these options, without starting it. `address` is Serve's address."""
+    """Return the Serve application for these options, without starting it.
+
+    `address` is the URL of Serve's HTTP server.
+    """
     config = llm_config(options)
     app = build_llm_deployment(
         config,
@@ -119,14 +122,14 @@ def llm_config(options: ServeOptions) -> LLMConfig:
             "downscale_delay_s": options.downscale_delay_s,
         },
         "max_ongoing_requests": NO_RAY_LIMIT,
-        # requests that Serve's proxy holds while an app scaled to zero starts a replica; further requests get 503
+        # requests that Serve's proxy holds while an app without replicas starts one; further requests get 503
         "max_queued_requests": options.max_ongoing_requests + options.max_queued_requests,
         "backpressure_config": BackpressureConfig(retry_after_s=ENGINE_RETRY_S),
         "health_check_period_s": 1,  # Serve replaces a dead replica at the next check
         "max_surge_percent": options.max_surge_percent,
         "max_constructor_retry_count": 1,  # do not retry a model that cannot be loaded
         "ray_actor_options": {"num_cpus": options.num_cpus},
-        "logging_config": {"enable_access_log": False},  # metrics replace its two lines per request
+        "logging_config": {"enable_access_log": False},  # the log has two lines per request; metrics replace it
     }
     if options.prefix_routing:
         deployment["request_router_config"] = RequestRouterConfig(
@@ -139,10 +142,10 @@ def llm_config(options: ServeOptions) -> LLMConfig:
     cpu = options.accelerator == "cpu"
     return LLMConfig(
         model_loading_config={"model_id": options.served_name, "model_source": options.source},
-        # a second line of defense, because our own queue has a lower limit
+        # a safeguard: QueueMiddleware admits half as many sequences, so no request should reach this limit
         engine_kwargs=engine_args(options) | {"max_num_queued_reqs": 2 * options.max_ongoing_requests},
         deployment_config=deployment,
-        accelerator_config={"kind": "cpu"} if cpu else None,  # without it, Ray asks for a GPU
+        accelerator_config={"kind": "cpu"} if cpu else None,  # without this, Ray asks for a GPU
         accelerator_type=None if cpu else options.accelerator,
         callback_config={"callback_class": NodeSetup},
         server_cls=Server,
@@ -221,7 +224,11 @@ class Server(EngineServer):
         raise HTTPException(404, f"model `{model}` does not exist; list the models with GET /v1/models")
 
     async def start_engine(self) -> None:
-        """Start the engine. Raises RuntimeError with the first error in its log."""
+        """Start the engine.
+
+        Raises:
+            RuntimeError: the engine does not start. The message is the first error in the engine's log.
+        """
         try:
             await super().start_engine()
         except Exception as error:
@@ -278,6 +285,6 @@ class NodeSetup(NodeCallback):
     async def on_before_node_init(self) -> None:
         # vLLM reads folders and hub ids itself; only a URI needs Ray's extra process
         self.ctx.run_init_node = "://" in self.llm_config.model_loading_config.model_source
-        # Ray puts the tokens here, where the dashboard shows them; each process reads them itself
+        # Ray copies the tokens into the runtime_env, which the dashboard shows; each process reads them itself
         for name in HUB_TOKENS:
             self.ctx.runtime_env["env_vars"].pop(name, None)

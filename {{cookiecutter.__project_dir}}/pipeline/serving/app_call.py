@@ -13,9 +13,9 @@ DISCONNECT: Message = {"type": "http.disconnect"}
 class AppCall:
     """A request that an app handles in its own task.
 
-    vLLM runs the handler of a non-streaming request in a separate task, and cancels it on `http.disconnect`. If only
-    the outer task is cancelled, as Ray does on a disconnect, the handler is orphaned and the engine keeps working.
-    Therefore the app first receives `http.disconnect`, and is cancelled only if it does not react to that.
+    vLLM runs the handler of a non-streaming request in a separate task, and cancels it on `http.disconnect`. On
+    a disconnect, Ray cancels only the outer task. The handler would be orphaned, and the engine would keep working.
+    Therefore the app first receives `http.disconnect`, and is cancelled only if it does not stop by itself.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ from pipeline.serving.errors import ApiError
 
 # Maximum levels of lists and objects. At 300 levels, the engine's serializer overflows its stack and the engine dies.
 MAX_DEPTH = 64
-# Maximum characters of a schema. Other requests wait while xgrammar parses it: 15 ms for a flat schema of 85,000.
+# Maximum characters of a schema. Other requests wait while xgrammar parses it: 15 ms for 85,000 characters.
 MAX_SCHEMA = 64 * 1024
 # Maximum characters of a regex, of a grammar, or of bad_words, which vLLM tokenizes while other requests wait.
 MAX_TEXT = 16 * 1024
@@ -25,7 +25,7 @@ HUGE = 10**9  # replaces all larger numbers, so that they can be multiplied and 
 INTERNAL_FIELDS = frozenset({"kv_transfer_params", "ec_transfer_params"})  # vLLM servers send these to each other
 # The quantifiers are possessive, because backtracking over 2,000 spaces after a brace would take hours.
 BOUNDS = re.compile(r"\{\s*+(\d*+)\s*+,?+\s*+(\d*+)\s*+\}")
-TOKEN = re.compile(rf"\\.|\[(?:\\.|[^\]\\])*+\]?+|{BOUNDS.pattern}|.", re.DOTALL)  # of a regular expression
+TOKEN = re.compile(rf"\\.|\[(?:\\.|[^\]\\])*+\]?+|{BOUNDS.pattern}|.", re.DOTALL)  # a token of a regex
 NOT_AN_OBJECT = "the body must be a JSON object"
 MAX_PATH_SHOWN = 200  # maximum characters of a path in an error message
 
@@ -43,7 +43,7 @@ class Body(NamedTuple):
     raw: bytes
     """The body as received, without the fields that only another vLLM server may send."""
     model: str | None
-    """Name of the requested model."""
+    """Name of the requested model, or None if the body has no valid name."""
     sequences: int
     """Sequences that the engine generates: prompts times answers per prompt."""
 
@@ -52,8 +52,8 @@ def inspect(raw: bytes) -> Body:
     """Parse and check the body of a request.
 
     Raises:
-        InvalidBody: the body is not a JSON object, is nested too deeply, or contains a lone surrogate, a schema that is
-            too large, or an `n` that is not an integer.
+        InvalidBody: the body is not a JSON object, is nested too deeply, or contains a lone surrogate, a schema or
+            `bad_words` that are too large, too many repetitions, or an `n` that is not an integer.
     """
     body = _parse(raw)
     if not isinstance(body, dict):
@@ -82,7 +82,7 @@ def _parse(raw: bytes | str) -> Any:
 def _unreadable(raw: bytes | str, reason: str) -> InvalidBody:
     if "recursion limit" in reason:
         return _too_deep()
-    try:  # json accepts lone surrogates, so it can locate them
+    try:  # json accepts lone surrogates, so its result shows where they are
         param = next(_surrogates(json.loads(raw)), None)
     except RecursionError:
         return _too_deep()
@@ -166,7 +166,7 @@ def _objects(value: Any) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _parse_inner(param: str, text: str) -> Any:
-    """Return the value of a JSON string, or None if the string is not JSON. vLLM rejects or ignores such strings."""
+    """Return the value of a JSON text. For other text, which vLLM rejects or ignores, return None."""
     try:
         return _parse(text)
     except InvalidBody as error:
@@ -280,7 +280,7 @@ def _prompts(body: dict[str, Any]) -> int:
 
 
 def _length(value: Any) -> int:
-    """Return the number of prompts in a value: a string, token ids, a conversation, or a list of one of these."""
+    """Return the number of prompts in a value: a string, token ids, a conversation, or a list of these."""
     if isinstance(value, list) and value and isinstance(value[0], str | list):
         return len(value)
     return 1

@@ -47,9 +47,9 @@ class Routes(NamedTuple):
     others: dict[str, str]
     """Maps the name of each other model to the path of its app."""
     canary: str | None
-    """Path of the canary."""
+    """Path of the canary, or None if the canary gets no requests."""
     percent: float
-    """The canary's share of the requests for the main model."""
+    """The canary's share of the requests for the main model, in percent."""
 
 
 NO_ROUTES = Routes({}, None, 0.0)
@@ -110,7 +110,7 @@ class StateStore:
 
 
 class RoutingState:
-    """The actor's state."""
+    """The routes, the canary and the metrics. `actor` runs this class as a Ray actor."""
 
     def __init__(self, running: Callable[[], set[str]] = running_apps, store: Any = None) -> None:
         """`running` returns the names of the applications that exist; `store` saves what must outlive the actor."""
@@ -134,7 +134,7 @@ class RoutingState:
         return self._routes()
 
     def set_canary(self, percent: float, options: dict[str, Any] | None = None) -> None:
-        """Give the canary this share of requests. With `options`, also replace the canary and reset all metrics.
+        """Give the canary this percentage of requests. With `options`, also replace the canary and reset all metrics.
 
         `options` contains the `ServeOptions` of the new canary. An empty dict removes the canary.
         """
@@ -186,13 +186,13 @@ class RoutingState:
 
 
 def actor() -> Any:
-    """Return the cluster's actor. Start the actor if necessary. It ends with the cluster."""
+    """Return the cluster's routing actor, and start it if necessary. The actor outlives the job that starts it."""
     lifetime = {"lifetime": "detached", "get_if_exists": True, "max_restarts": -1}
     return ray.remote(RoutingState).options(num_cpus=0, name=NAME, namespace=NAMESPACE, **lifetime).remote()
 
 
 class Reporter:
-    """A replica's connection to the actor. Reports outcomes, and receives the routes."""
+    """A replica's connection to the routing actor. Reports outcomes, and receives the routes."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -212,6 +212,7 @@ class Reporter:
                 self.routes = await self._actor.report.remote(self.path, models(), outcomes)
             except Exception as error:  # for example while the actor restarts
                 log.warning(
-                    f"could not report {len(outcomes)} requests ({type(error).__name__}); the routes do not change"
+                    f"could not report the outcomes of {len(outcomes)} requests ({type(error).__name__}); "
+                    "the routes stay the same"
                 )
             await asyncio.sleep(REPORT_INTERVAL_S)

@@ -13,7 +13,7 @@ CLOSE = {"Connection": "close"}
 
 
 class ApiError(Exception):
-    """A request that is answered with an error."""
+    """An error that is the response to a request."""
 
     def __init__(
         self,
@@ -40,13 +40,13 @@ class ApiError(Exception):
 
 
 def engine_dead() -> ApiError:
-    """Return the error for requests to a replica whose engine has died. HAProxy then closes its connection."""
+    """Return the error for requests to a replica whose engine has died. It closes HAProxy's connection."""
     message = "the engine of this replica failed and is being replaced; try again in a few seconds"
     return ApiError(503, message, code="engine_dead", headers=CLOSE | {"Retry-After": str(ENGINE_RETRY_S)})
 
 
 def always_alive() -> bool:
-    """Return True. Apps without an engine use this function as their check."""
+    """Return True. Apps without an engine use this function as `alive`."""
     return True
 
 
@@ -56,7 +56,7 @@ async def no_request() -> Message:
 
 
 class ResponseSender:
-    """A `send` for an ASGI app that passes responses to the client, and converts errors to OpenAI's format."""
+    """An ASGI `send` that passes an app's responses to the client, and converts errors to OpenAI's format."""
 
     def __init__(self, send: Send, alive: Callable[[], bool] = always_alive) -> None:
         """`alive` returns whether the app's engine is alive."""

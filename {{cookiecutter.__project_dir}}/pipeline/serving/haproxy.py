@@ -18,7 +18,7 @@ def environment(folder: str, fallback_port: int = 8500) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_BINARY_PATH": str(Path(__file__).with_name("haproxy.sh")),
         "HAPROXY": str(Path(package.origin).with_name("bin") / "haproxy"),
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": f"{folder}/haproxy.cfg",
-        "RAY_SERVE_HAPROXY_SOCKET_PATH": f"{folder}/a",  # HAProxy allows 97 bytes, of which a node's id takes 56
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": f"{folder}/a",  # at most 97 bytes, of which a node's id takes 56
         "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": f"{folder}/m",
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": folder,
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": f"{folder}/server-state",
@@ -27,10 +27,10 @@ def environment(folder: str, fallback_port: int = 8500) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_OBSERVE_ERROR_LIMIT": "1",
         # seconds for which a stopping replica still accepts requests; HAProxy stops sending them after one second
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "3",
-        # the app never blocks, so it needs no thread of its own, which would slow down every chunk of a stream
+        # the app never blocks, so it needs no separate thread, which would slow down every chunk of a stream
         "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
         "RAY_SERVE_FREEZE_GC_ON_STARTUP": "1",  # as vLLM's own server does
-        # prefix_routing reads the body; a request that exceeds the buffer goes to any replica
+        # prefix_routing reads the body; a request that exceeds the buffer goes to an arbitrary replica
         "RAY_SERVE_INGRESS_REQUEST_ROUTER_FORWARD_BODY": "1",
         "RAY_SERVE_HAPROXY_INGRESS_REQUEST_ROUTER_BUFSIZE": str(2**20),
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # the default of 5 s is too short on a busy machine

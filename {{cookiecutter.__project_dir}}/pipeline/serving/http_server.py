@@ -12,7 +12,7 @@ from settings import UserError
 
 
 def current_address() -> tuple[str, int] | None:
-    """Return the host and port of the cluster's HTTP server, or None if Serve does not run.
+    """Return the host and port of the cluster's HTTP server, or None if Serve is not running.
 
     Serve has no public API for this.
     """
@@ -32,7 +32,7 @@ def check_address(options: ServeOptions) -> None:
     others = ", ".join(serve.status().applications.keys() - {options.app})
     if current and others:
         raise UserError(
-            f"{others} is served on port {current[1]}, and all applications share one port. "
+            f"Serve already uses port {current[1]} for {others}, and all applications share one port. "
             f"Set port in [serve] of settings.toml to {current[1]}, or stop {others} first."
         )
     try:
@@ -45,11 +45,11 @@ def check_address(options: ServeOptions) -> None:
 
 
 def start(options: ServeOptions) -> None:
-    """Start the HTTP server, unless it already listens on the address in the options."""
+    """Start the HTTP server at the address in the options. Restart it if it listens at a different address."""
     current = current_address()
     if current == (options.host, options.port):
         return
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)  # its INFO lines repeat what the jobs print
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)  # Serve's INFO lines repeat what the jobs print
     if current:  # Serve cannot change its address while it runs
         print(f"serve_llm: moving from port {current[1]} to {options.port}", flush=True)
         serve.shutdown()

@@ -1,4 +1,5 @@
 """Reads the API keys from the secrets, and reloads them every ten seconds, so that you can add and revoke keys.
+
 SERVE_API_KEY is the owner's key. SERVE_API_KEYS holds other people's keys as NAME:KEY,NAME:KEY.
 """
 

@@ -71,7 +71,7 @@ def resolve_name(options: ServeOptions) -> ServeOptions:
     """Give a canary the main model's name, and check that an additional model has a different name.
 
     Raises:
-        UserError: no main model is served, or the additional model has the same name.
+        UserError: no main model is served, or the additional model has the name of the main model.
     """
     if options.path == canary.ROOT:
         return options

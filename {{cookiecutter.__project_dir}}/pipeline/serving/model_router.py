@@ -27,13 +27,13 @@ log = logging.getLogger("ray.serve")
 
 
 class ModelRouter:
-    """ASGI middleware in front of the app at the root path. It costs nothing while only one model is served.
+    """ASGI middleware in front of the app at the root path. Does nothing while only one model is served.
 
-    It needs `ApiMiddleware` in front, which puts the body of a POST into `scope["state"]["body"]`.
+    Requires `ApiMiddleware` in front, which puts the body of a POST into `scope["state"]["body"]`.
     """
 
     def __init__(self, app: ASGIApp, model: str, root: str, routes: Callable[[], Routes]) -> None:
-        """`model` is the model of `app`; `root` is the address of all apps."""
+        """`model` is the model of `app`; `root` is the URL of Serve's HTTP server."""
         self.app = app
         self._model = model
         self._routes = routes
@@ -71,7 +71,7 @@ class ModelRouter:
     def _warn(self, path: str) -> None:
         if time.monotonic() - self._warned_at >= WARNING_INTERVAL_S:
             self._warned_at = time.monotonic()
-            log.warning(f"the canary at {path} does not respond: {self._model} answers its requests")
+            log.warning(f"the canary at {path} does not respond; the main model answers the requests for {self._model}")
 
     async def _forward(
         self, path: str, scope: Scope, body: bytes, send: Send, unavailable: frozenset[int] = frozenset()

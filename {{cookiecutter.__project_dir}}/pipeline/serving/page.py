@@ -1,6 +1,6 @@
 """Serves a web page at /, where people can try the model in a browser.
 
-The page itself contains no secret and needs no key. Its requests to the API need one, which the user enters; the key
+The page itself contains no secret and needs no key. Its requests to the API need a key. The user enters the key, which
 stays in the memory of the browser tab.
 """
 
@@ -16,7 +16,7 @@ HTML = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
 
 
 def _hash(element: str) -> str:
-    """Return the hash of the page's only script or style. The policy allows no others."""
+    """Return the hash of the page's only script or style. POLICY allows no other script or style."""
     [content] = re.findall(f"<{element}>(.*?)</{element}>", HTML, re.DOTALL)
     return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
 
@@ -36,7 +36,7 @@ HEADERS = {
 
 
 class ChatPage:
-    """ASGI middleware that answers `GET /` with the page. All other requests go to `app`."""
+    """ASGI middleware that answers GET and HEAD requests for / with the page. All other requests go to `app`."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app

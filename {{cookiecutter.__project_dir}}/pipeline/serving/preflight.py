@@ -1,4 +1,4 @@
-"""Checks before a model is served: key, software, model and CPUs."""
+"""Checks before a model is served: API key, accelerator, vLLM, model and CPUs."""
 
 import importlib.util
 import os
@@ -26,7 +26,9 @@ def check_api_key() -> None:
 
 
 def check_model(options: ServeOptions) -> None:
-    """Check that this machine has vLLM, and that the model exists and supports `max_model_len` tokens.
+    """Check that Ray knows the accelerator, that vLLM is installed, and that the model supports `max_model_len` tokens.
+
+    A model at a URI is not checked.
 
     Raises:
         UserError: one of these checks fails.
@@ -35,7 +37,7 @@ def check_model(options: ServeOptions) -> None:
     if importlib.util.find_spec("vllm") is None:
         raise UserError("vLLM is not installed on this machine. Its CPU build exists for Linux only.")
     if "://" in options.source:
-        return  # only the replica downloads it
+        return  # only a replica downloads the model
     remedy = "Train one with inv submit finetune_ddp, or set model in [serve] of settings.toml."
     if not options.is_hub_id and not os.path.isfile(f"{options.source}/config.json"):
         raise UserError(f"no model in {options.source}. {remedy}")

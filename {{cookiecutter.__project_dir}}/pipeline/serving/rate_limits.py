@@ -39,9 +39,9 @@ class RateLimiter:
         self._running: Counter[str] = Counter()
 
     def acquire(self, key: str, count: int = 1) -> int:
-        """Count sequences until `release`, and return 0.
+        """Count sequences as started and, until `release`, as in progress. Return 0.
 
-        If they exceed a limit, count none and return the seconds to wait before the next attempt.
+        If they exceed a limit, count none of them and return the seconds to wait before the next attempt.
         """
         if self._running[key] + count > self._at_once:
             return 1

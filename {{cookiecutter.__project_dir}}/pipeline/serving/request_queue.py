@@ -42,7 +42,7 @@ class Slots:
         try:
             await granted
         except asyncio.CancelledError:
-            if not granted.cancelled():  # it was granted and cancelled at the same moment
+            if not granted.cancelled():  # the slots were granted at the moment of the cancellation
                 self.release(count)
             elif (count, granted) in self._waiting:
                 self._waiting.remove((count, granted))
@@ -54,7 +54,7 @@ class Slots:
         self._free += count
         while self._waiting:
             wanted, granted = self._waiting[0]
-            if granted.done():  # it was cancelled, and its task has not run since
+            if granted.done():  # this request was cancelled, and its task has not run since
                 self._waiting.popleft()
                 continue
             if wanted > self._free:

@@ -22,7 +22,7 @@ class PrefixRouter(FailFastRouter, PrefixCacheAffinityRouter):
 def behind_haproxy(router: type[RequestRouter]) -> RequestRouterConfig:
     """Return the configuration of a router for an app that HAProxy reaches directly.
 
-    Serve rejects custom routers for such apps, because HAProxy does not use them, but Serve's own proxy does. Serve
+    Serve rejects custom routers for such apps, because HAProxy does not use them. But Serve's own proxy does. Serve
     checks only the name of the router, so this function stores the class under the name of the default router.
     """
     custom = RequestRouterConfig(request_router_class=router)

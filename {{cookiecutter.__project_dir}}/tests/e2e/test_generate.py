@@ -58,9 +58,9 @@ class KilledRuns(NamedTuple):
     killed: set[str]
     """The ids of the rows that the killed run had answered."""
     survivors: list[int]
-    """Engine processes that outlived the killed run, as pids."""
+    """Pids of engine processes that outlived the killed run."""
     engine_killed_at: int
-    """How many rows were answered when the second run lost its engine."""
+    """Number of answered rows when the second run lost its engine."""
     output: str
     """Console output of the second run."""
 
@@ -143,7 +143,7 @@ def run_and_kill(options: GenerateOptions) -> list[int]:
 
 
 def kill_the_engine(options: GenerateOptions) -> int:
-    """Kill the engine after it has written a file of answers. Return how many rows have been answered by then."""
+    """Kill the engine after it has written a file of answers. Return the number of rows that are answered by then."""
     folder, deadline = Path(options.output, "answers"), time.monotonic() + 240
     files = None  # counted once there is an engine
     while files is None or len(list(folder.glob("*.parquet"))) == files:
@@ -171,12 +171,12 @@ def test_a_killed_run_resumes(made: KilledRuns) -> None:
     assert 0 < len(made.killed) < COUNT
     assert f"{len(made.killed)} were answered before" in made.output
     assert not made.survivors
-    assert len(made.killed) < made.engine_killed_at < COUNT, "its engine must be killed halfway and restarted"
+    assert len(made.killed) < made.engine_killed_at < COUNT, "the engine must be killed halfway"
     assert Counter(row["id"] for row in made.answers) == Counter(dict.fromkeys(made.prompts, 1))
 
 
-def test_answers_are_the_same_as_from_transformers(made: KilledRuns, model: Path) -> None:
-    """test_serve.py has the same test for the server. Both use the penalty in generation_config.json."""
+def test_greedy_answers_equal_those_of_transformers(made: KilledRuns, model: Path) -> None:
+    """test_serve.py has the same test for the server. Here, generation_config.json has a penalty."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     peer = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     compared = 0
@@ -286,7 +286,7 @@ def track_with_fault(row_id: str, track: Callable[..., None], processor: Any, tr
             async def generate_async(row: dict[str, Any]) -> Any:
                 answer = asyncio.ensure_future(generate_async_unpatched(row))
                 if row["id"] == row_id:
-                    # a row can crash an engine only after vLLM has sent it; if the engine dies earlier, vLLM may hang
+                    # a row crashes an engine after vLLM has sent it there; if the engine dies earlier, vLLM may hang
                     while self.llm.engine.output_handler is None:
                         await asyncio.sleep(0.001)
                     [core] = self.llm.engine.engine_core.resources.engine_manager.processes

@@ -1,4 +1,4 @@
-"""Test the web page of a served model in a real Chromium, and what the server shows without a key."""
+"""Test the web page of a served model in a real Chromium, and its HTTP response without a key."""
 
 from collections.abc import Iterator
 
@@ -25,7 +25,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def page(browser: Browser, api: PretendApi) -> Iterator[Page]:
-    """Open the page in a new browser context. It may send requests only to its own origin, without a key in the URL."""
+    """Open the page in a new browser context. Check that it sends requests only to its origin, and no key in a URL."""
     api.chunks, api.delay_s = ["All ", "is ", "well."], 0.0
     api.resume.set()
     api.requests.clear()

@@ -80,7 +80,7 @@ FEW = hypothesis.settings(
 
 
 def options(**changes: object) -> ServeOptions:
-    """Return the settings of the local profile with these changes."""
+    """Return the options of `serve_llm` in the local profile, with these changes."""
     return settings.load(ServeOptions, "serve", profile="local").model_copy(update=changes)
 
 
@@ -132,7 +132,7 @@ def test_each_listed_model_can_be_retrieved_and_shows_no_path(served: ServeOptio
 
 
 def test_greedy_decoding_equals_that_of_transformers(client: openai.OpenAI, model_folder: Path) -> None:
-    """Send more prompts at once than the engine decodes in one batch."""
+    """The test sends more prompts at once than the engine decodes in one batch."""
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
 
@@ -174,13 +174,13 @@ def test_a_stream_has_the_same_text_in_chunks(client: openai.OpenAI) -> None:
     assert len(list(filter(None, texts))) > 1
 
 
-def test_structured_output(client: openai.OpenAI) -> None:
+def test_structured_output_is_one_of_the_choices(client: openai.OpenAI) -> None:
     choice = {"structured_outputs": {"choice": ["north", "south"]}}
     answer = client.chat.completions.create(model="tiny", messages=user("hi"), temperature=0, extra_body=choice)
     assert answer.choices[0].message.content in ("north", "south")
 
 
-def test_completions(client: openai.OpenAI) -> None:
+def test_a_completion_has_its_tokens_and_logprobs(client: openai.OpenAI) -> None:
     answer = client.completions.create(model="tiny", prompt="hi", max_tokens=4, temperature=0, logprobs=1)
     assert answer.usage
     assert answer.usage.completion_tokens == 4
@@ -219,11 +219,11 @@ def test_disconnected_clients_free_the_engine(served: ServeOptions, client: open
 
 
 LONG_ANSWER = {"model": "tiny", "max_tokens": 200, "ignore_eos": True}
-"""The engine is busy for many seconds if a key sends as many of these requests as it may send at once."""
-REPLACED_WITHIN_S = 25  # 3 s on an idle machine, more than 10 s on a busy one; without our check, Ray needs 30 s
+"""If a key sends as many of these requests as its limit allows at once, the engine is busy for many seconds."""
+REPLACED_WITHIN_S = 25  # 3 s on an idle machine, over 10 s on a busy one; without `_exit_with_engine`, 30 s
 # seconds on an idle machine; multiply them by slowdown()
 STOPS_WITHIN_S = 1
-REFUSED_WITHIN_S = 3  # HAProxy waits one second before its second try
+REFUSED_WITHIN_S = 3  # HAProxy waits one second before its second attempt
 CLIENTS = 4
 LARGER_THAN_HAPROXY_BUFFER = "x" * 1_200_000
 BODIES = {
@@ -368,7 +368,7 @@ def test_a_key_at_its_limit_is_told_when_to_retry(served: ServeOptions) -> None:
 
 
 def test_a_connection_survives_a_request_that_is_too_large(served: ServeOptions) -> None:
-    """Send large requests through HAProxy many times, because the outcome used to depend on timing."""
+    """The test repeats the requests through HAProxy, because whether a connection survives can depend on timing."""
     small = {"model": "tiny", "messages": user("hi"), "max_tokens": 1}
     too_large = bytes(int(served.max_body_mib * 2**20) + 1)
     with httpx2.Client(headers={"Authorization": f"Bearer {os.environ['SERVE_API_KEY']}"}, timeout=60) as client:
@@ -405,7 +405,7 @@ def test_bad_requests_get_400(client: openai.OpenAI, request_body: dict, stream:
 
 
 def error_of(caught: openai.APIStatusError) -> dict:
-    """Return the error, which must have OpenAI's format."""
+    """Return the error in the response, which must have OpenAI's format."""
     error = caught.response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert error["type"] == "invalid_request_error"
@@ -451,7 +451,7 @@ def test_health_answers_head_requests(served: ServeOptions) -> None:
 
 
 def test_clients_cannot_set_headers_that_ray_interprets(served: ServeOptions) -> None:
-    """test_haproxy.py tests the other headers."""
+    """test_haproxy.py tests more of these headers."""
     names = ("serve_multiplexed_model_id", "x-session-id", "x-request-disconnect-disabled", "x-request-timeout-seconds")
     invalid = {name: b"\xff" for name in names}
     assert requests.get(f"{served.root}/health", headers=invalid, timeout=10).status_code == 200
@@ -465,7 +465,7 @@ def test_clients_cannot_set_headers_that_ray_interprets(served: ServeOptions) ->
     assert named.headers["x-request-id"] == "mine-1"
 
 
-def test_the_web_page_answers(served: ServeOptions, client: openai.OpenAI) -> None:
+def test_the_web_page_shows_the_models_answer(served: ServeOptions, client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(model="tiny", messages=user(QUESTIONS[0])).choices[0].message.content
     with chromium.running() as browser:
         opened = browser.new_page()
@@ -538,7 +538,7 @@ def test_vllms_load_generator_works(served: ServeOptions, tmp_path: Path) -> Non
     assert (seen["completed"], seen["total_output_tokens"]) == (24, 24 * ANSWER_TOKENS)
 
 
-def test_the_client_sees_an_authentication_error(served: ServeOptions) -> None:
+def test_a_wrong_key_gives_an_authentication_error(served: ServeOptions) -> None:
     stranger = openai.OpenAI(base_url=served.url, api_key="wrong", max_retries=0)
     with pytest.raises(openai.AuthenticationError) as caught:
         stranger.models.list()
@@ -547,7 +547,7 @@ def test_the_client_sees_an_authentication_error(served: ServeOptions) -> None:
 
 @pytest.mark.parametrize("enabled", [True, False])
 def test_prefix_routing_sets_the_router(served: ServeOptions, enabled: bool) -> None:
-    """The router is Ray's own. Its choice of replicas is not tested here, because that would take two engines."""
+    """The router's choice of replicas is not tested, because that would take two engines."""
     from pipeline.serving import app
 
     application = app.build(served.model_copy(update={"prefix_routing": enabled}), served.root)
@@ -582,7 +582,7 @@ def test_no_generated_request_breaks_the_server(served: ServeOptions) -> None:
 
 @strategies.composite
 def hostile(draw: strategies.DrawFn, fields: dict[str, list[str]]) -> tuple[str, bytes, dict[str, bytes]]:
-    """Draw the path, body and headers of a request that is valid except for one field or header."""
+    """Draw the path, body and headers of a request that is valid except for one field and up to two headers."""
 
     def nested(levels: int, kind: str) -> str:
         opening, closing = {"list": ("[", "]"), "object": ('{"a":', "}"), "schema": (SCHEMA_OPENING, "}}")}[kind]
@@ -592,7 +592,7 @@ def hostile(draw: strategies.DrawFn, fields: dict[str, list[str]]) -> tuple[str,
     levels = strategies.sampled_from([1, 30, 64, 300, 600, 3000, 100_000])
     deep = strategies.builds(nested, levels, strategies.sampled_from(["list", "object", "schema"]))
     odd = strategies.sampled_from(ODD)
-    valid = strategies.just("null")  # valid for most fields, so some requests reach the engine
+    valid = strategies.just("null")  # valid for most fields, so that some requests reach the engine
     value = strategies.one_of(deep, odd, strategies.one_of(deep, odd).map(json.dumps), valid)
     inside = strategies.sampled_from(["%s", "[%s]", '{"json": %s}', '{"\\ud83d": %s}', IN_FORMAT])
     field = draw(strategies.sampled_from(fields[path]))
@@ -628,7 +628,7 @@ HEADERS += ["x-session-id", "Accept", "User-Agent", "X-Anything"]
 
 
 def test_no_hostile_request_breaks_the_server(served: ServeOptions, client: openai.OpenAI) -> None:
-    """Send deep nesting, lone surrogates and extreme numbers in every field of the API, and odd bytes in headers."""
+    """The requests have deep nesting, lone surrogates and extreme numbers in their fields, and odd bytes in headers."""
     key = {"Authorization": f"Bearer {client.api_key}", "Content-Type": "application/json"}
     schemas = requests.get(f"{served.root}/openapi.json", headers=key, timeout=10).json()["components"]["schemas"]
     routes = {"/v1/chat/completions": "ChatCompletionRequest", "/v1/completions": "CompletionRequest"}
@@ -680,7 +680,7 @@ def test_cors_is_disabled(served: ServeOptions) -> None:
 
 
 def test_http_servers_listen_only_on_loopback(served: ServeOptions) -> None:
-    """Check HAProxy, whose statistics and metrics Ray would open to every network, and the replica's HTTP port."""
+    """In Ray's own configuration, HAProxy's statistics and metrics listen on all interfaces."""
     ours = children()
     found = {
         (connection.laddr.ip, connection.laddr.port)
@@ -696,7 +696,7 @@ def test_http_servers_listen_only_on_loopback(served: ServeOptions) -> None:
 
 
 def test_only_a_replicas_own_port_listens_beyond_loopback(served: ServeOptions) -> None:
-    """Check all processes of Ray, Serve, vLLM and HAProxy. The next test calls the replica's port without the token."""
+    """The test covers Ray, Serve, vLLM and HAProxy. The next test calls the replica's port without the token."""
     ours = children()
     beyond = {
         ours[connection.pid]
@@ -753,7 +753,7 @@ def test_keys_can_be_added_and_revoked_without_a_restart(served: ServeOptions) -
 def test_the_key_is_in_no_config_log_or_argv(served: ServeOptions, client: openai.OpenAI) -> None:
     ask(client, user("hi"))
     key = os.environ["SERVE_API_KEY"]
-    details = private_serve.client().get_serve_details()  # what the dashboard shows about Serve
+    details = private_serve.client().get_serve_details()  # the dashboard shows these details
     assert "Server" in str(details)
     assert key not in str(details)
     assert not [
@@ -850,7 +850,7 @@ def test_the_failure_reason_has_no_traceback() -> None:
         ("/somewhere/checkpoint", "checkpoint"),
     ],
 )
-def test_the_served_name(model: str, name: str) -> None:
+def test_the_default_name_of_a_model_comes_from_its_path(model: str, name: str) -> None:
     assert options(model=model).served_name == name
     assert options(model=model, model_name="mine").served_name == "mine"
 
@@ -991,13 +991,13 @@ def wait_for_answers(*paths: str) -> None:
 
 
 def max_model_len(client: openai.OpenAI) -> int:
-    """Return how many tokens a prompt and its answer may have together."""
+    """Return the maximum number of tokens of a prompt and its answer together."""
     return client.models.list().data[0].model_dump()["max_model_len"]
 
 
 @pytest.fixture(scope="module")
 def updated(served: ServeOptions, model_folder: Path) -> ServeOptions:
-    """Update the served model to a context of 200 tokens, with adapters. There are no adapters yet."""
+    """Limit the served model to 200 tokens, and serve its adapters. No adapter exists yet."""
     options = served.model_copy(update={"max_model_len": 200, "adapters": str(model_folder.parent.parent)})
     lifecycle.deploy_model(options)
     return options

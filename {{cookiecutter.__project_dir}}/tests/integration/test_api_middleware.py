@@ -45,7 +45,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def fake_app() -> FastAPI:
-    """Return an app that behaves like vLLM's app."""
+    """Return an app that echoes, waits, streams or fails, with errors in all formats of vLLM's app."""
     app = FastAPI()
 
     @app.post("/echo")
@@ -93,7 +93,7 @@ def client_of(
 
 
 def with_middleware(app: ASGIApp, limits: RequestLimits, alive: Callable[[], bool] = lambda: True) -> ApiMiddleware:
-    """Return an app behind all middleware that a served model has."""
+    """Return an app behind the queue and `ApiMiddleware`, as in a replica."""
     return ApiMiddleware(QueueMiddleware(app, limits, alive), ApiKeys(), limits, alive)
 
 
@@ -200,7 +200,7 @@ def test_no_replica_starts_without_a_key(file: Path) -> None:
         ApiKeys()
 
 
-def test_headers_that_are_not_text_do_not_break_it(file: Path) -> None:
+def test_headers_that_are_not_text_do_not_break_the_middleware(file: Path) -> None:
     names = ("x-request-id", "x-session-id", "serve_multiplexed_model_id", "x-request-timeout-seconds", "cookie")
     invalid = [(name.encode(), b"\xff\xfe") for name in names]
     client, key = client_of(), (b"authorization", b"Bearer for-alice")
@@ -300,7 +300,7 @@ def test_a_stream_that_takes_too_long_is_cut_off_without_a_normal_end(file: Path
 
     with pytest.raises(TimeoutError):
         asyncio.run(check())
-    assert [message.get("more_body", True) for message in sent] == [True, True]  # the stream started, and never ended
+    assert [message.get("more_body", True) for message in sent] == [True, True]  # it started, but did not end
 
 
 # ---------------------------------------------------------------- disconnects and timeouts
@@ -360,7 +360,7 @@ async def wait_until(condition: Callable[[], bool]) -> None:
 
 
 class FakeEngine:
-    """Has a handler of each kind that vLLM has. They run until `free` is set, or until they are stopped."""
+    """Has handlers like vLLM's, and one that ignores disconnects. Each runs until `free` is set or it is stopped."""
 
     def __init__(self) -> None:
         from vllm.entrypoints.serve.utils.api_utils import with_cancellation
@@ -445,7 +445,7 @@ def test_a_disconnect_or_timeout_stops_the_work_and_frees_the_slot(file: Path, p
 @needs_vllm
 @pytest.mark.parametrize("path", ["/complete", "/ignores-disconnect", "/stream"])
 def test_a_disconnect_at_any_moment_stops_the_work(file: Path, path: str) -> None:
-    """Disconnect after 0 to 59 iterations of the event loop."""
+    """The client disconnects after 0 to 59 iterations of the event loop."""
 
     async def check() -> None:
         engine = FakeEngine()
@@ -467,7 +467,7 @@ def test_a_disconnect_at_any_moment_stops_the_work(file: Path, path: str) -> Non
 
 @needs_vllm
 def test_a_stream_stops_when_its_client_does_not_read_and_disconnects(file: Path) -> None:
-    """The stream must be cancelled while it waits for its next piece, so that its generator is closed."""
+    """The task must be cancelled while its generator waits for the next piece, so that the generator is closed."""
 
     async def check() -> None:
         engine = FakeEngine()
@@ -539,7 +539,7 @@ def test_requests_queue_when_all_slots_are_taken_and_get_503_when_the_queue_is_f
         await asyncio.sleep(0.05)
         status, headers, body = await InFlight(app, "/complete").answer()
         assert (status, headers["retry-after"], body["error"]["code"]) == (503, "1", "overloaded")
-        assert (await InFlight(app, "/health", "").answer())[0] == 404  # not queued
+        assert (await InFlight(app, "/health", "").answer())[0] == 404  # answered at once, although the queue is full
         assert engine.running == 2
         waiting[0].disconnect()  # leaves the queue
         await asyncio.wait({waiting[0].task})

@@ -58,7 +58,7 @@ def model() -> type:
             router = ModelRouter(app, self._model, self._address, lambda: reporter.routes)
 
             async def read(scope: Scope, receive: Receive, send: Send) -> None:
-                """Read the body, as the middleware in front of the router does."""
+                """Put the body into the scope, as `ApiMiddleware` does."""
                 if scope["type"] == "http" and scope["method"] == "POST":
                     message = await receive()
                     scope = {**scope, "state": {"body": inspect(message["body"])}}
@@ -104,7 +104,7 @@ def replicas() -> int:
 
 
 def kill_actor() -> None:
-    """Kill the routing actor's process, as the kernel does when memory runs out. Wait until Ray has started another."""
+    """Kill the routing actor's process, as the kernel does when memory runs out. Wait until Ray has restarted it."""
     [pid] = [pid for pid, name in children().items() if name == "ray::RoutingState"]
     os.kill(pid, signal.SIGKILL)
 
@@ -130,13 +130,13 @@ def additional(model: str) -> ServeOptions:
 def test_apps_and_the_canarys_share_outlive_their_replicas_and_the_actor(address: str) -> None:
     ray.get(canary.actor().set_canary.remote(100, additional("own").model_dump()))
     wait_for(lambda: replicas() == 0)
-    kill_actor()  # no replica is left to report its models again
+    kill_actor()  # no replica is left that could report its models to the new actor
     shown = ray.get(canary.actor().apps.remote())
     assert {path: app["models"] for path, app in shown.items()} == {path: [model] for path, model in PATHS.items()}
     with pytest.raises(settings.UserError, match="a model named own is already served"):
         lifecycle.resolve_name(additional("own"))
     assert lifecycle.resolve_name(additional("another")).served_name == "another"
-    wait_for(lambda: ask(address, "own") == CANARY)  # the first replica of the root app gets its routes when it starts
+    wait_for(lambda: ask(address, "own") == CANARY)  # a replica of the root app gets the routes when it starts
     assert ask(address, "sql") == "/models/sql"
 
 

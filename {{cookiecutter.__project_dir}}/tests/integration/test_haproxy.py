@@ -1,4 +1,4 @@
-"""Test a real HAProxy in front of a stub replica, with Ray's configuration after the changes by haproxy.sh."""
+"""Test a real HAProxy in front of a stub replica, with the configuration that Ray writes and haproxy.sh changes."""
 
 import asyncio
 import json
@@ -83,7 +83,7 @@ def wait_for(condition: Callable[[], object]) -> None:
 
 
 class Proxy:
-    """HAProxy as Ray starts it. /app works, /gone has no replica, and /routed has no router."""
+    """HAProxy as Ray starts it. /app works, the replica of /gone is dead, and so is the request router of /routed."""
 
     def __init__(self, folder: Path, replica: Replica) -> None:
         folder.mkdir()
@@ -248,7 +248,7 @@ def test_a_replicas_own_503_passes_unchanged(proxy: Proxy) -> None:
 # ---------------------------------------------------------------- ports
 
 
-def test_it_listens_only_on_its_own_address(proxy: Proxy) -> None:
+def test_haproxy_listens_only_on_its_own_address(proxy: Proxy) -> None:
     found = read_all([psutil.Process(proxy.process.pid)], lambda each: each.net_connections("inet"))
     listening = {each.laddr for [*connections] in found for each in connections if each.status == psutil.CONN_LISTEN}
     assert {(address.ip, address.port) for address in listening} == {("127.0.0.1", proxy.port)}

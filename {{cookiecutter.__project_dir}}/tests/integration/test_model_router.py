@@ -118,7 +118,7 @@ def test_a_forwarded_request_is_unchanged(upstream: Upstream) -> None:
 
 
 @pytest.mark.parametrize("body", [{}, {"model": 3}, {"model": None}, {"model": "absent"}])
-def test_other_requests_stay_at_the_app(upstream: Upstream, body: Any) -> None:
+def test_requests_for_other_names_are_not_forwarded(upstream: Upstream, body: Any) -> None:
     assert asyncio.run(post(router(upstream, TWO_NAMES), body)).json()["from"] == "own"
 
 

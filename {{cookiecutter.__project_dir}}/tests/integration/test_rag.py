@@ -1,4 +1,4 @@
-"""Test chunks, vectors, updates to the index, and answers with sources."""
+"""Test chunks, vectors, updates to the index, and answers with sources from a real Ray Serve."""
 
 import asyncio
 import errno
@@ -56,7 +56,7 @@ def embedder_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def facts() -> dict[str, tuple[str, str]]:
-    """Return questions and the sentences that answer them, keyed by the ids of their documents."""
+    """Return questions and the sentences that answer them, keyed by the names that the questions ask about."""
     found = {}
     for number, name in errno.errorcode.items():
         found[name] = (f"What does {name} mean?", f"{name} is the error that says: {os.strerror(number)}.")
@@ -101,7 +101,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, tu
 
 @pytest.fixture(scope="module")
 def options(tmp_path_factory: pytest.TempPathFactory, embedder_folder: str, corpus: tuple[Path, Any]) -> EmbedOptions:
-    """Return the options of the local profile, with the corpus as input."""
+    """Return the options of the local profile, with the corpus as the input and a new folder for the index."""
     made = {
         "input": str(corpus[0]),
         "index": str(tmp_path_factory.mktemp("index") / "index"),
@@ -163,7 +163,7 @@ def test_a_cross_encoder_ranks_by_its_own_scores(embedder_folder: str, tmp_path:
     assert [chunk.score for chunk in ranked] == pytest.approx([score(chunk.text) for chunk in ranked], abs=1e-4)
 
 
-def test_ranking_without_a_model_considers_words_and_vectors() -> None:
+def test_ranking_without_a_cross_encoder_uses_words_and_vectors() -> None:
     found = [
         ScoredChunk("a", "ENOENT is one", 0.4),
         ScoredChunk("b", "ENOTDIR is another", 0.5),
@@ -226,7 +226,7 @@ def test_a_killed_run_resumes(
     )
 
 
-def test_an_index_works_the_same_on_s3(embedded: EmbedOptions, s3: str, embedder_folder: str) -> None:
+def test_an_index_on_s3_gives_the_same_chunks(embedded: EmbedOptions, s3: str, embedder_folder: str) -> None:
     pyarrow.fs.copy_files(embedded.index, f"{s3}/copied")
     vectors = Embedder(embedder_folder, "cpu", "fp32").embed(["What does ENOENT mean?"])
     here, there = (index.search_all(location, vectors, SOURCES) for location in (embedded.index, f"{s3}/copied"))
@@ -316,7 +316,7 @@ def stub() -> type:
     """Return the class of a fake served model. Ray pickles it by value, because replicas cannot import this module."""
 
     class Model:
-        """A fake model. It answers with its prompt, the end of the API key, and `max_tokens`."""
+        """Answers with the prompt, the end of the API key, and `max_tokens`."""
 
         def __init__(self) -> None:
             app = FastAPI()

@@ -1,4 +1,4 @@
-"""Test answers with sources through an OpenAI client, with a real generator and a fake model, without Ray."""
+"""Test the HTTP API of `serve_rag` with an OpenAI client, a real generator and a fake model, without Ray."""
 
 import asyncio
 import json
@@ -29,7 +29,7 @@ QUOTE = "Apples are red. [1]"
 
 
 class FakeModel:
-    """A fake model. It records its last request, and fails if the question asks for it."""
+    """A fake served model. It records its last request, and fails if the question is 'status NUMBER' or 'break'."""
 
     def __init__(self) -> None:
         self.request: dict[str, Any] = {}

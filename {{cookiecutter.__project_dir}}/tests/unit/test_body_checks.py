@@ -1,4 +1,4 @@
-"""Test the checks of a request's body, which run before an engine or another parser reads it."""
+"""Test the checks of a request's body, which run before vLLM parses the body."""
 
 import contextlib
 import json
@@ -42,7 +42,7 @@ def test_extreme_nesting_is_rejected(opening: bytes) -> None:
 def test_the_nesting_limit_is_exact() -> None:
     assert accepted(a=nested(MAX_DEPTH - 1))
     assert rejected({"a": nested(MAX_DEPTH)}).code == "nested_too_deep"
-    assert accepted(a=[[]] * 1000, b="[" * 1000)  # many brackets side by side, or in a string, do not count as nesting
+    assert accepted(a=[[]] * 1000, b="[" * 1000)  # adjacent brackets, and brackets in a string, are not nesting
 
 
 @pytest.mark.parametrize("name", ["json", "structural_tag"])
@@ -143,10 +143,10 @@ def test_a_schema_that_would_take_seconds_to_compile_is_rejected(body: dict[str,
     error = rejected(body)
     assert (error.param, error.code) == (param, "schema_too_large")
     [field] = body
-    assert accepted(**{field: {"json": "x" * 100}, "prompt": "x" * MAX_SCHEMA})  # the limit is only for schemas
+    assert accepted(**{field: {"json": "x" * 100}, "prompt": "x" * MAX_SCHEMA})  # the limit applies only to schemas
 
 
-def test_fifty_usual_tools_pass() -> None:
+def test_fifty_typical_tools_pass() -> None:
     function = {"name": "f", "description": "in {2024} or a{1,9000} " * 40, "parameters": {"type": "object"}}
     assert accepted(tools=[{"type": "function", "function": function}] * 50)
 
@@ -187,7 +187,7 @@ def test_repetitions_count_for_each_prompt() -> None:
 
 
 @pytest.mark.parametrize("pattern", ["[0-9]{4}-[0-9]{2}" * 100, r"\{30000\}", "[{30000}]", "){9}", "{9000}", "(a{9}"])
-def test_usual_patterns_pass(pattern: str) -> None:
+def test_patterns_with_few_repetitions_pass(pattern: str) -> None:
     assert accepted(structured_outputs={"regex": pattern}, response_format=schema(pattern))
 
 
@@ -198,7 +198,7 @@ def test_patterns_are_checked_in_linear_time(first: str, piece: str) -> None:
     started = time.thread_time()
     with contextlib.suppress(InvalidBody):
         inspect(raw)
-    assert time.thread_time() - started < 0.5  # usually 0.02 s; a regular expression that backtracks would take hours
+    assert time.thread_time() - started < 0.5  # usually 0.02 s; with backtracking, it would take hours
 
 
 def test_fields_for_other_vllm_servers_are_removed() -> None:
@@ -259,7 +259,7 @@ def test_reporting_an_error_takes_little_memory(last: str) -> None:
     assert len(error.message) < 1000
 
 
-def test_a_usual_request_costs_less_than_50_microseconds() -> None:
+def test_a_typical_request_costs_less_than_50_microseconds() -> None:
     messages = [{"role": role, "content": "some hundred characters of a conversation, " * 2} for role in ("user",) * 10]
     raw = json.dumps({"model": "m", "messages": messages, "max_tokens": 100, "temperature": 0.5}).encode()
     assert 1000 < len(raw) < 2000
