@@ -40,7 +40,7 @@ def all_spot_refuses(harness: Harness) -> str:
 def half_a_gang(harness: Harness) -> str:
     """Only one of two machines starts: the job gives it back, and the gang starts in another zone."""
     harness.wait_until_no_workers()
-    # The first zone has no capacity either. After an earlier test, the autoscaler may not yet request its node type.
+    # The first zone has no capacity either, because after an earlier test the watchdog may still block its node type.
     none = {"market": "spot", "zone": f"{harness.file.region}a"}
     one = {"market": "spot", "zone": f"{harness.file.region}b", "available": 1}
     with no_capacity(none, one):
@@ -87,7 +87,7 @@ def interruption_without_replacement(harness: Harness) -> str:
     assert "on 1 x" in log, log
     assert abs(final_loss(log) - baseline) < 1.5e-4, f"losses differ: {final_loss(log)} and {baseline}"
     return (
-        f"{interrupted} ended, the other worker continued; loss {final_loss(log)}, without the interruption {baseline}"
+        f"{interrupted} ended and the other worker continued; loss {final_loss(log)}, without interruption {baseline}"
     )
 
 
@@ -125,6 +125,6 @@ def _gather(harness: Harness) -> str:
 
 
 def _summary(log: str) -> str:
-    """Return the first and the last line about zones in a job's log, with the number of such lines between them."""
+    """Return the first and the last line about zones in a job's log, and how many of these lines are in between."""
     first, *between, last = [line for line in log.splitlines() if line.startswith(("zone ", "no zone", "gathered"))]
     return f"{first} … {len(between)} more … {last}" if between else f"{first} … {last}"

@@ -1,4 +1,4 @@
-"""Lists all faults. Imports only the standard library, so that `./inv faults --list` needs no project."""
+"""The list of all faults. This module imports only the standard library, so `./inv faults --list` needs no project."""
 
 from typing import NamedTuple
 
