@@ -117,7 +117,7 @@ def bench_up(context: Context) -> None:
 def check_gpu_path(context: Context, nightly: bool = False) -> None:
     """Train, serve and compile kernels on a fake GPU, with the CUDA packages of the nodes: 10 GB, 15 minutes."""
     if (sys.platform, platform.machine()) != ("linux", "x86_64"):
-        raise Exit("error: check-gpu-path needs Linux on x86-64. Run it there, or in CI", 1)
+        raise Exit("error: check-gpu-path needs Linux on x86-64. Run it on such a machine, or in CI", 1)
     project = _bake(context, "gpu-path")
     python = _python(context, project)
     _step("training, serving and compiling kernels on a fake GPU")

@@ -230,5 +230,5 @@ def _command(*words: str) -> list[str]:
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment without PYTHONPATH, which contains the template. Users do not have the template there."""
+    """Return the environment as a user has it: without PYTHONPATH, which in fault tests contains the template."""
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

@@ -1,4 +1,4 @@
-"""Read training rows in published formats: conversations, prompts with completions, or plain text.
+"""Read training rows in published formats: conversations, instructions with answers, prompts with completions, or text.
 
 The columns of a row determine its format. `preprocess` lists the columns that the format does not read.
 """

@@ -62,7 +62,7 @@ def _sampling(options: GenerateOptions, serving: ServeOptions) -> dict[str, Any]
     parameters = {
         "max_tokens": options.max_tokens,
         "temperature": options.temperature,
-        "stream_interval": options.max_tokens,  # return each answer as a whole
+        "stream_interval": options.max_tokens,  # return each answer in one piece
     }
     return {name: defaults[name] for name in names if defaults.get(name) is not None} | parameters
 
