@@ -38,7 +38,7 @@ def all_spot_refuses(harness: Harness) -> str:
 
 
 def half_a_gang(harness: Harness) -> str:
-    """Only one of two machines starts: the job gives it back, and the gang starts in another zone."""
+    """Only one of two machines starts: the job releases it, and the gang starts in another zone."""
     harness.wait_until_no_workers()
     # The first zone has no capacity either, because after an earlier test the watchdog may still block its node type.
     none = {"market": "spot", "zone": f"{harness.file.region}a"}
@@ -48,9 +48,9 @@ def half_a_gang(harness: Harness) -> str:
         wait_for(harness.workers, 90, "half of the gang to start")
         (half,) = harness.workers()
         log = harness.wait_for_success(job)
-    assert "zone 2, spot: AWS refuses machines, 1 given back" in log, log
+    assert "zone 2, spot: AWS refuses machines, 1 released" in log, log
     assert half.id not in [one.id for one in harness.workers()], f"{half.id} still runs"
-    return f"{half.id}, alone in {half.zone}, was given back; {_summary(log)}"
+    return f"{half.id}, alone in {half.zone}, was released; {_summary(log)}"
 
 
 def everything_refuses(harness: Harness) -> str:

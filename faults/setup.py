@@ -28,7 +28,7 @@ def setup_fails(harness: Harness) -> str:
 
 
 def other_python_on_a_worker(harness: Harness) -> str:
-    """Workers have another version of Python than the head: Ray rejects them, and `inv status` says why."""
+    """Workers have a different version of Python than the head: Ray rejects them, and `inv status` says why."""
     version = "collections.namedtuple('Version', 'major minor micro releaselevel serial')(3, 11, 99, 'final', 0)"
     patch = f"import collections, sys; sys.version_info = {version}"
     site = "$(python -c 'import sysconfig; print(sysconfig.get_path(\"purelib\"))')"
@@ -41,7 +41,7 @@ def other_python_on_a_worker(harness: Harness) -> str:
 
 
 def other_ray_on_the_laptop(harness: Harness) -> str:
-    """The laptop has another version of Ray than the cluster: the doctor rejects it, and nothing starts."""
+    """The laptop has a different version of Ray than the cluster: the doctor rejects it, and nothing starts."""
     folder = Path("/tmp/other-ray/ray-2.0.0.dist-info")
     folder.mkdir(parents=True)
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: ray\nVersion: 2.0.0\n")

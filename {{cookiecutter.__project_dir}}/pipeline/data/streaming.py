@@ -41,7 +41,7 @@ def find_input(model: str) -> StreamInput:
 
 
 def dataset(stream: StreamInput) -> ray.data.Dataset:
-    """Return the packed rows in the order of the input."""
+    """Return the packed rows, without shuffling them."""
     ray.data.DataContext.get_current().enable_progress_bars = False
     return row_dataset.dataset(stream.sources).map_batches(
         functools.partial(_pack, tokenizer_ref=ray.put(stream.tokenizer)),
