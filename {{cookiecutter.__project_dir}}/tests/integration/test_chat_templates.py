@@ -1,4 +1,4 @@
-"""Compare what training makes of published chat templates with TRL's masks and vLLM's prompts."""
+"""Compare the training texts of published chat templates with TRL's masks and vLLM's prompts."""
 
 import contextlib
 import json

@@ -251,7 +251,7 @@ def test_text_needs_no_chat_template(model_folder: str, tmp_path: Path) -> None:
 
 
 def test_a_span_that_ends_in_a_decomposed_character_ends_at_its_token() -> None:
-    """NFC joins e and its accent into one character, so the accent has no token of its own."""
+    """NFC joins e and its accent into one character, so no separate token belongs to the accent."""
     bpe = Tokenizer(models.WordLevel({"c": 0, "af\u00e9": 1, "[UNK]": 2}, unk_token="[UNK]"))
     bpe.normalizer, bpe.pre_tokenizer = normalizers.NFC(), pre_tokenizers.WhitespaceSplit()
     encoding = bpe.encode("c afe\u0301 c c")
