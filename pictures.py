@@ -51,7 +51,7 @@ with sync_playwright() as playwright:
 
 
 def main() -> None:
-    """Run the demo, `status`, `report`, the chat page and the rehearsal, and draw what each shows."""
+    """Run the demo, `status`, `report` and the rehearsal, and save pictures of their output and of the chat page."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         project = bake.bake(Path(scratch) / "my-llm")
@@ -96,7 +96,7 @@ def _read(master: int) -> bytes:
 
 
 def _line(screen: pyte.Screen, number: int, project: str) -> Text:
-    """Convert a line of the screen. Replaces the path of the temporary folder with one that a reader might have."""
+    """Convert a line of the screen. Replace the path of the temporary project folder with ~/my-llm."""
     line = Text()
     chars = [screen.buffer[number][column] for column in range(COLUMNS)]
     for style, run in itertools.groupby(chars, _style):

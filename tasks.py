@@ -72,7 +72,7 @@ def _test_in_project(context: Context, python: Path, project: Path, folder: str,
 
 @task
 def rehearse(context: Context) -> None:
-    """Generate a project in build/rehearsal and run a cluster's whole life on an emulated AWS."""
+    """Generate a project in build/rehearsal and run a cluster on an emulated AWS, from start to finish."""
     project = _bake(context, "rehearsal")
     _step(f"running the project's rehearsal in {project}")
     _become(project, "rehearse")
@@ -115,12 +115,12 @@ def bench_up(context: Context) -> None:
 
 @task(help={"nightly": "also measure every model with every strategy: hours"})
 def check_gpu_path(context: Context, nightly: bool = False) -> None:
-    """Run training, serving and kernels on a fake GPU, with the CUDA packages of the nodes: 10 GB, 15 minutes."""
+    """Train, serve and compile kernels on a fake GPU, with the CUDA packages of the nodes: 10 GB, 15 minutes."""
     if (sys.platform, platform.machine()) != ("linux", "x86_64"):
-        raise Exit("error: check-gpu-path needs Linux on x86-64. Run it there, or in CI", 1)
+        raise Exit("error: check-gpu-path needs Linux on x86-64. Run it on such a machine, or in CI", 1)
     project = _bake(context, "gpu-path")
     python = _python(context, project)
-    _step("running training, serving and kernels on a fake GPU")
+    _step("training, serving and compiling kernels on a fake GPU")
     options = [] if nightly else ["-m", "not nightly"]
     _test_in_project(context, python, project, "gpu_path", "-v", *options)
 
@@ -240,9 +240,9 @@ def _compile(context: Context, project: Path, name: str, options: str, variables
 
 
 def _without_needless_marker(line: str, supported: list[str]) -> str:
-    """Return a pin without its marker, if the marker holds wherever one of the `supported` markers holds.
+    """Return a pin without its marker, if the marker is true on all `supported` platforms, which are also markers.
 
-    uv writes such needless markers on each line.
+    uv writes such a marker on each line.
     """
     package, _, marker = line.partition(" ; ")
     values = [dict(re.findall(r"(\w+) == '([^']+)'", one)) for one in supported]

@@ -39,9 +39,9 @@ def all_spot_refuses(harness: Harness) -> str:
 
 
 def half_a_gang(harness: Harness) -> str:
-    """Only one of two machines starts: the job gives it back, and the gang starts in another zone."""
+    """Only one of two machines starts: the job releases it, and the gang starts in another zone."""
     harness.wait_until_no_workers()
-    # The first zone has no capacity either. After an earlier test, the autoscaler may not yet request its node type.
+    # The first zone has no capacity either, because after an earlier test the watchdog may still block its node type.
     none = {"market": "spot", "zone": f"{harness.file.region}a"}
     one = {"market": "spot", "zone": f"{harness.file.region}b", "available": 1}
     with no_capacity(none, one):
@@ -49,9 +49,9 @@ def half_a_gang(harness: Harness) -> str:
         wait_for(harness.workers, 90, "half of the gang to start")
         (half,) = harness.workers()
         log = harness.wait_for_success(job)
-    assert "zone 2, spot: AWS refuses machines, 1 given back" in log, log
+    assert "zone 2, spot: AWS refuses machines, 1 released" in log, log
     assert half.id not in [one.id for one in harness.workers()], f"{half.id} still runs"
-    return f"{half.id}, alone in {half.zone}, was given back; {_summary(log)}"
+    return f"{half.id}, alone in {half.zone}, was released; {_summary(log)}"
 
 
 def everything_refuses(harness: Harness) -> str:
@@ -90,7 +90,7 @@ def interruption_without_replacement(harness: Harness) -> str:
     assert "on 1 x" in log, log
     assert abs(final_loss(log) - baseline) < 1.5e-4, f"losses differ: {final_loss(log)} and {baseline}"
     return (
-        f"{interrupted} ended, the other worker continued; loss {final_loss(log)}, without the interruption {baseline}"
+        f"{interrupted} ended and the other worker continued; loss {final_loss(log)}, without interruption {baseline}"
     )
 
 
@@ -128,6 +128,6 @@ def _gather(harness: Harness) -> str:
 
 
 def _summary(log: str) -> str:
-    """Return the first and the last line about zones in a job's log, with the number of such lines between them."""
+    """Return the first and the last line about zones in a job's log, and how many of these lines are in between."""
     first, *between, last = [line for line in log.splitlines() if line.startswith(("zone ", "no zone", "gathered"))]
     return f"{first} … {len(between)} more … {last}" if between else f"{first} … {last}"

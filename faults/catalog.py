@@ -1,4 +1,4 @@
-"""Lists all faults. Imports only the standard library, so that `./inv faults --list` needs no project."""
+"""The list of all faults. This module imports only the standard library, so `./inv faults --list` needs no project."""
 
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ class Fault(NamedTuple):
 
 FAULTS = [
     Fault("no spot capacity in the first zone", "the gang starts in the next zone", "capacity.first_zone_refuses"),
-    Fault("half a gang", "the job gives the half back, and the gang starts in another zone", "capacity.half_a_gang"),
+    Fault("half a gang", "the job releases the half, and the gang starts in another zone", "capacity.half_a_gang"),
     Fault("no spot capacity anywhere", "the gang starts on demand", "capacity.all_spot_refuses"),
     Fault("no capacity at all", "the job reports that it waits, and continues later", "capacity.everything_refuses"),
     Fault(

@@ -107,7 +107,7 @@ class Harness:
         return self.connection.client().get_job_status(job) == "RUNNING"
 
     def wait_for_step(self, job: str, step: int) -> None:
-        """Wait until a training run has printed this step or a later one. A slow run may not print every step."""
+        """Wait until a training run has printed this step or a later one. A run does not print every step."""
 
         client = self.connection.client()
 
@@ -147,7 +147,7 @@ def control(**command: Any) -> None:
 
 @contextlib.contextmanager
 def no_capacity(*launches: dict[str, Any]) -> Iterator[None]:
-    """Let the emulated AWS have no capacity for these launches (see cluster.emulator.api.InjectedFaults)."""
+    """Make the emulated AWS refuse these launches for lack of capacity (see cluster.emulator.api.InjectedFaults)."""
     control(faults={"no_capacity": launches})
     try:
         yield
@@ -230,5 +230,5 @@ def _command(*words: str) -> list[str]:
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment without PYTHONPATH: it contains the template, which users do not have."""
+    """Return the environment as a user has it: without PYTHONPATH, which in fault tests contains the template."""
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

@@ -11,7 +11,7 @@ ONE_CPU = "import ray; ray.init(); print(ray.get(ray.remote(num_cpus=1)(lambda: 
 
 
 def setup_fails(harness: Harness) -> str:
-    """A setup command fails on every new worker: status reports it within a minute. After three, no more start."""
+    """A setup command fails on every new worker: status reports it in a minute. After three failures, none start."""
     harness.wait_until_no_workers()  # otherwise the job would run on a worker of the previous test
     head, pins = harness.head(), "~/project/requirements/cluster.txt"  # workers get a copy of the head's file
     head.run(f"cp {pins} ~/good.txt && echo no-such-package==1 >> {pins}")
@@ -28,7 +28,7 @@ def setup_fails(harness: Harness) -> str:
 
 
 def other_python_on_a_worker(harness: Harness) -> str:
-    """Workers have a different Python from the head's: Ray rejects them, and `inv status` says why."""
+    """Workers have a different version of Python than the head: Ray rejects them, and `inv status` says why."""
     version = "collections.namedtuple('Version', 'major minor micro releaselevel serial')(3, 11, 99, 'final', 0)"
     patch = f"import collections, sys; sys.version_info = {version}"
     site = "$(python -c 'import sysconfig; print(sysconfig.get_path(\"purelib\"))')"
@@ -41,7 +41,7 @@ def other_python_on_a_worker(harness: Harness) -> str:
 
 
 def other_ray_on_the_laptop(harness: Harness) -> str:
-    """The laptop has a different version of Ray from the cluster's: the doctor rejects it, and nothing starts."""
+    """The laptop has a different version of Ray than the cluster: the doctor rejects it, and nothing starts."""
     folder = Path("/tmp/other-ray/ray-2.0.0.dist-info")
     folder.mkdir(parents=True)
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: ray\nVersion: 2.0.0\n")

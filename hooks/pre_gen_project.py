@@ -35,7 +35,7 @@ def project_name(answer: str) -> str | None:
 def project_slug(answer: str) -> str | None:
     """Accept a name for the folder that is also a prefix for names on AWS. S3 has the strictest rules."""
     if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", answer):
-        return "must be lower-case letters and digits with single hyphens between them, a letter first. Try my-llm"
+        return "must start with a letter, and have only lowercase letters, digits and single hyphens. Try my-llm"
     if not 3 <= len(answer) <= 30:
         return "must have 3 to 30 characters, because it is the prefix of longer names on AWS. Try my-llm"
     return _keyword(answer)

@@ -58,7 +58,7 @@ def test_a_bad_answer_gets_one_sentence_and_leaves_nothing(
     assert list(tmp_path.iterdir()) == [tmp_path / "out"]
 
 
-def test_a_real_process_says_no_more_than_that(template: Path, tmp_path: Path) -> None:
+def test_the_command_line_prints_only_the_error(template: Path, tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-m",
@@ -82,7 +82,7 @@ def test_a_type_that_the_region_does_not_offer_is_refused(
     assert "does not offer p4de.24xlarge. Use one of: us-east-1," in capfd.readouterr().err
 
 
-def test_a_folder_that_exists_is_left_alone(template: Path, tmp_path: Path) -> None:
+def test_a_folder_that_exists_is_not_changed(template: Path, tmp_path: Path) -> None:
     kept = tmp_path / "out" / "my-llm" / "mine.txt"
     kept.parent.mkdir(parents=True)
     kept.write_text("mine")

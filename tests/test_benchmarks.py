@@ -33,7 +33,7 @@ def made(date: str, ratio: float) -> dict[str, Any]:
     }
 
 
-def test_the_latest_of_each_part_is_shown(folder: Path) -> None:
+def test_the_latest_result_of_each_part_is_shown(folder: Path) -> None:
     report.keep("one", made("", 0.97), folder)
     text = (folder / "README.md").read_text(encoding="utf-8")
     assert text.startswith("before\n")
@@ -45,7 +45,7 @@ def test_the_latest_of_each_part_is_shown(folder: Path) -> None:
     assert "0.5" not in text
 
 
-def test_a_part_measured_again_on_a_day_takes_its_own_place(folder: Path) -> None:
+def test_a_second_result_on_the_same_day_replaces_the_first(folder: Path) -> None:
     for name, ratio in (("one", 0.97), ("other", 0.5), ("one", 0.99)):
         report.keep(name, made("", ratio), folder)
     files = sorted(file.name for file in (folder / "results").iterdir())

@@ -186,7 +186,7 @@ def test_the_template_and_its_projects_have_the_same_launcher(project: Path) -> 
     assert os.access(bake.TEMPLATE / "inv", os.X_OK)
 
 
-def test_it_is_posix_sh() -> None:
+def test_the_launcher_is_posix_sh() -> None:
     subprocess.run(["sh", "-n", bake.TEMPLATE / "inv"], check=True)
     if shutil.which("shellcheck"):
         subprocess.run(["shellcheck", bake.TEMPLATE / "inv"], check=True)
@@ -235,7 +235,7 @@ def test_the_environment_has_no_space_in_its_path(with_uv: Machine) -> None:
     assert f"python={environment}/bin/python " in done.stderr
 
 
-def test_a_cache_that_links_to_a_path_with_a_space(with_uv: Machine) -> None:
+def test_a_cache_that_links_to_a_path_with_a_space_is_not_used(with_uv: Machine) -> None:
     """The environment's resolved path would contain the space, so the launcher uses a cache in the project."""
     disk = with_uv.root / "My Passport"
     disk.mkdir(mode=0o777)
@@ -275,7 +275,7 @@ def test_a_uv_that_is_old_or_does_not_run_is_not_used(with_pip: Machine, uv: str
     assert f"uv={with_pip.project}/.cluster/uv/bin/uv " in done.stderr
 
 
-def test_two_projects_of_one_name_have_two_environments(with_uv: Machine) -> None:
+def test_two_projects_with_the_same_name_have_two_environments(with_uv: Machine) -> None:
     with_uv.inv("up")
     other = with_uv.root / "other"
     shutil.copytree(with_uv.project, other / "project", ignore=shutil.ignore_patterns(".venv"))
@@ -329,10 +329,10 @@ def test_signals_to_the_launcher_reach_the_verb(with_uv: Machine) -> None:
         assert process.communicate()[0] == f"[name]{process.pid}\n"
 
 
-# ------------------------------------------------------------------------------------------ missing programs
+# ------------------------------------------------------------------------------------------ unusual machines
 
 
-def test_a_read_only_home(with_uv: Machine) -> None:
+def test_with_a_read_only_home_the_cache_is_in_the_project(with_uv: Machine) -> None:
     plain = with_uv.root / "plain"
     with_uv.project.rename(plain)
     with_uv.home.chmod(0o500)
@@ -344,7 +344,7 @@ def test_a_read_only_home(with_uv: Machine) -> None:
 
 
 @pytest.mark.parametrize("home", ["closed", "with a space", "nowhere"])
-def test_no_place_without_a_space_is_refused(with_uv: Machine, home: str) -> None:
+def test_without_a_usable_cache_folder_it_says_what_to_type(with_uv: Machine, home: str) -> None:
     (with_uv.root / "with a space").mkdir(mode=0o777)
     (with_uv.root / "closed").mkdir(mode=0o500)
     with_uv.variables["HOME"] = str(with_uv.root / home) if home != "nowhere" else ""
@@ -357,23 +357,23 @@ def test_no_place_without_a_space_is_refused(with_uv: Machine, home: str) -> Non
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
-def test_a_folder_of_another_user(with_uv: Machine) -> None:
+def test_a_folder_of_another_user_is_reported(with_uv: Machine) -> None:
     (with_uv.project / ".cluster").mkdir(mode=0o755)
     with_uv.install("id", "#!/bin/sh\necho alice\n")
     assert "Run: sudo chown -R alice .cluster" in with_uv.refused("up")
 
 
-def test_neither_pip_nor_curl(machine: Machine) -> None:
+def test_without_pip_and_curl_it_says_what_to_install(machine: Machine) -> None:
     assert "Run: sudo apt-get install curl" in machine.inv("up").stderr.splitlines()[-1]
 
 
-def test_no_compiler(with_uv: Machine) -> None:
+def test_without_a_compiler_it_says_what_to_install(with_uv: Machine) -> None:
     (with_uv.bin / "g++").unlink()
     assert with_uv.refused("up") == "error: not installed: g++. Run: sudo apt-get install g++\n"
     assert not (with_uv.project / ".venv").is_symlink()
 
 
-def test_a_clone_of_the_template_without_git(with_uv: Machine) -> None:
+def test_without_git_a_clone_of_the_template_says_what_to_install(with_uv: Machine) -> None:
     template = with_uv.root / "template"
     (template / ".git").mkdir(parents=True)
     shutil.copy(bake.TEMPLATE / "inv", template)
@@ -384,7 +384,7 @@ def test_a_clone_of_the_template_without_git(with_uv: Machine) -> None:
 
 
 @pytest.mark.parametrize("system", ["MINGW64_NT-10.0-19045", "MSYS_NT-10.0", "CYGWIN_NT-10.0"])
-def test_windows(with_uv: Machine, system: str) -> None:
+def test_windows_is_rejected(with_uv: Machine, system: str) -> None:
     (with_uv.bin / "uname").unlink()
     with_uv.install("uname", f"#!/bin/sh\necho {system}\n")
     assert "Use WSL2" in with_uv.refused("up")
@@ -393,7 +393,7 @@ def test_windows(with_uv: Machine, system: str) -> None:
 # ------------------------------------------------------------------------------------------ arguments and signals
 
 
-def test_arguments_and_stdin_and_the_exit_code(with_uv: Machine) -> None:
+def test_arguments_stdin_and_exit_code_are_passed_on(with_uv: Machine) -> None:
     words = ("read", "two words", "", "it's", "$HOME *", "--", "-é")
     done = with_uv.inv(*words, typed="typed\n")
     assert done.stdout == "".join(f"[{word}]" for word in words) + "typed\n"
@@ -404,7 +404,7 @@ def test_without_a_verb_it_lists_them(with_uv: Machine) -> None:
     assert with_uv.inv().stdout == "[--list]"
 
 
-def test_the_terminal_and_ctrl_c(with_uv: Machine) -> None:
+def test_the_verb_gets_the_terminal_and_ctrl_c(with_uv: Machine) -> None:
     with_uv.inv("--list")  # creates the environment
     pid, terminal = pty.fork()
     if pid == 0:
@@ -430,7 +430,7 @@ def _read(terminal: int, until: str) -> str:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the job's workers need torch's CPU build for Linux")
-def test_up_a_job_and_down_in_a_folder_with_a_space() -> None:
+def test_up_submit_and_down_work_in_a_folder_with_a_space() -> None:
     """Run the real launcher in the project of `./inv test`, so that its environment is created only once."""
     launcher = bake.bake(BUILD / TEST_PROJECT) / "inv"
     environment = os.environ | {"LANG": "C"}

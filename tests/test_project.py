@@ -70,7 +70,7 @@ def _load_yaml(text: str) -> Any:
     return yaml.load(text, Loader)
 
 
-def test_the_answers_arrive(made: tuple[Path, dict[str, str]]) -> None:
+def test_the_answers_are_in_the_project_files(made: tuple[Path, dict[str, str]]) -> None:
     project, answers = made
     cluster = yaml.safe_load((project / "cluster" / "cluster.yaml").read_text(encoding="utf-8"))
     settings = tomllib.loads((project / "settings.toml").read_text(encoding="utf-8"))
@@ -85,7 +85,7 @@ def test_the_answers_arrive(made: tuple[Path, dict[str, str]]) -> None:
     assert settings["cluster"]["train"]["model"] == answers.get("base_model", "Qwen/Qwen3-8B")
 
 
-def test_it_has_exactly_these_files(project: Path) -> None:
+def test_the_project_has_exactly_the_listed_files(project: Path) -> None:
     """After you add or remove a file, run: .venv/bin/python -m tests.project_files"""
     expected = (Path(__file__).parent / "project_files.txt").read_text(encoding="utf-8").split()
     assert bake.files(project) == expected
@@ -100,7 +100,7 @@ def test_the_readmes_are_short(project: Path, template: Path) -> None:
         assert [lines for lines in paragraphs if len(lines.strip().splitlines()) > 4] == []
 
 
-def test_python_files_are_the_template_s_own(project: Path, template: Path) -> None:
+def test_python_files_are_copied_unchanged(project: Path, template: Path) -> None:
     source = template / bake.PROJECT.name
     for path in project.rglob("*.py"):
         assert path.read_bytes() == (source / path.relative_to(project)).read_bytes()

@@ -1,4 +1,4 @@
-"""Makes tokens and labels with only `tokenizers` and a pool of processes, as an upper bound for `preprocess`."""
+"""Renders, tokenizes and masks rows in a bare pool of processes. Its speed is an upper bound for `preprocess`."""
 
 import json
 import multiprocessing

@@ -1,6 +1,6 @@
 """These tests run in a generated project's environment: see `check_gpu_path` in tasks.py.
 
-What needs CUDA runs in new processes, on fake GPUs and with the packages of the nodes.
+Code that needs CUDA runs in new processes, on fake GPUs and with the packages of the nodes.
 """
 
 import subprocess
@@ -20,7 +20,7 @@ Run = Callable[..., str]
 
 @pytest.fixture(scope="session")
 def gpu() -> fit.Gpu:
-    """Return a fake A100 with 400 GB, on which everything fits. The first call installs the packages of the nodes."""
+    """Return a fake A100 with 400 GiB, in which every job fits. The first call installs the packages of the nodes."""
     return fit.Gpu(fit.nodes_environment(), 400)
 
 

@@ -1,4 +1,4 @@
-"""The fake GPU itself: what torch, Triton and Inductor see, and that each byte counts."""
+"""Test the fake GPU: what torch, Triton and Inductor see, and that it counts each byte of its memory."""
 
 import json
 
@@ -35,7 +35,7 @@ print(tuple(a.grad.shape))
 """
 
 
-def test_memory_counts_each_byte_and_takes_no_main_memory(run: Run) -> None:
+def test_each_byte_is_counted_and_takes_no_main_memory(run: Run) -> None:
     seen = json.loads(run(MEMORY))
     assert seen["name"] == "NVIDIA A100-SXM4-40GB"
     assert seen["free"] == 40 << 30
@@ -45,11 +45,11 @@ def test_memory_counts_each_byte_and_takes_no_main_memory(run: Run) -> None:
     assert seen["afterwards"] == 12 << 30
 
 
-def test_inductor_and_triton_compile_for_it(run: Run) -> None:
+def test_inductor_and_triton_compile_for_the_fake_gpu(run: Run) -> None:
     assert run(COMPILED).splitlines()[-1] == "(64, 4096)"
 
 
 @pytest.mark.parametrize("mib", [40 * 1024, 80 * 1024])
-def test_it_has_the_memory_that_is_asked_for(run: Run, mib: int) -> None:
+def test_the_fake_gpu_has_the_requested_memory(run: Run, mib: int) -> None:
     code = "import torch; print(torch.cuda.mem_get_info()[1] >> 20)"
     assert run(code, mib=mib).split() == [str(mib)]

@@ -1,4 +1,4 @@
-"""Liger's kernels, compiled ahead of time for A100 and H100 by Triton and its own assembler."""
+"""Test that Triton compiles Liger's kernels for A100 and H100, with the assembler that Triton contains."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What fine-tuning jobs allocate on a fake GPU, beside what `inv plan` says."""
+"""Compare the memory that fine-tuning jobs allocate on a fake GPU with the estimate of `inv plan`."""
 
 from collections.abc import Callable
 from dataclasses import replace

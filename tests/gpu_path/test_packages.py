@@ -1,4 +1,4 @@
-"""The packages of the nodes: every job starts, and compiled extensions find the libraries that they need."""
+"""Test the packages of the nodes: every job starts, and compiled extensions find the libraries that they need."""
 
 import pytest
 
@@ -27,6 +27,6 @@ def test_a_job_prints_its_help(run: Run, job: str) -> None:
 
 @pytest.mark.parametrize("name", EXTENSIONS)
 def test_an_extension_loads(run: Run, name: str) -> None:
-    """All its symbols are resolved now, not when they are first used."""
+    """RTLD_NOW resolves all symbols when the extension is loaded, not when they are first used."""
     code = "import importlib, os, sys, torch; sys.setdlopenflags(os.RTLD_NOW); importlib.import_module(sys.argv[1])"
     run(code, name)

@@ -1,4 +1,4 @@
-"""vLLM's engine on a fake A100, with the arguments of [cluster.serve] and without weights."""
+"""Test vLLM's engine on a fake A100, with the arguments of [cluster.serve] and without weights."""
 
 from collections.abc import Callable
 
@@ -27,7 +27,7 @@ os._exit(0)
 
 
 @pytest.mark.parametrize("mode", ["eager", "graphs"])
-def test_the_engine_has_the_room_for_tokens_that_the_plan_says(
+def test_the_engine_has_room_for_as_many_tokens_as_planned(
     run: Run, folder_of: Callable[[str], str], mode: str
 ) -> None:
     planned = serving.serve(shape_of(MODELS["Qwen3-8B"]), 2, 32 * 4096, 40)

@@ -87,7 +87,7 @@ def facts() -> list[Fact]:
 
 
 def questions(count: int = 20, seed: int = 0) -> list[Fact]:
-    """Return the facts that the demo asks about. All of them are in the training data."""
+    """Return a random sample of `facts`, which the demo asks the model about."""
     return random.Random(seed).sample(facts(), count)
 
 

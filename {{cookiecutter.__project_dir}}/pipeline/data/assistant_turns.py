@@ -36,9 +36,9 @@ class AssistantTurns:
         self._learn_reasoning()
 
     def learn_end(self, tokenizer: "PreTrainedTokenizerFast", probe: Conversation, following: Message) -> bool:
-        """Learn which stop token ends the last turn of `probe`. It is in the turn, or begins the text of `following`.
+        """Learn which stop token ends the last turn of `probe`, and return whether there is such a token.
 
-        Return whether there is such a token.
+        The token is in the turn, or the text of `following` begins with it.
         """
         written = self._written(probe)
         tokens = (tokenizer.convert_ids_to_tokens(token_id) for token_id in self.eos_ids)

@@ -21,7 +21,7 @@ from pipeline.data.template_renderer import MARKS, TEMPLATE_ERRORS, RenderedText
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-MAX_LAYOUTS = 10_000  # kept in memory; the template itself renders conversations of further shapes
+MAX_LAYOUTS = 10_000  # layouts kept in memory; conversations of further shapes are rendered with the template
 CHATML = "pipeline/data/chat_templates/chatml.jinja"
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 

@@ -16,7 +16,7 @@ SCHEME = "hf://"
 def open_uri(uri: str) -> tuple[pyarrow.fs.FileSystem, str]:
     """Return the hub as a file system, and the path of `uri` in it.
 
-    If `uri` names a whole data set, return the path of its train split in parquet format.
+    If `uri` names a data set without a path in it, return the path of its train split in parquet format.
 
     Raises:
         OSError: the hub has no such path.

@@ -61,7 +61,7 @@ def require_text(value: object) -> str:
 def _normalize_message(message: Message) -> Message:
     if message.keys() == PLAIN_KEYS and isinstance(message["content"], str) and message["role"] in ROLES:
         return {"role": message["role"], "content": message["content"]}  # a fast path for most messages
-    # parquet writes null for a missing key; templates must not see the null
+    # parquet stores a missing key as null, which templates must not see
     message = {key: value for key, value in message.items() if value is not None}
     if message.get("role") not in ROLES:
         raise BadRow(f"a message with an unknown role; known: {', '.join(ROLES)}")

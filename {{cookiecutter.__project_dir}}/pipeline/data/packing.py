@@ -1,4 +1,4 @@
-"""Pack documents of different lengths into rows of one length."""
+"""Pack documents of different lengths into rows of equal length."""
 
 from bisect import bisect_left, insort
 

@@ -64,8 +64,8 @@ def explain(error: RayTaskError) -> Exception:
     if disk_is_full or isinstance(error.cause, ShuffleDiskError):
         return UserError(
             f"no space is left in {tempfile.gettempdir()} on a node: the shuffle stores the compressed text of the "
-            "input there; free some space, or use a larger disk: inv down, then RAY_TMPDIR=FOLDER inv up (with "
-            "python -m: TMPDIR=FOLDER)."
+            "input there; free some space, or use a larger disk: inv down, then RAY_TMPDIR=FOLDER inv up. With "
+            "python -m, set TMPDIR=FOLDER."
         )
     return error
 
@@ -96,7 +96,7 @@ class PreprocessProgress:
 def _partition_count(sources: list[RowSource], shard_mib: float) -> int:
     """Return the number of partitions.
 
-    It is a power of two, so that it rarely changes if the same input is split into files differently.
+    The number is a power of two, so it rarely changes if the same rows are stored in other files.
     """
     size = sum(int(source.text_size * source.weight) for source in sources)
     return 1 << int((size - 1) / (shard_mib * 2**20)).bit_length()

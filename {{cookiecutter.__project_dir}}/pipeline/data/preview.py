@@ -38,9 +38,8 @@ def _show_rows(head: Head, source: RowSource) -> None:
 
 def _show_documents(rows: list[dict[str, Any]], count: int, tokenizer: DocumentTokenizer) -> None:
     """Print documents with the trained tokens in green."""
-    console = Console(
-        force_terminal=True, soft_wrap=True
-    )  # a submitted job's log is not a terminal, but is read in one
+    # a submitted job's log is not a terminal, but users read the log in a terminal
+    console = Console(force_terminal=True, soft_wrap=True)
     for number, document in enumerate(islice(_documents(rows, tokenizer), count), 1):
         console.print(Text(f"example {number} (green: trained)", style="bold"))
         console.print(_colored(document, tokenizer))

@@ -1,4 +1,4 @@
-"""Read training rows in published formats: conversations, prompts with completions, or plain text.
+"""Read training rows in published formats: conversations, instructions with answers, prompts with completions, or text.
 
 The columns of a row determine its format. `preprocess` lists the columns that the format does not read.
 """
@@ -109,7 +109,7 @@ def _read_sharegpt(row: Mapping[str, Any]) -> Conversation:
 def _sharegpt_message(turn: Message) -> Message:
     speaker = turn.get("from")
     if speaker is None:
-        return turn  # it already has role and content
+        return turn  # a turn that already has role and content
     if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
         raise BadRow(f"a turn with an unknown `from`; known: {', '.join(SHAREGPT_ROLES)}")
     value = turn.get("value")

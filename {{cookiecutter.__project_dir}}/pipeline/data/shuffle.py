@@ -25,7 +25,7 @@ def group_values(partitions: int) -> pa.Array:
 def assign(rows: pa.Table, seed: int, groups: pa.Array) -> pa.Table:
     """Return `rows` with their `key`, a hash of seed and content, and with the `partition` and `group` of that key.
 
-    `groups` are the values of `group_values`. Sorting rows by such a key shuffles them.
+    `groups` is the result of `group_values`. Sorting the rows by `key` shuffles them.
     """
     keys = [
         hashlib.blake2b(row, digest_size=16, key=str(seed).encode(), salt=copy.to_bytes(2)).digest()

@@ -20,7 +20,7 @@ from pipeline.data.tokenizer import padding_id
 from pipeline.training.dataset import Batch, as_arrays, as_batch
 from settings import UserError
 
-DOCUMENTS_PACKED_TOGETHER = 1024  # the last row of each group is partly empty
+DOCUMENTS_PACKED_TOGETHER = 1024  # at the end of each group, some packed rows remain partly empty
 NOTICE = (
     "--stream: bad rows are skipped without being counted, nothing is evaluated, and a resumed run continues at its "
     "step but reads the rows from the start"
@@ -41,7 +41,7 @@ def find_input(model: str) -> StreamInput:
 
 
 def dataset(stream: StreamInput) -> ray.data.Dataset:
-    """Return the packed rows in the order of the input."""
+    """Return the packed rows, without shuffling them."""
     ray.data.DataContext.get_current().enable_progress_bars = False
     return row_dataset.dataset(stream.sources).map_batches(
         functools.partial(_pack, tokenizer_ref=ray.put(stream.tokenizer)),

@@ -50,7 +50,7 @@ class AnswerFolder:
             )
 
     def save_answers(self, answers: pa.Table) -> None:
-        """Write some answers atomically. Answers to the same rows replace their earlier file."""
+        """Write some answers atomically. A file with answers to the same rows is replaced."""
         self._save_table(f"{ANSWERS}/{_name(*answers['id'].to_pylist())}.parquet", answers)
 
     def save_rejected(self, origin: str, bad: list[dict[str, Any]]) -> None:

@@ -16,7 +16,7 @@ class CrashTracker:
         self._culprits: set[str] = set()  # in flight at two crashes
 
     def start(self, engine: str) -> frozenset[str]:
-        """Record the start of an engine, and return all suspects. Rows that were in flight when it died join them."""
+        """Record the start of an engine, and return all suspects, including the rows in flight when it last died."""
         self._starts[engine] += 1
         lost = self._in_flight.pop(engine, set())
         self._culprits |= lost & self._suspects
@@ -45,5 +45,5 @@ def error_message(culprits: list[str]) -> str:
     """Return the error message that names these rows."""
     return (
         "an engine crashed twice with the same rows in flight, so the run stopped; finished answers are kept. "
-        f"To answer the remaining rows, run it again with: --skip-ids {shlex.join(culprits)}"
+        f"To answer the remaining rows, run the same command with: --skip-ids {shlex.join(culprits)}"
     )

@@ -54,7 +54,7 @@ def answer_remaining(
         try:
             remaining = prompts.find_remaining(source, options.id_column, answered)
             print(
-                f"generate: {remaining.count:,} rows to answer, {len(remaining.answered):,} were answered before",
+                f"generate: {remaining.count:,} rows to answer; {len(remaining.answered):,} were answered before",
                 flush=True,
             )
             # start no engine if all remaining rows are bad

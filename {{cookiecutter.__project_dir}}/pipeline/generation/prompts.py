@@ -1,4 +1,4 @@
-"""Turns rows into prompts with the tokens that the server would make from the same messages. Rejects bad rows."""
+"""Turns rows into prompts with the same tokens as in a request to the server. Rejects bad rows."""
 
 import functools
 from collections import Counter
@@ -27,7 +27,7 @@ BLOCK_ROWS = 256
 
 
 class RemainingRows(NamedTuple):
-    """Describes, by ids, which rows remain to be answered."""
+    """The rows that remain to be answered, described by ids."""
 
     count: int
     """Number of remaining rows, including bad ones."""
@@ -60,7 +60,7 @@ class PromptTokenizer:
         """Return a row's id, its prompt, and the prompt's tokens, or None if the row is already answered.
 
         Raises:
-            BadRow: there is no prompt, or it cannot be answered.
+            BadRow: the row has no prompt, or the prompt cannot be answered.
         """
         row = rows.parse(raw)
         row_id = _id_of(row, self.id_column)
@@ -78,7 +78,7 @@ class PromptTokenizer:
         return {"id": row_id, "prompt": prompt, "tokenized_prompt": tokens}
 
     def _tokenize(self, row: dict[str, Any]) -> tuple[str, list[int]]:
-        """Return prompt and tokens as /v1/chat/completions or /v1/completions would. The two add BOS differently."""
+        """Return prompt and tokens as in /v1/chat/completions or /v1/completions, which add BOS in different ways."""
         if row.get("messages") is not None:
             messages = normalize_messages(row["messages"])
             prompt = canonical_json(messages).decode()

@@ -10,7 +10,7 @@ from pipeline.generation.options import GenerateOptions
 from pipeline.ray_support import model_cache
 from pipeline.serving.options import ServeOptions
 
-BATCH_ROWS = 32  # rows that an engine receives and returns together; it holds several such batches
+BATCH_ROWS = 32  # rows that an engine receives and returns together; an engine holds several batches
 
 
 def answer(
@@ -44,7 +44,7 @@ def answer(
         config,
         preprocess=lambda row: {"sampling_params": sampling},
         postprocess=_as_answer,
-        # other resources than generation.py's repartition, or Ray would fuse the two and join the blocks again
+        # different resources from generation.py's repartition; otherwise Ray would fuse both steps and merge the blocks
         preprocess_map_kwargs={"num_cpus": 0.5},
     )
     tracked_engine.track(processor, tracker)
@@ -62,7 +62,7 @@ def _sampling(options: GenerateOptions, serving: ServeOptions) -> dict[str, Any]
     parameters = {
         "max_tokens": options.max_tokens,
         "temperature": options.temperature,
-        "stream_interval": options.max_tokens,  # return each answer as a whole
+        "stream_interval": options.max_tokens,  # return each answer in one piece
     }
     return {name: defaults[name] for name in names if defaults.get(name) is not None} | parameters
 

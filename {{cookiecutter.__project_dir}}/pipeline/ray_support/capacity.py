@@ -34,7 +34,7 @@ def nodes() -> list[NodeGroup]:
 
 
 def max_workers(needs: Mapping[str, float]) -> int:
-    """Return how many workers the cluster can hold at most. Each needs these resources on one node."""
+    """Return the maximum number of workers that the cluster can hold. Each needs these resources on one node."""
     return sum(
         group.count * min(int(group.resources.get(name, 0) // need) for name, need in needs.items())
         for group in nodes()

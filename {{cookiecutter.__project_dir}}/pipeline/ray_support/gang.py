@@ -120,7 +120,7 @@ def _release(offer: Offer) -> str:
         for node_id in filter(None, unused):
             gcs.drain_idle(address, node_id, "partial gang")
         time.sleep(3)
-    return f", {released} given back" if released else ""
+    return f", {released} released" if released else ""
 
 
 def _unused(offer: Offer) -> list[str | None]:

@@ -352,7 +352,7 @@ def test_missing_input_is_refused(options: GenerateOptions, tmp_path: Path) -> N
         generate.main(options.model_copy(update={"input": str(tmp_path)}))
 
 
-def test_an_engine_that_does_not_start_gives_one_sentence(
+def test_an_engine_that_does_not_start_gives_a_one_sentence_error(
     made: KilledRuns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = settings.load
@@ -370,7 +370,7 @@ def test_an_engine_that_does_not_start_gives_one_sentence(
         generate.main(asked)
 
 
-def test_an_engine_that_hangs_gives_one_sentence(
+def test_an_engine_that_hangs_gives_a_one_sentence_error(
     made: KilledRuns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The timeout is shorter than an engine's start, so a starting engine counts as hanging."""

@@ -1,4 +1,4 @@
-"""Compare the real templates of model families with TRL's masks and vLLM's prompts."""
+"""Compare the training texts of published chat templates with TRL's masks and vLLM's prompts."""
 
 import contextlib
 import json
@@ -201,7 +201,7 @@ def test_every_turn_ends_where_the_model_stops(folder: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_single_turn_is_the_templates_own_text(folder: Path, name: str) -> None:
+def test_a_single_turn_has_the_text_that_the_template_renders(folder: Path, name: str) -> None:
     template, tokenizer = load(folder, FAMILIES[name])
     messages = [QUESTION, ANSWER]
     [document] = template.documents(Conversation(messages))
@@ -287,7 +287,7 @@ def test_earlier_reasoning_is_as_served_or_kept(folder: Path) -> None:
         load(folder, FAMILIES["OLMo 3 Think"], past_reasoning="keep")
 
 
-def test_a_document_without_a_later_turn_counts_as_cut(folder: Path, tmp_path: Path) -> None:
+def test_a_document_counts_as_cut_if_the_next_turn_is_dropped(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "model")
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     tokenizer.chat_template = template_of(FAMILIES["Qwen 3"])
@@ -356,7 +356,7 @@ def table(folder: Path) -> str:
     return "\n".join(lines)
 
 
-def test_the_docs_show_what_each_family_can(folder: Path) -> None:
+def test_the_docs_show_what_each_template_supports(folder: Path) -> None:
     """To update the table, set WRITE_DOCS=1."""
     page = settings.PROJECT / "docs" / "data.md"
     before, begin, rest = page.read_text(encoding="utf-8").partition("<!-- families -->\n")

@@ -51,7 +51,7 @@ PROVOKED: dict[str, Callable[[], object]] = {
 
 
 @pytest.mark.parametrize("heading", [heading for heading in _sections() if heading not in PROVOKED])
-def test_an_error_is_quoted_as_the_code_says_it(heading: str) -> None:
+def test_a_quoted_error_is_in_the_code(heading: str) -> None:
     quote = re.sub("^(error:|✗) ", "", _quoted(_sections()[heading]))
     whole = any(message.fullmatch(quote) for message in _messages())
     halves = [any(message.fullmatch(half) for message in _messages()) for half in re.split("[;.] ", quote, maxsplit=1)]
@@ -59,7 +59,7 @@ def test_an_error_is_quoted_as_the_code_says_it(heading: str) -> None:
 
 
 @pytest.mark.parametrize("heading", PROVOKED)
-def test_libraries_still_say_so(heading: str) -> None:
+def test_libraries_raise_the_quoted_errors(heading: str) -> None:
     with pytest.raises((RuntimeError, ValueError, DeprecationWarning)) as provoked:
         PROVOKED[heading]()
     assert _quoted(_sections()[heading]) in " ".join(str(provoked.value).split())
@@ -162,13 +162,13 @@ def test_a_named_test_exists(page: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_links_lead_somewhere(page: str) -> None:
+def test_links_lead_to_existing_files(page: str) -> None:
     folder = (settings.PROJECT / page).parent
     text = (settings.PROJECT / page).read_text(encoding="utf-8")
     assert not [link for link in re.findall(r"\]\(([^):]+)\)", text) if not (folder / link).exists()]
 
 
-def test_torchrun_wants_packed_rows_and_a_folder() -> None:
+def test_torchrun_needs_packed_rows_and_a_folder() -> None:
     options = settings.load(DDPOptions, "train", profile="local")
     for wrong in ({"stream": True}, {"output": "s3://bucket/runs"}):
         message = torchrun._prepare(options.model_copy(update=wrong))

@@ -126,7 +126,7 @@ def read(hub: str, uri: str, tmp_path: Path) -> subprocess.CompletedProcess[str]
 
 
 @pytest.mark.parametrize("name", ["simple", "languages@~parquet/de/train"])
-def test_a_data_set_of_the_hub_is_read(hub: str, tmp_path: Path, name: str) -> None:
+def test_a_data_set_on_the_hub_is_read(hub: str, tmp_path: Path, name: str) -> None:
     done = read(hub, f"hf://datasets/acme/{name}", tmp_path)
     assert done.returncode == 0, done.stderr
     answers = [row["messages"][1]["content"] for row in json.loads(done.stdout.splitlines()[-1])]
@@ -143,7 +143,7 @@ def test_a_data_set_of_the_hub_is_read(hub: str, tmp_path: Path, name: str) -> N
         ("missing", "hf://datasets/acme/missing cannot be read"),
     ],
 )
-def test_an_ambiguous_or_missing_data_set_gives_one_sentence(
+def test_an_ambiguous_or_missing_data_set_gives_a_one_sentence_error(
     hub: str, tmp_path: Path, name: str, sentence: str
 ) -> None:
     done = read(hub, f"hf://datasets/acme/{name}", tmp_path)

@@ -66,7 +66,7 @@ def test_options_are_read_before_anything_slow_is_imported(job: str) -> None:
         ("--stream --num-workers 1 2", "stream = true needs one number of workers; set num_workers = N."),
     ],
 )
-def test_a_wrong_option_is_one_sentence_with_the_command_to_type(options: str, sentence: str) -> None:
+def test_a_wrong_option_gives_a_one_sentence_error_with_the_command_to_type(options: str, sentence: str) -> None:
     ended = type_options("finetune_ddp", *options.split(), checked_for="inv submit finetune_ddp --")
     help_command = "inv submit finetune_ddp -- --help" if sentence.endswith(": ") else ""
     assert split(ended.stderr)[1] == f"error: {sentence}{help_command}\n"
@@ -124,7 +124,7 @@ def test_help_of_a_job_needs_no_cluster() -> None:
         ("submit finetune_ddp --target azure", "unknown target 'azure'. Use: --target local | rehearsal | aws"),
     ],
 )
-def test_a_wrong_command_line_is_one_sentence_and_nothing_is_connected_to(words: str, sentence: str) -> None:
+def test_a_wrong_command_line_gives_a_one_sentence_error_and_connects_to_nothing(words: str, sentence: str) -> None:
     ended = inv(*words.split())
     imported, stderr = split(ended.stderr)
     assert (ended.returncode, ended.stdout, stderr) == (1, "", f"error: {sentence}\n")
@@ -156,10 +156,12 @@ def test_the_verbs_are_listed_before_anything_slow_is_imported() -> None:
     assert not imported & SLOW
 
 
-def test_a_job_with_a_command_line_of_its_own_is_not_run_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_with_its_own_command_line_is_not_run_on_the_laptop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(settings, "PROJECT", tmp_path)
     script = tmp_path / "jobs" / "mine.py"
     script.parent.mkdir()
     script.write_text('if __name__ == "__main__":\n    open("ran", "w").close()\n')
-    assert job_scripts.check("mine", ["--help"], "local"), "the job must be submitted, not run here"
+    assert job_scripts.check("mine", ["--help"], "local"), "the job must be submitted, not run on the laptop"
     assert not (tmp_path / "ran").exists()

@@ -155,7 +155,7 @@ def test_each_row_is_in_exactly_one_piece(tmp_path: Path, monkeypatch: pytest.Mo
     assert [row["row"] for row in row_sources.head(row_sources.find(str(tmp_path)), 100).rows] == expected
 
 
-def test_one_worker_and_other_files_give_the_same_bytes(
+def test_one_worker_and_differently_split_files_give_the_same_bytes(
     made: Path, many: Path, assets: Path, tmp_path: Path, data_context: DataContext
 ) -> None:
     found = [json.loads(line) for line in many.read_text(encoding="utf-8").splitlines()]
@@ -237,7 +237,7 @@ def test_deduplicate_uses_identical_rows_once(
     assert recorded["train"]["documents"] == (2 if deduplicate else 5)
 
 
-def test_a_weight_is_how_often_each_row_is_used(assets: Path, tmp_path: Path, ray_session: None) -> None:
+def test_each_row_is_used_as_often_as_the_weight_says(assets: Path, tmp_path: Path, ray_session: None) -> None:
     for name in ("once", "half", "more"):
         found = [{"instruction": f"{name} {number}", "output": f"answer {number}"} for number in range(400)]
         write_rows(tmp_path / f"{name}.jsonl", found)
@@ -327,7 +327,7 @@ def test_a_local_path_is_refused_on_several_nodes(monkeypatch: pytest.MonkeyPatc
     refuse_private_paths({"output": "/efs2/packed"}, (), "preprocess")
 
 
-def test_the_command_prints_one_sentence() -> None:
+def test_the_command_prints_a_one_sentence_error() -> None:
     command = [sys.executable, "-m", "jobs.preprocess", "--input", "missing.jsonl"]
     done = subprocess.run(command, cwd=settings.PROJECT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
@@ -338,7 +338,7 @@ def test_the_command_prints_one_sentence() -> None:
 # ---------------------------------------------------------------- the output folder
 
 
-def test_a_complete_data_set_is_not_made_again(
+def test_a_complete_data_set_is_not_written_again(
     made: Path, many: Path, assets: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = (made / "packed" / "manifest.json").stat().st_mtime_ns
@@ -382,7 +382,7 @@ def test_the_files_of_an_interrupted_run_are_deleted(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, which only Linux has")
-def test_a_full_disk_gives_one_sentence() -> None:
+def test_a_full_disk_gives_a_one_sentence_error() -> None:
     with pytest.raises(settings.UserError, match="no space is left for /dev; free some space"):
         PackedFolder("/dev").save("full", b"content")
 
@@ -395,7 +395,7 @@ def test_a_full_disk_gives_one_sentence() -> None:
         (settings.UserError("x.parquet is broken.\nRay's own advice"), r"^x\.parquet is broken\.$"),
     ],
 )
-def test_a_failed_task_gives_one_sentence(cause: Exception, sentence: str) -> None:
+def test_a_failed_task_gives_a_one_sentence_error(cause: Exception, sentence: str) -> None:
     explained = preprocessing.explain(RayTaskError("task", "traceback", cause))
     assert isinstance(explained, settings.UserError)
     assert re.search(sentence, str(explained))
@@ -406,7 +406,7 @@ def test_a_bug_in_a_task_keeps_its_traceback() -> None:
     assert preprocessing.explain(error) is error
 
 
-def test_an_output_that_cannot_be_written_gives_one_sentence(tmp_path: Path) -> None:
+def test_an_output_that_cannot_be_written_gives_a_one_sentence_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(settings.UserError, match="cannot be written"):
         PackedFolder(str(tmp_path / "file" / "packed")).begin(overwrite=False)
@@ -490,7 +490,7 @@ def write_bulky_rows(folder: Path, megabytes: int) -> int:
 
 
 @pytest.mark.nightly
-def test_ten_times_the_object_store_streams_in_flat_memory(assets: Path, tmp_path: Path) -> None:
+def test_memory_stays_flat_if_the_input_is_ten_times_the_object_store(assets: Path, tmp_path: Path) -> None:
     sizes = [write_bulky_rows(tmp_path / name, megabytes) for name, megabytes in (("small", 20), ("large", 850))]
     runs = [
         options(assets, tmp_path / name, input=str(tmp_path / name), shard_mib=8).model_dump_json()

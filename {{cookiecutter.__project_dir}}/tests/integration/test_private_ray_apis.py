@@ -55,7 +55,7 @@ ATTRIBUTES = {
 """Attributes that begin with `_` and that any code may read, because they do not belong to Ray."""
 
 
-# ------------------------------------------------------------------------------------------ no other module uses them
+# ------------------------------------------------------------------------------------------ uses in other modules
 
 
 def private_uses(module: str, tree: ast.AST) -> Iterator[str]:
@@ -97,7 +97,7 @@ def test_a_private_use_is_found(code: str) -> None:
 
 
 @pytest.mark.parametrize("module", sorted(name for name in FILES if name.startswith("pipeline.ray_support.private.")))
-def test_a_module_imports_no_other_of_the_package(module: str) -> None:
+def test_a_private_module_imports_nothing_from_this_project(module: str) -> None:
     tree = ast.parse(FILES[module].read_text(encoding="utf-8"))
     assert not [name for name in imports(tree) if name.startswith(("pipeline", "cluster", "jobs"))]
 

@@ -13,7 +13,7 @@ PROJECT = project_graph()
 
 
 def foreign_cluster_imports(graph: Graph) -> list[str]:
-    """`cluster` is for the verbs. Jobs and `pipeline`, which run on the cluster, never import it."""
+    """Only the verbs use `cluster`. Jobs and `pipeline`, which run on the cluster, never import it."""
     return _imports(graph, ("jobs", "pipeline"), ("cluster",))
 
 
@@ -31,7 +31,7 @@ def ray_in_training(graph: Graph) -> list[str]:
 
 
 def node_imports(graph: Graph) -> list[str]:
-    """Of `cluster`, machines have only `cluster.node` and `cluster.common`, which the laptop also uses."""
+    """From `cluster`, only `node` and `common` are copied to machines, so they import nothing else of `cluster`."""
     shared = _imports(graph, ("cluster.common",), ("cluster",), allowed=("cluster.common",))
     return shared + _imports(graph, ("cluster.node",), ("cluster",), allowed=("cluster.common", "cluster.node"))
 
@@ -56,7 +56,7 @@ RULES = [foreign_cluster_imports, jobs_that_import_jobs, ray_in_training, node_i
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_the_project_keeps_the_rule(rule: Callable[[Graph], list[str]]) -> None:
+def test_the_project_follows_the_rule(rule: Callable[[Graph], list[str]]) -> None:
     assert rule(PROJECT) == []
 
 

@@ -83,7 +83,7 @@ def unpack(packed: pa.Table, pad_id: int) -> list[tuple[list[int], list[int]]]:
 # ---------------------------------------------------------------- packing
 
 
-def test_unpacking_gives_every_document_back() -> None:
+def test_unpacking_restores_every_document() -> None:
     lengths = np.random.default_rng(0).integers(1, 65, 500).tolist()
     documents = table_of(lengths)
     packed = pack(documents, 64, pad_id=-1)
@@ -157,7 +157,7 @@ def test_tokens_and_masks_are_those_of_transformers(assets: Path, chatml_folder:
         assert (ours.labels != NOT_TRAINED).tolist() == [bool(mark) for mark in theirs["assistant_masks"]]
 
 
-def test_chatml_is_what_qwen_expects(model_folder: str) -> None:
+def test_chatml_renders_qwens_format(model_folder: str) -> None:
     tokenizer = load_tokenizer(model_folder, read_template(CHATML))
     whole = tokenizer.apply_chat_template([SYSTEM, QUESTION, ANSWER], tokenize=False)
     prompt = tokenizer.apply_chat_template([SYSTEM, QUESTION], tokenize=False, add_generation_prompt=True)
@@ -225,7 +225,7 @@ def test_a_row_that_the_template_refuses_is_a_bad_row(chatml_folder: str) -> Non
 
 
 @pytest.mark.parametrize("overlong", ["drop", "error"])
-def test_overlong_conversations_can_be_dropped_or_an_error(model_folder: str, overlong: Any) -> None:
+def test_overlong_conversations_are_dropped_or_raise_an_error(model_folder: str, overlong: Any) -> None:
     tokenize = DocumentTokenizer(model_folder, 8, overlong=overlong)
     expected = (
         (BadRow, "longer than sequence_length") if overlong == "drop" else (settings.UserError, "--overlong trunc")
@@ -234,7 +234,7 @@ def test_overlong_conversations_can_be_dropped_or_an_error(model_folder: str, ov
         encode(tokenize, QUESTION, ANSWER)
 
 
-def test_all_of_a_text_is_trained_but_no_prompt(tokenize: DocumentTokenizer) -> None:
+def test_texts_and_completions_are_trained_but_prompts_are_not(tokenize: DocumentTokenizer) -> None:
     [text] = tokenize.documents({"text": "No such file"})
     assert tokenize.tokenizer.decode(text.input_ids.tolist()) == "<|bos|>No such file<|eos|>"
     assert text.labels[1:].tolist() == text.input_ids[1:].tolist()
@@ -250,8 +250,8 @@ def test_text_needs_no_chat_template(model_folder: str, tmp_path: Path) -> None:
     assert len(DocumentTokenizer(str(tmp_path), 128).documents({"text": "No such file"})) == 1
 
 
-def test_a_mask_that_ends_on_a_decomposed_character_ends_there() -> None:
-    """NFC joins e and its accent into one character, so the accent has no token of its own."""
+def test_a_span_that_ends_in_a_decomposed_character_ends_at_its_token() -> None:
+    """NFC joins e and its accent into one character, so no separate token belongs to the accent."""
     bpe = Tokenizer(models.WordLevel({"c": 0, "af\u00e9": 1, "[UNK]": 2}, unk_token="[UNK]"))
     bpe.normalizer, bpe.pre_tokenizer = normalizers.NFC(), pre_tokenizers.WhitespaceSplit()
     encoding = bpe.encode("c afe\u0301 c c")

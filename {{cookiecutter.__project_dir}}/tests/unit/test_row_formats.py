@@ -179,7 +179,7 @@ def test_any_row_is_read_or_raises_bad_row(row: dict[str, Any]) -> None:
         to_json(read_example(row))
 
 
-def test_messages_take_precedence_over_preferences() -> None:
+def test_messages_take_precedence_over_preference_pairs() -> None:
     row = {"messages": PAIR, "chosen": PAIR, "rejected": PAIR}
     assert read_example(row) == Conversation(PAIR)
     assert format_of(row).name == "conversations"
@@ -208,7 +208,7 @@ def test_unused_columns_are_listed(tmp_path: Path) -> None:
     assert (head.formats, head.unused) == (("instructions and answers",), ("category", "id", "source"))
 
 
-def test_a_file_of_preferences_gives_one_sentence(tmp_path: Path) -> None:
+def test_a_file_of_preference_pairs_gives_a_one_sentence_error(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"chosen": "a", "rejected": "b"}\n', encoding="utf-8")
     with pytest.raises(UserError, match=r"no row of .* can be used: a preference pair .*; or pass another --input"):
         row_sources.head(row_sources.find(str(tmp_path)), 10)
