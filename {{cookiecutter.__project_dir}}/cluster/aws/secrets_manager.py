@@ -40,7 +40,7 @@ def names(file: ClusterFile) -> list[str]:
 
 
 def delete(file: ClusterFile) -> None:
-    """Delete all secrets immediately. While a deletion is only scheduled, `up` cannot store a secret of that name."""
+    """Delete all secrets immediately. While a deletion is only scheduled, `up` cannot store a secret with that name."""
     client = file.client("secretsmanager")
     for name in names(file):
         client.delete_secret(SecretId=f"{file.slug}/{name}", ForceDeleteWithoutRecovery=True)

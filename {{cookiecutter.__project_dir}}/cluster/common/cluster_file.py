@@ -45,7 +45,7 @@ class ClusterFile:
 
     content: dict[str, Any]
     digest: str
-    """Hash of everything that a head is set up from: this file, the nodes' pins, and the limits in settings.toml."""
+    """Hash of cluster.yaml, the nodes' pins, and the limits in settings.toml. After a change, `up` sets up the head."""
 
     @property
     def slug(self) -> str:

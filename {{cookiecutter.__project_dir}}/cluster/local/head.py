@@ -65,7 +65,7 @@ def is_up() -> bool:
     """Return whether the cluster answers.
 
     Raises:
-        Unreachable: the cluster is running but does not answer. It may only be busy, so do not stop it.
+        Unreachable: the cluster is running but does not answer. It may just be busy, so do not stop it.
     """
     deadline = time.monotonic() + ANSWER_TIMEOUT_S
     while state.STATE_FILE.is_file() and state.TOKEN_FILE.is_file():
