@@ -91,7 +91,7 @@ def _install_programs() -> None:
         raise settings.UserError(
             f"apt-get failed; its output is above. Fix that, then run: apt-get install {' '.join(needed)}"
         )
-    # stop the service: only the program sshd is needed, and this machine must not accept logins
+    # stop the service, because only the program sshd is needed, and this machine must not accept logins
     if "openssh-server" in needed and shutil.which("systemctl"):
         subprocess.run(["systemctl", "disable", "--now", "ssh.service", "ssh.socket"], capture_output=True)
 

@@ -10,12 +10,12 @@ from typing import Any
 import settings
 
 USUAL_IMPORT_S = 0.6  # `import ray` on two idle cores
-MAX_SLOWDOWN = 5.0  # a cluster that is slower than this is broken
+MAX_SLOWDOWN = 5.0  # a cluster that is even slower is considered broken
 
 
 @functools.cache
 def slowdown() -> float:
-    """Return how many times longer than usual this machine takes to start a process that imports Ray, from 1 to 5."""
+    """Return how many times as long as usual this machine takes to start a process that imports Ray, from 1 to 5."""
     for _ in range(2):  # only the second run counts, because the first one reads Ray from the disk
         started = time.monotonic()
         subprocess.run([sys.executable, "-c", "import ray"], check=True)
