@@ -284,8 +284,8 @@ def _micro_batches(sequence_length: int, gpus: int, global_batch_rows: int) -> l
 def hours(shape: Shape, training: Training, tokens: int | None) -> float | None:
     """Return how many hours one pass over this many tokens takes, or None if this is unknown.
 
-    The time is unknown without `tokens`, and with an offloaded optimizer, whose speed depends on the host. The formula for
-    the operations per token is from PaLM (arXiv:2204.02311, appendix B). LoRA needs two thirds of the operations,
+    The time is unknown without `tokens`, and with an offloaded optimizer, whose speed depends on the host. The formula
+    for the operations per token is from PaLM (arXiv:2204.02311, appendix B). LoRA needs two thirds of the operations,
     because frozen weights have no gradients. Checkpointing repeats the forward pass, which is a third of the operations
     (arXiv:2205.05198, section 5).
     """

@@ -24,13 +24,13 @@ def wheels(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
-def test_find_links_serve_torch(wheels: str) -> None:
+def test_torch_comes_from_find_links_that_have_it(wheels: str) -> None:
     source, variables = environment.package_sources({"find-links": f"{wheels} https://wheels.example/page"})
     assert variables == {"UV_FIND_LINKS": f"{wheels},https://wheels.example/page"}
     assert wheels in source
 
 
-def test_without_torch_in_find_links_it_comes_from_the_cpu_index(tmp_path: Path) -> None:
+def test_torch_comes_from_the_cpu_index_if_find_links_lack_it(tmp_path: Path) -> None:
     source, variables = environment.package_sources({"find-links": str(tmp_path)})
     assert variables["UV_FIND_LINKS"] == str(tmp_path)
     assert source == ("PyTorch's CPU index" if sys.platform == "linux" else "the package index")
@@ -197,7 +197,7 @@ def test_an_installation_that_was_killed_is_repeated_from_the_start(tmp_path: Pa
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="DeepSpeed, which compiles with them, is for Linux")
-def test_missing_headers_are_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_headers_give_a_one_sentence_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
     with pytest.raises(SystemExit, match=r"^error: .* has no Python\.h, .* Run: sudo apt-get install python3\.11-dev$"):
         environment.install_pins()

@@ -68,7 +68,7 @@ def test_relative_paths_are_resolved_and_uris_are_not(monkeypatch: pytest.Monkey
         ("--num-workers 3 2", "error: num_workers = [MIN, MAX] needs the smaller number first."),
     ],
 )
-def test_a_bad_option_on_the_command_line_is_one_sentence(
+def test_a_bad_option_on_the_command_line_gives_a_one_sentence_error(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture, options: str, sentence: str
 ) -> None:
     monkeypatch.setattr("sys.argv", ["jobs/finetune_deepspeed.py", *options.split()])
