@@ -1,4 +1,4 @@
-"""Check cluster.yaml with the schemas of Ray and EC2, stack.yaml with that of CloudFormation, and both with our rules."""
+"""Check cluster.yaml with the schemas of Ray and EC2, stack.yaml with CloudFormation's, and both with our own rules."""
 
 import copy
 import json

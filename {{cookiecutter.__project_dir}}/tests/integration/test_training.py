@@ -595,7 +595,7 @@ def test_a_model_that_does_not_fit_the_rows_is_refused(model: Path) -> None:
         preflight.check_model("m", config, config.vocab_size, 129)
 
 
-def test_a_missing_model_is_refused(tmp_path: Path) -> None:
+def test_a_model_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(settings.UserError, match="cannot load the model"):
         preflight.load_config(str(tmp_path / "nothing"))
 
