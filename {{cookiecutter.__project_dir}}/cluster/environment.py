@@ -1,8 +1,9 @@
 """Install the project's environment from requirements/local.txt, and run every verb in it.
 
 The environment is in the user's cache, and `.venv` links to it. It is not in the project's folder, because the path of
-that folder may contain spaces, and Ray would fail. The launcher `inv` creates the environment on first use and when the
-pins change. This module runs before anything is installed, so it imports only the standard library.
+that folder may contain spaces, and Ray fails if the environment's path does. The launcher `inv` creates the environment
+on first use and when the pins change. This module runs before anything is installed, so it imports only the standard
+library.
 """
 
 import ast
@@ -41,7 +42,7 @@ def enter() -> None:
     # under `uv run`, Ray would start its workers with `uv run` too, in an environment without Ray
     os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
     if Path(sys.prefix) != environment:
-        python = str(environment / "bin" / "python")  # also as argv[0], which Python uses to find its packages
+        python = str(environment / "bin" / "python")  # Python uses its argv[0] to find its packages
         os.execv(python, [python, "-m", "invoke", *sys.argv[1:]])
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from dotenv import dotenv_values
 
 import settings
-from cluster.common.cluster_file import ClusterFile
+from cluster.common.cluster_file import TARGET, ClusterFile
 from cluster.submission import SecretsSection
 
 SERVER_KEY = "SERVE_API_KEY"
@@ -26,7 +26,9 @@ def upload(file: ClusterFile) -> None:
         if value:
             _store(client, file, name, value, is_new=name not in stored)
         elif name not in stored:
-            print(f"secret {name} has no value, so jobs run without it. Put it into .env and run `inv up` again")
+            print(
+                f"secret {name} has no value, so jobs run without it. Put it into .env, then: inv up --target {TARGET}"
+            )
 
 
 def names(file: ClusterFile) -> list[str]:

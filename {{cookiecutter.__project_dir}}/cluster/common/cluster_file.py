@@ -45,7 +45,7 @@ class ClusterFile:
 
     content: dict[str, Any]
     digest: str
-    """Hash of cluster.yaml, the nodes' pins, and the limits in settings.toml. After a change, `up` sets up the head."""
+    """Hash of cluster.yaml, the pins and the limits in settings.toml. `up` sets up the head again if it changes."""
 
     @property
     def slug(self) -> str:

@@ -83,9 +83,9 @@ def is_up() -> bool:
 
 
 def wait_until_ready(process: subprocess.Popen, dashboard: str) -> None:
-    """Wait until the cluster has run an empty job and the head is still alive.
+    """Wait until the cluster has run an empty job, and check that the head is still alive.
 
-    This job shows that the job server, the agent, the scheduler and a worker all work.
+    The job shows that the job server, the agent, the scheduler and a worker all work.
 
     Raises:
         settings.UserError: the head died, or took too long to start.

@@ -165,8 +165,8 @@ def peak(shape: Shape, training: Training) -> Memory:
       ones into one tensor.
     - DDP: autocast caches the parameters in bf16 during a pass. In the second step, DDP reorders its buckets, and holds
       the gradients twice.
-    - FSDP: a pass gathers embedding and output layer, and three blocks at a time. Last, the gradients of embedding and
-      output layer are reduced, from the working format through fp32.
+    - FSDP: a pass gathers embedding and output layer, and three blocks at a time. The gradients of embedding and output
+      layer are reduced last. They then exist in the working format and in fp32.
     - ZeRO: stages 1 and 2 fill one bucket while another is reduced; stage 3 has one bucket, in fp32, gathers up to LIVE
       parameters and one more block, and holds the gradient of a block's largest weight. When the first bucket is full,
       stages 2 and 3 convert it to fp32 for the reduction, and the activations of its parameters are already free. The
@@ -219,7 +219,7 @@ def _loaded(shape: Shape, training: Training) -> float:
 
 
 def _pinning(shape: Shape, training: Training) -> float:
-    """Return how many bytes pinning takes in addition to what is pinned: torch makes each buffer a power of two.
+    """Return how many bytes pinning adds, because torch rounds the size of each pinned buffer up to a power of two.
 
     DeepSpeed pins the offloaded parameters as one buffer, and the embedding and the output layer once more.
     """

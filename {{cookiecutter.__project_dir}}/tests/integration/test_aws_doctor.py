@@ -235,7 +235,7 @@ def test_a_sound_account_and_project_are_ok(cloud: StubbedAws, file: ClusterFile
     assert texts(findings, "error") == texts(findings, "warning") == []
     report = "\n".join(texts(findings, "ok"))
     for part in (
-        f"AWS knows you as {USER}",
+        f"signed in to AWS as {USER}",
         "(L-417A185B): 192 vCPUs needed, 1000 granted, 0 used by other instances",
         "(L-7212CCBC): 192 vCPUs needed",
         "(L-1216C47A): 72 vCPUs needed",

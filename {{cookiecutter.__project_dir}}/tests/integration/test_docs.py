@@ -59,7 +59,7 @@ def test_an_error_is_quoted_as_the_code_says_it(heading: str) -> None:
 
 
 @pytest.mark.parametrize("heading", PROVOKED)
-def test_libraries_still_say_so(heading: str) -> None:
+def test_the_libraries_still_raise_these_errors(heading: str) -> None:
     with pytest.raises((RuntimeError, ValueError, DeprecationWarning)) as provoked:
         PROVOKED[heading]()
     assert _quoted(_sections()[heading]) in " ".join(str(provoked.value).split())
@@ -168,7 +168,7 @@ def test_links_lead_somewhere(page: str) -> None:
     assert not [link for link in re.findall(r"\]\(([^):]+)\)", text) if not (folder / link).exists()]
 
 
-def test_torchrun_wants_packed_rows_and_a_folder() -> None:
+def test_torchrun_needs_packed_rows_and_a_folder() -> None:
     options = settings.load(DDPOptions, "train", profile="local")
     for wrong in ({"stream": True}, {"output": "s3://bucket/runs"}):
         message = torchrun._prepare(options.model_copy(update=wrong))

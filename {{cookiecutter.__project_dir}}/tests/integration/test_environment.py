@@ -114,7 +114,7 @@ def test_after_a_change_of_pins_the_launcher_creates_the_environment_again(venv:
         target.rename(venv)
     with pytest.raises(SystemExit, match=f"^{environment.LAUNCHER} up$"):
         environment.enter()
-    assert not os.path.lexists(venv), "the launcher would consider it up to date"
+    assert not os.path.lexists(venv), "if the link remained, the launcher would consider the environment up to date"
 
 
 def test_environments_without_a_project_are_removed(tmp_path: Path) -> None:

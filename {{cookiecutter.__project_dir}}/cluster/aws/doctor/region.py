@@ -78,7 +78,7 @@ def check_images(account: Account) -> Iterator[Finding]:
 
 
 def check_prices(account: Account) -> Iterator[Finding]:
-    """Report the price of an idle cluster and of a full one."""
+    """Report the prices of an idle cluster and of a full cluster."""
     known = prices.ask(account)
     idle = f"{known.head:.2f} dollars per hour while idle (the head, without disks and traffic)"
     yield Finding("ok", f"{idle}, {24 * known.maximum:.0f} dollars per day with all {account.max_workers} workers")
