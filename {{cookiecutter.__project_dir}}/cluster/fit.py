@@ -86,7 +86,7 @@ def last_result(job: str, options: list[str]) -> str:
     """
     record = json.loads(RECORD_FILE.read_text()).get(job) if RECORD_FILE.exists() else None
     if not record or record["settings"] != _settings(options):
-        return f"inv fit has not measured {job} with these settings. To see whether it fits, run inv fit with the same options"
+        return f"inv fit has not measured {job} with these settings. To check the memory first, run: inv fit {job}"
     return f"inv fit, on {record['at']}: {record['result']}"
 
 

@@ -25,7 +25,7 @@ def slowdown() -> float:
 def wait_for(condition: Callable[[], Any], timeout_s: float, what: str) -> float:
     """Wait until the condition holds, and return the seconds that it took.
 
-    `timeout_s` is the timeout on a machine of usual speed. It is multiplied by `slowdown()`. `what` names the condition
+    `timeout_s` is the timeout on a machine with the usual speed. It is multiplied by `slowdown()`. `what` names the condition
     in the error.
 
     Raises:
