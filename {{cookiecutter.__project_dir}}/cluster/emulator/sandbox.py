@@ -1,7 +1,7 @@
 """Start the emulated cloud in separate namespaces, run commands inside it, and stop it.
 
-The network, mounts and hosts belong to the cloud's first process. When that process ends, the kernel removes them all, so
-nothing remains on this machine.
+The network, mounts and hosts belong to the cloud's first process. When that process ends, the kernel removes them all,
+so nothing remains on this machine.
 """
 
 import json

@@ -25,8 +25,8 @@ def slowdown() -> float:
 def wait_for(condition: Callable[[], Any], timeout_s: float, what: str) -> float:
     """Wait until the condition holds, and return the seconds that it took.
 
-    `timeout_s` is the timeout on a machine with the usual speed. It is multiplied by `slowdown()`. `what` names the condition
-    in the error.
+    `timeout_s` is the timeout on a machine with the usual speed. It is multiplied by `slowdown()`. `what` names the
+    condition in the error.
 
     Raises:
         settings.UserError: the condition did not hold in time.
