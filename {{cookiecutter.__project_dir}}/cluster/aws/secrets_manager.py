@@ -27,7 +27,8 @@ def upload(file: ClusterFile) -> None:
             _store(client, file, name, value, is_new=name not in stored)
         elif name not in stored:
             print(
-                f"secret {name} has no value, so jobs run without it. Put it into .env, then: inv up --target {TARGET}"
+                f"secret {name} has no value, so jobs run without it. "
+                f"Put it into .env, then run: inv up --target {TARGET}"
             )
 
 

@@ -1,9 +1,9 @@
 // CUDA's runtime and cuBLAS, as torch calls them, for a GPU that does not exist. This library is preloaded, so it
 // replaces the real ones.
 //
-// Kernels compute nothing. The GPU's memory is address space that only small copies touch, so 40 GB take hardly any
-// main memory. Allocations are counted, and those that exceed the GPU's memory fail. build.py builds this library. It
-// adds the other functions that the packages call, as functions that do nothing.
+// Kernels compute nothing. The GPU's memory is address space that only small copies and fills touch, so 40 GB take
+// hardly any main memory. Allocations are counted, and those that exceed the GPU's memory fail. build.py builds this
+// library. It adds the other functions that the packages call, as functions that do nothing.
 #define _GNU_SOURCE
 #include <cuda.h>
 #include <cuda_runtime_api.h>
