@@ -141,7 +141,7 @@ def up(context: Context, target: str = "local", yes: bool = False) -> None:
 
 @verb()
 def rehearse(context: Context) -> None:
-    """Run a cluster's whole life on an emulated AWS: up, training on two A100 instances, down."""
+    """Run a cluster's full life cycle on an emulated AWS: up, training on two A100 instances, down."""
     from cluster.emulator import sandbox
 
     sandbox.run_in_fresh_cloud("cluster.emulator.scenario")
@@ -171,7 +171,7 @@ def submit(context: Context, job: str, verbose: bool = False, target: str = "loc
 
 @verb(**TARGET)
 def models(context: Context, target: str = "local") -> None:
-    """Show the served models and their metrics. Options after `--` change or promote a canary, or stop a model."""
+    """Show the served models and their metrics. With options after `--`, change a canary or stop a model."""
     _submit("models", False, target)
 
 
@@ -245,7 +245,7 @@ def report(context: Context, runs: str = "", target: str = "local") -> None:
 
 @verb(**TARGET)
 def dashboard(context: Context, target: str = "local") -> None:
-    """Show the address of Ray's dashboard. Keeps the tunnel to a remote cluster open until Ctrl-C."""
+    """Show the address of Ray's dashboard. Keep the tunnel to a remote cluster open until Ctrl-C."""
     from cluster import targets
     from cluster.local.state import TOKEN_FILE
 

@@ -90,8 +90,8 @@ def readable_errors(url: str) -> Iterator[None]:
         raise settings.UserError(f"nothing answers at {url}. Run: inv submit serve_llm") from None
     except openai.AuthenticationError:
         raise settings.UserError(
-            f"{url} rejects the SERVE_API_KEY in .env, because the server was started with another key. "
-            "Run: inv submit serve_llm"
+            f"{url} rejects the SERVE_API_KEY. If you have just changed it in .env, try again in ten seconds. "
+            "If your shell sets another value, run: unset SERVE_API_KEY"
         ) from None
     except (json.JSONDecodeError, AttributeError, LookupError):  # the OpenAI client does not validate responses
         raise settings.UserError(f"{url} is not an OpenAI-compatible server. Run: inv status") from None

@@ -15,7 +15,7 @@ class Finding:
     """One line of the doctor's report."""
 
     status: Status
-    """After a warning, all verbs work, perhaps with limits. After an error, at least one verb fails."""
+    """With a warning, all verbs work, perhaps with limitations. With an error, at least one verb fails."""
     text: str
     """What was found and, unless `status` is ok, what to do."""
 

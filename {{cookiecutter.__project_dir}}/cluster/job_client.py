@@ -12,7 +12,8 @@ from ray.job_submission import JobDetails
 import settings
 from pipeline.ray_support.private.job_sdk import HookedJobClient
 
-TIMEOUTS_S = (5, 30)  # to connect or send a block, and between two blocks of a response; Ray's client has no timeouts
+# to connect or send a block, and between two blocks of a response; Ray's client has no timeouts
+TIMEOUTS_S = (5, 30)
 UPLOAD_TIMEOUTS_S = (30, 300)  # a tunnel may still be sending megabytes when the client has finished
 PROBE_JOB = "probe"
 """Id of the empty job that `up` runs on this machine. Do not delete the job: Ray would then list it as failed."""
@@ -48,7 +49,7 @@ def _reason(error: Exception) -> str:
 
 
 class JobClient(HookedJobClient):
-    """Raises `Unreachable` where Ray's client would hang, or raise an error of requests, aiohttp or Ray itself."""
+    """Raises `Unreachable` where Ray's client would hang or raise an error of requests, aiohttp or Ray."""
 
     def __init__(self, address: str, headers: Mapping[str, str], target_option: str = "") -> None:
         self._target_option = target_option

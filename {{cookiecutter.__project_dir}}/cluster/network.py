@@ -18,7 +18,7 @@ def keep_to_loopback() -> None:
         if scheme != "no":  # once a proxy variable is set, the proxy settings of macOS no longer apply
             os.environ.setdefault(f"{scheme}_proxy", proxy)
     bypassed = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
-    if bypassed != "*":  # "*" bypasses all proxies, but only if it is the whole value
+    if bypassed != "*":  # "*" bypasses all proxies, but only if it is the entire value
         bypassed = f"{bypassed},{LOOPBACK}" if bypassed else LOOPBACK
     os.environ |= {"no_proxy": bypassed, "NO_PROXY": bypassed}
     for name in ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS"):  # Ray's client prefers these to the address it is given
@@ -28,8 +28,8 @@ def keep_to_loopback() -> None:
 def free_ports(count: int) -> list[int]:
     """Return distinct free ports that no outgoing connection takes before you use them.
 
-    The ports are below the ranges for outgoing connections (from 32768 on Linux, from 49152 on macOS). When they were
-    inside these ranges, one of the many connections that Ray opens at its start sometimes took its agent's port.
+    The ports are below the ranges for outgoing connections (from 32768 on Linux, from 49152 on macOS). Inside these
+    ranges, one of the many connections that Ray opens while it starts could take a port before Ray listens on it.
     """
     candidates = random.SystemRandom().sample(range(20_000, 32_000), 1_000)
     return list(itertools.islice(filter(_is_free, candidates), count))

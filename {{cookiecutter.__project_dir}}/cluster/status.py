@@ -17,7 +17,7 @@ SHOWN_RESOURCES = ("CPU", "GPU", "memory", "objectStoreMemory")
 BYTES = ("memory", "objectStoreMemory")
 MAX_JOBS = 10
 EXPECTED_ENDS = ("expected termination", "terminated due to idle")
-"""Messages of dead nodes that the autoscaler or a gang ended on purpose."""
+"""Texts in Ray's messages about nodes that were ended on purpose, for example because they were idle."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ def snapshot(connection: Connection) -> Snapshot:
 
 
 def show(snapshot: Snapshot, cloud: CloudStatus, console: Console) -> None:
-    """Print the tables, then the problems."""
+    """Print the tables, the notes and the problems."""
     for table in (*cloud.tables, _nodes(snapshot), _resources(snapshot), _jobs(snapshot), _applications(snapshot)):
         if table.row_count:
             console.print(table)

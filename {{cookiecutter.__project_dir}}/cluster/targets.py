@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from cluster.target import Target  # imports Ray
 
 PROFILES = {"local": "local", "rehearsal": "cluster", "aws": "cluster"}
-"""Settings profile of each target. It is here so that verbs can look it up without importing Ray or boto3."""
+"""Settings profile of each target. Verbs can look it up without importing Ray or boto3."""
 
 
 def profile(name: str) -> str:

@@ -1,4 +1,4 @@
-"""The part of `inv status` that only rented clusters have: instances and their cost, and what is pending and why."""
+"""The part of `inv status` for rented instances: which there are, what they cost, and what is pending and why."""
 
 from collections import Counter
 from typing import Any

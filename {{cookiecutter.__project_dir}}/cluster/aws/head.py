@@ -1,4 +1,4 @@
-"""The status of a running head: whether all its parts are running, and which files it was set up from."""
+"""The status of a running head: whether all its parts are running, and which cluster file it was set up from."""
 
 import json
 import time
@@ -13,11 +13,11 @@ from cluster.common.cluster_file import TARGET, ClusterFile
 
 READY_TIMEOUT_S = 120
 START_TIMEOUT_S = 15
-"""If there is no autoscaler process this long after `ray up`, there never will be."""
+"""If there is no autoscaler process this many seconds after `ray up`, the autoscaler has failed to start."""
 
 
 def mark(file: ClusterFile, digest: str) -> None:
-    """Tag the head with the digest of the files that it was set up from."""
+    """Tag the head with the digest of the cluster file that it was set up from."""
     head = instances.head(file)
     assert head
     file.client("ec2").create_tags(Resources=[head.id], Tags=[{"Key": instances.FILES_TAG, "Value": digest}])

@@ -52,7 +52,10 @@ def _own_address() -> str:
 
 
 def _make_bucket(file: ClusterFile) -> str:
-    """Return "no" if a deleted stack left the bucket, because a new stack cannot adopt it. Otherwise, return "yes"."""
+    """Return the value of the stack's parameter MakeBucket. An existing stack keeps its value.
+
+    For a new stack, return "no" if an earlier stack left the bucket, because the new stack cannot adopt it.
+    """
     if existing := stack.find(file):
         return next(p["ParameterValue"] for p in existing["Parameters"] if p["ParameterKey"] == "MakeBucket")
     return "no" if bucket.exists(file) else "yes"

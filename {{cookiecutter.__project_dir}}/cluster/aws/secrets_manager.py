@@ -6,7 +6,7 @@ from typing import Any
 from dotenv import dotenv_values
 
 import settings
-from cluster.common.cluster_file import ClusterFile
+from cluster.common.cluster_file import TARGET, ClusterFile
 from cluster.submission import SecretsSection
 
 SERVER_KEY = "SERVE_API_KEY"
@@ -26,7 +26,10 @@ def upload(file: ClusterFile) -> None:
         if value:
             _store(client, file, name, value, is_new=name not in stored)
         elif name not in stored:
-            print(f"secret {name} has no value, so jobs run without it. Put it into .env and run `inv up` again")
+            print(
+                f"secret {name} has no value, so jobs run without it. "
+                f"Put it into .env, then run: inv up --target {TARGET}"
+            )
 
 
 def names(file: ClusterFile) -> list[str]:
@@ -40,7 +43,7 @@ def names(file: ClusterFile) -> list[str]:
 
 
 def delete(file: ClusterFile) -> None:
-    """Delete all secrets immediately. While a deletion is only scheduled, `up` cannot store a secret of that name."""
+    """Delete all secrets immediately. While a deletion is only scheduled, `up` cannot store a secret with that name."""
     client = file.client("secretsmanager")
     for name in names(file):
         client.delete_secret(SecretId=f"{file.slug}/{name}", ForceDeleteWithoutRecovery=True)

@@ -30,7 +30,7 @@ def end_instances(file: ClusterFile) -> None:
             if waited > TERMINATE_TIMEOUT_S:
                 names = ", ".join(instance.id for instance in living)
                 raise settings.UserError(
-                    f"{names} have not ended after {waited:.0f} s. Run again: inv down --target {TARGET}"
+                    f"not terminated after {waited:.0f} s: {names}. Run again: inv down --target {TARGET}"
                 )
             spinner.update(f"ending {len(living)} instances: {waited:.0f} s")
             time.sleep(1)

@@ -27,7 +27,9 @@ class NetworkSection(settings.Section):
     @model_validator(mode="after")
     def _clients_are_named(self) -> Self:
         if bool(self.certificate) != bool(self.clients):
-            raise ValueError("set both certificate and clients, or neither. Only clients may use the load balancer")
+            raise ValueError(
+                "set both certificate and clients, or neither. Only these clients can use the load balancer"
+            )
         return self
 
 
@@ -37,12 +39,12 @@ class Network:
 
     vpc: str
     subnets: list[str]
-    """Ids of three subnets, one per zone. If fewer than three zones offer the instance type, ids repeat."""
+    """Ids of three subnets, one per zone. With fewer than three zones, ids repeat."""
     zones: list[str]
 
 
 def find_network(file: ClusterFile, vpc: str) -> Network:
-    """Return the VPC and one subnet in each zone that offers the last worker type of cluster.yaml."""
+    """Return the VPC, and one subnet in each of up to three zones that offer the last worker type of cluster.yaml."""
     ec2 = file.client("ec2")
     if not vpc:
         vpcs = ec2.describe_vpcs(Filters=[{"Name": "is-default", "Values": ["true"]}])["Vpcs"]
@@ -60,9 +62,8 @@ def find_network(file: ClusterFile, vpc: str) -> Network:
     subnets = ec2.describe_subnets(Filters=[{"Name": "vpc-id", "Values": [vpc]}])["Subnets"]
     by_zone = {
         subnet["AvailabilityZone"]: subnet["SubnetId"]
-        for subnet in sorted(
-            subnets, key=lambda subnet: subnet["AvailableIpAddressCount"]
-        )  # the one with the most free addresses wins
+        # the zone's subnet with the most free addresses comes last and wins
+        for subnet in sorted(subnets, key=lambda subnet: subnet["AvailableIpAddressCount"])
         if subnet["AvailabilityZone"] in zones
     }
     if not by_zone:

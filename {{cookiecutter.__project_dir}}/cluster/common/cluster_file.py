@@ -45,7 +45,7 @@ class ClusterFile:
 
     content: dict[str, Any]
     digest: str
-    """Hash of everything that a head is set up from: this file, the nodes' pins, and the limits in settings.toml."""
+    """Hash of cluster.yaml, the pins and the limits in settings.toml. `up` sets up the head again if it changes."""
 
     @property
     def slug(self) -> str:

@@ -8,7 +8,7 @@ from cluster.common.cluster_file import ClusterFile
 
 LIVING_STATES = ["pending", "running", "stopping", "stopped", "shutting-down"]
 FILES_TAG = "project-files"
-"""Tag of the head. Its value is the digest of the files that the head was last set up from."""
+"""Tag of the head. Its value is the digest of the cluster file (see ClusterFile) at the head's last set-up."""
 
 
 @dataclass(frozen=True)

@@ -129,7 +129,7 @@ def _zone_of(parameters: dict[str, str]) -> str:
 
 
 def _read_body(environ: dict[str, Any]) -> bytes:
-    """Return the whole body. If it is chunked, delete the variables that say so from `environ`."""
+    """Return the entire body. If it is chunked, delete the variables that say so from `environ`."""
     chunked = environ.pop("HTTP_TRANSFER_ENCODING", "") and environ.pop("wsgi.input_terminated", False)
     return environ["wsgi.input"].read(*([] if chunked else [int(environ.get("CONTENT_LENGTH") or 0)]))
 

@@ -201,7 +201,7 @@ def _create_network() -> None:
     """Create the bridge that serves as the VPC's router, AWS's endpoint and the metadata service."""
     for command in (
         "ip link set lo up",
-        # a fixed MAC; by default, the bridge has its ports' lowest MAC, and each change of MAC cuts it off for seconds
+        # a fixed MAC; by default, a bridge takes its ports' lowest MAC, and each change of it stops traffic for seconds
         "ip link add br0 address 02:00:ac:1f:ff:01 type bridge",
         f"ip addr add {GATEWAY}/16 dev br0",
         "ip addr add 169.254.169.254/32 dev br0",

@@ -32,7 +32,7 @@ class Host:
     process: subprocess.Popen | None = field(default=None, init=False)
 
     def boot(self) -> None:
-        """Boot the host, and return when sshd answers. Raises RuntimeError with the end of the boot log otherwise."""
+        """Boot the host, and return when sshd answers. Raises RuntimeError with the end of the boot log on failure."""
         self.folder.mkdir(parents=True)
         name = f"ip-{self.private_ip.replace('.', '-')}"
         for file, text in {

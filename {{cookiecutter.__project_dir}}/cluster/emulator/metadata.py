@@ -1,6 +1,6 @@
 """The instance metadata service (IMDSv2) of the emulated cloud, at 169.254.169.254.
 
-It ignores the hop limit, and accepts a token from any instance, not only from the one that requested it.
+The service ignores the hop limit, and accepts a token from any instance, not only from the one that requested it.
 """
 
 import datetime

@@ -1,4 +1,4 @@
-"""The permissions that each AWS call needs, from the service authorization reference.
+"""The permissions that each AWS call needs, according to AWS's service authorization reference.
 
 A call that is not listed here needs its action on "*", which only a policy for all resources grants.
 https://docs.aws.amazon.com/service-authorization/latest/reference/reference_policies_actions-resources-contextkeys.html
@@ -27,7 +27,7 @@ def required_by(
 ) -> list[Permission]:
     """Return the permissions that a call needs. `http` has the method, path, query and body, which matter for S3."""
     if (service, action) == ("sts", "GetCallerIdentity"):
-        return []  # everybody may call it
+        return []  # every caller may call it
     if service == "s3":
         return list(_s3(**http))
     if service == "ec2" and action == "RunInstances":

@@ -1,7 +1,7 @@
 """Start the emulated cloud in separate namespaces, run commands inside it, and stop it.
 
-Network, mounts and hosts belong to the cloud's first process. When that process ends, the kernel removes them all, so
-nothing remains on this machine.
+The network, mounts and hosts belong to the cloud's first process. When that process ends, the kernel removes them all,
+so nothing remains on this machine.
 """
 
 import json
@@ -91,7 +91,7 @@ def _install_programs() -> None:
         raise settings.UserError(
             f"apt-get failed; its output is above. Fix that, then run: apt-get install {' '.join(needed)}"
         )
-    # stop the service: only the program sshd is needed, and this machine must not accept logins
+    # stop the service, because only the program sshd is needed, and this machine must not accept logins
     if "openssh-server" in needed and shutil.which("systemctl"):
         subprocess.run(["systemctl", "disable", "--now", "ssh.service", "ssh.socket"], capture_output=True)
 
@@ -145,7 +145,7 @@ def run(command: Sequence[str]) -> int:
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
     }
-    # nsenter ignores the terminal's signals, because it must outlive the command and reap it; the command gets them
+    # nsenter ignores the terminal's signals, because it must outlive the command and reap it. The command gets them.
     enter = ["env", "--ignore-signal=INT,QUIT,HUP,TERM", "nsenter", "--target", str(_first_process(process).pid)]
     enter += ["--net", "--mount", "--pid", f"--wdns={settings.PROJECT}", "env", "--default-signal=INT,QUIT,HUP,TERM"]
     child = subprocess.Popen([*enter, *command], env=variables)
@@ -153,7 +153,7 @@ def run(command: Sequence[str]) -> int:
         try:
             return child.wait()
         except KeyboardInterrupt:
-            continue  # the terminal sent Ctrl-C to the child too, which handles it
+            continue  # the terminal also sent Ctrl-C to the child, which handles it
 
 
 def run_in_fresh_cloud(module: str, *arguments: str) -> None:

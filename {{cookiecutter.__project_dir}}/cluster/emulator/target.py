@@ -10,7 +10,7 @@ from cluster.target import CloudStatus, Connection
 
 
 class Rehearsal:
-    """The target outside the cloud. Inside, `targets.get` returns `Aws`."""
+    """The target for verbs that start outside the cloud. Inside the cloud, `targets.get` returns `Aws`."""
 
     name = "rehearsal"
     profile = "cluster"

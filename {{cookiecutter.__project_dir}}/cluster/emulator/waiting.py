@@ -10,12 +10,12 @@ from typing import Any
 import settings
 
 USUAL_IMPORT_S = 0.6  # `import ray` on two idle cores
-MAX_SLOWDOWN = 5.0  # a cluster that is slower than this is broken
+MAX_SLOWDOWN = 5.0  # a cluster that is even slower is considered broken
 
 
 @functools.cache
 def slowdown() -> float:
-    """Return how many times longer than usual this machine takes to start a process that imports Ray, from 1 to 5."""
+    """Return how many times as long as usual this machine takes to start a process that imports Ray, from 1 to 5."""
     for _ in range(2):  # only the second run counts, because the first one reads Ray from the disk
         started = time.monotonic()
         subprocess.run([sys.executable, "-c", "import ray"], check=True)
@@ -25,8 +25,8 @@ def slowdown() -> float:
 def wait_for(condition: Callable[[], Any], timeout_s: float, what: str) -> float:
     """Wait until the condition holds, and return the seconds that it took.
 
-    `timeout_s` is the timeout on a machine of usual speed. It is multiplied by `slowdown()`. `what` names the condition
-    in the error.
+    `timeout_s` is the timeout on a machine with the usual speed. It is multiplied by `slowdown()`. `what` names the
+    condition in the error.
 
     Raises:
         settings.UserError: the condition did not hold in time.

@@ -1,6 +1,6 @@
 """Builds the fake GPU against the packages of an environment: python -m cluster.fake_gpu.build SITE_PACKAGES FOLDER.
 
-Needs gcc and readelf. CUDA's headers are those in the environment.
+Needs gcc and readelf. Uses CUDA's headers from the environment.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ LIBRARIES = (
     "vllm/**/*.so",
 )
 NAMING = ("triton/backends/nvidia/driver.c", "vllm/third_party/pynvml.py", "torch/lib/libc10_cuda.so")
-"""Files that contain the names of functions of the driver and of NVML, because they look them up when they run."""
+"""Files that look up functions of the driver and of NVML by name at run time, and so contain the names."""
 
 
 def for_environment(environment: Path) -> Path:
@@ -66,7 +66,7 @@ def variables(folder: Path, *, mib: int) -> dict[str, str]:
 
 
 def _called_functions(site_packages: Path) -> set[str]:
-    """Return the names of functions that the libraries expect from others."""
+    """Return the names of the functions that the libraries import from other libraries."""
     names = set()
     for library in sorted({file for pattern in LIBRARIES for file in site_packages.glob(pattern)}):
         for line in _run("readelf", "--wide", "--dyn-syms", str(library)).splitlines():
@@ -77,7 +77,7 @@ def _called_functions(site_packages: Path) -> set[str]:
 
 
 def _placeholders(source: str, called: set[str], folder: Path) -> Path:
-    """Write a file with the functions that `source` lacks, which do nothing and report success."""
+    """Write a C file with the functions that `source` lacks. They do nothing and report success."""
     defined = set(re.findall(r"\b(\w+)\([^;{]*\)\s*\{", (SOURCE / source).read_text()))
     file = folder / f"placeholders_{source}"
     file.write_text("".join(f"int {name}() {{ return 0; }}\n" for name in sorted(called - defined)))

@@ -1,4 +1,4 @@
-// What runtime.c and driver.c share. Environment variables describe the fake GPU.
+// Functions that runtime.c and driver.c share. Environment variables describe the fake GPU.
 #pragma once
 #include <stdlib.h>
 
@@ -17,7 +17,7 @@ static const char *gpu_name(void) {
     return name ? name : "NVIDIA A100-SXM4-40GB";
 }
 
-// Nothing looks into streams, events, kernels and the like, so each handle is just a new number.
+// No code looks inside streams, events, kernels and similar objects, so each handle is just a new number.
 static void *new_handle(void) {
     static long last = 0x10000;
     return (void *)__sync_add_and_fetch(&last, 64);

@@ -1,7 +1,8 @@
-// Main memory that this machine need not have: offloaded training of a large model takes hundreds of GB on a node.
+// Stands in for the main memory of a node. Offloaded training of a large model takes hundreds of GB, more than this
+// machine may have.
 //
-// All large blocks are views of the same SHARED bytes. They can be written and read, but what one block holds, the others
-// overwrite. Preloaded, so every large tensor on the CPU is such a block.
+// All large blocks are views of the same SHARED bytes. They can be written and read, but each write to one block also
+// changes the others. This library is preloaded, so every large tensor on the CPU is such a block.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -79,7 +80,7 @@ int return_main_memory(void *pointer) {
 size_t fake_gpu_main_memory_peak(void) { return peak; }
 void fake_gpu_reset_main_memory_peak(void) { peak = used; }
 
-// torch allocates tensors on the CPU with these two functions
+// torch allocates and frees tensors on the CPU with these two functions
 int posix_memalign(void **pointer, size_t alignment, size_t size) {
     static int (*real)(void **, size_t, size_t);
     if (size >= LARGE) return (*pointer = take_main_memory(size)) ? 0 : ENOMEM;

@@ -1,8 +1,9 @@
-// CUDA's runtime and cuBLAS, as torch calls them, for a GPU that does not exist. Preloaded, so it replaces the real ones.
+// CUDA's runtime and cuBLAS, as torch calls them, for a GPU that does not exist. This library is preloaded, so it
+// replaces the real ones.
 //
-// Kernels compute nothing. The GPU's memory is address space that is never touched, so 40 GB take no main memory. What
-// torch's allocator asks for is counted, and more than the GPU has is refused. Build it with build.py, which adds every
-// function that the packages call and that is not here, as one that does nothing.
+// Kernels compute nothing. The GPU's memory is address space that only small copies and fills touch, so 40 GB take
+// hardly any main memory. Allocations are counted, and those that exceed the GPU's memory fail. build.py builds this
+// library. It adds the other functions that the packages call, as functions that do nothing.
 #define _GNU_SOURCE
 #include <cuda.h>
 #include <cuda_runtime_api.h>
@@ -21,7 +22,7 @@
 #define MAX_GPUS 64
 #define ON_HOST -1  // pinned main memory
 #define UNKNOWN -2
-#define COPIED (1 << 16)  // bytes; larger copies hold weights or activations, which are never read
+#define COPIED (1 << 16)  // bytes; larger copies hold weights or activations, which nothing reads, so they are skipped
 
 static struct block {
     char *start;
@@ -210,7 +211,7 @@ cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attribute, in
     }
 }
 
-// ---- streams, events, graphs: all work is over as soon as it is queued
+// ---- streams, events, graphs: all work is complete as soon as it is queued
 
 static cudaStream_t captured_stream;
 static unsigned long long captures;
@@ -330,9 +331,9 @@ const char *cudaGetErrorString(cudaError_t error) {
 cudaError_t cudaGetLastError(void) { DONE; }
 cudaError_t cudaPeekAtLastError(void) { DONE; }
 
-// ---- cuBLAS. Its headers are not included: their declarations of functions without arguments here would clash.
+// ---- cuBLAS. Its headers are not included, because their declarations would clash with the simpler ones in this file.
 
-#define DESCRIPTION 512        // bytes; more than any of cuBLAS's descriptions
+#define DESCRIPTION 512        // bytes; larger than any of cuBLAS's descriptions
 #define HEURISTIC_RESULT 96    // bytes of cublasLtMatmulHeuristicResult_t: algorithm, workspace, state, waves
 
 int cublasCreate_v2(void **handle) { *handle = new_handle(); DONE; }

@@ -26,7 +26,7 @@ def check() -> list[Finding]:
 
 
 def _versions() -> Iterator[Finding]:
-    """Compare the installed versions with the pins. Otherwise, only a job would reveal a half-synced environment."""
+    """Compare the installed versions with the pins. Without this check, a half-synced environment would fail later."""
     pins = (settings.PROJECT / "requirements" / "local.txt").read_text(encoding="utf-8")
     for name in ("ray", "torch", "transformers"):
         pinned = re.search(rf"^{name}(?:\[[\w,-]+\])?==([\w.]+)", pins, re.MULTILINE)

@@ -65,7 +65,7 @@ def is_up() -> bool:
     """Return whether the cluster answers.
 
     Raises:
-        Unreachable: the cluster is running but does not answer. It may only be busy, so do not stop it.
+        Unreachable: the cluster is running but does not answer. It may just be busy, so do not stop it.
     """
     deadline = time.monotonic() + ANSWER_TIMEOUT_S
     while state.STATE_FILE.is_file() and state.TOKEN_FILE.is_file():
@@ -83,9 +83,9 @@ def is_up() -> bool:
 
 
 def wait_until_ready(process: subprocess.Popen, dashboard: str) -> None:
-    """Wait until the cluster has run an empty job and the head is still alive.
+    """Wait until the cluster has run an empty job, and check that the head is still alive.
 
-    This job shows that the job server, the agent, the scheduler and a worker all work.
+    The job shows that the job server, the agent, the scheduler and a worker all work.
 
     Raises:
         settings.UserError: the head died, or took too long to start.

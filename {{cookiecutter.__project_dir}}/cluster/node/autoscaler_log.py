@@ -11,9 +11,9 @@ TAIL_BYTES = 400_000  # enough for a few hundred launches
 def failed_setups(text: str, log: str) -> list[str]:
     """Return why the set-up of new nodes failed, oldest failure first, with the last lines of each failed command.
 
-    `text` is the content of monitor.out, which mixes the output of all nodes' set-up commands with Ray's own lines,
-    which begin with a date. `log` is the content of monitor.log. It names the nodes that the autoscaler terminated
-    before they were ready. Their set-up did not fail.
+    `text` is the content of monitor.out: the output of all nodes' set-up commands, and Ray's own lines, which begin
+    with a date. `log` is the content of monitor.log. It names the nodes that the autoscaler terminated before they were
+    ready. These nodes are left out, because their set-up did not fail.
     """
     not_needed = re.findall(r"RAY_INSTALLING->TERMINATING \(.*cloud_instance_id=(i-\w+)", log)
     failures: dict[str, str] = {}
@@ -33,7 +33,7 @@ def refusals(text: str) -> list[dict[str, str]]:
     """Return the launches that AWS refused, oldest first.
 
     Each has the keys `type` (the node type), `at` (the time of the refusal by the head's clock), `code` and `message`
-    (AWS's reason). `text` is the content of monitor.log: the autoscaler's own report gives no reason.
+    (AWS's reason). `text` is the content of monitor.log, because the autoscaler's own report gives no reason.
     """
     line = r"(\S+ [\d:]+),\d+.*Failed to launch \d+ nodes of type (\S+): Node Launch Exception \((\w+)\): (.*)"
     return [dict(zip(("at", "type", "code", "message"), found, strict=True)) for found in re.findall(line, text)]

@@ -13,7 +13,7 @@ PID_FILE = Path("~/watchdog.pid").expanduser()
 GCS_PORT = 6379
 INTERVAL_S = 5.0
 SILENT_S = 60.0
-"""A watchdog that has not saved its state for this long is not running, because its calls to AWS take seconds."""
+"""A watchdog that has not saved its state for this long is considered dead. Its calls to AWS take only seconds."""
 
 
 def answers(head: str) -> bool:

@@ -148,7 +148,7 @@ def end_cluster(file: ClusterFile, reason: str) -> None:
         bucket.leave_note(file, reason)
     finally:
         subprocess.run(["sudo", "shutdown", "-h", "now"], check=True)
-        time.sleep(60)  # wait here until the shutdown takes effect
+        time.sleep(60)  # the shutdown takes effect within this time
 
 
 def _seconds(log_time: str) -> float:

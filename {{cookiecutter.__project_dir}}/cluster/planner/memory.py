@@ -18,11 +18,11 @@ USABLE = 0.9  # share of memory to fill; CUDA's context, NCCL's buffers and frag
 HOST_GIB = 1152  # main memory of p4d.24xlarge and p4de.24xlarge
 MAX_GPUS = 128  # largest number of GPUs to try
 MFU = 0.4  # assumed share of an A100's bf16 peak; a run logs its measured share as `mfu` in metrics.jsonl
-# Tokens per micro-batch. FSDP and ZeRO-3 gather all parameters for each micro-batch: on one instance, that takes 19 %
-# of the computation's time if NCCL reaches 200 GB/s and the GPU half of its peak, whatever the size of the model.
+# Tokens per micro-batch. With FSDP and ZeRO-3, communication then takes 19 % as long as the computation for any model,
+# if one instance's NCCL reaches 200 GB/s and its GPUs half their peak. The plan does not try larger micro-batches.
 ENOUGH_TOKENS = 4096
 BUCKET = 500_000_000  # elements; DeepSpeed's default reduce_bucket_size, always allocated in full
-OTHER = GIB // 4  # what no formula counts, such as masks and cuBLAS' workspaces; at most 0.2 GiB on a fake GPU
+OTHER = GIB // 4  # what no formula counts, such as masks and cuBLAS' workspaces; `inv fit` measured up to 0.2 GiB
 LIVE = 1_000_000_000  # elements; DeepSpeed's default for stage3_max_live_parameters and sub_group_size
 
 
@@ -165,8 +165,8 @@ def peak(shape: Shape, training: Training) -> Memory:
       ones into one tensor.
     - DDP: autocast caches the parameters in bf16 during a pass. In the second step, DDP reorders its buckets, and holds
       the gradients twice.
-    - FSDP: a pass gathers embedding and output layer, and three blocks at a time. Last, the gradients of embedding and
-      output layer are reduced, from the working format through fp32.
+    - FSDP: a pass gathers embedding and output layer, and three blocks at a time. The gradients of embedding and output
+      layer are reduced last. They then exist in the working format and in fp32.
     - ZeRO: stages 1 and 2 fill one bucket while another is reduced; stage 3 has one bucket, in fp32, gathers up to LIVE
       parameters and one more block, and holds the gradient of a block's largest weight. When the first bucket is full,
       stages 2 and 3 convert it to fp32 for the reduction, and the activations of its parameters are already free. The
@@ -219,7 +219,7 @@ def _loaded(shape: Shape, training: Training) -> float:
 
 
 def _pinning(shape: Shape, training: Training) -> float:
-    """Return how many bytes pinning takes in addition to what is pinned: torch makes each buffer a power of two.
+    """Return how many bytes pinning adds, because torch rounds the size of each pinned buffer up to a power of two.
 
     DeepSpeed pins the offloaded parameters as one buffer, and the embedding and the output layer once more.
     """
@@ -284,8 +284,8 @@ def _micro_batches(sequence_length: int, gpus: int, global_batch_rows: int) -> l
 def hours(shape: Shape, training: Training, tokens: int | None) -> float | None:
     """Return how many hours one pass over this many tokens takes, or None if this is unknown.
 
-    It is unknown without `tokens`, and with an offloaded optimizer, whose speed depends on the host. The formula for
-    the operations per token is from PaLM (arXiv:2204.02311, appendix B). LoRA needs two thirds of the operations,
+    The time is unknown without `tokens`, and with an offloaded optimizer, whose speed depends on the host. The formula
+    for the operations per token is from PaLM (arXiv:2204.02311, appendix B). LoRA needs two thirds of the operations,
     because frozen weights have no gradients. Checkpointing repeats the forward pass, which is a third of the operations
     (arXiv:2205.05198, section 5).
     """

@@ -17,7 +17,7 @@ class Shape:
     """Sizes of a model. Tensor sizes are in elements."""
 
     parameters: int
-    """Parameters of the whole model. Tied parameters count once."""
+    """All parameters of the model. Tied parameters count once."""
     multiplied: int
     """Parameters in matrix products: all but those of a separate input embedding, which is only looked up."""
     largest: int

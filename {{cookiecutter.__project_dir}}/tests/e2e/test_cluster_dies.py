@@ -67,7 +67,7 @@ VERSION = json.dumps(
 
 
 class Misbehaving(BaseHTTPRequestHandler):
-    """Misbehaves on every request as the server's `manner` says, and records the paths."""
+    """Misbehaves on every request in the way that the server's `manner` names, and records the paths."""
 
     def do_GET(self) -> None:
         self.server.asked.append(self.path)  # type: ignore[attr-defined]
@@ -82,7 +82,7 @@ class Misbehaving(BaseHTTPRequestHandler):
             self._send(200, b"[]", 0)
         elif manner == "truncates":
             self._send(200, b'{"ray_version": "2.6', 100)
-        elif manner == "stops in the midst":
+        elif manner == "stops halfway":
             self._send(200, b'{"ray_version": "2.6', 0)
         elif manner == "has another token":
             self._send(401, b"Unauthorized: invalid token", 0)
@@ -124,7 +124,7 @@ def connection(server: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch) -> 
     )
 
 
-MANNERS = ("resets", "hangs", "fails", "is no Ray", "truncates", "stops in the midst", "has another token")
+MANNERS = ("resets", "hangs", "fails", "is no Ray", "truncates", "stops halfway", "has another token")
 
 
 @pytest.mark.parametrize("manner", MANNERS)
@@ -138,7 +138,7 @@ MANNERS = ("resets", "hangs", "fails", "is no Ray", "truncates", "stops in the m
         pytest.param(lambda connection: submission.follow(connection, "probe-1"), id="follow"),
     ],
 )
-def test_a_server_that_misbehaves_is_one_sentence(
+def test_a_misbehaving_server_gives_a_one_sentence_error(
     verb: Callable[[Connection], object], manner: str, connection: Connection, server: ThreadingHTTPServer
 ) -> None:
     server.manner = manner  # type: ignore[attr-defined]
@@ -149,7 +149,7 @@ def test_a_server_that_misbehaves_is_one_sentence(
 
 
 @pytest.mark.parametrize("manner", ["was restarted", "knows nothing"])
-def test_a_job_that_a_new_cluster_does_not_know(
+def test_a_job_that_a_new_cluster_does_not_know_may_be_lost(
     manner: str, connection: Connection, server: ThreadingHTTPServer
 ) -> None:
     server.manner = manner  # type: ignore[attr-defined]
@@ -163,7 +163,7 @@ def test_a_job_that_a_new_cluster_does_not_know(
 
 
 def test_an_upload_may_take_longer_than_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If an upload were sent in one piece, the connect timeout would apply to the whole upload, for example 100 MiB."""
+    """If an upload were sent in one piece, the connect timeout would apply to all of it, for example to 100 MiB."""
     monkeypatch.setattr(job_client, "TIMEOUTS_S", (1, 1))
     monkeypatch.setattr(job_client, "UPLOAD_TIMEOUTS_S", (1, 10))
     size, received = 30 * 2**20, 0
@@ -187,7 +187,7 @@ def test_an_upload_may_take_longer_than_an_answer(monkeypatch: pytest.MonkeyPatc
     assert received >= size - 2**12
 
 
-def test_a_log_and_a_status_that_fail_at_once_are_one_sentence(
+def test_a_log_and_a_status_that_fail_at_once_give_one_error(
     connection: Connection, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Client:
@@ -247,7 +247,7 @@ def test_proxies_of_the_system_survive_the_bypass(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("get", [requests.get, httpx.get])
-def test_http_clients_reach_loopback_past_a_proxy(
+def test_http_clients_reach_loopback_without_the_proxy(
     get: Callable[..., object], proxied: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     api = ThreadingHTTPServer(("127.0.0.1", 0), Misbehaving)
@@ -286,7 +286,9 @@ def test_a_head_that_does_not_start_gives_its_reason_and_leaves_nothing(
     "victim",
     ["raylet", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("gcs_server", "dashboard", "agent"))],
 )
-def test_a_cluster_that_dies_under_a_job_is_one_sentence(project: Project, victim: str, proxied: list[str]) -> None:
+def test_a_cluster_that_dies_during_a_job_gives_a_one_sentence_error(
+    project: Project, victim: str, proxied: list[str]
+) -> None:
     project.inv("up")
     client = subprocess.Popen(
         [*project.command, "submit", "probe"],
@@ -306,7 +308,7 @@ def test_a_cluster_that_dies_under_a_job_is_one_sentence(project: Project, victi
     assert not [url for url in proxied if "127.0.0.1" in url or "localhost" in url]
 
 
-def test_a_head_that_dies_of_its_first_job_is_not_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_up_fails_if_the_head_dies_during_its_first_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, file in (("FOLDER", ""), ("STATE_FILE", "local.json"), ("TOKEN_FILE", "token"), ("LOG_FILE", "ray.log")):
         monkeypatch.setattr(state, name, tmp_path / file)
     (tmp_path / "head.py").write_text(HEAD)

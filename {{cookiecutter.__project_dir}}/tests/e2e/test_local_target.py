@@ -65,7 +65,7 @@ def test_a_second_up_changes_nothing(project: Project) -> None:
 
 
 def test_a_new_cluster_shows_no_job_and_no_problem(project: Project) -> None:
-    # Ray monitors a job until a second after its end, and lists a job as failed if it is deleted before that
+    # Ray monitors a job until a second after its end. If the job is deleted before that, Ray lists it as failed.
     time.sleep(3)
     probes = {job["submission_id"]: job["status"] for job in project.get("/api/jobs/").json()}
     assert probes == {PROBE_JOB: "SUCCEEDED"}
@@ -146,7 +146,7 @@ def test_submit_streams_the_log_and_exits_with_the_jobs_code(project: Project) -
     assert done.returncode == 7
 
 
-def test_a_secret_reaches_driver_and_workers_and_shows_nowhere(project: Project) -> None:
+def test_a_secret_reaches_driver_and_workers_and_appears_nowhere_else(project: Project) -> None:
     digest = hashlib.sha256(CANARY.encode()).hexdigest()
     log = project.inv("submit", "probe", "--", "0")
     assert f"driver {digest}" in log
@@ -168,7 +168,7 @@ def test_a_secret_reaches_driver_and_workers_and_shows_nowhere(project: Project)
     assert not [path for folder in unpacked for path in folder.rglob(".env")]
 
 
-def test_status_shows_nodes_jobs_and_what_is_wrong(project: Project) -> None:
+def test_status_shows_nodes_jobs_and_problems(project: Project) -> None:
     project.inv("submit", "probe", "--", "3", ok=False)
     printed = " ".join(project.inv("status").split())  # lines of the table may be wrapped
     for expected in ("127.0.0.1", "head", "CPU", "probe-", "succeeded", "failed", "exit code 3"):
@@ -238,7 +238,7 @@ def test_a_cluster_that_is_too_busy_to_answer_is_not_ended(project: Project, mon
     assert "alive" in project.inv("status")
 
 
-def test_a_process_with_the_sessions_number_after_a_reboot_is_not_ended() -> None:
+def test_another_process_with_the_pid_of_the_head_is_not_ended() -> None:
     stranger = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True)
     cluster = {"id": "none", "temp": "/tmp/ray-none", "session": stranger.pid, "boot": state.boot_id()}
     assert cluster_processes.find(cluster) == []

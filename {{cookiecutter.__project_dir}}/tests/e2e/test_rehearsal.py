@@ -79,7 +79,7 @@ def granted_actions() -> list[Any]:
     return [action for action in actions if action.startswith(services) and action.rstrip(":") not in not_actions]
 
 
-def test_it_ends_with_nothing_left(rehearsal: tuple[str, dict[str, Any]]) -> None:
+def test_the_rehearsal_leaves_nothing(rehearsal: tuple[str, dict[str, Any]]) -> None:
     output, record = rehearsal
     assert "no process, mount or network is left" in output
     assert record["left"] == []
@@ -95,13 +95,13 @@ def test_workers_read_a_secret_that_is_in_no_output_or_record(rehearsal: tuple[s
     assert CANARY not in RECORD_FILE.read_text()
 
 
-def test_it_prints_a_timeline_and_the_calls_to_aws(rehearsal: tuple[str, dict[str, Any]]) -> None:
+def test_the_rehearsal_prints_a_timeline_and_the_calls_to_aws(rehearsal: tuple[str, dict[str, Any]]) -> None:
     output, _ = rehearsal
     for expected in ("Timeline", "p4d.24xlarge launched, spot", "Calls to AWS", "RunInstances", "at most"):
         assert expected in output
 
 
-def test_the_gang_was_two_spot_machines_of_one_zone(rehearsal: tuple[str, dict[str, Any]]) -> None:
+def test_the_gang_was_two_spot_machines_in_one_zone(rehearsal: tuple[str, dict[str, Any]]) -> None:
     output, record = rehearsal
     assert len(launches(record)) == 2
     assert len(set(launches(record).values())) == 1
@@ -111,7 +111,7 @@ def test_the_gang_was_two_spot_machines_of_one_zone(rehearsal: tuple[str, dict[s
 
 @pytest.mark.parametrize("action", granted_actions())
 def test_each_permission_is_needed(rehearsal: tuple[str, dict[str, Any]], action: str) -> None:
-    """Without this action, AWS would have rejected some call of the rehearsal."""
+    """Without this action, the emulated AWS would have rejected some call of the rehearsal."""
     _, record = rehearsal
     without = [
         statement | {"Action": [one for one in _as_list(statement["Action"]) if one != action]}

@@ -235,7 +235,7 @@ def test_a_sound_account_and_project_are_ok(cloud: StubbedAws, file: ClusterFile
     assert texts(findings, "error") == texts(findings, "warning") == []
     report = "\n".join(texts(findings, "ok"))
     for part in (
-        f"AWS knows you as {USER}",
+        f"signed in to AWS as {USER}",
         "(L-417A185B): 192 vCPUs needed, 1000 granted, 0 used by other instances",
         "(L-7212CCBC): 192 vCPUs needed",
         "(L-1216C47A): 72 vCPUs needed",
@@ -287,7 +287,7 @@ def test_a_denied_call_names_its_action(
     assert f"Ask for the permission {action}. " in only(file, "error")
 
 
-def test_another_error_is_a_note_and_no_traceback(cloud: StubbedAws, file: ClusterFile) -> None:
+def test_another_error_is_a_warning_without_a_traceback(cloud: StubbedAws, file: ClusterFile) -> None:
     cloud.answers["GetServiceQuota"] = ErrorAnswer("TooManyRequestsException", "slow down")
     assert re.fullmatch(
         r"quotas: not checked, because AWS says: .*slow down. Run again: inv doctor.*", only(file, "warning")
@@ -306,7 +306,7 @@ def test_missing_permissions_are_named(cloud: StubbedAws, file: ClusterFile) -> 
     assert {call["PolicySourceArn"] for call in asked} == {USER}
 
 
-def test_a_role_is_asked_for_by_its_whole_path(cloud: StubbedAws, file: ClusterFile) -> None:
+def test_the_policies_of_a_role_are_simulated_by_its_full_path(cloud: StubbedAws, file: ClusterFile) -> None:
     cloud.answers["GetCallerIdentity"] = {"Arn": "arn:aws:sts::123456789012:assumed-role/admin/ada"}
     cloud.answers["GetRole"] = lambda asked: role(asked["RoleName"], "/sso/")
     assert texts(checks.check(file), "error") == []
@@ -314,12 +314,12 @@ def test_a_role_is_asked_for_by_its_whole_path(cloud: StubbedAws, file: ClusterF
     assert source == "arn:aws:iam::123456789012:role/sso/admin"
 
 
-def test_the_root_user_is_noted(cloud: StubbedAws, file: ClusterFile) -> None:
+def test_the_root_user_gets_a_warning(cloud: StubbedAws, file: ClusterFile) -> None:
     cloud.answers["GetCallerIdentity"] = {"Arn": "arn:aws:iam::123456789012:root"}
     assert "aws iam create-user" in only(file, "warning")
 
 
-def test_without_simulation_ec2_is_asked(cloud: StubbedAws, file: ClusterFile) -> None:
+def test_without_simulation_permissions_are_checked_with_dry_runs(cloud: StubbedAws, file: ClusterFile) -> None:
     cloud.answers["SimulatePrincipalPolicy"] = ErrorAnswer("AccessDenied", "no")
     text = only(file, "warning")
     assert f"{len(permissions.UP_AND_DOWN) - 1} other actions of inv up and inv down are not checked" in text
@@ -327,7 +327,7 @@ def test_without_simulation_ec2_is_asked(cloud: StubbedAws, file: ClusterFile) -
     assert "you have the permission ec2:RunInstances" in texts(checks.check(file), "ok")
 
 
-def test_without_simulation_a_refused_launch_is_wrong(cloud: StubbedAws, file: ClusterFile) -> None:
+def test_without_simulation_a_denied_dry_run_is_an_error(cloud: StubbedAws, file: ClusterFile) -> None:
     cloud.answers["SimulatePrincipalPolicy"] = ErrorAnswer("AccessDenied", "no")
     cloud.answers["RunInstances"] = ErrorAnswer("UnauthorizedOperation", "no")
     cloud.answers["TerminateInstances"] = ErrorAnswer("InvalidInstanceID.NotFound", "gone")
@@ -377,7 +377,7 @@ def test_a_missing_spot_role_is_an_error(cloud: StubbedAws, file: ClusterFile) -
     assert "aws iam create-service-linked-role --aws-service-name spot.amazonaws.com" in only(file, "error")
 
 
-def test_an_instance_type_that_the_region_does_not_offer(cloud: StubbedAws, file: ClusterFile) -> None:
+def test_an_instance_type_that_the_region_does_not_offer_is_an_error(cloud: StubbedAws, file: ClusterFile) -> None:
     cloud.answers["DescribeInstanceTypeOfferings"] = lambda asked: offers(
         [one for one in asked["Filters"][0]["Values"] if one != "m6i.8xlarge"]
     )
@@ -386,7 +386,7 @@ def test_an_instance_type_that_the_region_does_not_offer(cloud: StubbedAws, file
     )
 
 
-def test_a_full_subnet(cloud: StubbedAws, file: ClusterFile) -> None:
+def test_a_full_subnet_is_an_error(cloud: StubbedAws, file: ClusterFile) -> None:
     cloud.answers["DescribeSubnets"] = subnets(2)
     found = texts(checks.check(file), "error")
     assert len(found) == len(ZONES)
@@ -394,12 +394,12 @@ def test_a_full_subnet(cloud: StubbedAws, file: ClusterFile) -> None:
     assert "aws ec2 create-subnet --vpc-id vpc-1 --availability-zone us-east-1a" in found[0]
 
 
-def test_no_default_vpc(cloud: StubbedAws, file: ClusterFile) -> None:
+def test_a_missing_default_vpc_is_an_error(cloud: StubbedAws, file: ClusterFile) -> None:
     cloud.answers["DescribeVpcs"] = {"Vpcs": []}
     assert "aws ec2 create-default-vpc" in only(file, "error")
 
 
-def test_an_image_that_does_not_exist(cloud: StubbedAws, file: ClusterFile) -> None:
+def test_an_image_that_does_not_exist_is_an_error(cloud: StubbedAws, file: ClusterFile) -> None:
     cloud.answers["GetParameters"] = {"Parameters": [], "InvalidParameters": [PARAMETER]}
     assert "aws ssm get-parameters-by-path" in only(file, "error")
     for node_type in file.content["available_node_types"].values():
@@ -409,12 +409,12 @@ def test_an_image_that_does_not_exist(cloud: StubbedAws, file: ClusterFile) -> N
     assert "ImageId ami-7 is not an image in us-east-1" in only(file, "error")
 
 
-def test_an_image_that_is_older_than_the_driver(cloud: StubbedAws, file: ClusterFile) -> None:
+def test_an_image_that_is_older_than_the_driver_is_an_error(cloud: StubbedAws, file: ClusterFile) -> None:
     cloud.answers["DescribeImages"] = image("ami-1", "2025-07-31T00:00:00.000Z")
     assert "image ami-1 is from 2025-07-31, before NVIDIA's driver 580, which CUDA 13 needs. Set" in only(file, "error")
 
 
-def test_secrets_without_a_value(
+def test_secrets_without_a_value_get_a_warning(
     cloud: StubbedAws, file: ClusterFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cloud.answers["DescribeSecret"] = ErrorAnswer("ResourceNotFoundException", "no")
@@ -431,24 +431,24 @@ def test_secrets_without_a_value(
     assert "canary" not in str(findings)
 
 
-def test_a_secret_that_is_being_deleted(cloud: StubbedAws, file: ClusterFile) -> None:
+def test_a_secret_that_is_being_deleted_is_an_error(cloud: StubbedAws, file: ClusterFile) -> None:
     cloud.answers["DescribeSecret"] = lambda asked: {"DeletedDate": "2026-01-01"} if "HF" in asked["SecretId"] else {}
     assert only(file, "error").endswith("restore-secret --secret-id my-llm/HF_TOKEN --region us-east-1")
 
 
-def test_a_type_without_a_price(cloud: StubbedAws, file: ClusterFile) -> None:
+def test_an_instance_type_without_a_price_is_an_error(cloud: StubbedAws, file: ClusterFile) -> None:
     cloud.answers["GetProducts"] = {"PriceList": []}
     assert "AWS has no price for" in only(file, "error")
 
 
-def test_more_workers_than_the_cluster_can_have(
+def test_more_workers_than_the_cluster_can_have_are_an_error(
     cloud: StubbedAws, file: ClusterFile, tune: Callable[[str, str], None]
 ) -> None:
     tune("cluster.train", "num_workers = 17")
     assert "more than the 16 that this cluster can hold; use --num-workers 16" in only(file, "error")
 
 
-def test_more_replicas_than_the_cluster_can_have(
+def test_more_replicas_than_the_cluster_can_have_are_reported(
     cloud: StubbedAws, file: ClusterFile, tune: Callable[[str, str], None]
 ) -> None:
     tune("cluster.serve", "max_replicas = 17")
@@ -457,19 +457,21 @@ def test_more_replicas_than_the_cluster_can_have(
     assert "needs 544 GPUs, and the cluster can have 16" in only(file, "error")
 
 
-def test_a_path_on_one_node(cloud: StubbedAws, file: ClusterFile, tune: Callable[[str, str], None]) -> None:
+def test_a_path_on_one_node_is_an_error(cloud: StubbedAws, file: ClusterFile, tune: Callable[[str, str], None]) -> None:
     tune("cluster.train", 'data = "/home/me/packed"')
     text = only(file, "error")
     assert "data = /home/me/packed is on the disk of one node" in text
     assert "to shared_paths in [train]" in text
 
 
-def test_a_mixed_path_on_one_node(cloud: StubbedAws, file: ClusterFile, tune: Callable[[str, str], None]) -> None:
+def test_a_path_in_mix_on_one_node_is_an_error(
+    cloud: StubbedAws, file: ClusterFile, tune: Callable[[str, str], None]
+) -> None:
     tune("cluster.preprocess", 'mix = ["faq.jsonl=2", "/home/me/chats.jsonl=0.5"]')
     assert "mix = /home/me/chats.jsonl is on the disk of one node" in only(file, "error")
 
 
-def test_another_ray_or_python_than_the_clusters(
+def test_another_ray_or_python_than_on_the_cluster_is_an_error(
     cloud: StubbedAws, file: ClusterFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "cluster.txt").write_text("ray[llm]==1.2.3\n")
@@ -480,17 +482,19 @@ def test_another_ray_or_python_than_the_clusters(
     assert "3.9 on the cluster" in python
 
 
-def test_missing_programs(cloud: StubbedAws, file: ClusterFile, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_program_is_an_error(cloud: StubbedAws, file: ClusterFile, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None if name == "rsync" else f"/bin/{name}")
     assert "apt-get install rsync" in only(file, "error")
 
 
-def test_a_folder_too_large_to_upload(cloud: StubbedAws, file: ClusterFile, tune: Callable[[str, str], None]) -> None:
+def test_a_folder_too_large_to_upload_is_an_error(
+    cloud: StubbedAws, file: ClusterFile, tune: Callable[[str, str], None]
+) -> None:
     tune("cluster.ray", "working_dir_mib = 0")
     assert "into data/" in only(file, "error")
 
 
-def test_aws_is_asked_in_parallel(cloud: StubbedAws, file: ClusterFile) -> None:
+def test_calls_to_aws_run_in_parallel(cloud: StubbedAws, file: ClusterFile) -> None:
     """Each of these three calls waits until all three are in progress."""
     together = threading.Barrier(3, timeout=5)
 
@@ -504,13 +508,13 @@ def test_aws_is_asked_in_parallel(cloud: StubbedAws, file: ClusterFile) -> None:
     assert len(texts(checks.check(file), "error")) == 3
 
 
-def test_every_kind_of_resource_in_the_stack_has_its_actions() -> None:
+def test_the_permissions_cover_every_resource_type_in_the_stack() -> None:
     kinds = set(re.findall(r"Type: (AWS::\S+)", stack.TEMPLATE.read_text(encoding="utf-8")))
     assert kinds == set(CREATE_ACTIONS)
     assert set(CREATE_ACTIONS.values()) <= ALL_ACTIONS
 
 
-def test_every_call_of_up_and_down_has_its_action() -> None:
+def test_the_permissions_cover_every_call_of_up_and_down() -> None:
     models = {service: SESSION._session.get_service_model(service) for service in SERVICES}
     actions = {
         botocore.xform_name(operation): f"{model.signing_name}:{operation}"

@@ -31,7 +31,7 @@ def run(api: PretendApi, folder: Path, concurrent: tuple[int, ...] = (1, 4), sec
     return json.loads((folder / "bench.json").read_text()), console.export_text()
 
 
-def test_the_numbers_are_what_the_server_did(api: PretendApi, tmp_path: Path) -> None:
+def test_the_results_match_the_servers_delays(api: PretendApi, tmp_path: Path) -> None:
     saved, printed = run(api, tmp_path / "results")
     one, four = saved["levels"]
     whole_s = (PIECES - 1) * PAUSE_S
@@ -68,7 +68,7 @@ def test_errors_are_counted_and_shown(api: PretendApi, tmp_path: Path) -> None:
     assert f"{count} × {words}" in printed
 
 
-def test_a_rate_limit_ends_the_measurement_with_what_to_do(api: PretendApi, tmp_path: Path) -> None:
+def test_a_rate_limit_ends_the_measurement_and_the_remedy_is_shown(api: PretendApi, tmp_path: Path) -> None:
     api.fail_every, api.failure_status = 4, 429
     saved, printed = run(api, tmp_path, (1, 2))
     assert [level["concurrent"] for level in saved["levels"]] == [1]

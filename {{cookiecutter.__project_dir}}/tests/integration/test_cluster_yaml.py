@@ -1,4 +1,4 @@
-"""Check cluster.yaml with Ray's schema and EC2's model, stack.yaml with CloudFormation's schema, and test our rules."""
+"""Check cluster.yaml with the schemas of Ray and EC2, stack.yaml with CloudFormation's, and both with our own rules."""
 
 import copy
 import json
@@ -222,7 +222,7 @@ def test_the_image_is_explicit(node_config: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("node_config", node_configs())
 def test_ray_makes_no_open_group_shared_role_or_shared_key(node_config: dict[str, Any]) -> None:
-    """By default, Ray opens port 22 to the world, and uses one role and one key for the whole account."""
+    """By default, Ray opens port 22 to the world, and clusters share one role per account and one key per region."""
     slug = load()["cluster_name"]
     assert node_config["LaunchTemplate"]["LaunchTemplateName"].startswith(f"{slug}-zone-")
     assert node_config["IamInstanceProfile"]["Name"].startswith(f"{slug}-")

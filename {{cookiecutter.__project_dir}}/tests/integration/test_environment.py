@@ -24,19 +24,19 @@ def wheels(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
-def test_find_links_serve_torch(wheels: str) -> None:
+def test_torch_comes_from_find_links_that_have_it(wheels: str) -> None:
     source, variables = environment.package_sources({"find-links": f"{wheels} https://wheels.example/page"})
     assert variables == {"UV_FIND_LINKS": f"{wheels},https://wheels.example/page"}
     assert wheels in source
 
 
-def test_without_torch_in_find_links_it_comes_from_the_cpu_index(tmp_path: Path) -> None:
+def test_torch_comes_from_the_cpu_index_if_find_links_lack_it(tmp_path: Path) -> None:
     source, variables = environment.package_sources({"find-links": str(tmp_path)})
     assert variables["UV_FIND_LINKS"] == str(tmp_path)
-    assert source == "PyTorch's CPU index"
+    assert source == ("PyTorch's CPU index" if sys.platform == "linux" else "the package index")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="PyPI's torch for macOS is the CPU build already")
+@pytest.mark.skipif(sys.platform != "linux", reason="PyPI's torch for macOS is already a CPU build")
 def test_torch_comes_from_the_cpu_index_and_the_rest_from_a_mirror() -> None:
     source, variables = environment.package_sources({"index-url": "https://mirror.example/simple"})
     assert variables == {"UV_DEFAULT_INDEX": "https://mirror.example/simple", "UV_TORCH_BACKEND": "cpu"}
@@ -92,7 +92,7 @@ def test_the_cache_is_in_the_project_if_its_environment_is(
     monkeypatch: pytest.MonkeyPatch, venv: Path, own: bool
 ) -> None:
     os.environ.pop("XDG_CACHE_HOME", None)
-    if own:  # the launcher creates the environment here if the user's cache is read-only
+    if own:  # the launcher creates the environment in this folder if the user's cache is read-only
         target = venv.parent / ".cluster" / "cache" / "mine"
         target.parent.mkdir(parents=True)
         venv.readlink().rename(target)
@@ -114,7 +114,7 @@ def test_after_a_change_of_pins_the_launcher_creates_the_environment_again(venv:
         target.rename(venv)
     with pytest.raises(SystemExit, match=f"^{environment.LAUNCHER} up$"):
         environment.enter()
-    assert not os.path.lexists(venv), "the launcher would consider it up to date"
+    assert not os.path.lexists(venv), "if the link remained, the launcher would consider the environment up to date"
 
 
 def test_environments_without_a_project_are_removed(tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ def test_an_installation_that_was_killed_is_repeated_from_the_start(tmp_path: Pa
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="DeepSpeed, which compiles with them, is for Linux")
-def test_missing_headers_are_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_headers_give_a_one_sentence_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
     with pytest.raises(SystemExit, match=r"^error: .* has no Python\.h, .* Run: sudo apt-get install python3\.11-dev$"):
         environment.install_pins()

@@ -1,4 +1,4 @@
-"""Test where a gang looks for machines. The rehearsal, which has an autoscaler, tests how a gang gets them."""
+"""Test in which order a gang tries zones and markets. The rehearsal, which has an autoscaler, tests the reservation."""
 
 import json
 

@@ -39,13 +39,13 @@ def balancers(file: ClusterFile) -> list[Any]:
     return file.client("elbv2").describe_load_balancers()["LoadBalancers"]
 
 
-def test_there_is_none_until_a_certificate_is_named(file: ClusterFile, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_certificate_there_is_no_load_balancer(file: ClusterFile, monkeypatch: pytest.MonkeyPatch) -> None:
     prepare_with(file, monkeypatch)
     assert balancers(file) == []
     load_balancer.register(file, "i-0123456789abcdef0")  # does nothing
 
 
-def test_the_head_is_behind_it(
+def test_the_load_balancer_forwards_requests_to_the_head(
     file: ClusterFile, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     certificate = file.client("acm").request_certificate(DomainName="llm.example.org")["CertificateArn"]
@@ -78,7 +78,7 @@ def test_certificate_and_clients_go_together(network: dict[str, str]) -> None:
         vpc.NetworkSection(**network)
 
 
-def test_it_needs_two_zones() -> None:
+def test_a_load_balancer_needs_two_zones() -> None:
     section = vpc.NetworkSection(certificate=CERTIFICATE, clients="198.51.100.0/24")
     with pytest.raises(settings.UserError, match="a load balancer needs two zones"):
         load_balancer.stack_parameters(

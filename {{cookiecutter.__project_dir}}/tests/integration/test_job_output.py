@@ -42,7 +42,7 @@ the trained model is in runs/finetune_ddp/model"""
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 50, 1000, 10**6])
-def test_rays_own_lines_are_dropped_wherever_a_piece_ends(size: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rays_own_lines_are_dropped_wherever_a_chunk_ends(size: int, capsys: pytest.CaptureFixture[str]) -> None:
     for verbose, expected in ((False, SHOWN), (True, TRAINING)):
         with job_output.Printer(verbose) as printer:
             for first in range(0, len(TRAINING), size):
@@ -50,7 +50,7 @@ def test_rays_own_lines_are_dropped_wherever_a_piece_ends(size: int, capsys: pyt
         assert capsys.readouterr().out == expected
 
 
-def test_a_bar_of_the_jobs_own_is_passed_on_as_it_moves(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_progress_bar_of_the_job_is_printed_as_it_moves(capsys: pytest.CaptureFixture[str]) -> None:
     with job_output.Printer() as printer:
         printer.write("10%\r20%\r30")
         assert capsys.readouterr().out == "10%\r20%\r"
@@ -83,7 +83,7 @@ with job_output.Printer() as printer:
 """
 
 
-def test_a_terminal_has_a_bar_below_and_loses_no_line() -> None:
+def test_a_terminal_shows_a_bar_below_the_log_and_loses_no_line() -> None:
     terminal, theirs = pty.openpty()
     child = subprocess.Popen(
         [sys.executable, "-c", SCRIPT],

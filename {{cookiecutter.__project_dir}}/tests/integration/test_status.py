@@ -42,7 +42,7 @@ def printed(what: status.Snapshot, cloud: CloudStatus | None = None) -> str:
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
-def test_a_healthy_cluster_is_shown_whole_and_nothing_is_wrong() -> None:
+def test_a_healthy_cluster_is_shown_without_problems() -> None:
     text = printed(snapshot())
     for expected in ("10.0.0.1", "head", "preprocess-1", "succeeded", "60 s", "http://127.0.0.1:8000", "tiny ×2"):
         assert expected in text
@@ -73,18 +73,18 @@ def test_a_dead_node_and_an_unhealthy_application_are_reported() -> None:
         status.address(snapshot(serve=serve), CONNECTION)
 
 
-def test_a_dashboard_that_is_gone_is_one_sentence() -> None:
+def test_an_unreachable_dashboard_gives_a_one_sentence_error() -> None:
     with pytest.raises(settings.UserError, match=r"no valid response from Ray \(the connection failed\)"):
         status.snapshot(replace(CONNECTION, dashboard="http://127.0.0.1:9"))
 
 
-def test_a_served_model_is_reached_through_the_tunnel_where_there_is_one() -> None:
+def test_the_address_of_a_served_model_is_that_of_the_tunnel_if_there_is_one() -> None:
     assert status.address(snapshot(), CONNECTION) == "http://127.0.0.1:8000"
     tunnelled = replace(CONNECTION, forwarded_ports={8000: 23456})
     assert status.address(snapshot(), tunnelled) == "http://127.0.0.1:23456"
 
 
-def test_what_is_rented_and_refused_is_reported() -> None:
+def test_costs_and_refused_instances_are_reported() -> None:
     cloud = CloudStatus(notes=["0.40 dollars per hour now"], problems=["AWS refused a100-spot-1: no capacity"])
     text = printed(snapshot(), cloud)
     assert "0.40 dollars per hour now" in text
@@ -95,7 +95,7 @@ def test_what_is_rented_and_refused_is_reported() -> None:
 @pytest.mark.parametrize(
     "words", ["Expected termination: drained", "Terminated due to idle (no Ray activity): half of a gang"]
 )
-def test_a_node_that_was_taken_away_on_purpose_is_no_problem_and_not_shown(words: str) -> None:
+def test_a_node_that_was_ended_on_purpose_is_not_shown_as_a_problem(words: str) -> None:
     gone = NODE | {"state": "DEAD", "state_message": words}
     assert status.problems(snapshot(nodes=[gone])) == []
     assert NODE["node_ip"] not in printed(snapshot(nodes=[gone]))

@@ -1,4 +1,4 @@
-"""Test that this machine has the nodes' package versions, and that the nodes' CUDA packages fit each other."""
+"""Test that this machine has the nodes' package versions, and that the nodes' CUDA packages match each other."""
 
 import re
 

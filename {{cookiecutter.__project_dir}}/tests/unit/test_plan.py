@@ -451,7 +451,9 @@ def test_the_shipped_settings_are_those_of_the_plan() -> None:
         assert {key: shipped[key] for key in values} == values
 
 
-def test_hours_without_data_say_how_to_make_it(assets: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_packed_data_the_plan_says_how_to_make_it(
+    assets: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("PROJECT_DIR", str(tmp_path))
     console = Console(file=io.StringIO(), width=200)
     plan.plan(str(assets / "model"), console)
@@ -460,7 +462,7 @@ def test_hours_without_data_say_how_to_make_it(assets: Path, monkeypatch: pytest
     assert "inv submit finetune_ddp and num_workers" in text
 
 
-def test_a_model_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_a_missing_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(settings.UserError, match="cannot load the model"):
         plan.plan(str(tmp_path / "nothing"), Console(file=io.StringIO()))
 

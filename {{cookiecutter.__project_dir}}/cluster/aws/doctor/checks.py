@@ -58,7 +58,7 @@ def _check(file: ClusterFile) -> list[Finding]:
     with ThreadPoolExecutor(len(REMOTE_CHECKS)) as pool:  # calls to AWS are slow, but can run in parallel
         remote = [pool.submit(list, _run(subject, check, account)) for subject, check in REMOTE_CHECKS.items()]
         local = [*_run_all(LOCAL_CHECKS, account), *_run("GPUs", jobs.check_gpus, account)]
-    signed_in = Finding("ok", f"AWS knows you as {account.arn}")
+    signed_in = Finding("ok", f"signed in to AWS as {account.arn}")
     return [signed_in, *(finding for future in remote for finding in future.result()), *local]
 
 

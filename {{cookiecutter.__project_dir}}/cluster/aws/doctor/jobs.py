@@ -22,7 +22,10 @@ from pipeline.training.options import DDPOptions
 
 
 class JobsSection(settings.Section):
-    """The settings in [preprocess] and [serve] that the doctor checks. The jobs' own options take seconds to import."""
+    """The settings in [preprocess] and [serve] that the doctor checks.
+
+    The option classes of these jobs are not used here, because importing them takes seconds.
+    """
 
     model_config = ConfigDict(extra="ignore")
     input: str
@@ -76,7 +79,7 @@ def check_gpus(account: Account) -> Iterator[Finding]:
 
 
 def check_upload(file: ClusterFile) -> Iterator[Finding]:
-    """Check the size of the project's folder."""
+    """Check that the project's folder is small enough to upload."""
     limit = settings.load(submission.UploadSection, "ray", profile="cluster").working_dir_mib
     submission.check_size(limit)
     yield Finding("ok", f"the project's folder is smaller than {limit} MiB, the limit for uploads")

@@ -36,7 +36,7 @@ ACTIONS = {
     "iam:AddRoleToInstanceProfile iam:RemoveRoleFromInstanceProfile iam:DeleteInstanceProfile",
 }
 UP_AND_DOWN = " ".join(ACTIONS.values()).split()
-# Actions that the load balancer also needs, if [cluster.network] of settings.toml names a certificate.
+# Additional actions for the load balancer, if [cluster.network] of settings.toml names a certificate.
 HTTPS_ACTIONS = {
     "*": "elasticloadbalancing:CreateLoadBalancer elasticloadbalancing:DeleteLoadBalancer "
     "elasticloadbalancing:DescribeLoadBalancers elasticloadbalancing:ModifyLoadBalancerAttributes "
@@ -59,7 +59,7 @@ KNOWN_ACTIONS = [*UP_AND_DOWN, *DOCTOR_ACTIONS]
 def check(account: Account) -> Iterator[Finding]:
     """Ask IAM which permissions the caller has.
 
-    If the caller may not ask, make dry runs of the EC2 calls that start and terminate instances.
+    If IAM rejects the question, make dry runs of the EC2 calls that start and terminate instances.
     """
     if account.arn.endswith(":root"):
         text = "you are the account's root user, who has all permissions"

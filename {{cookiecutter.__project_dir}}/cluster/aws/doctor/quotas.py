@@ -14,7 +14,7 @@ class Quota(NamedTuple):
 
     code: str
     types: str
-    """Regular expression for the start of the instance types that the quota applies to."""
+    """Regular expression that matches the beginning of the instance types that the quota applies to."""
     market: str
 
     def counts(self, instance_type: str, market: str) -> bool:

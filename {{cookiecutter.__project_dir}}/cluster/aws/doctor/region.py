@@ -9,7 +9,7 @@ from cluster.common import prices
 from cluster.doctor import Finding, judge
 
 FIRST_DRIVER_580 = "2025-08-04"
-"""The date of NVIDIA's first release of driver 580 for data centers, 580.65.06. Compares with dates in ISO 8601."""
+"""When NVIDIA first released driver 580 for data centers (580.65.06), in ISO 8601."""
 
 
 def check_spot_role(account: Account) -> Iterator[Finding]:
@@ -57,7 +57,7 @@ def check_subnets(account: Account) -> Iterator[Finding]:
 
 
 def check_images(account: Account) -> Iterator[Finding]:
-    """Check that every image exists, and that it is new enough for the driver that CUDA 13 needs."""
+    """Check that every image exists, and that it is new enough to contain the driver that CUDA 13 needs."""
     for image in sorted({one.node_config.get("ImageId", "") for one in (account.head, *account.workers)} - {""}):
         if image.startswith("resolve:ssm:"):
             parameters = account.client("ssm").get_parameters(Names=[image.removeprefix("resolve:ssm:")])["Parameters"]
@@ -78,7 +78,7 @@ def check_images(account: Account) -> Iterator[Finding]:
 
 
 def check_prices(account: Account) -> Iterator[Finding]:
-    """Report the price of an idle cluster and of a full one."""
+    """Report the prices of an idle cluster and of a full cluster."""
     known = prices.ask(account)
     idle = f"{known.head:.2f} dollars per hour while idle (the head, without disks and traffic)"
     yield Finding("ok", f"{idle}, {24 * known.maximum:.0f} dollars per day with all {account.max_workers} workers")
