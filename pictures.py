@@ -23,7 +23,7 @@ import bake
 
 FOLDER = bake.PROJECT / "docs" / "pictures"
 COLUMNS, LINES = 110, 2_000
-COLOURS = {"default": None, "brown": "yellow"}  # rich lacks some of pyte's names for colours
+COLORS = {"default": None, "brown": "yellow"}  # rich lacks some of pyte's names for colors
 PAGES = """
 import os, shutil, sys
 from pathlib import Path
@@ -108,10 +108,10 @@ def _line(screen: pyte.Screen, number: int, project: str) -> Text:
 
 
 def _style(char: Char) -> Style:
-    colour = COLOURS.get(char.fg, char.fg.replace("bright", "bright_"))
+    color = COLORS.get(char.fg, char.fg.replace("bright", "bright_"))
     if re.fullmatch("[0-9a-f]{6}", char.fg):
-        colour = f"#{char.fg}"
-    return Style(color=colour, bold=char.bold, italic=char.italics)
+        color = f"#{char.fg}"
+    return Style(color=color, bold=char.bold, italic=char.italics)
 
 
 def _from(lines: Sequence[Text], words: str) -> Sequence[Text]:

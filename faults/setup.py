@@ -37,7 +37,7 @@ def other_python_on_a_worker(harness: Harness) -> str:
         harness.submit(ONE_CPU)
         wait_for(lambda: "3.11.99" in str(harness.report()["failed_setups"]), 120, "status to say why")
         output = run_verb("status")
-    return re.findall(r"the set-up of a new worker failed: .*?3\.11\.99", output)[0]
+    return re.findall(r"the setup of a new worker failed: .*?3\.11\.99", output)[0]
 
 
 def other_ray_on_the_laptop(harness: Harness) -> str:

@@ -16,8 +16,9 @@ from cluster import job_output, job_scripts
 from cluster.job_client import JobClient, Unreachable, is_submitted
 from cluster.target import Connection
 
-# Never uploaded: secrets, large files, and files that can be recreated.
-EXCLUDES = [".env", ".git", ".venv", ".cluster", "data", "models", "runs", "results", "__pycache__", ".*_cache"]
+EXCLUDES = "/.env /.git /.venv /.cluster /data /models /runs /results /.*_cache __pycache__".split()
+"""Secrets, large files, and files that can be recreated are never uploaded. The syntax is that of .gitignore."""
+
 NODE_GONE_S = 15  # if a job's node is gone, Ray itself ends the job within this time
 SECRETS_HOOK = "pipeline.ray_support.job_secrets.load"
 
@@ -47,7 +48,7 @@ def submit(connection: Connection, job: str, arguments: list[str]) -> str:
     secret_names = settings.load(SecretsSection, "secrets", profile=profile).names
     runtime_env = {
         "working_dir": str(settings.PROJECT),
-        "excludes": [f"/{pattern}" if pattern[0] != "_" else pattern for pattern in EXCLUDES],
+        "excludes": EXCLUDES,
         "env_vars": connection.job_variables
         | {
             "SECRET_NAMES": ",".join(secret_names),
@@ -200,11 +201,12 @@ def check_size(max_mib: int) -> None:
     """Raise `settings.UserError` if an upload of the project's folder would be larger than `max_mib`."""
     sizes: dict[str, int] = {}
     for folder, subfolders, files in os.walk(settings.PROJECT):
-        subfolders[:] = [name for name in subfolders if not _excluded(name)]
+        path = Path(folder).relative_to(settings.PROJECT)
+        subfolders[:] = [name for name in subfolders if not _excluded(path / name)]
         for name in files:
-            if not _excluded(name):
+            if not _excluded(path / name):
                 file = Path(folder) / name
-                top = file.relative_to(settings.PROJECT).parts[0]
+                top = (path / name).parts[0]
                 sizes[top] = sizes.get(top, 0) + file.lstat().st_size
     total = sum(sizes.values()) / 2**20
     if total > max_mib:
@@ -215,5 +217,6 @@ def check_size(max_mib: int) -> None:
         )
 
 
-def _excluded(name: str) -> bool:
-    return any(fnmatch.fnmatch(name, pattern) for pattern in EXCLUDES)
+def _excluded(path: Path) -> bool:
+    """Return whether a file or folder is not uploaded. `path` is relative to the project."""
+    return any(fnmatch.fnmatch(f"/{path}" if pattern[0] == "/" else path.name, pattern) for pattern in EXCLUDES)

@@ -67,7 +67,7 @@ def _problems(head_status: dict[str, Any]) -> list[str]:
         problems.append(f"the watchdog is not running on the head, {consequence}. {repair}")
     for refused in head_status["refused"]:
         problems.append(f"AWS refused {refused['type']} at {refused['at']} ({refused['code']}): {refused['message']}")
-    return problems + [f"the set-up of a new worker failed: {failure}" for failure in head_status["failed_setups"]]
+    return problems + [f"the setup of a new worker failed: {failure}" for failure in head_status["failed_setups"]]
 
 
 def _duration(seconds: float) -> str:

@@ -12,7 +12,7 @@ from cluster.common.cluster_file import FILE
 
 LOG = settings.PROJECT / ".cluster" / "up.log"
 STEP = re.compile(r"updater\.py.*\[(\d+)/(\d+)\]\s+(.*)")
-COLOUR = re.compile(r"\x1b\[[\d;]*m")
+COLOR = re.compile(r"\x1b\[[\d;]*m")
 
 
 def up() -> None:
@@ -30,7 +30,7 @@ def up() -> None:
         for line in process.stdout:
             log.write(line)
             log.flush()
-            if found := STEP.search(COLOUR.sub("", line)):
+            if found := STEP.search(COLOR.sub("", line)):
                 step = f"head, step {found[1]} of {found[2]}: {found[3].strip().lower()}"
                 if not spinner.console.is_terminal:
                     print(f"{time.monotonic() - started:4.0f} s  {step}", flush=True)
@@ -45,7 +45,7 @@ def up() -> None:
 
 def _reason() -> str:
     """Return the last line of the failed command's output. Skip Ray's own lines, which begin with a date."""
-    text = COLOUR.sub("", LOG.read_text(errors="replace")).partition("update-failed")[0]
+    text = COLOR.sub("", LOG.read_text(errors="replace")).partition("update-failed")[0]
     noise = r"\d{4}-\d\d-\d\d |Shared connection|Warning: Permanently added"
     lines = [line.strip() for line in text.splitlines() if line.strip() and not re.match(noise, line)]
     return lines[-1][:300] if lines else "no output"

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 SESSION_LOGS = ("gcs_server.out", "gcs_server.err", "raylet.out", "raylet.err", "dashboard.log", "dashboard_agent.log")
-COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+COLOR = re.compile(r"\x1b\[[0-9;]*m")
 EXCEPTION = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception): .+", re.MULTILINE)  # the last line of a traceback
 FATAL = re.compile(r"^\[[^]]* [CF] \d+ \d+\] .*?\.cc:\d+: *(.+)", re.MULTILINE)  # a fatal line of Ray's C++ log
 ENDED = re.compile(r"END (\w+)\.\w+ tail \(exit code\(s\)=(.+?)\) -")
@@ -27,4 +27,4 @@ def find(output: Path, session: Path) -> str:
 
 
 def _read(file: Path) -> str:
-    return COLOUR.sub("", file.read_text(errors="replace")) if file.is_file() else ""
+    return COLOR.sub("", file.read_text(errors="replace")) if file.is_file() else ""

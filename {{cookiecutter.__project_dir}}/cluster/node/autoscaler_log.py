@@ -1,4 +1,4 @@
-"""Find refused launches and failed set-ups in the logs of Ray's autoscaler."""
+"""Find refused launches and failed setups in the logs of Ray's autoscaler."""
 
 import re
 from collections import Counter
@@ -9,11 +9,11 @@ TAIL_BYTES = 400_000  # enough for a few hundred launches
 
 
 def failed_setups(text: str, log: str) -> list[str]:
-    """Return why the set-up of new nodes failed, oldest failure first, with the last lines of each failed command.
+    """Return why the setup of new nodes failed, oldest failure first, with the last lines of each failed command.
 
-    `text` is the content of monitor.out: the output of all nodes' set-up commands, and Ray's own lines, which begin
+    `text` is the content of monitor.out: the output of all nodes' setup commands, and Ray's own lines, which begin
     with a date. `log` is the content of monitor.log. It names the nodes that the autoscaler terminated before they were
-    ready. These nodes are left out, because their set-up did not fail.
+    ready. These nodes are left out, because their setup did not fail.
     """
     not_needed = re.findall(r"RAY_INSTALLING->TERMINATING \(.*cloud_instance_id=(i-\w+)", log)
     failures: dict[str, str] = {}
@@ -45,7 +45,7 @@ def recent_refusals() -> list[dict[str, str]]:
 
 
 def failed_setups_by_type() -> Counter[str]:
-    """Count failed set-ups by node type since Ray started."""
+    """Count failed setups by node type since Ray started."""
     return Counter(re.findall(r"->RAY_INSTALL_FAILED \(id=[\w-]+, type=([\w.-]+),", tail(LOGS / "monitor.log")))
 
 

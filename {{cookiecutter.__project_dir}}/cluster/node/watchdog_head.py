@@ -39,7 +39,7 @@ class Markets:
     max_workers: dict[str, int]
     """max_workers of each type in cluster.yaml."""
     closed_until: dict[str, float] = field(default_factory=dict)
-    """When each closed node type reopens, in seconds since the epoch. Infinity if its set-up keeps failing."""
+    """When each closed node type reopens, in seconds since the epoch. Infinity if its setup keeps failing."""
 
     def note_refusals(self, refusals: Iterable[Mapping[str, str]], now: float) -> list[str]:
         """Close each refused node type (see autoscaler_log.py) for CLOSED_S seconds. Return messages for the user."""
@@ -54,13 +54,13 @@ class Markets:
         return messages
 
     def note_failed_setups(self, failures: Counter[str]) -> list[str]:
-        """Close a type for good after its third failed set-up. Return messages for the user."""
+        """Close a type for good after its third failed setup. Return messages for the user."""
         messages = []
         for node_type, count in failures.items():
             if count >= MAX_FAILED_SETUPS and self.closed_until.get(node_type) != float("inf"):
                 self.closed_until[node_type] = float("inf")
                 messages.append(
-                    f"the set-up of {count} {node_type} instances failed, so no more are started until you correct "
+                    f"the setup of {count} {node_type} instances failed, so no more are started until you correct "
                     "setup_commands in cluster/cluster.yaml and run `inv up` again"
                 )
         return messages

@@ -1,8 +1,6 @@
 """Measure how often retrieval finds the document that answers a question."""
 
-import json
-from typing import Any
-
+import msgspec
 import ray
 
 import settings
@@ -14,31 +12,46 @@ CANDIDATES = 20  # number of chunks to find for each question
 TOP = 5  # a question is a hit if one of this many best chunks is from its document
 
 
-def load_questions(file: str) -> list[dict[str, Any]]:
-    """Return rows with `question` and `document`, or an empty list if `file` is empty.
+class Question(msgspec.Struct):
+    """A question, and the id of the document that answers it."""
+
+    question: str
+    document: str
+
+
+def load_questions(file: str) -> list[Question]:
+    """Return the questions of a JSONL file, or an empty list if `file` is empty.
 
     Raises:
-        UserError: the file does not exist.
+        UserError: the file does not exist, or a line is not a question.
     """
     if not file:
         return []
-    text = storage.read_text(settings.resolve(file))
+    location = settings.resolve(file)
+    text = storage.read_text(location)
     if text is None:
-        raise UserError(
-            f'there is no file {settings.resolve(file)}; set questions in [embed] to an existing file, or to "".'
-        )
-    return [json.loads(line) for line in text.splitlines() if line.strip()]
+        raise UserError(f'there is no file {location}; set questions in [embed] to an existing file, or to "".')
+    questions = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip():
+            try:
+                questions.append(msgspec.json.decode(line, type=Question))
+            except msgspec.DecodeError as error:
+                raise UserError(
+                    f'{location}, line {number}: {error}; each line must be like {{"question": "…", "document": "…"}}.'
+                ) from None
+    return questions
 
 
-def print_hit_rate(questions: list[dict[str, Any]], pool: pipeline.WorkerPool, location: str) -> None:
+def print_hit_rate(questions: list[Question], pool: pipeline.WorkerPool, location: str) -> None:
     """Print the share of questions whose document has one of the best chunks, before and after ranking."""
-    texts = [row["question"] for row in questions]
+    texts = [row.question for row in questions]
     vectors = ray.get(pool.actors[0].embed.remote(texts, "query"))
     found = index.search_all(location, vectors, CANDIDATES)
     ranked = [ranking.rank(text, chunks) for text, chunks in zip(texts, found, strict=True)]
     for name, results in (("by the vectors alone", found), ("ranked", ranked)):
         hits = [
-            row["document"] in [chunk.document for chunk in chunks[:TOP]]
+            row.document in [chunk.document for chunk in chunks[:TOP]]
             for row, chunks in zip(questions, results, strict=True)
         ]
         print(f"hit rate at {TOP}, {name}: {sum(hits) / len(hits):.0%} of {len(hits)} questions", flush=True)

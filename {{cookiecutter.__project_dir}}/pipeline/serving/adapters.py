@@ -70,7 +70,10 @@ class Adapters(LoRAResolver):
         if not re.fullmatch(r"\w[\w.-]*", name):  # a client sends the name, and it becomes part of a path
             return False
         config = storage.read_text(f"{self._folder(name)}/adapter_config.json")
-        return config is not None and self._is_base(json.loads(config)["base_model_name_or_path"])
+        try:
+            return config is not None and self._is_base(json.loads(config)["base_model_name_or_path"])
+        except (ValueError, LookupError, TypeError):
+            return False  # the file is incomplete, or not an adapter's
 
     def _is_base(self, model: str) -> bool:
         return model in self._models or settings.resolve(model) in self._models

@@ -25,13 +25,13 @@ FILE = settings.PROJECT / "results" / "report.html"
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
 PANELS = {"loss": "loss", "grad_norm": "gradient norm", "lr": "learning rate", "tokens_per_s": "tokens/s"}
 HEIGHTS = (0.49, 0.17, 0.17, 0.17)
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")  # colour-blind safe
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")  # color-blind safe
 MARKS = {"evaluation": "circle", "checkpoint": "diamond", "restart": "x"}
 SIZES = {"evaluation": 8, "checkpoint": 9, "restart": 13}
 GREY = "#777777"
 LOOK = {
     "template": "plotly_white",
-    "colorway": COLOURS,
+    "colorway": COLORS,
     "width": 1240,
     "margin": {"l": 80, "r": 20, "t": 20, "b": 70},
     "font": {"family": "system-ui, sans-serif", "size": 13, "color": "#222222"},
@@ -111,7 +111,7 @@ def page(runs: list[History], summary: Summary, output: str) -> str:
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         output=output,
         drawn=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
-        summary=list(zip(summary, cycle(COLOURS))),
+        summary=list(zip(summary, cycle(COLORS))),
         names=[run.name for run in runs],
         identities={key: [run.identity.get(key, "") for run in runs] for run in runs for key in run.identity},
         figure=_html(figure(runs), "curves", include_plotlyjs=True),
@@ -129,8 +129,8 @@ def _html(drawn: go.Figure, name: str, *, include_plotlyjs: bool) -> str:
 def figure(runs: list[History]) -> go.Figure:
     """Return stacked panels, plotted against the steps or, after a click, against the hours since each run started."""
     panels = make_subplots(len(PANELS), 1, shared_xaxes=True, vertical_spacing=0.025, row_heights=HEIGHTS)
-    coloured = list(zip(runs, cycle(COLOURS)))
-    curves = [curve for draw in (_lines, _marks) for run, colour in coloured for curve in draw(run, colour)]
+    colored = list(zip(runs, cycle(COLORS)))
+    curves = [curve for draw in (_lines, _marks) for run, color in colored for curve in draw(run, color)]
     for curve in curves:
         group = html.escape(curve.run.name)
         trace = go.Scatter(x=curve.steps, y=curve.values, **{"legendgroup": group, "name": group} | curve.style)
@@ -153,13 +153,13 @@ def figure(runs: list[History]) -> go.Figure:
     return panels
 
 
-def _lines(run: History, colour: str) -> Iterator[Curve]:
+def _lines(run: History, color: str) -> Iterator[Curve]:
     for metric in PANELS:
-        look = {"mode": "lines", "line": {"color": colour, "width": 1.2}, "opacity": 0.7}
+        look = {"mode": "lines", "line": {"color": color, "width": 1.2}, "opacity": 0.7}
         yield Curve(run, run.rows, metric, look | {"showlegend": metric == "loss"})
 
 
-def _marks(run: History, colour: str) -> Iterator[Curve]:
+def _marks(run: History, color: str) -> Iterator[Curve]:
     """Yield marks on the loss curve: evaluations, checkpoints, and the first step after each restart."""
     by_step = {row["step"]: row for row in run.rows}
     marked = {
@@ -169,12 +169,12 @@ def _marks(run: History, colour: str) -> Iterator[Curve]:
     }
     for mark, (rows, metric, mode) in marked.items():
         name = f"{html.escape(run.name)}, {mark}"
-        look = {"mode": mode, "marker": _marker(mark, colour), "line": {"color": colour, "width": 1.5, "dash": "dot"}}
+        look = {"mode": mode, "marker": _marker(mark, color), "line": {"color": color, "width": 1.5, "dash": "dot"}}
         yield Curve(run, rows, metric, look | {"name": name, "showlegend": False})
 
 
-def _marker(mark: str, colour: str) -> dict[str, Any]:
-    inside, edge = ("white", colour) if mark == "checkpoint" else (colour, "white")
+def _marker(mark: str, color: str) -> dict[str, Any]:
+    inside, edge = ("white", color) if mark == "checkpoint" else (color, "white")
     return {"symbol": MARKS[mark], "color": inside, "size": SIZES[mark], "line": {"color": edge, "width": 1.5}}
 
 

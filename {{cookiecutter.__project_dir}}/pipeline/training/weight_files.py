@@ -14,7 +14,7 @@ from transformers.core_model_loading import revert_weight_conversion
 Weight = tuple[str, torch.Tensor]
 """Name and value of a parameter."""
 
-MAX_BYTES = 5 * 2**30
+FULL_BYTES = 5 * 2**30
 """A file that has at least this size gets no further layer."""
 
 INDEX = "model.safetensors.index.json"
@@ -52,7 +52,7 @@ def _parts(weights: Iterable[Weight]) -> Iterator[dict[str, torch.Tensor]]:
     part: dict[str, torch.Tensor] = {}
     for _, layer in groupby(weights, key=lambda weight: _layer(weight[0])):
         part |= dict(layer)
-        if sum(value.nbytes for value in part.values()) >= MAX_BYTES:
+        if sum(value.nbytes for value in part.values()) >= FULL_BYTES:
             yield part
             part = {}
     if part:

@@ -214,8 +214,8 @@ def test_text_has_enough_contrast(page: Page, scheme: str) -> None:
 
 
 CONTRAST = """element => {
-    const parts = (colour) => colour.match(/[\\d.]+/g).map(Number);
-    const light = (colour) => parts(colour).slice(0, 3).map((part) => part / 255)
+    const parts = (color) => color.match(/[\\d.]+/g).map(Number);
+    const light = (color) => parts(color).slice(0, 3).map((part) => part / 255)
         .map((part) => part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4)
         .reduce((sum, part, at) => sum + part * [0.2126, 0.7152, 0.0722][at], 0);
     let behind = element;

@@ -1069,6 +1069,14 @@ def test_a_retrained_adapter_replaces_the_old_one_atomically(loads: bool, monkey
     assert new.lora_int_id == 7
 
 
+@pytest.mark.parametrize("config", ['{"base_model', "{}", "[]", '{"base_model_name_or_path": null}'])
+def test_an_unreadable_adapter_does_not_hide_the_others(config: str, tmp_path: Path) -> None:
+    for name, text in {"broken": config, "sql": '{"base_model_name_or_path": "tiny"}'}.items():
+        (tmp_path / name / "adapter").mkdir(parents=True)
+        (tmp_path / name / "adapter" / "adapter_config.json").write_text(text)
+    assert adapters.Adapters(str(tmp_path), "tiny")._list() == ["sql"]
+
+
 def write_adapters(run: Path, base: Path, *, seed: int, weights: Path | None = None) -> str:
     """Write an adapter for `base` that changes its answers. Return the adapted answer to the first question."""
     model = AutoModelForCausalLM.from_pretrained(weights or base, dtype=torch.float32)

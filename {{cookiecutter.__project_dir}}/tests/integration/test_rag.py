@@ -268,6 +268,18 @@ def test_a_large_table_is_indexed_and_finds_the_same_chunks(tmp_path: Path, monk
     assert all(chunk.score == pytest.approx(1, abs=1e-4) for [chunk] in found)
 
 
+@pytest.mark.parametrize(("line", "problem"), [('{"question": "?"}', "missing required field `document`"), ("{", "")])
+def test_a_malformed_question_gives_an_error_before_the_embedding(
+    options: EmbedOptions, tmp_path: Path, line: str, problem: str
+) -> None:
+    file = tmp_path / "questions.jsonl"
+    file.write_text(f'{{"question": "?", "document": "a"}}\n\n{line}\n')
+    message = error_of(options, questions=str(file), index=str(tmp_path / "index"))
+    assert message.startswith(f"{file}, line 3: ")
+    assert problem in message
+    assert not (tmp_path / "index").exists()
+
+
 def error_of(options: EmbedOptions, **changes: object) -> str:
     with pytest.raises(UserError) as caught:
         embed.main(options.model_copy(update=changes))

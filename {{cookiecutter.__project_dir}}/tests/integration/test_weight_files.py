@@ -35,7 +35,7 @@ FAMILIES: dict[str, PreTrainedConfig] = {
     "gemma2": Gemma2Config(**SIZES),  # its embeddings are tied
     "mixture": Qwen3MoeConfig(**SIZES, **EXPERTS),  # experts are separate in files, but one tensor in memory
 }
-MAX_BYTES = 300_000  # two or three layers
+FULL_BYTES = 300_000  # two or three layers
 
 
 @pytest.fixture(params=FAMILIES)
@@ -45,11 +45,11 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
 
 
-@pytest.mark.parametrize("limit", [MAX_BYTES, 2**30])
+@pytest.mark.parametrize("limit", [FULL_BYTES, 2**30])
 def test_the_files_are_those_of_save_pretrained(
     model: PreTrainedModel, limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weight_files, "MAX_BYTES", limit)
+    monkeypatch.setattr(weight_files, "FULL_BYTES", limit)
     (tmp_path / "written").mkdir()
     weight_files.write(model, _fresh(model, []), tmp_path / "written")
     files = sorted((tmp_path / "written").glob("*.safetensors"))
@@ -57,7 +57,7 @@ def test_the_files_are_those_of_save_pretrained(
     saved = load_file(tmp_path / "saved" / "model.safetensors")
     assert written.keys() == saved.keys()
     assert all(torch.equal(written[name], saved[name]) for name in saved)
-    assert (len(files) > 2) == (limit == MAX_BYTES)
+    assert (len(files) > 2) == (limit == FULL_BYTES)
     if len(files) > 1:
         index = json.loads((tmp_path / "written" / weight_files.INDEX).read_text())
         assert index["metadata"]["total_size"] == sum(value.nbytes for value in saved.values())
@@ -69,12 +69,12 @@ def test_the_files_are_those_of_save_pretrained(
 def test_only_the_weights_of_one_file_are_in_memory(
     model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weight_files, "MAX_BYTES", MAX_BYTES)
+    monkeypatch.setattr(weight_files, "FULL_BYTES", FULL_BYTES)
     held: list[int] = []
     weight_files.write(model, _fresh(model, held), tmp_path)
     layer = max(sum(value.nbytes for value in layer.parameters()) for layer in model.model.layers)
-    assert max(held) <= MAX_BYTES + layer
-    assert sum(value.nbytes for value in model.parameters()) > 2 * (MAX_BYTES + layer)
+    assert max(held) <= FULL_BYTES + layer
+    assert sum(value.nbytes for value in model.parameters()) > 2 * (FULL_BYTES + layer)
 
 
 def _fresh(model: PreTrainedModel, held: list[int]) -> Iterator[Weight]:

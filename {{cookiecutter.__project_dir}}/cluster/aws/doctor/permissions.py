@@ -78,15 +78,18 @@ def check(account: Account) -> Iterator[Finding]:
         )
         yield Finding("warning", f"{rest}. {why}. {RETRY}")
         return
+    needed = len(" ".join(actions for _, actions in _needed_actions()).split())
     yield judge(
         not missing,
-        f"you have {len(UP_AND_DOWN) - len(missing)} of the {len(UP_AND_DOWN)} permissions for inv up and inv down",
+        f"you have {needed - len(missing)} of the {needed} permissions for inv up and inv down",
         f"Add the others to the policy of {account.arn}: {', '.join(missing)}",
     )
 
 
-def _has_https() -> bool:
-    return bool(settings.load(vpc.NetworkSection, "network", profile="cluster").certificate)
+def _needed_actions() -> list[tuple[str, str]]:
+    """Return resources and their actions, with those of the load balancer if settings.toml names a certificate."""
+    has_https = settings.load(vpc.NetworkSection, "network", profile="cluster").certificate
+    return [*ACTIONS.items(), *(HTTPS_ACTIONS.items() if has_https else [])]
 
 
 def _simulate(account: Account) -> list[str]:
@@ -106,7 +109,7 @@ def _simulate(account: Account) -> list[str]:
     names = {"partition": partition, "region": account.region, "account": number, "slug": account.slug}
     return [
         result["EvalActionName"]
-        for resource, actions in [*ACTIONS.items(), *(HTTPS_ACTIONS.items() if _has_https() else [])]
+        for resource, actions in _needed_actions()
         for page in iam.get_paginator("simulate_principal_policy").paginate(
             PolicySourceArn=source,
             ActionNames=actions.split(),
