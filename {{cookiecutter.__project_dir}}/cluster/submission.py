@@ -16,7 +16,18 @@ from cluster import job_output, job_scripts
 from cluster.job_client import JobClient, Unreachable, is_submitted
 from cluster.target import Connection
 
-EXCLUDES = "/.env /.git /.venv /.cluster /data /models /runs /results /.*_cache __pycache__".split()
+EXCLUDES = [
+    "/.env",
+    "/.git",
+    "/.venv",
+    "/.cluster",
+    "/data",
+    "/models",
+    "/runs",
+    "/results",
+    "/.*_cache",
+    "__pycache__",
+]
 """Secrets, large files, and files that can be recreated are never uploaded. The syntax is that of .gitignore."""
 
 NODE_GONE_S = 15  # if a job's node is gone, Ray itself ends the job within this time

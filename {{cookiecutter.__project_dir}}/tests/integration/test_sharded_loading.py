@@ -116,7 +116,8 @@ def _check_storages(rank: int, folder: Path) -> None:
     ranks.join(rank, RANKS, folder)
     options = settings.load(FSDPOptions, "train", "fsdp", profile="local")
     options = options.model_copy(update={"model": str(folder / "llama")})
-    runtime, plan = ranks.Rank(rank, RANKS), BatchPlan(2, 2)
+    runtime: Any = ranks.Rank(rank, RANKS)
+    plan = BatchPlan(2, 2)
     with FSDP.loading(options, runtime, plan):
         model = model_io.load_model(options)
     for parameter in FSDP(model, options, runtime, plan).model.parameters():
