@@ -53,9 +53,11 @@ class MetricLogger:
         self._trackers.write(rows)
         print(progress_line(rows[-1], self._last_step, seconds_per_step), flush=True)
 
-    def checkpoint(self, step: int) -> None:
-        """Log that the checkpoint after `step` was started."""
-        self._log_event("checkpoint", step)
+    def checkpoint(self, step: int, waited_s: float) -> None:
+        """Log that the checkpoint after `step` was started, and how long training waited for that."""
+        self._log_event("checkpoint", step, {"waited_s": round(waited_s, 3)})
+        if waited_s >= 1:
+            print(f"training waited {waited_s:.0f} s to save the checkpoint after step {step}", flush=True)
 
     def end(self, step: int) -> None:
         """Log that training ended normally after `step`."""

@@ -2,6 +2,7 @@
 
 import math
 import os
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
@@ -185,10 +186,11 @@ class Trainer:
         if self.metric_logger:
             self.metric_logger.write(rows, self.meter.seconds_per_step)
         if saves or stops or self._machine_is_leaving(rows[-1]):
+            started = time.monotonic()
             checkpoints.save(self.strategy, self.runtime, rows[-1], self.options.output)
             self.saved = int(rows[-1]["step"])
             if self.metric_logger:
-                self.metric_logger.checkpoint(self.saved)
+                self.metric_logger.checkpoint(self.saved, time.monotonic() - started)
             self.folder.publish()
         self.meter.restart()
         return stops

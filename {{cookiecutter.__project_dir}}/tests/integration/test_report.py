@@ -52,7 +52,7 @@ def train(output: str, name: str, *, done: int = 0, until: int = STEPS, killed: 
         saves = step % CHECKPOINT_EVERY == 0 or (step == until and not killed)
         logger.write([row | ({"eval_loss": 8 / step, "eval_perplexity": 9.0} if saves else {})], 1.0)
         if saves:
-            logger.checkpoint(step)
+            logger.checkpoint(step, 0.1)
             folder.publish()
     if not killed and until > done:
         logger.end(until)

@@ -332,18 +332,21 @@ def test_each_copy_of_the_state_reuses_the_memory_of_the_previous_copy() -> None
     assert second.all()
 
 
-def test_training_waits_while_an_uncopied_state_is_written(finetune: Finetune, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_waits_while_an_uncopied_state_is_written(
+    finetune: Finetune, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(DDP, "copies_state", False)
     lines_when_written = {}
 
     class Slow(SingleProcess):
         def _keep(self, metrics: Metrics, write: WriteCheckpoint) -> None:
-            time.sleep(0.5)  # a loop that did not wait would log further steps
+            time.sleep(1)  # a loop that did not wait would log further steps
             lines_when_written[metrics["step"]] = _lines(self._folder / "metrics.jsonl")
             super()._keep(metrics, write)
 
     finetune(Slow, name="waits", checkpoint_every=6, log_every=1)
     assert lines_when_written == {step: step for step in range(6, len(lines_when_written) * 6 + 1, 6)}
+    assert re.search(r"training waited \d+ s to save the checkpoint after step 6\n", capsys.readouterr().out)
 
 
 def test_an_incomplete_checkpoint_is_skipped(
