@@ -15,7 +15,9 @@ def snapshot(folder: Path) -> Path:
     """Copy the files that git tracks or would track, but not ignored files such as `.env`, `.venv` or caches."""
     if not (TEMPLATE / ".git").exists():
         return shutil.copytree(
-            TEMPLATE, folder, ignore=shutil.ignore_patterns("build", ".venv", ".cluster", "__pycache__", ".*_cache")
+            TEMPLATE,
+            folder,
+            ignore=shutil.ignore_patterns("build", ".env", ".venv", ".cluster", "__pycache__", ".*_cache"),
         )
     # with safe.directory=*, git reads the checkout even if another user owns it
     listing = ["git", "-c", "safe.directory=*", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]

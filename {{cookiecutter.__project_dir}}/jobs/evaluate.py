@@ -15,7 +15,7 @@ from settings import UserError
 
 
 def main(options: EvaluateOptions) -> None:
-    """Measure perplexity and exact match of models on held-out rows, and compare each model with the last one."""
+    """Measure perplexity and exact match of models on held-out rows. Compare each with the last model in the list."""
     paths = {"data": settings.resolve(options.data), "output": settings.resolve(options.output)}
     options = options.model_copy(update=paths)
     manifest, rows = read_manifest(options.data), len(PackedRows(options.data, "eval"))

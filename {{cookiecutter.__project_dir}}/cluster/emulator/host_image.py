@@ -50,7 +50,7 @@ def build(layer: Path, endpoint: str) -> None:
     _write(layer / "usr/local/bin/nvidia-smi", NVIDIA_SMI, 0o755)
     _write(layer / "usr/local/sbin/shutdown", SHUTDOWN, 0o755)
     _write(layer / "opt/rehearsal/uv", Path(environment.find_uv()).read_bytes(), 0o755)
-    # a script, not a link, because Python would search for its library next to the link
+    # a script, not a link: an environment made with a link would search for Python's library next to the link
     name = f"python{sys.version_info.major}.{sys.version_info.minor}"
     _write(layer / "usr/local/bin" / name, f'#!/bin/sh\nexec {sys.base_prefix}/bin/{name} "$@"\n', 0o755)
     subprocess.run(

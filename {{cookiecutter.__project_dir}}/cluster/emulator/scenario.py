@@ -134,7 +134,7 @@ def _policies(file: ClusterFile) -> dict[str, list[dict[str, Any]]]:
 
 
 def _save(record: dict[str, Any]) -> None:
-    """Save the record: every call with its caller and the permissions that it needed."""
+    """Save the cloud's state (including all calls to AWS), the roles' policies, and what `down` left behind."""
     RECORD_FILE.parent.mkdir(exist_ok=True)
     RECORD_FILE.write_text(json.dumps(record, indent=1))
     CONSOLE.print(f"record of all calls: {RECORD_FILE.relative_to(settings.PROJECT)}")

@@ -137,9 +137,10 @@ def activations(shape: Shape, training: Training) -> Activations:
     Their formula, 34 s b h, is for GPT with dropout. This one is for Llama blocks of the transformers library with
     fused attention, which keeps no s x s matrix. For each token, a block keeps the norms' inputs and outputs, queries,
     keys (repeated for each head), values, the output of attention, and four tensors of the feed-forward layer. A norm
-    with frozen weights keeps one tensor less. The backward pass of the last block needs a third of a block in addition.
-    With checkpointing, each block keeps only its input, and one block at a time is recomputed (section 5). Four tensors
-    have the size of the logits: the logits in the working format and in fp32, their probabilities, and their gradient.
+    with frozen weights keeps one tensor less. The backward pass of the last block needs a third of the memory that a
+    block keeps, in addition. With checkpointing, each block keeps only its input, and one block at a time is recomputed
+    (section 5). Four tensors have the size of the logits: the logits in the working format and in fp32, their
+    probabilities, and their gradient.
     """
     sharded = training.method.zero_stage or training.method.is_fsdp
     if training.precision == "fp32":

@@ -57,7 +57,7 @@ def read_example(row: Mapping[str, Any]) -> Example:
     example = format_of(row).read(row)
     if isinstance(example, Completion):
         if not example.completion.strip():
-            raise BadRow("nothing to train, because the text is empty")
+            raise BadRow("nothing to train on, because the text is empty")
         return example
     answers = [message for message in example.messages if message["role"] == "assistant"]
     if not answers:

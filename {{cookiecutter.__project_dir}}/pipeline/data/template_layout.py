@@ -1,8 +1,8 @@
 """Render conversations of the same shape from a learned layout instead of running their template for each.
 
-Most templates insert the texts of a conversation between fixed strings that depend only on its roles. If the texts are
-placeholders, the rendered text shows the layout of every conversation with the same roles. A layout is used only if it
-gives the same text as the template for several samples, and never for texts that templates inspect.
+Most templates insert the texts of a conversation between fixed strings that depend only on its roles. So a conversation
+whose texts are placeholders is rendered once, and shows the layout of every conversation with the same roles. A layout
+is used only if it gives the same text as the template for several samples, and never for texts that templates inspect.
 """
 
 import re

@@ -77,6 +77,6 @@ def refuse_private_paths(paths: Mapping[str, str], shared_folders: Sequence[str]
         if os.path.isabs(path) and not any(Path(path).is_relative_to(folder) for folder in shared_folders):
             raise UserError(
                 f"{key} = {path} is on the disk of one node, but this cluster has several; set --{key} to a URI such "
-                "as s3://bucket/folder (for a model, a hub id), or add the folder that all nodes mount to "
-                f"shared_paths in [{section}]."
+                "as s3://bucket/folder (for a model, a hub id). If all nodes mount its folder, add that "
+                f"folder to shared_paths in [{section}]."
             )

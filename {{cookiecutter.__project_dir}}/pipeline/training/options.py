@@ -104,7 +104,7 @@ class TrainOptions(WorkerOptions):
     @model_validator(mode="after")
     def _a_stream_has_fixed_workers(self) -> Self:
         if self.stream and self.min_workers < self.max_workers:
-            raise ValueError("stream = true needs one number of workers; set num_workers = N")
+            raise ValueError("stream = true needs a fixed number of workers, not a range; set num_workers = N")
         return self
 
     @property

@@ -475,7 +475,7 @@ def test_a_stream_stops_when_its_client_does_not_read_and_disconnects(file: Path
         request = InFlight(app, "/stream", reads=False)
         await wait_until(lambda: engine.running == 1)
         request.disconnect()
-        gc.disable()  # as in production, where a replica calls gc.freeze when it starts
+        gc.disable()  # garbage collection could also close the generator
         try:
             await asyncio.wait({request.task})
             await wait_until(lambda: engine.running == 0)
@@ -707,7 +707,7 @@ def test_every_error_has_openais_format_and_hides_internals(file: Path, path: st
 def test_an_error_in_openais_format_keeps_its_code(file: Path) -> None:
     shaped = error(client_of().get("/fail?status=409", headers=ALICE), 409)
     assert (shaped["message"], shaped["param"], shaped["code"]) == ("shaped", "n", "too_many")
-    # vLLM's own code only repeats the status
+    # vLLM sets `code` to the HTTP status, which adds nothing
     assert error(client_of().get("/fail?status=422", headers=ALICE), 422)["code"] is None
 
 

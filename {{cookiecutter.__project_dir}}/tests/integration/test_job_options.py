@@ -63,7 +63,10 @@ def test_options_are_read_before_anything_slow_is_imported(job: str) -> None:
         ("--steps", "--steps expects INT. Details: "),
         ("--device tpu", "--device expects {cpu,cuda}. Details: "),
         ("--steps 0", "--steps: Input should be greater than 0 (found 0). Details: "),
-        ("--stream --num-workers 1 2", "stream = true needs one number of workers; set num_workers = N."),
+        (
+            "--stream --num-workers 1 2",
+            "stream = true needs a fixed number of workers, not a range; set num_workers = N.",
+        ),
     ],
 )
 def test_a_wrong_option_gives_a_one_sentence_error_with_the_command_to_type(options: str, sentence: str) -> None:

@@ -93,7 +93,7 @@ def test_costs_and_refused_instances_are_reported() -> None:
 
 
 @pytest.mark.parametrize(
-    "words", ["Expected termination: drained", "Terminated due to idle (no Ray activity): half of a gang"]
+    "words", ["Expected termination: drained", "Terminated due to idle (no Ray activity): partial gang"]
 )
 def test_a_node_that_was_ended_on_purpose_is_not_shown_as_a_problem(words: str) -> None:
     gone = NODE | {"state": "DEAD", "state_message": words}

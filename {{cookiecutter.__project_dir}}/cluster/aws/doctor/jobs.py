@@ -58,7 +58,7 @@ def check_secrets(account: Account) -> Iterator[Finding]:
 
 
 def check_gpus(account: Account) -> Iterator[Finding]:
-    """Check that the cluster can have as many CPUs and GPUs as training and serving need."""
+    """Check that the cluster can have the CPUs and GPUs that training needs, and the GPUs that serving needs."""
     nodes = possible_nodes(account)
     train = settings.load(DDPOptions, "train", profile="cluster")
     with _cluster_nodes(nodes):
