@@ -81,6 +81,7 @@ def test_an_answer_appears_while_it_is_streamed(page: Page, api: PretendApi) -> 
     page.get_by_role("button", name="Clear").click()
     expect(log).to_be_empty()
     ask(page, "And again?")
+    expect(log.locator("article").last).to_have_text("largeAll is well.")
     expect(log.locator("article")).to_have_count(2)
     assert api.requests[-1]["messages"] == [conversation[0], {"role": "user", "content": "And again?"}]
 

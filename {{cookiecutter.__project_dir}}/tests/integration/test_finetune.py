@@ -163,7 +163,7 @@ def test_a_user_error_in_the_workers_reaches_the_driver(changes: dict[str, Any])
         ray_train.fit(options, _Refuses)
 
 
-@pytest.mark.parametrize("max_failures", [0, 3])
+@pytest.mark.parametrize("max_failures", [pytest.param(0, marks=pytest.mark.nightly), 3])
 def test_a_gpu_out_of_memory_gives_one_sentence_and_no_retry(
     max_failures: int, changes: dict[str, Any], tmp_path: Path
 ) -> None:

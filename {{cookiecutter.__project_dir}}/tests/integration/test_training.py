@@ -200,15 +200,15 @@ def test_ranks_share_a_batch_that_does_not_divide_evenly(options: DDPOptions, tm
 def test_the_rows_of_the_next_step_are_read_ahead(
     options: DDPOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reads: queue.SimpleQueue[int] = queue.SimpleQueue()
-    read = PackedRows.read
-
-    def recorded(rows: PackedRows, first: int, count: int) -> Batch:
-        reads.put(first)
-        return read(rows, first, count)
-
-    monkeypatch.setattr(PackedRows, "read", recorded)
     source = PackedSource(options, SingleProcess(tmp_path, torch.device("cpu"), 1))
+    reads: queue.SimpleQueue[int] = queue.SimpleQueue()
+    read = source._rows.read
+
+    def recorded(first: int, count: int) -> Batch:
+        reads.put(first)
+        return read(first, count)
+
+    monkeypatch.setattr(source._rows, "read", recorded)
     for step in range(3, 6):
         source.rows(step)
     assert [reads.get(timeout=60) // options.global_batch_rows + 1 for _ in range(4)] == [3, 4, 5, 6]
