@@ -23,9 +23,9 @@ PROCESSES = 2
 
 
 def measure() -> Result:
-    """Time `embed` and the plain processes from the first document to the last commit.
+    """Time the whole job, and the plain processes from their start to their end.
 
-    This includes the start of the workers or processes, each of which loads the model once. Ray is already running.
+    This includes the start of the workers or processes, each of which loads the model. Ray is already running.
     """
     with harness.scratch() as folder:
         assets.write_embedder(folder / "model")
