@@ -104,7 +104,7 @@ def _cost_of_the_runtime(changes: dict[str, Any]) -> dict[str, float]:
 
 def _clocked_ddp(model: PreTrainedModel, options: TrainOptions, runtime: Runtime, plan: BatchPlan) -> Strategy:
     """Wrap methods of the runtime to time the trainer's calls to Ray Train, and return the DDP strategy."""
-    names = (*IN_A_STEP, "wait")  # `wait` waits for the storage, not for Ray
+    names = (*IN_A_STEP, "wait")  # `wait` is not in the sum, because it waits for the storage, not for Ray
     seconds = dict.fromkeys(names, 0.0)
     for name in names:
         file = Path(options.output, f"calls-{runtime.rank}.json")

@@ -1,4 +1,4 @@
-"""Compares our masks, losses and speed with those of TRL's SFTTrainer. Both use the same model, rows, order and hyperparameters."""
+"""Compares our masks, losses and speed with those of TRL's SFTTrainer for the same model, rows and options."""
 
 import shutil
 from collections.abc import Iterator
