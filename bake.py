@@ -12,7 +12,7 @@ PROJECT = TEMPLATE / "{{cookiecutter.__project_dir}}"
 
 
 def snapshot(folder: Path) -> Path:
-    """Copy the files that git tracks or would track, but not ignored files such as `.env`, `.venv` or caches."""
+    """Copy the template to `folder`, without files that git ignores, such as `.env`. Return `folder`."""
     if not (TEMPLATE / ".git").exists():
         return shutil.copytree(
             TEMPLATE,

@@ -23,9 +23,9 @@ PROCESSES = 2
 
 
 def measure() -> Result:
-    """Time `embed` and the plain processes from the first document to the last commit.
+    """Time the whole job, and the two plain processes from start to exit.
 
-    This includes the start of the workers or processes, each of which loads the model once. Ray is already running.
+    Both times include loading the model in each worker or process. Ray is already running.
     """
     with harness.scratch() as folder:
         assets.write_embedder(folder / "model")

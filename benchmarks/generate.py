@@ -35,7 +35,7 @@ class Work(NamedTuple):
 
 
 def measure() -> Result:
-    """Compare the job with vLLM. Each tokenizes the rows, starts an engine, answers the rows, and writes parquet."""
+    """Compare the job with LLM.generate. Each run starts an engine, answers the rows, and writes parquet."""
     os.environ["OMP_NUM_THREADS"] = THREADS  # one thread per engine leaves a core for everything else
     with harness.scratch() as folder:
         size = harness.write_model(folder / "model", VOCABULARY[LARGE], **SHAPES[LARGE])

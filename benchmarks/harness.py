@@ -27,7 +27,7 @@ from cluster.local.head import RaySection
 from cluster.network import free_ports
 from demo import assets
 from demo.assets import Fact
-from pipeline.ray_support import cli  # noqa: F401 - sets the variables that Ray reads when it is imported
+from pipeline.ray_support import cli  # noqa: F401 - sets variables that `import ray` reads
 from pipeline.serving import haproxy
 from pipeline.training.options import DDPOptions
 
@@ -54,7 +54,7 @@ def main(measure: Callable[[], Result]) -> None:
 def alternate(ways: dict[str, Callable[[], float]], rounds: int, unit: str) -> list[Round]:
     """Run each of `ways` once per round. Every other round runs them in reverse order, so that drift affects all alike.
 
-    Return the results of each round. A result is a speed in `unit`.
+    Return the results of each round, in `unit`.
     """
     made = []
     for number in range(rounds):
@@ -67,7 +67,7 @@ def alternate(ways: dict[str, Callable[[], float]], rounds: int, unit: str) -> l
 
 
 def median_ratio(rounds: list[Round], ours: str, theirs: str) -> float:
-    """Return the ratio of `ours` to `theirs` as the median over the rounds."""
+    """Return the median over the rounds of the ratio of `ours` to `theirs`."""
     return statistics.median(made[ours] / made[theirs] for made in rounds)
 
 
@@ -243,7 +243,7 @@ def ask_peer(script: str, asked: dict[str, Any], python: Path | None = None) -> 
 
 @functools.cache
 def _peers_python() -> Path:
-    """Return the Python of the peers' environment, which is created on first use.
+    """Return the Python of the peers' environment. Create it on first use, and again when the pins change.
 
     torch, transformers and tokenizers have the versions that the project pins.
     """

@@ -33,7 +33,7 @@ IN_A_STEP = ("should_stop", "should_save", "report")  # calls that the trainer m
 
 
 def measure() -> Result:
-    """Run both launchers in alternation. Then, in one more run, time every call to the runtime."""
+    """Run both launchers in alternation. Then, in one more run, time calls to the runtime."""
     with harness.scratch() as folder, harness.one_ray():
         harness.write_model(folder / "model", 1024, **LLAMA)
         assets.write_data(folder / "data")
@@ -94,7 +94,7 @@ def _options(changes: dict[str, Any]) -> DDPOptions:
 
 
 def _cost_of_the_runtime(changes: dict[str, Any]) -> dict[str, float]:
-    """For each method of the runtime, return the milliseconds per step that the slower worker spends in it."""
+    """For each timed method of the runtime, return the milliseconds per step that the slower worker spends in it."""
     options = _options(changes | {"steps": CLOCKED_STEPS, "name": "clocked"})
     ray_train.fit(options, _clocked_ddp)
     files = sorted(Path(options.output).glob("calls-*.json"))
@@ -104,7 +104,7 @@ def _cost_of_the_runtime(changes: dict[str, Any]) -> dict[str, float]:
 
 def _clocked_ddp(model: PreTrainedModel, options: TrainOptions, runtime: Runtime, plan: BatchPlan) -> Strategy:
     """Wrap methods of the runtime to time the trainer's calls to Ray Train, and return the DDP strategy."""
-    names = (*IN_A_STEP, "wait")  # `wait` waits for the storage, not for Ray
+    names = (*IN_A_STEP, "wait")  # `wait` is not in the sum, because it waits for the storage, not for Ray
     seconds = dict.fromkeys(names, 0.0)
     for name in names:
         file = Path(options.output, f"calls-{runtime.rank}.json")

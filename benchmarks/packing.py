@@ -1,4 +1,4 @@
-"""Measures the share of padding when the standard library's docstrings are packed in rows of 1024 tokens."""
+"""Measures the share of real tokens when the standard library's docstrings are packed into rows of 1024 tokens."""
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -14,7 +14,7 @@ TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "nu
 
 
 def measure() -> Result:
-    """Pack the docstrings, each as one document, in the order in which they are found."""
+    """Pack the docstrings, each with its question as one document, in the order in which they are found."""
     with harness.scratch() as folder:
         harness.write_model(folder, 16384, **TINY)
         tokenize = DocumentTokenizer(str(folder), LENGTH)

@@ -72,7 +72,7 @@ def _rows_per_s(way: Callable[[Path, Path], Work], rows: Path, folder: Path, sta
 def _ours(rows: Path, folder: Path) -> Work:
     """Run the job on the running Ray instance.
 
-    Every run makes the same number of shards. Each shard is a task, and starting a task takes time.
+    Every run makes the same number of shards, because each shard is a task, and starting a task takes time.
     """
     shutil.rmtree(folder / "packed", ignore_errors=True)
     options = settings.load(PreprocessOptions, "preprocess", profile="local")

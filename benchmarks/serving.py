@@ -74,7 +74,7 @@ def measure(name: str = LARGE) -> Result:
 
 @contextlib.contextmanager
 def served(model: Path, **changes: object) -> Iterator[ServeOptions]:
-    """Serve a model with changed settings. Keys and limits apply, but no client of the benchmarks reaches a limit."""
+    """Serve a model with changed settings. Keys and limits apply, but the rate limit is too high to be reached."""
     (port,) = free_ports(1)
     changes |= {"model": str(model), "port": port, "key_requests_per_minute": 10**6}
     options = settings.load(ServeOptions, "serve", profile="local").model_copy(update=changes)

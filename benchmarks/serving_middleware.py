@@ -21,7 +21,7 @@ PEOPLE = 10
 
 
 def measure() -> Result:
-    """Time the app in this process, with and without the middleware in alternation."""
+    """Time the app in this process, alternately with and without the middleware."""
     with harness.scratch() as folder:
         named = ",".join(f"person{number}:key-{number}" for number in range(PEOPLE))
         (folder / ".env").write_text(f"SERVE_API_KEY=the-owner's\nSERVE_API_KEYS={named}\n", encoding="utf-8")

@@ -78,7 +78,7 @@ def _bars(log: RequestLog, memory: Memory) -> Iterator[dict]:
 
 
 def _recovered_at(log: RequestLog) -> float:
-    """Return the time of the first correct answer to a request sent after the kill."""
+    """Return the time of the first correct answer to a request that was sent after the kill."""
     return min(over for sent, over, outcome in log.ended if sent > KILL_AT_S + 1 and outcome == "correct")
 
 

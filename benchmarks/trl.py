@@ -1,4 +1,4 @@
-"""Compares masks, losses and speed with TRL's SFTTrainer. Both use the same model, rows, order and hyperparameters."""
+"""Compares our masks, losses and speed with those of TRL's SFTTrainer for the same model, rows and options."""
 
 import shutil
 from collections.abc import Iterator
@@ -112,7 +112,7 @@ def _train(options: DDPOptions) -> list[dict[str, float]]:
 
 
 def _our_speed(metrics: list[dict[str, float]], packed: list[Row], rows_a_step: int) -> float:
-    """Return the tokens/s after the first steps, without padding. The run's own metric includes padding."""
+    """Return the tokens/s after the first steps, not counting padding. The run's own metric counts it."""
     real = sum(len(row["input_ids"]) for row in packed[FIRST * rows_a_step :])
     return real / sum(rows_a_step * LENGTH / step["tokens_per_s"] for step in metrics[FIRST:])
 

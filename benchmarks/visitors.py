@@ -23,7 +23,7 @@ from pipeline.serving.options import ServeOptions
 
 FACTS, EPOCHS = 24, 20
 TOKENS = 32
-TIMEOUT_S = 30.0  # the server's limit for a request
+TIMEOUT_S = 30.0  # the server's time limit for a request
 GRACE_S = 5.0  # a client waits this much longer than TIMEOUT_S before it gives up
 POLITE = {"stream": 1}
 MISBEHAVING = {"stream": 80, "disconnect": 10, "garbage": 4, "too much": 3, "wrong key": 3}

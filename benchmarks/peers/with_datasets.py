@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 from trl import pack_dataset
 
 NOT_TRAINED = -100
-PACKED_TOGETHER = 10_000  # documents per batch; the default of `map`, 1000, leaves more padding than ours
+PACKED_TOGETHER = 10_000  # documents per batch; the default of `map`, 1000, leaves more padding than `preprocess`
 
 
 def main(asked: dict[str, Any]) -> dict[str, float]:
