@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def _run(project: Path, verb: str) -> list[Text]:
-    """Run a verb in a terminal, and return what the terminal shows at the end. Raises `SystemExit` if the verb fails."""
+    """Run a verb in a terminal, and return what the terminal then shows. Raises `SystemExit` if the verb fails."""
     screen = pyte.Screen(COLUMNS, LINES)
     stream = pyte.ByteStream(screen)
     master, slave = pty.openpty()

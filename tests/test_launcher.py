@@ -116,7 +116,7 @@ class Machine:
         return done.stderr
 
     def kept(self) -> set[str]:
-        """Return the paths in the home folder, two levels deep."""
+        """Return the paths in the home folder, up to two levels deep."""
         return {str(path.relative_to(self.home)) for path in (*self.home.glob("*"), *self.home.glob("*/*"))}
 
 
