@@ -108,7 +108,7 @@ def test_a_killed_cloud_leaves_nothing_and_the_next_starts(monkeypatch: pytest.M
 
 @pytest.fixture
 def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Set PATH to stubs of apt-get and systemctl, without rsync and sudo. Return the file to which the stubs write calls."""
+    """Set PATH to stubs of apt-get and systemctl, without rsync and sudo. Return the file where they record calls."""
     calls, programs = tmp_path / "calls", tmp_path / "bin"
     programs.mkdir()
     installing = f'if [ $1 = install ]; then cp "$0" {programs}/rsync; cp "$0" {programs}/sudo; fi'

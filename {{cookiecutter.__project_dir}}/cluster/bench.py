@@ -35,7 +35,7 @@ class Load(NamedTuple):
     """The load to generate."""
 
     seconds: float
-    """Duration of each level. After that, clients send no new requests, but wait for the answers in flight."""
+    """Duration of each level. Then clients send no new requests, but wait for the answers in flight."""
     tokens: int
     """Length of each answer, in tokens."""
     concurrent: tuple[int, ...] = CONCURRENT
@@ -74,7 +74,7 @@ def bench(
     `variables` are the environment variables of submitted jobs, which say where to find the server's key.
 
     Raises:
-        settings.UserError: there is no key, or the server does not answer, rejects the key or fails every request.
+        settings.UserError: there is no key, or the server does not answer, rejects the key or fails the first requests.
     """
     key = chat.api_key(variables)
     with chat.readable_errors(url):
