@@ -99,7 +99,7 @@ def bench(context: Context, only: str = "") -> None:
     }
 )
 def faults(context: Context, only: str = "", list_: bool = False) -> None:
-    """Inject faults into a cluster on an emulated AWS, and check how it handles each. Needs root and an hour."""
+    """Inject faults into a cluster on an emulated AWS, and check how it handles each. Needs root and up to an hour."""
     try:
         chosen = catalog.choose(only)
     except ValueError as error:

@@ -82,7 +82,7 @@ def interruption_without_replacement(harness: Harness) -> str:
     baseline = harness.baseline_loss
     job = harness.train("elastic", "--num-workers", "1", "2")
     wait_for(lambda: "on 2 x" in harness.log(job), 240, "the training to start")
-    # Ray waits for a second worker before it continues with one. Meanwhile, the remaining machine must not time out.
+    # Ray waits for a second worker before it continues with one. Until then, the idle machine must not be terminated.
     scenario.set_idle_timeout(harness.file, 2)
     with no_capacity({"type": harness.file.workers[-1].instance_type}):
         interrupted = _interrupt_one(harness, job)

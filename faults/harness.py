@@ -133,7 +133,7 @@ class Harness:
 
 
 def final_loss(log: str) -> float:
-    """Return the loss at the last step of a `Harness.train` run from its log."""
+    """Return the loss at the last step from the log of a `Harness.train` run."""
     found = re.findall(r"step 30/30  loss ([\d.]+)", log)
     assert found, log
     return float(found[-1])

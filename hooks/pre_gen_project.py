@@ -22,7 +22,7 @@ MAX_WORKERS = 64
 
 
 def project_name(answer: str) -> str | None:
-    """Accept a title in any language that is safe in quoted YAML and TOML, in Markdown and in AWS tags."""
+    """Accept a title, in any language, with only characters that are safe in YAML, TOML, Markdown and AWS tags."""
     if len(answer) > 60:
         return "is longer than 60 characters. Shorten it"
     if not answer[:1].isalpha():

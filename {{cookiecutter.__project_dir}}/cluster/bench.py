@@ -35,7 +35,7 @@ class Load(NamedTuple):
     """The load to generate."""
 
     seconds: float
-    """Duration of each level. Then clients send no new requests, but wait for the answers in flight."""
+    """Duration of each level. After that, clients send no new requests, but wait for the answers in flight."""
     tokens: int
     """Length of each answer, in tokens."""
     concurrent: tuple[int, ...] = CONCURRENT

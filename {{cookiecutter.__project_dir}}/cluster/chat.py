@@ -128,7 +128,7 @@ def _run_command(session: ChatSession, line: str) -> None:
 
 
 def _switch_model(session: ChatSession, name: str) -> None:
-    """Switch to the named model, which gets all earlier messages. Print the served models, even if there is no name."""
+    """Switch to the named model, which gets all earlier messages. Then, or without a name, print the served models."""
     names = session.models()
     if name in names:
         session.model = name

@@ -14,7 +14,8 @@ def prepare(file: ClusterFile) -> None:
     """Create or update the stack and the key pair, if necessary.
 
     Raises:
-        settings.UserError: the network, this machine's address, the key pair or the stack is missing or cannot be used.
+        settings.UserError: there is no suitable network or private key, this machine's address is unknown, or AWS could
+            not create the stack.
     """
     section = settings.load(vpc.NetworkSection, "network", profile="cluster")
     network = vpc.find_network(file, section.vpc)

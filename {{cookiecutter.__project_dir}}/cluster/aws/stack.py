@@ -28,7 +28,7 @@ def deploy(file: ClusterFile, parameters: dict[str, str]) -> str:
     """Create or update the stack. Return "created", "updated" or "is up to date".
 
     Raises:
-        settings.UserError: AWS fails, or takes over ten minutes. The message contains the first reason that AWS gives.
+        settings.UserError: it fails (the message contains the first reason from AWS) or takes over ten minutes.
     """
     cloudformation = file.client("cloudformation")
     request = {

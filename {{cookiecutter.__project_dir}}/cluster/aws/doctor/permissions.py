@@ -99,7 +99,7 @@ def _simulate(account: Account) -> list[str]:
     source = account.arn
     if name.startswith("assumed-role/"):  # the policies belong to the role, and only IAM knows the role's full path
         source = iam.get_role(RoleName=name.split("/")[1])["Role"]["Arn"]
-    context = {  # values that the conditions in policies compare
+    context = {  # values of the condition keys that policies may use
         "aws:RequestedRegion": account.region,
         "aws:RequestTag/ray-project": account.slug,
         "aws:ResourceTag/ray-project": account.slug,

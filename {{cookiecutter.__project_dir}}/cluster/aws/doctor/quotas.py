@@ -23,7 +23,7 @@ class Quota(NamedTuple):
 
 QUOTAS = (
     Quota("L-417A185B", r"p\d", "on-demand"),
-    Quota("L-7212CCBC", r"p[234]", "spot"),  # for spot, later P types have their own quotas
+    Quota("L-7212CCBC", r"p[234]", "spot"),  # later P types have their own spot quotas
     Quota("L-1216C47A", r"[acdhimrtz]\d", "on-demand"),
     Quota("L-34B43A08", r"[acdhimrtz]\d", "spot"),
 )
