@@ -51,7 +51,7 @@ with sync_playwright() as playwright:
 
 
 def main() -> None:
-    """Run the demo, `status`, `report` and the rehearsal. Save pictures of their output, the report and the chat page."""
+    """Run the demo, `status`, `report` and the rehearsal, and save pictures of them and of the chat page."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         project = bake.bake(Path(scratch) / "my-llm")

@@ -65,7 +65,7 @@ def leftovers(file: ClusterFile) -> list[str]:
 
 
 def delete_orphans(file: ClusterFile) -> None:
-    """Delete volumes and interfaces that outlived their instances, and cancel spot requests."""
+    """Delete volumes and interfaces that outlived their instances, and cancel open spot requests."""
     ec2 = file.client("ec2")
     available = [{"Name": "tag:ray-project", "Values": [file.slug]}, {"Name": "status", "Values": ["available"]}]
     for volume in ec2.describe_volumes(Filters=available)["Volumes"]:
