@@ -1,4 +1,4 @@
-"""Extensions of cookiecutter, in the file that its documentation recommends."""
+"""A Jinja extension for cookiecutter, in the file that cookiecutter's documentation recommends."""
 
 import logging
 
@@ -7,7 +7,7 @@ from jinja2.ext import Extension
 
 
 class QuietHookErrors(Extension):
-    """Suppress the traceback that cookiecutter 2.7 logs if a hook fails. The hook has already printed the error."""
+    """Suppress the traceback that cookiecutter 2.7 logs when a hook fails. The hook has already printed the error."""
 
     def __init__(self, environment: Environment) -> None:
         super().__init__(environment)

@@ -51,7 +51,7 @@ with sync_playwright() as playwright:
 
 
 def main() -> None:
-    """Run the demo, `status`, `report` and the rehearsal, and save pictures of their output and of the chat page."""
+    """Run the demo, `status`, `report` and the rehearsal, and save pictures of them and of the chat page."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         project = bake.bake(Path(scratch) / "my-llm")
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def _run(project: Path, verb: str) -> list[Text]:
-    """Run a verb in a terminal, and return what the terminal shows at the end. Raises `SystemExit` if it fails."""
+    """Run a verb in a terminal, and return what the terminal then shows. Raises `SystemExit` if the verb fails."""
     screen = pyte.Screen(COLUMNS, LINES)
     stream = pyte.ByteStream(screen)
     master, slave = pty.openpty()
@@ -96,7 +96,7 @@ def _read(master: int) -> bytes:
 
 
 def _line(screen: pyte.Screen, number: int, project: str) -> Text:
-    """Convert a line of the screen. Replace the path of the temporary project folder with ~/my-llm."""
+    """Return a line of the screen, with ~/my-llm for the path of the temporary project folder."""
     line = Text()
     chars = [screen.buffer[number][column] for column in range(COLUMNS)]
     for style, run in itertools.groupby(chars, _style):
@@ -115,7 +115,7 @@ def _style(char: Char) -> Style:
 
 
 def _from(lines: Sequence[Text], words: str) -> Sequence[Text]:
-    """Return the lines that start with the first line that contains `words`."""
+    """Return `lines` from the first one that contains `words` to the end."""
     first = next(number for number, line in enumerate(lines) if words in line.plain)
     return lines[first:]
 

@@ -23,7 +23,7 @@ PYTHON = shlex.quote(sys.executable)
 UV = shlex.quote(os.environ.get("UV", "uv"))  # set by `inv`
 # The path has spaces, because users have folders such as "My Drive", and Ray splits paths at spaces.
 TEST_PROJECT = "a b é/test"
-# All releases are at least a week old. By that age, mirrors have them, and bad releases have been withdrawn.
+# P7D: only releases that are at least a week old. By then, mirrors have them, and bad ones have been withdrawn.
 COMMON = "--python-version 3.11 --exclude-newer P7D --no-annotate"
 
 
@@ -37,12 +37,12 @@ def demo(context: Context) -> None:
 
 @task(
     help={
-        "all": "run all but the nightly tests, including the emulated AWS and a browser: 25 minutes on 2 cores",
-        "nightly": "run every test: about 35 minutes",
+        "all": "also run the slow tests, with the emulated AWS and a browser: 25 minutes on 2 cores",
+        "nightly": "also run the slow and the nightly tests: about 35 minutes",
     }
 )
 def test(context: Context, all_: bool = False, nightly: bool = False) -> None:  # noqa: PT028 -- a verb, not a test
-    """Run the quick tests of the template and of a generated project, whose path contains a space."""
+    """Check style, and run the quick tests of the template and of a generated project in a path with spaces."""
     lint(context)
     if all_ or nightly:
         _install_programs(context)
@@ -62,7 +62,7 @@ def _test_emulator(context: Context, project: Path) -> None:
 
 
 def _test_in_project(context: Context, python: Path, project: Path, folder: str, *options: str) -> None:
-    """Run the template's tests in a folder of tests/ with a project's environment and folder."""
+    """Run the template's tests/FOLDER in a project's folder and environment."""
     # confcutdir keeps pytest from loading tests/conftest.py, which needs the template's environment
     tests = bake.TEMPLATE / "tests" / folder
     command = [python, "-m", "pytest", "-c", bake.TEMPLATE / "pyproject.toml", "--confcutdir", tests, *options, tests]
@@ -84,17 +84,22 @@ def pictures(context: Context) -> None:
     context.run(f"{PYTHON} -m pictures", in_stream=False)
 
 
-@task(help={"only": "run only this benchmark, named as in benchmarks/__main__.py"})
+@task(help={"only": "run only this benchmark; benchmarks/__main__.py lists the names"})
 def bench(context: Context, only: str = "") -> None:
-    """Compare the speed of a generated project with other tools. Writes the results to benchmarks/README.md."""
+    """Compare the speed of a generated project with that of other tools. Writes the results to benchmarks/README.md."""
     project = _bake(context, "bench")
     variables = {"PROFILE": "local", "HF_HUB_OFFLINE": "1"}
     _become_module(_python(context, project), project, "benchmarks", only, **variables)
 
 
-@task(help={"only": "run only faults whose names contain one of these comma-separated words", "list": "only list them"})
+@task(
+    help={
+        "only": "run only faults whose names contain one of these comma-separated words",
+        "list": "list faults, but run no tests",
+    }
+)
 def faults(context: Context, only: str = "", list_: bool = False) -> None:
-    """Inject faults into an emulated AWS, and check how a cluster handles each. Needs root. All faults take an hour."""
+    """Inject faults into a cluster on an emulated AWS, and check how it handles each. Needs root and up to an hour."""
     try:
         chosen = catalog.choose(only)
     except ValueError as error:
@@ -108,14 +113,14 @@ def faults(context: Context, only: str = "", list_: bool = False) -> None:
 
 @task
 def bench_up(context: Context) -> None:
-    """Compare the time of `inv up` with that of plain `ray up`, in an emulated AWS. Needs root."""
+    """Compare the time that `inv up` takes with that of plain `ray up`, on an emulated AWS. Needs root."""
     project = _bake(context, "bench-up")
     _become_module(_python(context, project), project, "benchmarks.bench_up")
 
 
-@task(help={"nightly": "also measure every model with every strategy: hours"})
+@task(help={"nightly": "also measure the memory of every model with every strategy, which takes hours"})
 def check_gpu_path(context: Context, nightly: bool = False) -> None:
-    """Train, serve and compile kernels on a fake GPU, with the CUDA packages of the nodes: 10 GB, 15 minutes."""
+    """Train, serve and compile kernels on a fake GPU, with the nodes' CUDA packages (10 GB). Takes 15 minutes."""
     if (sys.platform, platform.machine()) != ("linux", "x86_64"):
         raise Exit("error: check-gpu-path needs Linux on x86-64. Run it on such a machine, or in CI", 1)
     project = _bake(context, "gpu-path")
@@ -129,7 +134,7 @@ def check_gpu_path(context: Context, nightly: bool = False) -> None:
 def lint(context: Context) -> None:
     """Check Python files and GitHub workflows of the template and of the project."""
     _step("checking style")
-    # A cache would be copied into the next project. RUF200 fails because pyproject.toml contains Jinja.
+    # A cache would be copied into the next project. RUF200 rejects the Jinja in the project's pyproject.toml.
     context.run(f"{PYTHON} -m ruff check --no-cache --ignore RUF200 .")
     context.run(f"{PYTHON} -m ruff format --no-cache --check .")
     _step("checking GitHub workflows")
@@ -142,7 +147,7 @@ def lint(context: Context) -> None:
 
 @task
 def lock(context: Context) -> None:
-    """Compile the project's pins from its requirements/*.in. Some versions are in cookiecutter.json."""
+    """Compile the project's pins from its requirements/*.in, which take some versions from cookiecutter.json."""
     project = _bake(context, "lock")
     plain = {name: value for name, value in os.environ.items() if name not in ("UV_FIND_LINKS", "UV_TORCH_BACKEND")}
     _step("compiling cluster.txt: CUDA, Linux")
@@ -154,7 +159,7 @@ def lock(context: Context) -> None:
 
 
 def _install_programs(context: Context) -> None:
-    """Install the Debian packages that some tests need. Without root or apt-get, those tests are skipped."""
+    """Install the Debian packages that some tests need. Without root or apt-get, install nothing."""
     path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
     needed = _rehearsal_programs() | {"chromium": "chromium"}  # for the tests of the chat page
     missing = [package for program, package in needed.items() if not shutil.which(program, path=path)]
@@ -170,7 +175,7 @@ def _install_programs(context: Context) -> None:
 
 
 def _rehearsal_programs() -> dict[str, str]:
-    """Return the programs that the rehearsal needs. Parses sandbox.py, because its imports are not installed here."""
+    """Return the rehearsal's programs and packages. Parses sandbox.py, because its imports are not installed here."""
     module = ast.parse((bake.PROJECT / "cluster" / "emulator" / "sandbox.py").read_text(encoding="utf-8"))
     assigned = {ast.unparse(node.targets[0]): node.value for node in module.body if isinstance(node, ast.Assign)}
     return ast.literal_eval(assigned["PROGRAMS"])
@@ -201,7 +206,7 @@ def _become(project: Path, *words: str) -> None:
 def _python(context: Context, project: Path) -> Path:
     """Create the project's environment, and return the path of its Python.
 
-    `.venv` is a link. It is resolved, because Ray fails if the path of Python contains spaces.
+    The link `.venv` is resolved, because Ray fails if the path of Python contains spaces.
     """
     _step(f"creating the environment of {project}")
     _verb(context, project, "--list > /dev/null")  # any verb creates the environment
@@ -209,7 +214,7 @@ def _python(context: Context, project: Path) -> Path:
 
 
 def _variables(project: Path) -> dict[str, str]:
-    """Return the variables that the template's modules need to run in a project's environment."""
+    """Return the environment variables with which the template's modules run in a project's environment."""
     return {
         "PYTHONPATH": f"{project}{os.pathsep}{bake.TEMPLATE}",
         "PATH": f"{(project / '.venv').resolve() / 'bin'}{os.pathsep}{os.environ['PATH']}",
@@ -240,9 +245,9 @@ def _compile(context: Context, project: Path, name: str, options: str, variables
 
 
 def _without_needless_marker(line: str, supported: list[str]) -> str:
-    """Return a pin without its marker, if the marker is true on all `supported` platforms, which are also markers.
+    """Return a line's pin, without its marker if the marker is true on all supported platforms.
 
-    uv writes such a marker on each line.
+    uv writes such a marker on each line. `supported` has a marker for each platform.
     """
     package, _, marker = line.partition(" ; ")
     values = [dict(re.findall(r"(\w+) == '([^']+)'", one)) for one in supported]

@@ -1,4 +1,4 @@
-"""Fault tests inject faults into an emulated AWS, and check how a project's cluster handles each fault.
+"""Fault tests inject faults into a project's cluster on an emulated AWS, and check how the cluster handles each one.
 
-`./inv faults` generates a project and runs the tests there, in the project's environment.
+`./inv faults` generates a project and runs the tests in its folder and environment.
 """

@@ -13,9 +13,9 @@ from faults import catalog
 
 
 def main(only: str = "") -> None:
-    """Run the faults that `catalog.choose` finds."""
+    """Run the tests of the faults that `catalog.choose` returns for `only`."""
     try:
-        catalog.choose(only)  # raises before the cloud starts, if a word matches no fault
+        catalog.choose(only)  # fail before the cloud starts if a word matches no fault
         sandbox.run_in_fresh_cloud("faults.runner", only)
     except (ValueError, settings.UserError) as error:
         sys.exit(f"error: {error}")

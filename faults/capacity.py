@@ -1,4 +1,4 @@
-"""Faults in which AWS has no capacity or too little of it, or interrupts spot machines."""
+"""Faults in which AWS has too little capacity or interrupts spot machines, and a test with a large gang."""
 
 import re
 
@@ -41,7 +41,7 @@ def all_spot_refuses(harness: Harness) -> str:
 def half_a_gang(harness: Harness) -> str:
     """Only one of two machines starts: the job releases it, and the gang starts in another zone."""
     harness.wait_until_no_workers()
-    # The first zone has no capacity either, because after an earlier test the watchdog may still block its node type.
+    # The first zone has no capacity at all. After an earlier test, the watchdog may have closed it anyway.
     none = {"market": "spot", "zone": f"{harness.file.region}a"}
     one = {"market": "spot", "zone": f"{harness.file.region}b", "available": 1}
     with no_capacity(none, one):
@@ -74,7 +74,7 @@ def spot_interruption(harness: Harness) -> str:
     assert final_loss(log) == baseline, f"losses differ: {final_loss(log)} and {baseline}"
     (saved,) = re.findall(r"is about to be taken away: saving a checkpoint after step (\d+)", log)
     assert f"resumed after step {saved}" in log, log
-    return f"{interrupted} ended after a checkpoint of step {saved}; the loss at step 30 is {baseline} in both runs"
+    return f"{interrupted} ended after a checkpoint of step {saved}; loss {baseline}, the same as without interruption"
 
 
 def interruption_without_replacement(harness: Harness) -> str:
@@ -82,7 +82,7 @@ def interruption_without_replacement(harness: Harness) -> str:
     baseline = harness.baseline_loss
     job = harness.train("elastic", "--num-workers", "1", "2")
     wait_for(lambda: "on 2 x" in harness.log(job), 240, "the training to start")
-    # For a minute, Ray waits for a second worker. The machine that is left must not stop meanwhile.
+    # Ray waits for a second worker before it continues with one. Until then, the idle machine must not be terminated.
     scenario.set_idle_timeout(harness.file, 2)
     with no_capacity({"type": harness.file.workers[-1].instance_type}):
         interrupted = _interrupt_one(harness, job)
@@ -95,7 +95,7 @@ def interruption_without_replacement(harness: Harness) -> str:
 
 
 def _interrupt_one(harness: Harness, job: str) -> str:
-    """Interrupt a spot machine after step 10 of a training run, and return its id."""
+    """Interrupt a spot machine after step 10 of a training run, and return the machine's id."""
     harness.wait_for_step(job, 10)
     victim = next(machine for machine in instances.living(harness.file) if machine.market == "spot")
     control(interrupt=victim.id, notice_s=15)
@@ -128,6 +128,6 @@ def _gather(harness: Harness) -> str:
 
 
 def _summary(log: str) -> str:
-    """Return the first and the last line about zones in a job's log, and how many of these lines are in between."""
+    """Return the first and last line about zones in a job's log, and the number of such lines in between."""
     first, *between, last = [line for line in log.splitlines() if line.startswith(("zone ", "no zone", "gathered"))]
     return f"{first} … {len(between)} more … {last}" if between else f"{first} … {last}"

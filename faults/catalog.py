@@ -14,7 +14,7 @@ class Fault(NamedTuple):
 
 FAULTS = [
     Fault("no spot capacity in the first zone", "the gang starts in the next zone", "capacity.first_zone_refuses"),
-    Fault("half a gang", "the job releases the half, and the gang starts in another zone", "capacity.half_a_gang"),
+    Fault("half a gang", "the job releases that half, and the gang starts in another zone", "capacity.half_a_gang"),
     Fault("no spot capacity anywhere", "the gang starts on demand", "capacity.all_spot_refuses"),
     Fault("no capacity at all", "the job reports that it waits, and continues later", "capacity.everything_refuses"),
     Fault(
@@ -29,24 +29,30 @@ FAULTS = [
     ),
     Fault("eight workers", "all start in one zone", "capacity.eight_workers"),
     Fault("a setup command fails", "status reports it, and launches stop after three failures", "setup.setup_fails"),
-    Fault("another Python on a worker", "Ray rejects it, and status says why", "setup.other_python_on_a_worker"),
+    Fault(
+        "another Python on a worker", "Ray rejects the worker, and status says why", "setup.other_python_on_a_worker"
+    ),
     Fault("another Ray on the laptop", "the doctor rejects it", "setup.other_ray_on_the_laptop"),
-    Fault("no boto3 on the head", "up fails and says why; the next up repairs it", "setup.boto3_missing"),
-    Fault("up again", "running jobs continue, or up warns first that they will end", "operators.up_again"),
+    Fault("no boto3 on the head", "up fails and says why; the next up repairs the head", "setup.boto3_missing"),
+    Fault(
+        "up again",
+        "without changes, jobs continue; with changes, up warns first that they will end",
+        "operators.up_again",
+    ),
     Fault("a permission is missing", "the verb names it", "operators.permission_missing"),
     Fault("a job with a secret", "the secret leaks nowhere", "operators.secret_stays_secret"),
     Fault("two clusters at the same time", "each project sees only its own machines", "operators.two_clusters"),
-    Fault("Ray killed on the head", "up repairs it within 3 minutes", "heads.ray_on_the_head_killed"),
+    Fault("Ray killed on the head", "up repairs the head within 3 minutes", "heads.ray_on_the_head_killed"),
     Fault(
         "head killed during training",
-        "up replaces it within 3 minutes, and the job resumes",
+        "up replaces it within 3 minutes, and the job resumes when submitted again",
         "heads.head_killed",
     ),
     Fault("head lost for good", "workers terminate themselves", "heads.head_lost"),
     Fault("time limit", "the cluster terminates itself", "heads.time_limit"),
     Fault("spend limit", "the cluster terminates itself", "heads.spend_limit"),
     Fault("up interrupted three times", "down leaves nothing", "operators.interrupted_up"),
-    Fault("plain ray up and ray down", "both work, and only the stack is left", "operators.plain_ray"),
+    Fault("plain ray up and ray down", "both work, and no machine is left", "operators.plain_ray"),
     Fault("down from another checkout, twice", "nothing is left", "operators.down_twice"),
 ]
 

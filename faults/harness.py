@@ -39,7 +39,7 @@ class Harness:
         self.connection: Connection
 
     def ensure_up(self) -> None:
-        """Start the cluster if an earlier test has stopped or changed it, and connect to it."""
+        """Start the cluster, or repair it if an earlier test changed it, and connect to it."""
         target = Aws()
         output, started = io.StringIO(), time.monotonic()
         try:
@@ -56,7 +56,7 @@ class Harness:
         return ssh.find_head(self.file)
 
     def report(self) -> dict[str, Any]:
-        """Return the status of the head (see cluster/node/head_status.py)."""
+        """Return what cluster/node/head_status.py prints on the head."""
         return head.read_status(self.head())
 
     def workers(self) -> list[instances.Instance]:
@@ -68,7 +68,7 @@ class Harness:
     # ------------------------------------------------------------ jobs
 
     def submit(self, code: str, *arguments: str, with_secrets: bool = False) -> str:
-        """Run Python code as a job in the project's folder, and return the job's id."""
+        """Submit Python code as a job that runs in a copy of the project's folder, and return the job's id."""
         environment: dict[str, Any] = {"working_dir": str(settings.PROJECT), "excludes": submission.EXCLUDES}
         environment["env_vars"] = dict(self.connection.job_variables)
         if with_secrets:
@@ -83,13 +83,16 @@ class Harness:
         return final_loss(self.wait_for_success(self.train("baseline"), 300))
 
     def train(self, name: str, *options: str) -> str:
-        """Submit a one-minute training run on two A100 machines: 30 steps, with a checkpoint every 5 steps."""
+        """Submit a one-minute training run on two A100 machines, and return the job's id.
+
+        Unless `options` say otherwise, the run has 30 steps and a checkpoint every 5 steps.
+        """
         words = [word for word in scenario.TRAINING if word != "--fresh"]
         words += ["--steps", "30", "--log-every", "5", "--checkpoint-every", "5", "--global-batch-rows", "48"]
         return submission.submit(self.connection, "finetune_ddp", [*words, "--name", name, *options])
 
     def stop_jobs(self) -> None:
-        """Stop all jobs, because a failed test may have left its own running."""
+        """Stop all jobs, because the previous test may have left jobs running."""
         client = self.connection.client()
         for job in client.list_jobs():
             if job.submission_id and not job.status.is_terminal():
@@ -130,7 +133,7 @@ class Harness:
 
 
 def final_loss(log: str) -> float:
-    """Return the loss of the last step of `Harness.train`."""
+    """Return the loss at the last step from the log of a `Harness.train` run."""
     found = re.findall(r"step 30/30  loss ([\d.]+)", log)
     assert found, log
     return float(found[-1])
@@ -157,7 +160,7 @@ def no_capacity(*launches: dict[str, Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaced_file(path: Path, text: str) -> Iterator[None]:
-    """Replace a file's text with a bind mount inside the cloud. The file itself does not change.
+    """Inside the cloud, replace a file's text by means of a bind mount. The file itself does not change.
 
     If the file does not exist, an empty file is created, and removed together with the mount.
     """
@@ -218,7 +221,7 @@ def interrupt_verb(marker: str, *words: str) -> str:
     assert process.stdout
     for line in process.stdout:
         if marker in line:
-            os.killpg(process.pid, signal.SIGINT)  # Ctrl-C in a terminal also signals the whole process group
+            os.killpg(process.pid, signal.SIGINT)  # like Ctrl-C in a terminal, signals the whole process group
             break
     rest = process.stdout.read()
     assert process.wait(60 * slowdown()) == 130, rest

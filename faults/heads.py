@@ -44,7 +44,7 @@ def ray_on_the_head_killed(harness: Harness) -> str:
 
 
 def head_killed(harness: Harness) -> str:
-    """The head's machine is terminated during training: `up` starts a new head, and the same job resumes from S3."""
+    """The head is terminated during training: `up` starts a new head, and the job resumes when submitted again."""
     job = harness.train("head-killed")
     harness.wait_for_step(job, 15)
     before = instances.head(harness.file)
@@ -62,11 +62,11 @@ def head_killed(harness: Harness) -> str:
     assert resumed, log
     assert int(resumed[0]) >= 10, log
     _check_no_orphans(harness)
-    return f"`up` took {took:.0f} s; the same job resumed at step {resumed[0]} and succeeded"
+    return f"`up` took {took:.0f} s; submitted again, the job resumed at step {resumed[0]} and succeeded"
 
 
 def time_limit(harness: Harness) -> str:
-    """The cluster reaches the limit of hours in settings.toml: it terminates itself, including all workers."""
+    """The cluster reaches the time limit in settings.toml: it terminates itself, including all workers."""
     _busy_workers(harness)
     limit = _limits().hours
     harness.head().run(f"touch --date='{limit:g} hours ago' {LEASE.parent}")  # as if the cluster had started then
@@ -77,7 +77,7 @@ def time_limit(harness: Harness) -> str:
 
 
 def spend_limit(harness: Harness) -> str:
-    """The cluster reaches the limit of dollars in settings.toml: it terminates itself, including all workers."""
+    """The cluster reaches the spend limit in settings.toml: it terminates itself, including all workers."""
     _busy_workers(harness)
     limit = _limits().dollars
     spent = json.dumps({"at": time.time(), "dollars": limit - 0.0001, "messages": []})
@@ -86,7 +86,7 @@ def spend_limit(harness: Harness) -> str:
     summary = _wait_until_terminated(harness)
     output = run_verb("status", exit_code=1)
     assert f"the limit of {limit:g} dollars" in output, output
-    return f"{summary}, and status says why; {limit:g} dollars were added to its costs"
+    return f"{summary}, and status says why; its recorded costs were set to almost {limit:g} dollars"
 
 
 def head_lost(harness: Harness) -> str:
@@ -95,10 +95,10 @@ def head_lost(harness: Harness) -> str:
     assert head
     harness.file.client("ec2").terminate_instances(InstanceIds=[head.id])
     wait_for(lambda: not _has_host(head.id), 30, "the head to end")
-    time.sleep(INTERVAL_S)  # a watchdog that saw the head just before the head ended may still renew its lease
+    time.sleep(INTERVAL_S)  # a watchdog may still renew its lease if it saw the head just before the end
     control(age_leases_s=570)
     wait_for(lambda: not instances.living(harness.file), 120, "the workers to terminate themselves")
-    return f"{len(workers)} workers terminated themselves; 570 s of their lease of 600 s were skipped"
+    return f"{len(workers)} workers terminated themselves; 570 s of their 600 s lease were skipped"
 
 
 def _busy_workers(harness: Harness) -> list[instances.Instance]:

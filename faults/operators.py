@@ -41,7 +41,7 @@ def up_again(harness: Harness) -> str:
 def interrupted_up(harness: Harness) -> str:
     """Ctrl-C interrupts `up` at three points: afterwards, `down` leaves nothing behind."""
     run_verb("down")
-    points = ("at most", "step 1 of 7", "step 6 of 7")  # `up` shows the price, boots the head, sets it up
+    points = ("at most", "step 1 of 7", "step 6 of 7")  # `up` shows the price, boots the head, and sets it up
     for point in points:
         assert "interrupted" in interrupt_verb(point, "up", "--yes")
         assert "is left" in run_verb("down")
@@ -50,7 +50,7 @@ def interrupted_up(harness: Harness) -> str:
 
 
 def down_twice(harness: Harness) -> str:
-    """`down` runs twice, from another checkout and without the private key: nothing is left."""
+    """`down` runs twice from another checkout, without the private key: nothing is left."""
     harness.file.key_file.unlink()
     with _checkout(harness.file.slug) as folder:
         for _ in range(2):
@@ -61,7 +61,7 @@ def down_twice(harness: Harness) -> str:
 
 
 def two_clusters(harness: Harness) -> str:
-    """Two projects have a cluster each: each sees and ends only its own machines."""
+    """Two projects have a cluster each, and each project sees and ends only its own machines."""
     with _checkout(f"other-{harness.file.slug}") as folder:
         run_verb("up", "--yes", folder=folder)
         job, head = harness.submit(SLEEP), instances.head(harness.file)
@@ -102,7 +102,7 @@ def permission_missing(harness: Harness) -> str:
 
 
 def secret_stays_secret(harness: Harness) -> str:
-    """A job uses a secret: the secret appears in no file, command line, log, upload or response of the cluster."""
+    """A job uses a secret: except for .env, no file, command line, object, response or AWS call contains it."""
     canary = f"canary-{os.urandom(16).hex()}"
     code = "import os, ray, time; from pipeline.ray_support import job_secrets; job_secrets.load(); ray.init(); "
     code += "length = lambda: len(os.environ['HF_TOKEN']); "
@@ -118,7 +118,7 @@ def secret_stays_secret(harness: Harness) -> str:
 
 
 def plain_ray(harness: Harness) -> str:
-    """After `prepare`, plain `ray up` starts workers for a job, and `ray down` leaves only the stack."""
+    """After `prepare`, plain `ray up` starts a head, which starts a worker for a job. `ray down` terminates both."""
     run_verb("down")
     run_verb("prepare")
     _ray("up", "--no-config-cache")
@@ -143,7 +143,7 @@ def _ray(word: str, *options: str) -> None:
 
 @contextlib.contextmanager
 def _checkout(slug: str) -> Iterator[Path]:
-    """Copy this project to another folder, and give the copy this slug."""
+    """Copy the project to another folder, and change the copy's slug to `slug`."""
     folder = Path("/tmp/checkout")
     # skipped only at the top level, because the copy needs pipeline/data
     skipped = (".venv", ".cluster", ".env", "data", "models", "runs", "results")

@@ -35,7 +35,7 @@ class FaultResult:
 
 
 def run(only: str) -> None:
-    """Run the faults that `catalog.choose` finds.
+    """Run the tests of the faults that `catalog.choose` returns for `only`.
 
     Raises:
         settings.UserError: a test failed, or `down` left something behind.
@@ -48,7 +48,7 @@ def run(only: str) -> None:
     left = target.down()
     _show(results)
     if failed := [result.fault.name for result in results if result.problem]:
-        raise settings.UserError(f"not handled as expected: {'; '.join(failed)}")
+        raise settings.UserError(f"faults not handled as expected: {'; '.join(failed)}")
     if left:
         raise settings.UserError(f"left behind after down: {', '.join(left)}")
 

@@ -1,4 +1,4 @@
-"""Search all files, command lines, S3 objects, responses and AWS calls of a cluster for a secret."""
+"""Search all files, command lines, S3 objects, dashboard responses and AWS calls of a cluster for a secret."""
 
 import contextlib
 import os
@@ -20,11 +20,11 @@ DASHBOARD_PATHS = (
     *("/api/v0/jobs?detail=true", "/api/v0/runtime_envs?detail=true", "/api/v0/objects?detail=true"),
 )
 MAX_FILE_BYTES = 64 * 2**20
-"""Larger files are packages and models."""
+"""Larger files are not searched, because they are packages and models."""
 
 
 def search(text: str, harness: Harness, only_in: set[str]) -> str:
-    """Search for `text`, and return how many files, objects, responses and so on were searched.
+    """Search for `text`, and return a summary of how many places of each kind were searched.
 
     Raises:
         AssertionError: the text is in a place outside `only_in`, or a place in `only_in` lacks it.
@@ -48,7 +48,7 @@ def search(text: str, harness: Harness, only_in: set[str]) -> str:
 
 
 def _files() -> Iterator[tuple[str, bytes]]:
-    """Yield the files of the laptop, the project and all hosts. /tmp contains the disks of the hosts."""
+    """Yield the files of the project, of /tmp, which contains the hosts' disks, and of the hosts' in-memory folders."""
     hosts = {os.stat(f"/proc/{pid}/ns/mnt").st_ino: Path("/proc", pid, "root") for pid in _processes()}
     hosts.pop(os.stat("/proc/self/ns/mnt").st_ino)
     in_memory = [host / name for host in hosts.values() for name in MEMORY_FOLDERS]
@@ -59,7 +59,7 @@ def _files() -> Iterator[tuple[str, bytes]]:
 
 
 def _regular_files(folder: Path) -> Iterator[Path]:
-    """Yield files, but not links, because packages are links into uv's cache."""
+    """Yield all but large files. Skip links, because packages are links into uv's cache."""
     for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if name != ".venv"]
         for name in names:

@@ -1,4 +1,4 @@
-"""Faults in which setup commands fail, or versions do not match."""
+"""Faults in which a setup command fails, a package is missing, or versions do not match."""
 
 import re
 from pathlib import Path
@@ -11,9 +11,9 @@ ONE_CPU = "import ray; ray.init(); print(ray.get(ray.remote(num_cpus=1)(lambda: 
 
 
 def setup_fails(harness: Harness) -> str:
-    """A setup command fails on every new worker: status reports it in a minute. After three failures, none start."""
+    """A setup command fails on every new worker: `inv status` says so, and no worker starts after three failures."""
     harness.wait_until_no_workers()  # otherwise the job would run on a worker of the previous test
-    head, pins = harness.head(), "~/project/requirements/cluster.txt"  # workers get a copy of the head's file
+    head, pins = harness.head(), "~/project/requirements/cluster.txt"  # copied from the head to workers
     head.run(f"cp {pins} ~/good.txt && echo no-such-package==1 >> {pins}")
     job = harness.submit(ONE_CPU)
     try:

@@ -1,4 +1,4 @@
-"""Reject answers that would break the project or its names on AWS, before any file is created."""
+"""Before any file is created, reject answers that would break the project or be invalid in AWS names."""
 
 import json
 import keyword
@@ -6,10 +6,10 @@ import re
 import sys
 import unicodedata
 
-# The only line with Jinja. JSON in a raw string is valid Python for all answers: quotes and newlines are escaped.
+# The only line with Jinja. JSON escapes quotes and newlines, so the raw string is valid Python for all answers.
 ANSWERS = json.loads(r"""{{ cookiecutter | tojson }}""")
 
-# Regions with each A100 type, from EC2 DescribeInstanceTypeOfferings. Add new regions here.
+# Regions that offer each A100 type, from EC2 DescribeInstanceTypeOfferings. Add new regions here.
 REGIONS = {
     "p4d.24xlarge": [
         *("us-east-1", "us-east-2", "us-west-2", "ca-central-1", "sa-east-1"),
@@ -22,7 +22,7 @@ MAX_WORKERS = 64
 
 
 def project_name(answer: str) -> str | None:
-    """Accept a title in any language, if it is safe in quoted YAML and TOML, in Markdown and in AWS tags."""
+    """Accept a title, in any language, with only characters that are safe in YAML, TOML, Markdown and AWS tags."""
     if len(answer) > 60:
         return "is longer than 60 characters. Shorten it"
     if not answer[:1].isalpha():
@@ -33,7 +33,7 @@ def project_name(answer: str) -> str | None:
 
 
 def project_slug(answer: str) -> str | None:
-    """Accept a name for the folder that is also a prefix for names on AWS. S3 has the strictest rules."""
+    """Accept a folder name that is also valid as a prefix of names on AWS. S3's naming rules are the strictest."""
     if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", answer):
         return "must start with a letter, and have only lowercase letters, digits and single hyphens. Try my-llm"
     if not 3 <= len(answer) <= 30:
@@ -55,14 +55,14 @@ def aws_region(answer: str) -> str | None:
 
 
 def max_workers(answer: str) -> str | None:
-    """Accept a plausible number of instances."""
+    """Accept a whole number of instances from 1 to MAX_WORKERS."""
     if re.fullmatch(r"[1-9][0-9]?", answer) and int(answer) <= MAX_WORKERS:
         return None
     return f"must be a whole number from 1 to {MAX_WORKERS}. Try 2"
 
 
 def base_model(answer: str) -> str | None:
-    """Accept an id of the Hugging Face hub, or a path on this machine or on S3."""
+    """Accept a Hugging Face model id, or a path on this machine or on S3."""
     name = r"[A-Za-z0-9_][A-Za-z0-9._-]*"
     if re.fullmatch(rf"{name}/{name}|(s3:/|\.)?(/{name})+", answer):
         return None

@@ -1,4 +1,4 @@
-"""Shared fixtures: the template as git tracks it, and a project with the default answers."""
+"""Shared fixtures: a copy of the template, and a project with the default answers."""
 
 import signal
 from pathlib import Path
@@ -9,14 +9,14 @@ import bake
 
 collect_ignore = ["emulator", "gpu_path"]  # these tests need a project's environment: see tasks.py
 
-# Shells start background processes with both signals ignored. Child processes would inherit this.
+# a shell may start these tests with both signals ignored, and child processes would inherit that
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")
 def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a copy of the template without ignored files."""
+    """Return a copy of the template without the files that git ignores. Tests must not change it."""
     return bake.snapshot(tmp_path_factory.mktemp("snapshot") / "template")
 
 

@@ -1,4 +1,4 @@
-"""Test that a bad answer to a question gives one error and leaves no files, and that good answers make a project."""
+"""Test that a bad answer to a question gives one error and leaves no files, and that the defaults make a project."""
 
 import subprocess
 import sys

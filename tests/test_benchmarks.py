@@ -1,4 +1,4 @@
-"""Test that benchmark results are stored by day, and that their tables are written between two marks in the README."""
+"""Test that benchmark results are stored by day, and that their tables are written between two marks in a README."""
 
 import json
 from pathlib import Path

@@ -116,7 +116,7 @@ class Machine:
         return done.stderr
 
     def kept(self) -> set[str]:
-        """Return the paths in the home folder, two levels deep."""
+        """Return the paths in the home folder, up to two levels deep."""
         return {str(path.relative_to(self.home)) for path in (*self.home.glob("*"), *self.home.glob("*/*"))}
 
 
@@ -429,7 +429,7 @@ def _read(terminal: int, until: str) -> str:
 # ------------------------------------------------------------------------------------------ without stubs
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the job's workers need torch's CPU build for Linux")
+@pytest.mark.skipif(sys.platform != "linux", reason="tested only on Linux")
 def test_up_submit_and_down_work_in_a_folder_with_a_space() -> None:
     """Run the real launcher in the project of `./inv test`, so that its environment is created only once."""
     launcher = bake.bake(BUILD / TEST_PROJECT) / "inv"

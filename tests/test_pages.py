@@ -16,7 +16,7 @@ def test_pages_name_verbs_that_exist(template: Path) -> None:
 
 
 def _verbs(file: Path) -> set[str]:
-    """Return the names of the public functions that have a decorator."""
+    """Return the names of the verbs, which are the public functions with a decorator."""
     functions = [node for node in ast.parse(file.read_text(encoding="utf-8")).body if isinstance(node, ast.FunctionDef)]
     public = [function.name for function in functions if function.decorator_list and function.name[0] != "_"]
     return {name.strip("_").replace("_", "-") for name in public}

@@ -1,4 +1,4 @@
-"""Test that versions are set only in cookiecutter.json, and that pins, cluster file and tools agree with it."""
+"""Test that six versions are set only in cookiecutter.json, and that pins, cluster file and tools agree with it."""
 
 import json
 import re

@@ -127,6 +127,6 @@ def test_baking_takes_under_a_second_and_no_network(template: Path, tmp_path: Pa
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run(command, check=True, cwd=tmp_path / name, env={"HOME": str(tmp_path)})
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        # CPU time does not depend on other load. Without a network, nothing else takes time.
+        # CPU time does not depend on other load. Without a network, there is nothing else to wait for.
         seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     assert min(seconds) < 1, seconds

@@ -2,6 +2,6 @@
 
 import signal
 
-# Shells start background processes with both signals ignored. Child processes would inherit this.
+# a shell may start these tests with both signals ignored, and child processes would inherit that
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)

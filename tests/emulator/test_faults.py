@@ -15,7 +15,7 @@ import settings
 from cluster.emulator import sandbox
 from faults.catalog import FAULTS, Fault
 
-MIN_LETTERS = 8  # a shorter phrase would match by chance
+MIN_LETTERS = 8  # a shorter phrase could match by chance
 VALUES = re.compile(r"[\w.']*\d[\w./']*|\b(?:spot|rehearsal|autoscaler)\b")
 """Values that the project's code fills into its messages."""
 FOREIGN = {"gathered {'zone'", "no-such-package", "not authorized to perform: ec2:RunInstances"}
@@ -64,13 +64,13 @@ def expected_phrases() -> list[str]:
 
 @pytest.mark.parametrize("phrase", expected_phrases())
 def test_the_code_prints_what_the_fault_tests_look_for(phrase: str) -> None:
-    """Only a run of all fault tests, which takes an hour, would also show that a message has changed."""
+    """Without this test, only a run of all fault tests, which takes an hour, would show that a message has changed."""
     assert any(phrase in text for text in printed_texts())
 
 
 @cache
 def printed_texts() -> list[str]:
-    """Return all string literals in the project's code."""
+    """Return all string literals in cluster/, jobs/ and pipeline/."""
     folders = [settings.PROJECT / name for name in ("cluster", "jobs", "pipeline")]
     files = [file for folder in folders for file in folder.rglob("*.py")]
     return [text for file in files for text in constants(ast.parse(file.read_text(encoding="utf-8")))]

@@ -1,4 +1,4 @@
-"""Test that an emulated cloud ends with the verb that started it, and that missing programs are installed."""
+"""Test which processes end with the verb that started them, and that missing programs are installed."""
 
 import json
 import os
@@ -27,7 +27,7 @@ FILL_CACHE = "from cluster.emulator import packages; packages.fill_cache()"
 
 
 def start(code: str, **variables: str) -> subprocess.Popen[str]:
-    """Run a verb's code in its own process group, as a terminal does."""
+    """Start a verb's code in its own process group, as a terminal does."""
     return subprocess.Popen(
         [sys.executable, "-c", code],
         cwd=settings.PROJECT,
@@ -56,7 +56,7 @@ def test_the_cloud_of_a_killed_verb_ends(end: Callable[[subprocess.Popen[str]], 
         assert verb.stdout
         assert any("Serving HTTP" in line for line in verb.stdout), "the module does not run in the cloud"
         inside = processes_of_the_cloud()
-        assert len(inside) >= 3  # the cloud, the module, and the process that entered the cloud to start it
+        assert len(inside) >= 3  # the cloud, the module, and the process that entered the cloud to start the module
         end(verb)
         assert survivors(inside) == []
     assert not sandbox.is_running()
@@ -108,7 +108,7 @@ def test_a_killed_cloud_leaves_nothing_and_the_next_starts(monkeypatch: pytest.M
 
 @pytest.fixture
 def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Set PATH to stubs of apt-get and systemctl, without rsync and sudo. Return the file with the recorded calls."""
+    """Set PATH to stubs of apt-get and systemctl, without rsync and sudo. Return the file where they record calls."""
     calls, programs = tmp_path / "calls", tmp_path / "bin"
     programs.mkdir()
     installing = f'if [ $1 = install ]; then cp "$0" {programs}/rsync; cp "$0" {programs}/sudo; fi'

@@ -20,7 +20,7 @@ Run = Callable[..., str]
 
 @pytest.fixture(scope="session")
 def gpu() -> fit.Gpu:
-    """Return a fake A100 with 400 GiB, in which every job fits. The first call installs the packages of the nodes."""
+    """Return a fake A100 with 400 GiB, enough for every job. The first call installs the packages of the nodes."""
     return fit.Gpu(fit.nodes_environment(), 400)
 
 

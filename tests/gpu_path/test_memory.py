@@ -17,7 +17,7 @@ GPUS = 8
 
 
 def _cases() -> list[pytest.ParameterSet]:
-    """Return one test parameter for each model, method, and choice of LoRA and checkpointing."""
+    """Return a test case for each model and method, with and without LoRA, with and without checkpointing."""
     found = []
     for name in MODELS:
         for lora in (False, True):

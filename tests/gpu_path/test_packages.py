@@ -1,4 +1,4 @@
-"""Test the packages of the nodes: every job starts, and compiled extensions find the libraries that they need."""
+"""Test the packages of the nodes: every job prints its help, and compiled extensions find the libraries they need."""
 
 import pytest
 

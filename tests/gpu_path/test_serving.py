@@ -1,4 +1,4 @@
-"""Test vLLM's engine on a fake A100, with the arguments of [cluster.serve] and without weights."""
+"""Test vLLM's engine on a fake A100, with the options of [cluster.serve] and dummy weights."""
 
 from collections.abc import Callable
 

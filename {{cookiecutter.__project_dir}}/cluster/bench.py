@@ -74,7 +74,7 @@ def bench(
     `variables` are the environment variables of submitted jobs, which say where to find the server's key.
 
     Raises:
-        settings.UserError: there is no key, or the server does not answer, rejects the key or fails every request.
+        settings.UserError: there is no key, or the server does not answer, rejects the key or fails the first requests.
     """
     key = chat.api_key(variables)
     with chat.readable_errors(url):

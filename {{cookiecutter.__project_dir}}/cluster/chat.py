@@ -39,7 +39,7 @@ class ChatSession:
             if pieces:
                 self.messages.append({"role": "assistant", "content": "".join(pieces)})
             else:
-                self.messages.pop()  # forget the question; for example, it may be too long for the model
+                self.messages.pop()  # forget a question without an answer; it may be too long for the model
 
     def models(self) -> list[str]:
         """Return the names of all served models."""
@@ -57,7 +57,7 @@ def chat(url: str, variables: Mapping[str, str], message: str = "") -> None:
     """Ask `message`, or chat until /quit if it is empty. For `variables`, see `api_key`.
 
     Raises:
-        settings.UserError: there is no key, or the server does not answer or rejects the key.
+        settings.UserError: there is no key, or the server does not answer, rejects the key or returns another error.
     """
     client = openai.OpenAI(base_url=url, api_key=api_key(variables), max_retries=0, timeout=TIMEOUTS)
     with readable_errors(url):
@@ -128,7 +128,7 @@ def _run_command(session: ChatSession, line: str) -> None:
 
 
 def _switch_model(session: ChatSession, name: str) -> None:
-    """Switch to another model, which gets all earlier messages. Print the names of the served models."""
+    """Switch to the named model, which gets all earlier messages. Then, or without a name, print the served models."""
     names = session.models()
     if name in names:
         session.model = name

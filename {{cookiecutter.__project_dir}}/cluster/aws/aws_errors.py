@@ -1,4 +1,4 @@
-"""Explain errors from AWS in one sentence, and say what to do."""
+"""Explain errors from AWS in one line, and say what to do about the common ones."""
 
 import re
 
@@ -16,11 +16,11 @@ INVALID_CREDENTIALS = ("ExpiredToken", "ExpiredTokenException", "RequestExpired"
 
 
 def explain(error: BotoCoreError | ClientError) -> str:
-    """Return what is wrong and what to do. If a call was denied, name the missing permission."""
+    """Return what is wrong and, for common errors, what to do. If a call was denied, name the missing permission."""
     if isinstance(error, ClientError):
         return _explain_answer(error)
     if isinstance(error, NoCredentialsError | PartialCredentialsError):
-        return "there are no AWS credentials on this machine. Run: aws configure   or: aws sso login"
+        return "there are no complete AWS credentials on this machine. Run: aws configure   or: aws sso login"
     if isinstance(error, ProfileNotFound):
         return f"{error}. Run: unset AWS_PROFILE   or: aws configure --profile NAME"
     if isinstance(error, EndpointConnectionError):
@@ -29,7 +29,7 @@ def explain(error: BotoCoreError | ClientError) -> str:
 
 
 def missing_permission(error: ClientError) -> str:
-    """Return the action that AWS denied, such as "ec2:RunInstances", or "" for any other kind of error."""
+    """Return the denied action, such as "ec2:RunInstances" or just "RunInstances", or "" for other kinds of errors."""
     answer = error.response["Error"]
     if answer["Code"] not in DENIED:
         return ""

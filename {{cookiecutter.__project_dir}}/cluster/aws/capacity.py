@@ -1,4 +1,4 @@
-"""Describe the instances that the cluster can have, for submitted jobs."""
+"""Describe, for submitted jobs, which instances the cluster can have."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ def offers(file: ClusterFile) -> list[dict[str, str]]:
 def possible_nodes(file: ClusterFile) -> list[dict[str, Any]]:
     """Return the resources and the maximum number of each instance type, for pipeline/ray_support/capacity.py.
 
-    An instance type that is in several markets and zones counts once.
+    An instance type counts once, even if several node types use it in different zones and markets.
     """
     types = sorted({worker.instance_type for worker in file.workers})
     described = file.client("ec2").describe_instance_types(InstanceTypes=types)["InstanceTypes"]

@@ -1,4 +1,4 @@
-"""The part of `inv status` for rented instances: which there are, what they cost, and what is pending and why."""
+"""The part of `inv status` about AWS: instances and their cost, pending requests, and problems."""
 
 from collections import Counter
 from typing import Any
@@ -12,7 +12,7 @@ from cluster.target import CloudStatus
 
 
 def cloud_status(file: ClusterFile, head_status: dict[str, Any]) -> CloudStatus:
-    """Combine the instances on EC2 with the status of the head (see head_status.py)."""
+    """Combine the instances on EC2 with what head_status.py printed on the head."""
     living = instances.living(file)
     known = prices.ask(file)
     hourly = {instance.id: _price(instance, known, file) for instance in living}

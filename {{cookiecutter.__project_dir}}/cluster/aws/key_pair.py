@@ -11,7 +11,7 @@ def ensure(file: ClusterFile) -> None:
     """Create the key pair unless it exists.
 
     Raises:
-        settings.UserError: AWS has a key pair with this name, but this machine does not have its private key.
+        settings.UserError: the private key on this machine is missing, unreadable, or not that of the key pair on AWS.
     """
     ec2 = file.client("ec2")
     on_aws = ec2.describe_key_pairs(Filters=[{"Name": "key-name", "Values": [file.slug]}], IncludePublicKey=True)[
@@ -40,7 +40,7 @@ def ensure(file: ClusterFile) -> None:
 def _make_key(file: Path) -> None:
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", file.stem, "-f", file], check=True)
-    file.with_name(f"{file.name}.pub").unlink()  # ssh-keygen -y derives it from the private key
+    file.with_name(f"{file.name}.pub").unlink()  # not needed: ssh-keygen -y derives the public key from the private key
 
 
 def _public_key(file: Path) -> str:

@@ -15,7 +15,7 @@ class ServeSection(settings.Section):
 
 
 def stack_parameters(section: vpc.NetworkSection, network: vpc.Network) -> dict[str, str]:
-    """Return the stack's parameters for a load balancer. Empty if the settings name no certificate.
+    """Return the stack's parameters for a load balancer, or {} if the settings name no certificate.
 
     Raises:
         settings.UserError: the network has only one zone.

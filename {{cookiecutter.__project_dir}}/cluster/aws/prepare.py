@@ -1,4 +1,4 @@
-"""Create everything that cluster.yaml needs on AWS: one CloudFormation stack and the key pair."""
+"""Create or delete what cluster.yaml needs on AWS: one CloudFormation stack and the key pair."""
 
 import os
 
@@ -14,7 +14,8 @@ def prepare(file: ClusterFile) -> None:
     """Create or update the stack and the key pair, if necessary.
 
     Raises:
-        settings.UserError: there is no suitable network, the private key is missing, or AWS could not create the stack.
+        settings.UserError: there is no suitable network or private key, this machine's address is unknown, or AWS could
+            not create the stack.
     """
     section = settings.load(vpc.NetworkSection, "network", profile="cluster")
     network = vpc.find_network(file, section.vpc)
@@ -52,7 +53,7 @@ def _own_address() -> str:
 
 
 def _make_bucket(file: ClusterFile) -> str:
-    """Return the value of the stack's parameter MakeBucket. An existing stack keeps its value.
+    """Return "yes" or "no" for the stack's parameter MakeBucket. An existing stack keeps its value.
 
     For a new stack, return "no" if an earlier stack left the bucket, because the new stack cannot adopt it.
     """

@@ -44,7 +44,7 @@ def up() -> None:
 
 
 def _reason() -> str:
-    """Return the last line of the failed command's output. Skip Ray's own lines, which begin with a date."""
+    """Return the last line of the failed command's output. Skip ssh's messages, and Ray's, which begin with a date."""
     text = COLOR.sub("", LOG.read_text(errors="replace")).partition("update-failed")[0]
     noise = r"\d{4}-\d\d-\d\d |Shared connection|Warning: Permanently added"
     lines = [line.strip() for line in text.splitlines() if line.strip() and not re.match(noise, line)]

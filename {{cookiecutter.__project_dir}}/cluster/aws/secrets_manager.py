@@ -13,9 +13,9 @@ SERVER_KEY = "SERVE_API_KEY"
 
 
 def upload(file: ClusterFile) -> None:
-    """Store each secret of [secrets] that has a value in .env. Print the names of secrets without a value.
+    """Store each secret of [secrets] that has a value in .env. Print which secrets have no value there or on AWS.
 
-    If there is no key for the served model, generate one, because the server needs a key.
+    If SERVE_API_KEY is such a secret, generate its value instead, because the server needs a key.
     """
     client = file.client("secretsmanager")
     env_file = settings.PROJECT / ".env"
@@ -43,7 +43,7 @@ def names(file: ClusterFile) -> list[str]:
 
 
 def delete(file: ClusterFile) -> None:
-    """Delete all secrets immediately. While a deletion is only scheduled, `up` cannot store a secret with that name."""
+    """Delete all secrets immediately, because `up` cannot store a secret while its deletion is scheduled."""
     client = file.client("secretsmanager")
     for name in names(file):
         client.delete_secret(SecretId=f"{file.slug}/{name}", ForceDeleteWithoutRecovery=True)

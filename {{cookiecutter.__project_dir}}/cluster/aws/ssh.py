@@ -1,4 +1,4 @@
-"""Connect to the head over ssh: run commands, and open a tunnel to its dashboard."""
+"""Connect to the head over ssh: run commands, and open a tunnel to its ports."""
 
 import atexit
 import subprocess
@@ -65,6 +65,9 @@ class SshHead:
 
         Returns:
             The local port for each of the head's `ports`, and the cluster's token.
+
+        Raises:
+            settings.UserError: ssh cannot connect.
         """
         local_ports = dict(zip(ports, free_ports(len(ports)), strict=True))
         forwards = [

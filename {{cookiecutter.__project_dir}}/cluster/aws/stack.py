@@ -1,4 +1,4 @@
-"""Create, update, find and delete the CloudFormation stack of cluster/stack.yaml."""
+"""Create, update, find and delete the CloudFormation stack that cluster/stack.yaml describes."""
 
 import re
 import time
@@ -15,7 +15,7 @@ STACK_TIMEOUT_S = 600
 
 
 def find(file: ClusterFile) -> dict[str, Any] | None:
-    """Return CloudFormation's description of the stack, or None if there is none."""
+    """Return CloudFormation's description of the stack, or None if there is no stack."""
     try:
         return file.client("cloudformation").describe_stacks(StackName=file.slug)["Stacks"][0]
     except botocore.exceptions.ClientError as error:
@@ -25,10 +25,10 @@ def find(file: ClusterFile) -> dict[str, Any] | None:
 
 
 def deploy(file: ClusterFile, parameters: dict[str, str]) -> str:
-    """Create or update the stack. Return a description of what was done.
+    """Create or update the stack. Return "created", "updated" or "is up to date".
 
     Raises:
-        settings.UserError: AWS reports a failure. The message contains the first reason that AWS gives.
+        settings.UserError: it fails (the message contains the first reason from AWS) or takes over ten minutes.
     """
     cloudformation = file.client("cloudformation")
     request = {
@@ -64,7 +64,7 @@ def delete(file: ClusterFile) -> None:
 
 
 def _wait(file: ClusterFile, action: str) -> None:
-    """Wait until the operation on the stack ends. Raises `settings.UserError` with AWS's reason if it fails."""
+    """Wait until the operation on the stack ends. Raises `settings.UserError` if it fails or takes over ten minutes."""
     started = time.monotonic()
     stack = find(file)
     stack_id = stack["StackId"] if stack else ""

@@ -51,7 +51,7 @@ class Aws:
         secrets_manager.upload(file)
         bucket.forget_note(file)
         if running:
-            head.mark(file, "being set up")  # if this is interrupted, the next `up` sets the head up again
+            head.mark(file, "being set up")  # if this `up` is interrupted, the next one sets the head up again
         ray_up.up()
         head.wait_until_ready(ssh.find_head(file))
         head.mark(file, file.digest)
@@ -131,7 +131,7 @@ class Aws:
 
 
 def _require_no_errors(findings: list[Finding], target: str) -> None:
-    """Show the findings that are not ok. Raises `settings.UserError` if there is an error."""
+    """Show the findings that are not ok. Raises `settings.UserError` if one of them is an error."""
     shown = [finding for finding in findings if finding.status != "ok"]
     print(
         f"doctor: {len(findings) - len(shown)} of {len(findings)} checks are ok. See all: inv doctor --target {target}"
@@ -143,7 +143,7 @@ def _require_no_errors(findings: list[Finding], target: str) -> None:
 
 
 def _confirm(question: str, yes: bool) -> None:
-    """Ask before starting anything that costs money. Raises `settings.UserError` if the answer is not yes."""
+    """Ask before starting anything that costs money. Raises `settings.UserError` unless the user agrees."""
     if yes:
         return
     if not sys.stdin.isatty():
@@ -166,14 +166,14 @@ def _describe_changes(file: ClusterFile, running: instances.Instance | None) -> 
         )
     if running.tags.get("ray-launch-config") == _launch_hash(file):
         return (
-            "cluster.yaml, the pins or a limit changed since the last up, so the head will be set up again, which ends "
-            "running jobs"
+            "cluster.yaml, the pins or a limit changed, or the last up was interrupted, so the head will be set up "
+            "again, which ends running jobs"
         )
     return f"the head's instance changed in cluster.yaml, so {running.id} will be replaced, which ends running jobs"
 
 
 def _launch_hash(file: ClusterFile) -> str:
-    """Return the hash that Ray uses to decide whether a running head matches the cluster file."""
+    """Return the hash by which Ray decides whether it must replace a running head."""
     from pipeline.ray_support.private import cluster_launcher  # importing Ray takes a second
 
     return cluster_launcher.launch_hash(file.content, file.head.name)

@@ -1,4 +1,4 @@
-"""Terminate and delete everything that the project rents on AWS, and find what is left."""
+"""Terminate the project's instances on AWS, delete what outlives them, and find what is left."""
 
 import time
 
@@ -30,14 +30,14 @@ def end_instances(file: ClusterFile) -> None:
             if waited > TERMINATE_TIMEOUT_S:
                 names = ", ".join(instance.id for instance in living)
                 raise settings.UserError(
-                    f"not terminated after {waited:.0f} s: {names}. Run again: inv down --target {TARGET}"
+                    f"instances not terminated after {waited:.0f} s: {names}. Run again: inv down --target {TARGET}"
                 )
             spinner.update(f"ending {len(living)} instances: {waited:.0f} s")
             time.sleep(1)
 
 
 def leftovers(file: ClusterFile) -> list[str]:
-    """Return descriptions of everything that the project still has on AWS, except the bucket."""
+    """Return descriptions of everything that the project still has on AWS, except the bucket and the secrets."""
     ec2 = file.client("ec2")
     tagged = [{"Name": "tag:ray-project", "Values": [file.slug]}]
     named = [{"Name": "group-name", "Values": [file.slug]}]
@@ -65,7 +65,7 @@ def leftovers(file: ClusterFile) -> list[str]:
 
 
 def delete_orphans(file: ClusterFile) -> None:
-    """Delete volumes and interfaces that outlived their instances, and cancel spot requests."""
+    """Delete volumes and interfaces that outlived their instances, and cancel open spot requests."""
     ec2 = file.client("ec2")
     available = [{"Name": "tag:ray-project", "Values": [file.slug]}, {"Name": "status", "Values": ["available"]}]
     for volume in ec2.describe_volumes(Filters=available)["Volumes"]:

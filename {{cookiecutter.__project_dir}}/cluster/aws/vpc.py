@@ -9,7 +9,7 @@ import settings
 from cluster.common.cluster_file import ClusterFile
 
 ZONES = 3
-"""Number of zones, each with a launch template in stack.yaml."""
+"""Number of zones that the cluster uses. stack.yaml has a launch template for each."""
 
 
 class NetworkSection(settings.Section):
@@ -18,7 +18,7 @@ class NetworkSection(settings.Section):
     vpc: str = ""
     """Id of the VPC. If empty, the region's default VPC."""
     caller: str = ""
-    """Address that may connect to port 22 of the head, as a.b.c.d/32. If empty, the address of this machine."""
+    """Address that may connect to port 22 of the head, as a.b.c.d/32. If empty, this machine's public address."""
     certificate: str = ""
     """ARN of the ACM certificate for serving over HTTPS. If empty, there is no load balancer."""
     clients: str = ""
@@ -28,7 +28,7 @@ class NetworkSection(settings.Section):
     def _clients_are_named(self) -> Self:
         if bool(self.certificate) != bool(self.clients):
             raise ValueError(
-                "set both certificate and clients, or neither. Only these clients can use the load balancer"
+                "set both certificate and clients, or neither. Only the addresses in clients can use the load balancer"
             )
         return self
 
@@ -44,7 +44,7 @@ class Network:
 
 
 def find_network(file: ClusterFile, vpc: str) -> Network:
-    """Return the VPC, and one subnet in each of up to three zones that offer the last worker type of cluster.yaml."""
+    """Return the VPC, and a subnet in each of up to three zones that offer the last node type's instance type."""
     ec2 = file.client("ec2")
     if not vpc:
         vpcs = ec2.describe_vpcs(Filters=[{"Name": "is-default", "Values": ["true"]}])["Vpcs"]

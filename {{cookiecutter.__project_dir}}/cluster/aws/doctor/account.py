@@ -25,9 +25,9 @@ class Account(ClusterFile):
 
 
 def denied_action(error: ClientError, actions: Iterable[str]) -> str:
-    """Return the IAM action that AWS denied, with its service if that is known.
+    """Return the IAM action that AWS denied, such as "ec2:RunInstances", without "ec2:" if the service is unknown.
 
-    EC2's messages may name only the operation. The service then comes from `actions`.
+    EC2's messages may name only the operation. If so, the service comes from a match in `actions`.
     """
     named = aws_errors.missing_permission(error)
     return next((action for action in actions if action.endswith(f":{named}")), named)

@@ -1,4 +1,4 @@
-"""`inv doctor --target aws`: check everything that can be checked before anything costs money. Changes nothing."""
+"""`inv doctor --target aws`: check what can be checked before anything costs money. Changes nothing."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -42,7 +42,7 @@ LOCAL_CHECKS: dict[str, Callable[[ClusterFile], Iterator[Finding]]] = {
 
 
 def check(file: ClusterFile) -> list[Finding]:
-    """Check everything that `inv up --target aws` and the jobs need."""
+    """Check what `inv up --target aws` and the jobs need."""
     try:
         return _check(file)
     finally:
@@ -55,7 +55,7 @@ def _check(file: ClusterFile) -> list[Finding]:
     except settings.UserError as error:
         unchecked = Finding("error", f"{error}. Not checked: {', '.join(REMOTE_CHECKS)}")
         return [unchecked, *_run_all(LOCAL_CHECKS, file)]
-    with ThreadPoolExecutor(len(REMOTE_CHECKS)) as pool:  # calls to AWS are slow, but can run in parallel
+    with ThreadPoolExecutor(len(REMOTE_CHECKS)) as pool:  # in parallel, because calls to AWS are slow
         remote = [pool.submit(list, _run(subject, check, account)) for subject, check in REMOTE_CHECKS.items()]
         local = [*_run_all(LOCAL_CHECKS, account), *_run("GPUs", jobs.check_gpus, account)]
     signed_in = Finding("ok", f"signed in to AWS as {account.arn}")
@@ -63,9 +63,9 @@ def _check(file: ClusterFile) -> list[Finding]:
 
 
 def _sign_in(file: ClusterFile) -> Account:
-    """Return the account. Raises `settings.UserError` if there is no connection, or AWS rejects the credentials."""
+    """Return the account. Raises `settings.UserError` if there is no connection, or there are no valid credentials."""
     try:
-        # short timeouts, because nobody wants to wait minutes for a report that the network is down
+        # short timeouts, so that the report comes quickly even if the network is down
         session = botocore.session.get_session()
         session.set_default_client_config(Config(connect_timeout=3, read_timeout=5, retries={"total_max_attempts": 2}))
         boto3.setup_default_session(botocore_session=session)

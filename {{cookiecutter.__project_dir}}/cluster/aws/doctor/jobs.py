@@ -58,7 +58,7 @@ def check_secrets(account: Account) -> Iterator[Finding]:
 
 
 def check_gpus(account: Account) -> Iterator[Finding]:
-    """Check that the cluster can have the CPUs and GPUs that training needs, and the GPUs that serving needs."""
+    """Check that the cluster can provide the CPUs and GPUs that training needs, and the GPUs that serving needs."""
     nodes = possible_nodes(account)
     train = settings.load(DDPOptions, "train", profile="cluster")
     with _cluster_nodes(nodes):
@@ -86,7 +86,7 @@ def check_upload(file: ClusterFile) -> Iterator[Finding]:
 
 
 def check_paths(file: ClusterFile) -> Iterator[Finding]:
-    """Check that all nodes can read the paths in settings.toml. Relative paths are in the project's bucket."""
+    """Check that all nodes can read the paths in [train] and [preprocess]. Relative paths are in the bucket."""
     train = settings.load(DDPOptions, "train", profile="cluster")
     rows = settings.load(JobsSection, "preprocess", "serve", profile="cluster")
     with _cluster_nodes([{"resources": {}, "count": file.max_workers}]):
@@ -95,7 +95,7 @@ def check_paths(file: ClusterFile) -> Iterator[Finding]:
         mixed = (("mix", part.rpartition("=")[0]) for part in rows.mix)
         for setting, path in (("input", rows.input), *mixed, ("output", rows.output)):
             capacity.refuse_private_paths({setting: path}, rows.shared_paths, "preprocess")
-    yield Finding("ok", "all nodes can read the paths in settings.toml")
+    yield Finding("ok", "all nodes can read the paths in [train] and [preprocess] of settings.toml")
 
 
 def check_limits(file: ClusterFile) -> Iterator[Finding]:

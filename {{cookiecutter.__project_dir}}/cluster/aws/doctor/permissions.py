@@ -59,7 +59,7 @@ KNOWN_ACTIONS = [*UP_AND_DOWN, *DOCTOR_ACTIONS]
 def check(account: Account) -> Iterator[Finding]:
     """Ask IAM which permissions the caller has.
 
-    If IAM rejects the question, make dry runs of the EC2 calls that start and terminate instances.
+    If IAM rejects this request, make dry runs of the EC2 calls that start and terminate instances.
     """
     if account.arn.endswith(":root"):
         text = "you are the account's root user, who has all permissions"
@@ -87,7 +87,7 @@ def check(account: Account) -> Iterator[Finding]:
 
 
 def _needed_actions() -> list[tuple[str, str]]:
-    """Return resources and their actions, with those of the load balancer if settings.toml names a certificate."""
+    """Return the needed actions by resource, including the load balancer's if settings.toml names a certificate."""
     has_https = settings.load(vpc.NetworkSection, "network", profile="cluster").certificate
     return [*ACTIONS.items(), *(HTTPS_ACTIONS.items() if has_https else [])]
 
@@ -99,7 +99,7 @@ def _simulate(account: Account) -> list[str]:
     source = account.arn
     if name.startswith("assumed-role/"):  # the policies belong to the role, and only IAM knows the role's full path
         source = iam.get_role(RoleName=name.split("/")[1])["Role"]["Arn"]
-    context = {  # values for the conditions in policies
+    context = {  # values of the condition keys that policies may use
         "aws:RequestedRegion": account.region,
         "aws:RequestTag/ray-project": account.slug,
         "aws:ResourceTag/ray-project": account.slug,

@@ -23,7 +23,7 @@ class Quota(NamedTuple):
 
 QUOTAS = (
     Quota("L-417A185B", r"p\d", "on-demand"),
-    Quota("L-7212CCBC", r"p[234]", "spot"),  # later P types have their own quotas
+    Quota("L-7212CCBC", r"p[234]", "spot"),  # later P types have their own spot quotas
     Quota("L-1216C47A", r"[acdhimrtz]\d", "on-demand"),
     Quota("L-34B43A08", r"[acdhimrtz]\d", "spot"),
 )
@@ -43,7 +43,7 @@ def check(account: Account) -> Iterator[Finding]:
 
 
 def _other_instances(account: Account) -> Iterator[tuple[str, str]]:
-    """Yield the type and market of each running instance that a quota applies to, except this cluster's own."""
+    """Yield the type and market of each running instance that a quota applies to, except instances of this cluster."""
     running = [{"Name": "instance-state-name", "Values": ["pending", "running"]}]
     for page in account.client("ec2").get_paginator("describe_instances").paginate(Filters=running):
         for instance in (one for reservation in page["Reservations"] for one in reservation["Instances"]):

@@ -1,4 +1,4 @@
-"""Check what the region offers: spot, zones, subnets, images and prices."""
+"""Check the role for spot instances, and the region's zones, subnets, images and prices."""
 
 from collections.abc import Iterator
 
@@ -9,13 +9,13 @@ from cluster.common import prices
 from cluster.doctor import Finding, judge
 
 FIRST_DRIVER_580 = "2025-08-04"
-"""When NVIDIA first released driver 580 for data centers (580.65.06), in ISO 8601."""
+"""Date of the first release of NVIDIA's driver 580 for data centers (580.65.06)."""
 
 
 def check_spot_role(account: Account) -> Iterator[Finding]:
     """Check for the role that spot instances need.
 
-    An account that has never used spot instances lacks it, and the head does not have the permission to create it.
+    An account that has never used spot instances lacks this role, and the head may not create it.
     """
     if all(worker.market != "spot" for worker in account.workers):
         return
@@ -30,7 +30,7 @@ def check_spot_role(account: Account) -> Iterator[Finding]:
 
 
 def check_zones(account: Account) -> Iterator[Finding]:
-    """Check that the region offers every instance type."""
+    """Check that the region offers every instance type of cluster.yaml."""
     types = sorted({one.instance_type for one in (account.head, *account.workers)})
     offers = account.client("ec2").describe_instance_type_offerings(
         LocationType="availability-zone", Filters=[{"Name": "instance-type", "Values": types}]
