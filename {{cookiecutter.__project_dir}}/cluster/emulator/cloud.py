@@ -42,7 +42,7 @@ LAPTOP_IP = "203.0.113.7"  # the laptop's public address, from a range that is r
 
 
 class Cloud:
-    """Boots a host for each running instance, stops hosts of ended instances, and terminates instances of dead hosts."""
+    """Boots a host for each running instance. When either one ends, the cloud ends the other."""
 
     def __init__(self, layers: str, shared_paths: list[str]) -> None:
         self.layers = layers

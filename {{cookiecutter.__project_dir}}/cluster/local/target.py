@@ -99,7 +99,7 @@ def _clear() -> list[str]:
 
 
 def _make_env_file() -> None:
-    """Create a private .env with a new API key, so that nothing is served without a key."""
+    """If there is no .env, create a private one with a new API key, so that nothing is served without a key."""
     file = settings.PROJECT / ".env"
     if file.exists():
         return
