@@ -106,7 +106,7 @@ def _require_headers() -> None:
 
 
 def _remove_abandoned(environments: Path) -> None:
-    """Remove environments of this user's projects that were deleted or use another environment by now."""
+    """Remove this user's environments that no project uses any longer."""
     for owner in environments.glob(f"*/{OWNER}"):
         environment, project = owner.parent, Path(owner.read_text(encoding="utf-8"))
         # if the project's parent folder is missing too, the project may still exist: on a disk that is not mounted, or

@@ -58,7 +58,7 @@ def fit(job: str, options: list[str], console: Console) -> None:
 
     Raises:
         settings.UserError: this is not a fine-tuning job, or this machine cannot run a fake GPU.
-        Exit: the job does not fit, or ended with an error, which it has printed.
+        Exit: the job does not fit, or it ended with an error, which it has printed.
     """
     if job not in job_scripts.fine_tuning():
         raise settings.UserError(f"fit cannot measure {job}. Run: inv fit {' | '.join(job_scripts.fine_tuning())}")

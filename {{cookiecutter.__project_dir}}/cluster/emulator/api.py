@@ -93,7 +93,7 @@ class Api:
         return answer
 
     def as_json(self) -> list[dict[str, Any]]:
-        """Return all calls so far, oldest first."""
+        """Return all calls so far as dictionaries, oldest first."""
         with self._lock:
             return [asdict(call) for call in self.calls]
 

@@ -27,7 +27,7 @@ class Permission:
     action: str
     """For example "ec2:RunInstances"."""
     resource: str
-    """An ARN, or "*" for an action without resources."""
+    """An ARN, or "*" for all resources."""
     context: Mapping[str, str]
     """Values of the condition keys in this call."""
 

@@ -80,7 +80,7 @@ def _missing_packages() -> list[str]:
 
 
 def _install_programs() -> None:
-    """Install missing programs if this process is root and has apt-get. If not, `unsupported_reason` lists them."""
+    """Install missing programs if this process is root and apt-get exists. If not, `unsupported_reason` lists them."""
     needed = _missing_packages()
     if not needed or os.geteuid() != 0 or not shutil.which("apt-get"):
         return

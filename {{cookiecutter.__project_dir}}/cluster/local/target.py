@@ -1,4 +1,7 @@
-"""The `local` target: a Ray head on loopback that requires a token. Other Ray clusters can run on the same machine."""
+"""The `local` target: a Ray head that listens on loopback and requires a token.
+
+Other Ray clusters can run on the same machine.
+"""
 
 import secrets
 import shutil

@@ -48,7 +48,7 @@ def head_status() -> dict:
 
 
 def _watchdog() -> dict:
-    """Return the watchdog's saved state. `runs` says whether the state is recent, as it is while the watchdog runs."""
+    """Return the watchdog's saved state. `runs` says whether the watchdog still runs, judged by the state's age."""
     written = json.loads(state.STATE_FILE.read_text()) if state.STATE_FILE.exists() else {"at": 0}
     return written | {"runs": time.time() - written["at"] < state.SILENT_S}
 

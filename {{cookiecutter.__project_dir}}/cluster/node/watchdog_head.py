@@ -91,7 +91,7 @@ class Spending:
 
 
 def watch() -> None:
-    """Renew the lease, close node types that fail, and enforce the limits. Never returns."""
+    """Renew the lease, close refused and failing node types, and enforce the limits. Never returns."""
     limits = settings.load(LimitsSection, "limits", profile="cluster")
     file = cluster_file.load()
     renew_lease_within(limits, file)  # before asking AWS: if AWS does not answer, the lease must not expire

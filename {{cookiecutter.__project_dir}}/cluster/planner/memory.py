@@ -28,7 +28,7 @@ LIVE = 1_000_000_000  # elements; DeepSpeed's default for stage3_max_live_parame
 
 @dataclass(frozen=True)
 class Method:
-    """A way to distribute training. `zero_stage` and the offloads are settings in [deepspeed]."""
+    """A way to distribute training. `zero_stage` and the offload options are settings in [deepspeed]."""
 
     name: str
     zero_stage: int = 0
