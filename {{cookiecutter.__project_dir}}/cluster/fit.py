@@ -42,7 +42,7 @@ SWITCHES = (["--gradient-checkpointing"], ["--micro-batch-rows", "1"], ["--lora-
 
 @dataclass(frozen=True)
 class Measured:
-    """What one rank of a job needs, in bytes. `failed` names the part that ran out of GPU memory, if any."""
+    """What one rank of a job needs. Sizes are in bytes. `failed` names the part that ran out of GPU memory, if any."""
 
     world_size: int
     micro_batch_rows: int

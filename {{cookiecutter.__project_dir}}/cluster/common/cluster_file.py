@@ -45,7 +45,7 @@ class ClusterFile:
 
     content: dict[str, Any]
     digest: str
-    """Hash of cluster.yaml, the pins and the limits in settings.toml. `up` sets up the head again if it changes."""
+    """Hash of cluster.yaml, the pins and the limits in settings.toml. If it changes, `up` sets up the head again."""
 
     @property
     def slug(self) -> str:
