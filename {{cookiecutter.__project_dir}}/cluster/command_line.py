@@ -47,7 +47,7 @@ def _reject_job_options(words: list[str]) -> None:
         index for index, word in enumerate(words) if word.startswith("-") and word.split("=")[0] not in SUBMIT_OPTIONS
     ]
     jobs = [index for index in positions if words[index] in job_scripts.names()]
-    jobs = jobs or [index for index in positions[:1] if options and index < options[0]]  # the name may be misspelt
+    jobs = jobs or [index for index in positions[:1] if options and index < options[0]]  # the name may be misspelled
     if not jobs or not options:
         return
     job, first = jobs[0], options[0]

@@ -21,7 +21,7 @@ class Finding:
 
 
 def judge(is_ok: bool, text: str, remedy: str, otherwise: Status = "error") -> Finding:
-    """Return an ok finding if `is_ok`. Otherwise, return a finding with status `otherwise` that adds the remedy."""
+    """Return an ok finding if `is_ok`. Otherwise, return one with status `otherwise` and the remedy after the text."""
     return Finding("ok", text) if is_ok else Finding(otherwise, f"{text}. {remedy}")
 
 

@@ -1,9 +1,9 @@
 """Install the project's environment from requirements/local.txt, and run every verb in it.
 
-The environment is in the user's cache, and `.venv` links to it. It is not in the project's folder, because the path of
-that folder may contain spaces, and Ray fails if the environment's path does. The launcher `inv` creates the environment
-on first use and when the pins change. This module runs before anything is installed, so it imports only the standard
-library.
+The environment is in the user's cache if possible, and `.venv` links to it. It is not in the project's folder, because
+the path of that folder may contain spaces, and Ray fails if the environment's path does. The launcher `inv` creates the
+environment on first use, and updates it when the pins change. This module runs before anything is installed, so it
+imports only the standard library.
 """
 
 import ast
@@ -37,7 +37,7 @@ def enter() -> None:
     environment = VENV.resolve()
     if environment.is_relative_to(PROJECT / ".cluster"):  # the launcher could not use the user's cache
         os.environ.setdefault("XDG_CACHE_HOME", str(PROJECT / ".cluster" / "cache"))
-    # like `activate`: programs that the verbs start must use this environment, not the one of `uv run`
+    # like `activate`: programs that the verb starts must use this environment, not that of `uv run`
     os.environ |= {"VIRTUAL_ENV": str(environment), "PATH": f"{environment / 'bin'}{os.pathsep}{os.environ['PATH']}"}
     # under `uv run`, Ray would start its workers with `uv run` too, in an environment without Ray
     os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
@@ -85,7 +85,7 @@ def install_pins() -> None:
 
 @contextlib.contextmanager
 def _locked(environment: Path) -> Iterator[None]:
-    """Hold the environment's lock. The system releases it when this process ends."""
+    """Hold the environment's lock. If this process is killed, the system releases the lock."""
     with open(f"{environment}.lock", "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -106,7 +106,7 @@ def _require_headers() -> None:
 
 
 def _remove_abandoned(environments: Path) -> None:
-    """Remove this user's environments whose project was deleted or uses another environment."""
+    """Remove this user's environments that no project uses any longer."""
     for owner in environments.glob(f"*/{OWNER}"):
         environment, project = owner.parent, Path(owner.read_text(encoding="utf-8"))
         # if the project's parent folder is missing too, the project may still exist: on a disk that is not mounted, or
@@ -118,7 +118,7 @@ def _remove_abandoned(environments: Path) -> None:
 
 
 def _forget(venv: Path) -> None:
-    """Remove `.venv`, which is a link. In earlier versions of this project it was a folder."""
+    """Remove `.venv`, which is a link, or a folder if an earlier version of the launcher made it."""
     if venv.is_symlink():
         venv.unlink()
     else:
@@ -143,7 +143,7 @@ def _sync(venv: Path, pins: Path, *options: str, cuda: bool = False) -> None:
 
 def find_uv() -> str:
     """Return the path of uv. Exit if there is none."""
-    private = PROJECT / ".cluster" / "uv" / "bin" / "uv"  # where the launcher installs it
+    private = PROJECT / ".cluster" / "uv" / "bin" / "uv"  # where the launcher installs uv
     uv = os.environ.get("UV") or shutil.which("uv") or (str(private) if private.is_file() else None)
     if not uv:
         sys.exit("error: uv is not installed. Run: python3 -m pip install --target .cluster/uv uv")
@@ -164,8 +164,9 @@ def _run(command: list[str], variables: dict[str, str], unset: tuple[str, ...] =
 def package_sources(pip: dict[str, str]) -> tuple[str, dict[str, str]]:
     """Return a description of where torch comes from, and variables that pass pip's settings to uv.
 
-    By itself, uv ignores pip's settings. uv's own settings override them. If a find-links page or folder may contain
-    torch, torch comes from there. Otherwise, UV_TORCH_BACKEND selects torch's index, and its default on Linux is "cpu".
+    By itself, uv ignores pip's settings. If both are set, uv's settings take precedence. If a find-links page or folder
+    may contain torch, torch comes from there. Otherwise, UV_TORCH_BACKEND selects torch's index, and its default on
+    Linux is "cpu".
     """
     variables = {
         "UV_DEFAULT_INDEX": pip.get("index-url"),
@@ -174,7 +175,7 @@ def package_sources(pip: dict[str, str]) -> tuple[str, dict[str, str]]:
         "SSL_CERT_FILE": pip.get("cert"),
     }
     if pip.get("extra-index-url"):
-        variables["UV_INDEX_STRATEGY"] = "unsafe-best-match"  # like pip, uv then treats all indexes as one
+        variables["UV_INDEX_STRATEGY"] = "unsafe-best-match"  # uv then treats all indexes as one, as pip does
     found = {name: value for name, value in variables.items() if value and name not in os.environ}
     links = os.environ.get("UV_FIND_LINKS") or found.get("UV_FIND_LINKS") or ""
     if any(map(_may_hold_torch, filter(None, links.split(",")))):

@@ -1,7 +1,7 @@
 """Run a fine-tuning job on a fake GPU, to see whether it fits into the memory of a real one. Costs nothing.
 
 The job runs for two steps, with the nodes' packages and with tensors of the real shapes, but without real weights.
-`inv plan` estimates the same memory with formulas, for every strategy at once.
+`inv plan` estimates the same memory with formulas, for every method at once.
 """
 
 import json
@@ -42,7 +42,7 @@ SWITCHES = (["--gradient-checkpointing"], ["--micro-batch-rows", "1"], ["--lora-
 
 @dataclass(frozen=True)
 class Measured:
-    """What one rank of a job needs, in bytes. `failed` names the part that ran out of GPU memory, if any."""
+    """What one rank of a job needs. Sizes are in bytes. `failed` names the part that ran out of GPU memory, if any."""
 
     world_size: int
     micro_batch_rows: int
@@ -58,7 +58,7 @@ def fit(job: str, options: list[str], console: Console) -> None:
 
     Raises:
         settings.UserError: this is not a fine-tuning job, or this machine cannot run a fake GPU.
-        Exit: the job does not fit, or an option is wrong.
+        Exit: the job does not fit, or it ended with an error, which it has printed.
     """
     if job not in job_scripts.fine_tuning():
         raise settings.UserError(f"fit cannot measure {job}. Run: inv fit {' | '.join(job_scripts.fine_tuning())}")
@@ -136,7 +136,7 @@ class Gpu:
             return Measured(**json.loads(report.read_text()))
 
     def fits(self, job: str, options: list[str]) -> bool:
-        """Return whether a job fits. Options that contradict each other count as not fitting."""
+        """Return whether a job fits. A job that ends with an error counts as not fitting."""
         with tempfile.TemporaryDirectory() as folder:
             report = Path(folder) / "report.json"
             done = self._run(job, options, report, quiet=True)
@@ -167,7 +167,7 @@ def _try_switches(gpu: Gpu, job: str, options: list[str], console: Console) -> N
 
 
 def _largest_micro_batch(gpu: Gpu, job: str, options: list[str], rows: int) -> int:
-    """Double the rows until they no longer fit, or no longer divide the global batch."""
+    """Double `rows` while the job still fits and the rows divide the global batch. Return the largest such number."""
     while gpu.fits(job, [*options, "--micro-batch-rows", str(2 * rows)]):
         rows *= 2
     return rows

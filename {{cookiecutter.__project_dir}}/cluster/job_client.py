@@ -1,4 +1,4 @@
-"""Ray's job client, extended with timeouts and one-sentence errors."""
+"""Ray's job client, extended with timeouts, and with errors that say what to do."""
 
 import io
 from collections.abc import AsyncIterator, Mapping
@@ -12,17 +12,17 @@ from ray.job_submission import JobDetails
 import settings
 from pipeline.ray_support.private.job_sdk import HookedJobClient
 
-# to connect or send a block, and between two blocks of a response; Ray's client has no timeouts
+# first, to connect or to send a block; second, to receive the next block. Ray's client has no timeouts.
 TIMEOUTS_S = (5, 30)
 UPLOAD_TIMEOUTS_S = (30, 300)  # a tunnel may still be sending megabytes when the client has finished
 PROBE_JOB = "probe"
-"""Id of the empty job that `up` runs on this machine. Do not delete the job: Ray would then list it as failed."""
+"""Id of the empty job with which `up` checks the local cluster. Do not delete it: Ray would then list it as failed."""
 
 
 class Unreachable(settings.UserError):
     """A cluster that was up does not answer, or the answer is not from Ray."""
 
-    exit_code = 69  # EX_UNAVAILABLE in sysexits.h; no job exits with it by chance
+    exit_code = 69  # EX_UNAVAILABLE in sysexits.h; no job exits with this code by chance
 
 
 def unreachable(error: Exception, target_option: str = "") -> Unreachable:
@@ -32,7 +32,10 @@ def unreachable(error: Exception, target_option: str = "") -> Unreachable:
 
 
 def is_submitted(job_id: str | None) -> bool:
-    """Return whether `inv submit` started the job. Ray also lists the probe job and programs that connect directly."""
+    """Return whether `inv submit` started the job.
+
+    Ray also lists the probe job, and programs that connect without a job.
+    """
     return bool(job_id) and job_id != PROBE_JOB
 
 
@@ -61,7 +64,7 @@ class JobClient(HookedJobClient):
     def send(self, method: str, endpoint: str, **options: Any) -> requests.Response:
         """Send one request. Raises `Unreachable` if there is no valid response in time."""
         timeouts = TIMEOUTS_S
-        if data := options.get("data"):  # a file is sent in blocks, so that the timeout applies to each block
+        if data := options.get("data"):  # as a file, so that it is sent in blocks and the timeout applies to each block
             options["data"], timeouts = io.BytesIO(data), UPLOAD_TIMEOUTS_S
         try:
             response = super().send(method, endpoint, timeout=timeouts, **options)

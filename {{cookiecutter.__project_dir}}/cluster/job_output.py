@@ -24,7 +24,7 @@ PROGRESS = re.compile(
 
 
 def clean(line: str) -> str:
-    """Return a log line without the worker's prefix, or "" if it is one of Ray's own messages."""
+    """Return a log line without a worker's prefix, unless the worker is on another node, or "" for Ray's messages."""
     plain = ANSI.sub("", line)
     if NOISE.match(plain):
         return ""

@@ -34,7 +34,7 @@ def access(file: ClusterFile) -> dict[str, str]:
     They include credentials, because boto3 finds these in more places than Arrow does.
     """
     found = boto3.Session().get_credentials()
-    assert found  # the caller has already asked AWS for the bucket, with credentials
+    assert found  # the caller has already used credentials to look up the bucket
     credentials = found.get_frozen_credentials()
     variables = {
         "AWS_DEFAULT_REGION": file.region,
@@ -56,7 +56,7 @@ def note(file: ClusterFile) -> str:
     """Return why the last cluster shut itself down, in parentheses, or "" if it did not."""
     try:
         answer = file.client("s3").get_object(Bucket=name(file), Key=NOTE)
-    except botocore.exceptions.ClientError:  # there is no note
+    except botocore.exceptions.ClientError:  # there is no note or no bucket
         return ""
     return f" ({answer['Body'].read().decode()})"
 

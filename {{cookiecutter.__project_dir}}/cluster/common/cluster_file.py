@@ -15,7 +15,7 @@ import settings
 FILE = settings.PROJECT / "cluster" / "cluster.yaml"
 PINS = settings.PROJECT / "requirements" / "cluster.txt"
 GPUS_PER_INSTANCE = 8
-"""Number of GPUs of a p4d or p4de instance."""
+"""Number of GPUs in a p4d or p4de instance."""
 REHEARSAL = "REHEARSAL"
 """Environment variable of processes inside the emulated AWS."""
 TARGET = "rehearsal" if REHEARSAL in os.environ else "aws"
@@ -45,7 +45,7 @@ class ClusterFile:
 
     content: dict[str, Any]
     digest: str
-    """Hash of cluster.yaml, the pins and the limits in settings.toml. `up` sets up the head again if it changes."""
+    """Hash of cluster.yaml, the pins and the limits in settings.toml. If it changes, `up` sets up the head again."""
 
     @property
     def slug(self) -> str:
@@ -96,7 +96,7 @@ class ClusterFile:
 
 
 def load(file: Path = FILE) -> ClusterFile:
-    """Read the cluster file. Raises `settings.UserError` if it is not valid YAML or a key is missing."""
+    """Read the cluster file. Raises `settings.UserError` if this file or one that it needs is missing or invalid."""
     try:
         text = file.read_text(encoding="utf-8")
         limits = tomllib.loads(settings.FILE.read_text(encoding="utf-8")).get("cluster", {}).get("limits")

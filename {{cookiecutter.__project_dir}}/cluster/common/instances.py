@@ -8,7 +8,7 @@ from cluster.common.cluster_file import ClusterFile
 
 LIVING_STATES = ["pending", "running", "stopping", "stopped", "shutting-down"]
 FILES_TAG = "project-files"
-"""Tag of the head. Its value is the digest of the cluster file (see ClusterFile) at the head's last setup."""
+"""Tag of the head. Its value is `ClusterFile.digest` at the head's last setup."""
 
 
 @dataclass(frozen=True)

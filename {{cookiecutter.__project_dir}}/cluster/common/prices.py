@@ -60,7 +60,7 @@ def table(file: ClusterFile, prices: Prices) -> Table:
             shown.add_row(
                 "while there is work", f"0 to {worker.max_workers} × {worker.instance_type}", worker.market, each
             )
-    shown.add_row("at most", f"head and {file.max_workers} of the most expensive", "", f"{prices.maximum:.2f}")
+    shown.add_row("at most", f"head and {file.max_workers} of the most expensive workers", "", f"{prices.maximum:.2f}")
     return shown
 
 

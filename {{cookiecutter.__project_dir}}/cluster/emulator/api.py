@@ -50,8 +50,8 @@ class InjectedFaults:
     """The faults to inject. Tests set them through the control API (see cloud.ControlApi)."""
 
     no_capacity: list[dict[str, Any]] = field(default_factory=list)
-    """Launches that run out of capacity. The keys `zone`, `market` ("spot" or "on-demand") and `type` select launches;
-    `available` is the number of instances that can still start (default 0)."""
+    """Which launches run out of capacity. An entry's keys `zone`, `market` ("spot" or "on-demand") and `type` select
+    launches; a missing key matches all. `available` is the number of instances that can still start (default 0)."""
 
     def allocate(self, launch: dict[str, str], count: int) -> int:
         """Return how many of `count` instances a launch gets. `launch` has the keys zone, market and type."""
@@ -93,7 +93,7 @@ class Api:
         return answer
 
     def as_json(self) -> list[dict[str, Any]]:
-        """Return all calls so far, oldest first."""
+        """Return all calls so far as dictionaries, oldest first."""
         with self._lock:
             return [asdict(call) for call in self.calls]
 
@@ -119,7 +119,7 @@ class Api:
 
 
 def _zone_of(parameters: dict[str, str]) -> str:
-    """Return the availability zone of the subnet in a RunInstances request."""
+    """Return the availability zone of the subnet in a RunInstances call, or "" if there is no such subnet."""
     subnet = parameters.get("SubnetId") or parameters.get("NetworkInterface.1.SubnetId")
     for backend in ec2_backends[ACCOUNT].values():
         for zone, subnets in backend.subnets.items():
@@ -141,7 +141,7 @@ def _parse(environ: dict[str, Any], body: bytes) -> Call:
     action = (environ.get("HTTP_X_AMZ_TARGET") or "").rpartition(".")[2]
     if action:
         parameters = json.loads(body or b"{}")
-        parameters.pop("SecretString", None)  # calls are recorded in a file, which must contain no secrets
+        parameters.pop("SecretString", None)  # calls are saved to a file, which must contain no secrets
     elif b"Action=" in body:
         parameters = dict(urllib.parse.parse_qsl(body.decode(), keep_blank_values=True))
         action = parameters["Action"]

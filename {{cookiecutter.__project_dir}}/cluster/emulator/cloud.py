@@ -1,4 +1,4 @@
-"""The emulated cloud: one process that answers AWS calls and runs each instance as a real host.
+"""The emulated cloud: one process that answers AWS calls and runs each instance as a host (see host.py).
 
 It is process 1 of its namespaces (see sandbox.py), so its network, mounts and hosts always end with it.
 """
@@ -42,7 +42,7 @@ LAPTOP_IP = "203.0.113.7"  # the laptop's public address, from a range that is r
 
 
 class Cloud:
-    """Boots a host for each running instance, and stops the host when the instance ends."""
+    """Boots a host for each running instance. When either one ends, the cloud ends the other."""
 
     def __init__(self, layers: str, shared_paths: list[str]) -> None:
         self.layers = layers
@@ -60,7 +60,7 @@ class Cloud:
             time.sleep(0.1)
 
     def record(self, instance_id: str, what: str) -> None:
-        """Record an event for the timeline."""
+        """Record an event for the timeline that `inv rehearse` shows."""
         self.events.append({"at": time.time(), "instance": instance_id, "what": what})
 
     def _reconcile(self, instance: MotoInstance) -> None:
@@ -142,7 +142,7 @@ class ControlApi:
         notice_s: float = 120,
         age_leases_s: float = 0,
     ) -> None:
-        """Set the faults, interrupt a spot instance after a notice, or age the leases of all hosts."""
+        """Set the faults, interrupt a spot instance after a notice, or backdate the leases of all hosts."""
         if faults is not None:
             self.api.faults = InjectedFaults(**faults)
         if interrupt:
@@ -175,7 +175,7 @@ class _RequestHandler(WSGIRequestHandler):
 def run(region: str, pins: Path) -> None:
     """Run the cloud until it is killed.
 
-    `pins` is a file. Hosts install its packages instead of those in requirements/cluster.txt, which need CUDA.
+    `pins` is a requirements file. Hosts use it instead of requirements/cluster.txt, whose packages need CUDA.
     """
     _create_network()
     layer = SCRATCH / "image"
@@ -198,10 +198,10 @@ def run(region: str, pins: Path) -> None:
 
 
 def _create_network() -> None:
-    """Create the bridge that serves as the VPC's router, AWS's endpoint and the metadata service."""
+    """Create the bridge: the VPC's router, with the addresses of AWS's endpoint and of the metadata service."""
     for command in (
         "ip link set lo up",
-        # a fixed MAC; by default, a bridge takes its ports' lowest MAC, and each change of it stops traffic for seconds
+        # a fixed MAC; by default, a bridge takes the lowest MAC of its ports, and a change stops traffic for seconds
         "ip link add br0 address 02:00:ac:1f:ff:01 type bridge",
         f"ip addr add {GATEWAY}/16 dev br0",
         "ip addr add 169.254.169.254/32 dev br0",
@@ -211,7 +211,7 @@ def _create_network() -> None:
 
 
 def _create_account(region: str) -> None:
-    """Create an administrator, the role for spot instances, and the public parameter with the image's id."""
+    """Create an administrator with an AWS configuration, the role for spot instances, and the image's SSM parameter."""
     iam = iam_backends[ACCOUNT]["aws"]
     iam.create_user(region, "laptop")
     iam.attach_user_policy("arn:aws:iam::aws:policy/AdministratorAccess", "laptop")

@@ -1,4 +1,4 @@
-"""An emulated instance: a real host with its own network card, addresses, processes, users, files and sshd."""
+"""An emulated instance: Linux namespaces with their own network card, addresses, processes, users, files and sshd."""
 
 import contextlib
 import os
@@ -70,7 +70,7 @@ class Host:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def age_lease(self, seconds: float) -> None:
-        """Move the time of the host's lease (see cluster.yaml) back, so that tests need not wait ten minutes."""
+        """Backdate the host's lease (see cluster.yaml), so that tests need not wait ten minutes."""
         lease = Path("/proc", self._first_process(), "root", "run/lease/renewed")
         renewed = lease.stat().st_mtime - seconds
         os.utime(lease, (renewed, renewed))
@@ -84,7 +84,7 @@ class Host:
         return Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()[0]
 
     def _card(self) -> str:
-        return f"v{self.instance_id[-12:]}"  # Linux allows 15 characters
+        return f"v{self.instance_id[-12:]}"  # Linux allows 15 characters in a network card's name
 
     def _connect_network(self) -> None:
         assert self.process
@@ -96,7 +96,7 @@ class Host:
         _ip("route", "replace", self.public_ip, "via", self.private_ip)
 
     def _has_own_network(self) -> bool:
-        """Return whether `unshare` has entered its new network. Only then does it fork the first process."""
+        """Return whether `unshare` has entered its new network. After that, it forks the host's first process."""
         assert self.process
         return Path(f"/proc/{self.process.pid}/ns/net").readlink() != Path("/proc/self/ns/net").readlink()
 

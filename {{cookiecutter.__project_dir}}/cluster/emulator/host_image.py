@@ -1,7 +1,8 @@
-"""The image that hosts boot from: this machine's root file system, with one small overlay layer on top.
+"""The image that hosts boot from: this machine's root file system, with two small overlay layers on top.
 
-The layer adds the user `ubuntu`, a configuration of sshd, the address of the cloud's endpoint, and settings that make
-uv install packages from this machine's cache, because hosts cannot reach the internet.
+One layer adds the user `ubuntu`, sshd's configuration, stand-ins for programs such as `shutdown`, the address of AWS's
+endpoint, and settings that make uv install packages from this machine's cache, because hosts cannot reach the internet.
+The other layer makes that cache writable.
 """
 
 import os
@@ -40,8 +41,8 @@ SHUTDOWN = "#!/bin/sh\n# ends this host; the cloud then terminates the instance\
 
 
 def build(layer: Path, endpoint: str) -> None:
-    """Write the layer to the empty folder `layer`. Its file system must support lower layers of overlayfs."""
-    quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # without DNS, torch warns about each host
+    """Write the first layer to the empty folder `layer`, on a file system that overlayfs accepts as a lower layer."""
+    quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # without DNS, torch logs a warning for each host
     variables = {cluster_file.REHEARSAL: "1", "AWS_ENDPOINT_URL": endpoint, **quiet, **_package_variables()}
     _write(layer / "etc/ssh/sshd_config", SSHD_CONFIG + _set_env(variables))
     _write(layer / "etc/rehearsal-environment", "".join(f"{name}='{value}'\n" for name, value in variables.items()))
@@ -61,14 +62,14 @@ def build(layer: Path, endpoint: str) -> None:
 
 
 def lower_layers(layer: Path, scratch: Path) -> str:
-    """Return the overlay's `lowerdir`: the image, a layer that makes uv's cache writable, and this machine's root."""
+    """Return the overlay's `lowerdir`: `layer`, a layer that makes uv's cache writable, and this machine's root."""
     cache = uv_cache()
     overlay = scratch / "cache"
     for name in ("upper", "work", "root"):
         (overlay / name).mkdir(parents=True)
     options = f"lowerdir=/,upperdir={overlay / 'upper'},workdir={overlay / 'work'}"
     subprocess.run(["mount", "-t", "overlay", "overlay", "-o", options, overlay / "root"], check=True)
-    # uv keeps lock files in its cache, so the user on a host must be able to write to these files and to the folders
+    # uv keeps lock files in its cache, so a host's user must be able to write to these files and to all folders
     writable = ["(", "-type", "d", "-o", "-name", ".*", "-o", "-name", "*.lock", ")"]
     subprocess.run(["find", f"{overlay / 'root'}{cache}", *writable, "-exec", "chmod", "a+rwX", "{}", "+"], check=True)
     _open_parents(overlay / "root", cache)
@@ -83,7 +84,7 @@ def shared_paths() -> list[str]:
 
 
 def _package_variables() -> dict[str, str]:
-    """Return variables that make uv on a host use this machine's cache, with the same settings that filled it."""
+    """Return variables that make uv on a host use this machine's cache, with the settings that filled it."""
     _, sources = environment.package_sources(environment.pip_settings())
     user_settings = {name: os.environ[name] for name in UV_SETTINGS if name in os.environ}
     return {

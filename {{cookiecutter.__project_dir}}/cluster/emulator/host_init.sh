@@ -1,7 +1,8 @@
 #!/bin/bash
 # PID 1 of a host. It starts in new namespaces (network, mount, PID, IPC, UTS). Its first argument is a folder with the
-# files `layers` (overlay options), `shared`, `hostname`, `hosts`, `authorized_keys` and `user-data`. It mounts the
-# overlay as its root, waits until the cloud connects the network card eth0, starts sshd, and reaps orphans.
+# files `layers` (the overlay's lower layers), `shared`, `hostname`, `hosts`, `authorized_keys` and `user-data`. It
+# mounts the overlay as its root, waits until the cloud connects the network card eth0, starts sshd and the instance's
+# user data, and reaps orphans.
 set -eu
 folder=$1 private=$2 public=$3 gateway=$4
 root=$folder/root
@@ -23,7 +24,7 @@ mount -t devpts -o newinstance,ptmxmode=0666,mode=620,gid=5 devpts "$root/dev/pt
 ln -s pts/ptmx "$root/dev/ptmx"
 ln -s /proc/self/fd "$root/dev/fd"
 mount -t tmpfs -o mode=1777 tmpfs "$root/dev/shm"
-while read -r shared; do # folders on file systems other than "/", mounted read-only
+while read -r shared; do # folders on other file systems than /, mounted read-only
     mkdir -p "$root$shared"
     mount --rbind -o ro "$shared" "$root$shared"
 done < "$folder/shared"

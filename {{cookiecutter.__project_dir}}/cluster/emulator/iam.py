@@ -27,7 +27,7 @@ class Permission:
     action: str
     """For example "ec2:RunInstances"."""
     resource: str
-    """An ARN, or "*" for an action without resources."""
+    """An ARN, or "*" for all resources."""
     context: Mapping[str, str]
     """Values of the condition keys in this call."""
 
@@ -126,7 +126,7 @@ def _as_list(value: str | list[str]) -> list[str]:
 def _statements(policy: Any) -> list[dict[str, Any]]:
     """Return the statements of a policy.
 
-    moto stores the policies of roles as text, those of users in a mapping, and managed policies as objects.
+    moto stores a role's inline policies as text, a user's as mappings, and managed policies as objects.
     """
     if isinstance(policy, Mapping):
         policy = policy["policy_document"]
@@ -150,6 +150,6 @@ def _signature(
 
 
 def _variable(header: str) -> str:
-    """Return the name of a header in a WSGI environment."""
+    """Return the name that a header has in a WSGI environment."""
     plain = header.upper().replace("-", "_")
     return plain if plain in ("CONTENT_TYPE", "CONTENT_LENGTH") else f"HTTP_{plain}"

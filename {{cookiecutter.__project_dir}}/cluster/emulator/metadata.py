@@ -26,7 +26,7 @@ class MetadataService:
 
     def __init__(self) -> None:
         self.spot_notices: dict[str, datetime.datetime] = {}
-        """When AWS will terminate each interrupted spot instance, by the instance's id."""
+        """Maps the id of an interrupted spot instance to the time at which AWS will terminate it."""
         self._tokens: set[str] = set()
         self._sessions: dict[str, dict[str, str]] = {}
         self._lock = threading.Lock()

@@ -11,7 +11,7 @@ ACCOUNT = "123456789012"  # moto's default account
 
 @dataclass(frozen=True)
 class MotoInstance:
-    """The state of one instance at this moment."""
+    """A snapshot of one instance's state."""
 
     moto: Any
     """moto's own object."""

@@ -127,7 +127,7 @@ def _s3(method: str, path: str, query: str, body: bytes) -> Iterator[Permission]
         yield Permission("s3:ListBucket", arn, {})
     elif not key:
         yield Permission({"PUT": "s3:CreateBucket", "DELETE": "s3:DeleteBucket"}[method], arn, {})
-    elif method == "POST":  # the steps of a multipart upload
+    elif method == "POST":  # starts or completes a multipart upload
         yield Permission("s3:PutObject", f"{arn}/{key}", {})
     elif method == "DELETE" and "uploadId" in options:
         yield Permission("s3:AbortMultipartUpload", f"{arn}/{key}", {})

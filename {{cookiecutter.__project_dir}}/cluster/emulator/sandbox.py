@@ -80,7 +80,7 @@ def _missing_packages() -> list[str]:
 
 
 def _install_programs() -> None:
-    """Install missing programs if this process is root and has apt-get. If not, `unsupported_reason` tells the user."""
+    """Install missing programs if this process is root and apt-get exists. If not, `unsupported_reason` lists them."""
     needed = _missing_packages()
     if not needed or os.geteuid() != 0 or not shutil.which("apt-get"):
         return
@@ -89,9 +89,9 @@ def _install_programs() -> None:
     subprocess.run(["apt-get", "update", "-qq"], **quiet)
     if subprocess.run(["apt-get", "install", "--yes", "-qq", "--no-install-recommends", *needed], **quiet).returncode:
         raise settings.UserError(
-            f"apt-get failed; its output is above. Fix that, then run: apt-get install {' '.join(needed)}"
+            f"apt-get failed; its errors are above. Fix the cause, then run: apt-get install {' '.join(needed)}"
         )
-    # stop the service, because only the program sshd is needed, and this machine must not accept logins
+    # stop the ssh service: the emulator needs only the program sshd, and this machine must not accept logins
     if "openssh-server" in needed and shutil.which("systemctl"):
         subprocess.run(["systemctl", "disable", "--now", "ssh.service", "ssh.socket"], capture_output=True)
 
@@ -145,7 +145,7 @@ def run(command: Sequence[str]) -> int:
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
     }
-    # nsenter ignores the terminal's signals, because it must outlive the command and reap it. The command gets them.
+    # nsenter ignores the terminal's signals, because it must outlive the command and reap it. The command handles them.
     enter = ["env", "--ignore-signal=INT,QUIT,HUP,TERM", "nsenter", "--target", str(_first_process(process).pid)]
     enter += ["--net", "--mount", "--pid", f"--wdns={settings.PROJECT}", "env", "--default-signal=INT,QUIT,HUP,TERM"]
     child = subprocess.Popen([*enter, *command], env=variables)
@@ -178,7 +178,7 @@ def run_in_fresh_cloud(module: str, *arguments: str) -> None:
 
 
 def stop() -> list[str]:
-    """Stop the cloud with everything in it, and return a description of anything that remains."""
+    """Stop the cloud with everything in it, and return descriptions of what remains."""
     if process := _process():
         first = _first_process(process)
         network = _network(first.pid)
@@ -210,7 +210,7 @@ def _first_process(outer: psutil.Process) -> psutil.Process:
 
 
 def _network(pid: int) -> str:
-    """Return the id of a process's network namespace. If the process has ended, return one that no namespace has."""
+    """Return the id of a process's network namespace. If the process has ended, return an id that no namespace has."""
     try:
         return os.readlink(f"/proc/{pid}/ns/net")
     except OSError:

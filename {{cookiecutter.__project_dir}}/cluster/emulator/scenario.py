@@ -1,7 +1,7 @@
 """Run the full life cycle of an AWS cluster inside the emulated cloud, and show a timeline. `inv rehearse` runs this.
 
 The cluster uses cluster.yaml unchanged. After the training run, the idle timeout on the head is shortened, so that
-workers leave within seconds instead of minutes.
+idle workers are terminated within seconds instead of minutes.
 """
 
 import json

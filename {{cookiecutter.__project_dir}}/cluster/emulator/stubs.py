@@ -56,7 +56,7 @@ def _get_service_quota(request: dict[str, Any]) -> str:
 
 
 def _simulate(request: dict[str, str], principal: Principal) -> str:
-    """Simulate policies with the code that authorizes calls. Always uses the caller's own policies."""
+    """Simulate the caller's own policies with the code that authorizes calls. Ignores PolicySourceArn."""
 
     def members(prefix: str) -> list[str]:
         return [value for key, value in sorted(request.items()) if re.fullmatch(rf"{prefix}\.member\.\d+", key)]

@@ -1,4 +1,4 @@
-"""The `rehearsal` target, which starts the emulated cloud and runs the same verb inside it."""
+"""The `rehearsal` target, which starts the emulated cloud and runs the current verb inside it."""
 
 import sys
 from typing import NoReturn
@@ -10,7 +10,7 @@ from cluster.target import CloudStatus, Connection
 
 
 class Rehearsal:
-    """The target for verbs that start outside the cloud. Inside the cloud, `targets.get` returns `Aws`."""
+    """The target of verbs that you run outside the cloud. Inside the cloud, `targets.get` returns `Aws`."""
 
     name = "rehearsal"
     profile = "cluster"

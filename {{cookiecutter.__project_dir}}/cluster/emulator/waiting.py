@@ -1,4 +1,4 @@
-"""Wait for the emulated cluster, with timeouts that grow on a slow machine."""
+"""Wait for the emulated cluster, with longer timeouts on a slow machine."""
 
 import functools
 import subprocess
@@ -10,13 +10,13 @@ from typing import Any
 import settings
 
 USUAL_IMPORT_S = 0.6  # `import ray` on two idle cores
-MAX_SLOWDOWN = 5.0  # a cluster that is even slower is considered broken
+MAX_SLOWDOWN = 5.0  # a cluster that needs even more time is considered broken
 
 
 @functools.cache
 def slowdown() -> float:
-    """Return how many times as long as usual this machine takes to start a process that imports Ray, from 1 to 5."""
-    for _ in range(2):  # only the second run counts, because the first one reads Ray from the disk
+    """Return by what factor importing Ray takes longer than usual on this machine, from 1 to 5."""
+    for _ in range(2):  # only the second run counts, because the first may read Ray from the disk
         started = time.monotonic()
         subprocess.run([sys.executable, "-c", "import ray"], check=True)
     return min(max(1.0, (time.monotonic() - started) / USUAL_IMPORT_S), MAX_SLOWDOWN)

@@ -21,7 +21,7 @@ LIBRARIES = (
     "vllm/**/*.so",
 )
 NAMING = ("triton/backends/nvidia/driver.c", "vllm/third_party/pynvml.py", "torch/lib/libc10_cuda.so")
-"""Files that look up functions of the driver and of NVML by name at run time, and so contain the names."""
+"""Files that look up functions of the driver and of NVML by name at run time, so they contain these names."""
 
 
 def for_environment(environment: Path) -> Path:

@@ -18,7 +18,7 @@ int cuDeviceTotalMem_v2(size_t *size, int gpu) { *size = gpu_memory(); DONE; }
 int cuDeviceGetUuid(char *uuid, int gpu) { memset(uuid, 1 + gpu, 16); DONE; }
 int cuDeviceGetUuid_v2(char *uuid, int gpu) { return cuDeviceGetUuid(uuid, gpu); }
 int cuDeviceGetAttribute(int *value, int attribute, int gpu) {
-    // the numbers of attributes are the same in the runtime, which is preloaded
+    // attributes have the same numbers in the runtime, which is preloaded
     int (*ask)(int *, int, int) = dlsym(RTLD_DEFAULT, "cudaDeviceGetAttribute");
     *value = 0;
     return ask ? ask(value, attribute, gpu) : 0;

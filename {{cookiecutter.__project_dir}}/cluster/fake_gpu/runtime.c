@@ -124,7 +124,7 @@ cudaError_t cudaGetSymbolAddress(void **pointer, const void *symbol) {
     return error;
 }
 
-// ---- devices: the numbers of an A100
+// ---- devices: the properties of an A100
 
 cudaError_t cudaGetDeviceCount(int *count) { *count = gpu_count(); DONE; }
 cudaError_t cudaGetDevice(int *gpu) { *gpu = current_gpu; DONE; }
@@ -333,7 +333,7 @@ cudaError_t cudaPeekAtLastError(void) { DONE; }
 
 // ---- cuBLAS. Its headers are not included, because their declarations would clash with the simpler ones in this file.
 
-#define DESCRIPTION 512        // bytes; larger than any of cuBLAS's descriptions
+#define DESCRIPTION 512        // bytes; larger than any of cuBLAS's descriptors
 #define HEURISTIC_RESULT 96    // bytes of cublasLtMatmulHeuristicResult_t: algorithm, workspace, state, waves
 
 int cublasCreate_v2(void **handle) { *handle = new_handle(); DONE; }

@@ -85,7 +85,7 @@ def _env_file() -> Iterator[Finding]:
 
 
 def _settings() -> Iterator[Finding]:
-    """Load the settings of all jobs in both profiles, into the same types that the jobs use."""
+    """Load the settings of all jobs in both profiles, into the types that the jobs use."""
     from pipeline.data.options import PreprocessOptions
     from pipeline.evaluation.options import EvaluateOptions
     from pipeline.generation.options import GenerateOptions

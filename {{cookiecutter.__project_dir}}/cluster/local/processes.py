@@ -17,8 +17,8 @@ def find(state: dict[str, Any]) -> list[psutil.Process]:
     """Return all live processes of this cluster, and no others.
 
     Ray's own processes are in the session that `up` opened; some lack the mark, because they overwrite their
-    environment with a process title. A job's driver opens a new session but has the mark. All others are children of
-    these.
+    environment with a process title. A job's driver opens a new session but has the mark. All others are descendants
+    of these processes.
     """
     found: dict[int, psutil.Process] = {}
     session = state.get("session") if _owns_session(state) else None

@@ -33,7 +33,7 @@ def write(state: dict[str, Any]) -> None:
 def create() -> dict[str, Any]:
     """Create the token, the temp folder and the state file of a new cluster. Return the state.
 
-    This happens before anything is started, so that `down` finds what an interrupted `up` has left behind.
+    `up` calls this before it starts anything, so that `down` finds what an interrupted `up` has left behind.
     """
     temp_root = _temp_root()
     FOLDER.mkdir(exist_ok=True)

@@ -1,4 +1,7 @@
-"""The `local` target: a Ray head on loopback that requires a token. Other Ray clusters can run on the same machine."""
+"""The `local` target: a Ray head that listens on loopback and requires a token.
+
+Other Ray clusters can run on the same machine.
+"""
 
 import secrets
 import shutil
@@ -99,7 +102,7 @@ def _clear() -> list[str]:
 
 
 def _make_env_file() -> None:
-    """Create a private .env with a new API key, so that nothing is served without a key."""
+    """If there is no .env, create a private one with a new API key, so that nothing is served without a key."""
     file = settings.PROJECT / ".env"
     if file.exists():
         return

@@ -40,12 +40,12 @@ def refusals(text: str) -> list[dict[str, str]]:
 
 
 def recent_refusals() -> list[dict[str, str]]:
-    """Return the refused launches since Ray started."""
+    """Return the refused launches in the last TAIL_BYTES of monitor.log."""
     return refusals(tail(LOGS / "monitor.log"))
 
 
 def failed_setups_by_type() -> Counter[str]:
-    """Count failed setups by node type since Ray started."""
+    """Count the failed setups of each node type in the last TAIL_BYTES of monitor.log."""
     return Counter(re.findall(r"->RAY_INSTALL_FAILED \(id=[\w-]+, type=([\w.-]+),", tail(LOGS / "monitor.log")))
 
 

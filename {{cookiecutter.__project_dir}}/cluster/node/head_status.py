@@ -11,7 +11,7 @@ from pipeline.ray_support.private.autoscaler import cluster_status
 
 
 def head_status() -> dict:
-    """Return whether the autoscaler is running, what it waits for, what AWS refused, and which setups failed."""
+    """Return the state of the nodes, the autoscaler and the watchdog, refused launches, and failed setups."""
     if not state.answers("127.0.0.1"):  # Ray's own client would retry for a minute
         sys.exit("Ray is not running on this head")
     ray_status = cluster_status(f"127.0.0.1:{state.GCS_PORT}")
@@ -48,7 +48,7 @@ def head_status() -> dict:
 
 
 def _watchdog() -> dict:
-    """Return the watchdog's saved state. `runs` says whether the state is recent, as it is while the watchdog runs."""
+    """Return the watchdog's saved state. `runs` says whether the watchdog still runs, judged by the state's age."""
     written = json.loads(state.STATE_FILE.read_text()) if state.STATE_FILE.exists() else {"at": 0}
     return written | {"runs": time.time() - written["at"] < state.SILENT_S}
 

@@ -31,7 +31,7 @@ def take_over() -> None:
 
 
 def watch(role: str) -> None:
-    """Run the watchdog of a node whose `role` is "head" or "worker". Never returns."""
+    """Run the watchdog. `role` is this node's role: "head" or "worker". Never returns."""
     if role == "head":
         from cluster.node import watchdog_head  # imports boto3, which a worker's watchdog does not need
 

@@ -91,7 +91,7 @@ class Spending:
 
 
 def watch() -> None:
-    """Renew the lease, close refused node types, and enforce the limits. Never returns."""
+    """Renew the lease, close refused and failing node types, and enforce the limits. Never returns."""
     limits = settings.load(LimitsSection, "limits", profile="cluster")
     file = cluster_file.load()
     renew_lease_within(limits, file)  # before asking AWS: if AWS does not answer, the lease must not expire
@@ -141,7 +141,7 @@ def write_limits(max_workers: dict[str, int]) -> None:
 def end_cluster(file: ClusterFile, reason: str) -> None:
     """Terminate all workers, then this machine. A worker that survives shuts down when its lease expires."""
     print(reason, flush=True)
-    write_limits({worker.name: 0 for worker in file.workers})  # otherwise the autoscaler replaces them
+    write_limits({worker.name: 0 for worker in file.workers})  # otherwise the autoscaler would replace the workers
     try:
         if workers := [one.id for one in instances.living(file) if one.node_type != file.head.name]:
             file.client("ec2").terminate_instances(InstanceIds=workers)

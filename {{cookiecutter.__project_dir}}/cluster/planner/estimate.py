@@ -20,11 +20,11 @@ class ModelPlan:
     training: Training
     """The training settings in settings.toml."""
     gpu_counts: tuple[int, ...]
-    """Numbers of GPUs that divide the global batch evenly: part of one instance, or whole instances."""
+    """Numbers of GPUs to estimate for: part of one instance, or whole instances. All split the global batch evenly."""
     gpu_gib: int
     """Memory of each of the cluster's GPUs, in GiB."""
     recommended: Training | None
-    """None if no method fits into the cluster's memory."""
+    """The recommended settings. None if no method fits into the cluster's memory."""
     tokens: int | None
     """Tokens in the packed data. None if there is no packed data."""
     kv_bytes: int
@@ -46,7 +46,7 @@ class ModelPlan:
 
     @property
     def settings(self) -> dict[str, dict[str, int | bool]]:
-        """The recommended keys and values, by section of settings.toml."""
+        """The recommended values for settings.toml, by section and key."""
         found: dict[str, dict[str, int | bool]] = {}
         if training := self.recommended:
             found["cluster.train"] = {

@@ -18,17 +18,17 @@ USABLE = 0.9  # share of memory to fill; CUDA's context, NCCL's buffers and frag
 HOST_GIB = 1152  # main memory of p4d.24xlarge and p4de.24xlarge
 MAX_GPUS = 128  # largest number of GPUs to try
 MFU = 0.4  # assumed share of an A100's bf16 peak; a run logs its measured share as `mfu` in metrics.jsonl
-# Tokens per micro-batch. With FSDP and ZeRO-3, communication then takes 19 % as long as the computation for any model,
-# if one instance's NCCL reaches 200 GB/s and its GPUs half their peak. The plan does not try larger micro-batches.
+# Tokens per micro-batch. The plan tries no larger ones: with FSDP and ZeRO-3, communication already takes only 19 % as
+# long as computation, whatever the model, if NCCL within one instance reaches 200 GB/s and the GPUs half their peak.
 ENOUGH_TOKENS = 4096
-BUCKET = 500_000_000  # elements; DeepSpeed's default reduce_bucket_size, always allocated in full
-OTHER = GIB // 4  # what no formula counts, such as masks and cuBLAS' workspaces; `inv fit` measured up to 0.2 GiB
+BUCKET = 500_000_000  # elements; DeepSpeed's default reduce_bucket_size, which stages 1 and 3 always allocate in full
+OTHER = GIB // 4  # what no formula counts, such as masks and cuBLAS's workspaces; `inv fit` measured up to 0.2 GiB
 LIVE = 1_000_000_000  # elements; DeepSpeed's default for stage3_max_live_parameters and sub_group_size
 
 
 @dataclass(frozen=True)
 class Method:
-    """A way to distribute training. `zero_stage` and the offloads are settings in [deepspeed]."""
+    """A way to distribute training. `zero_stage` and the offload options are settings in [deepspeed]."""
 
     name: str
     zero_stage: int = 0
@@ -121,9 +121,9 @@ class Activations:
     kept: float
     """What the forward pass keeps for the backward pass."""
     block: float
-    """What the backward pass of one block needs in addition."""
+    """What else the backward pass of one block needs."""
     logits: float
-    """The logits, which are freed before the backward pass of the first block."""
+    """The logits and their gradient, which are freed before the backward pass of any block."""
 
     @property
     def peak(self) -> float:
@@ -134,13 +134,13 @@ def activations(shape: Shape, training: Training) -> Activations:
     """Return the size of activations during a micro-batch.
 
     Counts what each operation keeps for its backward pass, as in Korthikanti et al. 2022, arXiv:2205.05198, section 4.
-    Their formula, 34 s b h, is for GPT with dropout. This one is for Llama blocks of the transformers library with
+    Their formula, 34 s b h, is for GPT with dropout. The one here is for Llama blocks of the transformers library with
     fused attention, which keeps no s x s matrix. For each token, a block keeps the norms' inputs and outputs, queries,
     keys (repeated for each head), values, the output of attention, and four tensors of the feed-forward layer. A norm
-    with frozen weights keeps one tensor less. The backward pass of the last block needs a third of the memory that a
-    block keeps, in addition. With checkpointing, each block keeps only its input, and one block at a time is recomputed
-    (section 5). Four tensors have the size of the logits: the logits in the working format and in fp32, their
-    probabilities, and their gradient.
+    with frozen weights keeps one fewer tensor. The backward pass of a block temporarily needs another third of the
+    memory that the block keeps. With checkpointing, each block keeps only its input, and one block at a time is
+    recomputed (section 5). Four tensors have the size of the logits: the logits in the working format and in fp32,
+    their probabilities, and their gradient.
     """
     sharded = training.method.zero_stage or training.method.is_fsdp
     if training.precision == "fp32":
@@ -164,17 +164,17 @@ def peak(shape: Shape, training: Training) -> Memory:
     - Start: with FSDP and ZeRO-3, each rank loads only its share. Otherwise, it loads all weights into main memory, in
       fp32 unless they are frozen. DeepSpeed then moves them to the GPU in the working format, and copies the trained
       ones into one tensor.
-    - DDP: autocast caches the parameters in bf16 during a pass. In the second step, DDP reorders its buckets, and holds
-      the gradients twice.
-    - FSDP: a pass gathers embedding and output layer, and three blocks at a time. The gradients of embedding and output
-      layer are reduced last. They then exist in the working format and in fp32.
+    - DDP: autocast caches the parameters in bf16 during a pass. In the second step, DDP reorders its buckets, and
+      meanwhile holds the gradients twice.
+    - FSDP: a pass gathers the embedding, the output layer, and three blocks at a time. The gradients of the embedding
+      and of the output layer are reduced last. They then exist in the working format and in fp32.
     - ZeRO: stages 1 and 2 fill one bucket while another is reduced; stage 3 has one bucket, in fp32, gathers up to LIVE
       parameters and one more block, and holds the gradient of a block's largest weight. When the first bucket is full,
-      stages 2 and 3 convert it to fp32 for the reduction, and the activations of its parameters are already free. The
-      optimizer's step of stage 1 casts gradients to fp32; the other stages still hold their buckets then. Stage 3 casts
-      the updated parameters, LIVE at a time.
-    - Checkpoints: main memory holds a copy of the rank's share in fp32, with DDP on rank 0 only. Offloaded states are
-      not copied.
+      stages 2 and 3 convert it to fp32 for the reduction, and the activations of its parameters are already free. In
+      the optimizer's step, stage 1 casts gradients to fp32, and stages 2 and 3 still hold their buckets. Stage 3 also
+      casts the updated parameters, LIVE at a time.
+    - Checkpoints: main memory holds an fp32 copy of the rank's share of trained parameters and moments; with DDP, only
+      on rank 0. Offloaded states are not copied.
     - Offloading: stage 2 still adds up the rank's share of the gradients on the GPU. Stage 3 updates LIVE parameters at
       a time. Main memory for gradients and for offloaded parameters is pinned.
     """
@@ -220,9 +220,9 @@ def _loaded(shape: Shape, training: Training) -> float:
 
 
 def _pinning(shape: Shape, training: Training) -> float:
-    """Return how many bytes pinning adds, because torch rounds the size of each pinned buffer up to a power of two.
+    """Return how many bytes pinning adds: torch rounds the size of each pinned buffer up to a power of two.
 
-    DeepSpeed pins the offloaded parameters as one buffer, and the embedding and the output layer once more.
+    DeepSpeed pins the offloaded parameters as one buffer, and another copy of the embedding and of the output layer.
     """
     share = (shape.adapters if training.lora else shape.parameters) / training.gpus
     buffers, copies = [4 * share], 0.0
@@ -256,7 +256,7 @@ def recommend(
     """Return the recommended settings, or None if no method fits on any of the `gpu_counts`.
 
     The order of preference is: no offloading, fewer instances, more of their GPUs, more rows in a micro-batch up to
-    ENOUGH_TOKENS, no gradient checkpointing, less sharding. Checkpointing adds a third of the operations. Offloading is
+    ENOUGH_TOKENS, no gradient checkpointing, less sharding. Checkpointing adds a third more operations. Offloading is
     slower still.
     """
     for offload in (False, True):
@@ -283,12 +283,12 @@ def _micro_batches(sequence_length: int, gpus: int, global_batch_rows: int) -> l
 
 
 def hours(shape: Shape, training: Training, tokens: int | None) -> float | None:
-    """Return how many hours one pass over this many tokens takes, or None if this is unknown.
+    """Return how many hours one pass over `tokens` tokens takes, or None if that is unknown.
 
-    The time is unknown without `tokens`, and with an offloaded optimizer, whose speed depends on the host. The formula
-    for the operations per token is from PaLM (arXiv:2204.02311, appendix B). LoRA needs two thirds of the operations,
-    because frozen weights have no gradients. Checkpointing repeats the forward pass, which is a third of the operations
-    (arXiv:2205.05198, section 5).
+    The time is unknown without `tokens`, and with an offloaded optimizer, because its speed depends on the host. The
+    formula for the operations per token is from PaLM (arXiv:2204.02311, appendix B). LoRA needs two thirds of the
+    operations, because frozen weights need no gradients. Checkpointing repeats the forward pass, which is a third of
+    the operations (arXiv:2205.05198, section 5).
     """
     if tokens is None or training.method.offload_optimizer:
         return None

@@ -25,7 +25,7 @@ from pipeline.ray_support.private import cluster_launcher
 FILE = settings.PROJECT / "cluster" / "cluster.yaml"
 STACK = settings.PROJECT / "cluster" / "stack.yaml"
 SCHEMA = json.loads((Path(autoscaler.__file__).parent / "ray-schema.json").read_text(encoding="utf-8"))
-# The keys of `provider` that Ray's AWS provider reads. Ray's schema accepts any key, even a misspelt one.
+# The keys of `provider` that Ray's AWS provider reads. Ray's schema accepts any key, even a misspelled one.
 PROVIDER_KEYS = {"type", "region", "availability_zone", "cache_stopped_nodes", "use_internal_ips"} | {
     "use_external_head_ip",
     "key_pair",
