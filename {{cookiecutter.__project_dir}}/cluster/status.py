@@ -64,7 +64,7 @@ def show(snapshot: Snapshot, cloud: CloudStatus, console: Console) -> None:
 
 
 def address(snapshot: Snapshot, connection: Connection) -> str:
-    """Return the URL of the served model, for this machine. Raises `settings.UserError` if no model is served."""
+    """Return the served model's URL, as seen from this machine. Raises `settings.UserError` if no model is served."""
     applications = snapshot.serve["applications"].values()
     # "/" comes first, because it serves all models
     for application in sorted(applications, key=lambda one: one["route_prefix"] or ""):
@@ -169,7 +169,7 @@ def _unmet_demands(load: dict[str, Any]) -> list[str]:
         for name, amount in bundle.items():
             total = load.get("usage", {}).get(name, [0, 0])[1]
             if amount > total:
-                found.append(f"{count} × {amount:g} {name} is requested, but the cluster has only {total:g} {name}")
+                found.append(f"{count} × {amount:g} {name} requested, but the cluster has only {total:g} {name}")
     return found
 
 

@@ -30,7 +30,7 @@ EXCLUDES = [
 ]
 """Secrets, large files, and files that can be recreated are never uploaded. The syntax is that of .gitignore."""
 
-NODE_GONE_S = 15  # if a job's node is gone, Ray itself ends the job within this time
+NODE_GONE_S = 15  # if a job's node is gone, Ray itself normally ends the job within this time
 SECRETS_HOOK = "pipeline.ray_support.job_secrets.load"
 
 
@@ -51,7 +51,8 @@ def submit(connection: Connection, job: str, arguments: list[str]) -> str:
     """Submit `jobs/JOB.py` with these arguments. Return Ray's id of the job.
 
     Raises:
-        settings.UserError: there is no such job, the project's folder is too large, or Ray does not accept the job.
+        settings.UserError: there is no such job, a setting is wrong, the project's folder is too large, or Ray does not
+            accept the job.
     """
     job_scripts.find(job)
     profile = connection.job_variables["PROFILE"]
@@ -111,12 +112,14 @@ def find(connection: Connection, job_id: str) -> str:
     jobs = [job for job in connection.client().list_jobs() if is_submitted(job.submission_id)]
     if not jobs:
         raise settings.UserError(
-            f"no job was submitted to this cluster yet. Run: inv submit{connection.target_option} JOB"
+            f"no job has been submitted to this cluster yet. Run: inv submit{connection.target_option} JOB"
         )
     if not job_id:
         return max(jobs, key=lambda job: job.start_time or 0).submission_id
     if job_id not in [job.submission_id for job in jobs]:
-        raise settings.UserError(f"there is no job {job_id!r} here. Run: inv status{connection.target_option}")
+        raise settings.UserError(
+            f"there is no job {job_id!r} on this cluster. Run: inv status{connection.target_option}"
+        )
     return job_id
 
 

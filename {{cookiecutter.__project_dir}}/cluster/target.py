@@ -28,7 +28,7 @@ class Connection:
     log_folder: str = "/tmp/ray/session_latest/logs on the head"
     """Where the logs of jobs are, until the cluster is taken down."""
     job_variables: dict[str, str]
-    """Environment variables of each submitted job: its profile, and where it finds files and secrets."""
+    """Environment variables of each submitted job, such as its profile and where it finds files and secrets."""
 
     def client(self) -> JobClient:
         """Return a job client. Raises `Unreachable` if the cluster does not answer, as do the client's methods."""

@@ -1,7 +1,7 @@
 """Creates the demo's data and models without a network.
 
-Questions and documents come from the Python standard library. The models are a tiny Llama with its own tokenizer, and
-an embedding model from a Python package.
+Training data and documents come from the Python standard library. The models are a tiny Llama with its own tokenizer,
+and an embedding model from a Python package.
 """
 
 import ast
@@ -68,7 +68,7 @@ class Fact(NamedTuple):
 def facts() -> list[Fact]:
     """Return questions about HTTP status codes and errno names.
 
-    Each fact is the answer to three questions. If one question is held out, the others still teach the fact.
+    Each answer has three questions. If one of them is held out for evaluation, the other two still teach the answer.
     """
     pairs = []
     for status in http.HTTPStatus:
@@ -87,12 +87,12 @@ def facts() -> list[Fact]:
 
 
 def questions(count: int = 20, seed: int = 0) -> list[Fact]:
-    """Return a random sample of `facts`, which the demo asks the model about."""
+    """Return the random sample of `facts` that the demo asks the model."""
     return random.Random(seed).sample(facts(), count)
 
 
 def docstrings() -> list[Fact]:
-    """Return questions about functions of some modules. Each answer is the start of the docstring."""
+    """Return questions about functions of some modules. Each answer is the start of the function's docstring."""
     library = Path(sysconfig.get_paths()["stdlib"])
     pairs = []
     for module in DOCUMENTED_MODULES:

@@ -1,6 +1,6 @@
 """Embed documents into an index for `serve_rag`. Later runs embed only new or changed documents.
 
-A hash of its text shows whether a document has changed. Documents that are gone from the input are removed from the
+A hash of the text shows whether a document has changed. Documents that are gone from the input are removed from the
 index.
 """
 

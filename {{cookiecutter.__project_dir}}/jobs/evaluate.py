@@ -1,4 +1,4 @@
-"""Measures perplexity, exact match, and how many answers end with a stop token, on rows that preprocess held out."""
+"""Measures loss, perplexity, exact match, and how many generated answers end with a stop token, on held-out rows."""
 
 from pipeline.evaluation.options import EvaluateOptions
 from pipeline.ray_support import cli
@@ -15,7 +15,7 @@ from settings import UserError
 
 
 def main(options: EvaluateOptions) -> None:
-    """Measure perplexity and exact match of models on held-out rows. Compare each with the last model in the list."""
+    """Measure how well models predict held-out rows. Compare each with the last model in the list."""
     paths = {"data": settings.resolve(options.data), "output": settings.resolve(options.output)}
     options = options.model_copy(update=paths)
     manifest, rows = read_manifest(options.data), len(PackedRows(options.data, "eval"))

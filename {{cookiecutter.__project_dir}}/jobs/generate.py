@@ -26,7 +26,7 @@ def main(options: GenerateOptions) -> None:
     preflight.check_model(serving)
     source = row_sources.find(settings.resolve(options.input), "generate")
     tokenizer = PromptTokenizer(serving.model, options.id_column, serving.max_model_len, options.skip_ids)
-    cli.connect(log_to_driver=False)  # vLLM prints pages of messages, which are also in its log files
+    cli.connect(log_to_driver=False)  # vLLM prints pages of messages, which are also in Ray's log files
     output = AnswerFolder(settings.resolve(options.output))
     _check_cluster(options, serving, source.name, output.uri)
     answered = output.begin(generation.recipe(options, serving), options.overwrite)

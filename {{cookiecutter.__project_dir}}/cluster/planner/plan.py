@@ -28,7 +28,8 @@ def plan(
     write the recommendation to settings.toml.
 
     Raises:
-        settings.UserError: the model's configuration cannot be loaded, or a setting is wrong.
+        settings.UserError: the model's configuration cannot be loaded, the model is not a causal language model, or a
+            setting is wrong.
     """
     from pipeline.data.options import PreprocessOptions
     from pipeline.serving.options import ServeOptions
@@ -54,11 +55,13 @@ def plan(
     if writes:
         _write(estimated.settings, settings.FILE)
         sections = " and ".join(f"[{section}]" for section in estimated.settings)
-        console.print(f"Wrote this to {sections} in settings.toml. To see what changed, run: git diff settings.toml")
+        console.print(
+            f"Wrote these settings to {sections} in settings.toml. To see what changed, run: git diff settings.toml"
+        )
 
 
 def _write(sections: Mapping[str, Mapping[str, int | bool]], file: Path) -> None:
-    """Change values that differ, and keep comments and order."""
+    """Write the values that differ from those in effect. Keep the file's comments and order."""
     document = tomlkit.parse(file.read_text(encoding="utf-8"))
     for section, values in sections.items():
         profile, name = section.split(".")

@@ -32,13 +32,13 @@ def show(plan: ModelPlan, console: Console) -> None:
     hours_note = "Hours and dollars need packed data. Run: inv submit preprocess"
     if plan.tokens is not None:
         hours_note = (
-            f"Hours are for one pass over the {plan.tokens:,} tokens of the packed data, on whole instances that reach "
-            f"{MFU:.0%} of an A100's bf16 peak"
+            f"Hours are for one pass over the {plan.tokens:,} tokens of the packed data, on whole instances, with each "
+            f"GPU at {MFU:.0%} of an A100's bf16 peak"
         )
     console.print(
-        f'Columns from "checkpointing" onwards assume gradient checkpointing. {hours_note}. The plan uses at most '
-        f"{USABLE:.0%} of the memory. LoRA means --lora-rank {LORA_RANK}. The recommendation is for full fine-tuning "
-        "with DDP, FSDP or DeepSpeed.\n"
+        f'Columns from "checkpointing" onward assume gradient checkpointing. {hours_note}. The plan fills at most '
+        f"{USABLE:.0%} of GPU and main memory. LoRA means --lora-rank {LORA_RANK}. The recommendation is for full "
+        "fine-tuning with DDP, FSDP or DeepSpeed.\n"
     )
     console.print(_activation_table(plan), "", _serving_table(plan), "", sep="\n")
     console.print(f"Train with {_training_advice(plan)}. {_serving_advice(plan)}.", soft_wrap=True, markup=False)
@@ -121,7 +121,7 @@ def _serving_advice(plan: ModelPlan) -> str:
 
 
 def _keys(plan: ModelPlan, *sections: str) -> str:
-    """Return the recommended keys of these sections as settings.toml has them, and the names of the sections."""
+    """Return the recommended settings of these sections as text, such as "num_workers = 8 in [cluster.train]"."""
     parts = []
     for section in sections:
         if keys := plan.settings.get(section):
@@ -130,7 +130,7 @@ def _keys(plan: ModelPlan, *sections: str) -> str:
 
 
 def _costs(plan: ModelPlan, training: Training) -> tuple[float | None, float | None]:
-    """Return the hours and the dollars that training takes. Each is None if it is unknown."""
+    """Return how many hours training takes, and how many dollars it costs. Unknown values are None."""
     taken = hours(plan.shape, training, plan.tokens)
     price = plan.dollars_per_instance_hour.get(plan.gpu_gib)
     return taken, None if taken is None or price is None else taken * training.instances * price

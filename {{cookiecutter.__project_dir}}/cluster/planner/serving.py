@@ -28,9 +28,9 @@ def kv_bytes(shape: Shape, width: int) -> int:
 def serve(shape: Shape, width: int, context: int, gpu_gib: int) -> Serving | None:
     """Return how to serve a model on the fewest GPUs that hold its weights and the keys and values of `context` tokens.
 
-    Returns None if 128 GPUs are too few. `width` is the number of bytes per weight. Tensor parallelism splits each
-    layer and its heads over the GPUs of an instance; pipeline parallelism distributes the layers over instances (vLLM's
-    documentation, "Parallelism and Scaling").
+    Returns None if no split over up to 128 GPUs fits. `width` is the number of bytes of a weight, and of an element of
+    keys and values. Tensor parallelism splits each layer and its heads over the GPUs of an instance; pipeline
+    parallelism distributes the layers over instances (vLLM's documentation, "Parallelism and Scaling").
     """
     spreads = [(tensor, 1) for tensor in (1, 2, 4, 8)] + [(8, stages) for stages in (2, 4, 8, 16)]
     for tensor, stages in spreads:

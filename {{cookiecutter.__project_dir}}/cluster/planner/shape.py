@@ -19,7 +19,7 @@ class Shape:
     parameters: int
     """All parameters of the model. Tied parameters count once."""
     multiplied: int
-    """Parameters in matrix products: all but those of a separate input embedding, which is only looked up."""
+    """Parameters in matrix products: all but those of an untied input embedding, which is only looked up."""
     largest: int
     """Parameters of the largest tensor."""
     adapters: int
@@ -41,12 +41,12 @@ class Shape:
 
     @property
     def embeddings(self) -> int:
-        """Parameters of the input embedding, and of the output layer unless both share their weights."""
+        """Parameters of the input embedding, and of the output layer unless they share weights."""
         return self.vocabulary * self.hidden * (1 if self.multiplied == self.parameters else 2)
 
 
 def shape_of(config: PreTrainedConfig) -> Shape:
-    """Return the sizes of a model. To count its parameters, build it on torch's meta device, which takes no memory.
+    """Return the sizes of a model. It is built on torch's meta device, without memory for its weights.
 
     Raises:
         settings.UserError: the configuration is not that of a causal language model.

@@ -37,7 +37,7 @@ class AnswerFolder:
                 _delete(filesystem, f"{folder}/{ANSWERS}")
             elif found and (changed := [key for key in recipe if found.get(key) != recipe[key]]):
                 raise UserError(
-                    f"{self.uri} holds answers that were made with another {' and another '.join(changed)}; "
+                    f"{self.uri} holds answers that were made with a different {' and a different '.join(changed)}; "
                     "replace them with --overwrite, or pass another --output."
                 )
             self._save(filesystem, f"{folder}/{RECIPE}", json.dumps(recipe, indent=2).encode())

@@ -332,7 +332,7 @@ def test_rows_are_suspects_after_one_crash_and_culprits_after_two() -> None:
 
 
 def test_answers_with_other_settings_are_not_mixed(made: KilledRuns) -> None:
-    with pytest.raises(settings.UserError, match=r"made with another max_tokens; replace them with --overwrite"):
+    with pytest.raises(settings.UserError, match=r"made with a different max_tokens; replace them with --overwrite"):
         generate.main(made.options.model_copy(update={"max_tokens": TOKENS + 1}))
 
 

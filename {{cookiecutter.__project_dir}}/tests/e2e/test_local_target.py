@@ -72,7 +72,7 @@ def test_a_new_cluster_shows_no_job_and_no_problem(project: Project) -> None:
     printed = project.inv("status")
     assert "no problems" in printed
     assert "Jobs" not in printed
-    assert "no job was submitted" in project.inv("logs", ok=False)
+    assert "no job has been submitted" in project.inv("logs", ok=False)
 
 
 def test_every_port_is_on_loopback_and_requires_the_token(project: Project) -> None:

@@ -51,7 +51,7 @@ def test_a_healthy_cluster_is_shown_without_problems() -> None:
 
 def test_demand_that_no_node_can_meet_is_reported() -> None:
     load = {"usage": {"CPU": [0.0, 4.0]}, "resourceDemand": [[{"CPU": 8.0}, 3]], "pgDemand": []}
-    assert status.problems(snapshot(load=load)) == ["3 × 8 CPU is requested, but the cluster has only 4 CPU"]
+    assert status.problems(snapshot(load=load)) == ["3 × 8 CPU requested, but the cluster has only 4 CPU"]
     fits = {"usage": {"CPU": [4.0, 4.0]}, "resourceDemand": [[{"CPU": 1.0}, 3]], "pgDemand": []}
     assert status.problems(snapshot(load=fits)) == []
     assert "3" in printed(snapshot(load=fits)), "pending demands are not a problem, but they are shown"
