@@ -59,6 +59,7 @@ def find(name: str) -> InputFiles:
     """Return the .parquet, .jsonl, .md and .txt files that `name` refers to: a file, a folder's files, or a glob.
 
     `name` is an absolute path or a URI. A folder includes its subfolders.
+
     Raises:
         UserError: there is no such file, or it cannot be read.
     """
