@@ -172,7 +172,7 @@ class ChatTemplate:
         return [*documents, RenderedText(text, spans)] if spans else documents
 
     def _cut_at_stops(self, document: RenderedText) -> RenderedText:
-        """Cut off the text after the last stop token, end each span at its first stop token, and merge adjacent spans."""
+        """Cut off text after the last stop token, end each span at its first stop token, and merge adjacent spans."""
         spans: list[tuple[int, int]] = []
         for start, stop in document.spans:
             if spans and spans[-1][1] == start:

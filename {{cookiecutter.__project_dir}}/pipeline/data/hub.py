@@ -43,7 +43,8 @@ def _only_folder(hub: "HfFileSystem", folder: str, preferred: str) -> str:
         return candidates[0]
     if not folders:
         raise UserError(
-            f"{SCHEME}{folder} is empty: the hub has not converted this data set to parquet; name its files with --input."
+            f"{SCHEME}{folder} is empty: the hub has not converted this data set to parquet; name its files with "
+            "--input."
         )
     names = ", ".join(path.rpartition("/")[2] for path in folders)
     raise UserError(f"{SCHEME}{folder} has {names}; name one: --input {SCHEME}{folders[0]}")

@@ -39,7 +39,7 @@ def deploy(options: RagOptions) -> str:
 
 
 def _server(options: RagOptions) -> ServeOptions:
-    """Return the options in [serve], with the address on which Serve listens. Start Serve if it is not running."""
+    """Return the options in [serve], with the address at which Serve listens. Start Serve if it is not running."""
     server = settings.load(ServeOptions, "serve")
     if address := http_server.current_address():
         server = server.model_copy(update=dict(zip(("host", "port"), address, strict=True)))

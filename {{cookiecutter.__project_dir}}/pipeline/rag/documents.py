@@ -52,7 +52,7 @@ class Batch(NamedTuple):
     chunks: pa.Table
     """Chunks of new and changed documents, with the schema CHUNKS."""
     size: int
-    """Approximate number of bytes that these documents take in their files."""
+    """Approximate number of bytes that all documents in the batch take in their files."""
 
 
 def find(name: str) -> InputFiles:
