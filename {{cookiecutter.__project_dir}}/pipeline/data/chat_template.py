@@ -27,11 +27,11 @@ CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 
 
 class TemplateRejection(Exception):
-    """A conversation cannot be trained with this template. The message says why."""
+    """The template cannot be used for a conversation. The message says why."""
 
 
 def suggestion(tokenizer: "PreTrainedTokenizerFast") -> str:
-    """Return a value of chat_template that would work, for an error message."""
+    """Return what to set chat_template to, for an error message."""
     vocabulary = tokenizer.get_vocab()
     if all(token in vocabulary for token in CHATML_TOKENS):
         return CHATML
@@ -220,10 +220,10 @@ class ChatTemplate:
 
 
 def _marked_template(tokenizer: "PreTrainedTokenizerFast", has_marks: bool) -> str:
-    """Return a version of the template that has marks and keeps the reasoning of earlier turns.
+    """Return the template if it has marks, otherwise TRL's version, which has marks and keeps the earlier reasoning.
 
     Raises:
-        settings.UserError: neither the model nor TRL has such a version.
+        settings.UserError: the template has no marks, and TRL has no version of it.
     """
     marked = tokenizer.chat_template if has_marks else _marked_by_trl(tokenizer)
     if not marked:
@@ -235,7 +235,7 @@ def _marked_template(tokenizer: "PreTrainedTokenizerFast", has_marks: bool) -> s
 
 
 def _marked_by_trl(tokenizer: "PreTrainedTokenizerFast") -> str | None:
-    """Return TRL's marked version of the template, or None if TRL has none."""
+    """Return TRL's training template for this template, or None if TRL has none."""
     from trl.chat_template_utils import get_training_chat_template  # the import takes three seconds
 
     try:
