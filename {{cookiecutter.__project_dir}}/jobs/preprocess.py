@@ -1,6 +1,7 @@
-"""Turn conversations into packed rows of tokens. Reading, shuffling, packing and writing form one stream.
+"""Turn conversations or text into packed rows of tokens. One Ray Data pipeline reads, shuffles, packs and writes.
 
-The shuffle is global: a hash of seed and content assigns each row to a partition, and determines its position there.
+The shuffle is global: a hash of the seed and the row's content assigns each row to a partition, and determines its
+position there.
 The result depends only on the input and the settings, not on workers, blocks or timing.
 """
 
@@ -17,7 +18,7 @@ from pipeline.ray_support import capacity
 
 
 def main(options: PreprocessOptions) -> None:
-    """Turn conversations into packed rows of tokens, in which only the assistant's text is marked for training."""
+    """Turn conversations or text into packed rows of tokens. Only what the model should write is trained."""
     sources = row_sources.find_all(options.input, options.mix)
     tokenizer = DocumentTokenizer.from_options(options)
     for source in sources:

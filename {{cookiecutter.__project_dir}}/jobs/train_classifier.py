@@ -1,6 +1,6 @@
 """Trains an image classifier, as an example of how to run your own PyTorch loop on many workers.
 
-`train` is a plain PyTorch script. Comments that start with "many:" mark what a script for one GPU would not need.
+`train` is a plain PyTorch loop. Comments that start with "many:" mark what a script for one GPU would not need.
 To train your own model, replace `make_model` and `draw_digits`, which are in pipeline/training/digits.py.
 """
 
@@ -64,7 +64,7 @@ def train(options: ClassifierOptions) -> None:
 
     torch.manual_seed(options.seed)
     model = make_model()
-    # many: DDP wraps the model and averages gradients. Test and save the plain `model`, because it shares the weights
+    # many: DDP wraps the model and averages gradients. Test and save the plain `model`, because it shares DDP's weights
     # and its checkpoints fit any number of workers
     parallel = prepare_model(model, move_to_device=device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate)
@@ -72,15 +72,15 @@ def train(options: ClassifierOptions) -> None:
     # many: the batch size of a DataLoader is per worker
     batch_size = math.ceil(options.batch_size / workers)
     loader = DataLoader(TensorDataset(*draw_digits(options.images, options.seed)), batch_size, shuffle=True)
-    # many: each worker gets a different, equally large part of the images, and moves it to its GPU
+    # many: each worker gets a different, equally large part of the images, and moves its batches to its GPU
     loader = prepare_data_loader(loader, move_to_device=device.type == "cuda")
     tests = math.ceil(options.images / 4)
-    # many: split the test images by hand, because a sampler would repeat some to give all workers the same number
+    # many: split the test images by hand, because a sampler would repeat some to make the parts equally large
     test_images, test_labels = (part[rank::workers].to(device) for part in draw_digits(tests, options.seed + 1))
 
     for epoch in range(resume(model, optimizer) + 1, options.epochs + 1):
         started = time.perf_counter()
-        torch.manual_seed(options.seed + epoch)  # a resumed run reads the images in the order of an uninterrupted run
+        torch.manual_seed(options.seed + epoch)  # so that a resumed run reads the images in the same order
         if workers > 1:
             loader.sampler.set_epoch(epoch)  # many: without this, every epoch would use the order of the first
         # many: `total` sums over the workers
@@ -125,7 +125,7 @@ def report(metrics: dict[str, float], model: nn.Module, optimizer: torch.optim.O
     """Report the metrics of an epoch and save a checkpoint, so that a dead worker costs at most one epoch."""
     with tempfile.TemporaryDirectory() as folder:
         state = {"epoch": metrics["epoch"], "model": model.state_dict(), "optimizer": optimizer.state_dict()}
-        if rank == 0:  # many: all workers hold the same state
+        if rank == 0:  # many: one worker saves, because all hold the same state
             torch.save(state, Path(folder, STATE))
         # many: every worker must report, because the others wait for it
         ray.train.report(metrics, checkpoint=Checkpoint.from_directory(folder) if rank == 0 else None)

@@ -1,4 +1,4 @@
-"""Searches for the best fine-tuning settings with short runs. Ray Tune stops the worse runs early (with ASHA)."""
+"""Searches for the best fine-tuning settings with short runs. Ray Tune stops unpromising runs early (with ASHA)."""
 
 from pipeline.ray_support import cli
 from pipeline.tuning.options import TuneOptions
@@ -19,7 +19,7 @@ def main(options: TuneOptions) -> None:
     """Search for the learning rate, batch size and LoRA rank that give the lowest evaluation loss."""
     options = preflight.with_absolute_paths(options)
     identity = search.check(options)
-    cli.connect(log_to_driver=False)  # the driver prints one line per trial
+    cli.connect(log_to_driver=False)  # workers' logs would hide the driver's one line per trial
     search.check_cluster(options)
     preflight.claim(options, identity)
     searched = trials.load(options.folder, search.draw(options))

@@ -29,7 +29,7 @@ class AssistantTurns:
         """Stop tokens as text, set by `learn_end`."""
         self._renderer = renderer
         self._has_marks = has_marks
-        # how the generation prompt begins the reasoning, and what a conversation without reasoning has in its place
+        # how the generation prompt begins the reasoning, and what a conversation without reasoning has instead
         self._opening = self._in_conversation = ""
         # the stop token to add to turns that the template ends without one; the key says whether the turn calls tools
         self._missing_end = {True: "", False: ""}
@@ -38,7 +38,8 @@ class AssistantTurns:
     def learn_end(self, tokenizer: "PreTrainedTokenizerFast", probe: Conversation, following: Message) -> bool:
         """Learn which stop token ends the last turn of `probe`, and return whether there is such a token.
 
-        The token is in the turn, or the text of `following` begins with it.
+        The token is in the turn, or the text of `following` begins with it. Otherwise, an added token right after the
+        answer becomes a new stop token.
         """
         written = self._written(probe)
         tokens = (tokenizer.convert_ids_to_tokens(token_id) for token_id in self.eos_ids)
@@ -51,7 +52,7 @@ class AssistantTurns:
         else:
             continued = self._renderer.conversation(Conversation([*probe.messages, following], probe.tools))
             after = continued.partition(written)[2]
-        if stop := next((stop for stop in eos if after.startswith(stop)), None):  # GLM: the next role's token
+        if stop := next((stop for stop in eos if after.startswith(stop)), None):  # GLM stops at the next role's token
             self.stops = tuple(eos)
             self._missing_end[bool(probe.messages[-1].get("tool_calls"))] = stop
             return True
@@ -109,7 +110,7 @@ class AssistantTurns:
             self._opening, self._in_conversation = prompt.removeprefix(header), before.removeprefix(header)
 
     def _after_reasoning(self, prompt: str, whole: str, reasoning: str) -> str:
-        """Return the text after the prompt, if prompt and conversation begin the reasoning differently."""
+        """Return the text after a prompt that begins the reasoning differently from the conversation."""
         header = prompt.removesuffix(self._opening)
         if header == prompt or not whole.startswith(header + self._in_conversation):
             raise ValueError(MISMATCH)
@@ -126,7 +127,7 @@ class AssistantTurns:
 
 
 def _after_last_message(prompt: str, whole: str, last: Message) -> str:
-    """Return the text of `whole` after the prompt's last message. The text before that message may differ.
+    """Return the text of `whole` after the prompt. Only the prompt's text from its last message on must match.
 
     For example, Mistral puts the system prompt and the tools into the last user message only while it has no answer.
     """

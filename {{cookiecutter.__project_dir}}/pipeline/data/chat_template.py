@@ -1,9 +1,9 @@
-"""Render conversations with a model's own chat template, and find what the assistant writes in the text.
+"""Render conversations with a model's own chat template, and find the text that the assistant writes.
 
-An assistant turn is the difference between two renderings: one of the messages up to and including the turn, and the
-prompt that a server would render before the turn. So with any template, training sees the same prefix as the served
-model. Some templates render a turn differently once a later turn follows. For example, Qwen3 then drops the reasoning.
-With such a template, each turn becomes a separate document.
+Unless marks in a template say what to train, an assistant turn is the difference between two renderings: the messages
+up to and including the turn, and the prompt that a server would render before it. So training sees the same prefix as
+the served model. Some templates render a turn differently once a later turn follows. For example, Qwen3 then drops the
+reasoning. With such a template, a conversation becomes several documents.
 """
 
 import contextlib
@@ -21,21 +21,21 @@ from pipeline.data.template_renderer import MARKS, TEMPLATE_ERRORS, RenderedText
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-MAX_LAYOUTS = 10_000  # layouts kept in memory; conversations of further shapes are rendered with the template
+MAX_LAYOUTS = 10_000  # layouts kept in memory; after that, conversations of new shapes are rendered with the template
 CHATML = "pipeline/data/chat_templates/chatml.jinja"
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 
 
 class TemplateRejection(Exception):
-    """The template cannot render a conversation, or would drop part of it."""
+    """The template cannot be used for a conversation. The message says why."""
 
 
 def suggestion(tokenizer: "PreTrainedTokenizerFast") -> str:
-    """Return the name of a chat template that would work, for an error message."""
+    """Return what to set chat_template to, for an error message."""
     vocabulary = tokenizer.get_vocab()
     if all(token in vocabulary for token in CHATML_TOKENS):
         return CHATML
-    return "an instruct model of its family, as a folder or hub id"
+    return "the folder or hub id of an instruct model of the same family"
 
 
 class ChatTemplate:
@@ -55,7 +55,8 @@ class ChatTemplate:
         `user_defined` says whether the template replaces the model's own.
 
         Raises:
-            settings.UserError: the template is broken, or a model trained with it would never stop.
+            settings.UserError: the template is broken or does not support `past_reasoning`, or a model trained with it
+                would never stop.
         """
         self.text: str = tokenizer.chat_template
         self._train_last_only = turns == "last"
@@ -77,7 +78,7 @@ class ChatTemplate:
         return self._turns.eos_ids
 
     def documents(self, conversation: Conversation) -> list[RenderedText]:
-        """Return the texts to train on. Each assistant turn to train is marked in exactly one of them.
+        """Return the texts to train on. Each trained assistant turn is marked in exactly one of them.
 
         Raises:
             TemplateRejection: the template raises an error or would drop part of the conversation, or an answer
@@ -130,7 +131,7 @@ class ChatTemplate:
         return self._masked_by_prompts(conversation, trained)
 
     def _trained_turns(self, messages: list[Message]) -> set[int]:
-        """Return the positions of the assistant messages to train."""
+        """Return the positions of the assistant messages to train on."""
         roles = [message["role"] for message in messages]
         after_last_user = len(roles) - roles[::-1].index("user") if "user" in roles else 0
         first = after_last_user if self._train_last_only else 0
@@ -171,7 +172,7 @@ class ChatTemplate:
         return [*documents, RenderedText(text, spans)] if spans else documents
 
     def _cut_at_stops(self, document: RenderedText) -> RenderedText:
-        """Cut off the text after the last stop token, end each span at its stop token, and merge adjacent spans."""
+        """Cut off text after the last stop token, end each span at its first stop token, and merge adjacent spans."""
         spans: list[tuple[int, int]] = []
         for start, stop in document.spans:
             if spans and spans[-1][1] == start:
@@ -219,10 +220,10 @@ class ChatTemplate:
 
 
 def _marked_template(tokenizer: "PreTrainedTokenizerFast", has_marks: bool) -> str:
-    """Return a version of the template that has marks and keeps the reasoning of earlier turns.
+    """Return the template if it has marks, otherwise TRL's version, which has marks and keeps the earlier reasoning.
 
     Raises:
-        settings.UserError: neither the model nor TRL has such a version.
+        settings.UserError: the template has no marks, and TRL has no version of it.
     """
     marked = tokenizer.chat_template if has_marks else _marked_by_trl(tokenizer)
     if not marked:
@@ -234,7 +235,7 @@ def _marked_template(tokenizer: "PreTrainedTokenizerFast", has_marks: bool) -> s
 
 
 def _marked_by_trl(tokenizer: "PreTrainedTokenizerFast") -> str | None:
-    """Return TRL's marked version of the template, or None if TRL has none."""
+    """Return TRL's training template for this template, or None if TRL has none."""
     from trl.chat_template_utils import get_training_chat_template  # the import takes three seconds
 
     try:

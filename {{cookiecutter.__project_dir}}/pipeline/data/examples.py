@@ -43,10 +43,10 @@ def decode(text: bytes) -> Any:
 
 
 def canonical_json(value: object) -> bytes:
-    """Return a value as JSON that depends only on its content, not on the order of its keys.
+    """Return a value as JSON that depends only on its content, not on the order of keys.
 
     Raises:
-        BadRow: the text is not valid Unicode, because it contains half of a surrogate pair.
+        BadRow: a text in `value` is not valid Unicode, because it contains half of a surrogate pair.
     """
     return _to_bytes(json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"), default=str))
 

@@ -74,7 +74,7 @@ def find(name: str, suffixes: Sequence[str], section: str, *, recursive: bool = 
     )
     if not files:
         raise UserError(
-            f"no {', '.join(suffixes[:-1])} or {suffixes[-1]} file is at {name}; correct input in [{section}], or pass "
+            f"no {', '.join(suffixes[:-1])} or {suffixes[-1]} file at {name}; correct input in [{section}], or pass "
             "--input."
         )
     return InputFiles(name, filesystem, path if is_folder else _fixed_folder(path), files)
@@ -95,7 +95,7 @@ def _matches(filesystem: FileSystem, path: str) -> list[FileInfo]:
 
 
 def _fixed_folder(path: str) -> str:
-    """Return the folder of a file, or the part of a glob's path before the first wildcard."""
+    """Return the folder of a file, or for a glob, its deepest folder before the first wildcard."""
     parts = PurePosixPath(path).parts
     wildcards = [number for number, part in enumerate(parts) if WILDCARD.search(part)]
     return str(PurePosixPath(*parts[: min([*wildcards, len(parts) - 1])]))

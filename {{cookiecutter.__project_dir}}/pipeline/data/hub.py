@@ -16,11 +16,11 @@ SCHEME = "hf://"
 def open_uri(uri: str) -> tuple[pyarrow.fs.FileSystem, str]:
     """Return the hub as a file system, and the path of `uri` in it.
 
-    If `uri` names a data set without a path in it, return the path of its train split in parquet format.
+    If `uri` names a whole data set, return the path of its train split, or of its only split, in parquet format.
 
     Raises:
-        OSError: the hub has no such path.
-        UserError: the data set has several configurations or splits, or none.
+        OSError: the hub has no such data set.
+        UserError: there is no configuration `default` or no split `train`, and there are several others or none.
     """
     from huggingface_hub import HfFileSystem  # only inputs on the hub need it
 
@@ -43,7 +43,8 @@ def _only_folder(hub: "HfFileSystem", folder: str, preferred: str) -> str:
         return candidates[0]
     if not folders:
         raise UserError(
-            f"{SCHEME}{folder} is empty: the hub has not converted this data set; name its files with --input."
+            f"{SCHEME}{folder} is empty: the hub has not converted this data set to parquet; name its files with "
+            "--input."
         )
     names = ", ".join(path.rpartition("/")[2] for path in folders)
     raise UserError(f"{SCHEME}{folder} has {names}; name one: --input {SCHEME}{folders[0]}")

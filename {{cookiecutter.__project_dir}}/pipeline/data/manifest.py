@@ -74,7 +74,7 @@ def check(manifest: dict[str, Any], options: PreprocessOptions, plan: ShardPlan)
         reasons = "; ".join(f"{reason}: {count:,}" for reason, count in manifest["rejected_by_reason"].items())
         raise UserError(
             f"{bad:,} of {read:,} rows are bad ({reasons}), more than max_bad_share = {options.max_bad_share} allows; "
-            f"see {plan.output}/rejected and correct the input, or pass another --max-bad-share."
+            f"see {plan.output}/rejected and correct the input, or pass a larger --max-bad-share."
         )
     if not manifest["train"]["rows"]:
         raise UserError(f"no row of {options.input} is left for training; add rows, or pass a smaller --eval-share.")

@@ -22,7 +22,7 @@ def normalize_messages(messages: object) -> list[Message]:
 
 
 def normalize_tools(tools: object) -> list[dict[str, Any]]:
-    """Return tools with their keys in vLLM's order, and null for a missing key.
+    """Return tools with their keys in vLLM's order, and null for each missing key.
 
     Raises:
         BadRow: a tool is malformed.
@@ -54,7 +54,7 @@ def require_text(value: object) -> str:
         BadRow: `value` is not text.
     """
     if not isinstance(value, str):
-        raise BadRow("a column with a value that is not text")
+        raise BadRow("a value that is not text")
     return value
 
 
@@ -99,7 +99,7 @@ def _normalize_call(call: object) -> dict[str, Any]:
         raise BadRow("a tool call that is not an object")
     function = call.get("function", call)
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise BadRow("a tool call without a function's name")
+        raise BadRow("a tool call without a function name")
     arguments = decode_json(function.get("arguments") or {}, "the arguments of a tool call")
     if not isinstance(arguments, dict):
         raise BadRow("a tool call with arguments that are not an object")

@@ -15,8 +15,8 @@ class PreprocessOptions(settings.Section):
     """The [preprocess] section of settings.toml."""
 
     input: str
-    """Parquet or JSONL with conversations, instructions and answers, or text: a file, folder, glob, s3:// URI, or
-    hf://datasets/OWNER/NAME."""
+    """Parquet or JSONL with conversations, instructions with answers, prompts with completions, or text: a file,
+    folder, glob, s3:// URI, or hf://datasets/OWNER/NAME."""
     mix: tuple[str, ...] = ()
     """More inputs, each written as INPUT=WEIGHT. Each row of INPUT is used WEIGHT times on average."""
     output: str
@@ -39,7 +39,7 @@ class PreprocessOptions(settings.Section):
     deduplicate: bool = False
     """Use identical rows only once."""
     eval_share: float = Field(ge=0, lt=1)
-    """Share of the rows, 0 to 1, to hold out for evaluation. A hash of each row decides."""
+    """Share of the rows, 0 to 1, to hold out for evaluation. A hash of each row selects them."""
     max_bad_share: float = Field(ge=0, le=1)
     """Share of bad rows, 0 to 1, above which the job fails. Bad rows are saved in rejected/."""
     seed: int
@@ -47,6 +47,6 @@ class PreprocessOptions(settings.Section):
     shard_mib: PositiveFloat = 32
     """MiB of text in a shard, before tokenization. The task that writes it needs about thirty times as much memory."""
     show: int = Field(0, ge=0)
-    """Print this many examples first, with the trained tokens in color."""
+    """Print this many examples of each input before the work starts, with the trained tokens in color."""
     overwrite: bool = False
     """Replace a complete data set that was made from other input or with other settings."""

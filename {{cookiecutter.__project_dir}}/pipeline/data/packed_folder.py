@@ -27,7 +27,7 @@ class PackedFolder:
         return manifest is not None and configuration.items() <= manifest.items()
 
     def begin(self, overwrite: bool) -> None:
-        """Delete the files of an interrupted run or, with `overwrite`, of a complete data set."""
+        """Mark the folder as unfinished. Delete what an interrupted run or, with `overwrite`, a complete run wrote."""
         with open_output(self.uri) as (filesystem, folder):
             present = {info.base_name for info in filesystem.get_file_info(FileSelector(folder, allow_not_found=True))}
             if self._manifest() is not None and not overwrite:

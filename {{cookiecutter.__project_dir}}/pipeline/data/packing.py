@@ -18,8 +18,8 @@ def pack(table: pa.Table, sequence_length: int, pad_id: int) -> pa.Table:
 
     Returns:
         `input_ids`, `labels` and `position_ids`, each int32 (rows, sequence_length). `position_ids` restart at 0 for
-        each document and for the padding, so that attention does not cross their boundaries. No document is split, and
-        documents keep their order within a row. Empty documents are left out.
+        each document and for the padding, so that attention does not cross document boundaries. No document is
+        split, and documents keep their order within a row. Empty documents are left out.
     """
     lengths = _values(table["input_ids"].combine_chunks().value_lengths())
     rows, offsets, used = _best_fit(lengths, sequence_length)
@@ -50,7 +50,7 @@ def _best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarra
     Documents are not sorted by length first, so the rows are as shuffled as the documents.
 
     Returns:
-        The row and the offset of each document, and the used tokens of each row.
+        The row and the offset of each document, and the number of used tokens in each row.
     """
     rows, offsets = np.zeros(len(lengths), dtype=np.int64), np.zeros(len(lengths), dtype=np.int64)
     open_rows: list[tuple[int, int]] = []  # (free tokens, row), sorted

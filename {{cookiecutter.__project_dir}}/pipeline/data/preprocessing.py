@@ -21,7 +21,7 @@ from settings import UserError
 
 
 def plan_shards(options: PreprocessOptions, sources: list[RowSource]) -> ShardPlan:
-    """Return the plan for these sources."""
+    """Return the plan for the shards of these sources."""
     return ShardPlan(
         output=settings.resolve(options.output),
         sequence_length=options.sequence_length,
@@ -36,7 +36,7 @@ def write_shards(sources: list[RowSource], plan: ShardPlan, tokenizer: DocumentT
     """Write the packed rows of all sources. Return a summary of each partition, in order.
 
     Raises:
-        UserError: a file is broken, or a disk is full.
+        UserError: the input or a disk caused a task to fail.
     """
     describe = PreprocessProgress(sum(source.size for source in sources))
     with DataContext.current(_data_context()), Progress(describe) as progress:
@@ -96,7 +96,7 @@ class PreprocessProgress:
 def _partition_count(sources: list[RowSource], shard_mib: float) -> int:
     """Return the number of partitions.
 
-    The number is a power of two, so it rarely changes if the same rows are stored in other files.
+    The number is a power of two, so it rarely changes if the same rows are stored in different files.
     """
     size = sum(int(source.text_size * source.weight) for source in sources)
     return 1 << int((size - 1) / (shard_mib * 2**20)).bit_length()

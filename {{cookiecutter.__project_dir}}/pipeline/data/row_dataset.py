@@ -45,7 +45,10 @@ def one_task_per_piece(*sources: RowSource) -> ray.data.Dataset:
 
 
 def _repeat(rows: Iterable[dict[str, Any]], source: int, weight: float, seed: int) -> Iterator[dict[str, Any]]:
-    """Yield each row `weight` times on average. A hash of the row decides whether a fractional weight is rounded up."""
+    """Yield each good row `weight` times on average, and each bad row once.
+
+    A hash of the row decides whether a fractional weight is rounded up.
+    """
     for row in rows:
         digest = hashlib.blake2b(row["row"], digest_size=8, key=str(seed).encode(), person=b"mix").digest()
         copies = 1 if row["problem"] else int(weight + int.from_bytes(digest) / 2**64)

@@ -1,6 +1,6 @@
 """Read training rows in published formats: conversations, instructions with answers, prompts with completions, or text.
 
-The columns of a row determine its format. `preprocess` lists the columns that the format does not read.
+The columns of a row determine its format. `preprocess` prints the names of columns that no format reads.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -73,7 +73,7 @@ def format_of(row: Mapping[str, Any]) -> Format:
     """Return the first of FORMATS that fits a row.
 
     Raises:
-        BadRow: no format fits.
+        BadRow: no format fits, or the row has an unsupported format.
     """
     found = next((row_format for row_format in FORMATS if row_format.fits(row)), None)
     if not found or found.required[0] == ("prompt",):
@@ -86,7 +86,7 @@ def format_of(row: Mapping[str, Any]) -> Format:
 
 
 def without_nulls(value: Any) -> Any:
-    """Remove nulls from a parquet value. Parquet adds them for keys that a row lacks."""
+    """Return a value without nulls, which parquet adds for keys that a row lacks."""
     if isinstance(value, dict):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     return [without_nulls(item) for item in value] if isinstance(value, list) else value
@@ -137,7 +137,7 @@ def _read_completion(row: Mapping[str, Any]) -> Example:
     if isinstance(prompt, str) and isinstance(completion, str):
         return Completion(prompt, completion)
     if not isinstance(prompt, list) or not isinstance(completion, list):
-        raise BadRow("prompt and completion are neither texts nor lists of messages")
+        raise BadRow("prompt and completion are neither both texts nor both lists of messages")
     untrained = [
         message | {"weight": 0} if message["role"] == "assistant" else message for message in normalize_messages(prompt)
     ]

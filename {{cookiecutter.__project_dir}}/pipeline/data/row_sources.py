@@ -75,7 +75,7 @@ def find_all(name: str, mix: Iterable[str]) -> list[RowSource]:
     """Return the source `name`, and the sources in `mix`. Each item of `mix` is written as INPUT=WEIGHT.
 
     Raises:
-        UserError: see `find`, or a weight is not a positive number.
+        UserError: see `find`, or an item of `mix` has no valid weight.
     """
     sources = [find(settings.resolve(name))]
     for part in mix:
@@ -99,7 +99,7 @@ def head(source: RowSource, count: int) -> Head:
     """Return the first `count` rows, their formats, and the columns that are not read.
 
     Raises:
-        UserError: there are no rows, or no row has a known format.
+        UserError: there are no rows, or none of these rows has a known format.
     """
     filesystem = source.files.filesystem
     raw = list(islice(chain.from_iterable(rows.read(filesystem, piece, ()) for piece in source.pieces), count))

@@ -41,7 +41,7 @@ def read(filesystem: FileSystem, piece: Piece, columns: tuple[str, ...] = COLUMN
     """Yield the rows of one piece. From parquet, read only these columns, or all if none of them exists.
 
     Raises:
-        UserError: the file is broken.
+        UserError: a parquet file is broken.
     """
     with filesystem.open_input_file(piece.path) as file:
         if not piece.path.endswith(".parquet"):
@@ -71,7 +71,7 @@ def parse(row: RawRow) -> dict[str, Any]:
 
 
 def to_bytes(row: RawRow) -> bytes:
-    """Return a row in a form that its author recognizes."""
+    """Return a line of JSONL as it is, or a parquet row as JSON."""
     return row if isinstance(row, bytes) else json.dumps(row, default=str).encode()
 
 

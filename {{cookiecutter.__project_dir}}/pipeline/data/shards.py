@@ -41,7 +41,7 @@ class ShardPlan:
 
 
 class ShardSummary(BaseModel):
-    """One parquet file."""
+    """The name, counts and hash of one parquet file."""
 
     name: str
     rows: int
@@ -76,7 +76,7 @@ def write(rows: pa.Table, plan: ShardPlan, tokenizer_ref: ObjectRef, report: Cal
     `tokenizer_ref` refers to a DocumentTokenizer. After each slice, the function calls `report(rows_packed=…)`.
 
     Raises:
-        UserError: the disk is full.
+        UserError: the shards cannot be written, or the tokenizer raises a UserError.
     """
     number, read = rows["partition"][0].as_py(), len(rows)
     rows = rows.sort_by("key")
@@ -114,7 +114,7 @@ def fetch(tokenizer_ref: ObjectRef) -> DocumentTokenizer:
 
 
 def is_held_out(row: bytes, share: float) -> bool:
-    """Return whether a row is held out for evaluation. This depends only on its content, so copies stay together."""
+    """Return whether a row is held out for evaluation. Copies of a row share the result."""
     digest = hashlib.blake2b(row, digest_size=8, person=b"evaluation").digest()
     return int.from_bytes(digest) < share * 2**64
 

@@ -37,7 +37,8 @@ Render = Callable[[Conversation], list[RenderedText]]
 def shape(conversation: Conversation) -> object | None:
     """Return what a layout depends on, or None if the conversation needs the template.
 
-    A layout depends on the roles, the weights, the system prompts, and whether a text begins or ends with white space.
+    A layout depends on the roles, the weights, which messages have reasoning, the system prompts, and whether a text
+    begins or ends with white space.
     """
     if conversation.tools:
         return None
@@ -85,7 +86,7 @@ class Layout:
 
 
 def learn(conversation: Conversation, render: Render) -> Layout | None:
-    """Return the layout of all conversations of this shape, or None if the template depends on their texts."""
+    """Return the layout of all conversations of this shape, or None if the layout depends on their texts."""
     texts = _texts(conversation)
     count = len(texts)
     documents = render(_with_texts(conversation, [PLACEHOLDER.format(number) for number in range(count)]))

@@ -18,7 +18,7 @@ TEMPLATE_ERRORS = (
 )
 """Errors that templates raise on unexpected messages."""
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
-"""Jinja's `generation` blocks, which mark what to train."""
+"""Matches the `generation` blocks of Transformers, which mark what to train."""
 
 
 class RenderedText(NamedTuple):

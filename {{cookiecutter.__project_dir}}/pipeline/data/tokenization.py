@@ -90,7 +90,7 @@ class DocumentTokenizer:
 
     @property
     def eos_ids(self) -> list[int]:
-        """Stop tokens of a model that is trained on the documents; empty if they are those of the base model."""
+        """Stop tokens of a model that is trained on the documents. Empty without a chat template."""
         return self.template.eos_ids if self.template else []
 
     def __call__(self, table: pa.Table) -> pa.Table:
@@ -114,7 +114,7 @@ class DocumentTokenizer:
         """Return the documents of one row, as in `__call__`.
 
         Raises:
-            BadRow: nothing in the row can be trained.
+            BadRow: the row cannot be used.
         """
         [rendered] = self._render([self._read(row)])
         if isinstance(rendered, BadRow):
@@ -196,7 +196,7 @@ def _token_spans(spans: list[tuple[int, int]], encoding: "Encoding") -> list[tup
 
 
 def _token_at(encoding: "Encoding", characters: range) -> int | None:
-    """Return the first token of these characters, or None. A normalizer may drop characters or join them."""
+    """Return the token of the first character that has one, or None. A normalizer may drop or join characters."""
     return next((token for at in characters if (token := encoding.char_to_token(at)) is not None), None)
 
 

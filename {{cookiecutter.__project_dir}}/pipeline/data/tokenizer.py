@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def load_tokenizer(
     model: str, chat_template: str | None = None, *, setting: str = "model"
 ) -> "PreTrainedTokenizerFast":
-    """Return the tokenizer of a Hugging Face folder or hub id.
+    """Return the tokenizer of a model.
 
     Args:
         model: A Hugging Face folder, a URI or a hub id.
@@ -73,7 +73,7 @@ def read_template(path: str | None) -> str | None:
 def tokenizer_hash(tokenizer: "PreTrainedTokenizerFast") -> str:
     """Return a SHA-256 hash of everything that determines the tokens of a text, except the chat template."""
     definition = json.loads(tokenizer.backend_tokenizer.to_str())
-    # an earlier call of the tokenizer may have enabled truncation or padding
+    # an earlier call to the tokenizer may have enabled truncation or padding
     definition |= {"truncation": None, "padding": None}
     return hashlib.sha256(json.dumps(definition, sort_keys=True).encode()).hexdigest()
 

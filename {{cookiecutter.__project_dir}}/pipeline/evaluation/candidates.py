@@ -11,14 +11,14 @@ from settings import UserError
 
 
 class Candidate(NamedTuple):
-    """A model to evaluate, in a form that every node can read."""
+    """A model to evaluate, at locations that every node can read."""
 
     name: str
     """The name that the user gave."""
     model: str
     """Folder, URI or hub id of the model, or of the base model if there are adapters."""
     adapter: str | None
-    """Folder or URI of LoRA adapters, such as the `adapter` folder of a run. None: there are no adapters."""
+    """Folder or URI of LoRA adapters, such as the `adapter` folder of a run. None if there are no adapters."""
 
 
 def find(name: str) -> Candidate:

@@ -12,8 +12,8 @@ class EvaluateOptions(settings.Section):
     """The [evaluate] section of settings.toml."""
 
     models: tuple[str, ...] = Field(min_length=1)
-    """Hugging Face folders, s3:// folders, hub ids, or the `adapter` folder of a LoRA run. The last model is
-    the one that the others are compared with."""
+    """Hugging Face folders, s3:// folders, hub ids, or `adapter` folders of LoRA runs. Each model is
+    compared with the last one."""
     data: str
     """Folder or URI that `preprocess` wrote to. Only the held-out part is used."""
     output: str

@@ -46,7 +46,7 @@ def print_table(results: list[EvaluationResult], counts: dict[str, float]) -> No
     console = Console(highlight=False, width=120)  # the log of a submitted job has no terminal width
     console.print(
         f"held out: {counts['documents']:,} documents with {counts['answers']:,} answers, "
-        f"{counts['trained_tokens']:,} trained tokens; in brackets: the difference from {results[-1].model}"
+        f"{counts['trained_tokens']:,} trained tokens; in parentheses: the difference from {results[-1].model}"
     )
     console.print(f"stops: share of {counts['generated']:.0f} generated answers that end with a stop token")
     table = Table(box=None)

@@ -26,7 +26,7 @@ class Score(NamedTuple):
     documents: int
     """Number of documents with a trained token. Padding is not a document."""
     answers: int
-    """Number of answers. An answer is a sequence of trained tokens, such as an assistant turn with its stop token."""
+    """Number of answers. An answer is a run of trained tokens, such as an assistant turn with its stop token."""
     exact: int
     """Number of answers that greedy decoding reproduces token for token."""
 
@@ -35,10 +35,10 @@ class Score(NamedTuple):
 def score(model: PreTrainedModel, batch: Batch) -> Score:
     """Return the score of `model` on a batch of packed rows, from one forward pass.
 
-    Greedy decoding reproduces an answer if each of its tokens is the most likely one after the tokens before it,
-    because before the first wrong token, decoding sees the same tokens as this forward pass.
+    Greedy decoding reproduces an answer if each of its tokens is the most likely one after the tokens before it. Until
+    the first wrong token, it sees the same tokens as this forward pass.
     """
-    output = model(**batch, num_items_in_batch=1, use_cache=False)  # 1 makes the loss a sum
+    output = model(**batch, num_items_in_batch=1, use_cache=False)  # 1 makes the loss a sum, not a mean
     labels = batch["labels"][:, 1:]
     trained = labels != NOT_TRAINED
     wrong = trained & (output.logits[:, :-1].argmax(-1) != labels)
@@ -76,7 +76,7 @@ class Scorer:
         self._report = report
 
     def __call__(self, piece: dict[str, int]) -> dict[str, float]:
-        """Return the score of the `rows` rows from position `first`, their number of `tokens`, and the `seconds` used.
+        """Return the score of the `rows` rows from position `first`, their number of `tokens`, and the `seconds` taken.
 
         The call with the first rows also generates a few answers. `generated` is their number, and `stopped` is how
         many of them end with a stop token. Other calls return 0 for both.
@@ -103,7 +103,7 @@ def load(candidate: Candidate, dtype: torch.dtype) -> PreTrainedModel:
     logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(model_cache.on_this_node(candidate.model), dtype=dtype)
     if candidate.adapter:
-        from peft import PeftModel  # imported late: it takes seconds, and only adapters need it
+        from peft import PeftModel  # imported late, because it takes seconds and only adapters need it
 
         model = PeftModel.from_pretrained(model, model_cache.on_this_node(candidate.adapter))
     return model

@@ -1,4 +1,4 @@
-"""Finds the rows that crash an engine. A row that was in flight at two crashes is not retried."""
+"""Finds the rows that crash an engine. If a row was in flight at two crashes, the run stops."""
 
 import shlex
 from collections import Counter, defaultdict
@@ -10,7 +10,7 @@ class CrashTracker:
     """Tracks the rows in flight in each engine. It runs as one actor for all engines of a run."""
 
     def __init__(self) -> None:
-        self._starts: Counter[str] = Counter()  # how often each engine started since it last answered a row
+        self._starts: Counter[str] = Counter()  # how often each engine has started since it last answered a row
         self._in_flight: defaultdict[str, set[str]] = defaultdict(set)
         self._suspects: set[str] = set()  # in flight at one crash
         self._culprits: set[str] = set()  # in flight at two crashes

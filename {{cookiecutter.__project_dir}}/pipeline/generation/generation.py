@@ -48,7 +48,7 @@ def answer_remaining(
     """Answer all rows whose ids are not in `answered`, and save the answers and the bad rows.
 
     Raises:
-        UserError: the input cannot be read, an engine cannot start or crashes on a row, or a disk is full.
+        UserError: the input cannot be used, an engine fails or hangs, or the output cannot be written.
     """
     with DataContext.current(ray_data.quiet_context()):
         try:

@@ -27,6 +27,6 @@ class GenerateOptions(settings.Section):
     rows_per_file: PositiveInt
     """Approximate number of answers per file. If a run is killed, unsaved answers are generated again."""
     overwrite: bool = False
-    """Answer all rows again, including those already answered."""
+    """Delete the answers in output, and answer all rows again."""
     skip_ids: tuple[str, ...] = ()
     """Ids of rows to skip, such as rows that crash the engine."""

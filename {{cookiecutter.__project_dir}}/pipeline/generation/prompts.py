@@ -27,7 +27,7 @@ BLOCK_ROWS = 256
 
 
 class RemainingRows(NamedTuple):
-    """The rows that remain to be answered, described by ids."""
+    """Which rows remain to be answered."""
 
     count: int
     """Number of remaining rows, including bad ones."""
@@ -44,7 +44,7 @@ class PromptTokenizer:
         """Load the tokenizer.
 
         Raises:
-            UserError: the model has no tokenizer.
+            UserError: the tokenizer cannot be loaded.
         """
         try:
             folder = model_cache.on_this_node(model_cache.find(model), weights=False)
@@ -60,7 +60,7 @@ class PromptTokenizer:
         """Return a row's id, its prompt, and the prompt's tokens, or None if the row is already answered.
 
         Raises:
-            BadRow: the row has no prompt, or the prompt cannot be answered.
+            BadRow: the row is skipped, or has no unique id or no usable prompt.
         """
         row = rows.parse(raw)
         row_id = _id_of(row, self.id_column)
@@ -78,7 +78,7 @@ class PromptTokenizer:
         return {"id": row_id, "prompt": prompt, "tokenized_prompt": tokens}
 
     def _tokenize(self, row: dict[str, Any]) -> tuple[str, list[int]]:
-        """Return prompt and tokens as in /v1/chat/completions or /v1/completions, which add BOS in different ways."""
+        """Return the prompt, with the tokens that /v1/chat/completions or /v1/completions would give the model."""
         if row.get("messages") is not None:
             messages = normalize_messages(row["messages"])
             prompt = canonical_json(messages).decode()

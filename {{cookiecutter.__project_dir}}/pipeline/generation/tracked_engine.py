@@ -15,7 +15,7 @@ SUSPECTS_AT_ONCE = 8  # few, so that a second crash leaves few candidates; one a
 
 
 class TrackedEngine(EngineStage):
-    """An engine that reports its rows in flight, runs only a few suspects at once, and stays down after two crashes."""
+    """An engine that reports its rows in flight, runs few suspects at once, and stays down if it keeps crashing."""
 
     def __init__(self, *arguments: Any, tracker: ActorHandle, **options: Any) -> None:
         self._tracker = tracker

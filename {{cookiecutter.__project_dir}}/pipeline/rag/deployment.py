@@ -14,11 +14,7 @@ from settings import UserError
 
 
 def check_index(options: RagOptions) -> None:
-    """Check that the index exists.
-
-    Raises:
-        UserError: the index does not exist.
-    """
+    """Raise UserError if the index does not exist."""
     asyncio.run(index.Reader.open(settings.resolve(options.index)))
 
 
@@ -26,7 +22,8 @@ def deploy(options: RagOptions) -> str:
     """Deploy the application, or update the running one. Return the base URL for OpenAI clients when it is healthy.
 
     Raises:
-        UserError: there is no served model to write the answers, or the application fails to start.
+        UserError: no model is served to write the answers, a path or the port cannot be used, or the application fails
+            to start.
     """
     from pipeline.rag import app  # imported late, because it imports torch
 
@@ -42,7 +39,7 @@ def deploy(options: RagOptions) -> str:
 
 
 def _server(options: RagOptions) -> ServeOptions:
-    """Return the options in [serve], with the address on which Serve listens. Start Serve if it is not running."""
+    """Return the options in [serve], with the address at which Serve listens. Start Serve if it is not running."""
     server = settings.load(ServeOptions, "serve")
     if address := http_server.current_address():
         server = server.model_copy(update=dict(zip(("host", "port"), address, strict=True)))

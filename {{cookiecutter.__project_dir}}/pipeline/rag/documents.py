@@ -52,13 +52,14 @@ class Batch(NamedTuple):
     chunks: pa.Table
     """Chunks of new and changed documents, with the schema CHUNKS."""
     size: int
-    """Approximate number of bytes that these documents take in their files."""
+    """Approximate number of bytes that all documents in the batch take in their files."""
 
 
 def find(name: str) -> InputFiles:
     """Return the .parquet, .jsonl, .md and .txt files that `name` refers to: a file, a folder's files, or a glob.
 
     `name` is an absolute path or a URI. A folder includes its subfolders.
+
     Raises:
         UserError: there is no such file, or it cannot be read.
     """

@@ -22,7 +22,7 @@ class Embedder:
     """An embedding model on one device."""
 
     def __init__(self, model: str, device: str, precision: Literal["fp32", "bf16"], batch_chunks: int = 32) -> None:
-        """Load the model from a location that `model_cache.find` returned. A batch has `batch_chunks` texts."""
+        """Load the model from a location that `model_cache.find` returned. A batch has up to `batch_chunks` texts."""
         logging.disable_progress_bar()
         folder = model_cache.on_this_node(model)
         self._tokenizer = AutoTokenizer.from_pretrained(folder)

@@ -14,7 +14,7 @@ from pipeline.rag.options import EmbedOptions
 from pipeline.ray_support.progress import Progress, time_left
 from settings import UserError
 
-# Forward passes per batch. With fewer, sending batches takes most of the time. With more, the last worker ends late.
+# Forward passes per batch. With fewer, sending batches takes most of the time. With more, all wait for the last worker.
 PASSES_PER_BATCH = 4
 COMMIT_INTERVAL_S = 10.0  # a killed job loses about this much work
 

@@ -9,7 +9,7 @@ from pipeline.training import storage
 from settings import UserError
 
 CANDIDATES = 20  # number of chunks to find for each question
-TOP = 5  # a question is a hit if one of this many best chunks is from its document
+TOP = 5  # a question is a hit if one of the TOP best chunks is from its document
 
 
 class Question(msgspec.Struct):
@@ -44,7 +44,7 @@ def load_questions(file: str) -> list[Question]:
 
 
 def print_hit_rate(questions: list[Question], pool: pipeline.WorkerPool, location: str) -> None:
-    """Print the share of questions whose document has one of the best chunks, before and after ranking."""
+    """Print the share of questions whose document has one of the TOP best chunks, before and after ranking."""
     texts = [row.question for row in questions]
     vectors = ray.get(pool.actors[0].embed.remote(texts, "query"))
     found = index.search_all(location, vectors, CANDIDATES)

@@ -34,7 +34,7 @@ class IndexConfig(NamedTuple):
 
 
 class ScoredChunk(NamedTuple):
-    """A chunk and its relevance for a question."""
+    """A chunk and its relevance to a question."""
 
     document: str
     text: str
@@ -68,7 +68,7 @@ class Writer:
                 )
 
     def known(self) -> dict[str, str]:
-        """Return the hashes of the source's documents, keyed by id."""
+        """Return the hashes of the source's documents in the index, keyed by id."""
         first = self._table.search().where(f"source = {_quote(self._source)} AND chunk = 0")
         rows = first.select(["document", "hash"]).limit(self._table.count_rows() or 1).to_arrow()
         return dict(zip(rows["document"].to_pylist(), rows["hash"].to_pylist(), strict=True))
@@ -132,7 +132,7 @@ class Reader:
 
 
 def search_all(location: str, vectors: Iterable[Any], count: int) -> list[list[ScoredChunk]]:
-    """Return the chunks nearest to each vector."""
+    """Return the `count` chunks nearest to each vector."""
 
     async def search() -> list[list[ScoredChunk]]:
         reader = await Reader.open(location)

@@ -157,7 +157,7 @@ class Ingress:
         return JSONResponse(answer.complete([first, *[part async for part in parts]]))
 
     async def _find_sources(self, question: str) -> list[ScoredChunk]:
-        """Return the sources with at least the minimum score, best first."""
+        """Return at most `max_sources` sources with a score of at least `min_score`, best first."""
         found = await self._retriever.find.remote(question)
         if not found:
             return []

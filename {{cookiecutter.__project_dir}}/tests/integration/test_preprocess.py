@@ -294,9 +294,9 @@ def test_a_broken_parquet_file_is_named(assets: Path, tmp_path: Path, ray_sessio
 @pytest.mark.parametrize(
     ("content", "name", "sentence"),
     [
-        (None, "missing.jsonl", r"no \.parquet or \.jsonl file is at .*missing\.jsonl"),
-        (None, "none/*.parquet", r"no \.parquet or \.jsonl file is at"),
-        ("a,b\n1,2\n", "table.csv", r"no \.parquet or \.jsonl file is at"),
+        (None, "missing.jsonl", r"no \.parquet or \.jsonl file at .*missing\.jsonl"),
+        (None, "none/*.parquet", r"no \.parquet or \.jsonl file at"),
+        ("a,b\n1,2\n", "table.csv", r"no \.parquet or \.jsonl file at"),
         ("", "empty.jsonl", r"empty\.jsonl holds no rows"),
         (" \n\n", "blank.jsonl", r"blank\.jsonl holds no rows"),
         ('{"a": "a", "b": "b"}\n', "other.jsonl", "its columns are a, b; rename them to messages"),
@@ -331,7 +331,7 @@ def test_the_command_prints_a_one_sentence_error() -> None:
     command = [sys.executable, "-m", "jobs.preprocess", "--input", "missing.jsonl"]
     done = subprocess.run(command, cwd=settings.PROJECT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
-    assert done.stderr.startswith("error: no .parquet or .jsonl file is at")
+    assert done.stderr.startswith("error: no .parquet or .jsonl file at")
     assert len(done.stderr.splitlines()) == 1
 
 
@@ -425,7 +425,7 @@ def test_a_bucket_works_like_a_folder(made: Path, many: Path, assets: Path, tmp_
     assert manifest(tmp_path)["content_hash"] == manifest(made)["content_hash"]
     with pytest.raises(settings.UserError, match=r"s3://bucket/packed holds a data set that was made from other input"):
         preprocess.main(options(assets, tmp_path, shard_mib=0.15, seed=1, **in_bucket))
-    with pytest.raises(settings.UserError, match=r"no .parquet or .jsonl file is at s3://bucket/nothing"):
+    with pytest.raises(settings.UserError, match=r"no .parquet or .jsonl file at s3://bucket/nothing"):
         preprocess.main(options(assets, tmp_path, input=f"{s3}/nothing"))
 
 
