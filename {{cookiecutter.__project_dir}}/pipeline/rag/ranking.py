@@ -27,7 +27,7 @@ def rank(question: str, chunks: list[ScoredChunk]) -> list[ScoredChunk]:
 
 
 def quote(question: str, text: str) -> str:
-    """Return the sentence that has the most words in common with the question. Among equals, the longest wins."""
+    """Return the sentence that shares the most words with the question. On a tie, the longest wins."""
     parts = [" ".join(part.split()) for part in re.split(r"(?<=[.!?])\s+|\n\s*\n", text) if part.strip()]
     sentences = [part for part in parts if part[-1] in ".!?"] or parts  # skip headings, unless there is nothing else
     question_words = _words(question) - STOP_WORDS

@@ -16,7 +16,7 @@ COMPLETE = ".complete"  # file that marks a complete folder on a node's disk
 
 
 def find(model: str) -> str:
-    """Return a location of the model that every node can read: a URI or, on this machine, a folder or hub id.
+    """Return a location of the model that every node can read: a URI or, without a bucket, a folder or hub id.
 
     On a cluster, the first call for a hub id copies the model into the bucket. Nodes read the model from the bucket,
     without the hub's rate limits, and always get the same revision.

@@ -18,7 +18,7 @@ def environment(folder: str, fallback_port: int = 8500) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_BINARY_PATH": str(Path(__file__).with_name("haproxy.sh")),
         "HAPROXY": str(Path(package.origin).with_name("bin") / "haproxy"),
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": f"{folder}/haproxy.cfg",
-        "RAY_SERVE_HAPROXY_SOCKET_PATH": f"{folder}/a",  # at most 97 bytes, including the 56-byte node id that Ray inserts
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": f"{folder}/a",  # at most 97 bytes, including a node id of 56 bytes
         "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": f"{folder}/m",
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": folder,
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": f"{folder}/server-state",

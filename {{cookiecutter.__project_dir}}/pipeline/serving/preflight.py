@@ -53,7 +53,7 @@ def check_model(options: ServeOptions) -> None:
 
 
 def check_cpus(options: ServeOptions) -> None:
-    """Check that `min_replicas` fit on the cluster's CPUs. A local cluster does not grow, so Serve would wait forever.
+    """Check that `min_replicas` replicas fit on the CPUs. A local cluster does not grow, so Serve would wait forever.
 
     Raises:
         UserError: the replicas do not fit.
