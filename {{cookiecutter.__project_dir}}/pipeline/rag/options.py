@@ -1,4 +1,4 @@
-"""Options of `embed` and `serve_rag`: the [embed] and [rag] sections of settings.toml, and the command line."""
+"""Options of `embed` and `serve_rag`: sections [embed] and [rag] of settings.toml, which the command line overrides."""
 
 from typing import Literal
 
@@ -11,7 +11,7 @@ class EmbedOptions(settings.Section):
     """The [embed] section of settings.toml."""
 
     input: str
-    """Parquet or JSONL with `text` (and `id`), Markdown or text: a file, folder, glob or s3:// URI."""
+    """Parquet or JSONL with `text` and optionally `id`, Markdown, or plain text: a file, folder, glob or s3:// URI."""
     index: str
     """Folder or s3:// URI of the index."""
     shared_paths: tuple[str, ...] = ()
@@ -35,7 +35,7 @@ class EmbedOptions(settings.Section):
     batch_chunks: PositiveInt
     """Chunks in one forward pass."""
     questions: str = ""
-    """JSONL with `question` and the id of the `document` that answers it. At the end, the job prints the hit rate."""
+    """JSONL with `question` and `document`, the id of the document to find. If set, the job prints the hit rate."""
     fresh: bool = False
     """Rebuild the index from scratch."""
 
@@ -47,7 +47,7 @@ class EmbedOptions(settings.Section):
 
     @property
     def needs(self) -> dict[str, float]:
-        """Resources that Ray reserves for a worker."""
+        """Resources that Ray reserves for each worker."""
         return {name: amount for name, amount in (("CPU", self.num_cpus), ("GPU", self.num_gpus)) if amount}
 
 
@@ -82,7 +82,7 @@ class RagOptions(settings.Section):
     candidates: PositiveInt
     """Number of chunks that the retriever finds for a question."""
     sources: PositiveInt
-    """Number of best-ranked chunks to answer from."""
+    """Number of best-ranked chunks that the answer may use."""
     reranker: str = ""
     """Cross-encoder that ranks the chunks: a Hugging Face folder or hub id. Empty: rank by vectors and shared words."""
     min_score: float
@@ -90,7 +90,7 @@ class RagOptions(settings.Section):
     generator: Literal["model", "quote"]
     """`model`: the model of `serve_llm` writes the answer. `quote`: the best source's best sentence is the answer."""
     prompt_characters: PositiveInt
-    """Maximum number of characters of the sources in the prompt."""
+    """Maximum total number of characters of the sources in the prompt."""
     device: Literal["cpu", "cuda"]
     """Device of the retriever and the reranker. With `cuda`, set num_gpus for both."""
     retriever: Replicas
@@ -98,8 +98,8 @@ class RagOptions(settings.Section):
     ranker: Replicas
     """Replicas of the reranker."""
     answerer: Replicas
-    """Replicas of the generator, which asks the model."""
+    """Replicas of the generator, which asks the model or quotes a source."""
     ingress: Replicas
     """Replicas of the HTTP API."""
     start_timeout_s: PositiveInt
-    """Seconds to wait for a deployment to become healthy."""
+    """Seconds to wait for the application to become healthy."""

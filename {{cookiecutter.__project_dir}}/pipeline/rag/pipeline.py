@@ -41,7 +41,7 @@ class EmbeddingWorker(Embedder):
 
 
 class WorkerPool:
-    """Workers with one copy of the model each. They start when the first batch arrives."""
+    """Workers with one copy of the model each. They start when they are first needed."""
 
     def __init__(self, count: int, resources: dict[str, float], *arguments: Any) -> None:
         """`resources` are what each worker reserves; `arguments` are passed to `Embedder`."""

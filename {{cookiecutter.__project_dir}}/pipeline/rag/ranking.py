@@ -1,7 +1,7 @@
-"""Ranks chunks without a model, and quotes their best sentence.
+"""Ranks chunks without a model, and quotes the best sentence of a chunk.
 
 The score is the mean of two numbers between 0 and 1: the cosine similarity, which captures meaning, and the share of
-the question's words that the chunk contains, weighted by rarity, which captures names.
+the question's words that are in the chunk or its document's id, weighted by rarity, which captures names.
 """
 
 import math
@@ -27,7 +27,7 @@ def rank(question: str, chunks: list[ScoredChunk]) -> list[ScoredChunk]:
 
 
 def quote(question: str, text: str) -> str:
-    """Return the sentence with the most words of the question. Among equals, the longest wins."""
+    """Return the sentence that shares the most words with the question. On a tie, the longest wins."""
     parts = [" ".join(part.split()) for part in re.split(r"(?<=[.!?])\s+|\n\s*\n", text) if part.strip()]
     sentences = [part for part in parts if part[-1] in ".!?"] or parts  # skip headings, unless there is nothing else
     question_words = _words(question) - STOP_WORDS

@@ -19,7 +19,7 @@ class NodeGroup(NamedTuple):
 
     resources: dict[str, float]
     count: int
-    """Number of nodes that the cluster can have."""
+    """Maximum number of these nodes in the cluster."""
 
 
 def nodes() -> list[NodeGroup]:
@@ -34,7 +34,7 @@ def nodes() -> list[NodeGroup]:
 
 
 def max_workers(needs: Mapping[str, float]) -> int:
-    """Return the maximum number of workers that the cluster can hold. Each needs these resources on one node."""
+    """Return the maximum number of workers that the cluster can hold. Each worker must fit on one node."""
     return sum(
         group.count * min(int(group.resources.get(name, 0) // need) for name, need in needs.items())
         for group in nodes()
@@ -44,7 +44,7 @@ def max_workers(needs: Mapping[str, float]) -> int:
 def refuse_too_many_workers(
     workers: int, needs: Mapping[str, float], decided_by: str = "cpus_per_worker and use_gpu in [train]"
 ) -> None:
-    """Refuse more workers than the cluster can hold. `decided_by` names the settings that set `needs`."""
+    """Refuse more workers than the cluster can hold. `decided_by` names the settings that determine `needs`."""
     limit = max_workers(needs)
     if workers > limit:
         each = " and ".join(f"{need:g} {name}" for name, need in needs.items())
@@ -68,7 +68,7 @@ def refuse_private_paths(paths: Mapping[str, str], shared_folders: Sequence[str]
     """Refuse a path that only one of several nodes can read.
 
     Args:
-        paths: absolute paths, URIs or hub ids, by the names of their settings in `section`.
+        paths: absolute paths, URIs or hub ids, keyed by the names of their settings in `section`.
         shared_folders: folders that every node mounts.
     """
     if sum(group.count for group in nodes()) == 1:

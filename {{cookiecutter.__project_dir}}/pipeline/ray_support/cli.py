@@ -1,4 +1,4 @@
-"""The entry point of every job: typed options that override settings.toml, and one-sentence errors."""
+"""The entry point of every job: typed options that override settings.toml, and one-line errors."""
 
 import atexit
 import contextlib
@@ -23,7 +23,7 @@ from pipeline.ray_support import job_secrets
 from pipeline.serving import haproxy
 
 PRIVATE_FOLDER = "RAY_PRIVATE_FOLDER"
-"""Environment variable: folder of a Ray instance that serves only this process. Other users cannot access it."""
+"""Environment variable: folder for the Ray instance of this process. Other users cannot access the folder."""
 
 # under `uv run`, Ray would also start its workers with `uv run`, in another environment
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
@@ -42,7 +42,7 @@ Options = TypeVar("Options", bound=settings.Section)
 OPTIONS = constructors.ConstructorRegistry()
 _parsed: settings.Section | None = None
 CHECKED_FOR = "JOB_OPTIONS_CHECKED_FOR"
-"""Environment variable: the command before the options. If `inv submit` sets it, a job only checks its options."""
+"""Environment variable: the command to show in messages. If `inv submit` sets it, a job only checks its options."""
 
 
 def parse(options_type: type[Options], *sections: str) -> Options:
@@ -74,7 +74,7 @@ def parse(options_type: type[Options], *sections: str) -> Options:
 
 
 def run(main: Callable[[Any], None]) -> None:
-    """Call `main` with the options that `parse` read. A UserError ends the process with a one-sentence error."""
+    """Call `main` with the options that `parse` read. A UserError ends the process with a one-line error."""
     try:
         main(_parsed)
     except settings.UserError as error:
@@ -82,12 +82,12 @@ def run(main: Callable[[Any], None]) -> None:
 
 
 def _command() -> str:
-    """Return the command that precedes the options."""
+    """Return the command to show in messages, up to the options."""
     return os.environ.get(CHECKED_FOR) or f"python -m jobs.{Path(sys.argv[0]).stem}"
 
 
 def _refuse(options_type: type[settings.Section], event: _errors.ParseErrorEvent) -> None:
-    """Raise a one-sentence error for a wrong command line, instead of showing tyro's box."""
+    """Raise a UserError for a wrong command line, instead of showing tyro's error box."""
     if isinstance(event, _errors.UnrecognizedArgs):
         name = event.tokens[0].partition("=")[0].strip("-").replace("-", "_")
         if name in settings.RENAMED:
@@ -106,7 +106,7 @@ def _flag(name: str) -> str:
 
 @OPTIONS.struct_rule
 def _section(info: constructors.StructTypeInfo) -> constructors.StructConstructorSpec | None:
-    """Tell tyro how to make a settings section from options, so that a bad value raises a one-sentence error."""
+    """Tell tyro how to make a settings section from options, so that a bad value raises a UserError."""
     section_type = info.type
     if not (isinstance(section_type, type) and issubclass(section_type, settings.Section)):
         return None
@@ -135,7 +135,7 @@ def _first_error(error: ValidationError) -> str:
 
 
 def connect(*, log_to_driver: bool = True) -> None:
-    """Join the cluster that the job was submitted to, or start one in this process for `python -m`.
+    """Join the cluster that the job was submitted to. Under plain `python -m`, start Ray on this machine instead.
 
     `log_to_driver` sets whether the job's log shows what its workers print.
     """
@@ -154,11 +154,11 @@ def connect(*, log_to_driver: bool = True) -> None:
     core.init(
         f"{os.environ[PRIVATE_FOLDER]}/ray",  # a subfolder, because Ray gives all users access to its temp folder
         address="local",
-        include_dashboard=True,  # without it, Ray Train complains that it cannot ask whether a run is alive
+        include_dashboard=True,  # without a dashboard, Ray Train warns that it cannot see whether a run is alive
         logging_level=logging.WARNING,
         log_to_driver=log_to_driver,
         runtime_env={
             "worker_process_setup_hook": "pipeline.ray_support.job_secrets.load",
-            "env_vars": {"PYTHONPATH": str(settings.PROJECT)},  # for the workers of `python -m`
+            "env_vars": {"PYTHONPATH": str(settings.PROJECT)},  # so that workers can import the project
         },
     )

@@ -19,7 +19,7 @@ from pipeline.ray_support.private.autoscaler import ClusterStatus, cluster_statu
 from pipeline.ray_support.workers import WorkerOptions
 
 PROGRESS_INTERVAL_S = 30
-REQUEST_TIMEOUT_S = 20  # the autoscaler requests machines within this time, if it is allowed to
+REQUEST_TIMEOUT_S = 20  # within this time, the autoscaler requests machines, unless the watchdog blocks their type
 RELEASE_TIMEOUT_S = 120
 RESIZE_INTERVAL_S = 300  # not shorter, because each resize of a run repeats the steps since the last checkpoint
 
@@ -38,7 +38,7 @@ def offers() -> list[Offer]:
 
 
 def scaling(options: WorkerOptions) -> ScalingConfig:
-    """Return Ray Train's scaling configuration, once one zone has room for the minimum number of workers."""
+    """Wait until a zone has room for the minimum number of workers. Return Ray Train's scaling configuration."""
     return ScalingConfig(
         num_workers=options.num_workers,
         use_gpu=options.use_gpu,
@@ -60,7 +60,7 @@ def gather(
 
     Tries the candidates in turn until one succeeds. If AWS refuses machines for a candidate, or if some are missing
     after `timeout_s`, those that arrived are released. Without candidates, returns None. A trial of `tune` uses the
-    zone in GANG_ZONE, which its search found.
+    zone in GANG_ZONE, which the search found.
 
     Args:
         needs: the resources of each worker.
@@ -81,7 +81,8 @@ def gather(
 def _reserve(offer: Offer, workers: int, needs: Mapping[str, float], timeout_s: float) -> str | None:
     """Wait for the machines of all workers. Return why they did not arrive, or None if they did.
 
-    The reservation ends when this function returns. The machines stay up for their idle timeout, so the run can start.
+    The reservation ends when this function returns. The machines stay up for their idle timeout, so the run can start
+    on them.
     """
     labels = {"zone": offer.zone, "market": offer.market}
     group = placement_group([dict(needs)] * workers, bundle_label_selector=[labels] * workers)
@@ -124,14 +125,14 @@ def _release(offer: Offer) -> str:
 
 
 def _unused(offer: Offer) -> list[str | None]:
-    """Return Ray's node id of each idle or starting machine of an offer, or None before it joins Ray."""
+    """Return the Ray node id of each idle or starting machine of an offer, or None if it has not joined Ray."""
     status = cluster_status(ray.get_runtime_context().gcs_address)
     machines = [*status.idle_nodes, *status.pending_nodes]
     return [machine.node_id for machine in machines if machine.ray_node_type_name == offer.node_type]
 
 
 def _is_refused(offer: Offer, status: ClusterStatus, since: float) -> bool:
-    """Return whether AWS has refused machines of this type since the time `since`."""
+    """Return whether AWS refused machines of this type at or after the time `since`."""
     return any(
         launch.ray_node_type_name == offer.node_type and (launch.failed_ts_s or 0) >= since
         for launch in status.failed_launches

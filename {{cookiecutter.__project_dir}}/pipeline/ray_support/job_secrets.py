@@ -1,4 +1,4 @@
-"""Reads secrets by name in each process that needs them, so that no uploaded file, argv or job metadata holds a value.
+"""Reads secrets by name in each process that needs them, so that no upload, command or job metadata contains a value.
 
 `inv submit` sets SECRET_NAMES (comma-separated) and the source of their values: SECRETS_FILE on this machine, or
 SECRETS_PREFIX for AWS Secrets Manager, where a secret is named PREFIX + NAME. Ray calls `load` in every worker
@@ -15,7 +15,7 @@ from dotenv import dotenv_values
 
 
 def load() -> None:
-    """Put the named secrets into this process's environment. A name without a value stays unset."""
+    """Add the named secrets to this process's environment, unless they are set. Names without a value stay unset."""
     submitted = os.environ.get("SECRET_NAMES")
     # `python -m jobs.JOB` runs without `inv submit`, so nothing names the secrets: load all of .env
     names = submitted.split(",") if submitted else _from_file()
@@ -27,7 +27,7 @@ def read(names: Iterable[str]) -> dict[str, str]:
     """Return the current values of these secrets, ignoring the environment. Names without a value are left out.
 
     Raises:
-        OSError or an error of botocore: the secrets cannot be read at the moment.
+        OSError or a botocore exception: the secrets cannot be read at the moment.
     """
     if prefix := os.environ.get("SECRETS_PREFIX"):
         return _from_aws(prefix, names)

@@ -1,4 +1,4 @@
-"""Finds a model's files. A cluster downloads them once into its bucket, and each node copies them once to its disk."""
+"""Finds a model's files. A cluster downloads them once to the project's bucket; each node copies them to its disk."""
 
 import hashlib
 import os
@@ -16,7 +16,7 @@ COMPLETE = ".complete"  # file that marks a complete folder on a node's disk
 
 
 def find(model: str) -> str:
-    """Return a location of the model that every node can read: a URI or, on this machine, a folder or hub id.
+    """Return a location of the model that every node can read: a URI or, without a bucket, a folder or hub id.
 
     On a cluster, the first call for a hub id copies the model into the bucket. Nodes read the model from the bucket,
     without the hub's rate limits, and always get the same revision.
@@ -62,7 +62,7 @@ def _is_model(uri: str) -> bool:
 
 
 def version(location: str) -> str:
-    """Return a hash that changes whenever a file is rewritten, for example by a run that starts over."""
+    """Return a hash that changes whenever a file in the folder is rewritten, for example by a run that starts over."""
     filesystem, path = FileSystem.from_uri(location)
     files = [(file.path, file.size, file.mtime_ns) for file in filesystem.get_file_info(FileSelector(path))]
     return hashlib.sha256(repr(sorted(files)).encode()).hexdigest()[:12]
@@ -81,13 +81,13 @@ def _mirror(model: str, uri: str) -> None:
     from huggingface_hub import snapshot_download  # imported late: only the first download needs it
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    print(f"copying {model} to {uri}, once for this cluster", flush=True)
+    print(f"copying {model} to {uri}, once for all jobs", flush=True)
     try:
         folder = snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"])
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
         reason = str(error).strip().splitlines()[0]
         raise settings.UserError(
             f"{model} is neither in the project's bucket nor on the Hugging Face hub ({reason}). "
-            "Correct model in settings.toml, or for a gated model add HF_TOKEN to the secrets."
+            "Check the model's name or, if the model is gated, add HF_TOKEN to the secrets."
         ) from None
     pyarrow.fs.copy_files(folder, uri)

@@ -40,7 +40,7 @@ def measure(options: NetworkOptions) -> tuple[int, str, list[NetworkMeasurement]
         scaling_config=gang.scaling(options),
         run_config=RunConfig(
             name="check_network",
-            storage_path=tempfile.mkdtemp(),  # required, although nothing is stored
+            storage_path=tempfile.mkdtemp(),  # required by Ray Train, although nothing is stored
             logging_config=LoggingConfig(log_level="WARNING"),
             worker_runtime_env={"env_vars": {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": LOG}},
         ),
@@ -58,7 +58,7 @@ def verdict(nodes: int, transport: str, device: str) -> str:
 
 
 def transport_of(log: str) -> str:
-    """Return the transport in NCCL's log: "EFA", "Socket" (TCP), "IB", or "memory" if there is no network."""
+    """Return the transport in NCCL's log, such as "EFA", "IB" or "Socket" (TCP), or "memory" if there is no network."""
     if re.search(r"selected provider is efa", log, re.IGNORECASE):
         return "EFA"
     networks = re.findall(r"Using network (.+)", log)
@@ -75,7 +75,7 @@ def bus_bandwidth(size: float, seconds: float, ranks: int) -> float:
 
 
 def _measure_on_worker(config: dict[str, Any]) -> tuple[int, str, list[NetworkMeasurement]]:
-    """Measure in one worker. Ray returns the result of rank 0."""
+    """Measure in one worker. `fit` returns the result of rank 0."""
     device = torch.device("cpu") if config["device"] == "cpu" else get_device()
     measurements = [_measure(mib, device) for mib in config["message_mib"]]
     context = ray.train.get_context()
@@ -102,7 +102,7 @@ def _measure(mib: int, device: torch.device) -> NetworkMeasurement:
 
 
 def _all_reduce(message: torch.Tensor) -> None:
-    """Run an all-reduce and wait for its end, because it is asynchronous on a GPU."""
+    """Run an all-reduce and wait until it ends, because it is asynchronous on a GPU."""
     torch.distributed.all_reduce(message)
     if message.is_cuda:
         torch.cuda.synchronize()

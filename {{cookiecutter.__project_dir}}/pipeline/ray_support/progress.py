@@ -59,7 +59,7 @@ class Progress:
 
 
 def time_left(done: float, total: float, seconds: float) -> str:
-    """Format the time that the rest takes at the average speed so far."""
+    """Format the time left, at the average speed so far."""
     if not done:
         return "time left unknown"
     left = max(0.0, total / done - 1) * seconds

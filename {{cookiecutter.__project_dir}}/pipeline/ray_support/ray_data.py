@@ -16,5 +16,5 @@ def quiet_context() -> DataContext:
     context = DataContext.get_current().copy()
     context.enable_progress_bars = False
     context.print_on_execution_start = False
-    context.raise_original_map_exception = True  # not wrapped, so that the job can explain it
+    context.raise_original_map_exception = True  # unwrapped, so that the job can explain the exception
     return context

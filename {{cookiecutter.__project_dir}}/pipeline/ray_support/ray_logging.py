@@ -8,7 +8,7 @@ from pipeline.ray_support.private import data, train
 def driver() -> None:
     """Silence the driver. Call this after connecting to Ray, well before `fit`."""
     data.start_autoscaling_coordinator()  # in the background; otherwise Ray Train waits 5 s and logs a traceback
-    os.environ["RAY_TRAIN_ENABLE_PRINT_PATCH"] = "0"  # Ray Train's own print shows each line twice
+    os.environ["RAY_TRAIN_ENABLE_PRINT_PATCH"] = "0"  # Ray Train's replacement for `print` shows each line twice
 
 
 def worker() -> None:

@@ -11,7 +11,7 @@ class WorkerOptions(settings.Section):
     """Number and resources of the workers."""
 
     num_workers: PositiveInt | tuple[PositiveInt, PositiveInt]
-    """Number of worker processes, each with one device. [MIN, MAX]: as many as currently fit on the cluster."""
+    """Number of worker processes, each with one device. [MIN, MAX]: as many in this range as the cluster can hold."""
     use_gpu: bool
     """Reserve one GPU for each worker."""
     device: Literal["cpu", "cuda"]

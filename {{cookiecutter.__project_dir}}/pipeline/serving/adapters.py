@@ -27,7 +27,7 @@ class Adapters(LoRAResolver):
     """
 
     def __init__(self, runs: str, model: str) -> None:
-        """`runs` is the folder or URI of the runs; `model` is the base model, as named in the settings."""
+        """`runs` is the folder or URI of the runs; `model` is the base model, as settings.toml names it."""
         self._runs = runs
         self._models = {model, settings.resolve(model)}
         self.names: list[str] = []
@@ -73,7 +73,7 @@ class Adapters(LoRAResolver):
         try:
             return config is not None and self._is_base(json.loads(config)["base_model_name_or_path"])
         except (ValueError, LookupError, TypeError):
-            return False  # the file is incomplete, or not an adapter's
+            return False  # the file is incomplete, or not an adapter's configuration
 
     def _is_base(self, model: str) -> bool:
         return model in self._models or settings.resolve(model) in self._models

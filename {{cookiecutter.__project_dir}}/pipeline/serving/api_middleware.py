@@ -61,7 +61,7 @@ class ApiMiddleware:
             pass
 
     async def _handle(self, scope: Scope, receive: Receive, response: ResponseSender) -> None:
-        """Pass a request to the app. The request counts against its key's limits until the app has finished."""
+        """Pass a request to the app. The request counts as in progress until the app has finished."""
         with ExitStack() as counted:
             body, scope = await self._admit(scope, receive, counted)
             call = AppCall(self.app, scope, body, receive, response, response.discard)
@@ -75,10 +75,12 @@ class ApiMiddleware:
         await call.wait()
 
     async def _admit(self, scope: Scope, receive: Receive, counted: ExitStack) -> tuple[bytes, Scope]:
-        """Check a request's key and limits. Return its body, and the scope with the inspected body.
+        """Check a request's key, limits and body. Return the body and the scope.
+
+        For a POST, the scope contains the inspected body.
 
         Raises:
-            ApiError: the key is not valid, or the request exceeds a limit.
+            ApiError: the key or the body is not valid, or the request exceeds a limit.
         """
         headers = dict(scope["headers"])
         try:
@@ -107,7 +109,7 @@ class ApiMiddleware:
         raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
     def _count(self, key: str, sequences: int, counted: ExitStack) -> None:
-        """Count sequences against the key's limits until `counted` closes."""
+        """Count sequences against the key's limits. They are in progress until `counted` closes."""
         if wait_s := self._rate_limiter.acquire(key, sequences):
             message = f"rate limit exceeded for key `{key}`; retry in {wait_s} s"
             raise ApiError(429, message, code="rate_limit_exceeded", headers={"Retry-After": str(wait_s)})
@@ -142,5 +144,5 @@ class ApiMiddleware:
 
     def _check_sequences(self, sequences: int) -> None:
         if sequences > (limit := self._limits.max_sequences):
-            message = f"prompts times n is {sequences:,}, more than {limit}; ask for fewer answers"
+            message = f"prompts times n is {sequences:,}, more than {limit}; send fewer prompts, or lower n"
             raise ApiError(400, message, code="too_many_sequences")

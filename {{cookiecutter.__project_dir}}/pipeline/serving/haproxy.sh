@@ -1,6 +1,6 @@
 #!/bin/sh
 # Ray starts this script in place of HAProxy. The script changes Ray's configuration file, then starts $HAPROXY:
-# - Statistics and metrics use sockets in the cluster's folder. Ray's configuration opens ports on all interfaces.
+# - Statistics and metrics use sockets in the cluster's folder. Ray's configuration would open ports on all interfaces.
 # - haproxy_defaults.cfg and haproxy_frontend.cfg are inserted.
 # - HAProxy's own errors get OpenAI's format instead of plain text.
 here=${0%/*} config= previous=

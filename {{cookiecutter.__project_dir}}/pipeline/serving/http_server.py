@@ -45,7 +45,7 @@ def check_address(options: ServeOptions) -> None:
 
 
 def start(options: ServeOptions) -> None:
-    """Start the HTTP server at the address in the options. Restart it if it listens at a different address."""
+    """Start the HTTP server on the address in the options. Restart it if it listens on another address."""
     current = current_address()
     if current == (options.host, options.port):
         return

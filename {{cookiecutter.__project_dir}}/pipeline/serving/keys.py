@@ -1,4 +1,4 @@
-"""Reads the API keys from the secrets, and reloads them every ten seconds, so that you can add and revoke keys.
+"""Reads the API keys from the secrets every ten seconds, so that you can add and revoke keys without a restart.
 
 SERVE_API_KEY is the owner's key. SERVE_API_KEYS holds other people's keys as NAME:KEY,NAME:KEY.
 """

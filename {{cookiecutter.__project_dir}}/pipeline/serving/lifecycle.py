@@ -47,7 +47,8 @@ def deploy_model(options: ServeOptions) -> None:
     """Deploy a model, or update the one that is served, and return when it is healthy.
 
     Raises:
-        UserError: the port is taken, the cluster is too small, or the application fails to start.
+        UserError: the port or the name is taken, a canary or additional model lacks a main model, the cluster is too
+            small, or the application does not become healthy.
     """
     check_cpus(options)
     http_server.check_address(options)
@@ -90,8 +91,8 @@ def deploy(application: Application, deployment: Deployment) -> None:
     """Deploy an application, or update the running one, and return when it is healthy.
 
     Raises:
-        UserError: the application fails to start. The previous version keeps running. If there is none, the application
-            is deleted.
+        UserError: the application does not become healthy. The previous version keeps running. If there is none, the
+            application is deleted.
     """
     logging.getLogger("ray.serve").setLevel(logging.WARNING)  # `_wait_until_healthy` prints the progress
     is_update = is_healthy(deployment.url)
@@ -137,7 +138,7 @@ def _replica_states(app: ApplicationStatusOverview) -> str:
     parts = []
     for name, deployment in app.deployments.items():
         counts = [f"{count} {state.lower()}" for state, count in deployment.replica_states.items()]
-        parts.append(f"{name} {' and '.join(counts) or 'is waiting for a worker'}")
+        parts.append(f"{name} {' and '.join(counts) or 'has no replica yet'}")
     return ", ".join(parts)
 
 
@@ -159,7 +160,7 @@ def stop(app: str = APP) -> None:
 
 
 def wait_for_interrupt(app: str = APP) -> None:
-    """Wait for Ctrl-C. Until then, the Ray instance that this process started keeps running."""
+    """Wait for Ctrl-C, then stop the application. Ray, which this process started, runs as long as the process."""
     print("serving until Ctrl-C", flush=True)
     try:
         while True:

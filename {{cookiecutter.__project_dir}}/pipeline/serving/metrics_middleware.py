@@ -1,4 +1,4 @@
-"""Middleware that records the outcome of each request: status and latency."""
+"""Middleware that records the outcome of each POST request: status and latency."""
 
 import time
 from collections.abc import Callable

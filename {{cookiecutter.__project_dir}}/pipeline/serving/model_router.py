@@ -27,13 +27,13 @@ log = logging.getLogger("ray.serve")
 
 
 class ModelRouter:
-    """ASGI middleware in front of the app at the root path. Does nothing while only one model is served.
+    """ASGI middleware in front of the app at the root path. Forwards nothing while only one model is served.
 
     Requires `ApiMiddleware` in front, which puts the body of a POST into `scope["state"]["body"]`.
     """
 
     def __init__(self, app: ASGIApp, model: str, root: str, routes: Callable[[], Routes]) -> None:
-        """`model` is the model of `app`; `root` is the URL of Serve's HTTP server."""
+        """`model` is the name of `app`'s model; `root` is the URL of Serve's HTTP server."""
         self.app = app
         self._model = model
         self._routes = routes

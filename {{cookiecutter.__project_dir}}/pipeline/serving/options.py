@@ -1,4 +1,4 @@
-"""Options of serving: the [serve] section of settings.toml, and the command line."""
+"""Options of `serve_llm` (section [serve] of settings.toml, which the command line overrides) and of `models`."""
 
 import hashlib
 import os
@@ -25,11 +25,11 @@ class ServeOptions(settings.Section):
     model: str
     """Folder in Hugging Face format, hub id, or s3:// URI."""
     model_name: str = ""
-    """Name that clients use for the model. Empty: the run's name, or the model's own."""
+    """Name that clients use for the model. Empty: the name of the run or of the model."""
     add: bool = False
-    """Serve an additional model at the same address. Without this option, the model replaces the one served now."""
+    """Serve an additional model at the same address. Without this option, the model replaces the main model."""
     canary_percent: float = Field(default=0, ge=0, le=100)
-    """Serve the model as a canary under the same name as the current one, with this percentage of its requests."""
+    """Serve the model as a canary under the main model's name, with this percentage of that model's requests."""
     host: str
     """Address to listen on. Only this machine can reach the loopback address."""
     port: int = Field(ge=1, le=65535)
@@ -79,9 +79,9 @@ class ServeOptions(settings.Section):
     max_loras: int = Field(ge=1)
     """Maximum number of adapters in one batch. Requests for other adapters wait."""
     max_lora_rank: Literal[8, 16, 32, 64, 128, 256]
-    """Maximum rank of an adapter. The engine reserves memory for it."""
+    """Maximum rank of an adapter. The engine reserves memory for this rank."""
     start_timeout_s: int = Field(ge=1)
-    """Seconds to wait for a deployment to become healthy."""
+    """Seconds to wait for the application to become healthy."""
     key_requests_per_minute: int = Field(ge=1)
     """Maximum sequences per minute that each key may request from one replica. Further requests get 429."""
     key_requests_at_once: int = Field(ge=1)
@@ -117,7 +117,7 @@ class ServeOptions(settings.Section):
 
     @property
     def is_hub_id(self) -> bool:
-        """Whether `model` looks like `owner/name` and not like a path in this project."""
+        """Whether `model` looks like `owner/name` or `name`, and its first part is not a folder of this project."""
         looks_like_id = re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", self.model) is not None
         return looks_like_id and not os.path.isdir(settings.resolve(self.model.split("/")[0]))
 
@@ -128,7 +128,10 @@ class ServeOptions(settings.Section):
 
     @property
     def served_name(self) -> str:
-        """Name of the model in the API: NAME for `runs/NAME/model`, the last part of another path, or the hub id."""
+        """Name of the model in the API: `model_name`, or a default.
+
+        The default is NAME for `runs/NAME/model`, the last part of another path, or the hub id.
+        """
         if self.model_name or self.is_hub_id:
             return self.model_name or self.model
         parts = PurePosixPath(self.source).parts

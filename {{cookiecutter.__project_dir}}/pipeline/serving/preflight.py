@@ -26,9 +26,9 @@ def check_api_key() -> None:
 
 
 def check_model(options: ServeOptions) -> None:
-    """Check that Ray knows the accelerator, that vLLM is installed, and that the model supports `max_model_len` tokens.
+    """Check that Ray knows the accelerator, and that vLLM is installed.
 
-    A model at a URI is not checked.
+    Unless the model is at a URI, also check that it exists and supports `max_model_len` tokens.
 
     Raises:
         UserError: one of these checks fails.
@@ -53,7 +53,7 @@ def check_model(options: ServeOptions) -> None:
 
 
 def check_cpus(options: ServeOptions) -> None:
-    """Check that the replicas fit on the cluster's CPUs. A local cluster does not grow, so Serve would wait forever.
+    """Check that `min_replicas` replicas fit on the CPUs. A local cluster does not grow, so Serve would wait forever.
 
     Raises:
         UserError: the replicas do not fit.

@@ -1,4 +1,4 @@
-"""Request limits. They count sequences, because a request with n prompts or answers is as much work as n requests."""
+"""Request limits. Most count sequences, because a request with n prompts or answers is as much work as n requests."""
 
 import math
 import time

@@ -78,7 +78,7 @@ class QueueMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = scope.get("state", {}).get("body")
-        if body is None:  # a request without work for the engine
+        if body is None:  # not a POST, so there is no work for the engine
             await self.app(scope, receive, send)
             return
         if not self._alive():

@@ -1,7 +1,8 @@
-"""Replica choice in Serve's own proxy, which gets the requests for which HAProxy has no replica.
+"""Request routers, which choose a replica for each request that HAProxy does not assign itself.
 
-By default, Serve holds such requests until a replica has started, which takes minutes for a large model. These routers
-return an error at once, so that a client can retry or use another server.
+Serve's own proxy gets the requests for which HAProxy has no replica. By default, it holds them until a replica has
+started, which takes minutes for a large model. These routers return an error at once, so that a client can retry or
+use another server.
 """
 
 from ray.serve.config import RequestRouterConfig
@@ -16,7 +17,7 @@ class LeastLoadedRouter(FailFastRouter, PowerOfTwoChoicesRequestRouter):
 
 
 class PrefixRouter(FailFastRouter, PrefixCacheAffinityRouter):
-    """Prefers the replica that has answered a request with the same prefix, unless it is much busier than others."""
+    """Prefers the replica that answered a request with the same prefix, unless it is much busier than the others."""
 
 
 def behind_haproxy(router: type[RequestRouter]) -> RequestRouterConfig:

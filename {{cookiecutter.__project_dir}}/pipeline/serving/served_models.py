@@ -40,7 +40,7 @@ def end(name: str) -> None:
     """Stop an additional model, or the application of `serve_rag`.
 
     Raises:
-        UserError: there is no additional model of that name.
+        UserError: there is no additional model or application of this name.
     """
     state = canary.actor()
     apps = ray.get(state.apps.remote())

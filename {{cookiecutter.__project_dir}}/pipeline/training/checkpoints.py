@@ -64,7 +64,7 @@ def _inventory(rank: int) -> str:
 
 
 def _sizes(folder: Path) -> dict[str, int]:
-    """Return the size of each file in bytes, by the file's path in `folder`."""
+    """Return the size of each file in bytes, keyed by the file's path in `folder`."""
     return {str(file.relative_to(folder)): file.stat().st_size for file in folder.rglob("*") if file.is_file()}
 
 

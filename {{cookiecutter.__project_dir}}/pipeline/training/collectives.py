@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 
 def total(values: torch.Tensor) -> torch.Tensor:
-    """Return `values` summed over the ranks, on every rank."""
+    """Sum `values` over all ranks, in place, and return them."""
     if dist.is_initialized():
         dist.all_reduce(values)
     return values

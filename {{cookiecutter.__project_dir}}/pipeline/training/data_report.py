@@ -55,7 +55,7 @@ class DataReport(NamedTuple):
 
     @property
     def left_out(self) -> Cells:
-        """Numbers of input rows that were left out, by reason. The most frequent reason comes first."""
+        """Number of input rows that were left out, by reason. The most frequent reason comes first."""
         reasons = {**self.manifest["rejected_by_reason"], "a duplicate": self.manifest["rows_duplicate"]}
         return [
             {

@@ -1,4 +1,4 @@
-"""Reads the packed rows that `preprocess` wrote, by position. Position and seed alone determine a row."""
+"""Reads the packed rows that `preprocess` wrote. The row at a position depends only on the position and the seed."""
 
 import json
 from collections.abc import Iterator
@@ -76,7 +76,7 @@ class PackedRows:
     """The packed rows of one split.
 
     Position p is row p % len(self) of epoch p // len(self). With a seed, each epoch shuffles the order of the
-    row groups and of the rows within each group. At most two row groups are in memory at a time.
+    row groups and of the rows within each group. At most two row groups are cached at a time.
     """
 
     def __init__(self, folder: str, split: Literal["train", "eval"], seed: int | None = None) -> None:
@@ -117,7 +117,7 @@ class PackedRows:
         ]
 
     def _locate(self, first: int, count: int) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield each row group that these positions touch, and the numbers of their rows in the group."""
+        """Yield each row group that these positions touch, and the numbers of the rows in the group."""
         while count:
             epoch, offset = divmod(first, len(self))
             groups = self._order(len(self._groups), epoch)

@@ -10,8 +10,8 @@ def cluster_status(gcs_address: str) -> ClusterStatus:
     """Return the state of the nodes and of the autoscaler.
 
     Relies on `ray.autoscaler.v2.sdk.get_cluster_status` and on these fields of its result (Ray 2.60):
-    `active_nodes`, `idle_nodes`, `pending_nodes` (`ray_node_type_name`, `node_id`, `instance_id`, `ip_address`,
-    `details`), `pending_launches`, `failed_launches` (`ray_node_type_name`, `count`, `details`, `failed_ts_s`),
-    `resource_demands` and `stats.autoscaler_version`.
+    `active_nodes`, `idle_nodes` and `pending_nodes` (each with `ray_node_type_name`, `node_id`, `instance_id`,
+    `ip_address`, `details`), `pending_launches` and `failed_launches` (each with `ray_node_type_name`, `count`,
+    `details`, `failed_ts_s`), `resource_demands` and `stats.autoscaler_version`.
     """
     return get_cluster_status(gcs_address)

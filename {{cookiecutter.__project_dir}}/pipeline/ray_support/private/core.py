@@ -6,7 +6,7 @@ import ray
 
 
 def init(folder: str, **options: Any) -> None:
-    """Call `ray.init` with `folder` for its sockets, logs and spilled objects.
+    """Call `ray.init`. Ray keeps its sockets, logs and spilled objects in `folder`.
 
     Relies on the parameter `_temp_dir` of `ray.init` (Ray 2.60).
     """

@@ -17,7 +17,7 @@ class HookedJobClient(JobSubmissionClient):
     """
 
     def send(self, method: str, endpoint: str, **options: Any) -> requests.Response:
-        """Send one request. `options` are those of `requests.request`."""
+        """Send one request. `options` are `data`, `json_data` and options of `requests.request`."""
         return super()._do_request(method, endpoint, **options)
 
     def _do_request(self, method: str, endpoint: str, **options: Any) -> requests.Response:

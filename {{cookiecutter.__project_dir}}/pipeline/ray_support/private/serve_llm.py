@@ -1,4 +1,4 @@
-"""Ray Serve LLM: replicas that answer HTTP themselves, and the callbacks around their engines."""
+"""Ray Serve LLM: replicas that answer HTTP themselves, a callback before their engines start, and a request router."""
 
 from fastapi import FastAPI
 from ray.llm._internal.common.callbacks.base import CallbackBase
@@ -31,7 +31,7 @@ class EngineServer(LLMServer):
 
 
 class NodeCallback(CallbackBase):
-    """Runs on a replica's nodes before its engine starts. The `callback_config` of LLMConfig names the class.
+    """Each replica runs this before Ray prepares its nodes. `callback_config` of LLMConfig names the subclass to use.
 
     Relies on `on_before_node_init`, `ctx` (`run_init_node`, `runtime_env`) and `llm_config` of
     ray.llm._internal.common.callbacks.base.CallbackBase (Ray 2.60).

@@ -9,6 +9,6 @@ def quiet_reports() -> None:
     """Hide the lines that Ray Train logs in a worker for each report.
 
     Relies on the logger of ray.train.v2._internal.execution.context, which is named after the module's `__file__`
-    (Ray 2.60). Because of this name, the level in LoggingConfig does not apply to it.
+    (Ray 2.60). Because of this name, the level in LoggingConfig does not apply to the logger.
     """
     logging.getLogger(context.__file__).setLevel(logging.WARNING)
