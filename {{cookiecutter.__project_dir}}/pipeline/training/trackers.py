@@ -1,4 +1,4 @@
-"""Sends metrics to MLflow or Weights & Biases, if [train] names them. A resumed run also resumes in the tracker."""
+"""Sends metrics to MLflow and Weights & Biases, if [train] names them. A resumed run also resumes in the tracker."""
 
 import json
 import os
@@ -30,7 +30,7 @@ class Tracker(Protocol):
 
 
 class Trackers:
-    """The trackers that [train] names. If one fails, it is dropped, so that it cannot stop the training."""
+    """The trackers that [train] names. A tracker that fails is dropped, so that it cannot stop the training."""
 
     def __init__(self, options: TrainOptions, folder: RunFolder) -> None:
         makers: dict[str, Callable[[str | None], Tracker]] = {}
