@@ -1,4 +1,4 @@
-"""Shared fixtures: the demo's assets, a tiny trained model, an S3 server and Ray. Only the last imports Ray."""
+"""Shared fixtures: the demo's assets, a tiny trained model, an S3 server and Ray, which only `ray_session` imports."""
 
 import os
 import shutil

@@ -26,7 +26,7 @@ def make_model() -> nn.Module:
 
 
 def draw_digits(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw noisy images of random digits. Return images (count, 1, SIDE, SIDE) and digits (count,)."""
+    """Return noisy images of random digits, shape (count, 1, SIDE, SIDE), and the digits, shape (count,)."""
     random = np.random.default_rng(seed)
     digits = random.integers(len(SEGMENTS), size=count)
     images = random.normal(0, 0.3, (count, SIDE, SIDE)).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Counts the floating-point operations per trained token, and looks up the peak performance of a GPU."""
+"""Counts the floating-point operations of training per token, and looks up the peak performance of a GPU."""
 
 import re
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ def compute_of(model: PreTrainedModel) -> Compute:
 
 
 def is_attention(layer_type: str) -> bool:
-    """Return whether such layers compare tokens with each other. Other layers carry a state from token to token."""
+    """Return whether layers of this type compare tokens. Other types carry a state from token to token."""
     return layer_type.endswith("attention") and layer_type != "linear_attention"
 
 

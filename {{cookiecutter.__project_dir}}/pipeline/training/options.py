@@ -15,7 +15,7 @@ class TrainOptions(WorkerOptions):
     name: str = Field(pattern=NAME)
     """Name of the run. The same name resumes it."""
     model: str
-    """Base model: a Hugging Face folder or a hub id."""
+    """Base model: a Hugging Face folder, hub id or s3:// URI."""
     data: str
     """Folder or URI that `preprocess` wrote to."""
     output: str
@@ -59,7 +59,7 @@ class TrainOptions(WorkerOptions):
     learning_rate: PositiveFloat
     """Peak learning rate of AdamW."""
     reference_batch_rows: PositiveInt | None = None
-    """Global batch size for which learning_rate was tuned. Other sizes scale the rate linearly. None: no scaling."""
+    """Global batch size for which learning_rate was tuned. For another size, the rate scales linearly. None: no scaling."""
     warmup_steps: int = Field(ge=0)
     """Optimizer steps until the learning rate reaches its peak."""
     min_lr_ratio: float = Field(ge=0, le=1)
@@ -171,7 +171,7 @@ class NetworkOptions(WorkerOptions):
 
 
 class ClassifierOptions(WorkerOptions):
-    """Options of train_classifier: [classifier], and from [train] the options that this class defines."""
+    """Options of train_classifier, from [train] and [classifier]. Keys of [train] that it does not use are ignored."""
 
     model_config = ConfigDict(extra="ignore")
     name: str = Field("train_classifier", pattern=NAME)

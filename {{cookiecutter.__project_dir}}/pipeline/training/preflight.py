@@ -63,7 +63,7 @@ def check_packed(options: TrainOptions) -> Identity:
 
 
 def load_config(model: str) -> PreTrainedConfig:
-    """Return the configuration of a model. `model` is a Hugging Face folder or a hub id.
+    """Return the configuration of a model, given its folder, URI or hub id.
 
     Raises:
         UserError: the configuration cannot be loaded.
@@ -128,7 +128,7 @@ def identify(options: TrainOptions, config: PreTrainedConfig, data: str) -> Iden
 
 
 def claim(options: TrainOptions, identity: Identity) -> None:
-    """Create the run's folder, or check that an existing run has the same identity. With `fresh`, delete it first.
+    """Create the run's folder, or check that an existing run has the same identity. With `fresh`, delete that run.
 
     The identity includes the launcher, because Ray Train and torchrun cannot read each other's checkpoints. The
     manifest of the data is copied to the folder, because `inv report` reads it.

@@ -66,7 +66,7 @@ class Trackers:
 
 
 class MLflow:
-    """A run at a tracking URI: a server or a folder."""
+    """A run in MLflow. The tracking URI is that of a server or a folder."""
 
     def __init__(self, options: TrainOptions, run_id: str | None) -> None:
         # all ranks wait for MLflow's answer, and by default its client retries for twenty minutes
