@@ -261,7 +261,7 @@ def dashboard(context: Context, target: str = "local") -> None:
 
 @verb(**TARGET)
 def down(context: Context, target: str = "local") -> None:
-    """Stop the cluster, and check that nothing is left behind."""
+    """Stop the cluster, and check that nothing is left behind. On AWS, the bucket is kept."""
     from cluster import targets
 
     if left := targets.get(target).down():

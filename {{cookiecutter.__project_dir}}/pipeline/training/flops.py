@@ -27,8 +27,8 @@ class Compute:
 def compute_of(model: PreTrainedModel) -> Compute:
     """Return the sizes of a model, which may be on torch's meta device.
 
-    In a mixture of experts, only the experts that are chosen for a token count. Layers with linear attention or
-    convolutions are not attention layers here, because they have no matrix of attention scores.
+    In a mixture of experts, only the chosen experts count. Layers with linear attention or convolutions are not
+    attention layers here, because they have no matrix of attention scores.
     """
     text = model.config.get_text_config()
     embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight

@@ -30,7 +30,7 @@ from pipeline.training.strategies import StateCopier, Strategy, adamw
 from pipeline.training.weight_files import Weight
 
 TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
-"""Save only the trained parameters, because the base model already has the frozen ones."""
+"""Save and load only the trained parameters, because the base model already has the frozen ones."""
 
 
 class FSDP(Strategy):
@@ -127,7 +127,7 @@ class FSDP(Strategy):
 
 
 def _ends(model: PreTrainedModel, options: FSDPOptions) -> list[nn.Module]:
-    """Return the embedding and the output layer, but only those with weights that nothing else uses.
+    """Return the embedding and the output layer, each only if nothing else uses its weights.
 
     Tied weights belong to both layers. Liger's loss reads the weight of the output layer without calling the layer.
     """

@@ -87,12 +87,12 @@ def read_all(output: str, names: Sequence[str]) -> list[History]:
         if unknown := [name for name in names if not found[name]]:
             existing = [name for name in storage.list_names(output) if read(output, name)]
             raise UserError(
-                f"{output} has no run {unknown[0]!r} with any steps; it has: {', '.join(existing) or 'none'}."
+                f"{output} has no run {unknown[0]!r} with logged steps; it has: {', '.join(existing) or 'none'}."
             )
     except OSError as error:
         raise UserError(f"cannot read the runs in {output} ({error}). Correct output in [train].") from None
     if not runs:
-        raise UserError(f"no runs with any steps in {output}. Start one: inv submit finetune_ddp")
+        raise UserError(f"no runs with logged steps in {output}. Start one: inv submit finetune_ddp")
     return runs
 
 

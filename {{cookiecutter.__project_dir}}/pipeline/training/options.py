@@ -59,7 +59,7 @@ class TrainOptions(WorkerOptions):
     learning_rate: PositiveFloat
     """Peak learning rate of AdamW."""
     reference_batch_rows: PositiveInt | None = None
-    """Global batch size for which learning_rate was tuned. For another size, the rate scales linearly. None: no scaling."""
+    """Global batch size that learning_rate was tuned for. For other sizes, the rate is scaled linearly. None: never."""
     warmup_steps: int = Field(ge=0)
     """Optimizer steps until the learning rate reaches its peak."""
     min_lr_ratio: float = Field(ge=0, le=1)
@@ -167,7 +167,7 @@ class NetworkOptions(WorkerOptions):
 
     model_config = ConfigDict(extra="ignore")
     message_mib: tuple[PositiveInt, ...] = (1, 16, 256)
-    """Message sizes to measure. DDP sends gradients in buckets of 25 MiB, ZeRO of up to 500 million values."""
+    """Message sizes to measure. Gradient buckets hold 25 MiB in DDP, and up to 500 million values in ZeRO."""
 
 
 class ClassifierOptions(WorkerOptions):

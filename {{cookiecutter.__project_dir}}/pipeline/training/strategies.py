@@ -160,7 +160,7 @@ class DDP(Strategy):
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self._max_grad_norm)
         self.set_learning_rate(learning_rate)
         self.optimizer.step()
-        # gradients are views of DDP's buckets: None would not free them, and `no_sync` would allocate new gradients
+        # gradients are views of DDP's buckets: None would free no memory, and `no_sync` would allocate new gradients
         self.optimizer.zero_grad(set_to_none=False)
         return norm
 

@@ -173,7 +173,7 @@ def _run_trial(
 
 
 class TrialRecorder(tune.Callback):
-    """Prints how each trial ended, and saves that unless the trial failed."""
+    """Prints how each trial ended, and saves the result unless the trial failed."""
 
     def __init__(self, folder: str, steps: int, trials: Sequence[Trial]) -> None:
         self.failures: list[str] = []
