@@ -1,4 +1,4 @@
-"""Read settings.toml into typed sections. Errors name the line and the key."""
+"""Reads settings.toml into typed sections. Errors name the key and, if it is in the file, its line."""
 
 import os
 import re
@@ -43,7 +43,7 @@ def load(section_type: type[S], *names: str, profile: str | None = None, file: P
     """Return the named sections as one object. Keys of the profile's sections override shared ones.
 
     Raises:
-        UserError: the file is missing or invalid, or a key is unknown or has a wrong value.
+        UserError: the profile is unknown, the file is missing or invalid, or a key is missing, unknown or wrong.
     """
     profile = profile or active_profile()
     tables = _tables(names, profile)

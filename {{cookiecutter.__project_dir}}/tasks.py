@@ -131,7 +131,7 @@ def prepare(context: Context, target: str = "local") -> None:
 
 @verb(yes="accept the price without a prompt", **TARGET)
 def up(context: Context, target: str = "local", yes: bool = False) -> None:
-    """Start the cluster, unless it is already up."""
+    """Start the cluster. On AWS, also apply changed settings to a running cluster."""
     from cluster import targets
 
     targets.get(target).up(yes)
@@ -171,7 +171,7 @@ def submit(context: Context, job: str, verbose: bool = False, target: str = "loc
 
 @verb(**TARGET)
 def models(context: Context, target: str = "local") -> None:
-    """Show the served models and their metrics. With options after `--`, change a canary or stop a model."""
+    """Show the served models and their metrics. With options after `--`, change or end a canary, or stop a model."""
     _submit("models", False, target)
 
 
@@ -261,7 +261,7 @@ def dashboard(context: Context, target: str = "local") -> None:
 
 @verb(**TARGET)
 def down(context: Context, target: str = "local") -> None:
-    """Stop the cluster, and check that nothing is left behind."""
+    """Stop the cluster, and check that nothing is left behind. On AWS, the bucket is kept."""
     from cluster import targets
 
     if left := targets.get(target).down():

@@ -1,4 +1,4 @@
-"""Shared fixtures: the demo's assets, a Ray instance on loopback, and an S3 server. This module does not import Ray."""
+"""Shared fixtures: the demo's assets, a tiny trained model, an S3 server and Ray, which only `ray_session` imports."""
 
 import os
 import shutil
@@ -62,7 +62,7 @@ def model_folder(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 @pytest.fixture(scope="session")
 def s3() -> Iterator[str]:
-    """Return the URI of an empty bucket on an S3 server in this process, which all clients use."""
+    """Return the URI of an empty bucket on an S3 server in this process, which all AWS clients then use."""
     server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()

@@ -10,7 +10,7 @@ import settings
 FOLDERS = ("jobs", "pipeline", "cluster", "demo", "tests")
 
 Graph = Mapping[str, set[str]]
-"""The dotted names of each module's imports. For imports from this project, they are names of modules."""
+"""Maps each module to its imports: modules of this project, and dotted names from other packages."""
 
 
 def _files() -> dict[str, Path]:
@@ -50,7 +50,7 @@ def project_graph() -> Graph:
 
 
 def _resolve(name: str, modules: Mapping[str, str]) -> str:
-    """Return `name` if it is a module, otherwise the module that defines the name."""
+    """Return the module in `modules` that defines `name`, or `name` itself if it is a module or not in `modules`."""
     parent = name.rpartition(".")[0]
     return parent if name not in modules and parent in modules else name
 
@@ -61,7 +61,10 @@ def is_in(name: str, *packages: str) -> bool:
 
 
 def path_to(graph: Graph, start: str, package: str, *, stop_at: str = "") -> list[str]:
-    """Return a shortest chain of imports from a module to a package, or an empty list if there is none."""
+    """Return a shortest chain of imports from a module to a package, or an empty list if there is none.
+
+    The chain does not pass through `stop_at`.
+    """
     chains, seen = [[start]], {start}
     for chain in chains:
         for name in sorted(graph.get(chain[-1], set()) - seen):

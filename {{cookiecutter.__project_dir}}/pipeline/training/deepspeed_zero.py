@@ -28,11 +28,11 @@ from settings import UserError
 
 CONFIG_FILE = Path(__file__).with_name("deepspeed.json")
 TAG = "zero"
-"""DeepSpeed's tag for a checkpoint. It names the subfolder of the trainer's checkpoint that DeepSpeed uses."""
+"""DeepSpeed's tag for its checkpoints, and so the name of their subfolder in the trainer's checkpoints."""
 
 
 def config(options: DeepSpeedOptions, plan: BatchPlan) -> dict[str, Any]:
-    """Return DeepSpeed's configuration, which combines deepspeed.json with values from settings.toml.
+    """Return DeepSpeed's configuration: deepspeed.json plus the values that depend on `options` and `plan`.
 
     No value is "auto", because only the Hugging Face Trainer replaces such values.
     """
@@ -68,14 +68,14 @@ class ZeRO(Strategy):
     @classmethod
     @contextmanager
     def loading(cls, options: DeepSpeedOptions, runtime: Runtime, plan: BatchPlan) -> Iterator[None]:
-        """In stage 3, partition each parameter when it is created. Rank 0 reads the weights, one after the other."""
+        """In stage 3, partition each parameter when it is created. Only rank 0 reads the weights, module by module."""
         if options.zero_stage < 3:
             yield
             return
         _import_deepspeed()
         from transformers.integrations import HfDeepSpeedConfig
 
-        alive = HfDeepSpeedConfig(config(options, plan))  # from_pretrained finds it through a weak reference
+        alive = HfDeepSpeedConfig(config(options, plan))  # transformers holds only a weak reference to it
         yield
         del alive
 
@@ -126,7 +126,7 @@ class ZeRO(Strategy):
             print(f"converting the checkpoint of {world_size} workers for {self._world_size}", flush=True)
         converted, problem = _convert(folder)
         if any_rank(bool(problem), self._engine.device):
-            reason = problem or "the log of another rank says why"
+            reason = problem or "the conversion failed on another node"
             raise UserError(
                 f"DeepSpeed could not convert the checkpoint in {folder} ({reason}). "
                 f"Resume with the same number of workers: --num-workers {world_size}."
@@ -136,20 +136,20 @@ class ZeRO(Strategy):
         shutil.rmtree(converted, ignore_errors=True)
 
     def _load_universal(self, folder: Path) -> None:
-        """Load what `_convert` wrote, and repair the optimizer states, which DeepSpeed 0.19 damages."""
+        """Load a checkpoint that `_convert` wrote, and repair what DeepSpeed 0.19 damages in the optimizer."""
         decays = [group["weight_decay"] for group in self.optimizer.param_groups]
         self._engine._config.load_universal_checkpoint = True
         self._engine.load_checkpoint(str(folder), tag=TAG, load_module_strict=False)
         self._engine._config.load_universal_checkpoint = False
         for group, decay in zip(self.optimizer.param_groups, decays, strict=True):
-            group["weight_decay"] = decay  # DeepSpeed gives every group the values of the first
+            group["weight_decay"] = decay  # DeepSpeed gives all groups the values of the first group
         for state in self.optimizer.state.values():
             # DeepSpeed shares one counter between all parameters, so one step would advance it once per parameter
             state["step"] = state["step"].clone()
 
     def checkpoint_bytes(self) -> int:
-        """Return the number of bytes that this rank saves: its share of the fp32 master copy and AdamW's moments, and
-        on rank 0 also all trained parameters."""
+        """Return an upper bound on the bytes that this rank saves: its share of the fp32 master copy and of AdamW's
+        moments, and on rank 0 also all trained parameters."""
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         parameters = sum(map(numel, trained))
         return 12 * parameters // self._world_size + (4 * parameters if self._is_writer else 0)

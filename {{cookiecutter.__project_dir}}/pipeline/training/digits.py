@@ -26,7 +26,7 @@ def make_model() -> nn.Module:
 
 
 def draw_digits(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return noisy images of shape (count, 1, SIDE, SIDE), and their digits of shape (count,), as drawn with `seed`."""
+    """Return noisy images of random digits, shape (count, 1, SIDE, SIDE), and the digits, shape (count,)."""
     random = np.random.default_rng(seed)
     digits = random.integers(len(SEGMENTS), size=count)
     images = random.normal(0, 0.3, (count, SIDE, SIDE)).astype(np.float32)
@@ -37,13 +37,13 @@ def draw_digits(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @torch.no_grad()
 def count_correct(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return the number of images that the model recognizes."""
+    """Return the number of images that the model classifies correctly."""
     model.eval()
     return (model(images).argmax(1) == labels).sum()
 
 
 def _draw(image: np.ndarray, segments: str, random: np.random.Generator) -> None:
-    """Draw the segments of one digit, two pixels wide, at a random position and size."""
+    """Draw one digit with a random position and size. Its segments are two pixels wide."""
     half, width = random.integers(5, 11), random.integers(6, 16)
     top, left = random.integers(SIDE - 2 * half - 1), random.integers(SIDE - width - 1)
     middle, bottom, right = top + half, top + 2 * half, left + width

@@ -1,4 +1,4 @@
-"""Distinguishes final failures, which a new worker would repeat, from failures that a new worker may not repeat."""
+"""Distinguishes final failures, which would also occur in a new worker, from failures that a retry may avoid."""
 
 import traceback
 
@@ -15,18 +15,18 @@ ERRORS_OF_CODE = (
     TypeError,
     ValueError,
 )
-"""Types of errors that depend on code, options, model and rows. A lost worker or connection raises other types."""
+"""Types of errors that come from code, options, model or rows. A lost worker or connection raises other types."""
 
 
 def is_final(error: Exception) -> bool:
     """Return whether a new worker would fail in the same way."""
-    if isinstance(error, OSError):  # some network errors of the Hugging Face hub are a ValueError as well
+    if isinstance(error, OSError):  # some network errors of the Hugging Face hub are also ValueErrors
         return False
     return isinstance(error, (torch.OutOfMemoryError, *ERRORS_OF_CODE))
 
 
 def describe(error: Exception, options: TrainOptions) -> str:
-    """Return a sentence for a final failure, and on further lines the traceback that the sentence refers to."""
+    """Describe a final failure on one line. Further lines hold the traceback, unless a GPU ran out of memory."""
     if isinstance(error, torch.OutOfMemoryError):
         return (
             "a GPU ran out of memory. Try a smaller --micro-batch-rows, --gradient-checkpointing, --lora-rank 16, or "

@@ -1,4 +1,4 @@
-"""Counts the floating-point operations of a training step, and looks up the peak performance of a device."""
+"""Counts the floating-point operations of training per token, and looks up the peak performance of a GPU."""
 
 import re
 from dataclasses import dataclass
@@ -16,19 +16,19 @@ class Compute:
     """The sizes of a model that determine the number of operations per token."""
 
     active: int
-    """Parameters that are used for each token: all except a separate input embedding, which is only looked up, and the
+    """Parameters that are used for each token: all except an untied input embedding, which is only looked up, and the
     experts that are not chosen."""
     frozen: int
     """Active parameters that are not trained."""
     attention: int
-    """Attention layers x heads x head dimension. If queries and values differ in size, the dimension is their mean."""
+    """Attention layers x heads x head dimension. If queries and values differ in size, the mean of both."""
 
 
 def compute_of(model: PreTrainedModel) -> Compute:
     """Return the sizes of a model, which may be on torch's meta device.
 
-    In a mixture of experts, each token uses `num_experts_per_tok` experts. Layers with linear attention or convolutions
-    are not attention layers here, because they have no matrix of attention scores.
+    In a mixture of experts, only the chosen experts count. Layers with linear attention or convolutions are not
+    attention layers here, because they have no matrix of attention scores.
     """
     text = model.config.get_text_config()
     embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
@@ -43,7 +43,7 @@ def compute_of(model: PreTrainedModel) -> Compute:
 
 
 def is_attention(layer_type: str) -> bool:
-    """Return whether a layer compares tokens with each other. Other layers carry a state from token to token."""
+    """Return whether layers of this type compare tokens. Other types carry a state from token to token."""
     return layer_type.endswith("attention") and layer_type != "linear_attention"
 
 

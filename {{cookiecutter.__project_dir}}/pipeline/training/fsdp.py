@@ -30,7 +30,7 @@ from pipeline.training.strategies import StateCopier, Strategy, adamw
 from pipeline.training.weight_files import Weight
 
 TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
-"""Save only the trained parameters, because the base model already has the frozen ones."""
+"""Save and load only the trained parameters, because the base model already has the frozen ones."""
 
 
 class FSDP(Strategy):
@@ -43,7 +43,7 @@ class FSDP(Strategy):
     @classmethod
     @contextmanager
     def loading(cls, options: FSDPOptions, runtime: Runtime, plan: BatchPlan) -> Iterator[None]:
-        """Read only this rank's rows of each parameter, which becomes a DTensor."""
+        """Make `from_pretrained` read only this rank's rows of each parameter. The parameters become DTensors."""
         load, mesh = PreTrainedModel._load_pretrained_model, _mesh(runtime)
 
         def load_shards(model: PreTrainedModel, *arguments: Any) -> Any:
@@ -64,7 +64,7 @@ class FSDP(Strategy):
         precision = bf16 if options.precision == "bf16" else MixedPrecisionPolicy()
         reshard = options.reshard_after_forward
         shard = partial(fully_shard, mesh=mesh, reshard_after_forward=reshard, mp_policy=precision)
-        # one by one, so that the device never holds the full model
+        # one by one, so that a pass gathers the parameters of only one module at a time
         for module in (*decoder_layers(model), *_ends(model, options)):
             shard(module)
         self.module = shard(model)
@@ -127,7 +127,7 @@ class FSDP(Strategy):
 
 
 def _ends(model: PreTrainedModel, options: FSDPOptions) -> list[nn.Module]:
-    """Return the embedding and the output layer, unless something else uses their weights.
+    """Return the embedding and the output layer, each only if nothing else uses its weights.
 
     Tied weights belong to both layers. Liger's loss reads the weight of the output layer without calling the layer.
     """
@@ -142,9 +142,9 @@ def _mesh(runtime: Runtime) -> DeviceMesh:
 
 
 def _shard(model: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """Shard a model on the meta device, so that each parameter has only the rows that `fully_shard` gives to this rank.
+    """Shard a model that is on the meta device. Parameters keep only the rows that `fully_shard` gives to this rank.
 
-    transformers reads only these rows. For an uneven number of rows, the first ranks have more.
+    transformers then reads only these rows. If the rows do not divide evenly, the first ranks get more.
     """
     for module in model.modules():
         for name, whole in module.named_parameters(recurse=False):

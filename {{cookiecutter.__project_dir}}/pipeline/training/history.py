@@ -14,7 +14,7 @@ FILES = ("run.json", "events.jsonl", "metrics.jsonl")
 """Files that every run has. MetricLogger writes the last two."""
 
 Line = dict[str, Any]
-"""A line of metrics.jsonl or events.jsonl. Each line has a `step`, and the `time` after that step in Unix seconds."""
+"""A line of metrics.jsonl or events.jsonl. Each line has a `step`, and a `time` in Unix seconds."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class History:
     rows: list[Line]
     """One line per step. If a restart repeated a step, only the repetition is in the list."""
     data: dict[str, Any] | None = None
-    """The manifest of the packed rows that the run was trained on."""
+    """The manifest of the run's packed rows. None: the run reads a stream."""
 
     @cached_property
     def attempts(self) -> list[Attempt]:
@@ -65,7 +65,7 @@ class History:
 
     @property
     def checkpoints(self) -> list[int]:
-        """The steps with a checkpoint."""
+        """The steps after which the run saved a checkpoint."""
         return sorted({event["step"] for event in self.events if event["event"] == "checkpoint"})
 
     @property
@@ -79,7 +79,7 @@ def read_all(output: str, names: Sequence[str]) -> list[History]:
     """Return the runs with these names in the folder or URI `output`, or all its runs if `names` is empty.
 
     Raises:
-        UserError: there are no runs, or one of the names does not exist.
+        UserError: there are no runs, one of the names does not exist, or `output` cannot be read.
     """
     try:
         found = {name: read(output, name) for name in names or storage.list_names(output)}
@@ -87,12 +87,12 @@ def read_all(output: str, names: Sequence[str]) -> list[History]:
         if unknown := [name for name in names if not found[name]]:
             existing = [name for name in storage.list_names(output) if read(output, name)]
             raise UserError(
-                f"{output} has no run {unknown[0]!r} with any steps; it has: {', '.join(existing) or 'none'}."
+                f"{output} has no run {unknown[0]!r} with logged steps; it has: {', '.join(existing) or 'none'}."
             )
     except OSError as error:
         raise UserError(f"cannot read the runs in {output} ({error}). Correct output in [train].") from None
     if not runs:
-        raise UserError(f"no runs with any steps in {output}. Start one: inv submit finetune_ddp")
+        raise UserError(f"no runs with logged steps in {output}. Start one: inv submit finetune_ddp")
     return runs
 
 

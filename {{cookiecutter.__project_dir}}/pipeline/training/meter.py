@@ -20,7 +20,7 @@ class Diverged(Exception):
         super().__init__(reason)
         self.step = step
         self.micro_batches = micro_batches
-        """The responsible micro-batches of the step's global batch, counted from 0. If all losses are finite: all."""
+        """Numbers of the responsible micro-batches in the global batch, from 0. If all losses are finite: all."""
 
 
 class Meter:
@@ -78,7 +78,7 @@ class Meter:
         if not math.isfinite(row["loss"]):
             reason = f"the loss is {row['loss']}"
         elif row["loss"] > self._largest_loss:
-            reason = f"the loss is {row['loss']:.1f}, more than twice that of guessing"
+            reason = f"the loss is {row['loss']:.1f}, more than twice the loss of random guessing"
         elif not math.isfinite(row["grad_norm"]):
             reason = f"the gradient norm is {row['grad_norm']}"
         else:
@@ -99,9 +99,10 @@ def _memory(device: torch.device) -> int:
 def _peak_tokens_per_s(
     options: TrainOptions, runtime: Runtime, model: PreTrainedModel, sequence_length: int
 ) -> float | None:
-    """Return how many tokens per second all devices could process at their bf16 peak, or None if it is unknown.
+    """Return how many tokens per second all GPUs could process at their bf16 peak.
 
-    MFU is the measured number divided by this one (PaLM, appendix B).
+    None: the precision is not bf16, or the peak is unknown. MFU is the measured speed divided by this one (PaLM,
+    appendix B).
     """
     if options.precision != "bf16" or runtime.device.type != "cuda":
         return None

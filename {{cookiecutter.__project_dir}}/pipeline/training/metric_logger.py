@@ -22,8 +22,8 @@ class MetricLogger:
 
     A line of metrics.jsonl holds step, time, loss, lr, grad_norm, tokens_per_s, memory_gib and, if known, mfu,
     eval_loss and eval_perplexity. A line of events.jsonl holds event, step and time. Events are `start` (with a
-    description of the workers), `checkpoint` and `end`. If a run was killed, its restart adds the event `broken off`
-    with the last known step. Times are Unix seconds.
+    description of the workers), `checkpoint` (with the seconds that training waited for it) and `end`. If a run did not
+    end normally, its restart adds the event `broken off` with the last known step. Times are Unix seconds.
     """
 
     def __init__(self, folder: RunFolder, options: TrainOptions, runtime: Runtime, done: int) -> None:
@@ -42,7 +42,7 @@ class MetricLogger:
             self._log_event("start", done, workers | {"device": _name(runtime.device), "precision": options.precision})
 
     def write(self, rows: list[Metrics], seconds_per_step: float) -> None:
-        """Append the steps since the last call, and print a progress line."""
+        """Log the steps since the last call, and print a progress line."""
         now = time.time()
         times = (now - left * seconds_per_step for left in reversed(range(len(rows))))
         _append(self._metrics, (row | {"time": at} for row, at in zip(rows, times, strict=True)))
@@ -54,7 +54,7 @@ class MetricLogger:
         print(progress_line(rows[-1], self._last_step, seconds_per_step), flush=True)
 
     def checkpoint(self, step: int, waited_s: float) -> None:
-        """Log that the checkpoint after `step` was started, and how long training waited for that."""
+        """Log a checkpoint after `step`, and for how many seconds saving it delayed training."""
         self._log_event("checkpoint", step, {"waited_s": round(waited_s, 3)})
         if waited_s >= 1:
             print(f"training waited {waited_s:.0f} s to save the checkpoint after step {step}", flush=True)
@@ -89,7 +89,7 @@ def _append(file: Path, content: Iterable[Line]) -> None:
 
 
 def progress_line(row: Metrics, last_step: int, seconds_per_step: float) -> str:
-    """Return a line with step, loss, speed, memory and time left."""
+    """Return a line with the metrics of a step and the time left."""
     left = timedelta(seconds=round((last_step - row["step"]) * seconds_per_step))
     parts = [
         f"step {row['step']:>{len(str(last_step))}}/{last_step}",

@@ -20,12 +20,12 @@ from settings import UserError
 
 
 def load_model(options: TrainOptions) -> PreTrainedModel:
-    """Return the model, or this rank's share of it in the context of a strategy's `loading`.
+    """Return the model or, in the context of a strategy's `loading`, this rank's share of it.
 
-    Weights that are trained are loaded in fp32, whatever the `precision`.
+    Weights that are trained are in fp32, whatever the `precision`.
 
     With LoRA, every linear layer except the output layer gets an adapter, and only the adapters are trained. The frozen
-    weights have the data type of the computation.
+    weights have the data type of the computation, or 4 bits with `quantize_base`.
     """
     logging.disable_progress_bar()
     model = _load(options, _compute_dtype(options) if options.lora_rank else torch.float32, options.quantize_base)
@@ -36,7 +36,7 @@ def load_model(options: TrainOptions) -> PreTrainedModel:
     if options.gradient_checkpointing:
         model.activation_checkpointing_enable()
     if options.compile:
-        for layer in decoder_layers(model):  # all layers are alike, so they share one compilation
+        for layer in decoder_layers(model):  # layer by layer, because equal layers share one compilation
             layer.compile()
     return model.train()
 
@@ -89,7 +89,7 @@ def _load(options: TrainOptions, dtype: torch.dtype | str, quantized: bool = Fal
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=_compute_dtype(options),
     )
-    # transformers tells FlashAttention where packed documents begin only if the batch has a single row
+    # transformers tells FlashAttention where packed documents begin, but only in batches of a single row
     flash = options.precision == "bf16" and options.micro_batch_rows == 1 and is_flash_attn_2_available()
     return AutoModelForCausalLM.from_pretrained(
         model_cache.on_this_node(options.model),

@@ -15,7 +15,7 @@ class TrainOptions(WorkerOptions):
     name: str = Field(pattern=NAME)
     """Name of the run. The same name resumes it."""
     model: str
-    """Base model: a Hugging Face folder or a hub id."""
+    """Base model: a Hugging Face folder, hub id or s3:// URI."""
     data: str
     """Folder or URI that `preprocess` wrote to."""
     output: str
@@ -23,7 +23,7 @@ class TrainOptions(WorkerOptions):
     shared_paths: tuple[str, ...] = ()
     """Folders that every node mounts. If the cluster has several nodes, other local paths are refused."""
     fresh: bool = False
-    """Delete the run of this name and start over."""
+    """Delete an existing run with this name, and start over."""
     stream: bool = False
     """Tokenize and pack the raw rows of [preprocess] while training, instead of reading `data`. Nothing is held out for
     evaluation, and a resumed run reads the rows from the start."""
@@ -46,12 +46,12 @@ class TrainOptions(WorkerOptions):
     """Number format of the computation. On a device without bf16, fp32 is used."""
 
     lora_rank: int = Field(0, ge=0)
-    """Rank of the LoRA adapters (Hu et al. 2021, arXiv:2106.09685) on all linear layers but the last. Only the adapters
-    are trained. 0: there are no adapters, so all parameters are trained."""
+    """Rank of the LoRA adapters (Hu et al. 2021, arXiv:2106.09685) on all linear layers except the output layer. Only
+    the adapters are trained. 0: no adapters; all parameters are trained."""
     lora_alpha: PositiveInt = 32
     """The output of an adapter is scaled by lora_alpha / lora_rank."""
     lora_dropout: float = Field(0, ge=0, lt=1)
-    """Dropout probability of an adapter's inputs."""
+    """Dropout probability for the inputs of the adapters."""
 
     quantize_base: bool = False
     """Quantize the frozen weights to 4 bits in the NF4 format (QLoRA, Dettmers et al. 2023, arXiv:2305.14314)."""
@@ -59,7 +59,7 @@ class TrainOptions(WorkerOptions):
     learning_rate: PositiveFloat
     """Peak learning rate of AdamW."""
     reference_batch_rows: PositiveInt | None = None
-    """Global batch size for which learning_rate was tuned. For others, it is scaled linearly. None: no scaling."""
+    """Global batch size that learning_rate was tuned for. For other sizes, the rate is scaled linearly. None: never."""
     warmup_steps: int = Field(ge=0)
     """Optimizer steps until the learning rate reaches its peak."""
     min_lr_ratio: float = Field(ge=0, le=1)
@@ -70,17 +70,18 @@ class TrainOptions(WorkerOptions):
     """Global L2 norm at which gradients are clipped."""
 
     steps: PositiveInt
-    """Optimizer steps of the schedule."""
+    """Number of optimizer steps in the schedule."""
     stop_after: PositiveInt | None = None
-    """Save a checkpoint and stop after this step, before the end of the schedule. Run the job again to continue."""
+    """Save a checkpoint, export the model and stop after this step, before the end of the schedule. To continue, run
+    the job again without this option."""
     eval_every: PositiveInt
     """Optimizer steps between evaluations. There is also an evaluation before each regular checkpoint."""
     checkpoint_every: PositiveInt
     """Optimizer steps between checkpoints."""
     keep_checkpoints: PositiveInt
-    """Number of checkpoints with the lowest evaluation loss to keep. The last checkpoint is always kept, too."""
+    """How many checkpoints to keep: those with the lowest evaluation loss. The last one is always kept, too."""
     log_every: PositiveInt
-    """Maximum number of optimizer steps between progress lines. If steps are slow, a line appears every ten seconds."""
+    """Maximum number of optimizer steps between progress lines. If steps are slow, a line appears about every 10 s."""
     mlflow: str = ""
     """Tracking URI of an MLflow server or folder to send the metrics to. Empty: none."""
     wandb: str = ""
@@ -166,11 +167,11 @@ class NetworkOptions(WorkerOptions):
 
     model_config = ConfigDict(extra="ignore")
     message_mib: tuple[PositiveInt, ...] = (1, 16, 256)
-    """Message sizes to measure. DDP sends gradients in buckets of 25 MiB, ZeRO in buckets of 500 million values."""
+    """Message sizes to measure. Gradient buckets hold 25 MiB in DDP, and up to 500 million values in ZeRO."""
 
 
 class ClassifierOptions(WorkerOptions):
-    """Options of train_classifier: the workers from [train], and the section [classifier]."""
+    """Options of train_classifier, from [train] and [classifier]. Keys of [train] that it does not use are ignored."""
 
     model_config = ConfigDict(extra="ignore")
     name: str = Field("train_classifier", pattern=NAME)

@@ -1,4 +1,7 @@
-"""Checks, before workers start, that the data fits the model and that a resumed run has the same settings."""
+"""Checks, before workers start, that the data fits the model and that a resumed run keeps its model, data and settings.
+
+Settings that do not affect the results may change.
+"""
 
 import hashlib
 import json
@@ -60,7 +63,7 @@ def check_packed(options: TrainOptions) -> Identity:
 
 
 def load_config(model: str) -> PreTrainedConfig:
-    """Return the configuration of a Hugging Face folder or hub id.
+    """Return the configuration of a model, given its folder, URI or hub id.
 
     Raises:
         UserError: the configuration cannot be loaded.
@@ -70,7 +73,7 @@ def load_config(model: str) -> PreTrainedConfig:
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(
-            f"cannot load the model {model} ({reason}). Correct it in settings.toml or with --model."
+            f"cannot load the model {model} ({reason}). Correct model in settings.toml, or pass another --model."
         ) from None
 
 
@@ -86,7 +89,7 @@ def check_tokenizer(model: str, data: str, made_with: TokenizerRecord) -> None:
     if made_with.hash != tokenizer_hash(load_tokenizer(model, made_with.chat_template)):
         raise UserError(
             f"the rows in {data} were made with the tokenizer of {made_with.model}, which differs from that of "
-            f"{model}. Run preprocess with --model {model}, or use a model with that tokenizer."
+            f"{model}. Run preprocess with --model {model}, or use a model with the rows' tokenizer."
         )
 
 
@@ -95,7 +98,7 @@ def check_model(model: str, config: PreTrainedConfig, vocabulary: int, sequence_
     if vocabulary > config.vocab_size:
         raise UserError(
             f"the tokenizer of {model} has {vocabulary} tokens, but the model has embeddings for only "
-            f"{config.vocab_size}. Correct the folder, or pass another --model."
+            f"{config.vocab_size}. Correct the model's files, or pass another --model."
         )
     longest = getattr(config, "max_position_embeddings", None) or sequence_length
     if sequence_length > longest:
@@ -125,7 +128,7 @@ def identify(options: TrainOptions, config: PreTrainedConfig, data: str) -> Iden
 
 
 def claim(options: TrainOptions, identity: Identity) -> None:
-    """Create the run's folder, or check that an existing run has the same identity. `fresh` deletes an existing run.
+    """Create the run's folder, or check that an existing run has the same identity. With `fresh`, delete that run.
 
     The identity includes the launcher, because Ray Train and torchrun cannot read each other's checkpoints. The
     manifest of the data is copied to the folder, because `inv report` reads it.

@@ -86,7 +86,7 @@ def draw(names: Sequence[str], price: Price, console: Console) -> None:
     """Write the page about the runs with these names, or about all runs if `names` is empty, and print its table.
 
     Raises:
-        UserError: there are no runs, or one of the names does not exist.
+        UserError: there are no runs, one of the names does not exist, or the runs cannot be read.
     """
     output = settings.resolve(settings.load(OutputSection, "train").output)
     runs = history.read_all(output, names)
@@ -179,7 +179,7 @@ def _marker(mark: str, color: str) -> dict[str, Any]:
 
 
 def _switch(curves: list[Curve]) -> dict[str, Any]:
-    """Return two buttons that switch the x axis."""
+    """Return two buttons that switch the x axis between steps and hours."""
 
     def button(title: str, values: list[list[Any]]) -> dict[str, Any]:
         bottom = f"xaxis{len(PANELS)}.title.text"
@@ -237,7 +237,7 @@ def _cost(run: History, price: Price) -> tuple[float | None, float | None]:
 
 
 def _table(summary: Summary) -> Table:
-    """Return the table for a terminal, with only the columns that fit."""
+    """Return the table for a terminal, with only the columns in SHOWN."""
     table = Table(box=None, pad_edge=False)
     shown = [column for column in SHOWN if column in summary[0]]
     for column in shown:

@@ -1,4 +1,4 @@
-"""Batch sizes and learning rates of a run, as pure functions."""
+"""Computes the batch sizes and learning rates of a run."""
 
 import math
 from typing import NamedTuple
@@ -28,7 +28,7 @@ def spread(global_rows: int, micro_rows: int, workers: int) -> BatchPlan:
 def check_batches(global_rows: int, micro_rows: int, min_workers: int, max_workers: int) -> None:
     """Refuse a global batch that leaves a rank, or part of a micro-batch, without rows.
 
-    A fixed number of workers must divide the batch. With a range of numbers, `spread` may add micro-batches.
+    The micro-batches must divide evenly among a fixed number of workers. With a range, `spread` may add micro-batches.
 
     Raises:
         UserError: the batch is refused. The message names the nearest batch sizes and worker counts that work.

@@ -58,7 +58,7 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
 
     def fetch(self, name: str) -> Path:
-        """Return the local path of a file. If the run's folder is a URI that has the file, download the file first."""
+        """Return the local path of a file. If the run's folder is a URI and has the file, download it first."""
         if self._temporary and (text := read_text(f"{self._location}/{name}")) is not None:
             (self.path / name).write_text(text)
         return self.path / name

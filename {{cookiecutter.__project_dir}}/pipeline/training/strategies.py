@@ -35,7 +35,7 @@ class Strategy(ABC):
 
     @classmethod
     def loading(cls, options: Any, runtime: Runtime, plan: BatchPlan) -> AbstractContextManager[None]:
-        """Return a context in which `from_pretrained` loads what a rank needs of a model. By default, that is all."""
+        """Return a context in which `from_pretrained` loads what a rank needs of a model. By default: all of it."""
         return nullcontext()
 
     @abstractmethod
@@ -46,18 +46,18 @@ class Strategy(ABC):
     def accumulate(self, batch: Batch, scale: torch.Tensor, last: bool) -> torch.Tensor:
         """Return the summed loss of a micro-batch, and add the gradient of `scale` x this loss to the gradients.
 
-        `last` marks the last micro-batch of an optimizer step. After it, the gradients are averaged over the ranks.
+        `last` marks the last micro-batch of an optimizer step. After that, the gradients are averages over the ranks.
         """
 
     @abstractmethod
     def step(self, learning_rate: float) -> torch.Tensor | float:
-        """Clip the gradients, update the parameters and reset the gradients. Return their norm before clipping."""
+        """Clip the gradients, update the parameters and reset the gradients. Return the norm before clipping."""
 
     @abstractmethod
     def capture(self) -> WriteCheckpoint:
         """Return a function that writes this rank's part of the parameters and optimizer states.
 
-        If `copies_state`, the function writes a copy in main memory, which this method makes.
+        If `copies_state`, this method copies the state to main memory, and the function writes the copy.
         """
 
     @abstractmethod
@@ -160,7 +160,7 @@ class DDP(Strategy):
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self._max_grad_norm)
         self.set_learning_rate(learning_rate)
         self.optimizer.step()
-        # gradients are views of DDP's buckets: None would not free them, and `no_sync` would allocate new gradients
+        # gradients are views of DDP's buckets: None would free no memory, and `no_sync` would allocate new gradients
         self.optimizer.zero_grad(set_to_none=False)
         return norm
 
@@ -176,7 +176,7 @@ class DDP(Strategy):
         self.optimizer.load_state_dict(state["optimizer"])
 
     def checkpoint_bytes(self) -> int:
-        """Return the number of bytes of the trained parameters and AdamW's two moments, all in fp32."""
+        """Return the bytes of the trained parameters and AdamW's two moments in fp32. Only rank 0 writes them."""
         return 12 * self.model.num_parameters(only_trainable=True) if self._is_writer else 0
 
     def gather(self) -> Iterator[Weight]:

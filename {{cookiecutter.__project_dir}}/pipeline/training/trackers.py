@@ -1,4 +1,4 @@
-"""Sends metrics to MLflow or Weights & Biases, if [train] names them. A resumed run also resumes in the tracker."""
+"""Sends metrics to MLflow and Weights & Biases, if [train] names them. A resumed run also resumes in the tracker."""
 
 import json
 import os
@@ -30,7 +30,7 @@ class Tracker(Protocol):
 
 
 class Trackers:
-    """The trackers that [train] names. If one fails, it is dropped, so that it cannot stop the training."""
+    """The trackers that [train] names. A tracker that fails is dropped, so that it cannot stop the training."""
 
     def __init__(self, options: TrainOptions, folder: RunFolder) -> None:
         makers: dict[str, Callable[[str | None], Tracker]] = {}
@@ -66,7 +66,7 @@ class Trackers:
 
 
 class MLflow:
-    """A run at a tracking URI: a server or a folder."""
+    """A run in MLflow. The tracking URI is that of a server or a folder."""
 
     def __init__(self, options: TrainOptions, run_id: str | None) -> None:
         # all ranks wait for MLflow's answer, and by default its client retries for twenty minutes

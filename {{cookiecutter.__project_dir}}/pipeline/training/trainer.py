@@ -23,8 +23,8 @@ from pipeline.training.strategies import MakeStrategy
 from settings import UserError
 
 MAX_ROWS_LISTED = 8
-# Approximate time between two progress lines. With each, the trainer checks for a spot notice, which AWS sends only two
-# minutes before it stops a machine.
+# Approximate maximum time between two progress lines. At each line, the trainer also checks for spot notices, which AWS
+# sends only two minutes before it stops a machine.
 PROGRESS_INTERVAL_S = 10
 
 
@@ -49,7 +49,7 @@ class TrainingRows(Protocol):
 class PackedSource:
     """Reads packed rows. The step and the rank determine the rows, so a resumed run continues exactly where it stopped.
 
-    While a step computes, another thread reads the rows of the next.
+    While a step computes, another thread reads the rows of the next step.
     """
 
     def __init__(self, options: TrainOptions, runtime: Runtime) -> None:
@@ -99,7 +99,7 @@ def train(
 
 
 class Trainer:
-    """Trains on one rank. Holds its model, optimizer, rows and metrics."""
+    """Trains on one rank, and holds this rank's model, optimizer, rows and metrics."""
 
     def __init__(
         self, options: TrainOptions, runtime: Runtime, make_strategy: MakeStrategy, stream: TrainingRows | None

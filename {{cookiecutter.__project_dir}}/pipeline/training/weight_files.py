@@ -15,7 +15,7 @@ Weight = tuple[str, torch.Tensor]
 """Name and value of a parameter."""
 
 FULL_BYTES = 5 * 2**30
-"""A file that has at least this size gets no further layer."""
+"""Once a file has this size, the next layer goes to a new file."""
 
 INDEX = "model.safetensors.index.json"
 

@@ -45,8 +45,8 @@ class TuneOptions(TrainOptions):
     grace_steps: PositiveInt
     """Number of steps after which a trial is first compared with others (ASHA, Li et al. 2018, arXiv:1810.05934)."""
     reduction_factor: float = Field(gt=1)
-    """Trials are compared after grace_steps, then whenever the number of steps has grown by this factor. Each time, one
-    in this many trials continues."""
+    """Trials are compared after grace_steps, and again whenever their number of steps has grown by this factor. With
+    factor 3, one in three trials continues each time."""
 
     @model_validator(mode="after")
     def _trials_are_compared(self) -> Self:

@@ -95,7 +95,7 @@ def run(options: TuneOptions, trials: Sequence[Trial]) -> list[str]:
     remaining = [trial.name for trial in trials if not trial.ended]
     print(
         f"{options.name}: {len(trials)} trials of {options.script}, {options.trials_at_once} at once, at most "
-        f"{options.steps} steps; {len(trials) - len(remaining)} have ended already",
+        f"{options.steps} steps; {len(trials) - len(remaining)} have already ended",
         flush=True,
     )
     if not remaining:
@@ -173,7 +173,7 @@ def _run_trial(
 
 
 class TrialRecorder(tune.Callback):
-    """Saves and prints how each trial ended."""
+    """Prints how each trial ended, and saves the result unless the trial failed."""
 
     def __init__(self, folder: str, steps: int, trials: Sequence[Trial]) -> None:
         self.failures: list[str] = []

@@ -20,7 +20,7 @@ WEIGHTS = ("step-", "model", "adapter")
 
 @dataclass
 class Trial:
-    """Settings, and how the training run that tries them ended."""
+    """Settings to try, and how the training run with these settings ended."""
 
     name: str
     settings: dict[str, float]
@@ -50,7 +50,7 @@ class Outcome(NamedTuple):
 
 
 def load(folder: str, drawn: Sequence[dict[str, float]]) -> list[Trial]:
-    """Return the trials of the search in `folder`. Those that ended in an earlier start are marked as ended."""
+    """Return the trials of the search in `folder`, with `Trial.ended` as last saved."""
     saved = {trial["name"]: trial["ended"] for trial in json.loads(storage.read_text(f"{folder}/{FILE}") or "[]")}
     names = [f"trial-{number:02d}" for number in range(1, len(drawn) + 1)]
     return [Trial(name, values, saved.get(name, "")) for name, values in zip(names, drawn, strict=True)]
@@ -62,7 +62,7 @@ def save(folder: str, trials: Sequence[Trial]) -> None:
 
 
 def curve(folder: str, name: str) -> list[Line]:
-    """Return the evaluations of a trial so far."""
+    """Return the evaluations of a trial so far, except those with a loss that is not finite."""
     text = storage.read_text(f"{folder}/{name}/metrics.jsonl") or ""
     return [line for line in lines(text) if math.isfinite(line.get("eval_loss", math.nan))]
 

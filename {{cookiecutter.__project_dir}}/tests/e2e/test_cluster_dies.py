@@ -1,4 +1,4 @@
-"""Test the errors that verbs print if the cluster does not start, dies during a job, or does not answer like Ray."""
+"""Test what verbs print if the cluster does not start, dies or misbehaves, and that clients bypass HTTP proxies."""
 
 import asyncio
 import dataclasses
@@ -176,7 +176,7 @@ def test_an_upload_may_take_longer_than_an_answer(monkeypatch: pytest.MonkeyPatc
                 is_upload = sock.recv(2**12).startswith(b"PUT")
                 while is_upload and received < size - 2**12:
                     received += len(sock.recv(2**20))
-                    time.sleep(0.1)  # the pauses add up to 3 s, three times the connect timeout
+                    time.sleep(0.1)  # the pauses add up to at least 3 s, three times the connect timeout
                 head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(VERSION)}\r\nContent-Type: application/json\r\n"
                 sock.sendall(f"{head}Connection: close\r\n\r\n".encode() + VERSION)
 
@@ -198,7 +198,7 @@ def test_a_log_and_a_status_that_fail_at_once_give_one_error(
             raise Unreachable("the log's connection failed")
 
         def get_job_info(self, job_id: str) -> JobDetails:
-            raise Unreachable("the status' connection failed")
+            raise Unreachable("the connection for the status failed")
 
     monkeypatch.setattr(Connection, "client", lambda _: Client())
     with pytest.raises(Unreachable, match="probe-1 may be lost"):

@@ -172,7 +172,9 @@ def test_torchrun_needs_packed_rows_and_a_folder() -> None:
     options = settings.load(DDPOptions, "train", profile="local")
     for wrong in ({"stream": True}, {"output": "s3://bucket/runs"}):
         message = torchrun._prepare(options.model_copy(update=wrong))
-        assert message.startswith("torchrun reads preprocessed rows and writes to a folder that all processes share")
+        assert message.startswith(
+            "under torchrun, jobs read preprocessed rows and write to a folder that all processes share"
+        )
 
 
 @cache

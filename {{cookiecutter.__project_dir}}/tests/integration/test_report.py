@@ -250,7 +250,7 @@ def test_a_missing_run_is_refused_with_the_names_of_other_runs(tmp_path: Path) -
     train(str(tmp_path), "one")
     train(str(tmp_path), "other")
     storage.write_text(f"{tmp_path}/claimed/run.json", "{}")
-    with pytest.raises(settings.UserError, match="no run 'third' with any steps; it has: one, other"):
+    with pytest.raises(settings.UserError, match="no run 'third' with logged steps; it has: one, other"):
         history.read_all(str(tmp_path), ["one", "third"])
 
 

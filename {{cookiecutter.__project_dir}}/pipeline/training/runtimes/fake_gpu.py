@@ -1,4 +1,4 @@
-"""Runs steps of a fine-tuning job on a fake GPU, and reports how much memory they need. `inv fit` starts it.
+"""Runs steps of a fine-tuning job on a fake GPU for `inv fit`, and reports how much memory they need.
 
 The fake GPU is in cluster/fake_gpu. Its kernels compute nothing, but torch allocates memory as on a real GPU. Weights
 are not read, rows are made up, and collectives return at once, because there are no other ranks.
@@ -70,9 +70,9 @@ class FakeRows:
 def fit(options: TrainOptions, make_strategy: MakeStrategy) -> None:
     """Run STEPS optimizer steps, and write a report as JSON to the file that REPORT names.
 
-    Sizes are bytes of rank 0. `allocated` and `reserved` are the peaks of torch's allocator on the GPU. `main_memory`
-    is the peak of large blocks in main memory after the weights were loaded. If the GPU had too little memory, `failed`
-    says where: while loading the model, or in a step.
+    All sizes are those of rank 0, in bytes. `allocated` and `reserved` are the peaks of torch's allocator on the GPU.
+    `main_memory` is the peak size of large blocks in main memory after the weights were loaded. If the GPU had too
+    little memory, `failed` says when: while loading the model, or in a step.
 
     Raises:
         UserError: the options do not fit together, or cannot be measured on a fake GPU.
@@ -83,7 +83,7 @@ def fit(options: TrainOptions, make_strategy: MakeStrategy) -> None:
     folder = settings.PROJECT / options.model  # not settings.resolve, which may return a URI in the bucket
     model = str(folder) if folder.is_dir() else options.model
     with tempfile.TemporaryDirectory() as output:
-        # a URI, because for a path, the trainer would check the free space of this machine's disk, not of a node's
+        # a URI, because for a path, the trainer would check the free space on this machine's disk instead of a node's
         options = options.model_copy(update={"model": model, "output": f"file://{output}"})
         _measure(options, make_strategy, Path(output))
 

@@ -67,7 +67,7 @@ class RayTrainRuntime:
         return prepare_model(model, move_to_device=self.device, parallel_strategy_kwargs=options)
 
     def report(self, metrics: Metrics, write: WriteCheckpoint) -> None:
-        """Start to store a checkpoint. Ray merges the ranks' folders, and keeps the best and the last checkpoints."""
+        """Start storing a checkpoint. Ray merges the ranks' folders, and keeps the best and the last checkpoint."""
         self._stored.clear()
         self.scratch.mkdir(parents=True)
 
@@ -75,7 +75,7 @@ class RayTrainRuntime:
 
         def store(checkpoint: Checkpoint, name: str) -> Checkpoint:
             nonlocal is_written
-            if not is_written:  # Ray calls `store` up to 3 times if storage is busy
+            if not is_written:  # Ray calls `store` again if S3 is busy
                 write(self.scratch)
                 is_written = True
             stored = self._storage.persist_current_checkpoint(checkpoint, name)
@@ -115,8 +115,8 @@ class RayTrainRuntime:
     def _new_name(self, step: int) -> str:
         """Return a folder name that this run has not used yet.
 
-        Ray also counts incomplete checkpoints and deletes by name, so a new checkpoint with an old name might be
-        deleted.
+        Ray also counts incomplete checkpoints, and deletes checkpoints by name. A new checkpoint with an old name might
+        be deleted.
         """
         name = f"step-{step:08d}"
         while name in self._names:
@@ -125,7 +125,7 @@ class RayTrainRuntime:
         return name
 
     def _delete_incomplete(self) -> None:
-        """Delete the parts of a checkpoint that killed workers left on this node's disk and in the storage."""
+        """Delete the incomplete checkpoints that killed workers left on this node's disk and in the run's folder."""
         shutil.rmtree(self.scratch.parent, ignore_errors=True)  # the parts of all ranks that were on this node
         if self.rank == 0:
             files = self._storage.storage_filesystem
@@ -217,7 +217,7 @@ def _train_worker(config: dict[str, Any]) -> str | None:
     """Train in one worker. Return the message of a final failure, because Ray replaces workers that raise an error.
 
     If only this worker failed, the others wait for it in a collective, so this worker has to raise its error. Ray then
-    replaces all workers, and the new ones return the message that they find in the failure's file.
+    replaces all workers, and the new ones return the message that they find in the failure file.
     """
     ray_logging.worker()
     options, make_strategy, stream = ray.get(config["arguments"])

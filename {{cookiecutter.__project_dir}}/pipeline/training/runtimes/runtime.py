@@ -19,7 +19,7 @@ Metrics = dict[str, float]
 
 WriteCheckpoint = Callable[[Path], None]
 """Writes this rank's part of a checkpoint to an empty folder. If the strategy has copied the state, another thread may
-call it while training continues (see `Strategy.copies_state`)."""
+call this function while training continues (see `Strategy.copies_state`)."""
 
 
 class Runtime(Protocol):
@@ -43,7 +43,7 @@ class Runtime(Protocol):
         ...
 
     def report(self, metrics: Metrics, write: WriteCheckpoint) -> None:
-        """Start to store a checkpoint of all ranks. It can be loaded once it is complete."""
+        """Start storing a checkpoint of all ranks. The checkpoint can be loaded once it is complete."""
         ...
 
     def wait(self) -> None:
@@ -106,7 +106,7 @@ class SingleProcess:
         self._publish(partial, metrics)
 
     def _publish(self, partial: Path, metrics: Metrics) -> None:
-        """Give a complete folder its final name, and delete checkpoints that are no longer among the best."""
+        """Give a complete folder its final name. Delete all checkpoints but the best and the last."""
         (partial / METRICS).write_text(json.dumps(metrics))
         folder = partial.with_name(partial.name.removeprefix("."))
         shutil.rmtree(folder, ignore_errors=True)  # an incomplete checkpoint, which `restore` skipped

@@ -88,7 +88,7 @@ def _prepare(options: TrainOptions) -> str:
     try:
         if options.stream or not storage.is_local(options.output):
             raise UserError(
-                "torchrun reads preprocessed rows and writes to a folder that all processes share. "
+                "under torchrun, jobs read preprocessed rows and write to a folder that all processes share. "
                 "Leave out --stream, and set --output to a folder."
             )
         check_batches(options.global_batch_rows, options.micro_batch_rows, options.min_workers, options.max_workers)
