@@ -25,7 +25,7 @@ from pipeline.ray_support.private import cluster_launcher
 FILE = settings.PROJECT / "cluster" / "cluster.yaml"
 STACK = settings.PROJECT / "cluster" / "stack.yaml"
 SCHEMA = json.loads((Path(autoscaler.__file__).parent / "ray-schema.json").read_text(encoding="utf-8"))
-# The keys of `provider` that Ray's AWS provider reads. Ray's schema accepts any key, even a misspelt one.
+# The keys of `provider` that Ray's AWS provider reads. Ray's schema accepts any key, even a misspelled one.
 PROVIDER_KEYS = {"type", "region", "availability_zone", "cache_stopped_nodes", "use_internal_ips"} | {
     "use_external_head_ip",
     "key_pair",
@@ -62,7 +62,7 @@ def merge(base: dict[str, Any], overlay: dict[str, Any]) -> dict[str, Any]:
 
 
 def ec2_problems(node_config: dict[str, Any]) -> str:
-    """Return the problems that botocore finds in a node_config as parameters of RunInstances, or an empty text."""
+    """Return the problems that botocore finds in a node_config as parameters of RunInstances, or an empty string."""
     shape = botocore.session.get_session().get_service_model("ec2").operation_model("RunInstances").input_shape
     assert shape
     return ParamValidator().validate(node_config | {"MinCount": 1, "MaxCount": 1}, shape).generate_report()

@@ -1,4 +1,4 @@
-"""Test the training loop in a single process, without Ray: schedules, data, numerics and errors."""
+"""Test the training loop in a single process, without Ray: data, numerics, checkpoints, adapters and errors."""
 
 import json
 import math
@@ -710,7 +710,7 @@ def _without_dropout(model: Path, folder: Path) -> str:
 
 
 def _documents_in(rows: pa.Table) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return the token ids and labels of each document. A document starts where positions restart."""
+    """Return the token ids and labels of each trained document. A document starts where positions restart."""
     documents = []
     for row in rows.to_pylist():
         starts = [at for at, position in enumerate(row["position_ids"]) if position == 0]
