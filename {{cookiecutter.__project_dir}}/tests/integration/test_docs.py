@@ -84,7 +84,7 @@ def test_a_changed_message_would_be_found() -> None:
 
 @cache
 def _messages() -> list[re.Pattern[str]]:
-    """Return a pattern for each text of at least MIN_LETTERS characters in the code. Values in a text match anything."""
+    """Return a pattern for each text of at least MIN_LETTERS characters in the code. Values in it match anything."""
     files = [file for pattern in SOURCES for file in settings.PROJECT.glob(pattern)]
     trees = [ast.parse(file.read_text(encoding="utf-8")) for file in files]
     nodes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.expr)]
