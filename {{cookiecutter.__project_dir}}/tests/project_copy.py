@@ -50,13 +50,13 @@ def copy_project(folder: Path, probe: str) -> Project:
 
 
 def processes(project: Project) -> list[psutil.Process]:
-    """Return the head that `up` started, and all its descendants."""
+    """Return the head's process, which `up` started, and all its descendants."""
     head = psutil.Process(project.state["session"])
     return [head, *head.children(recursive=True)]
 
 
 def read_until(client: subprocess.Popen, word: str) -> str:
-    """Wait until a line of the log starts with `word`. Return the job's id."""
+    """Wait until a line of the client's output starts with `word`. Return the job's id."""
     assert client.stdout is not None
     job_id = ""
     for line in client.stdout:

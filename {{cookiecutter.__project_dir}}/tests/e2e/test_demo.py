@@ -1,4 +1,4 @@
-"""Test that the demo's model learns the right answers in training, and knows none of them without training."""
+"""Test that the demo's model knows no answer before training, and learns the facts only from right answers."""
 
 from pathlib import Path
 

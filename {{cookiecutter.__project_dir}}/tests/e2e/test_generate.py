@@ -51,7 +51,7 @@ BAD = {
 
 
 class KilledRuns(NamedTuple):
-    """The results of two runs: the first was killed, and the second lost its engine."""
+    """Two runs of the same job: the first was killed, and the second lost its engine."""
 
     options: GenerateOptions
     prompts: dict[str, Any]
@@ -101,7 +101,7 @@ def made(ray_session: None, options: GenerateOptions) -> KilledRuns:
     output = io.StringIO()
     with pytest.MonkeyPatch.context() as patched, ThreadPoolExecutor(1) as pool, contextlib.redirect_stdout(output):
         patched.setattr("pipeline.ray_support.progress.PROGRESS_INTERVAL_S", 0.5)
-        # small batches, so that the first file is written long before the engine has answered all rows and ends
+        # small batches, so that the first file is written long before the engine has answered all rows
         patched.setattr(vllm_stage, "BATCH_ROWS", options.rows_per_file)
         engine_killed_at = pool.submit(kill_the_engine, options)
         generate.main(options)
@@ -109,7 +109,7 @@ def made(ray_session: None, options: GenerateOptions) -> KilledRuns:
 
 
 def write_rows(folder: Path) -> dict[str, Any]:
-    """Write good and bad rows in both formats. Return the prompts of the good rows, keyed by id."""
+    """Write good and bad rows as JSONL, and good ones as parquet. Return the prompts of the good rows, keyed by id."""
     folder.mkdir(parents=True)
     facts = [fact.question for fact in demo_assets.questions(50)]
     asked = {f"q{number}": f"{facts[number % 50]} {number // 50 or ''}".strip() for number in range(COUNT)}
@@ -123,7 +123,7 @@ def write_rows(folder: Path) -> dict[str, Any]:
 
 
 def run_and_kill(options: GenerateOptions) -> list[int]:
-    """Start the job in a new process and kill it after its first file. Return the pids of engines that still run."""
+    """Start the job in a new process and kill it after its first file. Return the pids of engines that outlive it."""
     code = "import sys; from jobs import generate as g; g.main(g.GenerateOptions.model_validate_json(sys.argv[1]))"
     environment = os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address, "PROFILE": "local"}
     before = set(psutil.pids())
@@ -143,7 +143,7 @@ def run_and_kill(options: GenerateOptions) -> list[int]:
 
 
 def kill_the_engine(options: GenerateOptions) -> int:
-    """Kill the engine after it has written a file of answers. Return the number of rows that are answered by then."""
+    """Kill the engine once the run has written another file. Return the number of rows answered by then."""
     folder, deadline = Path(options.output, "answers"), time.monotonic() + 240
     files = None  # counted once there is an engine
     while files is None or len(list(folder.glob("*.parquet"))) == files:
@@ -171,12 +171,12 @@ def test_a_killed_run_resumes(made: KilledRuns) -> None:
     assert 0 < len(made.killed) < COUNT
     assert f"{len(made.killed)} were answered before" in made.output
     assert not made.survivors
-    assert len(made.killed) < made.engine_killed_at < COUNT, "the engine must be killed halfway"
+    assert len(made.killed) < made.engine_killed_at < COUNT, "the engine must be killed before the end of the run"
     assert Counter(row["id"] for row in made.answers) == Counter(dict.fromkeys(made.prompts, 1))
 
 
 def test_greedy_answers_equal_those_of_transformers(made: KilledRuns, model: Path) -> None:
-    """test_serve.py has the same test for the server. Here, generation_config.json has a penalty."""
+    """test_serve.py has the same test for the server. Here, generation_config.json has a repetition penalty."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     peer = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     compared = 0
@@ -286,7 +286,7 @@ def track_with_fault(row_id: str, track: Callable[..., None], processor: Any, tr
             async def generate_async(row: dict[str, Any]) -> Any:
                 answer = asyncio.ensure_future(generate_async_unpatched(row))
                 if row["id"] == row_id:
-                    # a row crashes an engine after vLLM has sent it there; if the engine dies earlier, vLLM may hang
+                    # wait until vLLM has sent the row, as in a real crash; an earlier kill may make vLLM hang
                     while self.llm.engine.output_handler is None:
                         await asyncio.sleep(0.001)
                     [core] = self.llm.engine.engine_core.resources.engine_manager.processes

@@ -1,4 +1,4 @@
-"""Test the verbs with the `local` target, in a copy of the project with its own cluster."""
+"""Test the `inv` verbs with the `local` target, in a copy of the project with its own cluster."""
 
 import functools
 import hashlib
@@ -29,7 +29,7 @@ from cluster.network import free_ports
 
 CANARY = secrets.token_hex(16)  # random: this file is uploaded, so the search below would find a literal in it
 PROBE = '''
-"""A job for the tests: prints hashes of the secret, then exits with the given code."""
+"""A job for the tests: prints temporary folders and hashes of the secret, waits, then exits with the given code."""
 import hashlib, os, pathlib, sys, tempfile, time
 import ray
 from pipeline.ray_support import cli
@@ -65,7 +65,7 @@ def test_a_second_up_changes_nothing(project: Project) -> None:
 
 
 def test_a_new_cluster_shows_no_job_and_no_problem(project: Project) -> None:
-    # Ray monitors a job until a second after its end. If the job is deleted before that, Ray lists it as failed.
+    # Ray monitors a job for a second after it ends. If the job is deleted before then, Ray lists it as failed.
     time.sleep(3)
     probes = {job["submission_id"]: job["status"] for job in project.get("/api/jobs/").json()}
     assert probes == {PROBE_JOB: "SUCCEEDED"}
@@ -126,7 +126,7 @@ def test_other_users_cannot_access_files_of_a_job_without_a_cluster(project: Pro
     job.communicate(timeout=60)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux lists the ports of outgoing connections in /proc")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux shows the port range of outgoing connections in /proc")
 def test_no_outgoing_connection_can_take_a_free_port() -> None:
     first_of_connections = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     ports = free_ports(7)

@@ -1,4 +1,4 @@
-"""Test the web page of a served model in a real Chromium, and its HTTP response without a key."""
+"""Test the web page in a real Chromium with a fake API, and its HTTP responses without a browser."""
 
 from collections.abc import Iterator
 
@@ -25,7 +25,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def page(browser: Browser, api: PretendApi) -> Iterator[Page]:
-    """Open the page in a new browser context. Check that it sends requests only to its origin, and no key in a URL."""
+    """Open the page. Check that it raises no error, sends requests only to its own origin, and puts no key in a URL."""
     api.chunks, api.delay_s = ["All ", "is ", "well."], 0.0
     api.resume.set()
     api.requests.clear()
@@ -193,7 +193,7 @@ def test_other_origins_and_injected_scripts_are_blocked(page: Page, api: Pretend
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_has_enough_contrast(page: Page, scheme: str) -> None:
-    """WCAG 2, level AA, requires a contrast ratio of 4.5 for text."""
+    """WCAG 2, level AA, requires a contrast ratio of at least 4.5 for text."""
     page.emulate_media(color_scheme="dark" if scheme == "dark" else "light")
     sign_in(page)
     ask(page, "hello")

@@ -1,4 +1,4 @@
-"""Run the rehearsal once, and check its output and its record of all calls to AWS."""
+"""Run `inv rehearse` once, and check its output and its record of all calls to the emulated AWS."""
 
 import copy
 import json
@@ -34,7 +34,7 @@ def rehearsal() -> tuple[str, dict[str, Any]]:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=3600,  # in case it hangs; it usually takes minutes, or several times as long on a busy machine
+            timeout=3600,  # in case it hangs; it takes minutes, and several times as long on a busy machine
         )
     assert done.returncode == 0, done.stdout
     assert Path("/proc/self/mounts").read_text() == mounts, "a mount is left on this machine"
@@ -55,7 +55,7 @@ def canary_secret() -> Iterator[None]:
 
 
 def launches(record: dict[str, Any]) -> dict[str, str]:
-    """Return the zone of each A100 machine that was launched, keyed by the machine's id."""
+    """Return the zone of each A100 instance that was launched, keyed by the instance's id."""
     return {one["id"]: one["zone"] for one in record["instances"] if one["type"].startswith("p4d")}
 
 
@@ -111,7 +111,7 @@ def test_the_gang_was_two_spot_machines_in_one_zone(rehearsal: tuple[str, dict[s
 
 @pytest.mark.parametrize("action", granted_actions())
 def test_each_permission_is_needed(rehearsal: tuple[str, dict[str, Any]], action: str) -> None:
-    """Without this action, the emulated AWS would have rejected some call of the rehearsal."""
+    """Without this action, the emulated AWS would have rejected at least one of the head's calls."""
     _, record = rehearsal
     without = [
         statement | {"Action": [one for one in _as_list(statement["Action"]) if one != action]}

@@ -1,4 +1,4 @@
-"""Test a served model with an OpenAI client: answers, errors, limits and security."""
+"""Test a served model: answers, limits, errors, security, settings, updates, `inv bench` and `inv chat`."""
 
 import asyncio
 import contextlib
@@ -189,7 +189,7 @@ def test_a_completion_has_its_tokens_and_logprobs(client: openai.OpenAI) -> None
 
 def test_disconnected_clients_free_the_engine(served: ServeOptions, client: openai.OpenAI) -> None:
     async def seconds(disconnect: bool) -> float:
-        """Return the seconds until the engine gives a short answer while it is busy with long ones."""
+        """Return how long it takes to read long answers, or disconnect from them, and then get a short one."""
         async with openai.AsyncOpenAI(base_url=served.url, api_key=client.api_key, max_retries=0) as many:
 
             async def begin(tokens: int) -> openai.AsyncStream[ChatCompletionChunk]:
@@ -219,11 +219,11 @@ def test_disconnected_clients_free_the_engine(served: ServeOptions, client: open
 
 
 LONG_ANSWER = {"model": "tiny", "max_tokens": 200, "ignore_eos": True}
-"""If a key sends as many of these requests as its limit allows at once, the engine is busy for many seconds."""
+"""The engine is busy for many seconds if a key sends as many of these requests at once as its limit allows."""
 REPLACED_WITHIN_S = 25  # 3 s on an idle machine, over 10 s on a busy one; without `_exit_with_engine`, 30 s
-# seconds on an idle machine; multiply them by slowdown()
+# seconds on an idle machine, here and in the next line; multiply both by slowdown()
 STOPS_WITHIN_S = 1
-REFUSED_WITHIN_S = 3  # HAProxy waits one second before its second attempt
+REFUSED_WITHIN_S = 3  # HAProxy waits one second before it tries again
 CLIENTS = 4
 LARGER_THAN_HAPROXY_BUFFER = "x" * 1_200_000
 BODIES = {
@@ -368,7 +368,7 @@ def test_a_key_at_its_limit_is_told_when_to_retry(served: ServeOptions) -> None:
 
 
 def test_a_connection_survives_a_request_that_is_too_large(served: ServeOptions) -> None:
-    """The test repeats the requests through HAProxy, because whether a connection survives can depend on timing."""
+    """The test repeats the requests, because whether HAProxy keeps the connection open can depend on timing."""
     small = {"model": "tiny", "messages": user("hi"), "max_tokens": 1}
     too_large = bytes(int(served.max_body_mib * 2**20) + 1)
     with httpx2.Client(headers={"Authorization": f"Bearer {os.environ['SERVE_API_KEY']}"}, timeout=60) as client:
@@ -480,7 +480,7 @@ def test_the_web_page_shows_the_models_answer(served: ServeOptions, client: open
 def test_generate_gives_the_same_answers_as_the_server(
     served: ServeOptions, client: openai.OpenAI, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The job and the server have separate engines with different batch sizes."""
+    """The job has an engine of its own, which may batch the questions differently than the server's engine."""
     questions = [fact.question for fact in demo_assets.questions(50)]
     rows = [{"id": number, "messages": user(question)} for number, question in enumerate(questions)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -547,7 +547,7 @@ def test_a_wrong_key_gives_an_authentication_error(served: ServeOptions) -> None
 
 @pytest.mark.parametrize("enabled", [True, False])
 def test_prefix_routing_sets_the_router(served: ServeOptions, enabled: bool) -> None:
-    """The router's choice of replicas is not tested, because that would take two engines."""
+    """The router's choice of replicas is not tested, because that would need two engines."""
     from pipeline.serving import app
 
     application = app.build(served.model_copy(update={"prefix_routing": enabled}), served.root)
@@ -680,7 +680,7 @@ def test_cors_is_disabled(served: ServeOptions) -> None:
 
 
 def test_http_servers_listen_only_on_loopback(served: ServeOptions) -> None:
-    """In Ray's own configuration, HAProxy's statistics and metrics listen on all interfaces."""
+    """In Ray's own configuration, HAProxy serves its statistics and metrics on all interfaces."""
     ours = children()
     found = {
         (connection.laddr.ip, connection.laddr.port)

@@ -53,7 +53,7 @@ def _observe(rank: int, folder: Path) -> None:
     ranks.join(rank, RANKS, folder)
     ddp, fsdp = _strategy(DDP, DDPOptions, rank), _strategy(FSDP, FSDPOptions, rank)
     seen: dict[str, Any] = {"parameters": ddp.model.num_parameters()}
-    for strategy in (ddp, ddp, fsdp, fsdp):  # twice, because DDP replaces its buckets in the second step
+    for strategy in (ddp, ddp, fsdp, fsdp):  # twice, because DDP rebuilds its buckets in the second step
         _accumulate(strategy, rank, 2)
         strategy.step(1e-3)
     buckets = _gradient_addresses(ddp)
@@ -84,13 +84,13 @@ def _strategy(kind: Any, options_type: Any, rank: int, **changes: Any) -> Strate
 
 
 def _accumulate(strategy: Strategy, rank: int, count: int, last: bool = True) -> None:
-    """Add the gradients of `count` micro-batches. With `last`, they complete the step."""
+    """Add the gradients of `count` micro-batches. With `last`, the final one is the last of its optimizer step."""
     for number in range(count):
         strategy.accumulate(_batch(rank, number), torch.tensor(0.1), last and number == count - 1)
 
 
 def _batch(rank: int, number: int) -> Batch:
-    """Return one row, which is different for each rank and number."""
+    """Return one row that differs for each rank and number."""
     row = (torch.arange(16)[None] * (rank + 2) + number) % SIZES["vocab_size"]
     return {"input_ids": row, "labels": row, "position_ids": torch.arange(16)[None]}
 

@@ -1,4 +1,4 @@
-"""Test the middleware in front of a served model: keys, limits, body size, timeouts, errors, and its overhead."""
+"""Test the middleware in front of a served model: keys, limits, disconnects, the queue, errors and overhead."""
 
 import asyncio
 import contextlib
@@ -45,7 +45,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def fake_app() -> FastAPI:
-    """Return an app that echoes, waits, streams or fails, with errors in all formats of vLLM's app."""
+    """Return an app with routes that count bytes, wait, stream or fail, with errors in all formats of vLLM's app."""
     app = FastAPI()
 
     @app.post("/echo")
@@ -300,7 +300,7 @@ def test_a_stream_that_takes_too_long_is_cut_off_without_a_normal_end(file: Path
 
     with pytest.raises(TimeoutError):
         asyncio.run(check())
-    assert [message.get("more_body", True) for message in sent] == [True, True]  # it started, but did not end
+    assert [message.get("more_body", True) for message in sent] == [True, True]  # the stream started, but did not end
 
 
 # ---------------------------------------------------------------- disconnects and timeouts
@@ -360,7 +360,7 @@ async def wait_until(condition: Callable[[], bool]) -> None:
 
 
 class FakeEngine:
-    """Has handlers like vLLM's, and one that ignores disconnects. Each runs until `free` is set or it is stopped."""
+    """Has handlers like vLLM's, and one that ignores disconnects. Each runs until `free` is set or it is cancelled."""
 
     def __init__(self) -> None:
         from vllm.entrypoints.serve.utils.api_utils import with_cancellation
@@ -467,7 +467,7 @@ def test_a_disconnect_at_any_moment_stops_the_work(file: Path, path: str) -> Non
 
 @needs_vllm
 def test_a_stream_stops_when_its_client_does_not_read_and_disconnects(file: Path) -> None:
-    """The task must be cancelled while its generator waits for the next piece, so that the generator is closed."""
+    """The generator closes at once only if the task is cancelled while the generator waits for the next piece."""
 
     async def check() -> None:
         engine = FakeEngine()
@@ -577,7 +577,7 @@ def test_slots_are_granted_in_order_of_arrival() -> None:
             await slots.acquire(1)  # a slot is free, but other requests came first
         tasks[0].cancel()
         await asyncio.sleep(0.01)
-        assert order == []  # the request for 2 slots comes before the one for 1
+        assert order == []  # the request for 1 slot must wait for the one for 2
         slots.release(3)
         await asyncio.wait(tasks[1:])
         assert order == [2, 1]

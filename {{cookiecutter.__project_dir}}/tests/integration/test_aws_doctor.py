@@ -104,7 +104,7 @@ class StubbedAws:
         return client
 
 
-@functools.cache  # creating a client takes longer than any test
+@functools.cache  # creating a client is slow
 def stubbed(service: Any, region: str) -> tuple[Any, Stubber, Callable[..., Any]]:
     """Return a client, its stubber, and the method that makes the client's calls."""
     client = SESSION.client(service, region_name=region)
@@ -157,7 +157,7 @@ def role(name: str, path: str = "/") -> Answer:
 
 
 def instance(**more: Any) -> Callable[[dict[str, Any]], Answer]:
-    """Return the answer to DescribeInstances if one instance runs."""
+    """Return a function that answers DescribeInstances with one running instance."""
     known = {
         "InstanceId": "i-1",
         "InstanceType": "p4d.24xlarge",
@@ -174,7 +174,7 @@ def cloud(monkeypatch: pytest.MonkeyPatch) -> StubbedAws:
     """Replace all boto3 clients, including those that are not created through the cluster file."""
     cloud = StubbedAws()
     monkeypatch.setattr(boto3, "client", cloud.client)
-    monkeypatch.setattr(boto3, "DEFAULT_SESSION", boto3.DEFAULT_SESSION)  # undoes the doctor's change afterwards
+    monkeypatch.setattr(boto3, "DEFAULT_SESSION", boto3.DEFAULT_SESSION)  # so that pytest undoes the doctor's change
     return cloud
 
 

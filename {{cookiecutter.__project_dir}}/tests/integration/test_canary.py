@@ -40,7 +40,7 @@ def model() -> type:
     """Return a class that Ray pickles by value, because replicas cannot import this module."""
 
     class Model:
-        """Has the middleware of `pipeline/serving/app.py`, but no engine."""
+        """A served model without an engine: only the metrics middleware and, at the root, the model router."""
 
         def __init__(self, path: str, model: str, address: str) -> None:
             self._path, self._model, self._address = path, model, address
@@ -70,7 +70,7 @@ def model() -> type:
 
 
 def deploy(path: str, address: str) -> None:
-    """Serve an app that scales to zero as soon as it is idle."""
+    """Serve an app that scales to zero soon after it becomes idle."""
     idle = {"min_replicas": 0, "max_replicas": 1, "initial_replicas": 1, "upscale_delay_s": 0, "downscale_delay_s": 1}
     scaling = idle | {"metrics_interval_s": 0.5, "look_back_period_s": 1}
     app = serve.deployment(serve.ingress()(model()), autoscaling_config=scaling, ray_actor_options={"num_cpus": 0.1})
@@ -104,7 +104,7 @@ def replicas() -> int:
 
 
 def kill_actor() -> None:
-    """Kill the routing actor's process, as the kernel does when memory runs out. Wait until Ray has restarted it."""
+    """Kill the routing actor's process, as the kernel does when memory runs out. Wait until the actor is back."""
     [pid] = [pid for pid, name in children().items() if name == "ray::RoutingState"]
     os.kill(pid, signal.SIGKILL)
 

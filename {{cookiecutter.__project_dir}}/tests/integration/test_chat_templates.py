@@ -60,7 +60,7 @@ CONVERSATIONS["a tool without a description"] = Conversation(
 
 @pytest.fixture(scope="module")
 def folder(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of the tiny model, with a tokenizer that has the special tokens of all families."""
+    """Return a copy of the tiny model whose tokenizer has the special tokens of all families."""
     folder = tmp_path_factory.mktemp("families") / "model"
     shutil.copytree(assets / "model", folder)
     tokenizer = add_tokens(PreTrainedTokenizerFast.from_pretrained(folder), *FAMILIES.values())
@@ -114,7 +114,7 @@ def load(folder: Path, family: Family, **options: Any) -> tuple[ChatTemplate, Pr
 
 
 def as_row(conversation: Conversation) -> Conversation:
-    """Return a conversation in the form in which `read_example` returns it for a row."""
+    """Return the conversation as `read_example` reads it from a row."""
     found = read_example({"messages": conversation.messages, "tools": conversation.tools})
     assert isinstance(found, Conversation)
     return found
@@ -143,7 +143,7 @@ def served_prompt(url: str, template: str | None, conversation: Conversation) ->
 
 
 def prompts(template: ChatTemplate) -> Iterator[tuple[str, Conversation]]:
-    """For each trained turn of CONVERSATIONS, yield the text before it and the messages before it."""
+    """Yield the text and the messages before each trained turn of the CONVERSATIONS that the template supports."""
     for conversation in CONVERSATIONS.values():
         try:
             documents = template.documents(as_row(conversation))
@@ -344,7 +344,7 @@ def test_trl_trains_the_same_tokens(folder: Path, name: str) -> None:
 
 
 def table(folder: Path) -> str:
-    """Return the table of docs/data.md."""
+    """Return the table of model families for docs/data.md."""
     shown = ("tools", "tool calls", "tool results", "reasoning", "a system message")
     lines = [f"| family | TRL's mask | {' | '.join(shown)} |", "|---" * (2 + len(shown)) + "|"]
     for name, family in FAMILIES.items():

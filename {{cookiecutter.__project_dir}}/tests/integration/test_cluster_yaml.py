@@ -62,7 +62,7 @@ def merge(base: dict[str, Any], overlay: dict[str, Any]) -> dict[str, Any]:
 
 
 def ec2_problems(node_config: dict[str, Any]) -> str:
-    """Return the problems that botocore finds in a node_config as parameters of RunInstances, or an empty text."""
+    """Return the problems that botocore finds in a node_config as parameters of RunInstances, or an empty string."""
     shape = botocore.session.get_session().get_service_model("ec2").operation_model("RunInstances").input_shape
     assert shape
     return ParamValidator().validate(node_config | {"MinCount": 1, "MaxCount": 1}, shape).generate_report()

@@ -22,7 +22,7 @@ from pipeline.training.runtimes import torchrun
 PAGES = ["README.md", *(str(page.relative_to(settings.PROJECT)) for page in settings.PROJECT.glob("docs/*.md"))]
 SOURCES = ["settings.py", "cluster/**/*.py", "jobs/**/*.py", "pipeline/**/*.py"]
 FILLED = "\0"  # replaces a value in a message
-MIN_LETTERS = 20  # letters outside of values; with fewer, a pattern would match almost any quote
+MIN_LETTERS = 20  # characters outside of values; with fewer, a pattern would match almost any quote
 PLACEHOLDERS = {"VERB", "JOB", "NAME", "MODEL"}  # the pages use these in place of real names
 
 
@@ -84,7 +84,7 @@ def test_a_changed_message_would_be_found() -> None:
 
 @cache
 def _messages() -> list[re.Pattern[str]]:
-    """Return a pattern for each text in the code. Values inside a text match anything."""
+    """Return a pattern for each text of at least MIN_LETTERS characters in the code. Values in it match anything."""
     files = [file for pattern in SOURCES for file in settings.PROJECT.glob(pattern)]
     trees = [ast.parse(file.read_text(encoding="utf-8")) for file in files]
     nodes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.expr)]
@@ -123,7 +123,7 @@ def _texts(node: ast.expr) -> list[str]:
 
 
 def _named(pattern: str) -> list[tuple[str, str]]:
-    """Return the matches of a pattern in the code on each page: between backticks, or in code blocks."""
+    """Return (page, match) for each match of a pattern in a page's code: between backticks, or in code blocks."""
     found = []
     for page in PAGES:
         text = (settings.PROJECT / page).read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Test the project's environment: its location, and the sources of its packages."""
+"""Test the project's environment: the sources of its packages, its location, cleanup and installation."""
 
 import os
 import subprocess
@@ -56,14 +56,14 @@ def test_settings_of_pip_are_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     monkeypatch.setenv("PIP_FIND_LINKS", "/environment")
     settings = environment.pip_settings()
     if not settings:
-        pytest.skip("there is no pip on PATH, so it has no settings")
+        pytest.skip("pip is not on PATH, so it has no settings")
     assert settings["index-url"] == "https://mirror.example/simple"
     assert settings["find-links"] == "/environment", "pip's environment variables must override its files"
 
 
 @pytest.fixture
 def venv(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Return a project's `.venv`, a link to an environment. Make os.execv raise SystemExit with its command."""
+    """Return a project's `.venv`, a link to an environment. Make os.execv raise SystemExit with the command."""
     environment_folder = tmp_path / "cache" / "mine"
     (environment_folder / "bin").mkdir(parents=True)
     link = tmp_path / "pro ject" / ".venv"
@@ -114,7 +114,7 @@ def test_after_a_change_of_pins_the_launcher_creates_the_environment_again(venv:
         target.rename(venv)
     with pytest.raises(SystemExit, match=f"^{environment.LAUNCHER} up$"):
         environment.enter()
-    assert not os.path.lexists(venv), "if the link remained, the launcher would consider the environment up to date"
+    assert not os.path.lexists(venv), "if .venv remained, the launcher would consider the environment complete"
 
 
 def test_environments_without_a_project_are_removed(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ environment.install_pins()
 
 
 def start_install(folder: Path, log: Path, seconds: float) -> subprocess.Popen[str]:
-    """Start another process that installs into `folder`, and writes its options to `log` as one line."""
+    """Start a process that pretends to install into `folder` for `seconds`, and logs uv's options as one line."""
     return subprocess.Popen(
         [sys.executable, "-c", INSTALL, str(folder), str(log), str(seconds)],
         cwd=environment.PROJECT,
@@ -196,7 +196,7 @@ def test_an_installation_that_was_killed_is_repeated_from_the_start(tmp_path: Pa
     assert [("--reinstall" in line) for line in log.read_text().splitlines()] == [False, True]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="DeepSpeed, which compiles with them, is for Linux")
+@pytest.mark.skipif(sys.platform != "linux", reason="DeepSpeed, which needs the headers, runs only on Linux")
 def test_missing_headers_give_a_one_sentence_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
     with pytest.raises(SystemExit, match=r"^error: .* has no Python\.h, .* Run: sudo apt-get install python3\.11-dev$"):

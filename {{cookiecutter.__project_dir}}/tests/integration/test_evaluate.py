@@ -39,7 +39,7 @@ torch.set_num_threads(1)  # with tensors this small, several threads would only 
 
 @pytest.fixture(scope="module")
 def speaker(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a model that generates the held-out answers. Large initial weights make the most likely tokens clear."""
+    """Return the model whose answers are held out. Large initial weights make its most likely tokens clear."""
     return packed_rows.write_model(tmp_path_factory.mktemp("speaker"), assets, initializer_range=0.2)
 
 
@@ -82,7 +82,7 @@ def packed(documents: list[Document], speaker: Path, tmp_path_factory: pytest.Te
 
 @pytest.fixture(scope="module")
 def in_bucket(s3: str, speaker: Path) -> str:
-    """Copy the speaker to a bucket, and return its URI."""
+    """Copy the speaker to a bucket, and return the copy's URI."""
     for file in speaker.iterdir():
         boto3.client("s3").upload_file(str(file), "bucket", f"speaker/{file.name}")
     return f"{s3}/speaker"

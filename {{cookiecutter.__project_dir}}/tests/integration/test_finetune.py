@@ -61,7 +61,7 @@ def changes(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 @pytest.fixture(scope="module")
 def ddp(changes: dict[str, Any]) -> list[Row]:
-    """Return the metrics of an undisturbed run."""
+    """Return the metrics of a DDP run without failures."""
     options = _ddp_options(changes)
     finetune_ddp.main(options)
     return _metrics(options)
@@ -76,7 +76,7 @@ def test_two_workers_have_the_losses_of_one_process(ddp: list[Row], changes: dic
 
 
 def test_zero_and_fsdp_agree_with_ddp(ddp: list[Row], changes: dict[str, Any]) -> None:
-    """Each strategy runs under Ray here. test_parity.py compares all variants."""
+    """Here, the strategies run under Ray. test_parity.py compares all variants without Ray."""
     zero = _deepspeed_options(changes | {"name": "zero"})
     finetune_deepspeed.main(zero)
     fsdp = _fsdp_options(changes | {"name": "fsdp"})
@@ -117,7 +117,7 @@ def test_a_killed_worker_changes_no_bit(ddp: list[Row], changes: dict[str, Any])
 def test_a_lost_machine_leaves_fewer_workers(
     ddp: list[Row], changes: dict[str, Any], tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A separate cluster, with a head and two other machines, loses one of the two without notice."""
+    """A separate cluster, with a head and two simulated worker machines, suddenly loses one of the two."""
     monkeypatch.setenv("PYTHONPATH", str(settings.PROJECT))  # so that workers can import the project
     # after the loss, Ray Train first waits this long for two workers
     monkeypatch.setenv("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "20")
@@ -167,7 +167,7 @@ def test_a_user_error_in_the_workers_reaches_the_driver(changes: dict[str, Any])
 def test_a_gpu_out_of_memory_gives_one_sentence_and_no_retry(
     max_failures: int, changes: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Rank 0 waits in a collective for rank 1, which fails. Neither of the two workers trains again."""
+    """Rank 0 waits in a collective for rank 1, which fails. Neither worker is restarted."""
     options = _ddp_options(
         changes | {"name": "full", "max_failures": max_failures, "model": _counted(changes, tmp_path)}
     )
@@ -308,7 +308,7 @@ class _StartsATask(DDP):
 
 
 def _counted(changes: dict[str, Any], folder: Path) -> str:
-    """Return a copy of the model in `folder`, where `_count` leaves a file for each worker that starts."""
+    """Copy the model to `folder`, where `_count` leaves a file for each worker that starts. Return the copy's path."""
     shutil.copytree(changes["model"], folder / "model")
     return str(folder / "model")
 

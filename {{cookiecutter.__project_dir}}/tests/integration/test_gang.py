@@ -1,4 +1,4 @@
-"""Test in which order a gang tries zones and markets. The rehearsal, which has an autoscaler, tests the reservation."""
+"""Test the order in which a gang tries zones and markets. The rehearsal, which has an autoscaler, tests `_reserve`."""
 
 import json
 

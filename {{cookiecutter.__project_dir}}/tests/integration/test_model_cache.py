@@ -10,7 +10,7 @@ from pipeline.ray_support import model_cache
 
 @pytest.fixture
 def bucket(s3: str, assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Return a bucket with the tiny model. The model cache of this node is empty."""
+    """Return the URI of a bucket with the tiny model. The model cache of this node is empty."""
     client = boto3.client("s3")
     for file in (assets / "model").iterdir():
         client.upload_file(str(file), "bucket", f"models/tiny/{file.name}")

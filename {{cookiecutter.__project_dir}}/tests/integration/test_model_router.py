@@ -31,7 +31,7 @@ UNREACHABLE = "http://127.0.0.1:9"
 
 
 class Upstream:
-    """A real server for other apps. It records the requests and the number of chunks that it sends."""
+    """A real server in place of the other apps. It records the requests and the number of chunks that it sends."""
 
     def __init__(self) -> None:
         self.requests: list[tuple[str, dict[str, Any], str | None]] = []

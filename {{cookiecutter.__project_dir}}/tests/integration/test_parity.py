@@ -1,4 +1,4 @@
-"""Test that every strategy, number of ranks and precision gives the same losses as a single process.
+"""Test that the losses of each strategy, number of ranks and precision agree with those of a single process.
 
 As under torchrun, each rank is a process. The processes are forked from one that has already imported everything.
 """
@@ -179,7 +179,7 @@ def _spread(way: Way, workers: int, changes: dict[str, Any]) -> list[Row]:
 def _rank(number: int, workers: int, meeting: Path, options: TrainOptions, make_strategy: MakeStrategy) -> None:
     os.environ |= {"LOCAL_RANK": str(number), "LOCAL_WORLD_SIZE": str(workers)}
     if options.precision == "bf16":
-        # pretend that the CPU has bf16; CPUs without it emulate it slowly but correctly
+        # pretend that the CPU supports bf16; without support, torch emulates bf16 slowly but correctly
         pytest.MonkeyPatch().setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=number, world_size=workers)
     runtime = TorchrunRuntime(Path(options.output, options.name), torch.device("cpu"), options.keep_checkpoints)

@@ -264,7 +264,7 @@ def test_each_row_is_used_as_often_as_the_weight_says(assets: Path, tmp_path: Pa
     assert [cells["documents"] for cells in report.inputs] == [f"{sum(row):,}" for row in used.values()]
     held_out = [text.split("<|user|>")[1].split("<|assistant|>")[0] for text in documents(tmp_path, "eval", assets)]
     trained = [text.split("<|user|>")[1].split("<|assistant|>")[0] for text in documents(tmp_path, "train", assets)]
-    assert not set(held_out) & set(trained), "all copies of a row must be on the same side"
+    assert not set(held_out) & set(trained), "all copies of a row must be in the same part"
 
 
 @pytest.mark.parametrize("part", ["data/pairs.jsonl", "=2", "data/pairs.jsonl=0", "data/pairs.jsonl=much"])

@@ -103,7 +103,7 @@ def test_a_private_module_imports_nothing_from_this_project(module: str) -> None
 
 
 def test_the_watchdog_of_a_worker_stays_small() -> None:
-    """The watchdog runs on every node all the time. To save memory, it imports Ray only after a spot notice."""
+    """A worker's watchdog runs all the time. To save memory, it imports Ray only after a spot notice."""
     code = "import psutil, sys, cluster.node.watchdog_worker as _; "
     code += "print(psutil.Process().memory_info().rss, 'ray' in sys.modules)"
     done = subprocess.run(

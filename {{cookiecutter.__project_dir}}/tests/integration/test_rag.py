@@ -328,7 +328,7 @@ def stub() -> type:
     """Return the class of a fake served model. Ray pickles it by value, because replicas cannot import this module."""
 
     class Model:
-        """Answers with the prompt, the end of the API key, and `max_tokens`."""
+        """Answers with the system prompt, the end of the API key, and `max_tokens`."""
 
         def __init__(self) -> None:
             app = FastAPI()

@@ -77,7 +77,7 @@ def _with_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class FakeStream:
-    """The stream that a deployment handle returns."""
+    """Stands in for the stream that a deployment handle returns."""
 
     def __init__(self, parts: AsyncIterator[Any]) -> None:
         self._parts = parts

@@ -58,14 +58,14 @@ WAYS = {
 
 @pytest.fixture(scope="module", params=WAYS)
 def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """Return what each rank saw of each model."""
+    """Return what each rank observed for each model."""
     folder = tmp_path_factory.mktemp("models")
     for name, config in (FAMILIES | {LARGE: LARGE_CONFIG}).items():
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder / name)
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("DS_ACCELERATOR", "cpu")
-        environment.setenv("MALLOC_MMAP_THRESHOLD_", "65536")  # malloc returns freed tensors to the system at once
+        environment.setenv("MALLOC_MMAP_THRESHOLD_", "65536")  # malloc then returns freed tensors to the system at once
         spawn(_observe, (folder, request.param), nprocs=RANKS)
     reports = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(RANKS)]
     return {name: [report[name] for report in reports] for name in reports[0]}
@@ -95,7 +95,7 @@ def test_a_rank_holds_only_its_share(family: str, seen: dict[str, list[dict[str,
 
 
 def test_fsdp_keeps_no_full_tensors(tmp_path: Path) -> None:
-    """If a file has the format to load, transformers makes each shard a view of the full tensor."""
+    """If a file already has the requested dtype, transformers makes each shard a view of the full tensor."""
     AutoModelForCausalLM.from_config(FAMILIES["llama"], dtype=torch.float32).save_pretrained(tmp_path / "llama")
     spawn(_check_storages, (tmp_path,), nprocs=RANKS)
 
@@ -156,7 +156,7 @@ def _load(folder: Path, way: Any, rank: int) -> dict[str, Any]:
 
 
 def _tensor_bytes() -> int:
-    """Return the size of all tensors in main memory."""
+    """Return the size of all tensors in main memory, in bytes."""
     gc.collect()
     tensors = [found for found in gc.get_objects() if type(found) in (torch.Tensor, torch.nn.Parameter)]
     storages = [tensor.untyped_storage() for tensor in tensors if tensor.device.type == "cpu"]
@@ -165,7 +165,7 @@ def _tensor_bytes() -> int:
 
 @contextmanager
 def _anonymous_memory() -> Iterator[SimpleNamespace]:
-    """Measure the largest growth of this process, in bytes. Memory-mapped files do not count."""
+    """Measure the largest growth of this process's memory, in bytes. Memory-mapped files do not count."""
     before, memory, ended = _rss_anon(), SimpleNamespace(peak=0), threading.Event()
 
     def sample() -> None:

@@ -22,7 +22,7 @@ def ssh_config(head: SshHead) -> dict[str, str]:
 
 def test_ssh_uses_the_address_and_only_the_clusters_key(tmp_path: Path) -> None:
     key = tmp_path / "key.pem"
-    key.touch()  # without the file, ssh would fall back to its own keys
+    key.touch()  # without the file, ssh would fall back to its default keys
     options = ssh_config(SshHead("i-0a1", "198.51.100.7", "ubuntu", key))
     assert (options["user"], options["hostname"]) == ("ubuntu", "198.51.100.7")
     assert options["identityfile"] == str(key)

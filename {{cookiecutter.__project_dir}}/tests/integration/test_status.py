@@ -1,4 +1,4 @@
-"""Test the problems that `inv status` reports for given responses of Ray's dashboard."""
+"""Test what `inv status` shows, and which problems it reports, for given responses of Ray's dashboard."""
 
 import io
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Test the training loop in a single process, without Ray: schedules, data, numerics and errors."""
+"""Test the training loop in a single process, without Ray: data, numerics, checkpoints, adapters and errors."""
 
 import json
 import math
@@ -423,7 +423,7 @@ def test_a_run_that_is_asked_to_stop_saves_a_checkpoint(finetune: Finetune, opti
 
     undisturbed = finetune(name="undisturbed")
     stopped = finetune(Asked)
-    assert [row["step"] for row in stopped] == [1]  # the trainer asks after the first step, then every log_every steps
+    assert [row["step"] for row in stopped] == [1]  # it is asked after step 1, then at least every log_every steps
     assert not Path(options.output, options.name, "model").exists()
     assert [row["loss"] for row in finetune()] == [row["loss"] for row in undisturbed]
 
@@ -711,7 +711,7 @@ def _without_dropout(model: Path, folder: Path) -> str:
 
 
 def _documents_in(rows: pa.Table) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return the token ids and labels of each document. A document starts where positions restart."""
+    """Return the token ids and labels of each trained document. A document starts where positions restart."""
     documents = []
     for row in rows.to_pylist():
         starts = [at for at, position in enumerate(row["position_ids"]) if position == 0]

@@ -1,4 +1,4 @@
-"""Test the search on the shared Ray instance: it finds good settings, stops bad trials early, and resumes."""
+"""Test the `tune` job on the shared Ray instance: it finds good settings, stops bad trials early, and resumes."""
 
 import json
 import tomllib
@@ -180,7 +180,7 @@ def _names(changes: dict[str, Any], trial: Trial) -> list[str]:
 
 
 def _starts(changes: dict[str, Any], trial: Trial) -> list[str]:
-    """Return the names of the trial's TensorBoard files. Each start of its run writes one."""
+    """Return the names of the trial's TensorBoard files. The trial's run writes one at each start."""
     return [path.name for path in Path(changes["output"], "tune", trial.name, "tensorboard").iterdir()]
 
 

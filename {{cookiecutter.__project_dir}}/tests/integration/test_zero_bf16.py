@@ -35,7 +35,7 @@ SCALE = 0.1
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """Return what rank 0 saw, by case."""
+    """Return what rank 0 observed, keyed by case."""
     folder = tmp_path_factory.mktemp("zero")
     spawn(_train, (folder,), nprocs=RANKS)
     (folder / "store").unlink()
@@ -45,9 +45,9 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize(("stage", "bound"), [("1", 0.006), ("2", 0.003), ("3", 0.003)])
 def test_gradients_are_added_up_in_fp32(seen: dict[str, dict[str, Any]], stage: str, bound: float) -> None:
-    """Stages 2 and 3 add up in fp32. Stage 1 adds up in bf16, which makes an error of 0.45 %.
+    """Stages 2 and 3 add gradients in fp32. Stage 1 adds them in bf16, which causes an error of 0.45%.
 
-    `safe_get_full_grad` rounds the gradients to bf16, which alone is an error of 0.25 %.
+    `safe_get_full_grad` rounds the gradients to bf16, which alone causes an error of 0.25%.
     """
     assert seen[stage]["error"] < bound
 
@@ -64,7 +64,7 @@ def test_a_run_resumes_on_another_number_of_ranks(seen: dict[str, dict[str, Any]
 
 @pytest.mark.parametrize("case", CASES)
 def test_only_offloaded_states_are_not_copied(seen: dict[str, dict[str, Any]], case: str) -> None:
-    """Main memory may have no room for a copy of offloaded states. Training waits only if there is no copy."""
+    """Offloaded states are not copied, because main memory may have no room. Training waits while they are written."""
     assert seen[case]["copied"] == ("offloaded" not in case)
 
 

@@ -1,4 +1,4 @@
-"""Test that an AWS error becomes one sentence that says what to do."""
+"""Test that an AWS error becomes one line that says what to do."""
 
 import pytest
 from botocore.exceptions import ClientError, NoCredentialsError

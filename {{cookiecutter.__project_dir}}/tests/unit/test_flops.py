@@ -43,7 +43,7 @@ def _model(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def _counted(model: PreTrainedModel) -> float:
-    """Return torch's count per token of one forward and backward pass."""
+    """Return the FLOPs per token that torch counts in one forward and backward pass."""
     with FlopCounterMode(display=False) as counter:
         model(torch.randint(0, SIZES["vocab_size"], (ROWS, LENGTH))).logits.sum().backward()
     return counter.get_total_flops() / (ROWS * LENGTH)

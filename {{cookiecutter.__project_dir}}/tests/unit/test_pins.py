@@ -1,4 +1,4 @@
-"""Test that this machine has the nodes' package versions, and that the nodes' CUDA packages match each other."""
+"""Test that the pins of this machine and of the nodes agree, and that the nodes' CUDA packages match each other."""
 
 import re
 

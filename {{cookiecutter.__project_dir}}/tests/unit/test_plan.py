@@ -128,7 +128,7 @@ def test_a_model_of_another_kind_is_refused() -> None:
 
 @pytest.mark.parametrize(("stage", "gigabytes"), [(1, 31.4), (2, 16.6), (3, 1.9)])
 def test_states_match_the_zero_paper(llama: Shape, stage: int, gigabytes: float) -> None:
-    """Compare with figure 1 of arXiv:1910.02054: 7.5 billion parameters on 64 GPUs take 120 GB without sharding.
+    """Compare with figure 1 of arXiv:1910.02054, for 7.5 billion parameters on 64 GPUs: 120 GB per GPU if unsharded.
 
     The paper's gradients are in fp16. Here, stages 2 and 3 hold fp32 gradients, with 2 more bytes per parameter.
     """
@@ -147,12 +147,12 @@ def test_states_match_live_engines(tmp_path: Path) -> None:
     predicted = {}
     for method in METHODS:
         held = memory.states(shape, Training(16, 1, method=method, gpus=RANKS))
-        predicted[method.name] = held.gpu + held.host  # these runs have no GPU, so the CPU holds both
+        predicted[method.name] = held.gpu + held.host  # these runs have no GPU, so main memory holds both
     assert counted == pytest.approx(predicted, rel=0.05)
 
 
 def _count_states(rank: int, folder: Path) -> None:
-    """Train two steps with every method, and save how many bytes rank 0 holds."""
+    """With every method, train one step, run the passes of the next one, and save how many bytes rank 0 holds."""
     ranks.join(rank, RANKS, folder)
     counted = {}
     for method in METHODS:
@@ -261,7 +261,7 @@ def test_activations_match_the_allocations_of_a_pass(architecture: Any, strategy
     method = METHODS[strategy == "sharded bf16"]
     predicted = memory.activations(shape, Training(length, rows, precision, checkpointing, method)).peak
     casts = 0
-    if strategy == "autocast":  # it copies the weights to bf16, with checkpointing only one block at a time
+    if strategy == "autocast":  # autocast copies the weights to bf16; with checkpointing, one block at a time
         casts = 2 * shape.multiplied / (shape.layers if checkpointing else 1)
     assert predicted + casts == pytest.approx(peak.bytes, rel=0.15)
 
@@ -298,7 +298,7 @@ def test_activations_match_the_allocations_of_a_pass(architecture: Any, strategy
 def test_the_peak_covers_what_runs_allocate(
     config: Any, lora: bool, method: str, plain: float, checkpointed: float, checkpointing: bool
 ) -> None:
-    """Compare with the GiB that two steps of one row on 8 fake GPUs allocated, measured by `inv fit` on 2026-11-26.
+    """Compare with the GiB per GPU that `inv fit` measured on 2026-11-26: two steps on 8 fake GPUs, one row on each.
 
     A plan below the measured peak promises too much.
     """
@@ -323,7 +323,7 @@ def test_the_peak_covers_what_runs_allocate(
 def test_the_peak_covers_offloaded_training(
     config: Any, gpus: int, method: str, gpu_gib: float, host_gib: float
 ) -> None:
-    """Compare with what `inv fit` measured on 2026-11-26 with gradient checkpointing, for each rank."""
+    """Compare with the GiB per rank that `inv fit` measured on 2026-11-26, with gradient checkpointing."""
     (found,) = (each for each in METHODS if each.name == method)
     training = replace(TRAINING, gpus=gpus, gradient_checkpointing=True, method=found)
     planned = memory.peak(shape_of(config), training)
