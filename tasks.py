@@ -113,7 +113,7 @@ def faults(context: Context, only: str = "", list_: bool = False) -> None:
 
 @task
 def bench_up(context: Context) -> None:
-    """Compare the time that `inv up` takes with that of plain `ray up`, on an emulated AWS. Needs root."""
+    """Compare the time of `ray up` inside `inv up` with that of plain `ray up`, on an emulated AWS. Needs root."""
     project = _bake(context, "bench-up")
     _become_module(_python(context, project), project, "benchmarks.bench_up")
 

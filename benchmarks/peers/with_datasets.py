@@ -1,5 +1,6 @@
 """Turns conversations into packed rows with a batched `datasets.map` in two processes, and with TRL's packing."""
 
+import os
 import time
 from typing import Any
 
@@ -35,9 +36,9 @@ def main(asked: dict[str, Any]) -> dict[str, float]:
     datasets.disable_progress_bars()
     started = time.perf_counter()
     rows: Any = datasets.load_dataset("json", data_files=asked["rows"], split="train")
-    made = rows.map(encode, batched=True, num_proc=2, remove_columns=rows.column_names)
+    made = rows.map(encode, batched=True, num_proc=os.cpu_count(), remove_columns=rows.column_names)
     for name, part in made.train_test_split(asked["eval_share"], seed=0).items():  # also shuffles
-        packed = pack_dataset(part, length, map_kwargs={"num_proc": 2, "batch_size": PACKED_TOGETHER})
+        packed = pack_dataset(part, length, map_kwargs={"num_proc": os.cpu_count(), "batch_size": PACKED_TOGETHER})
         packed.to_parquet(f"{name}.parquet")
     seconds = time.perf_counter() - started
     lengths, labels = pc.list_value_length(made.data["input_ids"]), pc.list_flatten(made.data["labels"])

@@ -7,6 +7,7 @@ The job runs for two steps, with the nodes' packages and with tensors of the rea
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -86,7 +87,8 @@ def last_result(job: str, options: list[str]) -> str:
     """
     record = json.loads(RECORD_FILE.read_text()).get(job) if RECORD_FILE.exists() else None
     if not record or record["settings"] != _settings(options):
-        return f"inv fit has not measured {job} with these settings. To check the memory first, run: inv fit {job}"
+        command = shlex.join(["inv", "fit", job, *(["--", *options] if options else [])])
+        return f"inv fit has not measured {job} with these settings. To check the memory first, run: {command}"
     return f"inv fit, on {record['at']}: {record['result']}"
 
 

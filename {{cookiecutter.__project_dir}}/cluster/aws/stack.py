@@ -74,7 +74,7 @@ def _wait(file: ClusterFile, action: str) -> None:
             if waited > STACK_TIMEOUT_S:
                 raise settings.UserError(
                     f"the stack {file.slug} is still {stack['StackStatus']} after {waited:.0f} s. "
-                    f"Run: inv prepare --target {TARGET}"
+                    f"Run: inv {'down' if action == 'deleting' else 'prepare'} --target {TARGET}"
                 )
             spinner.update(f"{action} the stack {file.slug}: {waited:.0f} s")
             time.sleep(2)

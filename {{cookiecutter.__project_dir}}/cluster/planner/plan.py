@@ -52,7 +52,7 @@ def plan(
         dollars_per_instance_hour=dollars_per_instance_hour or {},
     )
     report.show(estimated, console)
-    if writes:
+    if writes and estimated.settings:
         _write(estimated.settings, settings.FILE)
         sections = " and ".join(f"[{section}]" for section in estimated.settings)
         console.print(

@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
-import jinja2
 import pyarrow as pa
 import ray
 import ray.data
@@ -13,16 +12,17 @@ from ray import ObjectRef
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from pipeline.data import rows
-from pipeline.data.examples import BadRow, canonical_json
-from pipeline.data.messages import normalize_messages
+from pipeline.data.examples import BadRow, Conversation, canonical_json
+from pipeline.data.messages import normalize_messages, normalize_tools
 from pipeline.data.row_dataset import one_task_per_piece
 from pipeline.data.row_sources import RowSource
 from pipeline.data.rows import Piece, RawRow
+from pipeline.data.template_renderer import TEMPLATE_ERRORS, TemplateRenderer
 from pipeline.generation.answer_folder import AnswerFolder
 from pipeline.ray_support import model_cache
 from settings import UserError
 
-COLUMNS = ("messages", "prompt")
+COLUMNS = ("messages", "tools", "prompt")
 BLOCK_ROWS = 256
 
 
@@ -55,6 +55,7 @@ class PromptTokenizer:
         self.id_column = id_column
         self.max_model_len = max_model_len
         self.skip_ids = frozenset(skip_ids)
+        self._renderers: dict[str, TemplateRenderer] = {}  # by template: a model may have another one for tools
 
     def prompt(self, raw: RawRow, remaining: RemainingRows) -> dict[str, Any] | None:
         """Return a row's id, its prompt, and the prompt's tokens, or None if the row is already answered.
@@ -80,18 +81,21 @@ class PromptTokenizer:
     def _tokenize(self, row: dict[str, Any]) -> tuple[str, list[int]]:
         """Return the prompt, with the tokens that /v1/chat/completions or /v1/completions would give the model."""
         if row.get("messages") is not None:
-            messages = normalize_messages(row["messages"])
-            prompt = canonical_json(messages).decode()
-            return prompt, self.tokenizer(self._render(messages), add_special_tokens=False)["input_ids"]
+            conversation = Conversation(normalize_messages(row["messages"]), normalize_tools(row.get("tools")) or None)
+            prompt = canonical_json(conversation.messages).decode()
+            return prompt, self.tokenizer(self._render(conversation), add_special_tokens=False)["input_ids"]
         if not isinstance(prompt := row.get("prompt"), str) or not prompt:
             raise BadRow("neither messages nor a prompt that is text")
         canonical_json([{"content": prompt}])  # raises BadRow if the text is not valid Unicode
         return prompt, self.tokenizer(prompt)["input_ids"]
 
-    def _render(self, messages: list[dict[str, Any]]) -> str:
+    def _render(self, conversation: Conversation) -> str:
         try:
-            return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        except (jinja2.TemplateError, TypeError, ValueError, IndexError) as error:
+            template = self.tokenizer.get_chat_template(tools=conversation.tools)
+            if template not in self._renderers:
+                self._renderers[template] = TemplateRenderer(template, self.tokenizer.special_tokens_map)
+            return self._renderers[template].prompt(conversation)
+        except TEMPLATE_ERRORS as error:
             raise BadRow(f"the chat template raises an error: {error}") from None
 
 

@@ -32,8 +32,8 @@ def check_address(options: ServeOptions) -> None:
     others = ", ".join(serve.status().applications.keys() - {options.app})
     if current and others:
         raise UserError(
-            f"Serve already uses port {current[1]} for {others}, and all applications share one port. "
-            f"Set port in [serve] of settings.toml to {current[1]}, or stop {others} first."
+            f"Serve already listens on {current[0]}:{current[1]} for {others}, and all applications share one address. "
+            f"Set host and port in [serve] of settings.toml to {current[0]} and {current[1]}, or stop {others} first."
         )
     try:
         socket.create_server((options.host, options.port)).close()
@@ -51,7 +51,7 @@ def start(options: ServeOptions) -> None:
         return
     logging.getLogger("ray.serve").setLevel(logging.WARNING)  # Serve's INFO lines repeat what the jobs print
     if current:  # Serve cannot change its address while it runs
-        print(f"serve_llm: moving from port {current[1]} to {options.port}", flush=True)
+        print(f"serve_llm: moving from {current[0]}:{current[1]} to {options.host}:{options.port}", flush=True)
         serve.shutdown()
     serve.start(proxy_location="HeadOnly", http_options={"host": options.host, "port": options.port})
 

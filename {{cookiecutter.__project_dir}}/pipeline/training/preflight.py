@@ -73,7 +73,7 @@ def load_config(model: str) -> PreTrainedConfig:
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(
-            f"cannot load the model {model} ({reason}). Correct model in settings.toml, or pass another --model."
+            f"cannot load the model {model} ({reason}). Correct the model's folder, URI or hub id."
         ) from None
 
 

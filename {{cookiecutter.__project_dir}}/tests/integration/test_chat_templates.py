@@ -36,6 +36,7 @@ from pipeline.data.template_probes import (
     TOOL,
 )
 from pipeline.data.tokenization import DocumentTokenizer
+from pipeline.generation.prompts import PromptTokenizer, RemainingRows
 
 START_S = 180
 MAX_LENGTH = 100_000  # tokens; with the tiny tokenizer, some templates need thousands to describe tools
@@ -157,13 +158,22 @@ def prompts(template: ChatTemplate) -> Iterator[tuple[str, Conversation]]:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_training_sees_the_prompts_that_vllm_renders(folder: Path, renderer: str, name: str) -> None:
+def test_training_and_generate_see_the_prompts_that_vllm_renders(
+    folder: Path, renderer: str, name: str, tmp_path: Path
+) -> None:
     template, tokenizer = load(folder, FAMILIES[name])
+    tokenizer.chat_template = template.text
+    tokenizer.save_pretrained(tmp_path)
+    generating = PromptTokenizer(str(tmp_path), "id", 10**6)
     compared = list(prompts(template))
     for text, before in compared:
         served = served_prompt(renderer, template.text, before)
         assert text == tokenizer.decode(served)
         assert tokenizer.encode(text, add_special_tokens=False) == served
+        row = json.dumps({"id": 1, **before._asdict()}).encode()
+        generated = generating.prompt(row, RemainingRows(1, frozenset(), frozenset()))
+        assert generated
+        assert generated["tokenized_prompt"] == served
     assert len(compared) >= 2
 
 

@@ -72,8 +72,8 @@ def check_gpus(account: Account) -> Iterator[Finding]:
         serve.max_replicas * gpus <= available,
         f"[serve]: max_replicas = {serve.max_replicas} needs {serve.max_replicas * gpus} GPUs, and the cluster can "
         f"have {available}",
-        "Lower max_replicas or tensor_parallel_size in [cluster.serve] of settings.toml, or raise max_workers in "
-        "cluster/cluster.yaml",
+        "Lower max_replicas, tensor_parallel_size or pipeline_parallel_size in [cluster.serve] of settings.toml, or "
+        "raise max_workers in cluster/cluster.yaml",
         "error" if max(1, serve.min_replicas) * gpus > available else "warning",
     )
 

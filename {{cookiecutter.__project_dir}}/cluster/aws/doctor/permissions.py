@@ -70,7 +70,7 @@ def check(account: Account) -> Iterator[Finding]:
     except ClientError as error:
         tried = list(_dry_runs(account))
         yield from tried
-        rest = f"{len(UP_AND_DOWN) - len(tried)} other actions of inv up and inv down are not checked"
+        rest = f"{_needed_count() - len(tried)} other actions of inv up and inv down are not checked"
         why = (
             f"Ask for the permission {denied_action(error, KNOWN_ACTIONS)}"
             if aws_errors.missing_permission(error)
@@ -78,7 +78,7 @@ def check(account: Account) -> Iterator[Finding]:
         )
         yield Finding("warning", f"{rest}. {why}. {RETRY}")
         return
-    needed = len(" ".join(actions for _, actions in _needed_actions()).split())
+    needed = _needed_count()
     yield judge(
         not missing,
         f"you have {needed - len(missing)} of the {needed} permissions for inv up and inv down",
@@ -90,6 +90,10 @@ def _needed_actions() -> list[tuple[str, str]]:
     """Return the needed actions by resource, including the load balancer's if settings.toml names a certificate."""
     has_https = settings.load(vpc.NetworkSection, "network", profile="cluster").certificate
     return [*ACTIONS.items(), *(HTTPS_ACTIONS.items() if has_https else [])]
+
+
+def _needed_count() -> int:
+    return sum(len(actions.split()) for _, actions in _needed_actions())
 
 
 def _simulate(account: Account) -> list[str]:
