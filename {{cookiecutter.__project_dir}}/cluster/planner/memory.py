@@ -141,6 +141,9 @@ def activations(shape: Shape, training: Training) -> Activations:
     memory that the block keeps. With checkpointing, each block keeps only its input, and one block at a time is
     recomputed (section 5). Four tensors have the size of the logits: the logits in the working format and in fp32,
     their probabilities, and their gradient.
+
+    A mixture of experts also keeps the input and the output of each expert that processes a token. With LoRA, peft
+    computes the adapted weights of all experts in a block, and keeps them.
     """
     sharded = training.method.zero_stage or training.method.is_fsdp
     if training.precision == "fp32":
@@ -153,9 +156,16 @@ def activations(shape: Shape, training: Training) -> Activations:
         hidden, normed_head, attention, feed_forward, block_input = 26, 10, 12, 8, 4
     block = hidden * shape.hidden + normed_head * shape.normed_heads
     block += attention * shape.query + feed_forward * shape.intermediate
+    block += 2 * training.width * shape.chosen_experts * shape.hidden
     tokens = training.sequence_length * training.micro_batch_rows
     kept, extra = (block_input * shape.hidden, 4 / 3) if training.gradient_checkpointing else (block, 1 / 3)
-    return Activations(tokens * shape.layers * kept, tokens * extra * block, tokens * 12 * shape.vocabulary)
+    adapted = training.width * shape.experts / shape.layers if training.lora else 0
+    kept_adapted, extra_adapted = (0, 2 * adapted) if training.gradient_checkpointing else (adapted, adapted)
+    return Activations(
+        shape.layers * (tokens * kept + kept_adapted),
+        tokens * extra * block + extra_adapted,
+        tokens * 12 * shape.vocabulary,
+    )
 
 
 def peak(shape: Shape, training: Training) -> Memory:
@@ -166,8 +176,7 @@ def peak(shape: Shape, training: Training) -> Memory:
       ones into one tensor.
     - DDP: autocast caches the parameters in bf16 during a pass. In the second step, DDP reorders its buckets, and
       meanwhile holds the gradients twice.
-    - FSDP: a pass gathers the embedding, the output layer, and three blocks at a time. The gradients of the embedding
-      and of the output layer are reduced last. They then exist in the working format and in fp32.
+    - FSDP: see `_fsdp_peak`.
     - ZeRO: stages 1 and 2 fill one bucket while another is reduced; stage 3 has one bucket, in fp32, gathers up to LIVE
       parameters and one more block, and holds the gradient of a block's largest weight. When the first bucket is full,
       stages 2 and 3 convert it to fp32 for the reduction, and the activations of its parameters are already free. In
@@ -184,8 +193,7 @@ def peak(shape: Shape, training: Training) -> Memory:
     passing = activations(shape, training)
     start, buffers, reduction = 0.0, 0.0, 0.0
     if method.is_fsdp:
-        buffers = width * (shape.embeddings + 3 * (shape.parameters - shape.embeddings) / shape.layers)
-        step = 0 if training.lora else (width + 4) * shape.embeddings
+        step = _fsdp_peak(shape, training, passing)
     elif not method.zero_stage:
         step = 4 * trained
         if training.precision == "bf16" and not training.lora:
@@ -211,6 +219,29 @@ def peak(shape: Shape, training: Training) -> Memory:
             host += width * min(LIVE, share)
     gpu = max(start, held.gpu + max(buffers + passing.peak, buffers + reduction, step)) + OTHER
     return Memory(gpu, max((2 if training.lora else 4) * _loaded(shape, training), host) + OTHER)
+
+
+def _fsdp_peak(shape: Shape, training: Training, passing: Activations) -> float:
+    """Return the peak of what FSDP needs on the GPU in addition to the states.
+
+    While a block computes, the next one is gathered. When the gradients of a block or of the output layer are reduced,
+    they exist in the working format and in fp32. When the output layer is gathered, its weights exist twice, and the last
+    block's buffer is not yet freed. A tied output layer stays gathered during the entire pass.
+    """
+    width = training.width
+    block = (shape.parameters - shape.embeddings) / shape.layers
+    output = shape.vocabulary * shape.hidden
+    is_tied = shape.embeddings == output
+    loss = passing.logits + width * output
+    backward = passing.block + 2 * width * block + is_tied * width * output
+    reduction = 0.0
+    if not training.lora:
+        backward += (width + 4) * block
+        reduction = (width + 4) * output
+    if is_tied:  # its gradient is complete, and is reduced, only after the last activation is freed
+        return max(passing.kept + max(loss, backward), reduction)
+    gathering = 2 * width * output + width * block
+    return passing.kept + max(loss, backward, gathering, reduction + 2 * width * block)
 
 
 def _loaded(shape: Shape, training: Training) -> float:

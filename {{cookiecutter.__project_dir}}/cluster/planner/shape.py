@@ -7,7 +7,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 import settings
-from pipeline.training.flops import Compute, compute_of
+from pipeline.training.flops import EXPERT, Compute, chosen_experts, compute_of
 
 LORA_RANK = 16
 
@@ -23,7 +23,7 @@ class Shape:
     largest: int
     """Parameters of the largest tensor."""
     adapters: int
-    """Parameters of LoRA adapters with rank LORA_RANK on every linear layer of the blocks."""
+    """Parameters of LoRA adapters with rank LORA_RANK on every linear layer of the blocks, and on every expert."""
     layers: int
     heads: int
     hidden: int
@@ -34,7 +34,11 @@ class Shape:
     normed_heads: int
     """`query` + `key` if the block normalizes queries and keys, as in Qwen3. Otherwise 0."""
     intermediate: int
-    """Width of the feed-forward layer."""
+    """Width of the feed-forward layer, or of all experts that process a token together."""
+    experts: int
+    """Parameters of all experts. 0 if the model has none."""
+    chosen_experts: int
+    """Number of experts that process a token."""
     vocabulary: int
     compute: Compute
     """Sizes that determine the number of operations per token."""
@@ -65,18 +69,25 @@ def shape_of(config: PreTrainedConfig) -> Shape:
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
     linears = [module for module in model.modules() if isinstance(module, nn.Linear) and module is not output]
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    experts = [value.shape for name, value in model.named_parameters() if EXPERT.search(name) and value.dim() == 3]
+    chosen = chosen_experts(text)
+    expert_width = getattr(text, "moe_intermediate_size", None)
+    width = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     return Shape(
         parameters=sum(sizes.values()),
         multiplied=sum(sizes.values()) - (0 if output.weight is embedding.weight else embedding.weight.numel()),
         largest=max(sizes.values()),
-        adapters=sum(LORA_RANK * (linear.in_features + linear.out_features) for linear in linears),
+        adapters=LORA_RANK * sum(linear.in_features + linear.out_features for linear in linears)
+        + LORA_RANK * sum(count * (rows + columns) for count, rows, columns in experts),
         layers=text.num_hidden_layers,
         heads=heads,
         hidden=text.hidden_size,
         query=query,
         key=key,
         normed_heads=query + key if any(name.endswith("q_norm.weight") for name in sizes) else 0,
-        intermediate=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+        intermediate=chosen * (expert_width or width) if chosen else width,
+        experts=sum(count for name, count in sizes.items() if EXPERT.search(name)),
+        chosen_experts=chosen,
         vocabulary=text.vocab_size,
         compute=compute_of(model),
     )

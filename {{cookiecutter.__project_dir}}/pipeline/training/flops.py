@@ -58,9 +58,14 @@ def flops_per_token(compute: Compute, sequence_length: int) -> float:
     return 6 * compute.active - 2 * compute.frozen + 12 * compute.attention * sequence_length
 
 
+def chosen_experts(config: PreTrainedConfig) -> int:
+    """Return how many experts process a token, or 0 if the model has no experts."""
+    return next((getattr(config, name) for name in TOP_K if getattr(config, name, None)), 0)
+
+
 def _chosen_share(config: PreTrainedConfig) -> float:
     """Return the share of the experts that process a token."""
-    chosen = next((getattr(config, name) for name in TOP_K if getattr(config, name, None)), None)
+    chosen = chosen_experts(config)
     counts = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     experts = next((getattr(config, name) for name in counts if getattr(config, name, None)), None)
     return chosen / experts if chosen and experts else 1

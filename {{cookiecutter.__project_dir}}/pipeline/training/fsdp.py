@@ -152,23 +152,33 @@ def _shard(model: PreTrainedModel, mesh: DeviceMesh) -> None:
             module.register_parameter(name, nn.Parameter(rows, whole.requires_grad))
 
 
-def _detach_shards(model: PreTrainedModel) -> dict[str, nn.Parameter]:
-    """Replace each shard with a full parameter on the meta device, and return copies of the shards by name.
+def _detach_shards(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Replace each shard with a full parameter on the meta device, and return the shards by name.
 
-    If the model kept its shards, `fully_shard` would shard them again. A shard that transformers has loaded may be a
-    view of the full tensor, and would keep it in memory.
+    If the model kept its shards, `fully_shard` would shard them again.
     """
     shards = {
         name: parameter
         for name, parameter in model.named_parameters(remove_duplicate=False)
         if isinstance(parameter, DTensor)
     }
-    whole, copies = {}, {}
+    whole, compact = {}, {}
     for shard in shards.values():
         meta = torch.empty(shard.shape, dtype=shard.dtype, device="meta")
         whole[id(shard)] = nn.Parameter(meta, shard.requires_grad)
-        copies[id(shard)] = nn.Parameter(shard.detach().clone(), shard.requires_grad)
+        compact[id(shard)] = _compact(shard)
     for name, shard in shards.items():
         module, _, attribute = name.rpartition(".")
         model.get_submodule(module).register_parameter(attribute, whole[id(shard)])
-    return {name: copies[id(shard)] for name, shard in shards.items()}
+    return {name: compact[id(shard)] for name, shard in shards.items()}
+
+
+def _compact(shard: DTensor) -> torch.Tensor:
+    """Copy a shard that is a view of the full tensor, because the view would keep the full tensor in memory.
+
+    On a CPU, transformers loads such views if the file already has the data type to load.
+    """
+    local = shard.to_local()
+    if local.untyped_storage().nbytes() == local.nbytes:
+        return shard
+    return nn.Parameter(shard.detach().clone(), shard.requires_grad)
