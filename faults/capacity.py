@@ -59,7 +59,7 @@ def everything_refuses(harness: Harness) -> str:
     harness.wait_until_no_workers()
     with no_capacity({"type": harness.file.workers[-1].instance_type}):
         job = harness.submit(GATHER, "2")
-        wait_for(lambda: "no zone and market has room" in harness.log(job), 240, "the job to say that it waits")
+        wait_for(lambda: "no zone has room" in harness.log(job), 240, "the job to say that it waits")
     log = harness.wait_for_success(job)
     assert "gathered" in log, log
     return _summary(log)

@@ -36,7 +36,7 @@ FAULTS = [
     Fault("no boto3 on the head", "up fails and says why; the next up repairs the head", "setup.boto3_missing"),
     Fault(
         "up again",
-        "without changes, jobs continue; with changes, up warns first that they will end",
+        "without changes, jobs continue; with changes, up first warns that running jobs will end",
         "operators.up_again",
     ),
     Fault("a permission is missing", "the verb names it", "operators.permission_missing"),

@@ -67,7 +67,7 @@ def test_the_cloud_of_up_outlives_its_verb() -> None:
     try:
         with start(f"{WITHOUT_PACKAGES}; sandbox.start('{cluster_file.load().region}')") as verb:
             assert verb.wait() == 0
-        time.sleep(1)  # gives the cloud time to end, in case it wrongly ends with its verb
+        time.sleep(1)  # long enough for the cloud to end, if it depended on the process that started it
         assert sandbox.run(["true"]) == 0
     finally:
         assert sandbox.stop() == []

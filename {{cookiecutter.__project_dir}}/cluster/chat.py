@@ -128,7 +128,7 @@ def _run_command(session: ChatSession, line: str) -> None:
 
 
 def _switch_model(session: ChatSession, name: str) -> None:
-    """Switch to the named model, which gets all earlier messages. Then, or without a name, print the served models."""
+    """Print the served models. If `name` is one of them, switch to it first. It then gets all earlier messages."""
     names = session.models()
     if name in names:
         session.model = name

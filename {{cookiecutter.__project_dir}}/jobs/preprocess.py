@@ -18,7 +18,7 @@ from pipeline.ray_support import capacity
 
 
 def main(options: PreprocessOptions) -> None:
-    """Turn conversations or text into packed rows of tokens. Only what the model should write is trained."""
+    """Turn conversations or text into packed rows of tokens. Labels mark what the model should learn to write."""
     sources = row_sources.find_all(options.input, options.mix)
     tokenizer = DocumentTokenizer.from_options(options)
     for source in sources:

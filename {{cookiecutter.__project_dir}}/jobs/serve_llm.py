@@ -21,7 +21,7 @@ def main(options: ServeOptions) -> None:
     job_secrets.load()
     preflight.check_api_key()
     preflight.check_model(options)
-    cli.connect(log_to_driver=False)  # vLLM prints pages of messages, which are also in its log files
+    cli.connect(log_to_driver=False)  # vLLM prints pages of messages, which are also in Ray's log files
     lifecycle.deploy_model(options)
     print(f"{options.served_name} is served at {options.url}\nnext: inv chat", flush=True)
     if os.environ.get("RAY_ADDRESS", "local") == "local":

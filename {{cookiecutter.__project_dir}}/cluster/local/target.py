@@ -78,7 +78,7 @@ class Local:
 
     def down(self) -> list[str]:
         if not state.STATE_FILE.is_file():
-            print("local is not up, so there is nothing to stop")
+            print("the local cluster is not up, so there is nothing to stop")
             return []
         left = _clear()
         if not left:

@@ -225,8 +225,8 @@ def _fsdp_peak(shape: Shape, training: Training, passing: Activations) -> float:
     """Return the peak of what FSDP needs on the GPU in addition to the states.
 
     While a block computes, the next one is gathered. When the gradients of a block or of the output layer are reduced,
-    they exist in the working format and in fp32. When the output layer is gathered, its weights exist twice, and the last
-    block's buffer is not yet freed. A tied output layer stays gathered during the entire pass.
+    they exist in the working format and in fp32. When the output layer is gathered, its weights exist twice, and the
+    last block's buffer is not yet freed. A tied output layer stays gathered during the entire pass.
     """
     width = training.width
     block = (shape.parameters - shape.embeddings) / shape.layers

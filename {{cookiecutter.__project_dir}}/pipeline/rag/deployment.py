@@ -22,7 +22,7 @@ def deploy(options: RagOptions) -> str:
     """Deploy the application, or update the running one. Return the base URL for OpenAI clients when it is healthy.
 
     Raises:
-        UserError: no model is served to write the answers, a path or the port cannot be used, or the application fails
+        UserError: no served model can write the answers, a path or the port cannot be used, or the application fails
             to start.
     """
     from pipeline.rag import app  # imported late, because it imports torch
@@ -47,5 +47,5 @@ def _server(options: RagOptions) -> ServeOptions:
         http_server.check_address(server)
         http_server.start(server)
     if options.generator == "model" and canary.ROOT not in ray.get(canary.actor().apps.remote()):
-        raise UserError("no model is served to write the answers. Run: inv submit serve_llm, or pass --generator quote")
+        raise UserError("no served model can write the answers. Run: inv submit serve_llm, or pass --generator quote")
     return server

@@ -73,7 +73,7 @@ def gather(
             return {"zone": offer.zone}
         print(f"zone {offer.zone}, {offer.market}: {failure}{_release(offer)}; trying the next", flush=True)
         if offer is candidates[-1]:
-            print(f"no zone and market has room for {workers} workers; trying all of them again", flush=True)
+            print(f"no zone has room for {workers} workers; trying all of them again", flush=True)
             time.sleep(PROGRESS_INTERVAL_S)
     return None
 

@@ -179,7 +179,7 @@ class _RecordingEngine:
         self.states[path] = state_dict
 
     def preserves_storage_sharing(self) -> bool:
-        return False  # all tensors that share a storage go to one file, so DeepSpeed need not clone them
+        return False  # otherwise DeepSpeed clones tensors that share a storage, but nothing here needs clones
 
 
 def _convert(folder: Path) -> tuple[Path, str]:

@@ -43,7 +43,7 @@ def compute_of(model: PreTrainedModel) -> Compute:
 
 
 def is_attention(layer_type: str) -> bool:
-    """Return whether layers of this type compare tokens. Other types carry a state from token to token."""
+    """Return whether layers of this type compare tokens. Linear attention, for example, carries a state instead."""
     return layer_type.endswith("attention") and layer_type != "linear_attention"
 
 

@@ -224,7 +224,7 @@ def _cells(run: History, price: Price) -> dict[str, str]:
 
 
 def _cost(run: History, price: Price) -> tuple[float | None, float | None]:
-    """Return the GPU-hours and the dollars of a run. Each is None if it is unknown."""
+    """Return the GPU-hours and the dollars of a run: None for a run without GPUs, and no dollars without prices."""
     on_gpus = [attempt for attempt in run.attempts if attempt.start["device"] != "cpu"]
     if not on_gpus:
         return None, None

@@ -152,7 +152,7 @@ def prompts(template: ChatTemplate) -> Iterator[tuple[str, Conversation]]:
             continue
         turns = [index for index, message in enumerate(conversation.messages) if message["role"] == "assistant"]
         starts = [document.text[:start] for document in documents for start, _ in document.spans]
-        assert len(starts) == len(turns), "each turn must be trained once"
+        assert len(starts) == len(turns), "each assistant turn must be trained on once"
         for text, index in zip(starts, turns, strict=True):
             yield text, Conversation(conversation.messages[:index], conversation.tools)
 

@@ -485,7 +485,7 @@ def disconnect(client: openai.OpenAI, question: str, *, stream: bool) -> None:
 def test_a_served_model_answers_and_deployments_scale_independently(
     client: openai.OpenAI, embedded: EmbedOptions
 ) -> None:
-    with pytest.raises(UserError, match="no model is served to write the answers"):
+    with pytest.raises(UserError, match="no served model can write the answers"):
         deployment.deploy(rag_options(embedded, generator="model"))
     serve.run(serve.deployment(serve.ingress()(stub())).bind(), name=canary.app_name(canary.ROOT), route_prefix="/")
     ray.get(canary.actor().report.remote(canary.ROOT, ["stub"], []))
