@@ -1,4 +1,4 @@
-"""Code that the benchmarks share: it makes data and models, runs the tools to compare with, and alternates runs."""
+"""Code that the benchmarks share: it makes data and models, and measures our tools and theirs in alternating order."""
 
 import ast
 import contextlib
@@ -220,7 +220,7 @@ def private_bytes(process: psutil.Process) -> int:
 
 
 def ask_peer(script: str, asked: dict[str, Any], python: Path | None = None) -> dict[str, Any]:
-    """Run a script of peers/, and return its answer. `python` defaults to the Python of the peers' environment.
+    """Run a script in peers/, and return its answer. `python` defaults to the Python of the peers' environment.
 
     The script reads `asked` from one JSON file and writes its answer to another.
     """

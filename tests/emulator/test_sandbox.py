@@ -162,7 +162,7 @@ def survivors(processes: list[psutil.Process]) -> list[psutil.Process]:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Return whether a process runs. Zombies do not count, because a container without an init process keeps them."""
+    """Return whether a process is running. Zombies do not count: a container without init keeps them."""
     try:
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -38,7 +38,7 @@ install -o 1500 -g 1500 -m 600 "$folder/authorized_keys" "$root/home/ubuntu/.ssh
 until ip link show eth0 > /dev/null 2>&1; do sleep 0.05; done
 ip link set lo up
 ip addr add "$private/16" dev eth0
-ip addr add "$public/32" dev eth0 # EC2 translates addresses; an emulated host has both
+ip addr add "$public/32" dev eth0 # EC2 translates public to private addresses; an emulated host has both
 ip link set eth0 up
 ip route add default via "$gateway"
 

@@ -17,7 +17,7 @@ class WorkerOptions(settings.Section):
     device: Literal["cpu", "cuda"]
     """Device on which the workers compute. `cpu` with use_gpu emulates a GPU cluster on CPUs."""
     cpus_per_worker: PositiveInt
-    """Number of logical CPUs reserved for each worker, and of its torch threads."""
+    """Number of logical CPUs reserved for each worker. The worker runs as many torch threads."""
     zone_timeout_s: PositiveFloat = 900
     """Seconds to wait for all workers in one zone before trying the next."""
 

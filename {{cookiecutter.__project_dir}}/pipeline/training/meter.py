@@ -74,7 +74,7 @@ class Meter:
         return time.perf_counter() - self._start
 
     def _refuse_divergence(self, row: Metrics, shares: torch.Tensor) -> None:
-        """Raise `Diverged` if the step diverged. A uniform guess has the loss ln(vocabulary)."""
+        """Raise `Diverged` if a number is not finite, or the loss is above twice that of a uniform guess."""
         if not math.isfinite(row["loss"]):
             reason = f"the loss is {row['loss']}"
         elif row["loss"] > self._largest_loss:

@@ -220,7 +220,7 @@ class Trainer:
             for name in self.source.names(diverged.step, first, max(0, min(rows, end - first)))
         ]
         more = f" and {len(names) - MAX_ROWS_LISTED} more" if len(names) > MAX_ROWS_LISTED else ""
-        return f" on the rows {', '.join(names[:MAX_ROWS_LISTED])}{more} of {self.options.data}/train" if names else ""
+        return f" on rows {', '.join(names[:MAX_ROWS_LISTED])}{more} of {self.options.data}/train" if names else ""
 
     def _machine_is_leaving(self, row: Metrics) -> bool:
         if not self.runtime.should_save():

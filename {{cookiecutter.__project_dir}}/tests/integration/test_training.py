@@ -564,7 +564,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_rows(
 def test_a_loss_that_explodes_stops_the_run(finetune: Finetune) -> None:
     with pytest.raises(
         settings.UserError,
-        match=r"diverged on the rows part-.*: the loss is .*, more than twice the loss of random guessing",
+        match=r"diverged on rows part-.*: the loss is .*, more than twice the loss of random guessing",
     ):
         finetune(learning_rate=30.0, max_grad_norm=1e3, warmup_steps=0)
 

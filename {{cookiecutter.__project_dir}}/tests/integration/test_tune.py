@@ -95,7 +95,7 @@ def test_divergence_ends_a_trial_and_other_failures_do_not(
 ) -> None:
     searched = [Trial("trial-01", {"learning_rate": 1e3}), Trial("trial-02", {"learning_rate": 1e-3})]
     recorder = search.TrialRecorder(str(tmp_path), 12, searched)
-    for name, error in (("trial-01", "step 2 diverged on the rows 7: inf"), ("trial-02", "no room for a checkpoint")):
+    for name, error in (("trial-01", "step 2 diverged on rows 7: inf"), ("trial-02", "no room for a checkpoint")):
         recorder.on_trial_complete(0, [], SimpleNamespace(config={"trial": name}, last_result={"user_error": error}))
     saved = trials.load(str(tmp_path), search.draw(_options(changes | {"trials": 2})))
     assert [trial.ended for trial in saved] == ["step 2 diverged", ""]

@@ -59,7 +59,7 @@ class Runtime(Protocol):
         ...
 
     def should_save(self) -> bool:
-        """Return whether a checkpoint is due now, because a machine of the run is about to be taken away."""
+        """Return whether to save a checkpoint now, because one of the run's machines is about to be taken away."""
         ...
 
 
