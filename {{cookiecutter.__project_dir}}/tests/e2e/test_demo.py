@@ -15,7 +15,10 @@ from pipeline.training.strategies import DDP
 from pipeline.training.trainer import train
 
 
-@pytest.mark.parametrize(("shuffle_answers", "least", "most"), [(False, 0.95, 1.0), (True, 0.0, 0.2)])
+@pytest.mark.parametrize(
+    ("shuffle_answers", "least", "most"),
+    [(False, 0.95, 1.0), pytest.param(True, 0.0, 0.2, marks=pytest.mark.nightly)],
+)
 def test_right_answers_teach_the_facts_and_shuffled_ones_do_not(
     assets: Path, ray_session: None, tmp_path: Path, shuffle_answers: bool, least: float, most: float
 ) -> None:

@@ -156,6 +156,7 @@ def test_a_stream_trains_and_its_workers_can_start_tasks(
     assert len(tokenizer) == _model(options).config.vocab_size
 
 
+@pytest.mark.nightly
 def test_a_user_error_in_the_workers_reaches_the_driver(changes: dict[str, Any]) -> None:
     """Ray Train would replace workers that raise an error, so they return its message instead."""
     options = _ddp_options(changes | {"name": "refused", "max_failures": 3})
