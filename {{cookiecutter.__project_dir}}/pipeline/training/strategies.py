@@ -76,8 +76,12 @@ class Strategy(ABC):
         """
 
     def summed_loss(self, batch: Batch) -> torch.Tensor:
-        """Return the cross-entropy summed over the trained tokens. Label i is predicted from the tokens before it."""
+        """Return the cross-entropy summed over the trained tokens. Label i is predicted from the tokens before it.
+
+        All strategies use this loss, and so does the evaluation during training.
+        """
         masks = self._masks(batch["position_ids"])
+        # with num_items_in_batch=1, the model returns the sum instead of the mean
         return self.module(**batch, attention_mask=masks, num_items_in_batch=1, use_cache=False).loss
 
     def _masks(self, position_ids: torch.Tensor) -> Any:
