@@ -43,8 +43,14 @@ def compute_of(model: PreTrainedModel) -> Compute:
 
 
 def is_attention(layer_type: str) -> bool:
-    """Return whether layers of this type compare tokens. Linear attention, for example, carries a state instead."""
-    return layer_type.endswith("attention") and layer_type != "linear_attention"
+    """Return whether layers of this type compare tokens. The types are those of transformers' `layer_types`."""
+    others = ("hybrid", "hybrid_sliding", "minimax_m3_sparse")
+    return layer_type in others or (layer_type.endswith("attention") and not carries_state(layer_type))
+
+
+def carries_state(layer_type: str) -> bool:
+    """Return whether layers of this type carry a state from token to token, and so across packed documents."""
+    return layer_type in ("linear_attention", "conv", "hybrid", "hybrid_sliding")
 
 
 def flops_per_token(compute: Compute, sequence_length: int) -> float:

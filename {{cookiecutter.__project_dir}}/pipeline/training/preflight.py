@@ -14,7 +14,7 @@ from pipeline.data.tokenizer import load_tokenizer, tokenizer_hash
 from pipeline.ray_support import model_cache
 from pipeline.training import storage
 from pipeline.training.dataset import Manifest, TokenizerRecord, read_manifest
-from pipeline.training.flops import is_attention
+from pipeline.training.flops import carries_state
 from pipeline.training.options import TrainOptions
 from settings import UserError
 
@@ -111,7 +111,7 @@ def check_model(model: str, config: PreTrainedConfig, vocabulary: int, sequence_
 def packing_note(model: str, config: PreTrainedConfig) -> str:
     """Return a warning if the model has layers that carry a state from one document of a packed row to the next."""
     types = set(getattr(config.get_text_config(), "layer_types", None) or ())
-    stateful = sorted(kind for kind in types if not is_attention(kind))
+    stateful = sorted(kind for kind in types if carries_state(kind))
     if not stateful:
         return ""
     return f"note: in the {', '.join(stateful)} layers of {model}, the documents of a packed row influence each other"

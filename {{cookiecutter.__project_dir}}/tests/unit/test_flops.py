@@ -19,6 +19,7 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3NextConfig,
 )
+from transformers.configuration_utils import ALLOWED_ATTN_LAYER_TYPES
 
 from pipeline.training import flops
 
@@ -100,6 +101,14 @@ def test_linear_attention_has_no_matrix_of_scores() -> None:
         model = AutoModelForCausalLM.from_config(config)
     assert config.layer_types.count("full_attention") == 1
     assert flops.compute_of(model).attention == SIZES["num_attention_heads"] * 16
+
+
+def test_every_layer_type_of_transformers_is_known() -> None:
+    """A new type must be added to `is_attention` or `carries_state`, or here, if it does neither."""
+    attention = set(filter(flops.is_attention, ALLOWED_ATTN_LAYER_TYPES))
+    stateful = set(filter(flops.carries_state, ALLOWED_ATTN_LAYER_TYPES))
+    assert set(ALLOWED_ATTN_LAYER_TYPES) - attention - stateful == {"moe"}
+    assert attention & stateful == {"hybrid", "hybrid_sliding"}
 
 
 def test_the_peak_is_found_by_device_name() -> None:
