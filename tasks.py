@@ -67,7 +67,9 @@ def _test_in_project(context: Context, python: Path, project: Path, folder: str,
     tests = bake.TEMPLATE / "tests" / folder
     command = [python, "-m", "pytest", "-c", bake.TEMPLATE / "pyproject.toml", "--confcutdir", tests, *options, tests]
     with context.cd(str(project)):
-        context.run(shlex.join(map(str, command)), env=_variables(project), in_stream=False)
+        variables = _variables(project)
+        variables["PYTHONPATH"] += f"{os.pathsep}{project / 'tests'}"  # for published_models.py
+        context.run(shlex.join(map(str, command)), env=variables, in_stream=False)
 
 
 @task

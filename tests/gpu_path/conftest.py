@@ -8,11 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from published_models import MODELS
 from transformers import PreTrainedConfig
 
 import settings
 from cluster import fit
-from tests.gpu_path.models import MODELS
 
 Run = Callable[..., str]
 """Runs Python code with the packages of the nodes on a fake A100 with `mib` MiB. Returns what the code prints."""

@@ -4,12 +4,12 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from published_models import MODELS
 
 from cluster import fit
 from cluster.planner import memory
 from cluster.planner.memory import GIB, METHODS, Method, Training
 from cluster.planner.shape import shape_of
-from tests.gpu_path.models import MODELS
 
 MEASURED = [method for method in METHODS if not method.offload_optimizer]
 CORE = ("Qwen3-8B",)

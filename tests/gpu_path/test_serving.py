@@ -3,11 +3,11 @@
 from collections.abc import Callable
 
 import pytest
+from published_models import MODELS
 
 from cluster.planner import serving
 from cluster.planner.shape import shape_of
 from tests.gpu_path.conftest import Run
-from tests.gpu_path.models import MODELS
 
 ENGINE = """
 import os, sys

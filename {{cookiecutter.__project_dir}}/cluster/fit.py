@@ -4,6 +4,7 @@ The job runs for two steps, with the nodes' packages and with tensors of the rea
 `inv plan` estimates the same memory with formulas, for every method at once.
 """
 
+import contextlib
 import json
 import os
 import platform
@@ -65,13 +66,12 @@ def fit(job: str, options: list[str], console: Console) -> None:
         raise settings.UserError(f"fit cannot measure {job}. Run: inv fit {' | '.join(job_scripts.fine_tuning())}")
     if (sys.platform, platform.machine()) != ("linux", "x86_64"):
         raise settings.UserError("fit needs Linux on x86-64, because it uses the packages of the nodes. Use: inv plan")
-    workers = cluster_file.load().workers
-    gpu = Gpu(nodes_environment(), 80 if any("p4de" in worker.instance_type for worker in workers) else 40)
+    gpu = Gpu(nodes_environment(), _gpu_gib())
     with console.status(f"{job} runs on a fake A100 with {gpu.gib} GB"):
         needed = gpu.run(job, options)
     result = f"{job} on {needed.world_size} GPUs with {gpu.gib} GB {_result(needed, gpu)}"
     console.print(result, soft_wrap=True)
-    _record(job, options, result)
+    _save(job, options, result)
     if needed.failed:
         _try_switches(gpu, job, options, console)
         raise Exit(code=1)
@@ -85,25 +85,36 @@ def last_result(job: str, options: list[str]) -> str:
 
     If `inv fit` has not measured exactly these settings, return a sentence that says so.
     """
-    record = json.loads(RECORD_FILE.read_text()).get(job) if RECORD_FILE.exists() else None
+    record = _records().get(job)
     if not record or record["settings"] != _settings(options):
         command = shlex.join(["inv", "fit", job, *(["--", *options] if options else [])])
         return f"inv fit has not measured {job} with these settings. To check the memory first, run: {command}"
     return f"inv fit, on {record['at']}: {record['result']}"
 
 
-def _record(job: str, options: list[str], result: str) -> None:
-    records = json.loads(RECORD_FILE.read_text()) if RECORD_FILE.exists() else {}
-    records[job] = {"at": time.strftime("%Y-%m-%d %H:%M"), "result": result, "settings": _settings(options)}
+def _gpu_gib() -> int:
+    """Return the memory of each GPU of the cluster."""
+    return 80 if any("p4de" in worker.instance_type for worker in cluster_file.load().workers) else 40
+
+
+def _records() -> dict[str, dict[str, Any]]:
+    """Return the last result of each job. An unreadable file counts as empty: a killed `inv fit` may leave one."""
+    with contextlib.suppress(FileNotFoundError, ValueError):
+        return json.loads(RECORD_FILE.read_text())
+    return {}
+
+
+def _save(job: str, options: list[str], result: str) -> None:
+    record = {"at": time.strftime("%Y-%m-%d %H:%M"), "result": result, "settings": _settings(options)}
     RECORD_FILE.parent.mkdir(exist_ok=True)
-    RECORD_FILE.write_text(json.dumps(records, indent=2) + "\n")
+    RECORD_FILE.write_text(json.dumps(_records() | {job: record}, indent=2) + "\n")
 
 
 def _settings(options: list[str]) -> list[Any]:
-    """Return the options, and the sections of settings.toml that the memory depends on."""
+    """Return what the result depends on: the options, the GPUs, and sections of settings.toml."""
     document = tomllib.loads(settings.FILE.read_text(encoding="utf-8"))
     sections = [[tables.get(name) for name in SECTIONS] for tables in (document, document.get("cluster", {}))]
-    return [options, *sections]
+    return [options, _gpu_gib(), *sections]
 
 
 def _result(needed: Measured, gpu: "Gpu") -> str:

@@ -192,9 +192,7 @@ def peak(shape: Shape, training: Training) -> Memory:
     share, bucket = trained / training.gpus, min(BUCKET, trained)
     passing = activations(shape, training)
     start, buffers, reduction = 0.0, 0.0, 0.0
-    if method.is_fsdp:
-        step = _fsdp_peak(shape, training, passing)
-    elif not method.zero_stage:
+    if not method.zero_stage:
         step = 4 * trained
         if training.precision == "bf16" and not training.lora:
             buffers = 2 * shape.multiplied
@@ -217,7 +215,10 @@ def peak(shape: Shape, training: Training) -> Memory:
         step, host = 0, held.host + _pinning(shape, training)
         if method.zero_stage == 3 and not method.offload_parameters:
             host += width * min(LIVE, share)
-    gpu = max(start, held.gpu + max(buffers + passing.peak, buffers + reduction, step)) + OTHER
+    used = max(buffers + passing.peak, buffers + reduction, step)
+    if method.is_fsdp:
+        used = _fsdp_peak(shape, training, passing)
+    gpu = max(start, held.gpu + used) + OTHER
     return Memory(gpu, max((2 if training.lora else 4) * _loaded(shape, training), host) + OTHER)
 
 

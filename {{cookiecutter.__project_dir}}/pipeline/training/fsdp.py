@@ -65,7 +65,7 @@ class FSDP(Strategy):
         reshard = options.reshard_after_forward
         shard = partial(fully_shard, mesh=mesh, reshard_after_forward=reshard, mp_policy=precision)
         # one by one, so that a pass gathers the parameters of only one module at a time
-        for module in (*decoder_layers(model), *_ends(model, options)):
+        for module in (*decoder_layers(model), *_embedding_and_output(model, options)):
             shard(module)
         self.module = shard(model)
         model.load_state_dict(shards, strict=False, assign=True)
@@ -126,7 +126,7 @@ class FSDP(Strategy):
                 module.reshard()
 
 
-def _ends(model: PreTrainedModel, options: FSDPOptions) -> list[nn.Module]:
+def _embedding_and_output(model: PreTrainedModel, options: FSDPOptions) -> list[nn.Module]:
     """Return the embedding and the output layer, each only if nothing else uses its weights.
 
     Tied weights belong to both layers. Liger's loss reads the weight of the output layer without calling the layer.

@@ -66,10 +66,21 @@ def test_the_last_result_counts_only_for_the_same_settings(monkeypatch: pytest.M
     unknown = "inv fit has not measured finetune_{} with these settings"
     assert fit.last_result("finetune_ddp", options).startswith(unknown.format("ddp"))
     assert fit.last_result("finetune_deepspeed", options).startswith(unknown.format("deepspeed"))
+    with pytest.MonkeyPatch.context() as changing:
+        changing.setattr(fit, "_gpu_gib", lambda: 100)  # another instance type
+        assert fit.last_result("finetune_fsdp", options).startswith(unknown.format("fsdp"))
     changed = tmp_path / "settings.toml"
     changed.write_text(settings.FILE.read_text().replace("\n[cluster.train]\n", "\n[cluster.train]\nlora_rank = 16\n"))
     monkeypatch.setattr(settings, "FILE", changed)
     assert fit.last_result("finetune_fsdp", options).startswith(unknown.format("fsdp"))
+
+
+def test_a_damaged_record_counts_as_no_result() -> None:
+    fit.RECORD_FILE.parent.mkdir()
+    fit.RECORD_FILE.write_text('{"finetune_ddp": {')
+    assert "has not measured finetune_ddp" in fit.last_result("finetune_ddp", [])
+    fit.fit("finetune_ddp", ["--micro-batch-rows", "1"], Console())
+    assert fit.last_result("finetune_ddp", ["--micro-batch-rows", "1"]).startswith("inv fit, on ")
 
 
 def test_only_fine_tuning_jobs(monkeypatch: pytest.MonkeyPatch) -> None:

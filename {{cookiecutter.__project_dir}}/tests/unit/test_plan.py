@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import ranks
 import torch
+from published_models import MODELS
 from rich.console import Console
 from torch import distributed, nn
 from torch.distributed.tensor import DTensor
@@ -20,7 +21,7 @@ from torch.multiprocessing import spawn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, T5Config
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM, T5Config
 
 import settings
 from cluster.planner import estimate, memory, plan, report, serving
@@ -35,16 +36,6 @@ from pipeline.training.options import DDPOptions, DeepSpeedOptions, FSDPOptions
 from pipeline.training.schedule import BatchPlan, check_batches
 from pipeline.training.strategies import DDP, Strategy
 
-LLAMA_3_8B = LlamaConfig(
-    vocab_size=128256,
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    max_position_embeddings=8192,
-    tie_word_embeddings=False,
-)
 TINY = {
     "vocab_size": 320,
     "hidden_size": 96,
@@ -54,53 +45,9 @@ TINY = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
 }
-QWEN3 = {"vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128}
-QWEN3_1_7B = Qwen3Config(
-    **QWEN3,
-    hidden_size=2048,
-    intermediate_size=6144,
-    num_hidden_layers=28,
-    num_attention_heads=16,
-    tie_word_embeddings=True,
-)
-QWEN3_8B = Qwen3Config(
-    **QWEN3,
-    hidden_size=4096,
-    intermediate_size=12288,
-    num_hidden_layers=36,
-    num_attention_heads=32,
-    tie_word_embeddings=False,
-)
-QWEN3_32B = Qwen3Config(
-    **QWEN3,
-    hidden_size=5120,
-    intermediate_size=25600,
-    num_hidden_layers=64,
-    num_attention_heads=64,
-    tie_word_embeddings=False,
-)
-LLAMA_3_70B = LlamaConfig(
-    vocab_size=128256,
-    hidden_size=8192,
-    intermediate_size=28672,
-    num_hidden_layers=80,
-    num_attention_heads=64,
-    num_key_value_heads=8,
-    tie_word_embeddings=False,
-)
-QWEN3_30B_A3B = Qwen3MoeConfig(
-    vocab_size=151936,
-    hidden_size=2048,
-    intermediate_size=6144,
-    moe_intermediate_size=768,
-    num_hidden_layers=48,
-    num_attention_heads=32,
-    num_key_value_heads=4,
-    head_dim=128,
-    num_experts=128,
-    num_experts_per_tok=8,
-    tie_word_embeddings=False,
-)
+LLAMA_3_8B, LLAMA_3_70B = MODELS["Llama-3.1-8B"], MODELS["Llama-3.1-70B"]
+QWEN3_1_7B, QWEN3_8B, QWEN3_32B = MODELS["Qwen3-1.7B"], MODELS["Qwen3-8B"], MODELS["Qwen3-32B"]
+QWEN3_30B_A3B = MODELS["Qwen3-30B-A3B"]
 TRAINING = Training(sequence_length=1024, micro_batch_rows=1)
 RANKS = 2
 
