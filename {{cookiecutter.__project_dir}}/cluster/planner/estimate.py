@@ -76,6 +76,7 @@ def estimate(
     global_batch_rows: int,
     num_workers: int,
     precision: Literal["fp32", "bf16"],
+    chunked_loss: bool,
     gpu_gib: int,
     max_instances: int,
     tokens: int | None,
@@ -89,7 +90,7 @@ def estimate(
         settings.UserError: the configuration is not that of a causal language model.
     """
     shape = shape_of(config)
-    training = Training(sequence_length, micro_batch_rows, precision, gpus=num_workers)
+    training = Training(sequence_length, micro_batch_rows, precision, chunked_loss=chunked_loss, gpus=num_workers)
     counts = (*range(1, GPUS_PER_INSTANCE), *range(GPUS_PER_INSTANCE, MAX_GPUS + 1, GPUS_PER_INSTANCE))
     available = tuple(gpus for gpus in counts if gpus <= max_instances * GPUS_PER_INSTANCE)
     return ModelPlan(

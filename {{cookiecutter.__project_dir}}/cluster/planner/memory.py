@@ -10,6 +10,7 @@ from typing import Literal
 
 from cluster.common.cluster_file import GPUS_PER_INSTANCE
 from cluster.planner.shape import Shape
+from pipeline.training.chunked_loss import CHUNK
 from pipeline.training.flops import PEAK_BF16_FLOPS, flops_per_token
 
 GIB = 2**30
@@ -62,6 +63,7 @@ class Training:
     gradient_checkpointing: bool = False
     method: Method = DDP
     lora: bool = False
+    chunked_loss: bool = False
     gpus: int = 1
 
     @property
@@ -155,7 +157,11 @@ def activations(shape: Shape, training: Training) -> Activations:
     else:  # autocast: values between blocks stay fp32, and each linear layer casts its input
         hidden, normed_head, attention, feed_forward, block_input = 26, 10, 12, 8, 4
     block = hidden * shape.hidden + normed_head * shape.normed_heads
-    block += attention * shape.query + feed_forward * shape.intermediate
+    if shape.has_varlen and training.precision == "bf16":
+        block += attention / 2 * (shape.query + shape.key) + 4 * shape.heads
+    else:
+        block += attention * shape.query
+    block += feed_forward * shape.intermediate
     block += 2 * training.width * shape.chosen_experts * shape.hidden
     tokens = training.sequence_length * training.micro_batch_rows
     kept, extra = (block_input * shape.hidden, 4 / 3) if training.gradient_checkpointing else (block, 1 / 3)
@@ -164,8 +170,21 @@ def activations(shape: Shape, training: Training) -> Activations:
     return Activations(
         shape.layers * (tokens * kept + kept_adapted),
         tokens * extra * block + extra_adapted,
-        tokens * 12 * shape.vocabulary,
+        _logits(shape, training, tokens),
     )
+
+
+def _logits(shape: Shape, training: Training, tokens: int) -> float:
+    """Return the size of the logits and of what is computed from them.
+
+    At once: the logits in the working format and in fp32, their probabilities, and their gradient. In chunks: the
+    logits of a chunk in fp32 and their gradient in the working format, and the gradient of the output layer.
+    """
+    if not (training.chunked_loss and shape.has_chunks):
+        return tokens * 12 * shape.vocabulary
+    chunk = min(tokens, CHUNK.batch_chunk_size or tokens)
+    gradient = 0 if training.lora else training.width * shape.vocabulary * shape.hidden
+    return chunk * (4 + training.width) * shape.vocabulary + gradient
 
 
 def peak(shape: Shape, training: Training) -> Memory:

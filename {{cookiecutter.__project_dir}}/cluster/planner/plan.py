@@ -44,6 +44,7 @@ def plan(
         global_batch_rows=train.global_batch_rows,
         num_workers=train.max_workers,
         precision=train.precision,
+        chunked_loss=train.chunked_loss,
         gpu_gib=80 if any("p4de" in worker.instance_type for worker in file.workers) else 40,
         max_instances=file.max_workers,
         tokens=_tokens(settings.resolve(train.data)),

@@ -7,7 +7,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 import settings
+from pipeline.training.chunked_loss import has_chunks
 from pipeline.training.flops import EXPERT, Compute, chosen_experts, compute_of
+from pipeline.training.packed_attention import has_varlen
 
 LORA_RANK = 16
 
@@ -40,6 +42,10 @@ class Shape:
     chosen_experts: int
     """Number of experts that process a token."""
     vocabulary: int
+    has_varlen: bool
+    """Whether attention on a GPU needs no masks and no keys and values that are repeated for each head."""
+    has_chunks: bool
+    """Whether the loss can be computed in chunks of tokens."""
     compute: Compute
     """Sizes that determine the number of operations per token."""
 
@@ -89,5 +95,7 @@ def shape_of(config: PreTrainedConfig) -> Shape:
         experts=sum(count for name, count in sizes.items() if EXPERT.search(name)),
         chosen_experts=chosen,
         vocabulary=text.vocab_size,
+        has_varlen=has_varlen(model),
+        has_chunks=has_chunks(model),
         compute=compute_of(model),
     )

@@ -15,6 +15,7 @@ from pipeline.evaluation import stopping
 from pipeline.evaluation.candidates import Candidate
 from pipeline.ray_support import model_cache
 from pipeline.training.dataset import Batch, PackedRows, trained_tokens
+from pipeline.training.packed_attention import model_inputs
 
 
 class Score(NamedTuple):
@@ -38,7 +39,9 @@ def score(model: PreTrainedModel, batch: Batch) -> Score:
     Greedy decoding reproduces an answer if each of its tokens is the most likely one after the tokens before it. Until
     the first wrong token, it sees the same tokens as this forward pass.
     """
-    output = model(**batch, num_items_in_batch=1, use_cache=False)  # 1 makes the loss a sum, not a mean
+    output = model(
+        **model_inputs(model, batch), num_items_in_batch=1, use_cache=False
+    )  # 1: the loss is a sum, not a mean
     labels = batch["labels"][:, 1:]
     trained = labels != NOT_TRAINED
     wrong = trained & (output.logits[:, :-1].argmax(-1) != labels)

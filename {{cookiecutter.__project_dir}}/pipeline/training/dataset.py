@@ -21,7 +21,8 @@ Arrays = dict[str, np.ndarray]
 """Each of COLUMNS as an int32 array of shape (rows, sequence_length)."""
 
 Batch = dict[str, torch.Tensor]
-"""Each of COLUMNS as an int64 tensor of shape (rows, sequence_length)."""
+"""Each of COLUMNS as an int64 tensor of shape (rows, sequence_length), and `document_starts`, an int32 tensor of shape
+(rows, documents): where each document starts in its row, and sequence_length where a row has fewer documents."""
 
 
 class ShardFile(BaseModel):
@@ -141,8 +142,17 @@ def as_arrays(table: pa.Table) -> Arrays:
 
 
 def as_batch(arrays: Arrays) -> Batch:
-    """Return the arrays as int64 tensors, because torch's cross-entropy needs int64 labels."""
-    return {name: torch.from_numpy(array).long() for name, array in arrays.items()}
+    """Return the arrays as int64 tensors, because torch's cross-entropy needs int64 labels. Add `document_starts`."""
+    starts = torch.from_numpy(_document_starts(arrays["position_ids"]))
+    return {name: torch.from_numpy(array).long() for name, array in arrays.items()} | {"document_starts": starts}
+
+
+def _document_starts(positions: np.ndarray) -> np.ndarray:
+    """Return where documents start. The number of columns is a power of two, so that few different shapes occur."""
+    starts = positions == 0
+    columns = 1 << (int(starts.sum(axis=1).max()) - 1).bit_length()
+    order = np.argsort(~starts, axis=1, kind="stable")[:, :columns]
+    return np.where(np.take_along_axis(starts, order, axis=1), order, positions.shape[1]).astype(np.int32)
 
 
 def trained_tokens(batch: Batch) -> torch.Tensor:

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import PreTrainedModel
 
+from pipeline.training.chunked_loss import uses_chunks
 from pipeline.training.dataset import Batch
 from pipeline.training.model_io import decoder_layers
 from pipeline.training.options import FSDPOptions
@@ -134,7 +135,7 @@ def _embedding_and_output(model: PreTrainedModel, options: FSDPOptions) -> list[
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
     if embedding.weight is output.weight:
         return []
-    return [embedding] if options.liger else [embedding, output]
+    return [embedding] if options.liger and not uses_chunks(model) else [embedding, output]
 
 
 def _mesh(runtime: Runtime) -> DeviceMesh:

@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerFast
-from transformers.utils import is_flash_attn_2_available, logging
+from transformers.utils import logging
 
 from pipeline.ray_support import model_cache
-from pipeline.training import weight_files
+from pipeline.training import chunked_loss, packed_attention, weight_files
 from pipeline.training.options import TrainOptions
 from pipeline.training.strategies import Strategy
 from pipeline.training.weight_files import Weight
@@ -29,8 +29,12 @@ def load_model(options: TrainOptions) -> PreTrainedModel:
     """
     logging.disable_progress_bar()
     model = _load(options, _compute_dtype(options) if options.lora_rank else torch.float32, options.quantize_base)
+    if options.device == "cuda" and options.precision == "bf16" and packed_attention.has_varlen(model):
+        packed_attention.use_varlen(model)
     if options.liger:
         _use_liger(model)
+    if options.chunked_loss and chunked_loss.has_chunks(model):
+        chunked_loss.use_chunks(model)
     if options.lora_rank:
         _add_adapters(model, options)
     if options.gradient_checkpointing:
@@ -89,13 +93,11 @@ def _load(options: TrainOptions, dtype: torch.dtype | str, quantized: bool = Fal
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=_compute_dtype(options),
     )
-    # transformers tells FlashAttention where packed documents begin, but only in batches of a single row
-    flash = options.precision == "bf16" and options.micro_batch_rows == 1 and is_flash_attn_2_available()
     return AutoModelForCausalLM.from_pretrained(
         model_cache.on_this_node(options.model),
         dtype=dtype,
         quantization_config=nf4 if quantized else None,
-        attn_implementation="flash_attention_2" if flash else None,  # None: the fastest one that the model supports
+        attn_implementation=None,  # the fastest one that the model supports
     )
 
 

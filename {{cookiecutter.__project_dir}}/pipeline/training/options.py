@@ -40,6 +40,9 @@ class TrainOptions(WorkerOptions):
     """Recompute activations in the backward pass. Saves memory, but needs about a third more computation."""
     compile: bool = False
     """Compile the decoder layers (torch.compile). Each start takes at least a minute longer, but steps are faster."""
+    chunked_loss: bool = False
+    """Compute the loss in chunks of 1024 tokens. Saves 12 bytes per token and element of the vocabulary. Models that
+    scale or cap their logits compute it at once, whatever this option."""
     liger: bool = False
     """Use Liger's fused kernels (Hsu et al. 2024, arXiv:2410.10989), which need less memory. CUDA only."""
     precision: Literal["fp32", "bf16"]

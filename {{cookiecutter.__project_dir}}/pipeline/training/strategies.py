@@ -11,10 +11,10 @@ from torch import nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
-from transformers.masking_utils import create_masks_for_generate
 
 from pipeline.training.dataset import Batch
 from pipeline.training.options import TrainOptions
+from pipeline.training.packed_attention import model_inputs
 from pipeline.training.parameters import shape_of
 from pipeline.training.runtimes.runtime import Runtime, WriteCheckpoint
 from pipeline.training.schedule import BatchPlan
@@ -80,19 +80,8 @@ class Strategy(ABC):
 
         All strategies use this loss, and so does the evaluation during training.
         """
-        masks = self._masks(batch["position_ids"])
         # with num_items_in_batch=1, the model returns the sum instead of the mean
-        return self.module(**batch, attention_mask=masks, num_items_in_batch=1, use_cache=False).loss
-
-    def _masks(self, position_ids: torch.Tensor) -> Any:
-        """Return the model's attention masks, which separate packed documents. `position_ids` restart at each document.
-
-        Some models, such as gpt-oss and Granite 4, would not derive the masks from position_ids themselves.
-        """
-        config = self.model.config.get_text_config()
-        embeddings = torch.empty((), dtype=self.model.dtype, device=position_ids.device)  # only shape and dtype matter
-        embeddings = embeddings.expand(*position_ids.shape, config.hidden_size)
-        return create_masks_for_generate(config, embeddings, None, None, position_ids=position_ids)
+        return self.module(**model_inputs(self.model, batch), num_items_in_batch=1, use_cache=False).loss
 
     def set_learning_rate(self, learning_rate: float) -> None:
         for group in self.optimizer.param_groups:

@@ -7,10 +7,12 @@ are not read, rows are made up, and collectives return at once, because there ar
 import ctypes
 import json
 import os
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -20,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import settings
 from pipeline.data.options import PreprocessOptions
-from pipeline.training.dataset import Batch
+from pipeline.training.dataset import Batch, as_batch
 from pipeline.training.options import TrainOptions
 from pipeline.training.runtimes.runtime import SingleProcess
 from pipeline.training.schedule import check_batches, spread
@@ -56,9 +58,9 @@ class FakeRows:
     def __init__(self, sequence_length: int, rows: int) -> None:
         self.sequence_length = sequence_length
         self.eos_ids: list[int] = []
-        ids = torch.zeros(rows, sequence_length, dtype=torch.long)
-        positions = torch.arange(sequence_length) % max(1, sequence_length // DOCUMENTS)
-        self._batch = {"input_ids": ids, "labels": ids, "position_ids": positions.expand(rows, -1)}
+        zeros = np.zeros((rows, sequence_length), dtype=np.int32)
+        positions = zeros + np.arange(sequence_length, dtype=np.int32) % max(1, sequence_length // DOCUMENTS)
+        self._batch = as_batch({"input_ids": zeros, "labels": zeros, "position_ids": positions})
 
     def rows(self, step: int) -> Batch:
         return {name: column.clone() for name, column in self._batch.items()}
@@ -102,6 +104,7 @@ def _measure(options: TrainOptions, make_strategy: MakeStrategy, folder: Path) -
     part = "loading the model"
     try:
         trainer = Trainer(options, runtime, make_strategy, rows)
+        _accept_all_gradients(trainer.strategy.module)
         for step in range(1, STEPS + 1):
             part = f"step {step}"
             trainer.step(step)
@@ -110,6 +113,15 @@ def _measure(options: TrainOptions, make_strategy: MakeStrategy, folder: Path) -
     report |= {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
     report["main_memory"] = _library().fake_gpu_main_memory_peak()
     Path(os.environ[REPORT]).write_text(json.dumps(report))
+
+
+def _accept_all_gradients(module: nn.Module) -> None:
+    """Make DeepSpeed run every update. It would skip one if the gradients, which nothing computed, were infinite."""
+    optimizer: Any = getattr(module, "optimizer", None)
+    if hasattr(optimizer, "has_overflow"):
+        optimizer.has_overflow = lambda *_, **__: False
+        zero: Any = sys.modules[type(optimizer).__module__]
+        zero.is_invalid_grad_norm = lambda _: False
 
 
 def _replace_weights(folder: str) -> None:

@@ -1,0 +1,115 @@
+"""Test that a loss computed in chunks, and its gradients, are those of the model's own loss."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import architectures
+import pytest
+import ranks
+import torch
+from torch import distributed
+from torch.multiprocessing.spawn import spawn
+from torch.nn import LinearCrossEntropyOptions
+from transformers import PreTrainedModel
+
+import settings
+from pipeline.data.tokenization import NOT_TRAINED
+from pipeline.training import chunked_loss, model_io
+from pipeline.training.deepspeed_zero import ZeRO
+from pipeline.training.fsdp import FSDP
+from pipeline.training.options import DDPOptions, DeepSpeedOptions, FSDPOptions
+from pipeline.training.schedule import BatchPlan
+from pipeline.training.strategies import DDP
+
+ROWS, LENGTH, RANKS = 2, 20, 2
+SEVERAL_CHUNKS = LinearCrossEntropyOptions(batch_chunk_size=16)  # ROWS * LENGTH tokens need three chunks
+STRATEGIES: dict[str, tuple[Any, Any, tuple[str, ...]]] = {
+    "DDP": (DDP, DDPOptions, ("train",)),
+    "FSDP": (FSDP, FSDPOptions, ("train", "fsdp")),
+    "ZeRO-3": (ZeRO, DeepSpeedOptions, ("train", "deepspeed")),
+}
+
+
+@pytest.mark.parametrize("family", architectures.FAMILIES)
+def test_the_loss_and_its_gradients_are_the_models_own(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunked_loss, "CHUNK", SEVERAL_CHUNKS)
+    model = architectures.build(family)
+    loss, gradients = _differentiate(model)
+    tested = model.config.model_type in chunked_loss.TESTED_FAMILIES
+    assert chunked_loss.has_chunks(model) == tested
+    if not tested:
+        return  # it keeps its own loss
+    chunked_loss.use_chunks(model)
+    chunked, chunked_gradients = _differentiate(model)
+    assert chunked == pytest.approx(loss, rel=1e-6)
+    for expected, found in zip(gradients, chunked_gradients, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("change", [{"final_logit_softcapping": 30.0}, {"output_router_logits": True}])
+def test_models_that_change_their_logits_or_loss_compute_it_themselves(change: dict[str, Any]) -> None:
+    model = architectures.build("Gemma3Text" if "final_logit_softcapping" in change else "Qwen3Moe", **change)
+    assert not chunked_loss.has_chunks(model)
+
+
+@pytest.fixture(scope="module")
+def norms(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
+    """Return the norm of the gradients with each strategy, with and without chunks, with and without LoRA."""
+    folder = tmp_path_factory.mktemp("norms")
+    architectures.build("Qwen3", tie_word_embeddings=False).save_pretrained(folder / "model")
+    spawn(_observe, (folder,), nprocs=RANKS)
+    return json.loads((folder / "norms.json").read_text())
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_every_strategy_gets_the_same_gradients(norms: dict[str, float], name: str, lora_rank: int) -> None:
+    assert norms[f"{name}, LoRA {lora_rank}, chunks True"] == pytest.approx(
+        norms[f"DDP, LoRA {lora_rank}, chunks False"], rel=1e-5
+    )
+
+
+def _observe(rank: int, folder: Path) -> None:
+    ranks.join(rank, RANKS, folder)
+    chunked_loss.CHUNK = SEVERAL_CHUNKS
+    norms = {
+        f"{name}, LoRA {lora_rank}, chunks {chunks}": _norm(
+            rank, folder, name, lora_rank=lora_rank, chunked_loss=chunks
+        )
+        for name in STRATEGIES
+        for lora_rank in (0, 4)
+        for chunks in (False, True)
+    }
+    if rank == 0:
+        (folder / "norms.json").write_text(json.dumps(norms))
+    distributed.destroy_process_group()
+
+
+def _norm(rank: int, folder: Path, name: str, **changes: Any) -> float:
+    kind, options_type, sections = STRATEGIES[name]
+    changes |= {"model": str(folder / "model"), "gradient_checkpointing": True, "zero_stage": 3}
+    options = settings.load(options_type, *sections, profile="local").model_copy(update=changes)
+    runtime, plan = ranks.Rank(rank, RANKS), BatchPlan(1, 1)
+    torch.manual_seed(0)
+    with kind.loading(options, runtime, plan):
+        model = model_io.load_model(options)
+    strategy = kind(model, options, runtime, plan)
+    strategy.accumulate(_batch(rank), torch.tensor(0.1), last=True)
+    return float(strategy.step(1e-3))
+
+
+def _differentiate(model: PreTrainedModel) -> tuple[float, list[torch.Tensor]]:
+    """Return the summed loss of a batch, and the gradients of the parameters that have one."""
+    model.zero_grad()
+    loss = model(**_batch(0), num_items_in_batch=1, use_cache=False).loss
+    loss.backward()
+    return loss.item(), [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+def _batch(rank: int) -> dict[str, torch.Tensor]:
+    """Return rows in which some labels are not trained."""
+    generator = torch.Generator().manual_seed(rank)
+    ids = torch.randint(1, 128, (ROWS, LENGTH), generator=generator)
+    positions = torch.arange(LENGTH).expand(ROWS, -1)
+    return {"input_ids": ids, "labels": ids.where(ids > 20, NOT_TRAINED), "position_ids": positions}
