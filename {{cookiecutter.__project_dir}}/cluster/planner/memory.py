@@ -178,13 +178,14 @@ def _logits(shape: Shape, training: Training, tokens: int) -> float:
     """Return the size of the logits and of what is computed from them.
 
     At once: the logits in the working format and in fp32, their probabilities, and their gradient. In chunks: the
-    logits of a chunk in fp32 and their gradient in the working format, and the gradient of the output layer.
+    logits of a chunk in fp32 and their gradient in the working format, and the gradient of the output layer, which is
+    copied after the last chunk.
     """
     if not (training.chunked_loss and shape.has_chunks):
         return tokens * 12 * shape.vocabulary
     chunk = min(tokens, CHUNK.batch_chunk_size or tokens)
     gradient = 0 if training.lora else training.width * shape.vocabulary * shape.hidden
-    return chunk * (4 + training.width) * shape.vocabulary + gradient
+    return gradient + max(gradient, chunk * (4 + training.width) * shape.vocabulary)
 
 
 def peak(shape: Shape, training: Training) -> Memory:
@@ -220,7 +221,7 @@ def peak(shape: Shape, training: Training) -> Memory:
     else:
         remaining = passing.kept * (1 - bucket / trained) + passing.block
         if method.zero_stage == 2:
-            buffers = 2 * width * bucket + (4 * share if method.offload_optimizer else 0)
+            buffers = width * (BUCKET + bucket) + (4 * share if method.offload_optimizer else 0)
             reduction, step = 8 * bucket + remaining, buffers
         else:
             layer = (shape.parameters - shape.embeddings) / shape.layers
@@ -252,7 +253,7 @@ def _fsdp_peak(shape: Shape, training: Training, passing: Activations) -> float:
     block = (shape.parameters - shape.embeddings) / shape.layers
     output = shape.vocabulary * shape.hidden
     is_tied = shape.embeddings == output
-    loss = passing.logits + width * output
+    loss = passing.logits + (1 if is_tied else 2) * width * output
     backward = passing.block + 2 * width * block + is_tied * width * output
     reduction = 0.0
     if not training.lora:
