@@ -22,6 +22,7 @@ import settings
 from pipeline.data.options import PreprocessOptions
 from pipeline.training.dataset import Batch
 from pipeline.training.options import TrainOptions
+from pipeline.training.runtimes import cuda_allocator
 from pipeline.training.runtimes.runtime import SingleProcess
 from pipeline.training.schedule import check_batches, spread
 from pipeline.training.strategies import MakeStrategy
@@ -92,6 +93,7 @@ def _measure(options: TrainOptions, make_strategy: MakeStrategy, folder: Path) -
     world_size = options.max_workers
     # for DeepSpeed, which transformers imports and which reads these variables
     os.environ |= {"DS_ACCELERATOR": "cuda", "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+    os.environ |= cuda_allocator.variables("cuda")
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     _replace_new_groups()
     _replace_weights(options.model)
