@@ -1,5 +1,5 @@
-// CUDA's runtime and cuBLAS, as torch calls them, for a GPU that does not exist. This library is preloaded, so it
-// replaces the real ones.
+// CUDA's runtime, its driver's virtual memory and cuBLAS, as torch calls them, for a GPU that does not exist. This
+// library is preloaded, so it replaces the real ones.
 //
 // Kernels compute nothing. The GPU's memory is address space that only small copies and fills touch, so 40 GB take
 // hardly any main memory. Allocations are counted, and those that exceed the GPU's memory fail. build.py builds this
