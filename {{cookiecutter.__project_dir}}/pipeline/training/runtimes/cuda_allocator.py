@@ -4,11 +4,11 @@ import os
 
 
 def variables(device: str) -> dict[str, str]:
-    """Return the environment variables that a training process must have before it first uses CUDA.
+    """Return the environment variables that a training process needs before it first uses CUDA.
 
-    With expandable segments, PyTorch extends a piece of reserved memory when a tensor does not fit into it, and reserves
-    less memory that it cannot use. Only training processes get the variables: vLLM shares GPU memory between processes
-    in ways that such segments do not allow.
+    With expandable segments, PyTorch extends memory that it has already reserved, so less of it stays unused. Only
+    training processes get the variables, because vLLM shares GPU memory between processes, and cannot share such
+    segments.
 
     Empty on the CPU, and if the user has configured the allocator.
     """
