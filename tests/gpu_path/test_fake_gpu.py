@@ -45,6 +45,12 @@ seen["free"] = free()
 print(json.dumps(seen))
 """
 
+RESULT = """
+import torch
+torch.tensor([7.0], device="cuda")
+print(torch.ones(1, device="cuda").item())  # in the same place, which still holds 7
+"""
+
 COMPILED = """
 import torch
 
@@ -76,6 +82,10 @@ def test_expandable_segments_grow_in_small_steps(run: Run) -> None:
     assert seen["afterwards"] == 39 << 30
     assert seen["free"] == 40 << 30
     assert json.loads(run(EXPANDABLE, "False"))["unused"][-1] > 10 << 30
+
+
+def test_a_result_is_zero(run: Run) -> None:
+    assert run(RESULT).split() == ["0.0"]
 
 
 def test_inductor_and_triton_compile_for_the_fake_gpu(run: Run) -> None:

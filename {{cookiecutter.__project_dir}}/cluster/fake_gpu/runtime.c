@@ -23,6 +23,7 @@
 #define ON_HOST -1  // pinned main memory
 #define UNKNOWN -2
 #define COPIED (1 << 16)  // bytes; larger copies hold weights or activations, which nothing reads, so they are skipped
+#define NUMBER 8          // bytes of a number that the CPU reads
 
 static struct block {
     char *start;
@@ -82,8 +83,11 @@ static int location(const char *pointer) {
     return UNKNOWN;
 }
 
-static cudaError_t copy(void *to, const void *from, size_t size) {
-    if (size <= COPIED) memmove(to, from, size);
+static cudaError_t copy(void *to, const void *from, size_t size, enum cudaMemcpyKind kind) {
+    // A number that the CPU reads is usually a result. No kernel wrote it, so its place may still hold another value,
+    // which DeepSpeed could take for an overflow, and skip the optimizer's step.
+    if (kind == cudaMemcpyDeviceToHost && size <= NUMBER) memset(to, 0, size);
+    else if (size <= COPIED) memmove(to, from, size);
     DONE;
 }
 
@@ -112,12 +116,14 @@ cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *attributes, c
     DONE;
 }
 
-cudaError_t cudaMemcpy(void *to, const void *from, size_t size, enum cudaMemcpyKind k) { return copy(to, from, size); }
-cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t size, enum cudaMemcpyKind k, cudaStream_t s) {
-    return copy(to, from, size);
+cudaError_t cudaMemcpy(void *to, const void *from, size_t size, enum cudaMemcpyKind kind) {
+    return copy(to, from, size, kind);
+}
+cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t size, enum cudaMemcpyKind kind, cudaStream_t s) {
+    return copy(to, from, size, kind);
 }
 cudaError_t cudaMemcpyPeerAsync(void *to, int a, const void *from, int b, size_t size, cudaStream_t s) {
-    return copy(to, from, size);
+    return copy(to, from, size, cudaMemcpyDeviceToDevice);
 }
 cudaError_t cudaMemset(void *to, int value, size_t size) {
     if (size <= COPIED) memset(to, value, size);
