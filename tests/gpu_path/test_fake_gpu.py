@@ -22,6 +22,35 @@ seen["afterwards"] = torch.empty(12 << 30, dtype=torch.uint8, device="cuda").num
 print(json.dumps(seen))
 """
 
+EXPANDABLE = """
+import json, os, sys, torch
+os.environ["PYTORCH_ALLOC_CONF"] = f"expandable_segments:{sys.argv[1]}"  # read when CUDA starts
+take = lambda gib: torch.empty(int(gib * 2**30), dtype=torch.uint8, device="cuda")
+free = lambda: torch.cuda.mem_get_info()[0]
+unused = []
+for tenths in range(10, 20):  # without expandable segments, each tensor gets a new block, and the old block stays
+    held = take(tenths / 10)
+    unused.append(torch.cuda.memory_reserved() - torch.cuda.memory_allocated())
+    del held
+seen = {"unused": unused, "mapped": 40 * 2**30 - free() == torch.cuda.memory_reserved()}
+held = take(30)
+try:
+    take(12)
+except torch.OutOfMemoryError as error:
+    seen["refused"] = str(error)
+del held
+seen["afterwards"] = take(39).numel()
+torch.cuda.empty_cache()
+seen["free"] = free()
+print(json.dumps(seen))
+"""
+
+RESULT = """
+import torch
+torch.tensor([7.0], device="cuda")
+print(torch.ones(1, device="cuda").item())  # in the same place, which still holds 7
+"""
+
 COMPILED = """
 import torch
 
@@ -43,6 +72,20 @@ def test_each_byte_is_counted_and_takes_no_main_memory(run: Run) -> None:
     assert seen["main memory, MiB"] < 200
     assert "40.00 GiB" in seen["refused"]
     assert seen["afterwards"] == 12 << 30
+
+
+def test_expandable_segments_grow_in_small_steps(run: Run) -> None:
+    seen = json.loads(run(EXPANDABLE, "True"))
+    assert max(seen["unused"]) <= 20 << 20
+    assert seen["mapped"]
+    assert "12.00 GiB. GPU 0 has a total capacity of 40.00 GiB" in seen["refused"]
+    assert seen["afterwards"] == 39 << 30
+    assert seen["free"] == 40 << 30
+    assert json.loads(run(EXPANDABLE, "False"))["unused"][-1] > 10 << 30
+
+
+def test_a_result_is_zero(run: Run) -> None:
+    assert run(RESULT).split() == ["0.0"]
 
 
 def test_inductor_and_triton_compile_for_the_fake_gpu(run: Run) -> None:

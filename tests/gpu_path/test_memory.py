@@ -60,3 +60,14 @@ def test_a_job_that_does_not_fit_says_where_memory_ran_out(gpu: fit.Gpu, folder_
     options = ["--model", folder_of("Qwen3-8B")]
     assert small.run("finetune_ddp", options).failed == "loading the model"
     assert not small.run("finetune_deepspeed", options).failed, "the shipped settings do not fit"
+
+
+def test_expandable_segments_let_a_job_fit(
+    gpu: fit.Gpu, folder_of: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training uses them by default. Without them, memory is left that PyTorch has reserved and cannot use."""
+    small = replace(gpu, gib=40)
+    options = ["--model", folder_of("Qwen3-8B"), "--zero-stage", "2", "--micro-batch-rows", "1"]
+    assert not small.run("finetune_deepspeed", options).failed
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:False")
+    assert small.run("finetune_deepspeed", options).failed == "step 2"

@@ -82,5 +82,8 @@ int nvmlSystemGetCudaDriverVersion_v2(int *version) { *version = 13000; DONE; }
 int nvmlDeviceGetUtilizationRates(void *gpu, unsigned *rates) { rates[0] = rates[1] = 0; DONE; }
 int nvmlDeviceGetComputeRunningProcesses_v3(void *gpu, unsigned *count, void *processes) { *count = 0; DONE; }
 int nvmlDeviceGetNvLinkRemoteDeviceType(void *gpu, unsigned link, int *type) { return NVML_NOT_SUPPORTED; }
-int nvmlDeviceGetGpuFabricInfoV(void *gpu, void *info) { return NVML_NOT_SUPPORTED; }
+int nvmlDeviceGetGpuFabricInfoV(void *gpu, void *info) {
+    memset((char *)info + 4, 0, 32);  // all but the version; state 0: no fabric, which GPUs have since H100
+    DONE;
+}
 const char *nvmlErrorString(int error) { return error ? "not supported" : "no error"; }

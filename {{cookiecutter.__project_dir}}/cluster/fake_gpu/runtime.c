@@ -1,5 +1,5 @@
-// CUDA's runtime and cuBLAS, as torch calls them, for a GPU that does not exist. This library is preloaded, so it
-// replaces the real ones.
+// CUDA's runtime, its driver's virtual memory and cuBLAS, as torch calls them, for a GPU that does not exist. This
+// library is preloaded, so it replaces the real ones.
 //
 // Kernels compute nothing. The GPU's memory is address space that only small copies and fills touch, so 40 GB take
 // hardly any main memory. Allocations are counted, and those that exceed the GPU's memory fail. build.py builds this
@@ -23,15 +23,25 @@
 #define ON_HOST -1  // pinned main memory
 #define UNKNOWN -2
 #define COPIED (1 << 16)  // bytes; larger copies hold weights or activations, which nothing reads, so they are skipped
+#define NUMBER 8          // bytes of a number that the CPU reads
 
 static struct block {
     char *start;
     size_t size;
     int gpu;
+    struct physical *physical;  // the memory behind a piece of virtual memory; NULL for other blocks
 } blocks[MAX_BLOCKS];
 static size_t used[MAX_GPUS];
 static pthread_mutex_t blocks_lock = PTHREAD_MUTEX_INITIALIZER;
 static __thread int current_gpu;
+
+static int fits(size_t size, int gpu) { return gpu == ON_HOST || used[gpu] + size <= gpu_memory(); }
+
+static struct block *unused_block(void) {
+    for (int i = 0; i < MAX_BLOCKS; i++)
+        if (!blocks[i].start) return &blocks[i];
+    return NULL;
+}
 
 static cudaError_t allocate(void **pointer, size_t size, int gpu) {
     *pointer = NULL;
@@ -39,15 +49,14 @@ static cudaError_t allocate(void **pointer, size_t size, int gpu) {
     cudaError_t error = cudaErrorMemoryAllocation;
     char *start = gpu == ON_HOST && size >= LARGE ? take_main_memory(size) : NULL;
     pthread_mutex_lock(&blocks_lock);
-    if (gpu == ON_HOST || used[gpu] + size <= gpu_memory()) {
+    struct block *block = unused_block();
+    if (block && fits(size, gpu)) {
         if (!start) start = mmap(0, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-        for (int i = 0; start != MAP_FAILED && i < MAX_BLOCKS; i++) {
-            if (blocks[i].start) continue;
-            blocks[i] = (struct block){start, size, gpu};
+        if (start != MAP_FAILED) {
+            *block = (struct block){start, size, gpu};
             if (gpu != ON_HOST) used[gpu] += size;
             *pointer = start;
             error = cudaSuccess;
-            break;
         }
     }
     pthread_mutex_unlock(&blocks_lock);
@@ -74,8 +83,11 @@ static int location(const char *pointer) {
     return UNKNOWN;
 }
 
-static cudaError_t copy(void *to, const void *from, size_t size) {
-    if (size <= COPIED) memmove(to, from, size);
+static cudaError_t copy(void *to, const void *from, size_t size, enum cudaMemcpyKind kind) {
+    // A number that the CPU reads is usually a result. No kernel wrote it, so its place may still hold another value,
+    // which DeepSpeed could take for an overflow, and skip the optimizer's step.
+    if (kind == cudaMemcpyDeviceToHost && size <= NUMBER) memset(to, 0, size);
+    else if (size <= COPIED) memmove(to, from, size);
     DONE;
 }
 
@@ -104,12 +116,14 @@ cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *attributes, c
     DONE;
 }
 
-cudaError_t cudaMemcpy(void *to, const void *from, size_t size, enum cudaMemcpyKind k) { return copy(to, from, size); }
-cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t size, enum cudaMemcpyKind k, cudaStream_t s) {
-    return copy(to, from, size);
+cudaError_t cudaMemcpy(void *to, const void *from, size_t size, enum cudaMemcpyKind kind) {
+    return copy(to, from, size, kind);
+}
+cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t size, enum cudaMemcpyKind kind, cudaStream_t s) {
+    return copy(to, from, size, kind);
 }
 cudaError_t cudaMemcpyPeerAsync(void *to, int a, const void *from, int b, size_t size, cudaStream_t s) {
-    return copy(to, from, size);
+    return copy(to, from, size, cudaMemcpyDeviceToDevice);
 }
 cudaError_t cudaMemset(void *to, int value, size_t size) {
     if (size <= COPIED) memset(to, value, size);
@@ -122,6 +136,84 @@ cudaError_t cudaGetSymbolAddress(void **pointer, const void *symbol) {
     cudaError_t error = storage ? cudaSuccess : allocate(&storage, 1 << 20, current_gpu);
     *pointer = storage;
     return error;
+}
+
+// ---- virtual memory, which torch's expandable segments use: memory is mapped piece by piece to reserved addresses
+
+#define GRANULARITY (2 << 20)  // bytes
+
+// GPU memory without an address. It is free again when its handle is released and no address is mapped to it.
+struct physical {
+    size_t size;
+    int gpu, users;
+};
+
+static void drop(struct physical *physical) {
+    if (--physical->users) return;
+    used[physical->gpu] -= physical->size;
+    free(physical);
+}
+
+CUresult cuMemGetAllocationGranularity(size_t *size, const CUmemAllocationProp *properties,
+                                       CUmemAllocationGranularity_flags option) {
+    *size = GRANULARITY;
+    DONE;
+}
+CUresult cuMemAddressReserve(CUdeviceptr *pointer, size_t size, size_t alignment, CUdeviceptr wanted,
+                             unsigned long long flags) {
+    void *start = mmap(0, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (start == MAP_FAILED) return CUDA_ERROR_OUT_OF_MEMORY;
+    *pointer = (CUdeviceptr)start;
+    DONE;
+}
+CUresult cuMemAddressFree(CUdeviceptr pointer, size_t size) { munmap((void *)pointer, size); DONE; }
+
+CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t size, const CUmemAllocationProp *properties,
+                     unsigned long long flags) {
+    struct physical *physical = NULL;
+    int gpu = properties->location.id;
+    pthread_mutex_lock(&blocks_lock);
+    if (fits(size, gpu)) {
+        physical = malloc(sizeof *physical);
+        *physical = (struct physical){size, gpu, 1};
+        used[gpu] += size;
+    }
+    pthread_mutex_unlock(&blocks_lock);
+    *handle = (CUmemGenericAllocationHandle)physical;
+    return physical ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+}
+CUresult cuMemRelease(CUmemGenericAllocationHandle handle) {
+    pthread_mutex_lock(&blocks_lock);
+    drop((struct physical *)handle);
+    pthread_mutex_unlock(&blocks_lock);
+    DONE;
+}
+CUresult cuMemMap(CUdeviceptr pointer, size_t size, size_t offset, CUmemGenericAllocationHandle handle,
+                  unsigned long long flags) {
+    struct physical *physical = (struct physical *)handle;
+    pthread_mutex_lock(&blocks_lock);
+    struct block *block = unused_block();
+    if (block) {
+        *block = (struct block){(char *)pointer, size, physical->gpu, physical};
+        physical->users++;
+    }
+    pthread_mutex_unlock(&blocks_lock);
+    return block ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+}
+CUresult cuMemSetAccess(CUdeviceptr pointer, size_t size, const CUmemAccessDesc *access, size_t count) {
+    return mprotect((void *)pointer, size, PROT_READ | PROT_WRITE) ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
+}
+CUresult cuMemUnmap(CUdeviceptr pointer, size_t size) {
+    char *start = (char *)pointer;
+    pthread_mutex_lock(&blocks_lock);
+    for (int i = 0; i < MAX_BLOCKS; i++) {
+        if (blocks[i].start < start || blocks[i].start >= start + size) continue;
+        drop(blocks[i].physical);
+        blocks[i].start = NULL;
+    }
+    pthread_mutex_unlock(&blocks_lock);
+    mmap(start, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+    DONE;
 }
 
 // ---- devices: the properties of an A100

@@ -164,6 +164,17 @@ def test_a_user_error_in_the_workers_reaches_the_driver(changes: dict[str, Any])
         ray_train.fit(options, _Refuses)
 
 
+def test_workers_on_gpus_get_the_settings_of_the_allocator(
+    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a GPU, Ray gives the worker the CPU, which needs gloo."""
+    monkeypatch.setattr(ray_train.torch.distributed, "get_default_backend_for_device", lambda device: "gloo")
+    options = _ddp_options(changes | {"name": "gpu", "num_workers": 1, "device": "cuda"})
+    with pytest.raises(settings.UserError, match="allocator: expandable_segments:True"):
+        ray_train.fit(options, _NamesItsAllocator)
+    assert "PYTORCH_ALLOC_CONF" not in os.environ  # only the workers of the run get it
+
+
 @pytest.mark.parametrize("max_failures", [pytest.param(0, marks=pytest.mark.nightly), 3])
 def test_a_gpu_out_of_memory_gives_one_sentence_and_no_retry(
     max_failures: int, changes: dict[str, Any], tmp_path: Path
@@ -336,3 +347,8 @@ class _FailsInTheModel(DDP):
 class _Refuses(DDP):
     def __init__(self, model: PreTrainedModel, options: TrainOptions, runtime: Runtime, plan: BatchPlan) -> None:
         raise settings.UserError(f"refused by rank {runtime.rank}")
+
+
+class _NamesItsAllocator(DDP):
+    def __init__(self, model: PreTrainedModel, options: TrainOptions, runtime: Runtime, plan: BatchPlan) -> None:
+        raise settings.UserError(f"allocator: {os.environ.get('PYTORCH_ALLOC_CONF')}")

@@ -7,7 +7,6 @@ are not read, rows are made up, and collectives return at once, because there ar
 import ctypes
 import json
 import os
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ import settings
 from pipeline.data.options import PreprocessOptions
 from pipeline.training.dataset import Batch, as_batch
 from pipeline.training.options import TrainOptions
+from pipeline.training.runtimes import cuda_allocator
 from pipeline.training.runtimes.runtime import SingleProcess
 from pipeline.training.schedule import check_batches, spread
 from pipeline.training.strategies import MakeStrategy
@@ -94,9 +94,9 @@ def _measure(options: TrainOptions, make_strategy: MakeStrategy, folder: Path) -
     world_size = options.max_workers
     # for DeepSpeed, which transformers imports and which reads these variables
     os.environ |= {"DS_ACCELERATOR": "cuda", "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+    os.environ |= cuda_allocator.variables("cuda")
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     _replace_new_groups()
-    _hide_numbers()
     _replace_weights(options.model)
     plan = spread(options.global_batch_rows, options.micro_batch_rows, world_size)
     rows = FakeRows(settings.load(PreprocessOptions, "preprocess").sequence_length, plan.rows_per_rank)
@@ -105,7 +105,6 @@ def _measure(options: TrainOptions, make_strategy: MakeStrategy, folder: Path) -
     part = "loading the model"
     try:
         trainer = Trainer(options, runtime, make_strategy, rows)
-        _accept_all_gradients(trainer.strategy.module)
         for step in range(1, STEPS + 1):
             part = f"step {step}"
             trainer.step(step)
@@ -114,25 +113,6 @@ def _measure(options: TrainOptions, make_strategy: MakeStrategy, folder: Path) -
     report |= {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
     report["main_memory"] = _library().fake_gpu_main_memory_peak()
     Path(os.environ[REPORT]).write_text(json.dumps(report))
-
-
-def _hide_numbers() -> None:
-    """Print tensors without their numbers. DeepSpeed prints its arguments, but no kernel computed what torch would print.
-
-    torch would even read the count of the numbers to print from memory that no kernel wrote.
-    """
-    tensor: Any = torch.Tensor
-    parameter: Any = nn.Parameter
-    tensor.__repr__ = parameter.__repr__ = lambda self: f"tensor of shape {tuple(self.shape)}"
-
-
-def _accept_all_gradients(module: nn.Module) -> None:
-    """Make DeepSpeed run every update. It would skip one if the gradients, which nothing computed, were infinite."""
-    optimizer: Any = getattr(module, "optimizer", None)
-    if hasattr(optimizer, "has_overflow"):
-        optimizer.has_overflow = lambda *_, **__: False
-        zero: Any = sys.modules[type(optimizer).__module__]
-        zero.is_invalid_grad_norm = lambda _: False
 
 
 def _replace_weights(folder: str) -> None:
