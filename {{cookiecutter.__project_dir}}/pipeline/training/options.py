@@ -39,7 +39,8 @@ class TrainOptions(WorkerOptions):
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass. Saves memory, but needs about a third more computation."""
     compile: bool = False
-    """Compile the decoder layers (torch.compile). Each start takes at least a minute longer, but steps are faster."""
+    """Compile the decoder layers (torch.compile). Each start takes at least a minute longer, but steps are faster. With
+    ZeRO stage 3, this gains little, because DeepSpeed's hooks split the layers into small pieces."""
     liger: bool = False
     """Use Liger's fused kernels (Hsu et al. 2024, arXiv:2410.10989), which need less memory. CUDA only."""
     precision: Literal["fp32", "bf16"]
