@@ -15,6 +15,7 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
     "pad_token_id": 0,
+    "vocab_size_per_layer_input": 128,  # of Gemma 4; the default takes a gigabyte
 }
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}

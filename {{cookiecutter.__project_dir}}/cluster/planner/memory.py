@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from cluster.common.cluster_file import GPUS_PER_INSTANCE
-from cluster.planner.shape import Shape
+from cluster.planner.shape import LORA_RANK, Shape
 from pipeline.training.chunked_loss import CHUNK
 from pipeline.training.flops import PEAK_BF16_FLOPS, flops_per_token
 
@@ -24,6 +24,7 @@ MFU = 0.4  # assumed share of an A100's bf16 peak; a run logs its measured share
 ENOUGH_TOKENS = 4096
 BUCKET = 500_000_000  # elements; DeepSpeed's default reduce_bucket_size, which stages 1 and 3 always allocate in full
 OTHER = GIB // 4  # what no formula counts, such as masks and cuBLAS's workspaces; `inv fit` measured up to 0.2 GiB
+LINEARS = 7  # linear layers in a Llama block, and so its LoRA adapters
 LIVE = 1_000_000_000  # elements; DeepSpeed's default for stage3_max_live_parameters and sub_group_size
 
 
@@ -136,36 +137,40 @@ def activations(shape: Shape, training: Training) -> Activations:
     """Return the size of activations during a micro-batch.
 
     Counts what each operation keeps for its backward pass, as in Korthikanti et al. 2022, arXiv:2205.05198, section 4.
-    Their formula, 34 s b h, is for GPT with dropout. The one here is for Llama blocks of the transformers library with
-    fused attention, which keeps no s x s matrix. For each token, a block keeps the norms' inputs and outputs, queries,
-    keys (repeated for each head), values, the output of attention, and four tensors of the feed-forward layer. A norm
-    with frozen weights keeps one fewer tensor. The backward pass of a block temporarily needs another third of the
-    memory that the block keeps. With checkpointing, each block keeps only its input, and one block at a time is
-    recomputed (section 5). Four tensors have the size of the logits: the logits in the working format and in fp32,
-    their probabilities, and their gradient.
+    Their formula, 34 s b h, is for GPT with dropout. The one here is for Llama blocks of the transformers library. For
+    each token, a block keeps in the working format:
+
+    - each norm's output, and its normalized input unless the norm's weights are frozen. It keeps the input in fp32.
+      With autocast, it keeps the normalized input of the block's two norms in fp32, and a copy of a norm's output for
+      each linear layer that reads it.
+    - queries, keys, values and the output of attention. Attention itself is fused: FlashAttention keeps one fp32 number
+      per head. With masks, keys and values are repeated for each head, and there is a row of the mask.
+    - four tensors of the feed-forward layer
+    - with LoRA, the output of each adapter's first matrix, and with autocast another copy of the output of attention
+
+    The backward pass of a block temporarily needs another third of the memory that the block keeps. With
+    checkpointing, each block keeps only its input, and one block at a time is recomputed (section 5). Four tensors have
+    the size of the logits: the logits in the working format and in fp32, their probabilities, and their gradient.
 
     A mixture of experts also keeps the input and the output of each expert that processes a token. With LoRA, peft
     computes the adapted weights of all experts in a block, and keeps them.
     """
-    sharded = training.method.zero_stage or training.method.is_fsdp
-    if training.precision == "fp32":
-        hidden, normed_head, attention, feed_forward, block_input = 24, 12, 24, 16, 4
-    elif training.lora:
-        hidden, normed_head, attention, feed_forward, block_input = 12 if sharded else 16, 6, 12, 8, 2
-    elif sharded:
-        hidden, normed_head, attention, feed_forward, block_input = 16, 8, 12, 8, 2
-    else:  # autocast: values between blocks stay fp32, and each linear layer casts its input
-        hidden, normed_head, attention, feed_forward, block_input = 26, 10, 12, 8, 4
-    block = hidden * shape.hidden + normed_head * shape.normed_heads
+    width, lora = training.width, training.lora
+    autocast = training.precision == "bf16" and not (training.method.zero_stage or training.method.is_fsdp)
+    normalized = 0 if lora else 4 if autocast else width
+    block = (2 * (4 + normalized) + (5 if autocast else 2) * width) * shape.hidden
+    block += (4 + (0 if lora else width)) * shape.normed_heads
     if shape.has_varlen and training.precision == "bf16":
-        block += attention / 2 * (shape.query + shape.key) + 4 * shape.heads
+        block += width * 2 * (shape.query + shape.key) + 4 * shape.heads
     else:
-        block += attention * shape.query
-    block += feed_forward * shape.intermediate
-    block += 2 * training.width * shape.chosen_experts * shape.hidden
+        block += width * (4 * shape.query + training.sequence_length)
+    block += width * shape.query if lora and autocast else 0
+    block += width * (4 * shape.intermediate + 2 * shape.chosen_experts * shape.hidden)
+    block += width * LORA_RANK * LINEARS if lora else 0
+    block_input = 4 if autocast and not lora else width
     tokens = training.sequence_length * training.micro_batch_rows
     kept, extra = (block_input * shape.hidden, 4 / 3) if training.gradient_checkpointing else (block, 1 / 3)
-    adapted = training.width * shape.experts / shape.layers if training.lora else 0
+    adapted = width * shape.experts / shape.layers if lora else 0
     kept_adapted, extra_adapted = (0, 2 * adapted) if training.gradient_checkpointing else (adapted, adapted)
     return Activations(
         shape.layers * (tokens * kept + kept_adapted),

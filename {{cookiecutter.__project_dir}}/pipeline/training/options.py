@@ -39,7 +39,8 @@ class TrainOptions(WorkerOptions):
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass. Saves memory, but needs about a third more computation."""
     compile: bool = False
-    """Compile the decoder layers (torch.compile). Each start takes at least a minute longer, but steps are faster."""
+    """Compile the decoder layers (torch.compile). Each start takes at least a minute longer, but steps are faster. With
+    ZeRO stage 3, this gains little, because DeepSpeed's hooks split the layers into small pieces."""
     chunked_loss: bool = False
     """Compute the loss in chunks of 1024 tokens. Saves 12 bytes per token and element of the vocabulary. Models that
     scale or cap their logits compute it at once, whatever this option."""

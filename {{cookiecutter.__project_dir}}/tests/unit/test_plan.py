@@ -16,22 +16,33 @@ import torch
 from published_models import MODELS
 from rich.console import Console
 from torch import distributed, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing import spawn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM, T5Config
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    T5Config,
+)
 
 import settings
 from cluster.planner import estimate, memory, plan, report, serving
 from cluster.planner.estimate import ModelPlan
 from cluster.planner.memory import METHODS, Method, Training
-from cluster.planner.shape import Shape, shape_of
+from cluster.planner.shape import LORA_RANK, Shape, shape_of
 from pipeline.serving.options import ServeOptions
 from pipeline.training import chunked_loss, deepspeed_zero
+from pipeline.training.dataset import Batch
 from pipeline.training.deepspeed_zero import ZeRO
 from pipeline.training.fsdp import FSDP
+from pipeline.training.model_io import decoder_layers, load_model
 from pipeline.training.options import DDPOptions, DeepSpeedOptions, FSDPOptions
 from pipeline.training.schedule import BatchPlan, check_batches
 from pipeline.training.strategies import DDP, Strategy
@@ -213,14 +224,11 @@ def test_activations_match_the_allocations_of_a_pass(
     options = options.model_copy(update={"precision": "bf16" if strategy == "autocast" else "fp32"})
     ddp = DDP(model, options, ranks.Alone(), BatchPlan(2, 1))  # type: ignore[arg-type]
     length, rows = 256, 2
-    tokens = torch.randint(0, config.vocab_size, (rows, length))
-    positions = (torch.arange(length) % 100).expand(rows, length).contiguous()
-    batch = {"input_ids": tokens, "labels": tokens, "position_ids": positions}
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     kept = [tensor for parameter in model.parameters() for tensor in (parameter, parameter.grad)]
     with _Peak(kept) as peak:
-        ddp.accumulate(batch, torch.tensor(1.0), last=True)
+        ddp.accumulate(_batch(config, rows, length), torch.tensor(1.0), last=True)
     shape = replace(shape_of(config), has_varlen=False)  # a CPU has no kernel for it
     precision: Any = "fp32" if strategy == "fp32" else "bf16"
     method = METHODS[strategy == "sharded bf16"]
@@ -230,6 +238,74 @@ def test_activations_match_the_allocations_of_a_pass(
     if strategy == "autocast":  # autocast copies the weights to bf16; with checkpointing, one block at a time
         casts = 2 * shape.multiplied / (shape.layers if checkpointing else 1)
     assert predicted + casts == pytest.approx(peak.bytes, rel=0.15)
+
+
+def _batch(config: PreTrainedConfig, rows: int, length: int) -> Batch:
+    """Return packed rows with documents of 100 tokens."""
+    tokens = torch.randint(0, config.vocab_size, (rows, length))
+    positions = (torch.arange(length) % 100).expand(rows, length).contiguous()
+    return {"input_ids": tokens, "labels": tokens, "position_ids": positions}
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("strategy", ["autocast", "sharded bf16", "fp32"])
+@pytest.mark.parametrize("architecture", [(LlamaConfig, LlamaForCausalLM), (Qwen3Config, Qwen3ForCausalLM)])
+def test_a_block_keeps_as_many_bytes_as_planned(architecture: Any, strategy: str, lora: bool, tmp_path: Path) -> None:
+    """Compare with what autograd saves in a block, without its weights and what all blocks share.
+
+    The fused attention of a CPU saves the tensors that those of CUDA save: queries, repeated keys and values, the
+    output, and a mask, which each block converts to numbers.
+    """
+    config_type, model_type = architecture
+    config = config_type(**TINY, head_dim=24)
+    model_type(config).save_pretrained(tmp_path)
+    precision: Any = "fp32" if strategy == "fp32" else "bf16"
+    changes = {"model": str(tmp_path), "precision": precision, "lora_rank": LORA_RANK if lora else 0}
+    options = settings.load(DDPOptions, "train", profile="local").model_copy(update=changes)
+    model = load_model(options)
+    if strategy == "sharded bf16":  # FSDP and ZeRO compute in bf16 without autocast
+        model.bfloat16()
+        options = options.model_copy(update={"precision": "fp32"})
+    ddp = DDP(model, options, ranks.Alone(), BatchPlan(2, 1))  # type: ignore[arg-type]
+    length, rows = 256, 2
+    saved = _SavedInBlock(model)
+    with saved:
+        ddp.summed_loss(_batch(config, rows, length))
+    training = Training(length, rows, precision, method=METHODS[strategy == "sharded bf16"], lora=lora)
+    kept = memory.activations(shape_of(config), training).kept / TINY["num_hidden_layers"]
+    assert kept == pytest.approx(saved.bytes, rel=0.01)
+
+
+class _SavedInBlock(saved_tensors_hooks):
+    """Measures what the second block of a model saves for its backward pass, in bytes."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(self._pack, lambda tensor: tensor)
+        self._weights = {shape for each in model.parameters() for shape in (each.shape, each.shape[::-1])}
+        self._is_inside = False
+        self._shared: set[int] = set()
+        self._sizes: dict[int, int] = {}
+        block = decoder_layers(model)[1]
+        block.register_forward_pre_hook(self._enter, with_kwargs=True)
+        block.register_forward_hook(self._leave)
+
+    @property
+    def bytes(self) -> int:
+        return sum(self._sizes.values())
+
+    def _enter(self, block: nn.Module, inputs: Any, others: Any) -> None:
+        """Ignore the mask and the rotary embeddings, which are the same tensors in each block."""
+        self._is_inside = True
+        self._shared = {each.untyped_storage().data_ptr() for each in tree_leaves(others) if torch.is_tensor(each)}
+
+    def _leave(self, *_: Any) -> None:
+        self._is_inside = False
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if self._is_inside and tensor.shape not in self._weights and storage.data_ptr() not in self._shared:
+            self._sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
 
 
 # ------------------------------------------------------------------------------------------ the peak
