@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from transformers import PreTrainedModel
 
 from pipeline.training.dataset import Batch
@@ -26,7 +26,7 @@ from pipeline.training.model_io import decoder_layers
 from pipeline.training.options import FSDPOptions
 from pipeline.training.runtimes.runtime import Runtime, WriteCheckpoint
 from pipeline.training.schedule import BatchPlan
-from pipeline.training.strategies import StateCopier, Strategy, adamw
+from pipeline.training.strategies import StateCopier, Strategy, adamw, ranks_per_machine
 from pipeline.training.weight_files import Weight
 
 TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
@@ -44,7 +44,7 @@ class FSDP(Strategy):
     @contextmanager
     def loading(cls, options: FSDPOptions, runtime: Runtime, plan: BatchPlan) -> Iterator[None]:
         """Make `from_pretrained` read only this rank's rows of each parameter. The parameters become DTensors."""
-        load, mesh = PreTrainedModel._load_pretrained_model, _mesh(runtime)
+        load, mesh = PreTrainedModel._load_pretrained_model, _mesh(options, runtime)
 
         def load_shards(model: PreTrainedModel, *arguments: Any) -> Any:
             _shard(model, mesh)
@@ -58,8 +58,8 @@ class FSDP(Strategy):
 
     def __init__(self, model: PreTrainedModel, options: FSDPOptions, runtime: Runtime, plan: BatchPlan) -> None:
         self.model = model
-        mesh = _mesh(runtime)
         shards = _detach_shards(model)
+        mesh = next(iter(shards.values())).device_mesh if shards else _mesh(options, runtime)
         bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         precision = bf16 if options.precision == "bf16" else MixedPrecisionPolicy()
         reshard = options.reshard_after_forward
@@ -80,6 +80,7 @@ class FSDP(Strategy):
     def accumulate(self, batch: Batch, scale: torch.Tensor, last: bool) -> torch.Tensor:
         # Gradients are reduced and sharded after every micro-batch, not only after the last. Otherwise each rank would
         # hold all gradients in fp32. With 8 billion parameters on 8 ranks, a rank's state takes 15 GiB, not 42 GiB.
+        self.module.set_requires_all_reduce(last)  # with replicas, the network carries gradients only once per step
         loss = self.summed_loss(batch)
         (loss * scale).backward()
         return loss.detach()
@@ -137,8 +138,13 @@ def _embedding_and_output(model: PreTrainedModel, options: FSDPOptions) -> list[
     return [embedding] if options.liger else [embedding, output]
 
 
-def _mesh(runtime: Runtime) -> DeviceMesh:
-    return init_device_mesh(runtime.device.type, (runtime.world_size,))
+def _mesh(options: FSDPOptions, runtime: Runtime) -> DeviceMesh:
+    """Return the ranks as one dimension, over which to shard, or as two: replicas of the model, and shards of each."""
+    shards = ranks_per_machine(runtime) if options.hybrid_shard else runtime.world_size
+    if shards == runtime.world_size:
+        return init_device_mesh(runtime.device.type, (shards,))
+    replicas = runtime.world_size // shards
+    return init_device_mesh(runtime.device.type, (replicas, shards), mesh_dim_names=("replicate", "shard"))
 
 
 def _shard(model: PreTrainedModel, mesh: DeviceMesh) -> None:
@@ -146,9 +152,10 @@ def _shard(model: PreTrainedModel, mesh: DeviceMesh) -> None:
 
     transformers then reads only these rows. If the rows do not divide evenly, the first ranks get more.
     """
+    placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
     for module in model.modules():
         for name, whole in module.named_parameters(recurse=False):
-            rows = distribute_tensor(whole.detach(), mesh, [Shard(0)], src_data_rank=None)
+            rows = distribute_tensor(whole.detach(), mesh, placements, src_data_rank=None)
             module.register_parameter(name, nn.Parameter(rows, whole.requires_grad))
 
 

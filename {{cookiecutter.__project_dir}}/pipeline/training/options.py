@@ -156,6 +156,9 @@ class FSDPOptions(TrainOptions):
     """Name of the run. The same name resumes it."""
     reshard_after_forward: bool
     """Free a layer's gathered parameters after the forward pass. Saves memory, but needs another all-gather."""
+    hybrid_shard: bool
+    """Shard over the workers of each machine only, and keep a replica on every machine (HSDP). The network then carries
+    only gradients, but each machine holds the whole training state."""
 
     @property
     def strategy(self) -> str:

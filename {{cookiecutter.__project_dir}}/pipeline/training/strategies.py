@@ -13,12 +13,14 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 
+from pipeline.training.collectives import is_equal
 from pipeline.training.dataset import Batch
 from pipeline.training.options import TrainOptions
 from pipeline.training.parameters import shape_of
 from pipeline.training.runtimes.runtime import Runtime, WriteCheckpoint
 from pipeline.training.schedule import BatchPlan
 from pipeline.training.weight_files import Weight
+from settings import UserError
 
 BETAS = (0.9, 0.95)  # usual for language models: 0.95 averages squared gradients over about 20 steps
 
@@ -124,6 +126,20 @@ class StateCopier:
 
 
 MakeStrategy = type[Strategy]
+
+
+def ranks_per_machine(runtime: Runtime) -> int:
+    """Return the number of ranks on each machine.
+
+    Raises:
+        UserError: the machines have different numbers of ranks. All ranks raise it.
+    """
+    if not is_equal(runtime.local_world_size, runtime.device):
+        raise UserError(
+            "hybrid_shard and hierarchical_partition need the same number of workers on each machine. Set num_workers to a multiple of "
+            "a machine's GPUs, or turn the option off."
+        )
+    return runtime.local_world_size
 
 
 def adamw(model: nn.Module, weight_decay: float) -> torch.optim.AdamW:
