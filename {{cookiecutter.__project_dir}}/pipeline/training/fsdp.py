@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +58,8 @@ class FSDP(Strategy):
 
     def __init__(self, model: PreTrainedModel, options: FSDPOptions, runtime: Runtime, plan: BatchPlan) -> None:
         self.model = model
+        mesh = _mesh(options, runtime)
         shards = _detach_shards(model)
-        mesh = next(iter(shards.values())).device_mesh if shards else _mesh(options, runtime)
         bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         precision = bf16 if options.precision == "bf16" else MixedPrecisionPolicy()
         reshard = options.reshard_after_forward
@@ -67,7 +67,7 @@ class FSDP(Strategy):
         # one by one, so that a pass gathers the parameters of only one module at a time
         for module in (*decoder_layers(model), *_embedding_and_output(model, options)):
             shard(module)
-        self.module = shard(model)
+        self.module = self._root = shard(model)
         model.load_state_dict(shards, strict=False, assign=True)
         self.optimizer = adamw(model, options.weight_decay)
         self._max_grad_norm = options.max_grad_norm
@@ -80,7 +80,7 @@ class FSDP(Strategy):
     def accumulate(self, batch: Batch, scale: torch.Tensor, last: bool) -> torch.Tensor:
         # Gradients are reduced and sharded after every micro-batch, not only after the last. Otherwise each rank would
         # hold all gradients in fp32. With 8 billion parameters on 8 ranks, a rank's state takes 15 GiB, not 42 GiB.
-        self.module.set_requires_all_reduce(last)  # with replicas, the network carries gradients only once per step
+        self._root.set_requires_all_reduce(last)  # sum the gradients of replicas only once per optimizer step
         loss = self.summed_loss(batch)
         (loss * scale).backward()
         return loss.detach()
@@ -109,7 +109,10 @@ class FSDP(Strategy):
         set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer, options=TRAINED)
 
     def checkpoint_bytes(self) -> int:
-        """Return the number of bytes of this rank's share of the parameters and AdamW's two moments, all in fp32."""
+        """Return the number of bytes of this rank's share of the parameters and AdamW's two moments, all in fp32.
+
+        Replicas share the writing.
+        """
         return 12 * self.model.num_parameters(only_trainable=True) // self._world_size
 
     def gather(self) -> Iterator[Weight]:
@@ -139,12 +142,16 @@ def _embedding_and_output(model: PreTrainedModel, options: FSDPOptions) -> list[
 
 
 def _mesh(options: FSDPOptions, runtime: Runtime) -> DeviceMesh:
-    """Return the ranks as one dimension, over which to shard, or as two: replicas of the model, and shards of each."""
+    """Return the ranks as one dimension to shard over. With `hybrid_shard`, a first dimension holds the replicas."""
     shards = ranks_per_machine(runtime) if options.hybrid_shard else runtime.world_size
-    if shards == runtime.world_size:
-        return init_device_mesh(runtime.device.type, (shards,))
-    replicas = runtime.world_size // shards
-    return init_device_mesh(runtime.device.type, (replicas, shards), mesh_dim_names=("replicate", "shard"))
+    return _device_mesh(runtime.device.type, runtime.world_size // shards, shards)
+
+
+@cache  # so that `loading` and the strategy share the mesh's process groups
+def _device_mesh(device: str, replicas: int, shards: int) -> DeviceMesh:
+    if replicas == 1:
+        return init_device_mesh(device, (shards,))
+    return init_device_mesh(device, (replicas, shards), mesh_dim_names=("replicate", "shard"))
 
 
 def _shard(model: PreTrainedModel, mesh: DeviceMesh) -> None:

@@ -136,8 +136,8 @@ def ranks_per_machine(runtime: Runtime) -> int:
     """
     if not is_equal(runtime.local_world_size, runtime.device):
         raise UserError(
-            "hybrid_shard and hierarchical_partition need the same number of workers on each machine. Set num_workers to a multiple of "
-            "a machine's GPUs, or turn the option off."
+            "the machines have different numbers of workers, but hybrid_shard and hpz need the same number on each. "
+            "Set num_workers to a multiple of a machine's GPUs, or set the option to false."
         )
     return runtime.local_world_size
 
