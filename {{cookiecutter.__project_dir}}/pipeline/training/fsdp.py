@@ -29,6 +29,7 @@ from pipeline.training.schedule import BatchPlan
 from pipeline.training.strategies import StateCopier, Strategy, adamw, ranks_per_machine
 from pipeline.training.weight_files import Weight
 
+SHARD = "fsdp"  # name of the mesh's dimension to shard over; peft knows this name, and gives adapters the full width
 TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
 """Save and load only the trained parameters, because the base model already has the frozen ones."""
 
@@ -59,7 +60,7 @@ class FSDP(Strategy):
     def __init__(self, model: PreTrainedModel, options: FSDPOptions, runtime: Runtime, plan: BatchPlan) -> None:
         self.model = model
         mesh = _mesh(options, runtime)
-        shards = _detach_shards(model)
+        shards = _detach_shards(model, mesh)
         bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         precision = bf16 if options.precision == "bf16" else MixedPrecisionPolicy()
         reshard = options.reshard_after_forward
@@ -142,7 +143,7 @@ def _embedding_and_output(model: PreTrainedModel, options: FSDPOptions) -> list[
 
 
 def _mesh(options: FSDPOptions, runtime: Runtime) -> DeviceMesh:
-    """Return the ranks as one dimension to shard over. With `hybrid_shard`, a first dimension holds the replicas."""
+    """Return the ranks as one dimension to shard over. With `hybrid_shard`, another dimension holds the replicas."""
     shards = ranks_per_machine(runtime) if options.hybrid_shard else runtime.world_size
     return _device_mesh(runtime.device.type, runtime.world_size // shards, shards)
 
@@ -150,8 +151,8 @@ def _mesh(options: FSDPOptions, runtime: Runtime) -> DeviceMesh:
 @cache  # so that `loading` and the strategy share the mesh's process groups
 def _device_mesh(device: str, replicas: int, shards: int) -> DeviceMesh:
     if replicas == 1:
-        return init_device_mesh(device, (shards,))
-    return init_device_mesh(device, (replicas, shards), mesh_dim_names=("replicate", "shard"))
+        return init_device_mesh(device, (shards,), mesh_dim_names=(SHARD,))
+    return init_device_mesh(device, (replicas, shards), mesh_dim_names=("replicate", SHARD))
 
 
 def _shard(model: PreTrainedModel, mesh: DeviceMesh) -> None:
@@ -159,15 +160,14 @@ def _shard(model: PreTrainedModel, mesh: DeviceMesh) -> None:
 
     transformers then reads only these rows. If the rows do not divide evenly, the first ranks get more.
     """
-    placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
     for module in model.modules():
         for name, whole in module.named_parameters(recurse=False):
-            rows = distribute_tensor(whole.detach(), mesh, placements, src_data_rank=None)
+            rows = distribute_tensor(whole.detach(), mesh[SHARD], [Shard(0)], src_data_rank=None)
             module.register_parameter(name, nn.Parameter(rows, whole.requires_grad))
 
 
-def _detach_shards(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Replace each shard with a full parameter on the meta device, and return the shards by name.
+def _detach_shards(model: PreTrainedModel, mesh: DeviceMesh) -> dict[str, torch.Tensor]:
+    """Replace each shard with a full parameter on the meta device, and return the shards by name, placed on `mesh`.
 
     If the model kept its shards, `fully_shard` would shard them again.
     """
@@ -176,23 +176,26 @@ def _detach_shards(model: PreTrainedModel) -> dict[str, torch.Tensor]:
         for name, parameter in model.named_parameters(remove_duplicate=False)
         if isinstance(parameter, DTensor)
     }
-    whole, compact = {}, {}
+    whole, placed = {}, {}
     for shard in shards.values():
         meta = torch.empty(shard.shape, dtype=shard.dtype, device="meta")
         whole[id(shard)] = nn.Parameter(meta, shard.requires_grad)
-        compact[id(shard)] = _compact(shard)
+        placed[id(shard)] = _place(shard, mesh)
     for name, shard in shards.items():
         module, _, attribute = name.rpartition(".")
         model.get_submodule(module).register_parameter(attribute, whole[id(shard)])
-    return {name: compact[id(shard)] for name, shard in shards.items()}
+    return {name: placed[id(shard)] for name, shard in shards.items()}
 
 
-def _compact(shard: DTensor) -> torch.Tensor:
-    """Copy a shard that is a view of the full tensor, because the view would keep the full tensor in memory.
+def _place(shard: DTensor, mesh: DeviceMesh) -> torch.Tensor:
+    """Return a shard as part of a parameter that is replicated over all dimensions of `mesh` but the last.
 
-    On a CPU, transformers loads such views if the file already has the data type to load.
+    A shard that is a view of the full tensor is copied, because the view would keep the full tensor in memory. On a
+    CPU, transformers loads such views if the file already has the data type to load.
     """
-    local = shard.to_local()
-    if local.untyped_storage().nbytes() == local.nbytes:
-        return shard
-    return nn.Parameter(shard.detach().clone(), shard.requires_grad)
+    local = shard.to_local().detach()
+    if local.untyped_storage().nbytes() != local.nbytes:
+        local = local.clone()
+    placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
+    placed = DTensor.from_local(local, mesh, placements, shape=shard.shape, stride=shard.stride())
+    return nn.Parameter(placed, shard.requires_grad)

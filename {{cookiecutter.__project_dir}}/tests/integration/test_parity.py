@@ -91,11 +91,8 @@ def alone(changes: dict[str, Any]) -> list[Row]:
 @pytest.mark.parametrize("way", WAYS)
 def test_two_ranks_agree_with_one_process(way: str, alone: list[Row], changes: dict[str, Any]) -> None:
     rows = _spread(WAYS[way], 2, changes | {"name": way})
-    _assert_close(rows, alone, EXACT)
     assert rows[-1]["loss"] < rows[0]["loss"] - 0.2
-    assert rows[-1]["eval_loss"] == pytest.approx(alone[-1]["eval_loss"], abs=EXACT)
-    for weights, others in zip(_weights(changes, way), _weights(changes, "alone"), strict=True):
-        torch.testing.assert_close(weights, others, atol=1e-3, rtol=0)
+    _assert_same_result(rows, way, alone, changes)
 
 
 @pytest.fixture(scope="module")
@@ -131,11 +128,7 @@ def test_a_run_resumes_with_another_number_of_ranks(way: str, alone: list[Row], 
 @pytest.mark.parametrize("way", BY_MACHINE)
 def test_two_machines_agree_with_one_process(way: str, alone: list[Row], changes: dict[str, Any]) -> None:
     own = changes | BY_MACHINE[way] | {"name": f"machines-{way}", "micro_batch_rows": 2}
-    rows = _spread(WAYS[way], 4, own, machines=2)
-    _assert_close(rows, alone, EXACT)
-    assert rows[-1]["eval_loss"] == pytest.approx(alone[-1]["eval_loss"], abs=EXACT)
-    for weights, others in zip(_weights(changes, f"machines-{way}"), _weights(changes, "alone"), strict=True):
-        torch.testing.assert_close(weights, others, atol=1e-3, rtol=0)
+    _assert_same_result(_spread(WAYS[way], 4, own, machines=2), own["name"], alone, changes)
 
 
 @pytest.mark.parametrize("way", BY_MACHINE)
@@ -153,15 +146,25 @@ def test_three_ranks_share_four_micro_batches(way: str, alone: list[Row], change
     _assert_close(rows, alone[:10], EXACT)
 
 
-@pytest.mark.parametrize("way", ["fsdp", "zero3"])
-def test_lora_agrees_with_one_process(way: str, changes: dict[str, Any]) -> None:
-    lora = changes | {"lora_rank": 4, "learning_rate": 1e-2}
-    alone = _alone(lora | {"name": f"lora-alone-{way}"})
-    rows = _spread(WAYS[way], 2, lora | {"name": f"lora-{way}"})
+@pytest.fixture(scope="module")
+def lora(changes: dict[str, Any]) -> dict[str, Any]:
+    return changes | {"lora_rank": 4, "learning_rate": 1e-2}
+
+
+@pytest.fixture(scope="module")
+def lora_alone(lora: dict[str, Any]) -> list[Row]:
+    return _alone(lora | {"name": "lora-alone"})
+
+
+@pytest.mark.parametrize("machines", [1, 2])
+@pytest.mark.parametrize("way", BY_MACHINE)
+def test_lora_agrees_with_one_process(way: str, machines: int, lora_alone: list[Row], lora: dict[str, Any]) -> None:
+    name = f"lora-{way}-{machines}"
+    rows = _spread(WAYS[way], 2 * machines, lora | BY_MACHINE[way] | {"name": name}, machines)
     assert rows[-1]["loss"] < rows[0]["loss"]
-    _assert_close(rows, alone, EXACT)
-    assert Path(changes["output"], f"lora-{way}", "adapter/adapter_model.safetensors").exists()
-    for weights, others in zip(_weights(changes, f"lora-{way}"), _weights(changes, f"lora-alone-{way}"), strict=True):
+    _assert_close(rows, lora_alone, EXACT)
+    assert Path(lora["output"], name, "adapter/adapter_model.safetensors").exists()
+    for weights, others in zip(_weights(lora, name), _weights(lora, "lora-alone"), strict=True):
         torch.testing.assert_close(weights, others, atol=1e-3, rtol=0)
 
 
@@ -217,6 +220,14 @@ def _rows(folder: Path) -> list[Row]:
 
 def _assert_close(rows: list[Row], others: list[Row], tolerance: float) -> None:
     assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in others], abs=tolerance)
+
+
+def _assert_same_result(rows: list[Row], name: str, alone: list[Row], changes: dict[str, Any]) -> None:
+    """Compare a run with the one of a single process: the losses, the last evaluation and the exported weights."""
+    _assert_close(rows, alone, EXACT)
+    assert rows[-1]["eval_loss"] == pytest.approx(alone[-1]["eval_loss"], abs=EXACT)
+    for weights, others in zip(_weights(changes, name), _weights(changes, "alone"), strict=True):
+        torch.testing.assert_close(weights, others, atol=1e-3, rtol=0)
 
 
 def _weights(changes: dict[str, Any], name: str) -> list[torch.Tensor]:
