@@ -127,8 +127,9 @@ def test_a_run_resumes_with_another_number_of_ranks(way: str, alone: list[Row], 
 
 @pytest.mark.parametrize("way", BY_MACHINE)
 def test_two_machines_agree_with_one_process(way: str, alone: list[Row], changes: dict[str, Any]) -> None:
-    own = changes | BY_MACHINE[way] | {"name": f"machines-{way}", "micro_batch_rows": 2}
-    _assert_same_result(_spread(WAYS[way], 4, own, machines=2), own["name"], alone, changes)
+    name = f"machines-{way}"
+    rows = _spread(WAYS[way], 4, changes | BY_MACHINE[way] | {"name": name, "micro_batch_rows": 2}, machines=2)
+    _assert_same_result(rows, name, alone, changes)
 
 
 @pytest.mark.parametrize("way", BY_MACHINE)
