@@ -24,6 +24,7 @@ from rich.console import Console
 import settings
 from cluster import environment, job_scripts
 from cluster.common import cluster_file
+from cluster.common.cluster_file import GPUS_PER_INSTANCE
 from cluster.fake_gpu import build
 
 GIB = 2**30
@@ -156,7 +157,8 @@ class Gpu:
             return not done.returncode and "failed" not in json.loads(report.read_text())
 
     def _run(self, job: str, options: list[str], report: Path, *, quiet: bool) -> "subprocess.CompletedProcess[bytes]":
-        rank = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+        rank = {"RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(GPUS_PER_INSTANCE)}
+        rank |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
         variables = self.variables((self.gib - UNMODELED_GIB) * 1024) | rank
         variables |= {"PROFILE": "cluster", "FIT_REPORT": str(report)}
         command = [str(self.python), "-m", f"jobs.{job}", *options]

@@ -11,17 +11,18 @@ from torch.nn.parallel import DistributedDataParallel
 class Alone:
     """One process."""
 
-    world_size, rank, device = 1, 0, torch.device("cpu")
+    world_size, local_world_size, rank, device = 1, 1, 0, torch.device("cpu")
 
     def wrap(self, model: nn.Module) -> nn.Module:
         return model
 
 
 class Rank(Alone):
-    """A rank of a gloo group."""
+    """A rank of a gloo group. By default, all ranks are on one machine."""
 
-    def __init__(self, rank: int, world_size: int) -> None:
+    def __init__(self, rank: int, world_size: int, local_world_size: int | None = None) -> None:
         self.rank, self.world_size = rank, world_size
+        self.local_world_size = local_world_size or world_size
 
     def wrap(self, model: nn.Module) -> nn.Module:
         return DistributedDataParallel(model, gradient_as_bucket_view=True)

@@ -88,7 +88,7 @@ def refuse_full_disk(strategy: Strategy, runtime: Runtime, output: str) -> None:
     all_ranks = int(total(torch.tensor(own, device=runtime.device)))
     needs = {output: all_ranks} if is_local(output) else {}
     if runtime.scratch:
-        needs[tempfile.gettempdir()] = own * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # all ranks of this node
+        needs[tempfile.gettempdir()] = own * runtime.local_world_size  # all ranks of this node
     disks = {folder: os.stat(folder).st_dev for folder in needs}
     short = [
         f"{folder} has {_free(folder) >> 20} MiB left"

@@ -11,6 +11,14 @@ def total(values: torch.Tensor) -> torch.Tensor:
     return values
 
 
+def is_equal(value: int, device: torch.device) -> bool:
+    """Return whether all ranks passed the same value. All ranks get the same result."""
+    first = torch.tensor(value, device=device)
+    if dist.is_initialized():
+        dist.broadcast(first, src=0)
+    return not any_rank(first.item() != value, device)
+
+
 def any_rank(condition: bool, device: torch.device) -> bool:
     """Return whether the condition holds on at least one rank. All ranks get the same result."""
     return bool(total(torch.tensor(int(condition), device=device)))

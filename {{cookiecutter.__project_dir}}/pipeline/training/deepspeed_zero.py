@@ -22,7 +22,7 @@ from pipeline.training.options import DeepSpeedOptions
 from pipeline.training.parameters import numel
 from pipeline.training.runtimes.runtime import Runtime, WriteCheckpoint
 from pipeline.training.schedule import BatchPlan
-from pipeline.training.strategies import StateCopier, Strategy, adamw
+from pipeline.training.strategies import StateCopier, Strategy, adamw, ranks_per_machine
 from pipeline.training.weight_files import Weight
 from settings import UserError
 
@@ -31,8 +31,8 @@ TAG = "zero"
 """DeepSpeed's tag for its checkpoints, and so the name of their subfolder in the trainer's checkpoints."""
 
 
-def config(options: DeepSpeedOptions, plan: BatchPlan) -> dict[str, Any]:
-    """Return DeepSpeed's configuration: deepspeed.json plus the values that depend on `options` and `plan`.
+def config(options: DeepSpeedOptions, runtime: Runtime, plan: BatchPlan) -> dict[str, Any]:
+    """Return DeepSpeed's configuration: deepspeed.json plus the values that depend on the arguments.
 
     No value is "auto", because only the Hugging Face Trainer replaces such values.
     """
@@ -43,6 +43,8 @@ def config(options: DeepSpeedOptions, plan: BatchPlan) -> dict[str, Any]:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": on_gpu}
     if options.offload_parameters:
         zero["offload_param"] = {"device": "cpu", "pin_memory": on_gpu}
+    if options.hpz and (ranks := ranks_per_machine(runtime)) < runtime.world_size:
+        zero["zero_hpz_partition_size"] = ranks
     # In bf16, sums over micro-batches and averages over ranks lose small gradients. Stage 1 uses bf16 nevertheless:
     # with fp32 gradients, 8 billion parameters on 8 ranks would need 75 GiB per rank instead of 46 GiB.
     adding = {"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"}
@@ -75,7 +77,7 @@ class ZeRO(Strategy):
         _import_deepspeed()
         from transformers.integrations import HfDeepSpeedConfig
 
-        alive = HfDeepSpeedConfig(config(options, plan))  # transformers holds only a weak reference to it
+        alive = HfDeepSpeedConfig(config(options, runtime, plan))  # transformers holds only a weak reference to it
         yield
         del alive
 
@@ -83,7 +85,7 @@ class ZeRO(Strategy):
         self.model = model
         self.copies_state = not options.offload_optimizer  # main memory may have no room for a copy of offloaded states
         self.optimizer = adamw(model, options.weight_decay)
-        self.module = self._engine = _initialize(model, self.optimizer, config(options, plan))
+        self.module = self._engine = _initialize(model, self.optimizer, config(options, runtime, plan))
         self._world_size = runtime.world_size
         self._is_writer = runtime.rank == 0
         self._copier = StateCopier()

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from transformers import PreTrainedModel
 
 from pipeline.training.chunked_loss import uses_chunks
@@ -27,9 +27,10 @@ from pipeline.training.model_io import decoder_layers
 from pipeline.training.options import FSDPOptions
 from pipeline.training.runtimes.runtime import Runtime, WriteCheckpoint
 from pipeline.training.schedule import BatchPlan
-from pipeline.training.strategies import StateCopier, Strategy, adamw
+from pipeline.training.strategies import StateCopier, Strategy, adamw, ranks_per_machine
 from pipeline.training.weight_files import Weight
 
+SHARD = "fsdp"  # name of the mesh's dimension to shard over; peft knows this name, and gives adapters the full width
 TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
 """Save and load only the trained parameters, because the base model already has the frozen ones."""
 
@@ -45,7 +46,7 @@ class FSDP(Strategy):
     @contextmanager
     def loading(cls, options: FSDPOptions, runtime: Runtime, plan: BatchPlan) -> Iterator[None]:
         """Make `from_pretrained` read only this rank's rows of each parameter. The parameters become DTensors."""
-        load, mesh = PreTrainedModel._load_pretrained_model, _mesh(runtime)
+        load, mesh = PreTrainedModel._load_pretrained_model, _mesh(options, runtime)
 
         def load_shards(model: PreTrainedModel, *arguments: Any) -> Any:
             _shard(model, mesh)
@@ -59,8 +60,8 @@ class FSDP(Strategy):
 
     def __init__(self, model: PreTrainedModel, options: FSDPOptions, runtime: Runtime, plan: BatchPlan) -> None:
         self.model = model
-        mesh = _mesh(runtime)
-        shards = _detach_shards(model)
+        mesh = _mesh(options, runtime)
+        shards = _detach_shards(model, mesh)
         bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         precision = bf16 if options.precision == "bf16" else MixedPrecisionPolicy()
         reshard = options.reshard_after_forward
@@ -68,7 +69,7 @@ class FSDP(Strategy):
         # one by one, so that a pass gathers the parameters of only one module at a time
         for module in (*decoder_layers(model), *_embedding_and_output(model, options)):
             shard(module)
-        self.module = shard(model)
+        self.module = self._root = shard(model)
         model.load_state_dict(shards, strict=False, assign=True)
         self.optimizer = adamw(model, options.weight_decay)
         self._max_grad_norm = options.max_grad_norm
@@ -81,6 +82,7 @@ class FSDP(Strategy):
     def accumulate(self, batch: Batch, scale: torch.Tensor, last: bool) -> torch.Tensor:
         # Gradients are reduced and sharded after every micro-batch, not only after the last. Otherwise each rank would
         # hold all gradients in fp32. With 8 billion parameters on 8 ranks, a rank's state takes 15 GiB, not 42 GiB.
+        self._root.set_requires_all_reduce(last)  # sum the gradients of replicas only once per optimizer step
         loss = self.summed_loss(batch)
         (loss * scale).backward()
         return loss.detach()
@@ -109,7 +111,10 @@ class FSDP(Strategy):
         set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer, options=TRAINED)
 
     def checkpoint_bytes(self) -> int:
-        """Return the number of bytes of this rank's share of the parameters and AdamW's two moments, all in fp32."""
+        """Return the number of bytes of this rank's share of the parameters and AdamW's two moments, all in fp32.
+
+        Replicas share the writing.
+        """
         return 12 * self.model.num_parameters(only_trainable=True) // self._world_size
 
     def gather(self) -> Iterator[Weight]:
@@ -138,8 +143,17 @@ def _embedding_and_output(model: PreTrainedModel, options: FSDPOptions) -> list[
     return [embedding] if options.liger and not uses_chunks(model) else [embedding, output]
 
 
-def _mesh(runtime: Runtime) -> DeviceMesh:
-    return init_device_mesh(runtime.device.type, (runtime.world_size,))
+def _mesh(options: FSDPOptions, runtime: Runtime) -> DeviceMesh:
+    """Return the ranks as one dimension to shard over. With `hybrid_shard`, another dimension holds the replicas."""
+    shards = ranks_per_machine(runtime) if options.hybrid_shard else runtime.world_size
+    return _device_mesh(runtime.device.type, runtime.world_size // shards, shards)
+
+
+@cache  # so that `loading` and the strategy share the mesh's process groups
+def _device_mesh(device: str, replicas: int, shards: int) -> DeviceMesh:
+    if replicas == 1:
+        return init_device_mesh(device, (shards,), mesh_dim_names=(SHARD,))
+    return init_device_mesh(device, (replicas, shards), mesh_dim_names=("replicate", SHARD))
 
 
 def _shard(model: PreTrainedModel, mesh: DeviceMesh) -> None:
@@ -149,12 +163,12 @@ def _shard(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     """
     for module in model.modules():
         for name, whole in module.named_parameters(recurse=False):
-            rows = distribute_tensor(whole.detach(), mesh, [Shard(0)], src_data_rank=None)
+            rows = distribute_tensor(whole.detach(), mesh[SHARD], [Shard(0)], src_data_rank=None)
             module.register_parameter(name, nn.Parameter(rows, whole.requires_grad))
 
 
-def _detach_shards(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Replace each shard with a full parameter on the meta device, and return the shards by name.
+def _detach_shards(model: PreTrainedModel, mesh: DeviceMesh) -> dict[str, torch.Tensor]:
+    """Replace each shard with a full parameter on the meta device, and return the shards by name, placed on `mesh`.
 
     If the model kept its shards, `fully_shard` would shard them again.
     """
@@ -163,23 +177,26 @@ def _detach_shards(model: PreTrainedModel) -> dict[str, torch.Tensor]:
         for name, parameter in model.named_parameters(remove_duplicate=False)
         if isinstance(parameter, DTensor)
     }
-    whole, compact = {}, {}
+    whole, placed = {}, {}
     for shard in shards.values():
         meta = torch.empty(shard.shape, dtype=shard.dtype, device="meta")
         whole[id(shard)] = nn.Parameter(meta, shard.requires_grad)
-        compact[id(shard)] = _compact(shard)
+        placed[id(shard)] = _place(shard, mesh)
     for name, shard in shards.items():
         module, _, attribute = name.rpartition(".")
         model.get_submodule(module).register_parameter(attribute, whole[id(shard)])
-    return {name: compact[id(shard)] for name, shard in shards.items()}
+    return {name: placed[id(shard)] for name, shard in shards.items()}
 
 
-def _compact(shard: DTensor) -> torch.Tensor:
-    """Copy a shard that is a view of the full tensor, because the view would keep the full tensor in memory.
+def _place(shard: DTensor, mesh: DeviceMesh) -> torch.Tensor:
+    """Return a shard as part of a parameter that is replicated over all dimensions of `mesh` but the last.
 
-    On a CPU, transformers loads such views if the file already has the data type to load.
+    A shard that is a view of the full tensor is copied, because the view would keep the full tensor in memory. On a
+    CPU, transformers loads such views if the file already has the data type to load.
     """
-    local = shard.to_local()
-    if local.untyped_storage().nbytes() == local.nbytes:
-        return shard
-    return nn.Parameter(shard.detach().clone(), shard.requires_grad)
+    local = shard.to_local().detach()
+    if local.untyped_storage().nbytes() != local.nbytes:
+        local = local.clone()
+    placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
+    placed = DTensor.from_local(local, mesh, placements, shape=shard.shape, stride=shard.stride())
+    return nn.Parameter(placed, shard.requires_grad)

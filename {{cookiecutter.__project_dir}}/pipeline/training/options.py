@@ -141,6 +141,9 @@ class DeepSpeedOptions(TrainOptions):
     """Keep optimizer states in main memory, and run the optimizer on the CPU."""
     offload_parameters: bool
     """Keep parameters in main memory. Needs stage 3."""
+    hpz: bool
+    """Keep a second copy of the parameters that is sharded within each machine (hpZ of ZeRO++, Wang et al. 2023,
+    arXiv:2306.10209). The network carries the parameters once per optimizer step. Needs stage 3."""
 
     @property
     def strategy(self) -> str:
@@ -152,6 +155,12 @@ class DeepSpeedOptions(TrainOptions):
             raise ValueError("offload_parameters needs zero_stage = 3; add --zero-stage 3")
         return self
 
+    @model_validator(mode="after")
+    def _only_sharded_parameters_have_a_second_copy(self) -> Self:
+        if self.hpz and self.zero_stage != 3:
+            raise ValueError("hpz needs zero_stage = 3; add --zero-stage 3")
+        return self
+
 
 class FSDPOptions(TrainOptions):
     """Options of finetune_fsdp."""
@@ -160,6 +169,9 @@ class FSDPOptions(TrainOptions):
     """Name of the run. The same name resumes it."""
     reshard_after_forward: bool
     """Free a layer's gathered parameters after the forward pass. Saves memory, but needs another all-gather."""
+    hybrid_shard: bool
+    """Shard within each machine, and replicate over machines (HSDP, Zhao et al. 2023, arXiv:2304.11277). The network
+    carries only gradients, once per optimizer step, but each machine holds the whole training state."""
 
     @property
     def strategy(self) -> str:

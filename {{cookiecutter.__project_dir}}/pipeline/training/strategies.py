@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
+from pipeline.training.collectives import is_equal
 from pipeline.training.dataset import Batch
 from pipeline.training.options import TrainOptions
 from pipeline.training.packed_attention import model_inputs
@@ -19,6 +20,7 @@ from pipeline.training.parameters import shape_of
 from pipeline.training.runtimes.runtime import Runtime, WriteCheckpoint
 from pipeline.training.schedule import BatchPlan
 from pipeline.training.weight_files import Weight
+from settings import UserError
 
 BETAS = (0.9, 0.95)  # usual for language models: 0.95 averages squared gradients over about 20 steps
 
@@ -113,6 +115,20 @@ class StateCopier:
 
 
 MakeStrategy = type[Strategy]
+
+
+def ranks_per_machine(runtime: Runtime) -> int:
+    """Return the number of ranks on each machine.
+
+    Raises:
+        UserError: the machines have different numbers of ranks. All ranks raise it.
+    """
+    if not is_equal(runtime.local_world_size, runtime.device):
+        raise UserError(
+            "the machines have different numbers of workers, but hybrid_shard and hpz need the same number on each. "
+            "Set num_workers to a multiple of a machine's GPUs, or set the option to false."
+        )
+    return runtime.local_world_size
 
 
 def adamw(model: nn.Module, weight_decay: float) -> torch.optim.AdamW:

@@ -107,7 +107,8 @@ def test_deepspeed_accepts_the_configuration(
     options = settings.load(DeepSpeedOptions, "train", "deepspeed", profile="cluster").model_copy(update=changes)
     check_batches(options.global_batch_rows, options.micro_batch_rows, workers, workers)
     plan = spread(options.global_batch_rows, options.micro_batch_rows, workers)
-    parsed = deepspeed.DeepSpeedConfig(deepspeed_zero.config(options, plan))
+    runtime: Any = ranks.Rank(0, workers)
+    parsed = deepspeed.DeepSpeedConfig(deepspeed_zero.config(options, runtime, plan))
     assert parsed.train_batch_size == options.global_batch_rows
     assert parsed.gradient_accumulation_steps == plan.accumulation
     assert (parsed.zero_optimization_stage, parsed.bfloat16_config.enabled) == (changes["zero_stage"], True)

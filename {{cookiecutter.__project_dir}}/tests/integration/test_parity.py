@@ -61,6 +61,8 @@ WAYS: dict[str, Way] = {
     "zero2-offload": partial(_zero, 2, True),
     "zero3": partial(_zero, 3, False),
 }
+BY_MACHINE: dict[str, dict[str, bool]] = {"fsdp": {"hybrid_shard": True}, "zero3": {"hpz": True}}
+"""Settings that shard parameters within each machine, by strategy."""
 
 
 @pytest.fixture(scope="module")
@@ -89,11 +91,8 @@ def alone(changes: dict[str, Any]) -> list[Row]:
 @pytest.mark.parametrize("way", WAYS)
 def test_two_ranks_agree_with_one_process(way: str, alone: list[Row], changes: dict[str, Any]) -> None:
     rows = _spread(WAYS[way], 2, changes | {"name": way})
-    _assert_close(rows, alone, EXACT)
     assert rows[-1]["loss"] < rows[0]["loss"] - 0.2
-    assert rows[-1]["eval_loss"] == pytest.approx(alone[-1]["eval_loss"], abs=EXACT)
-    for weights, others in zip(_weights(changes, way), _weights(changes, "alone"), strict=True):
-        torch.testing.assert_close(weights, others, atol=1e-3, rtol=0)
+    _assert_same_result(rows, way, alone, changes)
 
 
 @pytest.fixture(scope="module")
@@ -126,21 +125,47 @@ def test_a_run_resumes_with_another_number_of_ranks(way: str, alone: list[Row], 
     _assert_close(rows, alone, ELASTIC)
 
 
+@pytest.mark.parametrize("way", BY_MACHINE)
+def test_two_machines_agree_with_one_process(way: str, alone: list[Row], changes: dict[str, Any]) -> None:
+    name = f"machines-{way}"
+    rows = _spread(WAYS[way], 4, changes | BY_MACHINE[way] | {"name": name, "micro_batch_rows": 2}, machines=2)
+    _assert_same_result(rows, name, alone, changes)
+
+
+@pytest.mark.parametrize("way", BY_MACHINE)
+def test_a_run_resumes_with_another_sharding(way: str, alone: list[Row], changes: dict[str, Any]) -> None:
+    for workers, by_machine, stop in ((4, True, 4), (2, False, 8), (4, False, 12), (4, True, 16)):
+        own = changes | (BY_MACHINE[way] if by_machine else {}) | {"name": f"layouts-{way}", "stop_after": stop}
+        rows = _spread(WAYS[way], workers, own | {"micro_batch_rows": 2}, machines=workers // 2)
+    assert [row["step"] for row in rows] == list(range(1, 17))
+    _assert_close(rows, alone[:16], ELASTIC)
+
+
 @pytest.mark.parametrize("way", ["ddp", "fsdp", "zero3"])
 def test_three_ranks_share_four_micro_batches(way: str, alone: list[Row], changes: dict[str, Any]) -> None:
     rows = _spread(WAYS[way], 3, changes | {"name": f"three-{way}", "micro_batch_rows": 4, "stop_after": 10})
     _assert_close(rows, alone[:10], EXACT)
 
 
-@pytest.mark.parametrize("way", ["fsdp", "zero3"])
-def test_lora_agrees_with_one_process(way: str, changes: dict[str, Any]) -> None:
-    lora = changes | {"lora_rank": 4, "learning_rate": 1e-2}
-    alone = _alone(lora | {"name": f"lora-alone-{way}"})
-    rows = _spread(WAYS[way], 2, lora | {"name": f"lora-{way}"})
+@pytest.fixture(scope="module")
+def lora(changes: dict[str, Any]) -> dict[str, Any]:
+    return changes | {"lora_rank": 4, "learning_rate": 1e-2}
+
+
+@pytest.fixture(scope="module")
+def lora_alone(lora: dict[str, Any]) -> list[Row]:
+    return _alone(lora | {"name": "lora-alone"})
+
+
+@pytest.mark.parametrize("machines", [1, 2])
+@pytest.mark.parametrize("way", BY_MACHINE)
+def test_lora_agrees_with_one_process(way: str, machines: int, lora_alone: list[Row], lora: dict[str, Any]) -> None:
+    name = f"lora-{way}-{machines}"
+    rows = _spread(WAYS[way], 2 * machines, lora | BY_MACHINE[way] | {"name": name}, machines)
     assert rows[-1]["loss"] < rows[0]["loss"]
-    _assert_close(rows, alone, EXACT)
-    assert Path(changes["output"], f"lora-{way}", "adapter/adapter_model.safetensors").exists()
-    for weights, others in zip(_weights(changes, f"lora-{way}"), _weights(changes, f"lora-alone-{way}"), strict=True):
+    _assert_close(rows, lora_alone, EXACT)
+    assert Path(lora["output"], name, "adapter/adapter_model.safetensors").exists()
+    for weights, others in zip(_weights(lora, name), _weights(lora, "lora-alone"), strict=True):
         torch.testing.assert_close(weights, others, atol=1e-3, rtol=0)
 
 
@@ -159,13 +184,13 @@ def _alone(changes: dict[str, Any]) -> list[Row]:
     return _rows(folder)
 
 
-def _spread(way: Way, workers: int, changes: dict[str, Any]) -> list[Row]:
+def _spread(way: Way, workers: int, changes: dict[str, Any], machines: int = 1) -> list[Row]:
     options, make_strategy = way(changes)
     folder = Path(options.output, options.name)
     folder.mkdir(exist_ok=True)
     meeting = folder / f"meeting-{options.stop_after}"
     ranks = [
-        PROCESSES.Process(target=_rank, args=(rank, workers, meeting, options, make_strategy))
+        PROCESSES.Process(target=_rank, args=(rank, workers, machines, meeting, options, make_strategy))
         for rank in range(workers)
     ]
     for rank in ranks:
@@ -176,8 +201,11 @@ def _spread(way: Way, workers: int, changes: dict[str, Any]) -> list[Row]:
     return _rows(folder)
 
 
-def _rank(number: int, workers: int, meeting: Path, options: TrainOptions, make_strategy: MakeStrategy) -> None:
-    os.environ |= {"LOCAL_RANK": str(number), "LOCAL_WORLD_SIZE": str(workers)}
+def _rank(
+    number: int, workers: int, machines: int, meeting: Path, options: TrainOptions, make_strategy: MakeStrategy
+) -> None:
+    local = workers // machines
+    os.environ |= {"LOCAL_RANK": str(number % local), "LOCAL_WORLD_SIZE": str(local)}
     if options.precision == "bf16":
         # pretend that the CPU supports bf16; without support, torch emulates bf16 slowly but correctly
         pytest.MonkeyPatch().setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
@@ -193,6 +221,14 @@ def _rows(folder: Path) -> list[Row]:
 
 def _assert_close(rows: list[Row], others: list[Row], tolerance: float) -> None:
     assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in others], abs=tolerance)
+
+
+def _assert_same_result(rows: list[Row], name: str, alone: list[Row], changes: dict[str, Any]) -> None:
+    """Compare a run with the one of a single process: the losses, the last evaluation and the exported weights."""
+    _assert_close(rows, alone, EXACT)
+    assert rows[-1]["eval_loss"] == pytest.approx(alone[-1]["eval_loss"], abs=EXACT)
+    for weights, others in zip(_weights(changes, name), _weights(changes, "alone"), strict=True):
+        torch.testing.assert_close(weights, others, atol=1e-3, rtol=0)
 
 
 def _weights(changes: dict[str, Any], name: str) -> list[torch.Tensor]:

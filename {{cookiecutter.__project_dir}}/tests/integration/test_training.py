@@ -23,6 +23,7 @@ import packed_rows
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import ranks
 import torch
 from peft import PeftModel
 from pydantic import ValidationError
@@ -660,7 +661,8 @@ def test_the_deepspeed_config_follows_the_settings() -> None:
     assert '"auto"' not in deepspeed_zero.CONFIG_FILE.read_text()
     options = settings.load(DeepSpeedOptions, "train", "deepspeed", profile="local")
     options = options.model_copy(update={"zero_stage": 3, "offload_parameters": True, "max_grad_norm": 0.5})
-    config = deepspeed_zero.config(options, schedule.BatchPlan(rows_per_rank=8, accumulation=2))
+    runtime: Any = ranks.Alone()
+    config = deepspeed_zero.config(options, runtime, schedule.BatchPlan(rows_per_rank=8, accumulation=2))
     assert config["zero_optimization"]["stage"] == 3
     assert config["zero_optimization"]["offload_param"]["device"] == "cpu"
     assert "offload_optimizer" not in config["zero_optimization"]
@@ -668,10 +670,20 @@ def test_the_deepspeed_config_follows_the_settings() -> None:
     assert config["gradient_clipping"] == 0.5
 
 
-def test_offloaded_parameters_need_stage_3() -> None:
+@pytest.mark.parametrize(("local_world_size", "partition"), [(8, 8), (16, None)])
+def test_hpz_has_no_effect_on_a_single_machine(local_world_size: int, partition: int | None) -> None:
     options = settings.load(DeepSpeedOptions, "train", "deepspeed", profile="local")
-    with pytest.raises(ValidationError, match="zero_stage = 3"):
-        DeepSpeedOptions.model_validate(options.model_dump() | {"offload_parameters": True, "zero_stage": 2})
+    options = options.model_copy(update={"zero_stage": 3, "hpz": True})
+    runtime: Any = ranks.Rank(0, 16, local_world_size)
+    config = deepspeed_zero.config(options, runtime, schedule.BatchPlan(rows_per_rank=8, accumulation=2))
+    assert config["zero_optimization"].get("zero_hpz_partition_size") == partition
+
+
+@pytest.mark.parametrize("option", ["offload_parameters", "hpz"])
+def test_options_for_sharded_parameters_need_stage_3(option: str) -> None:
+    options = settings.load(DeepSpeedOptions, "train", "deepspeed", profile="local")
+    with pytest.raises(ValidationError, match=f"{option} needs zero_stage = 3"):
+        DeepSpeedOptions.model_validate(options.model_dump() | {option: True, "zero_stage": 2})
 
 
 def test_the_loop_does_not_import_ray() -> None:

@@ -162,7 +162,7 @@ def _strategy(method: Method, rank: int) -> Strategy:
             "offload_parameters": method.offload_parameters,
         }
     )
-    config = deepspeed_zero.config(options, batches)
+    config = deepspeed_zero.config(options, runtime, batches)
     config["zero_optimization"]["reduce_bucket_size"] = 5000  # small, because the plan does not count buckets
     with mock.patch.object(deepspeed_zero, "config", return_value=config):
         return ZeRO(model, options, runtime, batches)

@@ -40,9 +40,10 @@ DOCUMENTS = 2  # per row
 class FakeRuntime(SingleProcess):
     """The `Runtime` of rank 0, without the other ranks."""
 
-    def __init__(self, folder: Path, device: torch.device, world_size: int) -> None:
+    def __init__(self, folder: Path, device: torch.device, world_size: int, local_world_size: int) -> None:
         super().__init__(folder, device, keep_checkpoints=1)
         self.world_size = world_size
+        self.local_world_size = local_world_size
 
     def wrap(self, model: nn.Module) -> nn.Module:
         module = DistributedDataParallel(model.to(self.device), gradient_as_bucket_view=True)
@@ -92,15 +93,16 @@ def fit(options: TrainOptions, make_strategy: MakeStrategy) -> None:
 
 def _measure(options: TrainOptions, make_strategy: MakeStrategy, folder: Path) -> None:
     world_size = options.max_workers
+    local_world_size = min(world_size, int(os.environ["LOCAL_WORLD_SIZE"]))  # `inv fit` sets the GPUs of an instance
     # for DeepSpeed, which transformers imports and which reads these variables
-    os.environ |= {"DS_ACCELERATOR": "cuda", "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+    os.environ |= {"DS_ACCELERATOR": "cuda", "WORLD_SIZE": str(world_size)}
     os.environ |= cuda_allocator.variables("cuda")
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     _replace_new_groups()
     _replace_weights(options.model)
     plan = spread(options.global_batch_rows, options.micro_batch_rows, world_size)
     rows = FakeRows(settings.load(PreprocessOptions, "preprocess").sequence_length, plan.rows_per_rank)
-    runtime = FakeRuntime(folder, torch.device("cuda", 0), world_size)
+    runtime = FakeRuntime(folder, torch.device("cuda", 0), world_size, local_world_size)
     report: dict[str, Any] = {"world_size": world_size, "micro_batch_rows": options.micro_batch_rows}
     part = "loading the model"
     try:

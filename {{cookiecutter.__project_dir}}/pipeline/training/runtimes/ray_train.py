@@ -51,6 +51,7 @@ class RayTrainRuntime:
         context = ray.train.get_context()
         self.rank = context.get_world_rank()
         self.world_size = context.get_world_size()
+        self.local_world_size = context.get_local_world_size()
         self.device = torch.device("cpu") if device == "cpu" else get_device()
         self._storage = context.get_storage()
         reported = ray.train.get_all_reported_checkpoints()

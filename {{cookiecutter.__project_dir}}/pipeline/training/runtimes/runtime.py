@@ -27,6 +27,8 @@ class Runtime(Protocol):
 
     rank: int
     world_size: int
+    local_world_size: int
+    """Number of ranks on this rank's machine. The ranks of a machine are consecutive numbers."""
 
     @property
     def scratch(self) -> Path | None:
@@ -68,6 +70,7 @@ class SingleProcess:
 
     rank = 0
     world_size = 1
+    local_world_size = 1
     scratch = None
 
     def __init__(self, folder: Path, device: torch.device, keep_checkpoints: int) -> None:

@@ -32,6 +32,7 @@ class TorchrunRuntime(SingleProcess):
 
     def __init__(self, folder: Path, device: torch.device, keep_checkpoints: int) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
         # the threads that write checkpoints need a separate process group
         self._writers = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
         super().__init__(folder, device, keep_checkpoints)
