@@ -175,6 +175,16 @@ def test_workers_on_gpus_get_the_settings_of_the_allocator(
     assert "PYTORCH_ALLOC_CONF" not in os.environ  # only the workers of the run get it
 
 
+def test_a_checkpoint_that_takes_longer_than_a_spot_notice_is_noted_once(capfd: pytest.CaptureFixture[str]) -> None:
+    runtime = object.__new__(ray_train.RayTrainRuntime)  # without the worker that __init__ needs
+    runtime.rank, runtime._noted_slow_storage = 0, False
+    for seconds in (119, 170, 180):
+        runtime._note_slow_storage(seconds)
+    printed = capfd.readouterr().out
+    assert printed.count("note:") == 1
+    assert "a checkpoint takes 170 s to store, but AWS takes back a spot machine 120 s after its notice" in printed
+
+
 @pytest.mark.parametrize("max_failures", [pytest.param(0, marks=pytest.mark.nightly), 3])
 def test_a_gpu_out_of_memory_gives_one_sentence_and_no_retry(
     max_failures: int, changes: dict[str, Any], tmp_path: Path

@@ -5,6 +5,7 @@ import shutil
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,9 @@ from pipeline.training.strategies import MakeStrategy
 from pipeline.training.trainer import train
 from settings import UserError
 
+SPOT_NOTICE_S = 120
+"""How long before it takes back a spot machine AWS gives notice."""
+
 SCORE = "checkpoint_score"
 """Metric by which Ray keeps the best checkpoints: the evaluation loss. Checkpoints that were not evaluated come last,
 the newest of them first."""
@@ -60,6 +64,7 @@ class RayTrainRuntime:
         self._stored = threading.Event()
         self._stored.set()
         self._preempted_nodes: set[str] = set()
+        self._noted_slow_storage = False
         run_id = hashlib.sha256(self._storage.experiment_fs_path.encode()).hexdigest()[:12]
         self.scratch = Path(tempfile.gettempdir(), f"checkpoint-{run_id}", f"rank-{self.rank}")
         self._delete_incomplete()
@@ -72,7 +77,7 @@ class RayTrainRuntime:
         """Start storing a checkpoint. Ray merges the ranks' folders, and keeps the best and the last checkpoint."""
         self._stored.clear()
         self.scratch.mkdir(parents=True)
-
+        started = time.monotonic()
         is_written = False
 
         def store(checkpoint: Checkpoint, name: str) -> Checkpoint:
@@ -82,6 +87,7 @@ class RayTrainRuntime:
                 is_written = True
             stored = self._storage.persist_current_checkpoint(checkpoint, name)
             shutil.rmtree(self.scratch)
+            self._note_slow_storage(time.monotonic() - started)
             self._stored.set()
             return stored
 
@@ -93,6 +99,17 @@ class RayTrainRuntime:
             delete_local_checkpoint_after_upload=False,  # the next checkpoint may already be in that folder
             checkpoint_upload_fn=store,
         )
+
+    def _note_slow_storage(self, seconds: float) -> None:
+        """Print a note if a checkpoint takes longer to store than AWS's notice for a spot machine. Print it once."""
+        if self.rank == 0 and seconds > SPOT_NOTICE_S and not self._noted_slow_storage:
+            self._noted_slow_storage = True
+            print(
+                f"note: a checkpoint takes {seconds:.0f} s to store, but AWS takes back a spot machine {SPOT_NOTICE_S} s "
+                "after its notice, so training would resume from the checkpoint before. With a smaller "
+                "checkpoint_every, it would repeat fewer steps.",
+                flush=True,
+            )
 
     def wait(self) -> None:
         self._stored.wait()
