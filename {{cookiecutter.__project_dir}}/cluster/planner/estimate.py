@@ -77,6 +77,7 @@ def estimate(
     num_workers: int,
     precision: Literal["fp32", "bf16"],
     chunked_loss: bool,
+    checkpointing_interval: int,
     gpu_gib: int,
     max_instances: int,
     tokens: int | None,
@@ -90,7 +91,14 @@ def estimate(
         settings.UserError: the configuration is not that of a causal language model.
     """
     shape = shape_of(config)
-    training = Training(sequence_length, micro_batch_rows, precision, chunked_loss=chunked_loss, gpus=num_workers)
+    training = Training(
+        sequence_length,
+        micro_batch_rows,
+        precision,
+        chunked_loss=chunked_loss,
+        checkpointing_interval=checkpointing_interval,
+        gpus=num_workers,
+    )
     counts = (*range(1, GPUS_PER_INSTANCE), *range(GPUS_PER_INSTANCE, MAX_GPUS + 1, GPUS_PER_INSTANCE))
     available = tuple(gpus for gpus in counts if gpus <= max_instances * GPUS_PER_INSTANCE)
     return ModelPlan(

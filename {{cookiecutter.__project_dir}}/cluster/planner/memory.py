@@ -65,6 +65,8 @@ class Training:
     method: Method = DDP
     lora: bool = False
     chunked_loss: bool = False
+    checkpointing_interval: int = 1
+    """With gradient checkpointing, one in this many blocks keeps only its input."""
     gpus: int = 1
 
     @property
@@ -169,11 +171,17 @@ def activations(shape: Shape, training: Training) -> Activations:
     block += width * LORA_RANK * LINEARS if lora else 0
     block_input = 4 if autocast and not lora else width
     tokens = training.sequence_length * training.micro_batch_rows
-    kept, extra = (block_input * shape.hidden, 4 / 3) if training.gradient_checkpointing else (block, 1 / 3)
     adapted = width * shape.experts / shape.layers if lora else 0
-    kept_adapted, extra_adapted = (0, 2 * adapted) if training.gradient_checkpointing else (adapted, adapted)
+    if training.gradient_checkpointing:
+        checkpointed = math.ceil(shape.layers / training.checkpointing_interval)
+        extra, extra_adapted = 4 / 3, 2 * adapted
+    else:
+        checkpointed = 0
+        extra, extra_adapted = 1 / 3, adapted
+    kept = checkpointed * tokens * block_input * shape.hidden
+    kept += (shape.layers - checkpointed) * (tokens * block + adapted)
     return Activations(
-        shape.layers * (tokens * kept + kept_adapted),
+        kept,
         tokens * extra * block + extra_adapted,
         _logits(shape, training, tokens),
     )
@@ -350,5 +358,5 @@ def hours(shape: Shape, training: Training, tokens: int | None) -> float | None:
     if tokens is None or training.method.offload_optimizer:
         return None
     operations = flops_per_token(shape.compute, training.sequence_length)
-    thirds = (2 if training.lora else 3) + training.gradient_checkpointing
+    thirds = (2 if training.lora else 3) + training.gradient_checkpointing / training.checkpointing_interval
     return tokens * operations * thirds / 3 / (training.gpus * PEAK_BF16_FLOPS["A100"] * MFU) / 3600

@@ -45,6 +45,7 @@ def plan(
         num_workers=train.max_workers,
         precision=train.precision,
         chunked_loss=train.chunked_loss,
+        checkpointing_interval=train.gradient_checkpointing_interval,
         gpu_gib=80 if any("p4de" in worker.instance_type for worker in file.workers) else 40,
         max_instances=file.max_workers,
         tokens=_tokens(settings.resolve(train.data)),

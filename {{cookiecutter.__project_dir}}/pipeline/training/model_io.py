@@ -38,7 +38,7 @@ def load_model(options: TrainOptions) -> PreTrainedModel:
     if options.lora_rank:
         _add_adapters(model, options)
     if options.gradient_checkpointing:
-        model.activation_checkpointing_enable()
+        model.activation_checkpointing_enable(every_n_layers=options.gradient_checkpointing_interval)
     if options.compile:
         for layer in decoder_layers(model):  # layer by layer, because equal layers share one compilation
             layer.compile()

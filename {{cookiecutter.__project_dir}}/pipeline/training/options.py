@@ -38,6 +38,8 @@ class TrainOptions(WorkerOptions):
     """Rows per forward pass of one worker."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass. Saves memory, but needs about a third more computation."""
+    gradient_checkpointing_interval: PositiveInt = 1
+    """With gradient_checkpointing, recompute only one in this many layers, which takes more memory and less time."""
     compile: bool = False
     """Compile the decoder layers (torch.compile). Each start takes at least a minute longer, but steps are faster. With
     ZeRO stage 3, this gains little, because DeepSpeed's hooks split the layers into small pieces."""

@@ -105,9 +105,9 @@ class RayTrainRuntime:
         if self.rank == 0 and seconds > SPOT_NOTICE_S and not self._noted_slow_storage:
             self._noted_slow_storage = True
             print(
-                f"note: a checkpoint takes {seconds:.0f} s to store, but AWS takes back a spot machine {SPOT_NOTICE_S} s "
-                "after its notice, so training would resume from the checkpoint before. With a smaller "
-                "checkpoint_every, it would repeat fewer steps.",
+                f"note: a checkpoint takes {seconds:.0f} s to store, but AWS takes back a spot machine "
+                f"{SPOT_NOTICE_S} s after its notice, so training would resume from the checkpoint before. With a "
+                "smaller checkpoint_every, it would repeat fewer steps.",
                 flush=True,
             )
 
