@@ -23,7 +23,6 @@
 #define ON_HOST -1  // pinned main memory
 #define UNKNOWN -2
 #define COPIED (1 << 16)  // bytes; larger copies hold weights or activations, which nothing reads, so they are skipped
-#define NUMBER 8          // bytes of a number that the CPU reads
 
 static struct block {
     char *start;
@@ -84,9 +83,9 @@ static int location(const char *pointer) {
 }
 
 static cudaError_t copy(void *to, const void *from, size_t size, enum cudaMemcpyKind kind) {
-    // A number that the CPU reads is usually a result. No kernel wrote it, so its place may still hold another value,
-    // which DeepSpeed could take for an overflow, and skip the optimizer's step.
-    if (kind == cudaMemcpyDeviceToHost && size <= NUMBER) memset(to, 0, size);
+    // A single byte that the CPU reads is the result of a check. No kernel wrote it, so its place may still hold another
+    // value. DeepSpeed could take that for an overflow, and skip the optimizer's step.
+    if (kind == cudaMemcpyDeviceToHost && size == 1) memset(to, 0, size);
     else if (size <= COPIED) memmove(to, from, size);
     DONE;
 }
