@@ -139,9 +139,10 @@ def test_an_evaluation_compiles_each_layer_at_most_twice(tmp_path: Path) -> None
 
 
 @pytest.mark.nightly
-def test_the_default_backend_computes_the_same(tmp_path: Path) -> None:
+def test_the_default_backend_computes_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """This backend, Inductor, generates C++ on a CPU. The compiler takes up to a minute."""
-    folder = _write_model("Qwen3", tmp_path)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    folder = _write_model("Qwen3", tmp_path / "model")
     eager = _run(_ddp(folder))
     torch._dynamo.reset()
     _assert_same(_run(_ddp(folder, compile=True)), eager)
