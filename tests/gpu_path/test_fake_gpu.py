@@ -45,6 +45,14 @@ seen["free"] = free()
 print(json.dumps(seen))
 """
 
+REFUSED = """
+import torch
+from pipeline.training import cuda_allocator
+
+cuda_allocator.use_expandable_segments(torch.device("cuda"))
+print(torch.empty(30 << 30, dtype=torch.uint8, device="cuda").numel())
+"""
+
 RESULT = """
 import torch
 torch.tensor([True], device="cuda")
@@ -82,6 +90,14 @@ def test_expandable_segments_grow_in_small_steps(run: Run) -> None:
     assert seen["afterwards"] == 39 << 30
     assert seen["free"] == 40 << 30
     assert json.loads(run(EXPANDABLE, "False"))["unused"][-1] > 10 << 30
+
+
+def test_training_uses_ordinary_segments_if_the_gpu_refuses_others(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run(REFUSED).split() == [str(30 << 30)]
+    monkeypatch.setenv("FAKE_GPU_FABRIC", "0")
+    note, size = run(REFUSED).splitlines()
+    assert note.startswith("note: training uses no expandable segments")
+    assert int(size) == 30 << 30
 
 
 def test_the_result_of_a_check_is_false(run: Run) -> None:

@@ -83,6 +83,7 @@ int nvmlDeviceGetUtilizationRates(void *gpu, unsigned *rates) { rates[0] = rates
 int nvmlDeviceGetComputeRunningProcesses_v3(void *gpu, unsigned *count, void *processes) { *count = 0; DONE; }
 int nvmlDeviceGetNvLinkRemoteDeviceType(void *gpu, unsigned link, int *type) { return NVML_NOT_SUPPORTED; }
 int nvmlDeviceGetGpuFabricInfoV(void *gpu, void *info) {
+    if (!variable("FAKE_GPU_FABRIC", 1)) return NVML_NOT_SUPPORTED;
     memset((char *)info + 4, 0, 32);  // all but the version; state 0: no fabric, which GPUs have since H100
     DONE;
 }

@@ -10,7 +10,7 @@ import torch
 
 from pipeline.data.tokenization import NOT_TRAINED
 from pipeline.data.tokenizer import load_tokenizer
-from pipeline.training import checkpoints, model_io, parameters
+from pipeline.training import checkpoints, cuda_allocator, model_io, parameters
 from pipeline.training.collectives import any_rank, total
 from pipeline.training.dataset import Batch, PackedRows, read_manifest, trained_tokens
 from pipeline.training.meter import Diverged, Meter
@@ -105,6 +105,7 @@ class Trainer:
         self, options: TrainOptions, runtime: Runtime, make_strategy: MakeStrategy, stream: TrainingRows | None
     ) -> None:
         self.options, self.runtime = options, runtime
+        cuda_allocator.use_expandable_segments(runtime.device)
         self.folder = RunFolder(f"{options.output}/{options.name}")
         self.source = stream or PackedSource(options, runtime)
         self.evaluation = None if stream else PackedRows(options.data, "eval")

@@ -164,17 +164,6 @@ def test_a_user_error_in_the_workers_reaches_the_driver(changes: dict[str, Any])
         ray_train.fit(options, _Refuses)
 
 
-def test_workers_on_gpus_get_the_settings_of_the_allocator(
-    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without a GPU, Ray gives the worker the CPU, which needs gloo."""
-    monkeypatch.setattr(ray_train.torch.distributed, "get_default_backend_for_device", lambda device: "gloo")
-    options = _ddp_options(changes | {"name": "gpu", "num_workers": 1, "device": "cuda"})
-    with pytest.raises(settings.UserError, match="allocator: expandable_segments:True"):
-        ray_train.fit(options, _NamesItsAllocator)
-    assert "PYTORCH_ALLOC_CONF" not in os.environ  # only the workers of the run get it
-
-
 def test_a_checkpoint_that_takes_longer_than_a_spot_notice_is_noted_once(capfd: pytest.CaptureFixture[str]) -> None:
     runtime = object.__new__(ray_train.RayTrainRuntime)  # without the worker that __init__ needs
     runtime.rank, runtime._noted_slow_storage = 0, False
@@ -357,8 +346,3 @@ class _FailsInTheModel(DDP):
 class _Refuses(DDP):
     def __init__(self, model: PreTrainedModel, options: TrainOptions, runtime: Runtime, plan: BatchPlan) -> None:
         raise settings.UserError(f"refused by rank {runtime.rank}")
-
-
-class _NamesItsAllocator(DDP):
-    def __init__(self, model: PreTrainedModel, options: TrainOptions, runtime: Runtime, plan: BatchPlan) -> None:
-        raise settings.UserError(f"allocator: {os.environ.get('PYTORCH_ALLOC_CONF')}")

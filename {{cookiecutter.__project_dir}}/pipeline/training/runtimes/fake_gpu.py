@@ -23,7 +23,6 @@ import settings
 from pipeline.data.options import PreprocessOptions
 from pipeline.training.dataset import Batch, as_batch
 from pipeline.training.options import TrainOptions
-from pipeline.training.runtimes import cuda_allocator
 from pipeline.training.runtimes.runtime import SingleProcess
 from pipeline.training.schedule import check_batches, spread
 from pipeline.training.strategies import MakeStrategy
@@ -96,7 +95,6 @@ def _measure(options: TrainOptions, make_strategy: MakeStrategy, folder: Path) -
     local_world_size = min(world_size, int(os.environ["LOCAL_WORLD_SIZE"]))  # `inv fit` sets the GPUs of an instance
     # for DeepSpeed, which transformers imports and which reads these variables
     os.environ |= {"DS_ACCELERATOR": "cuda", "WORLD_SIZE": str(world_size)}
-    os.environ |= cuda_allocator.variables("cuda")
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     _replace_new_groups()
     _hide_numbers()
@@ -119,9 +117,9 @@ def _measure(options: TrainOptions, make_strategy: MakeStrategy, folder: Path) -
 
 
 def _hide_numbers() -> None:
-    """Print tensors without their numbers. DeepSpeed prints its arguments, but no kernel computed what torch would print.
+    """Print tensors without their numbers, which no kernel computed.
 
-    torch would even read the count of the numbers to print from memory that no kernel wrote.
+    DeepSpeed prints its arguments, and torch would read even the count of numbers to print from the fake GPU.
     """
     tensor: Any = torch.Tensor
     parameter: Any = nn.Parameter

@@ -33,7 +33,6 @@ from pipeline.ray_support import capacity, cli, gang, ray_logging
 from pipeline.ray_support.private.tune import is_in_trial
 from pipeline.training import failures, preflight, storage
 from pipeline.training.options import TrainOptions
-from pipeline.training.runtimes import cuda_allocator
 from pipeline.training.runtimes.runtime import Metrics, WriteCheckpoint
 from pipeline.training.schedule import check_batches
 from pipeline.training.strategies import MakeStrategy
@@ -217,7 +216,6 @@ def _torch_trainer(
             storage_path=options.output,
             callbacks=[TuneReportCallback()] if is_in_trial() else [],
             logging_config=LoggingConfig(log_level="WARNING"),  # the trainer prints its own progress
-            worker_runtime_env={"env_vars": cuda_allocator.variables(options.device)},
             failure_config=FailureConfig(max_failures=options.max_failures),
             checkpoint_config=CheckpointConfig(
                 num_to_keep=options.keep_checkpoints,

@@ -15,7 +15,6 @@ from torch.nn.parallel import DistributedDataParallel
 from pipeline.ray_support import job_secrets
 from pipeline.training import preflight, storage
 from pipeline.training.options import TrainOptions
-from pipeline.training.runtimes import cuda_allocator
 from pipeline.training.runtimes.runtime import Metrics, SingleProcess, WriteCheckpoint
 from pipeline.training.schedule import check_batches
 from pipeline.training.strategies import MakeStrategy
@@ -62,7 +61,6 @@ def fit(options: TrainOptions, make_strategy: MakeStrategy) -> None:
         UserError: options, data and model do not match, or training failed. Only rank 0 raises it; the others exit.
     """
     job_secrets.load()
-    os.environ |= cuda_allocator.variables(options.device)
     backend = dist.get_default_backend_for_device(options.device)
     dist.init_process_group(backend, timeout=timedelta(minutes=TIMEOUT_MINUTES))
     try:
