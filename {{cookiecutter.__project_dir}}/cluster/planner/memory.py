@@ -24,7 +24,7 @@ MFU = 0.4  # assumed share of an A100's bf16 peak; a run logs its measured share
 ENOUGH_TOKENS = 4096
 BUCKET = 500_000_000  # elements; DeepSpeed's default reduce_bucket_size, which it always allocates in full
 OTHER = GIB // 4  # what no formula counts; `inv fit` measured up to 0.2 GiB for models with 36 layers or fewer
-# As OTHER, for a layer of models with more layers. torch does not split a block if less than 1 MiB of it would remain.
+# The same for each layer of deeper models. torch does not split a block if less than 1 MiB of it would remain.
 OTHER_PER_LAYER = 8 * 2**20
 LINEARS = 7  # linear layers in a Llama block, and so its LoRA adapters
 LIVE = 1_000_000_000  # elements; DeepSpeed's default for stage3_max_live_parameters and sub_group_size
@@ -195,14 +195,13 @@ def _logits(shape: Shape, training: Training, tokens: int) -> float:
     """Return the size of the logits and of what is computed from them.
 
     At once: the logits in the working format and in fp32, their probabilities, and their gradient. In chunks: the
-    logits of a chunk in fp32 and their gradient in the working format, and the gradient of the output layer, which is
-    copied after the last chunk.
+    logits of a chunk in fp32 and their gradient in the working format, and the gradient of the output layer.
     """
     if not (training.chunked_loss and shape.has_chunks):
         return tokens * 12 * shape.vocabulary
     chunk = min(tokens, CHUNK.batch_chunk_size or tokens)
     gradient = 0 if training.lora else training.width * shape.vocabulary * shape.hidden
-    return gradient + max(gradient, chunk * (4 + training.width) * shape.vocabulary)
+    return gradient + chunk * (4 + training.width) * shape.vocabulary
 
 
 def peak(shape: Shape, training: Training) -> Memory:

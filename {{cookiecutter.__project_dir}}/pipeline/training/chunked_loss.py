@@ -11,27 +11,11 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from pipeline.data.tokenization import NOT_TRAINED
+from pipeline.training.packed_attention import TESTED_FAMILIES
 
 CHUNK = LinearCrossEntropyOptions(batch_chunk_size=1024)
 """Tokens per chunk. For each chunk, the GPU reads the weights of the output layer. torch would choose 64 tokens for a
 hidden size of 4,096 and a vocabulary of 150,000, and so read them 16 times as often to save 2 GiB."""
-
-TESTED_FAMILIES = (
-    "gemma3_text",
-    "glm4",
-    "llama",
-    "ministral3",
-    "mistral",
-    "mixtral",
-    "olmo2",
-    "olmo3",
-    "phi3",
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
-    "smollm3",
-)
-"""Model types for which a test compares this loss with the model's own. Other families may scale or cap the logits."""
 
 
 def use_chunks(model: PreTrainedModel) -> None:
@@ -42,11 +26,12 @@ def use_chunks(model: PreTrainedModel) -> None:
 
 
 def has_chunks(model: PreTrainedModel) -> bool:
-    """Return whether a model's loss is the cross-entropy of a plain output layer, which can be computed in chunks."""
+    """Return whether tests show that a model's loss is the cross-entropy of a plain output layer."""
     config = model.config.get_text_config()
     adds_to_loss = getattr(config, "output_router_logits", False)
     caps_logits = getattr(config, "final_logit_softcapping", None)
-    return config.model_type in TESTED_FAMILIES and not adds_to_loss and not caps_logits
+    scales_logits = getattr(config, "logits_scaling", 1) != 1
+    return config.model_type in TESTED_FAMILIES and not (adds_to_loss or caps_logits or scales_logits)
 
 
 def uses_chunks(model: PreTrainedModel) -> bool:
@@ -64,18 +49,20 @@ def _summed_loss(output: nn.Linear, states: torch.Tensor, labels: torch.Tensor) 
     """Return the summed cross-entropy of `labels`, of shape (rows, length), given the final hidden states.
 
     This is the output layer's `forward`, because FSDP and ZeRO-3 gather the weights only while the layer is called.
+    torch returns losses in the format of the computation, so the sum over tokens is taken here, in fp32.
     """
     weight, bias = output.weight, output.bias
     if torch.is_autocast_enabled(states.device.type):
         dtype = torch.get_autocast_dtype(states.device.type)
         states, weight = states.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-    return functional.linear_cross_entropy(
+    losses = functional.linear_cross_entropy(
         states.flatten(0, 1),
         weight,
         labels.flatten(),
         linear_bias=bias,
-        reduction="sum",
+        reduction="none",
         ignore_index=NOT_TRAINED,
         options=CHUNK,
     )
+    return losses.float().sum()

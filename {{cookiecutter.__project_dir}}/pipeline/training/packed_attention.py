@@ -33,8 +33,8 @@ TESTED_FAMILIES = (
     "qwen3_moe",
     "smollm3",
 )
-"""Model types for which a test compares `attend` with the model's own attention. Families whose attention has soft
-capping, sinks, or values of another size than the queries cannot use `attend`."""
+"""Model types for which tests compare `attend` and the chunked loss with what the model computes itself. Families whose
+attention has soft capping, sinks, or values of another size than the queries cannot use `attend`."""
 
 LARGEST_HEAD = 256  # elements of one head's query; FlashAttention has no kernels for more
 
@@ -75,8 +75,8 @@ def attend(
     Args:
         module: the attention layer.
         query: shape (rows, heads, sequence_length, head size).
-        key: as `query`, maybe with fewer heads.
-        value: as `key`. With autocast, only the values surely have the data type of the computation.
+        key: as `query`, possibly with fewer heads.
+        value: as `key`, and in the data type of the computation. With autocast, queries and keys may be in fp32.
         attention_mask: what `_boundaries` returns.
         scaling: factor for the products of queries and keys. None: 1 / sqrt(head size).
         sliding_window: number of tokens that a token attends to, including itself. None: all before it.

@@ -5,12 +5,13 @@ Each docstring names the code that relies on it. `test_finetune.py` tests that R
 
 from typing import Any
 
+import architectures
 import pytest
 import ranks
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import PreTrainedModel
 
 import settings
 from cluster.planner.shape import shape_of
@@ -19,23 +20,13 @@ from pipeline.training.options import DDPOptions, DeepSpeedOptions
 from pipeline.training.schedule import check_batches, spread
 from pipeline.training.strategies import DDP
 
-SIZES = {
-    "vocab_size": 320,
-    "hidden_size": 96,
-    "intermediate_size": 336,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
-
-
 # ------------------------------------------------------------------------------------------ autocast
 
 
 class _Copies(TorchDispatchMode):
     """Measures the copies of a model's weights in bf16, in bytes."""
 
-    def __init__(self, model: LlamaForCausalLM) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self._weights = {weight.data_ptr() for weight in model.parameters()}
         self._copies: list[tuple[StorageWeakRef, int]] = []
@@ -59,8 +50,8 @@ def test_autocast_keeps_copies_of_all_weights_until_the_end_of_a_pass(checkpoint
     When the logits are computed, a copy of every multiplied weight exists. The backward pass frees the copies. With
     checkpointing, it makes a block's copies again, so there is only one block's share at a time.
     """
-    config = LlamaConfig(**SIZES)
-    model, shape = LlamaForCausalLM(config).train(), shape_of(config)
+    model = architectures.build("Llama").train()
+    shape = shape_of(model.config)
     if checkpointing:
         model.activation_checkpointing_enable()
     options = settings.load(DDPOptions, "train", profile="local").model_copy(update={"precision": "bf16"})
