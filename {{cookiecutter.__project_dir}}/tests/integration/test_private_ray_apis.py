@@ -48,6 +48,8 @@ ATTRIBUTES = {
     "_exit": "os",
     "_no_split_modules": "transformers",
     "_load_pretrained_model": "transformers",
+    "_attn_implementation": "transformers",
+    "_accelerator_setAllocatorSettings": "torch",
     "_config": "DeepSpeed",
     "_parameters": "moto",
     "_keep": "SingleProcess, which TorchrunRuntime extends",
