@@ -74,7 +74,7 @@ def test_the_answers_are_in_the_project_files(made: tuple[Path, dict[str, str]])
     project, answers = made
     cluster = yaml.safe_load((project / "cluster" / "cluster.yaml").read_text(encoding="utf-8"))
     settings = tomllib.loads((project / "settings.toml").read_text(encoding="utf-8"))
-    workers = cluster["available_node_types"]["a100-spot-1"]
+    workers = cluster["available_node_types"]["gpu-spot-1"]
     stack = _load_yaml((project / "cluster" / "stack.yaml").read_text(encoding="utf-8"))
     assert isinstance(cluster["cluster_name"], str)
     assert cluster["cluster_name"] == answers.get("project_slug", cluster["cluster_name"])

@@ -83,7 +83,7 @@ def test_ec2_knows_every_key_and_type_of_an_instance(node_config: dict[str, Any]
 
 
 def test_the_ec2_check_finds_a_typo() -> None:
-    mistyped = copy.deepcopy(load()["available_node_types"]["a100-spot-1"]["node_config"])
+    mistyped = copy.deepcopy(load()["available_node_types"]["gpu-spot-1"]["node_config"])
     mistyped["InstanceMarketOptions"] = {"MarketTyp": "spot"}
     assert "MarketTyp" in ec2_problems(mistyped)
 
@@ -103,12 +103,12 @@ def test_idle_workers_end() -> None:
     assert config["idle_timeout_minutes"] <= 10
 
 
-def test_a100_types_differ_only_in_market_and_zone() -> None:
+def test_gpu_types_differ_only_in_market_and_zone() -> None:
     """For the same work, Ray may use any of these types, and tries spot types first."""
-    types = {name: body for name, body in load()["available_node_types"].items() if name.startswith("a100-")}
-    assert {name.rpartition("-")[0] for name in types} == {"a100-spot", "a100-on-demand"}
+    types = {name: body for name, body in load()["available_node_types"].items() if name.startswith("gpu-")}
+    assert {name.rpartition("-")[0] for name in types} == {"gpu-spot", "gpu-on-demand"}
     for name, body in types.items():
-        spot, zone = name.startswith("a100-spot"), name.rpartition("-")[2]
+        spot, zone = name.startswith("gpu-spot"), name.rpartition("-")[2]
         assert ("InstanceMarketOptions" in body["node_config"]) == spot
         assert body["priority"] == (2 if spot else 1)
         assert body["labels"] == {"zone": zone, "market": "spot" if spot else "on-demand"}

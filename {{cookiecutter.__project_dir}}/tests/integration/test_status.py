@@ -85,10 +85,10 @@ def test_the_address_of_a_served_model_is_that_of_the_tunnel_if_there_is_one() -
 
 
 def test_costs_and_refused_instances_are_reported() -> None:
-    cloud = CloudStatus(notes=["0.40 dollars per hour now"], problems=["AWS refused a100-spot-1: no capacity"])
+    cloud = CloudStatus(notes=["0.40 dollars per hour now"], problems=["AWS refused gpu-spot-1: no capacity"])
     text = printed(snapshot(), cloud)
     assert "0.40 dollars per hour now" in text
-    assert "✗ AWS refused a100-spot-1: no capacity" in text
+    assert "✗ AWS refused gpu-spot-1: no capacity" in text
     assert "no problems" not in text
 
 

@@ -92,12 +92,12 @@ def test_limits_are_written_atomically_if_they_change(tmp_path: Path, monkeypatc
 
 def test_refusals_are_read_with_the_code_from_aws() -> None:
     log = (
-        "2026-01-01 10:00:05,880\tINFO node_provider.py:491 -- Failed to launch 2 nodes of type a100-spot-1: "
+        "2026-01-01 10:00:05,880\tINFO node_provider.py:491 -- Failed to launch 2 nodes of type gpu-spot-1: "
         "Node Launch Exception (InsufficientInstanceCapacity): We currently do not have enough.\n"
     )
     assert autoscaler_log.refusals(log) == [
         {
-            "type": "a100-spot-1",
+            "type": "gpu-spot-1",
             "at": "2026-01-01 10:00:05",
             "code": "InsufficientInstanceCapacity",
             "message": "We currently do not have enough.",
