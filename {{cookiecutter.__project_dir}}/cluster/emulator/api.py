@@ -5,6 +5,7 @@ The wrapper adds what moto lacks:
 - RunInstances starts up to MaxCount instances, and all of them get the instance profile. moto starts MinCount
   instances, and only the first gets the profile.
 - Capacity can run out.
+- It refuses launches as EC2 does (see launch_rules.py), and stacks with what is not modeled (see stack_resources.py).
 - It answers calls that moto does not support (see stubs.py), and records every call.
 """
 
@@ -20,7 +21,8 @@ from typing import Any
 from moto.ec2.models import ec2_backends
 from moto.server import DomainDispatcherApplication, create_backend_app
 
-from cluster.emulator import iam, moto_instances, permissions, stubs
+from cluster.aws import stack
+from cluster.emulator import iam, launch_rules, moto_instances, permissions, stack_resources, stubs
 from cluster.emulator.moto_instances import ACCOUNT
 
 StartResponse = Callable[[str, list[tuple[str, str]]], Any]
@@ -79,7 +81,10 @@ class Api:
             principal = iam.authenticate(environ, body)
             call = replace(call, caller=principal.arn, permissions=_permissions(call, environ, body))
             iam.authorize(principal, call.permissions)
+            if call.service == "cloudformation" and "TemplateBody" in call.parameters:
+                stack_resources.refuse_unmodeled(stack.parse(call.parameters["TemplateBody"]))
             if call.action == "RunInstances":
+                launch_rules.check(call.region, call.parameters)
                 body = _with_count(body, self._allocate(call))
         except iam.AwsError as error:
             self._record(replace(call, error_code=error.code))
@@ -89,7 +94,7 @@ class Api:
             return _send("200 OK", text, start_response)
         answer = self.moto(environ | {"wsgi.input": io.BytesIO(body), "CONTENT_LENGTH": str(len(body))}, start_response)
         if call.action == "RunInstances":
-            moto_instances.attach_profile_to_all(call.parameters["IamInstanceProfile.Name"])
+            moto_instances.complete(call.region, call.parameters)
         return answer
 
     def as_json(self) -> list[dict[str, Any]]:
