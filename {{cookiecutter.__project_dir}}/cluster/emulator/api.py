@@ -5,6 +5,7 @@ The wrapper adds what moto lacks:
 - RunInstances starts up to MaxCount instances, and all of them get the instance profile. moto starts MinCount
   instances, and only the first gets the profile.
 - Capacity can run out.
+- EC2 rejects calls at a higher rate than its limits (see throttling.py).
 - It refuses launches as EC2 does (see launch_rules.py), and stacks with what is not modeled (see stack_resources.py).
 - It answers calls that moto does not support (see stubs.py), and records every call.
 """
@@ -24,6 +25,7 @@ from moto.server import DomainDispatcherApplication, create_backend_app
 from cluster.aws import stack
 from cluster.emulator import iam, launch_rules, moto_instances, permissions, stack_resources, stubs
 from cluster.emulator.moto_instances import ACCOUNT
+from cluster.emulator.throttling import Throttle
 
 StartResponse = Callable[[str, list[tuple[str, str]]], Any]
 
@@ -72,12 +74,14 @@ class Api:
         self.moto = DomainDispatcherApplication(create_backend_app)
         self.calls: list[Call] = []
         self.faults = InjectedFaults()
+        self.throttle = Throttle()
         self._lock = threading.Lock()
 
     def __call__(self, environ: dict[str, Any], start_response: StartResponse) -> Iterable[bytes]:
         body = _read_body(environ)
         call = _parse(environ, body)
         try:
+            self.throttle.check(call.service, call.action)
             principal = iam.authenticate(environ, body)
             call = replace(call, caller=principal.arn, permissions=_permissions(call, environ, body))
             iam.authorize(principal, call.permissions)
