@@ -5,6 +5,7 @@ The wrapper adds what moto lacks:
 - RunInstances starts up to MaxCount instances, and all of them get the instance profile. moto starts MinCount
   instances, and only the first gets the profile.
 - Capacity can run out.
+- Some effects of a call are visible only later (see consistency.py).
 - EC2 rejects calls at a higher rate than its limits (see throttling.py).
 - It refuses launches as EC2 does (see launch_rules.py), and stacks with what is not modeled (see stack_resources.py).
 - It answers calls that moto does not support (see stubs.py), and records every call.
@@ -24,6 +25,7 @@ from moto.server import DomainDispatcherApplication, create_backend_app
 
 from cluster.aws import stack
 from cluster.emulator import iam, launch_rules, moto_instances, permissions, stack_resources, stubs
+from cluster.emulator.consistency import Consistency
 from cluster.emulator.moto_instances import ACCOUNT
 from cluster.emulator.throttling import Throttle
 
@@ -75,6 +77,7 @@ class Api:
         self.calls: list[Call] = []
         self.faults = InjectedFaults()
         self.throttle = Throttle()
+        self.consistency = Consistency()
         self._lock = threading.Lock()
 
     def __call__(self, environ: dict[str, Any], start_response: StartResponse) -> Iterable[bytes]:
@@ -85,6 +88,7 @@ class Api:
             principal = iam.authenticate(environ, body)
             call = replace(call, caller=principal.arn, permissions=_permissions(call, environ, body))
             iam.authorize(principal, call.permissions)
+            self.consistency.check(call.action, call.parameters)
             if call.service == "cloudformation" and "TemplateBody" in call.parameters:
                 stack_resources.refuse_unmodeled(stack.parse(call.parameters["TemplateBody"]))
             if call.action == "RunInstances":
@@ -96,9 +100,14 @@ class Api:
         self._record(call)
         if (text := stubs.respond(call.service, call.action, call.parameters, principal)) is not None:
             return _send("200 OK", text, start_response)
+        if (stale := self.consistency.stale_list(call.action, call.parameters)) is not None:
+            return _send("200 OK", stale.decode(), start_response)
         answer = self.moto(environ | {"wsgi.input": io.BytesIO(body), "CONTENT_LENGTH": str(len(body))}, start_response)
         if call.action == "RunInstances":
-            moto_instances.complete(call.region, call.parameters)
+            self.consistency.note_launch(moto_instances.complete(call.region, call.parameters))
+        if call.action == "ListSecrets":
+            answer = [b"".join(answer)]
+            self.consistency.keep_list(call.parameters, answer[0])
         return answer
 
     def as_json(self) -> list[dict[str, Any]]:

@@ -67,10 +67,10 @@ def find_running(address: str) -> MotoInstance | None:
     )
 
 
-def complete(region: str, launch: Mapping[str, str]) -> None:
+def complete(region: str, launch: Mapping[str, str]) -> list[str]:
     """Give all instances of a launch what moto forgets: the instance profile, which only the first has, and the group.
 
-    `launch` has the parameters of RunInstances.
+    `launch` has the parameters of RunInstances. Returns the ids of the new instances.
     """
     backend = ec2_backends[ACCOUNT][region]
     with_profile = backend.iam_instance_profile_associations
@@ -83,6 +83,7 @@ def complete(region: str, launch: Mapping[str, str]) -> None:
     newest = list(backend.reservations.values())[-1]
     for instance in newest.instances:
         instance.placement.group_name = launch.get("Placement.GroupName", "")
+    return [instance.id for instance in newest.instances]
 
 
 def internet_gateway(instance: MotoInstance) -> str:

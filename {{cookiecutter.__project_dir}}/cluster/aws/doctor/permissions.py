@@ -30,7 +30,8 @@ ACTIONS = {
     "arn:{partition}:s3:::{slug}-{account}-{region}": "s3:CreateBucket s3:ListBucket s3:PutEncryptionConfiguration "
     "s3:PutBucketPublicAccessBlock s3:PutBucketTagging",
     "arn:{partition}:secretsmanager:{region}:{account}:secret:{slug}/*": "secretsmanager:CreateSecret "
-    "secretsmanager:TagResource secretsmanager:GetSecretValue secretsmanager:PutSecretValue "
+    "secretsmanager:DescribeSecret secretsmanager:TagResource secretsmanager:GetSecretValue "
+    "secretsmanager:PutSecretValue "
     "secretsmanager:DeleteSecret",
     "arn:{partition}:iam::{account}:role/{slug}-head": "iam:CreateRole iam:GetRole iam:TagRole iam:DeleteRole "
     "iam:PutRolePolicy iam:GetRolePolicy iam:DeleteRolePolicy iam:PassRole",
@@ -63,7 +64,6 @@ DOCTOR_ACTIONS = [
     "servicequotas:GetServiceQuota",
     "ssm:GetParameters",
     "ec2:DescribeImages",
-    "secretsmanager:DescribeSecret",
 ]
 KNOWN_ACTIONS = [*UP_AND_DOWN, *DOCTOR_ACTIONS]
 
