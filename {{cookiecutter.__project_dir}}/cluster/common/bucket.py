@@ -9,6 +9,8 @@ from cluster.common.cluster_file import ClusterFile
 
 NOTE = "cluster/ended.txt"
 """Key of the object that says why the cluster shut itself down."""
+UPLOADS_RULE = "unfinished-uploads"
+"""Id of the lifecycle rule that deletes the parts of unfinished uploads."""
 
 
 def name(file: ClusterFile) -> str:
@@ -26,6 +28,28 @@ def exists(file: ClusterFile) -> bool:
             return False
         raise
     return True
+
+
+def delete_unfinished_uploads(file: ClusterFile) -> None:
+    """Make S3 delete the parts of uploads that are not finished after two days, for example because a job was killed.
+
+    Such parts cost money, and no listing of objects shows them. The bucket outlives the stack, which therefore cannot
+    own this rule. Rules that the user has added stay.
+    """
+    client, own = file.client("s3"), name(file)
+    rule = {
+        **{"ID": UPLOADS_RULE, "Status": "Enabled", "Filter": {"Prefix": ""}},
+        "AbortIncompleteMultipartUpload": {"DaysAfterInitiation": 2},
+    }
+    try:
+        rules = client.get_bucket_lifecycle_configuration(Bucket=own)["Rules"]
+    except botocore.exceptions.ClientError as error:
+        if error.response["Error"]["Code"] != "NoSuchLifecycleConfiguration":
+            raise
+        rules = []
+    if rule not in rules:
+        others = [one for one in rules if one.get("ID") != UPLOADS_RULE]
+        client.put_bucket_lifecycle_configuration(Bucket=own, LifecycleConfiguration={"Rules": [*others, rule]})
 
 
 def access(file: ClusterFile) -> dict[str, str]:

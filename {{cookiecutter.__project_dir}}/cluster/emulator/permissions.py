@@ -121,6 +121,8 @@ def _s3(method: str, path: str, query: str, body: bytes) -> Iterator[Permission]
     options = urllib.parse.parse_qs(query, keep_blank_values=True)
     if not bucket:
         yield Permission("s3:ListAllMyBuckets", "*", {})
+    elif not key and "lifecycle" in options:
+        yield Permission(f"s3:{method.title()}LifecycleConfiguration", arn, {})
     elif not key and method == "POST" and "delete" in options:
         objects = xmltodict.parse(body)["Delete"]["Object"]
         for entry in objects if isinstance(objects, list) else [objects]:

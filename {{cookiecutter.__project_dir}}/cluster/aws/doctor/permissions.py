@@ -28,7 +28,7 @@ ACTIONS = {
     "cloudformation:UpdateStack cloudformation:DeleteStack cloudformation:DescribeStacks "
     "cloudformation:DescribeStackEvents",
     "arn:{partition}:s3:::{slug}-{account}-{region}": "s3:CreateBucket s3:ListBucket s3:PutEncryptionConfiguration "
-    "s3:PutBucketPublicAccessBlock s3:PutBucketTagging",
+    "s3:PutBucketPublicAccessBlock s3:PutBucketTagging s3:GetLifecycleConfiguration s3:PutLifecycleConfiguration",
     "arn:{partition}:secretsmanager:{region}:{account}:secret:{slug}/*": "secretsmanager:CreateSecret "
     "secretsmanager:DescribeSecret secretsmanager:TagResource secretsmanager:GetSecretValue "
     "secretsmanager:PutSecretValue "
