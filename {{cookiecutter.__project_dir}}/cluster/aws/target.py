@@ -10,7 +10,18 @@ from rich.console import Console
 
 import settings
 from cluster import doctor
-from cluster.aws import capacity, cloud_status, head, load_balancer, prepare, ray_up, secrets_manager, ssh, teardown
+from cluster.aws import (
+    capacity,
+    cloud_status,
+    head,
+    launcher_file,
+    load_balancer,
+    prepare,
+    ray_up,
+    secrets_manager,
+    ssh,
+    teardown,
+)
 from cluster.common import bucket, cluster_file, instances, prices
 from cluster.common.cluster_file import TARGET, ClusterFile
 from cluster.doctor import Finding
@@ -28,13 +39,13 @@ class Aws:
     def doctor(self) -> list[Finding]:
         from cluster.aws.doctor import checks  # takes seconds, because it imports the jobs' options
 
-        return checks.check(cluster_file.load())
+        return checks.check(launcher_file.load())
 
     def prepare(self) -> None:
-        prepare.prepare(cluster_file.load())
+        prepare.prepare(launcher_file.load())
 
     def up(self, yes: bool) -> None:
-        file = cluster_file.load()
+        file = launcher_file.load()
         running = instances.head(file)
         changes = _describe_changes(file, running)
         if running and not changes:
@@ -60,7 +71,7 @@ class Aws:
         load_balancer.register(file, ssh.find_head(file).instance_id)
 
     def connect(self) -> Connection:
-        file = cluster_file.load()
+        file = launcher_file.load()
         serve_port = settings.load(load_balancer.ServeSection, "serve", profile=self.profile).port
         ssh_head = ssh.find_head(file)
         ports, token = ssh_head.tunnel(ssh.DASHBOARD_PORT, serve_port)
@@ -87,7 +98,7 @@ class Aws:
         )
 
     def storage_variables(self) -> dict[str, str]:
-        file = cluster_file.load()
+        file = launcher_file.load()
         if not bucket.exists(file):
             raise settings.UserError(
                 f"{file.slug} has no bucket on AWS yet, so no job has saved any output. Run: inv up --target {TARGET}"
@@ -95,13 +106,13 @@ class Aws:
         return {"PROFILE": self.profile, "PROJECT_DIR": f"s3://{bucket.name(file)}", **bucket.access(file)}
 
     def shell(self, command: str) -> int:
-        ssh_head = ssh.find_head(cluster_file.load())
+        ssh_head = ssh.find_head(launcher_file.load())
         if command:
             return subprocess.call([*ssh_head.command("-T"), ssh.ENVIRONMENT + command])
         return subprocess.call([*ssh_head.command("-t"), "bash", "-l"])
 
     def dollars_per_instance_hour(self) -> dict[int, float]:
-        file = cluster_file.load()
+        file = launcher_file.load()
         known = prices.ask(file)
         by_card: dict[int, list[float]] = {}
         for worker in file.workers:
@@ -110,7 +121,7 @@ class Aws:
         return {card: min(dollars) for card, dollars in by_card.items()}
 
     def cloud_status(self) -> CloudStatus:
-        file = cluster_file.load()
+        file = launcher_file.load()
         return cloud_status.cloud_status(file, head.read_status(ssh.find_head(file)))
 
     def down(self) -> list[str]:
