@@ -14,7 +14,8 @@ import settings
 from cluster.aws import reservation, vpc
 from cluster.aws.reservation import Reservation
 from cluster.common import cluster_file
-from cluster.common.cluster_file import ClusterFile
+from cluster.common.cluster_file import CAPACITY_BLOCK, ClusterFile
+from cluster.node.state import BLOCK_END
 
 FILE = settings.PROJECT / ".cluster" / "cluster.yaml"
 COPY_ON_NODES = "~/project/cluster/cluster.yaml"
@@ -64,7 +65,7 @@ def _reserved_node_type(file: ClusterFile) -> dict[str, Any]:
     reserved = reservation.find(file)
     if reserved is None or reserved.has_ended:
         return {}
-    market = "capacity-block" if reserved.is_block else "on-demand"
+    market = CAPACITY_BLOCK if reserved.is_block else "on-demand"
     body = {
         "min_workers": 0,
         "max_workers": reserved.count,
@@ -79,17 +80,15 @@ def _reserved_node_type(file: ClusterFile) -> dict[str, Any]:
 def _node_config(file: ClusterFile, reserved: Reservation) -> dict[str, Any]:
     """Return the parameters of the launch: those that all workers share, and those of the reservation."""
     shared = {key: value for key, value in file.workers[-1].node_config.items() if key != "InstanceMarketOptions"}
-    return (
-        shared
-        | {
-            "InstanceType": reserved.instance_type,
-            "LaunchTemplate": {"LaunchTemplateName": f"{file.slug}-reserved", "Version": "$Latest"},
-            "CapacityReservationSpecification": {
-                "CapacityReservationTarget": {"CapacityReservationId": reserved.id},
-            },
-        }
-        | ({"InstanceMarketOptions": {"MarketType": "capacity-block"}} if reserved.is_block else {})
-    )
+    config = shared | {
+        "InstanceType": reserved.instance_type,
+        "LaunchTemplate": {"LaunchTemplateName": f"{file.slug}-reserved", "Version": "$Latest"},
+        "CapacityReservationSpecification": {"CapacityReservationTarget": {"CapacityReservationId": reserved.id}},
+    }
+    if reserved.is_block and reserved.end:
+        config["InstanceMarketOptions"] = {"MarketType": CAPACITY_BLOCK}
+        config["UserData"] += f"echo {reserved.end.isoformat()} > {BLOCK_END}\n"  # for watchdog_worker.py
+    return config
 
 
 def _zone_label(file: ClusterFile, reserved: Reservation) -> str:

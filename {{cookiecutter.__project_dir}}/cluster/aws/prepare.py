@@ -5,7 +5,7 @@ import os
 import requests
 
 import settings
-from cluster.aws import key_pair, launcher_file, load_balancer, stack, vpc
+from cluster.aws import key_pair, launcher_file, load_balancer, reservation, stack, vpc
 from cluster.common import bucket
 from cluster.common.cluster_file import ClusterFile
 
@@ -24,6 +24,7 @@ def prepare(file: ClusterFile) -> None:
         **{f"Subnet{number}": subnet for number, subnet in enumerate(network.subnets, 1)},
         "Caller": section.caller or f"{_own_address()}/32",
         "MakeBucket": _make_bucket(file),
+        **reservation.stack_parameters(file, network),
         **load_balancer.stack_parameters(section, network),
     }
     launcher_file.write(file)

@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 import time
 
 import requests
@@ -12,20 +11,23 @@ import settings
 from cluster import doctor
 from cluster.aws import (
     capacity,
+    capacity_blocks,
     cloud_status,
+    consent,
     head,
     launcher_file,
     load_balancer,
     prepare,
     ray_up,
+    reservation,
     secrets_manager,
     ssh,
     teardown,
 )
 from cluster.common import bucket, cluster_file, instances, prices
-from cluster.common.cluster_file import TARGET, ClusterFile
+from cluster.common.cluster_file import CAPACITY_BLOCK, TARGET, ClusterFile
 from cluster.doctor import Finding
-from cluster.target import CloudStatus, Connection
+from cluster.target import CloudStatus, Connection, WantedBlock
 
 A100_GIB = {"p4d.24xlarge": 40, "p4de.24xlarge": 80}
 
@@ -44,7 +46,7 @@ class Aws:
     def prepare(self) -> None:
         prepare.prepare(launcher_file.load())
 
-    def up(self, yes: bool) -> None:
+    def up(self, yes: bool, wait: bool = False) -> None:
         file = launcher_file.load()
         running = instances.head(file)
         changes = _describe_changes(file, running)
@@ -53,10 +55,14 @@ class Aws:
             print(f"{self.name} is already up and matches cluster.yaml: head {running.id}")
             load_balancer.register(file, running.id)
             return
+        reserved = reservation.require(file)
+        if reserved and not wait:
+            reservation.refuse_before_start(reserved)
         _require_no_errors(self.doctor(), self.name)
         Console().print(prices.table(file, prices.ask(file)))
         print(changes)
-        _confirm("continue?" if running else "start it?", yes)
+        consent.ask("continue?" if running else "start it?", yes, f"inv up --target {TARGET}")
+        reservation.wait_for_start(file)
         started = time.monotonic()
         prepare.prepare(file)
         secrets_manager.upload(file)
@@ -69,6 +75,12 @@ class Aws:
         took = f"{time.monotonic() - started:.0f} s"
         print(f"{self.name} is up after {took}: the head is running, and workers start when there is work")
         load_balancer.register(file, ssh.find_head(file).instance_id)
+
+    def show_capacity(self, wanted: WantedBlock) -> None:
+        capacity_blocks.show(cluster_file.load(), wanted, Console())
+
+    def buy_capacity(self, offering: str, yes: bool) -> None:
+        capacity_blocks.buy(cluster_file.load(), offering, yes)
 
     def connect(self) -> Connection:
         file = launcher_file.load()
@@ -116,7 +128,7 @@ class Aws:
         known = prices.ask(file)
         by_card: dict[int, list[float]] = {}
         for worker in file.workers:
-            if worker.instance_type in A100_GIB:
+            if worker.instance_type in A100_GIB and worker.market != CAPACITY_BLOCK:
                 by_card.setdefault(A100_GIB[worker.instance_type], []).append(known.workers[worker.name])
         return {card: min(dollars) for card, dollars in by_card.items()}
 
@@ -151,16 +163,6 @@ def _require_no_errors(findings: list[Finding], target: str) -> None:
         raise settings.UserError(
             f"nothing was started. Fix the problems marked ✗, then run: inv doctor --target {target}"
         )
-
-
-def _confirm(question: str, yes: bool) -> None:
-    """Ask before starting anything that costs money. Raises `settings.UserError` unless the user agrees."""
-    if yes:
-        return
-    if not sys.stdin.isatty():
-        raise settings.UserError(f"this costs money and needs your consent. Run: inv up --target {TARGET} --yes")
-    if input(f"{question} [y/N] ").strip().lower() not in ("y", "yes"):
-        raise settings.UserError("nothing was started")
 
 
 def _describe_changes(file: ClusterFile, running: instances.Instance | None) -> str:

@@ -55,7 +55,7 @@ def leftovers(file: ClusterFile) -> list[str]:
     keys = ec2.describe_key_pairs(Filters=[{"Name": "key-name", "Values": [file.slug]}])["KeyPairs"]
     left += [f"key pair {key['KeyName']}" for key in keys]
     templates = ec2.describe_launch_templates(
-        Filters=[{"Name": "launch-template-name", "Values": [f"{file.slug}-zone-*"]}]
+        Filters=[{"Name": "launch-template-name", "Values": [f"{file.slug}-zone-*", f"{file.slug}-reserved"]}]
     )["LaunchTemplates"]
     left += [f"launch template {template['LaunchTemplateName']}" for template in templates]
     left += _roles_and_profiles(file)

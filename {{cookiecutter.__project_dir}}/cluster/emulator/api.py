@@ -5,11 +5,13 @@ The wrapper adds what moto lacks:
 - RunInstances starts up to MaxCount instances, and all of them get the instance profile. moto starts MinCount
   instances, and only the first gets the profile.
 - Capacity can run out.
+- Instances can start in capacity reservations (see reservations.py).
 - It answers calls that moto does not support (see stubs.py), and records every call.
 """
 
 import io
 import json
+import re
 import threading
 import time
 import urllib.parse
@@ -20,8 +22,9 @@ from typing import Any
 from moto.ec2.models import ec2_backends
 from moto.server import DomainDispatcherApplication, create_backend_app
 
-from cluster.emulator import iam, moto_instances, permissions, stubs
+from cluster.emulator import iam, moto_instances, permissions, reservations, stubs
 from cluster.emulator.moto_instances import ACCOUNT
+from cluster.emulator.reservations import Reservations
 
 StartResponse = Callable[[str, list[tuple[str, str]]], Any]
 
@@ -70,6 +73,7 @@ class Api:
         self.moto = DomainDispatcherApplication(create_backend_app)
         self.calls: list[Call] = []
         self.faults = InjectedFaults()
+        self.reservations = Reservations()
         self._lock = threading.Lock()
 
     def __call__(self, environ: dict[str, Any], start_response: StartResponse) -> Iterable[bytes]:
@@ -79,18 +83,37 @@ class Api:
             principal = iam.authenticate(environ, body)
             call = replace(call, caller=principal.arn, permissions=_permissions(call, environ, body))
             iam.authorize(principal, call.permissions)
-            if call.action == "RunInstances":
-                body = _with_count(body, self._allocate(call))
+            text = self._respond(call, principal)
+            allocated = self._allocate(call) if call.action == "RunInstances" else 0
         except iam.AwsError as error:
             self._record(replace(call, error_code=error.code))
             return _send_error(call.service, error, start_response)
         self._record(call)
-        if (text := stubs.respond(call.service, call.action, call.parameters, principal)) is not None:
+        if text is not None:
             return _send("200 OK", text, start_response)
-        answer = self.moto(environ | {"wsgi.input": io.BytesIO(body), "CONTENT_LENGTH": str(len(body))}, start_response)
         if call.action == "RunInstances":
-            moto_instances.attach_profile_to_all(call.parameters["IamInstanceProfile.Name"])
-        return answer
+            return self._launch(call, environ, body, allocated, start_response)
+        return self._ask_moto(environ, body, start_response)
+
+    def _respond(self, call: Call, principal: iam.Principal) -> str | None:
+        """Return the response to a call that moto does not support, or None. Raises `iam.AwsError`."""
+        if call.service == "ec2" and (text := self.reservations.respond(call.action, call.region, call.parameters)):
+            return text
+        return stubs.respond(call.service, call.action, call.parameters, principal)
+
+    def _launch(
+        self, call: Call, environ: dict[str, Any], body: bytes, count: int, start_response: StartResponse
+    ) -> list[bytes]:
+        """Let moto start `count` instances, and add what it lacks: their profile, and their capacity reservation."""
+        answer = b"".join(self._ask_moto(environ, _with_count(body, count), start_response))
+        moto_instances.attach_profile_to_all(call.parameters["IamInstanceProfile.Name"])
+        if reservation := call.parameters.get(reservations.TARGET):
+            self.reservations.add(reservation, count, re.findall(r"<instanceId>(i-\w+)<", answer.decode()))
+        return [answer]
+
+    def _ask_moto(self, environ: dict[str, Any], body: bytes, start_response: StartResponse) -> Iterable[bytes]:
+        replaced = {"wsgi.input": io.BytesIO(body), "CONTENT_LENGTH": str(len(body))}
+        return self.moto(environ | replaced, start_response)
 
     def as_json(self) -> list[dict[str, Any]]:
         """Return all calls so far as dictionaries, oldest first."""
@@ -108,6 +131,9 @@ class Api:
             "market": call.parameters.get("InstanceMarketOptions.MarketType", "on-demand"),
             "type": call.parameters.get("InstanceType", ""),
         }
+        reservation = call.parameters.get(reservations.TARGET, "")
+        if reservation or launch["market"] == "capacity-block":
+            return self.reservations.admit(launch, reservation, call.parameters)
         allocated = self.faults.allocate(launch, int(call.parameters["MaxCount"]))
         if allocated < int(call.parameters["MinCount"]):
             raise iam.AwsError(

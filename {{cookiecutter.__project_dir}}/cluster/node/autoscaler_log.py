@@ -35,7 +35,7 @@ def refusals(text: str) -> list[dict[str, str]]:
     Each has the keys `type` (the node type), `at` (the time of the refusal by the head's clock), `code` and `message`
     (AWS's reason). `text` is the content of monitor.log, because the autoscaler's own report gives no reason.
     """
-    line = r"(\S+ [\d:]+),\d+.*Failed to launch \d+ nodes of type (\S+): Node Launch Exception \((\w+)\): (.*)"
+    line = r"(\S+ [\d:]+),\d+.*Failed to launch \d+ nodes of type (\S+): Node Launch Exception \(([\w.]+)\): (.*)"
     return [dict(zip(("at", "type", "code", "message"), found, strict=True)) for found in re.findall(line, text)]
 
 

@@ -1,6 +1,7 @@
 """Test the file for Ray's launcher: cluster.yaml with the node types that the settings add."""
 
 import dataclasses
+import datetime
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,10 @@ from cluster.aws import launcher_file, reservation, vpc
 from cluster.aws.reservation import Reservation
 from cluster.common import cluster_file
 from cluster.common.cluster_file import ClusterFile, NodeType
+from cluster.node import state
 
+NOW = datetime.datetime.now(datetime.UTC)
+END = NOW + datetime.timedelta(hours=24)
 BLOCK = Reservation(
     id="cr-1",
     state="active",
@@ -18,8 +22,8 @@ BLOCK = Reservation(
     zone="us-east-1b",
     instance_type="p5.48xlarge",
     count=1,
-    start=None,
-    end=None,
+    start=NOW,
+    end=END,
 )
 
 
@@ -57,12 +61,22 @@ def test_a_capacity_block_adds_a_node_type_that_is_tried_first(monkeypatch: pyte
     target = added.node_config["CapacityReservationSpecification"]["CapacityReservationTarget"]
     assert target == {"CapacityReservationId": "cr-1"}
     assert added.node_config["LaunchTemplate"]["LaunchTemplateName"] == f"{file.slug}-reserved"
+    assert added.node_config["UserData"].endswith(f"\necho {END.isoformat()} > {state.BLOCK_END}\n")
+
+
+def test_a_capacity_block_that_is_about_to_end_adds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its instances are drained 40 minutes before the end."""
+    ending = dataclasses.replace(BLOCK, end=NOW + datetime.timedelta(minutes=40))
+    assert resolved_with(ending, monkeypatch) == cluster_file.load()
+    later = dataclasses.replace(BLOCK, end=NOW + datetime.timedelta(minutes=42))
+    assert reserved_type(resolved_with(later, monkeypatch))
 
 
 def test_an_on_demand_reservation_is_used_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
     added = reserved_type(resolved_with(dataclasses.replace(BLOCK, is_block=False), monkeypatch))
     assert added.market == "on-demand"
     assert "InstanceMarketOptions" not in added.node_config
+    assert "block-end" not in added.node_config["UserData"]  # its instances may outlive it
 
 
 def test_a_reservation_in_another_zone_has_its_own_label(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from functools import partial
 from botocore.exceptions import ClientError
 
 import settings
-from cluster.aws import aws_errors, vpc
+from cluster.aws import aws_errors, reservation, vpc
 from cluster.aws.doctor.account import RETRY, Account, denied_action
 from cluster.common import instances
 from cluster.doctor import Finding, judge
@@ -45,6 +45,8 @@ HTTPS_ACTIONS = {
     "elasticloadbalancing:CreateListener elasticloadbalancing:DeleteListener "
     "elasticloadbalancing:DescribeListeners elasticloadbalancing:AddTags",
 }
+# Additional actions if [cluster.capacity] of settings.toml names a reservation.
+RESERVATION_ACTIONS = {"*": "ec2:DescribeCapacityReservations"}
 # Actions that only the doctor needs. If AWS denies one, the report of the failed check names it.
 DOCTOR_ACTIONS = [
     "iam:SimulatePrincipalPolicy",
@@ -53,7 +55,7 @@ DOCTOR_ACTIONS = [
     "ec2:DescribeImages",
     "secretsmanager:DescribeSecret",
 ]
-KNOWN_ACTIONS = [*UP_AND_DOWN, *DOCTOR_ACTIONS]
+KNOWN_ACTIONS = [*UP_AND_DOWN, *RESERVATION_ACTIONS.values(), *DOCTOR_ACTIONS]
 
 
 def check(account: Account) -> Iterator[Finding]:
@@ -87,9 +89,14 @@ def check(account: Account) -> Iterator[Finding]:
 
 
 def _needed_actions() -> list[tuple[str, str]]:
-    """Return the needed actions by resource, including the load balancer's if settings.toml names a certificate."""
+    """Return the needed actions by resource, including those for a certificate and a reservation in settings.toml."""
     has_https = settings.load(vpc.NetworkSection, "network", profile="cluster").certificate
-    return [*ACTIONS.items(), *(HTTPS_ACTIONS.items() if has_https else [])]
+    is_reserved = reservation.load_section().reservation
+    return [
+        *ACTIONS.items(),
+        *(HTTPS_ACTIONS.items() if has_https else []),
+        *(RESERVATION_ACTIONS.items() if is_reserved else []),
+    ]
 
 
 def _needed_count() -> int:
