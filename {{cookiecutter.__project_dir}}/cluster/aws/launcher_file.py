@@ -17,7 +17,9 @@ from cluster.common import cluster_file
 from cluster.common.cluster_file import CAPACITY_BLOCK, ClusterFile
 from cluster.node.state import BLOCK_END
 
-FILE = settings.PROJECT / ".cluster" / "cluster.yaml"
+MOUNTED = ".cluster/cluster.yaml"
+"""The file's path in the project's folder, as in `file_mounts`."""
+FILE = settings.PROJECT / MOUNTED
 COPY_ON_NODES = "~/project/cluster/cluster.yaml"
 """The key of `file_mounts` for the nodes' copy, in which the watchdog reads the node types."""
 RESERVED = "gpu-reserved"
@@ -47,7 +49,7 @@ def resolved(file: ClusterFile) -> ClusterFile:
     node_types = _reserved_node_type(file) | file.content["available_node_types"]
     if node_types == file.content["available_node_types"]:
         return file
-    mounts = file.content["file_mounts"] | {COPY_ON_NODES: str(FILE.relative_to(settings.PROJECT))}
+    mounts = file.content["file_mounts"] | {COPY_ON_NODES: MOUNTED}
     content = file.content | {"available_node_types": node_types, "file_mounts": mounts}
     digest = hashlib.sha256(f"{file.digest}{json.dumps(content)}".encode()).hexdigest()[:16]
     return dataclasses.replace(file, content=content, digest=digest)

@@ -69,7 +69,7 @@ def aws(server: tuple[Api, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("AWS_SESSION_TOKEN", raising=False)
     monkeypatch.setattr(boto3, "DEFAULT_SESSION", None)
-    monkeypatch.setattr(launcher_file, "FILE", settings.PROJECT / ".cluster" / tmp_path.name / "cluster.yaml")
+    monkeypatch.setattr(launcher_file, "FILE", tmp_path / "cluster.yaml")
     monkeypatch.setattr(capacity_blocks, "OFFERINGS", tmp_path / "offerings.json")
     monkeypatch.setattr(prepare, "_own_address", lambda: "203.0.113.7")
     monkeypatch.setattr(prepare.key_pair, "ensure", lambda file: None)
@@ -101,11 +101,15 @@ def block(aws: Api, assign: Callable[[str, str], None], start_s: float, end_s: f
 
 
 def launch(count: int = 1, **changes: Any) -> list[Any]:
-    """Launch instances of the reserved node type, as Ray's autoscaler does."""
+    """Launch instances of the reserved node type. Like Ray's autoscaler, add what the launch template says."""
     file = launcher_file.load()
     (worker,) = [one for one in file.workers if one.name == launcher_file.RESERVED]
     config = worker.node_config | {"ImageId": IMAGE} | changes
-    config["LaunchTemplate"] = {key: value for key, value in config["LaunchTemplate"].items() if value}
+    template = config.pop("LaunchTemplate")
+    versions = file.client("ec2").describe_launch_template_versions(
+        LaunchTemplateName=template["LaunchTemplateName"], Versions=[template["Version"]]
+    )["LaunchTemplateVersions"]
+    config |= versions[0]["LaunchTemplateData"]
     return file.client("ec2").run_instances(**config, MinCount=count, MaxCount=count)["Instances"]
 
 
@@ -186,14 +190,19 @@ def test_prepare_makes_what_reserved_instances_need(aws: Api, assign: Callable[[
     assert template["LaunchTemplateId"] in allowed
 
 
-def test_without_a_reservation_the_stack_has_no_template_for_it(aws: Api, assign: Callable[[str, str], None]) -> None:
+def test_only_with_a_reservation_the_stack_has_a_template_for_it(aws: Api, assign: Callable[[str, str], None]) -> None:
+    def templates() -> list[str]:
+        found = FILE.client("ec2").describe_launch_templates()["LaunchTemplates"]
+        return sorted(one["LaunchTemplateName"] for one in found)
+
+    prepare.prepare(launcher_file.load())
+    zones = [f"{FILE.slug}-zone-{number}" for number in (1, 2, 3)]
+    assert templates() == zones
+    assert "gpu-reserved" not in launcher_file.FILE.read_text(encoding="utf-8")
     block(aws, assign, -HOUR, 24 * HOUR)
     prepare.prepare(launcher_file.load())
-    assign("cluster.capacity", 'reservation = ""')
-    prepare.prepare(launcher_file.load())
-    names = [one["LaunchTemplateName"] for one in FILE.client("ec2").describe_launch_templates()["LaunchTemplates"]]
-    assert sorted(names) == [f"{FILE.slug}-zone-{number}" for number in (1, 2, 3)]
-    assert launcher_file.FILE.read_text(encoding="utf-8").count("gpu-reserved") == 0
+    assert templates() == [f"{FILE.slug}-reserved", *zones]
+    assert "gpu-reserved" in launcher_file.FILE.read_text(encoding="utf-8")
 
 
 def test_ec2_refuses_launches_that_the_block_does_not_allow(aws: Api, assign: Callable[[str, str], None]) -> None:
