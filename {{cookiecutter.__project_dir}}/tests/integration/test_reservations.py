@@ -29,6 +29,7 @@ from cluster.emulator.api import Api
 from cluster.emulator.moto_instances import ACCOUNT
 from cluster.emulator.reservations import Reservations
 from cluster.target import WantedBlock
+from pipeline.ray_support.private import cluster_launcher
 
 FILE = cluster_file.load()
 GPU_TYPE = FILE.workers[-1].instance_type
@@ -175,6 +176,7 @@ def test_prepare_makes_what_reserved_instances_need(aws: Api, assign: Callable[[
     file = launcher_file.load()
     prepare.prepare(file)
     assert yaml.safe_load(launcher_file.FILE.read_text(encoding="utf-8")) == file.content
+    cluster_launcher.validate(file.content)
     (machine,) = launch()
     assert machine["Placement"]["AvailabilityZone"] == ZONE
     (living,) = instances.living(file)
