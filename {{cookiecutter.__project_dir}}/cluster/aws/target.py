@@ -189,4 +189,6 @@ def _launch_hash(file: ClusterFile) -> str:
     """Return the hash by which Ray decides whether it must replace a running head."""
     from pipeline.ray_support.private import cluster_launcher  # importing Ray takes a second
 
-    return cluster_launcher.launch_hash(file.content, file.head.name)
+    types = file.content["available_node_types"]
+    head_only = {file.head.name: types[file.head.name]}  # the launch templates of other types may not exist yet
+    return cluster_launcher.launch_hash(file.content | {"available_node_types": head_only}, file.head.name)

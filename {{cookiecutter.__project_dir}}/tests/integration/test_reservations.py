@@ -20,6 +20,7 @@ from werkzeug.serving import WSGIRequestHandler, make_server
 
 import settings
 from cluster.aws import capacity, capacity_blocks, cloud_status, launcher_file, prepare, reservation
+from cluster.aws import target as aws_target
 from cluster.aws.doctor import reserved
 from cluster.aws.doctor.account import Account
 from cluster.aws.target import Aws
@@ -66,6 +67,7 @@ def aws(server: tuple[Api, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         "AWS_ENDPOINT_URL": url,
         "AWS_ACCESS_KEY_ID": key.access_key_id,
         "AWS_SECRET_ACCESS_KEY": key.secret_access_key,
+        "HOME": str(tmp_path),  # for the private key
     }.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("AWS_SESSION_TOKEN", raising=False)
@@ -73,7 +75,6 @@ def aws(server: tuple[Api, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     monkeypatch.setattr(launcher_file, "FILE", tmp_path / "cluster.yaml")
     monkeypatch.setattr(capacity_blocks, "OFFERINGS", tmp_path / "offerings.json")
     monkeypatch.setattr(prepare, "_own_address", lambda: "203.0.113.7")
-    monkeypatch.setattr(prepare.key_pair, "ensure", lambda file: None)
     return api
 
 
@@ -205,6 +206,13 @@ def test_only_with_a_reservation_the_stack_has_a_template_for_it(aws: Api, assig
     prepare.prepare(launcher_file.load())
     assert templates() == [f"{FILE.slug}-reserved", *zones]
     assert "gpu-reserved" in launcher_file.FILE.read_text(encoding="utf-8")
+
+
+def test_a_new_reservation_does_not_replace_the_head(aws: Api, assign: Callable[[str, str], None]) -> None:
+    prepare.prepare(FILE)
+    before = aws_target._launch_hash(FILE)
+    block(aws, assign, -HOUR, 24 * HOUR)
+    assert aws_target._launch_hash(launcher_file.load()) == before
 
 
 def test_ec2_refuses_launches_that_the_block_does_not_allow(aws: Api, assign: Callable[[str, str], None]) -> None:
