@@ -123,7 +123,7 @@ def block_ends(harness: Harness) -> str:
         job = harness.train("block", "--checkpoint-every", "100")
         harness.wait_for_step(job, 10)
         reserved = [machine.id for machine in harness.workers() if machine.market == "capacity-block"]
-        assert len(reserved) == 2, harness.workers()
+        assert len(reserved) == 2, harness.log(job)
         assert run_verb("status").count("prepaid") == 2
         control(reservation=block | {"end_s": 40 * 60})  # as if all time until then had passed
         wait_for(lambda: SAVED.search(harness.log(job)), 60, "training to save a checkpoint")

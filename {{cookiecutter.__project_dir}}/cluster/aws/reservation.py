@@ -122,14 +122,16 @@ def refuse_before_start(reserved: Reservation) -> None:
 
 def wait_for_start(file: ClusterFile) -> None:
     """Wait until the reservation has started, and show how long that takes. Raises `settings.UserError` if it fails."""
+    reserved = require(file)
+    if reserved is None or reserved.has_started:
+        return
+    print(f"waiting for the {reserved.summary}", flush=True)
     with Console().status("") as spinner:
-        while (reserved := require(file)) and not reserved.has_started:
+        while reserved and not reserved.has_started:
             left = max(datetime.timedelta(), (reserved.start or _now()) - _now())
-            line = f"waiting for the {reserved.name}, which is {reserved.state}: {_hours(left)} left"
-            if not spinner.console.is_terminal:
-                print(line, flush=True)
-            spinner.update(line)
+            spinner.update(f"the {reserved.name} is {reserved.state}: {_hours(left)} until its start")
             time.sleep(POLL_S)
+            reserved = require(file)
 
 
 def stack_parameters(file: ClusterFile, network: Network) -> dict[str, str]:

@@ -25,7 +25,7 @@ from cluster.aws.doctor import reserved
 from cluster.aws.doctor.account import Account
 from cluster.aws.target import Aws
 from cluster.common import cluster_file, instances, prices
-from cluster.emulator import moto_instances
+from cluster.emulator import iam, moto_instances
 from cluster.emulator.api import Api
 from cluster.emulator.moto_instances import ACCOUNT
 from cluster.emulator.reservations import Reservations
@@ -59,10 +59,10 @@ def aws(server: tuple[Api, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         get_backend(service).reset()
     api.calls.clear()
     api.reservations = Reservations()
-    iam = iam_backends[ACCOUNT]["aws"]
-    iam.create_user(FILE.region, "laptop")
-    iam.put_user_policy("laptop", "all", ALLOW_ALL)
-    key = iam.create_access_key("laptop")
+    users = iam_backends[ACCOUNT]["aws"]
+    users.create_user(FILE.region, "laptop")
+    users.put_user_policy("laptop", "all", ALLOW_ALL)
+    key = users.create_access_key("laptop")
     for name, value in {
         "AWS_ENDPOINT_URL": url,
         "AWS_ACCESS_KEY_ID": key.access_key_id,
@@ -103,11 +103,11 @@ def block(aws: Api, assign: Callable[[str, str], None], start_s: float, end_s: f
 
 
 def launch(count: int = 1, **changes: Any) -> list[Any]:
-    """Launch instances of the reserved node type. Like Ray's autoscaler, add what the launch template says."""
+    """Launch instances of the reserved node type. Like Ray's autoscaler, merge the launch template."""
     file = launcher_file.load()
     (worker,) = [one for one in file.workers if one.name == launcher_file.RESERVED]
     config = worker.node_config | {"ImageId": IMAGE} | changes
-    template = config.pop("LaunchTemplate")
+    template = config["LaunchTemplate"]
     versions = file.client("ec2").describe_launch_template_versions(
         LaunchTemplateName=template["LaunchTemplateName"], Versions=[template["Version"]]
     )["LaunchTemplateVersions"]
@@ -182,15 +182,19 @@ def test_prepare_makes_what_reserved_instances_need(aws: Api, assign: Callable[[
     assert machine["Placement"]["AvailabilityZone"] == ZONE
     (living,) = instances.living(file)
     assert (living.id, living.market) == (machine["InstanceId"], "capacity-block")
-    policy = file.client("iam").get_role_policy(
-        RoleName=f"{file.slug}-head", PolicyName=f"{file.slug}-reserved-launch"
-    )["PolicyDocument"]
-    allowed = str(policy)
-    assert machine["SubnetId"] in allowed
-    (template,) = file.client("ec2").describe_launch_templates(LaunchTemplateNames=[f"{file.slug}-reserved"])[
-        "LaunchTemplates"
-    ]
-    assert template["LaunchTemplateId"] in allowed
+
+
+def test_the_head_may_launch_reserved_instances(aws: Api, assign: Callable[[str, str], None]) -> None:
+    block(aws, assign, -HOUR, 24 * HOUR)
+    prepare.prepare(launcher_file.load())
+    launch()
+    client, role = FILE.client("iam"), f"{FILE.slug}-head"
+    names = client.list_role_policies(RoleName=role)["PolicyNames"]
+    documents = [client.get_role_policy(RoleName=role, PolicyName=name)["PolicyDocument"] for name in names]
+    statements = [statement for document in documents for statement in document["Statement"]]
+    (call,) = [call for call in aws.calls if call.action == "RunInstances"]
+    assert [one for one in call.permissions if not iam.is_allowed(statements, one)] == []
+    assert any("capacity-reservation/cr-1" in one.resource for one in call.permissions)
 
 
 def test_only_with_a_reservation_the_stack_has_a_template_for_it(aws: Api, assign: Callable[[str, str], None]) -> None:
@@ -362,7 +366,7 @@ def test_up_can_wait_for_the_start(
     monkeypatch.setattr(reservation.time, "sleep", pass_time)
     reservation.wait_for_start(FILE)
     assert waits == [reservation.POLL_S]
-    assert "waiting for the Capacity Block cr-1, which is scheduled: 2 h 1 min left" in capsys.readouterr().out
+    assert re.search(r"waiting for the Capacity Block cr-1: 2 × \S+ in \S+ from .* until", capsys.readouterr().out)
 
 
 def test_a_block_that_has_not_started_has_its_size_in_a_tag(aws: Api, assign: Callable[[str, str], None]) -> None:
