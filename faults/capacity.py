@@ -2,10 +2,19 @@
 
 import re
 
+import settings
 from cluster.common import instances
 from cluster.emulator import scenario
 from cluster.emulator.waiting import wait_for
-from faults.harness import Harness, changed_cluster_file, control, final_loss, no_capacity
+from faults.harness import (
+    Harness,
+    changed_cluster_file,
+    control,
+    final_loss,
+    no_capacity,
+    replaced_file,
+    run_verb,
+)
 from pipeline.ray_support.workers import WorkerOptions
 
 # The project's default. It is far longer than a host takes to start, so no zone fails because of a slow start.
@@ -15,6 +24,7 @@ GATHER = (
     f"print('gathered', gang.gather(int(sys.argv[1]), {{'CPU': 60, 'GPU': 1}}, {ZONE_TIMEOUT_S}, gang.offers()))"
 )
 MANY_WORKERS = 8
+SAVED = re.compile(r"is about to be taken away: saving a checkpoint after step (\d+)")
 
 
 def first_zone_refuses(harness: Harness) -> str:
@@ -72,7 +82,7 @@ def spot_interruption(harness: Harness) -> str:
     interrupted = _interrupt_one(harness, job)
     log = harness.wait_for_success(job, 300)
     assert final_loss(log) == baseline, f"losses differ: {final_loss(log)} and {baseline}"
-    (saved,) = re.findall(r"is about to be taken away: saving a checkpoint after step (\d+)", log)
+    (saved,) = SAVED.findall(log)
     assert f"resumed after step {saved}" in log, log
     return f"{interrupted} ended after a checkpoint of step {saved}; loss {baseline}, the same as without interruption"
 
@@ -100,6 +110,40 @@ def _interrupt_one(harness: Harness, job: str) -> str:
     victim = next(machine for machine in instances.living(harness.file) if machine.market == "spot")
     control(interrupt=victim.id, notice_s=15)
     return victim.id
+
+
+def block_ends(harness: Harness) -> str:
+    """A gang trains in a Capacity Block: 40 minutes before the end, it saves a checkpoint. It resumes elsewhere."""
+    baseline = harness.baseline_loss
+    with replaced_file(settings.FILE, settings.FILE.read_text()):  # because the purchase changes this file
+        block = {"reservation_id": _buy_block(), "start_s": -60}
+        assert "so nothing was started" in run_verb("up", "--yes", exit_code=1)
+        control(reservation=block | {"end_s": 23 * 3600})
+        harness.ensure_up()
+        job = harness.train("block", "--checkpoint-every", "100")
+        harness.wait_for_step(job, 10)
+        reserved = [machine.id for machine in harness.workers() if machine.market == "capacity-block"]
+        assert len(reserved) == 2, harness.log(job)
+        assert run_verb("status").count("prepaid") == 2
+        control(reservation=block | {"end_s": 40 * 60})  # as if all time until then had passed
+        wait_for(lambda: SAVED.search(harness.log(job)), 60, "training to save a checkpoint")
+        control(reservation=block | {"end_s": 30 * 60})
+        log = harness.wait_for_success(job, 600)
+        after = {machine.market for machine in harness.workers()}
+    assert after <= {"spot", "on-demand"}, after
+    assert final_loss(log) == baseline, f"losses differ: {final_loss(log)} and {baseline}"
+    saved = SAVED.findall(log)[-1]
+    assert f"resumed after step {saved}" in log, log
+    return (
+        f"two reserved machines ended after a checkpoint of step {saved}; loss {baseline}, the same as on spot machines"
+    )
+
+
+def _buy_block() -> str:
+    """Buy a Capacity Block of two machines, and return its id."""
+    offering, *_ = re.findall(r"cb-\w+", run_verb("capacity", "--instances", "2"))
+    (bought,) = re.findall(r"bought (cr-\w+)", run_verb("capacity", "--buy", offering, "--yes"))
+    return bought
 
 
 def eight_workers(harness: Harness) -> str:

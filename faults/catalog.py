@@ -27,6 +27,11 @@ FAULTS = [
         "training continues with fewer workers",
         "capacity.interruption_without_replacement",
     ),
+    Fault(
+        "a Capacity Block ends during training",
+        "training saves a checkpoint and resumes outside the block, with the same losses",
+        "capacity.block_ends",
+    ),
     Fault("eight workers", "all start in one zone", "capacity.eight_workers"),
     Fault("a setup command fails", "status reports it, and launches stop after three failures", "setup.setup_fails"),
     Fault(

@@ -129,12 +129,50 @@ def prepare(context: Context, target: str = "local") -> None:
     targets.get(target).prepare()
 
 
-@verb(yes="accept the price without a prompt", **TARGET)
-def up(context: Context, target: str = "local", yes: bool = False) -> None:
+@verb(
+    instances="number of instances; default: max_workers of cluster.yaml",
+    days="1 to 14, or a multiple of 7 up to 182",
+    instance_type="default: the GPU type of cluster.yaml",
+    earliest="first day, as YYYY-MM-DD",
+    latest="day by which it ends, as YYYY-MM-DD",
+    buy="id of an offering to buy",
+    yes="accept the price without a prompt",
+    **TARGET,
+)
+def capacity(
+    context: Context,
+    instances: int = 0,
+    days: int = 1,
+    instance_type: str = "",
+    earliest: str = "",
+    latest: str = "",
+    buy: str = "",
+    yes: bool = False,
+    target: str = "aws",
+) -> None:
+    """Search for Capacity Blocks: GPU instances that AWS reserves for days, paid in advance. With --buy, buy one."""
+    from cluster import targets
+    from cluster.target import WantedBlock
+
+    chosen = targets.get(target)
+    if buy:
+        chosen.buy_capacity(buy, yes)
+    else:
+        chosen.show_capacity(
+            WantedBlock(instances=instances, days=days, instance_type=instance_type, earliest=earliest, latest=latest)
+        )
+
+
+@verb(
+    yes="accept the price without a prompt",
+    wait="wait until the reservation in [cluster.capacity] starts",
+    **TARGET,
+)
+def up(context: Context, target: str = "local", yes: bool = False, wait: bool = False) -> None:
     """Start the cluster. On AWS, also apply changed settings to a running cluster."""
     from cluster import targets
 
-    targets.get(target).up(yes)
+    targets.get(target).up(yes, wait)
     option = "" if target == "local" else f" --target {target}"
     print(f"next: inv submit{option} preprocess   or: inv status{option}   or: inv down{option}")
 

@@ -63,6 +63,7 @@ def test_a_private_network_has_a_nat_gateway_and_all_cards(file: ClusterFile) ->
     assert (first["InterfaceType"], first["AssociatePublicIpAddress"]) == ("efa", False)
     assert [card["NetworkCardIndex"] for card in others] == [1, 2, 3]
     assert {card["InterfaceType"] for card in others} == {"efa-only"}
+    assert {card["SubnetId"] for card in others} == {first["SubnetId"]}
     assert interfaces(file, "head")[0]["AssociatePublicIpAddress"] is True
 
 
@@ -74,6 +75,15 @@ def test_the_users_subnets_stay_as_they_are(file: ClusterFile) -> None:
     assert [card["SubnetId"] for zone in (1, 2, 3) for card in interfaces(file, f"gpu-{zone}")] == [*own, own[0]]
     after = ec2.describe_vpcs()["Vpcs"], ec2.describe_route_tables()["RouteTables"], ec2.describe_subnets()["Subnets"]
     assert after == before
+
+
+@pytest.mark.parametrize("private", ["yes", "no"])
+def test_reserved_instances_start_in_the_zone_of_their_reservation(file: ClusterFile, private: str) -> None:
+    deploy(file, Private=private, ReservedZone="us-east-1f")
+    subnet = interfaces(file, "reserved")[0]["SubnetId"]
+    (found,) = file.client("ec2").describe_subnets(SubnetIds=[subnet])["Subnets"]
+    assert found["AvailabilityZone"] == "us-east-1f"
+    assert vpc.default_route(file, found).startswith("nat-" if private == "yes" else "igw-")
 
 
 def test_group_rules_for_efa(file: ClusterFile) -> None:
@@ -128,8 +138,14 @@ def test_the_zones_stay_the_same(file: ClusterFile, monkeypatch: pytest.MonkeyPa
     assert vpc.find_network(file, vpc.NetworkSection()).zones == kept
 
 
+def test_the_template_is_short_enough_for_the_type_with_most_cards() -> None:
+    """CloudFormation accepts 51,200 bytes. A slug may have 30 characters, and "my-llm" has 6."""
+    body = stack.body(32, makes_network=True)
+    assert len(body) + 24 * body.count(cluster_file.load().slug) < 51_200
+
+
 def test_everything_in_the_stack_is_modeled() -> None:
-    stack_resources.refuse_unmodeled(stack.template(CARDS))
+    stack_resources.refuse_unmodeled(stack.template(CARDS, makes_network=True))
 
 
 @pytest.mark.parametrize(
@@ -143,7 +159,7 @@ def test_everything_in_the_stack_is_modeled() -> None:
     ],
 )
 def test_what_is_not_modeled_is_refused(change: dict[str, Any], named: str) -> None:
-    template = copy.deepcopy(stack.template(CARDS))
+    template = copy.deepcopy(stack.template(CARDS, makes_network=True))
     template["Resources"]["Bucket"] = change
     with pytest.raises(iam.AwsError, match="does not model") as raised:
         stack_resources.refuse_unmodeled(template)

@@ -51,6 +51,21 @@ class CloudStatus:
     problems: list[str] = field(default_factory=list)
 
 
+@dataclass(frozen=True, kw_only=True)
+class WantedBlock:
+    """The Capacity Block that `inv capacity` searches for."""
+
+    instances: int
+    """0: max_workers of cluster.yaml."""
+    days: int
+    instance_type: str
+    """Empty: the GPU type of cluster.yaml."""
+    earliest: str
+    """The first day, as YYYY-MM-DD, or empty."""
+    latest: str
+    """The day by which it ends, as YYYY-MM-DD, or empty."""
+
+
 class Target(Protocol):
     """A place where a cluster can run."""
 
@@ -63,11 +78,18 @@ class Target(Protocol):
     def prepare(self) -> None:
         """Create everything that the cluster needs, except its instances. Keep what exists."""
 
-    def up(self, yes: bool) -> None:
+    def up(self, yes: bool, wait: bool = False) -> None:
         """Start the cluster unless it is up. Return when jobs can be submitted.
 
-        Asks before starting anything that costs money, unless `yes` is set.
+        Asks before starting anything that costs money, unless `yes` is set. If instances are reserved for later, `wait`
+        waits until then.
         """
+
+    def show_capacity(self, wanted: WantedBlock) -> None:
+        """Show the Capacity Blocks that AWS offers."""
+
+    def buy_capacity(self, offering: str, yes: bool) -> None:
+        """Buy a Capacity Block for this cluster. Asks first, unless `yes` is set."""
 
     def connect(self) -> Connection:
         """Return a connection to the running cluster. Raises `settings.UserError` if it is not up."""

@@ -5,8 +5,9 @@ from typing import Any
 
 from rich.table import Table
 
+from cluster.aws import reservation
 from cluster.common import instances, prices
-from cluster.common.cluster_file import TARGET, ClusterFile
+from cluster.common.cluster_file import CAPACITY_BLOCK, TARGET, ClusterFile
 from cluster.common.instances import Instance
 from cluster.target import CloudStatus
 
@@ -20,7 +21,7 @@ def cloud_status(file: ClusterFile, head_status: dict[str, Any]) -> CloudStatus:
     notes = [f"{sum(hourly.values()):.2f} dollars per hour now, {spent:.2f} spent so far, without disks and traffic"]
     return CloudStatus(
         tables=[_table(living, hourly, head_status)],
-        notes=notes + _pending(head_status) + head_status["watchdog"].get("messages", []),
+        notes=notes + _reserved(file) + _pending(head_status) + head_status["watchdog"].get("messages", []),
         problems=_problems(head_status),
     )
 
@@ -41,9 +42,18 @@ def _table(living: list[Instance], hourly: dict[str, float], head_status: dict[s
             state = "joined" if {instance.id, instance.private_address} & joined else f"not joined yet ({status})"
         table.add_row(
             *(instance.id, instance.node_type, f"{instance.instance_type} {instance.market}", instance.zone),
-            *(_duration(instance.age_s), state, f"{hourly[instance.id]:.2f}"),
+            *(_duration(instance.age_s), state),
+            "prepaid" if instance.market == CAPACITY_BLOCK else f"{hourly[instance.id]:.2f}",
         )
     return table
+
+
+def _reserved(file: ClusterFile) -> list[str]:
+    reserved = reservation.find(file)
+    if reserved is None:
+        return []
+    drain = f". Training saves a checkpoint at {reservation.local(reserved.drain)}" if reserved.is_block else ""
+    return [f"{reserved.summary}{drain}"]
 
 
 def _pending(head_status: dict[str, Any]) -> list[str]:

@@ -5,13 +5,13 @@ import os
 import requests
 
 import settings
-from cluster.aws import key_pair, load_balancer, stack, vpc
+from cluster.aws import key_pair, launcher_file, load_balancer, reservation, stack, vpc
 from cluster.common import bucket
 from cluster.common.cluster_file import ClusterFile
 
 
 def prepare(file: ClusterFile) -> None:
-    """Create or update the stack and the key pair, if necessary.
+    """Create or update the stack and the key pair, if necessary, and write the file for Ray's launcher.
 
     Raises:
         settings.UserError: there is no suitable network or private key, this machine's address is unknown, or AWS could
@@ -25,8 +25,10 @@ def prepare(file: ClusterFile) -> None:
         "Efa": "yes" if efa_cards else "no",
         "Caller": section.caller or f"{_own_address()}/32",
         "MakeBucket": _make_bucket(file),
+        **reservation.stack_parameters(file, network),
         **load_balancer.stack_parameters(section, network),
     }
+    launcher_file.write(file)
     key_pair.ensure(file)
     result = stack.deploy(file, parameters, efa_cards)
     bucket.delete_unfinished_uploads(file)

@@ -1,4 +1,4 @@
-"""Run Ray's launcher on cluster.yaml, and show its progress in a few lines."""
+"""Run Ray's launcher on the file that launcher_file.py writes, and show its progress in a few lines."""
 
 import re
 import subprocess
@@ -8,7 +8,7 @@ import time
 from rich.console import Console
 
 import settings
-from cluster.common.cluster_file import FILE
+from cluster.aws.launcher_file import FILE
 
 LOG = settings.PROJECT / ".cluster" / "up.log"
 STEP = re.compile(r"updater\.py.*\[(\d+)/(\d+)\]\s+(.*)")
@@ -16,13 +16,13 @@ COLOR = re.compile(r"\x1b\[[\d;]*m")
 
 
 def up() -> None:
-    """Run `ray up cluster/cluster.yaml`. Raises `settings.UserError` with its last line of output if it fails."""
+    """Run `ray up .cluster/cluster.yaml`. Raises `settings.UserError` with its last line of output if it fails."""
     LOG.parent.mkdir(exist_ok=True)
     started = time.monotonic()
     command = [sys.executable, "-m", "ray.scripts.scripts", "up", "--yes", "--no-config-cache", str(FILE)]
     step = "asking AWS"
     with LOG.open("w") as log, Console().status(step) as spinner:
-        # the file mounts in cluster.yaml are relative to the working directory
+        # the file mounts are relative to the working directory
         process = subprocess.Popen(
             command, cwd=settings.PROJECT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
         )

@@ -37,7 +37,7 @@ def deploy(file: ClusterFile, parameters: dict[str, str], efa_cards: int) -> str
     cloudformation = file.client("cloudformation")
     request = {
         "StackName": file.slug,
-        "TemplateBody": json.dumps(template(efa_cards), default=str, separators=(",", ":")),
+        "TemplateBody": body(efa_cards, makes_network=not parameters["Vpc"]),
         "Parameters": [{"ParameterKey": key, "ParameterValue": value} for key, value in parameters.items()],
         "Capabilities": ["CAPABILITY_NAMED_IAM"],
         "Tags": [{"Key": "ray-project", "Value": file.slug}],
@@ -60,21 +60,36 @@ def deploy(file: ClusterFile, parameters: dict[str, str], efa_cards: int) -> str
     return "updated"
 
 
-def template(efa_cards: int) -> dict[str, Any]:
+def body(efa_cards: int, *, makes_network: bool) -> str:
+    """Return the template as JSON, of which CloudFormation accepts 51,200 bytes."""
+    return json.dumps(template(efa_cards, makes_network=makes_network), separators=(",", ":"))
+
+
+def template(efa_cards: int, *, makes_network: bool) -> dict[str, Any]:
     """Return stack.yaml with a network interface for each EFA card after the first, on all GPU launch templates.
 
     CloudFormation's own language has no loop that makes items of a list. An efa-only interface carries no IP traffic.
     https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/efa-acc-inst-types.html
+
+    `makes_network` says whether the stack makes a VPC.
     """
     content = parse(TEMPLATE.read_text(encoding="utf-8"))
     launches = [body["Properties"].get("LaunchTemplateData", {}) for body in content["Resources"].values()]
-    for launch in (one for one in launches if "Placement" in one):
-        (first,) = launch["NetworkInterfaces"]
-        shared = {key: first[key] for key in ("SubnetId", "Groups", "DeleteOnTermination")}
-        for card in range(1, efa_cards):
-            further = {"DeviceIndex": 1, "NetworkCardIndex": card, "InterfaceType": "efa-only", **shared}
-            launch["NetworkInterfaces"].append(further)
+    for interfaces in (one["NetworkInterfaces"] for one in launches if "NetworkCardIndex" in str(one)):
+        shared = {key: interfaces[0][key] for key in ("Groups", "DeleteOnTermination")}
+        shared["SubnetId"] = _choose(interfaces[0]["SubnetId"], makes_network)  # short, because there may be 32 cards
+        interfaces += [
+            {"DeviceIndex": 1, "NetworkCardIndex": card, "InterfaceType": "efa-only", **shared}
+            for card in range(1, efa_cards)
+        ]
     return content
+
+
+def _choose(value: dict[str, Any], holds: bool) -> dict[str, Any]:
+    """Return the value that Fn::If has if all conditions hold, or if none does."""
+    while "Fn::If" in value:
+        value = value["Fn::If"][1 if holds else 2]
+    return value
 
 
 def parse(text: str) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 import time
 
 import requests
@@ -10,11 +9,25 @@ from rich.console import Console
 
 import settings
 from cluster import doctor
-from cluster.aws import capacity, cloud_status, head, load_balancer, prepare, ray_up, secrets_manager, ssh, teardown
+from cluster.aws import (
+    capacity,
+    capacity_blocks,
+    cloud_status,
+    consent,
+    head,
+    launcher_file,
+    load_balancer,
+    prepare,
+    ray_up,
+    reservation,
+    secrets_manager,
+    ssh,
+    teardown,
+)
 from cluster.common import bucket, cluster_file, instances, prices
-from cluster.common.cluster_file import TARGET, ClusterFile
+from cluster.common.cluster_file import CAPACITY_BLOCK, TARGET, ClusterFile
 from cluster.doctor import Finding
-from cluster.target import CloudStatus, Connection
+from cluster.target import CloudStatus, Connection, WantedBlock
 
 A100_GIB = {"p4d.24xlarge": 40, "p4de.24xlarge": 80}
 
@@ -28,13 +41,13 @@ class Aws:
     def doctor(self) -> list[Finding]:
         from cluster.aws.doctor import checks  # takes seconds, because it imports the jobs' options
 
-        return checks.check(cluster_file.load())
+        return checks.check(launcher_file.load())
 
     def prepare(self) -> None:
-        prepare.prepare(cluster_file.load())
+        prepare.prepare(launcher_file.load())
 
-    def up(self, yes: bool) -> None:
-        file = cluster_file.load()
+    def up(self, yes: bool, wait: bool = False) -> None:
+        file = launcher_file.load()
         running = instances.head(file)
         changes = _describe_changes(file, running)
         if running and not changes:
@@ -42,10 +55,14 @@ class Aws:
             print(f"{self.name} is already up and matches cluster.yaml: head {running.id}")
             load_balancer.register(file, running.id)
             return
+        reserved = reservation.require(file)
+        if reserved and not wait:
+            reservation.refuse_before_start(reserved)
         _require_no_errors(self.doctor(), self.name)
         Console().print(prices.table(file, prices.ask(file)))
         print(changes)
-        _confirm("continue?" if running else "start it?", yes)
+        consent.ask("continue?" if running else "start it?", yes, f"inv up --target {TARGET}")
+        reservation.wait_for_start(file)
         started = time.monotonic()
         prepare.prepare(file)
         secrets_manager.upload(file)
@@ -59,8 +76,14 @@ class Aws:
         print(f"{self.name} is up after {took}: the head is running, and workers start when there is work")
         load_balancer.register(file, ssh.find_head(file).instance_id)
 
+    def show_capacity(self, wanted: WantedBlock) -> None:
+        capacity_blocks.show(cluster_file.load(), wanted, Console())
+
+    def buy_capacity(self, offering: str, yes: bool) -> None:
+        capacity_blocks.buy(cluster_file.load(), offering, yes)
+
     def connect(self) -> Connection:
-        file = cluster_file.load()
+        file = launcher_file.load()
         serve_port = settings.load(load_balancer.ServeSection, "serve", profile=self.profile).port
         ssh_head = ssh.find_head(file)
         ports, token = ssh_head.tunnel(ssh.DASHBOARD_PORT, serve_port)
@@ -87,7 +110,7 @@ class Aws:
         )
 
     def storage_variables(self) -> dict[str, str]:
-        file = cluster_file.load()
+        file = launcher_file.load()
         if not bucket.exists(file):
             raise settings.UserError(
                 f"{file.slug} has no bucket on AWS yet, so no job has saved any output. Run: inv up --target {TARGET}"
@@ -95,22 +118,22 @@ class Aws:
         return {"PROFILE": self.profile, "PROJECT_DIR": f"s3://{bucket.name(file)}", **bucket.access(file)}
 
     def shell(self, command: str) -> int:
-        ssh_head = ssh.find_head(cluster_file.load())
+        ssh_head = ssh.find_head(launcher_file.load())
         if command:
             return subprocess.call([*ssh_head.command("-T"), ssh.ENVIRONMENT + command])
         return subprocess.call([*ssh_head.command("-t"), "bash", "-l"])
 
     def dollars_per_instance_hour(self) -> dict[int, float]:
-        file = cluster_file.load()
+        file = launcher_file.load()
         known = prices.ask(file)
         by_card: dict[int, list[float]] = {}
         for worker in file.workers:
-            if worker.instance_type in A100_GIB:
+            if worker.instance_type in A100_GIB and worker.market != CAPACITY_BLOCK:
                 by_card.setdefault(A100_GIB[worker.instance_type], []).append(known.workers[worker.name])
         return {card: min(dollars) for card, dollars in by_card.items()}
 
     def cloud_status(self) -> CloudStatus:
-        file = cluster_file.load()
+        file = launcher_file.load()
         return cloud_status.cloud_status(file, head.read_status(ssh.find_head(file)))
 
     def down(self) -> list[str]:
@@ -142,16 +165,6 @@ def _require_no_errors(findings: list[Finding], target: str) -> None:
         )
 
 
-def _confirm(question: str, yes: bool) -> None:
-    """Ask before starting anything that costs money. Raises `settings.UserError` unless the user agrees."""
-    if yes:
-        return
-    if not sys.stdin.isatty():
-        raise settings.UserError(f"this costs money and needs your consent. Run: inv up --target {TARGET} --yes")
-    if input(f"{question} [y/N] ").strip().lower() not in ("y", "yes"):
-        raise settings.UserError("nothing was started")
-
-
 def _describe_changes(file: ClusterFile, running: instances.Instance | None) -> str:
     """Return a sentence that says what `up` will do, or "" if it has nothing to do."""
     if running is None:
@@ -176,4 +189,6 @@ def _launch_hash(file: ClusterFile) -> str:
     """Return the hash by which Ray decides whether it must replace a running head."""
     from pipeline.ray_support.private import cluster_launcher  # importing Ray takes a second
 
-    return cluster_launcher.launch_hash(file.content, file.head.name)
+    types = file.content["available_node_types"]
+    head_only = {file.head.name: types[file.head.name]}  # the launch templates of other types may not exist yet
+    return cluster_launcher.launch_hash(file.content | {"available_node_types": head_only}, file.head.name)

@@ -11,6 +11,8 @@ from cluster.common import instances
 from cluster.common.cluster_file import TARGET, ClusterFile
 
 TERMINATE_TIMEOUT_S = 900
+TEMPLATES = ("head", "cpu", "gpu-*", "reserved")
+"""Ends of the names of the launch templates in stack.yaml."""
 
 
 def end_instances(file: ClusterFile) -> None:
@@ -62,9 +64,7 @@ def leftovers(file: ClusterFile) -> list[str]:
     keys = ec2.describe_key_pairs(Filters=[{"Name": "key-name", "Values": [file.slug]}])["KeyPairs"]
     left += [f"key pair {key['KeyName']}" for key in keys]
     templates = ec2.describe_launch_templates(
-        Filters=[
-            {"Name": "launch-template-name", "Values": [f"{file.slug}-head", f"{file.slug}-cpu", f"{file.slug}-gpu-*"]}
-        ]
+        Filters=[{"Name": "launch-template-name", "Values": [f"{file.slug}-{part}" for part in TEMPLATES]}]
     )["LaunchTemplates"]
     left += [f"launch template {template['LaunchTemplateName']}" for template in templates]
     left += _roles_and_profiles(file)

@@ -16,6 +16,8 @@ FILE = settings.PROJECT / "cluster" / "cluster.yaml"
 PINS = settings.PROJECT / "requirements" / "cluster.txt"
 GPUS_PER_INSTANCE = 8
 """Number of GPUs in a p4d or p4de instance."""
+CAPACITY_BLOCK = "capacity-block"
+"""Market of instances that are paid in advance."""
 REHEARSAL = "REHEARSAL"
 """Environment variable of processes inside the emulated AWS."""
 TARGET = "rehearsal" if REHEARSAL in os.environ else "aws"

@@ -10,7 +10,7 @@ import boto3
 from rich.table import Table
 
 import settings
-from cluster.common.cluster_file import GPUS_PER_INSTANCE, ClusterFile, NodeType
+from cluster.common.cluster_file import CAPACITY_BLOCK, GPUS_PER_INSTANCE, ClusterFile, NodeType
 
 PRICING_REGION = "us-east-1"  # serves the prices of all regions
 LINUX = "Linux/UNIX"
@@ -22,7 +22,7 @@ class Prices:
 
     head: float
     workers: dict[str, float]
-    """Maps a node type to its price. A spot price is the current one in the cheapest zone."""
+    """Maps a node type to its price. A spot price is the current one in the cheapest zone. A prepaid hour costs 0."""
     maximum: float
     """Price of the head and of max_workers instances of the most expensive type."""
 
@@ -37,6 +37,8 @@ def ask(file: ClusterFile) -> Prices:
 
     def price(node_type: NodeType) -> float:
         key = (node_type.instance_type, node_type.market)
+        if key[1] == CAPACITY_BLOCK:
+            return 0.0
         if key not in known:
             known[key] = _spot(file, key[0]) if key[1] == "spot" else _on_demand(file, key[0])
         return known[key]
@@ -56,7 +58,7 @@ def table(file: ClusterFile, prices: Prices) -> Table:
     for worker in file.workers:
         if (key := (worker.instance_type, worker.market)) not in seen:
             seen.add(key)
-            each = f"{prices.workers[worker.name]:.2f} each"
+            each = "prepaid" if worker.market == CAPACITY_BLOCK else f"{prices.workers[worker.name]:.2f} each"
             shown.add_row(
                 "while there is work", f"0 to {worker.max_workers} × {worker.instance_type}", worker.market, each
             )

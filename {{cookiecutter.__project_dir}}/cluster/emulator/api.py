@@ -7,12 +7,14 @@ The wrapper adds what moto lacks:
 - Capacity can run out.
 - Some effects of a call are visible only later (see consistency.py).
 - EC2 rejects calls at a higher rate than its limits (see throttling.py).
+- Instances can start in capacity reservations (see reservations.py).
 - It refuses launches as EC2 does (see launch_rules.py), and stacks with what is not modeled (see stack_resources.py).
 - It answers calls that moto does not support (see stubs.py), and records every call.
 """
 
 import io
 import json
+import re
 import threading
 import time
 import urllib.parse
@@ -24,9 +26,10 @@ from moto.ec2.models import ec2_backends
 from moto.server import DomainDispatcherApplication, create_backend_app
 
 from cluster.aws import stack
-from cluster.emulator import iam, launch_rules, moto_instances, permissions, stack_resources, stubs
+from cluster.emulator import iam, launch_rules, moto_instances, permissions, reservations, stack_resources, stubs
 from cluster.emulator.consistency import Consistency
 from cluster.emulator.moto_instances import ACCOUNT
+from cluster.emulator.reservations import Reservations
 from cluster.emulator.throttling import Throttle
 
 StartResponse = Callable[[str, list[tuple[str, str]]], Any]
@@ -78,6 +81,7 @@ class Api:
         self.faults = InjectedFaults()
         self.throttle = Throttle()
         self.consistency = Consistency()
+        self.reservations = Reservations()
         self._lock = threading.Lock()
 
     def __call__(self, environ: dict[str, Any], start_response: StartResponse) -> Iterable[bytes]:
@@ -89,26 +93,45 @@ class Api:
             call = replace(call, caller=principal.arn, permissions=_permissions(call, environ, body))
             iam.authorize(principal, call.permissions)
             self.consistency.check(call.action, call.parameters)
-            if call.service == "cloudformation" and "TemplateBody" in call.parameters:
+            if "TemplateBody" in call.parameters:
                 stack_resources.refuse_unmodeled(stack.parse(call.parameters["TemplateBody"]))
-            if call.action == "RunInstances":
-                launch_rules.check(call.region, call.parameters)
-                body = _with_count(body, self._allocate(call))
+            text = self._respond(call, principal)
+            allocated = self._allocate(call) if call.action == "RunInstances" else 0
         except iam.AwsError as error:
             self._record(replace(call, error_code=error.code))
             return _send_error(call.service, error, start_response)
         self._record(call)
-        if (text := stubs.respond(call.service, call.action, call.parameters, principal)) is not None:
+        if text is not None:
             return _send("200 OK", text, start_response)
-        if (stale := self.consistency.stale_list(call.action, call.parameters)) is not None:
-            return _send("200 OK", stale.decode(), start_response)
-        answer = self.moto(environ | {"wsgi.input": io.BytesIO(body), "CONTENT_LENGTH": str(len(body))}, start_response)
         if call.action == "RunInstances":
-            self.consistency.note_launch(moto_instances.complete(call.region, call.parameters))
+            return self._launch(call, environ, body, allocated, start_response)
+        answer = self._ask_moto(environ, body, start_response)
         if call.action == "ListSecrets":
             answer = [b"".join(answer)]
             self.consistency.keep_list(call.parameters, answer[0])
         return answer
+
+    def _respond(self, call: Call, principal: iam.Principal) -> str | None:
+        """Return the response to a call that moto does not support, or a stale one, or None. Raises `iam.AwsError`."""
+        if (stale := self.consistency.stale_list(call.action, call.parameters)) is not None:
+            return stale.decode()
+        if call.service == "ec2" and (text := self.reservations.respond(call.action, call.region, call.parameters)):
+            return text
+        return stubs.respond(call.service, call.action, call.parameters, principal)
+
+    def _launch(
+        self, call: Call, environ: dict[str, Any], body: bytes, count: int, start_response: StartResponse
+    ) -> list[bytes]:
+        """Let moto start `count` instances, and add what it lacks: their profile, and their capacity reservation."""
+        answer = b"".join(self._ask_moto(environ, _with_count(body, count), start_response))
+        self.consistency.note_launch(moto_instances.complete(call.region, call.parameters))
+        if reservation := call.parameters.get(reservations.TARGET):
+            self.reservations.add(reservation, count, re.findall(r"<instanceId>(i-\w+)<", answer.decode()))
+        return [answer]
+
+    def _ask_moto(self, environ: dict[str, Any], body: bytes, start_response: StartResponse) -> Iterable[bytes]:
+        replaced = {"wsgi.input": io.BytesIO(body), "CONTENT_LENGTH": str(len(body))}
+        return self.moto(environ | replaced, start_response)
 
     def as_json(self) -> list[dict[str, Any]]:
         """Return all calls so far as dictionaries, oldest first."""
@@ -126,6 +149,10 @@ class Api:
             "market": call.parameters.get("InstanceMarketOptions.MarketType", "on-demand"),
             "type": call.parameters.get("InstanceType", ""),
         }
+        launch_rules.check(call.region, call.parameters)
+        reservation = call.parameters.get(reservations.TARGET, "")
+        if reservation or launch["market"] == "capacity-block":
+            return self.reservations.admit(launch, reservation, call.parameters)
         allocated = self.faults.allocate(launch, int(call.parameters["MaxCount"]))
         if allocated < int(call.parameters["MinCount"]):
             raise iam.AwsError(

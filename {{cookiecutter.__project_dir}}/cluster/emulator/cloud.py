@@ -32,6 +32,7 @@ from cluster.emulator.api import Api, InjectedFaults, StartResponse
 from cluster.emulator.host import Host
 from cluster.emulator.metadata import MetadataService
 from cluster.emulator.moto_instances import ACCOUNT, MotoInstance
+from cluster.emulator.reservations import Reservations
 
 SCRATCH = Path("/tmp")  # the cloud has a private tmpfs here
 HOME = SCRATCH / "home"
@@ -45,9 +46,10 @@ LAPTOP_IP = "203.0.113.7"  # the laptop's public address, from a range that is r
 class Cloud:
     """Boots a host for each running instance. When either one ends, the cloud ends the other."""
 
-    def __init__(self, layers: str, shared_paths: list[str]) -> None:
+    def __init__(self, layers: str, shared_paths: list[str], reservations: Reservations) -> None:
         self.layers = layers
         self.shared_paths = shared_paths
+        self.reservations = reservations
         self.hosts: dict[str, Host] = {}
         self.events: list[dict[str, Any]] = []
         self._busy: set[str] = set()
@@ -70,6 +72,8 @@ class Cloud:
             self._in_background(instance.id, lambda: self._boot(instance))
         elif instance.state == "running" and host and not host.is_alive():
             instance.moto.terminate()  # InstanceInitiatedShutdownBehavior: terminate
+        elif self.reservations.end(instance):
+            self.record(instance.id, "its Capacity Block ends")
         elif instance.state in ("terminated", "stopped") and host:
             self._in_background(instance.id, lambda: self._stop(instance.id, host))
 
@@ -143,8 +147,12 @@ class ControlApi:
         interrupt: str = "",
         notice_s: float = 120,
         age_leases_s: float = 0,
+        reservation: dict[str, Any] | None = None,
     ) -> None:
-        """Set the faults, interrupt a spot instance after a notice, or backdate the leases of all hosts."""
+        """Set the faults, interrupt a spot instance after a notice, backdate all leases, or change a reservation.
+
+        `reservation` has the arguments of `Reservations.put`. Its hosts get the new end, as if time had passed.
+        """
         if faults is not None:
             self.api.faults = InjectedFaults(**faults)
         if interrupt:
@@ -155,6 +163,12 @@ class ControlApi:
             threading.Timer(notice_s, instance.moto.terminate).start()
         for host in list(self.cloud.hosts.values()) if age_leases_s else []:
             host.age_lease(age_leases_s)
+        if reservation is not None:
+            self.api.reservations.put(**reservation)
+            for instance_id, host in list(self.cloud.hosts.items()):
+                own = self.api.reservations.of(instance_id)
+                if own and own.end:
+                    host.move_block_end(own.end.isoformat())
 
 
 class _CheckIp:
@@ -187,7 +201,8 @@ def run(region: str, pins: Path) -> None:
     _create_account(region)
     _connect_default_vpc(region)
     _set_home()
-    cloud, api, metadata = Cloud(layers, host_image.shared_paths()), Api(), MetadataService()
+    api, metadata = Api(), MetadataService()
+    cloud = Cloud(layers, host_image.shared_paths(), api.reservations)
     for host, port, application in (
         (GATEWAY, 80, api),
         ("169.254.169.254", 80, metadata),

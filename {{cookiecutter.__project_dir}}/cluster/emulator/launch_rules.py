@@ -13,6 +13,7 @@ from cluster.emulator.stack_resources import PLACEMENT_GROUPS
 PARAMETERS = re.compile(
     r"(Action|Version|ClientToken|DryRun|ImageId|InstanceType|KeyName|MinCount|MaxCount|UserData|"
     r"IamInstanceProfile\.Name|InstanceInitiatedShutdownBehavior|MetadataOptions\.\w+|"
+    r"CapacityReservationSpecification\.CapacityReservationTarget\.CapacityReservationId|"
     r"LaunchTemplate\.(LaunchTemplateName|Version)|InstanceMarketOptions\.MarketType|Placement\.GroupName|"
     r"NetworkInterface\.\d+\.(DeviceIndex|NetworkCardIndex|InterfaceType|SubnetId|AssociatePublicIpAddress|"
     r"DeleteOnTermination|SecurityGroupId\.\d+)|"

@@ -66,7 +66,7 @@ class MetadataService:
         return {
             "instance-id": instance.id,
             "instance-type": instance.type,
-            "instance-life-cycle": instance.market,
+            "instance-life-cycle": instance.market,  # for spot and Capacity Blocks, EC2's value of InstanceLifecycle
             "local-ipv4": instance.private_ip,
             "public-ipv4": instance.public_ip,
             "placement/availability-zone": instance.zone,

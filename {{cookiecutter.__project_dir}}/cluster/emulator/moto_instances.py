@@ -18,7 +18,7 @@ class MotoInstance:
     id: str
     type: str
     market: str
-    """"spot" or "on-demand"."""
+    """"spot", "on-demand" or "capacity-block"."""
     state: str
     zone: str
     region: str

@@ -15,6 +15,7 @@ from moto.secretsmanager.models import secretsmanager_backends
 
 from cluster.emulator.iam import Permission
 from cluster.emulator.moto_instances import ACCOUNT
+from cluster.emulator.reservations import TARGET
 
 # Maps the prefix of an EC2 resource's id to the resource's type in ARNs.
 EC2_RESOURCE_TYPES = {"i": "instance", "vol": "volume", "eni": "network-interface", "key": "key-pair"}
@@ -73,6 +74,8 @@ def _existing_resources(region: str, arn: str, parameters: dict[str, str]) -> It
             yield f"{arn}subnet/{value}"
         elif re.fullmatch(r"(NetworkInterface\.\d+\.)?SecurityGroupId\.\d+", key):
             yield f"{arn}security-group/{value}"
+    if reservation := parameters.get(TARGET):
+        yield f"{arn}capacity-reservation/{reservation}"
     if name := parameters.get("KeyName"):
         yield f"{arn}key-pair/{name}"
     if name := parameters.get("Placement.GroupName"):

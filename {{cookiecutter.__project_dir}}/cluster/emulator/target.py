@@ -6,7 +6,7 @@ from typing import NoReturn
 from cluster.common import cluster_file
 from cluster.doctor import Finding
 from cluster.emulator import sandbox
-from cluster.target import CloudStatus, Connection
+from cluster.target import CloudStatus, Connection, WantedBlock
 
 
 class Rehearsal:
@@ -23,8 +23,15 @@ class Rehearsal:
         sandbox.start(cluster_file.load().region)
         _run_verb_inside()
 
-    def up(self, yes: bool) -> None:
+    def up(self, yes: bool, wait: bool = False) -> None:
         sandbox.start(cluster_file.load().region)
+        _run_verb_inside()
+
+    def show_capacity(self, wanted: WantedBlock) -> None:
+        sandbox.start(cluster_file.load().region)
+        _run_verb_inside()
+
+    def buy_capacity(self, offering: str, yes: bool) -> None:
         _run_verb_inside()
 
     def connect(self) -> Connection:

@@ -12,7 +12,7 @@ import settings
 from cluster.doctor import Finding
 from cluster.job_client import Unreachable
 from cluster.local import crash_reason, doctor, head, processes, state
-from cluster.target import CloudStatus, Connection
+from cluster.target import CloudStatus, Connection, WantedBlock
 
 
 class Local:
@@ -27,7 +27,7 @@ class Local:
     def prepare(self) -> None:
         print("local needs no preparation")
 
-    def up(self, yes: bool) -> None:
+    def up(self, yes: bool, wait: bool = False) -> None:
         if head.is_up():
             print(f"local is already up: {state.read()['dashboard']}")
             return
@@ -63,6 +63,12 @@ class Local:
                 "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # this machine is never preempted
             },
         )
+
+    def show_capacity(self, wanted: WantedBlock) -> None:
+        raise settings.UserError("local rents no instances. Run: inv capacity --target aws")
+
+    def buy_capacity(self, offering: str, yes: bool) -> None:
+        raise settings.UserError("local rents no instances. Run: inv capacity --target aws")
 
     def storage_variables(self) -> dict[str, str]:
         return {"PROFILE": self.profile, "PROJECT_DIR": str(settings.PROJECT)}

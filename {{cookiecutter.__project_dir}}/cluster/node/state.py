@@ -1,9 +1,15 @@
-"""Files and addresses that the watchdog shares with head_status.py."""
+"""Files, addresses and times that the watchdog shares with other modules."""
 
 import socket
 from pathlib import Path
 
 LEASE = Path("/run/lease/renewed")
+BLOCK_END = Path("/run/lease/block-end")
+"""In a Capacity Block: the time at which it ends, in ISO 8601. The launch writes this file (see launcher_file.py)."""
+BLOCK_CLEANUP_S = 30 * 60
+"""AWS starts to terminate the instances of a Capacity Block this many seconds before its end."""
+BLOCK_NOTICE_S = 10 * 60
+"""The watchdog drains them this many seconds earlier, when AWS sends its own warning, as an EventBridge event."""
 RAY_CONFIG = Path("~/ray_bootstrap_config.yaml").expanduser()
 """The configuration that the autoscaler rereads in each iteration of its loop. Ray writes it as JSON."""
 STATE_FILE = Path("~/watchdog.json").expanduser()

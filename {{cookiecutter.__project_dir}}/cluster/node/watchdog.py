@@ -1,7 +1,7 @@
 """The watchdog, which runs on every node. cluster.yaml starts it.
 
-On a worker, it drains the node after a spot notice, so that training can save a checkpoint. On the head, it stops the
-autoscaler from retrying a node type that AWS refuses, so that the next type gets its turn, and it terminates the
+On a worker, it drains the node before AWS takes it back, so that training can save a checkpoint. On the head, it stops
+the autoscaler from retrying a node type that AWS refuses, so that the next type gets its turn, and it terminates the
 cluster at the limits in settings.toml.
 
 On both, it renews the machine's lease. The UserData in cluster.yaml shuts a machine down ten minutes after the last

@@ -7,18 +7,18 @@ import subprocess
 import time
 import urllib.request
 
-from cluster.node.state import GCS_PORT, INTERVAL_S, LEASE, answers
+from cluster.node.state import BLOCK_CLEANUP_S, BLOCK_END, BLOCK_NOTICE_S, GCS_PORT, INTERVAL_S, LEASE, answers
 
 METADATA = "http://169.254.169.254/latest/"
 
 
 def watch(head: str) -> None:
-    """Renew the lease while the head answers, and drain this node after a spot notice. Never returns."""
+    """Renew the lease while the head answers, and drain this node before AWS takes it back. Never returns."""
     drained = False
     while True:
         if answers(head):
             LEASE.touch()
-        if not drained and (notice := spot_notice()):
+        if not drained and (notice := spot_notice() or block_notice()):
             drained = drain(head, notice)
         time.sleep(INTERVAL_S)
 
@@ -38,6 +38,16 @@ def spot_notice() -> str | None:
             return json.loads(answer.read())["time"]
     except OSError:
         return None  # 404: no notice
+
+
+def block_notice() -> str | None:
+    """Return when AWS will take this machine back because its Capacity Block ends, or None if that is not soon."""
+    if not BLOCK_END.exists():
+        return None
+    end = datetime.datetime.fromisoformat(BLOCK_END.read_text().strip())
+    cleanup = end - datetime.timedelta(seconds=BLOCK_CLEANUP_S)
+    seconds_left = cleanup.timestamp() - time.time()
+    return cleanup.isoformat() if seconds_left <= BLOCK_NOTICE_S else None
 
 
 def drain(head: str, notice: str) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cluster.common import cluster_file
-from cluster.node import autoscaler_log, watchdog_head
+from cluster.node import autoscaler_log, watchdog_head, watchdog_worker
 
 NOW = datetime.datetime(2026, 1, 1, 10, 0, 10).timestamp()  # in this machine's time zone, as in Ray's logs
 
@@ -110,12 +110,27 @@ def test_refusals_are_read_with_the_code_from_aws() -> None:
     ]
 
 
-def test_a_code_with_a_dot_is_read() -> None:
-    log = (
-        "2026-01-01 10:00:05,880\tINFO node_provider.py:491 -- Failed to launch 1 nodes of type cpu: "
-        "Node Launch Exception (InvalidSubnetID.NotFound): The subnet ID 'subnet-1' does not exist\n"
-    )
-    assert [one["code"] for one in autoscaler_log.refusals(log)] == ["InvalidSubnetID.NotFound"]
+def test_codes_of_refusals_may_have_dots() -> None:
+    code = "InvalidCapacityReservationState.PendingActivation"
+    log = "2026-01-01 10:00:05,880\tINFO node_provider.py:491 -- Failed to launch 1 nodes of type gpu-reserved: "
+    log += f"Node Launch Exception ({code}): Your Capacity Block is not active yet.\n"
+    assert [refused["code"] for refused in autoscaler_log.refusals(log)] == [code]
+
+
+@pytest.mark.parametrize(("minutes_left", "is_soon"), [(40.5, False), (39.9, True), (0, True)])
+def test_a_worker_is_drained_40_minutes_before_its_capacity_block_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, minutes_left: float, is_soon: bool
+) -> None:
+    monkeypatch.setattr(watchdog_worker, "BLOCK_END", tmp_path / "block-end")
+    end = datetime.datetime.now(datetime.UTC) + datetime.timedelta(minutes=minutes_left)
+    (tmp_path / "block-end").write_text(f"{end.isoformat()}\n")
+    cleanup = end - datetime.timedelta(minutes=30)
+    assert watchdog_worker.block_notice() == (cleanup.isoformat() if is_soon else None)
+
+
+def test_outside_a_capacity_block_there_is_no_such_notice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog_worker, "BLOCK_END", tmp_path / "block-end")
+    assert watchdog_worker.block_notice() is None
 
 
 def test_failed_setups_are_read_with_the_last_lines_of_output() -> None:

@@ -12,7 +12,7 @@ from botocore.exceptions import ConnectionError as NoConnectionError
 
 import settings
 from cluster.aws import aws_errors
-from cluster.aws.doctor import jobs, laptop, permissions, quotas, region
+from cluster.aws.doctor import jobs, laptop, permissions, quotas, region, reserved
 from cluster.aws.doctor.account import RETRY, Account, denied_action
 from cluster.common.cluster_file import ClusterFile
 from cluster.doctor import Finding
@@ -24,6 +24,7 @@ REMOTE_CHECKS: dict[str, Callable[[Account], Iterator[Finding]]] = {
     "permissions": permissions.check,
     "quotas": quotas.check,
     "spot": region.check_spot_role,
+    "reservation": reserved.check,
     "zones": region.check_zones,
     "network": region.check_network,
     "images": region.check_images,

@@ -6,7 +6,7 @@ from functools import partial
 from botocore.exceptions import ClientError
 
 import settings
-from cluster.aws import aws_errors, vpc
+from cluster.aws import aws_errors, reservation, vpc
 from cluster.aws.doctor.account import RETRY, Account, denied_action
 from cluster.common import instances
 from cluster.doctor import Finding, judge
@@ -58,6 +58,8 @@ HTTPS_ACTIONS = {
     "elasticloadbalancing:CreateListener elasticloadbalancing:DeleteListener "
     "elasticloadbalancing:DescribeListeners elasticloadbalancing:AddTags",
 }
+# Additional actions if [cluster.capacity] of settings.toml names a reservation.
+RESERVATION_ACTIONS = {"*": "ec2:DescribeCapacityReservations"}
 # Actions that only the doctor needs. If AWS denies one, the report of the failed check names it.
 DOCTOR_ACTIONS = [
     "iam:SimulatePrincipalPolicy",
@@ -65,7 +67,7 @@ DOCTOR_ACTIONS = [
     "ssm:GetParameters",
     "ec2:DescribeImages",
 ]
-KNOWN_ACTIONS = [*UP_AND_DOWN, *DOCTOR_ACTIONS]
+KNOWN_ACTIONS = [*UP_AND_DOWN, *RESERVATION_ACTIONS.values(), *DOCTOR_ACTIONS]
 
 
 def check(account: Account) -> Iterator[Finding]:
@@ -99,7 +101,7 @@ def check(account: Account) -> Iterator[Finding]:
 
 
 def _needed_actions() -> list[tuple[str, str]]:
-    """Return the needed actions by resource, including those for what [cluster.network] of settings.toml asks for."""
+    """Return the needed actions by resource, including those for what settings.toml asks for."""
     section = settings.load(vpc.NetworkSection, "network", profile="cluster")
     makes_vpc = not section.subnets
     return [
@@ -107,6 +109,7 @@ def _needed_actions() -> list[tuple[str, str]]:
         *(VPC_ACTIONS.items() if makes_vpc else []),
         *(NAT_ACTIONS.items() if makes_vpc and section.private else []),
         *(HTTPS_ACTIONS.items() if section.certificate else []),
+        *(RESERVATION_ACTIONS.items() if reservation.load_section().reservation else []),
     ]
 
 

@@ -1,0 +1,51 @@
+"""Check the capacity reservation that [cluster.capacity] names."""
+
+import datetime
+import math
+from collections.abc import Iterator
+
+import settings
+from cluster.aws import reservation, vpc
+from cluster.aws.doctor.account import Account
+from cluster.aws.reservation import Reservation
+from cluster.common import instances
+from cluster.common.cluster_file import TARGET
+from cluster.doctor import Finding, judge
+from cluster.node.watchdog_head import LimitsSection
+
+
+def check(account: Account) -> Iterator[Finding]:
+    """Check that the reservation can be used, and that neither max_workers nor the limit in hours cuts it short.
+
+    Raises:
+        settings.UserError: it does not exist, it has ended, or its zone has no subnet.
+    """
+    reserved = reservation.require(account)
+    if reserved is None:
+        return
+    remedy = f"Until it starts, inv up starts nothing. To wait for it, run: inv up --target {TARGET} --wait"
+    yield judge(reserved.has_started, reserved.summary, remedy, "warning")
+    network = vpc.find_network(account, settings.load(vpc.NetworkSection, "network", profile="cluster"))
+    reservation.stack_parameters(account, network)
+    if reserved.count > account.max_workers:
+        text = (
+            f"max_workers is {account.max_workers}, so {reserved.count - account.max_workers} reserved instances idle"
+        )
+        yield Finding("warning", f"{text}. Raise max_workers in cluster/cluster.yaml")
+    if reserved.is_block:
+        yield from _check_hours(account, reserved)
+
+
+def _check_hours(account: Account, reserved: Reservation) -> Iterator[Finding]:
+    """Warn if the limit in hours ends the cluster before AWS ends the block's instances."""
+    hours = settings.load(LimitsSection, "limits", profile="cluster").hours
+    head = instances.head(account)
+    launch = head.launched if head else max(datetime.datetime.now(datetime.UTC), reserved.start or reserved.cleanup)
+    limit = launch + datetime.timedelta(hours=hours)
+    if limit < reserved.cleanup:
+        needed = math.ceil((reserved.cleanup - launch) / datetime.timedelta(hours=1))
+        yield Finding(
+            "warning",
+            f"the limit of {hours:g} hours ends the cluster at {reservation.local(limit)}, but the {reserved.name} "
+            f"ends at {reservation.local(reserved.end)}. Set hours = {needed} in [cluster.limits] of settings.toml",
+        )

@@ -1,0 +1,186 @@
+"""The capacity reservation that [cluster.capacity] names: a Capacity Block, or an on-demand capacity reservation.
+
+A Capacity Block is paid in advance, and has a start and an end.
+https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/ec2-capacity-blocks.html
+"""
+
+import datetime
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import botocore.exceptions
+from pydantic import Field
+from rich.console import Console
+
+import settings
+from cluster.aws.vpc import Network
+from cluster.common.cluster_file import TARGET, ClusterFile
+from cluster.node.state import BLOCK_CLEANUP_S, BLOCK_NOTICE_S
+
+ENDED = ("expired", "cancelling", "cancelled", "failed", "payment-failed", "unsupported")
+"""States of a reservation in which no instance will ever start in it."""
+QUANTITY_TAG = "aws:ec2capacityreservation:incrementalRequestedQuantity"
+"""Tag with the number of instances of a Capacity Block that has not started, because its capacity is still 0."""
+POLL_S = 30
+REMEDY = 'Set another id, or reservation = "", in [cluster.capacity] of settings.toml'
+
+
+class CapacitySection(settings.Section):
+    """[cluster.capacity] of settings.toml."""
+
+    reservation: str = ""
+    """Id of a Capacity Block or an on-demand capacity reservation, as cr-0123456789abcdef0. If empty, there is none."""
+    count: int = Field(0, ge=0)
+    """Number of reserved instances that the cluster may use. If 0, all of them."""
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """What AWS says about the reservation."""
+
+    id: str
+    state: str
+    is_block: bool
+    """Whether it is a Capacity Block."""
+    zone: str
+    instance_type: str
+    count: int
+    """Number of instances that the cluster may use."""
+    start: datetime.datetime | None
+    end: datetime.datetime | None
+    """None if the reservation has no end. A Capacity Block always has one."""
+
+    @property
+    def name(self) -> str:
+        return f"{'Capacity Block' if self.is_block else 'capacity reservation'} {self.id}"
+
+    @property
+    def summary(self) -> str:
+        start = f" from {local(self.start)}" if self.start and not self.has_started else ""
+        end = f" until {local(self.end)}" if self.end else ""
+        return f"{self.name}: {self.count} × {self.instance_type} in {self.zone}{start}{end}"
+
+    @property
+    def has_started(self) -> bool:
+        return self.state == "active"
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether no instance will start in it. In a Capacity Block, none starts after the others are drained."""
+        return self.state in ENDED or (self.is_block and _now() >= self.drain)
+
+    @property
+    def drain(self) -> datetime.datetime:
+        """When the watchdog drains the instances of a Capacity Block."""
+        return self.cleanup - datetime.timedelta(seconds=BLOCK_NOTICE_S)
+
+    @property
+    def cleanup(self) -> datetime.datetime:
+        """When AWS starts to terminate the instances of a Capacity Block."""
+        assert self.end
+        return self.end - datetime.timedelta(seconds=BLOCK_CLEANUP_S)
+
+
+def find(file: ClusterFile) -> Reservation | None:
+    """Return the reservation, or None if the settings name none or AWS does not know it."""
+    section = load_section()
+    if not section.reservation:
+        return None
+    try:
+        answer = file.client("ec2").describe_capacity_reservations(CapacityReservationIds=[section.reservation])
+    except botocore.exceptions.ClientError as error:
+        if error.response["Error"]["Code"].startswith("InvalidCapacityReservationId"):
+            return None
+        raise
+    return _from_ec2(answer["CapacityReservations"][0], section.count)
+
+
+def require(file: ClusterFile) -> Reservation | None:
+    """Return the reservation, or None if the settings name none.
+
+    Raises:
+        settings.UserError: AWS does not know the reservation, or it has ended.
+    """
+    reserved, named = find(file), load_section().reservation
+    if named and reserved is None:
+        raise settings.UserError(f"there is no capacity reservation {named} in {file.region}. {REMEDY}")
+    if reserved and reserved.has_ended:
+        how = f"ends at {local(reserved.end)}" if reserved.has_started and reserved.end else f"is {reserved.state}"
+        raise settings.UserError(f"the {reserved.name} {how}, so no instance can start in it. {REMEDY}")
+    return reserved
+
+
+def refuse_before_start(reserved: Reservation) -> None:
+    """Raise `settings.UserError` if the reservation has not started."""
+    if not reserved.has_started:
+        when = f"starts at {local(reserved.start)}" if reserved.start else f"is {reserved.state}"
+        raise settings.UserError(
+            f"the {reserved.name} {when}, so nothing was started. To wait for it, run: inv up --target {TARGET} --wait"
+        )
+
+
+def wait_for_start(file: ClusterFile) -> None:
+    """Wait until the reservation has started, and show how long that takes. Raises `settings.UserError` if it fails."""
+    reserved = require(file)
+    if reserved is None or reserved.has_started:
+        return
+    print(f"waiting for the {reserved.summary}", flush=True)
+    with Console().status("") as spinner:
+        while reserved and not reserved.has_started:
+            left = max(datetime.timedelta(), (reserved.start or _now()) - _now())
+            spinner.update(f"the {reserved.name} is {reserved.state}: {_hours(left)} until its start")
+            time.sleep(POLL_S)
+            reserved = require(file)
+
+
+def stack_parameters(file: ClusterFile, network: Network) -> dict[str, str]:
+    """Return the stack's parameters for the reservation, or {} if there is none that can be used.
+
+    Raises:
+        settings.UserError: settings.toml names subnets, and none is in the reservation's zone.
+    """
+    reserved = find(file)
+    if reserved is None or reserved.has_ended:
+        return {}
+    if network.vpc and reserved.zone not in network.zones:
+        raise settings.UserError(
+            f"none of your subnets is in {reserved.zone}, the zone of the {reserved.name}. Add one of {network.vpc} to "
+            "subnets in [cluster.network] of settings.toml"
+        )
+    subnet = network.subnets[network.zones.index(reserved.zone)] if network.vpc else ""
+    return {"ReservedZone": reserved.zone, "ReservedSubnet": subnet}
+
+
+def load_section() -> CapacitySection:
+    return settings.load(CapacitySection, "capacity", profile="cluster")
+
+
+def local(moment: datetime.datetime | None) -> str:
+    """Format a time in this machine's time zone."""
+    assert moment
+    return f"{moment.astimezone():%a %d %b %H:%M}"
+
+
+def _from_ec2(described: dict[str, Any], count: int) -> Reservation:
+    tags = {tag["Key"]: tag["Value"] for tag in described.get("Tags", [])}
+    total = described["TotalInstanceCount"] or int(tags.get(QUANTITY_TAG, 0))
+    return Reservation(
+        id=described["CapacityReservationId"],
+        state=described["State"],
+        is_block=described.get("ReservationType") == "capacity-block",
+        zone=described["AvailabilityZone"],
+        instance_type=described["InstanceType"],
+        count=min(count or total, total),
+        start=described.get("StartDate"),
+        end=described.get("EndDate"),
+    )
+
+
+def _hours(left: datetime.timedelta) -> str:
+    hours, minutes = divmod(int(left.total_seconds()) // 60, 60)
+    return f"{hours} h {minutes} min"
+
+
+def _now() -> datetime.datetime:
+    return datetime.datetime.now(datetime.UTC)

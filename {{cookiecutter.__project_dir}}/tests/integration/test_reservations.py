@@ -1,0 +1,391 @@
+"""Test capacity reservations on the emulated AWS: buying, preparing, launching, and what the verbs say about them."""
+
+import dataclasses
+import datetime
+import re
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+import yaml
+from botocore.exceptions import ClientError
+from moto.backends import get_backend
+from moto.iam.models import iam_backends
+from rich.console import Console
+from werkzeug.serving import WSGIRequestHandler, make_server
+
+import settings
+from cluster.aws import capacity, capacity_blocks, cloud_status, launcher_file, prepare, reservation
+from cluster.aws import target as aws_target
+from cluster.aws.doctor import reserved
+from cluster.aws.doctor.account import Account
+from cluster.aws.target import Aws
+from cluster.common import cluster_file, instances, prices
+from cluster.emulator import iam, moto_instances
+from cluster.emulator.api import Api
+from cluster.emulator.moto_instances import ACCOUNT
+from cluster.emulator.reservations import Reservations
+from cluster.target import WantedBlock
+from pipeline.ray_support.private import cluster_launcher
+
+FILE = cluster_file.load()
+GPU_TYPE = FILE.workers[-1].instance_type
+ZONE = f"{FILE.region}b"
+HOUR = 3600.0
+ALLOW_ALL = '{"Version": "2012-10-17", "Statement": [{"Effect": "Allow", "Action": "*", "Resource": "*"}]}'
+IMAGE = "ami-12c6146b"  # one of moto's images
+WANTED = WantedBlock(instances=2, days=1, instance_type="", earliest="", latest="")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[tuple[Api, str]]:
+    """Serve the emulated AWS on loopback."""
+    api = Api()
+    served = make_server("127.0.0.1", 0, api, threaded=True, request_handler=WSGIRequestHandler)
+    threading.Thread(target=served.serve_forever, daemon=True).start()
+    yield api, f"http://127.0.0.1:{served.server_port}"
+    served.shutdown()
+
+
+@pytest.fixture
+def aws(server: tuple[Api, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Api:
+    """Return an emulated AWS with an empty account, which boto3 uses."""
+    api, url = server
+    for service in ("ec2", "iam", "cloudformation", "s3"):
+        get_backend(service).reset()
+    api.calls.clear()
+    api.reservations = Reservations()
+    users = iam_backends[ACCOUNT]["aws"]
+    users.create_user(FILE.region, "laptop")
+    users.put_user_policy("laptop", "all", ALLOW_ALL)
+    key = users.create_access_key("laptop")
+    for name, value in {
+        "AWS_ENDPOINT_URL": url,
+        "AWS_ACCESS_KEY_ID": key.access_key_id,
+        "AWS_SECRET_ACCESS_KEY": key.secret_access_key,
+        "HOME": str(tmp_path),  # for the private key
+    }.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("AWS_SESSION_TOKEN", raising=False)
+    monkeypatch.setattr(boto3, "DEFAULT_SESSION", None)
+    monkeypatch.setattr(launcher_file, "FILE", tmp_path / "cluster.yaml")
+    monkeypatch.setattr(capacity_blocks, "OFFERINGS", tmp_path / "offerings.json")
+    monkeypatch.setattr(prepare, "_own_address", lambda: "203.0.113.7")
+    return api
+
+
+@pytest.fixture(autouse=True)
+def assign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+    """Let the test use a copy of settings.toml. Return a function that sets a key in a section of it."""
+    copy = Path(shutil.copy(settings.FILE, tmp_path))
+    monkeypatch.setattr(settings, "FILE", copy)
+    monkeypatch.setattr(settings.load, "__kwdefaults__", {"profile": None, "file": copy})
+
+    def assign(section: str, assignment: str) -> None:
+        key = assignment.partition(" = ")[0]
+        text = copy.read_text(encoding="utf-8")
+        changed, count = re.subn(rf"(\[{section}\][^\[]*?\n){key} = [^\n]*", rf"\g<1>{assignment}", text)
+        assert count == 1
+        copy.write_text(changed, encoding="utf-8")
+
+    return assign
+
+
+def block(aws: Api, assign: Callable[[str, str], None], start_s: float, end_s: float, **values: Any) -> None:
+    """Create or move the Capacity Block cr-1, and set it in settings.toml."""
+    fields: dict[str, Any] = {"zone": ZONE, "instance_type": GPU_TYPE, "count": 2}
+    aws.reservations.put("cr-1", start_s=start_s, end_s=end_s, **fields | values)
+    assign("cluster.capacity", 'reservation = "cr-1"')
+
+
+def launch(count: int = 1, **changes: Any) -> list[Any]:
+    """Launch instances of the reserved node type. Like Ray's autoscaler, merge the launch template."""
+    file = launcher_file.load()
+    (worker,) = [one for one in file.workers if one.name == launcher_file.RESERVED]
+    config = worker.node_config | {"ImageId": IMAGE} | changes
+    template = config["LaunchTemplate"]
+    versions = file.client("ec2").describe_launch_template_versions(
+        LaunchTemplateName=template["LaunchTemplateName"], Versions=[template["Version"]]
+    )["LaunchTemplateVersions"]
+    config |= versions[0]["LaunchTemplateData"]
+    return file.client("ec2").run_instances(**config, MinCount=count, MaxCount=count)["Instances"]
+
+
+def refusal(**changes: Any) -> str:
+    """Return EC2's error code for a launch that it rejects."""
+    with pytest.raises(ClientError) as caught:
+        launch(**changes)
+    return caught.value.response["Error"]["Code"]
+
+
+def test_buying_a_block_writes_its_id_to_the_settings(aws: Api, capsys: pytest.CaptureFixture[str]) -> None:
+    before = settings.FILE.read_text(encoding="utf-8")
+    capacity_blocks.show(FILE, WANTED, Console(width=200))
+    shown = capsys.readouterr().out
+    offering, *_ = re.findall(r"cb-\w+", shown)
+    assert f"Capacity Blocks of 2 × {GPU_TYPE}" in shown
+    assert "844.80 USD" in shown  # 2 instances for 24 hours at 80 % of 22 dollars
+    assert "17.60 USD" in shown
+    capacity_blocks.buy(FILE, offering, yes=True)
+    bought = reservation.require(FILE)
+    assert bought
+    assert (bought.state, bought.is_block, bought.count) == ("scheduled", True, 2)
+    tags = FILE.client("ec2").describe_capacity_reservations()["CapacityReservations"][0]["Tags"]
+    assert tags == [{"Key": "ray-project", "Value": FILE.slug}]
+    after = settings.FILE.read_text(encoding="utf-8")
+    changed = [line for line in after.splitlines() if line not in before.splitlines()]
+    (line,) = changed
+    assert line.startswith(f'reservation = "{bought.id}"')
+    assert line.endswith(before.partition('reservation = ""')[2].partition("\n")[0].strip())  # the comment
+    with pytest.raises(ClientError, match="InvalidCapacityBlockOfferingIdNotFound"):  # sold
+        capacity_blocks.buy(FILE, offering, yes=True)
+
+
+def test_nothing_is_bought_without_consent(aws: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    capacity_blocks.show(FILE, WANTED, Console())
+    offering = FILE.client("ec2").describe_capacity_block_offerings(
+        InstanceType=GPU_TYPE, InstanceCount=2, CapacityDurationHours=24
+    )["CapacityBlockOfferings"][0]["CapacityBlockOfferingId"]
+    with pytest.raises(settings.UserError, match="not an offering of the last search"):
+        capacity_blocks.buy(FILE, offering, yes=True)
+    saved = re.findall(r"cb-\w+", capacity_blocks.OFFERINGS.read_text())[0]
+    monkeypatch.setattr("sys.stdin.isatty", lambda: False)
+    with pytest.raises(settings.UserError, match=rf"inv capacity --target aws --buy {saved} --yes"):
+        capacity_blocks.buy(FILE, saved, yes=False)
+    assert FILE.client("ec2").describe_capacity_reservations()["CapacityReservations"] == []
+
+
+@pytest.mark.parametrize(
+    ("wanted", "error"),
+    [
+        ({"days": 15}, "--days is 15. Use 1 to 14"),
+        ({"earliest": "tomorrow"}, "--earliest is 'tomorrow', which is not a date"),
+        ({"latest": f"{datetime.date.today()}"}, "AWS offers no such Capacity Block"),
+    ],
+)
+def test_a_search_that_finds_nothing_says_why(aws: Api, wanted: dict[str, Any], error: str) -> None:
+    with pytest.raises(settings.UserError, match=re.escape(error)):
+        capacity_blocks.show(FILE, dataclasses.replace(WANTED, **wanted), Console())
+
+
+def test_prepare_makes_what_reserved_instances_need(aws: Api, assign: Callable[[str, str], None]) -> None:
+    block(aws, assign, -HOUR, 24 * HOUR)
+    file = launcher_file.load()
+    prepare.prepare(file)
+    assert yaml.safe_load(launcher_file.FILE.read_text(encoding="utf-8")) == file.content
+    cluster_launcher.validate(file.content)
+    (machine,) = launch()
+    assert machine["Placement"]["AvailabilityZone"] == ZONE
+    (living,) = instances.living(file)
+    assert (living.id, living.market) == (machine["InstanceId"], "capacity-block")
+
+
+def test_the_head_may_launch_reserved_instances(aws: Api, assign: Callable[[str, str], None]) -> None:
+    block(aws, assign, -HOUR, 24 * HOUR)
+    prepare.prepare(launcher_file.load())
+    launch()
+    client, role = FILE.client("iam"), f"{FILE.slug}-head"
+    names = client.list_role_policies(RoleName=role)["PolicyNames"]
+    documents = [client.get_role_policy(RoleName=role, PolicyName=name)["PolicyDocument"] for name in names]
+    statements = [statement for document in documents for statement in document["Statement"]]
+    (call,) = [call for call in aws.calls if call.action == "RunInstances"]
+    assert [one for one in call.permissions if not iam.is_allowed(statements, one)] == []
+    assert any("capacity-reservation/cr-1" in one.resource for one in call.permissions)
+
+
+def test_only_with_a_reservation_the_stack_has_a_template_for_it(aws: Api, assign: Callable[[str, str], None]) -> None:
+    def templates() -> list[str]:
+        found = FILE.client("ec2").describe_launch_templates()["LaunchTemplates"]
+        return sorted(one["LaunchTemplateName"] for one in found)
+
+    prepare.prepare(launcher_file.load())
+    others = [f"{FILE.slug}-{part}" for part in ("cpu", "gpu-1", "gpu-2", "gpu-3", "head")]
+    assert templates() == others
+    assert "gpu-reserved" not in launcher_file.FILE.read_text(encoding="utf-8")
+    block(aws, assign, -HOUR, 24 * HOUR)
+    prepare.prepare(launcher_file.load())
+    assert templates() == [*others, f"{FILE.slug}-reserved"]
+    assert "gpu-reserved" in launcher_file.FILE.read_text(encoding="utf-8")
+
+
+def test_a_new_reservation_does_not_replace_the_head(aws: Api, assign: Callable[[str, str], None]) -> None:
+    prepare.prepare(FILE)
+    before = aws_target._launch_hash(FILE)
+    block(aws, assign, -HOUR, 24 * HOUR)
+    assert aws_target._launch_hash(launcher_file.load()) == before
+
+
+def test_ec2_refuses_launches_that_the_block_does_not_allow(aws: Api, assign: Callable[[str, str], None]) -> None:
+    block(aws, assign, -HOUR, 24 * HOUR)
+    prepare.prepare(launcher_file.load())
+    other_zone = {"LaunchTemplateName": f"{FILE.slug}-gpu-1", "Version": "$Latest"}
+    assert refusal(LaunchTemplate=other_zone) == "ReservationCapacityExceeded"
+    assert refusal(InstanceType="p4de.24xlarge") == "ReservationCapacityExceeded"
+    assert refusal(InstanceMarketOptions={"MarketType": "spot"}) == "InvalidParameterCombination"
+    assert refusal(count=3) == "ReservationCapacityExceeded"
+    first, _ = launch(2)
+    assert refusal() == "ReservationCapacityExceeded"
+    FILE.client("ec2").terminate_instances(InstanceIds=[first["InstanceId"]])
+    assert launch()
+    block(aws, assign, HOUR, 24 * HOUR)
+    assert refusal() == "InvalidCapacityReservationState.PendingActivation"
+
+
+def test_aws_ends_the_instances_30_minutes_before_the_end(aws: Api, assign: Callable[[str, str], None]) -> None:
+    block(aws, assign, -HOUR, 24 * HOUR)
+    prepare.prepare(launcher_file.load())
+    launch(2)
+    block(aws, assign, -HOUR, 31 * 60)
+    assert not any(aws.reservations.end(one) for one in moto_instances.list_all())
+    block(aws, assign, -HOUR, 30 * 60)
+    assert all(aws.reservations.end(one) for one in list(moto_instances.list_all()))
+    assert instances.living(FILE) == []
+
+
+def test_an_on_demand_reservation_has_no_window_and_costs_the_on_demand_price(
+    aws: Api, assign: Callable[[str, str], None]
+) -> None:
+    block(aws, assign, -HOUR, 10 * 60, is_block=False)
+    file = launcher_file.load()
+    prepare.prepare(file)
+    launch()
+    (living,) = instances.living(file)
+    assert living.market == "on-demand"
+    assert not any(aws.reservations.end(one) for one in list(moto_instances.list_all()))
+    assert prices.ask(file).workers[launcher_file.RESERVED] == 22.0
+
+
+def test_the_reserved_type_is_offered_first_and_is_prepaid(
+    aws: Api, assign: Callable[[str, str], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    block(aws, assign, -HOUR, 24 * HOUR)
+    file = launcher_file.load()
+    assert capacity.offers(file)[0] == {"node_type": "gpu-reserved", "zone": "2", "market": "capacity-block"}
+    known = prices.ask(file)
+    assert known.workers["gpu-reserved"] == 0
+    assert known.maximum == prices.ask(FILE).maximum
+    Console(width=200).print(prices.table(file, known))
+    assert re.search(r"0 to 2 × \S+ +capacity-block +prepaid", capsys.readouterr().out)
+    assert set(Aws().dollars_per_instance_hour().values()) == {11.0}  # spot; what is prepaid has no hourly price
+
+
+def test_count_limits_the_reserved_instances(aws: Api, assign: Callable[[str, str], None]) -> None:
+    block(aws, assign, -HOUR, 24 * HOUR)
+    assign("cluster.capacity", "count = 1")
+    assert capacity.possible_nodes(launcher_file.load())
+    assert launcher_file.load().content["available_node_types"]["gpu-reserved"]["max_workers"] == 1
+
+
+def findings() -> list[tuple[str, str]]:
+    """Return the doctor's findings about the reservation: their status and text."""
+    file = launcher_file.load()
+    clients = {service: FILE.client(service) for service in ("ec2", "sts", "cloudformation")}
+    return [(one.status, one.text) for one in reserved.check(Account(file.content, file.digest, "arn", clients))]
+
+
+def test_the_doctor_accepts_a_running_block(aws: Api, assign: Callable[[str, str], None]) -> None:
+    assert findings() == []
+    block(aws, assign, -HOUR, 20 * HOUR)
+    ((status, text),) = findings()
+    assert status == "ok"
+    assert re.fullmatch(rf"Capacity Block cr-1: 2 × {re.escape(GPU_TYPE)} in {ZONE} until \w+ \d+ \w+ \d\d:\d\d", text)
+
+
+def test_the_doctor_warns_if_the_limit_in_hours_ends_a_block_early(
+    aws: Api, assign: Callable[[str, str], None]
+) -> None:
+    block(aws, assign, -HOUR, 48 * HOUR)
+    _, (status, text) = findings()
+    assert status == "warning"
+    assert text.startswith("the limit of 24 hours ends the cluster at")
+    assert text.endswith("Set hours = 48 in [cluster.limits] of settings.toml")  # 47.5 hours are left
+    assign("cluster.limits", "hours = 48")
+    assert len(findings()) == 1
+
+
+def test_the_doctor_warns_if_max_workers_leaves_reserved_instances_unused(
+    aws: Api, assign: Callable[[str, str], None]
+) -> None:
+    block(aws, assign, -HOUR, 20 * HOUR, count=FILE.max_workers + 3)
+    assert ("3 reserved instances idle. Raise max_workers") in findings()[1][1]
+
+
+def test_a_zone_without_a_subnet_is_an_error(aws: Api, assign: Callable[[str, str], None]) -> None:
+    block(aws, assign, -HOUR, 20 * HOUR)
+    other = FILE.client("ec2").describe_subnets(Filters=[{"Name": "availability-zone", "Values": [f"{FILE.region}a"]}])
+    assign("cluster.network", f"subnets = {[other['Subnets'][0]['SubnetId']]}")
+    with pytest.raises(settings.UserError, match=rf"none of your subnets is in {ZONE}, the zone of the Capacity Block"):
+        findings()
+    assert launcher_file.load().workers[0].zone == "reserved"
+
+
+@pytest.mark.parametrize(
+    ("start_s", "end_s", "error"),
+    [
+        (
+            HOUR,
+            24 * HOUR,
+            r"the Capacity Block cr-1 starts at .*, so nothing was started. .* inv up --target aws --wait",
+        ),
+        (-24 * HOUR, -HOUR, r"the Capacity Block cr-1 is expired, so no instance can start in it. Set another id"),
+        (-24 * HOUR, 39 * 60, r"the Capacity Block cr-1 ends at .*, so no instance can start in it"),
+    ],
+)
+def test_up_starts_nothing_before_or_after_the_block(
+    aws: Api, assign: Callable[[str, str], None], start_s: float, end_s: float, error: str
+) -> None:
+    block(aws, assign, start_s, end_s)
+    with pytest.raises(settings.UserError, match=error):
+        Aws().up(yes=True)
+    assert not any(call.action in ("RunInstances", "CreateStack") for call in aws.calls)
+
+
+def test_up_refuses_an_unknown_reservation(aws: Api, assign: Callable[[str, str], None]) -> None:
+    assign("cluster.capacity", 'reservation = "cr-2"')
+    with pytest.raises(
+        settings.UserError, match=f"there is no capacity reservation cr-2 in {FILE.region}. Set another"
+    ):
+        Aws().up(yes=True)
+    assert launcher_file.load() == FILE
+
+
+def test_up_can_wait_for_the_start(
+    aws: Api, assign: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    block(aws, assign, 2 * HOUR + 90, 24 * HOUR)
+    waits: list[float] = []
+
+    def pass_time(seconds: float) -> None:
+        waits.append(seconds)
+        block(aws, assign, -1, 24 * HOUR)
+
+    monkeypatch.setattr(reservation.time, "sleep", pass_time)
+    reservation.wait_for_start(FILE)
+    assert waits == [reservation.POLL_S]
+    assert re.search(r"waiting for the Capacity Block cr-1: 2 × \S+ in \S+ from .* until", capsys.readouterr().out)
+
+
+def test_a_block_that_has_not_started_has_its_size_in_a_tag(aws: Api, assign: Callable[[str, str], None]) -> None:
+    """EC2 describes its capacity as 0 until then."""
+    block(aws, assign, HOUR, 24 * HOUR, count=0, tags={reservation.QUANTITY_TAG: "4"})
+    found = reservation.find(FILE)
+    assert found
+    assert found.count == 4
+
+
+def test_status_says_when_the_block_ends_and_that_it_is_prepaid(aws: Api, assign: Callable[[str, str], None]) -> None:
+    block(aws, assign, -HOUR, 24 * HOUR)
+    file = launcher_file.load()
+    prepare.prepare(file)
+    launch(2)
+    head_status = {"watchdog": {"runs": True}, "nodes": [], "pending": [], "demands": [], "autoscaler": 1}
+    shown = cloud_status.cloud_status(file, head_status | {"refused": [], "failed_setups": []})
+    assert shown.notes[0].startswith("0.00 dollars per hour now")
+    found = reservation.find(file)
+    assert found
+    assert shown.notes[1] == f"{found.summary}. Training saves a checkpoint at {reservation.local(found.drain)}"
+    assert list(shown.tables[0].columns[-1].cells) == ["prepaid", "prepaid"]
