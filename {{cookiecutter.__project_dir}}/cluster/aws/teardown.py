@@ -21,13 +21,12 @@ def end_instances(file: ClusterFile) -> None:
     Raises:
         settings.UserError: an instance is still not terminated after 15 minutes.
     """
-    ec2 = file.client("ec2")
     started = time.monotonic()
     with Console().status("ending instances") as spinner:
         while living := instances.living(file):
             if to_end := [instance.id for instance in living if instance.state != "shutting-down"]:
                 heads = [instance.id for instance in living if instance.node_type == file.head.name]
-                ec2.terminate_instances(InstanceIds=[*heads, *(one for one in to_end if one not in heads)])
+                instances.terminate(file, [*heads, *(one for one in to_end if one not in heads)])
             waited = time.monotonic() - started
             if waited > TERMINATE_TIMEOUT_S:
                 names = ", ".join(instance.id for instance in living)

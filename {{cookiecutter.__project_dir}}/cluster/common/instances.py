@@ -1,12 +1,18 @@
 """The cluster's instances on EC2."""
 
 import datetime
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import botocore.exceptions
 
 from cluster.common.cluster_file import ClusterFile
 
 LIVING_STATES = ["pending", "running", "stopping", "stopped", "shutting-down"]
+UNKNOWN_S = 30
+"""How long EC2 may not know a new instance."""
 FILES_TAG = "project-files"
 """Tag of the head. Its value is `ClusterFile.digest` at the head's last setup."""
 
@@ -51,6 +57,24 @@ def head(file: ClusterFile) -> Instance | None:
     """Return the running head, or None."""
     heads = [one for one in living(file) if one.node_type == file.head.name and one.state == "running"]
     return heads[0] if heads else None
+
+
+def terminate(file: ClusterFile, ids: Sequence[str]) -> None:
+    """Terminate instances in the order of their ids.
+
+    For some seconds, EC2 does not know an instance that it has just launched, and then terminates none of the others.
+    """
+    ec2 = file.client("ec2")
+    deadline = time.monotonic() + UNKNOWN_S
+    while True:
+        try:
+            ec2.terminate_instances(InstanceIds=list(ids))
+        except botocore.exceptions.ClientError as error:
+            if error.response["Error"]["Code"] != "InvalidInstanceID.NotFound" or time.monotonic() > deadline:
+                raise
+            time.sleep(1)
+        else:
+            return
 
 
 def _from_ec2(instance: dict[str, Any]) -> Instance:

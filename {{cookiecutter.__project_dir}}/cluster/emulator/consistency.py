@@ -4,7 +4,8 @@
   https://docs.aws.amazon.com/secretsmanager/latest/apireference/API_ListSecrets.html
 - A secret's name is free again only some time after the secret was deleted without recovery.
   https://docs.aws.amazon.com/secretsmanager/latest/apireference/API_DeleteSecret.html
-- For some seconds after a launch, calls that name the instance fail.
+- For some seconds after a launch, calls that describe or terminate the instance by its id fail. Calls that tag it could
+  fail too, but then `ray up` would wait forever.
   https://docs.aws.amazon.com/ec2/latest/devguide/eventual-consistency.html
 """
 
@@ -37,7 +38,7 @@ class Consistency:
         """Raise `AwsError` if a call names something that does not exist yet, or that is not quite gone."""
         now = self._clock()
         for name, value in parameters.items():
-            is_id = re.fullmatch(r"(InstanceId|ResourceId)\.\d+", name)
+            is_id = re.fullmatch(r"InstanceId\.\d+", name)
             if is_id and now - self._launched.get(value, -INSTANCE_LAG_S) < INSTANCE_LAG_S:
                 raise AwsError("InvalidInstanceID.NotFound", f"The instance ID '{value}' does not exist")
         if action == "CreateSecret" and now - self._deleted.get(parameters["Name"], -NAME_LAG_S) < NAME_LAG_S:

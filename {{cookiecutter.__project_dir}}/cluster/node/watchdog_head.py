@@ -146,7 +146,7 @@ def end_cluster(file: ClusterFile, reason: str) -> None:
     write_limits({worker.name: 0 for worker in file.workers})  # otherwise the autoscaler would replace the workers
     try:
         if workers := [one.id for one in instances.living(file) if one.node_type != file.head.name]:
-            file.client("ec2").terminate_instances(InstanceIds=workers)
+            instances.terminate(file, workers)
         bucket.leave_note(file, reason)
     finally:
         subprocess.run(["sudo", "shutdown", "-h", "now"], check=True)

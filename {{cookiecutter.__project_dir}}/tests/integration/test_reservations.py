@@ -229,7 +229,7 @@ def test_ec2_refuses_launches_that_the_block_does_not_allow(aws: Api, assign: Ca
     assert refusal(count=3) == "ReservationCapacityExceeded"
     first, _ = launch(2)
     assert refusal() == "ReservationCapacityExceeded"
-    FILE.client("ec2").terminate_instances(InstanceIds=[first["InstanceId"]])
+    instances.terminate(FILE, [first["InstanceId"]])
     assert launch()
     block(aws, assign, HOUR, 24 * HOUR)
     assert refusal() == "InvalidCapacityReservationState.PendingActivation"
