@@ -22,9 +22,9 @@ def stack_parameters(section: vpc.NetworkSection, network: vpc.Network) -> dict[
     """
     if not section.certificate:
         return {}
-    if network.subnets[0] == network.subnets[1]:
+    if network.zones[0] == network.zones[1]:
         raise settings.UserError(
-            "a load balancer needs two zones, but the cluster's subnets are all in one. Set another region in "
+            "a load balancer needs two zones, but the cluster has only one. Set another region in "
             "cluster/cluster.yaml, or remove certificate from [cluster.network] of settings.toml"
         )
     port = settings.load(ServeSection, "serve", profile="cluster").port

@@ -18,19 +18,21 @@ def prepare(file: ClusterFile) -> None:
             not create the stack.
     """
     section = settings.load(vpc.NetworkSection, "network", profile="cluster")
-    network = vpc.find_network(file, section.vpc)
+    network, efa_cards = vpc.find_network(file, section), vpc.efa_cards(file, section)
     parameters = {
-        "Vpc": network.vpc,
-        **{f"Subnet{number}": subnet for number, subnet in enumerate(network.subnets, 1)},
+        **network.stack_parameters,
+        "Private": "yes" if section.private else "no",
+        "Efa": "yes" if efa_cards else "no",
         "Caller": section.caller or f"{_own_address()}/32",
         "MakeBucket": _make_bucket(file),
-        **reservation.stack_parameters(file, network),
+        **reservation.stack_parameters(file, section),
         **load_balancer.stack_parameters(section, network),
     }
     launcher_file.write(file)
     key_pair.ensure(file)
-    result = stack.deploy(file, parameters)
-    print(f"stack {file.slug} {result} in {', '.join(network.zones)}; port 22 is open only to {parameters['Caller']}")
+    result = stack.deploy(file, parameters, efa_cards)
+    zones = ", ".join(dict.fromkeys(network.zones))
+    print(f"stack {file.slug} {result} in {zones}; port 22 is open only to {parameters['Caller']}")
     print(f"bucket: s3://{bucket.name(file)}")
 
 

@@ -1,6 +1,7 @@
 """The cluster's secrets in AWS Secrets Manager. `up` uploads them from .env, and `down` deletes them."""
 
 import secrets
+import time
 from typing import Any
 
 from dotenv import dotenv_values
@@ -10,6 +11,8 @@ from cluster.common.cluster_file import TARGET, ClusterFile
 from cluster.submission import SecretsSection
 
 SERVER_KEY = "SERVE_API_KEY"
+NAME_TIMEOUT_S = 120
+RETRY_S = 3
 
 
 def upload(file: ClusterFile) -> None:
@@ -33,13 +36,15 @@ def upload(file: ClusterFile) -> None:
 
 
 def names(file: ClusterFile) -> list[str]:
-    """Return the names of this cluster's secrets on AWS."""
-    pages = (
-        file.client("secretsmanager")
-        .get_paginator("list_secrets")
-        .paginate(Filters=[{"Key": "name", "Values": [f"{file.slug}/"]}])
-    )
-    return [secret["Name"].removeprefix(f"{file.slug}/") for page in pages for secret in page["SecretList"]]
+    """Return the names of this cluster's secrets on AWS.
+
+    AWS's own list lags behind by minutes, so this asks for each secret in the list or in [secrets].
+    """
+    client = file.client("secretsmanager")
+    pages = client.get_paginator("list_secrets").paginate(Filters=[{"Key": "name", "Values": [f"{file.slug}/"]}])
+    listed = {secret["Name"].removeprefix(f"{file.slug}/") for page in pages for secret in page["SecretList"]}
+    configured = settings.load(SecretsSection, "secrets", profile="cluster").names
+    return [name for name in sorted({*listed, *configured}) if _exists(client, f"{file.slug}/{name}")]
 
 
 def delete(file: ClusterFile) -> None:
@@ -49,9 +54,39 @@ def delete(file: ClusterFile) -> None:
         client.delete_secret(SecretId=f"{file.slug}/{name}", ForceDeleteWithoutRecovery=True)
 
 
+def _exists(client: Any, identity: str) -> bool:
+    try:
+        return "DeletedDate" not in client.describe_secret(SecretId=identity)
+    except client.exceptions.ResourceNotFoundException:
+        return False
+
+
 def _store(client: Any, file: ClusterFile, name: str, value: str, *, is_new: bool) -> None:
     identity = f"{file.slug}/{name}"
     if is_new:
-        client.create_secret(Name=identity, SecretString=value, Tags=[{"Key": "ray-project", "Value": file.slug}])
+        _create(client, identity, value, file.slug)
     elif client.get_secret_value(SecretId=identity)["SecretString"] != value:
         client.put_secret_value(SecretId=identity, SecretString=value)
+
+
+def _create(client: Any, identity: str, value: str, slug: str) -> None:
+    """Create a secret. If AWS has not finished the deletion of one with the same name, wait for it.
+
+    Raises:
+        settings.UserError: the name is still not free after NAME_TIMEOUT_S.
+    """
+    started = time.monotonic()
+    while True:
+        try:
+            client.create_secret(Name=identity, SecretString=value, Tags=[{"Key": "ray-project", "Value": slug}])
+        except client.exceptions.InvalidRequestException as error:
+            if "scheduled for deletion" not in str(error):
+                raise
+            if time.monotonic() - started > NAME_TIMEOUT_S:
+                raise settings.UserError(
+                    f"AWS is still deleting the secret {identity} after {NAME_TIMEOUT_S} s. Wait a few minutes, then "
+                    f"run: inv up --target {TARGET}"
+                ) from None
+            time.sleep(RETRY_S)
+        else:
+            return

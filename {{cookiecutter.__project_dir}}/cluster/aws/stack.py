@@ -1,10 +1,12 @@
 """Create, update, find and delete the CloudFormation stack that cluster/stack.yaml describes."""
 
+import json
 import re
 import time
 from typing import Any
 
 import botocore.exceptions
+import yaml
 from rich.console import Console
 
 import settings
@@ -24,8 +26,10 @@ def find(file: ClusterFile) -> dict[str, Any] | None:
         raise
 
 
-def deploy(file: ClusterFile, parameters: dict[str, str]) -> str:
+def deploy(file: ClusterFile, parameters: dict[str, str], efa_cards: int) -> str:
     """Create or update the stack. Return "created", "updated" or "is up to date".
+
+    `efa_cards` is the number of network cards of a GPU instance that use EFA.
 
     Raises:
         settings.UserError: it fails (the message contains the first reason from AWS) or takes over ten minutes.
@@ -33,7 +37,7 @@ def deploy(file: ClusterFile, parameters: dict[str, str]) -> str:
     cloudformation = file.client("cloudformation")
     request = {
         "StackName": file.slug,
-        "TemplateBody": TEMPLATE.read_text(encoding="utf-8"),
+        "TemplateBody": json.dumps(template(efa_cards), default=str, separators=(",", ":")),
         "Parameters": [{"ParameterKey": key, "ParameterValue": value} for key, value in parameters.items()],
         "Capabilities": ["CAPABILITY_NAMED_IAM"],
         "Tags": [{"Key": "ray-project", "Value": file.slug}],
@@ -54,6 +58,47 @@ def deploy(file: ClusterFile, parameters: dict[str, str]) -> str:
         raise
     _wait(file, "updating")
     return "updated"
+
+
+def template(efa_cards: int) -> dict[str, Any]:
+    """Return stack.yaml with a network interface for each EFA card after the first, on all GPU launch templates.
+
+    CloudFormation's own language has no loop that makes items of a list. An efa-only interface carries no IP traffic.
+    https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/efa-acc-inst-types.html
+    """
+    content = parse(TEMPLATE.read_text(encoding="utf-8"))
+    launches = [body["Properties"].get("LaunchTemplateData", {}) for body in content["Resources"].values()]
+    for launch in (one for one in launches if "NetworkCardIndex" in one.get("NetworkInterfaces", [{}])[0]):
+        (first,) = launch["NetworkInterfaces"]
+        shared = {key: first[key] for key in ("SubnetId", "Groups", "DeleteOnTermination")}
+        for card in range(1, efa_cards):
+            further = {"DeviceIndex": 1, "NetworkCardIndex": card, "InterfaceType": "efa-only", **shared}
+            launch["NetworkInterfaces"].append(further)
+    return content
+
+
+def parse(text: str) -> dict[str, Any]:
+    """Return a CloudFormation template in the long forms that its JSON has."""
+    return yaml.load(text, _Loader)
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads CloudFormation's short forms, such as !Ref, as the long forms that its JSON has."""
+
+
+def _long_form(loader: _Loader, tag: str, node: yaml.Node) -> dict[str, Any]:
+    if isinstance(node, yaml.ScalarNode):
+        value = loader.construct_scalar(node)
+    elif isinstance(node, yaml.SequenceNode):
+        value = loader.construct_sequence(node, deep=True)
+    else:
+        raise yaml.constructor.ConstructorError(None, None, f"!{tag} has a mapping", node.start_mark)
+    if tag == "GetAtt" and isinstance(value, str):
+        value = value.split(".", 1)
+    return {tag if tag in ("Ref", "Condition") else f"Fn::{tag}": value}
+
+
+_Loader.add_multi_constructor("!", _long_form)
 
 
 def delete(file: ClusterFile) -> None:

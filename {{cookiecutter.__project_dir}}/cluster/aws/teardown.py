@@ -52,10 +52,22 @@ def leftovers(file: ClusterFile) -> list[str]:
     left += [
         f"security group {group['GroupId']}" for group in ec2.describe_security_groups(Filters=named)["SecurityGroups"]
     ]
+    for network in ec2.describe_vpcs(Filters=tagged)["Vpcs"]:
+        left.append(f"VPC {network['VpcId']}")
+        of_network = [{"Name": "vpc-id", "Values": [network["VpcId"]]}, {"Name": "state", "Values": ["available"]}]
+        gateways = ec2.describe_nat_gateways(Filters=of_network)["NatGateways"]
+        left += [f"NAT gateway {gateway['NatGatewayId']}" for gateway in gateways]
+    addresses = ec2.describe_addresses(Filters=tagged)["Addresses"]
+    left += [f"elastic IP address {address['PublicIp']}" for address in addresses]
     keys = ec2.describe_key_pairs(Filters=[{"Name": "key-name", "Values": [file.slug]}])["KeyPairs"]
     left += [f"key pair {key['KeyName']}" for key in keys]
     templates = ec2.describe_launch_templates(
-        Filters=[{"Name": "launch-template-name", "Values": [f"{file.slug}-zone-*", f"{file.slug}-reserved"]}]
+        Filters=[
+            {
+                "Name": "launch-template-name",
+                "Values": [f"{file.slug}-{part}" for part in ("head", "cpu", "gpu-*", "reserved")],
+            }
+        ]
     )["LaunchTemplates"]
     left += [f"launch template {template['LaunchTemplateName']}" for template in templates]
     left += _roles_and_profiles(file)

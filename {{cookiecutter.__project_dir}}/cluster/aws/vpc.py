@@ -1,28 +1,43 @@
-"""Find the cluster's network: its VPC, and one subnet per zone."""
+"""The cluster's network: the zones, the user's subnets if settings.toml names some, and the network cards for EFA."""
 
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 from pydantic import model_validator
 
 import settings
-from cluster.common.cluster_file import ClusterFile
+from cluster.aws import stack
+from cluster.common.cluster_file import TARGET, ClusterFile
 
 ZONES = 3
-"""Number of zones that the cluster uses. stack.yaml has a launch template for each."""
+"""Number of zones that the cluster uses. stack.yaml has a subnet and a launch template for each."""
 
 
 class NetworkSection(settings.Section):
     """[cluster.network] of settings.toml."""
 
-    vpc: str = ""
-    """Id of the VPC. If empty, the region's default VPC."""
+    subnets: tuple[str, ...] = ()
+    """Ids of your subnets, one per zone. If empty, the stack makes a VPC with its own subnets."""
+    head_subnet: str = ""
+    """Id of your public subnet for the head. If empty, the first of `subnets`."""
+    private: bool = False
+    """Whether workers have no public addresses. The stack's own VPC then has a NAT gateway."""
+    efa: bool = True
+    """Whether GPU workers use EFA and a placement group per zone, if their instance type supports EFA."""
     caller: str = ""
     """Address that may connect to port 22 of the head, as a.b.c.d/32. If empty, this machine's public address."""
     certificate: str = ""
     """ARN of the ACM certificate for serving over HTTPS. If empty, there is no load balancer."""
     clients: str = ""
     """Addresses that may connect to the load balancer, as a.b.c.d/n."""
+
+    @model_validator(mode="after")
+    def _head_has_a_subnet(self) -> Self:
+        if self.head_subnet and not self.subnets:
+            raise ValueError("set subnets too: head_subnet must be in the VPC of your other subnets")
+        if self.private and self.subnets and not self.head_subnet:
+            raise ValueError("set head_subnet to a public subnet, because subnets are private")
+        return self
 
     @model_validator(mode="after")
     def _clients_are_named(self) -> Self:
@@ -35,41 +50,130 @@ class NetworkSection(settings.Section):
 
 @dataclass(frozen=True)
 class Network:
-    """A VPC with its subnets."""
+    """Where the cluster's instances start."""
 
-    vpc: str
-    subnets: list[str]
-    """Ids of three subnets, one per zone. With fewer than three zones, ids repeat."""
     zones: list[str]
+    """Names of three zones. With fewer, names repeat."""
+    vpc: str = ""
+    """Id of the VPC of the user's subnets. If empty, the stack makes a VPC."""
+    head_subnet: str = ""
+    """The user's subnet for the head."""
+    subnets: tuple[str, ...] = ("", "", "")
+    """The user's subnet in each zone. If empty, the stack makes subnets."""
+
+    @property
+    def stack_parameters(self) -> dict[str, str]:
+        return {
+            "Vpc": self.vpc,
+            "HeadSubnet": self.head_subnet,
+            **{f"Zone{number}": zone for number, zone in enumerate(self.zones, 1)},
+            **{f"Subnet{number}": subnet for number, subnet in enumerate(self.subnets, 1)},
+        }
 
 
-def find_network(file: ClusterFile, vpc: str) -> Network:
-    """Return the VPC, and a subnet in each of up to three zones that offer the last node type's instance type."""
-    ec2 = file.client("ec2")
-    if not vpc:
-        vpcs = ec2.describe_vpcs(Filters=[{"Name": "is-default", "Values": ["true"]}])["Vpcs"]
-        if not vpcs:
-            raise settings.UserError(
-                f"{file.region} has no default VPC. Set vpc in [cluster.network] of settings.toml, "
-                "or run: aws ec2 create-default-vpc"
-            )
-        vpc = vpcs[0]["VpcId"]
-    instance_type = file.workers[-1].instance_type
-    offered = ec2.describe_instance_type_offerings(
-        LocationType="availability-zone", Filters=[{"Name": "instance-type", "Values": [instance_type]}]
-    )["InstanceTypeOfferings"]
-    zones = {offer["Location"] for offer in offered}
-    subnets = ec2.describe_subnets(Filters=[{"Name": "vpc-id", "Values": [vpc]}])["Subnets"]
-    by_zone = {
-        subnet["AvailabilityZone"]: subnet["SubnetId"]
-        # the zone's subnet with the most free addresses comes last and wins
-        for subnet in sorted(subnets, key=lambda subnet: subnet["AvailableIpAddressCount"])
-        if subnet["AvailabilityZone"] in zones
-    }
-    if not by_zone:
+def find_network(file: ClusterFile, section: NetworkSection) -> Network:
+    """Return the network of the running stack, or choose one for a new stack.
+
+    Raises:
+        settings.UserError: no zone or subnet is suitable.
+    """
+    offered = offered_zones(file)
+    if section.subnets:
+        return _network_of_subnets(file, section, offered)
+    if not offered:
         raise settings.UserError(
-            f"no zone of {file.region} with a subnet in {vpc} offers {instance_type}. "
-            "Set another region or InstanceType in cluster/cluster.yaml"
+            f"no zone of {file.region} offers {_gpu_type(file)}. Set another region or InstanceType in "
+            "cluster/cluster.yaml"
         )
-    used = sorted(by_zone)[:ZONES]
-    return Network(vpc=vpc, subnets=[by_zone[used[index % len(used)]] for index in range(ZONES)], zones=used)
+    kept = _zones_of_stack(file)
+    if kept and not offered & set(kept):
+        raise settings.UserError(
+            f"no zone of the stack {file.slug} offers {_gpu_type(file)}, but {', '.join(sorted(offered))} does. To "
+            f"make a stack in those zones, run: inv down --target {TARGET}   then: inv up --target {TARGET}"
+        )
+    return Network(kept or _three(sorted(offered)))
+
+
+def offered_zones(file: ClusterFile) -> set[str]:
+    """Return the names of the region's zones that offer the cluster's GPU instances."""
+    offers = file.client("ec2").describe_instance_type_offerings(
+        LocationType="availability-zone", Filters=[{"Name": "instance-type", "Values": [_gpu_type(file)]}]
+    )["InstanceTypeOfferings"]
+    return {offer["Location"] for offer in offers}
+
+
+def efa_cards(file: ClusterFile, section: NetworkSection) -> int:
+    """Return how many network cards of a GPU instance use EFA.
+
+    This is 0 if a type has no EFA, or if there is only one worker. Instances with a public address use one card,
+    because EC2 gives no public address to an instance with several network interfaces.
+    """
+    if not section.efa or file.max_workers == 1:
+        return 0
+    types = sorted({worker.instance_type for worker in file.workers if worker.zone})
+    described = file.client("ec2").describe_instance_types(InstanceTypes=types)["InstanceTypes"]
+    cards = min(one["NetworkInfo"].get("EfaInfo", {}).get("MaximumEfaInterfaces", 0) for one in described)
+    return cards if section.private else min(cards, 1)
+
+
+def _gpu_type(file: ClusterFile) -> str:
+    return file.workers[-1].instance_type
+
+
+def default_route(file: ClusterFile, subnet: dict[str, Any]) -> str:
+    """Return the id of the gateway to which a subnet sends internet traffic, such as igw-… or nat-…, or "" if none.
+
+    A subnet without a route table of its own uses the main route table of its VPC.
+    """
+    ec2 = file.client("ec2")
+    own = [{"Name": "association.subnet-id", "Values": [subnet["SubnetId"]]}]
+    main = [{"Name": "association.main", "Values": ["true"]}, {"Name": "vpc-id", "Values": [subnet["VpcId"]]}]
+    tables = (
+        ec2.describe_route_tables(Filters=own)["RouteTables"]
+        or (ec2.describe_route_tables(Filters=main)["RouteTables"])
+    )
+    routes = [route for table in tables for route in table["Routes"]]
+    internet = [route for route in routes if route.get("DestinationCidrBlock") == "0.0.0.0/0"]
+    keys = ("GatewayId", "NatGatewayId", "TransitGatewayId", "NetworkInterfaceId")
+    return next((route[key] for route in internet for key in keys if route.get(key)), "")
+
+
+def _network_of_subnets(file: ClusterFile, section: NetworkSection, offered: set[str]) -> Network:
+    """Return the user's subnets in zones that offer the GPU instances, in the user's order."""
+    ids = section.subnets
+    all_ids = sorted({*ids, section.head_subnet} - {""})
+    described = file.client("ec2").describe_subnets(SubnetIds=all_ids)["Subnets"]
+    if len({subnet["VpcId"] for subnet in described}) > 1:
+        raise settings.UserError(
+            f"the subnets {', '.join(all_ids)} are in several VPCs. In [cluster.network] of settings.toml, name "
+            "subnets of one VPC"
+        )
+    zones = {subnet["SubnetId"]: subnet["AvailabilityZone"] for subnet in described}
+    usable = [subnet for subnet in ids if zones[subnet] in offered]
+    if not usable:
+        raise settings.UserError(
+            f"none of the subnets {', '.join(ids)} is in a zone that offers {_gpu_type(file)}, but "
+            f"{', '.join(sorted(offered)) or 'no zone of the region'} does. Change subnets in [cluster.network] of "
+            "settings.toml, or make it empty: the stack then makes a VPC"
+        )
+    return Network(
+        zones=_three([zones[subnet] for subnet in usable]),
+        vpc=described[0]["VpcId"],
+        head_subnet=section.head_subnet or usable[0],
+        subnets=tuple(_three(usable)),
+    )
+
+
+def _zones_of_stack(file: ClusterFile) -> list[str]:
+    """Return the zones of the existing stack, or [] if there is no stack.
+
+    They never change, because CloudFormation would have to replace subnets in which instances run.
+    """
+    parameters = (stack.find(file) or {}).get("Parameters", [])
+    known = {parameter["ParameterKey"]: parameter["ParameterValue"] for parameter in parameters}
+    return [known[f"Zone{number}"] for number in range(1, ZONES + 1) if f"Zone{number}" in known]
+
+
+def _three(found: list[str]) -> list[str]:
+    used = found[:ZONES]
+    return [used[index % len(used)] for index in range(ZONES)]

@@ -6,12 +6,14 @@ The wrapper adds what moto lacks:
   instances, and only the first gets the profile.
 - Capacity can run out.
 - Instances can start in capacity reservations (see reservations.py).
+- Some effects of a call are visible only later (see consistency.py).
+- EC2 rejects calls at a higher rate than its limits (see throttling.py).
+- It refuses launches as EC2 does (see launch_rules.py), and stacks with what is not modeled (see stack_resources.py).
 - It answers calls that moto does not support (see stubs.py), and records every call.
 """
 
 import io
 import json
-import re
 import threading
 import time
 import urllib.parse
@@ -22,9 +24,12 @@ from typing import Any
 from moto.ec2.models import ec2_backends
 from moto.server import DomainDispatcherApplication, create_backend_app
 
-from cluster.emulator import iam, moto_instances, permissions, reservations, stubs
+from cluster.aws import stack
+from cluster.emulator import iam, launch_rules, moto_instances, permissions, reservations, stack_resources, stubs
+from cluster.emulator.consistency import Consistency
 from cluster.emulator.moto_instances import ACCOUNT
 from cluster.emulator.reservations import Reservations
+from cluster.emulator.throttling import Throttle
 
 StartResponse = Callable[[str, list[tuple[str, str]]], Any]
 
@@ -74,46 +79,50 @@ class Api:
         self.calls: list[Call] = []
         self.faults = InjectedFaults()
         self.reservations = Reservations()
+        self.throttle = Throttle()
+        self.consistency = Consistency()
         self._lock = threading.Lock()
 
     def __call__(self, environ: dict[str, Any], start_response: StartResponse) -> Iterable[bytes]:
         body = _read_body(environ)
         call = _parse(environ, body)
         try:
+            self.throttle.check(call.service, call.action)
             principal = iam.authenticate(environ, body)
             call = replace(call, caller=principal.arn, permissions=_permissions(call, environ, body))
             iam.authorize(principal, call.permissions)
+            self.consistency.check(call.action, call.parameters)
+            if call.service == "cloudformation" and "TemplateBody" in call.parameters:
+                stack_resources.refuse_unmodeled(stack.parse(call.parameters["TemplateBody"]))
             text = self._respond(call, principal)
-            allocated = self._allocate(call) if call.action == "RunInstances" else 0
+            if call.action == "RunInstances":
+                launch_rules.check(call.region, call.parameters)
+                body = _with_count(body, self._allocate(call))
         except iam.AwsError as error:
             self._record(replace(call, error_code=error.code))
             return _send_error(call.service, error, start_response)
         self._record(call)
         if text is not None:
             return _send("200 OK", text, start_response)
+        if (stale := self.consistency.stale_list(call.action, call.parameters)) is not None:
+            return _send("200 OK", stale.decode(), start_response)
+        answer = self.moto(environ | {"wsgi.input": io.BytesIO(body), "CONTENT_LENGTH": str(len(body))}, start_response)
         if call.action == "RunInstances":
-            return self._launch(call, environ, body, allocated, start_response)
-        return self._ask_moto(environ, body, start_response)
+            started = moto_instances.complete(call.region, call.parameters)
+            self.consistency.note_launch(started)
+            self.reservations.note_launch(call.parameters.get(reservations.TARGET), started)
+        if call.action == "UpdateStack":
+            stack_resources.create_missing(call.region, call.parameters["StackName"])
+        if call.action == "ListSecrets":
+            answer = [b"".join(answer)]
+            self.consistency.keep_list(call.parameters, answer[0])
+        return answer
 
     def _respond(self, call: Call, principal: iam.Principal) -> str | None:
         """Return the response to a call that moto does not support, or None. Raises `iam.AwsError`."""
         if call.service == "ec2" and (text := self.reservations.respond(call.action, call.region, call.parameters)):
             return text
         return stubs.respond(call.service, call.action, call.parameters, principal)
-
-    def _launch(
-        self, call: Call, environ: dict[str, Any], body: bytes, count: int, start_response: StartResponse
-    ) -> list[bytes]:
-        """Let moto start `count` instances, and add what it lacks: their profile, and their capacity reservation."""
-        answer = b"".join(self._ask_moto(environ, _with_count(body, count), start_response))
-        moto_instances.attach_profile_to_all(call.parameters["IamInstanceProfile.Name"])
-        if reservation := call.parameters.get(reservations.TARGET):
-            self.reservations.add(reservation, count, re.findall(r"<instanceId>(i-\w+)<", answer.decode()))
-        return [answer]
-
-    def _ask_moto(self, environ: dict[str, Any], body: bytes, start_response: StartResponse) -> Iterable[bytes]:
-        replaced = {"wsgi.input": io.BytesIO(body), "CONTENT_LENGTH": str(len(body))}
-        return self.moto(environ | replaced, start_response)
 
     def as_json(self) -> list[dict[str, Any]]:
         """Return all calls so far as dictionaries, oldest first."""

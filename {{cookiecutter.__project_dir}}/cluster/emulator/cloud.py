@@ -20,6 +20,7 @@ from typing import Any
 # moto reads this variable on import
 os.environ["MOTO_IAM_LOAD_MANAGED_POLICIES"] = "true"
 
+from moto.ec2.models import ec2_backends
 from moto.iam.models import iam_backends
 from moto.ssm.models import Parameter, ssm_backends
 from werkzeug.serving import WSGIRequestHandler, make_server
@@ -94,6 +95,7 @@ class Cloud:
             instance_id=instance.id,
             private_ip=instance.private_ip,
             public_ip=instance.public_ip,
+            has_internet=bool(moto_instances.internet_gateway(instance)),
             public_key=instance.public_key,
             user_data=instance.user_data,
             layers=self.layers,
@@ -197,6 +199,7 @@ def run(region: str, pins: Path) -> None:
     layers = host_image.lower_layers(layer, SCRATCH)
     _bind_mount(settings.PROJECT / "requirements" / "cluster.txt", pins)
     _create_account(region)
+    _connect_default_vpc(region)
     _set_home()
     api, metadata = Api(), MetadataService()
     cloud = Cloud(layers, host_image.shared_paths(), api.reservations)
@@ -221,6 +224,7 @@ def _create_network() -> None:
         f"ip addr add {GATEWAY}/16 dev br0",
         "ip addr add 169.254.169.254/32 dev br0",
         "ip link set br0 up",
+        "ip route add 10.0.0.0/8 dev br0",  # every VPC that is not the default one
     ):
         subprocess.run(command.split(), check=True)
 
@@ -253,6 +257,16 @@ def _create_account(region: str) -> None:
     (folder / "credentials").write_text(
         f"[default]\naws_access_key_id = {key.access_key_id}\naws_secret_access_key = {key.secret_access_key}\n"
     )
+
+
+def _connect_default_vpc(region: str) -> None:
+    """Give the default VPC the internet gateway that it has on AWS."""
+    ec2 = ec2_backends[ACCOUNT][region]
+    (vpc,) = ec2.describe_vpcs(filters={"is-default": "true"})
+    (table,) = ec2.describe_route_tables(filters={"vpc-id": vpc.id})
+    gateway = ec2.create_internet_gateway()
+    ec2.attach_internet_gateway(gateway.id, vpc.id)
+    ec2.create_route(table.id, "0.0.0.0/0", gateway_id=gateway.id)
 
 
 def _create_spot_role(iam: Any) -> None:

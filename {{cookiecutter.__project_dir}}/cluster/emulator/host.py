@@ -25,6 +25,9 @@ class Host:
     instance_id: str
     private_ip: str
     public_ip: str
+    """Empty if the instance has no public address."""
+    has_internet: bool
+    """Whether its subnet's route leads out of the VPC. If not, the host reaches only hosts of its VPC."""
     public_key: str
     user_data: bytes
     layers: str
@@ -45,9 +48,10 @@ class Host:
             (self.folder / file).write_text(text)
         (self.folder / "user-data").write_bytes(self.user_data)
         namespaces = ["unshare", "--net", "--mount", "--pid", "--ipc", "--uts", "--fork", "--kill-child"]
+        gateway = GATEWAY if self.has_internet else ""
         with (self.folder / "boot.log").open("wb") as log:
             self.process = subprocess.Popen(
-                [*namespaces, "bash", str(INIT), str(self.folder), self.private_ip, self.public_ip, GATEWAY],
+                [*namespaces, "bash", str(INIT), str(self.folder), self.private_ip, self.public_ip, gateway],
                 env={"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8"},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -97,7 +101,8 @@ class Host:
             time.sleep(0.02)
         _ip("link", "add", self._card(), "type", "veth", "peer", "name", "eth0", "netns", str(self.process.pid))
         _ip("link", "set", self._card(), "master", "br0", "up")
-        _ip("route", "replace", self.public_ip, "via", self.private_ip)
+        if self.public_ip and self.has_internet:
+            _ip("route", "replace", self.public_ip, "via", self.private_ip)
 
     def _has_own_network(self) -> bool:
         """Return whether `unshare` has entered its new network. After that, it forks the host's first process."""

@@ -38,9 +38,12 @@ install -o 1500 -g 1500 -m 600 "$folder/authorized_keys" "$root/home/ubuntu/.ssh
 until ip link show eth0 > /dev/null 2>&1; do sleep 0.05; done
 ip link set lo up
 ip addr add "$private/16" dev eth0
-ip addr add "$public/32" dev eth0 # EC2 translates public to private addresses; an emulated host has both
+# EC2 translates public to private addresses; an emulated host has both
+[ -z "$public" ] || ip addr add "$public/32" dev eth0
 ip link set eth0 up
-ip route add default via "$gateway"
+ip route add 169.254.169.254 dev eth0 # the metadata service answers in every subnet
+# onlink: the gateway is AWS's side of the bridge, outside of the VPC's addresses
+[ -z "$gateway" ] || ip route add default via "$gateway" dev eth0 onlink
 
 mkdir "$root/.old"
 cd "$root"

@@ -1,6 +1,6 @@
 """A view of moto's EC2 instances for the other parts of the emulator."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,11 +67,38 @@ def find_running(address: str) -> MotoInstance | None:
     )
 
 
-def attach_profile_to_all(name: str) -> None:
-    """Attach a launch's instance profile to all of its instances. moto attaches it only to the first."""
-    for backend in list(ec2_backends[ACCOUNT].values()):
-        for reservation in list(backend.reservations.values()):
-            with_profile = backend.iam_instance_profile_associations
-            for instance in reservation.instances[1:]:
-                if reservation.instances[0].id in with_profile and instance.id not in with_profile:
-                    backend.associate_iam_instance_profile(instance.id, iam_instance_profile_name=name)
+def complete(region: str, launch: Mapping[str, str]) -> list[str]:
+    """Give all instances of a launch what moto forgets: the instance profile, which only the first has, and the group.
+
+    `launch` has the parameters of RunInstances. Returns the ids of the new instances.
+    """
+    backend = ec2_backends[ACCOUNT][region]
+    with_profile = backend.iam_instance_profile_associations
+    for reservation in list(backend.reservations.values()):
+        for instance in reservation.instances:
+            if reservation.instances[0].id in with_profile and instance.id not in with_profile:
+                backend.associate_iam_instance_profile(
+                    instance.id, iam_instance_profile_name=launch["IamInstanceProfile.Name"]
+                )
+    newest = list(backend.reservations.values())[-1]
+    for instance in newest.instances:
+        instance.placement.group_name = launch.get("Placement.GroupName", "")
+    return [instance.id for instance in newest.instances]
+
+
+def internet_gateway(instance: MotoInstance) -> str:
+    """Return the id of the gateway through which an instance reaches the internet, or "" if it cannot.
+
+    An internet gateway carries only the traffic of instances with a public address.
+    """
+    backend = ec2_backends[ACCOUNT][instance.region]
+    tables = backend.describe_route_tables(filters={"association.subnet-id": [instance.moto.subnet_id]})
+    if not tables:
+        vpc = backend.get_subnet(instance.moto.subnet_id).vpc_id
+        tables = backend.describe_route_tables(filters={"association.main": ["true"], "vpc-id": [vpc]})
+    for route in (route for table in tables for route in table.routes):
+        if route.destination_cidr_block == "0.0.0.0/0":
+            if route.nat_gateway:
+                return route.nat_gateway.id
+            return route.gateway.id if route.gateway and instance.public_ip else ""
+    return ""

@@ -78,6 +78,8 @@ def _existing_resources(region: str, arn: str, parameters: dict[str, str]) -> It
         yield f"{arn}capacity-reservation/{reservation}"
     if name := parameters.get("KeyName"):
         yield f"{arn}key-pair/{name}"
+    if name := parameters.get("Placement.GroupName"):
+        yield f"{arn}placement-group/{name}"
     if name := parameters.get("LaunchTemplate.LaunchTemplateName"):
         templates = ec2_backends[ACCOUNT][region].launch_templates.values()
         yield from (f"{arn}launch-template/{one.id}" for one in templates if one.name == name)

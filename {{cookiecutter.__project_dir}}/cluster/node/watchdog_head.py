@@ -21,6 +21,8 @@ from cluster.node.state import INTERVAL_S, LEASE, RAY_CONFIG, STATE_FILE
 CLOSED_S = 300.0
 """How long a node type stays closed after AWS refuses it."""
 MAX_FAILED_SETUPS = 3
+THROTTLED = ("RequestLimitExceeded", "Throttling", "ThrottlingException", "TooManyRequestsException")
+"""Codes with which AWS refuses a call because there are too many. They say nothing about capacity."""
 
 
 class LimitsSection(settings.Section):
@@ -44,7 +46,7 @@ class Markets:
     def note_refusals(self, refusals: Iterable[Mapping[str, str]], now: float) -> list[str]:
         """Close each refused node type (see autoscaler_log.py) for CLOSED_S seconds. Return messages for the user."""
         messages = []
-        for refusal in refusals:
+        for refusal in (one for one in refusals if one["code"] not in THROTTLED):
             node_type = refusal["type"]
             closed, until = self.closed_until.get(node_type, 0), _seconds(refusal["at"]) + CLOSED_S
             if closed <= now < until:  # only one message, although Ray retries until it sees the new limit

@@ -145,14 +145,18 @@ def run_and_kill(options: GenerateOptions) -> list[int]:
 def kill_the_engine(options: GenerateOptions) -> int:
     """Kill the engine once the run has written another file. Return the number of rows answered by then."""
     folder, deadline = Path(options.output, "answers"), time.monotonic() + 240
-    files = None  # counted once there is an engine
-    while files is None or len(list(folder.glob("*.parquet"))) == files:
+    engines: list[int] = []
+    files = 0
+    while not engines or len(list(folder.glob("*.parquet"))) == files:
         assert time.monotonic() < deadline
-        if files is None and _engines():
-            files = len(list(folder.glob("*.parquet")))
+        if not engines:
+            engines, files = _engines(), len(list(folder.glob("*.parquet")))
         time.sleep(0.02)
-    # look the engine up again, because a short-lived fork of the engine has the same name
-    os.kill(_engines()[0], signal.SIGKILL)
+    # no second search, because it takes seconds on a busy machine, and the run may end before; a fork of the engine has
+    # the same name, and may be gone
+    for pid in engines:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     return len(read(options))
 
 

@@ -27,7 +27,8 @@ VCPUS = {"m6i.2xlarge": 8, "m6i.8xlarge": 32, "p4d.24xlarge": 96}
 ZONES = ["us-east-1a", "us-east-1b"]
 READ_ONLY = {
     *("DescribeImages", "DescribeInstanceTypeOfferings", "DescribeInstanceTypes", "DescribeInstances"),
-    *("DescribeSecret", "DescribeSpotPriceHistory", "DescribeSubnets", "DescribeVpcs"),
+    *("DescribeRouteTables", "DescribeSecret", "DescribeSpotPriceHistory", "DescribeStacks", "DescribeSubnets"),
+    "DescribeVpcs",
     *("GetCallerIdentity", "GetParameters", "GetProducts", "GetRole", "GetServiceQuota", "SimulatePrincipalPolicy"),
 }
 SERVICES = ("ec2", "iam", "cloudformation", "pricing", "secretsmanager", "elbv2")
@@ -35,6 +36,18 @@ SERVICES = ("ec2", "iam", "cloudformation", "pricing", "secretsmanager", "elbv2"
 CREATE_ACTIONS = {
     "AWS::EC2::SecurityGroup": "ec2:CreateSecurityGroup",
     "AWS::EC2::SecurityGroupIngress": "ec2:AuthorizeSecurityGroupIngress",
+    "AWS::EC2::SecurityGroupEgress": "ec2:AuthorizeSecurityGroupEgress",
+    "AWS::EC2::VPC": "ec2:CreateVpc",
+    "AWS::EC2::Subnet": "ec2:CreateSubnet",
+    "AWS::EC2::InternetGateway": "ec2:CreateInternetGateway",
+    "AWS::EC2::VPCGatewayAttachment": "ec2:AttachInternetGateway",
+    "AWS::EC2::RouteTable": "ec2:CreateRouteTable",
+    "AWS::EC2::Route": "ec2:CreateRoute",
+    "AWS::EC2::SubnetRouteTableAssociation": "ec2:AssociateRouteTable",
+    "AWS::EC2::VPCEndpoint": "ec2:CreateVpcEndpoint",
+    "AWS::EC2::EIP": "ec2:AllocateAddress",
+    "AWS::EC2::NatGateway": "ec2:CreateNatGateway",
+    "AWS::EC2::PlacementGroup": "ec2:CreatePlacementGroup",
     "AWS::EC2::LaunchTemplate": "ec2:CreateLaunchTemplate",
     "AWS::S3::Bucket": "s3:CreateBucket",
     "AWS::IAM::Role": "iam:CreateRole",
@@ -44,11 +57,13 @@ CREATE_ACTIONS = {
     "AWS::ElasticLoadBalancingV2::TargetGroup": "elasticloadbalancing:CreateTargetGroup",
     "AWS::ElasticLoadBalancingV2::Listener": "elasticloadbalancing:CreateListener",
 }
-ALL_ACTIONS = {
-    *permissions.UP_AND_DOWN,
-    *" ".join(permissions.HTTPS_ACTIONS.values()).split(),
-    *" ".join(permissions.RESERVATION_ACTIONS.values()).split(),
-}
+OPTIONAL = (
+    permissions.VPC_ACTIONS,
+    permissions.NAT_ACTIONS,
+    permissions.HTTPS_ACTIONS,
+    permissions.RESERVATION_ACTIONS,
+)
+ALL_ACTIONS = {*permissions.UP_AND_DOWN, *" ".join(text for one in OPTIONAL for text in one.values()).split()}
 
 
 class ErrorAnswer(NamedTuple):
@@ -73,6 +88,8 @@ class StubbedAws:
             "DescribeInstanceTypes": lambda asked: {"InstanceTypes": list(map(described, asked["InstanceTypes"]))},
             "DescribeInstanceTypeOfferings": lambda asked: offers(asked["Filters"][0]["Values"]),
             "DescribeVpcs": {"Vpcs": [{"VpcId": "vpc-1"}]},
+            "DescribeStacks": ErrorAnswer("ValidationError", "Stack with id my-llm does not exist"),
+            "DescribeRouteTables": routes(GatewayId="igw-1"),
             "DescribeSubnets": subnets(250),
             "GetParameters": {"Parameters": [{"Name": PARAMETER, "Value": "ami-1"}]},
             "DescribeImages": lambda asked: image(asked["Filters"][0]["Values"][0]),
@@ -150,9 +167,19 @@ def image(name: str, created: str = "2026-11-01T00:00:00.000Z") -> Answer:
 def subnets(free: int) -> Answer:
     return {
         "Subnets": [
-            {"SubnetId": f"subnet-{zone}", "AvailabilityZone": zone, "AvailableIpAddressCount": free} for zone in ZONES
+            {
+                **{"SubnetId": f"subnet-{zone}", "VpcId": "vpc-1"},
+                **{"AvailabilityZone": zone, "AvailableIpAddressCount": free},
+            }
+            for zone in ZONES
         ]
     }
+
+
+def routes(**gateway: str) -> Answer:
+    """Return a route table that sends internet traffic to the gateway, or nowhere."""
+    default = [{"DestinationCidrBlock": "0.0.0.0/0", **gateway}] if gateway else []
+    return {"RouteTables": [{"Routes": [{"DestinationCidrBlock": "10.0.0.0/16", "GatewayId": "local"}, *default]}]}
 
 
 def role(name: str, path: str = "/") -> Answer:
@@ -213,7 +240,8 @@ def tune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str]
     monkeypatch.setattr(settings.load, "__kwdefaults__", {"profile": None, "file": copy})
 
     def assign(section: str, assignment: str) -> None:
-        before, header, after = copy.read_text(encoding="utf-8").partition(f"[{section}]\n")
+        found = re.split(rf"(^\[{re.escape(section)}\].*\n)", copy.read_text(encoding="utf-8"), flags=re.MULTILINE)
+        before, header, after = found if len(found) == 3 else ("\n".join(found), f"[{section}]\n", "")
         own, mark, rest = after.partition("\n[")
         key = assignment.partition(" = ")[0]
         own = re.sub(rf"^{key} = .*\n?", "", own, flags=re.MULTILINE)
@@ -244,7 +272,8 @@ def test_a_sound_account_and_project_are_ok(cloud: StubbedAws, file: ClusterFile
         "(L-7212CCBC): 192 vCPUs needed",
         "(L-1216C47A): 72 vCPUs needed",
         "p4d.24xlarge is offered in us-east-1a, us-east-1b",
-        "subnet-us-east-1b in us-east-1b: 250 addresses free, up to 3 needed",
+        "the stack makes a VPC with subnets in us-east-1a, us-east-1b",
+        "1 of at most 1000 VPCs in us-east-1",
         "is ami-1 in us-east-1",
         "the secret my-llm/SERVE_API_KEY is in Secrets Manager",
         "2.00 dollars per hour while idle",
@@ -326,7 +355,8 @@ def test_the_root_user_gets_a_warning(cloud: StubbedAws, file: ClusterFile) -> N
 def test_without_simulation_permissions_are_checked_with_dry_runs(cloud: StubbedAws, file: ClusterFile) -> None:
     cloud.answers["SimulatePrincipalPolicy"] = ErrorAnswer("AccessDenied", "no")
     text = only(file, "warning")
-    assert f"{len(permissions.UP_AND_DOWN) - 1} other actions of inv up and inv down are not checked" in text
+    needed = len(permissions.UP_AND_DOWN) + len(" ".join(permissions.VPC_ACTIONS.values()).split())
+    assert f"{needed - 1} other actions of inv up and inv down are not checked" in text
     assert "iam:SimulatePrincipalPolicy" in text
     assert "you have the permission ec2:RunInstances" in texts(checks.check(file), "ok")
 
@@ -390,6 +420,21 @@ def test_an_instance_type_that_the_region_does_not_offer_is_an_error(cloud: Stub
     )
 
 
+@pytest.fixture
+def own_subnets(tune: Callable[[str, str], None]) -> None:
+    """Name subnets in settings.toml."""
+    tune("cluster.network", f"subnets = {[f'subnet-{zone}' for zone in ZONES]}")
+
+
+@pytest.mark.usefixtures("own_subnets")
+def test_public_subnets_of_the_user_are_ok(cloud: StubbedAws, file: ClusterFile) -> None:
+    report = "\n".join(texts(checks.check(file), "ok"))
+    assert "subnet-us-east-1b in us-east-1b: 250 addresses free, up to 3 needed" in report
+    assert "subnet subnet-us-east-1a: internet traffic goes to igw-1" in report
+    assert "CreateVpc" not in str(cloud.asked)
+
+
+@pytest.mark.usefixtures("own_subnets")
 def test_a_full_subnet_is_an_error(cloud: StubbedAws, file: ClusterFile) -> None:
     cloud.answers["DescribeSubnets"] = subnets(2)
     found = texts(checks.check(file), "error")
@@ -398,9 +443,28 @@ def test_a_full_subnet_is_an_error(cloud: StubbedAws, file: ClusterFile) -> None
     assert "aws ec2 create-subnet --vpc-id vpc-1 --availability-zone us-east-1a" in found[0]
 
 
-def test_a_missing_default_vpc_is_an_error(cloud: StubbedAws, file: ClusterFile) -> None:
-    cloud.answers["DescribeVpcs"] = {"Vpcs": []}
-    assert "aws ec2 create-default-vpc" in only(file, "error")
+@pytest.mark.parametrize("gateway", [{}, {"NatGatewayId": "nat-1"}])
+@pytest.mark.usefixtures("own_subnets")
+def test_a_subnet_without_a_public_route_is_an_error(
+    cloud: StubbedAws, file: ClusterFile, gateway: dict[str, str]
+) -> None:
+    """The head would start there, and `ray up` would wait 15 minutes for ssh."""
+    cloud.answers["DescribeRouteTables"] = routes(**gateway)
+    found = texts(checks.check(file), "error")
+    assert len(found) == len(ZONES)
+    assert f"internet traffic goes to {gateway.get('NatGatewayId', 'nowhere')}" in found[0]
+    assert "it must be a public subnet" in found[0]
+
+
+def test_no_room_for_a_vpc_is_an_error(cloud: StubbedAws, file: ClusterFile) -> None:
+    cloud.answers["DescribeVpcs"] = {"Vpcs": [{"VpcId": f"vpc-{number}"} for number in range(1000)]}
+    assert "--quota-code L-F678F1CE --desired-value 1001" in only(file, "error")
+
+
+def test_the_clusters_own_vpc_needs_no_more_room(cloud: StubbedAws, file: ClusterFile) -> None:
+    own = {"Tags": [{"Key": "ray-project", "Value": file.slug}]}
+    cloud.answers["DescribeVpcs"] = {"Vpcs": [{"VpcId": f"vpc-{number}"} | own for number in range(1000)]}
+    assert texts(checks.check(file), "error") == []
 
 
 def test_an_image_that_does_not_exist_is_an_error(cloud: StubbedAws, file: ClusterFile) -> None:
@@ -507,9 +571,9 @@ def test_calls_to_aws_run_in_parallel(cloud: StubbedAws, file: ClusterFile) -> N
         return answer
 
     cloud.answers["GetParameters"] = functools.partial(wait_for_the_others, {"Parameters": []})
-    cloud.answers["DescribeVpcs"] = functools.partial(wait_for_the_others, {"Vpcs": []})
+    cloud.answers["DescribeInstances"] = functools.partial(wait_for_the_others, {"Reservations": []})
     cloud.answers["GetProducts"] = functools.partial(wait_for_the_others, {"PriceList": []})
-    assert len(texts(checks.check(file), "error")) == 3
+    assert len(texts(checks.check(file), "error")) == 2
 
 
 def test_the_permissions_cover_every_resource_type_in_the_stack() -> None:

@@ -7,18 +7,20 @@ import boto3
 import pytest
 
 import settings
-from cluster.aws import key_pair, load_balancer, prepare, vpc
+from cluster.aws import key_pair, load_balancer, prepare, stack, vpc
 from cluster.common import cluster_file
 from cluster.common.cluster_file import ClusterFile
+from cluster.emulator import stack_resources
 
 CERTIFICATE = "arn:aws:acm:us-east-1:123456789012:certificate/0a1b2c3d-0000-0000-0000-000000000000"
 
 
 @pytest.fixture
 def file(s3: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[ClusterFile]:
-    """Yield the cluster file. Moto simulates AWS, with the tests' bucket and a default VPC."""
+    """Yield the cluster file. Moto simulates AWS, with the tests' bucket."""
     monkeypatch.setattr(key_pair, "ensure", lambda file: None)
     monkeypatch.setattr(prepare, "_own_address", lambda: "192.0.2.1")
+    stack_resources.refuse_unmodeled(stack.template(efa_cards=4))
     file = cluster_file.load()
     yield file
     prepare.delete(file)
@@ -81,6 +83,4 @@ def test_certificate_and_clients_go_together(network: dict[str, str]) -> None:
 def test_a_load_balancer_needs_two_zones() -> None:
     section = vpc.NetworkSection(certificate=CERTIFICATE, clients="198.51.100.0/24")
     with pytest.raises(settings.UserError, match="a load balancer needs two zones"):
-        load_balancer.stack_parameters(
-            section, vpc.Network(vpc="vpc-1", subnets=["subnet-1"] * 3, zones=["us-east-1a"])
-        )
+        load_balancer.stack_parameters(section, vpc.Network(["us-east-1a"] * 3))

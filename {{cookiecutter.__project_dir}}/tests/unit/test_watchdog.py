@@ -39,6 +39,11 @@ def test_a_refusal_counts_once_however_often_ray_repeats_it(market: watchdog_hea
     assert market.limits(Counter(), NOW + 296)["spot"] == 2
 
 
+def test_a_throttled_launch_closes_no_type(market: watchdog_head.Markets) -> None:
+    assert market.note_refusals([refusal("spot", "10:00:00") | {"code": "RequestLimitExceeded"}], NOW) == []
+    assert market.limits(Counter(), NOW)["spot"] == 2
+
+
 def test_a_closed_type_keeps_running_instances(market: watchdog_head.Markets) -> None:
     market.note_refusals([refusal("spot", "10:00:00")], NOW)
     assert market.limits(Counter(spot=1), NOW)["spot"] == 1
@@ -105,11 +110,12 @@ def test_refusals_are_read_with_the_code_from_aws() -> None:
     ]
 
 
-def test_codes_of_refusals_may_have_dots() -> None:
-    code = "InvalidCapacityReservationState.PendingActivation"
-    log = "2026-01-01 10:00:05,880\tINFO node_provider.py:491 -- Failed to launch 1 nodes of type gpu-reserved: "
-    log += f"Node Launch Exception ({code}): Your Capacity Block is not active yet.\n"
-    assert [refused["code"] for refused in autoscaler_log.refusals(log)] == [code]
+def test_a_code_with_a_dot_is_read() -> None:
+    log = (
+        "2026-01-01 10:00:05,880\tINFO node_provider.py:491 -- Failed to launch 1 nodes of type cpu: "
+        "Node Launch Exception (InvalidSubnetID.NotFound): The subnet ID 'subnet-1' does not exist\n"
+    )
+    assert [one["code"] for one in autoscaler_log.refusals(log)] == ["InvalidSubnetID.NotFound"]
 
 
 @pytest.mark.parametrize(("minutes_left", "is_soon"), [(40.5, False), (39.9, True), (0, True)])

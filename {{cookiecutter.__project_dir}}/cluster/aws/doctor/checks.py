@@ -17,7 +17,7 @@ from cluster.aws.doctor.account import RETRY, Account, denied_action
 from cluster.common.cluster_file import ClusterFile
 from cluster.doctor import Finding
 
-SERVICES = ("sts", "iam", "ec2", "service-quotas", "ssm", "secretsmanager")
+SERVICES = ("sts", "iam", "ec2", "cloudformation", "service-quotas", "ssm", "secretsmanager")
 F = TypeVar("F", bound=ClusterFile)
 
 REMOTE_CHECKS: dict[str, Callable[[Account], Iterator[Finding]]] = {
@@ -26,7 +26,7 @@ REMOTE_CHECKS: dict[str, Callable[[Account], Iterator[Finding]]] = {
     "spot": region.check_spot_role,
     "reservation": reserved.check,
     "zones": region.check_zones,
-    "subnets": region.check_subnets,
+    "network": region.check_network,
     "images": region.check_images,
     "secrets": jobs.check_secrets,
     "prices": region.check_prices,

@@ -19,8 +19,10 @@ ACTIONS = {
     "ec2:DescribeKeyPairs ec2:DescribeVolumes ec2:DescribeLaunchTemplates ec2:DescribeLaunchTemplateVersions "
     "ec2:DescribeNetworkInterfaces ec2:DescribeSpotInstanceRequests ec2:CancelSpotInstanceRequests ec2:DeleteVolume "
     "ec2:DeleteNetworkInterface ec2:ImportKeyPair ec2:DeleteKeyPair ec2:CreateSecurityGroup ec2:DeleteSecurityGroup "
-    "ec2:AuthorizeSecurityGroupIngress ec2:RevokeSecurityGroupIngress ec2:CreateLaunchTemplate "
-    "ec2:CreateLaunchTemplateVersion ec2:DeleteLaunchTemplate pricing:GetProducts secretsmanager:ListSecrets",
+    "ec2:AuthorizeSecurityGroupIngress ec2:RevokeSecurityGroupIngress ec2:AuthorizeSecurityGroupEgress "
+    "ec2:RevokeSecurityGroupEgress ec2:CreateLaunchTemplate ec2:CreateLaunchTemplateVersion ec2:DeleteLaunchTemplate "
+    "ec2:CreatePlacementGroup ec2:DescribePlacementGroups ec2:DeletePlacementGroup ec2:DescribeNatGateways "
+    "ec2:DescribeAddresses ec2:DescribeRouteTables pricing:GetProducts secretsmanager:ListSecrets",
     "arn:{partition}:ec2:{region}:{account}:instance/*": "ec2:RunInstances ec2:CreateTags ec2:TerminateInstances",
     "arn:{partition}:cloudformation:{region}:{account}:stack/{slug}/*": "cloudformation:CreateStack "
     "cloudformation:UpdateStack cloudformation:DeleteStack cloudformation:DescribeStacks "
@@ -28,7 +30,8 @@ ACTIONS = {
     "arn:{partition}:s3:::{slug}-{account}-{region}": "s3:CreateBucket s3:ListBucket s3:PutEncryptionConfiguration "
     "s3:PutBucketPublicAccessBlock s3:PutBucketTagging",
     "arn:{partition}:secretsmanager:{region}:{account}:secret:{slug}/*": "secretsmanager:CreateSecret "
-    "secretsmanager:TagResource secretsmanager:GetSecretValue secretsmanager:PutSecretValue "
+    "secretsmanager:DescribeSecret secretsmanager:TagResource secretsmanager:GetSecretValue "
+    "secretsmanager:PutSecretValue "
     "secretsmanager:DeleteSecret",
     "arn:{partition}:iam::{account}:role/{slug}-head": "iam:CreateRole iam:GetRole iam:TagRole iam:DeleteRole "
     "iam:PutRolePolicy iam:GetRolePolicy iam:DeleteRolePolicy iam:PassRole",
@@ -36,6 +39,16 @@ ACTIONS = {
     "iam:AddRoleToInstanceProfile iam:RemoveRoleFromInstanceProfile iam:DeleteInstanceProfile",
 }
 UP_AND_DOWN = " ".join(ACTIONS.values()).split()
+# Additional actions for the stack's own VPC, unless [cluster.network] of settings.toml names subnets.
+VPC_ACTIONS = {
+    "*": "ec2:CreateVpc ec2:ModifyVpcAttribute ec2:DeleteVpc ec2:DescribeVpcAttribute ec2:CreateSubnet "
+    "ec2:DeleteSubnet ec2:CreateInternetGateway ec2:AttachInternetGateway ec2:DetachInternetGateway "
+    "ec2:DeleteInternetGateway ec2:DescribeInternetGateways ec2:CreateRouteTable ec2:DeleteRouteTable "
+    "ec2:AssociateRouteTable ec2:DisassociateRouteTable ec2:CreateRoute ec2:DeleteRoute ec2:CreateVpcEndpoint "
+    "ec2:DescribeVpcEndpoints ec2:DeleteVpcEndpoints",
+}
+# Additional actions for the NAT gateway of that VPC, if workers are private.
+NAT_ACTIONS = {"*": "ec2:AllocateAddress ec2:ReleaseAddress ec2:CreateNatGateway ec2:DeleteNatGateway"}
 # Additional actions for the load balancer, if [cluster.network] of settings.toml names a certificate.
 HTTPS_ACTIONS = {
     "*": "elasticloadbalancing:CreateLoadBalancer elasticloadbalancing:DeleteLoadBalancer "
@@ -53,7 +66,6 @@ DOCTOR_ACTIONS = [
     "servicequotas:GetServiceQuota",
     "ssm:GetParameters",
     "ec2:DescribeImages",
-    "secretsmanager:DescribeSecret",
 ]
 KNOWN_ACTIONS = [*UP_AND_DOWN, *RESERVATION_ACTIONS.values(), *DOCTOR_ACTIONS]
 
@@ -89,13 +101,15 @@ def check(account: Account) -> Iterator[Finding]:
 
 
 def _needed_actions() -> list[tuple[str, str]]:
-    """Return the needed actions by resource, including those for a certificate and a reservation in settings.toml."""
-    has_https = settings.load(vpc.NetworkSection, "network", profile="cluster").certificate
-    is_reserved = reservation.load_section().reservation
+    """Return the needed actions by resource, including those for what [cluster.…] of settings.toml asks for."""
+    section = settings.load(vpc.NetworkSection, "network", profile="cluster")
+    makes_vpc = not section.subnets
     return [
         *ACTIONS.items(),
-        *(HTTPS_ACTIONS.items() if has_https else []),
-        *(RESERVATION_ACTIONS.items() if is_reserved else []),
+        *(VPC_ACTIONS.items() if makes_vpc else []),
+        *(NAT_ACTIONS.items() if makes_vpc and section.private else []),
+        *(HTTPS_ACTIONS.items() if section.certificate else []),
+        *(RESERVATION_ACTIONS.items() if reservation.load_section().reservation else []),
     ]
 
 

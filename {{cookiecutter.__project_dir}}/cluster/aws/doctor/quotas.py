@@ -4,6 +4,8 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import settings
+from cluster.aws import vpc
 from cluster.aws.doctor.account import Account
 from cluster.common.cluster_file import NodeType
 from cluster.doctor import Finding, judge
@@ -29,6 +31,10 @@ QUOTAS = (
 )
 
 
+VPCS = "L-F678F1CE"
+"""Code of the quota for VPCs in a region."""
+
+
 def check(account: Account) -> Iterator[Finding]:
     """Check every quota that applies to a node type of cluster.yaml."""
     planned = [account.head, *account.workers]
@@ -40,6 +46,8 @@ def check(account: Account) -> Iterator[Finding]:
         used = sum(vcpus[instance_type] for instance_type, market in others if quota.counts(instance_type, market))
         if counted := [one for one in planned if quota.counts(one.instance_type, one.market)]:
             yield _check_quota(account, quota, counted, vcpus, used)
+    if not settings.load(vpc.NetworkSection, "network", profile="cluster").subnets:
+        yield _check_vpcs(account)
 
 
 def _other_instances(account: Account) -> Iterator[tuple[str, str]]:
@@ -68,4 +76,18 @@ def _check_quota(account: Account, quota: Quota, counted: list[NodeType], vcpus:
         "Request an increase, which takes hours or days: aws service-quotas request-service-quota-increase "
         f"--service-code ec2 --quota-code {quota.code} --desired-value {needed + used} --region {account.region}",
         "warning" if has_room_for_one else "error",
+    )
+
+
+def _check_vpcs(account: Account) -> Finding:
+    """Check that the stack may make one more VPC, unless it has already made it."""
+    vpcs = account.client("ec2").describe_vpcs()["Vpcs"]
+    granted = account.client("service-quotas").get_service_quota(ServiceCode="vpc", QuotaCode=VPCS)["Quota"]["Value"]
+    is_made = any({"Key": "ray-project", "Value": account.slug} in one.get("Tags", []) for one in vpcs)
+    return judge(
+        is_made or len(vpcs) < granted,
+        f"{len(vpcs)} of at most {granted:g} VPCs in {account.region}",
+        "The stack needs one more. Delete one, set subnets in [cluster.network] of settings.toml, or request an "
+        "increase: aws service-quotas request-service-quota-increase --service-code vpc "
+        f"--quota-code {VPCS} --desired-value {len(vpcs) + 1} --region {account.region}",
     )

@@ -1,6 +1,7 @@
 """Check the role for spot instances, and the region's zones, subnets, images and prices."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import settings
 from cluster.aws import vpc
@@ -41,19 +42,39 @@ def check_zones(account: Account) -> Iterator[Finding]:
         yield judge(bool(zones), text, "Set another InstanceType or region in cluster/cluster.yaml")
 
 
-def check_subnets(account: Account) -> Iterator[Finding]:
-    """Check that each subnet has free addresses for the head and all workers, which may all start in one zone."""
-    network = vpc.find_network(account, settings.load(vpc.NetworkSection, "network", profile="cluster").vpc)
-    subnets = account.client("ec2").describe_subnets(SubnetIds=sorted(set(network.subnets)))["Subnets"]
-    needed = account.max_workers + 1
-    for subnet in sorted(subnets, key=lambda subnet: subnet["AvailabilityZone"]):
-        free, zone = subnet["AvailableIpAddressCount"], subnet["AvailabilityZone"]
+def check_network(account: Account) -> Iterator[Finding]:
+    """Check that a zone offers the GPU instances, and that the user's subnets have free addresses and a route."""
+    section = settings.load(vpc.NetworkSection, "network", profile="cluster")
+    network = vpc.find_network(account, section)
+    if not section.subnets:
+        yield Finding("ok", f"the stack makes a VPC with subnets in {', '.join(dict.fromkeys(network.zones))}")
+        return
+    subnets = account.client("ec2").describe_subnets(SubnetIds=sorted({network.head_subnet, *network.subnets}))
+    for subnet in sorted(subnets["Subnets"], key=lambda subnet: subnet["AvailabilityZone"]):
+        yield _check_room(account, subnet)
+        route = vpc.default_route(account, subnet)
+        if subnet["SubnetId"] == network.head_subnet or not section.private:
+            is_right, what = route.startswith("igw-"), "public"
+        else:
+            is_right, what = bool(route) and not route.startswith("igw-"), "private"
         yield judge(
-            free >= needed,
-            f"subnet {subnet['SubnetId']} in {zone}: {free} addresses free, up to {needed} needed",
-            "Set vpc in [cluster.network] of settings.toml, or create a larger subnet: aws ec2 create-subnet "
-            f"--vpc-id {network.vpc} --availability-zone {zone} --cidr-block A.B.C.D/24 --region {account.region}",
+            is_right,
+            f"subnet {subnet['SubnetId']}: internet traffic goes to {route or 'nowhere'}",
+            f"Instances there could not download packages, because it must be a {what} subnet, with a route to "
+            f"{'an internet gateway' if what == 'public' else 'a NAT gateway'}. Set another in [cluster.network] of "
+            "settings.toml",
         )
+
+
+def _check_room(account: Account, subnet: dict[str, Any]) -> Finding:
+    """Check that a subnet has free addresses for the head and all workers, which may all start in one zone."""
+    free, zone, needed = subnet["AvailableIpAddressCount"], subnet["AvailabilityZone"], account.max_workers + 1
+    return judge(
+        free >= needed,
+        f"subnet {subnet['SubnetId']} in {zone}: {free} addresses free, up to {needed} needed",
+        "Change subnets in [cluster.network] of settings.toml, or create a larger subnet: aws ec2 create-subnet "
+        f"--vpc-id {subnet['VpcId']} --availability-zone {zone} --cidr-block A.B.C.D/24 --region {account.region}",
+    )
 
 
 def check_images(account: Account) -> Iterator[Finding]:

@@ -1,0 +1,85 @@
+"""Test the emulator's eventual consistency, and that secrets survive it."""
+
+import json
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from moto.iam.models import iam_backends
+from werkzeug.serving import make_server
+
+from cluster.aws import secrets_manager
+from cluster.common import cluster_file
+from cluster.common.cluster_file import ClusterFile
+from cluster.emulator import api, consistency, iam
+
+
+class Clock:
+    """A clock that stands still."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def file(monkeypatch: pytest.MonkeyPatch) -> Iterator[ClusterFile]:
+    """Serve the emulated AWS to an administrator, and yield the cluster file."""
+    backend = iam_backends["123456789012"]["aws"]
+    backend.create_user("us-east-1", "me")
+    statement = {"Effect": "Allow", "Action": "*", "Resource": "*"}
+    backend.put_user_policy("me", "all", json.dumps({"Version": "2012-10-17", "Statement": [statement]}))
+    key = backend.create_access_key("me")
+    server = make_server("127.0.0.1", 0, api.Api(), threaded=True)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", key.access_key_id)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", key.secret_access_key)
+    yield cluster_file.load()
+    server.shutdown()
+    thread.join()
+
+
+def test_secrets_that_the_list_lacks_are_found_and_deleted(
+    file: ClusterFile, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`up` lists the secrets before it stores the first one, and `down` may run within the lag."""
+    monkeypatch.setattr(consistency, "NAME_LAG_S", 0.5)
+    monkeypatch.setattr(secrets_manager, "RETRY_S", 0.1)
+    assert secrets_manager.names(file) == []
+    secrets_manager.upload(file)
+    assert secrets_manager.names(file) == [secrets_manager.SERVER_KEY]
+    secrets_manager.delete(file)
+    assert secrets_manager.names(file) == []
+    secrets_manager.upload(file)  # at once: AWS still deletes the old secret
+    assert secrets_manager.names(file) == [secrets_manager.SERVER_KEY]
+    secrets_manager.delete(file)
+
+
+def test_a_list_is_stale_for_minutes(clock: Clock) -> None:
+    seen = consistency.Consistency(clock)
+    seen.keep_list({"Filters": []}, b"old")
+    clock.now += consistency.LIST_LAG_S - 1
+    assert seen.stale_list("ListSecrets", {"Filters": []}) == b"old"
+    assert seen.stale_list("DescribeSecret", {"Filters": []}) is None
+    clock.now += 1
+    assert seen.stale_list("ListSecrets", {"Filters": []}) is None
+
+
+@pytest.mark.parametrize("parameters", [{"InstanceId.1": "i-1"}, {"ResourceId.2": "i-1"}])
+def test_a_new_instance_is_unknown_for_seconds(clock: Clock, parameters: dict[str, Any]) -> None:
+    seen = consistency.Consistency(clock)
+    seen.note_launch(["i-1"])
+    with pytest.raises(iam.AwsError, match="The instance ID 'i-1' does not exist"):
+        seen.check("CreateTags", parameters)
+    clock.now += consistency.INSTANCE_LAG_S
+    seen.check("CreateTags", parameters)

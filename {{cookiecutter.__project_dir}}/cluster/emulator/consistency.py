@@ -1,0 +1,61 @@
+"""The eventual consistency of AWS: what one call has done, others see only later.
+
+- ListSecrets lags behind by up to five minutes.
+  https://docs.aws.amazon.com/secretsmanager/latest/apireference/API_ListSecrets.html
+- A secret's name is free again only some time after the secret was deleted without recovery.
+  https://docs.aws.amazon.com/secretsmanager/latest/apireference/API_DeleteSecret.html
+- For some seconds after a launch, calls that name the instance fail.
+  https://docs.aws.amazon.com/ec2/latest/devguide/eventual-consistency.html
+"""
+
+import json
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from cluster.emulator.iam import AwsError
+
+LIST_LAG_S = 300
+NAME_LAG_S = 10
+INSTANCE_LAG_S = 2
+
+
+class Consistency:
+    """What callers cannot see yet."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lists: dict[str, tuple[float, bytes]] = {}
+        """Maps the request of a ListSecrets call to the time of the answer and the answer."""
+        self._deleted: dict[str, float] = {}
+        """Maps the name of a deleted secret to the time of its deletion."""
+        self._launched: dict[str, float] = {}
+        """Maps the id of an instance to the time of its launch."""
+
+    def check(self, action: str, parameters: Mapping[str, Any]) -> None:
+        """Raise `AwsError` if a call names something that does not exist yet, or that is not quite gone."""
+        now = self._clock()
+        for name, value in parameters.items():
+            is_id = re.fullmatch(r"(InstanceId|ResourceId)\.\d+", name)
+            if is_id and now - self._launched.get(value, -INSTANCE_LAG_S) < INSTANCE_LAG_S:
+                raise AwsError("InvalidInstanceID.NotFound", f"The instance ID '{value}' does not exist")
+        if action == "CreateSecret" and now - self._deleted.get(parameters["Name"], -NAME_LAG_S) < NAME_LAG_S:
+            raise AwsError(
+                "InvalidRequest",
+                "You can't create this secret because a secret with this name is already scheduled for deletion.",
+            )
+        if action == "DeleteSecret":
+            self._deleted[parameters["SecretId"]] = now
+
+    def note_launch(self, instance_ids: Iterable[str]) -> None:
+        self._launched |= dict.fromkeys(instance_ids, self._clock())
+
+    def stale_list(self, action: str, parameters: Mapping[str, Any]) -> bytes | None:
+        """Return the answer to an earlier call if this call gets the same one, or None."""
+        kept = self._lists.get(json.dumps(parameters)) if action == "ListSecrets" else None
+        return kept[1] if kept and self._clock() - kept[0] < LIST_LAG_S else None
+
+    def keep_list(self, parameters: Mapping[str, Any], answer: bytes) -> None:
+        """Keep the answer to a ListSecrets call for later calls."""
+        self._lists[json.dumps(parameters)] = self._clock(), answer
