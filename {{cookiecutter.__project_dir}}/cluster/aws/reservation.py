@@ -152,7 +152,8 @@ def stack_parameters(file: ClusterFile, section: NetworkSection) -> dict[str, st
     reserved = find(file)
     if reserved is None or reserved.has_ended:
         kept = (stack.find(file) or {}).get("Parameters", [])
-        return {one["ParameterKey"]: one["ParameterValue"] for one in kept if one["ParameterKey"] in PARAMETERS}
+        known = {one["ParameterKey"]: one["ParameterValue"] for one in kept}
+        return {key: known[key] for key in PARAMETERS} if known.get("ReservedZone") else {}
     subnet = _subnet(file, section.subnets, reserved) if section.subnets else ""
     block = (
         FIRST_BLOCK + ord(reserved.zone[-1]) - ord("a")
