@@ -79,7 +79,7 @@ def test_the_users_subnets_stay_as_they_are(file: ClusterFile) -> None:
 
 @pytest.mark.parametrize("private", ["yes", "no"])
 def test_reserved_instances_start_in_the_zone_of_their_reservation(file: ClusterFile, private: str) -> None:
-    deploy(file, Private=private, ReservedZone="us-east-1f")
+    deploy(file, Private=private, ReservedZone="us-east-1f", ReservedCidr="10.0.245.0/24")
     subnet = interfaces(file, "reserved")[0]["SubnetId"]
     (found,) = file.client("ec2").describe_subnets(SubnetIds=[subnet])["Subnets"]
     assert found["AvailabilityZone"] == "us-east-1f"

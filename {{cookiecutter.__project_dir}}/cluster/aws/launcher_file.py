@@ -96,7 +96,7 @@ def _node_config(file: ClusterFile, reserved: Reservation) -> dict[str, Any]:
 def _zone_label(file: ClusterFile, reserved: Reservation) -> str:
     """Return the number of the reservation's zone, so that a run can continue there when the reservation ends.
 
-    A zone for which stack.yaml has no other launch template has no number, and gets a label of its own.
+    A zone in which the cluster has no other GPU types has no number, and gets a label of its own.
     """
     zones = vpc.find_network(file, settings.load(vpc.NetworkSection, "network", profile="cluster")).zones
     return str(zones.index(reserved.zone) + 1) if reserved.zone in zones else "reserved"

@@ -25,7 +25,7 @@ def prepare(file: ClusterFile) -> None:
         "Efa": "yes" if efa_cards else "no",
         "Caller": section.caller or f"{_own_address()}/32",
         "MakeBucket": _make_bucket(file),
-        **reservation.stack_parameters(file, network),
+        **reservation.stack_parameters(file, section),
         **load_balancer.stack_parameters(section, network),
     }
     launcher_file.write(file)

@@ -6,6 +6,7 @@ https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/ec2-capacity-blocks.html
 
 import datetime
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,8 @@ from pydantic import Field
 from rich.console import Console
 
 import settings
-from cluster.aws.vpc import Network
+from cluster.aws import stack
+from cluster.aws.vpc import NetworkSection
 from cluster.common.cluster_file import TARGET, ClusterFile
 from cluster.node.state import BLOCK_CLEANUP_S, BLOCK_NOTICE_S
 
@@ -22,6 +24,10 @@ ENDED = ("expired", "cancelling", "cancelled", "failed", "payment-failed", "unsu
 """States of a reservation in which no instance will ever start in it."""
 QUANTITY_TAG = "aws:ec2capacityreservation:incrementalRequestedQuantity"
 """Tag with the number of instances of a Capacity Block that has not started, because its capacity is still 0."""
+PARAMETERS = ("ReservedZone", "ReservedCidr", "ReservedSubnet")
+"""The stack's parameters for the reservation."""
+FIRST_BLOCK = 240
+"""The stack's subnet for the reservation is 10.0.240.0/24 in zone a, 10.0.241.0/24 in zone b, and so on."""
 POLL_S = 30
 REMEDY = 'Set another id, or reservation = "", in [cluster.capacity] of settings.toml'
 
@@ -134,22 +140,37 @@ def wait_for_start(file: ClusterFile) -> None:
             reserved = require(file)
 
 
-def stack_parameters(file: ClusterFile, network: Network) -> dict[str, str]:
-    """Return the stack's parameters for the reservation, or {} if there is none that can be used.
+def stack_parameters(file: ClusterFile, section: NetworkSection) -> dict[str, str]:
+    """Return the stack's parameters for the reservation.
+
+    Without a reservation that can be used, an existing stack keeps its parameters, because instances of the last
+    reservation may still run in its subnet.
 
     Raises:
-        settings.UserError: settings.toml names subnets, and none is in the reservation's zone.
+        settings.UserError: none of the user's subnets is in the reservation's zone.
     """
     reserved = find(file)
     if reserved is None or reserved.has_ended:
-        return {}
-    if network.vpc and reserved.zone not in network.zones:
+        kept = (stack.find(file) or {}).get("Parameters", [])
+        known = {one["ParameterKey"]: one["ParameterValue"] for one in kept}
+        return {key: known[key] for key in PARAMETERS} if known.get("ReservedZone") else {}
+    subnet = _subnet(file, section.subnets, reserved) if section.subnets else ""
+    block = (
+        FIRST_BLOCK + ord(reserved.zone[-1]) - ord("a")
+    )  # by zone, so that a subnet in a new zone has free addresses
+    return dict(zip(PARAMETERS, (reserved.zone, f"10.0.{block}.0/24", subnet), strict=True))
+
+
+def _subnet(file: ClusterFile, subnets: Sequence[str], reserved: Reservation) -> str:
+    """Return the user's subnet in the reservation's zone."""
+    described = file.client("ec2").describe_subnets(SubnetIds=list(subnets))["Subnets"]
+    found = [subnet["SubnetId"] for subnet in described if subnet["AvailabilityZone"] == reserved.zone]
+    if not found:
         raise settings.UserError(
-            f"none of your subnets is in {reserved.zone}, the zone of the {reserved.name}. Add one of {network.vpc} to "
-            "subnets in [cluster.network] of settings.toml"
+            f"none of the subnets {', '.join(subnets)} is in {reserved.zone}, the zone of the {reserved.name}. Add one "
+            "to subnets in [cluster.network] of settings.toml"
         )
-    subnet = network.subnets[network.zones.index(reserved.zone)] if network.vpc else ""
-    return {"ReservedZone": reserved.zone, "ReservedSubnet": subnet}
+    return found[0]
 
 
 def load_section() -> CapacitySection:

@@ -14,7 +14,6 @@ The wrapper adds what moto lacks:
 
 import io
 import json
-import re
 import threading
 import time
 import urllib.parse
@@ -96,16 +95,21 @@ class Api:
             if "TemplateBody" in call.parameters:
                 stack_resources.refuse_unmodeled(stack.parse(call.parameters["TemplateBody"]))
             text = self._respond(call, principal)
-            allocated = self._allocate(call) if call.action == "RunInstances" else 0
+            if call.action == "RunInstances":
+                body = _with_count(body, self._allocate(call))
         except iam.AwsError as error:
             self._record(replace(call, error_code=error.code))
             return _send_error(call.service, error, start_response)
         self._record(call)
         if text is not None:
             return _send("200 OK", text, start_response)
+        answer = self.moto(environ | {"wsgi.input": io.BytesIO(body), "CONTENT_LENGTH": str(len(body))}, start_response)
         if call.action == "RunInstances":
-            return self._launch(call, environ, body, allocated, start_response)
-        answer = self._ask_moto(environ, body, start_response)
+            started = moto_instances.complete(call.region, call.parameters)
+            self.consistency.note_launch(started)
+            self.reservations.note_launch(call.parameters.get(reservations.TARGET), started)
+        if call.action == "UpdateStack":
+            stack_resources.create_missing(call.region, call.parameters["StackName"])
         if call.action == "ListSecrets":
             answer = [b"".join(answer)]
             self.consistency.keep_list(call.parameters, answer[0])
@@ -118,20 +122,6 @@ class Api:
         if call.service == "ec2" and (text := self.reservations.respond(call.action, call.region, call.parameters)):
             return text
         return stubs.respond(call.service, call.action, call.parameters, principal)
-
-    def _launch(
-        self, call: Call, environ: dict[str, Any], body: bytes, count: int, start_response: StartResponse
-    ) -> list[bytes]:
-        """Let moto start `count` instances, and add what it lacks: their profile, and their capacity reservation."""
-        answer = b"".join(self._ask_moto(environ, _with_count(body, count), start_response))
-        self.consistency.note_launch(moto_instances.complete(call.region, call.parameters))
-        if reservation := call.parameters.get(reservations.TARGET):
-            self.reservations.add(reservation, count, re.findall(r"<instanceId>(i-\w+)<", answer.decode()))
-        return [answer]
-
-    def _ask_moto(self, environ: dict[str, Any], body: bytes, start_response: StartResponse) -> Iterable[bytes]:
-        replaced = {"wsgi.input": io.BytesIO(body), "CONTENT_LENGTH": str(len(body))}
-        return self.moto(environ | replaced, start_response)
 
     def as_json(self) -> list[dict[str, Any]]:
         """Return all calls so far as dictionaries, oldest first."""

@@ -15,6 +15,7 @@ PARAMETERS = re.compile(
     r"IamInstanceProfile\.Name|InstanceInitiatedShutdownBehavior|MetadataOptions\.\w+|"
     r"CapacityReservationSpecification\.CapacityReservationTarget\.CapacityReservationId|"
     r"LaunchTemplate\.(LaunchTemplateName|Version)|InstanceMarketOptions\.MarketType|Placement\.GroupName|"
+    r"CapacityReservationSpecification\.CapacityReservationTarget\.CapacityReservationId|"
     r"NetworkInterface\.\d+\.(DeviceIndex|NetworkCardIndex|InterfaceType|SubnetId|AssociatePublicIpAddress|"
     r"DeleteOnTermination|SecurityGroupId\.\d+)|"
     r"BlockDeviceMapping\.\d+\.(DeviceName|Ebs\.(VolumeSize|VolumeType|Encrypted|DeleteOnTermination))|"

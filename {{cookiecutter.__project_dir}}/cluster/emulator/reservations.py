@@ -111,7 +111,7 @@ class Reservations:
         return next((one for one in self._by_id.values() if instance_id in one.instances), None)
 
     def admit(self, launch: dict[str, str], reservation_id: str, parameters: dict[str, str]) -> int:
-        """Return how many instances of a launch can start in a reservation. After the launch, call `add`.
+        """Return how many instances of a launch can start in a reservation. After the launch, call `note_launch`.
 
         Args:
             launch: has the keys zone, market and type.
@@ -140,11 +140,13 @@ class Reservations:
             reservation.launching += admitted
             return admitted
 
-    def add(self, reservation_id: str, admitted: int, instance_ids: list[str]) -> None:
-        """Record the instances that moto started for an admitted launch."""
+    def note_launch(self, reservation_id: str | None, instance_ids: list[str]) -> None:
+        """Record the instances that moto started for an admitted launch. Without a reservation, this does nothing."""
+        if reservation_id is None:
+            return
         with self._lock:
             reservation = self._find(reservation_id)
-            reservation.launching -= admitted
+            reservation.launching -= len(instance_ids)
             reservation.instances |= set(instance_ids)
         for instance in moto_instances.list_all():
             if instance.id in instance_ids:

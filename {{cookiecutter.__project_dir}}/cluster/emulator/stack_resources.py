@@ -10,14 +10,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from moto.cloudformation.models import cloudformation_backends
 from moto.cloudformation.parsing import get_model_map
 from moto.core.common_models import CloudFormationModel
 from moto.ec2.exceptions import DependencyViolationError
 from moto.ec2.models import ec2_backends
 from moto.ec2.models.security_groups import SecurityGroup as MotoSecurityGroup
+from moto.ec2.models.subnets import Subnet as MotoSubnet
 from moto.s3.models import FakeBucket, s3_backends
 
 from cluster.emulator.iam import AwsError
+from cluster.emulator.moto_instances import ACCOUNT
 
 MODELED = {
     "AWS::EC2::VPC": "CidrBlock Tags",
@@ -67,6 +70,17 @@ def _unmodeled(name: str, what: str) -> AwsError:
         "ValidationError",
         f"the emulator does not model {what} of the resource {name}. Add it to cluster/emulator/stack_resources.py",
     )
+
+
+def create_missing(region: str, name: str) -> None:
+    """After an update, create the resources of a stack of which only now the condition holds.
+
+    moto creates only those that refer to a changed parameter directly. It also never deletes a resource of which the
+    condition does not hold any more.
+    """
+    resources = cloudformation_backends[ACCOUNT][region].get_stack(name).resource_map
+    for logical_id in resources.resources:
+        _ = resources[logical_id]
 
 
 class _Resource(CloudFormationModel):
@@ -255,6 +269,29 @@ class NatGateway(_Resource):
         ec2.delete_nat_gateway(physical_id)
 
 
+class Subnet(CloudFormationModel):
+    """moto's subnet. A stack's update keeps it, while moto forgets it."""
+
+    @staticmethod
+    def cloudformation_name_type() -> str:
+        return ""
+
+    @staticmethod
+    def cloudformation_type() -> str:
+        return "AWS::EC2::Subnet"
+
+    @classmethod
+    def update_from_cloudformation_json(cls, *args: Any, **kwargs: Any) -> Any:
+        del args
+        subnet, wanted = kwargs["original_resource"], kwargs["cloudformation_json"]["Properties"]
+        if (subnet.availability_zone, subnet.cidr_block) != (wanted["AvailabilityZone"], wanted["CidrBlock"]):
+            raise AwsError("ValidationError", "the emulator cannot replace a subnet of a stack")
+        return subnet
+
+    create_from_cloudformation_json = MotoSubnet.create_from_cloudformation_json
+    delete_from_cloudformation_json = MotoSubnet.delete_from_cloudformation_json
+
+
 class SecurityGroup(CloudFormationModel):
     """moto's security group, with the rules for outgoing traffic.
 
@@ -363,7 +400,7 @@ class Bucket(CloudFormationModel):
 
 
 get_model_map().update(
-    {kind.cloudformation_type(): kind for kind in (*_Resource.__subclasses__(), SecurityGroup, Bucket)}
+    {kind.cloudformation_type(): kind for kind in (*_Resource.__subclasses__(), Subnet, SecurityGroup, Bucket)}
 )
 
 

@@ -58,8 +58,10 @@ CREATE_ACTIONS = {
     "AWS::ElasticLoadBalancingV2::Listener": "elasticloadbalancing:CreateListener",
 }
 OPTIONAL = (
-    *(permissions.VPC_ACTIONS, permissions.NAT_ACTIONS),
-    *(permissions.HTTPS_ACTIONS, permissions.RESERVATION_ACTIONS),
+    permissions.VPC_ACTIONS,
+    permissions.NAT_ACTIONS,
+    permissions.HTTPS_ACTIONS,
+    permissions.RESERVATION_ACTIONS,
 )
 ALL_ACTIONS = {*permissions.UP_AND_DOWN, *" ".join(text for one in OPTIONAL for text in one.values()).split()}
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import datetime
+import itertools
 import re
 import shutil
 import threading
@@ -27,8 +28,10 @@ from cluster.aws.target import Aws
 from cluster.common import cluster_file, instances, prices
 from cluster.emulator import iam, moto_instances
 from cluster.emulator.api import Api
+from cluster.emulator.consistency import Consistency
 from cluster.emulator.moto_instances import ACCOUNT
 from cluster.emulator.reservations import Reservations
+from cluster.emulator.throttling import Throttle
 from cluster.target import WantedBlock
 from pipeline.ray_support.private import cluster_launcher
 
@@ -58,7 +61,8 @@ def aws(server: tuple[Api, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     for service in ("ec2", "iam", "cloudformation", "s3"):
         get_backend(service).reset()
     api.calls.clear()
-    api.reservations = Reservations()
+    api.reservations, api.throttle = Reservations(), Throttle()
+    api.consistency = Consistency(itertools.count(step=1000.0).__next__)  # so that every effect is visible at once
     users = iam_backends[ACCOUNT]["aws"]
     users.create_user(FILE.region, "laptop")
     users.put_user_policy("laptop", "all", ALLOW_ALL)
@@ -185,6 +189,7 @@ def test_prepare_makes_what_reserved_instances_need(aws: Api, assign: Callable[[
 
 
 def test_the_head_may_launch_reserved_instances(aws: Api, assign: Callable[[str, str], None]) -> None:
+    prepare.prepare(FILE)
     block(aws, assign, -HOUR, 24 * HOUR)
     prepare.prepare(launcher_file.load())
     launch()
@@ -202,7 +207,8 @@ def test_only_with_a_reservation_the_stack_has_a_template_for_it(aws: Api, assig
         found = FILE.client("ec2").describe_launch_templates()["LaunchTemplates"]
         return sorted(one["LaunchTemplateName"] for one in found)
 
-    prepare.prepare(launcher_file.load())
+    for _ in range(2):
+        prepare.prepare(launcher_file.load())
     others = [f"{FILE.slug}-{part}" for part in ("cpu", "gpu-1", "gpu-2", "gpu-3", "head")]
     assert templates() == others
     assert "gpu-reserved" not in launcher_file.FILE.read_text(encoding="utf-8")
@@ -210,6 +216,9 @@ def test_only_with_a_reservation_the_stack_has_a_template_for_it(aws: Api, assig
     prepare.prepare(launcher_file.load())
     assert templates() == [*others, f"{FILE.slug}-reserved"]
     assert "gpu-reserved" in launcher_file.FILE.read_text(encoding="utf-8")
+    assign("cluster.capacity", 'reservation = ""')
+    prepare.prepare(launcher_file.load())  # instances of the block may still run
+    assert templates() == [*others, f"{FILE.slug}-reserved"]
 
 
 def test_a_new_reservation_does_not_replace_the_head(aws: Api, assign: Callable[[str, str], None]) -> None:
@@ -224,7 +233,8 @@ def test_ec2_refuses_launches_that_the_block_does_not_allow(aws: Api, assign: Ca
     prepare.prepare(launcher_file.load())
     other_zone = {"LaunchTemplateName": f"{FILE.slug}-gpu-1", "Version": "$Latest"}
     assert refusal(LaunchTemplate=other_zone) == "ReservationCapacityExceeded"
-    assert refusal(InstanceType="p4de.24xlarge") == "ReservationCapacityExceeded"
+    other_type = next(one for one in ("p4d.24xlarge", "p4de.24xlarge") if one != GPU_TYPE)
+    assert refusal(InstanceType=other_type) == "ReservationCapacityExceeded"
     assert refusal(InstanceMarketOptions={"MarketType": "spot"}) == "InvalidParameterCombination"
     assert refusal(count=3) == "ReservationCapacityExceeded"
     first, _ = launch(2)
@@ -314,13 +324,30 @@ def test_the_doctor_warns_if_max_workers_leaves_reserved_instances_unused(
     assert ("3 reserved instances idle. Raise max_workers") in findings()[1][1]
 
 
-def test_a_zone_without_a_subnet_is_an_error(aws: Api, assign: Callable[[str, str], None]) -> None:
+def test_a_reservation_in_a_fourth_zone_gets_a_subnet_and_a_label(aws: Api, assign: Callable[[str, str], None]) -> None:
+    prepare.prepare(FILE)
+    block(aws, assign, -HOUR, 20 * HOUR, zone=f"{FILE.region}f")
+    file = launcher_file.load()
+    assert capacity.offers(file)[0]["zone"] == "reserved"
+    prepare.prepare(file)
+    (machine,) = launch()
+    assert machine["Placement"]["AvailabilityZone"] == f"{FILE.region}f"
+    assert machine["PrivateIpAddress"].startswith("10.0.245.")
+
+
+def test_reserved_instances_start_in_your_own_subnet(aws: Api, assign: Callable[[str, str], None]) -> None:
     block(aws, assign, -HOUR, 20 * HOUR)
-    other = FILE.client("ec2").describe_subnets(Filters=[{"Name": "availability-zone", "Values": [f"{FILE.region}a"]}])
-    assign("cluster.network", f"subnets = {[other['Subnets'][0]['SubnetId']]}")
-    with pytest.raises(settings.UserError, match=rf"none of your subnets is in {ZONE}, the zone of the Capacity Block"):
+    subnets = {one["AvailabilityZone"]: one["SubnetId"] for one in FILE.client("ec2").describe_subnets()["Subnets"]}
+    here, elsewhere = subnets[ZONE], subnets[f"{FILE.region}a"]
+    assign("cluster.network", f'subnets = ["{elsewhere}"]')
+    with pytest.raises(
+        settings.UserError, match=rf"{elsewhere} is in {ZONE}, the zone of the Capacity Block cr-1. Add"
+    ):
         findings()
-    assert launcher_file.load().workers[0].zone == "reserved"
+    assign("cluster.network", f'subnets = ["{elsewhere}", "{here}"]')
+    prepare.prepare(launcher_file.load())
+    (machine,) = launch()
+    assert machine["SubnetId"] == here
 
 
 @pytest.mark.parametrize(

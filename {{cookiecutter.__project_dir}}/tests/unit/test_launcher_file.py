@@ -29,8 +29,8 @@ BLOCK = Reservation(
 
 @pytest.fixture(autouse=True)
 def network(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = vpc.Network(vpc="vpc-1", subnets=("subnet-1",) * 3, zones=["us-east-1a", "us-east-1b"])
-    monkeypatch.setattr(vpc, "find_network", lambda file, vpc: found)
+    found = vpc.Network(["us-east-1a", "us-east-1b", "us-east-1a"])
+    monkeypatch.setattr(vpc, "find_network", lambda file, section: found)
 
 
 def resolved_with(reserved: Reservation | None, monkeypatch: pytest.MonkeyPatch) -> ClusterFile:

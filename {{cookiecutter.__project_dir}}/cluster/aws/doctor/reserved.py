@@ -18,15 +18,14 @@ def check(account: Account) -> Iterator[Finding]:
     """Check that the reservation can be used, and that neither max_workers nor the limit in hours cuts it short.
 
     Raises:
-        settings.UserError: it does not exist, it has ended, or its zone has no subnet.
+        settings.UserError: it does not exist, it has ended, or no subnet is in its zone.
     """
     reserved = reservation.require(account)
     if reserved is None:
         return
     remedy = f"Until it starts, inv up starts nothing. To wait for it, run: inv up --target {TARGET} --wait"
     yield judge(reserved.has_started, reserved.summary, remedy, "warning")
-    network = vpc.find_network(account, settings.load(vpc.NetworkSection, "network", profile="cluster"))
-    reservation.stack_parameters(account, network)
+    reservation.stack_parameters(account, settings.load(vpc.NetworkSection, "network", profile="cluster"))
     if reserved.count > account.max_workers:
         text = (
             f"max_workers is {account.max_workers}, so {reserved.count - account.max_workers} reserved instances idle"
