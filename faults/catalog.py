@@ -53,6 +53,7 @@ FAULTS = [
         "up replaces it within 3 minutes, and the job resumes when submitted again",
         "heads.head_killed",
     ),
+    Fault("the head reboots", "its lease ends it, because a reboot ends the watchdog", "heads.head_reboots"),
     Fault("head lost for good", "workers terminate themselves", "heads.head_lost"),
     Fault("time limit", "the cluster terminates itself", "heads.time_limit"),
     Fault("spend limit", "the cluster terminates itself", "heads.spend_limit"),

@@ -4,6 +4,8 @@ import socket
 from pathlib import Path
 
 LEASE = Path("/run/lease/renewed")
+LAUNCHED = Path("/var/lib/launched")
+"""Created at the first boot. It survives a reboot."""
 BLOCK_END = Path("/run/lease/block-end")
 """In a Capacity Block: the time at which it ends, in ISO 8601. The launch writes this file (see launcher_file.py)."""
 BLOCK_CLEANUP_S = 30 * 60
