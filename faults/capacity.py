@@ -127,7 +127,7 @@ def block_ends(harness: Harness) -> str:
         assert run_verb("status").count("prepaid") == 2
         control(reservation=block | {"end_s": 40 * 60})  # as if all time until then had passed
         wait_for(lambda: SAVED.search(harness.log(job)), 60, "training to save a checkpoint")
-        control(reservation=block | {"end_s": 30 * 60})
+        control(reservation=block | {"end_s": 30 * 60 + 15})  # of the ten minutes until then, leave 15 s
         log = harness.wait_for_success(job, 600)
         after = {machine.market for machine in harness.workers()}
     assert after <= {"spot", "on-demand"}, after

@@ -155,10 +155,9 @@ def stack_parameters(file: ClusterFile, section: NetworkSection) -> dict[str, st
         known = {one["ParameterKey"]: one["ParameterValue"] for one in kept}
         return {key: known[key] for key in PARAMETERS} if known.get("ReservedZone") else {}
     subnet = _subnet(file, section.subnets, reserved) if section.subnets else ""
-    block = (
-        FIRST_BLOCK + ord(reserved.zone[-1]) - ord("a")
-    )  # by zone, so that a subnet in a new zone has free addresses
-    return dict(zip(PARAMETERS, (reserved.zone, f"10.0.{block}.0/24", subnet), strict=True))
+    # each zone has addresses of its own, because a subnet in a new zone exists before the old one is deleted
+    addresses = f"10.0.{FIRST_BLOCK + ord(reserved.zone[-1]) - ord('a')}.0/24"
+    return dict(zip(PARAMETERS, (reserved.zone, addresses, subnet), strict=True))
 
 
 def _subnet(file: ClusterFile, subnets: Sequence[str], reserved: Reservation) -> str:
