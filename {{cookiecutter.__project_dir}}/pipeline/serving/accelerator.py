@@ -1,6 +1,6 @@
 """Checks the accelerator in [serve]. This check is not in options.py, because that module must not import Ray."""
 
-from ray.util import accelerators
+from ray.util.accelerators import accelerators
 
 import settings
 
