@@ -1,6 +1,7 @@
 """The interface of a target. Verbs use targets only through it."""
 
 import logging
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -103,8 +104,11 @@ class Target(Protocol):
     def shell(self, command: str) -> int:
         """Run `command` on the head, or open a shell if it is empty. Return the exit code."""
 
-    def dollars_per_instance_hour(self) -> dict[int, float]:
-        """Return the lowest hourly price of A100 instances, by GPU memory in GiB. Empty if nothing costs money."""
+    def dollars_per_instance_hour(self, types: Collection[str] = ()) -> dict[str, float]:
+        """Return the lowest hourly price of the cluster's instance types and of `types`. Empty if nothing costs money.
+
+        A type that is not for sale is left out.
+        """
 
     def cloud_status(self) -> CloudStatus:
         """Return what is rented, what it costs, what is pending and why, and what AWS refused."""

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import time
+from collections.abc import Collection
 
 import requests
 from rich.console import Console
@@ -28,8 +29,6 @@ from cluster.common import bucket, cluster_file, instances, prices
 from cluster.common.cluster_file import CAPACITY_BLOCK, TARGET, ClusterFile
 from cluster.doctor import Finding
 from cluster.target import CloudStatus, Connection, WantedBlock
-
-A100_GIB = {"p4d.24xlarge": 40, "p4de.24xlarge": 80}
 
 
 class Aws:
@@ -123,14 +122,14 @@ class Aws:
             return subprocess.call([*ssh_head.command("-T"), ssh.ENVIRONMENT + command])
         return subprocess.call([*ssh_head.command("-t"), "bash", "-l"])
 
-    def dollars_per_instance_hour(self) -> dict[int, float]:
+    def dollars_per_instance_hour(self, types: Collection[str] = ()) -> dict[str, float]:
         file = launcher_file.load()
-        known = prices.ask(file)
-        by_card: dict[int, list[float]] = {}
+        known, found = prices.ask(file), prices.lowest(file, types)
         for worker in file.workers:
-            if worker.instance_type in A100_GIB and worker.market != CAPACITY_BLOCK:
-                by_card.setdefault(A100_GIB[worker.instance_type], []).append(known.workers[worker.name])
-        return {card: min(dollars) for card, dollars in by_card.items()}
+            dollars = known.workers[worker.name]
+            if worker.market != CAPACITY_BLOCK:
+                found[worker.instance_type] = min(dollars, found.get(worker.instance_type, dollars))
+        return found
 
     def cloud_status(self) -> CloudStatus:
         file = launcher_file.load()
