@@ -70,7 +70,7 @@ class Harness:
     def submit(self, code: str, *arguments: str, with_secrets: bool = False) -> str:
         """Submit Python code as a job that runs in a copy of the project's folder, and return the job's id."""
         environment: dict[str, Any] = {"working_dir": str(settings.PROJECT), "excludes": submission.EXCLUDES}
-        environment["env_vars"] = dict(self.connection.job_variables)
+        environment["env_vars"] = self.connection.job_variables | self.connection.capacity_variables()
         if with_secrets:
             environment["env_vars"]["SECRET_NAMES"] = "HF_TOKEN"
             environment["worker_process_setup_hook"] = submission.SECRETS_HOOK

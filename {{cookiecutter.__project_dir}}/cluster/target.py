@@ -1,7 +1,7 @@
 """The interface of a target. Verbs use targets only through it."""
 
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -30,6 +30,8 @@ class Connection:
     """Where the logs of jobs are, until the cluster is taken down."""
     job_variables: dict[str, str]
     """Environment variables of each submitted job, such as its profile and where it finds files and secrets."""
+    capacity_variables: Callable[[], dict[str, str]] = dict
+    """Returns further variables, which describe the nodes that the cluster can have. On AWS, this takes a second."""
 
     def client(self) -> JobClient:
         """Return a job client. Raises `Unreachable` if the cluster does not answer, as do the client's methods."""

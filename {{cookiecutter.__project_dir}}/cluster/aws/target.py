@@ -29,6 +29,7 @@ from cluster.common import bucket, cluster_file, instances, prices
 from cluster.common.cluster_file import CAPACITY_BLOCK, TARGET, ClusterFile
 from cluster.doctor import Finding
 from cluster.target import CloudStatus, Connection, WantedBlock
+from instance_types import INSTANCE_TYPES
 
 
 class Aws:
@@ -101,10 +102,12 @@ class Aws:
             job_variables={
                 "PROFILE": self.profile,
                 "PROJECT_DIR": f"s3://{bucket.name(file)}",
-                "CLUSTER_NODES": json.dumps(capacity.possible_nodes(file)),
-                "GANG_OFFERS": json.dumps(capacity.offers(file)),
                 "SECRETS_PREFIX": f"{file.slug}/",
                 "AWS_DEFAULT_REGION": file.region,
+            },
+            capacity_variables=lambda: {
+                "CLUSTER_NODES": json.dumps(capacity.possible_nodes(file)),
+                "GANG_OFFERS": json.dumps(capacity.offers(file)),
             },
         )
 
@@ -127,7 +130,7 @@ class Aws:
         known, found = prices.ask(file), prices.lowest(file, types)
         for worker in file.workers:
             dollars = known.workers[worker.name]
-            if worker.market != CAPACITY_BLOCK:
+            if worker.instance_type in INSTANCE_TYPES and worker.market != CAPACITY_BLOCK:
                 found[worker.instance_type] = min(dollars, found.get(worker.instance_type, dollars))
         return found
 

@@ -3,7 +3,7 @@
 import settings
 from cluster.common.cluster_file import ClusterFile
 from instance_types import INSTANCE_TYPES, InstanceType
-from pipeline.ray_support import gpu_types
+from pipeline.ray_support import gpu_section
 
 
 def for_training(file: ClusterFile) -> tuple[InstanceType, ...]:
@@ -12,7 +12,7 @@ def for_training(file: ClusterFile) -> tuple[InstanceType, ...]:
     Raises:
         settings.UserError: a type is not in instance_types.py.
     """
-    names = gpu_types.load().instance_types or [in_cluster_yaml(file)]
+    names = gpu_section.load().instance_types or [in_cluster_yaml(file)]
     return tuple(find(name) for name in names)
 
 

@@ -23,7 +23,11 @@ class Prices:
 
     head: float
     workers: dict[str, float]
-    """Maps a node type to its price. A spot price is the current one in the cheapest zone. A prepaid hour costs 0."""
+    """Maps a node type to its price. A prepaid hour costs 0.
+
+    A spot price is the current one in the cheapest zone. Without one, it is the on-demand price, which a spot price
+    never exceeds.
+    """
     maximum: float
     """Price of the head and of max_workers instances of the most expensive type."""
 
@@ -128,8 +132,4 @@ def _on_demand(file: ClusterFile, instance_type: str) -> float:
 
 def _spot(file: ClusterFile, instance_type: str) -> float:
     zones = spot_prices(file, [instance_type]).get(instance_type)
-    if not zones:
-        raise settings.UserError(
-            f"{instance_type} is not available as a spot instance in {file.region}. Remove it from cluster/cluster.yaml"
-        )
-    return min(zones.values())
+    return min(zones.values()) if zones else _on_demand(file, instance_type)

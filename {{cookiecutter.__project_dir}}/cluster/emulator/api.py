@@ -117,7 +117,7 @@ class Api:
             return stale.decode()
         if call.service == "ec2" and (text := self.reservations.respond(call.action, call.region, call.parameters)):
             return text
-        return stubs.respond(call.service, call.action, call.parameters, principal)
+        return stubs.respond(call.service, call.action, call.region, call.parameters, principal)
 
     def _launch(
         self, call: Call, environ: dict[str, Any], body: bytes, count: int, start_response: StartResponse

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 import settings
 from instance_types import INSTANCE_TYPES
-from pipeline.ray_support import gpu_types
+from pipeline.ray_support import gpu_section
 from pipeline.serving.rate_limits import RequestLimits
 
 APP = "llm"
@@ -121,7 +121,7 @@ class ServeOptions(settings.Section):
     def accelerator_type(self) -> str | None:
         """Type of the GPUs that a replica needs, as Ray names it. None: any type, or no GPU."""
         if self.accelerator == "gpu":
-            name = gpu_types.load().serve_instance_type
+            name = gpu_section.load().serve_instance_type
             return INSTANCE_TYPES[name].gpu.accelerator if name else None
         return None if self.accelerator == "cpu" else self.accelerator
 

@@ -56,7 +56,7 @@ from jobs.generate import GenerateOptions
 from pipeline.rag import deployment, generator
 from pipeline.rag.index import ScoredChunk
 from pipeline.rag.options import RagOptions
-from pipeline.ray_support import gpu_types, job_secrets
+from pipeline.ray_support import gpu_section, job_secrets
 from pipeline.ray_support.private import serve as private_serve
 from pipeline.serving import adapters, canary, http_server, lifecycle, page, preflight
 from pipeline.serving.keys import REFRESH_S, ApiKeys
@@ -878,7 +878,7 @@ def test_the_cluster_profile_requests_its_gpus() -> None:
 def test_replicas_run_on_the_instance_type_for_serving(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from pipeline.serving import app
 
-    monkeypatch.setattr(gpu_types, "load", lambda: gpu_types.GpuSection(serve_instance_type=name))
+    monkeypatch.setattr(gpu_section, "load", lambda: gpu_section.GpuSection(serve_instance_type=name))
     config = app.llm_config(settings.load(ServeOptions, "serve", profile="cluster"))
     needed = {"GPU": 1, f"accelerator_type:{INSTANCE_TYPES[name].gpu.accelerator}": 0.001}
     assert config.get_engine_config().placement_bundles == [needed]

@@ -264,7 +264,10 @@ def test_the_reserved_type_is_offered_first_and_is_prepaid(
 ) -> None:
     block(aws, assign, -HOUR, 24 * HOUR)
     file = launcher_file.load()
-    assert capacity.offers(file)[0] == {"node_type": "gpu-reserved", "zone": "2", "market": "capacity-block"}
+    assert capacity.offers(file)[0] == {
+        "node_type": "gpu-reserved",
+        "labels": {"zone": "2", "market": "capacity-block"},
+    }
     known = prices.ask(file)
     assert known.workers["gpu-reserved"] == 0
     assert known.maximum == prices.ask(FILE).maximum

@@ -40,7 +40,7 @@ from cluster.planner.estimate import ModelPlan
 from cluster.planner.memory import METHODS, Method, Training
 from cluster.planner.shape import LORA_RANK, Shape, shape_of
 from instance_types import INSTANCE_TYPES
-from pipeline.ray_support import gpu_types
+from pipeline.ray_support import gpu_section
 from pipeline.serving.options import ServeOptions
 from pipeline.training import chunked_loss, deepspeed_zero
 from pipeline.training.dataset import Batch
@@ -490,7 +490,7 @@ def test_the_shipped_settings_are_those_of_the_plan() -> None:
     options = settings.load(DeepSpeedOptions, "train", "deepspeed", profile="cluster").model_dump()
     serving = settings.load(ServeOptions, "serve", profile="cluster").model_dump()
     assert made.job == "finetune_deepspeed"
-    shipped = {"cluster.serve": serving, "cluster.gpu": gpu_types.load().model_dump()}
+    shipped = {"cluster.serve": serving, "cluster.gpu": gpu_section.load().model_dump()}
     for section, values in made.settings.items():
         assert {key: shipped.get(section, options)[key] for key in values} == values
 
