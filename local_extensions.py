@@ -17,11 +17,15 @@ class QuietHookErrors(Extension):
 
 
 class InstanceTypes(Extension):
-    """Gives the hook the project's table of instance types: `instance_types` is a list of names and their regions."""
+    """Gives templates the project's table of instance types.
+
+    `instances` maps names to types, and `regions` is a list of names and regions.
+    """
 
     TABLE = Path(__file__).parent / "{{cookiecutter.__project_dir}}" / "instance_types.py"
 
     def __init__(self, environment: Environment) -> None:
         super().__init__(environment)
         table = runpy.run_path(str(self.TABLE))["INSTANCE_TYPES"]
-        environment.globals["instance_types"] = [(name, one.family.regions) for name, one in table.items()]
+        environment.globals["instances"] = table
+        environment.globals["regions"] = [(name, one.family.regions) for name, one in table.items()]

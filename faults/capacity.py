@@ -167,7 +167,7 @@ def _with_max_workers(harness: Harness, count: int) -> dict:
 
 
 def _gather(harness: Harness) -> str:
-    """Run a job that starts two A100 machines in one zone, and return its log."""
+    """Run a job that starts two GPU machines in one zone, and return its log."""
     return harness.wait_for_success(harness.submit(GATHER, "2"))
 
 

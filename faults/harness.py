@@ -83,7 +83,7 @@ class Harness:
         return final_loss(self.wait_for_success(self.train("baseline"), 300))
 
     def train(self, name: str, *options: str) -> str:
-        """Submit a one-minute training run on two A100 machines, and return the job's id.
+        """Submit a one-minute training run on two GPU machines, and return the job's id.
 
         Unless `options` say otherwise, the run has 30 steps and a checkpoint every 5 steps.
         """

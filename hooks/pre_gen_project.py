@@ -8,7 +8,7 @@ import unicodedata
 
 # The only lines with Jinja. JSON escapes quotes and newlines, so the raw strings are valid Python for all answers.
 ANSWERS = json.loads(r"""{{ cookiecutter | tojson }}""")
-REGIONS = dict(json.loads(r"""{{ instance_types | tojson }}"""))  # by instance type; see local_extensions.py
+REGIONS = dict(json.loads(r"""{{ regions | tojson }}"""))  # by instance type; see local_extensions.py
 
 MAX_WORKERS = 64
 
