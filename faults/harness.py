@@ -159,6 +159,16 @@ def no_capacity(*launches: dict[str, Any]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def no_quota(code: str) -> Iterator[None]:
+    """Set a quota of the emulated account to 0 vCPUs."""
+    control(faults={"vcpus": {code: 0}})
+    try:
+        yield
+    finally:
+        control(faults={"vcpus": {}})
+
+
+@contextlib.contextmanager
 def replaced_file(path: Path, text: str) -> Iterator[None]:
     """Inside the cloud, replace a file's text by means of a bind mount. The file itself does not change.
 

@@ -1,11 +1,12 @@
 """Stubs for calls that moto lacks: prices, quotas and IAM's policy simulator.
 
-Prices and quotas are made up. Prices are the same in all regions and at all times. Quotas are not enforced.
+Prices and quotas are made up. Prices are the same in all regions and at all times. Only quotas that a test sets are
+enforced (see api.py).
 """
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from cluster.emulator.iam import Permission, Principal, is_allowed
@@ -20,6 +21,7 @@ SPOT_PRICE_STEP = 0.01
 """How much the spot price rises from each zone to the next, as a share of the on-demand price."""
 
 VCPU_QUOTA = 1000.0
+"""vCPUs of each quota, unless a test sets another number."""
 
 SIMULATION = """<?xml version="1.0" encoding="UTF-8"?>
 <SimulatePrincipalPolicyResponse xmlns="https://iam.amazonaws.com/doc/2010-05-08/"><SimulatePrincipalPolicyResult>
@@ -63,9 +65,10 @@ def _spot_price_history(request: dict[str, str], region: str) -> str:
     return SPOT_PRICES.format(items="".join(items))
 
 
-def _get_service_quota(request: dict[str, Any], region: str) -> str:
-    quota = {"ServiceCode": "ec2", "QuotaCode": request["QuotaCode"], "QuotaName": "vCPUs of running machines"}
-    return json.dumps({"Quota": quota | {"Value": VCPU_QUOTA, "Unit": "None", "Adjustable": True}})
+def service_quota(code: str, vcpus: Mapping[str, float]) -> str:
+    """Return the response to GetServiceQuota. `vcpus` maps the codes of quotas to numbers that a test has set."""
+    quota = {"ServiceCode": "ec2", "QuotaCode": code, "QuotaName": "vCPUs of running machines"}
+    return json.dumps({"Quota": quota | {"Value": vcpus.get(code, VCPU_QUOTA), "Unit": "None", "Adjustable": True}})
 
 
 def _simulate(request: dict[str, str], principal: Principal) -> str:
@@ -88,5 +91,4 @@ def _simulate(request: dict[str, str], principal: Principal) -> str:
 STUBS: dict[tuple[str, str], Callable[[dict[str, Any], str], str]] = {
     ("pricing", "GetProducts"): _get_products,
     ("ec2", "DescribeSpotPriceHistory"): _spot_price_history,
-    ("servicequotas", "GetServiceQuota"): _get_service_quota,
 }
