@@ -26,7 +26,12 @@ GATHER = (
     f"print('gathered', gang.gather(int(sys.argv[1]), {{'CPU': 60, 'GPU': 1}}, {ZONE_TIMEOUT_S}, gang.offers()))"
 )
 MANY_WORKERS = 8
-PREFERRED = "p5.48xlarge"
+PREFERRED, SERVING = "p5.48xlarge", "g6e.xlarge"
+# requests what a replica of `serve_llm` requests
+REPLICA = (
+    "import ray, sys; ray.init(); "
+    "print(ray.get(ray.remote(num_gpus=1, num_cpus=4, accelerator_type=sys.argv[1])(lambda: 'ran').remote()))"
+)
 SAVED = re.compile(r"is about to be taken away: saving a checkpoint after step (\d+)")
 
 
@@ -63,7 +68,7 @@ def no_spot_quota(harness: Harness) -> str:
     assert "refuses" not in log, log
     assert "gathered {'zone': '1'}" in log, log
     assert markets == {"on-demand"}, markets
-    return _summary(log)
+    return "the gang started on demand in zone 1, without trying spot machines"
 
 
 def preferred_type_refuses(harness: Harness) -> str:
@@ -80,6 +85,18 @@ def preferred_type_refuses(harness: Harness) -> str:
     assert f"'instance_type': '{fallback}'" in log, log
     assert types == {fallback}, types
     return _summary(log)
+
+
+def serving_type(harness: Harness) -> str:
+    """A replica's GPU is on the instance type for serving, not on one for training."""
+    harness.wait_until_no_workers()
+    text = settings.FILE.read_text().replace('serve_instance_type = ""', f'serve_instance_type = "{SERVING}"')
+    with replaced_file(settings.FILE, text):
+        harness.ensure_up()
+        harness.wait_for_success(harness.submit(REPLICA, INSTANCE_TYPES[SERVING].gpu.accelerator))
+        (machine,) = harness.workers()
+    assert (machine.instance_type, machine.market) == (SERVING, "spot"), machine
+    return f"{machine.instance_type} started as {machine.node_type}"
 
 
 def half_a_gang(harness: Harness) -> str:

@@ -18,6 +18,7 @@ FAULTS = [
     Fault("no spot capacity anywhere", "the gang starts on demand", "capacity.all_spot_refuses"),
     Fault("no quota for spot instances", "the doctor warns, and the gang starts on demand", "capacity.no_spot_quota"),
     Fault("no capacity for the preferred type", "the gang starts on the next type", "capacity.preferred_type_refuses"),
+    Fault("another instance type for serving", "a replica's machine has that type", "capacity.serving_type"),
     Fault("no capacity at all", "the job reports that it waits, and continues later", "capacity.everything_refuses"),
     Fault(
         "spot interruption during training",
