@@ -35,12 +35,10 @@ def offers(file: ClusterFile) -> list[dict[str, Any]]:
 def _zones(file: ClusterFile, workers: list[NodeType]) -> dict[str, str]:
     """Return the AWS zone of each node type, or "" for one whose zone has no number, which is that of a reservation.
 
-    The launch templates in stack.yaml have the numbers of the network's zones, which repeat if there are fewer.
+    The launch templates in stack.yaml have the numbers of the network's zones.
     """
-    zones = vpc.find_network(file, settings.load(vpc.NetworkSection, "network", profile="cluster").vpc).zones
-    return {
-        worker.name: zones[(int(worker.zone) - 1) % len(zones)] if worker.zone.isdigit() else "" for worker in workers
-    }
+    zones = vpc.find_network(file, settings.load(vpc.NetworkSection, "network", profile="cluster")).zones
+    return {worker.name: zones[int(worker.zone) - 1] if worker.zone.isdigit() else "" for worker in workers}
 
 
 def _impossible(file: ClusterFile, workers: list[NodeType], zones: dict[str, str]) -> set[str]:

@@ -34,8 +34,7 @@ def apply(file: ClusterFile) -> Bodies:
             else:
                 copies[f"{worker.name}-{name}"] = made
         if section.serve_instance_type not in ("", *names):
-            served = _with_type(body, section.serve_instance_type, worker.priority - step)
-            copies[_serve_name(worker)] = served | {"labels": {"market": worker.market}}
+            copies[_serve_name(worker)] = _for_serving(body, section.serve_instance_type, worker.priority - step)
     return copies | node_types | replaced
 
 
@@ -56,6 +55,15 @@ def _with_type(body: dict[str, Any], instance_type: str, priority: int) -> dict[
     return body | {"priority": priority, "node_config": config}
 
 
+def _for_serving(body: dict[str, Any], instance_type: str, priority: int) -> dict[str, Any]:
+    """Return a node type without a zone label, so that training never uses it, and without EFA."""
+    labels = {key: value for key, value in body["labels"].items() if key != "zone"}
+    made = _with_type(body, instance_type, priority) | {"labels": labels}
+    template = made["node_config"]["LaunchTemplate"]
+    name = template["LaunchTemplateName"].replace("-gpu-", "-serve-")
+    made["node_config"] |= {"LaunchTemplate": template | {"LaunchTemplateName": name}}
+    return made
+
+
 def _serve_name(worker: NodeType) -> str:
-    """Return the name of a node type for serving. It has no zone label, so training never uses it."""
     return f"serve-{worker.name.removeprefix('gpu-')}"

@@ -10,7 +10,6 @@ from cluster.aws.quotas import QUOTAS, Quota
 from cluster.common.cluster_file import NodeType
 from cluster.doctor import Finding, judge
 
-
 VPCS = "L-F678F1CE"
 """Code of the quota for VPCs in a region."""
 
