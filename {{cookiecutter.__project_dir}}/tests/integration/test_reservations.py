@@ -240,12 +240,13 @@ def test_only_with_a_reservation_the_stack_has_a_template_for_it(aws: Api, assig
         return sorted(one["LaunchTemplateName"] for one in found)
 
     prepare.prepare(launcher_file.load())
-    others = [f"{FILE.slug}-{part}" for part in ("cpu", "gpu-1", "gpu-2", "gpu-3", "head")]
+    parts = ("cpu", "gpu-1", "gpu-2", "gpu-3", "head", "serve-1", "serve-2", "serve-3")
+    others = [f"{FILE.slug}-{part}" for part in parts]
     assert templates() == others
     assert "gpu-reserved" not in launcher_file.FILE.read_text(encoding="utf-8")
     block(aws, assign, -HOUR, 24 * HOUR)
     prepare.prepare(launcher_file.load())
-    assert templates() == [*others, f"{FILE.slug}-reserved"]
+    assert templates() == sorted([*others, f"{FILE.slug}-reserved"])
     assert "gpu-reserved" in launcher_file.FILE.read_text(encoding="utf-8")
 
 
