@@ -44,7 +44,7 @@ def test_workers_with_gpus_count_only_on_one_instance_type(monkeypatch: pytest.M
         {"instance_type": "m6i.8xlarge", "resources": {"CPU": 32}, "count": 2},
     ]
     monkeypatch.setenv("CLUSTER_NODES", json.dumps(nodes))
-    assert capacity.max_workers({"GPU": 1, "CPU": 8}) == 16
+    assert capacity.max_workers({"GPU": 1, "CPU": 4}) == 16
     assert capacity.max_workers({"GPU": 1, "accelerator_type:L40S": 0.001}) == 3
     assert capacity.max_workers({"CPU": 4}) == 2 * 24 + 3 + 2 * 8
     with pytest.raises(UserError, match=r"with 1 GPU for each, is more than the 3 that this cluster can hold"):
