@@ -129,6 +129,13 @@ def test_everything_that_the_file_names_is_in_the_stack() -> None:
         assert body["node_config"]["IamInstanceProfile"]["Name"] in profiles
 
 
+def test_the_head_may_use_every_launch_template_of_a_worker() -> None:
+    resources = stack()["Resources"]
+    templates = {name for name, body in resources.items() if body["Type"] == "AWS::EC2::LaunchTemplate"}
+    allowed = set(re.findall(r":launch-template/\$\{(\w+)\}", STACK.read_text(encoding="utf-8")))
+    assert allowed == templates - {"Head"}
+
+
 def test_cloudformation_accepts_the_stack() -> None:
     problems = cfnlint.api.lint(STACK.read_text(encoding="utf-8"), regions=[load()["provider"]["region"]])
     # W1030: cfn-lint does not see that conditions exclude the use of a subnet's id that is empty
