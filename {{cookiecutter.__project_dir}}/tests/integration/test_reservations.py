@@ -20,7 +20,7 @@ from rich.console import Console
 from werkzeug.serving import WSGIRequestHandler, make_server
 
 import settings
-from cluster.aws import capacity, capacity_blocks, cloud_status, launcher_file, prepare, reservation
+from cluster.aws import capacity, capacity_blocks, cloud_status, launcher_file, prepare, reservation, vpc
 from cluster.aws import target as aws_target
 from cluster.aws.doctor import reserved
 from cluster.aws.doctor.account import Account
@@ -92,9 +92,10 @@ def assign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, st
     def assign(section: str, assignment: str) -> None:
         key = assignment.partition(" = ")[0]
         text = copy.read_text(encoding="utf-8")
-        changed, count = re.subn(rf"(\[{section}\][^\[]*?\n){key} = [^\n]*", rf"\g<1>{assignment}", text)
+        before, header, rest = text.partition(f"[{section}]")
+        changed, count = re.subn(rf"^{key} = .*", assignment, rest, count=1, flags=re.MULTILINE)
         assert count == 1
-        copy.write_text(changed, encoding="utf-8")
+        copy.write_text(f"{before}{header}{changed}", encoding="utf-8")
 
     return assign
 
@@ -324,7 +325,11 @@ def test_the_doctor_warns_if_max_workers_leaves_reserved_instances_unused(
     assert ("3 reserved instances idle. Raise max_workers") in findings()[1][1]
 
 
-def test_a_reservation_in_a_fourth_zone_gets_a_subnet_and_a_label(aws: Api, assign: Callable[[str, str], None]) -> None:
+@pytest.mark.parametrize(("private", "gateway"), [("false", "igw-"), ("true", "nat-")])
+def test_a_reservation_in_a_fourth_zone_gets_a_subnet_and_a_label(
+    aws: Api, assign: Callable[[str, str], None], private: str, gateway: str
+) -> None:
+    assign("cluster.network", f"private = {private}")
     prepare.prepare(FILE)
     block(aws, assign, -HOUR, 20 * HOUR, zone=f"{FILE.region}f")
     file = launcher_file.load()
@@ -333,6 +338,12 @@ def test_a_reservation_in_a_fourth_zone_gets_a_subnet_and_a_label(aws: Api, assi
     (machine,) = launch()
     assert machine["Placement"]["AvailabilityZone"] == f"{FILE.region}f"
     assert machine["PrivateIpAddress"].startswith("10.0.245.")
+    (instance,) = moto_instances.list_all()
+    assert moto_instances.internet_gateway(instance).startswith(gateway)
+    (call,) = [one for one in aws.calls if one.action == "RunInstances"]
+    cards = [value for key, value in call.parameters.items() if key.endswith("NetworkCardIndex")]
+    section = settings.load(vpc.NetworkSection, "network", profile="cluster")
+    assert len(cards) == (vpc.efa_cards(file, section) or 1)
 
 
 def test_reserved_instances_start_in_your_own_subnet(aws: Api, assign: Callable[[str, str], None]) -> None:
