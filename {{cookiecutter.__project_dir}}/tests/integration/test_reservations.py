@@ -20,7 +20,7 @@ from rich.console import Console
 from werkzeug.serving import WSGIRequestHandler, make_server
 
 import settings
-from cluster.aws import capacity, capacity_blocks, cloud_status, launcher_file, prepare, reservation, vpc
+from cluster.aws import capacity, capacity_blocks, cloud_status, launcher_file, prepare, reservation, stack, vpc
 from cluster.aws import target as aws_target
 from cluster.aws.doctor import reserved
 from cluster.aws.doctor.account import Account
@@ -218,8 +218,9 @@ def test_only_with_a_reservation_the_stack_has_a_template_for_it(aws: Api, assig
     assert templates() == [*others, f"{FILE.slug}-reserved"]
     assert "gpu-reserved" in launcher_file.FILE.read_text(encoding="utf-8")
     assign("cluster.capacity", 'reservation = ""')
-    prepare.prepare(launcher_file.load())  # instances of the block may still run
-    assert templates() == [*others, f"{FILE.slug}-reserved"]
+    prepare.prepare(launcher_file.load())
+    kept = (stack.find(FILE) or {})["Parameters"]  # because instances of the block may still run
+    assert {"ParameterKey": "ReservedZone", "ParameterValue": ZONE} in kept
 
 
 def test_a_new_reservation_does_not_replace_the_head(aws: Api, assign: Callable[[str, str], None]) -> None:
