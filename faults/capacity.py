@@ -12,9 +12,11 @@ from faults.harness import (
     control,
     final_loss,
     no_capacity,
+    no_quota,
     replaced_file,
     run_verb,
 )
+from instance_types import INSTANCE_TYPES
 from pipeline.ray_support.workers import WorkerOptions
 
 # The project's default. It is far longer than a host takes to start, so no zone fails because of a slow start.
@@ -24,6 +26,12 @@ GATHER = (
     f"print('gathered', gang.gather(int(sys.argv[1]), {{'CPU': 60, 'GPU': 1}}, {ZONE_TIMEOUT_S}, gang.offers()))"
 )
 MANY_WORKERS = 8
+PREFERRED, SERVING = "p5.48xlarge", "g6e.xlarge"
+# requests what a replica of `serve_llm` requests
+REPLICA = (
+    "import ray, sys; ray.init(); "
+    "print(ray.get(ray.remote(num_gpus=1, num_cpus=4, accelerator_type=sys.argv[1])(lambda: 'ran').remote()))"
+)
 SAVED = re.compile(r"is about to be taken away: saving a checkpoint after step (\d+)")
 
 
@@ -46,6 +54,49 @@ def all_spot_refuses(harness: Harness) -> str:
     assert "gathered {'zone': '1'}" in log, log
     assert markets == {"on-demand"}, markets
     return _summary(log)
+
+
+def no_spot_quota(harness: Harness) -> str:
+    """The account may not run spot machines: the doctor warns, and the gang starts on demand at once."""
+    harness.wait_until_no_workers()
+    instance_type = harness.file.workers[-1].instance_type
+    with no_quota(INSTANCE_TYPES[instance_type].family.spot_quota):
+        report = run_verb("doctor")
+        log = _gather(harness)
+        markets = {machine.market for machine in harness.workers()}
+    assert f"only {instance_type} on-demand instances can start" in report, report
+    assert "refuses" not in log, log
+    assert "gathered {'zone': '1'}" in log, log
+    assert markets == {"on-demand"}, markets
+    return "the gang started on demand in zone 1, without trying spot machines"
+
+
+def preferred_type_refuses(harness: Harness) -> str:
+    """The preferred instance type has no capacity anywhere: the gang starts on the next type, and only on that."""
+    harness.wait_until_no_workers()
+    fallback = harness.file.workers[-1].instance_type
+    text = settings.FILE.read_text().replace("instance_types = []", f'instance_types = ["{PREFERRED}", "{fallback}"]')
+    with replaced_file(settings.FILE, text):
+        harness.ensure_up()
+        with no_capacity({"type": PREFERRED}):
+            log = _gather(harness)
+            types = {machine.instance_type for machine in harness.workers()}
+    assert f"zone 1, spot, {PREFERRED}: AWS refuses machines" in log, log
+    assert f"'instance_type': '{fallback}'" in log, log
+    assert types == {fallback}, types
+    return _summary(log)
+
+
+def serving_type(harness: Harness) -> str:
+    """A replica's GPU is on the instance type for serving, not on one for training."""
+    harness.wait_until_no_workers()
+    text = settings.FILE.read_text().replace('serve_instance_type = ""', f'serve_instance_type = "{SERVING}"')
+    with replaced_file(settings.FILE, text):
+        harness.ensure_up()
+        harness.wait_for_success(harness.submit(REPLICA, INSTANCE_TYPES[SERVING].gpu.accelerator))
+        (machine,) = harness.workers()
+    assert (machine.instance_type, machine.market) == (SERVING, "spot"), machine
+    return f"{machine.instance_type} started as {machine.node_type}"
 
 
 def half_a_gang(harness: Harness) -> str:
@@ -167,7 +218,7 @@ def _with_max_workers(harness: Harness, count: int) -> dict:
 
 
 def _gather(harness: Harness) -> str:
-    """Run a job that starts two A100 machines in one zone, and return its log."""
+    """Run a job that starts two GPU machines in one zone, and return its log."""
     return harness.wait_for_success(harness.submit(GATHER, "2"))
 
 

@@ -16,6 +16,9 @@ FAULTS = [
     Fault("no spot capacity in the first zone", "the gang starts in the next zone", "capacity.first_zone_refuses"),
     Fault("half a gang", "the job releases that half, and the gang starts in another zone", "capacity.half_a_gang"),
     Fault("no spot capacity anywhere", "the gang starts on demand", "capacity.all_spot_refuses"),
+    Fault("no quota for spot instances", "the doctor warns, and the gang starts on demand", "capacity.no_spot_quota"),
+    Fault("no capacity for the preferred type", "the gang starts on the next type", "capacity.preferred_type_refuses"),
+    Fault("another instance type for serving", "a replica's machine has that type", "capacity.serving_type"),
     Fault("no capacity at all", "the job reports that it waits, and continues later", "capacity.everything_refuses"),
     Fault(
         "spot interruption during training",
@@ -53,6 +56,7 @@ FAULTS = [
         "up replaces it within 3 minutes, and the job resumes when submitted again",
         "heads.head_killed",
     ),
+    Fault("the head reboots", "its lease ends it, because a reboot ends the watchdog", "heads.head_reboots"),
     Fault("head lost for good", "workers terminate themselves", "heads.head_lost"),
     Fault("time limit", "the cluster terminates itself", "heads.time_limit"),
     Fault("spend limit", "the cluster terminates itself", "heads.spend_limit"),

@@ -70,7 +70,7 @@ class Harness:
     def submit(self, code: str, *arguments: str, with_secrets: bool = False) -> str:
         """Submit Python code as a job that runs in a copy of the project's folder, and return the job's id."""
         environment: dict[str, Any] = {"working_dir": str(settings.PROJECT), "excludes": submission.EXCLUDES}
-        environment["env_vars"] = dict(self.connection.job_variables)
+        environment["env_vars"] = self.connection.job_variables | self.connection.capacity_variables()
         if with_secrets:
             environment["env_vars"]["SECRET_NAMES"] = "HF_TOKEN"
             environment["worker_process_setup_hook"] = submission.SECRETS_HOOK
@@ -83,7 +83,7 @@ class Harness:
         return final_loss(self.wait_for_success(self.train("baseline"), 300))
 
     def train(self, name: str, *options: str) -> str:
-        """Submit a one-minute training run on two A100 machines, and return the job's id.
+        """Submit a one-minute training run on two GPU machines, and return the job's id.
 
         Unless `options` say otherwise, the run has 30 steps and a checkpoint every 5 steps.
         """
@@ -156,6 +156,16 @@ def no_capacity(*launches: dict[str, Any]) -> Iterator[None]:
         yield
     finally:
         control(faults={"no_capacity": []})
+
+
+@contextlib.contextmanager
+def no_quota(code: str) -> Iterator[None]:
+    """Set a quota of the emulated account to 0 vCPUs."""
+    control(faults={"vcpus": {code: 0}})
+    try:
+        yield
+    finally:
+        control(faults={"vcpus": {}})
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from faults.harness import Harness, control, run_verb
 from faults.setup import ONE_CPU
 
 MAX_REPAIR_S = 180
+FIRST_LEASE_S = 1800  # see UserData in cluster.yaml
 BUSY_JOB = (
     "import ray, time; ray.init(); work = lambda: (print('at work', flush=True), time.sleep(600)); "
     "ray.get(ray.remote(num_cpus=1)(work).remote())"
@@ -99,6 +100,26 @@ def head_lost(harness: Harness) -> str:
     control(age_leases_s=570)
     wait_for(lambda: not instances.living(harness.file), 120, "the workers to terminate themselves")
     return f"{len(workers)} workers terminated themselves; 570 s of their 600 s lease were skipped"
+
+
+def head_reboots(harness: Harness) -> str:
+    """The head reboots, so that nothing renews its lease: the head terminates itself."""
+    harness.wait_until_no_workers()
+    head = instances.head(harness.file)
+    assert head
+    control(reboot=head.id)
+    wait_for(lambda: _answers(harness), 60, "the head to boot")
+    output = run_verb("status", exit_code=(1, Unreachable.exit_code))
+    assert "inv up" in output, output
+    control(age_leases_s=FIRST_LEASE_S)
+    return _wait_until_terminated(harness)
+
+
+def _answers(harness: Harness) -> bool:
+    try:
+        return "up" in harness.head().run("uptime")
+    except settings.UserError:
+        return False
 
 
 def _busy_workers(harness: Harness) -> list[instances.Instance]:

@@ -6,18 +6,10 @@ import re
 import sys
 import unicodedata
 
-# The only line with Jinja. JSON escapes quotes and newlines, so the raw string is valid Python for all answers.
+# The only lines with Jinja. JSON escapes quotes and newlines, so the raw strings are valid Python for all answers.
 ANSWERS = json.loads(r"""{{ cookiecutter | tojson }}""")
+REGIONS = dict(json.loads(r"""{{ regions | tojson }}"""))  # by instance type; see local_extensions.py
 
-# Regions that offer each A100 type, from EC2 DescribeInstanceTypeOfferings. Add new regions here.
-REGIONS = {
-    "p4d.24xlarge": [
-        *("us-east-1", "us-east-2", "us-west-2", "ca-central-1", "sa-east-1"),
-        *("eu-central-1", "eu-north-1", "eu-west-1", "eu-west-2"),
-        *("ap-northeast-1", "ap-northeast-2", "ap-south-1", "ap-southeast-2"),
-    ],
-    "p4de.24xlarge": ["us-east-1", "us-west-2", "eu-central-1", "ap-northeast-1", "ap-southeast-1", "il-central-1"],
-}
 MAX_WORKERS = 64
 
 
@@ -42,8 +34,8 @@ def project_slug(answer: str) -> str | None:
 
 
 def instance_type(answer: str) -> str | None:
-    """Accept one of the two instance types with A100s."""
-    return None if answer in REGIONS else f"has no A100s. Use one of: {', '.join(REGIONS)}"
+    """Accept an instance type of the project's instance_types.py."""
+    return None if answer in REGIONS else f"is not a GPU instance type. Use one of: {', '.join(REGIONS)}"
 
 
 def aws_region(answer: str) -> str | None:

@@ -1,5 +1,6 @@
 """Test that a bad answer to a question gives one error and leaves no files, and that the defaults make a project."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +8,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 from cookiecutter import cli, config
+
+import bake
 
 REFUSED = {
     "project_name": [
@@ -19,7 +22,7 @@ REFUSED = {
         *("My-LLM", "under_score", "dot.ted", "a--b", "-a", "a-", "7b-llm", "ab", "x" * 31, "class", "lambda"),
     ],
     "aws_region": ["", "us-west-9", "eu-west-3", "US-EAST-1", "us-east-1a", "us-east-1\n", "'us-east-1'"],
-    "instance_type": ["", "p5.48xlarge", "p3dn.24xlarge", "P4D.24xlarge", "p4d"],
+    "instance_type": ["", "m6i.2xlarge", "p3dn.24xlarge", "P4D.24xlarge", "p4d", "p4d.24xlarge\n"],
     "max_workers": ["", "0", "-1", "1.5", "two", "65", "1e1", "02", " 2", "1_0", "\N{FULLWIDTH DIGIT TWO}", "True"],
     "base_model": [
         *("", "qwen", "a/b/c", "a b/c", "owner/na\nme", 'o/"n"', "owner/", "/", "s3://"),
@@ -80,6 +83,27 @@ def test_a_type_that_the_region_does_not_offer_is_refused(
     result = run(template, tmp_path, "instance_type=p4de.24xlarge", "aws_region=us-east-2")
     assert result.exit_code == 1
     assert "does not offer p4de.24xlarge. Use one of: us-east-1," in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["p5.48xlarge", "p6-b200.48xlarge", "g5.xlarge", "g6.48xlarge", "g6e.12xlarge"])
+def test_every_type_of_the_projects_table_is_accepted(template: Path, tmp_path: Path, name: str) -> None:
+    result = run(template, tmp_path, f"instance_type={name}")
+    assert result.exit_code == 0, result.output
+    assert f" {name}\n" in (tmp_path / "out" / "my-llm" / "cluster" / "cluster.yaml").read_text()
+
+
+def test_a_new_type_needs_a_line_in_one_file(template: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(template, tmp_path / "template"))
+    table = copy / bake.PROJECT.name / "instance_types.py"
+    first = "        InstanceType("
+    new = f'{first}"g7e.2xlarge", G6E, L40S, 1, 8, 64, 1900, 5, 0),\n'
+    table.write_text(table.read_text().replace(first, new + first, 1))
+    options = ["--no-input", "--default-config", "instance_type=g7e.2xlarge"]
+    for source, code in ((template, 1), (copy, 0)):
+        command = [sys.executable, "-m", "cookiecutter", str(source), *options]
+        result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        assert result.returncode == code, result.stderr
+        assert ("is not a GPU instance type. Use one of: p4d.24xlarge, p4de" in result.stderr) == bool(code)
 
 
 def test_a_folder_that_exists_is_not_changed(template: Path, tmp_path: Path) -> None:

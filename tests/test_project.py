@@ -3,6 +3,7 @@
 import json
 import re
 import resource
+import runpy
 import shutil
 import subprocess
 import sys
@@ -26,6 +27,8 @@ ANSWERS = [
     {"project_name": "Größe 2", "aws_region": "eu-central-1", "max_workers": "1", "base_model": "s3://models/base"},
     {"project_name": "我的模型", "aws_region": "ap-northeast-1", "base_model": "/srv/models/llama"},
     {"project_name": "हिन्दी मॉडल", "project_slug": "hindi-llm", "base_model": "./models/base"},
+    {"project_name": "small", "instance_type": "g6e.xlarge", "max_workers": "3"},
+    {"project_name": "large", "instance_type": "p6-b200.48xlarge"},
     {"project_name": "Yes", "project_slug": "yes"},  # YAML reads an unquoted yes as a boolean
 ]
 # cookiecutter copies these without rendering: Python files contain no Jinja, and chat templates contain their own
@@ -83,6 +86,18 @@ def test_the_answers_are_in_the_project_files(made: tuple[Path, dict[str, str]])
     assert workers["node_config"]["InstanceType"] == answers.get("instance_type", "p4d.24xlarge")
     assert workers["max_workers"] == int(answers.get("max_workers", "2"))
     assert settings["cluster"]["train"]["model"] == answers.get("base_model", "Qwen/Qwen3-8B")
+
+
+def test_the_workers_fit_on_the_instances(made: tuple[Path, dict[str, str]]) -> None:
+    project, answers = made
+    settings = tomllib.loads((project / "settings.toml").read_text(encoding="utf-8"))["cluster"]
+    table = runpy.run_path(str(project / "instance_types.py"))["INSTANCE_TYPES"]
+    instance = table[answers.get("instance_type", "p4d.24xlarge")]
+    expected = 2 if instance.gpus == 1 else 8  # a power of two, so that the global batch splits evenly
+    for section in ("train", "evaluate", "embed", "generate"):
+        assert settings[section]["num_workers"] == expected
+    for cpus in (settings["train"]["cpus_per_worker"], settings["embed"]["num_cpus"], settings["serve"]["num_cpus"]):
+        assert cpus * instance.gpus <= instance.vcpus
 
 
 def test_the_project_has_exactly_the_listed_files(project: Path) -> None:

@@ -104,16 +104,16 @@ def doctor(context: Context, target: str = "local") -> None:
     **TARGET,
 )
 def plan(context: Context, model: str, target: str = "local", write: bool = False) -> None:
-    """Estimate the memory, A100s, hours and, with --target aws, dollars to train and serve a model. Runs no job."""
+    """Estimate the memory, GPUs, hours and, with --target aws, dollars to train and serve a model. Runs no job."""
     from cluster import targets
     from cluster.planner import plan as cluster_plan
 
-    cluster_plan.plan(model, CONSOLE, targets.get(target).dollars_per_instance_hour(), writes=write)
+    cluster_plan.plan(model, CONSOLE, targets.get(target).dollars_per_instance_hour, writes=write)
 
 
 @verb("job", job=f"one of: {', '.join(job_scripts.fine_tuning())}")
 def fit(context: Context, job: str) -> None:
-    """Measure the GPU memory of a fine-tuning job on a fake A100, without AWS. Job options come after --."""
+    """Measure the GPU memory of a fine-tuning job on a fake GPU, without AWS. Job options come after --."""
     from cluster import fit as cluster_fit
 
     options = _job_options()
@@ -179,7 +179,7 @@ def up(context: Context, target: str = "local", yes: bool = False, wait: bool = 
 
 @verb()
 def rehearse(context: Context) -> None:
-    """Run a cluster's full life cycle on an emulated AWS: up, training on two A100 instances, down."""
+    """Run a cluster's full life cycle on an emulated AWS: up, training on two GPU instances, down."""
     from cluster.emulator import sandbox
 
     sandbox.run_in_fresh_cloud("cluster.emulator.scenario")

@@ -5,6 +5,7 @@ Code that needs CUDA runs in new processes, on fake GPUs and with the packages o
 
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from transformers import PreTrainedConfig
 
 import settings
 from cluster import fit
+from instance_types import INSTANCE_TYPES
 
 Run = Callable[..., str]
 """Runs Python code with the packages of the nodes on a fake A100 with `mib` MiB. Returns what the code prints."""
@@ -21,7 +23,8 @@ Run = Callable[..., str]
 @pytest.fixture(scope="session")
 def gpu() -> fit.Gpu:
     """Return a fake A100 with 400 GiB, enough for every job. The first call installs the packages of the nodes."""
-    return fit.Gpu(fit.nodes_environment(), 400)
+    p4d = INSTANCE_TYPES["p4d.24xlarge"]
+    return fit.Gpu(fit.nodes_environment(), replace(p4d, gpu=replace(p4d.gpu, mib=400 * 1024)))
 
 
 @pytest.fixture(scope="session")

@@ -23,14 +23,14 @@ from rich.console import Console
 
 import settings
 from cluster import environment, job_scripts
-from cluster.common import cluster_file
-from cluster.common.cluster_file import GPUS_PER_INSTANCE
+from cluster.common import cluster_file, gpu_types
 from cluster.fake_gpu import build
+from instance_types import InstanceType
 
 GIB = 2**30
 UNMODELED_GIB = 1
 """Memory of a real GPU that torch's allocator does not manage: CUDA's context and NCCL's buffers. Not measured yet on a
-real A100."""
+real GPU."""
 
 COMPLETE = "packages-are-complete"
 """Name of a file in the nodes' environment. It exists after a complete installation."""
@@ -67,10 +67,10 @@ def fit(job: str, options: list[str], console: Console) -> None:
         raise settings.UserError(f"fit cannot measure {job}. Run: inv fit {' | '.join(job_scripts.fine_tuning())}")
     if (sys.platform, platform.machine()) != ("linux", "x86_64"):
         raise settings.UserError("fit needs Linux on x86-64, because it uses the packages of the nodes. Use: inv plan")
-    gpu = Gpu(nodes_environment(), _gpu_gib())
-    with console.status(f"{job} runs on a fake A100 with {gpu.gib} GB"):
+    gpu = Gpu(nodes_environment(), _instance())
+    with console.status(f"{job} runs on a fake {gpu.instance.gpu}"):
         needed = gpu.run(job, options)
-    result = f"{job} on {needed.world_size} GPUs with {gpu.gib} GB {_result(needed, gpu)}"
+    result = f"{job} on {needed.world_size} × {gpu.instance.gpu} {_result(needed, gpu)}"
     console.print(result, soft_wrap=True)
     _save(job, options, result)
     if needed.failed:
@@ -93,9 +93,9 @@ def last_result(job: str, options: list[str]) -> str:
     return f"inv fit, on {record['at']}: {record['result']}"
 
 
-def _gpu_gib() -> int:
-    """Return the memory of each GPU of the cluster."""
-    return 80 if any("p4de" in worker.instance_type for worker in cluster_file.load().workers) else 40
+def _instance() -> InstanceType:
+    """Return the cluster's preferred instance type for training."""
+    return gpu_types.for_training(cluster_file.load())[0]
 
 
 def _records() -> dict[str, dict[str, Any]]:
@@ -115,7 +115,7 @@ def _settings(options: list[str]) -> list[Any]:
     """Return what the result depends on: the options, the GPUs, and sections of settings.toml."""
     document = tomllib.loads(settings.FILE.read_text(encoding="utf-8"))
     sections = [[tables.get(name) for name in SECTIONS] for tables in (document, document.get("cluster", {}))]
-    return [options, _gpu_gib(), *sections]
+    return [options, _instance().name, *sections]
 
 
 def _result(needed: Measured, gpu: "Gpu") -> str:
@@ -123,7 +123,7 @@ def _result(needed: Measured, gpu: "Gpu") -> str:
         return f"does not fit: {needed.failed} runs out of memory"
     main_memory = f"; each rank takes {needed.main_memory / GIB:.1f} GiB of main memory" if needed.main_memory else ""
     return (
-        f"fits: it allocates {needed.allocated / GIB:.1f} GiB of {gpu.gib - UNMODELED_GIB} GiB, and reserves "
+        f"fits: it allocates {needed.allocated / GIB:.1f} GiB of {gpu.mib / 1024:.0f} GiB, and reserves "
         f"{needed.reserved / GIB:.1f} GiB{main_memory}"
     )
 
@@ -134,7 +134,13 @@ class Gpu:
 
     environment: Path
     """The environment with the packages of the nodes."""
-    gib: int
+    instance: InstanceType
+    """The instance type that it stands for."""
+
+    @property
+    def mib(self) -> int:
+        """Memory for torch's allocator."""
+        return self.instance.gpu.mib - UNMODELED_GIB * 1024
 
     def run(self, job: str, options: list[str]) -> Measured:
         """Run two steps of a job.
@@ -157,9 +163,9 @@ class Gpu:
             return not done.returncode and "failed" not in json.loads(report.read_text())
 
     def _run(self, job: str, options: list[str], report: Path, *, quiet: bool) -> "subprocess.CompletedProcess[bytes]":
-        rank = {"RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(GPUS_PER_INSTANCE)}
+        rank = {"RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(self.instance.gpus)}
         rank |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-        variables = self.variables((self.gib - UNMODELED_GIB) * 1024) | rank
+        variables = self.variables(self.mib) | rank
         variables |= {"PROFILE": "cluster", "FIT_REPORT": str(report)}
         command = [str(self.python), "-m", f"jobs.{job}", *options]
         output = subprocess.DEVNULL if quiet else None
@@ -171,7 +177,8 @@ class Gpu:
 
     def variables(self, mib: int) -> dict[str, str]:
         """Return the environment variables of a process that sees the GPU with `mib` MiB of memory."""
-        return os.environ | build.variables(build.for_environment(self.environment), mib=mib)
+        folder = build.for_environment(self.environment)
+        return os.environ | build.variables(folder, self.instance.gpu, mib=mib)
 
 
 def _try_switches(gpu: Gpu, job: str, options: list[str], console: Console) -> None:

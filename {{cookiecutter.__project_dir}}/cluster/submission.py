@@ -62,6 +62,7 @@ def submit(connection: Connection, job: str, arguments: list[str]) -> str:
         "working_dir": str(settings.PROJECT),
         "excludes": EXCLUDES,
         "env_vars": connection.job_variables
+        | connection.capacity_variables()
         | {
             "SECRET_NAMES": ",".join(secret_names),
             "PYTHONUNBUFFERED": "1",

@@ -1,6 +1,7 @@
 """The interface of a target. Verbs use targets only through it."""
 
 import logging
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -29,6 +30,8 @@ class Connection:
     """Where the logs of jobs are, until the cluster is taken down."""
     job_variables: dict[str, str]
     """Environment variables of each submitted job, such as its profile and where it finds files and secrets."""
+    capacity_variables: Callable[[], dict[str, str]] = dict
+    """Returns further variables, which describe the nodes that the cluster can have. On AWS, this takes a second."""
 
     def client(self) -> JobClient:
         """Return a job client. Raises `Unreachable` if the cluster does not answer, as do the client's methods."""
@@ -103,8 +106,11 @@ class Target(Protocol):
     def shell(self, command: str) -> int:
         """Run `command` on the head, or open a shell if it is empty. Return the exit code."""
 
-    def dollars_per_instance_hour(self) -> dict[int, float]:
-        """Return the lowest hourly price of A100 instances, by GPU memory in GiB. Empty if nothing costs money."""
+    def dollars_per_instance_hour(self, types: Collection[str] = ()) -> dict[str, float]:
+        """Return the lowest hourly price of the cluster's instance types and of `types`. Empty if nothing costs money.
+
+        A type that is not for sale is left out.
+        """
 
     def cloud_status(self) -> CloudStatus:
         """Return what is rented, what it costs, what is pending and why, and what AWS refused."""

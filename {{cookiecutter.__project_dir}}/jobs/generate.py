@@ -37,6 +37,8 @@ def main(options: GenerateOptions) -> None:
 def _check_cluster(options: GenerateOptions, serving: ServeOptions, source: str, output: str) -> None:
     device = "CPU" if serving.accelerator == "cpu" else "GPU"
     needs = {device: float(serving.tensor_parallel_size * serving.pipeline_parallel_size)}
+    if serving.accelerator_type:
+        needs[f"accelerator_type:{serving.accelerator_type}"] = 0.001  # as Ray requests it
     capacity.refuse_too_many_workers(options.num_workers, needs, "accelerator in [serve]")
     paths = {"input": source, "output": output, "model": serving.source}
     capacity.refuse_private_paths(paths, options.shared_paths, "generate")

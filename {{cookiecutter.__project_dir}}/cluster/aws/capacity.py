@@ -2,16 +2,62 @@
 
 from typing import Any
 
-from cluster.common.cluster_file import ClusterFile
+import settings
+from cluster.aws import quotas, vpc
+from cluster.common import prices
+from cluster.common.cluster_file import ClusterFile, NodeType
+from instance_types import INSTANCE_TYPES
 
 
-def offers(file: ClusterFile) -> list[dict[str, str]]:
-    """Return the workers' zones and markets in the order in which pipeline/ray_support/gang.py tries them."""
-    zoned = [worker for worker in file.workers if worker.zone]
+def offers(file: ClusterFile) -> list[dict[str, Any]]:
+    """Return the node types for training in the order in which pipeline/ray_support/gang.py tries them.
+
+    Those with the highest priority come first. Among them, zones with a low spot price come first, because a low price
+    shows that AWS has free capacity. Zones that do not offer the instance type, and markets with too small a quota, are
+    left out, unless nothing else is left.
+    """
+    training = [worker for worker in file.workers if worker.zone]
+    zones = _zones(file, training)
+    impossible = _impossible(file, training, zones)
+    dollars = prices.spot_prices(file, {worker.instance_type for worker in training})
+
+    def order(worker: NodeType) -> tuple[float, float, str]:
+        price = dollars.get(worker.instance_type, {}).get(zones[worker.name], float("inf"))
+        return -worker.priority, price, worker.zone
+
+    possible = [worker for worker in training if worker.name not in impossible] or training
     return [
-        {"node_type": worker.name, "zone": worker.zone, "market": worker.market}
-        for worker in sorted(zoned, key=lambda worker: (-worker.priority, worker.zone))
+        {"node_type": worker.name, "labels": file.content["available_node_types"][worker.name]["labels"]}
+        for worker in sorted(possible, key=order)
     ]
+
+
+def _zones(file: ClusterFile, workers: list[NodeType]) -> dict[str, str]:
+    """Return the AWS zone of each node type, or "" for one whose zone has no number, which is that of a reservation.
+
+    The launch templates in stack.yaml have the numbers of the network's zones.
+    """
+    zones = vpc.find_network(file, settings.load(vpc.NetworkSection, "network", profile="cluster")).zones
+    return {worker.name: zones[int(worker.zone) - 1] if worker.zone.isdigit() else "" for worker in workers}
+
+
+def _impossible(file: ClusterFile, workers: list[NodeType], zones: dict[str, str]) -> set[str]:
+    """Return the names of the node types that AWS will refuse: their zone or their quota does not allow them."""
+    types = sorted({worker.instance_type for worker in workers})
+    offered = {
+        (offer["InstanceType"], offer["Location"])
+        for offer in file.client("ec2").describe_instance_type_offerings(
+            LocationType="availability-zone", Filters=[{"Name": "instance-type", "Values": types}]
+        )["InstanceTypeOfferings"]
+    }
+    known = {(worker.instance_type, worker.market) for worker in workers if worker.instance_type in INSTANCE_TYPES}
+    without_quota = quotas.too_small(file, known)
+    return {
+        worker.name
+        for worker in workers
+        if (worker.instance_type, worker.market) in without_quota
+        or (zones[worker.name] and (worker.instance_type, zones[worker.name]) not in offered)
+    }
 
 
 def possible_nodes(file: ClusterFile) -> list[dict[str, Any]]:
@@ -23,6 +69,7 @@ def possible_nodes(file: ClusterFile) -> list[dict[str, Any]]:
     described = file.client("ec2").describe_instance_types(InstanceTypes=types)["InstanceTypes"]
     return [
         {
+            "instance_type": one["InstanceType"],
             "resources": {"CPU": one["VCpuInfo"]["DefaultVCpus"]} | _gpus(one),
             "count": max(worker.max_workers for worker in file.workers if worker.instance_type == one["InstanceType"]),
         }
@@ -31,5 +78,6 @@ def possible_nodes(file: ClusterFile) -> list[dict[str, Any]]:
 
 
 def _gpus(described: dict[str, Any]) -> dict[str, int]:
+    """Return the number of GPUs, and what Ray calls their type."""
     gpus = described.get("GpuInfo", {}).get("Gpus", [])
-    return {"GPU": sum(gpu["Count"] for gpu in gpus)} if gpus else {}
+    return {"GPU": sum(gpu["Count"] for gpu in gpus), f"accelerator_type:{gpus[0]['Name']}": 1} if gpus else {}

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 import settings
-from cluster.aws import reservation, vpc
+from cluster.aws import gpu_node_types, reservation, vpc
 from cluster.aws.reservation import Reservation
 from cluster.common import cluster_file
 from cluster.common.cluster_file import CAPACITY_BLOCK, ClusterFile
@@ -46,13 +46,20 @@ def resolved(file: ClusterFile) -> ClusterFile:
 
     A reservation that has ended or does not exist adds nothing, so that all verbs still work. `inv up` refuses it.
     """
-    node_types = _reserved_node_type(file) | file.content["available_node_types"]
+    with_gpus = _with_node_types(file, gpu_node_types.apply(file))
+    node_types = gpu_node_types.keep_runs_on_one_type(
+        _reserved_node_type(with_gpus) | with_gpus.content["available_node_types"]
+    )
     if node_types == file.content["available_node_types"]:
         return file
     mounts = file.content["file_mounts"] | {COPY_ON_NODES: MOUNTED}
     content = file.content | {"available_node_types": node_types, "file_mounts": mounts}
     digest = hashlib.sha256(f"{file.digest}{json.dumps(content)}".encode()).hexdigest()[:16]
     return dataclasses.replace(file, content=content, digest=digest)
+
+
+def _with_node_types(file: ClusterFile, node_types: dict[str, Any]) -> ClusterFile:
+    return dataclasses.replace(file, content=file.content | {"available_node_types": node_types})
 
 
 def write(file: ClusterFile) -> None:

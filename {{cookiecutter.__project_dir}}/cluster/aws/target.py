@@ -3,6 +3,7 @@
 import json
 import subprocess
 import time
+from collections.abc import Collection
 
 import requests
 from rich.console import Console
@@ -28,8 +29,7 @@ from cluster.common import bucket, cluster_file, instances, prices
 from cluster.common.cluster_file import CAPACITY_BLOCK, TARGET, ClusterFile
 from cluster.doctor import Finding
 from cluster.target import CloudStatus, Connection, WantedBlock
-
-A100_GIB = {"p4d.24xlarge": 40, "p4de.24xlarge": 80}
+from instance_types import INSTANCE_TYPES
 
 
 class Aws:
@@ -102,10 +102,12 @@ class Aws:
             job_variables={
                 "PROFILE": self.profile,
                 "PROJECT_DIR": f"s3://{bucket.name(file)}",
-                "CLUSTER_NODES": json.dumps(capacity.possible_nodes(file)),
-                "GANG_OFFERS": json.dumps(capacity.offers(file)),
                 "SECRETS_PREFIX": f"{file.slug}/",
                 "AWS_DEFAULT_REGION": file.region,
+            },
+            capacity_variables=lambda: {
+                "CLUSTER_NODES": json.dumps(capacity.possible_nodes(file)),
+                "GANG_OFFERS": json.dumps(capacity.offers(file)),
             },
         )
 
@@ -123,14 +125,14 @@ class Aws:
             return subprocess.call([*ssh_head.command("-T"), ssh.ENVIRONMENT + command])
         return subprocess.call([*ssh_head.command("-t"), "bash", "-l"])
 
-    def dollars_per_instance_hour(self) -> dict[int, float]:
+    def dollars_per_instance_hour(self, types: Collection[str] = ()) -> dict[str, float]:
         file = launcher_file.load()
-        known = prices.ask(file)
-        by_card: dict[int, list[float]] = {}
+        known, found = prices.ask(file), prices.lowest(file, types)
         for worker in file.workers:
-            if worker.instance_type in A100_GIB and worker.market != CAPACITY_BLOCK:
-                by_card.setdefault(A100_GIB[worker.instance_type], []).append(known.workers[worker.name])
-        return {card: min(dollars) for card, dollars in by_card.items()}
+            dollars = known.workers[worker.name]
+            if worker.instance_type in INSTANCE_TYPES and worker.market != CAPACITY_BLOCK:
+                found[worker.instance_type] = min(dollars, found.get(worker.instance_type, dollars))
+        return found
 
     def cloud_status(self) -> CloudStatus:
         file = launcher_file.load()

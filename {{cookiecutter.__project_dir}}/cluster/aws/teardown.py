@@ -11,7 +11,7 @@ from cluster.common import instances
 from cluster.common.cluster_file import TARGET, ClusterFile
 
 TERMINATE_TIMEOUT_S = 900
-TEMPLATES = ("head", "cpu", "gpu-*", "reserved")
+TEMPLATES = ("head", "cpu", "gpu-*", "serve-*", "reserved")
 """Ends of the names of the launch templates in stack.yaml."""
 
 

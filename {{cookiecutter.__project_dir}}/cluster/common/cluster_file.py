@@ -14,8 +14,6 @@ import settings
 
 FILE = settings.PROJECT / "cluster" / "cluster.yaml"
 PINS = settings.PROJECT / "requirements" / "cluster.txt"
-GPUS_PER_INSTANCE = 8
-"""Number of GPUs in a p4d or p4de instance."""
 CAPACITY_BLOCK = "capacity-block"
 """Market of instances that are paid in advance."""
 REHEARSAL = "REHEARSAL"

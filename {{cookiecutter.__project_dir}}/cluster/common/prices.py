@@ -1,16 +1,17 @@
 """Prices of the instances in cluster.yaml, from AWS."""
 
+import contextlib
 import datetime
 import json
-import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import boto3
 from rich.table import Table
 
 import settings
-from cluster.common.cluster_file import CAPACITY_BLOCK, GPUS_PER_INSTANCE, ClusterFile, NodeType
+from cluster.common.cluster_file import CAPACITY_BLOCK, ClusterFile, NodeType
+from instance_types import INSTANCE_TYPES
 
 PRICING_REGION = "us-east-1"  # serves the prices of all regions
 LINUX = "Linux/UNIX"
@@ -22,7 +23,11 @@ class Prices:
 
     head: float
     workers: dict[str, float]
-    """Maps a node type to its price. A spot price is the current one in the cheapest zone. A prepaid hour costs 0."""
+    """Maps a node type to its price. A prepaid hour costs 0.
+
+    A spot price is the current one in the cheapest zone. Without one, it is the on-demand price, which a spot price
+    never exceeds.
+    """
     maximum: float
     """Price of the head and of max_workers instances of the most expensive type."""
 
@@ -66,16 +71,40 @@ def table(file: ClusterFile, prices: Prices) -> Table:
     return shown
 
 
-def of_workers(dollars_per_instance_hour: Mapping[int, float], device: str, workers: int) -> float | None:
+def of_workers(dollars_per_instance_hour: Mapping[str, float], device: str, workers: int) -> float | None:
     """Return the hourly price of enough instances for one GPU per worker, or None if the price is unknown.
 
-    `dollars_per_instance_hour` maps an A100's memory in GiB to the hourly price of an instance. `device` is the name of
-    a GPU, such as "NVIDIA A100-SXM4-40GB".
+    `dollars_per_instance_hour` maps an instance type to the hourly price of an instance. `device` is the name of a GPU,
+    such as "NVIDIA A100-SXM4-40GB". If several types have this GPU, the run is assumed to use the cheapest.
     """
-    for gib, dollars in dollars_per_instance_hour.items():
-        if "A100" in device and f"{gib}GB" in device:
-            return dollars * math.ceil(workers / GPUS_PER_INSTANCE)
-    return None
+    types = [INSTANCE_TYPES[name] for name in dollars_per_instance_hour if name in INSTANCE_TYPES]
+    costs = (dollars_per_instance_hour[one.name] * one.instances(workers) for one in types if one.gpu.device == device)
+    return min(costs, default=None)
+
+
+def lowest(file: ClusterFile, names: Collection[str]) -> dict[str, float]:
+    """Return the current hourly spot price of each instance type in its cheapest zone, or else its on-demand price.
+
+    A type that AWS does not sell in the region is left out.
+    """
+    found = {name: min(zones.values()) for name, zones in spot_prices(file, names).items()}
+    for name in set(names) - set(found):
+        with contextlib.suppress(settings.UserError):
+            found[name] = _on_demand(file, name)
+    return found
+
+
+def spot_prices(file: ClusterFile, names: Collection[str]) -> dict[str, dict[str, float]]:
+    """Return the current hourly spot prices by instance type and zone. A type without spot instances is left out."""
+    found: dict[str, dict[str, float]] = {}
+    if names:
+        for entry in file.client("ec2").describe_spot_price_history(
+            InstanceTypes=sorted(names),
+            ProductDescriptions=[LINUX],
+            StartTime=datetime.datetime.now(datetime.UTC),  # returns the current price of each zone
+        )["SpotPriceHistory"]:
+            found.setdefault(entry["InstanceType"], {})[entry["AvailabilityZone"]] = float(entry["SpotPrice"])
+    return found
 
 
 def _on_demand(file: ClusterFile, instance_type: str) -> float:
@@ -102,13 +131,5 @@ def _on_demand(file: ClusterFile, instance_type: str) -> float:
 
 
 def _spot(file: ClusterFile, instance_type: str) -> float:
-    history = file.client("ec2").describe_spot_price_history(
-        InstanceTypes=[instance_type],
-        ProductDescriptions=[LINUX],
-        StartTime=datetime.datetime.now(datetime.UTC),  # returns the current price of each zone
-    )["SpotPriceHistory"]
-    if not history:
-        raise settings.UserError(
-            f"{instance_type} is not available as a spot instance in {file.region}. Remove it from cluster/cluster.yaml"
-        )
-    return min(float(entry["SpotPrice"]) for entry in history)
+    zones = spot_prices(file, [instance_type]).get(instance_type)
+    return min(zones.values()) if zones else _on_demand(file, instance_type)

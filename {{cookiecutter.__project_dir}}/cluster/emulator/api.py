@@ -4,7 +4,7 @@ The wrapper adds what moto lacks:
 - It checks the signature of each call, and the caller's policies with their conditions.
 - RunInstances starts up to MaxCount instances, and all of them get the instance profile. moto starts MinCount
   instances, and only the first gets the profile.
-- Capacity can run out.
+- Capacity can run out, and quotas can be too small.
 - Some effects of a call are visible only later (see consistency.py).
 - EC2 rejects calls at a higher rate than its limits (see throttling.py).
 - Instances can start in capacity reservations (see reservations.py).
@@ -22,9 +22,10 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from moto.ec2.models import ec2_backends
+from moto.ec2.models.instance_types import INSTANCE_TYPES
 from moto.server import DomainDispatcherApplication, create_backend_app
 
-from cluster.aws import stack
+from cluster.aws import quotas, stack
 from cluster.emulator import iam, launch_rules, moto_instances, permissions, reservations, stack_resources, stubs
 from cluster.emulator.consistency import Consistency
 from cluster.emulator.moto_instances import ACCOUNT
@@ -60,6 +61,8 @@ class InjectedFaults:
     no_capacity: list[dict[str, Any]] = field(default_factory=list)
     """Which launches run out of capacity. An entry's keys `zone`, `market` ("spot" or "on-demand") and `type` select
     launches; a missing key matches all. `available` is the number of instances that can still start (default 0)."""
+    vcpus: dict[str, float] = field(default_factory=dict)
+    """Quotas on the vCPUs of running instances, by the code of the quota."""
 
     def allocate(self, launch: dict[str, str], count: int) -> int:
         """Return how many of `count` instances a launch gets. `launch` has the keys zone, market and type."""
@@ -121,7 +124,9 @@ class Api:
             return stale.decode()
         if call.service == "ec2" and (text := self.reservations.respond(call.action, call.region, call.parameters)):
             return text
-        return stubs.respond(call.service, call.action, call.parameters, principal)
+        if call.action == "GetServiceQuota":
+            return stubs.service_quota(call.parameters["QuotaCode"], self.faults.vcpus)
+        return stubs.respond(call.service, call.action, call.region, call.parameters, principal)
 
     def as_json(self) -> list[dict[str, Any]]:
         """Return all calls so far as dictionaries, oldest first."""
@@ -143,6 +148,7 @@ class Api:
         reservation = call.parameters.get(reservations.TARGET, "")
         if reservation or launch["market"] == "capacity-block":
             return self.reservations.admit(launch, reservation, call.parameters)
+        self._check_quota(launch["type"], launch["market"], int(call.parameters["MinCount"]))
         allocated = self.faults.allocate(launch, int(call.parameters["MaxCount"]))
         if allocated < int(call.parameters["MinCount"]):
             raise iam.AwsError(
@@ -151,6 +157,27 @@ class Api:
                 f"({launch['zone']}).",
             )
         return allocated
+
+    def _check_quota(self, instance_type: str, market: str, count: int) -> None:
+        """Refuse a launch beyond a quota that a test has set, with the errors of EC2.
+
+        https://docs.aws.amazon.com/AWSEC2/latest/APIReference/errors-overview.html
+        """
+        quota = quotas.of(instance_type, market)
+        if quota is None or quota.code not in self.faults.vcpus:
+            return
+        running = [one for one in moto_instances.list_all() if one.state in ("pending", "running")]
+        types = [one.type for one in running if quota.counts(one.type, one.market)] + [instance_type] * count
+        if sum(INSTANCE_TYPES[name]["VCpuInfo"]["DefaultVCpus"] for name in types) <= self.faults.vcpus[quota.code]:
+            return
+        if market == "spot":
+            raise iam.AwsError("MaxSpotInstanceCountExceeded", "Max spot instance count exceeded")
+        raise iam.AwsError(
+            "VcpuLimitExceeded",
+            "You have requested more vCPU capacity than your current vCPU limit of "
+            f"{self.faults.vcpus[quota.code]:g} allows for the instance bucket that the specified instance type "
+            "belongs to.",
+        )
 
 
 def _zone_of(parameters: dict[str, str]) -> str:

@@ -66,6 +66,11 @@ class Cloud:
         """Record an event for the timeline that `inv rehearse` shows."""
         self.events.append({"at": time.time(), "instance": instance_id, "what": what})
 
+    def reboot(self, instance_id: str) -> None:
+        """Reboot a host, as RebootInstances does."""
+        self.record(instance_id, "reboots")
+        self._in_background(instance_id, self.hosts[instance_id].reboot)
+
     def _reconcile(self, instance: MotoInstance) -> None:
         host = self.hosts.get(instance.id)
         if instance.state == "running" and host is None:
@@ -147,9 +152,11 @@ class ControlApi:
         interrupt: str = "",
         notice_s: float = 120,
         age_leases_s: float = 0,
+        reboot: str = "",
         reservation: dict[str, Any] | None = None,
     ) -> None:
-        """Set the faults, interrupt a spot instance after a notice, backdate all leases, or change a reservation.
+        """Set the faults, interrupt a spot instance after a notice, backdate all leases, reboot an instance, or change
+        a reservation.
 
         `reservation` has the arguments of `Reservations.put`. Its hosts get the new end, as if time had passed.
         """
@@ -163,6 +170,8 @@ class ControlApi:
             threading.Timer(notice_s, instance.moto.terminate).start()
         for host in list(self.cloud.hosts.values()) if age_leases_s else []:
             host.age_lease(age_leases_s)
+        if reboot:
+            self.cloud.reboot(reboot)
         if reservation is not None:
             self.api.reservations.put(**reservation)
             for instance_id, host in list(self.cloud.hosts.items()):

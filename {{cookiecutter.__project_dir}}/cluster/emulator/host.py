@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cluster.emulator.addresses import GATEWAY
+from cluster.node.state import BLOCK_END
 
 INIT = Path(__file__).with_name("host_init.sh")
 BOOT_TIMEOUT_S = 120  # booting usually takes a second, and failure is noticed immediately
@@ -47,9 +48,17 @@ class Host:
         }.items():
             (self.folder / file).write_text(text)
         (self.folder / "user-data").write_bytes(self.user_data)
+        self._start()
+
+    def reboot(self) -> None:
+        """End all of the host's processes, and boot it again with the same disk."""
+        self._kill()
+        self._start()
+
+    def _start(self) -> None:
         namespaces = ["unshare", "--net", "--mount", "--pid", "--ipc", "--uts", "--fork", "--kill-child"]
         gateway = GATEWAY if self.has_internet else ""
-        with (self.folder / "boot.log").open("wb") as log:
+        with (self.folder / "boot.log").open("ab") as log:
             self.process = subprocess.Popen(
                 [*namespaces, "bash", str(INIT), str(self.folder), self.private_ip, self.public_ip, gateway],
                 env={"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8"},
@@ -66,12 +75,15 @@ class Host:
 
     def stop(self) -> None:
         """Kill all of the host's processes at once, and delete its files."""
+        self._kill()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _kill(self) -> None:
         if self.process:
             self.process.send_signal(signal.SIGKILL)  # because of --kill-child, this also kills the host's PID 1
             self.process.wait()
         with contextlib.suppress(subprocess.CalledProcessError):
             _ip("link", "del", self._card())
-        shutil.rmtree(self.folder, ignore_errors=True)
 
     def age_lease(self, seconds: float) -> None:
         """Backdate the host's lease (see cluster.yaml), so that tests need not wait ten minutes."""
@@ -81,7 +93,7 @@ class Host:
 
     def move_block_end(self, end: str) -> None:
         """Change when the host's Capacity Block ends (see launcher_file.py), so that tests need not wait for days."""
-        Path("/proc", self._first_process(), "root", "run/lease/block-end").write_text(end)
+        Path("/proc", self._first_process(), "root", *BLOCK_END.parts[1:]).write_text(end)
 
     def log(self) -> str:
         return (self.folder / "boot.log").read_text(errors="replace")

@@ -8,7 +8,7 @@ folder=$1 private=$2 public=$3 gateway=$4
 root=$folder/root
 
 mount --make-rprivate /
-mkdir "$root" "$folder/upper" "$folder/work"
+mkdir -p "$root" "$folder/upper" "$folder/work"
 mount -t overlay overlay -o "lowerdir=$(cat "$folder/layers"),upperdir=$folder/upper,workdir=$folder/work" "$root"
 mount -t proc proc "$root/proc"
 mount -t sysfs -o ro sysfs "$root/sys"
@@ -54,7 +54,12 @@ trap 'exit 0' USR1 # the image's `shutdown` sends this; every process of the hos
 trap : TERM INT HUP
 set -a; . /etc/rehearsal-environment; set +a
 /usr/sbin/sshd -E /var/log/sshd.log
-[ ! -s /var/user-data ] || /var/user-data > /var/log/cloud-init-output.log 2>&1 &
+if [ ! -e /var/lib/cloud ]; then # the first boot
+    mkdir -p /var/lib/cloud/scripts/per-boot
+    [ ! -s /var/user-data ] || /var/user-data > /var/log/cloud-init-output.log 2>&1 &
+else
+    for script in /var/lib/cloud/scripts/per-boot/*; do "$script"; done
+fi
 while :; do
     sleep 3600 &
     wait "$!" || true

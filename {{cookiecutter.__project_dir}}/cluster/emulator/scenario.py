@@ -61,7 +61,7 @@ def run() -> None:
         with _step("up: the real `ray up`"):
             target.up(yes=True)
         uploading.result()
-    with _step(f"fine-tune on {WORKERS} A100 machines, which the autoscaler starts"):
+    with _step(f"fine-tune on {WORKERS} GPU machines, which the autoscaler starts"):
         connection = target.connect()
         job = submission.submit(connection, "finetune_ddp", TRAINING)
         if submission.follow(connection, job):

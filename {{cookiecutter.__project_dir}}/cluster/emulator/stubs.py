@@ -1,41 +1,49 @@
 """Stubs for calls that moto lacks: prices, quotas and IAM's policy simulator.
 
-Prices and quotas are made up. Prices are the same in all regions and zones and at all times. Quotas are not enforced.
+Prices and quotas are made up. Prices are the same in all regions and at all times. Only quotas that a test sets are
+enforced (see api.py).
 """
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from cluster.emulator.iam import Permission, Principal, is_allowed
+from instance_types import INSTANCE_TYPES
 
-DOLLARS_AN_HOUR = {"m6i.2xlarge": 0.4, "m6i.8xlarge": 1.6, "p4d.24xlarge": 22.0, "p4de.24xlarge": 28.0}
+DOLLARS_AN_HOUR = {"m6i.2xlarge": 0.4, "m6i.8xlarge": 1.6, "p4d.24xlarge": 22.0, "p4de.24xlarge": 28.0} | {
+    one.name: one.gpus * one.gpu.bf16_flops / 1e14 for one in INSTANCE_TYPES.values() if not one.name.startswith("p4")
+}
 SPOT_PRICE_RATIO = 0.5
-"""Spot price divided by on-demand price."""
+"""Spot price divided by on-demand price, in the cheapest zone."""
+SPOT_PRICE_STEP = 0.01
+"""How much the spot price rises from each zone to the next, as a share of the on-demand price."""
 
 VCPU_QUOTA = 1000.0
+"""vCPUs of each quota, unless a test sets another number."""
 
 SIMULATION = """<?xml version="1.0" encoding="UTF-8"?>
 <SimulatePrincipalPolicyResponse xmlns="https://iam.amazonaws.com/doc/2010-05-08/"><SimulatePrincipalPolicyResult>
 <EvaluationResults>{results}</EvaluationResults><IsTruncated>false</IsTruncated>
 </SimulatePrincipalPolicyResult></SimulatePrincipalPolicyResponse>"""
 SPOT_PRICES = """<?xml version="1.0" encoding="UTF-8"?>
-<DescribeSpotPriceHistoryResponse xmlns="http://ec2.amazonaws.com/doc/2016-11-15/"><spotPriceHistorySet><item>
-<instanceType>{instance_type}</instanceType><productDescription>Linux/UNIX</productDescription>
+<DescribeSpotPriceHistoryResponse xmlns="http://ec2.amazonaws.com/doc/2016-11-15/"><spotPriceHistorySet>
+{items}</spotPriceHistorySet></DescribeSpotPriceHistoryResponse>"""
+SPOT_PRICE = """<item><instanceType>{instance_type}</instanceType><productDescription>Linux/UNIX</productDescription>
 <spotPrice>{dollars:.6f}</spotPrice><timestamp>2026-01-01T00:00:00.000Z</timestamp>
-<availabilityZone>us-east-1a</availabilityZone></item></spotPriceHistorySet></DescribeSpotPriceHistoryResponse>"""
+<availabilityZone>{zone}</availabilityZone></item>"""
 
 
-def respond(service: str, action: str, parameters: dict[str, Any], principal: Principal) -> str | None:
+def respond(service: str, action: str, region: str, parameters: dict[str, Any], principal: Principal) -> str | None:
     """Return the response body, or None if there is no stub for this call."""
     if (service, action) == ("iam", "SimulatePrincipalPolicy"):
         return _simulate(parameters, principal)
     stub = STUBS.get((service, action))
-    return stub(parameters) if stub else None
+    return stub(parameters, region) if stub else None
 
 
-def _get_products(request: dict[str, Any]) -> str:
+def _get_products(request: dict[str, Any], region: str) -> str:
     filters = {entry["Field"]: entry["Value"] for entry in request["Filters"]}
     price = DOLLARS_AN_HOUR.get(filters["instanceType"])
     dimension = {"unit": "Hrs", "pricePerUnit": {"USD": f"{price:.10f}"}} if price else None
@@ -43,16 +51,24 @@ def _get_products(request: dict[str, Any]) -> str:
     return json.dumps({"FormatVersion": "aws_v1", "PriceList": [json.dumps(product)] if price else []})
 
 
-def _spot_price_history(request: dict[str, str]) -> str:
-    instance_type = request["InstanceType.1"]
-    return SPOT_PRICES.format(
-        instance_type=instance_type, dollars=DOLLARS_AN_HOUR.get(instance_type, 1) * SPOT_PRICE_RATIO
-    )
+def _spot_price_history(request: dict[str, str], region: str) -> str:
+    types = [value for key, value in request.items() if re.fullmatch(r"InstanceType\.\d+", key)]
+    items = [
+        SPOT_PRICE.format(
+            instance_type=one,
+            zone=f"{region}{letter}",
+            dollars=DOLLARS_AN_HOUR.get(one, 1) * (SPOT_PRICE_RATIO + index * SPOT_PRICE_STEP),
+        )
+        for one in types
+        for index, letter in enumerate("abcdef")
+    ]
+    return SPOT_PRICES.format(items="".join(items))
 
 
-def _get_service_quota(request: dict[str, Any]) -> str:
-    quota = {"ServiceCode": "ec2", "QuotaCode": request["QuotaCode"], "QuotaName": "vCPUs of running machines"}
-    return json.dumps({"Quota": quota | {"Value": VCPU_QUOTA, "Unit": "None", "Adjustable": True}})
+def service_quota(code: str, vcpus: Mapping[str, float]) -> str:
+    """Return the response to GetServiceQuota. `vcpus` maps the codes of quotas to numbers that a test has set."""
+    quota = {"ServiceCode": "ec2", "QuotaCode": code, "QuotaName": "vCPUs of running machines"}
+    return json.dumps({"Quota": quota | {"Value": vcpus.get(code, VCPU_QUOTA), "Unit": "None", "Adjustable": True}})
 
 
 def _simulate(request: dict[str, str], principal: Principal) -> str:
@@ -72,8 +88,7 @@ def _simulate(request: dict[str, str], principal: Principal) -> str:
     return SIMULATION.format(results=results)
 
 
-STUBS: dict[tuple[str, str], Callable[[dict[str, Any]], str]] = {
+STUBS: dict[tuple[str, str], Callable[[dict[str, Any], str], str]] = {
     ("pricing", "GetProducts"): _get_products,
     ("ec2", "DescribeSpotPriceHistory"): _spot_price_history,
-    ("servicequotas", "GetServiceQuota"): _get_service_quota,
 }

@@ -1,6 +1,7 @@
 """The `rehearsal` target, which starts the emulated cloud and runs the current verb inside it."""
 
 import sys
+from collections.abc import Collection
 from typing import NoReturn
 
 from cluster.common import cluster_file
@@ -43,7 +44,7 @@ class Rehearsal:
     def shell(self, command: str) -> int:
         _run_verb_inside()
 
-    def dollars_per_instance_hour(self) -> dict[int, float]:
+    def dollars_per_instance_hour(self, types: Collection[str] = ()) -> dict[str, float]:
         sandbox.start(cluster_file.load().region)
         _run_verb_inside()
 

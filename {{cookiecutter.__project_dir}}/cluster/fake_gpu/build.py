@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import settings
+from instance_types import Gpu
 
 SOURCE = Path(__file__).parent
 RUNTIME, DRIVERS = "libfakegpu.so", ("libcuda.so.1", "libnvidia-ml.so.1")
@@ -55,13 +56,15 @@ def build(site_packages: Path, folder: Path) -> None:
         _compile(folder / name, sources, f"-Wl,-soname,{name}")
 
 
-def variables(folder: Path, *, mib: int) -> dict[str, str]:
-    """Return the environment variables with which a process sees a GPU of `mib` MiB."""
+def variables(folder: Path, gpu: Gpu, *, mib: int) -> dict[str, str]:
+    """Return the environment variables with which a process sees this GPU with `mib` MiB."""
     return {
         "LD_PRELOAD": str(folder / RUNTIME),
         "LD_LIBRARY_PATH": str(folder),
         "TRITON_LIBCUDA_PATH": str(folder),
         "FAKE_GPU_MIB": str(mib),
+        "FAKE_GPU_CAPABILITY": str(gpu.capability),
+        "FAKE_GPU_NAME": gpu.device,
     }
 
 

@@ -90,6 +90,7 @@ def _settings() -> Iterator[Finding]:
     from pipeline.evaluation.options import EvaluateOptions
     from pipeline.generation.options import GenerateOptions
     from pipeline.rag.options import EmbedOptions, RagOptions
+    from pipeline.ray_support.gpu_section import GpuSection
     from pipeline.serving.accelerator import check_accelerator
     from pipeline.serving.options import ServeOptions
     from pipeline.training.options import ClassifierOptions, DDPOptions, DeepSpeedOptions, FSDPOptions
@@ -108,6 +109,7 @@ def _settings() -> Iterator[Finding]:
         (RagOptions, ("rag",)),
         (GenerateOptions, ("generate",)),
         (SecretsSection, ("secrets",)),
+        (GpuSection, ("gpu",)),
     ]
     for profile in settings.PROFILES:
         try:

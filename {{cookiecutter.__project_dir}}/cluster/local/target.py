@@ -6,6 +6,7 @@ Other Ray clusters can run on the same machine.
 import secrets
 import shutil
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 import settings
@@ -76,7 +77,7 @@ class Local:
     def shell(self, command: str) -> int:
         raise settings.UserError("local runs on this machine, so there is no head to connect to. Use your own shell")
 
-    def dollars_per_instance_hour(self) -> dict[int, float]:
+    def dollars_per_instance_hour(self, types: Collection[str] = ()) -> dict[str, float]:
         return {}
 
     def cloud_status(self) -> CloudStatus:

@@ -16,7 +16,7 @@ import settings
 from cluster.common import bucket, cluster_file, instances, prices
 from cluster.common.cluster_file import ClusterFile
 from cluster.node import autoscaler_log
-from cluster.node.state import INTERVAL_S, LEASE, RAY_CONFIG, STATE_FILE
+from cluster.node.state import INTERVAL_S, LAUNCHED, LEASE, RAY_CONFIG, STATE_FILE
 
 CLOSED_S = 300.0
 """How long a node type stays closed after AWS refuses it."""
@@ -120,9 +120,9 @@ def watch() -> None:
 def renew_lease_within(limits: LimitsSection, file: ClusterFile) -> None:
     """Renew the head's lease, or terminate the cluster if it has run for `limits.hours`.
 
-    The hours count from boot, when the lease's folder was created.
+    The hours count from the first boot, so a reboot does not extend them.
     """
-    if time.time() - LEASE.parent.stat().st_mtime >= limits.hours * 3600:
+    if time.time() - LAUNCHED.stat().st_mtime >= limits.hours * 3600:
         end_cluster(file, f"the limit of {limits.hours:g} hours in settings.toml is reached")
     LEASE.touch()
 

@@ -5,20 +5,19 @@ experts, they count the activations of only one expert per token.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from cluster.common.cluster_file import GPUS_PER_INSTANCE
 from cluster.planner.shape import LORA_RANK, Shape
+from instance_types import Gpu, InstanceType
 from pipeline.training.chunked_loss import CHUNK
-from pipeline.training.flops import PEAK_BF16_FLOPS, flops_per_token
+from pipeline.training.flops import flops_per_token
 
 GIB = 2**30
-GPU_GIB = (40, 80)
 USABLE = 0.9  # share of memory to fill; CUDA's context, NCCL's buffers and fragmentation take the rest
-HOST_GIB = 1152  # main memory of p4d.24xlarge and p4de.24xlarge
 MAX_GPUS = 128  # largest number of GPUs to try
-MFU = 0.4  # assumed share of an A100's bf16 peak; a run logs its measured share as `mfu` in metrics.jsonl
+MFU = 0.4  # assumed share of a GPU's bf16 peak; a run logs its measured share as `mfu` in metrics.jsonl
 # Tokens per micro-batch. The plan tries no larger ones: with FSDP and ZeRO-3, communication already takes only 19 % as
 # long as computation, whatever the model, if NCCL within one instance reaches 200 GB/s and the GPUs half their peak.
 ENOUGH_TOKENS = 4096
@@ -75,10 +74,6 @@ class Training:
     def width(self) -> int:
         """Bytes per number in the computation."""
         return 2 if self.precision == "bf16" else 4
-
-    @property
-    def instances(self) -> int:
-        return -(-self.gpus // GPUS_PER_INSTANCE)
 
 
 @dataclass(frozen=True)
@@ -309,29 +304,34 @@ def _pinned(size: float) -> float:
     return 2 ** math.ceil(math.log2(size)) if size else 0
 
 
-def fits(shape: Shape, training: Training, gpu_gib: int) -> bool:
+def fits(shape: Shape, training: Training, instance: InstanceType) -> bool:
     """Return whether training fits into the memory of each GPU and of each instance."""
     needed = peak(shape, training)
-    ranks = min(training.gpus, GPUS_PER_INSTANCE)
-    return needed.gpu <= USABLE * gpu_gib * GIB and ranks * needed.host <= USABLE * HOST_GIB * GIB
+    ranks = min(training.gpus, instance.gpus)
+    return needed.gpu <= USABLE * instance.gpu.gib * GIB and ranks * needed.host <= USABLE * instance.memory_gib * GIB
 
 
-def fewest(shape: Shape, training: Training, gpu_gib: int, gpu_counts: tuple[int, ...]) -> int | None:
-    """Return the smallest of the `gpu_counts` that training fits on, or None if it fits on none of them."""
-    return next((gpus for gpus in gpu_counts if fits(shape, replace(training, gpus=gpus), gpu_gib)), None)
+def gpu_counts(instance: InstanceType, most: int = MAX_GPUS) -> tuple[int, ...]:
+    """Return the numbers of GPUs to try: part of one instance, or whole instances with up to `most` GPUs."""
+    return (*range(1, instance.gpus), *range(instance.gpus, most + 1, instance.gpus))
+
+
+def fewest(shape: Shape, training: Training, instance: InstanceType, counts: Sequence[int]) -> int | None:
+    """Return the first of the `counts` of GPUs that training fits on, or None if it fits on none of them."""
+    return next((gpus for gpus in counts if fits(shape, replace(training, gpus=gpus), instance)), None)
 
 
 def recommend(
-    shape: Shape, training: Training, gpu_gib: int, gpu_counts: tuple[int, ...], global_batch_rows: int
+    shape: Shape, training: Training, instance: InstanceType, counts: Sequence[int], global_batch_rows: int
 ) -> Training | None:
-    """Return the recommended settings, or None if no method fits on any of the `gpu_counts`.
+    """Return the recommended settings, or None if no method fits on any of the `counts` of GPUs.
 
     The order of preference is: no offloading, fewer instances, more of their GPUs, more rows in a micro-batch up to
     ENOUGH_TOKENS, no gradient checkpointing, less sharding. Checkpointing adds a third more operations. Offloading is
     slower still.
     """
     for offload in (False, True):
-        for gpus in sorted(gpu_counts, key=lambda gpus: (-(-gpus // GPUS_PER_INSTANCE), -gpus)):
+        for gpus in sorted(counts, key=lambda gpus: (instance.instances(gpus), -gpus)):
             for rows in _micro_batches(training.sequence_length, gpus, global_batch_rows):
                 for checkpointing in (False, True):
                     for method in METHODS:
@@ -342,7 +342,7 @@ def recommend(
                             gradient_checkpointing=checkpointing,
                             method=method,
                         )
-                        if method.offload_optimizer == offload and fits(shape, tried, gpu_gib):
+                        if method.offload_optimizer == offload and fits(shape, tried, instance):
                             return tried
     return None
 
@@ -353,8 +353,8 @@ def _micro_batches(sequence_length: int, gpus: int, global_batch_rows: int) -> l
     return [number for number in reversed(rows) if global_batch_rows % (gpus * number) == 0]
 
 
-def hours(shape: Shape, training: Training, tokens: int | None) -> float | None:
-    """Return how many hours one pass over `tokens` tokens takes, or None if that is unknown.
+def hours(shape: Shape, training: Training, tokens: int | None, gpu: Gpu) -> float | None:
+    """Return how many hours one pass over `tokens` tokens takes on these GPUs, or None if that is unknown.
 
     The time is unknown without `tokens`, and with an offloaded optimizer, because its speed depends on the host. The
     formula for the operations per token is from PaLM (arXiv:2204.02311, appendix B). LoRA needs two thirds of the
@@ -365,4 +365,4 @@ def hours(shape: Shape, training: Training, tokens: int | None) -> float | None:
         return None
     operations = flops_per_token(shape.compute, training.sequence_length)
     thirds = (2 if training.lora else 3) + training.gradient_checkpointing / training.checkpointing_interval
-    return tokens * operations * thirds / 3 / (training.gpus * PEAK_BF16_FLOPS["A100"] * MFU) / 3600
+    return tokens * operations * thirds / 3 / (training.gpus * gpu.bf16_flops * MFU) / 3600

@@ -1,15 +1,16 @@
 """Plan how to train and serve a model before you rent anything. `inv plan MODEL` runs this."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 import tomlkit
 from rich.console import Console
 
 import settings
-from cluster.common import cluster_file
+from cluster.common import cluster_file, gpu_types
 from cluster.planner import report
 from cluster.planner.estimate import estimate
+from instance_types import INSTANCE_TYPES
 from pipeline.ray_support import model_cache
 from pipeline.training import preflight
 from pipeline.training.dataset import read_manifest
@@ -19,13 +20,12 @@ from pipeline.training.options import DDPOptions
 def plan(
     model: str,
     console: Console,
-    dollars_per_instance_hour: Mapping[int, float] | None = None,
+    dollars_per_instance_hour: Callable[[Collection[str]], Mapping[str, float]],
     writes: bool = False,
 ) -> None:
     """Print the plan for a model, with the settings of the cluster profile.
 
-    `dollars_per_instance_hour` maps an A100's memory in GiB (40 or 80) to the hourly price of an instance. If `writes`,
-    write the recommendation to settings.toml.
+    `dollars_per_instance_hour` is a target's method. If `writes`, write the recommendation to settings.toml.
 
     Raises:
         settings.UserError: the model's configuration cannot be loaded, the model is not a causal language model, or a
@@ -37,6 +37,7 @@ def plan(
     train = settings.load(DDPOptions, "train", profile="cluster")
     serving = settings.load(ServeOptions, "serve", profile="cluster")
     file = cluster_file.load()
+    types = gpu_types.for_training(file)
     estimated = estimate(
         preflight.load_config(model_cache.find(model)),
         sequence_length=settings.load(PreprocessOptions, "preprocess", profile="cluster").sequence_length,
@@ -46,12 +47,14 @@ def plan(
         precision=train.precision,
         chunked_loss=train.chunked_loss,
         checkpointing_interval=train.gradient_checkpointing_interval,
-        gpu_gib=80 if any("p4de" in worker.instance_type for worker in file.workers) else 40,
+        types=types,
         max_instances=file.max_workers,
         tokens=_tokens(settings.resolve(train.data)),
         context=serving.target_ongoing_requests * serving.max_model_len,
         serving_width=4 if serving.dtype == "float32" else 2,
-        dollars_per_instance_hour=dollars_per_instance_hour or {},
+        serving_cpus=serving.num_cpus,
+        serving_types=[one for one in INSTANCE_TYPES.values() if one in types or file.region in one.family.regions],
+        dollars_per_instance_hour=dollars_per_instance_hour,
     )
     report.show(estimated, console)
     if writes and estimated.settings:
@@ -62,7 +65,7 @@ def plan(
         )
 
 
-def _write(sections: Mapping[str, Mapping[str, int | bool]], file: Path) -> None:
+def _write(sections: Mapping[str, Mapping[str, int | bool | str]], file: Path) -> None:
     """Write the values that differ from those in effect. Keep the file's comments and order."""
     document = tomlkit.parse(file.read_text(encoding="utf-8"))
     for section, values in sections.items():

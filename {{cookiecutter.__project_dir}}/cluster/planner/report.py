@@ -1,16 +1,15 @@
 """Print a plan: tables of memory, time and price, and the recommended settings."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 
 from rich.console import Console
 from rich.table import Table
 
-from cluster.common.cluster_file import GPUS_PER_INSTANCE
 from cluster.planner.estimate import ModelPlan
 from cluster.planner.memory import (
     GIB,
-    GPU_GIB,
     METHODS,
     MFU,
     USABLE,
@@ -33,7 +32,7 @@ def show(plan: ModelPlan, console: Console) -> None:
     if plan.tokens is not None:
         hours_note = (
             f"Hours are for one pass over the {plan.tokens:,} tokens of the packed data, on whole instances, with each "
-            f"GPU at {MFU:.0%} of an A100's bf16 peak"
+            f"GPU at {MFU:.0%} of its bf16 peak"
         )
     console.print(
         f'Columns from "checkpointing" onward assume gradient checkpointing. {hours_note}. The plan fills at most '
@@ -49,7 +48,9 @@ def _training_table(plan: ModelPlan) -> Table:
     batch = f"{training.micro_batch_rows} × {training.sequence_length} tokens per micro-batch"
     table = _table(
         f"Training on {training.gpus} GPUs, {batch}: GiB per GPU, and GiB of main memory per instance",
-        *("", "states", "total", "checkpointing", "main memory", "fewest 40 GB", "fewest 80 GB", "hours", "dollars"),
+        *("", "states", "total", "checkpointing", "main memory"),
+        *(f"fewest {one.gpu}" for one in plan.types),
+        *("hours", "dollars"),
     )
     for lora in (False, True):
         for method in METHODS:
@@ -63,16 +64,14 @@ def _training_cells(plan: ModelPlan, training: Training) -> Iterator[str]:
     yield _gib(states(shape, training).gpu)
     yield _gib(peak(shape, training).gpu)
     yield _gib(peak(shape, checkpointed).gpu)
-    yield _gib(peak(shape, checkpointed).host * min(training.gpus, GPUS_PER_INSTANCE))
-    for gib in GPU_GIB:
-        yield str(fewest(shape, checkpointed, gib, plan.gpu_counts) or "—")
-    needed = fewest(shape, checkpointed, plan.gpu_gib, plan.gpu_counts)
-    costs = (
-        _costs(plan, replace(checkpointed, gpus=replace(checkpointed, gpus=needed).instances * GPUS_PER_INSTANCE))
-        if needed
-        else ()
-    )
-    yield from ("—" if cost is None else f"{cost:,.1f}" for cost in costs or (None, None))
+    yield _gib(peak(shape, checkpointed).host * min(training.gpus, plan.instance.gpus))
+    needed = [fewest(shape, checkpointed, one, plan.gpu_counts(one)) for one in plan.types]
+    yield from (str(gpus or "—") for gpus in needed)
+    costs: tuple[float | None, ...] = (None, None)
+    if needed[0]:
+        whole_instances = plan.instance.instances(needed[0]) * plan.instance.gpus
+        costs = _costs(plan, replace(checkpointed, gpus=whole_instances))
+    yield from ("—" if cost is None else f"{cost:,.1f}" for cost in costs)
 
 
 def _activation_table(plan: ModelPlan) -> Table:
@@ -92,14 +91,17 @@ def _activation_table(plan: ModelPlan) -> Table:
 def _serving_table(plan: ModelPlan) -> Table:
     table = _table(
         f"Serving {plan.context:,} tokens at once, with {plan.kv_bytes / 1024:,.0f} KiB of keys and values per token",
-        *("GPU", "weights, GiB per GPU", "tensor_parallel_size", "pipeline_parallel_size", "room for tokens"),
+        *("instances", "GPU", "weights, GiB per GPU", "tensor_parallel_size", "pipeline_parallel_size"),
+        *("room for tokens", "dollars per hour"),
     )
-    for gib, serving in plan.serving.items():
-        cells = ["—"] * 4
-        if serving:
-            sizes = serving.tensor_parallel_size, serving.pipeline_parallel_size
-            cells = [_gib(serving.weights), *map(str, sizes), f"{serving.cache_tokens:,}"]
-        table.add_row(f"{gib} GB", *cells)
+    for one, serving in plan.serving.items():
+        instances = one.instances(serving.gpus)
+        price = plan.dollars_per_instance_hour.get(one.name)
+        table.add_row(
+            *(f"{instances} × {one.name}", str(one.gpu), _gib(serving.weights)),
+            *(str(serving.tensor_parallel_size), str(serving.pipeline_parallel_size), f"{serving.cache_tokens:,}"),
+            "—" if price is None else f"{instances * price:,.2f}",
+        )
     return table
 
 
@@ -107,7 +109,7 @@ def _training_advice(plan: ModelPlan) -> str:
     if plan.recommended is None:
         return (
             f"a smaller model, more instances or larger GPUs (max_workers and InstanceType in cluster/cluster.yaml), "
-            f"because full fine-tuning does not fit on this cluster's {plan.gpu_gib} GB GPUs"
+            f"because full fine-tuning does not fit on this cluster's GPUs: {plan.instance}"
         )
     units = zip(_costs(plan, plan.recommended), ("hours", "dollars"), strict=True)
     costs = "".join(f", {cost:,.1f} {unit}" for cost, unit in units if cost is not None)
@@ -117,7 +119,7 @@ def _training_advice(plan: ModelPlan) -> str:
 def _serving_advice(plan: ModelPlan) -> str:
     if "cluster.serve" not in plan.settings:
         return "To serve it, lower max_model_len or target_ongoing_requests in [cluster.serve]"
-    return f"Serve with {_keys(plan, 'cluster.serve')}"
+    return f"Serve on {plan.serving_instance} with {_keys(plan, 'cluster.gpu', 'cluster.serve')}"
 
 
 def _keys(plan: ModelPlan, *sections: str) -> str:
@@ -125,15 +127,15 @@ def _keys(plan: ModelPlan, *sections: str) -> str:
     parts = []
     for section in sections:
         if keys := plan.settings.get(section):
-            parts.append(", ".join(f"{key} = {str(value).lower()}" for key, value in keys.items()) + f" in [{section}]")
+            parts.append(", ".join(f"{key} = {json.dumps(value)}" for key, value in keys.items()) + f" in [{section}]")
     return ", ".join(parts)
 
 
 def _costs(plan: ModelPlan, training: Training) -> tuple[float | None, float | None]:
     """Return how many hours training takes, and how many dollars it costs. Unknown values are None."""
-    taken = hours(plan.shape, training, plan.tokens)
-    price = plan.dollars_per_instance_hour.get(plan.gpu_gib)
-    return taken, None if taken is None or price is None else taken * training.instances * price
+    taken = hours(plan.shape, training, plan.tokens, plan.instance.gpu)
+    price = plan.dollars_per_instance_hour.get(plan.instance.name)
+    return taken, None if taken is None or price is None else taken * plan.instance.instances(training.gpus) * price
 
 
 def _table(title: str, first: str, *columns: str) -> Table:

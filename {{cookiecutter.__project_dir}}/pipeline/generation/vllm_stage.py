@@ -32,7 +32,7 @@ def answer(
         max_concurrent_batches=max(8, math.ceil(2 * serving.max_num_seqs / BATCH_ROWS)),
         max_pending_requests=2 * serving.max_num_seqs,  # enough waiting requests to replace all running ones
         concurrency=options.num_workers,
-        accelerator_type=None if cpu else serving.accelerator,
+        accelerator_type=serving.accelerator_type,
         placement_group_config={"bundles": bundles} if cpu else None,  # without it, Ray asks for a GPU
         log_engine_metrics=False,
         chat_template_stage=False,

@@ -5,6 +5,7 @@ Without these checks, Ray would wait forever, or a worker would fail on a missin
 
 import json
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -20,25 +21,32 @@ class NodeGroup(NamedTuple):
     resources: dict[str, float]
     count: int
     """Maximum number of these nodes in the cluster."""
+    instance_type: str = ""
+    """Instance type on AWS."""
 
 
 def nodes() -> list[NodeGroup]:
     """Return all nodes that the cluster can have.
 
     For a cluster that can grow, `inv submit` sets CLUSTER_NODES, a JSON list such as
-    [{"resources": {"CPU": 96, "GPU": 8}, "count": 4}]. Without CLUSTER_NODES, return the running nodes.
+    [{"instance_type": "p4d.24xlarge", "resources": {"CPU": 96, "GPU": 8}, "count": 4}]. Without CLUSTER_NODES, return
+    the running nodes.
     """
     if described := os.environ.get("CLUSTER_NODES"):
-        return [NodeGroup(node["resources"], node["count"]) for node in json.loads(described)]
+        return [NodeGroup(**node) for node in json.loads(described)]
     return [NodeGroup(node["Resources"], 1) for node in ray.nodes() if node["Alive"]]
 
 
 def max_workers(needs: Mapping[str, float]) -> int:
-    """Return the maximum number of workers that the cluster can hold. Each worker must fit on one node."""
-    return sum(
-        group.count * min(int(group.resources.get(name, 0) // need) for name, need in needs.items())
-        for group in nodes()
-    )
+    """Return the maximum number of workers that the cluster can hold.
+
+    Each worker must fit on one node, and workers with GPUs run on nodes of the same instance type.
+    """
+    limits = Counter[str]()
+    for group in nodes():
+        fitting = min(int(group.resources.get(name, 0) // need) for name, need in needs.items())
+        limits[group.instance_type if "GPU" in needs else ""] += group.count * fitting
+    return max(limits.values(), default=0)
 
 
 def refuse_too_many_workers(
@@ -47,7 +55,7 @@ def refuse_too_many_workers(
     """Refuse more workers than the cluster can hold. `decided_by` names the settings that determine `needs`."""
     limit = max_workers(needs)
     if workers > limit:
-        each = " and ".join(f"{need:g} {name}" for name, need in needs.items())
+        each = " and ".join(f"{need:g} {name}" for name, need in needs.items() if ":" not in name)
         raise UserError(
             f"num_workers = {workers}, with {each} for each, is more than the {limit} that this cluster can hold; "
             + (f"use --num-workers {limit}." if limit else f"change {decided_by} to fit.")

@@ -25,11 +25,25 @@ RESIZE_INTERVAL_S = 300  # not shorter, because each resize of a run repeats the
 
 
 class Offer(NamedTuple):
-    """A node type of cluster.yaml, in one zone and market."""
+    """A node type of the cluster file. It is in one zone and market, and has one instance type."""
 
     node_type: str
-    zone: str
-    market: str
+    labels: dict[str, str]
+    """`zone`, `market` and, if the cluster has several instance types for training, `instance_type`."""
+
+    @property
+    def selector(self) -> dict[str, str]:
+        """The labels that all workers of a run share. A dead worker may be replaced from another market."""
+        return {key: value for key, value in self.labels.items() if key != "market"}
+
+    @property
+    def zone(self) -> str:
+        return self.labels["zone"]
+
+    @property
+    def kind(self) -> str:
+        """The market and, if the labels name it, the instance type."""
+        return ", ".join(self.labels[key] for key in ("market", "instance_type") if key in self.labels)
 
 
 def offers() -> list[Offer]:
@@ -60,18 +74,18 @@ def gather(
 
     Tries the candidates in turn until one succeeds. If AWS refuses machines for a candidate, or if some are missing
     after `timeout_s`, those that arrived are released. Without candidates, returns None. A trial of `tune` uses the
-    zone in GANG_ZONE, which the search found.
+    selector in GANG_SELECTOR, which the search found.
 
     Args:
         needs: the resources of each worker.
     """
-    if zone := os.environ.get("GANG_ZONE"):
-        return {"zone": zone}
+    if selector := os.environ.get("GANG_SELECTOR"):
+        return json.loads(selector)
     for offer in itertools.cycle(candidates):
         failure = _reserve(offer, workers, needs, timeout_s)
         if failure is None:
-            return {"zone": offer.zone}
-        print(f"zone {offer.zone}, {offer.market}: {failure}{_release(offer)}; trying the next", flush=True)
+            return offer.selector
+        print(f"zone {offer.zone}, {offer.kind}: {failure}{_release(offer)}; trying the next", flush=True)
         if offer is candidates[-1]:
             print(f"no zone has room for {workers} workers; trying all of them again", flush=True)
             time.sleep(PROGRESS_INTERVAL_S)
@@ -84,8 +98,7 @@ def _reserve(offer: Offer, workers: int, needs: Mapping[str, float], timeout_s: 
     The reservation ends when this function returns. The machines stay up for their idle timeout, so the run can start
     on them.
     """
-    labels = {"zone": offer.zone, "market": offer.market}
-    group = placement_group([dict(needs)] * workers, bundle_label_selector=[labels] * workers)
+    group = placement_group([dict(needs)] * workers, bundle_label_selector=[offer.labels] * workers)
     started = last_printed = time.time()
     try:
         while time.time() - started < timeout_s:
@@ -99,8 +112,7 @@ def _reserve(offer: Offer, workers: int, needs: Mapping[str, float], timeout_s: 
             if time.time() - last_printed > PROGRESS_INTERVAL_S:
                 last_printed = time.time()
                 print(
-                    f"waiting for {workers} workers in zone {offer.zone}, {offer.market}: "
-                    f"{last_printed - started:.0f} s",
+                    f"waiting for {workers} workers in zone {offer.zone}, {offer.kind}: {last_printed - started:.0f} s",
                     flush=True,
                 )
         return f"no room for all {workers} workers after {timeout_s:.0f} s"

@@ -1,6 +1,6 @@
 """Checks the accelerator in [serve]. This check is not in options.py, because that module must not import Ray."""
 
-from ray.util import accelerators
+from ray.util.accelerators import accelerators
 
 import settings
 
@@ -12,8 +12,8 @@ def check_accelerator(name: str) -> None:
         settings.UserError: Ray does not know this type.
     """
     known = {value for constant, value in vars(accelerators).items() if constant.isupper()}
-    if name != "cpu" and name not in known:
+    if name not in {"cpu", "gpu"} | known:
         raise settings.UserError(
             f"Ray does not know the accelerator {name!r}. "
-            f"Set accelerator in [serve] to one of: cpu, {', '.join(sorted(known))}."
+            f"Set accelerator in [serve] to one of: cpu, gpu, {', '.join(sorted(known))}."
         )

@@ -146,7 +146,7 @@ def llm_config(options: ServeOptions) -> LLMConfig:
         engine_kwargs=engine_args(options) | {"max_num_queued_reqs": 2 * options.max_ongoing_requests},
         deployment_config=deployment,
         accelerator_config={"kind": "cpu"} if cpu else None,  # without this, Ray asks for a GPU
-        accelerator_type=None if cpu else options.accelerator,
+        accelerator_type=options.accelerator_type,
         callback_config={"callback_class": NodeSetup},
         server_cls=Server,
     )

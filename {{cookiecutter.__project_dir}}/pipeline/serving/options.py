@@ -9,6 +9,8 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 import settings
+from instance_types import INSTANCE_TYPES
+from pipeline.ray_support import gpu_section
 from pipeline.serving.rate_limits import RequestLimits
 
 APP = "llm"
@@ -35,7 +37,7 @@ class ServeOptions(settings.Section):
     port: int = Field(ge=1, le=65535)
     """Port to listen on."""
     accelerator: str
-    """`cpu`, or a type of GPU as Ray names it, such as A100."""
+    """`cpu`; `gpu`, which stands for the GPUs of [cluster.gpu]; or a type of GPU as Ray names it, such as A100."""
     tensor_parallel_size: int = Field(ge=1)
     """Devices that share each layer."""
     pipeline_parallel_size: int = Field(ge=1)
@@ -114,6 +116,14 @@ class ServeOptions(settings.Section):
         if self.add and self.canary_percent:
             raise ValueError("add = true and canary_percent cannot be combined: remove one of them")
         return self
+
+    @property
+    def accelerator_type(self) -> str | None:
+        """Type of the GPUs that a replica needs, as Ray names it. None: any type, or no GPU."""
+        if self.accelerator == "gpu":
+            name = gpu_section.load().serve_instance_type
+            return INSTANCE_TYPES[name].gpu.accelerator if name else None
+        return None if self.accelerator == "cpu" else self.accelerator
 
     @property
     def is_hub_id(self) -> bool:

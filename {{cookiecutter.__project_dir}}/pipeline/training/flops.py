@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
+import instance_types
 from pipeline.training.parameters import numel
 
 EXPERT = re.compile(r"\.experts\.")
@@ -89,10 +90,11 @@ def _attention_width(config: PreTrainedConfig) -> int:
     return heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
 
 
-# Dense bf16 operations per second, from NVIDIA's data sheets. The first key that occurs in the device's name applies.
-PEAK_BF16_FLOPS = {"A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12}
+# Dense bf16 operations per second of GPUs that no instance type has, from NVIDIA's data sheets.
+OTHER_PEAKS = {"NVIDIA A100-PCIE-40GB": 312e12, "NVIDIA A100 80GB PCIe": 312e12, "NVIDIA H100 PCIe": 756e12}
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Return the device's peak number of bf16 operations per second, or None if it is unknown."""
-    return next((peak for name, peak in PEAK_BF16_FLOPS.items() if name in device_name), None)
+    """Return the device's peak number of dense bf16 operations per second, or None if it is unknown."""
+    gpu = instance_types.gpu_of(device_name)
+    return gpu.bf16_flops if gpu else OTHER_PEAKS.get(device_name)

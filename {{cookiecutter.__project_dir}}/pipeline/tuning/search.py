@@ -5,6 +5,7 @@ continue, and stores nothing. Tune's own way to resume a search is not used, bec
 results of earlier trials. Whenever a search starts, it passes these results to a new scheduler.
 """
 
+import json
 import logging
 import math
 import os
@@ -162,7 +163,7 @@ def _run_trial(
 ) -> dict[str, str] | None:
     """Run a trial. Tune calls this function. Return a user error instead of raising it."""
     options = runs[config["trial"]]
-    os.environ |= {"GANG_ZONE": zone["zone"]} if zone else {}
+    os.environ |= {"GANG_SELECTOR": json.dumps(zone)} if zone else {}
     for line in trial_store.curve(options.output, options.name):  # evaluations before a restart
         tune.report(line)
     try:

@@ -49,13 +49,14 @@ import settings
 from cluster import bench, chat
 from cluster.emulator.waiting import slowdown
 from demo import assets as demo_assets
+from instance_types import INSTANCE_TYPES
 from jobs import embed, generate, models
 from jobs.embed import EmbedOptions
 from jobs.generate import GenerateOptions
 from pipeline.rag import deployment, generator
 from pipeline.rag.index import ScoredChunk
 from pipeline.rag.options import RagOptions
-from pipeline.ray_support import job_secrets
+from pipeline.ray_support import gpu_section, job_secrets
 from pipeline.ray_support.private import serve as private_serve
 from pipeline.serving import adapters, canary, http_server, lifecycle, page, preflight
 from pipeline.serving.keys import REFRESH_S, ApiKeys
@@ -820,7 +821,7 @@ def test_min_replicas_above_max_replicas_is_an_error() -> None:
 
 
 def test_an_unknown_accelerator_is_an_error() -> None:
-    with pytest.raises(settings.UserError, match=r"know the accelerator 'A1000'.* cpu, .*A100"):
+    with pytest.raises(settings.UserError, match=r"know the accelerator 'A1000'.* cpu, gpu, .*A100"):
         preflight.check_model(options(accelerator="A1000"))
 
 
@@ -869,8 +870,18 @@ def test_the_cluster_profile_requests_its_gpus() -> None:
     section = settings.load(ServeOptions, "serve", profile="cluster")
     wide = section.model_copy(update={"tensor_parallel_size": 4, "pipeline_parallel_size": 2})
     config = app.llm_config(wide)
-    assert config.get_engine_config().placement_bundles == [{"GPU": 1, "accelerator_type:A100": 0.001}] * 8
+    assert config.get_engine_config().placement_bundles == [{"GPU": 1}] * 8
     assert config.deployment_config["autoscaling_config"]["max_replicas"] == section.max_replicas
+
+
+@pytest.mark.parametrize("name", INSTANCE_TYPES)
+def test_replicas_run_on_the_instance_type_for_serving(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pipeline.serving import app
+
+    monkeypatch.setattr(gpu_section, "load", lambda: gpu_section.GpuSection(serve_instance_type=name))
+    config = app.llm_config(settings.load(ServeOptions, "serve", profile="cluster"))
+    needed = {"GPU": 1, f"accelerator_type:{INSTANCE_TYPES[name].gpu.accelerator}": 0.001}
+    assert config.get_engine_config().placement_bundles == [needed]
 
 
 # ---------------------------------------------------------------- inv bench

@@ -16,14 +16,15 @@ from botocore.exceptions import EndpointConnectionError, NoCredentialsError
 from botocore.stub import Stubber
 
 import settings
-from cluster.aws import stack
+from cluster.aws import quotas, stack
 from cluster.aws.doctor import checks, laptop, permissions
 from cluster.common.cluster_file import ClusterFile
 from cluster.doctor import Finding
+from instance_types import INSTANCE_TYPES
 
 USER = "arn:aws:iam::123456789012:user/ada"
 PARAMETER = "/aws/service/deeplearning/latest/ami-id"
-VCPUS = {"m6i.2xlarge": 8, "m6i.8xlarge": 32, "p4d.24xlarge": 96}
+VCPUS = {"m6i.2xlarge": 8, "m6i.8xlarge": 32} | {name: one.vcpus for name, one in INSTANCE_TYPES.items()}
 ZONES = ["us-east-1a", "us-east-1b"]
 READ_ONLY = {
     *("DescribeImages", "DescribeInstanceTypeOfferings", "DescribeInstanceTypes", "DescribeInstances"),
@@ -96,7 +97,7 @@ class StubbedAws:
             "DescribeSecret": {"Name": "there"},
             "GetRole": lambda asked: role(asked["RoleName"]),
             "GetProducts": {"PriceList": [json.dumps(PRODUCT)]},
-            "DescribeSpotPriceHistory": {"SpotPriceHistory": [{"SpotPrice": "10.0"}]},
+            "DescribeSpotPriceHistory": lambda asked: {"SpotPriceHistory": spot_prices(asked["InstanceTypes"])},
             "RunInstances": ErrorAnswer("DryRunOperation"),
             "TerminateInstances": ErrorAnswer("DryRunOperation"),
         }
@@ -152,12 +153,21 @@ def quota(code: str, vcpus: float) -> Answer:
 
 
 def described(instance_type: str) -> dict[str, Any]:
-    gpus = {"GpuInfo": {"Gpus": [{"Name": "A100", "Count": 8}]}} if instance_type.startswith("p4") else {}
+    one = INSTANCE_TYPES.get(instance_type)
+    gpus = {"GpuInfo": {"Gpus": [{"Name": one.gpu.accelerator, "Count": one.gpus}]}} if one else {}
     return {"InstanceType": instance_type, "VCpuInfo": {"DefaultVCpus": VCPUS[instance_type]}} | gpus
 
 
 def offers(types: list[str]) -> Answer:
     return {"InstanceTypeOfferings": [{"InstanceType": one, "Location": zone} for one in types for zone in ZONES]}
+
+
+def spot_prices(types: list[str]) -> list[dict[str, str]]:
+    return [
+        {"InstanceType": one, "AvailabilityZone": zone, "SpotPrice": f"{10 + index}.0"}
+        for one in types
+        for index, zone in enumerate(ZONES)
+    ]
 
 
 def image(name: str, created: str = "2026-11-01T00:00:00.000Z") -> Answer:
@@ -380,16 +390,75 @@ def test_the_doctor_only_reads(cloud: StubbedAws, file: ClusterFile) -> None:
     assert sorted(set(writing)) == [("RunInstances", True), ("TerminateInstances", True)]
 
 
-def test_a_quota_of_zero_is_an_error(cloud: StubbedAws, file: ClusterFile) -> None:
-    cloud.answers["GetServiceQuota"] = lambda asked: quota(
-        asked["QuotaCode"], 0 if asked["QuotaCode"] == "L-7212CCBC" else 1000
-    )
-    text = only(file, "error")
-    assert "192 vCPUs needed, 0 granted, 0 used by other instances" in text
+def test_a_quota_of_zero_in_one_market_is_a_warning_that_names_the_other(cloud: StubbedAws, file: ClusterFile) -> None:
+    cloud.answers["GetServiceQuota"] = without("L-7212CCBC")
+    text = only(file, "warning")
+    assert "192 vCPUs needed, 0 granted, 0 used by other instances. " in text
+    assert "Until you have more, only p4d.24xlarge on-demand instances can start. Request an increase" in text
     assert text.endswith(
         "aws service-quotas request-service-quota-increase --service-code ec2 --quota-code L-7212CCBC "
         "--desired-value 192 --region us-east-1"
     )
+
+
+def without(*codes: str) -> Callable[[dict[str, Any]], Answer]:
+    """Return a function that answers GetServiceQuota: no vCPUs in these quotas, and 1000 in the others."""
+    return lambda asked: quota(asked["QuotaCode"], 0 if asked["QuotaCode"] in codes else 1000)
+
+
+def test_a_quota_of_zero_in_every_market_is_an_error(cloud: StubbedAws, file: ClusterFile) -> None:
+    cloud.answers["GetServiceQuota"] = without("L-7212CCBC", "L-417A185B")
+    findings = checks.check(file)
+    found = texts(findings, "error")
+    assert len(found) == 2
+    assert texts(findings, "warning") == []
+    assert all("0 granted" in text and "only" not in text for text in found)
+
+
+def test_another_instance_type_may_replace_one_without_quota(cloud: StubbedAws, file: ClusterFile) -> None:
+    file.content["available_node_types"]["other"] = {
+        "max_workers": 2,
+        "node_config": {"InstanceType": "g6e.12xlarge", "ImageId": f"resolve:ssm:{PARAMETER}"},
+    }
+    cloud.answers["GetServiceQuota"] = without("L-7212CCBC", "L-417A185B")
+    findings = checks.check(file)
+    assert texts(findings, "error") == []
+    found = texts(findings, "warning")
+    assert len(found) == 2
+    assert all("only g6e.12xlarge on-demand instances can start" in text for text in found)
+
+
+def test_a_quota_may_be_large_enough_for_only_some_types(cloud: StubbedAws, file: ClusterFile) -> None:
+    file.content["available_node_types"]["other"] = {
+        "max_workers": 2,
+        "node_config": {"InstanceType": "p5.48xlarge", "ImageId": f"resolve:ssm:{PARAMETER}"},
+    }
+    cloud.answers["GetServiceQuota"] = lambda asked: quota(
+        asked["QuotaCode"], {"L-417A185B": 100, "L-7212CCBC": 0}.get(asked["QuotaCode"], 1000)
+    )
+    findings = checks.check(file)
+    assert texts(findings, "error") == []
+    assert all("only p4d.24xlarge on-demand instances can start" in text for text in texts(findings, "warning"))
+
+
+def test_a_quota_that_is_too_small_for_serving_is_an_error_although_training_can_start(
+    cloud: StubbedAws, file: ClusterFile
+) -> None:
+    for name in ("spot-1", "spot-2", "on-demand"):
+        file.content["available_node_types"][name]["labels"] = {"zone": "1"}
+    file.content["available_node_types"]["serve"] = {
+        "max_workers": 2,
+        "node_config": {"InstanceType": "g6e.12xlarge", "ImageId": f"resolve:ssm:{PARAMETER}"},
+    }
+    cloud.answers["GetServiceQuota"] = without("L-DB2E81BA")
+    assert "(L-DB2E81BA): 96 vCPUs needed, 0 granted" in only(file, "error")
+
+
+def test_each_type_of_the_table_has_its_quotas() -> None:
+    for name, one in INSTANCE_TYPES.items():
+        for market, code in (("on-demand", one.family.on_demand_quota), ("spot", one.family.spot_quota)):
+            found = quotas.of(name, market)
+            assert (found.code if found else "") == code
 
 
 def test_other_instances_count_against_the_quota_of_their_market(cloud: StubbedAws, file: ClusterFile) -> None:

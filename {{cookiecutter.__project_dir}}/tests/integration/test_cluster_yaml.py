@@ -19,7 +19,9 @@ from botocore.validate import ParamValidator
 from ray import autoscaler
 
 import settings
+from cluster.aws import launcher_file
 from cluster.node import state
+from pipeline.ray_support import gpu_section
 from pipeline.ray_support.private import cluster_launcher
 
 FILE = settings.PROJECT / "cluster" / "cluster.yaml"
@@ -175,6 +177,16 @@ def test_a_documented_variant_is_accepted_by_ray_and_ec2(variant: dict[str, Any]
     merged = merge(load(), variant)
     jsonschema.validate(merged, SCHEMA)
     for body in merged["available_node_types"].values():
+        assert ec2_problems(body["node_config"]) == ""
+
+
+def test_ray_and_ec2_accept_the_node_types_of_several_instance_types(monkeypatch: pytest.MonkeyPatch) -> None:
+    section = gpu_section.GpuSection(instance_types=("p5.48xlarge", "g6e.48xlarge"), serve_instance_type="g6e.xlarge")
+    monkeypatch.setattr(gpu_section, "load", lambda: section)
+    content = launcher_file.load().content
+    jsonschema.validate(content, SCHEMA)
+    cluster_launcher.validate(content)
+    for body in content["available_node_types"].values():
         assert ec2_problems(body["node_config"]) == ""
 
 

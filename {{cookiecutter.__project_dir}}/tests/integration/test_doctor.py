@@ -28,7 +28,7 @@ def test_a_broken_setting_is_named_by_line_and_key(tmp_path: Path, monkeypatch: 
 
 
 def test_an_accelerator_that_ray_does_not_know_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = settings.FILE.read_text().replace('accelerator = "A100"', 'accelerator = "A1000"')
+    text = settings.FILE.read_text().replace('accelerator = "gpu"', 'accelerator = "A1000"')
     (tmp_path / "settings.toml").write_text(text)
     monkeypatch.setattr(settings.load, "__kwdefaults__", {"profile": None, "file": tmp_path / "settings.toml"})
     (sentence,) = texts("error")

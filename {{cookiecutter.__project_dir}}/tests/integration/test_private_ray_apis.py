@@ -40,6 +40,7 @@ EXEMPT = {
     "tests.integration.test_haproxy": "writes the HAProxy configuration that Serve writes",
     "tests.integration.test_private_ray_apis": "this file",
     "tests.e2e.test_serve": "looks inside a replica",
+    "tests.unit.test_instance_types": "asks Ray how it names GPUs",
 }
 ATTRIBUTES = {
     "_asdict": "namedtuple",

@@ -218,10 +218,12 @@ def test_text_is_escaped_and_the_page_fetches_nothing(tmp_path: Path) -> None:
 
 
 def test_dollars_are_for_whole_machines_while_workers_run() -> None:
-    price = partial(prices.of_workers, {40: 30.0})
+    price = partial(prices.of_workers, {"p4d.24xlarge": 30.0, "m6i.2xlarge": 0.4})
     assert [price(A100, workers) for workers in (1, 8, 9)] == [30.0, 30.0, 60.0]
     assert price("NVIDIA A100-SXM4-80GB", 1) is None
     assert price("NVIDIA H100 80GB HBM3", 1) is None
+    price_l40s = partial(prices.of_workers, {"g6e.xlarge": 2.0, "g6e.12xlarge": 7.0})
+    assert [price_l40s("NVIDIA L40S", workers) for workers in (1, 4, 5)] == [2.0, 7.0, 10.0]
     (cells,) = report.summarize([run_on(A100)], price)
     assert cells["time"] == "1:30:00"
     assert cells["GPU-hours"] == "16.00"  # 8 GPUs for an hour, then 16 for half an hour

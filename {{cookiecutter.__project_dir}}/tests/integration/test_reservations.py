@@ -20,7 +20,7 @@ from rich.console import Console
 from werkzeug.serving import WSGIRequestHandler, make_server
 
 import settings
-from cluster.aws import capacity, capacity_blocks, cloud_status, launcher_file, prepare, reservation, stack, vpc
+from cluster.aws import capacity, capacity_blocks, cloud_status, launcher_file, prepare, quotas, reservation, stack, vpc
 from cluster.aws import target as aws_target
 from cluster.aws.doctor import reserved
 from cluster.aws.doctor.account import Account
@@ -33,6 +33,7 @@ from cluster.emulator.moto_instances import ACCOUNT
 from cluster.emulator.reservations import Reservations
 from cluster.emulator.throttling import Throttle
 from cluster.target import WantedBlock
+from instance_types import INSTANCE_TYPES
 from pipeline.ray_support.private import cluster_launcher
 
 FILE = cluster_file.load()
@@ -127,6 +128,42 @@ def refusal(**changes: Any) -> str:
     return caught.value.response["Error"]["Code"]
 
 
+def test_a_quota_is_enforced_in_its_market(aws: Api) -> None:
+    """The emulator refuses launches beyond a quota as EC2 does, and jobs are offered only what the quotas allow."""
+    prepare.prepare(launcher_file.load())
+    spot = quotas.of(GPU_TYPE, "spot")
+    assert spot
+    aws.faults.vcpus = {spot.code: INSTANCE_TYPES[GPU_TYPE].vcpus - 1.0}
+    try:
+        assert {offer["labels"]["market"] for offer in capacity.offers(FILE)} == {"on-demand"}
+        assert "MaxSpotInstanceCountExceeded" in _launch_error("gpu-spot-1")
+        assert _launch_error("gpu-on-demand-1") == ""
+        aws.faults.vcpus = {spot.code: float(INSTANCE_TYPES[GPU_TYPE].vcpus)}
+        assert _launch_error("gpu-spot-1") == ""
+        assert "MaxSpotInstanceCountExceeded" in _launch_error("gpu-spot-1")  # the first one still runs
+        on_demand = quotas.of(GPU_TYPE, "on-demand")
+        assert on_demand
+        aws.faults.vcpus = {on_demand.code: 0.0}
+        assert "VcpuLimitExceeded" in _launch_error("gpu-on-demand-1")
+    finally:
+        aws.faults.vcpus = {}
+
+
+def _launch_error(node_type: str) -> str:
+    """Launch an instance of a node type. Return EC2's error, or "" if it starts."""
+    (worker,) = [one for one in FILE.workers if one.name == node_type]
+    config = worker.node_config | {"ImageId": IMAGE}
+    template = config.pop("LaunchTemplate")
+    versions = FILE.client("ec2").describe_launch_template_versions(
+        LaunchTemplateName=template["LaunchTemplateName"], Versions=[template["Version"]]
+    )["LaunchTemplateVersions"]
+    try:
+        FILE.client("ec2").run_instances(**config, **versions[0]["LaunchTemplateData"], MinCount=1, MaxCount=1)
+    except ClientError as error:
+        return str(error)
+    return ""
+
+
 def test_buying_a_block_writes_its_id_to_the_settings(aws: Api, capsys: pytest.CaptureFixture[str]) -> None:
     before = settings.FILE.read_text(encoding="utf-8")
     capacity_blocks.show(FILE, WANTED, Console(width=200))
@@ -210,12 +247,13 @@ def test_only_with_a_reservation_the_stack_has_a_template_for_it(aws: Api, assig
 
     for _ in range(2):
         prepare.prepare(launcher_file.load())
-    others = [f"{FILE.slug}-{part}" for part in ("cpu", "gpu-1", "gpu-2", "gpu-3", "head")]
+    parts = ("cpu", "gpu-1", "gpu-2", "gpu-3", "head", "serve-1", "serve-2", "serve-3")
+    others = [f"{FILE.slug}-{part}" for part in parts]
     assert templates() == others
     assert "gpu-reserved" not in launcher_file.FILE.read_text(encoding="utf-8")
     block(aws, assign, -HOUR, 24 * HOUR)
     prepare.prepare(launcher_file.load())
-    assert templates() == [*others, f"{FILE.slug}-reserved"]
+    assert templates() == sorted([*others, f"{FILE.slug}-reserved"])
     assert "gpu-reserved" in launcher_file.FILE.read_text(encoding="utf-8")
     assign("cluster.capacity", 'reservation = ""')
     prepare.prepare(launcher_file.load())
@@ -276,7 +314,10 @@ def test_the_reserved_type_is_offered_first_and_is_prepaid(
 ) -> None:
     block(aws, assign, -HOUR, 24 * HOUR)
     file = launcher_file.load()
-    assert capacity.offers(file)[0] == {"node_type": "gpu-reserved", "zone": "2", "market": "capacity-block"}
+    assert capacity.offers(file)[0] == {
+        "node_type": "gpu-reserved",
+        "labels": {"zone": "2", "market": "capacity-block"},
+    }
     known = prices.ask(file)
     assert known.workers["gpu-reserved"] == 0
     assert known.maximum == prices.ask(FILE).maximum
@@ -334,7 +375,7 @@ def test_a_reservation_in_a_fourth_zone_gets_a_subnet_and_a_label(
     prepare.prepare(FILE)
     block(aws, assign, -HOUR, 20 * HOUR, zone=f"{FILE.region}f")
     file = launcher_file.load()
-    assert capacity.offers(file)[0]["zone"] == "reserved"
+    assert capacity.offers(file)[0]["labels"]["zone"] == "reserved"
     prepare.prepare(file)
     (machine,) = launch()
     assert machine["Placement"]["AvailabilityZone"] == f"{FILE.region}f"

@@ -9,8 +9,9 @@ from rich.console import Console
 
 import settings
 from cluster import fit
-from cluster.common import cluster_file
+from cluster.common import cluster_file, gpu_types
 from cluster.fit import GIB, Gpu, Measured
+from instance_types import INSTANCE_TYPES
 
 
 class StubbedGpu(Gpu):
@@ -36,9 +37,9 @@ def _stubbed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_a_job_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
     fit.fit("finetune_fsdp", ["--micro-batch-rows", "1"], Console())
-    gib = 80 if any("p4de" in worker.instance_type for worker in cluster_file.load().workers) else 40
+    gpu = gpu_types.for_training(cluster_file.load())[0].gpu
     assert capsys.readouterr().out.splitlines() == [
-        f"finetune_fsdp on 8 GPUs with {gib} GB fits: it allocates 22.0 GiB of {gib - 1} GiB, and reserves 31.0 GiB",
+        f"finetune_fsdp on 8 × {gpu} fits: it allocates 22.0 GiB of {gpu.gib - 1:.0f} GiB, and reserves 31.0 GiB",
         "largest micro-batch that fits: --micro-batch-rows 4",
     ]
 
@@ -61,13 +62,13 @@ def test_the_last_result_counts_only_for_the_same_settings(monkeypatch: pytest.M
     fit.fit("finetune_fsdp", options, Console())
     with pytest.raises(Exit):
         fit.fit("finetune_ddp", ["--micro-batch-rows", "16"], Console())
-    assert re.match(r"inv fit, on [\d-]+ [\d:]+: finetune_fsdp on 8 GPUs", fit.last_result("finetune_fsdp", options))
+    assert re.match(r"inv fit, on [\d-]+ [\d:]+: finetune_fsdp on 8 × ", fit.last_result("finetune_fsdp", options))
     assert "does not fit" in fit.last_result("finetune_ddp", ["--micro-batch-rows", "16"])
     unknown = "inv fit has not measured finetune_{} with these settings"
     assert fit.last_result("finetune_ddp", options).startswith(unknown.format("ddp"))
     assert fit.last_result("finetune_deepspeed", options).startswith(unknown.format("deepspeed"))
     with pytest.MonkeyPatch.context() as changing:
-        changing.setattr(fit, "_gpu_gib", lambda: 100)  # another instance type
+        changing.setattr(fit, "_instance", lambda: INSTANCE_TYPES["p6-b200.48xlarge"])
         assert fit.last_result("finetune_fsdp", options).startswith(unknown.format("fsdp"))
     changed = tmp_path / "settings.toml"
     changed.write_text(settings.FILE.read_text().replace("\n[cluster.train]\n", "\n[cluster.train]\nlora_rank = 16\n"))

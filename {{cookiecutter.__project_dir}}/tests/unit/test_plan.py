@@ -5,6 +5,7 @@ import gc
 import io
 import json
 import shutil
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -38,6 +39,8 @@ from cluster.planner import estimate, memory, plan, report, serving
 from cluster.planner.estimate import ModelPlan
 from cluster.planner.memory import METHODS, Method, Training
 from cluster.planner.shape import LORA_RANK, Shape, shape_of
+from instance_types import INSTANCE_TYPES
+from pipeline.ray_support import gpu_section
 from pipeline.serving.options import ServeOptions
 from pipeline.training import chunked_loss, deepspeed_zero
 from pipeline.training.dataset import Batch
@@ -59,6 +62,7 @@ TINY = {
 }
 LLAMA_3_8B, LLAMA_3_70B = MODELS["Llama-3.1-8B"], MODELS["Llama-3.1-70B"]
 QWEN3_1_7B, QWEN3_8B, QWEN3_32B = MODELS["Qwen3-1.7B"], MODELS["Qwen3-8B"], MODELS["Qwen3-32B"]
+P4D = INSTANCE_TYPES["p4d.24xlarge"]
 TRAINING = Training(sequence_length=1024, micro_batch_rows=1)
 RANKS = 2
 
@@ -377,6 +381,11 @@ def test_lora_needs_less_than_full_fine_tuning(llama: Shape) -> None:
         assert lora.gpu + lora.host < full.gpu + full.host
 
 
+def prices(dollars: dict[str, float]) -> Callable[[Collection[str]], dict[str, float]]:
+    """Return a function that returns these prices, as a target's method does."""
+    return lambda types: dollars
+
+
 def _plan(config: Any, **changes: Any) -> ModelPlan:
     asked: dict[str, Any] = {
         "sequence_length": 1024,
@@ -386,27 +395,31 @@ def _plan(config: Any, **changes: Any) -> ModelPlan:
         "global_batch_rows": 64,
         "num_workers": 8,
         "precision": "bf16",
-        "gpu_gib": 40,
+        "types": (P4D,),
         "max_instances": 1,
         "tokens": 10**9,
         "context": 32 * 4096,
         "serving_width": 2,
-        "dollars_per_instance_hour": {40: 20.0},
+        "serving_cpus": 4,
+        "serving_types": [P4D],
+        "dollars_per_instance_hour": prices({"p4d.24xlarge": 20.0}),
     }
     return estimate.estimate(config, **asked | changes)
 
 
-@pytest.mark.parametrize("card", [40, 80])
+@pytest.mark.parametrize("name", ["p4d.24xlarge", "p4de.24xlarge", "p5.48xlarge", "g6e.12xlarge", "g6e.8xlarge"])
 @pytest.mark.parametrize("length", [1024, 4096])
-@pytest.mark.parametrize("machines", [1, 2])
-def test_the_recommendation_fits_and_runs(card: int, length: int, machines: int) -> None:
-    made = _plan(LLAMA_3_8B, gpu_gib=card, sequence_length=length, max_instances=machines)
+@pytest.mark.parametrize("machines", [1, 2, 4])
+def test_the_recommendation_fits_and_runs(name: str, length: int, machines: int) -> None:
+    one = INSTANCE_TYPES[name]
+    made = _plan(LLAMA_3_8B, types=(one,), sequence_length=length, max_instances=machines)
     choice = made.recommended
     assert choice is not None
-    assert choice.gpus <= 8 * machines
+    assert choice.gpus <= one.gpus * machines
+    assert choice.gpus < one.gpus or choice.gpus % one.gpus == 0
     needed = memory.peak(made.shape, choice)
-    assert needed.gpu < card * 2**30
-    assert min(8, choice.gpus) * needed.host < memory.HOST_GIB * 2**30
+    assert needed.gpu < one.gpu.gib * 2**30
+    assert min(one.gpus, choice.gpus) * needed.host < one.memory_gib * 2**30
     check_batches(64, choice.micro_batch_rows, choice.gpus, choice.gpus)
     options = settings.load(DeepSpeedOptions, "train", "deepspeed", profile="cluster").model_dump()
     fields = ("offload_optimizer", "offload_parameters")
@@ -424,12 +437,14 @@ def test_a_tiny_model_needs_no_sharding_and_a_huge_one_fits_nothing() -> None:
 
 def test_hours_follow_the_operations(llama: Shape) -> None:
     """Check the hours for 10^9 tokens on 8 A100s, at 40% of 312 TFLOP/s and with 6 N FLOPs per token plus attention."""
-    plain = memory.hours(llama, replace(TRAINING, gpus=8), 10**9)
+    plain = memory.hours(llama, replace(TRAINING, gpus=8), 10**9, P4D.gpu)
     assert plain is not None
     assert plain == pytest.approx(6 * 7.5e9 * 1e9 / (8 * 312e12 * 0.4) / 3600, rel=0.05)
-    again = memory.hours(llama, replace(TRAINING, gpus=16, gradient_checkpointing=True), 10**9)
+    again = memory.hours(llama, replace(TRAINING, gpus=16, gradient_checkpointing=True), 10**9, P4D.gpu)
     assert again == pytest.approx(plain / 2 * 4 / 3)
-    assert memory.hours(llama, TRAINING, None) is None
+    assert memory.hours(llama, TRAINING, None, P4D.gpu) is None
+    faster = memory.hours(llama, replace(TRAINING, gpus=8), 10**9, INSTANCE_TYPES["p5.48xlarge"].gpu)
+    assert faster == pytest.approx(plain * 312 / 989)
 
 
 def test_a_served_model_has_room_for_its_requests(llama: Shape) -> None:
@@ -445,13 +460,14 @@ def test_a_served_model_has_room_for_its_requests(llama: Shape) -> None:
 
 
 def test_the_report_names_the_settings_to_write() -> None:
-    text = _shown(_plan(LLAMA_3_8B, dollars_per_instance_hour={40: 20.0}))
+    text = _shown(_plan(LLAMA_3_8B))
     training = ("num_workers = 8", "[cluster.train]", "zero_stage = 3", "[cluster.deepspeed]")
     for name in (*training, "tensor_parallel_size = 1"):
         assert name in text
-    assert "40% of an A100's bf16 peak" in " ".join(text.split())
+    assert "40% of its bf16 peak" in " ".join(text.split())
+    assert "fewest A100 (40 GB)" in " ".join(text.split())
     assert text.splitlines()[-1].count(" dollars") == 1
-    assert " dollars" not in _shown(_plan(LLAMA_3_8B, dollars_per_instance_hour={})).splitlines()[-1]
+    assert " dollars" not in _shown(_plan(LLAMA_3_8B, dollars_per_instance_hour=prices({}))).splitlines()[-1]
 
 
 def test_the_recommendation_is_written_to_the_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -474,9 +490,49 @@ def test_the_shipped_settings_are_those_of_the_plan() -> None:
     options = settings.load(DeepSpeedOptions, "train", "deepspeed", profile="cluster").model_dump()
     serving = settings.load(ServeOptions, "serve", profile="cluster").model_dump()
     assert made.job == "finetune_deepspeed"
+    shipped = {"cluster.serve": serving, "cluster.gpu": gpu_section.load().model_dump()}
     for section, values in made.settings.items():
-        shipped = serving if section == "cluster.serve" else options
-        assert {key: shipped[key] for key in values} == values
+        assert {key: shipped.get(section, options)[key] for key in values} == values
+
+
+@pytest.mark.parametrize(
+    ("config", "dollars", "expected"),
+    [
+        (QWEN3_8B, {}, "g6e.xlarge"),  # without prices, the least GPU memory
+        (QWEN3_8B, {"g6e.xlarge": 1.0, "p4d.24xlarge": 20.0, "g6.12xlarge": 2.0, "g5.12xlarge": 3.0}, "g6e.xlarge"),
+        (QWEN3_8B, {"g6e.xlarge": 2.5, "p4d.24xlarge": 20.0, "g6.12xlarge": 2.0, "g5.12xlarge": 3.0}, "g6.12xlarge"),
+        (QWEN3_8B, {"p4d.24xlarge": 20.0}, "p4d.24xlarge"),  # the region sells no other
+        (LLAMA_3_70B, {}, "p4d.24xlarge"),
+        (LLAMA_3_70B, {"p6-b200.48xlarge": 100.0, "p5e.48xlarge": 40.0}, "p5e.48xlarge"),
+    ],
+)
+def test_the_cheapest_type_that_fits_is_recommended_for_serving(
+    config: Any, dollars: dict[str, float], expected: str
+) -> None:
+    made = _plan(config, serving_types=list(INSTANCE_TYPES.values()), dollars_per_instance_hour=prices(dollars))
+    assert made.serving_instance == INSTANCE_TYPES[expected]
+    assert made.settings["cluster.gpu"]["serve_instance_type"] == ("" if expected == "p4d.24xlarge" else expected)
+    advice = _shown(made).splitlines()[-1]
+    assert f"Serve on {made.serving_instance} with serve_instance_type = " in advice
+
+
+def test_serving_needs_cpus_and_main_memory_too() -> None:
+    served = serving.smallest(shape_of(QWEN3_8B), 2, 32 * 4096, 8, INSTANCE_TYPES.values())
+    names = {one.name for one in served}
+    assert "g6e.2xlarge" in names
+    assert "g6e.xlarge" not in names  # it has only 4 CPUs
+    assert all(one.memory_gib * 2**30 >= found.weights * found.tensor_parallel_size for one, found in served.items())
+    assert len({one.gpu for one in served}) == len(served) == 8
+
+
+def test_the_types_of_the_cluster_are_compared() -> None:
+    types = tuple(INSTANCE_TYPES[name] for name in ("g6e.12xlarge", "p5.48xlarge"))
+    made = _plan(LLAMA_3_8B, types=types, micro_batch_rows=1, global_batch_rows=64)
+    assert made.gpu_counts(types[0]) == [1, 2, 4, 8, 16, 32, 64]
+    assert made.gpu_counts(types[1]) == [1, 2, 4, 8, 16, 32, 64]
+    text = " ".join(_shown(made).split())
+    assert "fewest L40S (45 GB)" in text
+    assert "fewest H100 (80 GB)" in text
 
 
 def test_without_packed_data_the_plan_says_how_to_make_it(
@@ -484,7 +540,7 @@ def test_without_packed_data_the_plan_says_how_to_make_it(
 ) -> None:
     monkeypatch.setenv("PROJECT_DIR", str(tmp_path))
     console = Console(file=io.StringIO(), width=200)
-    plan.plan(str(assets / "model"), console)
+    plan.plan(str(assets / "model"), console, prices({}))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "Run: inv submit preprocess." in " ".join(text.split())
     assert "inv submit finetune_ddp and num_workers" in text
@@ -492,7 +548,7 @@ def test_without_packed_data_the_plan_says_how_to_make_it(
 
 def test_a_missing_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(settings.UserError, match="cannot load the model"):
-        plan.plan(str(tmp_path / "nothing"), Console(file=io.StringIO()))
+        plan.plan(str(tmp_path / "nothing"), Console(file=io.StringIO()), prices({}))
 
 
 def _shown(made: ModelPlan) -> str:

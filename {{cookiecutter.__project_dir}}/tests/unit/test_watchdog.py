@@ -67,15 +67,17 @@ def test_spending_counts_each_instance_by_its_type() -> None:
 def test_the_lease_is_renewed_until_the_hours_are_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[str] = []
     monkeypatch.setattr(watchdog_head, "LEASE", tmp_path / "renewed")
+    monkeypatch.setattr(watchdog_head, "LAUNCHED", tmp_path / "launched")
     monkeypatch.setattr(watchdog_head, "end_cluster", lambda file, reason: ended.append(reason))
     limits, file = watchdog_head.LimitsSection(hours=2, dollars=10), cluster_file.load()
-    watchdog_head.LEASE.touch()
+    for file_of_lease in (watchdog_head.LEASE, watchdog_head.LAUNCHED):
+        file_of_lease.touch()
     os.utime(watchdog_head.LEASE, (0, 0))
-    os.utime(tmp_path, (time.time(), time.time() - 1.9 * 3600))
+    os.utime(watchdog_head.LAUNCHED, (time.time(), time.time() - 1.9 * 3600))
     watchdog_head.renew_lease_within(limits, file)
     assert watchdog_head.LEASE.stat().st_mtime > 0
     assert ended == []
-    os.utime(tmp_path, (time.time(), time.time() - 2.1 * 3600))
+    os.utime(watchdog_head.LAUNCHED, (time.time(), time.time() - 2.1 * 3600))
     watchdog_head.renew_lease_within(limits, file)
     assert ended == ["the limit of 2 hours in settings.toml is reached"]
 

@@ -7,7 +7,8 @@ from typing import Any
 from botocore.exceptions import ClientError
 
 from cluster.aws import aws_errors
-from cluster.common.cluster_file import TARGET, ClusterFile
+from cluster.common.cluster_file import TARGET, ClusterFile, NodeType
+from instance_types import INSTANCE_TYPES
 
 RETRY = f"Run again: inv doctor --target {TARGET}"
 
@@ -22,6 +23,17 @@ class Account(ClusterFile):
 
     def client(self, service: str) -> Any:
         return self.clients[service]
+
+
+def alternatives(file: ClusterFile, node_type: NodeType) -> list[NodeType]:
+    """Return the node types with GPUs that can do the same work, itself included: training or, without zone, serving.
+
+    A node type without GPUs has no alternatives.
+    """
+    if node_type.instance_type not in INSTANCE_TYPES:
+        return []
+    with_gpus = [worker for worker in file.workers if worker.instance_type in INSTANCE_TYPES]
+    return [worker for worker in with_gpus if bool(worker.zone) == bool(node_type.zone)]
 
 
 def denied_action(error: ClientError, actions: Iterable[str]) -> str:

@@ -17,7 +17,7 @@ from cluster.aws.doctor.account import Account
 from cluster.common.cluster_file import ClusterFile
 from cluster.doctor import Finding, judge
 from cluster.node.watchdog_head import LimitsSection
-from pipeline.ray_support import capacity
+from pipeline.ray_support import capacity, gpu_section
 from pipeline.training.options import DDPOptions
 
 
@@ -66,7 +66,9 @@ def check_gpus(account: Account) -> Iterator[Finding]:
         capacity.refuse_too_many_workers(train.min_workers, each)
     yield Finding("ok", f"[train]: the cluster has room for num_workers = {train.min_workers}")
     serve = settings.load(JobsSection, "preprocess", "serve", profile="cluster")
-    available = sum(node["count"] * node["resources"].get("GPU", 0) for node in nodes)
+    served_on = gpu_section.load().serve_instance_type
+    suitable = [node for node in nodes if served_on in ("", node["instance_type"])]
+    available = max((node["count"] * node["resources"].get("GPU", 0) for node in suitable), default=0)
     gpus = serve.tensor_parallel_size * serve.pipeline_parallel_size
     yield judge(
         serve.max_replicas * gpus <= available,

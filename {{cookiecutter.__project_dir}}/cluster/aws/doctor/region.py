@@ -5,7 +5,7 @@ from typing import Any
 
 import settings
 from cluster.aws import vpc
-from cluster.aws.doctor.account import Account
+from cluster.aws.doctor.account import Account, alternatives
 from cluster.common import prices
 from cluster.doctor import Finding, judge
 
@@ -31,15 +31,26 @@ def check_spot_role(account: Account) -> Iterator[Finding]:
 
 
 def check_zones(account: Account) -> Iterator[Finding]:
-    """Check that the region offers every instance type of cluster.yaml."""
-    types = sorted({one.instance_type for one in (account.head, *account.workers)})
+    """Check that the region offers every instance type of the cluster.
+
+    A GPU type that it does not offer is only a warning if another type can do the same work.
+    """
+    node_types = {one.instance_type: one for one in (account.head, *account.workers)}
+    types = sorted(node_types)
     offers = account.client("ec2").describe_instance_type_offerings(
         LocationType="availability-zone", Filters=[{"Name": "instance-type", "Values": types}]
     )["InstanceTypeOfferings"]
+    offered = {offer["InstanceType"] for offer in offers}
     for instance_type in types:
         zones = sorted(offer["Location"] for offer in offers if offer["InstanceType"] == instance_type)
         text = f"{instance_type} is offered in {', '.join(zones) or f'no zone of {account.region}'}"
-        yield judge(bool(zones), text, "Set another InstanceType or region in cluster/cluster.yaml")
+        others = {one.instance_type for one in alternatives(account, node_types[instance_type])} & offered
+        yield judge(
+            bool(zones),
+            text,
+            "Set another InstanceType or region in cluster/cluster.yaml",
+            "warning" if others else "error",
+        )
 
 
 def check_network(account: Account) -> Iterator[Finding]:
