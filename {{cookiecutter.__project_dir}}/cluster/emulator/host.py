@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cluster.emulator.addresses import GATEWAY
+from cluster.node.state import BLOCK_END
 
 INIT = Path(__file__).with_name("host_init.sh")
 BOOT_TIMEOUT_S = 120  # booting usually takes a second, and failure is noticed immediately
@@ -92,7 +93,7 @@ class Host:
 
     def move_block_end(self, end: str) -> None:
         """Change when the host's Capacity Block ends (see launcher_file.py), so that tests need not wait for days."""
-        Path("/proc", self._first_process(), "root", "run/lease/block-end").write_text(end)
+        Path("/proc", self._first_process(), "root", *BLOCK_END.parts[1:]).write_text(end)
 
     def log(self) -> str:
         return (self.folder / "boot.log").read_text(errors="replace")

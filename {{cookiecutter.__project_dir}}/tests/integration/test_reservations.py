@@ -20,7 +20,7 @@ from rich.console import Console
 from werkzeug.serving import WSGIRequestHandler, make_server
 
 import settings
-from cluster.aws import capacity, capacity_blocks, cloud_status, launcher_file, prepare, quotas, reservation
+from cluster.aws import capacity, capacity_blocks, cloud_status, launcher_file, prepare, quotas, reservation, stack, vpc
 from cluster.aws import target as aws_target
 from cluster.aws.doctor import reserved
 from cluster.aws.doctor.account import Account
@@ -93,9 +93,10 @@ def assign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, st
     def assign(section: str, assignment: str) -> None:
         key = assignment.partition(" = ")[0]
         text = copy.read_text(encoding="utf-8")
-        changed, count = re.subn(rf"(\[{section}\][^\[]*?\n){key} = [^\n]*", rf"\g<1>{assignment}", text)
+        before, header, rest = text.partition(f"[{section}]")
+        changed, count = re.subn(rf"^{key} = .*", assignment, rest, count=1, flags=re.MULTILINE)
         assert count == 1
-        copy.write_text(changed, encoding="utf-8")
+        copy.write_text(f"{before}{header}{changed}", encoding="utf-8")
 
     return assign
 
@@ -255,8 +256,9 @@ def test_only_with_a_reservation_the_stack_has_a_template_for_it(aws: Api, assig
     assert templates() == sorted([*others, f"{FILE.slug}-reserved"])
     assert "gpu-reserved" in launcher_file.FILE.read_text(encoding="utf-8")
     assign("cluster.capacity", 'reservation = ""')
-    prepare.prepare(launcher_file.load())  # instances of the block may still run
-    assert templates() == sorted([*others, f"{FILE.slug}-reserved"])
+    prepare.prepare(launcher_file.load())
+    kept = (stack.find(FILE) or {})["Parameters"]  # because instances of the block may still run
+    assert {"ParameterKey": "ReservedZone", "ParameterValue": ZONE} in kept
 
 
 def test_a_new_reservation_does_not_replace_the_head(aws: Api, assign: Callable[[str, str], None]) -> None:
@@ -365,15 +367,25 @@ def test_the_doctor_warns_if_max_workers_leaves_reserved_instances_unused(
     assert ("3 reserved instances idle. Raise max_workers") in findings()[1][1]
 
 
-def test_a_reservation_in_a_fourth_zone_gets_a_subnet_and_a_label(aws: Api, assign: Callable[[str, str], None]) -> None:
+@pytest.mark.parametrize(("private", "gateway"), [("false", "igw-"), ("true", "nat-")])
+def test_a_reservation_in_a_fourth_zone_gets_a_subnet_and_a_label(
+    aws: Api, assign: Callable[[str, str], None], private: str, gateway: str
+) -> None:
+    assign("cluster.network", f"private = {private}")
     prepare.prepare(FILE)
     block(aws, assign, -HOUR, 20 * HOUR, zone=f"{FILE.region}f")
     file = launcher_file.load()
-    assert capacity.offers(file)[0]["zone"] == "reserved"
+    assert capacity.offers(file)[0]["labels"]["zone"] == "reserved"
     prepare.prepare(file)
     (machine,) = launch()
     assert machine["Placement"]["AvailabilityZone"] == f"{FILE.region}f"
     assert machine["PrivateIpAddress"].startswith("10.0.245.")
+    (instance,) = moto_instances.list_all()
+    assert moto_instances.internet_gateway(instance).startswith(gateway)
+    (call,) = [one for one in aws.calls if one.action == "RunInstances"]
+    cards = [value for key, value in call.parameters.items() if key.endswith("NetworkCardIndex")]
+    section = settings.load(vpc.NetworkSection, "network", profile="cluster")
+    assert len(cards) == (vpc.efa_cards(file, section) or 1)
 
 
 def test_reserved_instances_start_in_your_own_subnet(aws: Api, assign: Callable[[str, str], None]) -> None:
