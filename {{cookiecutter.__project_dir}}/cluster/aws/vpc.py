@@ -7,6 +7,7 @@ from pydantic import model_validator
 
 import settings
 from cluster.aws import stack
+from cluster.common import prices
 from cluster.common.cluster_file import TARGET, ClusterFile
 
 ZONES = 3
@@ -91,7 +92,13 @@ def find_network(file: ClusterFile, section: NetworkSection) -> Network:
             f"no zone of the stack {file.slug} offers {_gpu_type(file)}, but {', '.join(sorted(offered))} does. To "
             f"make a stack in those zones, run: inv down --target {TARGET}   then: inv up --target {TARGET}"
         )
-    return Network(kept or _three(sorted(offered)))
+    return Network(kept or _three(_cheapest_first(file, offered)))
+
+
+def _cheapest_first(file: ClusterFile, zones: set[str]) -> list[str]:
+    """Sort zones by the spot price of the GPU instances, because a low price shows that AWS has free capacity."""
+    dollars = prices.spot_prices(file, [_gpu_type(file)]).get(_gpu_type(file), {})
+    return sorted(zones, key=lambda zone: (dollars.get(zone, float("inf")), zone))
 
 
 def offered_zones(file: ClusterFile) -> set[str]:

@@ -115,6 +115,7 @@ def _on_demand(file: ClusterFile, instance_type: str) -> float:
         "tenancy": "Shared",
         "preInstalledSw": "NA",
         "capacitystatus": "Used",
+        "marketoption": "OnDemand",  # and not "CapacityBlock", whose hours have another price
     }
     answer = boto3.client("pricing", region_name=PRICING_REGION).get_products(
         ServiceCode="AmazonEC2",

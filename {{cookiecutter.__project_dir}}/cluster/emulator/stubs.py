@@ -46,9 +46,18 @@ def respond(service: str, action: str, region: str, parameters: dict[str, Any], 
 def _get_products(request: dict[str, Any], region: str) -> str:
     filters = {entry["Field"]: entry["Value"] for entry in request["Filters"]}
     price = DOLLARS_AN_HOUR.get(filters["instanceType"])
-    dimension = {"unit": "Hrs", "pricePerUnit": {"USD": f"{price:.10f}"}} if price else None
-    product = {"terms": {"OnDemand": {"term": {"priceDimensions": {"dimension": dimension}}}}}
-    return json.dumps({"FormatVersion": "aws_v1", "PriceList": [json.dumps(product)] if price else []})
+    found = [price] if price else []
+    if "marketoption" not in filters:  # AWS then also lists the hours of Capacity Blocks
+        found = [0.8 * one for one in found] + found
+    products = [
+        {
+            "terms": {
+                "OnDemand": {"term": {"priceDimensions": {"of": {"unit": "Hrs", "pricePerUnit": {"USD": str(one)}}}}}
+            }
+        }
+        for one in found
+    ]
+    return json.dumps({"FormatVersion": "aws_v1", "PriceList": list(map(json.dumps, products))})
 
 
 def _spot_price_history(request: dict[str, str], region: str) -> str:

@@ -237,13 +237,10 @@ def test_nodes_have_all_files_that_they_need(command: list[str], tmp_path: Path)
     subprocess.run([sys.executable, *command], cwd=tmp_path / "project", env=outside, check=True)
 
 
-@pytest.mark.parametrize("node_config", node_configs())
-def test_credentials_need_imdsv2(node_config: dict[str, Any]) -> None:
-    assert node_config["MetadataOptions"] == {
-        "HttpEndpoint": "enabled",
-        "HttpTokens": "required",
-        "HttpPutResponseHopLimit": 1,
-    }
+def test_credentials_need_imdsv2() -> None:
+    templates = [body["Properties"].get("LaunchTemplateData") for body in stack()["Resources"].values()]
+    expected = {"HttpEndpoint": "enabled", "HttpTokens": "required", "HttpPutResponseHopLimit": 1}
+    assert [one["MetadataOptions"] for one in templates if one] == [expected] * 9
 
 
 @pytest.mark.parametrize("node_config", node_configs())
