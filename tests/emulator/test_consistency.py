@@ -33,10 +33,10 @@ def clock() -> Clock:
 def file(monkeypatch: pytest.MonkeyPatch) -> Iterator[ClusterFile]:
     """Serve the emulated AWS to an administrator, and yield the cluster file."""
     backend = iam_backends["123456789012"]["aws"]
-    backend.create_user("us-east-1", "me")
+    backend.create_user("us-east-1", "laptop")
     statement = {"Effect": "Allow", "Action": "*", "Resource": "*"}
-    backend.put_user_policy("me", "all", json.dumps({"Version": "2012-10-17", "Statement": [statement]}))
-    key = backend.create_access_key("me")
+    backend.put_user_policy("laptop", "all", json.dumps({"Version": "2012-10-17", "Statement": [statement]}))
+    key = backend.create_access_key("laptop")
     server = make_server("127.0.0.1", 0, api.Api(), threaded=True)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
@@ -46,6 +46,9 @@ def file(monkeypatch: pytest.MonkeyPatch) -> Iterator[ClusterFile]:
     yield cluster_file.load()
     server.shutdown()
     thread.join()
+    backend.delete_user_policy("laptop", "all")
+    backend.delete_access_key(key.access_key_id, "laptop")
+    backend.delete_user("laptop")
 
 
 def test_secrets_that_the_list_lacks_are_found_and_deleted(

@@ -18,7 +18,7 @@ from faults.catalog import FAULTS, Fault
 MIN_LETTERS = 8  # a shorter phrase could match by chance
 VALUES = re.compile(r"[\w.']*\d[\w./']*|\b(?:spot|rehearsal|autoscaler)\b")
 """Values that the project's code fills into its messages."""
-FOREIGN = {"gathered {'zone'", "no-such-package", "not authorized to perform: ec2:RunInstances"}
+FOREIGN = {"gathered {'zone'", "'instance_type': '", "no-such-package", "not authorized to perform: ec2:RunInstances"}
 """Phrases from other programs, and from jobs that the fault tests submit."""
 
 
