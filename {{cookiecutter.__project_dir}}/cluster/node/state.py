@@ -7,14 +7,10 @@ LEASE = Path("/run/lease/renewed")
 LAUNCHED = Path("/var/lib/launched")
 """Created at the first boot. It survives a reboot."""
 BLOCK_END = Path("/var/lib/block-end")
-<<<<<<< HEAD
 """In a Capacity Block: the time at which it ends, in ISO 8601.
 
 The launch writes it (see launcher_file.py). It survives a reboot.
 """
-=======
-"""In a Capacity Block: when it ends, in ISO 8601. The launch writes it (see launcher_file.py). It survives a reboot."""
->>>>>>> e47f57178a66909b8659d1ba820d6998e0bb78b3
 BLOCK_CLEANUP_S = 30 * 60
 """AWS starts to terminate the instances of a Capacity Block this many seconds before its end."""
 BLOCK_NOTICE_S = 10 * 60
