@@ -16,4 +16,4 @@ def ask(question: str, yes: bool, command: str) -> None:
     if not sys.stdin.isatty():
         raise settings.UserError(f"this costs money and needs your consent. Run: {command} --yes")
     if input(f"{question} [y/N] ").strip().lower() not in ("y", "yes"):
-        raise settings.UserError("nothing was started")
+        raise settings.UserError("you did not agree, so nothing was done")
