@@ -10,6 +10,7 @@ from cluster import fit
 from cluster.planner import memory
 from cluster.planner.memory import GIB, METHODS, Method, Training
 from cluster.planner.shape import shape_of
+from instance_types import INSTANCE_TYPES
 
 MEASURED = [method for method in METHODS if not method.offload_optimizer]
 CORE = ("Qwen3-8B",)
@@ -57,7 +58,7 @@ def _job(method: Method) -> tuple[str, list[str]]:
 
 
 def test_a_job_that_does_not_fit_says_where_memory_ran_out(gpu: fit.Gpu, folder_of: Callable[[str], str]) -> None:
-    small = replace(gpu, gib=40)
+    small = replace(gpu, instance=INSTANCE_TYPES["p4d.24xlarge"])
     options = ["--model", folder_of("Qwen3-8B")]
     assert small.run("finetune_ddp", options).failed == "loading the model"
     assert not small.run("finetune_deepspeed", options).failed, "the shipped settings do not fit"
@@ -67,7 +68,7 @@ def test_expandable_segments_let_a_job_fit(
     gpu: fit.Gpu, folder_of: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Training uses them by default. Without them, memory is left that PyTorch has reserved and cannot use."""
-    small = replace(gpu, gib=40)
+    small = replace(gpu, instance=INSTANCE_TYPES["p4d.24xlarge"])
     options = ["--model", folder_of("Qwen3-8B"), "--zero-stage", "2", "--micro-batch-rows", "1"]
     assert not small.run("finetune_deepspeed", options).failed
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:False")
