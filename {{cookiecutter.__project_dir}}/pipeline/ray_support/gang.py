@@ -21,6 +21,7 @@ from pipeline.ray_support.workers import WorkerOptions
 PROGRESS_INTERVAL_S = 30
 REQUEST_TIMEOUT_S = 20  # within this time, the autoscaler requests machines, unless the watchdog blocks their type
 RELEASE_TIMEOUT_S = 120
+SETUP_TIMEOUT_S = 1800  # a machine boots and installs 10 GB of packages
 RESIZE_INTERVAL_S = 300  # not shorter, because each resize of a run repeats the steps since the last checkpoint
 
 
@@ -95,13 +96,16 @@ def gather(
 def _reserve(offer: Offer, workers: int, needs: Mapping[str, float], timeout_s: float) -> str | None:
     """Wait for the machines of all workers. Return why they did not arrive, or None if they did.
 
+    While AWS has started all requested machines and their setup runs, `timeout_s` does not count, for SETUP_TIMEOUT_S.
+
     The reservation ends when this function returns. The machines stay up for their idle timeout, so the run can start
     on them.
     """
     group = placement_group([dict(needs)] * workers, bundle_label_selector=[offer.labels] * workers)
     started = last_printed = time.time()
+    deadline = started + timeout_s
     try:
-        while time.time() - started < timeout_s:
+        while time.time() < deadline:
             if ray.wait([group.ready()], timeout=3)[0]:
                 return None
             status = cluster_status(ray.get_runtime_context().gcs_address)
@@ -109,13 +113,15 @@ def _reserve(offer: Offer, workers: int, needs: Mapping[str, float], timeout_s: 
                 return "AWS refuses machines"  # `inv status` prints AWS's reason
             if time.time() - started > REQUEST_TIMEOUT_S and not _is_requested(offer, status):
                 return "no machine was requested"  # after AWS refuses a type, the watchdog blocks it for minutes
+            if _are_starting(offer, status):
+                deadline = min(time.time(), started + SETUP_TIMEOUT_S) + timeout_s
             if time.time() - last_printed > PROGRESS_INTERVAL_S:
                 last_printed = time.time()
                 print(
                     f"waiting for {workers} workers in zone {offer.zone}, {offer.kind}: {last_printed - started:.0f} s",
                     flush=True,
                 )
-        return f"no room for all {workers} workers after {timeout_s:.0f} s"
+        return f"no room for all {workers} workers after {time.time() - started:.0f} s"
     finally:
         remove_placement_group(group)
 
@@ -155,3 +161,12 @@ def _is_requested(offer: Offer, status: ClusterStatus) -> bool:
     """Return whether a machine of this type is running, starting or requested."""
     known = [*status.active_nodes, *status.idle_nodes, *status.pending_nodes, *status.pending_launches]
     return any(machine.ray_node_type_name == offer.node_type for machine in known)
+
+
+def _are_starting(offer: Offer, status: ClusterStatus) -> bool:
+    """Return whether machines of this type are starting, and none is still requested from AWS."""
+    starting, requested = (
+        any(machine.ray_node_type_name == offer.node_type for machine in machines)
+        for machines in (status.pending_nodes, status.pending_launches)
+    )
+    return starting and not requested

@@ -19,7 +19,7 @@ class WorkerOptions(settings.Section):
     cpus_per_worker: PositiveInt
     """Number of logical CPUs reserved for each worker. The worker runs as many torch threads."""
     zone_timeout_s: PositiveFloat = 900
-    """Seconds to wait for all workers in one zone before trying the next."""
+    """Seconds to wait until AWS has started the machines of all workers in one zone, before trying the next."""
 
     @model_validator(mode="after")
     def _cuda_is_reserved(self) -> Self:

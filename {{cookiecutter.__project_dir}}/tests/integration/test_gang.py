@@ -1,6 +1,8 @@
 """Test how a gang tries zones and markets, and what fits. The rehearsal, which has an autoscaler, tests `_reserve`."""
 
 import json
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -29,6 +31,53 @@ def test_after_a_refusal_the_next_zone_is_tried(
     assert gang.gather(2, {"CPU": 1}, 10, gang.offers()) == {"zone": "2", "instance_type": "p4d.24xlarge"}
     printed = capsys.readouterr().out
     assert "zone 1, spot, p5.48xlarge: AWS refuses machines; trying the next" in printed
+
+
+class SlowCluster:
+    """Replaces Ray and the clock: machines of the offer are requested, then start, then are ready."""
+
+    def __init__(self, started_s: float, ready_s: float) -> None:
+        self.now, self.started_s, self.ready_s = 1000.0, 1000.0 + started_s, 1000.0 + ready_s
+
+    def time(self) -> float:
+        return self.now
+
+    def wait(self, _: Any, timeout: float) -> tuple[list[int], list[int]]:
+        self.now += timeout
+        return ([1], []) if self.now >= self.ready_s else ([], [1])
+
+    def status(self, _: str) -> SimpleNamespace:
+        machine = [SimpleNamespace(ray_node_type_name="a")]
+        is_started = self.now >= self.started_s
+        return SimpleNamespace(
+            **{"active_nodes": [], "idle_nodes": [], "failed_launches": []},
+            pending_nodes=machine if is_started else [],
+            pending_launches=[] if is_started else machine,
+        )
+
+
+@pytest.mark.parametrize(
+    ("started_s", "ready_s", "failure"),
+    [
+        (30, 900, None),  # a long setup
+        (30, 1e6, "no room for all 2 workers after 1860 s"),  # a setup that never ends
+        (90, 900, "no room for all 2 workers after 60 s"),  # AWS starts no machine in time
+    ],
+)
+def test_the_timeout_counts_until_aws_has_started_the_machines(
+    monkeypatch: pytest.MonkeyPatch, started_s: float, ready_s: float, failure: str | None
+) -> None:
+    cluster = SlowCluster(started_s, ready_s)
+    context = SimpleNamespace(gcs_address="")
+    group = SimpleNamespace(ready=lambda: 0)
+    monkeypatch.setenv("GANG_OFFERS", json.dumps(OFFERS))
+    monkeypatch.setattr(gang, "ray", SimpleNamespace(wait=cluster.wait, get_runtime_context=lambda: context))
+    monkeypatch.setattr(gang, "time", cluster)
+    monkeypatch.setattr(gang, "cluster_status", cluster.status)
+    monkeypatch.setattr(gang, "placement_group", lambda *_, **__: group)
+    monkeypatch.setattr(gang, "remove_placement_group", lambda _: None)
+    (offer, *_) = gang.offers()
+    assert gang._reserve(offer, 2, {"GPU": 1}, 60) == failure
 
 
 def test_a_trial_uses_the_place_that_its_search_found(monkeypatch: pytest.MonkeyPatch) -> None:
