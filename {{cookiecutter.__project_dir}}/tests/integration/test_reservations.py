@@ -59,7 +59,7 @@ def server() -> Iterator[tuple[Api, str]]:
 def aws(server: tuple[Api, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Api:
     """Return an emulated AWS with an empty account, which boto3 uses."""
     api, url = server
-    for service in ("ec2", "iam", "cloudformation", "s3"):
+    for service in ("ec2", "iam", "cloudformation"):  # not "s3", because other tests keep a bucket there
         get_backend(service).reset()
     api.calls.clear()
     api.reservations, api.throttle = Reservations(), Throttle()

@@ -66,9 +66,10 @@ def test_a_capacity_block_adds_a_node_type_that_is_tried_first(monkeypatch: pyte
 
 def test_a_capacity_block_that_is_about_to_end_adds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its instances are drained 40 minutes before the end."""
-    ending = dataclasses.replace(BLOCK, end=NOW + datetime.timedelta(minutes=40))
+    now = datetime.datetime.now(datetime.UTC)
+    ending = dataclasses.replace(BLOCK, end=now + datetime.timedelta(minutes=40))
     assert resolved_with(ending, monkeypatch) == cluster_file.load()
-    later = dataclasses.replace(BLOCK, end=NOW + datetime.timedelta(minutes=42))
+    later = dataclasses.replace(BLOCK, end=now + datetime.timedelta(minutes=42))
     assert reserved_type(resolved_with(later, monkeypatch))
 
 
