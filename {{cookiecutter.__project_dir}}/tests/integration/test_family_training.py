@@ -73,7 +73,14 @@ def answer(folder: Path, messages: list[dict[str, Any]], tools: list[dict[str, A
     return tokenizer.decode(tokens), tokens[-1] in model.generation_config.eos_token_id
 
 
-@pytest.mark.parametrize("name", ["Qwen 3", "Llama 3.1, 3.3", "Mistral Nemo", "Gemma 4"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("Qwen 3", "Llama 3.1, 3.3"),
+        # nightly, because each takes 17 s
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("Mistral Nemo", "Gemma 4")),
+    ],
+)
 def test_a_trained_model_answers_stops_and_calls_a_tool(assets: Path, tmp_path: Path, name: str) -> None:
     model = write_model(tmp_path / "model", assets, name)
     tokenize = DocumentTokenizer(str(model), SEQUENCE_LENGTH)
