@@ -5,7 +5,7 @@ table. This module imports only the standard library, because the template reads
 
 Sources:
 - instance types and their regions: EC2's DescribeInstanceTypes and DescribeInstanceTypeOfferings, which state the same
-  as aws.amazon.com/ec2/instance-types. tests/integration/test_instance_types.py compares the table with moto's copy of both.
+  as aws.amazon.com/ec2/instance-types. tests/integration/test_instance_types.py compares the table with moto's copy.
 - bf16_flops: NVIDIA's data sheets. They state the peak with sparsity, except for A100; the dense peak is half of that.
 - mib: `nvidia-smi`. It shows slightly less than EC2 states for H100 and H200, and more for A10G, L4 and L40S.
 - quotas: docs.aws.amazon.com/ec2/latest/instancetypes/ec2-instance-quotas.html
