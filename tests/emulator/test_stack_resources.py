@@ -19,7 +19,7 @@ CARDS = 4
 def file(monkeypatch: pytest.MonkeyPatch) -> Iterator[ClusterFile]:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "none")
-    monkeypatch.setattr(stack_resources, "PLACEMENT_GROUPS", {})
+    monkeypatch.setattr(stack_resources, "PLACEMENT_GROUPS", set())
     with mock_aws():
         yield cluster_file.load()
 
@@ -128,7 +128,7 @@ def test_the_stack_is_deleted_in_order(file: ClusterFile, private: str) -> None:
     stack.delete(file)
     assert [ec2.describe_vpcs()["Vpcs"], ec2.describe_internet_gateways()["InternetGateways"]] == before
     assert ec2.describe_addresses()["Addresses"] == []
-    assert stack_resources.PLACEMENT_GROUPS == {}
+    assert not stack_resources.PLACEMENT_GROUPS
 
 
 def test_the_zones_stay_the_same(file: ClusterFile, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,8 @@ def prepare(file: ClusterFile) -> None:
     zones = ", ".join(dict.fromkeys(network.zones))
     print(f"stack {file.slug} {result} in {zones}; port 22 is open only to {parameters['Caller']}")
     print(f"bucket: s3://{bucket.name(file)}")
+    if section.costs:
+        print(section.costs)
 
 
 def delete(file: ClusterFile) -> None:

@@ -74,8 +74,9 @@ def template(efa_cards: int, *, makes_network: bool) -> dict[str, Any]:
     `makes_network` says whether the stack makes a VPC.
     """
     content = parse(TEMPLATE.read_text(encoding="utf-8"))
-    launches = [body["Properties"].get("LaunchTemplateData", {}) for body in content["Resources"].values()]
-    for interfaces in (one["NetworkInterfaces"] for one in launches if "NetworkCardIndex" in str(one)):
+    launches = [one["Properties"].get("LaunchTemplateData", {}) for one in content["Resources"].values()]
+    found = [launch["NetworkInterfaces"] for launch in launches if "NetworkInterfaces" in launch]
+    for interfaces in (one for one in found if "NetworkCardIndex" in one[0]):
         shared = {key: interfaces[0][key] for key in ("Groups", "DeleteOnTermination")}
         shared["SubnetId"] = _choose(interfaces[0]["SubnetId"], makes_network)  # short, because there may be 32 cards
         interfaces += [

@@ -24,6 +24,7 @@ from cluster.aws import (
     secrets_manager,
     ssh,
     teardown,
+    vpc,
 )
 from cluster.common import bucket, cluster_file, instances, prices
 from cluster.common.cluster_file import CAPACITY_BLOCK, TARGET, ClusterFile
@@ -60,6 +61,8 @@ class Aws:
             reservation.refuse_before_start(reserved)
         _require_no_errors(self.doctor(), self.name)
         Console().print(prices.table(file, prices.ask(file)))
+        if costs := settings.load(vpc.NetworkSection, "network", profile=self.profile).costs:
+            print(costs)
         print(changes)
         consent.ask("continue?" if running else "start it?", yes, f"inv up --target {TARGET}")
         reservation.wait_for_start(file)
@@ -147,8 +150,8 @@ class Aws:
         left = teardown.leftovers(file) + [f"secret {name}" for name in secrets_manager.names(file)]
         if not left:
             print(
-                f"{self.name} is down: no instance, volume, interface, security group, key, role, secret or stack "
-                f"of {file.slug} is left"
+                f"{self.name} is down: no instance, volume, interface, VPC, security group, key, role, secret or "
+                f"stack of {file.slug} is left"
             )
             if bucket.exists(file):
                 print(f"the bucket with your work is kept: s3://{bucket.name(file)}")

@@ -48,6 +48,15 @@ class NetworkSection(settings.Section):
             )
         return self
 
+    @property
+    def costs(self) -> str:
+        """What the network costs, or "" if it is free."""
+        if not self.private or self.subnets:
+            return ""
+        return (
+            "the NAT gateway for private workers costs about 0.05 dollars per hour, and as much per GB, until inv down"
+        )
+
 
 @dataclass(frozen=True)
 class Network:
@@ -89,8 +98,8 @@ def find_network(file: ClusterFile, section: NetworkSection) -> Network:
     kept = _zones_of_stack(file)
     if kept and not offered & set(kept):
         raise settings.UserError(
-            f"no zone of the stack {file.slug} offers {_gpu_type(file)}, but {', '.join(sorted(offered))} does. To "
-            f"make a stack in those zones, run: inv down --target {TARGET}   then: inv up --target {TARGET}"
+            f"no zone of the stack {file.slug} offers {_gpu_type(file)}. For a stack in {', '.join(sorted(offered))}, "
+            f"run: inv down --target {TARGET}   then: inv up --target {TARGET}"
         )
     return Network(kept or _three(_cheapest_first(file, offered)))
 
@@ -135,11 +144,8 @@ def default_route(file: ClusterFile, subnet: dict[str, Any]) -> str:
     ec2 = file.client("ec2")
     own = [{"Name": "association.subnet-id", "Values": [subnet["SubnetId"]]}]
     main = [{"Name": "association.main", "Values": ["true"]}, {"Name": "vpc-id", "Values": [subnet["VpcId"]]}]
-    tables = (
-        ec2.describe_route_tables(Filters=own)["RouteTables"]
-        or (ec2.describe_route_tables(Filters=main)["RouteTables"])
-    )
-    routes = [route for table in tables for route in table["Routes"]]
+    found = (ec2.describe_route_tables(Filters=filters)["RouteTables"] for filters in (own, main))
+    routes = [route for table in next(filter(None, found), []) for route in table["Routes"]]
     internet = [route for route in routes if route.get("DestinationCidrBlock") == "0.0.0.0/0"]
     keys = ("GatewayId", "NatGatewayId", "TransitGatewayId", "NetworkInterfaceId")
     return next((route[key] for route in internet for key in keys if route.get(key)), "")
@@ -159,9 +165,9 @@ def _network_of_subnets(file: ClusterFile, section: NetworkSection, offered: set
     usable = [subnet for subnet in ids if zones[subnet] in offered]
     if not usable:
         raise settings.UserError(
-            f"none of the subnets {', '.join(ids)} is in a zone that offers {_gpu_type(file)}, but "
-            f"{', '.join(sorted(offered)) or 'no zone of the region'} does. Change subnets in [cluster.network] of "
-            "settings.toml, or make it empty: the stack then makes a VPC"
+            f"none of the subnets {', '.join(ids)} is in a zone that offers {_gpu_type(file)} "
+            f"({', '.join(sorted(offered)) or 'none in this region'}). Change subnets in [cluster.network] of "
+            "settings.toml, or set subnets = [], so that the stack makes a VPC"
         )
     return Network(
         zones=_three([zones[subnet] for subnet in usable]),

@@ -7,7 +7,6 @@ Importing this module replaces moto's classes for these types.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from moto.cloudformation.models import cloudformation_backends
@@ -36,7 +35,7 @@ MODELED = {
     "AWS::EC2::SecurityGroup": "GroupName GroupDescription VpcId SecurityGroupIngress SecurityGroupEgress Tags",
     "AWS::EC2::SecurityGroupIngress": "GroupId IpProtocol FromPort ToPort SourceSecurityGroupId Description",
     "AWS::EC2::SecurityGroupEgress": "GroupId IpProtocol DestinationSecurityGroupId Description",
-    "AWS::EC2::PlacementGroup": "Strategy Tags",
+    "AWS::EC2::PlacementGroup": "Strategy",
     "AWS::EC2::LaunchTemplate": "LaunchTemplateName LaunchTemplateData",
     "AWS::ElasticLoadBalancingV2::LoadBalancer": "Name Type Scheme Subnets SecurityGroups Tags",
     "AWS::ElasticLoadBalancingV2::TargetGroup": "Name VpcId Protocol Port TargetType HealthCheckPath Tags",
@@ -48,6 +47,7 @@ MODELED = {
 }
 """Properties that the emulated cloud honors, by resource type."""
 WITHOUT_EFFECT = {
+    "AWS::EC2::PlacementGroup": "Tags",  # nothing lists placement groups
     "AWS::EC2::VPC": "EnableDnsSupport EnableDnsHostnames",  # hosts have no DNS
     "AWS::ElasticLoadBalancingV2::LoadBalancer": "LoadBalancerAttributes",  # no load balancer forwards requests
 }
@@ -350,15 +350,8 @@ def _authorize_egress(ec2: Any, group_id: str, protocol: str, **whom: Any) -> No
     ec2.authorize_security_group_egress(group_id, protocol, None, None, **{"ip_ranges": [], **whom})
 
 
-@dataclass
-class Group:
-    """A placement group."""
-
-    name: str
-    tags: dict[str, str]
-
-
-PLACEMENT_GROUPS: dict[str, Group] = {}
+PLACEMENT_GROUPS: set[str] = set()
+"""The names of all placement groups."""
 
 
 class PlacementGroup(_Resource):
@@ -366,14 +359,14 @@ class PlacementGroup(_Resource):
 
     @staticmethod
     def create(ec2: Any, properties: dict[str, Any], name: str) -> str:
-        PLACEMENT_GROUPS[name] = Group(name, _tags(properties))
+        PLACEMENT_GROUPS.add(name)
         return name
 
     @staticmethod
     def end(ec2: Any, physical_id: str) -> None:
         if any(one.placement.group_name == physical_id for one in _running(ec2)):
             raise DependencyViolationError(f"the placement group {physical_id} is in use and may not be deleted")
-        del PLACEMENT_GROUPS[physical_id]
+        PLACEMENT_GROUPS.remove(physical_id)
 
 
 class Bucket(CloudFormationModel):

@@ -522,7 +522,7 @@ def test_a_subnet_without_a_public_route_is_an_error(
     found = texts(checks.check(file), "error")
     assert len(found) == len(ZONES)
     assert f"internet traffic goes to {gateway.get('NatGatewayId', 'nowhere')}" in found[0]
-    assert "it must be a public subnet" in found[0]
+    assert "It must be a public subnet" in found[0]
 
 
 def test_no_room_for_a_vpc_is_an_error(cloud: StubbedAws, file: ClusterFile) -> None:

@@ -238,9 +238,10 @@ def test_nodes_have_all_files_that_they_need(command: list[str], tmp_path: Path)
 
 
 def test_credentials_need_imdsv2() -> None:
-    templates = [body["Properties"].get("LaunchTemplateData") for body in stack()["Resources"].values()]
+    templates = [body for body in stack()["Resources"].values() if body["Type"] == "AWS::EC2::LaunchTemplate"]
     expected = {"HttpEndpoint": "enabled", "HttpTokens": "required", "HttpPutResponseHopLimit": 1}
-    assert [one["MetadataOptions"] for one in templates if one] == [expected] * 9
+    assert templates
+    assert all(one["Properties"]["LaunchTemplateData"]["MetadataOptions"] == expected for one in templates)
 
 
 @pytest.mark.parametrize("node_config", node_configs())

@@ -71,9 +71,8 @@ def check_network(account: Account) -> Iterator[Finding]:
         yield judge(
             is_right,
             f"subnet {subnet['SubnetId']}: internet traffic goes to {route or 'nowhere'}",
-            f"Instances there could not download packages, because it must be a {what} subnet, with a route to "
-            f"{'an internet gateway' if what == 'public' else 'a NAT gateway'}. Set another in [cluster.network] of "
-            "settings.toml",
+            f"It must be a {what} subnet, with a route to {'an internet' if what == 'public' else 'a NAT'} gateway, "
+            "because instances download packages. Set another in [cluster.network] of settings.toml",
         )
 
 
