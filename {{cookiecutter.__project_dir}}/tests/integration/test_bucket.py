@@ -25,12 +25,12 @@ os.kill(os.getpid(), signal.SIGKILL)
 def file(s3: str) -> Iterator[ClusterFile]:
     file = cluster_file.load()
     resource = boto3.resource("s3").Bucket(bucket.name(file))
-    resource.create()
+    if not bucket.exists(file):  # another test may have made it
+        resource.create()
     yield file
     for upload in resource.multipart_uploads.all():
         upload.abort()
-    resource.objects.delete()
-    resource.delete()
+    resource.LifecycleConfiguration().delete()
 
 
 def rules(file: ClusterFile) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ import datetime
 import itertools
 import re
 import shutil
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -36,7 +37,19 @@ from cluster.target import WantedBlock
 from instance_types import INSTANCE_TYPES
 from pipeline.ray_support.private import cluster_launcher
 
-FILE = cluster_file.load()
+DEFAULTS = {
+    r'region: ".*"': 'region: "us-east-1"',
+    r"max_workers: \d+": "max_workers: 2",
+    r"&gpu_instance_type \S+": "&gpu_instance_type p4d.24xlarge",
+}
+"""Lines of cluster.yaml for the template's default answers, whatever the answers of this project are."""
+FOLDER = tempfile.TemporaryDirectory()
+SOURCE = Path(FOLDER.name, "cluster.yaml")
+text = cluster_file.FILE.read_text(encoding="utf-8")
+for pattern, line in DEFAULTS.items():
+    text = re.sub(pattern, line, text)
+SOURCE.write_text(text, encoding="utf-8")
+FILE = cluster_file.load(SOURCE)
 GPU_TYPE = FILE.workers[-1].instance_type
 ZONE = f"{FILE.region}b"
 HOUR = 3600.0
@@ -56,11 +69,10 @@ def server() -> Iterator[tuple[Api, str]]:
 
 
 @pytest.fixture
-def aws(server: tuple[Api, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Api:
-    """Return an emulated AWS with an empty account, which boto3 uses."""
+def aws(server: tuple[Api, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Api]:
+    """Yield an emulated AWS with an empty account, which boto3 uses."""
     api, url = server
-    for service in ("ec2", "iam", "cloudformation"):  # not "s3", because other tests keep a bucket there
-        get_backend(service).reset()
+    _empty_account()
     api.calls.clear()
     api.reservations, api.throttle = Reservations(), Throttle()
     api.consistency = Consistency(itertools.count(step=1000.0).__next__)  # so that every effect is visible at once
@@ -80,7 +92,15 @@ def aws(server: tuple[Api, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     monkeypatch.setattr(launcher_file, "FILE", tmp_path / "cluster.yaml")
     monkeypatch.setattr(capacity_blocks, "OFFERINGS", tmp_path / "offerings.json")
     monkeypatch.setattr(prepare, "_own_address", lambda: "203.0.113.7")
-    return api
+    yield api
+    _empty_account()
+
+
+def _empty_account() -> None:
+    """Empty these services. S3 keeps the bucket of other tests, which the `reset` of any service would delete."""
+    for service in ("ec2", "iam", "cloudformation"):
+        for account in get_backend(service).values():
+            account.reset()
 
 
 @pytest.fixture(autouse=True)
@@ -88,6 +108,7 @@ def assign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, st
     """Let the test use a copy of settings.toml. Return a function that sets a key in a section of it."""
     copy = Path(shutil.copy(settings.FILE, tmp_path))
     monkeypatch.setattr(settings, "FILE", copy)
+    monkeypatch.setattr(cluster_file.load, "__defaults__", (SOURCE,))
     monkeypatch.setattr(settings.load, "__kwdefaults__", {"profile": None, "file": copy})
 
     def assign(section: str, assignment: str) -> None:
