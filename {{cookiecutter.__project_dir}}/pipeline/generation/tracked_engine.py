@@ -8,6 +8,7 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 
+from pipeline.ray_support import compile_cache
 from pipeline.ray_support.private.data_llm import EngineStage, Processor, replace_engine
 from settings import UserError
 
@@ -26,6 +27,7 @@ class TrackedEngine(EngineStage):
         if ray.get(tracker.is_crash_looping.remote(self._name)):
             raise UserError("the engine died twice without answering a row, for example because memory ran out")
         self._limit = asyncio.Semaphore(SUSPECTS_AT_ONCE)
+        compile_cache.remove_truncated()
         super().__init__(*arguments, **options)
 
     async def udf(self, batch: list[dict[str, Any]]) -> AsyncIterator[dict[str, Any]]:

@@ -27,6 +27,7 @@ from vllm.entrypoints.serve.exception_handling.handlers.vllm_error import vllm_e
 from vllm.v1.engine.exceptions import EngineGenerateError
 
 import settings
+from pipeline.ray_support import compile_cache
 from pipeline.ray_support.private import serve as private_serve
 from pipeline.ray_support.private.serve_llm import EngineServer, NodeCallback, with_request_router
 from pipeline.serving import routing
@@ -229,6 +230,7 @@ class Server(EngineServer):
         Raises:
             RuntimeError: the engine does not start. The message is the first error in the log, if there is one.
         """
+        compile_cache.remove_truncated()
         try:
             await super().start_engine()
         except Exception as error:
