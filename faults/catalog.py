@@ -37,6 +37,7 @@ FAULTS = [
     ),
     Fault("eight workers", "all start in one zone", "capacity.eight_workers"),
     Fault("a setup command fails", "status reports it, and launches stop after three failures", "setup.setup_fails"),
+    Fault("a machine lacks a GPU", "status names it, and another machine takes the job", "setup.machine_lacks_a_gpu"),
     Fault(
         "another Python on a worker", "Ray rejects the worker, and status says why", "setup.other_python_on_a_worker"
     ),

@@ -89,7 +89,7 @@ def permission_missing(harness: Harness) -> str:
             assert f"you lack the permission {action}" in run_verb(words, exit_code=1)
         finally:
             iam.delete_user_policy(**user)
-    role = {"RoleName": f"{harness.file.slug}-head", "PolicyName": "deny-one"}
+    role = {"RoleName": harness.file.role("head"), "PolicyName": "deny-one"}
     iam.put_role_policy(**role, PolicyDocument=_deny("ec2:RunInstances"))
     harness.submit(GATHER, "2")
     try:

@@ -34,3 +34,9 @@ def join(rank: int, world_size: int, folder: Path) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
     store = f"file://{folder}/store"
     distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
+
+
+def leave() -> None:
+    """Leave the group. All ranks wait for each other, because some may still be connecting to this one."""
+    distributed.barrier()
+    distributed.destroy_process_group()

@@ -1,6 +1,6 @@
 """The file that Ray's launcher reads: cluster/cluster.yaml, with the node types that the settings add.
 
-cluster.yaml is what you edit, and Ray accepts it as it is. Without such settings, both files have the same content.
+cluster.yaml is what you edit, and Ray accepts it as it is. `inv prepare` also fills in the id of the image (images.py).
 """
 
 import dataclasses

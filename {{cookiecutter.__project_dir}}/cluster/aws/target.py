@@ -16,6 +16,7 @@ from cluster.aws import (
     cloud_status,
     consent,
     head,
+    images,
     launcher_file,
     load_balancer,
     prepare,
@@ -182,7 +183,7 @@ def _describe_changes(file: ClusterFile, running: instances.Instance | None) -> 
             f"Ray, its autoscaler or the watchdog is not running on the head {running.id}, so the head will be set up "
             "again"
         )
-    if running.tags.get("ray-launch-config") == _launch_hash(file):
+    if running.tags.get("ray-launch-config") == _launch_hash(images.keep(file, running)):
         return (
             "cluster.yaml, the pins or a limit changed, or the last up was interrupted, so the head will be set up "
             "again, which ends running jobs"

@@ -91,7 +91,7 @@ def _roles_and_profiles(file: ClusterFile) -> list[str]:
     iam = file.client("iam")
     left = []
     for part in ("head", "worker"):
-        name = f"{file.slug}-{part}"
+        name = file.role(part)
         for kind, ask in (
             ("role", lambda name=name: iam.get_role(RoleName=name)),
             ("instance profile", lambda name=name: iam.get_instance_profile(InstanceProfileName=name)),

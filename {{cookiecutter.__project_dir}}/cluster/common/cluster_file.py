@@ -77,6 +77,10 @@ class ClusterFile:
     def workers(self) -> list[NodeType]:
         return [self._node_type(name) for name in self.content["available_node_types"] if name != self.head.name]
 
+    def role(self, part: str) -> str:
+        """Return the name of the role, and of its instance profile, of "head" or "worker". IAM's names are global."""
+        return f"{self.slug}-{self.region}-{part}"
+
     def client(self, service: Any) -> Any:  # Any, because boto3's types have an overload for each service's name
         """Return a boto3 client for the named service in this cluster's region."""
         return boto3.client(service, region_name=self.region)

@@ -24,6 +24,7 @@ class Instance:
     id: str
     node_type: str
     instance_type: str
+    image: str
     market: str
     zone: str
     state: str
@@ -83,6 +84,7 @@ def _from_ec2(instance: dict[str, Any]) -> Instance:
         id=instance["InstanceId"],
         node_type=tags.get("ray-user-node-type", ""),
         instance_type=instance["InstanceType"],
+        image=instance["ImageId"],
         market=instance.get("InstanceLifecycle") or "on-demand",
         zone=instance["Placement"]["AvailabilityZone"],
         state=instance["State"]["Name"],

@@ -22,7 +22,6 @@ os.environ["MOTO_IAM_LOAD_MANAGED_POLICIES"] = "true"
 
 from moto.ec2.models import ec2_backends
 from moto.iam.models import iam_backends
-from moto.ssm.models import Parameter, ssm_backends
 from werkzeug.serving import WSGIRequestHandler, make_server
 
 import settings
@@ -33,12 +32,11 @@ from cluster.emulator.host import Host
 from cluster.emulator.metadata import MetadataService
 from cluster.emulator.moto_instances import ACCOUNT, MotoInstance
 from cluster.emulator.reservations import Reservations
+from instance_types import INSTANCE_TYPES
 
 SCRATCH = Path("/tmp")  # the cloud has a private tmpfs here
 HOME = SCRATCH / "home"
 READY = SCRATCH / "ready"
-# the SSM parameter with the image's id; moto lacks this parameter
-IMAGE_PARAMETER = "/aws/service/deeplearning/ami/x86_64/base-oss-nvidia-driver-gpu-ubuntu-24.04/latest/ami-id"
 IMAGE = "ami-12c6146b"  # any of moto's images; hosts boot from host_image.py's image instead
 LAPTOP_IP = "203.0.113.7"  # the laptop's public address, from a range that is reserved for documentation (RFC 5737)
 
@@ -95,6 +93,7 @@ class Cloud:
         self._pool.submit(guarded)
 
     def _boot(self, instance: MotoInstance) -> None:
+        gpu_type = INSTANCE_TYPES.get(instance.type)
         host = Host(
             folder=SCRATCH / "hosts" / instance.id,
             instance_id=instance.id,
@@ -103,6 +102,8 @@ class Cloud:
             has_internet=bool(moto_instances.internet_gateway(instance)),
             public_key=instance.public_key,
             user_data=instance.user_data,
+            gpus=gpu_type.gpus if gpu_type else 0,
+            has_nvme=bool(gpu_type and gpu_type.nvme_gb),
             layers=self.layers,
             shared_paths=self.shared_paths,
         )
@@ -245,21 +246,7 @@ def _create_account(region: str) -> None:
     iam.attach_user_policy("arn:aws:iam::aws:policy/AdministratorAccess", "laptop")
     key = iam.create_access_key("laptop")
     _create_spot_role(iam)
-    parameter = Parameter(
-        account_id=ACCOUNT,
-        name=IMAGE_PARAMETER,
-        value=IMAGE,
-        parameter_type="String",
-        description=None,
-        allowed_pattern=None,
-        keyid=None,
-        last_modified_date=datetime.datetime.now(datetime.UTC),
-        version=1,
-        data_type="aws:ec2:image",
-    )
-    # moto's public methods reject names that start with /aws, as AWS does
-    parameters: Any = ssm_backends[ACCOUNT][region]._parameters
-    parameters[IMAGE_PARAMETER].append(parameter)
+    moto_instances.publish_image(region, IMAGE)
     folder = HOME / ".aws"
     folder.mkdir(parents=True)
     (folder / "config").write_text(f"[default]\nregion = {region}\nendpoint_url = {ENDPOINT}\n")

@@ -31,6 +31,8 @@ class Host:
     """Whether its subnet's route leads out of the VPC. If not, the host reaches only hosts of its VPC."""
     public_key: str
     user_data: bytes
+    gpus: int
+    has_nvme: bool
     layers: str
     shared_paths: list[str]
     process: subprocess.Popen | None = field(default=None, init=False)
@@ -45,6 +47,8 @@ class Host:
             "hostname": name,
             "hosts": f"127.0.0.1 localhost\n{self.private_ip} {name}\n",
             "authorized_keys": self.public_key,
+            "gpus": str(self.gpus),
+            "nvme": "yes" if self.has_nvme else "",
         }.items():
             (self.folder / file).write_text(text)
         (self.folder / "user-data").write_bytes(self.user_data)

@@ -36,7 +36,11 @@ case "$*" in
     *) exec /usr/bin/curl "$@" ;;
 esac
 """
-NVIDIA_SMI = "#!/bin/sh\n# prints the version of a driver that this host does not have\necho 580.95.05\n"
+NVIDIA_SMI = """\
+#!/bin/sh
+# prints the driver's version and the memory errors of GPUs that this host does not have
+for gpu in $(seq "$(cat /etc/gpus)"); do echo 580.95.05, 0; done
+"""
 SHUTDOWN = "#!/bin/sh\n# ends this host; the cloud then terminates the instance\nexec kill -USR1 1\n"
 
 

@@ -1,8 +1,8 @@
 #!/bin/bash
 # PID 1 of a host. It starts in new namespaces (network, mount, PID, IPC, UTS). Its first argument is a folder with the
-# files `layers` (the overlay's lower layers), `shared`, `hostname`, `hosts`, `authorized_keys` and `user-data`. It
-# mounts the overlay as its root, waits until the cloud connects the network card eth0, starts sshd and the instance's
-# user data, and reaps orphans.
+# files `layers` (the overlay's lower layers), `shared`, `hostname`, `hosts`, `authorized_keys`, `user-data`, `gpus` (their
+# number) and `nvme` (empty if the instance type has no NVMe disks). It mounts the overlay as its root, waits until the
+# cloud connects the network card eth0, starts sshd and the instance's user data, and reaps orphans.
 set -eu
 folder=$1 private=$2 public=$3 gateway=$4
 root=$folder/root
@@ -30,6 +30,11 @@ while read -r shared; do # folders on other file systems than /, mounted read-on
 done < "$folder/shared"
 
 hostname "$(cat "$folder/hostname")"
+cp "$folder/gpus" "$root/etc/gpus"
+if [ -s "$folder/nvme" ]; then
+    mkdir -p "$root/opt/dlami/nvme"
+    mount -t tmpfs tmpfs "$root/opt/dlami/nvme"
+fi
 cp "$folder/hosts" "$root/etc/hosts"
 : > "$root/etc/resolv.conf"
 install -o 1500 -g 1500 -m 600 "$folder/authorized_keys" "$root/home/ubuntu/.ssh/authorized_keys"

@@ -1,12 +1,16 @@
-"""A view of moto's EC2 instances for the other parts of the emulator."""
+"""A view of moto's EC2 instances for the other parts of the emulator, and the image that they start from."""
 
+import datetime
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from moto.ec2.models import ec2_backends
+from moto.ssm.models import Parameter, ssm_backends
 
 ACCOUNT = "123456789012"  # moto's default account
+# the SSM parameter with the image's id; moto lacks this parameter
+IMAGE_PARAMETER = "/aws/service/deeplearning/ami/x86_64/base-oss-nvidia-driver-gpu-ubuntu-24.04/latest/ami-id"
 
 
 @dataclass(frozen=True)
@@ -102,3 +106,22 @@ def internet_gateway(instance: MotoInstance) -> str:
                 return route.nat_gateway.id
             return route.gateway.id if route.gateway and instance.public_ip else ""
     return ""
+
+
+def publish_image(region: str, image: str) -> None:
+    """Make the image the latest one, to which cluster.yaml refers."""
+    parameter = Parameter(
+        account_id=ACCOUNT,
+        name=IMAGE_PARAMETER,
+        value=image,
+        parameter_type="String",
+        description=None,
+        allowed_pattern=None,
+        keyid=None,
+        last_modified_date=datetime.datetime.now(datetime.UTC),
+        version=1,
+        data_type="aws:ec2:image",
+    )
+    # moto's public methods reject names that start with /aws, as AWS does
+    parameters: Any = ssm_backends[ACCOUNT][region]._parameters
+    parameters[IMAGE_PARAMETER].append(parameter)

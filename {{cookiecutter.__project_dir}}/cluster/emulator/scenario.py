@@ -126,7 +126,7 @@ def _policies(file: ClusterFile) -> dict[str, list[dict[str, Any]]]:
     """Return the policy statements of each role, with the stack's parameters filled in."""
     iam = file.client("iam")
     statements: dict[str, list[dict[str, Any]]] = {}
-    for role in (f"{file.slug}-head", f"{file.slug}-worker"):
+    for role in (file.role("head"), file.role("worker")):
         names = iam.list_role_policies(RoleName=role)["PolicyNames"]
         documents = [iam.get_role_policy(RoleName=role, PolicyName=name)["PolicyDocument"] for name in names]
         statements[role] = [statement for document in documents for statement in document["Statement"]]

@@ -5,11 +5,9 @@ import json
 import socket
 import subprocess
 import time
-import urllib.request
 
+from cluster.node import metadata
 from cluster.node.state import BLOCK_CLEANUP_S, BLOCK_END, BLOCK_NOTICE_S, GCS_PORT, INTERVAL_S, LEASE, answers
-
-METADATA = "http://169.254.169.254/latest/"
 
 
 def watch(head: str) -> None:
@@ -26,16 +24,7 @@ def watch(head: str) -> None:
 def spot_notice() -> str | None:
     """Return the time at which AWS will take this machine back, in ISO 8601, or None if there is no notice."""
     try:
-        token_request = urllib.request.Request(
-            f"{METADATA}api/token", method="PUT", headers={"X-aws-ec2-metadata-token-ttl-seconds": "60"}
-        )
-        with urllib.request.urlopen(token_request, timeout=2) as answer:
-            token = answer.read().decode()
-        request = urllib.request.Request(
-            f"{METADATA}meta-data/spot/instance-action", headers={"X-aws-ec2-metadata-token": token}
-        )
-        with urllib.request.urlopen(request, timeout=2) as answer:
-            return json.loads(answer.read())["time"]
+        return json.loads(metadata.read("spot/instance-action"))["time"]
     except OSError:
         return None  # 404: no notice
 

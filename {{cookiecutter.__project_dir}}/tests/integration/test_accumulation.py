@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import ranks
 import torch
-from torch import distributed
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.spawn import spawn
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -72,7 +71,7 @@ def _observe(rank: int, folder: Path) -> None:
     seen["exported after an evaluation"] = sum(weight.numel() for _, weight in unsharding.gather())
     if rank == 0:
         (folder / "seen.json").write_text(json.dumps(seen))
-    distributed.destroy_process_group()
+    ranks.leave()
 
 
 def _strategy(kind: Any, options_type: Any, rank: int, **changes: Any) -> Strategy:

@@ -202,6 +202,7 @@ def instance(**more: Any) -> Callable[[dict[str, Any]], Answer]:
     known = {
         "InstanceId": "i-1",
         "InstanceType": "p4d.24xlarge",
+        "ImageId": "ami-1",
         "Placement": {"AvailabilityZone": ZONES[0]},
         "State": {"Name": "running"},
         "LaunchTime": "2026-01-01",
@@ -344,7 +345,7 @@ def test_missing_permissions_are_named(cloud: StubbedAws, file: ClusterFile) -> 
     assert only(file, "error").endswith(f"Add the others to the policy of {USER}: ec2:RunInstances, iam:PassRole")
     asked = [parameters for operation, parameters in cloud.asked if operation == "SimulatePrincipalPolicy"]
     resources = {action: call["ResourceArns"] for call in asked for action in call["ActionNames"]}
-    assert resources["iam:PassRole"] == ["arn:aws:iam::123456789012:role/my-llm-head"]
+    assert resources["iam:PassRole"] == ["arn:aws:iam::123456789012:role/my-llm-us-east-1-head"]
     assert resources["s3:CreateBucket"] == ["arn:aws:s3:::my-llm-123456789012-us-east-1"]
     assert {call["PolicySourceArn"] for call in asked} == {USER}
 

@@ -8,7 +8,6 @@ import architectures
 import pytest
 import ranks
 import torch
-from torch import distributed
 from torch.multiprocessing.spawn import spawn
 from torch.nn import LinearCrossEntropyOptions
 from transformers import PreTrainedModel
@@ -98,7 +97,7 @@ def _observe(rank: int, folder: Path) -> None:
     }
     if rank == 0:
         (folder / "norms.json").write_text(json.dumps(norms))
-    distributed.destroy_process_group()
+    ranks.leave()
 
 
 def _norm(rank: int, folder: Path, name: str, **changes: Any) -> float:

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import ranks
 import torch
-from torch import distributed
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.spawn import spawn
 from transformers import (
@@ -109,7 +108,7 @@ def _observe(rank: int, folder: Path, way: str) -> None:
     ranks.join(rank, RANKS, folder)
     report = {name: _load(folder / name, WAYS[way], rank) for name in (*FAMILIES, LARGE)}
     (folder / f"rank-{rank}.json").write_text(json.dumps(report))
-    distributed.destroy_process_group()
+    ranks.leave()
 
 
 def _check_storages(rank: int, folder: Path) -> None:
@@ -124,7 +123,7 @@ def _check_storages(rank: int, folder: Path) -> None:
         assert isinstance(parameter, DTensor)
         most_rows = -(-parameter.shape[0] // RANKS)
         assert parameter.to_local().untyped_storage().nbytes() <= most_rows * parameter.nbytes // parameter.shape[0]
-    distributed.destroy_process_group()
+    ranks.leave()
 
 
 def _load(folder: Path, way: Any, rank: int) -> dict[str, Any]:

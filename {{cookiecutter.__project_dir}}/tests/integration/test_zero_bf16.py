@@ -87,7 +87,7 @@ def _train(rank: int, folder: Path) -> None:
         found["resumed"] = float(resumed.step(1e-3))
     if rank == 0:
         (folder / "seen.json").write_text(json.dumps(seen))
-    distributed.destroy_process_group()
+    ranks.leave()
 
 
 def _continue_alone(rank: int, folder: Path) -> None:
@@ -100,7 +100,7 @@ def _continue_alone(rank: int, folder: Path) -> None:
         _accumulate(strategy, rank, 1, STEPS - 1)
         seen[case]["alone"] = float(strategy.step(1e-3))
     (folder / "seen.json").write_text(json.dumps(seen))
-    distributed.destroy_process_group()
+    ranks.leave()
 
 
 def _save(strategy: ZeRO, rank: int, folder: Path) -> bool:

@@ -22,7 +22,8 @@ ACTIONS = {
     "ec2:AuthorizeSecurityGroupIngress ec2:RevokeSecurityGroupIngress ec2:AuthorizeSecurityGroupEgress "
     "ec2:RevokeSecurityGroupEgress ec2:CreateLaunchTemplate ec2:CreateLaunchTemplateVersion ec2:DeleteLaunchTemplate "
     "ec2:CreatePlacementGroup ec2:DescribePlacementGroups ec2:DeletePlacementGroup ec2:DescribeNatGateways "
-    "ec2:DescribeAddresses ec2:DescribeRouteTables pricing:GetProducts secretsmanager:ListSecrets",
+    "ec2:DescribeAddresses ec2:DescribeRouteTables pricing:GetProducts ssm:GetParameters "
+    "secretsmanager:ListSecrets",
     "arn:{partition}:ec2:{region}:{account}:instance/*": "ec2:RunInstances ec2:CreateTags ec2:TerminateInstances",
     "arn:{partition}:cloudformation:{region}:{account}:stack/{slug}/*": "cloudformation:CreateStack "
     "cloudformation:UpdateStack cloudformation:DeleteStack cloudformation:DescribeStacks "
@@ -33,10 +34,10 @@ ACTIONS = {
     "secretsmanager:DescribeSecret secretsmanager:TagResource secretsmanager:GetSecretValue "
     "secretsmanager:PutSecretValue "
     "secretsmanager:DeleteSecret",
-    "arn:{partition}:iam::{account}:role/{slug}-head": "iam:CreateRole iam:GetRole iam:TagRole iam:DeleteRole "
+    "arn:{partition}:iam::{account}:role/{slug}-{region}-head": "iam:CreateRole iam:GetRole iam:TagRole iam:DeleteRole "
     "iam:PutRolePolicy iam:GetRolePolicy iam:DeleteRolePolicy iam:PassRole",
-    "arn:{partition}:iam::{account}:instance-profile/{slug}-head": "iam:CreateInstanceProfile iam:GetInstanceProfile "
-    "iam:AddRoleToInstanceProfile iam:RemoveRoleFromInstanceProfile iam:DeleteInstanceProfile",
+    "arn:{partition}:iam::{account}:instance-profile/{slug}-{region}-head": "iam:CreateInstanceProfile "
+    "iam:GetInstanceProfile iam:AddRoleToInstanceProfile iam:RemoveRoleFromInstanceProfile iam:DeleteInstanceProfile",
 }
 UP_AND_DOWN = " ".join(ACTIONS.values()).split()
 # Additional actions for the stack's own VPC, unless [cluster.network] of settings.toml names subnets.
@@ -64,7 +65,6 @@ RESERVATION_ACTIONS = {"*": "ec2:DescribeCapacityReservations"}
 DOCTOR_ACTIONS = [
     "iam:SimulatePrincipalPolicy",
     "servicequotas:GetServiceQuota",
-    "ssm:GetParameters",
     "ec2:DescribeImages",
 ]
 KNOWN_ACTIONS = [*UP_AND_DOWN, *RESERVATION_ACTIONS.values(), *DOCTOR_ACTIONS]

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import settings
-from cluster.aws import vpc
+from cluster.aws import images, vpc
 from cluster.aws.doctor.account import Account, alternatives
 from cluster.common import prices
 from cluster.doctor import Finding, judge
@@ -90,9 +90,8 @@ def _check_room(account: Account, subnet: dict[str, Any]) -> Finding:
 def check_images(account: Account) -> Iterator[Finding]:
     """Check that every image exists, and that it is new enough to contain the driver that CUDA 13 needs."""
     for image in sorted({one.node_config.get("ImageId", "") for one in (account.head, *account.workers)} - {""}):
-        if image.startswith("resolve:ssm:"):
-            parameters = account.client("ssm").get_parameters(Names=[image.removeprefix("resolve:ssm:")])["Parameters"]
-            ids = [parameter["Value"] for parameter in parameters]
+        if image.startswith(images.PARAMETER):
+            ids = [latest] if (latest := images.latest(account, image)) else []
             browse = "aws ssm get-parameters-by-path --recursive --path /aws/service/deeplearning/ami"
         else:
             ids = [image]

@@ -1,4 +1,4 @@
-"""Test capacity reservations on the emulated AWS: buying, preparing, launching, and what the verbs say about them."""
+"""Test `inv prepare` on the emulated AWS, and capacity reservations: buying, launching, and what the verbs say."""
 
 import dataclasses
 import datetime
@@ -13,7 +13,6 @@ from typing import Any
 
 import boto3
 import pytest
-import yaml
 from botocore.exceptions import ClientError
 from moto.backends import get_backend
 from moto.iam.models import iam_backends
@@ -21,12 +20,24 @@ from rich.console import Console
 from werkzeug.serving import WSGIRequestHandler, make_server
 
 import settings
-from cluster.aws import capacity, capacity_blocks, cloud_status, launcher_file, prepare, quotas, reservation, stack, vpc
+from cluster.aws import (
+    capacity,
+    capacity_blocks,
+    cloud_status,
+    images,
+    launcher_file,
+    prepare,
+    quotas,
+    reservation,
+    stack,
+    vpc,
+)
 from cluster.aws import target as aws_target
 from cluster.aws.doctor import reserved
 from cluster.aws.doctor.account import Account
 from cluster.aws.target import Aws
 from cluster.common import cluster_file, instances, prices
+from cluster.common.cluster_file import ClusterFile
 from cluster.emulator import iam, moto_instances
 from cluster.emulator.api import Api
 from cluster.emulator.consistency import Consistency
@@ -41,6 +52,7 @@ DEFAULTS = {
     r'region: ".*"': 'region: "us-east-1"',
     r"max_workers: \d+": "max_workers: 2",
     r"&gpu_instance_type \S+": "&gpu_instance_type p4d.24xlarge",
+    r'Name: "(.*)-[a-z]+-[a-z]+-\d-(head|worker)"': r'Name: "\1-us-east-1-\2"',
 }
 """Lines of cluster.yaml for the template's default answers, whatever the answers of this project are."""
 FOLDER = tempfile.TemporaryDirectory()
@@ -54,7 +66,7 @@ GPU_TYPE = FILE.workers[-1].instance_type
 ZONE = f"{FILE.region}b"
 HOUR = 3600.0
 ALLOW_ALL = '{"Version": "2012-10-17", "Statement": [{"Effect": "Allow", "Action": "*", "Resource": "*"}]}'
-IMAGE = "ami-12c6146b"  # one of moto's images
+IMAGE, NEWER_IMAGE = "ami-12c6146b", "ami-1e749f67"  # two of moto's images
 WANTED = WantedBlock(instances=2, days=1, instance_type="", earliest="", latest="")
 
 
@@ -76,6 +88,7 @@ def aws(server: tuple[Api, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     api.calls.clear()
     api.reservations, api.throttle = Reservations(), Throttle()
     api.consistency = Consistency(itertools.count(step=1000.0).__next__)  # so that every effect is visible at once
+    moto_instances.publish_image(FILE.region, IMAGE)
     users = iam_backends[ACCOUNT]["aws"]
     users.create_user(FILE.region, "laptop")
     users.put_user_policy("laptop", "all", ALLOW_ALL)
@@ -147,6 +160,78 @@ def refusal(**changes: Any) -> str:
     with pytest.raises(ClientError) as caught:
         launch(**changes)
     return caught.value.response["Error"]["Code"]
+
+
+# ---------------------------------------------------------------- image and region
+
+
+def launch_head(file: ClusterFile) -> str:
+    """Launch the head as Ray's launcher does, and return its id."""
+    template = file.head.node_config["LaunchTemplate"]
+    versions = file.client("ec2").describe_launch_template_versions(
+        LaunchTemplateName=template["LaunchTemplateName"], Versions=[template["Version"]]
+    )["LaunchTemplateVersions"]
+    config = file.head.node_config | versions[0]["LaunchTemplateData"]
+    tags = [{"Key": "ray-project", "Value": file.slug}, {"Key": "ray-user-node-type", "Value": file.head.name}]
+    config["TagSpecifications"] = [{"ResourceType": "instance", "Tags": tags}]
+    (instance,) = file.client("ec2").run_instances(**config, MinCount=1, MaxCount=1)["Instances"]
+    return instance["InstanceId"]
+
+
+def written_images() -> set[str]:
+    """Return the images in the file that Ray's launcher reads."""
+    file = cluster_file.load(launcher_file.FILE)
+    return {one.node_config["ImageId"] for one in (file.head, *file.workers)}
+
+
+def test_a_cluster_keeps_the_image_of_its_head(aws: Api) -> None:
+    prepare.prepare(FILE)
+    assert written_images() == {IMAGE}
+    head = launch_head(cluster_file.load(launcher_file.FILE))
+    moto_instances.publish_image(FILE.region, NEWER_IMAGE)
+    prepare.prepare(FILE)
+    assert written_images() == {IMAGE}
+    assert images.keep(FILE, instances.head(FILE)).content == cluster_file.load(launcher_file.FILE).content
+    instances.terminate(FILE, [head])
+    prepare.prepare(FILE)
+    assert written_images() == {NEWER_IMAGE}
+
+
+def in_region(region: str, *, rename_roles: bool = True) -> ClusterFile:
+    """Return cluster.yaml as a user changes it for another region."""
+    old = f"-{FILE.region}-" if rename_roles else "no such text"
+    text = SOURCE.read_text(encoding="utf-8").replace(f'region: "{FILE.region}"', f'region: "{region}"')
+    changed = SOURCE.with_name("changed.yaml")
+    changed.write_text(text.replace(old, f"-{region}-"), encoding="utf-8")
+    return cluster_file.load(changed)
+
+
+def test_a_region_without_the_image_is_an_error(aws: Api) -> None:
+    with pytest.raises(settings.UserError, match="AWS has no parameter /aws/service/"):
+        prepare.prepare(in_region("eu-west-1"))
+
+
+def test_a_cluster_does_not_leave_its_region_with_a_stack_there(aws: Api) -> None:
+    moto_instances.publish_image("us-west-2", IMAGE)
+    prepare.prepare(FILE)
+    with pytest.raises(settings.UserError, match="still exists in us-east-1"):
+        prepare.prepare(in_region("us-west-2"))
+    prepare.delete(FILE)
+    with pytest.raises(settings.UserError, match="-us-east-1-head, but in us-west-2 its name is"):
+        prepare.prepare(in_region("us-west-2", rename_roles=False))
+    prepare.prepare(in_region("us-west-2"))
+    assert FILE.client("iam").get_role(RoleName=in_region("us-west-2").role("head"))
+
+
+def test_two_regions_can_have_the_same_cluster(aws: Api) -> None:
+    """Two people of a team may use the project in two regions of one account."""
+    moto_instances.publish_image("us-west-2", IMAGE)
+    prepare.prepare(FILE)
+    launcher_file.FILE.unlink()
+    prepare.prepare(in_region("us-west-2"))
+
+
+# ---------------------------------------------------------------- reservations
 
 
 def test_a_quota_is_enforced_in_its_market(aws: Api) -> None:
@@ -239,8 +324,9 @@ def test_prepare_makes_what_reserved_instances_need(aws: Api, assign: Callable[[
     block(aws, assign, -HOUR, 24 * HOUR)
     file = launcher_file.load()
     prepare.prepare(file)
-    assert yaml.safe_load(launcher_file.FILE.read_text(encoding="utf-8")) == file.content
-    cluster_launcher.validate(file.content)
+    written = cluster_file.load(launcher_file.FILE)
+    assert written.content == images.keep(file, None).content
+    cluster_launcher.validate(written.content)
     (machine,) = launch()
     assert machine["Placement"]["AvailabilityZone"] == ZONE
     (living,) = instances.living(file)
@@ -252,7 +338,7 @@ def test_the_head_may_launch_reserved_instances(aws: Api, assign: Callable[[str,
     block(aws, assign, -HOUR, 24 * HOUR)
     prepare.prepare(launcher_file.load())
     launch()
-    client, role = FILE.client("iam"), f"{FILE.slug}-head"
+    client, role = FILE.client("iam"), FILE.role("head")
     names = client.list_role_policies(RoleName=role)["PolicyNames"]
     documents = [client.get_role_policy(RoleName=role, PolicyName=name)["PolicyDocument"] for name in names]
     statements = [statement for document in documents for statement in document["Statement"]]
