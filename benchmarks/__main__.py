@@ -14,6 +14,7 @@ from benchmarks.harness import PEERS_PINS
 PARTS = {  # the quick ones first
     "packing": "Packing: how much of the packed rows is padding?",
     "checkpoint": "Checkpoints: how long does each block training?",
+    "downloads": "Downloads: how fast does a node copy a model from the bucket?",
     "serving_middleware": "What keys and limits add to the time of a request to a served model",
     "launchers": "Ray Train against torchrun, with the same training loop",
     "trl": "The trainer against TRL's SFTTrainer, in one process",
