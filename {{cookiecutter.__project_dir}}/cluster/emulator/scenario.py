@@ -77,9 +77,7 @@ def run() -> None:
         status.show_past(target.past_jobs(), CONSOLE)
         log = target.past_log(job)
         if not (log and log.copy and f"step {STEPS}/{STEPS}" in log.copy.text):
-            raise settings.UserError(
-                f"the log of {job} in the bucket is not complete. See cluster/node/log_shipping.py"
-            )
+            raise settings.UserError(f"the log of {job} in the bucket is not whole. Check cluster/node/log_shipping.py")
     state = cloud_state()
     _show_timeline(state["events"], state["instances"], started)
     _show_calls(state["calls"])

@@ -29,9 +29,13 @@ DONE = JOB | {"status": "SUCCEEDED", "end_time": 61_000, "driver_exit_code": 0}
 FAILED = DONE | {"submission_id": "evaluate-2", "status": "FAILED", "start_time": 2_000, "driver_exit_code": 3}
 PROGRAM = {"submission_id": None}
 LOG = "job-driver-preprocess-1.log"
-TAKE_OVER = (
-    "import time; from cluster.node import process; process.take_over('pretended'); print('took over', flush=True)"
-)
+TAKE_OVER = """
+import time
+from cluster.node import process
+process.take_over("pretended")
+print("took over", flush=True)
+time.sleep(600)
+"""
 
 
 class Node:
@@ -247,22 +251,22 @@ class Naps:
 
 
 def test_a_restarted_process_ends_the_earlier_one(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", f"{TAKE_OVER}; time.sleep(600)", "cluster.node.pretended"]
-    started: list[subprocess.Popen[str]] = []
-    for _ in range(2):
-        started.append(
-            subprocess.Popen(
-                command,
-                cwd=settings.PROJECT,
-                env=os.environ | {"HOME": str(tmp_path)},
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-        )
-        assert started[-1].stdout
-        assert started[-1].stdout.readline() == "took over\n"
-    first, second = started
+    first, second = take_over(tmp_path), take_over(tmp_path)
     assert first.wait(30) < 0
     assert second.poll() is None
     second.kill()
     second.wait()
+
+
+def take_over(home: Path) -> subprocess.Popen[str]:
+    """Start a process that takes over, and return it when it has."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", TAKE_OVER, "cluster.node.pretended"],
+        cwd=settings.PROJECT,
+        env=os.environ | {"HOME": str(home)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout
+    assert process.stdout.readline() == "took over\n"
+    return process
