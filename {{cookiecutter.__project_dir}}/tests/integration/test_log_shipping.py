@@ -228,7 +228,7 @@ def test_a_job_that_ran_until_its_cluster_ended(node: Node, monkeypatch: pytest.
 def test_gpu_use_is_a_table_with_a_line_for_each_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_use, "FILE", tmp_path / "gpu_use.csv")
     monkeypatch.setattr(gpu_use, "QUERY", ["printf", "0, 97, 30000, 40960\n1, 0, 5, 40960\nNo devices\n"])
-    monkeypatch.setattr(gpu_use.time, "sleep", Naps(2))
+    monkeypatch.setattr(gpu_use, "time", Naps(2))
     with pytest.raises(InterruptedError):
         gpu_use.record()
     header, *lines = gpu_use.FILE.read_text().splitlines()
@@ -239,12 +239,12 @@ def test_gpu_use_is_a_table_with_a_line_for_each_gpu(tmp_path: Path, monkeypatch
 
 
 class Naps:
-    """Replaces `time.sleep`. The last of `count` calls raises InterruptedError."""
+    """Replaces the module `time`. The last of `count` calls of `sleep` raises InterruptedError."""
 
     def __init__(self, count: int) -> None:
         self._left = count
 
-    def __call__(self, seconds: float) -> None:
+    def sleep(self, seconds: float) -> None:
         self._left -= 1
         if not self._left:
             raise InterruptedError
