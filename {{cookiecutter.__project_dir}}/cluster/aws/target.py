@@ -18,7 +18,6 @@ from cluster.aws import (
     head,
     launcher_file,
     load_balancer,
-    past_jobs,
     prepare,
     ray_up,
     reservation,
@@ -27,6 +26,7 @@ from cluster.aws import (
     teardown,
     vpc,
 )
+from cluster.aws.past_jobs import PastJobs
 from cluster.common import bucket, cluster_file, instances, prices
 from cluster.common.cluster_file import CAPACITY_BLOCK, TARGET, ClusterFile
 from cluster.doctor import Finding
@@ -144,10 +144,10 @@ class Aws:
         return cloud_status.cloud_status(file, head.read_status(ssh.find_head(file)))
 
     def past_jobs(self) -> list[PastJob]:
-        return past_jobs.latest(cluster_file.load())
+        return PastJobs(cluster_file.load()).latest()
 
     def past_log(self, job_id: str) -> PastLog | None:
-        return past_jobs.log(cluster_file.load(), job_id)
+        return PastJobs(cluster_file.load()).log(job_id)
 
     def down(self) -> list[str]:
         file = cluster_file.load()

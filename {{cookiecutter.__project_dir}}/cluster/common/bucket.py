@@ -12,7 +12,8 @@ NOTE = "cluster/ended.txt"
 LOGS = "cluster/logs/"
 """Prefix of the clusters' logs. The keys continue with SESSION/NODE/NAME (see cluster/node/log_shipping.py)."""
 LIFECYCLE_RULES = [
-    {  # no listing of objects shows the parts of an unfinished upload, for example of a killed job, but they cost money
+    # The parts of an unfinished upload, for example of a killed job, cost money, and no listing of objects shows them.
+    {
         **{"ID": "unfinished-uploads", "Status": "Enabled", "Filter": {"Prefix": ""}},
         "AbortIncompleteMultipartUpload": {"DaysAfterInitiation": 2},
     },

@@ -16,7 +16,7 @@ import botocore.exceptions
 import pytest
 
 import settings
-from cluster.aws import past_jobs
+from cluster.aws.past_jobs import PastJobs
 from cluster.common import bucket, cluster_file
 from cluster.network import free_ports
 from cluster.node import gpu_use, log_shipping, state
@@ -218,10 +218,10 @@ def inv(*words: str) -> subprocess.CompletedProcess[str]:
 
 def test_a_job_that_ran_until_its_cluster_ended(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     log_shipping.LogShipper("head").ship()
-    (running,) = past_jobs.latest(cluster_file.load())
+    (running,) = PastJobs(cluster_file.load()).latest()
     assert running.state == "running"
     monkeypatch.setattr(state, "SILENT_S", -1.0)
-    (ended,) = past_jobs.latest(cluster_file.load())
+    (ended,) = PastJobs(cluster_file.load()).latest()
     assert (ended.state, ended.exit_code) == ("ended with the cluster", 1)
 
 
