@@ -94,7 +94,7 @@ def dashboard(node: Node) -> Iterator[str]:
             self.end_headers()
             self.wfile.write(json.dumps(node.jobs).encode())
 
-        def log_message(self, *_: object) -> None:
+        def log_message(self, format: str, *args: Any) -> None:
             pass
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
