@@ -9,7 +9,7 @@ from cluster.common import instances
 from cluster.emulator import scenario
 from cluster.emulator.waiting import slowdown, wait_for
 from cluster.job_client import Unreachable
-from cluster.node import watchdog_head
+from cluster.node import log_shipping, watchdog_head
 from cluster.node.state import INTERVAL_S, LEASE
 from faults.harness import Harness, control, run_verb
 from faults.setup import ONE_CPU
@@ -69,12 +69,15 @@ def head_killed(harness: Harness) -> str:
 def time_limit(harness: Harness) -> str:
     """The cluster reaches the time limit in settings.toml: it terminates itself, including all workers."""
     _busy_workers(harness)
+    time.sleep(2 * log_shipping.INTERVAL_S)  # until the job's log is in the bucket
     limit = _limits().hours
     harness.head().run(f"touch --date='{limit:g} hours ago' {LEASE.parent}")  # as if the cluster had started then
     summary = _wait_until_terminated(harness)
     output = run_verb("status", exit_code=1)
     assert f"the limit of {limit:g} hours" in output, output
-    return f"{summary}, and status says why; {limit:g} hours were skipped"
+    log = run_verb("logs", exit_code=1)  # the job did not succeed
+    assert "at work" in log, log
+    return f"{summary}, status says why, and logs shows the job's log; {limit:g} hours were skipped"
 
 
 def spend_limit(harness: Harness) -> str:

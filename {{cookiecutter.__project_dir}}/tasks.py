@@ -231,23 +231,34 @@ def _submit(job: str, verbose: bool, target: str) -> None:
     raise Exit(code=submission.follow(connection, job_id, verbose=verbose))
 
 
-@verb(**TARGET)
-def status(context: Context, target: str = "local") -> None:
+@verb(past="show the jobs of all clusters instead, also of those that have ended", **TARGET)
+def status(context: Context, past: bool = False, target: str = "local") -> None:
     """Show nodes, resources, jobs, applications and problems."""
     from cluster import status as cluster_status
     from cluster import targets
 
     chosen = targets.get(target)
+    if past:
+        cluster_status.show_past(chosen.past_jobs(), CONSOLE)
+        return
     cluster_status.show(cluster_status.snapshot(chosen.connect()), chosen.cloud_status(), CONSOLE)
 
 
 @verb(**JOB_ID, **VERBOSE, **TARGET)
 def logs(context: Context, job: str = "", verbose: bool = False, target: str = "local") -> None:
-    """Follow the log of a job. Exits with the job's exit code."""
+    """Follow the log of a job. Exits with the job's exit code. Without the job's cluster, print the bucket's copy."""
     from cluster import submission, targets
+    from cluster.target import NotOnCluster
 
-    connection = targets.get(target).connect()
-    raise Exit(code=submission.follow(connection, submission.find(connection, job), verbose=verbose))
+    chosen = targets.get(target)
+    try:
+        connection = chosen.connect()
+        job_id = submission.find(connection, job)
+    except NotOnCluster:
+        if (log := chosen.past_log(job)) is None:
+            raise
+        raise Exit(code=submission.print_past(log, verbose=verbose)) from None
+    raise Exit(code=submission.follow(connection, job_id, verbose=verbose))
 
 
 @verb(**JOB_ID, **TARGET)

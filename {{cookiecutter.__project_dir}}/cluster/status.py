@@ -11,7 +11,7 @@ from rich.table import Table
 
 import settings
 from cluster import job_client
-from cluster.target import CloudStatus, Connection
+from cluster.target import CloudStatus, Connection, PastJob
 
 SHOWN_RESOURCES = ("CPU", "GPU", "memory", "objectStoreMemory")
 BYTES = ("memory", "objectStoreMemory")
@@ -61,6 +61,15 @@ def show(snapshot: Snapshot, cloud: CloudStatus, console: Console) -> None:
         console.print(f"[bold red]✗[/] {escape(problem)}", highlight=False)
     if not found:
         console.print("[green]✓[/] no problems")
+
+
+def show_past(jobs: list[PastJob], console: Console) -> None:
+    """Print the table of past jobs."""
+    table = _table("Past jobs", "id", "state", "started", "duration", "command")
+    for job in jobs:
+        started = time.strftime("%Y-%m-%d %H:%M", time.localtime(job.started))
+        table.add_row(job.id, job.state, started, f"{job.ended - job.started:.0f} s", escape(job.command))
+    console.print(table if jobs else "no cluster has saved any job in the bucket yet")
 
 
 def address(snapshot: Snapshot, connection: Connection) -> str:

@@ -14,7 +14,7 @@ from ray.job_submission import JobDetails, JobStatus
 import settings
 from cluster import job_output, job_scripts
 from cluster.job_client import JobClient, Unreachable, is_submitted
-from cluster.target import Connection
+from cluster.target import Connection, NotOnCluster, PastLog
 
 EXCLUDES = [
     "/.env",
@@ -99,6 +99,19 @@ def follow(connection: Connection, job_id: str, *, verbose: bool = False) -> int
     return _exit_code(details)
 
 
+def print_past(log: PastLog, *, verbose: bool = False) -> int:
+    """Print a log from the bucket, and return the job's exit code. `verbose` includes Ray's own messages."""
+    job = log.job
+    if log.copy is None:
+        print(f"{job.id} did not start: {job.message}", file=sys.stderr)
+        return job.exit_code
+    saved = f"{log.copy.saved.astimezone():%Y-%m-%d %H:%M:%S}"
+    print(f"{job.id}: {job.state}. This is the copy of its log in the bucket, saved at {saved}:", file=sys.stderr)
+    with job_output.Printer(verbose) as printer:
+        printer.write(log.copy.text)
+    return job.exit_code
+
+
 def stop(connection: Connection, job_id: str) -> JobDetails:
     """Stop a job and return its details. A job that has already ended keeps its status."""
     connection.client().stop_job(job_id)
@@ -109,18 +122,16 @@ def stop(connection: Connection, job_id: str) -> JobDetails:
 
 
 def find(connection: Connection, job_id: str) -> str:
-    """Return `job_id`, or the latest job's id if it is empty. Raises `settings.UserError` if there is no such job."""
+    """Return `job_id`, or the latest job's id if it is empty. Raises `NotOnCluster` if there is no such job."""
     jobs = [job for job in connection.client().list_jobs() if is_submitted(job.submission_id)]
     if not jobs:
-        raise settings.UserError(
+        raise NotOnCluster(
             f"no job has been submitted to this cluster yet. Run: inv submit{connection.target_option} JOB"
         )
     if not job_id:
         return max(jobs, key=lambda job: job.start_time or 0).submission_id
     if job_id not in [job.submission_id for job in jobs]:
-        raise settings.UserError(
-            f"there is no job {job_id!r} on this cluster. Run: inv status{connection.target_option}"
-        )
+        raise NotOnCluster(f"there is no job {job_id!r} on this cluster. Run: inv status{connection.target_option}")
     return job_id
 
 

@@ -1,5 +1,6 @@
 """The interface of a target. Verbs use targets only through it."""
 
+import datetime
 import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -7,6 +8,7 @@ from typing import Protocol
 
 from rich.table import Table
 
+import settings
 from cluster.doctor import Finding
 from cluster.job_client import JobClient
 from pipeline.ray_support.private.job_sdk import LOGGERS
@@ -52,6 +54,44 @@ class CloudStatus:
     tables: list[Table] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A text that the cluster saved in the bucket."""
+
+    text: str
+    saved: datetime.datetime
+
+
+@dataclass(frozen=True, kw_only=True)
+class PastJob:
+    """A job of a cluster that saved its logs in the bucket. The cluster may still be running."""
+
+    id: str
+    command: str
+    state: str
+    """As in `inv status`. A job that ran when its cluster ended, "ended with the cluster"."""
+    started: float
+    """In seconds since 1970, like `ended`."""
+    ended: float
+    """If the job has not ended, when the cluster last saved its state."""
+    exit_code: int
+    message: str
+    """What Ray says about the state, such as why the job did not start."""
+
+
+@dataclass(frozen=True)
+class PastLog:
+    """The log of a past job."""
+
+    job: PastJob
+    copy: Copy | None
+    """None if the job did not start."""
+
+
+class NotOnCluster(settings.UserError):
+    """No cluster runs, or the running one does not know the job."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +154,12 @@ class Target(Protocol):
 
     def cloud_status(self) -> CloudStatus:
         """Return what is rented, what it costs, what is pending and why, and what AWS refused."""
+
+    def past_jobs(self) -> list[PastJob]:
+        """Return the latest jobs of all clusters, the oldest first. No cluster need be up."""
+
+    def past_log(self, job_id: str) -> PastLog | None:
+        """Return the log of a past job, or of the latest one if `job_id` is empty. None if there is no such job."""
 
     def down(self) -> list[str]:
         """Stop the cluster, and delete its resources but not your files. Return what could not be deleted."""

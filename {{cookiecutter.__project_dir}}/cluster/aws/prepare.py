@@ -33,7 +33,7 @@ def prepare(file: ClusterFile) -> None:
     launcher_file.write(with_images)
     key_pair.ensure(file)
     result = stack.deploy(file, parameters, efa_cards)
-    bucket.delete_unfinished_uploads(file)
+    bucket.add_lifecycle_rules(file)
     zones = ", ".join(dict.fromkeys(network.zones))
     print(f"stack {file.slug} {result} in {zones}; port 22 is open only to {parameters['Caller']}")
     print(f"bucket: s3://{bucket.name(file)}")

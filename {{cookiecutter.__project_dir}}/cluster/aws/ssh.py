@@ -9,9 +9,9 @@ import settings
 from cluster.common import bucket, instances
 from cluster.common.cluster_file import TARGET, ClusterFile
 from cluster.network import free_ports
+from cluster.target import NotOnCluster
 
 KNOWN_HOSTS = settings.PROJECT / ".cluster" / "known_hosts"
-DASHBOARD_PORT = 8265
 ENVIRONMENT = "export PATH=$HOME/env/bin:$PATH RAY_AUTH_MODE=token; "
 """Sets variables for a command run over ssh. Interactive shells get them from ~/.bashrc (see cluster.yaml)."""
 
@@ -104,10 +104,10 @@ def _last_line(text: str) -> str:
 
 
 def find_head(file: ClusterFile) -> SshHead:
-    """Return the running head. Raises `settings.UserError` if there is none, or if its private key is missing."""
+    """Return the running head. Raises `NotOnCluster` if there is none, `settings.UserError` if it lacks its key."""
     instance = instances.head(file)
     if instance is None:
-        raise settings.UserError(
+        raise NotOnCluster(
             f"no cluster {file.slug} runs in {file.region}{bucket.note(file)}. Run: inv up --target {TARGET}"
         )
     if not file.key_file.exists():

@@ -27,10 +27,12 @@ from cluster.aws import (
     teardown,
     vpc,
 )
+from cluster.aws.past_jobs import PastJobs
 from cluster.common import bucket, cluster_file, instances, prices
 from cluster.common.cluster_file import CAPACITY_BLOCK, TARGET, ClusterFile
 from cluster.doctor import Finding
-from cluster.target import CloudStatus, Connection, WantedBlock
+from cluster.node.state import DASHBOARD_PORT
+from cluster.target import CloudStatus, Connection, PastJob, PastLog, WantedBlock
 from instance_types import INSTANCE_TYPES
 
 
@@ -90,8 +92,8 @@ class Aws:
         file = launcher_file.load()
         serve_port = settings.load(load_balancer.ServeSection, "serve", profile=self.profile).port
         ssh_head = ssh.find_head(file)
-        ports, token = ssh_head.tunnel(ssh.DASHBOARD_PORT, serve_port)
-        dashboard, headers = f"http://127.0.0.1:{ports[ssh.DASHBOARD_PORT]}", {"Authorization": f"Bearer {token}"}
+        ports, token = ssh_head.tunnel(DASHBOARD_PORT, serve_port)
+        dashboard, headers = f"http://127.0.0.1:{ports[DASHBOARD_PORT]}", {"Authorization": f"Bearer {token}"}
         try:
             requests.get(f"{dashboard}/api/version", headers=headers, timeout=30).raise_for_status()
         except requests.RequestException:
@@ -141,6 +143,12 @@ class Aws:
     def cloud_status(self) -> CloudStatus:
         file = launcher_file.load()
         return cloud_status.cloud_status(file, head.read_status(ssh.find_head(file)))
+
+    def past_jobs(self) -> list[PastJob]:
+        return PastJobs(cluster_file.load()).latest()
+
+    def past_log(self, job_id: str) -> PastLog | None:
+        return PastJobs(cluster_file.load()).log(job_id)
 
     def down(self) -> list[str]:
         file = cluster_file.load()

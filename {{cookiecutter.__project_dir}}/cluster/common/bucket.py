@@ -9,8 +9,16 @@ from cluster.common.cluster_file import ClusterFile
 
 NOTE = "cluster/ended.txt"
 """Key of the object that says why the cluster shut itself down."""
-UPLOADS_RULE = "unfinished-uploads"
-"""Id of the lifecycle rule that deletes the parts of unfinished uploads."""
+LOGS = "cluster/logs/"
+"""Prefix of the clusters' logs. The keys continue with SESSION/NODE/NAME (see cluster/node/log_shipping.py)."""
+LIFECYCLE_RULES = [
+    # The parts of an unfinished upload, for example of a killed job, cost money, and no listing of objects shows them.
+    {
+        **{"ID": "unfinished-uploads", "Status": "Enabled", "Filter": {"Prefix": ""}},
+        "AbortIncompleteMultipartUpload": {"DaysAfterInitiation": 2},
+    },
+    {"ID": "old-logs", "Status": "Enabled", "Filter": {"Prefix": LOGS}, "Expiration": {"Days": 90}},
+]
 
 
 def name(file: ClusterFile) -> str:
@@ -30,26 +38,23 @@ def exists(file: ClusterFile) -> bool:
     return True
 
 
-def delete_unfinished_uploads(file: ClusterFile) -> None:
-    """Make S3 delete the parts of uploads that are not finished after two days, for example because a job was killed.
+def add_lifecycle_rules(file: ClusterFile) -> None:
+    """Make S3 delete the parts of uploads that are not finished after two days, and logs after 90 days.
 
-    Such parts cost money, and no listing of objects shows them. The bucket outlives the stack, which therefore cannot
-    own this rule. Rules that the user has added stay.
+    The bucket outlives the stack, which therefore cannot own these rules. Rules that the user has added stay.
     """
     client, own = file.client("s3"), name(file)
-    rule = {
-        **{"ID": UPLOADS_RULE, "Status": "Enabled", "Filter": {"Prefix": ""}},
-        "AbortIncompleteMultipartUpload": {"DaysAfterInitiation": 2},
-    }
     try:
         rules = client.get_bucket_lifecycle_configuration(Bucket=own)["Rules"]
     except botocore.exceptions.ClientError as error:
         if error.response["Error"]["Code"] != "NoSuchLifecycleConfiguration":
             raise
         rules = []
-    if rule not in rules:
-        others = [one for one in rules if one.get("ID") != UPLOADS_RULE]
-        client.put_bucket_lifecycle_configuration(Bucket=own, LifecycleConfiguration={"Rules": [*others, rule]})
+    if any(rule not in rules for rule in LIFECYCLE_RULES):
+        ids = [rule["ID"] for rule in LIFECYCLE_RULES]
+        others = [one for one in rules if one.get("ID") not in ids]
+        configuration = {"Rules": [*others, *LIFECYCLE_RULES]}
+        client.put_bucket_lifecycle_configuration(Bucket=own, LifecycleConfiguration=configuration)
 
 
 def access(file: ClusterFile) -> dict[str, str]:
@@ -71,7 +76,7 @@ def access(file: ClusterFile) -> dict[str, str]:
 
 
 def leave_note(file: ClusterFile, reason: str) -> None:
-    """Save why the cluster shut itself down, because the cluster's logs are lost with its instances."""
+    """Save why the cluster shut itself down, for `inv status`."""
     words = f"it shut itself down at {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC: {reason}"
     file.client("s3").put_object(Bucket=name(file), Key=NOTE, Body=words.encode())
 

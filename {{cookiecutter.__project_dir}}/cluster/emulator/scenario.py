@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 import settings
-from cluster import submission
+from cluster import status, submission
 from cluster.aws import ssh
 from cluster.aws.target import Aws
 from cluster.common import bucket, cluster_file, instances
@@ -35,12 +35,13 @@ from demo import assets
 CONTROL_URL = f"http://127.0.0.1:{CONTROL_PORT}"
 RECORD_FILE = settings.PROJECT / "results" / "rehearsal.json"
 WORKERS = 2
+STEPS = 20
 SHORT_IDLE_MINUTES = 0.2
 TRAINING = [
     *("--model", "models/tiny", "--name", "rehearsal", "--fresh"),
     *("--num-workers", str(WORKERS), "--cpus-per-worker", "60"),  # of 96 CPUs, so each worker needs its own machine
     *("--device", "cpu", "--precision", "fp32"),  # the emulated GPUs cannot compute
-    *("--steps", "20", "--warmup-steps", "5", "--learning-rate", "3e-3", "--checkpoint-every", "10"),
+    *("--steps", str(STEPS), "--warmup-steps", "5", "--learning-rate", "3e-3", "--checkpoint-every", "10"),
     *("--keep-checkpoints", "1"),
     *("--global-batch-rows", "16", "--micro-batch-rows", "8"),
 ]
@@ -72,6 +73,11 @@ def run() -> None:
     policies = _policies(file)
     with _step("down: delete everything on AWS except the bucket"):
         left = target.down()
+    with _step("without a cluster: past jobs and logs, from the bucket"):
+        status.show_past(target.past_jobs(), CONSOLE)
+        log = target.past_log(job)
+        if not (log and log.copy and f"step {STEPS}/{STEPS}" in log.copy.text):
+            raise settings.UserError(f"the log of {job} in the bucket is not whole. Check cluster/node/log_shipping.py")
     state = cloud_state()
     _show_timeline(state["events"], state["instances"], started)
     _show_calls(state["calls"])

@@ -7,7 +7,7 @@ from typing import NoReturn
 from cluster.common import cluster_file
 from cluster.doctor import Finding
 from cluster.emulator import sandbox
-from cluster.target import CloudStatus, Connection, WantedBlock
+from cluster.target import CloudStatus, Connection, PastJob, PastLog, WantedBlock
 
 
 class Rehearsal:
@@ -49,6 +49,12 @@ class Rehearsal:
         _run_verb_inside()
 
     def cloud_status(self) -> CloudStatus:
+        _run_verb_inside()
+
+    def past_jobs(self) -> list[PastJob]:
+        _run_verb_inside()
+
+    def past_log(self, job_id: str) -> PastLog | None:
         _run_verb_inside()
 
     def down(self) -> list[str]:

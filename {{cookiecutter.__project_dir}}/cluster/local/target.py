@@ -13,7 +13,7 @@ import settings
 from cluster.doctor import Finding
 from cluster.job_client import Unreachable
 from cluster.local import crash_reason, doctor, head, processes, state
-from cluster.target import CloudStatus, Connection, WantedBlock
+from cluster.target import CloudStatus, Connection, PastJob, PastLog, WantedBlock
 
 
 class Local:
@@ -82,6 +82,12 @@ class Local:
 
     def cloud_status(self) -> CloudStatus:
         return CloudStatus()
+
+    def past_jobs(self) -> list[PastJob]:
+        raise settings.UserError("local keeps no jobs after inv down. To see those of this cluster, run: inv status")
+
+    def past_log(self, job_id: str) -> PastLog | None:
+        return None
 
     def down(self) -> list[str]:
         if not state.STATE_FILE.is_file():

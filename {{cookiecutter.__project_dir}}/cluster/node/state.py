@@ -20,8 +20,8 @@ RAY_CONFIG = Path("~/ray_bootstrap_config.yaml").expanduser()
 STATE_FILE = Path("~/watchdog.json").expanduser()
 """The state that the head's watchdog saves for `inv status`."""
 LOG_FILE = Path("~/watchdog.log").expanduser()
-PID_FILE = Path("~/watchdog.pid").expanduser()
 GCS_PORT = 6379
+DASHBOARD_PORT = 8265
 INTERVAL_S = 5.0
 SILENT_S = 60.0
 """A watchdog that has not saved its state for this long is considered dead. Its calls to AWS take only seconds."""

@@ -9,25 +9,13 @@ renewal, and a shutdown terminates the instance. So an instance is also terminat
 gone.
 """
 
-import contextlib
 import os
 import sys
 import time
 import traceback
 
-import psutil
-
-from cluster.node.state import INTERVAL_S, PID_FILE
-
-
-def take_over() -> None:
-    """Save this process's pid. If Ray was restarted on this machine, first terminate the previous watchdog."""
-    if PID_FILE.exists():
-        with contextlib.suppress(psutil.NoSuchProcess, ValueError):
-            earlier = psutil.Process(int(PID_FILE.read_text()))
-            if "cluster.node.watchdog" in earlier.cmdline():  # the pid may belong to another process by now
-                earlier.terminate()
-    PID_FILE.write_text(str(os.getpid()))
+from cluster.node import process
+from cluster.node.state import INTERVAL_S
 
 
 def watch(role: str) -> None:
@@ -43,7 +31,7 @@ def watch(role: str) -> None:
 
 
 if __name__ == "__main__":
-    take_over()
+    process.take_over("watchdog")
     while True:
         try:
             watch(sys.argv[1])

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import secrets
 import subprocess
 import sys
@@ -108,6 +109,12 @@ def test_the_gang_was_two_spot_machines_in_one_zone(rehearsal: tuple[str, dict[s
     assert len(set(launches(record).values())) == 1
     assert "ddp on 2 x cpu" in output
     assert "step 20/20" in output
+
+
+def test_the_job_is_in_the_bucket_after_the_end_of_the_cluster(rehearsal: tuple[str, dict[str, Any]]) -> None:
+    output, _ = rehearsal
+    past_jobs = output.partition("Past jobs")[2]
+    assert re.search(r"finetune_ddp-\S+ +succeeded", past_jobs)
 
 
 @pytest.mark.parametrize("action", granted_actions())

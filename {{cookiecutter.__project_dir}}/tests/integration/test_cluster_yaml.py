@@ -222,11 +222,17 @@ def test_a_watchdog_guards_every_node() -> None:
     assert "cluster.node.watchdog worker" in config["worker_start_ray_commands"][-1]
 
 
+def test_every_node_copies_its_logs_to_the_bucket() -> None:
+    config = load()
+    assert "cluster.node.log_shipping head" in config["head_start_ray_commands"][-2]
+    assert "cluster.node.log_shipping worker" in config["worker_start_ray_commands"][-2]
+
+
 @pytest.mark.parametrize(
     "command",
     [
         ["-m", "pipeline.serving.haproxy"],
-        ["-c", "from cluster.node import head_status, watchdog, watchdog_head, watchdog_worker"],
+        ["-c", "from cluster.node import head_status, log_shipping, watchdog, watchdog_head, watchdog_worker"],
     ],
 )
 def test_nodes_have_all_files_that_they_need(command: list[str], tmp_path: Path) -> None:

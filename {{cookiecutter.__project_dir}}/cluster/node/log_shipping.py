@@ -1,0 +1,116 @@
+"""Copies this node's logs to the project's bucket while the cluster runs, because they are lost with the instance.
+
+cluster.yaml starts it on every node. It is a process of its own, so that a slow bucket delays neither the lease nor the
+limits, and so that it also copies the log of a watchdog that has died.
+"""
+
+import contextlib
+import functools
+import json
+import os
+import socket
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from cluster.common import bucket, cluster_file
+from cluster.node import gpu_use, process, state
+
+INTERVAL_S = 10.0
+"""Time between two copies. A copy lags behind the log by this time and the time of the upload."""
+MAX_BYTES = 8 * 2**20
+"""Of a larger log, only the end is copied, because each change uploads the whole copy again."""
+SESSION = Path("/tmp/ray/session_latest")
+"""A link to the folder of Ray's session, whose name is the same on all nodes."""
+LOG_FILE = Path("~/log_shipping.log").expanduser()
+PATTERNS = ("job-driver-*.log", "monitor.*", "gcs_server.*", "raylet.*", "worker-*", "serve/*.log")
+"""Ray's logs that are copied. Those of its agents are not, because they may contain a job's environment variables."""
+HEAD = "head"
+"""Name of the head's folder. A worker's folder is named after its host."""
+JOBS = "jobs.json"
+JOB_FIELDS = ("submission_id", "entrypoint", "status", "message", "start_time", "end_time", "driver_exit_code")
+"""What the table of jobs has of each job. The other fields include the job's environment variables."""
+JOBS_URL = f"http://127.0.0.1:{state.DASHBOARD_PORT}/api/jobs/"
+TOKEN_FILE = Path("~/.ray/auth_token").expanduser()
+
+
+class LogShipper:
+    """Copies the logs that have changed since the last copy, to LOGS/SESSION/NODE/ in the bucket."""
+
+    def __init__(self, role: str) -> None:
+        self._node = HEAD if role == HEAD else socket.gethostname()
+        self._copied: dict[str, tuple[int, int]] = {}
+
+    def ship(self) -> None:
+        """Copy each new or changed log and, on the head, the table of jobs. Raises an exception if AWS does."""
+        session = SESSION.resolve(strict=True)
+        folder = f"{bucket.LOGS}{session.name}/{self._node}/"
+        for name, path in _logs(session / "logs"):
+            with contextlib.suppress(FileNotFoundError):  # Ray has just rotated it
+                self._copy(path, folder + name)
+        if self._node == HEAD:
+            self._put(folder + JOBS, _jobs())  # even if nothing has changed: its age shows whether the cluster runs
+
+    def _copy(self, path: Path, key: str) -> None:
+        now = path.stat()
+        version = (now.st_size, now.st_mtime_ns)
+        if now.st_size and self._copied.get(key) != version:
+            self._put(key, _end(path))
+            self._copied[key] = version
+
+    def _put(self, key: str, body: bytes) -> None:
+        name, client = self._bucket
+        client.put_object(Bucket=name, Key=key, Body=body)
+
+    @functools.cached_property
+    def _bucket(self) -> tuple[str, Any]:
+        """Return the bucket's name, for which this asks AWS, and a client."""
+        file = cluster_file.load()
+        return bucket.name(file), file.client("s3")
+
+
+def _logs(folder: Path) -> Iterator[tuple[str, Path]]:
+    """Yield the name in the bucket and the path of each log."""
+    for pattern in PATTERNS:
+        yield from ((str(path.relative_to(folder)), path) for path in folder.glob(pattern))
+    yield from ((path.name, path) for path in (state.LOG_FILE, LOG_FILE, gpu_use.FILE))
+
+
+def _end(path: Path) -> bytes:
+    """Return a log's content. Of a large log, return the last whole lines, after a line that says so."""
+    with path.open("rb") as log:
+        skipped = max(0, os.fstat(log.fileno()).st_size - MAX_BYTES)
+        log.seek(skipped)
+        content = log.read()
+    if not skipped:
+        return content
+    return b"[this copy lacks the beginning of the log]\n" + content.partition(b"\n")[2]
+
+
+def _jobs() -> bytes:
+    """Return the submitted jobs as JSON. Raises `OSError` if Ray's dashboard does not answer."""
+    request = urllib.request.Request(JOBS_URL, headers={"Authorization": f"Bearer {TOKEN_FILE.read_text().strip()}"})
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        jobs = [job for job in json.load(answer) if job["submission_id"]]
+    return json.dumps([{field: job[field] for field in JOB_FIELDS} for job in jobs]).encode()
+
+
+def ship_forever(role: str) -> None:
+    """Copy the logs every INTERVAL_S. `role` is this node's role: "head" or "worker". Never returns."""
+    shipper = LogShipper(role)
+    while True:
+        try:
+            shipper.ship()
+        except Exception as error:  # for example, if S3 does not answer; the next copy has what this one lacks
+            print(f"{time.strftime('%H:%M:%S')} not all logs were copied to the bucket: {error}", flush=True)
+        time.sleep(INTERVAL_S)
+
+
+if __name__ == "__main__":
+    process.take_over("log_shipping")
+    threading.Thread(target=gpu_use.record, daemon=True).start()  # nvidia-smi hangs if a GPU is broken
+    ship_forever(sys.argv[1])
