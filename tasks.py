@@ -9,6 +9,7 @@ import shutil
 import sys
 import tomllib
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -46,19 +47,33 @@ def test(context: Context, all_: bool = False, nightly: bool = False) -> None:  
     lint(context)
     if all_ or nightly:
         _install_programs(context)
-    _step("testing the template")
-    context.run(f"{PYTHON} -m pytest")
-    project = _bake(context, TEST_PROJECT)
+    own_tests = f"{PYTHON} -m pytest"
     if all_ or nightly:
-        _test_emulator(context, project)
+        with ThreadPoolExecutor(1) as background:  # both lanes mostly wait
+            own = background.submit(context.run, own_tests, hide=True, warn=True)
+            project = _bake(context, TEST_PROJECT)
+            _test_emulator(context, project, nightly)
+        _step("testing the template")
+        print(own.result().stdout, own.result().stderr)
+        if own.result().failed:
+            raise Exit("error: tests of the template failed", 1)
+    else:
+        _step("testing the template")
+        context.run(own_tests)
+        project = _bake(context, TEST_PROJECT)
     _step(f"running the project's tests in {project}")
     _become(project, "test", *(["--nightly"] if nightly else ["--all"] if all_ else []))
 
 
-def _test_emulator(context: Context, project: Path) -> None:
+def _test_emulator(context: Context, project: Path, nightly: bool) -> None:
     python = _python(context, project)
-    _step(f"testing the emulated AWS of {project}")
-    _test_in_project(context, python, project, "emulator")
+    _step(f"testing the template, and the emulated AWS of {project}")
+    _test_in_project(context, python, project, "emulator", *_selection(nightly))
+
+
+def _selection(nightly: bool) -> list[str]:
+    """Return pytest's options for the tests to run."""
+    return [] if nightly else ["-m", "not nightly"]
 
 
 def _test_in_project(context: Context, python: Path, project: Path, folder: str, *options: str) -> None:
@@ -128,8 +143,7 @@ def check_gpu_path(context: Context, nightly: bool = False) -> None:
     project = _bake(context, "gpu-path")
     python = _python(context, project)
     _step("training, serving and compiling kernels on a fake GPU")
-    options = [] if nightly else ["-m", "not nightly"]
-    _test_in_project(context, python, project, "gpu_path", "-v", *options)
+    _test_in_project(context, python, project, "gpu_path", "-v", *_selection(nightly))
 
 
 @task

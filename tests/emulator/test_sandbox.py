@@ -47,9 +47,11 @@ def hang_up(process: subprocess.Popen[str]) -> None:
 
 
 ENDINGS = [subprocess.Popen.terminate, hang_up, subprocess.Popen.kill, interrupt]
+NAMES = ["SIGTERM", "SIGHUP", "SIGKILL", "Ctrl-C"]
+RARE = [pytest.param(end, marks=pytest.mark.nightly) for end in ENDINGS[:2]]
 
 
-@pytest.mark.parametrize("end", ENDINGS, ids=["SIGTERM", "SIGHUP", "SIGKILL", "Ctrl-C"])
+@pytest.mark.parametrize("end", [*RARE, *ENDINGS[2:]], ids=NAMES)
 def test_the_cloud_of_a_killed_verb_ends(end: Callable[[subprocess.Popen[str]], None]) -> None:
     mounts = Path("/proc/self/mounts").read_text()
     with start(IN_CLOUD) as verb:
@@ -73,7 +75,7 @@ def test_the_cloud_of_up_outlives_its_verb() -> None:
         assert sandbox.stop() == []
 
 
-@pytest.mark.parametrize("end", ENDINGS, ids=["SIGTERM", "SIGHUP", "SIGKILL", "Ctrl-C"])
+@pytest.mark.parametrize("end", ENDINGS, ids=NAMES)
 def test_the_package_download_of_a_killed_verb_ends(
     end: Callable[[subprocess.Popen[str]], None], tmp_path: Path
 ) -> None:

@@ -356,6 +356,7 @@ def test_missing_input_is_refused(options: GenerateOptions, tmp_path: Path) -> N
         generate.main(options.model_copy(update={"input": str(tmp_path)}))
 
 
+@pytest.mark.nightly
 def test_an_engine_that_does_not_start_gives_a_one_sentence_error(
     made: KilledRuns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

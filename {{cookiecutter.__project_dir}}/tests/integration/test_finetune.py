@@ -87,6 +87,7 @@ def test_zero_and_fsdp_agree_with_ddp(ddp: list[Row], changes: dict[str, Any]) -
         _assert_same_model(_model(options), _model(_ddp_options(changes)))
 
 
+@pytest.mark.nightly
 def test_torchrun_agrees_with_ray(ddp: list[Row], changes: dict[str, Any]) -> None:
     options = _ddp_options(changes | {"name": "torchrun"})
     _torchrun(changes | {"name": options.name, "stop_after": 20})
