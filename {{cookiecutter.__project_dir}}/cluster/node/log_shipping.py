@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.common import bucket, cluster_file
-from cluster.node import gpu_use, process, state
+from cluster.node import gpu_use, notices, process, state
 
 INTERVAL_S = 10.0
 """Time between two copies. A copy lags behind the log by this time and the time of the upload."""
@@ -44,6 +44,7 @@ class LogShipper:
     def __init__(self, role: str) -> None:
         self._node = HEAD if role == HEAD else socket.gethostname()
         self._copied: dict[str, tuple[int, int]] = {}
+        self._ended = notices.EndedJobs()
 
     def ship(self) -> None:
         """Copy each new or changed log and, on the head, the table of jobs. Raises an exception if AWS does."""
@@ -53,7 +54,11 @@ class LogShipper:
             with contextlib.suppress(FileNotFoundError):  # Ray has just rotated it
                 self._copy(path, folder + name)
         if self._node == HEAD:
-            self._put(folder + JOBS, _jobs())  # even if nothing has changed: its age shows whether the cluster runs
+            jobs = _jobs()
+            # even if nothing has changed: its age shows whether the cluster runs
+            self._put(folder + JOBS, json.dumps(jobs).encode())
+            for sentence in self._ended.news(jobs):
+                notices.send(sentence)
 
     def _copy(self, path: Path, key: str) -> None:
         now = path.stat()
@@ -91,12 +96,12 @@ def _end(path: Path) -> bytes:
     return b"[this copy lacks the beginning of the log]\n" + content.partition(b"\n")[2]
 
 
-def _jobs() -> bytes:
-    """Return the submitted jobs as JSON. Raises `OSError` if Ray's dashboard does not answer."""
+def _jobs() -> list[dict[str, Any]]:
+    """Return the submitted jobs. Raises `OSError` if Ray's dashboard does not answer."""
     request = urllib.request.Request(JOBS_URL, headers={"Authorization": f"Bearer {TOKEN_FILE.read_text().strip()}"})
     with urllib.request.urlopen(request, timeout=10) as answer:
         jobs = [job for job in json.load(answer) if job["submission_id"]]
-    return json.dumps([{field: job[field] for field in JOB_FIELDS} for job in jobs]).encode()
+    return [{field: job[field] for field in JOB_FIELDS} for job in jobs]
 
 
 def ship_forever(role: str) -> None:

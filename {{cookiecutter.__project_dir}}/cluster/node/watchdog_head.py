@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import settings
 from cluster.common import bucket, cluster_file, instances, prices
 from cluster.common.cluster_file import ClusterFile
-from cluster.node import autoscaler_log
+from cluster.node import autoscaler_log, notices
 from cluster.node.state import INTERVAL_S, LAUNCHED, LEASE, RAY_CONFIG, STATE_FILE
 
 CLOSED_S = 300.0
@@ -108,7 +108,10 @@ def watch() -> None:
         spending.add(running, now - last)
         last = now
         news = markets.note_refusals(autoscaler_log.recent_refusals(), now)
-        news += markets.note_failed_setups(autoscaler_log.failed_setups_by_type())
+        failed_setups = markets.note_failed_setups(autoscaler_log.failed_setups_by_type())
+        for message in failed_setups:
+            notices.send(message)
+        news += failed_setups
         write_limits(markets.limits(running, now))
         messages = [*messages, *(f"{time.strftime('%H:%M:%S')} {message}" for message in news)][-20:]
         STATE_FILE.write_text(json.dumps({"at": now, "dollars": spending.dollars, "messages": messages}))
@@ -148,6 +151,7 @@ def end_cluster(file: ClusterFile, reason: str) -> None:
         if workers := [one.id for one in instances.living(file) if one.node_type != file.head.name]:
             instances.terminate(file, workers)
         bucket.leave_note(file, reason)
+        notices.send(f"the cluster shuts itself down: {reason}")
     finally:
         subprocess.run(["sudo", "shutdown", "-h", "now"], check=True)
         time.sleep(60)  # the shutdown takes effect within this time

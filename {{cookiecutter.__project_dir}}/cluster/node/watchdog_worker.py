@@ -6,7 +6,7 @@ import socket
 import subprocess
 import time
 
-from cluster.node import metadata
+from cluster.node import metadata, notices
 from cluster.node.state import BLOCK_CLEANUP_S, BLOCK_END, BLOCK_NOTICE_S, GCS_PORT, INTERVAL_S, LEASE, answers
 
 
@@ -18,6 +18,8 @@ def watch(head: str) -> None:
             LEASE.touch()
         if not drained and (notice := spot_notice() or block_notice()):
             drained = drain(head, notice)
+            if drained:
+                notices.send(f"AWS takes {socket.gethostname()} back at {notice}. Training saves a checkpoint first")
         time.sleep(INTERVAL_S)
 
 
