@@ -6,7 +6,7 @@ from pathlib import Path
 from cluster.common.cluster_file import PINS
 from cluster.emulator.waiting import wait_for
 from faults.capacity import GATHER
-from faults.harness import Harness, changed_cluster_file, replaced_file, run_verb
+from faults.harness import Harness, changed_cluster_file, control, replaced_file, run_verb
 from instance_types import INSTANCE_TYPES
 
 ONE_CPU = "import ray; ray.init(); print(ray.get(ray.remote(num_cpus=1)(lambda: 1).remote()))"
@@ -30,20 +30,14 @@ def setup_fails(harness: Harness) -> str:
 
 
 def machine_lacks_a_gpu(harness: Harness) -> str:
-    """A machine has fewer GPUs than its type: it is replaced before the job gets it, and `inv status` names it."""
+    """A machine has fewer GPUs than its type: `inv status` names it, and the job runs on another machine."""
     harness.wait_until_no_workers()
-    head, types = harness.head(), "~/project/instance_types.py"  # copied from the head to workers
-    name = harness.file.workers[-1].instance_type
-    gpus = INSTANCE_TYPES[name].gpus
-    pattern = rf's/("{re.escape(name)}", \w+, \w+), {gpus},/\1, {gpus + 1},/'
-    head.run(f"cp {types} ~/types.py && sed -i -E '{pattern}' {types}")
+    gpus = INSTANCE_TYPES[harness.file.workers[-1].instance_type].gpus
+    control(broken_machines=1)
     job = harness.submit(GATHER, "1")
-    try:
-        wait_for(lambda: harness.report()["failed_setups"], 120, "status to report a failed setup")
-    finally:
-        head.run(f"cp ~/types.py {types}")
+    wait_for(lambda: harness.report()["failed_setups"], 120, "status to report a failed setup")
     failure = harness.report()["failed_setups"][0]
-    assert f"it has {gpus} of {gpus + 1} GPUs" in failure, failure
+    assert f"it has {gpus - 1} of {gpus} GPUs" in failure, failure
     harness.wait_for_success(job)
     (machine,) = harness.workers()
     assert machine.id not in failure, failure

@@ -50,6 +50,8 @@ class Cloud:
         self.reservations = reservations
         self.hosts: dict[str, Host] = {}
         self.events: list[dict[str, Any]] = []
+        self.broken_machines = 0
+        """How many of the next machines with GPUs lack one."""
         self._busy: set[str] = set()
         self._pool = ThreadPoolExecutor(8)
 
@@ -94,6 +96,8 @@ class Cloud:
 
     def _boot(self, instance: MotoInstance) -> None:
         gpu_type = INSTANCE_TYPES.get(instance.type)
+        is_broken = bool(gpu_type and self.broken_machines)
+        self.broken_machines -= is_broken
         host = Host(
             folder=SCRATCH / "hosts" / instance.id,
             instance_id=instance.id,
@@ -102,7 +106,7 @@ class Cloud:
             has_internet=bool(moto_instances.internet_gateway(instance)),
             public_key=instance.public_key,
             user_data=instance.user_data,
-            gpus=gpu_type.gpus if gpu_type else 0,
+            gpus=gpu_type.gpus - is_broken if gpu_type else 0,
             has_nvme=bool(gpu_type and gpu_type.nvme_gb),
             layers=self.layers,
             shared_paths=self.shared_paths,
@@ -155,9 +159,10 @@ class ControlApi:
         age_leases_s: float = 0,
         reboot: str = "",
         reservation: dict[str, Any] | None = None,
+        broken_machines: int = 0,
     ) -> None:
-        """Set the faults, interrupt a spot instance after a notice, backdate all leases, reboot an instance, or change
-        a reservation.
+        """Set the faults, interrupt a spot instance after a notice, backdate all leases, reboot an instance, change a
+        reservation, or let the next machines with GPUs lack one.
 
         `reservation` has the arguments of `Reservations.put`. Its hosts get the new end, as if time had passed.
         """
@@ -173,6 +178,7 @@ class ControlApi:
             host.age_lease(age_leases_s)
         if reboot:
             self.cloud.reboot(reboot)
+        self.cloud.broken_machines += broken_machines
         if reservation is not None:
             self.api.reservations.put(**reservation)
             for instance_id, host in list(self.cloud.hosts.items()):
