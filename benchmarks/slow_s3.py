@@ -1,5 +1,6 @@
 """Puts the latency and the speed of real S3 in front of moto."""
 
+import logging
 import threading
 import time
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ OWN_HEADERS = {"connection", "date", "expect", "server"}
 @contextmanager
 def serving() -> Iterator[str]:
     """Yield the URL of an empty S3."""
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # moto's server logs each request
     moto = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
     moto.start()
     front = _Front(moto.get_host_and_port())
