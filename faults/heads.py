@@ -10,7 +10,7 @@ from cluster.emulator import scenario
 from cluster.emulator.waiting import slowdown, wait_for
 from cluster.job_client import Unreachable
 from cluster.node import log_shipping, watchdog_head
-from cluster.node.state import INTERVAL_S, LEASE
+from cluster.node.state import INTERVAL_S, LAUNCHED
 from faults.harness import Harness, control, run_verb
 from faults.setup import ONE_CPU
 
@@ -71,7 +71,7 @@ def time_limit(harness: Harness) -> str:
     _busy_workers(harness)
     time.sleep(2 * log_shipping.INTERVAL_S)  # until the job's log is in the bucket
     limit = _limits().hours
-    harness.head().run(f"touch --date='{limit:g} hours ago' {LEASE.parent}")  # as if the cluster had started then
+    harness.head().run(f"sudo touch --date='{limit:g} hours ago' {LAUNCHED}")  # as if the cluster had started then
     summary = _wait_until_terminated(harness)
     output = run_verb("status", exit_code=1)
     assert f"the limit of {limit:g} hours" in output, output
