@@ -6,7 +6,6 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import pyarrow.fs
 from filelock import FileLock
 from pyarrow import NativeFile
 from pyarrow.fs import FileSelector, FileSystem, FileType
@@ -23,6 +22,9 @@ PART_BYTES = 16 * 2**20
 REQUESTS = 16
 """Requests at once. S3 answers each with 85 to 90 MB/s, so about 15 fill a network card of 10 Gb/s, says the page
 "Performance design patterns for Amazon S3" of its user guide. Arrow's S3 client has up to 25 connections."""
+
+UPLOAD_BYTES = 8 * PART_BYTES
+"""Bytes of a file that an upload keeps in main memory. Arrow's `copy_files` keeps all that is not uploaded yet."""
 
 
 def find(model: str) -> str:
@@ -118,6 +120,16 @@ def _mirror(model: str, uri: str) -> None:
             f"yourself has the name of its folder: models/{model}."
         ) from None
     if not _has_file(uri, MIRRORED):  # unless another job has copied the model in the meantime
-        pyarrow.fs.copy_files(folder, uri)
-        filesystem, path = FileSystem.from_uri(uri)
-        filesystem.open_output_stream(f"{path}/{MIRRORED}").close()
+        _upload(Path(folder), uri)
+
+
+def _upload(folder: Path, uri: str) -> None:
+    """Copy a folder to the bucket, and mark the copy as complete. Arrow uploads several parts of a file at once."""
+    filesystem, path = FileSystem.from_uri(uri)
+    for file in sorted(filter(Path.is_file, folder.rglob("*"))):
+        target = f"{path}/{file.relative_to(folder)}"
+        with file.open("rb") as source, filesystem.open_output_stream(target) as stream:
+            while batch := source.read(UPLOAD_BYTES):
+                stream.write(batch)
+                stream.flush()  # waits until S3 has the batch
+    filesystem.open_output_stream(f"{path}/{MIRRORED}").close()

@@ -40,13 +40,15 @@ def hub(tmp_path: Path) -> Path:
     """Return the folder of `HUB_ID` in a cache of the hub's library. A node reads its weights in three parts."""
     cache = tmp_path / "hub" / "models--owner--name"
     folder = cache / "snapshots" / "revision"
-    for made in (cache / "refs", cache / "blobs", folder):
+    for made in (cache / "refs", cache / "blobs", folder / "templates"):
         made.mkdir(parents=True)
     (cache / "refs" / "main").write_text("revision")
     weights = random.Random(0).randbytes(2 * model_cache.PART_BYTES + 1)
-    for name, content in {"config.json": b"{}", "empty.txt": b"", "model.safetensors": weights}.items():
-        (cache / "blobs" / name).write_bytes(content)
-        (folder / name).symlink_to(cache / "blobs" / name)
+    files = {"config.json": b"{}", "empty.txt": b"", "model.safetensors": weights, "templates/rag.jinja": b"template"}
+    for name, content in files.items():
+        blob = cache / "blobs" / name.replace("/", "-")
+        blob.write_bytes(content)
+        (folder / name).symlink_to(blob)
     return folder
 
 
@@ -179,6 +181,7 @@ def assert_mirrored(project: str, hub: Path, *jobs: subprocess.Popen[str]) -> No
     """Check that each job finds a complete copy of the hub's model in the bucket, and that a node gets its files."""
     location = f"{project}/models/{HUB_ID}"
     assert [process.communicate(timeout=WAIT_S)[0].split()[-1] for process in jobs] == [location] * len(jobs)
+    names = {str(file.relative_to(hub)) for file in hub.rglob("*") if file.is_file()}
+    assert keys(project) == {model_cache.MIRRORED, *names}
     folder = Path(model_cache.on_this_node(location))
-    assert keys(project) == {model_cache.MIRRORED, *(file.name for file in hub.iterdir())}
-    assert all((folder / file.name).read_bytes() == file.read_bytes() for file in hub.iterdir())
+    assert all((folder / name).read_bytes() == (hub / name).read_bytes() for name in names)
