@@ -23,9 +23,8 @@ def keep(file: ClusterFile, running_head: Instance | None) -> ClusterFile:
     """
     types = file.content["available_node_types"]
     names = {body["node_config"].get("ImageId", "") for body in types.values()}
-    images = {name: _require(file, name) for name in names if name.startswith(PARAMETER)}
-    if running_head:
-        images[file.head.node_config.get("ImageId", "")] = running_head.image
+    kept_image = {file.head.node_config.get("ImageId", ""): running_head.image} if running_head else {}
+    images = {name: kept_image.get(name) or _require(file, name) for name in names if name.startswith(PARAMETER)}
     kept = {name: body | {"node_config": _with_image(body["node_config"], images)} for name, body in types.items()}
     return dataclasses.replace(file, content=file.content | {"available_node_types": kept})
 

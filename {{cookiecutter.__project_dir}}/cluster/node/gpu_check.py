@@ -16,6 +16,8 @@ FIRST_DRIVER = 580
 """CUDA 13, for which torch and vLLM are built, needs this driver or a later one."""
 NVME = Path("/opt/dlami/nvme")
 """AWS's image mounts the NVMe disks here."""
+TIMEOUT_S = 60.0
+"""nvidia-smi hangs on some broken GPUs."""
 QUERY = "--query-gpu=driver_version,ecc.errors.uncorrected.volatile.total"
 
 
@@ -46,8 +48,9 @@ def _problems(instance_type: InstanceType) -> Iterator[str]:
 def _gpus() -> list[list[str]]:
     """Return the driver's version and the number of memory errors of each GPU that the driver finds."""
     try:
-        done = subprocess.run(["nvidia-smi", QUERY, "--format=csv,noheader"], capture_output=True, text=True)
-    except FileNotFoundError:
+        command = ["nvidia-smi", QUERY, "--format=csv,noheader"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+    except (FileNotFoundError, subprocess.TimeoutExpired):
         return []
     return [line.split(", ") for line in done.stdout.splitlines()] if done.returncode == 0 else []
 

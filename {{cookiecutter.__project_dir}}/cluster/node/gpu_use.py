@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from cluster.node import metadata, notices
+from cluster.node import notices
 
 FILE = Path("~/gpu_use.csv").expanduser()
 INTERVAL_S = 60.0
@@ -28,10 +28,9 @@ def record() -> None:
             with FILE.open("a") as table:
                 table.write(("" if table.tell() else HEADER) + "".join(f"{line}\n" for line in lines))
             if idle.begins([int(line.split(",")[2]) for line in lines]):
-                machine = f"{socket.gethostname()}, {metadata.read('instance-type')}"
                 notices.send(
-                    f"for {IDLE_SAMPLES} minutes, no GPU of {machine} has been busy for more than {BUSY_PERCENT} % of "
-                    "the time. To see what runs: inv status --target aws"
+                    f"for {IDLE_SAMPLES} minutes, no GPU of {socket.gethostname()} has been busy for more than "
+                    f"{BUSY_PERCENT} % of the time. To see what runs: inv status --target aws"
                 )
         time.sleep(INTERVAL_S)
 

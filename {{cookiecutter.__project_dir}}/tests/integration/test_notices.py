@@ -13,7 +13,7 @@ import pytest
 
 from cluster.common import bucket, cluster_file, instances
 from cluster.network import free_ports
-from cluster.node import gpu_use, metadata, notices, watchdog_head, watchdog_worker
+from cluster.node import gpu_use, notices, watchdog_head, watchdog_worker
 
 FILE = cluster_file.load()
 JOB = {"submission_id": "finetune-1", "status": "RUNNING", "start_time": 0, "end_time": None}
@@ -137,10 +137,9 @@ def test_idle_gpus_are_told_once_until_they_work_again(
     samples = iter([["2026-01-01T10:00:00,0,0,1,2", f"2026-01-01T10:00:00,1,{percent},1,2"] for percent in busy])
     monkeypatch.setattr(gpu_use, "FILE", tmp_path / "gpu_use.csv")
     monkeypatch.setattr(gpu_use, "sample", lambda: next(samples))
-    monkeypatch.setattr(metadata, "read", lambda path: "p4d.24xlarge")
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     with pytest.raises(StopIteration):
         gpu_use.record()
     assert len(chat) == 2
     assert "for 15 minutes, no GPU of" in texts(chat)[0]
-    assert "p4d.24xlarge has been busy for more than 10 % of the time" in texts(chat)[0]
+    assert "has been busy for more than 10 % of the time" in texts(chat)[0]

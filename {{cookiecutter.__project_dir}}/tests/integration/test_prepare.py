@@ -7,7 +7,7 @@ import re
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +192,8 @@ def test_a_cluster_keeps_the_image_of_its_head(aws: Api) -> None:
     prepare.prepare(FILE)
     assert written_images() == {IMAGE}
     assert images.keep(FILE, instances.head(FILE)).content == cluster_file.load(launcher_file.FILE).content
+    chosen = edited({images.PARAMETER + moto_instances.IMAGE_PARAMETER: NEWER_IMAGE})
+    assert images.keep(chosen, instances.head(FILE)).head.node_config["ImageId"] == NEWER_IMAGE
     instances.terminate(FILE, [head])
     prepare.prepare(FILE)
     assert written_images() == {NEWER_IMAGE}
@@ -199,10 +201,18 @@ def test_a_cluster_keeps_the_image_of_its_head(aws: Api) -> None:
 
 def in_region(region: str, *, rename_roles: bool = True) -> ClusterFile:
     """Return cluster.yaml as a user changes it for another region."""
-    old = f"-{FILE.region}-" if rename_roles else "no such text"
-    text = SOURCE.read_text(encoding="utf-8").replace(f'region: "{FILE.region}"', f'region: "{region}"')
+    roles = {f"-{FILE.region}-": f"-{region}-"} if rename_roles else {}
+    return edited({f'region: "{FILE.region}"': f'region: "{region}"'} | roles)
+
+
+def edited(changes: Mapping[str, str]) -> ClusterFile:
+    """Return cluster.yaml with these texts replaced."""
+    text = SOURCE.read_text(encoding="utf-8")
+    for old, new in changes.items():
+        assert old in text
+        text = text.replace(old, new)
     changed = SOURCE.with_name("changed.yaml")
-    changed.write_text(text.replace(old, f"-{region}-"), encoding="utf-8")
+    changed.write_text(text, encoding="utf-8")
     return cluster_file.load(changed)
 
 
