@@ -19,7 +19,7 @@ OWN_HEADERS = {"connection", "date", "expect", "server"}
 
 @contextmanager
 def serving() -> Iterator[str]:
-    """Yield the URL of an empty S3."""
+    """Yield the URL of an empty S3. Upload with boto3, because it does not read the chunked requests of Arrow."""
     logging.getLogger("werkzeug").setLevel(logging.ERROR)  # moto's server logs each request
     moto = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
     moto.start()

@@ -23,8 +23,9 @@ REQUESTS = 16
 """Requests at once. S3 answers each with 85 to 90 MB/s, so about 15 fill a network card of 10 Gb/s, says the page
 "Performance design patterns for Amazon S3" of its user guide. Arrow's S3 client has up to 25 connections."""
 
-UPLOAD_BYTES = 8 * PART_BYTES
-"""Bytes of a file that an upload keeps in main memory. Arrow's `copy_files` keeps all that is not uploaded yet."""
+UPLOAD_BYTES = 160 * 2**20
+"""Bytes of a file that an upload keeps in main memory: two parts of 10 MiB for each of Arrow's 8 threads. Arrow's
+`copy_files` keeps everything that is not uploaded yet."""
 
 
 def find(model: str) -> str:
