@@ -37,7 +37,6 @@ from instance_types import INSTANCE_TYPES
 SCRATCH = Path("/tmp")  # the cloud has a private tmpfs here
 HOME = SCRATCH / "home"
 READY = SCRATCH / "ready"
-IMAGE = "ami-12c6146b"  # any of moto's images; hosts boot from host_image.py's image instead
 LAPTOP_IP = "203.0.113.7"  # the laptop's public address, from a range that is reserved for documentation (RFC 5737)
 
 
@@ -252,7 +251,7 @@ def _create_account(region: str) -> None:
     iam.attach_user_policy("arn:aws:iam::aws:policy/AdministratorAccess", "laptop")
     key = iam.create_access_key("laptop")
     _create_spot_role(iam)
-    moto_instances.publish_image(region, IMAGE)
+    moto_instances.publish_image(region, moto_instances.IMAGE)
     folder = HOME / ".aws"
     folder.mkdir(parents=True)
     (folder / "config").write_text(f"[default]\nregion = {region}\nendpoint_url = {ENDPOINT}\n")

@@ -9,6 +9,7 @@ from moto.ec2.models import ec2_backends
 from moto.ssm.models import Parameter, ssm_backends
 
 ACCOUNT = "123456789012"  # moto's default account
+IMAGE = "ami-12c6146b"  # any of moto's images; hosts boot from host_image.py's image instead
 # the SSM parameter with the image's id; moto lacks this parameter
 IMAGE_PARAMETER = "/aws/service/deeplearning/ami/x86_64/base-oss-nvidia-driver-gpu-ubuntu-24.04/latest/ami-id"
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import chromium
 import pytest
 import requests
-from playwright.sync_api import Browser, Page, Request, expect
+from playwright.sync_api import Browser, Page, Request, Route, expect
 from pretend_api import KEY, PretendApi, running, wait_until
 
 from pipeline.serving.page import HTML
@@ -93,6 +93,26 @@ def test_a_wrong_key_shows_the_servers_message(page: Page) -> None:
     expect(page.get_by_label("Your question")).to_have_value("hello")
     expect(page.get_by_role("log")).to_be_empty()
     sign_in(page)
+    expect(page.get_by_role("alert")).to_be_empty()
+
+
+def test_a_late_answer_to_an_earlier_key_changes_nothing(page: Page) -> None:
+    late: list[Route] = []
+
+    def hold_the_wrong_key(route: Route) -> None:
+        if "wrong" in route.request.headers["authorization"]:
+            late.append(route)
+        else:
+            route.continue_()
+
+    page.route("**/v1/models", hold_the_wrong_key)
+    page.get_by_label("API key").fill("wrong")
+    page.get_by_label("API key").press("Enter")
+    sign_in(page)
+    with page.expect_response(lambda response: response.status == 401):
+        late[0].continue_()
+    page.wait_for_timeout(500)  # longer than the page needs to show the answer
+    expect(page.get_by_label("Model")).to_have_value("small")
     expect(page.get_by_role("alert")).to_be_empty()
 
 

@@ -62,13 +62,13 @@ def launches(record: dict[str, Any]) -> dict[str, str]:
 
 def used_permissions(record: dict[str, Any], role: str) -> list[iam.Permission]:
     """Return every permission that the role used successfully."""
-    caller = f"assumed-role/{cluster_file.load().slug}-{role}/"
+    caller = f"assumed-role/{cluster_file.load().role(role)}/"
     calls = [call for call in record["calls"] if caller in call["caller"] and not call["error_code"]]
     return [iam.Permission(**permission) for call in calls for permission in call["permissions"]]
 
 
 def statements(record: dict[str, Any], role: str) -> list[dict[str, Any]]:
-    return record["policies"][f"{cluster_file.load().slug}-{role}"]
+    return record["policies"][cluster_file.load().role(role)]
 
 
 def granted_actions() -> list[Any]:
@@ -78,6 +78,7 @@ def granted_actions() -> list[Any]:
     services = ("ec2:", "s3:", "ssm:", "iam:", "secretsmanager:", "pricing:")
     not_actions = {"iam:PassedToService", "ec2:CreateAction"}
     not_actions.add("s3:AbortMultipartUpload")  # no upload of the rehearsal fails
+    not_actions.add("ssm:GetParameters")  # plain `ray up cluster/cluster.yaml` lets the head look up the image
     return [action for action in actions if action.startswith(services) and action.rstrip(":") not in not_actions]
 
 

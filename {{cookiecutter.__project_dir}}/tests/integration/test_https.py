@@ -10,7 +10,7 @@ import settings
 from cluster.aws import key_pair, load_balancer, prepare, stack, vpc
 from cluster.common import cluster_file
 from cluster.common.cluster_file import ClusterFile
-from cluster.emulator import stack_resources
+from cluster.emulator import moto_instances, stack_resources
 
 CERTIFICATE = "arn:aws:acm:us-east-1:123456789012:certificate/0a1b2c3d-0000-0000-0000-000000000000"
 
@@ -22,6 +22,7 @@ def file(s3: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[ClusterFile]:
     monkeypatch.setattr(prepare, "_own_address", lambda: "192.0.2.1")
     stack_resources.refuse_unmodeled(stack.template(efa_cards=4, makes_network=True))
     file = cluster_file.load()
+    moto_instances.publish_image(file.region, moto_instances.IMAGE)
     yield file
     prepare.delete(file)
 

@@ -41,7 +41,7 @@ from cluster.common.cluster_file import ClusterFile
 from cluster.emulator import iam, moto_instances
 from cluster.emulator.api import Api
 from cluster.emulator.consistency import Consistency
-from cluster.emulator.moto_instances import ACCOUNT
+from cluster.emulator.moto_instances import ACCOUNT, IMAGE
 from cluster.emulator.reservations import Reservations
 from cluster.emulator.throttling import Throttle
 from cluster.target import WantedBlock
@@ -66,7 +66,7 @@ GPU_TYPE = FILE.workers[-1].instance_type
 ZONE = f"{FILE.region}b"
 HOUR = 3600.0
 ALLOW_ALL = '{"Version": "2012-10-17", "Statement": [{"Effect": "Allow", "Action": "*", "Resource": "*"}]}'
-IMAGE, NEWER_IMAGE = "ami-12c6146b", "ami-1e749f67"  # two of moto's images
+NEWER_IMAGE = "ami-1e749f67"  # another one of moto's images
 WANTED = WantedBlock(instances=2, days=1, instance_type="", earliest="", latest="")
 
 
