@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from invoke import Config, Context, Exit, Result, task
+from invoke import Context, Exit, task
 from packaging.markers import Marker
 
 import bake
@@ -24,7 +24,6 @@ PYTHON = shlex.quote(sys.executable)
 UV = shlex.quote(os.environ.get("UV", "uv"))  # set by `inv`
 # The path has spaces, because users have folders such as "My Drive", and Ray splits paths at spaces.
 TEST_PROJECT = "a b é/test"
-OWN_TESTS = f"{PYTHON} -m pytest"
 # P7D: only releases that are at least a week old. By then, mirrors have them, and bad ones have been withdrawn.
 COMMON = "--python-version 3.11 --exclude-newer P7D --no-annotate"
 
@@ -48,38 +47,28 @@ def test(context: Context, all_: bool = False, nightly: bool = False) -> None:  
     lint(context)
     if all_ or nightly:
         _install_programs(context)
-        _test_all(context, nightly)
-        return
-    _step("testing the template")
-    context.run(OWN_TESTS)
-    project = _bake(context, TEST_PROJECT)
+    own_tests = f"{PYTHON} -m pytest"
+    if all_ or nightly:
+        with ThreadPoolExecutor(1) as background:  # both lanes mostly wait
+            own = background.submit(context.run, own_tests, hide=True, warn=True)
+            project = _bake(context, TEST_PROJECT)
+            _test_emulator(context, project, nightly)
+        _step("testing the template")
+        print(own.result().stdout, own.result().stderr)
+        if own.result().failed:
+            raise Exit("error: tests of the template failed", 1)
+    else:
+        _step("testing the template")
+        context.run(own_tests)
+        project = _bake(context, TEST_PROJECT)
     _step(f"running the project's tests in {project}")
-    _become(project, "test")
+    _become(project, "test", *(["--nightly"] if nightly else ["--all"] if all_ else []))
 
 
-def _test_all(context: Context, nightly: bool) -> None:
-    """Run the project's tests and, at the same time, those of the template, which mostly wait for the emulated AWS."""
-    project, emulated = _bake(context, TEST_PROJECT), _bake(context, f"{TEST_PROJECT}-emulator")
+def _test_emulator(context: Context, project: Path, nightly: bool) -> None:
     python = _python(context, project)
-    (emulated / ".venv").unlink(missing_ok=True)
-    (emulated / ".venv").symlink_to(python.parents[1])  # two projects, because each has only one emulated AWS at a time
-    _step(f"running the project's tests in {project}, and those of the template")
-    with ThreadPoolExecutor(1) as background:
-        template = background.submit(_test_template, emulated, python, nightly)
-        verb = f"test --{'nightly' if nightly else 'all'}"
-        own = context.run(f"{shlex.quote(str(project / 'inv'))} {verb}", in_stream=False, warn=True)
-    _step("the tests of the template, and of the emulated AWS")
-    for result in template.result():
-        print(result.stdout, result.stderr)
-    if not (own and all(template.result())):
-        raise Exit("error: tests failed. Their output is above", 1)
-
-
-def _test_template(project: Path, python: Path, nightly: bool) -> list[Result]:
-    """Run the template's own tests, and those of the emulated AWS in a project. Print nothing."""
-    context = Context(Config(overrides={"run": {"hide": True, "warn": True, "in_stream": False}}))
-    own = context.run(OWN_TESTS)
-    return [own, _test_in_project(context, python, project, "emulator", *_selection(nightly))]
+    _step(f"testing the template, and the emulated AWS of {project}")
+    _test_in_project(context, python, project, "emulator", *_selection(nightly))
 
 
 def _selection(nightly: bool) -> list[str]:
@@ -87,7 +76,7 @@ def _selection(nightly: bool) -> list[str]:
     return [] if nightly else ["-m", "not nightly"]
 
 
-def _test_in_project(context: Context, python: Path, project: Path, folder: str, *options: str) -> Result:
+def _test_in_project(context: Context, python: Path, project: Path, folder: str, *options: str) -> None:
     """Run the template's tests/FOLDER in a project's folder and environment."""
     # confcutdir keeps pytest from loading tests/conftest.py, which needs the template's environment
     tests = bake.TEMPLATE / "tests" / folder
@@ -95,7 +84,7 @@ def _test_in_project(context: Context, python: Path, project: Path, folder: str,
     with context.cd(str(project)):
         variables = _variables(project)
         variables["PYTHONPATH"] += f"{os.pathsep}{project / 'tests'}"  # for published_models.py
-        return context.run(shlex.join(map(str, command)), env=variables, in_stream=False)
+        context.run(shlex.join(map(str, command)), env=variables, in_stream=False)
 
 
 @task
