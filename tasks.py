@@ -24,6 +24,7 @@ PYTHON = shlex.quote(sys.executable)
 UV = shlex.quote(os.environ.get("UV", "uv"))  # set by `inv`
 # The path has spaces, because users have folders such as "My Drive", and Ray splits paths at spaces.
 TEST_PROJECT = "a b é/test"
+OWN_TESTS = f"{PYTHON} -m pytest"
 # P7D: only releases that are at least a week old. By then, mirrors have them, and bad ones have been withdrawn.
 COMMON = "--python-version 3.11 --exclude-newer P7D --no-annotate"
 
@@ -47,28 +48,30 @@ def test(context: Context, all_: bool = False, nightly: bool = False) -> None:  
     lint(context)
     if all_ or nightly:
         _install_programs(context)
-    own_tests = f"{PYTHON} -m pytest"
-    if all_ or nightly:
-        with ThreadPoolExecutor(1) as background:  # both lanes mostly wait
-            own = background.submit(context.run, own_tests, hide=True, warn=True)
-            project = _bake(context, TEST_PROJECT)
-            _test_emulator(context, project, nightly)
-        _step("testing the template")
-        print(own.result().stdout, own.result().stderr)
-        if own.result().failed:
-            raise Exit("error: tests of the template failed", 1)
+        project = _test_template_and_emulator(context, nightly)
     else:
         _step("testing the template")
-        context.run(own_tests)
+        context.run(OWN_TESTS)
         project = _bake(context, TEST_PROJECT)
     _step(f"running the project's tests in {project}")
     _become(project, "test", *(["--nightly"] if nightly else ["--all"] if all_ else []))
 
 
-def _test_emulator(context: Context, project: Path, nightly: bool) -> None:
-    python = _python(context, project)
-    _step(f"testing the template, and the emulated AWS of {project}")
-    _test_in_project(context, python, project, "emulator", *_selection(nightly))
+def _test_template_and_emulator(context: Context, nightly: bool) -> Path:
+    """Run the template's own tests and those of the emulated AWS at once, because both mostly wait.
+
+    Return the project that the emulated AWS was tested in.
+    """
+    with ThreadPoolExecutor(1) as background:
+        own = background.submit(context.run, OWN_TESTS, hide=True, warn=True)
+        project = _bake(context, TEST_PROJECT)
+        python = _python(context, project)
+        _step(f"testing the template, and the emulated AWS of {project}")
+        _test_in_project(context, python, project, "emulator", *_selection(nightly))
+    print(own.result().stdout, own.result().stderr)
+    if own.result().failed:
+        raise Exit("error: tests of the template failed. Their output is above", 1)
+    return project
 
 
 def _selection(nightly: bool) -> list[str]:

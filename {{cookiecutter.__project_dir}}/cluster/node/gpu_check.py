@@ -3,6 +3,7 @@
 AWS sometimes hands out a machine with a broken part, on which a job would fail much later.
 """
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,6 +20,8 @@ NVME = Path("/opt/dlami/nvme")
 TIMEOUT_S = 60.0
 """nvidia-smi hangs on some broken GPUs."""
 QUERY = "--query-gpu=driver_version,ecc.errors.uncorrected.volatile.total"
+LINE = re.compile(r"(\d+)([\d.]*), (.+)")
+"""A sound GPU's line in the answer to QUERY. For a broken one, nvidia-smi prints a sentence."""
 
 
 def check(instance_type: InstanceType) -> None:
@@ -35,24 +38,24 @@ def _problems(instance_type: InstanceType) -> Iterator[str]:
     gpus = _gpus()
     if len(gpus) != instance_type.gpus:
         yield f"it has {len(gpus)} of {instance_type.gpus} GPUs"
-    for driver in sorted({driver for driver, _ in gpus}):
-        if int(driver.partition(".")[0]) < FIRST_DRIVER:
-            yield f"the image's NVIDIA driver is {driver}, but CUDA 13 needs {FIRST_DRIVER} or later"
-    for number, (_, errors) in enumerate(gpus):
+    for major, minor in sorted({(major, minor) for major, minor, _ in gpus}):
+        if int(major) < FIRST_DRIVER:
+            yield f"the image's NVIDIA driver is {major}{minor}, but CUDA 13 needs {FIRST_DRIVER} or later"
+    for number, (_, _, errors) in enumerate(gpus):
         if errors.isdecimal() and int(errors):  # "[N/A]" for GPUs without ECC
             yield f"GPU {number} has {errors} uncorrectable memory errors"
     if instance_type.nvme_gb and not NVME.is_mount():
         yield f"its NVMe disks are not mounted at {NVME}"
 
 
-def _gpus() -> list[list[str]]:
-    """Return the driver's version and the number of memory errors of each GPU that the driver finds."""
+def _gpus() -> list[tuple[str, ...]]:
+    """Return the driver's major version, the rest of its version and the number of memory errors of each sound GPU."""
     try:
         command = ["nvidia-smi", QUERY, "--format=csv,noheader"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S).stdout
     except (FileNotFoundError, subprocess.TimeoutExpired):
         return []
-    return [line.split(", ") for line in done.stdout.splitlines()] if done.returncode == 0 else []
+    return [found.groups() for line in answer.splitlines() if (found := LINE.fullmatch(line))]
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Records how busy this node's GPUs are, and notes idle ones. log_shipping.py copies the table to the bucket."""
+"""Records how busy this node's GPUs are, for log_shipping.py, and sends a notice if they are idle."""
 
 import datetime
 import re
@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from cluster.common.cluster_file import TARGET
 from cluster.node import notices
 
 FILE = Path("~/gpu_use.csv").expanduser()
@@ -30,7 +31,7 @@ def record() -> None:
             if idle.begins([int(line.split(",")[2]) for line in lines]):
                 notices.send(
                     f"for {IDLE_SAMPLES} minutes, no GPU of {socket.gethostname()} has been busy for more than "
-                    f"{BUSY_PERCENT} % of the time. To see what runs: inv status --target aws"
+                    f"{BUSY_PERCENT} % of the time. To see what runs: inv status --target {TARGET}"
                 )
         time.sleep(INTERVAL_S)
 

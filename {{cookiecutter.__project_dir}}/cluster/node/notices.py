@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from cluster.common import cluster_file
-from cluster.common.cluster_file import ClusterFile
+from cluster.common.cluster_file import TARGET, ClusterFile
 
 SECRET = "NOTIFY_WEBHOOK"
 TIMEOUT_S = 10.0
@@ -55,4 +55,6 @@ class EndedJobs:
 def _sentence(job: Mapping[str, Any]) -> str:
     minutes = (job["end_time"] - (job["start_time"] or job["end_time"])) / 60_000
     name = job["submission_id"]
-    return f"{name} has {job['status'].lower()} after {minutes:.0f} min. To see its log: inv logs --target aws {name}"
+    return (
+        f"{name} has {job['status'].lower()} after {minutes:.0f} min. To see its log: inv logs --target {TARGET} {name}"
+    )

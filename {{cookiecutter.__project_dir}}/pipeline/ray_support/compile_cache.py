@@ -1,5 +1,6 @@
 """The cache of compiled kernels that all processes on a machine share."""
 
+import contextlib
 import time
 from pathlib import Path
 
@@ -12,9 +13,10 @@ def remove_truncated() -> None:
     """Remove empty libraries from Inductor's cache on this machine.
 
     A linker leaves one if it is killed, for example with a replica. Inductor only checks whether the file exists
-    (torch 2.13), so every later engine on this machine would die.
+    (torch 2.13), so every later engine on this machine would die at its first request.
     """
     for library in Path(cache_dir()).rglob("*.so"):
-        found = library.stat()
-        if not found.st_size and found.st_mtime < time.time() - LINKING_S:
-            library.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # another engine, which starts now too, has removed it
+            found = library.stat()
+            if not found.st_size and found.st_mtime < time.time() - LINKING_S:
+                library.unlink()

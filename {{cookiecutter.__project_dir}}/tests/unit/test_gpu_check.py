@@ -42,6 +42,7 @@ def test_gpus_without_error_correction_pass(machine: Path) -> None:
     ("gpus", "problem"),
     [
         ([SOUND] * 7, "it has 7 of 8 GPUs"),
+        ([SOUND] * 7 + ["Unable to determine the device handle for GPU7"], "it has 7 of 8 GPUs"),
         ([SOUND] * 7 + ["580.95.05, 3"], "GPU 7 has 3 uncorrectable memory errors"),
         (["570.195.03, 0"] * 8, "the image's NVIDIA driver is 570.195.03, but CUDA 13 needs 580 or later"),
     ],
