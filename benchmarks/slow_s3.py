@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.client import HTTPConnection, HTTPResponse
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 from moto.server import ThreadedMotoServer
 
@@ -60,7 +61,7 @@ class _Front(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
-    server: _Front
+    server: _Front  # type: ignore[assignment]
 
     def do_GET(self) -> None:
         time.sleep(LATENCY_S)
@@ -95,5 +96,5 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(wanted[start : start + SLICE])
             time.sleep(max(0.0, started + (start + SLICE) / BYTES_PER_S - time.monotonic()))
 
-    def log_message(self, *_: object) -> None:
+    def log_message(self, format: str, *args: Any) -> None:
         """Print nothing."""
