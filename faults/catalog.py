@@ -37,6 +37,8 @@ FAULTS = [
     ),
     Fault("eight workers", "all start in one zone", "capacity.eight_workers"),
     Fault("a setup command fails", "status reports it, and launches stop after three failures", "setup.setup_fails"),
+    Fault("a launch ends early", "status says why, and the gang starts in another zone", "capacity.launch_ends_early"),
+    Fault("a key of the account's own for disks", "the gang starts", "capacity.own_key_for_disks"),
     Fault("a machine lacks a GPU", "status names it, and another machine takes the job", "setup.machine_lacks_a_gpu"),
     Fault(
         "another Python on a worker", "Ray rejects the worker, and status says why", "setup.other_python_on_a_worker"

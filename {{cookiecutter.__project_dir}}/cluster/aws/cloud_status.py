@@ -22,8 +22,19 @@ def cloud_status(file: ClusterFile, head_status: dict[str, Any]) -> CloudStatus:
     return CloudStatus(
         tables=[_table(living, hourly, head_status)],
         notes=notes + _reserved(file) + _pending(head_status) + head_status["watchdog"].get("messages", []),
-        problems=_problems(head_status),
+        problems=_problems(head_status) + [describe_failed_launch(one) for one in instances.failed_launches(file)],
     )
+
+
+def describe_failed_launch(instance: Instance) -> str:
+    """Return a sentence that says why EC2 ended an instance during its launch, and what to check."""
+    advice = {
+        "Client.InternalError": "If your account encrypts disks with a key of its own, check that the key is enabled, "
+        f"and that its policy lets IAM policies grant its use: inv doctor --target {TARGET}",
+        "Client.VolumeLimitExceeded": "Delete volumes that you no longer need, or request a higher quota for EBS "
+        "storage in the AWS console, under Service Quotas",
+    }.get(instance.end_code, "AWS may have room later, or in another zone")
+    return f"AWS ended {instance.id} ({instance.node_type}) during its launch: {instance.end_reason}. {advice}"
 
 
 def _price(instance: Instance, known: prices.Prices, file: ClusterFile) -> float:

@@ -75,7 +75,7 @@ class Aws:
         bucket.forget_note(file)
         if running:
             head.mark(file, "being set up")  # if this `up` is interrupted, the next one sets the head up again
-        ray_up.up()
+        _run_launcher(file)
         head.wait_until_ready(ssh.find_head(file))
         head.mark(file, file.digest)
         took = f"{time.monotonic() - started:.0f} s"
@@ -165,6 +165,20 @@ class Aws:
             if bucket.exists(file):
                 print(f"the bucket with your work is kept: s3://{bucket.name(file)}")
         return left
+
+
+def _run_launcher(file: ClusterFile) -> None:
+    """Run `ray up`. Raises `settings.UserError`, which says why EC2 ended the head during its launch, if it did."""
+    earlier = {one.id for one in instances.failed_launches(file)}
+    try:
+        ray_up.up()
+    except settings.UserError:
+        for one in instances.failed_launches(file):
+            if one.node_type == file.head.name and one.id not in earlier:
+                raise settings.UserError(
+                    f"{cloud_status.describe_failed_launch(one)}. Then run again: inv up --target {TARGET}"
+                ) from None
+        raise
 
 
 def _require_no_errors(findings: list[Finding], target: str) -> None:

@@ -38,7 +38,7 @@ MODELED = {
     "AWS::EC2::PlacementGroup": "Strategy",
     "AWS::EC2::LaunchTemplate": "LaunchTemplateName LaunchTemplateData",
     "AWS::ElasticLoadBalancingV2::LoadBalancer": "Name Type Scheme Subnets SecurityGroups Tags",
-    "AWS::ElasticLoadBalancingV2::TargetGroup": "Name VpcId Protocol Port TargetType HealthCheckPath Tags",
+    "AWS::ElasticLoadBalancingV2::TargetGroup": "VpcId Protocol Port TargetType HealthCheckPath Tags",
     "AWS::ElasticLoadBalancingV2::Listener": "LoadBalancerArn Protocol Port SslPolicy Certificates DefaultActions",
     "AWS::S3::Bucket": "BucketName BucketEncryption PublicAccessBlockConfiguration Tags",
     "AWS::IAM::Role": "RoleName AssumeRolePolicyDocument Tags",

@@ -20,6 +20,9 @@ from cluster.node.state import INTERVAL_S, LAUNCHED, LEASE, RAY_CONFIG, STATE_FI
 
 CLOSED_S = 300.0
 """How long a node type stays closed after AWS refuses it."""
+REQUEST_TIMEOUT_S = 120.0
+"""How long the autoscaler waits for a launched instance to appear (see cluster.yaml). If its type were closed before,
+the autoscaler would fail in each of its loops, because it cannot withdraw such a request."""
 MAX_FAILED_SETUPS = 3
 THROTTLED = ("RequestLimitExceeded", "Throttling", "ThrottlingException", "TooManyRequestsException")
 """Codes with which AWS refuses a call because there are too many. They say nothing about capacity."""
@@ -107,7 +110,7 @@ def watch() -> None:
         running, now = Counter(one.node_type for one in instances.living(file)), time.time()
         spending.add(running, now - last)
         last = now
-        news = markets.note_refusals(autoscaler_log.recent_refusals(), now)
+        news = markets.note_refusals([*autoscaler_log.recent_refusals(), *_failed_launches(file)], now)
         failed_setups = markets.note_failed_setups(autoscaler_log.failed_setups_by_type())
         for message in failed_setups:
             notices.send(message)
@@ -118,6 +121,24 @@ def watch() -> None:
         if spending.dollars >= limits.dollars:
             end_cluster(file, f"the limit of {limits.dollars:g} dollars in settings.toml is reached")
         time.sleep(INTERVAL_S)
+
+
+def _failed_launches(file: ClusterFile) -> list[dict[str, str]]:
+    """Return the launches that EC2 accepted and then ended, in the form of `autoscaler_log.refusals`.
+
+    They count as refused when the autoscaler has given them up.
+    """
+    given_up = datetime.timedelta(seconds=REQUEST_TIMEOUT_S)
+    return [
+        {
+            "type": one.node_type,
+            "at": (one.launched + given_up).isoformat(),
+            "code": one.end_code,
+            "message": one.end_reason,
+        }
+        for one in instances.failed_launches(file)
+        if one.age_s > REQUEST_TIMEOUT_S
+    ]
 
 
 def renew_lease_within(limits: LimitsSection, file: ClusterFile) -> None:
@@ -158,5 +179,5 @@ def end_cluster(file: ClusterFile, reason: str) -> None:
 
 
 def _seconds(log_time: str) -> float:
-    """Convert a time in Ray's logs, which is in this machine's time zone, to seconds since the epoch."""
+    """Convert a time to seconds since the epoch. Times in Ray's logs name no zone, and are in this machine's."""
     return datetime.datetime.fromisoformat(log_time).timestamp()

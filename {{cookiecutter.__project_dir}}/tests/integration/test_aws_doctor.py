@@ -30,7 +30,8 @@ READ_ONLY = {
     *("DescribeImages", "DescribeInstanceTypeOfferings", "DescribeInstanceTypes", "DescribeInstances"),
     *("DescribeRouteTables", "DescribeSecret", "DescribeSpotPriceHistory", "DescribeStacks", "DescribeSubnets"),
     "DescribeVpcs",
-    *("GetCallerIdentity", "GetParameters", "GetProducts", "GetRole", "GetServiceQuota", "SimulatePrincipalPolicy"),
+    *("GetCallerIdentity", "GetEbsDefaultKmsKeyId", "GetParameters", "GetProducts", "GetRole", "GetServiceQuota"),
+    "SimulatePrincipalPolicy",
 }
 SERVICES = ("ec2", "iam", "cloudformation", "pricing", "secretsmanager", "elbv2")
 # One action per resource type in stack.yaml. Add each new type here, and its actions to permissions.py.
@@ -94,6 +95,7 @@ class StubbedAws:
             "DescribeSubnets": subnets(250),
             "GetParameters": {"Parameters": [{"Name": PARAMETER, "Value": "ami-1"}]},
             "DescribeImages": lambda asked: image(asked["Filters"][0]["Values"][0]),
+            "GetEbsDefaultKmsKeyId": {"KmsKeyId": "alias/aws/ebs"},
             "DescribeSecret": {"Name": "there"},
             "GetRole": lambda asked: role(asked["RoleName"]),
             "GetProducts": {"PriceList": [json.dumps(PRODUCT)]},
@@ -550,6 +552,17 @@ def test_an_image_that_does_not_exist_is_an_error(cloud: StubbedAws, file: Clust
 def test_an_image_that_is_older_than_the_driver_is_an_error(cloud: StubbedAws, file: ClusterFile) -> None:
     cloud.answers["DescribeImages"] = image("ami-1", "2025-07-31T00:00:00.000Z")
     assert "image ami-1 is from 2025-07-31, before NVIDIA's driver 580, which CUDA 13 needs. Set" in only(file, "error")
+
+
+def test_a_key_for_disks_that_the_caller_cannot_use_is_an_error(cloud: StubbedAws, file: ClusterFile) -> None:
+    key = "arn:aws:kms:us-east-1:123456789012:key/1"
+    cloud.answers["GetEbsDefaultKmsKeyId"] = {"KmsKeyId": key}
+    cloud.answers["DescribeKey"] = {"KeyMetadata": {"KeyId": "1", "KeyState": "Enabled"}}
+    assert texts(checks.check(file), "error") == []
+    cloud.answers["DescribeKey"] = {"KeyMetadata": {"KeyId": "1", "KeyState": "PendingDeletion"}}
+    assert f"your account encrypts disks with {key}, in state PendingDeletion. Show the key" in only(file, "error")
+    cloud.answers["DescribeKey"] = ErrorAnswer("AccessDeniedException", "no")
+    assert "Ask for the permissions kms:CreateGrant kms:Decrypt" in only(file, "error")
 
 
 def test_secrets_without_a_value_get_a_warning(

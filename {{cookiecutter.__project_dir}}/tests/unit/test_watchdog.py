@@ -6,10 +6,12 @@ import os
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from cluster.common import cluster_file
+from cluster.aws import cloud_status
+from cluster.common import cluster_file, instances
 from cluster.node import autoscaler_log, watchdog_head, watchdog_worker
 
 NOW = datetime.datetime(2026, 1, 1, 10, 0, 10).timestamp()  # in this machine's time zone, as in Ray's logs
@@ -42,6 +44,52 @@ def test_a_refusal_counts_once_however_often_ray_repeats_it(market: watchdog_hea
 def test_a_throttled_launch_closes_no_type(market: watchdog_head.Markets) -> None:
     assert market.note_refusals([refusal("spot", "10:00:00") | {"code": "RequestLimitExceeded"}], NOW) == []
     assert market.limits(Counter(), NOW)["spot"] == 2
+
+
+def test_a_launch_that_ec2_ends_closes_the_type(market: watchdog_head.Markets, monkeypatch: pytest.MonkeyPatch) -> None:
+    """EC2 accepted the launches of both instances. It ended one at once, and the other when the user asked for it."""
+    file = cluster_file.load()
+    ended = [
+        _ended("i-1", "spot", "Client.VolumeLimitExceeded: Volume limit exceeded"),
+        _ended("i-2", "on-demand", "Client.UserInitiatedShutdown: User initiated shutdown"),
+    ]
+    monkeypatch.setattr(type(file), "client", lambda file, service: _Ec2(ended))
+    refusals = watchdog_head._failed_launches(file)
+    given_up = NOW + watchdog_head.REQUEST_TIMEOUT_S
+    (message,) = market.note_refusals(refusals, given_up)
+    assert message == "AWS refused spot (Client.VolumeLimitExceeded): not requested again for 5 minutes"
+    assert market.limits(Counter(), given_up + 289) == {"spot": 0, "on-demand": 2}
+    ended[0]["LaunchTime"] = datetime.datetime.now(datetime.UTC)
+    assert watchdog_head._failed_launches(file) == []  # the autoscaler still waits for it
+    (failed,) = instances.failed_launches(file)
+    assert cloud_status.describe_failed_launch(failed).startswith(
+        "AWS ended i-1 (spot) during its launch: Client.VolumeLimitExceeded: Volume limit exceeded. Delete volumes"
+    )
+
+
+def _ended(name: str, node_type: str, reason: str) -> dict[str, Any]:
+    return {
+        **{"InstanceId": name, "InstanceType": "p4d.24xlarge", "ImageId": "ami-1", "State": {"Name": "terminated"}},
+        "Placement": {"AvailabilityZone": "us-east-1a"},
+        "LaunchTime": datetime.datetime.fromtimestamp(NOW, datetime.UTC),
+        "StateReason": {"Code": reason.partition(":")[0], "Message": reason},
+        "Tags": [{"Key": "ray-user-node-type", "Value": node_type}],
+    }
+
+
+class _Ec2:
+    """Answers DescribeInstances with all instances in the states that the filter names."""
+
+    def __init__(self, found: list[dict[str, Any]]) -> None:
+        self._found = found
+
+    def get_paginator(self, operation: str) -> "_Ec2":
+        assert operation == "describe_instances"
+        return self
+
+    def paginate(self, Filters: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        (states,) = [one["Values"] for one in Filters if one["Name"] == "instance-state-name"]
+        return [{"Reservations": [{"Instances": [one for one in self._found if one["State"]["Name"] in states]}]}]
 
 
 def test_a_closed_type_keeps_running_instances(market: watchdog_head.Markets) -> None:

@@ -66,6 +66,7 @@ DOCTOR_ACTIONS = [
     "iam:SimulatePrincipalPolicy",
     "servicequotas:GetServiceQuota",
     "ec2:DescribeImages",
+    "ec2:GetEbsDefaultKmsKeyId",
 ]
 KNOWN_ACTIONS = [*UP_AND_DOWN, *RESERVATION_ACTIONS.values(), *DOCTOR_ACTIONS]
 

@@ -1,7 +1,9 @@
-"""Check the role for spot instances, and the region's zones, subnets, images and prices."""
+"""Check the role for spot instances, the key for disks, and the region's zones, subnets, images and prices."""
 
 from collections.abc import Iterator
 from typing import Any
+
+from botocore.exceptions import ClientError
 
 import settings
 from cluster.aws import images, vpc
@@ -11,6 +13,8 @@ from cluster.doctor import Finding, judge
 
 FIRST_DRIVER_580 = "2025-08-04"
 """Date of the first release of NVIDIA's driver 580 for data centers (580.65.06)."""
+
+MANAGED_KEY = "alias/aws/ebs"
 
 
 def check_spot_role(account: Account) -> Iterator[Finding]:
@@ -105,6 +109,29 @@ def check_images(account: Account) -> Iterator[Finding]:
             created = found[0]["CreationDate"][:10]
             text = f"image {found[0]['ImageId']} is from {created}, before NVIDIA's driver 580, which CUDA 13 needs"
             yield Finding("error", f"{text}. {remedy}")
+
+
+def check_disk_key(account: Account) -> Iterator[Finding]:
+    """Check that the caller can use the account's own key for disks, if there is one.
+
+    Otherwise EC2 would end each instance during its launch, with no reason but "Client error on launch".
+    """
+    key = account.client("ec2").get_ebs_default_kms_key_id()["KmsKeyId"]
+    if key.endswith(MANAGED_KEY):
+        yield Finding("ok", "AWS's own key encrypts the disks")
+        return
+    remedy = f"Show the key: aws kms describe-key --key-id {key} --region {account.region}"
+    kms = account.client("kms")
+    try:
+        state = kms.describe_key(KeyId=key)["KeyMetadata"]["KeyState"]
+    except ClientError as error:
+        if error.response["Error"]["Code"] != "AccessDeniedException":
+            raise
+        needed = "kms:CreateGrant kms:Decrypt kms:DescribeKey kms:GenerateDataKeyWithoutPlaintext kms:ReEncrypt*"
+        text = f"your account encrypts disks with {key}, which you may not use. Ask for the permissions {needed}"
+        yield Finding("error", f"{text}. {remedy}")
+    else:
+        yield judge(state == "Enabled", f"your account encrypts disks with {key}, in state {state}", remedy)
 
 
 def check_prices(account: Account) -> Iterator[Finding]:
