@@ -59,7 +59,7 @@ FAULTS = [
     ),
     Fault("the head reboots", "its lease ends it, because a reboot ends the watchdog", "heads.head_reboots"),
     Fault("head lost for good", "workers terminate themselves", "heads.head_lost"),
-    Fault("time limit", "the cluster terminates itself", "heads.time_limit"),
+    Fault("time limit", "inv limits raises it; then the cluster terminates itself", "heads.time_limit"),
     Fault("spend limit", "the cluster terminates itself", "heads.spend_limit"),
     Fault("up interrupted three times", "down leaves nothing", "operators.interrupted_up"),
     Fault("plain ray up and ray down", "both work, and no machine is left", "operators.plain_ray"),

@@ -5,13 +5,13 @@ import re
 import time
 
 import settings
-from cluster.common import instances
+from cluster.common import instances, limits
 from cluster.emulator import scenario
 from cluster.emulator.waiting import slowdown, wait_for
 from cluster.job_client import Unreachable
-from cluster.node import log_shipping, watchdog_head
+from cluster.node import log_shipping
 from cluster.node.state import INTERVAL_S, LAUNCHED
-from faults.harness import Harness, control, run_verb
+from faults.harness import Harness, control, replaced_file, run_verb
 from faults.setup import ONE_CPU
 
 MAX_REPAIR_S = 180
@@ -67,11 +67,18 @@ def head_killed(harness: Harness) -> str:
 
 
 def time_limit(harness: Harness) -> str:
-    """The cluster reaches the time limit in settings.toml: it terminates itself, including all workers."""
+    """The cluster reaches a time limit that `inv limits` has raised: it terminates itself, including all workers."""
     _busy_workers(harness)
+    first = limits.load().hours
+    limit = first + 1
+    with replaced_file(settings.FILE, settings.FILE.read_text()):  # because the verb writes to it
+        output = run_verb("limits", "--hours", f"{limit:g}", "--yes")
+    assert f"the limits are now {limit:g} hours" in output, output
+    harness.head().run(f"sudo touch --date='{first:g} hours ago' {LAUNCHED}")  # as if the cluster had started then
     time.sleep(2 * log_shipping.INTERVAL_S)  # until the job's log is in the bucket
-    limit = _limits().hours
-    harness.head().run(f"sudo touch --date='{limit:g} hours ago' {LAUNCHED}")  # as if the cluster had started then
+    assert harness.workers(), "the cluster has ended at the first limit"
+    assert f"{first:.1f}" in run_verb("limits")
+    harness.head().run(f"sudo touch --date='{limit:g} hours ago' {LAUNCHED}")
     summary = _wait_until_terminated(harness)
     output = run_verb("status", exit_code=1)
     assert f"the limit of {limit:g} hours" in output, output
@@ -83,7 +90,7 @@ def time_limit(harness: Harness) -> str:
 def spend_limit(harness: Harness) -> str:
     """The cluster reaches the spend limit in settings.toml: it terminates itself, including all workers."""
     _busy_workers(harness)
-    limit = _limits().dollars
+    limit = limits.load().dollars
     spent = json.dumps({"at": time.time(), "dollars": limit - 0.0001, "messages": []})
     restart = harness.file.content["head_start_ray_commands"][-1]
     harness.head().run(f"kill $(cat ~/watchdog.pid); sleep 1; echo '{spent}' > ~/watchdog.json; {restart}")
@@ -130,10 +137,6 @@ def _busy_workers(harness: Harness) -> list[instances.Instance]:
     job = harness.submit(BUSY_JOB)
     wait_for(lambda: "at work" in harness.log(job), 240, "a worker to run the job")
     return harness.workers()
-
-
-def _limits() -> watchdog_head.LimitsSection:
-    return settings.load(watchdog_head.LimitsSection, "limits", profile="cluster")
 
 
 def _wait_until_terminated(harness: Harness) -> str:

@@ -177,6 +177,23 @@ def up(context: Context, target: str = "local", yes: bool = False, wait: bool = 
     print(f"next: inv submit{option} preprocess   or: inv status{option}   or: inv down{option}")
 
 
+@verb(
+    hours="hours since the start of the head; default: no change",
+    dollars="dollars for all instances since then; default: no change",
+    yes="accept the price without a prompt",
+    **TARGET,
+)
+def limits(context: Context, hours: str = "", dollars: str = "", yes: bool = False, target: str = "aws") -> None:
+    """Show the limits of the running cluster. With --hours or --dollars, change them; running jobs continue."""
+    from cluster import targets
+
+    chosen = targets.get(target)
+    if hours or dollars:
+        chosen.change_limits(hours, dollars, yes)
+    else:
+        chosen.show_limits()
+
+
 @verb()
 def rehearse(context: Context) -> None:
     """Run a cluster's full life cycle on an emulated AWS: up, training on two GPU instances, down."""

@@ -134,6 +134,12 @@ class Target(Protocol):
     def buy_capacity(self, offering: str, yes: bool) -> None:
         """Buy a Capacity Block for this cluster. Asks first, unless `yes` is set."""
 
+    def show_limits(self) -> None:
+        """Show the limits of the running cluster, and how much of them is used."""
+
+    def change_limits(self, hours: str, dollars: str, yes: bool) -> None:
+        """Change the limits of the running cluster that are not empty. Asks before raising one, unless `yes` is set."""
+
     def connect(self) -> Connection:
         """Return a connection to the running cluster. Raises `settings.UserError` if it is not up."""
 

@@ -18,6 +18,7 @@ from cluster.aws import (
     head,
     images,
     launcher_file,
+    limits,
     load_balancer,
     prepare,
     ray_up,
@@ -55,6 +56,7 @@ class Aws:
         running = instances.head(file)
         changes = _describe_changes(file, running)
         if running and not changes:
+            limits.follow_settings(file, yes)
             secrets_manager.upload(file)
             print(f"{self.name} is already up and matches cluster.yaml: head {running.id}")
             load_balancer.register(file, running.id)
@@ -87,6 +89,12 @@ class Aws:
 
     def buy_capacity(self, offering: str, yes: bool) -> None:
         capacity_blocks.buy(cluster_file.load(), offering, yes)
+
+    def show_limits(self) -> None:
+        limits.show(launcher_file.load(), Console())
+
+    def change_limits(self, hours: str, dollars: str, yes: bool) -> None:
+        limits.change(launcher_file.load(), hours, dollars, yes)
 
     def connect(self) -> Connection:
         file = launcher_file.load()
@@ -193,8 +201,8 @@ def _describe_changes(file: ClusterFile, running: instances.Instance | None) -> 
         )
     if running.tags.get("ray-launch-config") == _launch_hash(images.keep(file, running)):
         return (
-            "cluster.yaml, the pins or a limit changed, or the last up was interrupted, so the head will be set up "
-            "again, which ends running jobs"
+            "cluster.yaml or the pins changed, or the last up was interrupted, so the head will be set up again, which "
+            "ends running jobs"
         )
     return f"the head's instance changed in cluster.yaml, so {running.id} will be replaced, which ends running jobs"
 

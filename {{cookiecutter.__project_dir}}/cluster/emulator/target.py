@@ -35,6 +35,12 @@ class Rehearsal:
     def buy_capacity(self, offering: str, yes: bool) -> None:
         _run_verb_inside()
 
+    def show_limits(self) -> None:
+        _run_verb_inside()
+
+    def change_limits(self, hours: str, dollars: str, yes: bool) -> None:
+        _run_verb_inside()
+
     def connect(self) -> Connection:
         _run_verb_inside()
 

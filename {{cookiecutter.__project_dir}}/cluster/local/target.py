@@ -71,6 +71,12 @@ class Local:
     def buy_capacity(self, offering: str, yes: bool) -> None:
         raise settings.UserError("local rents no instances. Run: inv capacity --target aws")
 
+    def show_limits(self) -> None:
+        raise settings.UserError("local costs nothing, so it has no limits. Run: inv limits --target aws")
+
+    def change_limits(self, hours: str, dollars: str, yes: bool) -> None:
+        self.show_limits()
+
     def storage_variables(self) -> dict[str, str]:
         return {"PROFILE": self.profile, "PROJECT_DIR": str(settings.PROJECT)}
 

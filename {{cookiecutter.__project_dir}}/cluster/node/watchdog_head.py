@@ -11,10 +11,11 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
-import settings
-from cluster.common import bucket, cluster_file, instances, prices
+from cluster.common import bucket, cluster_file, instances, limits, prices
 from cluster.common.cluster_file import ClusterFile
+from cluster.common.limits import LimitsSection
 from cluster.node import autoscaler_log, notices
 from cluster.node.state import INTERVAL_S, LAUNCHED, LEASE, RAY_CONFIG, STATE_FILE
 
@@ -23,15 +24,6 @@ CLOSED_S = 300.0
 MAX_FAILED_SETUPS = 3
 THROTTLED = ("RequestLimitExceeded", "Throttling", "ThrottlingException", "TooManyRequestsException")
 """Codes with which AWS refuses a call because there are too many. They say nothing about capacity."""
-
-
-class LimitsSection(settings.Section):
-    """[cluster.limits] of settings.toml."""
-
-    hours: float
-    """The cluster shuts itself down this many hours after the launch of its head."""
-    dollars: float
-    """The cluster shuts itself down when its instances have cost this much. Disks and traffic do not count."""
 
 
 @dataclass
@@ -86,26 +78,27 @@ class Spending:
     """Dollars per hour of one instance, by node type."""
     dollars: float
 
-    def add(self, running: Counter[str], seconds: float) -> None:
-        """Add the cost of all running instances for `seconds`."""
+    def add(self, running: Counter[str], seconds: float) -> float:
+        """Add the cost of all running instances for `seconds`. Return what they cost per hour."""
         hourly = sum(count * self.hourly.get(node_type, 0.0) for node_type, count in running.items())
         self.dollars += hourly * seconds / 3600
+        return hourly
 
 
 def watch() -> None:
     """Renew the lease, close refused and failing node types, and enforce the limits. Never returns."""
-    limits = settings.load(LimitsSection, "limits", profile="cluster")
     file = cluster_file.load()
-    renew_lease_within(limits, file)  # before asking AWS: if AWS does not answer, the lease must not expire
+    renew_lease_within(limits.load(), file)  # before asking AWS: if AWS does not answer, the lease must not expire
     known = prices.ask(file)
     state = json.loads(STATE_FILE.read_text()) if STATE_FILE.exists() else {}
     markets = Markets({worker.name: worker.max_workers for worker in file.workers})
     spending = Spending({file.head.name: known.head, **known.workers}, state.get("dollars", 0.0))
     messages, last = state.get("messages", []), state.get("at", time.time())
     while True:
-        renew_lease_within(limits, file)
+        current = limits.load()  # again, because `inv limits` changes them
+        renew_lease_within(current, file)
         running, now = Counter(one.node_type for one in instances.living(file)), time.time()
-        spending.add(running, now - last)
+        hourly = spending.add(running, now - last)
         last = now
         news = markets.note_refusals(autoscaler_log.recent_refusals(), now)
         failed_setups = markets.note_failed_setups(autoscaler_log.failed_setups_by_type())
@@ -114,20 +107,23 @@ def watch() -> None:
         news += failed_setups
         write_limits(markets.limits(running, now))
         messages = [*messages, *(f"{time.strftime('%H:%M:%S')} {message}" for message in news)][-20:]
-        STATE_FILE.write_text(json.dumps({"at": now, "dollars": spending.dollars, "messages": messages}))
-        if spending.dollars >= limits.dollars:
-            end_cluster(file, f"the limit of {limits.dollars:g} dollars in settings.toml is reached")
+        used = {"hours": hours_used(), "dollars": spending.dollars, "dollars_per_hour": hourly}
+        _replace(STATE_FILE, json.dumps({"at": now, "limits": current.model_dump(), **used, "messages": messages}))
+        if spending.dollars >= current.dollars:
+            end_cluster(file, f"the limit of {current.dollars:g} dollars in settings.toml is reached")
         time.sleep(INTERVAL_S)
 
 
-def renew_lease_within(limits: LimitsSection, file: ClusterFile) -> None:
-    """Renew the head's lease, or terminate the cluster if it has run for `limits.hours`.
-
-    The hours count from the first boot, so a reboot does not extend them.
-    """
-    if time.time() - LAUNCHED.stat().st_mtime >= limits.hours * 3600:
-        end_cluster(file, f"the limit of {limits.hours:g} hours in settings.toml is reached")
+def renew_lease_within(current: LimitsSection, file: ClusterFile) -> None:
+    """Renew the head's lease, or terminate the cluster if it has run for `current.hours`."""
+    if hours_used() >= current.hours:
+        end_cluster(file, f"the limit of {current.hours:g} hours in settings.toml is reached")
     LEASE.touch()
+
+
+def hours_used() -> float:
+    """Return the hours since the first boot, so a reboot does not extend them."""
+    return (time.time() - LAUNCHED.stat().st_mtime) / 3600
 
 
 def write_limits(max_workers: dict[str, int]) -> None:
@@ -138,9 +134,7 @@ def write_limits(max_workers: dict[str, int]) -> None:
     for name in changed:
         types[name]["max_workers"] = max_workers[name]
     if changed:
-        partial = RAY_CONFIG.with_suffix(".partial")
-        partial.write_text(json.dumps(config))
-        partial.replace(RAY_CONFIG)  # so that the autoscaler never reads half a file
+        _replace(RAY_CONFIG, json.dumps(config))
 
 
 def end_cluster(file: ClusterFile, reason: str) -> None:
@@ -155,6 +149,13 @@ def end_cluster(file: ClusterFile, reason: str) -> None:
     finally:
         subprocess.run(["sudo", "shutdown", "-h", "now"], check=True)
         time.sleep(60)  # the shutdown takes effect within this time
+
+
+def _replace(file: Path, text: str) -> None:
+    """Replace the file's text at once, so that no reader sees half of it."""
+    partial = file.with_suffix(".partial")
+    partial.write_text(text)
+    partial.replace(file)
 
 
 def _seconds(log_time: str) -> float:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from cluster.common import cluster_file
+from cluster.common.limits import LimitsSection
 from cluster.node import autoscaler_log, watchdog_head, watchdog_worker
 
 NOW = datetime.datetime(2026, 1, 1, 10, 0, 10).timestamp()  # in this machine's time zone, as in Ray's logs
@@ -69,7 +70,7 @@ def test_the_lease_is_renewed_until_the_hours_are_over(tmp_path: Path, monkeypat
     monkeypatch.setattr(watchdog_head, "LEASE", tmp_path / "renewed")
     monkeypatch.setattr(watchdog_head, "LAUNCHED", tmp_path / "launched")
     monkeypatch.setattr(watchdog_head, "end_cluster", lambda file, reason: ended.append(reason))
-    limits, file = watchdog_head.LimitsSection(hours=2, dollars=10), cluster_file.load()
+    limits, file = LimitsSection(hours=2, dollars=10), cluster_file.load()
     for file_of_lease in (watchdog_head.LEASE, watchdog_head.LAUNCHED):
         file_of_lease.touch()
     os.utime(watchdog_head.LEASE, (0, 0))
