@@ -61,6 +61,8 @@ FAULTS = [
     Fault("head lost for good", "workers terminate themselves", "heads.head_lost"),
     Fault("time limit", "inv limits raises it; then the cluster terminates itself", "heads.time_limit"),
     Fault("spend limit", "the cluster terminates itself", "heads.spend_limit"),
+    Fault("nobody uses the cluster", "it warns, and then it terminates itself", "heads.nobody_uses_the_cluster"),
+    Fault("no watchdog works", "the guard outside the cluster ends every machine", "heads.no_watchdog_works"),
     Fault("up interrupted three times", "down leaves nothing", "operators.interrupted_up"),
     Fault("plain ray up and ray down", "both work, and no machine is left", "operators.plain_ray"),
     Fault("down from another checkout, twice", "nothing is left", "operators.down_twice"),

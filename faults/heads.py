@@ -1,10 +1,13 @@
 """Faults in which the head dies, or the cluster reaches a limit."""
 
+import datetime
 import json
 import re
 import time
+from typing import Any
 
 import settings
+from cluster.aws import guard
 from cluster.common import instances, limits
 from cluster.emulator import scenario
 from cluster.emulator.waiting import slowdown, wait_for
@@ -19,6 +22,15 @@ FIRST_LEASE_S = 1800  # see UserData in cluster.yaml
 BUSY_JOB = (
     "import ray, time; ray.init(); work = lambda: (print('at work', flush=True), time.sleep(600)); "
     "ray.get(ray.remote(num_cpus=1)(work).remote())"
+)
+
+
+SERVED_PORT = 8000
+SERVE = (
+    "from ray import serve; "
+    f"serve.start(proxy_location='HeadOnly', http_options={{'host': '127.0.0.1', 'port': {SERVED_PORT}}}); "
+    "echo = type('Echo', (), {'__call__': lambda self, request: 'ok'}); "
+    "serve.run(serve.deployment(ray_actor_options={'num_cpus': 0})(echo).bind())"
 )
 
 
@@ -100,6 +112,38 @@ def spend_limit(harness: Harness) -> str:
     return f"{summary}, and status says why; its recorded costs were set to almost {limit:g} dollars"
 
 
+def nobody_uses_the_cluster(harness: Harness) -> str:
+    """A request keeps the cluster; without jobs and requests, it warns, and then it terminates itself."""
+    harness.wait_until_no_workers()
+    harness.wait_for_success(harness.submit(SERVE))
+    harness.head().run(f"curl --fail --silent --data x http://127.0.0.1:{SERVED_PORT}/")
+    wait_for(lambda: _watchdog(harness)["requests"] == 1, 150, "the watchdog to count the request")
+    with replaced_file(settings.FILE, settings.FILE.read_text()):  # because the verb writes to it
+        run_verb("limits", "--idle-hours", "0.05")
+    wait_for(lambda: "no job and no request" in run_verb("status"), 240, "status to warn")
+    summary = _wait_until_terminated(harness, 240)
+    output = run_verb("status", exit_code=1)
+    assert "no job and no request for 0.05 hours" in output, output
+    return f"{summary} of idle time, although an application was served; before, one request counted as use"
+
+
+def no_watchdog_works(harness: Harness) -> str:
+    """The watchdogs are dead when the limit in hours is over: the guard outside the cluster ends all machines."""
+    workers, head = _busy_workers(harness), instances.head(harness.file)
+    assert head
+    schedule = harness.file.client("scheduler").get_schedule(Name=f"{harness.file.slug}-guard")
+    after = (schedule["StartDate"] - head.launched).total_seconds() / 3600
+    assert abs(after - limits.load().hours - 0.25) < 0.1, f"the guard comes {after:.2f} hours after the launch"
+    harness.head().run("kill $(cat ~/watchdog.pid)")
+    limit = limits.load().hours
+    guard.move(harness.file, head.launched - datetime.timedelta(hours=limit + 1), limit)  # as if that were the launch
+    return f"{_wait_until_terminated(harness)}, {len(workers)} of them workers; {limit:g} hours were skipped"
+
+
+def _watchdog(harness: Harness) -> dict[str, Any]:
+    return harness.report()["watchdog"]
+
+
 def head_lost(harness: Harness) -> str:
     """The head is gone for good: the workers terminate themselves."""
     workers, head = _busy_workers(harness), instances.head(harness.file)
@@ -139,9 +183,9 @@ def _busy_workers(harness: Harness) -> list[instances.Instance]:
     return harness.workers()
 
 
-def _wait_until_terminated(harness: Harness) -> str:
+def _wait_until_terminated(harness: Harness, timeout_s: float = 60) -> str:
     count = len(instances.living(harness.file))
-    took = wait_for(lambda: not instances.living(harness.file), 60, "the cluster to terminate itself")
+    took = wait_for(lambda: not instances.living(harness.file), timeout_s, "the cluster to terminate itself")
     return f"{count} machines terminated themselves after {took:.0f} s"
 
 

@@ -51,9 +51,7 @@ class SshHead:
         Raises:
             settings.UserError: ssh cannot connect, or the command failed. The message contains stderr's last line.
         """
-        done = subprocess.run(
-            [*self.command("-T"), ENVIRONMENT + command], input=text, capture_output=True, text=True
-        )
+        done = subprocess.run([*self.command("-T"), ENVIRONMENT + command], input=text, capture_output=True, text=True)
         if done.returncode == 255:
             raise settings.UserError(self._unreachable(done.stderr))
         if done.returncode:

@@ -3,7 +3,7 @@
 import json
 import subprocess
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import requests
 from rich.console import Console
@@ -15,6 +15,7 @@ from cluster.aws import (
     capacity_blocks,
     cloud_status,
     consent,
+    guard,
     head,
     images,
     launcher_file,
@@ -80,6 +81,7 @@ class Aws:
         ray_up.up()
         head.wait_until_ready(ssh.find_head(file))
         head.mark(file, file.digest)
+        guard.follow_head(file)
         took = f"{time.monotonic() - started:.0f} s"
         print(f"{self.name} is up after {took}: the head is running, and workers start when there is work")
         load_balancer.register(file, ssh.find_head(file).instance_id)
@@ -93,8 +95,8 @@ class Aws:
     def show_limits(self) -> None:
         limits.show(launcher_file.load(), Console())
 
-    def change_limits(self, hours: str, dollars: str, yes: bool) -> None:
-        limits.change(launcher_file.load(), hours, dollars, yes)
+    def change_limits(self, given: Mapping[str, str], yes: bool) -> None:
+        limits.change(launcher_file.load(), given, yes)
 
     def connect(self) -> Connection:
         file = launcher_file.load()

@@ -77,7 +77,7 @@ class ClusterFile:
         return [self._node_type(name) for name in self.content["available_node_types"] if name != self.head.name]
 
     def role(self, part: str) -> str:
-        """Return the name of the role, and of its instance profile, of "head" or "worker". IAM's names are global."""
+        """Return the name of the role, and of its instance profile, such as "head". IAM's names are global."""
         return f"{self.slug}-{self.region}-{part}"
 
     def client(self, service: Any) -> Any:  # Any, because boto3's types have an overload for each service's name

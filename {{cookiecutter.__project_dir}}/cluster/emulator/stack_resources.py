@@ -37,6 +37,7 @@ MODELED = {
     "AWS::EC2::SecurityGroupEgress": "GroupId IpProtocol DestinationSecurityGroupId Description",
     "AWS::EC2::PlacementGroup": "Strategy",
     "AWS::EC2::LaunchTemplate": "LaunchTemplateName LaunchTemplateData",
+    "AWS::Lambda::Function": "FunctionName Handler Timeout Role Code",
     "AWS::ElasticLoadBalancingV2::LoadBalancer": "Name Type Scheme Subnets SecurityGroups Tags",
     "AWS::ElasticLoadBalancingV2::TargetGroup": "Name VpcId Protocol Port TargetType HealthCheckPath Tags",
     "AWS::ElasticLoadBalancingV2::Listener": "LoadBalancerArn Protocol Port SslPolicy Certificates DefaultActions",
@@ -47,6 +48,7 @@ MODELED = {
 }
 """Properties that the emulated cloud honors, by resource type."""
 WITHOUT_EFFECT = {
+    "AWS::Lambda::Function": "Description Runtime Tags",  # a function runs with this project's Python
     "AWS::EC2::PlacementGroup": "Tags",  # nothing lists placement groups
     "AWS::EC2::VPC": "EnableDnsSupport EnableDnsHostnames",  # hosts have no DNS
     "AWS::ElasticLoadBalancingV2::LoadBalancer": "LoadBalancerAttributes",  # no load balancer forwards requests

@@ -6,7 +6,7 @@ Other Ray clusters can run on the same machine.
 import secrets
 import shutil
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import settings
@@ -74,7 +74,7 @@ class Local:
     def show_limits(self) -> None:
         raise settings.UserError("local costs nothing, so it has no limits. Run: inv limits --target aws")
 
-    def change_limits(self, hours: str, dollars: str, yes: bool) -> None:
+    def change_limits(self, given: Mapping[str, str], yes: bool) -> None:
         self.show_limits()
 
     def storage_variables(self) -> dict[str, str]:

@@ -54,6 +54,7 @@ CREATE_ACTIONS = {
     "AWS::IAM::Role": "iam:CreateRole",
     "AWS::IAM::InstanceProfile": "iam:CreateInstanceProfile",
     "AWS::IAM::Policy": "iam:PutRolePolicy",
+    "AWS::Lambda::Function": "lambda:CreateFunction",
     "AWS::ElasticLoadBalancingV2::LoadBalancer": "elasticloadbalancing:CreateLoadBalancer",
     "AWS::ElasticLoadBalancingV2::TargetGroup": "elasticloadbalancing:CreateTargetGroup",
     "AWS::ElasticLoadBalancingV2::Listener": "elasticloadbalancing:CreateListener",

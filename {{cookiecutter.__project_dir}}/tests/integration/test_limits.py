@@ -1,13 +1,17 @@
 """Test `inv limits`: it changes the limits under a running watchdog, and asks before the cluster can cost more."""
 
+import datetime
+import http.server
 import json
 import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +21,12 @@ import settings
 from cluster.aws import limits as aws_limits
 from cluster.common import cluster_file, limits, prices
 from cluster.common.limits import LimitsSection
+from cluster.node import activity
 
 FILE = cluster_file.load()
+LAUNCHED = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
+LIMITS = LimitsSection(hours=24, dollars=500, idle_hours=3)
+USED = aws_limits.Usage(limits=LIMITS, hours=5, dollars=40, dollars_per_hour=8, idle_hours=2)
 WATCHDOG = """
 from pathlib import Path
 from cluster.common import instances, prices
@@ -29,8 +37,17 @@ watchdog_head.LEASE, watchdog_head.LAUNCHED, watchdog_head.INTERVAL_S = home / "
 watchdog_head.write_limits = lambda max_workers: None
 watchdog_head.end_cluster = lambda file, reason: (home / "ended").write_text(reason)
 instances.living = lambda file: []
-prices.ask = lambda file: prices.Prices(0.4, {}, 10.0)
+prices.of_market = lambda file, types: prices.MarketPrices({}, {})
 watchdog_head.watch()
+"""
+
+
+METRICS = """\
+# TYPE ray_serve_num_http_requests_total counter
+ray_serve_num_http_requests_total{application="model",method="POST",route="/",status_code="200",SessionName="s"} 3.0
+ray_serve_num_http_requests_total{application="rag",method="POST",route="/rag",status_code="500",SessionName="s"} 1.0
+ray_serve_num_http_requests_total{application="model",method="GET",route="/",status_code="200",SessionName="s"} 70.0
+ray_serve_num_http_error_requests_total{application="rag",method="POST",route="/rag",error_code="500"} 1.0
 """
 
 
@@ -74,12 +91,20 @@ class Head:
 
 
 @pytest.fixture
-def head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Head]:
+def guarded() -> list[Any]:
+    """Return the moves of the guard."""
+    return []
+
+
+@pytest.fixture
+def head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, guarded: list[Any]) -> Iterator[Head]:
     copy = Path(shutil.copy(settings.FILE, tmp_path))
     monkeypatch.setattr(settings, "FILE", copy)
     monkeypatch.setattr(settings.load, "__kwdefaults__", {"profile": None, "file": copy})
+    monkeypatch.setattr(aws_limits.instances, "head", lambda file: SimpleNamespace(launched=LAUNCHED))
+    monkeypatch.setattr(aws_limits.guard, "move", lambda *moved: guarded.append(moved))
     monkeypatch.setattr(prices, "ask", lambda file: prices.Prices(0.4, {}, 10.0))
-    set_limits(LimitsSection(hours=24, dollars=500))
+    set_limits(LIMITS)
     made = Head(tmp_path / "home")
     monkeypatch.setattr(aws_limits.ssh, "find_head", lambda file: made)
     monkeypatch.setattr(aws_limits.head, "read_status", lambda head: {"watchdog": head.state() | {"runs": True}})
@@ -93,15 +118,18 @@ def set_limits(wanted: LimitsSection) -> None:
     aws_limits.settings_file.write({"cluster.limits": wanted.model_dump()}, settings.FILE)
 
 
-def test_the_limits_change_while_the_watchdog_runs(head: Head, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_limits_change_while_the_watchdog_runs(
+    head: Head, guarded: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     before = settings.FILE.read_text()
-    aws_limits.change(FILE, hours="48", dollars="900", yes=True)
-    assert head.state()["limits"] == {"hours": 48, "dollars": 900}
+    aws_limits.change(FILE, {"hours": "48", "dollars": "900"}, yes=True)
+    assert head.state()["limits"] == {"hours": 48, "dollars": 900, "idle_hours": 3}
     assert head.watchdog.poll() is None
+    assert guarded == [(FILE, LAUNCHED, 48)]
     shown = capsys.readouterr().out
-    assert "from 24 hours and 500 dollars to 48 hours and 900 dollars" in shown
+    assert "from 24 hours, 500 dollars and 3 idle hours to 48 hours, 900 dollars and 3 idle hours" in shown
     assert "costs at most 480.00 dollars, of which 0.00 are spent" in shown  # 48 hours at the highest price
-    assert limits.load() == LimitsSection(hours=48, dollars=900)
+    assert limits.load() == LIMITS.model_copy(update={"hours": 48, "dollars": 900})
     changed = [line for line in settings.FILE.read_text().splitlines() if line not in before.splitlines()]
     assert [line.partition("#")[0].split() for line in changed] == [["hours", "=", "48"], ["dollars", "=", "900"]]
     head.set_age(hours=25)
@@ -117,20 +145,20 @@ def test_the_limits_change_while_the_watchdog_runs(head: Head, capsys: pytest.Ca
 def test_a_higher_limit_needs_consent_and_a_lower_one_does_not(head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin.isatty", lambda: False)
     with pytest.raises(settings.UserError, match="Run: inv limits --target aws --hours 30 --yes"):
-        aws_limits.change(FILE, hours="30", dollars="", yes=False)
-    assert limits.load() == LimitsSection(hours=24, dollars=500)
-    aws_limits.change(FILE, hours="12", dollars="", yes=False)
-    assert head.state()["limits"] == {"hours": 12, "dollars": 500}
+        aws_limits.change(FILE, {"hours": "30"}, yes=False)
+    assert limits.load() == LIMITS
+    aws_limits.change(FILE, {"hours": "12", "idle_hours": "0"}, yes=False)
+    assert head.state()["limits"] == {"hours": 12, "dollars": 500, "idle_hours": 0}
 
 
 def test_up_gives_a_running_cluster_the_limits_in_settings(head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin.isatty", lambda: False)
     aws_limits.follow_settings(FILE, yes=False)  # nothing has changed, so it asks nothing
-    set_limits(LimitsSection(hours=24, dollars=900))
+    set_limits(LIMITS.model_copy(update={"dollars": 900}))
     with pytest.raises(settings.UserError, match="Run: inv up --target aws --yes"):
         aws_limits.follow_settings(FILE, yes=False)
     aws_limits.follow_settings(FILE, yes=True)
-    assert head.state()["limits"] == {"hours": 24, "dollars": 900}
+    assert head.state()["limits"] == {"hours": 24, "dollars": 900, "idle_hours": 3}
 
 
 @pytest.mark.parametrize(
@@ -140,17 +168,18 @@ def test_up_gives_a_running_cluster_the_limits_in_settings(head: Head, monkeypat
         ({"dollars": "-1"}, "--dollars is '-1'. Input should be greater than 0"),
         ({"dollars": "inf"}, "--dollars is 'inf'. Input should be a finite number"),
         ({"hours": "9000"}, "--hours is '9000'. Input should be less than or equal to 8760"),
+        ({"idle_hours": "-2"}, "--idle-hours is '-2'. Input should be greater than or equal to 0"),
         ({"hours": "4"}, "the cluster has used 5.00 hours, so a limit of 4 would end it and all jobs now"),
+        ({"idle_hours": "1"}, "the cluster has used 2.00 idle hours, so a limit of 1 would end it and all jobs now"),
     ],
 )
 def test_a_limit_that_makes_no_sense_changes_nothing(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, str], error: str
 ) -> None:
-    used = aws_limits.Usage(LimitsSection(hours=24, dollars=500), hours=5, dollars=40, dollars_per_hour=8)
     monkeypatch.setattr(aws_limits.ssh, "find_head", lambda file: None)
-    monkeypatch.setattr(aws_limits, "_read", lambda head: used)
+    monkeypatch.setattr(aws_limits, "_read", lambda head: USED)
     with pytest.raises(settings.UserError) as raised:
-        aws_limits.change(FILE, **{"hours": "", "dollars": "", "yes": True} | options)
+        aws_limits.change(FILE, options, yes=True)
     assert str(raised.value).startswith(error)
 
 
@@ -159,5 +188,30 @@ def test_a_limit_that_makes_no_sense_changes_nothing(
     [((24, 500), 230), ((24, 200), 200), ((5, 500), 40)],
 )
 def test_the_most_that_a_cluster_can_cost(wanted: tuple[float, float], most: float) -> None:
-    used = aws_limits.Usage(LimitsSection(hours=24, dollars=500), hours=5, dollars=40, dollars_per_hour=8)
-    assert used.most_dollars(LimitsSection(hours=wanted[0], dollars=wanted[1]), 10) == most
+    assert USED.most_dollars(LimitsSection(hours=wanted[0], dollars=wanted[1]), 10) == most
+
+
+@pytest.fixture
+def metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Serve METRICS on loopback, as a node's agent does, and write the file that names the agents."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(METRICS.encode())
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        targets = [f"127.0.0.1:{server.server_port}", "192.0.2.1:1"]  # the other one is a worker, which is not asked
+        (tmp_path / "targets.json").write_text(json.dumps([{"labels": {"job": "ray"}, "targets": targets}]))
+        monkeypatch.setattr(activity, "TARGETS", tmp_path / "targets.json")
+        yield
+        server.shutdown()
+
+
+def test_post_requests_of_all_applications_are_counted(metrics: None) -> None:
+    assert activity.count_requests() == 4.0

@@ -59,12 +59,6 @@ def test_three_failed_setups_close_a_type_for_good_with_one_message(market: watc
     assert market.limits(Counter(), NOW + 1e9)["spot"] == 0
 
 
-def test_spending_counts_each_instance_by_its_type() -> None:
-    spending = watchdog_head.Spending({"head": 0.4, "spot": 11.0}, dollars=5.0)
-    spending.add(Counter(head=1, spot=2, unknown=1), 1800)
-    assert spending.dollars == pytest.approx(5.0 + 0.2 + 11.0)
-
-
 def test_the_lease_is_renewed_until_the_hours_are_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[str] = []
     monkeypatch.setattr(watchdog_head, "LEASE", tmp_path / "renewed")

@@ -102,8 +102,7 @@ def check_paths(file: ClusterFile) -> Iterator[Finding]:
 
 def check_limits(file: ClusterFile) -> Iterator[Finding]:
     """Report the limits of the cluster."""
-    current = limits.load()
-    yield Finding("ok", f"the cluster shuts itself down after {current.hours:g} hours or {current.dollars:g} dollars")
+    yield Finding("ok", f"the limits at which the cluster shuts itself down: {limits.load()}")
 
 
 @contextmanager

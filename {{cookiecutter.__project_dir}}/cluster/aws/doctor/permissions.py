@@ -34,6 +34,10 @@ ACTIONS = {
     "secretsmanager:DescribeSecret secretsmanager:TagResource secretsmanager:GetSecretValue "
     "secretsmanager:PutSecretValue "
     "secretsmanager:DeleteSecret",
+    "arn:{partition}:lambda:{region}:{account}:function:{slug}-guard": "lambda:CreateFunction lambda:GetFunction "
+    "lambda:UpdateFunctionCode lambda:UpdateFunctionConfiguration lambda:DeleteFunction lambda:TagResource",
+    "arn:{partition}:scheduler:{region}:{account}:schedule/default/{slug}-guard": "scheduler:CreateSchedule "
+    "scheduler:GetSchedule scheduler:UpdateSchedule scheduler:DeleteSchedule",
     "arn:{partition}:iam::{account}:role/{slug}-{region}-head": "iam:CreateRole iam:GetRole iam:TagRole iam:DeleteRole "
     "iam:PutRolePolicy iam:GetRolePolicy iam:DeleteRolePolicy iam:PassRole",
     "arn:{partition}:iam::{account}:instance-profile/{slug}-{region}-head": "iam:CreateInstanceProfile "
