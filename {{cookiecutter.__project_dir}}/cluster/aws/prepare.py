@@ -5,7 +5,7 @@ import os
 import requests
 
 import settings
-from cluster.aws import guard, images, key_pair, launcher_file, load_balancer, reservation, stack, vpc
+from cluster.aws import budget, guard, images, key_pair, launcher_file, load_balancer, reservation, stack, vpc
 from cluster.common import bucket, cluster_file, instances
 from cluster.common.cluster_file import TARGET, ClusterFile
 
@@ -28,6 +28,7 @@ def prepare(file: ClusterFile) -> None:
         "MakeBucket": _make_bucket(file),
         **reservation.stack_parameters(file, section),
         **load_balancer.stack_parameters(section, network),
+        **budget.stack_parameters(),
     }
     running = instances.head(file)
     with_images = images.keep(file, running)

@@ -6,7 +6,7 @@ from functools import partial
 from botocore.exceptions import ClientError
 
 import settings
-from cluster.aws import aws_errors, reservation, vpc
+from cluster.aws import aws_errors, budget, reservation, vpc
 from cluster.aws.doctor.account import RETRY, Account, denied_action
 from cluster.common import instances
 from cluster.doctor import Finding, judge
@@ -63,6 +63,8 @@ HTTPS_ACTIONS = {
     "elasticloadbalancing:CreateListener elasticloadbalancing:DeleteListener "
     "elasticloadbalancing:DescribeListeners elasticloadbalancing:AddTags",
 }
+# Additional actions for the budget, if [cluster.budget] of settings.toml has one.
+BUDGET_ACTIONS = {"*": "budgets:ModifyBudget budgets:ViewBudget"}
 # Additional actions if [cluster.capacity] of settings.toml names a reservation.
 RESERVATION_ACTIONS = {"*": "ec2:DescribeCapacityReservations"}
 # Actions that only the doctor needs. If AWS denies one, the report of the failed check names it.
@@ -113,6 +115,7 @@ def _needed_actions() -> list[tuple[str, str]]:
         *(VPC_ACTIONS.items() if makes_vpc else []),
         *(NAT_ACTIONS.items() if makes_vpc and section.private else []),
         *(HTTPS_ACTIONS.items() if section.certificate else []),
+        *(BUDGET_ACTIONS.items() if budget.stack_parameters() else []),
         *(RESERVATION_ACTIONS.items() if reservation.load_section().reservation else []),
     ]
 
