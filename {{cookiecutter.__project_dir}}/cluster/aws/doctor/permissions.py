@@ -11,6 +11,11 @@ from cluster.aws.doctor.account import RETRY, Account, denied_action
 from cluster.common import instances
 from cluster.doctor import Finding, judge
 
+GUARD_ROLE = "arn:{partition}:iam::{account}:role/{slug}-{region}-guard"
+GUARD_CALLER_ROLE = f"{GUARD_ROLE}-caller"
+EC2 = "ec2.amazonaws.com"
+# The services to which roles are passed. The other roles are passed to EC2.
+PASSED_TO = {GUARD_ROLE: "lambda.amazonaws.com", GUARD_CALLER_ROLE: "scheduler.amazonaws.com"}
 # Actions that `inv up` and `inv down` need, including those of CloudFormation and Ray's launcher, by resource.
 # Actions without a resource, or with several kinds of resources, are under "*".
 ACTIONS = {
@@ -40,6 +45,8 @@ ACTIONS = {
     "scheduler:GetSchedule scheduler:UpdateSchedule scheduler:DeleteSchedule",
     "arn:{partition}:iam::{account}:role/{slug}-{region}-head": "iam:CreateRole iam:GetRole iam:TagRole iam:DeleteRole "
     "iam:PutRolePolicy iam:GetRolePolicy iam:DeleteRolePolicy iam:PassRole",
+    GUARD_ROLE: "iam:PassRole",
+    GUARD_CALLER_ROLE: "iam:PassRole",
     "arn:{partition}:iam::{account}:instance-profile/{slug}-{region}-head": "iam:CreateInstanceProfile "
     "iam:GetInstanceProfile iam:AddRoleToInstanceProfile iam:RemoveRoleFromInstanceProfile iam:DeleteInstanceProfile",
 }
@@ -136,7 +143,6 @@ def _simulate(account: Account) -> list[str]:
         "aws:RequestTag/ray-project": account.slug,
         "aws:ResourceTag/ray-project": account.slug,
         "ec2:CreateAction": "RunInstances",
-        "iam:PassedToService": "ec2.amazonaws.com",
     }
     names = {"partition": partition, "region": account.region, "account": number, "slug": account.slug}
     return [
@@ -148,7 +154,7 @@ def _simulate(account: Account) -> list[str]:
             ResourceArns=[resource.format(**names)],
             ContextEntries=[
                 {"ContextKeyName": key, "ContextKeyValues": [value], "ContextKeyType": "string"}
-                for key, value in context.items()
+                for key, value in (*context.items(), ("iam:PassedToService", PASSED_TO.get(resource, EC2)))
             ],
         )
         for result in page["EvaluationResults"]
