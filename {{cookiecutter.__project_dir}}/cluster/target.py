@@ -2,7 +2,7 @@
 
 import datetime
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -133,6 +133,15 @@ class Target(Protocol):
 
     def buy_capacity(self, offering: str, yes: bool) -> None:
         """Buy a Capacity Block for this cluster. Asks first, unless `yes` is set."""
+
+    def show_limits(self) -> None:
+        """Show the limits of the running cluster, and how much of them is used."""
+
+    def change_limits(self, given: Mapping[str, str], yes: bool) -> None:
+        """Change the given limits of the running cluster. Asks before it can cost more, unless `yes` is set.
+
+        The keys are those of [cluster.limits] in settings.toml.
+        """
 
     def connect(self) -> Connection:
         """Return a connection to the running cluster. Raises `settings.UserError` if it is not up."""

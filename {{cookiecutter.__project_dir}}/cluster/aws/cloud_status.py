@@ -15,8 +15,8 @@ from cluster.target import CloudStatus
 def cloud_status(file: ClusterFile, head_status: dict[str, Any]) -> CloudStatus:
     """Combine the instances on EC2 with what head_status.py printed on the head."""
     living = instances.living(file)
-    known = prices.ask(file)
-    hourly = {instance.id: _price(instance, known, file) for instance in living}
+    known = prices.of_market(file, {instance.instance_type for instance in living})
+    hourly = {instance.id: known.of(instance) for instance in living}
     spent = head_status["watchdog"].get("dollars", 0.0)
     notes = [f"{sum(hourly.values()):.2f} dollars per hour now, {spent:.2f} spent so far, without disks and traffic"]
     return CloudStatus(
@@ -35,10 +35,6 @@ def describe_failed_launch(instance: Instance) -> str:
         "storage in the AWS console, under Service Quotas",
     }.get(instance.end_code, "AWS may have room later, or in another zone")
     return f"AWS ended {instance.id} ({instance.node_type}) during its launch: {instance.end_reason}. {advice}"
-
-
-def _price(instance: Instance, known: prices.Prices, file: ClusterFile) -> float:
-    return known.of(instance.node_type, file) if instance.node_type in (file.head.name, *known.workers) else 0.0
 
 
 def _table(living: list[Instance], hourly: dict[str, float], head_status: dict[str, Any]) -> Table:
@@ -86,6 +82,8 @@ def _problems(head_status: dict[str, Any]) -> list[str]:
     elif not head_status["watchdog"]["runs"]:
         consequence = "so the head shuts down when its lease expires"
         problems.append(f"the watchdog is not running on the head, {consequence}. {repair}")
+    elif warning := head_status["watchdog"].get("idle_warning"):
+        problems.append(warning)
     for refused in head_status["refused"]:
         problems.append(f"AWS refused {refused['type']} at {refused['at']} ({refused['code']}): {refused['message']}")
     return problems + [f"the setup of a new worker failed: {failure}" for failure in head_status["failed_setups"]]

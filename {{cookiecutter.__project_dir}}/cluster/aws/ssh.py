@@ -45,15 +45,13 @@ class SshHead:
         options = (*options, *(word for name, value in ssh_options.items() for word in ("-o", f"{name}={value}")))
         return ["ssh", "-i", str(self.key_file), *options, f"{self.user}@{self.address}"]
 
-    def run(self, command: str) -> str:
-        """Run `command` on the head and return its output.
+    def run(self, command: str, text: str = "") -> str:
+        """Run `command` on the head with `text` as its input, and return its output.
 
         Raises:
             settings.UserError: ssh cannot connect, or the command failed. The message contains stderr's last line.
         """
-        done = subprocess.run(
-            [*self.command("-T"), ENVIRONMENT + command], stdin=subprocess.DEVNULL, capture_output=True, text=True
-        )
+        done = subprocess.run([*self.command("-T"), ENVIRONMENT + command], input=text, capture_output=True, text=True)
         if done.returncode == 255:
             raise settings.UserError(self._unreachable(done.stderr))
         if done.returncode:

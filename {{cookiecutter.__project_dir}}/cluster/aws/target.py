@@ -3,7 +3,7 @@
 import json
 import subprocess
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import requests
 from rich.console import Console
@@ -15,9 +15,11 @@ from cluster.aws import (
     capacity_blocks,
     cloud_status,
     consent,
+    guard,
     head,
     images,
     launcher_file,
+    limits,
     load_balancer,
     prepare,
     ray_up,
@@ -55,6 +57,7 @@ class Aws:
         running = instances.head(file)
         changes = _describe_changes(file, running)
         if running and not changes:
+            limits.follow_settings(file, yes)
             secrets_manager.upload(file)
             print(f"{self.name} is already up and matches cluster.yaml: head {running.id}")
             load_balancer.register(file, running.id)
@@ -78,6 +81,7 @@ class Aws:
         _run_launcher(file)
         head.wait_until_ready(ssh.find_head(file))
         head.mark(file, file.digest)
+        guard.follow_head(file)
         took = f"{time.monotonic() - started:.0f} s"
         print(f"{self.name} is up after {took}: the head is running, and workers start when there is work")
         load_balancer.register(file, ssh.find_head(file).instance_id)
@@ -87,6 +91,12 @@ class Aws:
 
     def buy_capacity(self, offering: str, yes: bool) -> None:
         capacity_blocks.buy(cluster_file.load(), offering, yes)
+
+    def show_limits(self) -> None:
+        limits.show(launcher_file.load(), Console())
+
+    def change_limits(self, given: Mapping[str, str], yes: bool) -> None:
+        limits.change(launcher_file.load(), given, yes)
 
     def connect(self) -> Connection:
         file = launcher_file.load()
@@ -207,8 +217,8 @@ def _describe_changes(file: ClusterFile, running: instances.Instance | None) -> 
         )
     if running.tags.get("ray-launch-config") == _launch_hash(images.keep(file, running)):
         return (
-            "cluster.yaml, the pins or a limit changed, or the last up was interrupted, so the head will be set up "
-            "again, which ends running jobs"
+            "cluster.yaml or the pins changed, or the last up was interrupted, so the head will be set up again, which "
+            "ends running jobs"
         )
     return f"the head's instance changed in cluster.yaml, so {running.id} will be replaced, which ends running jobs"
 

@@ -33,6 +33,7 @@ from cluster.emulator.launch_failures import LaunchFailures
 from cluster.emulator.metadata import MetadataService
 from cluster.emulator.moto_instances import ACCOUNT, MotoInstance
 from cluster.emulator.reservations import Reservations
+from cluster.emulator.schedules import Schedules
 from instance_types import INSTANCE_TYPES
 
 SCRATCH = Path("/tmp")  # the cloud has a private tmpfs here
@@ -235,6 +236,7 @@ def run(region: str, pins: Path) -> None:
     ):
         server = make_server(host, port, application, threaded=True, request_handler=_RequestHandler)
         threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=Schedules(ENDPOINT).run_forever, daemon=True).start()
     READY.touch()
     cloud.run_forever()
 

@@ -18,7 +18,7 @@ DOLLARS_AN_HOUR = {"m6i.2xlarge": 0.4, "m6i.8xlarge": 1.6, "p4d.24xlarge": 22.0,
 }
 SPOT_PRICE_RATIO = 0.5
 """Spot price divided by on-demand price, in the cheapest zone."""
-SPOT_PRICE_STEP = 0.01
+SPOT_PRICE_STEP = 0.08
 """How much the spot price rises from each zone to the next, as a share of the on-demand price."""
 
 VCPU_QUOTA = 1000.0

@@ -55,6 +55,8 @@ CREATE_ACTIONS = {
     "AWS::IAM::Role": "iam:CreateRole",
     "AWS::IAM::InstanceProfile": "iam:CreateInstanceProfile",
     "AWS::IAM::Policy": "iam:PutRolePolicy",
+    "AWS::Budgets::Budget": "budgets:ModifyBudget",
+    "AWS::Lambda::Function": "lambda:CreateFunction",
     "AWS::ElasticLoadBalancingV2::LoadBalancer": "elasticloadbalancing:CreateLoadBalancer",
     "AWS::ElasticLoadBalancingV2::TargetGroup": "elasticloadbalancing:CreateTargetGroup",
     "AWS::ElasticLoadBalancingV2::Listener": "elasticloadbalancing:CreateListener",
@@ -63,6 +65,7 @@ OPTIONAL = (
     permissions.VPC_ACTIONS,
     permissions.NAT_ACTIONS,
     permissions.HTTPS_ACTIONS,
+    permissions.BUDGET_ACTIONS,
     permissions.RESERVATION_ACTIONS,
 )
 ALL_ACTIONS = {*permissions.UP_AND_DOWN, *" ".join(text for one in OPTIONAL for text in one.values()).split()}

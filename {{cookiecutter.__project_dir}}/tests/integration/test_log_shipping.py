@@ -19,7 +19,7 @@ import settings
 from cluster.aws.past_jobs import PastJobs
 from cluster.common import bucket, cluster_file
 from cluster.network import free_ports
-from cluster.node import gpu_use, log_shipping, state
+from cluster.node import gpu_use, log_shipping, ray_jobs, state
 
 JOB: dict[str, Any] = {
     "submission_id": "preprocess-1", "entrypoint": "python -m jobs.preprocess", "status": "RUNNING", "message": "runs",
@@ -70,16 +70,16 @@ def node(tmp_path: Path, s3: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
     if not bucket.exists(cluster_file.load()):  # another test may have made it
         own.create()
     for module, name in (
-        *((log_shipping, name) for name in ("SESSION", "TOKEN_FILE", "LOG_FILE")),
-        *((state, "LOG_FILE"), (gpu_use, "FILE")),
+        *((log_shipping, name) for name in ("SESSION", "LOG_FILE")),
+        *((ray_jobs, "TOKEN_FILE"), (state, "LOG_FILE"), (gpu_use, "FILE")),
     ):
         monkeypatch.setattr(module, name, tmp_path / f"{module.__name__}.{name}")
-    log_shipping.TOKEN_FILE.write_text("token\n")
+    ray_jobs.TOKEN_FILE.write_text("token\n")
     for log in (state.LOG_FILE, log_shipping.LOG_FILE, gpu_use.FILE):
         log.write_text(f"from {log.name}\n")
     made = Node(tmp_path, own.objects)
     with dashboard(made) as url:
-        monkeypatch.setattr(log_shipping, "JOBS_URL", url)
+        monkeypatch.setattr(ray_jobs, "URL", url)
         yield made
     own.objects.filter(Prefix=bucket.LOGS).delete()
 

@@ -35,6 +35,7 @@ from transformers import (
 )
 
 import settings
+from cluster import settings_file
 from cluster.common import cluster_file
 from cluster.planner import estimate, memory, plan, report, serving
 from cluster.planner.estimate import ModelPlan
@@ -505,7 +506,7 @@ def test_the_recommendation_is_written_to_the_settings(monkeypatch: pytest.Monke
     shutil.copy(settings.FILE, file)
     monkeypatch.setattr(settings, "FILE", file)
     made = _plan(LLAMA_3_8B, num_workers=1)
-    plan._write(made.settings, file)
+    settings_file.write(made.settings, file)
     options = settings.load(DeepSpeedOptions, "train", "deepspeed", profile="cluster", file=file)
     assert options.model_dump() | made.settings["cluster.train"] | made.settings["cluster.deepspeed"] == (
         options.model_dump()

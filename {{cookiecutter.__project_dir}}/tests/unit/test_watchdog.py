@@ -12,6 +12,7 @@ import pytest
 
 from cluster.aws import cloud_status
 from cluster.common import cluster_file, instances
+from cluster.common.limits import LimitsSection
 from cluster.node import autoscaler_log, watchdog_head, watchdog_worker
 
 NOW = datetime.datetime(2026, 1, 1, 10, 0, 10).timestamp()  # in this machine's time zone, as in Ray's logs
@@ -106,18 +107,12 @@ def test_three_failed_setups_close_a_type_for_good_with_one_message(market: watc
     assert market.limits(Counter(), NOW + 1e9)["spot"] == 0
 
 
-def test_spending_counts_each_instance_by_its_type() -> None:
-    spending = watchdog_head.Spending({"head": 0.4, "spot": 11.0}, dollars=5.0)
-    spending.add(Counter(head=1, spot=2, unknown=1), 1800)
-    assert spending.dollars == pytest.approx(5.0 + 0.2 + 11.0)
-
-
 def test_the_lease_is_renewed_until_the_hours_are_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[str] = []
     monkeypatch.setattr(watchdog_head, "LEASE", tmp_path / "renewed")
     monkeypatch.setattr(watchdog_head, "LAUNCHED", tmp_path / "launched")
     monkeypatch.setattr(watchdog_head, "end_cluster", lambda file, reason: ended.append(reason))
-    limits, file = watchdog_head.LimitsSection(hours=2, dollars=10), cluster_file.load()
+    limits, file = LimitsSection(hours=2, dollars=10), cluster_file.load()
     for file_of_lease in (watchdog_head.LEASE, watchdog_head.LAUNCHED):
         file_of_lease.touch()
     os.utime(watchdog_head.LEASE, (0, 0))
