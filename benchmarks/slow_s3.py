@@ -84,11 +84,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send_range(self) -> None:
         content = self.server.content(self.path)
-        first, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
-        wanted = memoryview(content)[first : last + 1]
+        first, last = self.headers["Range"].removeprefix("bytes=").split("-")
+        wanted = memoryview(content)[int(first) : int(last or len(content)) + 1]
         self.send_response_only(206)
         self.send_header("Content-Length", str(len(wanted)))
-        self.send_header("Content-Range", f"bytes {first}-{first + len(wanted) - 1}/{len(content)}")
+        self.send_header("Content-Range", f"bytes {first}-{int(first) + len(wanted) - 1}/{len(content)}")
         self.end_headers()
         started = time.monotonic()
         for start in range(0, len(wanted), SLICE):

@@ -134,6 +134,9 @@ class Target(Protocol):
     def buy_capacity(self, offering: str, yes: bool) -> None:
         """Buy a Capacity Block for this cluster. Asks first, unless `yes` is set."""
 
+    def bake(self) -> None:
+        """Store the head's packages in the bucket, from which new nodes unpack them."""
+
     def connect(self) -> Connection:
         """Return a connection to the running cluster. Raises `settings.UserError` if it is not up."""
 

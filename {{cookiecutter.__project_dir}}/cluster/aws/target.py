@@ -88,6 +88,13 @@ class Aws:
     def buy_capacity(self, offering: str, yes: bool) -> None:
         capacity_blocks.buy(cluster_file.load(), offering, yes)
 
+    def bake(self) -> None:
+        if self.shell("cd ~/project && python -m cluster.node.bake"):
+            raise settings.UserError(
+                "the head's packages were not stored, for the reason above, so new nodes install their packages. Run "
+                f"again: inv bake --target {TARGET}"
+            )
+
     def connect(self) -> Connection:
         file = launcher_file.load()
         serve_port = settings.load(load_balancer.ServeSection, "serve", profile=self.profile).port

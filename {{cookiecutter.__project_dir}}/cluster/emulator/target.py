@@ -35,6 +35,9 @@ class Rehearsal:
     def buy_capacity(self, offering: str, yes: bool) -> None:
         _run_verb_inside()
 
+    def bake(self) -> None:
+        _run_verb_inside()
+
     def connect(self) -> Connection:
         _run_verb_inside()
 

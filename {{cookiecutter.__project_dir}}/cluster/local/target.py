@@ -71,6 +71,9 @@ class Local:
     def buy_capacity(self, offering: str, yes: bool) -> None:
         raise settings.UserError("local rents no instances. Run: inv capacity --target aws")
 
+    def bake(self) -> None:
+        raise settings.UserError("local has no nodes that install packages. Run: inv bake --target aws")
+
     def storage_variables(self) -> dict[str, str]:
         return {"PROFILE": self.profile, "PROJECT_DIR": str(settings.PROJECT)}
 

@@ -14,6 +14,7 @@ from pipeline.ray_support import network_check
 from pipeline.training import transport
 from pipeline.training.options import DDPOptions, NetworkOptions
 from pipeline.training.runtimes import ray_train
+from pipeline.training.strategies import DDP
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import test modules
 
@@ -56,7 +57,7 @@ def test_a_run_that_would_use_tcp_by_accident_does_not_start(monkeypatch: pytest
     monkeypatch.setattr(ray_train, "RayTrainRuntime", lambda _: TwoMachines())
     monkeypatch.setattr(ray_train, "train", lambda *_: pytest.fail("the run started"))
     options = settings.load(DDPOptions, "train", profile="cluster").model_copy(update={"output": str(tmp_path)})
-    monkeypatch.setattr(ray, "get", lambda _: (options, None, None))
+    monkeypatch.setattr(ray, "get", lambda _: (options, DDP, None))
     failure = ray_train._train_worker({"arguments": None})
     assert failure
     assert failure.startswith("p5.48xlarge has EFA, but NCCL would send gradients over Socket")
@@ -67,5 +68,5 @@ def test_workers_with_gpus_write_nccls_log() -> None:
     options = settings.load(DDPOptions, "train", profile="cluster")
     for device, variables in (("cuda", transport.LOG_VARIABLES), ("cpu", {})):
         chosen = options.model_copy(update={"device": device})
-        trainer = ray_train._torch_trainer(chosen, None, None, ScalingConfig(num_workers=1))
+        trainer = ray_train._torch_trainer(chosen, DDP, None, ScalingConfig(num_workers=1))
         assert trainer.run_config.worker_runtime_env.get("env_vars", {}) == variables
