@@ -41,7 +41,8 @@ def main() -> None:
         for number, _ in enumerate(pool.map(store.upload, keys, parts), 1):
             print(f"stored part {number} of {len(parts)}: {time.monotonic() - started:.0f} s", flush=True)
     size = sum(path.lstat().st_size for path in files)
-    store.put(archive + unpack.MANIFEST, json.dumps({"parts": len(parts), "bytes": size}))
+    folders = sorted({str(path.parent.relative_to(Path.home())) for path in files})
+    store.put(archive + unpack.MANIFEST, json.dumps({"parts": len(parts), "bytes": size, "folders": folders}))
     stored = store.list()
     packed = sum(one["Size"] for one in stored if one["Key"].startswith(archive)) / 1e9
     print(

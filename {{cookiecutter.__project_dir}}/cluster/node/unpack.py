@@ -26,6 +26,9 @@ from cluster.node import metadata
 ENVIRONMENT = Path.home() / "env"
 ON_NVME = Path("/opt/dlami/nvme/packages/env")
 """Where the environment is unpacked. ENVIRONMENT is a link to it, because an environment works at one path only."""
+COMPLETE = ON_NVME.with_name("complete")
+"""Written last. It names the archive, so that the environment is not unpacked again: Ray 2.60 runs each setup command
+of a worker twice."""
 PINS = Path(__file__).parents[2] / "requirements/cluster.txt"
 FOLDER = "environments/"
 """Prefix of the keys of all archives in the bucket."""
@@ -38,19 +41,24 @@ MIB = 2**20
 
 def main(project: str, python: str) -> None:
     """Unpack the archive for this node's pins. Exit with 1 if there is none or it cannot be used."""
-    started = time.monotonic()
+    started, archive = time.monotonic(), prefix(python)
+    if COMPLETE.exists() and COMPLETE.read_text() == archive and ENVIRONMENT.is_symlink():
+        print("the packages are already unpacked")
+        return
     _clear()
     try:
         bucket = Bucket(project)
-        archive = prefix(python)
         manifest = _manifest(bucket, archive)
         if manifest is None:
             sys.exit("the bucket has no packages for these pins, so they will be installed. To store them: inv bake")
         ENVIRONMENT.symlink_to(ON_NVME)
+        for folder in manifest["folders"]:  # before tar runs, because several tars cannot create one folder at once
+            Path(ENVIRONMENT.parent, folder).mkdir(parents=True, exist_ok=True)
         parts = [f"{archive}{number}.tar.zst" for number in range(manifest["parts"])]
         with ThreadPoolExecutor(len(parts)) as pool:
             list(pool.map(lambda key: _unpack(bucket, key), parts))
         subprocess.run([ENVIRONMENT / "bin/python", "-c", "import ray"], check=True)
+        COMPLETE.write_text(archive)
     except (OSError, ValueError, KeyError, http.client.HTTPException, subprocess.SubprocessError) as error:
         _clear()
         sys.exit(f"the packages in the bucket cannot be used ({error}), so they will be installed")
@@ -129,7 +137,7 @@ def sign(url: str, region: str, credentials: dict[str, str], now: str) -> dict[s
     return headers | {"authorization": f"AWS4-HMAC-SHA256 {credential}, SignedHeaders={names}, Signature={signature}"}
 
 
-def _manifest(bucket: Bucket, archive: str) -> dict[str, int] | None:
+def _manifest(bucket: Bucket, archive: str) -> dict[str, Any] | None:
     """Return the archive's manifest, or None if there is no complete archive."""
     try:
         return json.loads(b"".join(bucket.read(archive + MANIFEST)))
@@ -154,6 +162,7 @@ def _unpack(bucket: Bucket, key: str) -> None:
 
 def _clear() -> None:
     """Delete the environment, whether it was installed or unpacked, so that an incomplete one is never used."""
+    COMPLETE.unlink(missing_ok=True)
     if ENVIRONMENT.is_symlink():
         ENVIRONMENT.unlink()
     for folder in (ENVIRONMENT, ON_NVME):

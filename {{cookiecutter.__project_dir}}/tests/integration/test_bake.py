@@ -44,6 +44,8 @@ class Machine:
             ".local/share/uv/python/cpython-3.11/lib/os.py": "import sys",
             "unrelated/notes.txt": "not packed",
         }
+        for number in range(400):  # so that all parts have files in the same folders
+            files[f"env/lib/python3.11/site-packages/package{number % 50}/deep/{number}.py"] = str(number)
         for name, text in files.items():
             path = self.home / name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -89,6 +91,7 @@ def machine(tmp_path: Path, s3: str, monkeypatch: pytest.MonkeyPatch) -> Iterato
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setattr(unpack, "ENVIRONMENT", tmp_path / "home/env")
     monkeypatch.setattr(unpack, "ON_NVME", tmp_path / "nvme/packages/env")
+    monkeypatch.setattr(unpack, "COMPLETE", tmp_path / "nvme/packages/complete")
     monkeypatch.setattr(unpack, "PINS", tmp_path / "pins.txt")
     unpack.PINS.write_text("ray==2.60.0\n")
     identity = {"accountId": boto3.client("sts").get_caller_identity()["Account"], "region": file.region}
@@ -117,8 +120,21 @@ def test_a_node_can_be_set_up_again(machine: Machine) -> None:
     packed = machine.packages()
     for _ in range(2):  # first over the installed environment, then over the unpacked one
         (unpack.ENVIRONMENT / "left over").touch()
+        unpack.COMPLETE.unlink(missing_ok=True)
         assert machine.unpack() == ""
         assert machine.packages() == packed
+
+
+def test_a_complete_environment_is_not_unpacked_again(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    machine.install()
+    bake.main()
+    assert machine.unpack() == ""
+    machine.objects.filter(Prefix=unpack.FOLDER).delete()
+    capsys.readouterr()
+    assert machine.unpack() == ""
+    assert capsys.readouterr().out == "the packages are already unpacked\n"
+    unpack.PINS.write_text("ray==2.61.0\n")
+    assert "the bucket has no packages for these pins" in machine.unpack()
 
 
 def interrupt(*_: Any) -> None:
