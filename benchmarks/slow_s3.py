@@ -49,11 +49,11 @@ class _Front(ThreadingHTTPServer):
         connection.close()
         return answer, content
 
-    def content(self, path: str) -> bytes:
+    def content(self, path: str, headers: dict[str, str]) -> bytes:
         """Return an object. It is kept, because moto would read all of it again for each range."""
         with self._lock:
             if path not in self._contents:
-                self._contents[path] = self.forward("GET", path, b"", {})[1]
+                self._contents[path] = self.forward("GET", path, b"", headers)[1]
             return self._contents[path]
 
 
@@ -83,7 +83,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def _send_range(self) -> None:
-        content = self.server.content(self.path)
+        headers = {name: value for name, value in self.headers.items() if name.lower() != "range"}
+        content = self.server.content(self.path, headers)
         first, last = self.headers["Range"].removeprefix("bytes=").split("-")
         wanted = memoryview(content)[int(first) : int(last or len(content)) + 1]
         self.send_response_only(206)

@@ -45,7 +45,7 @@ def main(project: str, python: str) -> None:
     if COMPLETE.exists() and COMPLETE.read_text() == archive and ENVIRONMENT.is_symlink():
         print("the packages are already unpacked")
         return
-    _clear()
+    clear()
     try:
         bucket = Bucket(project)
         manifest = _manifest(bucket, archive)
@@ -60,7 +60,7 @@ def main(project: str, python: str) -> None:
         subprocess.run([ENVIRONMENT / "bin/python", "-c", "import ray"], check=True)
         COMPLETE.write_text(archive)
     except (OSError, ValueError, KeyError, http.client.HTTPException, subprocess.SubprocessError) as error:
-        _clear()
+        clear()
         sys.exit(f"the packages in the bucket cannot be used ({error}), so they will be installed")
     gigabytes = manifest["bytes"] / 1e9
     print(f"unpacked {gigabytes:.1f} GB of packages from the bucket in {time.monotonic() - started:.0f} s")
@@ -160,7 +160,7 @@ def _unpack(bucket: Bucket, key: str) -> None:
         raise OSError(f"{key}: {reason.strip().splitlines()[0] if reason else 'tar failed'}")
 
 
-def _clear() -> None:
+def clear() -> None:
     """Delete the environment, whether it was installed or unpacked, so that an incomplete one is never used."""
     COMPLETE.unlink(missing_ok=True)
     if ENVIRONMENT.is_symlink():
