@@ -143,6 +143,9 @@ class Target(Protocol):
         The keys are those of [cluster.limits] in settings.toml.
         """
 
+    def bake(self) -> None:
+        """Store the head's packages in the bucket, from which new nodes unpack them."""
+
     def connect(self) -> Connection:
         """Return a connection to the running cluster. Raises `settings.UserError` if it is not up."""
 

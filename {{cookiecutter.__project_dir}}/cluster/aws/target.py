@@ -98,6 +98,13 @@ class Aws:
     def change_limits(self, given: Mapping[str, str], yes: bool) -> None:
         limits.change(launcher_file.load(), given, yes)
 
+    def bake(self) -> None:
+        if self.shell("cd ~/project && python -m cluster.node.bake"):
+            raise settings.UserError(
+                "the head's packages were not stored, for the reason above, so new nodes install their packages. Run "
+                f"again: inv bake --target {TARGET}"
+            )
+
     def connect(self) -> Connection:
         file = launcher_file.load()
         serve_port = settings.load(load_balancer.ServeSection, "serve", profile=self.profile).port

@@ -63,7 +63,8 @@ def build(layer: Path, endpoint: str) -> None:
     _write(layer / "opt/rehearsal/uv", Path(environment.find_uv()).read_bytes(), 0o755)
     # a script, not a link: an environment made with a link would search for Python's library next to the link
     name = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    _write(layer / "usr/local/bin" / name, f'#!/bin/sh\nexec {sys.base_prefix}/bin/{name} "$@"\n', 0o755)
+    for command in (name, "python3"):
+        _write(layer / "usr/local/bin" / command, f'#!/bin/sh\nexec {sys.base_prefix}/bin/{name} "$@"\n', 0o755)
     subprocess.run(
         ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", layer / "etc/ssh/ssh_host_ed25519_key"], check=True
     )

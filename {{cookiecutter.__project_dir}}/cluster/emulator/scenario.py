@@ -61,12 +61,15 @@ def run() -> None:
         uploading = background.submit(upload_assets, file)
         with _step("up: the real `ray up`"):
             target.up(yes=True)
+        with _step("bake: store the head's packages, which the workers unpack"):
+            target.bake()
         uploading.result()
     with _step(f"fine-tune on {WORKERS} GPU machines, which the autoscaler starts"):
         connection = target.connect()
         job = submission.submit(connection, "finetune_ddp", TRAINING)
         if submission.follow(connection, job):
             raise settings.UserError(f"{job} failed; its log is above. Fix the job or cluster.yaml before you use AWS.")
+    _check_unpacked(file)
     with _step("idle machines leave"):
         set_idle_timeout(file, SHORT_IDLE_MINUTES)
         wait_for(lambda: len(instances.living(file)) == 1, 120, "the idle workers to leave")
@@ -114,6 +117,13 @@ def upload_assets(file: ClusterFile) -> None:
         for path in Path(folder).rglob("*"):
             if path.is_file():
                 client.upload_file(str(path), name, str(path.relative_to(folder)))
+
+
+def _check_unpacked(file: ClusterFile) -> None:
+    """Check that all workers have unpacked the packages in the bucket, according to the output of their setup."""
+    setup = ssh.find_head(file).run("cat /tmp/ray/session_latest/logs/monitor.out")
+    if setup.count("of packages from the bucket in") != WORKERS:
+        raise settings.UserError("a worker has not unpacked the packages in the bucket. Check cluster/node/unpack.py")
 
 
 def set_idle_timeout(file: ClusterFile, minutes: float) -> None:

@@ -41,6 +41,9 @@ class Rehearsal:
     def change_limits(self, given: Mapping[str, str], yes: bool) -> None:
         _run_verb_inside()
 
+    def bake(self) -> None:
+        _run_verb_inside()
+
     def connect(self) -> Connection:
         _run_verb_inside()
 

@@ -77,6 +77,9 @@ class Local:
     def change_limits(self, given: Mapping[str, str], yes: bool) -> None:
         self.show_limits()
 
+    def bake(self) -> None:
+        raise settings.UserError("local has no nodes that install packages. Run: inv bake --target aws")
+
     def storage_variables(self) -> dict[str, str]:
         return {"PROFILE": self.profile, "PROJECT_DIR": str(settings.PROJECT)}
 
