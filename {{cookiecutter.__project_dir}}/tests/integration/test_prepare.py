@@ -7,6 +7,7 @@ import re
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -580,6 +581,7 @@ def test_status_says_when_the_block_ends_and_that_it_is_prepaid(aws: Api, assign
     prepare.prepare(file)
     launch(2)
     head_status = {"watchdog": {"runs": True}, "nodes": [], "pending": [], "demands": [], "autoscaler": 1}
+    head_status |= {"at": time.time(), "session": "session_1"}
     shown = cloud_status.cloud_status(file, head_status | {"refused": [], "failed_setups": []})
     assert shown.notes[0].startswith("0.00 dollars per hour now")
     found = reservation.find(file)
