@@ -47,7 +47,7 @@ def _configuration(connection: Connection) -> dict[str, Any]:
     token = connection.headers["Authorization"].removeprefix("Bearer ")
     nodes = {
         "url": f"{connection.dashboard}/api/prometheus/sd",
-        "authorization": {"credentials": token},
+        "authorization": {"type": "Bearer", "credentials": token},  # without the type, 2.42 sends the bare token
         "refresh_interval": "10s",
     }
     proxy = connection.open_proxy()

@@ -93,9 +93,7 @@ def _idle_gpus(joined: list[Instance], reports: dict[str, NodeReport]) -> list[s
     return notes
 
 
-def _silent_nodes(
-    joined: list[Instance], reports: dict[str, NodeReport], now: float, file: ClusterFile
-) -> list[str]:
+def _silent_nodes(joined: list[Instance], reports: dict[str, NodeReport], now: float, file: ClusterFile) -> list[str]:
     """Return a problem for each node whose logs do not reach the bucket."""
     problems = []
     for instance in joined:

@@ -28,7 +28,6 @@ from cluster.common import bucket, cluster_file, instances, prices
 from cluster.common.instances import Instance
 from cluster.network import free_ports
 from cluster.node import gpu_use, log_shipping, metadata, state
-from cluster.target import CloudStatus
 
 JOB: dict[str, Any] = {
     "submission_id": "preprocess-1", "entrypoint": "python -m jobs.preprocess", "status": "RUNNING", "message": "runs",
@@ -301,7 +300,7 @@ def test_status_shows_the_gpus_of_each_machine(
     ship("head", monkeypatch)
     record_gpus([(3, 97)], tmp_path, monkeypatch)
     ship("worker", monkeypatch)
-    assert re.search(r"i-worker +2 +3 to 97 % +5 to 30 of 40 GiB +7\d s ago", text := shown(70))
+    assert re.search(r"i-worker +2 +3 to 97 % +5 to 30 of 40 GiB +5\d s ago", text := shown(50))
     assert text.count("GiB") == 1, "the head has no GPUs, and i-new has not joined"
     assert "minutes, GPU" not in text
 
@@ -324,10 +323,13 @@ def test_status_names_a_node_whose_logs_do_not_reach_the_bucket(
     ship("worker", monkeypatch)
     assert "has not copied" not in shown(100)
     text = shown(190)  # as if both processes had died then
-    command = 'inv ssh --target aws --command "tail log_shipping.log"'
-    assert f"i-head has not copied its logs to the bucket for 3 min, so they will be lost. To see why: {command}" in text
+    tail = f"tail {log_shipping.LOG_FILE.name}"
+    command = f'inv ssh --target aws --command "{tail}"'
+    assert (
+        f"i-head has not copied its logs to the bucket for 3 min, so they will be lost. To see why: {command}" in text
+    )
     assert "i-worker has not copied its logs to the bucket for 3 min" in text
-    assert "ray_bootstrap_key.pem 10.0.0.7 tail log_shipping.log" in text
+    assert f"ray_bootstrap_key.pem 10.0.0.7 {tail}" in text
     assert "i-new has not copied" not in text
 
 

@@ -40,7 +40,7 @@ def test_ray_exports_the_gpu_metrics_of_the_boards(board: str) -> None:
 
 def test_without_prometheus_the_error_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(settings.UserError, match="not installed: prometheus. Run: sudo apt-get install prometheus"):
+    with pytest.raises(settings.UserError, match=r"not installed: prometheus\. Run: sudo apt-get"):
         prometheus.run(CONNECTION)
 
 
