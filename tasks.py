@@ -192,7 +192,7 @@ def lock(context: Context) -> None:
 def _install_programs(context: Context) -> None:
     """Install the Debian packages that some tests need. Without root or apt-get, install nothing."""
     path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
-    needed = _rehearsal_programs() | {"chromium": "chromium"}  # for the tests of the chat page
+    needed = _rehearsal_programs() | {"chromium": "chromium", "prometheus": "prometheus"}
     missing = [package for program, package in needed.items() if not shutil.which(program, path=path)]
     if not missing or os.geteuid() != 0 or not shutil.which("apt-get"):
         return
@@ -200,9 +200,10 @@ def _install_programs(context: Context) -> None:
     quiet: dict[str, Any] = {"hide": "out", "env": {"DEBIAN_FRONTEND": "noninteractive"}}
     context.run("apt-get update -qq", **quiet)
     context.run(f"apt-get install --yes -qq --no-install-recommends {' '.join(missing)}", **quiet)
-    if "openssh-server" in missing and shutil.which("systemctl"):
-        # The tests need only the program sshd. Its service would accept logins on this machine.
-        context.run("systemctl disable --now ssh.service ssh.socket", hide=True, warn=True)
+    # The tests need only the programs. The services would accept connections from elsewhere.
+    for package, services in {"openssh-server": "ssh.service ssh.socket", "prometheus": "prometheus.service"}.items():
+        if package in missing and shutil.which("systemctl"):
+            context.run(f"systemctl disable --now {services}", hide=True, warn=True)
 
 
 def _rehearsal_programs() -> dict[str, str]:

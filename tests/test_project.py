@@ -31,8 +31,8 @@ ANSWERS = [
     {"project_name": "large", "instance_type": "p6-b200.48xlarge"},
     {"project_name": "Yes", "project_slug": "yes"},  # YAML reads an unquoted yes as a boolean
 ]
-# cookiecutter copies these without rendering: Python files contain no Jinja, and chat templates contain their own
-COPIED = (".py", ".jinja")
+# cookiecutter copies these without rendering: Python files contain no Jinja, chat templates and boards their own
+COPIED = (".py", ".jinja", ".json")
 
 
 @pytest.fixture(scope="module", params=ANSWERS, ids=lambda answers: answers.get("project_name", str(len(answers))))

@@ -343,6 +343,14 @@ def dashboard(context: Context, target: str = "local") -> None:
 
 
 @verb(**TARGET)
+def metrics(context: Context, target: str = "local") -> None:
+    """Collect the cluster's metrics with Prometheus until Ctrl-C."""
+    from cluster import prometheus, targets
+
+    prometheus.run(targets.get(target).connect())
+
+
+@verb(**TARGET)
 def down(context: Context, target: str = "local") -> None:
     """Stop the cluster, and check that nothing is left behind. On AWS, the bucket is kept."""
     from cluster import targets

@@ -32,10 +32,11 @@ def free_ports(count: int) -> list[int]:
     ranges, one of the many connections that Ray opens while it starts could take a port before Ray listens on it.
     """
     candidates = random.SystemRandom().sample(range(20_000, 32_000), 1_000)
-    return list(itertools.islice(filter(_is_free, candidates), count))
+    return list(itertools.islice(filter(is_free, candidates), count))
 
 
-def _is_free(port: int) -> bool:
+def is_free(port: int) -> bool:
+    """Return whether this process could listen on this port of 127.0.0.1."""
     try:
         socket.create_server(("127.0.0.1", port)).close()
     except OSError:

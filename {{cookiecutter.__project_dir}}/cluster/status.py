@@ -65,10 +65,11 @@ def show(snapshot: Snapshot, cloud: CloudStatus, console: Console) -> None:
 
 def show_past(jobs: list[PastJob], console: Console) -> None:
     """Print the table of past jobs."""
-    table = _table("Past jobs", "id", "state", "started", "duration", "command")
+    table = _table("Past jobs", "id", "state", "started", "duration", "GPUs busy", "command")
     for job in jobs:
         started = time.strftime("%Y-%m-%d %H:%M", time.localtime(job.started))
-        table.add_row(job.id, job.state, started, f"{job.ended - job.started:.0f} s", escape(job.command))
+        busy = "" if job.gpu_busy_percent is None else f"{job.gpu_busy_percent:.0f} %"
+        table.add_row(job.id, job.state, started, f"{job.ended - job.started:.0f} s", busy, escape(job.command))
     console.print(table if jobs else "no cluster has saved any job in the bucket yet")
 
 

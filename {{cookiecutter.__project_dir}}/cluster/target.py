@@ -34,6 +34,8 @@ class Connection:
     """Environment variables of each submitted job, such as its profile and where it finds files and secrets."""
     capacity_variables: Callable[[], dict[str, str]] = dict
     """Returns further variables, which describe the nodes that the cluster can have. On AWS, this takes a second."""
+    open_proxy: Callable[[], str] = str
+    """Opens a SOCKS proxy to the nodes until this process ends, and returns its URL. "" if this machine needs none."""
 
     def client(self) -> JobClient:
         """Return a job client. Raises `Unreachable` if the cluster does not answer, as do the client's methods."""
@@ -79,6 +81,8 @@ class PastJob:
     exit_code: int
     message: str
     """What Ray says about the state, such as why the job did not start."""
+    gpu_busy_percent: float | None = None
+    """How busy all GPUs of the cluster were while the job ran. None if there was no GPU."""
 
 
 @dataclass(frozen=True)

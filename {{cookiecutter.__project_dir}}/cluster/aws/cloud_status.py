@@ -5,11 +5,19 @@ from typing import Any
 
 from rich.table import Table
 
-from cluster.aws import reservation
+from cluster.aws import node_reports, reservation
+from cluster.aws.node_reports import NodeReport
 from cluster.common import instances, prices
 from cluster.common.cluster_file import CAPACITY_BLOCK, TARGET, ClusterFile
 from cluster.common.instances import Instance
+from cluster.node import gpu_use, log_shipping
+from cluster.node.gpu_use import GpuUse
 from cluster.target import CloudStatus
+
+HEADS_KEY = "ray_bootstrap_key.pem"
+"""File in which Ray's launcher leaves the head the key for the workers."""
+NEW_S = 600
+"""An instance that is younger may have joined only now, so it need not have copied its logs yet."""
 
 
 def cloud_status(file: ClusterFile, head_status: dict[str, Any]) -> CloudStatus:
@@ -17,12 +25,20 @@ def cloud_status(file: ClusterFile, head_status: dict[str, Any]) -> CloudStatus:
     living = instances.living(file)
     known = prices.of_market(file, {instance.instance_type for instance in living})
     hourly = {instance.id: known.of(instance) for instance in living}
+    joined = [instance for instance in living if _has_joined(instance, head_status)]
+    reports = node_reports.read(file, head_status["session"])
     spent = head_status["watchdog"].get("dollars", 0.0)
     notes = [f"{sum(hourly.values()):.2f} dollars per hour now, {spent:.2f} spent so far, without disks and traffic"]
     return CloudStatus(
-        tables=[_table(living, hourly, head_status)],
-        notes=notes + _reserved(file) + _pending(head_status) + head_status["watchdog"].get("messages", []),
-        problems=_problems(head_status) + [describe_failed_launch(one) for one in instances.failed_launches(file)],
+        tables=[_table(living, hourly, head_status), _gpus(joined, reports, head_status["at"])],
+        notes=notes
+        + _reserved(file)
+        + _pending(head_status)
+        + _idle_gpus(joined, reports)
+        + head_status["watchdog"].get("messages", []),
+        problems=_problems(head_status)
+        + _silent_nodes(joined, reports, head_status["at"], file)
+        + [describe_failed_launch(one) for one in instances.failed_launches(file)],
     )
 
 
@@ -38,20 +54,90 @@ def describe_failed_launch(instance: Instance) -> str:
 
 
 def _table(living: list[Instance], hourly: dict[str, float], head_status: dict[str, Any]) -> Table:
-    table = Table(title="Instances", title_justify="left", title_style="bold", box=None, pad_edge=False)
-    for column in ("id", "node type", "instance type", "zone", "age", "state", "$/hour"):
-        table.add_column(column, header_style="dim", overflow="fold", no_wrap=column == "id")  # users copy ids
-    joined = {node["instance"] for node in head_status["nodes"]} | {node["address"] for node in head_status["nodes"]}
+    table = _empty_table("Instances", "id", "node type", "instance type", "zone", "age", "state", "$/hour")
     for instance in living:
         state = instance.state
         if state == "running":
             status = instance.tags.get("ray-node-status", "")
-            state = "joined" if {instance.id, instance.private_address} & joined else f"not joined yet ({status})"
+            state = "joined" if _has_joined(instance, head_status) else f"not joined yet ({status})"
         table.add_row(
             *(instance.id, instance.node_type, f"{instance.instance_type} {instance.market}", instance.zone),
             *(_duration(instance.age_s), state),
             "prepaid" if instance.market == CAPACITY_BLOCK else f"{hourly[instance.id]:.2f}",
         )
+    return table
+
+
+def _has_joined(instance: Instance, head_status: dict[str, Any]) -> bool:
+    return any(
+        instance.id == node["instance"] or instance.private_address == node["address"] for node in head_status["nodes"]
+    )
+
+
+def _gpus(joined: list[Instance], reports: dict[str, NodeReport], now: float) -> Table:
+    """Return a table with the use of the GPUs of each instance. `now` is the head's time."""
+    table = _empty_table("GPUs", "id", "GPUs", "busy", "memory used", "measured")
+    for instance in joined:
+        if gpus := _reported(instance, reports):
+            total = f"of {max(gpu.memory_total_mib for gpu in gpus) / 1024:.0f} GiB"
+            table.add_row(
+                *(instance.id, str(len(gpus)), f"{_range([gpu.busy_percent for gpu in gpus])} %"),
+                f"{_range([round(gpu.memory_used_mib / 1024) for gpu in gpus])} {total}",
+                f"{_duration(max(0, now - gpus[0].seconds))} ago",
+            )
+    return table
+
+
+def _idle_gpus(joined: list[Instance], reports: dict[str, NodeReport]) -> list[str]:
+    notes = []
+    for instance in joined:
+        idle = [gpu for gpu in _reported(instance, reports) if gpu.idle_samples >= gpu_use.IDLE_SAMPLES]
+        if idle:
+            minutes = min(gpu.idle_samples for gpu in idle) * gpu_use.INTERVAL_S / 60
+            named = ", ".join(str(gpu.gpu) for gpu in idle)
+            notes.append(
+                f"{instance.id}: for {minutes:.0f} minutes, GPU {named} has not been busy for more than "
+                f"{gpu_use.BUSY_PERCENT} % of the time"
+            )
+    return notes
+
+
+def _silent_nodes(joined: list[Instance], reports: dict[str, NodeReport], now: float, file: ClusterFile) -> list[str]:
+    """Return a problem for each node whose logs do not reach the bucket."""
+    problems = []
+    for instance in joined:
+        report = reports.get(instance.id)
+        if report is None and instance.age_s < NEW_S:
+            continue
+        if report is None or now - report.saved > log_shipping.SILENT_S:
+            since = f"for {_duration(now - report.saved)}" if report else "yet"
+            problems.append(
+                f"{instance.id} has not copied its logs to the bucket {since}, so they will be lost. To see why: "
+                f'inv ssh --target {TARGET} --command "{_show_log(instance, file)}"'
+            )
+    return problems
+
+
+def _show_log(instance: Instance, file: ClusterFile) -> str:
+    """Return the command that prints the log of log_shipping.py, for the head's shell."""
+    command = f"tail {log_shipping.LOG_FILE.name}"
+    if instance.node_type == file.head.name:
+        return command
+    return f"ssh -o StrictHostKeyChecking=accept-new -i {HEADS_KEY} {instance.private_address} {command}"
+
+
+def _reported(instance: Instance, reports: dict[str, NodeReport]) -> list[GpuUse]:
+    return reports[instance.id].gpus if instance.id in reports else []
+
+
+def _range(numbers: list[int]) -> str:
+    return f"{min(numbers)}" if min(numbers) == max(numbers) else f"{min(numbers)} to {max(numbers)}"
+
+
+def _empty_table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column, header_style="dim", overflow="fold", no_wrap=column == "id")  # users copy ids
     return table
 
 

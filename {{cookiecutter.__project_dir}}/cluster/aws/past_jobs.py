@@ -2,15 +2,16 @@
 
 import datetime
 import json
+from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
-import botocore.exceptions
 from ray.job_submission import JobStatus
 
-from cluster.common import bucket
+from cluster.aws.saved_logs import SavedLogs
 from cluster.common.cluster_file import ClusterFile
-from cluster.node import log_shipping, state
-from cluster.target import Copy, PastJob, PastLog
+from cluster.node import gpu_use, log_shipping, state
+from cluster.target import PastJob, PastLog
 
 MAX_JOBS = 20
 
@@ -19,55 +20,40 @@ class PastJobs:
     """Reads the jobs and their logs from the project's bucket, which need not exist."""
 
     def __init__(self, file: ClusterFile) -> None:
-        self._client, self._bucket = file.client("s3"), bucket.name(file)
+        self._saved = SavedLogs(file)
 
     def latest(self) -> list[PastJob]:
         """Return the last MAX_JOBS jobs of all clusters, the oldest first."""
         jobs: list[PastJob] = []
-        for session in self._sessions():
-            jobs = self._jobs(session) + jobs
+        for session in self._saved.sessions():
+            jobs = self._with_gpu_use(session, self._jobs(session)) + jobs
             if len(jobs) >= MAX_JOBS:
                 break
         return jobs[-MAX_JOBS:]
 
     def log(self, job_id: str) -> PastLog | None:
         """Return the log of a job, or of the latest job if `job_id` is empty. Return None if there is no such job."""
-        for session in self._sessions():
+        for session in self._saved.sessions():
             if jobs := [job for job in self._jobs(session) if job_id in ("", job.id)]:
-                return PastLog(jobs[-1], self._read(f"{session}{log_shipping.HEAD}/job-driver-{jobs[-1].id}.log"))
+                return PastLog(jobs[-1], self._saved.read(f"{session}{log_shipping.HEAD}/job-driver-{jobs[-1].id}.log"))
         return None
-
-    def _sessions(self) -> list[str]:
-        """Return the prefix of each cluster's logs, the latest first. It contains the time of the cluster's start."""
-        pages = self._client.get_paginator("list_objects_v2")
-        try:
-            found = [
-                prefix["Prefix"]
-                for page in pages.paginate(Bucket=self._bucket, Prefix=bucket.LOGS, Delimiter="/")
-                for prefix in page.get("CommonPrefixes", [])
-            ]
-        except botocore.exceptions.ClientError as error:
-            if error.response["Error"]["Code"] == "NoSuchBucket":
-                return []
-            raise
-        return sorted(found, reverse=True)
 
     def _jobs(self, session: str) -> list[PastJob]:
         """Return the jobs of one cluster, the oldest first."""
-        copy = self._read(f"{session}{log_shipping.HEAD}/{log_shipping.JOBS}")
+        copy = self._saved.read(f"{session}{log_shipping.HEAD}/{log_shipping.JOBS}")
         if copy is None:  # the cluster ended before its head made a copy
             return []
         return sorted((_past_job(job, copy.saved) for job in json.loads(copy.text)), key=lambda job: job.started)
 
-    def _read(self, key: str) -> Copy | None:
-        """Return the copy with this key, or None if there is no such copy."""
-        try:
-            answer = self._client.get_object(Bucket=self._bucket, Key=key)
-        except botocore.exceptions.ClientError as error:
-            if error.response["Error"]["Code"] == "NoSuchKey":
-                return None
-            raise
-        return Copy(answer["Body"].read().decode(errors="replace"), answer["LastModified"])
+    def _with_gpu_use(self, session: str, jobs: list[PastJob]) -> list[PastJob]:
+        """Return the jobs of one cluster with how busy its GPUs were while each job ran."""
+        tables = self._saved.of_all_nodes(session, gpu_use.FILE.name)
+        uses = [(one.seconds, one.busy_percent) for copy in tables for one in gpu_use.read(copy.text.splitlines())]
+        found = []
+        for job in jobs:
+            busy = [percent for seconds, percent in uses if job.started <= seconds <= job.ended]
+            found.append(replace(job, gpu_busy_percent=fmean(busy) if busy else None))
+        return found
 
 
 def _past_job(job: dict[str, Any], saved: datetime.datetime) -> PastJob:

@@ -71,10 +71,24 @@ class SshHead:
         forwards = [
             word for port, local in local_ports.items() for word in ("-L", f"127.0.0.1:{local}:127.0.0.1:{port}")
         ]
+        return local_ports, self._forward(*forwards)
+
+    def proxy(self) -> str:
+        """Open a SOCKS proxy into the cluster's network on this machine, until this process ends. Return its URL.
+
+        Raises:
+            settings.UserError: ssh cannot connect.
+        """
+        (port,) = free_ports(1)
+        self._forward("-D", f"127.0.0.1:{port}")
+        return f"socks5://127.0.0.1:{port}"
+
+    def _forward(self, *options: str) -> str:
+        """Run ssh with these options for forwarding until this process ends. Return the cluster's token."""
         # The token in the first line shows that the tunnel is open. The second `cat` runs until its input is closed,
         # which happens however this process ends.
         process = subprocess.Popen(
-            [*self.command("-T", *forwards), "cat ~/.ray/auth_token && echo && exec cat > /dev/null"],
+            [*self.command("-T", *options), "cat ~/.ray/auth_token && echo && exec cat > /dev/null"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -87,7 +101,7 @@ class SshHead:
         if not token:
             raise settings.UserError(self._unreachable(process.stderr.read()))
         atexit.register(process.kill)
-        return local_ports, token
+        return token
 
     def _unreachable(self, stderr: str) -> str:
         return (

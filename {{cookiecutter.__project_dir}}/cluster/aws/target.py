@@ -132,6 +132,7 @@ class Aws:
                 "CLUSTER_NODES": json.dumps(capacity.possible_nodes(file)),
                 "GANG_OFFERS": json.dumps(capacity.offers(file)),
             },
+            open_proxy=ssh_head.proxy,
         )
 
     def storage_variables(self) -> dict[str, str]:

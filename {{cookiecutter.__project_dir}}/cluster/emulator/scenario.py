@@ -7,10 +7,12 @@ idle workers are terminated within seconds instead of minutes.
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.parse
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
@@ -19,17 +21,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import requests
 from rich.console import Console
 from rich.table import Table
 
 import settings
 from cluster import status, submission
-from cluster.aws import ssh
+from cluster.aws import head, node_reports, ssh
 from cluster.aws.target import Aws
 from cluster.common import bucket, cluster_file, instances
 from cluster.common.cluster_file import ClusterFile
 from cluster.emulator.addresses import CONTROL_PORT
 from cluster.emulator.waiting import wait_for
+from cluster.target import Connection
 from demo import assets
 
 CONTROL_URL = f"http://127.0.0.1:{CONTROL_PORT}"
@@ -70,6 +74,9 @@ def run() -> None:
         if submission.follow(connection, job):
             raise settings.UserError(f"{job} failed; its log is above. Fix the job or cluster.yaml before you use AWS.")
     _check_unpacked(file)
+    with _step("reports and metrics of all machines, as `inv status` and `inv metrics` read them"):
+        wait_for(lambda: _reporting(file) == {one.id for one in instances.living(file)}, 60, "the machines' reports")
+        read_metrics(connection)
     with _step("idle machines leave"):
         set_idle_timeout(file, SHORT_IDLE_MINUTES)
         wait_for(lambda: len(instances.living(file)) == 1, 120, "the idle workers to leave")
@@ -95,6 +102,35 @@ def _step(title: str) -> Iterator[None]:
     started = time.monotonic()
     yield
     CONSOLE.print(f"[dim]{time.monotonic() - started:.0f} s[/]")
+
+
+def _reporting(file: ClusterFile) -> set[str]:
+    """Return the ids of the instances that have reported to the bucket."""
+    return set(node_reports.read(file, head.read_status(ssh.find_head(file))["session"]))
+
+
+def read_metrics(connection: Connection) -> None:
+    """Read the metrics of each machine as Prometheus does, through the SOCKS proxy.
+
+    Raises:
+        settings.UserError: not all machines answer.
+    """
+    proxy = urllib.parse.urlsplit(connection.open_proxy())
+    nodes = requests.get(f"{connection.dashboard}/api/prometheus/sd", headers=connection.headers, timeout=30).json()
+    pages = [_read_through(proxy, target) for node in nodes for target in node["targets"]]
+    found = {ip for page in pages for ip in re.findall(r'^ray_node_mem_used{.*\bip="([^"]+)"', page, re.MULTILINE)}
+    if len(found) != WORKERS + 1:
+        raise settings.UserError(f"only {len(found)} machines have metrics ({', '.join(found)}). Check ssh.proxy")
+    CONSOLE.print(f"{len(found)} machines have metrics")
+
+
+def _read_through(proxy: urllib.parse.SplitResult, target: str) -> str:
+    """Return the page /metrics of HOST:PORT through a SOCKS proxy without authentication (RFC 1928)."""
+    host, _, port = target.rpartition(":")
+    with socket.create_connection((proxy.hostname, proxy.port), timeout=30) as connection:
+        connection.sendall(b"\x05\x01\x00" + b"\x05\x01\x00\x01" + socket.inet_aton(host) + int(port).to_bytes(2))
+        connection.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+        return connection.makefile("rb").read().decode(errors="replace")
 
 
 def upload_assets(file: ClusterFile) -> None:

@@ -1,17 +1,22 @@
 """Records how busy this node's GPUs are, for log_shipping.py, and sends a notice if they are idle."""
 
 import datetime
+import json
 import re
 import socket
 import subprocess
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from cluster.common.cluster_file import TARGET
 from cluster.node import notices
 
 FILE = Path("~/gpu_use.csv").expanduser()
+LAST_FILE = Path("~/gpu_use.json").expanduser()
+"""The last `GpuUse` of each GPU."""
 INTERVAL_S = 60.0
 BUSY_PERCENT = 10
 IDLE_SAMPLES = 15
@@ -19,33 +24,60 @@ HEADER = "time,gpu,busy_percent,memory_used_mib,memory_total_mib\n"
 QUERY = ["nvidia-smi", "--query-gpu=index,utilization.gpu,memory.used,memory.total", "--format=csv,noheader,nounits"]
 LINE = re.compile(r"\d+(, \d+){3}")
 """A GPU's line in the answer to QUERY."""
+TABLE_LINE = re.compile(r"[^,]+(,\d+){4}")
+"""A line of the table, except its header."""
+
+
+@dataclass(frozen=True)
+class GpuUse:
+    """How busy a GPU was at one time."""
+
+    time: str
+    """In ISO 8601."""
+    gpu: int
+    busy_percent: int
+    memory_used_mib: int
+    memory_total_mib: int
+    idle_samples: int = 0
+    """How many samples in a row up to this one showed the GPU idle. The table does not have this."""
+
+    @property
+    def seconds(self) -> float:
+        """The time in seconds since 1970."""
+        return datetime.datetime.fromisoformat(self.time).timestamp()
 
 
 def record() -> None:
     """Add a line for each GPU to the table every minute, and send a notice if the GPUs are idle. Never returns."""
-    idle = Idle()
+    idle: dict[int, int] = {}
     while True:
         if lines := sample():
             with FILE.open("a") as table:
                 table.write(("" if table.tell() else HEADER) + "".join(f"{line}\n" for line in lines))
-            if idle.begins([int(line.split(",")[2]) for line in lines]):
+            uses = list(read(lines))
+            idle = {one.gpu: idle.get(one.gpu, 0) + 1 if one.busy_percent <= BUSY_PERCENT else 0 for one in uses}
+            if min(idle.values()) == IDLE_SAMPLES:
                 notices.send(
                     f"for {IDLE_SAMPLES} minutes, no GPU of {socket.gethostname()} has been busy for more than "
                     f"{BUSY_PERCENT} % of the time. To see what runs: inv status --target {TARGET}"
                 )
+            partial = LAST_FILE.with_suffix(".partial")
+            partial.write_text(json.dumps([asdict(one) | {"idle_samples": idle[one.gpu]} for one in uses]))
+            partial.replace(LAST_FILE)  # so that log_shipping never reads half a file
         time.sleep(INTERVAL_S)
 
 
-class Idle:
-    """Finds when the GPUs of this machine have been idle for IDLE_SAMPLES samples."""
+def last() -> list[dict[str, Any]]:
+    """Return the last sample of each GPU, or [] if there is none."""
+    return json.loads(LAST_FILE.read_text()) if LAST_FILE.exists() else []
 
-    def __init__(self) -> None:
-        self._samples = 0
 
-    def begins(self, busy_percent: Iterable[int]) -> bool:
-        """Count one sample, and return whether it is the one at which the GPUs count as idle."""
-        self._samples = 0 if any(percent > BUSY_PERCENT for percent in busy_percent) else self._samples + 1
-        return self._samples == IDLE_SAMPLES
+def read(lines: Iterable[str]) -> Iterator[GpuUse]:
+    """Yield what the lines of the table say, except its header."""
+    for line in lines:
+        if TABLE_LINE.fullmatch(line):
+            at, *numbers = line.split(",")
+            yield GpuUse(at, *map(int, numbers))
 
 
 def sample() -> list[str]:

@@ -16,6 +16,8 @@ def head_status() -> dict:
         sys.exit("Ray is not running on this head")
     ray_status = cluster_status(f"127.0.0.1:{state.GCS_PORT}")
     return {
+        "at": time.time(),
+        "session": LOGS.resolve().parent.name,
         "autoscaler": _autoscaler_pid(),
         "reported": ray_status.stats.autoscaler_version is not None,
         "log_tail": {

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.common import bucket, cluster_file
-from cluster.node import gpu_use, notices, process, ray_jobs, state
+from cluster.node import gpu_use, metadata, notices, process, ray_jobs, state
 
 INTERVAL_S = 10.0
 """Time between two copies. A copy lags behind the log by this time and the time of the upload."""
@@ -30,6 +30,10 @@ PATTERNS = ("job-driver-*.log", "monitor.*", "gcs_server.*", "raylet.*", "worker
 """Ray's logs that are copied. Those of its agents are not, because they may contain a job's environment variables."""
 HEAD = "head"
 """Name of the head's folder. A worker's folder is named after its host."""
+REPORT = "node.json"
+"""What `inv status` shows of each node. Its age shows whether the node copies its logs."""
+SILENT_S = 120.0
+"""A node whose report is older has stopped copying its logs. A copy takes seconds, a large first one longer."""
 JOBS = "jobs.json"
 JOB_FIELDS = ("submission_id", "entrypoint", "status", "message", "start_time", "end_time", "driver_exit_code")
 """What the table of jobs has of each job. The other fields include the job's environment variables."""
@@ -44,12 +48,17 @@ class LogShipper:
         self._ended = notices.EndedJobs()
 
     def ship(self) -> None:
-        """Copy each new or changed log and, on the head, the table of jobs. Raises an exception if AWS does."""
+        """Copy each new or changed log, then this node's report and, on the head, the table of jobs.
+
+        Raises an exception if AWS does.
+        """
         session = SESSION.resolve(strict=True)
         folder = f"{bucket.LOGS}{session.name}/{self._node}/"
         for name, path in _logs(session / "logs"):
             with contextlib.suppress(FileNotFoundError):  # Ray has just rotated it
                 self._copy(path, folder + name)
+        report = {"instance": self._instance, "gpus": gpu_use.last()}
+        self._put(folder + REPORT, json.dumps(report).encode())
         if self._node == HEAD:
             jobs = _jobs()
             # even if nothing has changed: its age shows whether the cluster runs
@@ -67,6 +76,10 @@ class LogShipper:
     def _put(self, key: str, body: bytes) -> None:
         name, client = self._bucket
         client.put_object(Bucket=name, Key=key, Body=body)
+
+    @functools.cached_property
+    def _instance(self) -> str:
+        return metadata.read("instance-id")
 
     @functools.cached_property
     def _bucket(self) -> tuple[str, Any]:

@@ -1,4 +1,4 @@
-"""Logs the metrics and events of a run on rank 0: to JSON Lines, TensorBoard, trackers and the console."""
+"""Logs the metrics and events of a run on rank 0: to JSON Lines, TensorBoard, trackers, Ray and the console."""
 
 import json
 import time
@@ -28,6 +28,7 @@ class MetricLogger:
 
     def __init__(self, folder: RunFolder, options: TrainOptions, runtime: Runtime, done: int) -> None:
         self._last_step = options.last_step
+        self._show = runtime.show_metrics
         self._metrics, self._events = folder.fetch("metrics.jsonl"), folder.fetch("events.jsonl")
         rows, events = _read(self._metrics), _read(self._events)
         if events and events[-1]["event"] != "end":
@@ -51,6 +52,7 @@ class MetricLogger:
                 self._board.add_scalar(name, value, int(row["step"]))
         self._board.flush()
         self._trackers.write(rows)
+        self._show({name: value for row in rows for name, value in row.items()})  # not every row has an eval_loss
         print(progress_line(rows[-1], self._last_step, seconds_per_step), flush=True)
 
     def checkpoint(self, step: int, waited_s: float) -> None:

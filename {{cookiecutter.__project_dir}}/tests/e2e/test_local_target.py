@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -21,6 +22,7 @@ import requests
 from processes import open_to_others, read_all
 from project_copy import Project, copy_project, processes, read_until
 
+from cluster import prometheus
 from cluster.job_client import PROBE_JOB, Unreachable
 from cluster.local import head, state
 from cluster.local import processes as cluster_processes
@@ -86,6 +88,40 @@ def test_every_port_is_on_loopback_and_requires_the_token(project: Project) -> N
     assert {address.ip.removeprefix("::ffff:") for address in ports} <= {"127.0.0.1", "::1"}
     assert requests.get(project.state["dashboard"] + "/api/jobs/", timeout=15).status_code == 401
     assert (project.folder / ".cluster" / "token").stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.nightly  # its first sample takes ten seconds
+@pytest.mark.skipif(not shutil.which("prometheus"), reason="Prometheus is not installed")
+def test_prometheus_collects_the_metrics_of_the_cluster(project: Project) -> None:
+    verb = subprocess.Popen([*project.command, "metrics"], cwd=project.folder, stdout=subprocess.PIPE, text=True)
+    try:
+        assert verb.stdout
+        assert f"http://127.0.0.1:{prometheus.PORT}" in verb.stdout.readline()
+        deadline = time.monotonic() + 120
+        while not query("ray_node_mem_used"):
+            assert time.monotonic() < deadline
+            assert verb.poll() is None
+            time.sleep(0.5)
+        assert {target["metric"]["job"] for target in query("up == 1")} == {"ray"}
+        (program,) = psutil.Process(verb.pid).children()
+        verb.send_signal(signal.SIGHUP)  # as if the terminal were closed
+        program.wait(60)
+    finally:
+        verb.terminate()
+        verb.wait(60)
+    token = (project.folder / ".cluster" / "token").read_text().encode()
+    files = [path for path in (project.folder / ".cluster" / "prometheus").rglob("*") if path.is_file()]
+    assert files
+    assert not [path for path in files if token in path.read_bytes()]
+
+
+def query(expression: str) -> list[dict[str, Any]]:
+    """Return Prometheus's answer, or [] while it does not answer."""
+    url = f"http://127.0.0.1:{prometheus.PORT}/api/v1/query"
+    try:
+        return requests.get(url, params={"query": expression}, timeout=15).json()["data"]["result"]
+    except requests.RequestException:
+        return []
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")

@@ -20,6 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import chromium
+import dashboards
 import grpc
 import httpx2
 import hypothesis
@@ -47,7 +48,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import settings
 from cluster import bench, chat
-from cluster.emulator.waiting import slowdown
+from cluster.emulator.waiting import slowdown, wait_for
 from demo import assets as demo_assets
 from instance_types import INSTANCE_TYPES
 from jobs import embed, generate, models
@@ -164,6 +165,19 @@ def test_greedy_decoding_equals_that_of_transformers(client: openai.OpenAI, mode
 
     with ThreadPoolExecutor(20) as clients:
         list(clients.map(check, expected))
+
+
+def test_the_engine_and_serve_export_the_metrics_of_the_board(client: openai.OpenAI) -> None:
+    missing = {name for name in dashboards.shown("serving") if not re.search("gpus|gram", name)}
+    for _ in range(2):
+        ask(client, user("Is it in the KV cache? " * 15))  # the second time, its first 128 tokens are
+
+    def all_were_exported() -> bool:
+        nonlocal missing
+        missing -= dashboards.exported()  # Ray drops the gauges of an idle engine after two intervals
+        return not missing
+
+    wait_for(all_were_exported, 60, "the metrics of the serving board")
 
 
 def test_a_stream_has_the_same_text_in_chunks(client: openai.OpenAI) -> None:

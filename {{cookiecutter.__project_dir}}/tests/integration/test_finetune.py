@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import dashboards
 import psutil
 import pytest
 import ray
@@ -60,11 +62,35 @@ def changes(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 
 @pytest.fixture(scope="module")
-def ddp(changes: dict[str, Any]) -> list[Row]:
+def exported() -> set[str]:
+    """Return the names of the metrics that Ray exported during the run of the fixture `ddp`."""
+    return set()
+
+
+@pytest.fixture(scope="module")
+def ddp(changes: dict[str, Any], exported: set[str]) -> list[Row]:
     """Return the metrics of a DDP run without failures."""
-    options = _ddp_options(changes)
-    finetune_ddp.main(options)
+    options, over = _ddp_options(changes), threading.Event()
+
+    def collect() -> None:
+        while not over.wait(0.5):
+            exported.update(dashboards.exported())
+
+    collector = threading.Thread(target=collect)
+    collector.start()
+    try:
+        finetune_ddp.main(options)
+    finally:
+        over.set()
+        collector.join()
     return _metrics(options)
+
+
+@pytest.mark.usefixtures("ddp")
+def test_a_run_exports_the_metrics_of_the_training_board(exported: set[str]) -> None:
+    only_with_gpus = {name for name in dashboards.shown("training") if re.search("gpus|gram|mfu", name)}
+    assert len(only_with_gpus) == 3
+    assert dashboards.shown("training") - only_with_gpus <= exported
 
 
 def test_two_workers_have_the_losses_of_one_process(ddp: list[Row], changes: dict[str, Any]) -> None:

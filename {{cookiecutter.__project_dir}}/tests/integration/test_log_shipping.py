@@ -1,12 +1,16 @@
 """Test that logs reach the bucket while they grow, and that `inv` shows them when there is no cluster."""
 
+import datetime
 import http.server
+import io
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,12 +18,16 @@ from typing import Any
 import boto3
 import botocore.exceptions
 import pytest
+from rich.console import Console
 
 import settings
+from cluster import status
+from cluster.aws import cloud_status
 from cluster.aws.past_jobs import PastJobs
-from cluster.common import bucket, cluster_file
+from cluster.common import bucket, cluster_file, instances, prices
+from cluster.common.instances import Instance
 from cluster.network import free_ports
-from cluster.node import gpu_use, log_shipping, ray_jobs, state
+from cluster.node import gpu_use, log_shipping, metadata, ray_jobs, state
 
 JOB: dict[str, Any] = {
     "submission_id": "preprocess-1", "entrypoint": "python -m jobs.preprocess", "status": "RUNNING", "message": "runs",
@@ -71,9 +79,10 @@ def node(tmp_path: Path, s3: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
         own.create()
     for module, name in (
         *((log_shipping, name) for name in ("SESSION", "LOG_FILE")),
-        *((ray_jobs, "TOKEN_FILE"), (state, "LOG_FILE"), (gpu_use, "FILE")),
+        *((ray_jobs, "TOKEN_FILE"), (state, "LOG_FILE"), (gpu_use, "FILE"), (gpu_use, "LAST_FILE")),
     ):
         monkeypatch.setattr(module, name, tmp_path / f"{module.__name__}.{name}")
+    monkeypatch.setattr(metadata, "read", lambda path: "i-head")
     ray_jobs.TOKEN_FILE.write_text("token\n")
     for log in (state.LOG_FILE, log_shipping.LOG_FILE, gpu_use.FILE):
         log.write_text(f"from {log.name}\n")
@@ -225,8 +234,118 @@ def test_a_job_that_ran_until_its_cluster_ended(node: Node, monkeypatch: pytest.
     assert (ended.state, ended.exit_code) == ("ended with the cluster", 1)
 
 
+def test_past_jobs_show_how_busy_the_gpus_were(node: Node) -> None:
+    lines = [f"1970-01-01T00:00:{second}+00:00,0,{busy},5,40960\n" for second, busy in ((10, 90), (50, 70))]
+    gpu_use.FILE.write_text(gpu_use.HEADER + "".join(lines) + "1970-01-01T00:02:00+00:00,0,0,5,40960\n")
+    node.jobs = [DONE, DONE | {"submission_id": "evaluate-2", "start_time": 200_000, "end_time": 260_000}]
+    log_shipping.LogShipper("head").ship()
+    log_shipping.LogShipper("worker").ship()
+    console = Console(file=io.StringIO(), width=160)
+    status.show_past(PastJobs(cluster_file.load()).latest(), console)
+    first, second = console.file.getvalue().splitlines()[2:]  # type: ignore[attr-defined]
+    assert re.search(r"60 s +80 % +python -m", first)
+    assert re.search(r"60 s +python -m", second), "no sample was taken while it ran"
+
+
+@pytest.fixture
+def shown(node: Node, monkeypatch: pytest.MonkeyPatch) -> Callable[[float], str]:
+    """Return a function that returns what `inv status` shows of the nodes some seconds from now."""
+    file = cluster_file.load()
+    living = [instance("i-head", file.head.name), instance("i-worker", "gpu-spot-1"), instance("i-new", "gpu-spot-1")]
+    monkeypatch.setattr(instances, "living", lambda file: living)
+    monkeypatch.setattr(instances, "failed_launches", lambda file: [])
+    monkeypatch.setattr(prices, "of_market", lambda file, names: prices.MarketPrices(dict.fromkeys(names, 10.0), {}))
+
+    def show(seconds: float) -> str:
+        head_status = {
+            **{"at": time.time() + seconds, "session": node.session, "autoscaler": 1, "watchdog": {"runs": True}},
+            "nodes": [{"instance": joined, "address": ""} for joined in ("i-head", "i-worker")],
+            **{name: [] for name in ("pending", "demands", "refused", "failed_setups")},
+        }
+        cloud = cloud_status.cloud_status(file, head_status)
+        console = Console(file=io.StringIO(), width=160)
+        console.print(*cloud.tables, *cloud.notes, *cloud.problems, sep="\n", soft_wrap=True)
+        return console.file.getvalue()  # type: ignore[attr-defined]
+
+    return show
+
+
+def instance(name: str, node_type: str) -> Instance:
+    launched = datetime.datetime.now(datetime.UTC) - datetime.timedelta(hours=1)
+    return Instance(name, node_type, "p4d.24xlarge", "", "spot", "z", "running", "", "10.0.0.7", launched, {}, "", "")
+
+
+def ship(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copy the logs of i-head or of i-worker."""
+    monkeypatch.setattr(metadata, "read", {"instance-id": f"i-{role}"}.__getitem__)
+    log_shipping.LogShipper(role).ship()
+
+
+def record_gpus(busy: list[tuple[int, int]], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Record a sample of two GPUs for each pair of percentages."""
+    answers = [f"0, {first}, 30720, 40960\n1, {second}, 5120, 40960\n" for first, second in busy]
+    (folder / "answers").write_text("".join(answers))
+    program = folder / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\nhead -n 2 {folder}/answers\nsed -i 1,2d {folder}/answers\n")
+    program.chmod(0o755)
+    with monkeypatch.context() as machine:
+        machine.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+        machine.setattr(gpu_use, "time", Naps(len(busy)))
+        with pytest.raises(InterruptedError):
+            gpu_use.record()
+
+
+def test_status_shows_the_gpus_of_each_machine(
+    shown: Callable[[float], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ship("head", monkeypatch)
+    record_gpus([(3, 97)], tmp_path, monkeypatch)
+    ship("worker", monkeypatch)
+    assert re.search(r"i-worker +2 +3 to 97 % +5 to 30 of 40 GiB +5\d s ago", text := shown(50))
+    assert text.count("GiB") == 1, "the head has no GPUs, and i-new has not joined"
+    assert "minutes, GPU" not in text
+
+
+def test_status_names_gpus_that_have_been_idle_for_fifteen_minutes(
+    shown: Callable[[float], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record_gpus([(3, 97)] * 14, tmp_path, monkeypatch)
+    ship("worker", monkeypatch)
+    assert "minutes, GPU" not in shown(0)
+    record_gpus([(50, 97)] + [(10, 97)] * 16, tmp_path, monkeypatch)
+    ship("worker", monkeypatch)
+    assert "i-worker: for 16 minutes, GPU 0 has not been busy for more than 10 % of the time" in shown(0)
+
+
+def test_status_names_a_node_whose_logs_do_not_reach_the_bucket(
+    shown: Callable[[float], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ship("head", monkeypatch)
+    ship("worker", monkeypatch)
+    assert "has not copied" not in shown(100)
+    text = shown(190)  # as if both processes had died then
+    tail = f"tail {log_shipping.LOG_FILE.name}"
+    command = f'inv ssh --target aws --command "{tail}"'
+    assert (
+        f"i-head has not copied its logs to the bucket for 3 min, so they will be lost. To see why: {command}" in text
+    )
+    assert "i-worker has not copied its logs to the bucket for 3 min" in text
+    assert f"ray_bootstrap_key.pem 10.0.0.7 {tail}" in text
+    assert "i-new has not copied" not in text
+
+
+def test_status_names_a_node_that_has_never_copied_its_logs(
+    shown: Callable[[float], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ship("head", monkeypatch)
+    assert "i-worker has not copied its logs to the bucket yet" in shown(0)
+    monkeypatch.setattr(cloud_status, "NEW_S", 7200)
+    assert "has not copied" not in shown(0)
+
+
 def test_gpu_use_is_a_table_with_a_line_for_each_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_use, "FILE", tmp_path / "gpu_use.csv")
+    monkeypatch.setattr(gpu_use, "LAST_FILE", tmp_path / "gpu_use.json")
     monkeypatch.setattr(gpu_use, "QUERY", ["printf", "0, 97, 30000, 40960\n1, 0, 5, 40960\nNo devices\n"])
     monkeypatch.setattr(gpu_use, "time", Naps(2))
     with pytest.raises(InterruptedError):

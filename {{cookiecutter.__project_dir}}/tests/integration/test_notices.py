@@ -136,6 +136,7 @@ def test_idle_gpus_are_told_once_until_they_work_again(
     busy = [*[3] * 20, 90, *[3] * 14, 50, *[10] * 20]
     samples = iter([["2026-01-01T10:00:00,0,0,1,2", f"2026-01-01T10:00:00,1,{percent},1,2"] for percent in busy])
     monkeypatch.setattr(gpu_use, "FILE", tmp_path / "gpu_use.csv")
+    monkeypatch.setattr(gpu_use, "LAST_FILE", tmp_path / "gpu_use.json")
     monkeypatch.setattr(gpu_use, "sample", lambda: next(samples))
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     with pytest.raises(StopIteration):

@@ -75,7 +75,7 @@ HOUR = 3600.0
 NOW = datetime.datetime.now(datetime.UTC)
 ALLOW_ALL = '{"Version": "2012-10-17", "Statement": [{"Effect": "Allow", "Action": "*", "Resource": "*"}]}'
 NEWER_IMAGE = "ami-1e749f67"  # another one of moto's images
-QUIET: dict[str, Any] = {"watchdog": {"runs": True}, "autoscaler": 1}
+QUIET: dict[str, Any] = {"watchdog": {"runs": True}, "autoscaler": 1, "at": 0.0, "session": "session_1"}
 QUIET |= {name: [] for name in ("nodes", "pending", "demands", "refused", "failed_setups")}
 """The status of a head on which nothing happens."""
 WANTED = WantedBlock(instances=2, days=1, instance_type="", earliest="", latest="")

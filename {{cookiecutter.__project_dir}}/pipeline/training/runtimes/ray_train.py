@@ -26,6 +26,7 @@ from ray.train import (
 )
 from ray.train.torch import TorchConfig, TorchTrainer, get_device, prepare_model
 from ray.tune.integration.ray_train import TuneReportCallback
+from ray.util.metrics import Gauge
 from torch import nn
 
 from pipeline.data import row_sources, streaming
@@ -64,6 +65,8 @@ class RayTrainRuntime:
         self._stored.set()
         self._preempted_nodes: set[str] = set()
         self._noted_slow_storage = False
+        self._run = context.get_experiment_name()
+        self._gauges: dict[str, Gauge] = {}
         run_id = hashlib.sha256(self._storage.experiment_fs_path.encode()).hexdigest()[:12]
         self.scratch = Path(tempfile.gettempdir(), f"checkpoint-{run_id}", f"rank-{self.rank}")
         self._delete_incomplete()
@@ -71,6 +74,14 @@ class RayTrainRuntime:
     def wrap(self, model: nn.Module) -> nn.Module:
         options = {"gradient_as_bucket_view": True}  # no second copy of the gradients
         return prepare_model(model, move_to_device=self.device, parallel_strategy_kwargs=options)
+
+    def show_metrics(self, metrics: Metrics) -> None:
+        """Set a gauge of Ray for each metric. Prometheus adds the prefix `ray_` to its name."""
+        for name, value in metrics.items():
+            if name not in self._gauges:
+                description = f"{name} of the last logged step"
+                self._gauges[name] = Gauge(f"finetune_{name}", description, tag_keys=("run",))
+            self._gauges[name].set(value, {"run": self._run})
 
     def report(self, metrics: Metrics, write: WriteCheckpoint) -> None:
         """Start storing a checkpoint. Ray merges the ranks' folders, and keeps the best and the last checkpoint."""

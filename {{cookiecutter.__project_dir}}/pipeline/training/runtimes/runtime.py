@@ -44,6 +44,10 @@ class Runtime(Protocol):
         """Return `model` on the device, wrapped so that its gradients are averaged over the ranks."""
         ...
 
+    def show_metrics(self, metrics: Metrics) -> None:
+        """Show the last known metrics to whoever watches the run. Only rank 0 calls this."""
+        ...
+
     def report(self, metrics: Metrics, write: WriteCheckpoint) -> None:
         """Start storing a checkpoint of all ranks. The checkpoint can be loaded once it is complete."""
         ...
@@ -85,6 +89,9 @@ class SingleProcess:
 
     def wrap(self, model: nn.Module) -> nn.Module:
         return model.to(self.device)
+
+    def show_metrics(self, metrics: Metrics) -> None:
+        """Do nothing, because the metrics are in metrics.jsonl and TensorBoard."""
 
     def report(self, metrics: Metrics, write: WriteCheckpoint) -> None:
         self._pending = self._writer.submit(self._keep, metrics, write)

@@ -1,0 +1,29 @@
+"""What each node last reported to the bucket: how busy its GPUs are, and that its logs reach the bucket."""
+
+import json
+from dataclasses import dataclass
+
+from cluster.aws.saved_logs import SavedLogs
+from cluster.common import bucket
+from cluster.common.cluster_file import ClusterFile
+from cluster.node import log_shipping
+from cluster.node.gpu_use import GpuUse
+
+
+@dataclass(frozen=True)
+class NodeReport:
+    """The report of one node (see log_shipping.py)."""
+
+    saved: float
+    """When the node saved it, in seconds since 1970."""
+    gpus: list[GpuUse]
+    """The last sample of each GPU."""
+
+
+def read(file: ClusterFile, session: str) -> dict[str, NodeReport]:
+    """Return the report of each node in a session of Ray, by the id of its instance."""
+    copies = SavedLogs(file).of_all_nodes(f"{bucket.LOGS}{session}/", log_shipping.REPORT)
+    reports = ((json.loads(copy.text), copy.saved.timestamp()) for copy in copies)
+    return {
+        report["instance"]: NodeReport(saved, [GpuUse(**gpu) for gpu in report["gpus"]]) for report, saved in reports
+    }

@@ -1,0 +1,71 @@
+"""Run Prometheus on this machine, which collects the metrics of a cluster. `inv metrics` runs this."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import settings
+from cluster import network
+from cluster.target import Connection
+
+PORT = 9099  # the service of Debian's package uses Prometheus's own port, 9090
+BOARDS = Path("cluster/dashboards")
+
+
+def run(connection: Connection) -> None:
+    """Collect metrics until Ctrl-C. They are kept, so that the next call continues.
+
+    Raises:
+        settings.UserError: Prometheus is not installed, or ends by itself.
+    """
+    program = shutil.which("prometheus")
+    if not program:
+        raise settings.UserError("not installed: prometheus. Run: sudo apt-get install prometheus")
+    if not network.is_free(PORT):
+        raise settings.UserError(f"port {PORT} is in use. End the other `inv metrics`, then run it again")
+    data = settings.PROJECT / ".cluster" / "prometheus" / connection.target
+    data.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:  # only its owner can read the token in it
+        file = Path(folder, "prometheus.yml")
+        file.write_text(json.dumps(_configuration(connection)))  # JSON is YAML
+        options = [f"--config.file={file}", f"--storage.tsdb.path={data}", f"--web.listen-address=127.0.0.1:{PORT}"]
+        process = subprocess.Popen([program, *options, "--log.level=warn"])
+        print(f"Prometheus runs at http://127.0.0.1:{PORT} until Ctrl-C; boards for Grafana: {BOARDS}/", flush=True)
+        _wait(process)
+
+
+def _configuration(connection: Connection) -> dict[str, Any]:
+    """Return the configuration. Ray lists its nodes at the URL, and updates its metrics every ten seconds.
+
+    https://prometheus.io/docs/prometheus/latest/configuration/configuration/
+    """
+    token = connection.headers["Authorization"].removeprefix("Bearer ")
+    nodes = {
+        "url": f"{connection.dashboard}/api/prometheus/sd",
+        "authorization": {"type": "Bearer", "credentials": token},  # without the type, 2.42 sends the bare token
+        "refresh_interval": "10s",
+    }
+    proxy = connection.open_proxy()
+    job = {"job_name": "ray", "http_sd_configs": [nodes]} | ({"proxy_url": proxy} if proxy else {})
+    return {"global": {"scrape_interval": "10s"}, "scrape_configs": [job]}
+
+
+def _wait(process: subprocess.Popen) -> None:
+    """Wait for Prometheus, and end it with this process."""
+    for number in (signal.SIGTERM, signal.SIGHUP):  # on SIGHUP, Prometheus itself would go on
+        signal.signal(number, lambda *_: sys.exit(1))
+    try:
+        if code := process.wait():
+            raise settings.UserError(
+                f"Prometheus ended with exit code {code}; its messages are above. Run: inv metrics"
+            )
+    except KeyboardInterrupt:
+        pass
+    finally:
+        process.terminate()
+        process.wait()
