@@ -92,6 +92,6 @@ def _when_the_role_is_known(put: Callable[[], object]) -> None:
         except botocore.exceptions.ClientError as error:
             if "to assume the role" not in str(error) or time.monotonic() > deadline:
                 raise
-            time.sleep(2)
+            time.sleep(1)
         else:
             return

@@ -72,7 +72,7 @@ def change(file: ClusterFile, given: Mapping[str, str], yes: bool) -> None:
     running_head = ssh.find_head(file)
     usage = _read(running_head)
     try:
-        wanted = LimitsSection.model_validate(usage.limits.model_dump() | given)
+        wanted = LimitsSection.model_validate({**usage.limits.model_dump(), **given})
     except ValidationError as error:
         first = error.errors()[0]
         raise settings.UserError(f"{_option(str(first['loc'][0]))} is {first['input']!r}. {first['msg']}") from None

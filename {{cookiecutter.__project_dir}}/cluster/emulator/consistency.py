@@ -36,7 +36,7 @@ class Consistency:
         self._deleted: dict[str, float] = {}
         """Maps the name of a deleted secret to the time of its deletion."""
         self._roles_made = -float("inf")
-        """Time of the last call that makes roles."""
+        """Time at which a stack and its roles were last made."""
         self._launched: dict[str, float] = {}
         """Maps the id of an instance to the time of its launch."""
 
@@ -52,7 +52,7 @@ class Consistency:
                 "InvalidRequest",
                 "You can't create this secret because a secret with this name is already scheduled for deletion.",
             )
-        if action in ("CreateStack", "UpdateStack"):
+        if action == "CreateStack":
             self._roles_made = now
         if re.match("(POST|PUT) /schedules/", action) and now - self._roles_made < ROLE_LAG_S:
             raise AwsError("Validation", UNKNOWN_ROLE)

@@ -94,7 +94,8 @@ def check(schedule: Mapping[str, Any]) -> None:
 
 def _schedules() -> Iterator[tuple[str, Any]]:
     for region, backend in list(scheduler_backends[ACCOUNT].items()):
-        for group in list(backend.schedule_groups.values()):
+        groups: list[Any] = list(backend.schedule_groups.values())
+        for group in groups:
             yield from ((region, schedule) for schedule in list(group.schedules.values()))
 
 
