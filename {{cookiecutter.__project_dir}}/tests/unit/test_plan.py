@@ -370,6 +370,10 @@ def test_the_peak_covers_offloaded_training(
         (QWEN3_1_7B, "ZeRO-3, hpz", False, False, 10.76),
         (QWEN3_8B, "FSDP, hybrid_shard", True, False, 11.42),
         (QWEN3_8B, "ZeRO-3, hpz", True, False, 14.50),
+        (QWEN3_8B, "ZeRO-3, hpz", False, True, 17.14),
+        (QWEN3_8B, "ZeRO-3, hpz", True, True, 8.28),
+        (LLAMA_3_70B, "FSDP, hybrid_shard", False, True, 141.58),
+        (LLAMA_3_70B, "ZeRO-3, hpz", False, True, 100.06),
     ],
 )
 def test_the_peak_covers_parameters_that_are_gathered_within_instances(
