@@ -34,8 +34,9 @@ class Connection:
     """Environment variables of each submitted job, such as its profile and where it finds files and secrets."""
     capacity_variables: Callable[[], dict[str, str]] = dict
     """Returns further variables, which describe the nodes that the cluster can have. On AWS, this takes a second."""
-    open_proxy: Callable[[], str] = str
-    """Opens a SOCKS proxy to the nodes until this process ends, and returns its URL. "" if this machine needs none."""
+    relay_metrics: Callable[[], str] = str
+    """Relays the nodes' metrics to this machine until this process ends. Returns the relay's HOST:PORT, which answers
+    /HOST:PORT with the metrics of a node, given `headers`; "" if this machine can reach the nodes itself."""
 
     def client(self) -> JobClient:
         """Return a job client. Raises `Unreachable` if the cluster does not answer, as do the client's methods."""

@@ -132,7 +132,7 @@ class Aws:
                 "CLUSTER_NODES": json.dumps(capacity.possible_nodes(file)),
                 "GANG_OFFERS": json.dumps(capacity.offers(file)),
             },
-            open_proxy=ssh_head.proxy,
+            relay_metrics=ssh_head.relay_metrics,
         )
 
     def storage_variables(self) -> dict[str, str]:

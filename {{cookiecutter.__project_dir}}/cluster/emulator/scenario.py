@@ -7,12 +7,10 @@ idle workers are terminated within seconds instead of minutes.
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.parse
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
@@ -110,27 +108,21 @@ def _reporting(file: ClusterFile) -> set[str]:
 
 
 def read_metrics(connection: Connection) -> None:
-    """Read the metrics of each machine as Prometheus does, through the SOCKS proxy.
+    """Read the metrics of each machine as Prometheus does, through the relay.
 
     Raises:
         settings.UserError: not all machines answer.
     """
-    proxy = urllib.parse.urlsplit(connection.open_proxy())
-    nodes = requests.get(f"{connection.dashboard}/api/prometheus/sd", headers=connection.headers, timeout=30).json()
-    pages = [_read_through(proxy, target) for node in nodes for target in node["targets"]]
+    relay, headers = connection.relay_metrics(), connection.headers
+    nodes = requests.get(f"{connection.dashboard}/api/prometheus/sd", headers=headers, timeout=30).json()
+    targets = [target for node in nodes for target in node["targets"]]
+    pages = [requests.get(f"http://{relay}/{target}", headers=headers, timeout=30).text for target in targets]
     found = {ip for page in pages for ip in re.findall(r'^ray_node_mem_used{.*\bip="([^"]+)"', page, re.MULTILINE)}
     if len(found) != WORKERS + 1:
-        raise settings.UserError(f"only {len(found)} machines have metrics ({', '.join(found)}). Check ssh.proxy")
+        raise settings.UserError(
+            f"only {len(found)} machines have metrics ({', '.join(found)}). Check cluster/node/metrics_relay.py"
+        )
     CONSOLE.print(f"{len(found)} machines have metrics")
-
-
-def _read_through(proxy: urllib.parse.SplitResult, target: str) -> str:
-    """Return the page /metrics of HOST:PORT through a SOCKS proxy without authentication (RFC 1928)."""
-    host, _, port = target.rpartition(":")
-    with socket.create_connection((proxy.hostname, proxy.port), timeout=30) as connection:
-        connection.sendall(b"\x05\x01\x00" + b"\x05\x01\x00\x01" + socket.inet_aton(host) + int(port).to_bytes(2))
-        connection.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
-        return connection.makefile("rb").read().decode(errors="replace")
 
 
 def upload_assets(file: ClusterFile) -> None:
