@@ -495,6 +495,17 @@ def test_an_instance_type_that_the_region_does_not_offer_is_an_error(cloud: Stub
     )
 
 
+def test_a_type_that_keeps_the_others_from_efa_is_a_warning(
+    cloud: StubbedAws, file: ClusterFile, tune: Callable[[str, str], None]
+) -> None:
+    tune("cluster.gpu", 'instance_types = ["p5.48xlarge", "g6.xlarge"]')
+    assert "g6.xlarge has no EFA, so p5.48xlarge does not use it either" in "\n".join(
+        texts(checks.check(file), "warning")
+    )
+    tune("cluster.network", "efa = false")
+    assert "has no EFA" not in "\n".join(texts(checks.check(file), "warning"))
+
+
 @pytest.fixture
 def own_subnets(tune: Callable[[str, str], None]) -> None:
     """Name subnets in settings.toml."""

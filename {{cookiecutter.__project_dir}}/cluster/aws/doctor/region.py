@@ -8,7 +8,7 @@ from botocore.exceptions import ClientError
 import settings
 from cluster.aws import images, vpc
 from cluster.aws.doctor.account import Account, alternatives
-from cluster.common import prices
+from cluster.common import gpu_types, prices
 from cluster.doctor import Finding, judge
 
 FIRST_DRIVER_580 = "2025-08-04"
@@ -60,6 +60,7 @@ def check_zones(account: Account) -> Iterator[Finding]:
 def check_network(account: Account) -> Iterator[Finding]:
     """Check that a zone offers the GPU instances, and that the user's subnets have free addresses and a route."""
     section = settings.load(vpc.NetworkSection, "network", profile="cluster")
+    yield from _check_efa(account, section)
     network = vpc.find_network(account, section)
     if not section.subnets:
         yield Finding("ok", f"the stack makes a VPC with subnets in {', '.join(dict.fromkeys(network.zones))}")
@@ -77,6 +78,20 @@ def check_network(account: Account) -> Iterator[Finding]:
             f"subnet {subnet['SubnetId']}: internet traffic goes to {route or 'nowhere'}",
             f"It must be a {what} subnet, with a route to {'an internet' if what == 'public' else 'a NAT'} gateway, "
             "because instances download packages. Set another in [cluster.network] of settings.toml",
+        )
+
+
+def _check_efa(account: Account, section: vpc.NetworkSection) -> Iterator[Finding]:
+    """Warn if a type without EFA keeps the other types from using it (see `vpc.efa_cards`)."""
+    types = gpu_types.for_training(account)
+    without = [one.name for one in types if not one.efa_cards]
+    if section.efa and account.max_workers > 1 and 0 < len(without) < len(types):
+        others = ", ".join(one.name for one in types if one.efa_cards)
+        yield Finding(
+            "warning",
+            f"{', '.join(without)} has no EFA, so {others} does not use it either, and refuses to train on several "
+            "machines. Use only types with EFA in [cluster.gpu], or set efa = false in [cluster.network] of "
+            "settings.toml",
         )
 
 
