@@ -15,7 +15,7 @@ from cluster.target import CloudStatus
 def cloud_status(file: ClusterFile, head_status: dict[str, Any]) -> CloudStatus:
     """Combine the instances on EC2 with what head_status.py printed on the head."""
     living = instances.living(file)
-    known = prices.of_market(file, {instance.instance_type for instance in living})
+    known = prices.of_running(file, living)
     hourly = {instance.id: known.of(instance) for instance in living}
     spent = head_status["watchdog"].get("dollars", 0.0)
     notes = [f"{sum(hourly.values()):.2f} dollars per hour now, {spent:.2f} spent so far, without disks and traffic"]
