@@ -23,7 +23,7 @@ NEW_S = 600
 def cloud_status(file: ClusterFile, head_status: dict[str, Any]) -> CloudStatus:
     """Combine the instances on EC2 with what head_status.py printed on the head."""
     living = instances.living(file)
-    known = prices.of_market(file, {instance.instance_type for instance in living})
+    known = prices.of_running(file, living)
     hourly = {instance.id: known.of(instance) for instance in living}
     joined = [instance for instance in living if _has_joined(instance, head_status)]
     reports = node_reports.read(file, head_status["session"])

@@ -70,6 +70,11 @@ def ask(file: ClusterFile) -> Prices:
     return Prices(head=head, workers=workers, maximum=head + file.max_workers * max(workers.values(), default=0))
 
 
+def of_running(file: ClusterFile, running: Collection[Instance]) -> MarketPrices:
+    """Return the prices of running instances. Types that are only prepaid need no price, and AWS may have none."""
+    return of_market(file, {one.instance_type for one in running if one.market != CAPACITY_BLOCK})
+
+
 def of_market(file: ClusterFile, names: Collection[str]) -> MarketPrices:
     """Return the prices of instance types in all zones. Raises `settings.UserError` if one has no price."""
     return MarketPrices({name: _on_demand(file, name) for name in sorted(names)}, spot_prices(file, names))

@@ -88,28 +88,31 @@ class Spending:
     def __init__(self, file: ClusterFile, dollars: float) -> None:
         self.dollars = dollars
         self._file = file
-        self._prices = prices.MarketPrices({}, {})
-        self._asked_types: set[str] = set()
+        self._prices: prices.MarketPrices | None = None
+        self._types: set[str] = set()
+        """The instance types that ran when AWS was last asked for prices."""
         self._asked = 0.0
 
     def add(self, running: Collection[Instance], seconds: float) -> float:
         """Add the cost of all running instances for `seconds`. Return what they cost per hour."""
-        types = {one.instance_type for one in running}
-        if types - self._asked_types or time.monotonic() - self._asked > PRICES_S:
-            self._refresh(types)
-        hourly = sum(self._prices.of(one) for one in running)
+        current = self._current_prices(running)
+        hourly = sum(current.of(one) for one in running)
         self.dollars += hourly * seconds / 3600
         return hourly
 
-    def _refresh(self, types: set[str]) -> None:
-        """Ask AWS for the current prices. If that fails, the last ones apply for another PRICES_S."""
-        self._asked, self._asked_types = time.monotonic(), types | self._asked_types
+    def _current_prices(self, running: Collection[Instance]) -> prices.MarketPrices:
+        """Ask AWS every PRICES_S, and when another type runs. If that fails, the last prices apply."""
+        types = {one.instance_type for one in running}
+        if self._prices and types <= self._types and time.monotonic() - self._asked < PRICES_S:
+            return self._prices
+        self._asked, self._types = time.monotonic(), types
         try:
-            self._prices = prices.of_market(self._file, self._asked_types)
+            self._prices = prices.of_running(self._file, running)
         except (BotoCoreError, ClientError, settings.UserError) as error:
-            if not self._prices.on_demand:
+            if not self._prices:
                 raise
             print(f"{time.strftime('%H:%M:%S')} the prices are unknown, so the last ones apply: {error}", flush=True)
+        return self._prices
 
 
 def watch() -> None:

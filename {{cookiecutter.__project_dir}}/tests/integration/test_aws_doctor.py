@@ -350,7 +350,15 @@ def test_missing_permissions_are_named(cloud: StubbedAws, file: ClusterFile) -> 
     assert only(file, "error").endswith(f"Add the others to the policy of {USER}: ec2:RunInstances, iam:PassRole")
     asked = [parameters for operation, parameters in cloud.asked if operation == "SimulatePrincipalPolicy"]
     resources = {action: call["ResourceArns"] for call in asked for action in call["ActionNames"]}
-    assert resources["iam:PassRole"] == ["arn:aws:iam::123456789012:role/my-llm-us-east-1-head"]
+    assert resources["iam:CreateRole"] == ["arn:aws:iam::123456789012:role/my-llm-us-east-1-head"]
+    passed = {
+        call["ResourceArns"][0].rpartition("us-east-1-")[2]: entry["ContextKeyValues"][0]
+        for call in asked
+        for entry in call["ContextEntries"]
+        if "iam:PassRole" in call["ActionNames"] and entry["ContextKeyName"] == "iam:PassedToService"
+    }
+    services = ("ec2.amazonaws.com", "lambda.amazonaws.com", "scheduler.amazonaws.com")
+    assert passed == dict(zip(("head", "guard", "guard-caller"), services, strict=True))
     assert resources["s3:CreateBucket"] == ["arn:aws:s3:::my-llm-123456789012-us-east-1"]
     assert {call["PolicySourceArn"] for call in asked} == {USER}
 

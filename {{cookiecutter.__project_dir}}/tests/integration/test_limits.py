@@ -37,7 +37,7 @@ watchdog_head.LEASE, watchdog_head.LAUNCHED, watchdog_head.INTERVAL_S = home / "
 watchdog_head.write_limits = lambda max_workers: None
 watchdog_head.end_cluster = lambda file, reason: (home / "ended").write_text(reason)
 instances.living = lambda file: []
-prices.of_market = lambda file, types: prices.MarketPrices({}, {})
+prices.of_running = lambda file, running: prices.MarketPrices({}, {})
 watchdog_head.watch()
 """
 

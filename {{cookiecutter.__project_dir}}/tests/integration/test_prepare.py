@@ -618,7 +618,7 @@ def test_an_instance_costs_the_price_of_its_own_zone_and_market(aws: Api, monkey
         machine("on-demand", "a", instance_type="m6i.2xlarge"),
         *(machine("spot", zone) for zone in "acc"),
         machine("on-demand", "c"),
-        machine("capacity-block", "c"),
+        machine("capacity-block", "c", instance_type="only.prepaid"),
     ]
     per_hour = 0.4 + 22 * (0.5 + 2 * 0.66) + 22  # the spot price rises from zone to zone
     spending = Spending(FILE, dollars=5.0)

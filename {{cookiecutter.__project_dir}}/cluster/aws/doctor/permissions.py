@@ -110,7 +110,7 @@ def check(account: Account) -> Iterator[Finding]:
     yield judge(
         not missing,
         f"you have {needed - len(missing)} of the {needed} permissions for inv up and inv down",
-        f"Add the others to the policy of {account.arn}: {', '.join(missing)}",
+        f"Add the others to the policy of {account.arn}: {', '.join(dict.fromkeys(missing))}",
     )
 
 
