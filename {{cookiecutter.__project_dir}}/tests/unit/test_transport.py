@@ -45,7 +45,7 @@ node:880:887 [0] NCCL INFO Using network Socket
     ("log", "network"),
     [
         (EFA, "EFA"),
-        (EFA.replace("network Libfabric", "network AWS Libfabric"), "EFA"),  # the plugin's name before 1.14
+        (EFA.replace("network Libfabric", "network AWS Libfabric"), "EFA"),  # the plugin's earlier name
         (EFA.replace("is efa, fabric is efa", "is tcp, fabric is 172.31.0.0/20"), "Libfabric"),
         (EFA + WITHOUT_INTERFACE, "Socket"),  # the plugin failed after it had selected a provider
         (WITHOUT_INTERFACE, "Socket"),
