@@ -65,11 +65,14 @@ def show(snapshot: Snapshot, cloud: CloudStatus, console: Console) -> None:
 
 def show_past(jobs: list[PastJob], console: Console) -> None:
     """Print the table of past jobs."""
-    table = _table("Past jobs", "id", "state", "started", "duration", "GPUs busy", "command")
+    table = _table("Past jobs", "id", "owner", "state", "started", "duration", "GPUs busy", "command")
     for job in jobs:
         started = time.strftime("%Y-%m-%d %H:%M", time.localtime(job.started))
         busy = "" if job.gpu_busy_percent is None else f"{job.gpu_busy_percent:.0f} %"
-        table.add_row(job.id, job.state, started, f"{job.ended - job.started:.0f} s", busy, escape(job.command))
+        table.add_row(
+            *(job.id, escape(job.owner), job.state, started, f"{job.ended - job.started:.0f} s", busy),
+            escape(job.command),
+        )
     console.print(table if jobs else "no cluster has saved any job in the bucket yet")
 
 
@@ -127,12 +130,13 @@ def _resources(snapshot: Snapshot) -> Table:
 
 
 def _jobs(snapshot: Snapshot) -> Table:
-    table = _table("Jobs", "id", "state", "started", "duration")
+    table = _table("Jobs", "id", "owner", "state", "started", "duration")
     for job in _latest_jobs(snapshot):
         started = (job["start_time"] or 0) / 1000
         ended = (job["end_time"] or time.time() * 1000) / 1000
         clock = time.strftime("%H:%M:%S", time.localtime(started))
-        table.add_row(job["submission_id"], job["status"].lower(), clock, f"{ended - started:.0f} s")
+        owner = escape(job_client.owner(job["metadata"]))
+        table.add_row(job["submission_id"], owner, job["status"].lower(), clock, f"{ended - started:.0f} s")
     return table
 
 
