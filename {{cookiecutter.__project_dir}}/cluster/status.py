@@ -1,6 +1,7 @@
 """Show the state of a running cluster, and its problems. `inv status` runs this."""
 
 import time
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,8 @@ class Snapshot:
     nodes: list[dict[str, Any]]
     load: dict[str, Any]
     jobs: list[dict[str, Any]]
+    waiting: list[dict[str, Any]]
+    """Tasks, actors and placement groups for which no node has free resources."""
     serve: dict[str, Any]
 
 
@@ -38,11 +41,16 @@ def snapshot(connection: Connection) -> Snapshot:
         response.raise_for_status()
         return response.json()
 
+    def find(kind: str, state: str) -> list[dict[str, Any]]:
+        filters = f"filter_keys=state&filter_predicates=%3D&filter_values={state}"
+        return get(f"/api/v0/{kind}?detail=1&{filters}")["data"]["result"]["result"]
+
     try:
         return Snapshot(
             nodes=get("/api/v0/nodes")["data"]["result"]["result"],
             load=(get("/api/cluster_status")["data"]["clusterStatus"] or {}).get("loadMetricsReport") or {},
             jobs=[job for job in get("/api/jobs/") if job_client.is_submitted(job["submission_id"])],
+            waiting=find("placement_groups", "PENDING") + find("tasks", "PENDING_NODE_ASSIGNMENT"),
             serve=get("/api/serve/applications/"),
         )
     except (requests.RequestException, LookupError, TypeError, AttributeError) as error:
@@ -51,7 +59,8 @@ def snapshot(connection: Connection) -> Snapshot:
 
 def show(snapshot: Snapshot, cloud: CloudStatus, console: Console) -> None:
     """Print the tables, the notes and the problems."""
-    for table in (*cloud.tables, _nodes(snapshot), _resources(snapshot), _jobs(snapshot), _applications(snapshot)):
+    tables = (_nodes(snapshot), _resources(snapshot), _jobs(snapshot), _waiting(snapshot), _applications(snapshot))
+    for table in (*cloud.tables, *tables):
         if table.row_count:
             console.print(table)
     for note in cloud.notes:
@@ -138,6 +147,27 @@ def _jobs(snapshot: Snapshot) -> Table:
         owner = escape(job_client.owner(job["metadata"]))
         table.add_row(job["submission_id"], owner, job["status"].lower(), clock, f"{ended - started:.0f} s")
     return table
+
+
+def _waiting(snapshot: Snapshot) -> Table:
+    """Return a table of the resources that jobs wait for."""
+    table = _table("Waiting", "job", "owner", "for")
+    jobs = {job["job_id"]: job for job in snapshot.jobs}
+    wanted = Counter[tuple[str, str]]()
+    for one in snapshot.waiting:
+        if "bundles" in one:
+            wanted.update((one["creator_job_id"], _resource_names(part["unit_resources"])) for part in one["bundles"])
+        elif not one["placement_group_id"]:  # otherwise it waits for a placement group, which is also in the list
+            wanted[one["job_id"], _resource_names(one["required_resources"])] += 1
+    for (job_id, resources), count in wanted.items():
+        if job := jobs.get(job_id):
+            owner = escape(job_client.owner(job["metadata"]))
+            table.add_row(job["submission_id"], owner, f"{count} × {resources}")
+    return table
+
+
+def _resource_names(amounts: dict[str, float]) -> str:
+    return ", ".join(f"{_amount(name, amount)} {name}" for name, amount in amounts.items())
 
 
 def _applications(snapshot: Snapshot) -> Table:

@@ -15,8 +15,8 @@ def install(head: SshHead, keys: Sequence[str]) -> None:
     Raises:
         settings.UserError: ssh cannot connect.
     """
-    lines = "".join(f"{key} {MARK}\n" for key in keys)
+    mark, added = shlex.quote(MARK), shlex.quote("".join(f"{key} {MARK}\n" for key in keys))
     head.run(
-        f"cd ~/.ssh && umask 077 && {{ grep -vF {shlex.quote(MARK)} authorized_keys; printf %s {shlex.quote(lines)}; }} "
-        "> authorized_keys.new && mv authorized_keys.new authorized_keys"
+        f"cd ~/.ssh && umask 077 && {{ grep -vF {mark} authorized_keys; printf %s {added}; }} > authorized_keys.new && "
+        "mv authorized_keys.new authorized_keys"
     )

@@ -70,7 +70,8 @@ def body(efa_cards: int, more_callers: Sequence[str] = (), *, makes_network: boo
 def template(efa_cards: int, more_callers: Sequence[str] = (), *, makes_network: bool) -> dict[str, Any]:
     """Return stack.yaml with a network interface for each EFA card after the first, on all GPU launch templates.
 
-    It also has a rule for port 22 for each of `more_callers`. CloudFormation's own language has no loop that makes items of a list. An efa-only interface carries no IP traffic.
+    It also has a rule for port 22 for each of `more_callers`. CloudFormation's own language has no loop that makes
+    items of a list. An efa-only interface carries no IP traffic.
     https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/efa-acc-inst-types.html
 
     `makes_network` says whether the stack makes a VPC.

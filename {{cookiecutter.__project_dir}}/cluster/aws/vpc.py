@@ -70,7 +70,7 @@ class NetworkSection(settings.Section):
         for key in self.ssh_keys:
             if not PUBLIC_KEY.fullmatch(key):
                 raise ValueError(
-                    f"{key[:20]!r} in ssh_keys is not a public key. Copy the line in a file such as ~/.ssh/id_ed25519.pub"
+                    f"{key[:20]!r} in ssh_keys is not a public key. Copy the line in ~/.ssh/id_ed25519.pub, for example"
                 )
         return self
 

@@ -1,6 +1,7 @@
 """Test the `inv` verbs with the `local` target, in a copy of the project with its own cluster."""
 
 import functools
+import getpass
 import hashlib
 import json
 import os
@@ -45,7 +46,9 @@ if __name__ == "__main__":
     print("driver", seen())
     print("worker", ray.get(ray.remote(num_cpus=0.1)(seen).remote()), flush=True)
     print("temp", ray.get(ray.remote(num_cpus=0.1)(tempfile.gettempdir).remote()), tempfile.gettempdir(), flush=True)
-    time.sleep(float(sys.argv[2]) if len(sys.argv) > 2 else 0)
+    if len(sys.argv) > 2:
+        waits = ray.remote(num_cpus=1000)(seen).remote()
+        time.sleep(float(sys.argv[2]))
     sys.exit(int(sys.argv[1]))
 '''
 
@@ -221,6 +224,8 @@ def test_ctrl_c_without_a_terminal_leaves_the_job_running(project: Project) -> N
     rest, _ = client.communicate(timeout=30)
     assert client.returncode == 130
     assert f"inv stop {job_id}" in rest
+    waiting = " ".join(project.inv("status").partition("Waiting")[2].split())
+    assert f"{job_id} {getpass.getuser()} 1 × 1000 CPU" in waiting
     assert f"{job_id} is stopped" in project.inv("stop", "--job", job_id)
     assert f"{job_id} is stopped" in project.inv("stop", "--job", job_id), "stopping a job twice must not be an error"
 

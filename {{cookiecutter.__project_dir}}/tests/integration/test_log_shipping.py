@@ -31,7 +31,8 @@ from cluster.node import gpu_use, log_shipping, metadata, state
 
 JOB: dict[str, Any] = {
     "submission_id": "preprocess-1", "entrypoint": "python -m jobs.preprocess", "status": "RUNNING", "message": "runs",
-    "start_time": 1_000, "end_time": None, "driver_exit_code": None, "metadata": {"owner": "ada"}, "runtime_env": {"env_vars": {"KEY": "hidden"}},
+    "start_time": 1_000, "end_time": None, "driver_exit_code": None, "metadata": {"owner": "ada"},
+    "runtime_env": {"env_vars": {"KEY": "hidden"}},
 }  # fmt: skip
 DONE = JOB | {"status": "SUCCEEDED", "end_time": 61_000, "driver_exit_code": 0}
 FAILED = DONE | {"submission_id": "evaluate-2", "status": "FAILED", "start_time": 2_000, "driver_exit_code": 3}

@@ -86,7 +86,9 @@ def test_a_wrong_address_or_key_is_refused(setting: dict[str, list[str]], proble
 
 def test_public_keys_are_accepted(tmp_path: Path) -> None:
     for kind in ("ed25519", "rsa", "ecdsa"):
-        subprocess.run(["ssh-keygen", "-q", "-t", kind, "-N", "", "-C", "ada@laptop", "-f", tmp_path / kind], check=True)
+        subprocess.run(
+            ["ssh-keygen", "-q", "-t", kind, "-N", "", "-C", "ada@laptop", "-f", tmp_path / kind], check=True
+        )
         vpc.NetworkSection(ssh_keys=((tmp_path / f"{kind}.pub").read_text().strip(),))
 
 

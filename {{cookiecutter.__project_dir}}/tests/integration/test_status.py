@@ -1,6 +1,7 @@
 """Test what `inv status` shows, and which problems it reports, for given responses of Ray's dashboard."""
 
 import io
+import re
 from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock
@@ -19,7 +20,7 @@ NODE: dict[str, Any] = {
 }  # fmt: skip
 JOB: dict[str, Any] = {
     "submission_id": "preprocess-1", "status": "SUCCEEDED", "start_time": 1_000, "end_time": 61_000,
-    "message": "Job finished successfully.", "driver_exit_code": 0, "metadata": {"owner": "ada"},
+    "message": "Job finished successfully.", "driver_exit_code": 0, "job_id": "01000000", "metadata": {"owner": "ada"},
 }  # fmt: skip
 APPLICATION: dict[str, Any] = {
     "status": "RUNNING", "route_prefix": "/", "message": "",
@@ -32,6 +33,7 @@ def snapshot(**changes: Any) -> status.Snapshot:
         "nodes": [NODE],
         "load": {"usage": {"CPU": [1.0, 4.0]}, "resourceDemand": [], "pgDemand": []},
         "jobs": [JOB],
+        "waiting": [],
         "serve": {"http_options": {"host": "127.0.0.1", "port": 8000}, "applications": {"llm": APPLICATION}},
     }
     return status.Snapshot(**(healthy | changes))
@@ -45,7 +47,16 @@ def printed(what: status.Snapshot, cloud: CloudStatus | None = None) -> str:
 
 def test_a_healthy_cluster_is_shown_without_problems() -> None:
     text = printed(snapshot())
-    for expected in ("10.0.0.1", "head", "preprocess-1", "ada", "succeeded", "60 s", "http://127.0.0.1:8000", "tiny ×2"):
+    for expected in (
+        "10.0.0.1",
+        "head",
+        "preprocess-1",
+        "ada",
+        "succeeded",
+        "60 s",
+        "http://127.0.0.1:8000",
+        "tiny ×2",
+    ):
         assert expected in text
     assert "no problems" in text
 
@@ -72,6 +83,21 @@ def test_a_dead_node_and_an_unhealthy_application_are_reported() -> None:
     assert status.problems(snapshot(serve=serve)) == ["application llm is deploy_failed: did not start"]
     with pytest.raises(settings.UserError, match="inv submit serve_llm"):
         status.address(snapshot(serve=serve), CONNECTION)
+
+
+def test_each_job_is_shown_with_what_it_waits_for() -> None:
+    gang = {"creator_job_id": "01000000", "bundles": [{"unit_resources": {"GPU": 8.0, "CPU": 4.0}}] * 2}
+    task = {"job_id": "02000000", "placement_group_id": None, "required_resources": {"CPU": 30.0}}
+    in_gang = {"job_id": "01000000", "placement_group_id": "a", "required_resources": {"GPU": 8.0}}
+    of_serve = {"job_id": "", "placement_group_id": None, "required_resources": {"CPU": 1.0}}
+    other = JOB | {"submission_id": "embed-2", "job_id": "02000000", "metadata": {"owner": "bob"}}
+    text = printed(snapshot(jobs=[JOB, other], waiting=[gang, task, in_gang, task, of_serve]))
+    _, _, table = text.partition("Waiting\n")
+    assert [re.split("  +", line.strip()) for line in table.splitlines()[1:3]] == [
+        ["preprocess-1", "ada", "2 × 8 GPU, 4 CPU"],
+        ["embed-2", "bob", "2 × 30 CPU"],
+    ]
+    assert "Waiting" not in printed(snapshot())
 
 
 def test_the_default_job_is_the_latest_one_of_this_user(monkeypatch: pytest.MonkeyPatch) -> None:
