@@ -186,7 +186,7 @@ def _applications(snapshot: Snapshot) -> Table:
 def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
     for column in columns:
-        table.add_column(column, header_style="dim", overflow="fold")
+        table.add_column(column, header_style="dim", overflow="fold", no_wrap=column == "id")  # users copy ids
     return table
 
 

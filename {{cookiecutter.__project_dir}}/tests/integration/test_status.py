@@ -92,8 +92,8 @@ def test_each_job_is_shown_with_what_it_waits_for() -> None:
     of_serve = {"job_id": "", "placement_group_id": None, "required_resources": {"CPU": 1.0}}
     other = JOB | {"submission_id": "embed-2", "job_id": "02000000", "metadata": {"owner": "bob"}}
     text = printed(snapshot(jobs=[JOB, other], waiting=[gang, task, in_gang, task, of_serve]))
-    _, _, table = text.partition("Waiting\n")
-    assert [re.split("  +", line.strip()) for line in table.splitlines()[1:3]] == [
+    _, _, table = text.partition("Waiting")
+    assert [re.split("  +", line.strip()) for line in table.splitlines()[2:4]] == [
         ["preprocess-1", "ada", "2 × 8 GPU, 4 CPU"],
         ["embed-2", "bob", "2 × 30 CPU"],
     ]
