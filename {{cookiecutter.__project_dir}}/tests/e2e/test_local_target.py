@@ -30,6 +30,7 @@ from cluster.local import processes as cluster_processes
 from cluster.local.target import Local
 from cluster.network import free_ports
 
+PROMETHEUS = f"http://127.0.0.1:{prometheus.PORT}/api/v1"
 CANARY = secrets.token_hex(16)  # random: this file is uploaded, so the search below would find a literal in it
 PROBE = '''
 """A job for the tests: prints temporary folders and hashes of the secret, waits, then exits with the given code."""
@@ -100,15 +101,19 @@ def test_prometheus_collects_the_metrics_of_the_cluster(project: Project) -> Non
     try:
         assert verb.stdout
         assert f"http://127.0.0.1:{prometheus.PORT}" in verb.stdout.readline()
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 300
         while not query("ray_node_mem_used"):
-            assert time.monotonic() < deadline
+            assert time.monotonic() < deadline, requests.get(f"{PROMETHEUS}/targets", timeout=15).text
             assert verb.poll() is None
             time.sleep(0.5)
         assert {target["metric"]["job"] for target in query("up == 1")} == {"ray"}
         (program,) = psutil.Process(verb.pid).children()
+        (configuration,) = [Path(word.partition("=")[2]) for word in program.cmdline() if "--config.file" in word]
+        assert configuration.parent.stat().st_mode & 0o077 == 0, "it holds the token"
         verb.send_signal(signal.SIGHUP)  # as if the terminal were closed
-        program.wait(60)
+        verb.wait(60)
+        assert not program.is_running()
+        assert not configuration.exists()
     finally:
         verb.terminate()
         verb.wait(60)
@@ -120,9 +125,8 @@ def test_prometheus_collects_the_metrics_of_the_cluster(project: Project) -> Non
 
 def query(expression: str) -> list[dict[str, Any]]:
     """Return Prometheus's answer, or [] while it does not answer."""
-    url = f"http://127.0.0.1:{prometheus.PORT}/api/v1/query"
     try:
-        return requests.get(url, params={"query": expression}, timeout=15).json()["data"]["result"]
+        return requests.get(f"{PROMETHEUS}/query", params={"query": expression}, timeout=15).json()["data"]["result"]
     except requests.RequestException:
         return []
 
