@@ -66,6 +66,8 @@ def _test_template_and_emulator(context: Context, nightly: bool) -> Path:
         own = background.submit(context.run, OWN_TESTS, hide=True, warn=True)
         project = _bake(context, TEST_PROJECT)
         python = _python(context, project)
+        _step("checking the types of benchmarks, faults and tests")
+        _check_types(context, python, project)
         _step(f"testing the template, and the emulated AWS of {project}")
         _test_in_project(context, python, project, "emulator", *_selection(nightly))
     print(own.result().stdout, own.result().stderr)
@@ -77,6 +79,16 @@ def _test_template_and_emulator(context: Context, nightly: bool) -> Path:
 def _selection(nightly: bool) -> list[str]:
     """Return pytest's options for the tests to run."""
     return [] if nightly else ["-m", "not nightly"]
+
+
+def _check_types(context: Context, python: Path, project: Path) -> None:
+    """Check the template's code that runs in a project. The project's own tests check the project's code."""
+    found = [bake.TEMPLATE / folder for folder in ("benchmarks", "faults", "tests/emulator", "tests/gpu_path")]
+    files = sorted(file for folder in found for file in folder.glob("*.py"))
+    paths = [option for folder in (project, project / "tests", bake.TEMPLATE) for option in ("--search-path", folder)]
+    command = [python, "-m", "pyrefly", "check", "--config", project / "pyproject.toml", *paths, *files]
+    with context.cd(str(project)):
+        context.run(shlex.join(map(str, command)), in_stream=False)
 
 
 def _test_in_project(context: Context, python: Path, project: Path, folder: str, *options: str) -> None:

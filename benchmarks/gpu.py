@@ -14,7 +14,7 @@ from pipeline.training.dataset import Batch
 from pipeline.training.options import DDPOptions, TrainOptions
 from pipeline.training.runtimes.runtime import Runtime, SingleProcess
 from pipeline.training.schedule import BatchPlan
-from pipeline.training.strategies import DDP, Strategy
+from pipeline.training.strategies import DDP
 from pipeline.training.trainer import Trainer
 
 LENGTH, ROWS = 4096, 4
@@ -85,10 +85,11 @@ def measure() -> Result:
 
 
 def _measure(folder: Path, documents: int = 1, attention: str = "", **changes: Any) -> dict[str, Any]:
-    def make(model: PreTrainedModel, options: TrainOptions, runtime: Runtime, plan: BatchPlan) -> Strategy:
-        if attention:
-            model.set_attn_implementation(attention)
-        return DDP(model, options, runtime, plan)
+    class DDPWithAttention(DDP):
+        def __init__(self, model: PreTrainedModel, options: TrainOptions, runtime: Runtime, plan: BatchPlan) -> None:
+            if attention:
+                model.set_attn_implementation(attention)
+            super().__init__(model, options, runtime, plan)
 
     torch.compiler.reset()  # frees the previous model too
     gc.collect()
@@ -96,7 +97,7 @@ def _measure(folder: Path, documents: int = 1, attention: str = "", **changes: A
     torch.cuda.reset_peak_memory_stats()
     runtime = SingleProcess(folder / "runs", torch.device("cuda", 0), keep_checkpoints=1)
     try:
-        trainer = Trainer(_options(folder, changes), runtime, make, RandomRows(documents))
+        trainer = Trainer(_options(folder, changes), runtime, DDPWithAttention, RandomRows(documents))
         _steps(trainer, 1, FIRST)
         row = _steps(trainer, FIRST + 1, FIRST + STEPS)
     except torch.OutOfMemoryError:

@@ -23,7 +23,7 @@ from pipeline.training.options import DDPOptions, TrainOptions
 from pipeline.training.runtimes import ray_train
 from pipeline.training.runtimes.runtime import Runtime
 from pipeline.training.schedule import BatchPlan
-from pipeline.training.strategies import DDP, Strategy
+from pipeline.training.strategies import DDP
 
 ROUNDS = 9
 STEPS, FIRST = 20, 5  # the first FIRST steps allocate memory and do not count
@@ -96,20 +96,22 @@ def _options(changes: dict[str, Any]) -> DDPOptions:
 def _cost_of_the_runtime(changes: dict[str, Any]) -> dict[str, float]:
     """For each timed method of the runtime, return the milliseconds per step that the slower worker spends in it."""
     options = _options(changes | {"steps": CLOCKED_STEPS, "name": "clocked"})
-    ray_train.fit(options, _clocked_ddp)
+    ray_train.fit(options, ClockedDDP)
     files = sorted(Path(options.output).glob("calls-*.json"))
     each = [json.loads(file.read_text()) for file in files]
     return {name: max(1000 * seconds[name] / CLOCKED_STEPS for seconds in each) for name in each[0]}
 
 
-def _clocked_ddp(model: PreTrainedModel, options: TrainOptions, runtime: Runtime, plan: BatchPlan) -> Strategy:
-    """Wrap methods of the runtime to time the trainer's calls to Ray Train, and return the DDP strategy."""
-    names = (*IN_A_STEP, "wait")  # `wait` is not in the sum, because it waits for the storage, not for Ray
-    seconds = dict.fromkeys(names, 0.0)
-    for name in names:
-        file = Path(options.output, f"calls-{runtime.rank}.json")
-        setattr(runtime, name, _clocked(getattr(runtime, name), name, seconds, file))
-    return DDP(model, options, runtime, plan)
+class ClockedDDP(DDP):
+    """DDP that also times the trainer's calls to Ray Train."""
+
+    def __init__(self, model: PreTrainedModel, options: TrainOptions, runtime: Runtime, plan: BatchPlan) -> None:
+        names = (*IN_A_STEP, "wait")  # `wait` is not in the sum, because it waits for the storage, not for Ray
+        seconds = dict.fromkeys(names, 0.0)
+        for name in names:
+            file = Path(options.output, f"calls-{runtime.rank}.json")
+            setattr(runtime, name, _clocked(getattr(runtime, name), name, seconds, file))
+        super().__init__(model, options, runtime, plan)
 
 
 def _clocked(method: Callable[..., Any], name: str, seconds: dict[str, float], file: Path) -> Callable[..., Any]:

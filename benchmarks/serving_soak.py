@@ -37,8 +37,9 @@ async def _soak(options: ServeOptions, answers: dict[str, str]) -> tuple[Request
             Visitor(number, options, client, http, answers, log).run(visitors.MISBEHAVING, lambda: log.now() > LENGTH_S)
             for number in range(CLIENTS)
         ]
-        memory, *_ = await asyncio.gather(_watch_memory(log), _kill_engine(log), *staying)
-    return log, memory
+        memory = asyncio.create_task(_watch_memory(log))
+        await asyncio.gather(memory, _kill_engine(log), *staying)
+    return log, memory.result()
 
 
 async def _watch_memory(log: RequestLog) -> Memory:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.client import HTTPConnection, HTTPResponse
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 from moto.server import ThreadedMotoServer
 
@@ -49,18 +50,18 @@ class _Front(ThreadingHTTPServer):
         connection.close()
         return answer, content
 
-    def content(self, path: str) -> bytes:
+    def content(self, path: str, headers: dict[str, str]) -> bytes:
         """Return an object. It is kept, because moto would read all of it again for each range."""
         with self._lock:
             if path not in self._contents:
-                self._contents[path] = self.forward("GET", path, b"", {})[1]
+                self._contents[path] = self.forward("GET", path, b"", headers)[1]
             return self._contents[path]
 
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
-    server: _Front
+    server: _Front  # type: ignore[assignment]
 
     def do_GET(self) -> None:
         time.sleep(LATENCY_S)
@@ -83,17 +84,18 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def _send_range(self) -> None:
-        content = self.server.content(self.path)
-        first, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
-        wanted = memoryview(content)[first : last + 1]
+        headers = {name: value for name, value in self.headers.items() if name.lower() != "range"}
+        content = self.server.content(self.path, headers)
+        first, last = self.headers["Range"].removeprefix("bytes=").split("-")
+        wanted = memoryview(content)[int(first) : int(last or len(content)) + 1]
         self.send_response_only(206)
         self.send_header("Content-Length", str(len(wanted)))
-        self.send_header("Content-Range", f"bytes {first}-{first + len(wanted) - 1}/{len(content)}")
+        self.send_header("Content-Range", f"bytes {first}-{int(first) + len(wanted) - 1}/{len(content)}")
         self.end_headers()
         started = time.monotonic()
         for start in range(0, len(wanted), SLICE):
             self.wfile.write(wanted[start : start + SLICE])
             time.sleep(max(0.0, started + (start + SLICE) / BYTES_PER_S - time.monotonic()))
 
-    def log_message(self, *_: object) -> None:
+    def log_message(self, format: str, *args: Any) -> None:
         """Print nothing."""

@@ -15,6 +15,7 @@ from pathlib import Path
 import httpx2
 import openai
 import torch
+from openai.types.chat import ChatCompletionUserMessageParam
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks import harness
@@ -109,7 +110,7 @@ def _train_model(folder: Path) -> dict[str, str]:
     return answers
 
 
-def _asking(question: str) -> list[dict[str, str]]:
+def _asking(question: str) -> list[ChatCompletionUserMessageParam]:
     return [{"role": "user", "content": question}]
 
 

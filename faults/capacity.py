@@ -45,6 +45,33 @@ def first_zone_refuses(harness: Harness) -> str:
     return _summary(log)
 
 
+def launch_ends_early(harness: Harness) -> str:
+    """EC2 accepts a launch and ends the machine before it runs: `inv status` says why, and another zone is tried."""
+    harness.wait_until_no_workers()
+    control(without_volumes=1)
+    log = _gather(harness)
+    assert "gathered {'zone': '2'}" in log, log
+    output = run_verb("status")
+    (ended,) = re.findall(
+        r"AWS ended i-\w+ \(gpu-spot-1\) during its launch: [^.]*\.VolumeLimitExceeded: [^.]*", output
+    )
+    return ended
+
+
+def own_key_for_disks(harness: Harness) -> str:
+    """A key of the account's own encrypts all disks: the head's role may use it, so machines start."""
+    harness.wait_until_no_workers()
+    key = harness.file.client("kms").create_key()["KeyMetadata"]["Arn"]
+    ec2 = harness.file.client("ec2")
+    ec2.modify_ebs_default_kms_key_id(KmsKeyId=key)
+    try:
+        log = _gather(harness)
+    finally:
+        ec2.modify_ebs_default_kms_key_id(KmsKeyId="alias/aws/ebs")
+    assert "gathered" in log, log
+    return _summary(log)
+
+
 def all_spot_refuses(harness: Harness) -> str:
     """No spot capacity in any zone: the gang starts on demand."""
     harness.wait_until_no_workers()

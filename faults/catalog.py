@@ -37,6 +37,8 @@ FAULTS = [
     ),
     Fault("eight workers", "all start in one zone", "capacity.eight_workers"),
     Fault("a setup command fails", "status reports it, and launches stop after three failures", "setup.setup_fails"),
+    Fault("a launch ends early", "status says why, and the gang starts in another zone", "capacity.launch_ends_early"),
+    Fault("a key of the account's own for disks", "the gang starts", "capacity.own_key_for_disks"),
     Fault("a machine lacks a GPU", "status names it, and another machine takes the job", "setup.machine_lacks_a_gpu"),
     Fault(
         "another Python on a worker", "Ray rejects the worker, and status says why", "setup.other_python_on_a_worker"
@@ -59,8 +61,10 @@ FAULTS = [
     ),
     Fault("the head reboots", "its lease ends it, because a reboot ends the watchdog", "heads.head_reboots"),
     Fault("head lost for good", "workers terminate themselves", "heads.head_lost"),
-    Fault("time limit", "the cluster terminates itself", "heads.time_limit"),
+    Fault("time limit", "inv limits raises it; then the cluster terminates itself", "heads.time_limit"),
     Fault("spend limit", "the cluster terminates itself", "heads.spend_limit"),
+    Fault("nobody uses the cluster", "it warns, and then it terminates itself", "heads.nobody_uses_the_cluster"),
+    Fault("no watchdog works", "the guard outside the cluster ends every machine", "heads.no_watchdog_works"),
     Fault("up interrupted three times", "down leaves nothing", "operators.interrupted_up"),
     Fault("plain ray up and ray down", "both work, and no machine is left", "operators.plain_ray"),
     Fault("down from another checkout, twice", "nothing is left", "operators.down_twice"),

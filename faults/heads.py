@@ -1,17 +1,20 @@
 """Faults in which the head dies, or the cluster reaches a limit."""
 
+import datetime
 import json
 import re
 import time
+from typing import Any
 
 import settings
-from cluster.common import instances
+from cluster.aws import guard
+from cluster.common import instances, limits
 from cluster.emulator import scenario
 from cluster.emulator.waiting import slowdown, wait_for
 from cluster.job_client import Unreachable
-from cluster.node import log_shipping, watchdog_head
+from cluster.node import log_shipping
 from cluster.node.state import INTERVAL_S, LAUNCHED
-from faults.harness import Harness, control, run_verb
+from faults.harness import Harness, control, replaced_file, run_verb
 from faults.setup import ONE_CPU
 
 MAX_REPAIR_S = 180
@@ -19,6 +22,15 @@ FIRST_LEASE_S = 1800  # see UserData in cluster.yaml
 BUSY_JOB = (
     "import ray, time; ray.init(); work = lambda: (print('at work', flush=True), time.sleep(600)); "
     "ray.get(ray.remote(num_cpus=1)(work).remote())"
+)
+
+
+SERVED_PORT = 8000
+SERVE = (
+    "from ray import serve; "
+    f"serve.start(proxy_location='HeadOnly', http_options={{'host': '127.0.0.1', 'port': {SERVED_PORT}}}); "
+    "echo = type('Echo', (), {'__call__': lambda self, request: 'ok'}); "
+    "serve.run(serve.deployment(ray_actor_options={'num_cpus': 0})(echo).bind())"
 )
 
 
@@ -67,11 +79,18 @@ def head_killed(harness: Harness) -> str:
 
 
 def time_limit(harness: Harness) -> str:
-    """The cluster reaches the time limit in settings.toml: it terminates itself, including all workers."""
+    """The cluster reaches a time limit that `inv limits` has raised: it terminates itself, including all workers."""
     _busy_workers(harness)
+    first = limits.load().hours
+    limit = first + 1
+    with replaced_file(settings.FILE, settings.FILE.read_text()):  # because the verb writes to it
+        output = run_verb("limits", "--hours", f"{limit:g}", "--yes")
+    assert f"the limits are now {limit:g} hours" in output, output
+    harness.head().run(f"sudo touch --date='{first:g} hours ago' {LAUNCHED}")  # as if the cluster had started then
     time.sleep(2 * log_shipping.INTERVAL_S)  # until the job's log is in the bucket
-    limit = _limits().hours
-    harness.head().run(f"sudo touch --date='{limit:g} hours ago' {LAUNCHED}")  # as if the cluster had started then
+    assert harness.workers(), "the cluster has ended at the first limit"
+    assert f"{first:.1f}" in run_verb("limits")
+    harness.head().run(f"sudo touch --date='{limit:g} hours ago' {LAUNCHED}")
     summary = _wait_until_terminated(harness)
     output = run_verb("status", exit_code=1)
     assert f"the limit of {limit:g} hours" in output, output
@@ -83,7 +102,7 @@ def time_limit(harness: Harness) -> str:
 def spend_limit(harness: Harness) -> str:
     """The cluster reaches the spend limit in settings.toml: it terminates itself, including all workers."""
     _busy_workers(harness)
-    limit = _limits().dollars
+    limit = limits.load().dollars
     spent = json.dumps({"at": time.time(), "dollars": limit - 0.0001, "messages": []})
     restart = harness.file.content["head_start_ray_commands"][-1]
     harness.head().run(f"kill $(cat ~/watchdog.pid); sleep 1; echo '{spent}' > ~/watchdog.json; {restart}")
@@ -91,6 +110,38 @@ def spend_limit(harness: Harness) -> str:
     output = run_verb("status", exit_code=1)
     assert f"the limit of {limit:g} dollars" in output, output
     return f"{summary}, and status says why; its recorded costs were set to almost {limit:g} dollars"
+
+
+def nobody_uses_the_cluster(harness: Harness) -> str:
+    """A request keeps the cluster; without jobs and requests, it warns, and then it terminates itself."""
+    harness.wait_until_no_workers()
+    harness.wait_for_success(harness.submit(SERVE))
+    harness.head().run(f"curl --fail --silent --data x http://127.0.0.1:{SERVED_PORT}/")
+    wait_for(lambda: _watchdog(harness)["requests"] == 1, 150, "the watchdog to count the request")
+    with replaced_file(settings.FILE, settings.FILE.read_text()):  # because the verb writes to it
+        run_verb("limits", "--idle-hours", "0.05")
+    wait_for(lambda: "no job and no request" in run_verb("status"), 240, "status to warn")
+    summary = _wait_until_terminated(harness, 240)
+    output = run_verb("status", exit_code=1)
+    assert "no job and no request for 0.05 hours" in output, output
+    return f"{summary} of idle time, although an application was served; before, one request counted as use"
+
+
+def no_watchdog_works(harness: Harness) -> str:
+    """The watchdogs are dead when the limit in hours is over: the guard outside the cluster ends all machines."""
+    workers, head = _busy_workers(harness), instances.head(harness.file)
+    assert head
+    schedule = harness.file.client("scheduler").get_schedule(Name=f"{harness.file.slug}-guard")
+    after = (schedule["StartDate"] - head.launched).total_seconds() / 3600
+    assert abs(after - limits.load().hours - 0.25) < 0.1, f"the guard comes {after:.2f} hours after the launch"
+    harness.head().run("kill $(cat ~/watchdog.pid)")
+    limit = limits.load().hours
+    guard.move(harness.file, head.launched - datetime.timedelta(hours=limit + 1), limit)  # as if that were the launch
+    return f"{_wait_until_terminated(harness)}, {len(workers)} of them workers; {limit:g} hours were skipped"
+
+
+def _watchdog(harness: Harness) -> dict[str, Any]:
+    return harness.report()["watchdog"]
 
 
 def head_lost(harness: Harness) -> str:
@@ -132,13 +183,9 @@ def _busy_workers(harness: Harness) -> list[instances.Instance]:
     return harness.workers()
 
 
-def _limits() -> watchdog_head.LimitsSection:
-    return settings.load(watchdog_head.LimitsSection, "limits", profile="cluster")
-
-
-def _wait_until_terminated(harness: Harness) -> str:
+def _wait_until_terminated(harness: Harness, timeout_s: float = 60) -> str:
     count = len(instances.living(harness.file))
-    took = wait_for(lambda: not instances.living(harness.file), 60, "the cluster to terminate itself")
+    took = wait_for(lambda: not instances.living(harness.file), timeout_s, "the cluster to terminate itself")
     return f"{count} machines terminated themselves after {took:.0f} s"
 
 

@@ -177,6 +177,40 @@ def up(context: Context, target: str = "local", yes: bool = False, wait: bool = 
     print(f"next: inv submit{option} preprocess   or: inv status{option}   or: inv down{option}")
 
 
+@verb(
+    hours="hours since the start of the head; default: no change",
+    dollars="dollars for all instances since then; default: no change",
+    idle_hours="hours without a job and without a request, or 0 for any number; default: no change",
+    yes="accept the price without a prompt",
+    **TARGET,
+)
+def limits(
+    context: Context,
+    hours: str = "",
+    dollars: str = "",
+    idle_hours: str = "",
+    yes: bool = False,
+    target: str = "aws",
+) -> None:
+    """Show the limits of the running cluster, or change those given as options. Running jobs continue."""
+    from cluster import targets
+
+    chosen = targets.get(target)
+    given = {"hours": hours, "dollars": dollars, "idle_hours": idle_hours}
+    if changed := {name: value for name, value in given.items() if value}:
+        chosen.change_limits(changed, yes)
+    else:
+        chosen.show_limits()
+
+
+@verb(**TARGET)
+def bake(context: Context, target: str = "aws") -> None:
+    """Store the head's packages in the bucket. New nodes then unpack them, which is faster than installing them."""
+    from cluster import targets
+
+    targets.get(target).bake()
+
+
 @verb()
 def rehearse(context: Context) -> None:
     """Run a cluster's full life cycle on an emulated AWS: up, training on two GPU instances, down."""

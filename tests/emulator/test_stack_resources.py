@@ -11,6 +11,7 @@ from cluster.aws import stack, vpc
 from cluster.common import cluster_file
 from cluster.common.cluster_file import ClusterFile
 from cluster.emulator import iam, stack_resources
+from cluster.emulator.moto_instances import ACCOUNT
 
 CARDS = 4
 
@@ -129,6 +130,23 @@ def test_the_stack_is_deleted_in_order(file: ClusterFile, private: str) -> None:
     assert [ec2.describe_vpcs()["Vpcs"], ec2.describe_internet_gateways()["InternetGateways"]] == before
     assert ec2.describe_addresses()["Addresses"] == []
     assert not stack_resources.PLACEMENT_GROUPS
+
+
+def test_a_budget_exists_only_with_an_address(file: ClusterFile) -> None:
+    budgets = file.client("budgets")
+    deploy(file)
+    assert budgets.describe_budgets(AccountId=ACCOUNT)["Budgets"] == []
+    stack.delete(file)
+    deploy(file, MakeBucket="no", BudgetDollars="2000.00", BudgetEmail="you@example.com")
+    (budget,) = budgets.describe_budgets(AccountId=ACCOUNT)["Budgets"]
+    assert (float(budget["BudgetLimit"]["Amount"]), budget["TimeUnit"]) == (2000, "MONTHLY")
+    found = budgets.describe_notifications_for_budget(AccountId=ACCOUNT, BudgetName=budget["BudgetName"])
+    assert [(one["NotificationType"], one["Threshold"]) for one in found["Notifications"]] == [
+        ("ACTUAL", 80),
+        ("FORECASTED", 100),
+    ]
+    stack.delete(file)
+    assert budgets.describe_budgets(AccountId=ACCOUNT)["Budgets"] == []
 
 
 def test_the_zones_stay_the_same(file: ClusterFile, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ def head_variables() -> dict[str, str]:
 
 
 class Quiet(WSGIRequestHandler):
-    def log_message(self, *args: object) -> None:
+    def log_message(self, format: str, *args: object) -> None:
         pass
 
 

@@ -45,13 +45,15 @@ def _configuration(connection: Connection) -> dict[str, Any]:
     https://prometheus.io/docs/prometheus/latest/configuration/configuration/
     """
     token = connection.headers["Authorization"].removeprefix("Bearer ")
-    nodes = {
-        "url": f"{connection.dashboard}/api/prometheus/sd",
-        "authorization": {"type": "Bearer", "credentials": token},  # without the type, 2.42 sends the bare token
-        "refresh_interval": "10s",
-    }
-    proxy = connection.open_proxy()
-    job = {"job_name": "ray", "http_sd_configs": [nodes]} | ({"proxy_url": proxy} if proxy else {})
+    # without the type, 2.42 sends the bare token
+    authorization = {"authorization": {"type": "Bearer", "credentials": token}}
+    nodes = {"url": f"{connection.dashboard}/api/prometheus/sd", "refresh_interval": "10s", **authorization}
+    job: dict[str, Any] = {"job_name": "ray", "http_sd_configs": [nodes]}
+    if relay := connection.relay_metrics():
+        node = {"source_labels": ["__address__"]}
+        path = node | {"target_label": "__metrics_path__", "replacement": "/$1"}
+        ask_relay = {"target_label": "__address__", "replacement": relay}
+        job |= {"relabel_configs": [node | {"target_label": "instance"}, path, ask_relay], **authorization}
     return {"global": {"scrape_interval": "10s"}, "scrape_configs": [job]}
 
 

@@ -2,7 +2,7 @@
 
 import datetime
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -34,8 +34,9 @@ class Connection:
     """Environment variables of each submitted job, such as its profile and where it finds files and secrets."""
     capacity_variables: Callable[[], dict[str, str]] = dict
     """Returns further variables, which describe the nodes that the cluster can have. On AWS, this takes a second."""
-    open_proxy: Callable[[], str] = str
-    """Opens a SOCKS proxy to the nodes until this process ends, and returns its URL. "" if this machine needs none."""
+    relay_metrics: Callable[[], str] = str
+    """Relays the nodes' metrics to this machine until this process ends. Returns the relay's HOST:PORT, which answers
+    /HOST:PORT with the metrics of a node, given `headers`; "" if this machine can reach the nodes itself."""
 
     def client(self) -> JobClient:
         """Return a job client. Raises `Unreachable` if the cluster does not answer, as do the client's methods."""
@@ -139,6 +140,18 @@ class Target(Protocol):
 
     def buy_capacity(self, offering: str, yes: bool) -> None:
         """Buy a Capacity Block for this cluster. Asks first, unless `yes` is set."""
+
+    def show_limits(self) -> None:
+        """Show the limits of the running cluster, and how much of them is used."""
+
+    def change_limits(self, given: Mapping[str, str], yes: bool) -> None:
+        """Change the given limits of the running cluster. Asks before it can cost more, unless `yes` is set.
+
+        The keys are those of [cluster.limits] in settings.toml.
+        """
+
+    def bake(self) -> None:
+        """Store the head's packages in the bucket, from which new nodes unpack them."""
 
     def connect(self) -> Connection:
         """Return a connection to the running cluster. Raises `settings.UserError` if it is not up."""

@@ -14,12 +14,12 @@ def main(options: NetworkOptions) -> None:
     cli.connect()
     options = options.model_copy(update={"num_workers": options.max_workers})
     capacity.refuse_too_many_workers(options.max_workers, options.worker_resources)
-    nodes, transport, measurements = network_check.measure(options)
-    print(f"{options.max_workers} workers on {nodes} node{'s' * (nodes > 1)}, over {transport}", flush=True)
+    nodes, network, measurements = network_check.measure(options)
+    print(f"{options.max_workers} workers on {nodes} node{'s' * (nodes > 1)}, over {network}", flush=True)
     print("   MiB        ms   GB/s (bus)")
     for measurement in measurements:
         print(f"{measurement.mib:>6} {1000 * measurement.seconds:>9.2f} {measurement.gigabytes_per_s:>12.2f}")
-    print(network_check.verdict(nodes, transport, options.device), flush=True)
+    print(network_check.verdict(nodes, network, options.device), flush=True)
 
 
 if __name__ == "__main__":

@@ -6,14 +6,13 @@ https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/capacity-blocks-purchase.htm
 import dataclasses
 import datetime
 import json
-from pathlib import Path
 from typing import Any
 
-import tomlkit
 from rich.console import Console
 from rich.table import Table
 
 import settings
+from cluster import settings_file
 from cluster.aws import consent
 from cluster.aws.reservation import local
 from cluster.common.cluster_file import TARGET, ClusterFile
@@ -86,7 +85,7 @@ def buy(file: ClusterFile, offering_id: str, yes: bool) -> None:
         ],
     )["CapacityReservation"]["CapacityReservationId"]
     print(f"bought {bought} for {price}")
-    _write(bought, settings.FILE)
+    settings_file.write({"cluster.capacity": {"reservation": bought}}, settings.FILE)
     print(f'reservation = "{bought}" is in settings.toml. Next: inv up --target {TARGET} --wait')
 
 
@@ -141,10 +140,3 @@ def _date(option: str, day: str) -> datetime.datetime:
         return datetime.datetime.fromisoformat(day).astimezone()
     except ValueError:
         raise settings.UserError(f"{option} is {day!r}, which is not a date. Use a date such as 2026-12-31") from None
-
-
-def _write(reservation: str, file: Path) -> None:
-    """Write the reservation's id. Keep the file's comments and order."""
-    document = tomlkit.parse(file.read_text(encoding="utf-8"))
-    document["cluster"]["capacity"]["reservation"] = reservation  # type: ignore[index]
-    file.write_text(tomlkit.dumps(document), encoding="utf-8")

@@ -23,8 +23,8 @@ NEW_S = 600
 def cloud_status(file: ClusterFile, head_status: dict[str, Any]) -> CloudStatus:
     """Combine the instances on EC2 with what head_status.py printed on the head."""
     living = instances.living(file)
-    known = prices.ask(file)
-    hourly = {instance.id: _price(instance, known, file) for instance in living}
+    known = prices.of_running(file, living)
+    hourly = {instance.id: known.of(instance) for instance in living}
     joined = [instance for instance in living if _has_joined(instance, head_status)]
     reports = node_reports.read(file, head_status["session"])
     spent = head_status["watchdog"].get("dollars", 0.0)
@@ -36,12 +36,21 @@ def cloud_status(file: ClusterFile, head_status: dict[str, Any]) -> CloudStatus:
         + _pending(head_status)
         + _idle_gpus(joined, reports)
         + head_status["watchdog"].get("messages", []),
-        problems=_problems(head_status) + _silent_nodes(joined, reports, head_status["at"], file),
+        problems=_problems(head_status)
+        + _silent_nodes(joined, reports, head_status["at"], file)
+        + [describe_failed_launch(one) for one in instances.failed_launches(file)],
     )
 
 
-def _price(instance: Instance, known: prices.Prices, file: ClusterFile) -> float:
-    return known.of(instance.node_type, file) if instance.node_type in (file.head.name, *known.workers) else 0.0
+def describe_failed_launch(instance: Instance) -> str:
+    """Return a sentence that says why EC2 ended an instance during its launch, and what to check."""
+    advice = {
+        "Client.InternalError": "If your account encrypts disks with a key of its own, check that the key is enabled, "
+        f"and that its policy lets IAM policies grant its use: inv doctor --target {TARGET}",
+        "Client.VolumeLimitExceeded": "Delete volumes that you no longer need, or request a higher quota for EBS "
+        "storage in the AWS console, under Service Quotas",
+    }.get(instance.end_code, "AWS may have room later, or in another zone")
+    return f"AWS ended {instance.id} ({instance.node_type}) during its launch: {instance.end_reason}. {advice}"
 
 
 def _table(living: list[Instance], hourly: dict[str, float], head_status: dict[str, Any]) -> Table:
@@ -159,6 +168,8 @@ def _problems(head_status: dict[str, Any]) -> list[str]:
     elif not head_status["watchdog"]["runs"]:
         consequence = "so the head shuts down when its lease expires"
         problems.append(f"the watchdog is not running on the head, {consequence}. {repair}")
+    elif warning := head_status["watchdog"].get("idle_warning"):
+        problems.append(warning)
     for refused in head_status["refused"]:
         problems.append(f"AWS refused {refused['type']} at {refused['at']} ({refused['code']}): {refused['message']}")
     return problems + [f"the setup of a new worker failed: {failure}" for failure in head_status["failed_setups"]]

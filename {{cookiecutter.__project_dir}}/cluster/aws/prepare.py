@@ -5,7 +5,7 @@ import os
 import requests
 
 import settings
-from cluster.aws import images, key_pair, launcher_file, load_balancer, reservation, stack, vpc
+from cluster.aws import budget, guard, images, key_pair, launcher_file, load_balancer, reservation, stack, vpc
 from cluster.common import bucket, cluster_file, instances
 from cluster.common.cluster_file import TARGET, ClusterFile
 
@@ -29,11 +29,14 @@ def prepare(file: ClusterFile) -> None:
         "MakeBucket": _make_bucket(file),
         **reservation.stack_parameters(file, section),
         **load_balancer.stack_parameters(section, network),
+        **budget.stack_parameters(),
     }
-    with_images = images.keep(file, instances.head(file))
+    running = instances.head(file)
+    with_images = images.keep(file, running)
     launcher_file.write(with_images)
     key_pair.ensure(file)
     result = stack.deploy(file, parameters, efa_cards, callers[1:])
+    guard.prepare(file, running)
     bucket.add_lifecycle_rules(file)
     zones = ", ".join(dict.fromkeys(network.zones))
     print(f"stack {file.slug} {result} in {zones}; port 22 is open only to {', '.join(callers)}")
@@ -66,7 +69,8 @@ def _check_region(file: ClusterFile) -> None:
 
 
 def delete(file: ClusterFile) -> None:
-    """Delete the key pair and the stack, but not the bucket."""
+    """Delete the guard, the key pair and the stack, but not the bucket."""
+    guard.delete(file)
     file.client("ec2").delete_key_pair(KeyName=file.slug)
     stack.delete(file)
 

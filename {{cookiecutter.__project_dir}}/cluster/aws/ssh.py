@@ -1,6 +1,7 @@
 """Connect to the head over ssh: run commands, and open a tunnel to its ports."""
 
 import atexit
+import secrets
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,8 @@ from cluster.target import NotOnCluster
 KNOWN_HOSTS = settings.PROJECT / ".cluster" / "known_hosts"
 ENVIRONMENT = "export PATH=$HOME/env/bin:$PATH RAY_AUTH_MODE=token; "
 """Sets variables for a command run over ssh. Interactive shells get them from ~/.bashrc (see cluster.yaml)."""
+TOKEN_UNTIL_EOF = "cat ~/.ray/auth_token && echo && exec cat > /dev/null"
+"""Prints the token, and runs until its input is closed, which happens however the other end stops."""
 
 
 @dataclass(frozen=True)
@@ -47,15 +50,13 @@ class SshHead:
         options = (*options, *(word for name, value in ssh_options.items() for word in ("-o", f"{name}={value}")))
         return ["ssh", *options, f"{self.user}@{self.address}"]
 
-    def run(self, command: str) -> str:
-        """Run `command` on the head and return its output.
+    def run(self, command: str, text: str = "") -> str:
+        """Run `command` on the head with `text` as its input, and return its output.
 
         Raises:
             settings.UserError: ssh cannot connect, or the command failed. The message contains stderr's last line.
         """
-        done = subprocess.run(
-            [*self.command("-T"), ENVIRONMENT + command], stdin=subprocess.DEVNULL, capture_output=True, text=True
-        )
+        done = subprocess.run([*self.command("-T"), ENVIRONMENT + command], input=text, capture_output=True, text=True)
         if done.returncode == 255:
             raise settings.UserError(self._unreachable(done.stderr))
         if done.returncode:
@@ -77,22 +78,27 @@ class SshHead:
         ]
         return local_ports, self._forward(*forwards)
 
-    def proxy(self) -> str:
-        """Open a SOCKS proxy into the cluster's network on this machine, until this process ends. Return its URL.
+    def relay_metrics(self) -> str:
+        """Start cluster/node/metrics_relay.py on the head, until this process ends. Return its HOST:PORT here.
 
         Raises:
-            settings.UserError: ssh cannot connect.
+            settings.UserError: ssh cannot connect, or the relay does not start.
         """
         (port,) = free_ports(1)
-        self._forward("-D", f"127.0.0.1:{port}")
-        return f"socks5://127.0.0.1:{port}"
+        socket = f"/tmp/metrics-relay-{secrets.token_hex(8)}"
+        self._forward(
+            *("-L", f"127.0.0.1:{port}:{socket}"),
+            command=f"{ENVIRONMENT}cd ~/project && exec python -m cluster.node.metrics_relay {socket}",
+        )
+        return f"127.0.0.1:{port}"
 
-    def _forward(self, *options: str) -> str:
-        """Run ssh with these options for forwarding until this process ends. Return the cluster's token."""
-        # The token in the first line shows that the tunnel is open. The second `cat` runs until its input is closed,
-        # which happens however this process ends.
+    def _forward(self, *options: str, command: str = TOKEN_UNTIL_EOF) -> str:
+        """Run ssh with these options for forwarding until this process ends. Return the cluster's token.
+
+        `command` prints the token when the tunnel is ready, and ends when its input is closed.
+        """
         process = subprocess.Popen(
-            [*self.command("-T", *options), "cat ~/.ray/auth_token && echo && exec cat > /dev/null"],
+            [*self.command("-T", *options), command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

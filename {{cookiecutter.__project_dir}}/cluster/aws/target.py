@@ -3,7 +3,7 @@
 import json
 import subprocess
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import requests
 from rich.console import Console
@@ -16,9 +16,11 @@ from cluster.aws import (
     capacity_blocks,
     cloud_status,
     consent,
+    guard,
     head,
     images,
     launcher_file,
+    limits,
     load_balancer,
     prepare,
     ray_up,
@@ -59,6 +61,7 @@ class Aws:
         running = instances.head(file)
         changes = _describe_changes(file, running)
         if running and not changes:
+            limits.follow_settings(file, yes)
             secrets_manager.upload(file)
             self._admit_people(file)
             print(f"{self.name} is already up and matches cluster.yaml: head {running.id}")
@@ -80,10 +83,11 @@ class Aws:
         bucket.forget_note(file)
         if running:
             head.mark(file, "being set up")  # if this `up` is interrupted, the next one sets the head up again
-        ray_up.up()
+        _run_launcher(file)
         head.wait_until_ready(ssh.find_head(file))
         self._admit_people(file)
         head.mark(file, file.digest)
+        guard.follow_head(file)
         took = f"{time.monotonic() - started:.0f} s"
         print(f"{self.name} is up after {took}: the head is running, and workers start when there is work")
         load_balancer.register(file, ssh.find_head(file).instance_id)
@@ -97,6 +101,19 @@ class Aws:
 
     def buy_capacity(self, offering: str, yes: bool) -> None:
         capacity_blocks.buy(cluster_file.load(), offering, yes)
+
+    def show_limits(self) -> None:
+        limits.show(launcher_file.load(), Console())
+
+    def change_limits(self, given: Mapping[str, str], yes: bool) -> None:
+        limits.change(launcher_file.load(), given, yes)
+
+    def bake(self) -> None:
+        if self.shell("cd ~/project && python -m cluster.node.bake"):
+            raise settings.UserError(
+                "the head's packages were not stored, for the reason above, so new nodes install their packages. Run "
+                f"again: inv bake --target {TARGET}"
+            )
 
     def connect(self) -> Connection:
         file = launcher_file.load()
@@ -125,7 +142,7 @@ class Aws:
                 "CLUSTER_NODES": json.dumps(capacity.possible_nodes(file)),
                 "GANG_OFFERS": json.dumps(capacity.offers(file)),
             },
-            open_proxy=ssh_head.proxy,
+            relay_metrics=ssh_head.relay_metrics,
         )
 
     def storage_variables(self) -> dict[str, str]:
@@ -178,6 +195,20 @@ class Aws:
         return left
 
 
+def _run_launcher(file: ClusterFile) -> None:
+    """Run `ray up`. Raises `settings.UserError`, which says why EC2 ended the head during its launch, if it did."""
+    earlier = {one.id for one in instances.failed_launches(file)}
+    try:
+        ray_up.up()
+    except settings.UserError:
+        for one in instances.failed_launches(file):
+            if one.node_type == file.head.name and one.id not in earlier:
+                raise settings.UserError(
+                    f"{cloud_status.describe_failed_launch(one)}. Then run again: inv up --target {TARGET}"
+                ) from None
+        raise
+
+
 def _require_no_errors(findings: list[Finding], target: str) -> None:
     """Show the findings that are not ok. Raises `settings.UserError` if one of them is an error."""
     shown = [finding for finding in findings if finding.status != "ok"]
@@ -204,8 +235,8 @@ def _describe_changes(file: ClusterFile, running: instances.Instance | None) -> 
         )
     if running.tags.get("ray-launch-config") == _launch_hash(images.keep(file, running)):
         return (
-            "cluster.yaml, the pins or a limit changed, or the last up was interrupted, so the head will be set up "
-            "again, which ends running jobs"
+            "cluster.yaml or the pins changed, or the last up was interrupted, so the head will be set up again, which "
+            "ends running jobs"
         )
     return f"the head's instance changed in cluster.yaml, so {running.id} will be replaced, which ends running jobs"
 

@@ -6,7 +6,7 @@ import botocore.exceptions
 from rich.console import Console
 
 import settings
-from cluster.aws import stack
+from cluster.aws import guard, stack
 from cluster.common import instances
 from cluster.common.cluster_file import TARGET, ClusterFile
 
@@ -67,6 +67,8 @@ def leftovers(file: ClusterFile) -> list[str]:
     )["LaunchTemplates"]
     left += [f"launch template {template['LaunchTemplateName']}" for template in templates]
     left += _roles_and_profiles(file)
+    if guard.exists(file):
+        left.append("the schedule of the guard")
     if found := stack.find(file):
         left.append(f"stack {file.slug} ({found['StackStatus']})")
     return left
@@ -90,7 +92,7 @@ def delete_orphans(file: ClusterFile) -> None:
 def _roles_and_profiles(file: ClusterFile) -> list[str]:
     iam = file.client("iam")
     left = []
-    for part in ("head", "worker"):
+    for part in ("head", "worker", "guard", "guard-caller"):
         name = file.role(part)
         for kind, ask in (
             ("role", lambda name=name: iam.get_role(RoleName=name)),

@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,7 +44,7 @@ class ClusterFile:
 
     content: dict[str, Any]
     digest: str
-    """Hash of cluster.yaml, the pins and the limits in settings.toml. If it changes, `up` sets up the head again."""
+    """Hash of cluster.yaml and the pins. If it changes, `up` sets up the head again."""
 
     @property
     def slug(self) -> str:
@@ -78,7 +77,7 @@ class ClusterFile:
         return [self._node_type(name) for name in self.content["available_node_types"] if name != self.head.name]
 
     def role(self, part: str) -> str:
-        """Return the name of the role, and of its instance profile, of "head" or "worker". IAM's names are global."""
+        """Return the name of the role, and of its instance profile, such as "head". IAM's names are global."""
         return f"{self.slug}-{self.region}-{part}"
 
     def client(self, service: Any) -> Any:  # Any, because boto3's types have an overload for each service's name
@@ -103,14 +102,11 @@ def load(file: Path = FILE) -> ClusterFile:
     """Read the cluster file. Raises `settings.UserError` if this file or one that it needs is missing or invalid."""
     try:
         text = file.read_text(encoding="utf-8")
-        limits = tomllib.loads(settings.FILE.read_text(encoding="utf-8")).get("cluster", {}).get("limits")
-        digest = hashlib.sha256(f"{text}{PINS.read_text(encoding='utf-8')}{limits}".encode()).hexdigest()[:16]
+        digest = hashlib.sha256(f"{text}{PINS.read_text(encoding='utf-8')}".encode()).hexdigest()[:16]
         read = ClusterFile(yaml.safe_load(text), digest)
         _ = (read.slug, read.region, read.key_file, read.auth["ssh_user"], read.head, read.workers)
     except FileNotFoundError as error:
         raise settings.UserError(f"{error.filename} is missing. Run: git checkout {error.filename}") from None
-    except tomllib.TOMLDecodeError as error:
-        raise settings.UserError(f"settings.toml is not valid TOML: {error}. Correct that line") from None
     except yaml.YAMLError as error:
         raise settings.UserError(
             f"{file} is not valid YAML: {' '.join(str(error).split())}. Correct that line"

@@ -1,6 +1,7 @@
 """The cluster's instances on EC2."""
 
 import datetime
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +12,13 @@ import botocore.exceptions
 from cluster.common.cluster_file import ClusterFile
 
 LIVING_STATES = ["pending", "running", "stopping", "stopped", "shutting-down"]
+LAUNCH_FAILURES = re.compile(
+    r"Client\.(InternalError|VolumeLimitExceeded|Invalid\w+)|Server\.(InternalError|InsufficientInstanceCapacity)"
+)
+"""Why EC2 terminates an instance before it runs, although EC2 accepted the launch. A missing permission for the key of
+its encrypted disk is an InternalError.
+https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/troubleshooting-launch.html#troubleshooting-launch-internal
+"""
 UNKNOWN_S = 30
 """How long EC2 may not know a new instance."""
 FILES_TAG = "project-files"
@@ -32,6 +40,10 @@ class Instance:
     private_address: str
     launched: datetime.datetime
     tags: dict[str, str]
+    end_code: str
+    """Code of the reason why the instance ended, such as "Client.UserInitiatedShutdown". Empty if it has not."""
+    end_reason: str
+    """The reason in EC2's words, which begin with the code."""
 
     @property
     def age_s(self) -> float:
@@ -40,9 +52,18 @@ class Instance:
 
 def living(file: ClusterFile) -> list[Instance]:
     """Return all instances of the project that are not terminated, the head first."""
+    return _find(file, LIVING_STATES)
+
+
+def failed_launches(file: ClusterFile) -> list[Instance]:
+    """Return the instances of the project that EC2 terminated during their launch. EC2 lists them for an hour."""
+    return [one for one in _find(file, ["terminated"]) if LAUNCH_FAILURES.match(one.end_code)]
+
+
+def _find(file: ClusterFile, states: list[str]) -> list[Instance]:
     filters = [
         {"Name": "tag:ray-project", "Values": [file.slug]},
-        {"Name": "instance-state-name", "Values": LIVING_STATES},
+        {"Name": "instance-state-name", "Values": states},
     ]
     pages = file.client("ec2").get_paginator("describe_instances").paginate(Filters=filters)
     found = [
@@ -80,6 +101,7 @@ def terminate(file: ClusterFile, ids: Sequence[str]) -> None:
 
 def _from_ec2(instance: dict[str, Any]) -> Instance:
     tags = {tag["Key"]: tag["Value"] for tag in instance.get("Tags", [])}
+    reason = instance.get("StateReason", {})
     return Instance(
         id=instance["InstanceId"],
         node_type=tags.get("ray-user-node-type", ""),
@@ -92,4 +114,6 @@ def _from_ec2(instance: dict[str, Any]) -> Instance:
         private_address=instance.get("PrivateIpAddress") or "",
         launched=instance["LaunchTime"],
         tags=tags,
+        end_code=reason.get("Code", ""),
+        end_reason=reason.get("Message", ""),
     )

@@ -1,4 +1,4 @@
-"""Prices of the instances in cluster.yaml, from AWS."""
+"""Prices of instances, from AWS."""
 
 import contextlib
 import datetime
@@ -11,6 +11,7 @@ from rich.table import Table
 
 import settings
 from cluster.common.cluster_file import CAPACITY_BLOCK, ClusterFile, NodeType
+from cluster.common.instances import Instance
 from instance_types import INSTANCE_TYPES
 
 PRICING_REGION = "us-east-1"  # serves the prices of all regions
@@ -31,26 +32,52 @@ class Prices:
     maximum: float
     """Price of the head and of max_workers instances of the most expensive type."""
 
-    def of(self, node_type: str, file: ClusterFile) -> float:
-        """Return the price of one instance of this type."""
-        return self.head if node_type == file.head.name else self.workers[node_type]
+
+@dataclass(frozen=True)
+class MarketPrices:
+    """Current dollars per hour, without disks and traffic. A prepaid hour costs 0."""
+
+    on_demand: dict[str, float]
+    """By instance type."""
+    spot: dict[str, dict[str, float]]
+    """By instance type and zone."""
+
+    def of(self, instance: Instance) -> float:
+        """Return the price of a running instance in its zone and market. 0 if its type is unknown."""
+        if instance.market == CAPACITY_BLOCK:
+            return 0.0
+        on_demand = self.on_demand.get(instance.instance_type, 0.0)
+        if instance.market == "spot":
+            return self.spot.get(instance.instance_type, {}).get(instance.zone, on_demand)
+        return on_demand
+
+    def lowest(self, node_type: NodeType) -> float:
+        """Return the price of a node type in the cheapest zone."""
+        if node_type.market == CAPACITY_BLOCK:
+            return 0.0
+        on_demand = self.on_demand[node_type.instance_type]
+        if node_type.market == "spot":
+            return min(self.spot.get(node_type.instance_type, {}).values(), default=on_demand)
+        return on_demand
 
 
 def ask(file: ClusterFile) -> Prices:
-    """Ask AWS for prices. Raises `settings.UserError` if a type has no price in the region."""
-    known: dict[tuple[str, str], float] = {}
-
-    def price(node_type: NodeType) -> float:
-        key = (node_type.instance_type, node_type.market)
-        if key[1] == CAPACITY_BLOCK:
-            return 0.0
-        if key not in known:
-            known[key] = _spot(file, key[0]) if key[1] == "spot" else _on_demand(file, key[0])
-        return known[key]
-
-    workers = {node_type.name: price(node_type) for node_type in file.workers}
-    head = price(file.head)
+    """Ask AWS for the prices of all node types. Raises `settings.UserError` if one has no price in the region."""
+    node_types = (file.head, *file.workers)
+    known = of_market(file, {one.instance_type for one in node_types if one.market != CAPACITY_BLOCK})
+    workers = {node_type.name: known.lowest(node_type) for node_type in file.workers}
+    head = known.lowest(file.head)
     return Prices(head=head, workers=workers, maximum=head + file.max_workers * max(workers.values(), default=0))
+
+
+def of_running(file: ClusterFile, running: Collection[Instance]) -> MarketPrices:
+    """Return the prices of running instances. Types that are only prepaid need no price, and AWS may have none."""
+    return of_market(file, {one.instance_type for one in running if one.market != CAPACITY_BLOCK})
+
+
+def of_market(file: ClusterFile, names: Collection[str]) -> MarketPrices:
+    """Return the prices of instance types in all zones. Raises `settings.UserError` if one has no price."""
+    return MarketPrices({name: _on_demand(file, name) for name in sorted(names)}, spot_prices(file, names))
 
 
 def table(file: ClusterFile, prices: Prices) -> Table:
@@ -98,11 +125,16 @@ def spot_prices(file: ClusterFile, names: Collection[str]) -> dict[str, dict[str
     """Return the current hourly spot prices by instance type and zone. A type without spot instances is left out."""
     found: dict[str, dict[str, float]] = {}
     if names:
-        for entry in file.client("ec2").describe_spot_price_history(
-            InstanceTypes=sorted(names),
-            ProductDescriptions=[LINUX],
-            StartTime=datetime.datetime.now(datetime.UTC),  # returns the current price of each zone
-        )["SpotPriceHistory"]:
+        pages = (
+            file.client("ec2")
+            .get_paginator("describe_spot_price_history")
+            .paginate(
+                InstanceTypes=sorted(names),
+                ProductDescriptions=[LINUX],
+                StartTime=datetime.datetime.now(datetime.UTC),  # returns the current price of each zone
+            )
+        )
+        for entry in (entry for page in pages for entry in page["SpotPriceHistory"]):
             found.setdefault(entry["InstanceType"], {})[entry["AvailabilityZone"]] = float(entry["SpotPrice"])
     return found
 
@@ -129,8 +161,3 @@ def _on_demand(file: ClusterFile, instance_type: str) -> float:
     raise settings.UserError(
         f"AWS has no price for {instance_type} in {file.region}. Set another InstanceType in cluster/cluster.yaml"
     )
-
-
-def _spot(file: ClusterFile, instance_type: str) -> float:
-    zones = spot_prices(file, [instance_type]).get(instance_type)
-    return min(zones.values()) if zones else _on_demand(file, instance_type)

@@ -8,7 +8,9 @@ The wrapper adds what moto lacks:
 - Some effects of a call are visible only later (see consistency.py).
 - EC2 rejects calls at a higher rate than its limits (see throttling.py).
 - Instances can start in capacity reservations (see reservations.py).
-- It refuses launches as EC2 does (see launch_rules.py), and stacks with what is not modeled (see stack_resources.py).
+- EC2 ends some instances during their launch (see launch_failures.py).
+- It refuses launches as EC2 does (see launch_rules.py), schedules as EventBridge Scheduler does (see schedules.py), and
+  stacks with what is not modeled (see stack_resources.py).
 - It answers calls that moto does not support (see stubs.py), and records every call.
 """
 
@@ -26,8 +28,18 @@ from moto.ec2.models.instance_types import INSTANCE_TYPES
 from moto.server import DomainDispatcherApplication, create_backend_app
 
 from cluster.aws import quotas, stack
-from cluster.emulator import iam, launch_rules, moto_instances, permissions, reservations, stack_resources, stubs
+from cluster.emulator import (
+    iam,
+    launch_rules,
+    moto_instances,
+    permissions,
+    reservations,
+    schedules,
+    stack_resources,
+    stubs,
+)
 from cluster.emulator.consistency import Consistency
+from cluster.emulator.launch_failures import LaunchFailures
 from cluster.emulator.moto_instances import ACCOUNT
 from cluster.emulator.reservations import Reservations
 from cluster.emulator.throttling import Throttle
@@ -84,6 +96,7 @@ class Api:
         self.throttle = Throttle()
         self.consistency = Consistency()
         self.reservations = Reservations()
+        self.launch_failures = LaunchFailures()
         self._lock = threading.Lock()
 
     def __call__(self, environ: dict[str, Any], start_response: StartResponse) -> Iterable[bytes]:
@@ -95,6 +108,8 @@ class Api:
             call = replace(call, caller=principal.arn, permissions=_permissions(call, environ, body))
             iam.authorize(principal, call.permissions)
             self.consistency.check(call.action, call.parameters)
+            if call.service == "scheduler" and environ["REQUEST_METHOD"] in ("POST", "PUT"):
+                schedules.check(json.loads(body))
             if "TemplateBody" in call.parameters:
                 stack_resources.refuse_unmodeled(stack.parse(call.parameters["TemplateBody"]))
             text = self._respond(call, principal)
@@ -110,6 +125,7 @@ class Api:
         if call.action == "RunInstances":
             started = moto_instances.complete(call.region, call.parameters)
             self.consistency.note_launch(started)
+            self.launch_failures.note_launch(call.region, principal, started)
             self.reservations.note_launch(call.parameters.get(reservations.TARGET), started)
         if call.action == "UpdateStack":
             stack_resources.create_missing(call.region, call.parameters["StackName"])

@@ -29,9 +29,11 @@ from cluster.emulator import host_image, moto_instances
 from cluster.emulator.addresses import CHECK_IP_PORT, CONTROL_PORT, ENDPOINT, GATEWAY
 from cluster.emulator.api import Api, InjectedFaults, StartResponse
 from cluster.emulator.host import Host
+from cluster.emulator.launch_failures import LaunchFailures
 from cluster.emulator.metadata import MetadataService
 from cluster.emulator.moto_instances import ACCOUNT, MotoInstance
 from cluster.emulator.reservations import Reservations
+from cluster.emulator.schedules import Schedules
 from instance_types import INSTANCE_TYPES
 
 SCRATCH = Path("/tmp")  # the cloud has a private tmpfs here
@@ -43,10 +45,13 @@ LAPTOP_IP = "203.0.113.7"  # the laptop's public address, from a range that is r
 class Cloud:
     """Boots a host for each running instance. When either one ends, the cloud ends the other."""
 
-    def __init__(self, layers: str, shared_paths: list[str], reservations: Reservations) -> None:
+    def __init__(
+        self, layers: str, shared_paths: list[str], reservations: Reservations, launch_failures: LaunchFailures
+    ) -> None:
         self.layers = layers
         self.shared_paths = shared_paths
         self.reservations = reservations
+        self.launch_failures = launch_failures
         self.hosts: dict[str, Host] = {}
         self.events: list[dict[str, Any]] = []
         self.broken_machines = 0
@@ -73,6 +78,9 @@ class Cloud:
     def _reconcile(self, instance: MotoInstance) -> None:
         host = self.hosts.get(instance.id)
         if instance.state == "running" and host is None:
+            if self.launch_failures.end(instance):
+                self.record(instance.id, f"ended during its launch: {instance.moto.state_reason.code}")
+                return
             self._in_background(instance.id, lambda: self._boot(instance))
         elif instance.state == "running" and host and not host.is_alive():
             instance.moto.terminate()  # InstanceInitiatedShutdownBehavior: terminate
@@ -159,9 +167,10 @@ class ControlApi:
         reboot: str = "",
         reservation: dict[str, Any] | None = None,
         broken_machines: int = 0,
+        without_volumes: int = 0,
     ) -> None:
         """Set the faults, interrupt a spot instance after a notice, backdate all leases, reboot an instance, change a
-        reservation, or let the next machines with GPUs lack one.
+        reservation, or let the next machines with GPUs lack one or fail during their launch.
 
         `reservation` has the arguments of `Reservations.put`. Its hosts get the new end, as if time had passed.
         """
@@ -178,6 +187,7 @@ class ControlApi:
         if reboot:
             self.cloud.reboot(reboot)
         self.cloud.broken_machines += broken_machines
+        self.cloud.launch_failures.without_volumes += without_volumes
         if reservation is not None:
             self.api.reservations.put(**reservation)
             for instance_id, host in list(self.cloud.hosts.items()):
@@ -217,7 +227,7 @@ def run(region: str, pins: Path) -> None:
     _connect_default_vpc(region)
     _set_home()
     api, metadata = Api(), MetadataService()
-    cloud = Cloud(layers, host_image.shared_paths(), api.reservations)
+    cloud = Cloud(layers, host_image.shared_paths(), api.reservations, api.launch_failures)
     for host, port, application in (
         (GATEWAY, 80, api),
         ("169.254.169.254", 80, metadata),
@@ -226,6 +236,7 @@ def run(region: str, pins: Path) -> None:
     ):
         server = make_server(host, port, application, threaded=True, request_handler=_RequestHandler)
         threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=Schedules(ENDPOINT).run_forever, daemon=True).start()
     READY.touch()
     cloud.run_forever()
 

@@ -4,6 +4,8 @@
   https://docs.aws.amazon.com/secretsmanager/latest/apireference/API_ListSecrets.html
 - A secret's name is free again only some time after the secret was deleted without recovery.
   https://docs.aws.amazon.com/secretsmanager/latest/apireference/API_DeleteSecret.html
+- For some seconds, EventBridge Scheduler does not know a role that a stack has just made.
+  https://docs.aws.amazon.com/IAM/latest/UserGuide/troubleshoot.html#troubleshoot_general_eventual-consistency
 - For some seconds after a launch, calls that describe or terminate the instance by its id fail. Calls that tag it could
   fail too, but then `ray up` would wait forever.
   https://docs.aws.amazon.com/ec2/latest/devguide/eventual-consistency.html
@@ -20,6 +22,8 @@ from cluster.emulator.iam import AwsError
 LIST_LAG_S = 300
 NAME_LAG_S = 10
 INSTANCE_LAG_S = 2
+ROLE_LAG_S = 5
+UNKNOWN_ROLE = "The execution role you provide must allow AWS EventBridge Scheduler to assume the role."
 
 
 class Consistency:
@@ -31,6 +35,8 @@ class Consistency:
         """Maps the request of a ListSecrets call to the time of the answer and the answer."""
         self._deleted: dict[str, float] = {}
         """Maps the name of a deleted secret to the time of its deletion."""
+        self._roles_made = -float("inf")
+        """Time at which a stack and its roles were last made."""
         self._launched: dict[str, float] = {}
         """Maps the id of an instance to the time of its launch."""
 
@@ -46,6 +52,10 @@ class Consistency:
                 "InvalidRequest",
                 "You can't create this secret because a secret with this name is already scheduled for deletion.",
             )
+        if action == "CreateStack":
+            self._roles_made = now
+        if re.match("(POST|PUT) /schedules/", action) and now - self._roles_made < ROLE_LAG_S:
+            raise AwsError("Validation", UNKNOWN_ROLE)
         if action == "DeleteSecret":
             self._deleted[parameters["SecretId"]] = now
 

@@ -46,8 +46,14 @@ SHUTDOWN = "#!/bin/sh\n# ends this host; the cloud then terminates the instance\
 
 def build(layer: Path, endpoint: str) -> None:
     """Write the first layer to the empty folder `layer`, on a file system that overlayfs accepts as a lower layer."""
-    quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # without DNS, torch logs a warning for each host
-    variables = {cluster_file.REHEARSAL: "1", "AWS_ENDPOINT_URL": endpoint, **quiet, **_package_variables()}
+    variables = {
+        cluster_file.REHEARSAL: "1",
+        "AWS_ENDPOINT_URL": endpoint,
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # without DNS, torch logs a warning for each host
+        # Ray's workers are nice to the other processes of their host. Here, all hosts share the CPUs of this machine.
+        "RAY_worker_niceness": "0",
+        **_package_variables(),
+    }
     _write(layer / "etc/ssh/sshd_config", SSHD_CONFIG + _set_env(variables))
     _write(layer / "etc/rehearsal-environment", "".join(f"{name}='{value}'\n" for name, value in variables.items()))
     _write(layer / "etc/sudoers.d/ubuntu", "ubuntu ALL=(ALL) NOPASSWD:ALL\n", 0o440)
@@ -57,7 +63,8 @@ def build(layer: Path, endpoint: str) -> None:
     _write(layer / "opt/rehearsal/uv", Path(environment.find_uv()).read_bytes(), 0o755)
     # a script, not a link: an environment made with a link would search for Python's library next to the link
     name = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    _write(layer / "usr/local/bin" / name, f'#!/bin/sh\nexec {sys.base_prefix}/bin/{name} "$@"\n', 0o755)
+    for command in (name, "python3"):
+        _write(layer / "usr/local/bin" / command, f'#!/bin/sh\nexec {sys.base_prefix}/bin/{name} "$@"\n', 0o755)
     subprocess.run(
         ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", layer / "etc/ssh/ssh_host_ed25519_key"], check=True
     )

@@ -71,7 +71,7 @@ def authenticate(environ: Mapping[str, Any], body: bytes) -> Principal:
             "SignatureDoesNotMatch",
             "The request signature we calculated does not match the signature you provided.",
         )
-    return Principal(key.arn, [one for policy in key.collect_policies() for one in _statements(policy)])
+    return Principal(key.arn, [one for policy in key.collect_policies() for one in statements_of(policy)])
 
 
 def authorize(principal: Principal, permissions: Iterable[Permission]) -> None:
@@ -123,7 +123,7 @@ def _as_list(value: str | list[str]) -> list[str]:
     return [value] if isinstance(value, str) else value
 
 
-def _statements(policy: Any) -> list[dict[str, Any]]:
+def statements_of(policy: Any) -> list[dict[str, Any]]:
     """Return the statements of a policy.
 
     moto stores a role's inline policies as text, a user's as mappings, and managed policies as objects.

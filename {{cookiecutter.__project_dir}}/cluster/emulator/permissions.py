@@ -4,6 +4,7 @@ A call that is not listed here needs its action on "*", which only a policy for 
 https://docs.aws.amazon.com/service-authorization/latest/reference/reference_policies_actions-resources-contextkeys.html
 """
 
+import json
 import re
 import urllib.parse
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from cluster.emulator.reservations import TARGET
 # Maps the prefix of an EC2 resource's id to the resource's type in ARNs.
 EC2_RESOURCE_TYPES = {"i": "instance", "vol": "volume", "eni": "network-interface", "key": "key-pair"}
 S3_OBJECT_ACTIONS = {"GET": "s3:GetObject", "HEAD": "s3:GetObject", "PUT": "s3:PutObject", "DELETE": "s3:DeleteObject"}
+SCHEDULE_ACTIONS = {"GET": "Get", "POST": "Create", "PUT": "Update", "DELETE": "Delete"}
 RESOLVE = "resolve:ssm:"
 
 
@@ -38,9 +40,19 @@ def required_by(
     if service == "ssm" and action.startswith("GetParameter"):
         names = parameters.get("Names") or [parameters.get("Name") or parameters.get("Path", "")]
         return [Permission(f"ssm:{action}", _parameter_arn(region, name), {}) for name in names]
+    if service == "scheduler":
+        return list(_schedule(region, http["method"], http["path"].rpartition("/")[2], http["body"]))
     if service == "secretsmanager" and action == "GetSecretValue":
         return [Permission("secretsmanager:GetSecretValue", _secret_arn(region, parameters["SecretId"]), {})]
     return [Permission(f"{service}:{action}", "*", {})]
+
+
+def _schedule(region: str, method: str, name: str, body: bytes) -> Iterator[Permission]:
+    arn = f"arn:aws:scheduler:{region}:{ACCOUNT}:schedule/default/{name}"
+    yield Permission(f"scheduler:{SCHEDULE_ACTIONS[method]}Schedule", arn, {})
+    if method in ("POST", "PUT"):
+        role = json.loads(body)["Target"]["RoleArn"]
+        yield Permission("iam:PassRole", role, {"iam:PassedToService": "scheduler.amazonaws.com"})
 
 
 def _run_instances(region: str, parameters: dict[str, str]) -> Iterator[Permission]:

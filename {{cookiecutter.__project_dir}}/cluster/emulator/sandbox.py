@@ -32,6 +32,7 @@ PROGRAMS = {
     "rsync": "rsync",
     "sudo": "sudo",
     "ip": "iproute2",
+    "zstd": "zstd",
     "unshare": "util-linux",
     "nsenter": "util-linux",
 }

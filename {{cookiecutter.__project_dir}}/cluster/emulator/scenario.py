@@ -7,12 +7,10 @@ idle workers are terminated within seconds instead of minutes.
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.parse
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
@@ -65,12 +63,15 @@ def run() -> None:
         uploading = background.submit(upload_assets, file)
         with _step("up: the real `ray up`"):
             target.up(yes=True)
+        with _step("bake: store the head's packages, which the workers unpack"):
+            target.bake()
         uploading.result()
     with _step(f"fine-tune on {WORKERS} GPU machines, which the autoscaler starts"):
         connection = target.connect()
         job = submission.submit(connection, "finetune_ddp", TRAINING)
         if submission.follow(connection, job):
             raise settings.UserError(f"{job} failed; its log is above. Fix the job or cluster.yaml before you use AWS.")
+    _check_unpacked(file)
     with _step("reports and metrics of all machines, as `inv status` and `inv metrics` read them"):
         wait_for(lambda: _reporting(file) == {one.id for one in instances.living(file)}, 60, "the machines' reports")
         read_metrics(connection)
@@ -107,27 +108,21 @@ def _reporting(file: ClusterFile) -> set[str]:
 
 
 def read_metrics(connection: Connection) -> None:
-    """Read the metrics of each machine as Prometheus does, through the SOCKS proxy.
+    """Read the metrics of each machine as Prometheus does, through the relay.
 
     Raises:
         settings.UserError: not all machines answer.
     """
-    proxy = urllib.parse.urlsplit(connection.open_proxy())
-    nodes = requests.get(f"{connection.dashboard}/api/prometheus/sd", headers=connection.headers, timeout=30).json()
-    pages = [_read_through(proxy, target) for node in nodes for target in node["targets"]]
+    relay, headers = connection.relay_metrics(), connection.headers
+    nodes = requests.get(f"{connection.dashboard}/api/prometheus/sd", headers=headers, timeout=30).json()
+    targets = [target for node in nodes for target in node["targets"]]
+    pages = [requests.get(f"http://{relay}/{target}", headers=headers, timeout=30).text for target in targets]
     found = {ip for page in pages for ip in re.findall(r'^ray_node_mem_used{.*\bip="([^"]+)"', page, re.MULTILINE)}
     if len(found) != WORKERS + 1:
-        raise settings.UserError(f"only {len(found)} machines have metrics ({', '.join(found)}). Check ssh.proxy")
+        raise settings.UserError(
+            f"only {len(found)} machines have metrics ({', '.join(found)}). Check cluster/node/metrics_relay.py"
+        )
     CONSOLE.print(f"{len(found)} machines have metrics")
-
-
-def _read_through(proxy: urllib.parse.SplitResult, target: str) -> str:
-    """Return the page /metrics of HOST:PORT through a SOCKS proxy without authentication (RFC 1928)."""
-    host, _, port = target.rpartition(":")
-    with socket.create_connection((proxy.hostname, proxy.port), timeout=30) as connection:
-        connection.sendall(b"\x05\x01\x00" + b"\x05\x01\x00\x01" + socket.inet_aton(host) + int(port).to_bytes(2))
-        connection.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
-        return connection.makefile("rb").read().decode(errors="replace")
 
 
 def upload_assets(file: ClusterFile) -> None:
@@ -150,6 +145,13 @@ def upload_assets(file: ClusterFile) -> None:
         for path in Path(folder).rglob("*"):
             if path.is_file():
                 client.upload_file(str(path), name, str(path.relative_to(folder)))
+
+
+def _check_unpacked(file: ClusterFile) -> None:
+    """Check that all workers have unpacked the packages in the bucket, according to the output of their setup."""
+    setup = ssh.find_head(file).run("cat /tmp/ray/session_latest/logs/monitor.out")
+    if setup.count("of packages from the bucket in") != WORKERS:
+        raise settings.UserError("a worker has not unpacked the packages in the bucket. Check cluster/node/unpack.py")
 
 
 def set_idle_timeout(file: ClusterFile, minutes: float) -> None:

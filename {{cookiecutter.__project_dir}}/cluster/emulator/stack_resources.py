@@ -9,6 +9,7 @@ Importing this module replaces moto's classes for these types.
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
+from moto.budgets.models import budgets_backends
 from moto.cloudformation.models import cloudformation_backends
 from moto.cloudformation.parsing import get_model_map
 from moto.core.common_models import CloudFormationModel
@@ -37,8 +38,10 @@ MODELED = {
     "AWS::EC2::SecurityGroupEgress": "GroupId IpProtocol DestinationSecurityGroupId Description",
     "AWS::EC2::PlacementGroup": "Strategy",
     "AWS::EC2::LaunchTemplate": "LaunchTemplateName LaunchTemplateData",
+    "AWS::Budgets::Budget": "Budget NotificationsWithSubscribers",
+    "AWS::Lambda::Function": "FunctionName Handler Timeout Role Code",
     "AWS::ElasticLoadBalancingV2::LoadBalancer": "Name Type Scheme Subnets SecurityGroups Tags",
-    "AWS::ElasticLoadBalancingV2::TargetGroup": "Name VpcId Protocol Port TargetType HealthCheckPath Tags",
+    "AWS::ElasticLoadBalancingV2::TargetGroup": "VpcId Protocol Port TargetType HealthCheckPath Tags",
     "AWS::ElasticLoadBalancingV2::Listener": "LoadBalancerArn Protocol Port SslPolicy Certificates DefaultActions",
     "AWS::S3::Bucket": "BucketName BucketEncryption PublicAccessBlockConfiguration Tags",
     "AWS::IAM::Role": "RoleName AssumeRolePolicyDocument Tags",
@@ -47,6 +50,7 @@ MODELED = {
 }
 """Properties that the emulated cloud honors, by resource type."""
 WITHOUT_EFFECT = {
+    "AWS::Lambda::Function": "Description Runtime Tags",  # a function runs with this project's Python
     "AWS::EC2::PlacementGroup": "Tags",  # nothing lists placement groups
     "AWS::EC2::VPC": "EnableDnsSupport EnableDnsHostnames",  # hosts have no DNS
     "AWS::ElasticLoadBalancingV2::LoadBalancer": "LoadBalancerAttributes",  # no load balancer forwards requests
@@ -367,6 +371,22 @@ class PlacementGroup(_Resource):
         if any(one.placement.group_name == physical_id for one in _running(ec2)):
             raise DependencyViolationError(f"the placement group {physical_id} is in use and may not be deleted")
         PLACEMENT_GROUPS.remove(physical_id)
+
+
+class Budget(_Resource):
+    """A budget. The emulated cloud sends no e-mail, because nothing costs money there."""
+
+    TYPE = "AWS::Budgets::Budget"
+
+    @staticmethod
+    def create(ec2: Any, properties: dict[str, Any], name: str) -> str:
+        notifications = properties["NotificationsWithSubscribers"]
+        budgets_backends[ACCOUNT]["aws"].create_budget(ACCOUNT, properties["Budget"], notifications)
+        return properties["Budget"]["BudgetName"]
+
+    @staticmethod
+    def end(ec2: Any, physical_id: str) -> None:
+        budgets_backends[ACCOUNT]["aws"].delete_budget(ACCOUNT, physical_id)
 
 
 class Bucket(CloudFormationModel):

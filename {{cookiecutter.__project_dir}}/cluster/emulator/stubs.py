@@ -1,4 +1,4 @@
-"""Stubs for calls that moto lacks: prices, quotas and IAM's policy simulator.
+"""Stubs for calls that moto lacks: prices, quotas, the key for disks and IAM's policy simulator.
 
 Prices and quotas are made up. Prices are the same in all regions and at all times. Only quotas that a test sets are
 enforced (see api.py).
@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from cluster.emulator import launch_failures
 from cluster.emulator.iam import Permission, Principal, is_allowed
 from instance_types import INSTANCE_TYPES
 
@@ -17,7 +18,7 @@ DOLLARS_AN_HOUR = {"m6i.2xlarge": 0.4, "m6i.8xlarge": 1.6, "p4d.24xlarge": 22.0,
 }
 SPOT_PRICE_RATIO = 0.5
 """Spot price divided by on-demand price, in the cheapest zone."""
-SPOT_PRICE_STEP = 0.01
+SPOT_PRICE_STEP = 0.08
 """How much the spot price rises from each zone to the next, as a share of the on-demand price."""
 
 VCPU_QUOTA = 1000.0
@@ -30,6 +31,9 @@ SIMULATION = """<?xml version="1.0" encoding="UTF-8"?>
 SPOT_PRICES = """<?xml version="1.0" encoding="UTF-8"?>
 <DescribeSpotPriceHistoryResponse xmlns="http://ec2.amazonaws.com/doc/2016-11-15/"><spotPriceHistorySet>
 {items}</spotPriceHistorySet></DescribeSpotPriceHistoryResponse>"""
+DISK_KEY = """<?xml version="1.0" encoding="UTF-8"?>
+<GetEbsDefaultKmsKeyIdResponse xmlns="http://ec2.amazonaws.com/doc/2016-11-15/"><kmsKeyId>{key}</kmsKeyId>
+</GetEbsDefaultKmsKeyIdResponse>"""
 SPOT_PRICE = """<item><instanceType>{instance_type}</instanceType><productDescription>Linux/UNIX</productDescription>
 <spotPrice>{dollars:.6f}</spotPrice><timestamp>2026-01-01T00:00:00.000Z</timestamp>
 <availabilityZone>{zone}</availabilityZone></item>"""
@@ -74,6 +78,10 @@ def _spot_price_history(request: dict[str, str], region: str) -> str:
     return SPOT_PRICES.format(items="".join(items))
 
 
+def _default_disk_key(request: dict[str, str], region: str) -> str:
+    return DISK_KEY.format(key=launch_failures.disk_key(region))
+
+
 def service_quota(code: str, vcpus: Mapping[str, float]) -> str:
     """Return the response to GetServiceQuota. `vcpus` maps the codes of quotas to numbers that a test has set."""
     quota = {"ServiceCode": "ec2", "QuotaCode": code, "QuotaName": "vCPUs of running machines"}
@@ -100,4 +108,5 @@ def _simulate(request: dict[str, str], principal: Principal) -> str:
 STUBS: dict[tuple[str, str], Callable[[dict[str, Any], str], str]] = {
     ("pricing", "GetProducts"): _get_products,
     ("ec2", "DescribeSpotPriceHistory"): _spot_price_history,
+    ("ec2", "GetEbsDefaultKmsKeyId"): _default_disk_key,
 }

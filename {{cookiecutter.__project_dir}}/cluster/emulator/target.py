@@ -1,7 +1,7 @@
 """The `rehearsal` target, which starts the emulated cloud and runs the current verb inside it."""
 
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import NoReturn
 
 from cluster.common import cluster_file
@@ -33,6 +33,15 @@ class Rehearsal:
         _run_verb_inside()
 
     def buy_capacity(self, offering: str, yes: bool) -> None:
+        _run_verb_inside()
+
+    def show_limits(self) -> None:
+        _run_verb_inside()
+
+    def change_limits(self, given: Mapping[str, str], yes: bool) -> None:
+        _run_verb_inside()
+
+    def bake(self) -> None:
         _run_verb_inside()
 
     def connect(self) -> Connection:

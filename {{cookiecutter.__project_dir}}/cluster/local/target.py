@@ -6,7 +6,7 @@ Other Ray clusters can run on the same machine.
 import secrets
 import shutil
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import settings
@@ -70,6 +70,15 @@ class Local:
 
     def buy_capacity(self, offering: str, yes: bool) -> None:
         raise settings.UserError("local rents no instances. Run: inv capacity --target aws")
+
+    def show_limits(self) -> None:
+        raise settings.UserError("local costs nothing, so it has no limits. Run: inv limits --target aws")
+
+    def change_limits(self, given: Mapping[str, str], yes: bool) -> None:
+        self.show_limits()
+
+    def bake(self) -> None:
+        raise settings.UserError("local has no nodes that install packages. Run: inv bake --target aws")
 
     def storage_variables(self) -> dict[str, str]:
         return {"PROFILE": self.profile, "PROJECT_DIR": str(settings.PROJECT)}

@@ -12,13 +12,12 @@ import socket
 import sys
 import threading
 import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from cluster.common import bucket, cluster_file
-from cluster.node import gpu_use, metadata, notices, process, state
+from cluster.node import gpu_use, metadata, notices, process, ray_jobs, state
 
 INTERVAL_S = 10.0
 """Time between two copies. A copy lags behind the log by this time and the time of the upload."""
@@ -41,8 +40,6 @@ JOB_FIELDS = (
     *("start_time", "end_time", "driver_exit_code"),
 )
 """What the table of jobs has of each job. The other fields include the job's environment variables."""
-JOBS_URL = f"http://127.0.0.1:{state.DASHBOARD_PORT}/api/jobs/"
-TOKEN_FILE = Path("~/.ray/auth_token").expanduser()
 
 
 class LogShipper:
@@ -114,10 +111,7 @@ def _end(path: Path) -> bytes:
 
 def _jobs() -> list[dict[str, Any]]:
     """Return the submitted jobs. Raises `OSError` if Ray's dashboard does not answer."""
-    request = urllib.request.Request(JOBS_URL, headers={"Authorization": f"Bearer {TOKEN_FILE.read_text().strip()}"})
-    with urllib.request.urlopen(request, timeout=10) as answer:
-        jobs = [job for job in json.load(answer) if job["submission_id"]]
-    return [{field: job[field] for field in JOB_FIELDS} for job in jobs]
+    return [{field: job[field] for field in JOB_FIELDS} for job in ray_jobs.all_jobs() if job["submission_id"]]
 
 
 def ship_forever(role: str) -> None:

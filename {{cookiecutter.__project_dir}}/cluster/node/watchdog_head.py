@@ -9,29 +9,33 @@ import json
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+
+from botocore.exceptions import BotoCoreError, ClientError
 
 import settings
-from cluster.common import bucket, cluster_file, instances, prices
+from cluster.common import bucket, cluster_file, instances, limits, prices
 from cluster.common.cluster_file import ClusterFile
+from cluster.common.instances import Instance
+from cluster.common.limits import LimitsSection
 from cluster.node import autoscaler_log, notices
+from cluster.node.activity import Activity
 from cluster.node.state import INTERVAL_S, LAUNCHED, LEASE, RAY_CONFIG, STATE_FILE
 
+PRICES_S = 3600.0
+"""How often the prices are read again. Spot prices change slowly."""
 CLOSED_S = 300.0
 """How long a node type stays closed after AWS refuses it."""
+REQUEST_TIMEOUT_S = 120.0
+"""How long the autoscaler waits for a launched instance to appear (see cluster.yaml). If its type were closed before,
+the autoscaler would fail in each of its loops, because it cannot withdraw such a request."""
 MAX_FAILED_SETUPS = 3
+STARTED = time.time()
+"""When this process started, which counts as use of the cluster, because `inv up` starts it."""
 THROTTLED = ("RequestLimitExceeded", "Throttling", "ThrottlingException", "TooManyRequestsException")
 """Codes with which AWS refuses a call because there are too many. They say nothing about capacity."""
-
-
-class LimitsSection(settings.Section):
-    """[cluster.limits] of settings.toml."""
-
-    hours: float
-    """The cluster shuts itself down this many hours after the launch of its head."""
-    dollars: float
-    """The cluster shuts itself down when its instances have cost this much. Disks and traffic do not count."""
 
 
 @dataclass
@@ -78,56 +82,129 @@ class Markets:
         }
 
 
-@dataclass
 class Spending:
     """What the instances have cost so far."""
 
-    hourly: dict[str, float]
-    """Dollars per hour of one instance, by node type."""
-    dollars: float
+    def __init__(self, file: ClusterFile, dollars: float) -> None:
+        self.dollars = dollars
+        self._file = file
+        self._prices: prices.MarketPrices | None = None
+        self._types: set[str] = set()
+        """The instance types that ran when AWS was last asked for prices."""
+        self._asked = 0.0
 
-    def add(self, running: Counter[str], seconds: float) -> None:
-        """Add the cost of all running instances for `seconds`."""
-        hourly = sum(count * self.hourly.get(node_type, 0.0) for node_type, count in running.items())
+    def add(self, running: Collection[Instance], seconds: float) -> float:
+        """Add the cost of all running instances for `seconds`. Return what they cost per hour."""
+        current = self._current_prices(running)
+        hourly = sum(current.of(one) for one in running)
         self.dollars += hourly * seconds / 3600
+        return hourly
+
+    def _current_prices(self, running: Collection[Instance]) -> prices.MarketPrices:
+        """Ask AWS every PRICES_S, and when another type runs. If that fails, the last prices apply."""
+        types = {one.instance_type for one in running}
+        if self._prices and types <= self._types and time.monotonic() - self._asked < PRICES_S:
+            return self._prices
+        self._asked, self._types = time.monotonic(), types
+        try:
+            self._prices = prices.of_running(self._file, running)
+        except (BotoCoreError, ClientError, settings.UserError) as error:
+            if not self._prices:
+                raise
+            print(f"{time.strftime('%H:%M:%S')} the prices are unknown, so the last ones apply: {error}", flush=True)
+        return self._prices
 
 
 def watch() -> None:
-    """Renew the lease, close refused and failing node types, and enforce the limits. Never returns."""
-    limits = settings.load(LimitsSection, "limits", profile="cluster")
+    """Watch over the cluster. Never returns."""
     file = cluster_file.load()
-    renew_lease_within(limits, file)  # before asking AWS: if AWS does not answer, the lease must not expire
-    known = prices.ask(file)
-    state = json.loads(STATE_FILE.read_text()) if STATE_FILE.exists() else {}
-    markets = Markets({worker.name: worker.max_workers for worker in file.workers})
-    spending = Spending({file.head.name: known.head, **known.workers}, state.get("dollars", 0.0))
-    messages, last = state.get("messages", []), state.get("at", time.time())
+    renew_lease_within(limits.load(), file)  # before asking AWS: if AWS does not answer, the lease must not expire
+    watchdog = HeadWatchdog(file)
     while True:
-        renew_lease_within(limits, file)
-        running, now = Counter(one.node_type for one in instances.living(file)), time.time()
-        spending.add(running, now - last)
-        last = now
-        news = markets.note_refusals(autoscaler_log.recent_refusals(), now)
-        failed_setups = markets.note_failed_setups(autoscaler_log.failed_setups_by_type())
-        for message in failed_setups:
-            notices.send(message)
-        news += failed_setups
-        write_limits(markets.limits(running, now))
-        messages = [*messages, *(f"{time.strftime('%H:%M:%S')} {message}" for message in news)][-20:]
-        STATE_FILE.write_text(json.dumps({"at": now, "dollars": spending.dollars, "messages": messages}))
-        if spending.dollars >= limits.dollars:
-            end_cluster(file, f"the limit of {limits.dollars:g} dollars in settings.toml is reached")
+        watchdog.check()
         time.sleep(INTERVAL_S)
 
 
-def renew_lease_within(limits: LimitsSection, file: ClusterFile) -> None:
-    """Renew the head's lease, or terminate the cluster if it has run for `limits.hours`.
+class HeadWatchdog:
+    """Renews the lease, closes refused and failing node types, and enforces the limits."""
 
-    The hours count from the first boot, so a reboot does not extend them.
+    def __init__(self, file: ClusterFile) -> None:
+        """Continue with the state that an earlier watchdog has saved."""
+        state = json.loads(STATE_FILE.read_text()) if STATE_FILE.exists() else {}
+        self._file = file
+        self._markets = Markets({worker.name: worker.max_workers for worker in file.workers})
+        self._spending = Spending(file, state.get("dollars", 0.0))
+        self._activity = Activity(max(STARTED, state.get("last_use", 0.0)), state.get("requests", 0.0))
+        self._messages = state.get("messages", [])
+        self._last = state.get("at", time.time())
+        self._warned_after = state.get("warned_after", 0.0)
+
+    def check(self) -> None:
+        """Check everything once, and save the state."""
+        current = limits.load()  # each time, because `inv limits` changes them
+        renew_lease_within(current, self._file)
+        living, now = instances.living(self._file), time.time()
+        per_hour = self._spending.add(living, now - self._last)
+        self._last = now
+        self._close_node_types(Counter(one.node_type for one in living), now)
+        self._activity.check(now)
+        idle = (now - self._activity.last) / 3600
+        warning = current.idle_warning(idle)
+        if warning and self._warned_after != self._activity.last:
+            self._warned_after = self._activity.last
+            notices.send(warning)
+        used = {"hours": hours_used(), "dollars": self._spending.dollars, "idle_hours": idle}
+        state = {
+            **{"at": now, "limits": current.model_dump(), **used, "dollars_per_hour": per_hour},
+            **{"last_use": self._activity.last, "requests": self._activity.requests},
+            **{"idle_warning": warning, "warned_after": self._warned_after, "messages": self._messages},
+        }
+        _replace(STATE_FILE, json.dumps(state))
+        if self._spending.dollars >= current.dollars:
+            end_cluster(self._file, f"the limit of {current.dollars:g} dollars in settings.toml is reached")
+        if 0 < current.idle_hours <= idle:
+            reason = f"no job and no request for {current.idle_hours:g} hours, the limit idle_hours in settings.toml"
+            end_cluster(self._file, reason)
+
+    def _close_node_types(self, running: Counter[str], now: float) -> None:
+        """Let the autoscaler request no node type that AWS refuses or whose setup fails."""
+        news = self._markets.note_refusals([*autoscaler_log.recent_refusals(), *_failed_launches(self._file)], now)
+        failed_setups = self._markets.note_failed_setups(autoscaler_log.failed_setups_by_type())
+        for message in failed_setups:
+            notices.send(message)
+        write_limits(self._markets.limits(running, now))
+        timed = [f"{time.strftime('%H:%M:%S')} {message}" for message in (*news, *failed_setups)]
+        self._messages = [*self._messages, *timed][-20:]
+
+
+def _failed_launches(file: ClusterFile) -> list[dict[str, str]]:
+    """Return the launches that EC2 accepted and then ended, in the form of `autoscaler_log.refusals`.
+
+    They count as refused when the autoscaler has given them up.
     """
-    if time.time() - LAUNCHED.stat().st_mtime >= limits.hours * 3600:
-        end_cluster(file, f"the limit of {limits.hours:g} hours in settings.toml is reached")
+    given_up = datetime.timedelta(seconds=REQUEST_TIMEOUT_S)
+    return [
+        {
+            "type": one.node_type,
+            "at": (one.launched + given_up).isoformat(),
+            "code": one.end_code,
+            "message": one.end_reason,
+        }
+        for one in instances.failed_launches(file)
+        if one.age_s > REQUEST_TIMEOUT_S
+    ]
+
+
+def renew_lease_within(current: LimitsSection, file: ClusterFile) -> None:
+    """Renew the head's lease, or terminate the cluster if it has run for `current.hours`."""
+    if hours_used() >= current.hours:
+        end_cluster(file, f"the limit of {current.hours:g} hours in settings.toml is reached")
     LEASE.touch()
+
+
+def hours_used() -> float:
+    """Return the hours since the first boot, so a reboot does not extend them."""
+    return (time.time() - LAUNCHED.stat().st_mtime) / 3600
 
 
 def write_limits(max_workers: dict[str, int]) -> None:
@@ -138,9 +215,7 @@ def write_limits(max_workers: dict[str, int]) -> None:
     for name in changed:
         types[name]["max_workers"] = max_workers[name]
     if changed:
-        partial = RAY_CONFIG.with_suffix(".partial")
-        partial.write_text(json.dumps(config))
-        partial.replace(RAY_CONFIG)  # so that the autoscaler never reads half a file
+        _replace(RAY_CONFIG, json.dumps(config))
 
 
 def end_cluster(file: ClusterFile, reason: str) -> None:
@@ -157,6 +232,13 @@ def end_cluster(file: ClusterFile, reason: str) -> None:
         time.sleep(60)  # the shutdown takes effect within this time
 
 
+def _replace(file: Path, text: str) -> None:
+    """Replace the file's text at once, so that no reader sees half of it."""
+    partial = file.with_suffix(".partial")
+    partial.write_text(text)
+    partial.replace(file)
+
+
 def _seconds(log_time: str) -> float:
-    """Convert a time in Ray's logs, which is in this machine's time zone, to seconds since the epoch."""
+    """Convert a time to seconds since the epoch. Times in Ray's logs name no zone, and are in this machine's."""
     return datetime.datetime.fromisoformat(log_time).timestamp()

@@ -119,6 +119,7 @@ def estimate(
         chunked_loss=chunked_loss,
         checkpointing_interval=checkpointing_interval,
         gpus=num_workers,
+        gpus_per_instance=types[0].gpus,
     )
     counts = memory.gpu_counts(types[0], min(MAX_GPUS, max_instances * types[0].gpus))
     served = serving.smallest(shape, serving_width, context, serving_cpus, serving_types)

@@ -39,6 +39,10 @@ class Method:
     is_fsdp: bool = False
     offload_optimizer: bool = False
     offload_parameters: bool = False
+    hybrid_shard: bool = False
+    """Setting in [fsdp]: shard over the GPUs of one instance, not over all GPUs."""
+    hpz: bool = False
+    """Setting in [deepspeed]: keep a second copy of the parameters, sharded over the GPUs of one instance."""
 
 
 DDP = Method("DDP")
@@ -52,6 +56,12 @@ METHODS = (
     Method("ZeRO-2, offload", 2, offload_optimizer=True),
     Method("ZeRO-3, offload", 3, offload_optimizer=True),
     Method("ZeRO-3, offload all", 3, offload_optimizer=True, offload_parameters=True),
+)
+# On several instances, these gather parameters within each instance. The recommendation does not try them, because
+# their effect on speed has not been measured.
+GATHER_WITHIN_INSTANCES = (
+    Method("FSDP, hybrid_shard", is_fsdp=True, hybrid_shard=True),
+    Method("ZeRO-3, hpz", 3, hpz=True),
 )
 
 
@@ -69,11 +79,22 @@ class Training:
     checkpointing_interval: int = 1
     """With gradient checkpointing, one in this many blocks keeps only its input."""
     gpus: int = 1
+    gpus_per_instance: int = 8
 
     @property
     def width(self) -> int:
         """Bytes per number in the computation."""
         return 2 if self.precision == "bf16" else 4
+
+    @property
+    def instance_gpus(self) -> int:
+        """Number of GPUs on each instance that take part."""
+        return min(self.gpus, self.gpus_per_instance)
+
+    @property
+    def shards(self) -> int:
+        """Number of GPUs over which the training state is sharded, if it is."""
+        return self.instance_gpus if self.method.hybrid_shard else self.gpus
 
 
 @dataclass(frozen=True)
@@ -88,24 +109,27 @@ def states(shape: Shape, training: Training) -> Memory:
     """Return the size of parameters, gradients and AdamW's states after a backward pass.
 
     - DDP: parameters stay in fp32, even with autocast. Each takes 4 bytes, its gradient 4, and AdamW's two moments 8.
-    - FSDP: the same, sharded over the ranks.
+    - FSDP: the same, sharded over the ranks, or with `hybrid_shard` over those of an instance.
     - DeepSpeed: parameters are in the format of the computation, called the working format here. So are gradients in
       stage 1; stages 2 and 3 add them up in fp32. An fp32 master copy and AdamW's two moments are sharded over the
       ranks.
+    - hpZ: on several instances, a second copy of the parameters is sharded over the ranks of an instance.
     - Offloaded optimizer: main memory holds the gradients twice in fp32, for the update and for adding up
       micro-batches. With stage 2, it also holds a copy of the rank's share of the updated parameters, and
       both the GPU and main memory reserve room for the largest gradient.
     - LoRA: frozen parameters are in the working format.
 
     Sources: ZeRO, Rajbhandari et al. 2019, arXiv:1910.02054, section 3; ZeRO-Offload, Ren et al. 2021,
-    arXiv:2101.06840, section 4.
+    arXiv:2101.06840, section 4. ZeRO++, Wang et al. 2023, arXiv:2306.10209, section 4.2.
     """
     method, width = training.method, training.width
     trained, frozen = (shape.adapters, shape.parameters) if training.lora else (shape.parameters, 0)
-    share = trained / training.gpus
+    share = trained / training.shards
     if not method.zero_stage:
-        return Memory((width * frozen + 16 * trained) / (training.gpus if method.is_fsdp else 1), 0)
+        return Memory((width * frozen + 16 * trained) / (training.shards if method.is_fsdp else 1), 0)
     parameters = width * (frozen + trained) / (training.gpus if method.zero_stage == 3 else 1)
+    if method.hpz and training.gpus > training.instance_gpus:
+        parameters += width * (frozen + trained) / training.instance_gpus
     if not method.offload_optimizer:
         gradients = width * trained if method.zero_stage == 1 else 4 * share
         return Memory(parameters + gradients + 12 * share, 0)
@@ -222,7 +246,7 @@ def peak(shape: Shape, training: Training) -> Memory:
     """
     method, width, held = training.method, training.width, states(shape, training)
     trained = shape.adapters if training.lora else shape.parameters
-    share, bucket = trained / training.gpus, min(BUCKET, trained)
+    share, bucket = trained / training.shards, min(BUCKET, trained)
     passing = activations(shape, training)
     start, buffers, reduction = 0.0, 0.0, 0.0
     if not method.zero_stage:
@@ -282,7 +306,7 @@ def _fsdp_peak(shape: Shape, training: Training, passing: Activations) -> float:
 def _loaded(shape: Shape, training: Training) -> float:
     """Return the number of parameters that a rank loads into its main memory."""
     sharded = training.method.is_fsdp or training.method.zero_stage == 3
-    return shape.parameters / training.gpus if sharded else shape.parameters
+    return shape.parameters / training.shards if sharded else shape.parameters
 
 
 def _pinning(shape: Shape, training: Training) -> float:
@@ -306,9 +330,10 @@ def _pinned(size: float) -> float:
 
 def fits(shape: Shape, training: Training, instance: InstanceType) -> bool:
     """Return whether training fits into the memory of each GPU and of each instance."""
+    training = replace(training, gpus_per_instance=instance.gpus)
     needed = peak(shape, training)
-    ranks = min(training.gpus, instance.gpus)
-    return needed.gpu <= USABLE * instance.gpu.gib * GIB and ranks * needed.host <= USABLE * instance.memory_gib * GIB
+    main_memory = training.instance_gpus * needed.host
+    return needed.gpu <= USABLE * instance.gpu.gib * GIB and main_memory <= USABLE * instance.memory_gib * GIB
 
 
 def gpu_counts(instance: InstanceType, most: int = MAX_GPUS) -> tuple[int, ...]:

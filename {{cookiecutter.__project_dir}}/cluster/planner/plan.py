@@ -1,12 +1,11 @@
 """Plan how to train and serve a model before you rent anything. `inv plan MODEL` runs this."""
 
 from collections.abc import Callable, Collection, Mapping
-from pathlib import Path
 
-import tomlkit
 from rich.console import Console
 
 import settings
+from cluster import settings_file
 from cluster.common import cluster_file, gpu_types
 from cluster.planner import report
 from cluster.planner.estimate import estimate
@@ -58,23 +57,11 @@ def plan(
     )
     report.show(estimated, console)
     if writes and estimated.settings:
-        _write(estimated.settings, settings.FILE)
+        settings_file.write(estimated.settings, settings.FILE)
         sections = " and ".join(f"[{section}]" for section in estimated.settings)
         console.print(
             f"Wrote these settings to {sections} in settings.toml. To see what changed, run: git diff settings.toml"
         )
-
-
-def _write(sections: Mapping[str, Mapping[str, int | bool | str]], file: Path) -> None:
-    """Write the values that differ from those in effect. Keep the file's comments and order."""
-    document = tomlkit.parse(file.read_text(encoding="utf-8"))
-    for section, values in sections.items():
-        profile, name = section.split(".")
-        shared, own = document.get(name, {}), document[profile][name]  # type: ignore[index]
-        for key, value in values.items():
-            if own.get(key, shared.get(key)) != value:  # type: ignore[union-attr]
-                own[key] = value  # type: ignore[index]
-    file.write_text(tomlkit.dumps(document), encoding="utf-8")
 
 
 def _tokens(data: str) -> int | None:

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from cluster.planner.estimate import ModelPlan
 from cluster.planner.memory import (
+    GATHER_WITHIN_INSTANCES,
     GIB,
     METHODS,
     MFU,
@@ -16,6 +17,7 @@ from cluster.planner.memory import (
     Training,
     activations,
     fewest,
+    fits,
     hours,
     peak,
     states,
@@ -52,8 +54,9 @@ def _training_table(plan: ModelPlan) -> Table:
         *(f"fewest {one.gpu}" for one in plan.types),
         *("hours", "dollars"),
     )
+    methods = METHODS if training.gpus == training.instance_gpus else (*METHODS, *GATHER_WITHIN_INSTANCES)
     for lora in (False, True):
-        for method in METHODS:
+        for method in methods:
             name = f"{'LoRA' if lora else 'full'}, {method.name}"
             table.add_row(name, *_training_cells(plan, replace(training, method=method, lora=lora)))
     return table
@@ -64,7 +67,7 @@ def _training_cells(plan: ModelPlan, training: Training) -> Iterator[str]:
     yield _gib(states(shape, training).gpu)
     yield _gib(peak(shape, training).gpu)
     yield _gib(peak(shape, checkpointed).gpu)
-    yield _gib(peak(shape, checkpointed).host * min(training.gpus, plan.instance.gpus))
+    yield _gib(peak(shape, checkpointed).host * training.instance_gpus)
     needed = [fewest(shape, checkpointed, one, plan.gpu_counts(one)) for one in plan.types]
     yield from (str(gpus or "—") for gpus in needed)
     costs: tuple[float | None, ...] = (None, None)
@@ -113,7 +116,26 @@ def _training_advice(plan: ModelPlan) -> str:
         )
     units = zip(_costs(plan, plan.recommended), ("hours", "dollars"), strict=True)
     costs = "".join(f", {cost:,.1f} {unit}" for cost, unit in units if cost is not None)
-    return f"inv submit {plan.job} and {_keys(plan, 'cluster.train', 'cluster.deepspeed')}{costs}"
+    keys = _keys(plan, "cluster.train", "cluster.deepspeed")
+    return f"inv submit {plan.job} and {keys}{costs}{_network_advice(plan.recommended, plan)}"
+
+
+def _network_advice(training: Training, plan: ModelPlan) -> str:
+    """Return a phrase that names the setting that keeps gathered parameters within each instance, if it fits."""
+    method = training.method
+    within = [
+        other
+        for other in GATHER_WITHIN_INSTANCES
+        if (other.is_fsdp, other.zero_stage) == (method.is_fsdp, method.zero_stage)
+        and not method.offload_optimizer
+        and training.gpus > training.instance_gpus
+        and fits(plan.shape, replace(training, method=other), plan.instance)
+    ]
+    return "".join(
+        ". To gather parameters only within each instance, also set "
+        f"{'hybrid_shard = true in [fsdp]' if other.is_fsdp else 'hpz = true in [deepspeed]'}, which fits too"
+        for other in within
+    )
 
 
 def _serving_advice(plan: ModelPlan) -> str:

@@ -1,10 +1,7 @@
-"""Times all-reduces between the workers of a training run, and reads the transport from NCCL's log."""
+"""Times all-reduces between the workers of a training run, and finds out which network they use."""
 
-import os
-import re
 import tempfile
 import time
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import ray.train
@@ -14,10 +11,10 @@ from ray.train import LoggingConfig, RunConfig
 from ray.train.torch import TorchConfig, TorchTrainer, get_device
 
 from pipeline.ray_support import gang
+from pipeline.training import transport
 from pipeline.training.options import NetworkOptions
 
 ROUNDS = 10
-LOG = f"{tempfile.gettempdir()}/check-network-nccl.%p.log"  # NCCL replaces %p with the process id
 MIB = 2**20
 
 
@@ -32,7 +29,7 @@ class NetworkMeasurement(NamedTuple):
 
 
 def measure(options: NetworkOptions) -> tuple[int, str, list[NetworkMeasurement]]:
-    """Run the measurement on all workers. Return the number of nodes, the transport, and the measurements."""
+    """Run the measurement on all workers. Return the number of nodes, the network, and the measurements."""
     trainer = TorchTrainer(
         _measure_on_worker,
         train_loop_config={"device": options.device, "message_mib": options.message_mib},
@@ -42,27 +39,19 @@ def measure(options: NetworkOptions) -> tuple[int, str, list[NetworkMeasurement]
             name="check_network",
             storage_path=tempfile.mkdtemp(),  # required by Ray Train, although nothing is stored
             logging_config=LoggingConfig(log_level="WARNING"),
-            worker_runtime_env={"env_vars": {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": LOG}},
+            worker_runtime_env={"env_vars": transport.LOG_VARIABLES},
         ),
     )
     return trainer.fit().return_value
 
 
-def verdict(nodes: int, transport: str, device: str) -> str:
-    """Return a sentence that says what the transport means for a training run."""
+def verdict(nodes: int, network: str, device: str) -> str:
+    """Return a sentence that says what the network means for a training run."""
     if nodes == 1:
         return "all workers are on one node, so there is no network between them; use a larger --num-workers"
-    if device == "cuda" and transport != "EFA":
-        return f"gradients travel over {transport}. EFA is several times faster: see docs/aws-variants.md"
-    return f"gradients travel over {transport}"
-
-
-def transport_of(log: str) -> str:
-    """Return the transport in NCCL's log, such as "EFA", "IB" or "Socket" (TCP), or "memory" if there is no network."""
-    if re.search(r"selected provider is efa", log, re.IGNORECASE):
-        return "EFA"
-    networks = re.findall(r"Using network (.+)", log)
-    return networks[-1].strip() if networks else "memory"
+    if device == "cuda" and network != transport.EFA:
+        return f"gradients travel over {network}. EFA is several times faster: see docs/aws.md"
+    return f"gradients travel over {network}"
 
 
 def bus_bandwidth(size: float, seconds: float, ranks: int) -> float:
@@ -80,14 +69,7 @@ def _measure_on_worker(config: dict[str, Any]) -> tuple[int, str, list[NetworkMe
     measurements = [_measure(mib, device) for mib in config["message_mib"]]
     context = ray.train.get_context()
     nodes = context.get_world_size() // context.get_local_world_size()
-    return nodes, "TCP (gloo)" if device.type == "cpu" else transport_of(_own_log()), measurements
-
-
-def _own_log() -> str:
-    file = Path(LOG.replace("%p", str(os.getpid())))
-    text = file.read_text(errors="replace")
-    file.unlink()
-    return text
+    return nodes, "TCP (gloo)" if device.type == "cpu" else transport.find(transport.read_log()), measurements
 
 
 def _measure(mib: int, device: torch.device) -> NetworkMeasurement:

@@ -4,17 +4,23 @@ import json
 import os
 import shutil
 import tempfile
+import time
 from pathlib import Path
 
 import torch
 
-from pipeline.training.collectives import any_rank, total
+from pipeline.training import storage
+from pipeline.training.collectives import any_rank, largest, total
 from pipeline.training.runtimes.runtime import Metrics, Runtime
-from pipeline.training.storage import is_local
 from pipeline.training.strategies import Strategy
 from settings import UserError
 
 STATE = "state.json"
+GIB = 2**30
+LARGE = GIB
+"""Checkpoints of fewer bytes are stored within seconds."""
+SAMPLE = 64 * 2**20
+"""Bytes that each rank stores to estimate how long a checkpoint takes."""
 
 
 def save(strategy: Strategy, runtime: Runtime, row: Metrics, output: str) -> None:
@@ -82,11 +88,50 @@ def _first_problem(folder: Path) -> str:
     return ""
 
 
+def announce(strategy: Strategy, runtime: Runtime, run_folder: str) -> None:
+    """If checkpoints are large, print their size and about how many seconds it takes to store one.
+
+    Each rank that takes part stores a sample where it stores its part of a checkpoint. The slowest rank counts.
+
+    Args:
+        run_folder: the path or URI of the run's folder.
+    """
+    own, all_ranks = _bytes(strategy, runtime)
+    if all_ranks < LARGE:
+        return
+    seconds = _store_sample(runtime, run_folder) * own / SAMPLE if own else 0.0
+    slowest = largest(seconds, runtime.device)
+    if runtime.rank == 0:
+        print(
+            f"a checkpoint has {all_ranks / GIB:,.1f} GiB and takes about {slowest:,.0f} s to store, estimated by "
+            f"storing {SAMPLE >> 20} MiB per worker",
+            flush=True,
+        )
+
+
+def _store_sample(runtime: Runtime, run_folder: str) -> float:
+    """Store and delete SAMPLE bytes. Return how many seconds storing them took."""
+    sample, content = f"{run_folder}/.sample-{runtime.rank:05d}", os.urandom(SAMPLE)
+    started = time.monotonic()
+    if runtime.scratch:
+        with tempfile.TemporaryFile() as file:
+            file.write(content)
+    storage.write_bytes(sample, content)
+    seconds = time.monotonic() - started
+    storage.delete_file(sample)
+    return seconds
+
+
+def _bytes(strategy: Strategy, runtime: Runtime) -> tuple[int, int]:
+    """Return the sizes of this rank's part of a checkpoint and of all parts, in bytes."""
+    own = strategy.checkpoint_bytes()
+    return own, int(total(torch.tensor(own, device=runtime.device)))
+
+
 def refuse_full_disk(strategy: Strategy, runtime: Runtime, output: str) -> None:
     """Refuse a checkpoint that does not fit on the disk. If one rank failed to write, the others would wait for it."""
-    own = strategy.checkpoint_bytes()
-    all_ranks = int(total(torch.tensor(own, device=runtime.device)))
-    needs = {output: all_ranks} if is_local(output) else {}
+    own, all_ranks = _bytes(strategy, runtime)
+    needs = {output: all_ranks} if storage.is_local(output) else {}
     if runtime.scratch:
         needs[tempfile.gettempdir()] = own * runtime.local_world_size  # all ranks of this node
     disks = {folder: os.stat(folder).st_dev for folder in needs}

@@ -11,6 +11,14 @@ def total(values: torch.Tensor) -> torch.Tensor:
     return values
 
 
+def largest(value: float, device: torch.device) -> float:
+    """Return the largest value that any rank passed. All ranks get the same result."""
+    values = torch.tensor(value, device=device)
+    if dist.is_initialized():
+        dist.all_reduce(values, dist.ReduceOp.MAX)
+    return values.item()
+
+
 def is_equal(value: int, device: torch.device) -> bool:
     """Return whether all ranks passed the same value. All ranks get the same result."""
     first = torch.tensor(value, device=device)

@@ -67,8 +67,11 @@ class FSDP(Strategy):
         reshard = options.reshard_after_forward
         shard = partial(fully_shard, mesh=mesh, reshard_after_forward=reshard, mp_policy=precision)
         # one by one, so that a pass gathers the parameters of only one module at a time
-        for module in (*decoder_layers(model), *_embedding_and_output(model, options)):
+        embedding, output = _embedding_and_output(model, options)
+        for module in (*decoder_layers(model), *embedding):
             shard(module)
+        for module in output:
+            shard(module, reshard_after_forward=False)  # the backward pass begins with it
         self.module = self._root = shard(model)
         model.load_state_dict(shards, strict=False, assign=True)
         self.optimizer = adamw(model, options.weight_decay)
@@ -132,15 +135,15 @@ class FSDP(Strategy):
                 module.reshard()
 
 
-def _embedding_and_output(model: PreTrainedModel, options: FSDPOptions) -> list[nn.Module]:
-    """Return the embedding and the output layer, each only if nothing else uses its weights.
+def _embedding_and_output(model: PreTrainedModel, options: FSDPOptions) -> tuple[list[nn.Module], list[nn.Module]]:
+    """Return the embedding and the output layer as lists, which are empty if something else uses the layer's weights.
 
     Tied weights belong to both layers. Liger's loss reads the weight of the output layer without calling the layer.
     """
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
     if embedding.weight is output.weight:
-        return []
-    return [embedding] if options.liger and not uses_chunks(model) else [embedding, output]
+        return [], []
+    return [embedding], [] if options.liger and not uses_chunks(model) else [output]
 
 
 def _mesh(options: FSDPOptions, runtime: Runtime) -> DeviceMesh:

@@ -18,10 +18,15 @@ def read_text(location: str) -> str | None:
 
 def write_text(location: str, text: str) -> None:
     """Write a file, and create the folders above it."""
+    write_bytes(location, text.encode())
+
+
+def write_bytes(location: str, content: bytes) -> None:
+    """Write a file, and create the folders above it."""
     filesystem, path = FileSystem.from_uri(location)
     filesystem.create_dir(path.rpartition("/")[0])
     with filesystem.open_output_stream(path) as file:
-        file.write(text.encode())
+        file.write(content)
 
 
 def delete_file(location: str) -> None:

@@ -127,6 +127,8 @@ class Trainer:
         options = self.options
         if self.metric_logger:
             print(self._description(), flush=True)
+        if self.done < options.last_step:
+            checkpoints.announce(self.strategy, self.runtime, f"{options.output}/{options.name}")
         self.meter.restart()
         for step in range(self.done + 1, options.last_step + 1):
             self.step(step)

@@ -30,7 +30,8 @@ READ_ONLY = {
     *("DescribeImages", "DescribeInstanceTypeOfferings", "DescribeInstanceTypes", "DescribeInstances"),
     *("DescribeRouteTables", "DescribeSecret", "DescribeSpotPriceHistory", "DescribeStacks", "DescribeSubnets"),
     "DescribeVpcs",
-    *("GetCallerIdentity", "GetParameters", "GetProducts", "GetRole", "GetServiceQuota", "SimulatePrincipalPolicy"),
+    *("GetCallerIdentity", "GetEbsDefaultKmsKeyId", "GetParameters", "GetProducts", "GetRole", "GetServiceQuota"),
+    "SimulatePrincipalPolicy",
 }
 SERVICES = ("ec2", "iam", "cloudformation", "pricing", "secretsmanager", "elbv2")
 # One action per resource type in stack.yaml. Add each new type here, and its actions to permissions.py.
@@ -54,6 +55,8 @@ CREATE_ACTIONS = {
     "AWS::IAM::Role": "iam:CreateRole",
     "AWS::IAM::InstanceProfile": "iam:CreateInstanceProfile",
     "AWS::IAM::Policy": "iam:PutRolePolicy",
+    "AWS::Budgets::Budget": "budgets:ModifyBudget",
+    "AWS::Lambda::Function": "lambda:CreateFunction",
     "AWS::ElasticLoadBalancingV2::LoadBalancer": "elasticloadbalancing:CreateLoadBalancer",
     "AWS::ElasticLoadBalancingV2::TargetGroup": "elasticloadbalancing:CreateTargetGroup",
     "AWS::ElasticLoadBalancingV2::Listener": "elasticloadbalancing:CreateListener",
@@ -62,6 +65,7 @@ OPTIONAL = (
     permissions.VPC_ACTIONS,
     permissions.NAT_ACTIONS,
     permissions.HTTPS_ACTIONS,
+    permissions.BUDGET_ACTIONS,
     permissions.RESERVATION_ACTIONS,
 )
 ALL_ACTIONS = {*permissions.UP_AND_DOWN, *" ".join(text for one in OPTIONAL for text in one.values()).split()}
@@ -94,6 +98,7 @@ class StubbedAws:
             "DescribeSubnets": subnets(250),
             "GetParameters": {"Parameters": [{"Name": PARAMETER, "Value": "ami-1"}]},
             "DescribeImages": lambda asked: image(asked["Filters"][0]["Values"][0]),
+            "GetEbsDefaultKmsKeyId": {"KmsKeyId": "alias/aws/ebs"},
             "DescribeSecret": {"Name": "there"},
             "GetRole": lambda asked: role(asked["RoleName"]),
             "GetProducts": {"PriceList": [json.dumps(PRODUCT)]},
@@ -345,7 +350,15 @@ def test_missing_permissions_are_named(cloud: StubbedAws, file: ClusterFile) -> 
     assert only(file, "error").endswith(f"Add the others to the policy of {USER}: ec2:RunInstances, iam:PassRole")
     asked = [parameters for operation, parameters in cloud.asked if operation == "SimulatePrincipalPolicy"]
     resources = {action: call["ResourceArns"] for call in asked for action in call["ActionNames"]}
-    assert resources["iam:PassRole"] == ["arn:aws:iam::123456789012:role/my-llm-us-east-1-head"]
+    assert resources["iam:CreateRole"] == ["arn:aws:iam::123456789012:role/my-llm-us-east-1-head"]
+    passed = {
+        call["ResourceArns"][0].rpartition("us-east-1-")[2]: entry["ContextKeyValues"][0]
+        for call in asked
+        for entry in call["ContextEntries"]
+        if "iam:PassRole" in call["ActionNames"] and entry["ContextKeyName"] == "iam:PassedToService"
+    }
+    services = ("ec2.amazonaws.com", "lambda.amazonaws.com", "scheduler.amazonaws.com")
+    assert passed == dict(zip(("head", "guard", "guard-caller"), services, strict=True))
     assert resources["s3:CreateBucket"] == ["arn:aws:s3:::my-llm-123456789012-us-east-1"]
     assert {call["PolicySourceArn"] for call in asked} == {USER}
 
@@ -490,6 +503,17 @@ def test_an_instance_type_that_the_region_does_not_offer_is_an_error(cloud: Stub
     )
 
 
+def test_a_type_that_keeps_the_others_from_efa_is_a_warning(
+    cloud: StubbedAws, file: ClusterFile, tune: Callable[[str, str], None]
+) -> None:
+    tune("cluster.gpu", 'instance_types = ["p5.48xlarge", "g6.xlarge"]')
+    assert "g6.xlarge has no EFA, so p5.48xlarge does not use it either" in "\n".join(
+        texts(checks.check(file), "warning")
+    )
+    tune("cluster.network", "efa = false")
+    assert "has no EFA" not in "\n".join(texts(checks.check(file), "warning"))
+
+
 @pytest.fixture
 def own_subnets(tune: Callable[[str, str], None]) -> None:
     """Name subnets in settings.toml."""
@@ -550,6 +574,17 @@ def test_an_image_that_does_not_exist_is_an_error(cloud: StubbedAws, file: Clust
 def test_an_image_that_is_older_than_the_driver_is_an_error(cloud: StubbedAws, file: ClusterFile) -> None:
     cloud.answers["DescribeImages"] = image("ami-1", "2025-07-31T00:00:00.000Z")
     assert "image ami-1 is from 2025-07-31, before NVIDIA's driver 580, which CUDA 13 needs. Set" in only(file, "error")
+
+
+def test_a_key_for_disks_that_the_caller_cannot_use_is_an_error(cloud: StubbedAws, file: ClusterFile) -> None:
+    key = "arn:aws:kms:us-east-1:123456789012:key/1"
+    cloud.answers["GetEbsDefaultKmsKeyId"] = {"KmsKeyId": key}
+    cloud.answers["DescribeKey"] = {"KeyMetadata": {"KeyId": "1", "KeyState": "Enabled"}}
+    assert texts(checks.check(file), "error") == []
+    cloud.answers["DescribeKey"] = {"KeyMetadata": {"KeyId": "1", "KeyState": "PendingDeletion"}}
+    assert f"your account encrypts disks with {key}, in state PendingDeletion. Show the key" in only(file, "error")
+    cloud.answers["DescribeKey"] = ErrorAnswer("AccessDeniedException", "no")
+    assert "Ask for the permissions kms:CreateGrant kms:Decrypt" in only(file, "error")
 
 
 def test_secrets_without_a_value_get_a_warning(

@@ -1,14 +1,20 @@
-"""Test the network check with two workers, and how it reads NCCL's log."""
+"""Test the network check with two workers, and that a training run over TCP ends where EFA is expected."""
 
 import sys
+from pathlib import Path
 
 import pytest
 import ray
+import torch
+from ray.train import ScalingConfig
 
 import settings
 from jobs import check_network
 from pipeline.ray_support import network_check
-from pipeline.training.options import NetworkOptions
+from pipeline.training import transport
+from pipeline.training.options import DDPOptions, NetworkOptions
+from pipeline.training.runtimes import ray_train
+from pipeline.training.strategies import DDP
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import test modules
 
@@ -27,20 +33,6 @@ def test_two_workers_measure_their_network(capsys: pytest.CaptureFixture[str]) -
     assert last.startswith("all workers are on one node")
 
 
-@pytest.mark.parametrize(
-    ("log", "transport"),
-    [
-        ("NCCL INFO NET/OFI Selected provider is efa, fabric is efa\nNCCL INFO Using network AWS Libfabric", "EFA"),
-        ("NCCL INFO NET/OFI Selected Provider is efa (found 4 nics)", "EFA"),
-        ("NCCL INFO NET/OFI Selected provider is tcp\nNCCL INFO Using network AWS Libfabric", "AWS Libfabric"),
-        ("NCCL INFO NET/Plugin: No plugin found\nNCCL INFO Using network Socket", "Socket"),
-        ("NCCL INFO comm 0x1 rank 0 nranks 2", "memory"),
-    ],
-)
-def test_the_transport_is_read_from_nccls_log(log: str, transport: str) -> None:
-    assert network_check.transport_of(log) == transport
-
-
 def test_the_verdict_says_whether_efa_is_used() -> None:
     assert "over Socket. EFA is several times faster" in network_check.verdict(2, "Socket", "cuda")
     assert network_check.verdict(2, "EFA", "cuda") == "gradients travel over EFA"
@@ -51,3 +43,30 @@ def test_bus_bandwidth_does_not_depend_on_the_number_of_ranks() -> None:
     for ranks in (2, 8, 16):
         seconds = 1e9 * 2 * (ranks - 1) / ranks / link
         assert network_check.bus_bandwidth(1e9, seconds, ranks) == pytest.approx(link)
+
+
+def test_a_run_that_would_use_tcp_by_accident_does_not_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class TwoMachines:
+        device, world_size, local_world_size = torch.device("cuda"), 16, 8
+
+    (tmp_path / "product_name").write_text("p5.48xlarge")
+    (tmp_path / "log").write_text("NCCL INFO Using network Socket")
+    monkeypatch.setattr(transport, "PRODUCT_NAME", tmp_path / "product_name")
+    monkeypatch.setenv("NCCL_DEBUG_FILE", f"{tmp_path}/log")
+    monkeypatch.setattr(transport, "any_rank", lambda *_: False)
+    monkeypatch.setattr(ray_train, "RayTrainRuntime", lambda _: TwoMachines())
+    monkeypatch.setattr(ray_train, "train", lambda *_: pytest.fail("the run started"))
+    options = settings.load(DDPOptions, "train", profile="cluster").model_copy(update={"output": str(tmp_path)})
+    monkeypatch.setattr(ray, "get", lambda _: (options, DDP, None))
+    failure = ray_train._train_worker({"arguments": None})
+    assert failure
+    assert failure.startswith("p5.48xlarge has EFA, but NCCL would send gradients over Socket")
+
+
+@pytest.mark.usefixtures("ray_session")
+def test_workers_with_gpus_write_nccls_log() -> None:
+    options = settings.load(DDPOptions, "train", profile="cluster")
+    for device, variables in (("cuda", transport.LOG_VARIABLES), ("cpu", {})):
+        chosen = options.model_copy(update={"device": device})
+        trainer = ray_train._torch_trainer(chosen, DDP, None, ScalingConfig(num_workers=1))
+        assert trainer.run_config.worker_runtime_env.get("env_vars", {}) == variables

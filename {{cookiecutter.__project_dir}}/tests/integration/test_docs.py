@@ -182,7 +182,7 @@ def _verbs() -> dict[str, set[str]]:
     """Parse tasks.py and return the options of each verb. Importing it would restart Python in the project's .venv."""
     tree = ast.parse((settings.PROJECT / "tasks.py").read_text(encoding="utf-8"))
     return {
-        node.name: {argument.arg.rstrip("_") for argument in node.args.args}
+        node.name: {argument.arg.rstrip("_").replace("_", "-") for argument in node.args.args}
         for node in tree.body
         if isinstance(node, ast.FunctionDef) and "verb(" in "".join(map(ast.unparse, node.decorator_list))
     }

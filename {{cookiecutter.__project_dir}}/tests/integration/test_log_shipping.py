@@ -27,7 +27,7 @@ from cluster.aws.past_jobs import PastJobs
 from cluster.common import bucket, cluster_file, instances, prices
 from cluster.common.instances import Instance
 from cluster.network import free_ports
-from cluster.node import gpu_use, log_shipping, metadata, state
+from cluster.node import gpu_use, log_shipping, metadata, ray_jobs, state
 
 JOB: dict[str, Any] = {
     "submission_id": "preprocess-1", "entrypoint": "python -m jobs.preprocess", "status": "RUNNING", "message": "runs",
@@ -79,17 +79,17 @@ def node(tmp_path: Path, s3: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
     if not bucket.exists(cluster_file.load()):  # another test may have made it
         own.create()
     for module, name in (
-        *((log_shipping, name) for name in ("SESSION", "TOKEN_FILE", "LOG_FILE")),
-        *((state, "LOG_FILE"), (gpu_use, "FILE"), (gpu_use, "LAST_FILE")),
+        *((log_shipping, name) for name in ("SESSION", "LOG_FILE")),
+        *((ray_jobs, "TOKEN_FILE"), (state, "LOG_FILE"), (gpu_use, "FILE"), (gpu_use, "LAST_FILE")),
     ):
         monkeypatch.setattr(module, name, tmp_path / f"{module.__name__}.{name}")
     monkeypatch.setattr(metadata, "read", lambda path: "i-head")
-    log_shipping.TOKEN_FILE.write_text("token\n")
+    ray_jobs.TOKEN_FILE.write_text("token\n")
     for log in (state.LOG_FILE, log_shipping.LOG_FILE, gpu_use.FILE):
         log.write_text(f"from {log.name}\n")
     made = Node(tmp_path, own.objects)
     with dashboard(made) as url:
-        monkeypatch.setattr(log_shipping, "JOBS_URL", url)
+        monkeypatch.setattr(ray_jobs, "URL", url)
         yield made
     own.objects.filter(Prefix=bucket.LOGS).delete()
 
@@ -254,7 +254,8 @@ def shown(node: Node, monkeypatch: pytest.MonkeyPatch) -> Callable[[float], str]
     file = cluster_file.load()
     living = [instance("i-head", file.head.name), instance("i-worker", "gpu-spot-1"), instance("i-new", "gpu-spot-1")]
     monkeypatch.setattr(instances, "living", lambda file: living)
-    monkeypatch.setattr(prices, "ask", lambda file: prices.Prices(0.4, {"gpu-spot-1": 10.0}, 20.4))
+    monkeypatch.setattr(instances, "failed_launches", lambda file: [])
+    monkeypatch.setattr(prices, "of_market", lambda file, names: prices.MarketPrices(dict.fromkeys(names, 10.0), {}))
 
     def show(seconds: float) -> str:
         head_status = {
@@ -272,7 +273,7 @@ def shown(node: Node, monkeypatch: pytest.MonkeyPatch) -> Callable[[float], str]
 
 def instance(name: str, node_type: str) -> Instance:
     launched = datetime.datetime.now(datetime.UTC) - datetime.timedelta(hours=1)
-    return Instance(name, node_type, "p4d.24xlarge", "", "spot", "z", "running", "", "10.0.0.7", launched, {})
+    return Instance(name, node_type, "p4d.24xlarge", "", "spot", "z", "running", "", "10.0.0.7", launched, {}, "", "")
 
 
 def ship(role: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import boto3
@@ -25,12 +26,14 @@ from cluster.aws import (
     capacity,
     capacity_blocks,
     cloud_status,
+    guard,
     images,
     launcher_file,
     prepare,
     quotas,
     reservation,
     stack,
+    teardown,
     vpc,
 )
 from cluster.aws import target as aws_target
@@ -39,12 +42,15 @@ from cluster.aws.doctor.account import Account
 from cluster.aws.target import Aws
 from cluster.common import cluster_file, instances, prices
 from cluster.common.cluster_file import ClusterFile
-from cluster.emulator import iam, moto_instances
+from cluster.emulator import iam, moto_instances, stubs
 from cluster.emulator.api import Api
 from cluster.emulator.consistency import Consistency
 from cluster.emulator.moto_instances import ACCOUNT, IMAGE
 from cluster.emulator.reservations import Reservations
+from cluster.emulator.schedules import Schedules
 from cluster.emulator.throttling import Throttle
+from cluster.node import watchdog_head
+from cluster.node.watchdog_head import Spending
 from cluster.target import WantedBlock
 from instance_types import INSTANCE_TYPES
 from pipeline.ray_support.private import cluster_launcher
@@ -66,8 +72,12 @@ FILE = cluster_file.load(SOURCE)
 GPU_TYPE = FILE.workers[-1].instance_type
 ZONE = f"{FILE.region}b"
 HOUR = 3600.0
+NOW = datetime.datetime.now(datetime.UTC)
 ALLOW_ALL = '{"Version": "2012-10-17", "Statement": [{"Effect": "Allow", "Action": "*", "Resource": "*"}]}'
 NEWER_IMAGE = "ami-1e749f67"  # another one of moto's images
+QUIET: dict[str, Any] = {"watchdog": {"runs": True}, "autoscaler": 1, "at": 0.0, "session": "session_1"}
+QUIET |= {name: [] for name in ("nodes", "pending", "demands", "refused", "failed_setups")}
+"""The status of a head on which nothing happens."""
 WANTED = WantedBlock(instances=2, days=1, instance_type="", earliest="", latest="")
 
 
@@ -112,7 +122,7 @@ def aws(server: tuple[Api, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 def _empty_account() -> None:
     """Empty these services. S3 keeps the bucket of other tests, which the `reset` of any service would delete."""
-    for service in ("ec2", "iam", "cloudformation"):
+    for service in ("ec2", "iam", "cloudformation", "lambda", "scheduler"):
         for account in get_backend(service).values():
             account.reset()
 
@@ -363,15 +373,20 @@ def test_prepare_makes_what_reserved_instances_need(aws: Api, assign: Callable[[
     assert (living.id, living.market) == (machine["InstanceId"], "capacity-block")
 
 
+def statements_of_role(part: str) -> list[dict[str, Any]]:
+    """Return the statements of all policies of a role."""
+    client, role = FILE.client("iam"), FILE.role(part)
+    names = client.list_role_policies(RoleName=role)["PolicyNames"]
+    documents = [client.get_role_policy(RoleName=role, PolicyName=name)["PolicyDocument"] for name in names]
+    return [statement for document in documents for statement in document["Statement"]]
+
+
 def test_the_head_may_launch_reserved_instances(aws: Api, assign: Callable[[str, str], None]) -> None:
     prepare.prepare(FILE)
     block(aws, assign, -HOUR, 24 * HOUR)
     prepare.prepare(launcher_file.load())
     launch()
-    client, role = FILE.client("iam"), FILE.role("head")
-    names = client.list_role_policies(RoleName=role)["PolicyNames"]
-    documents = [client.get_role_policy(RoleName=role, PolicyName=name)["PolicyDocument"] for name in names]
-    statements = [statement for document in documents for statement in document["Statement"]]
+    statements = statements_of_role("head")
     (call,) = [call for call in aws.calls if call.action == "RunInstances"]
     assert [one for one in call.permissions if not iam.is_allowed(statements, one)] == []
     assert any("capacity-reservation/cr-1" in one.resource for one in call.permissions)
@@ -599,11 +614,129 @@ def test_status_says_when_the_block_ends_and_that_it_is_prepaid(aws: Api, assign
     file = launcher_file.load()
     prepare.prepare(file)
     launch(2)
-    head_status = {"watchdog": {"runs": True}, "nodes": [], "pending": [], "demands": [], "autoscaler": 1}
-    head_status |= {"at": time.time(), "session": "session_1"}
-    shown = cloud_status.cloud_status(file, head_status | {"refused": [], "failed_setups": []})
+    shown = cloud_status.cloud_status(file, QUIET)
     assert shown.notes[0].startswith("0.00 dollars per hour now")
     found = reservation.find(file)
     assert found
     assert shown.notes[1] == f"{found.summary}. Training saves a checkpoint at {reservation.local(found.drain)}"
     assert list(shown.tables[0].columns[-1].cells) == ["prepaid", "prepaid"]
+
+
+# ---------------------------------------------------------------- what instances cost
+
+
+def machine(market: str, zone: str, **changes: Any) -> instances.Instance:
+    """Return a running instance, as EC2 describes it."""
+    fields = {field.name: "" for field in dataclasses.fields(instances.Instance)}
+    own = {"instance_type": GPU_TYPE, "market": market, "zone": f"{FILE.region}{zone}"}
+    return instances.Instance(**fields | own | changes)  # type: ignore[arg-type]
+
+
+def test_an_instance_costs_the_price_of_its_own_zone_and_market(aws: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    running = [
+        machine("on-demand", "a", instance_type="m6i.2xlarge"),
+        *(machine("spot", zone) for zone in "acc"),
+        machine("on-demand", "c"),
+        machine("capacity-block", "c", instance_type="only.prepaid"),
+    ]
+    per_hour = 0.4 + 22 * (0.5 + 2 * 0.66) + 22  # the spot price rises from zone to zone
+    spending = Spending(FILE, dollars=5.0)
+    assert spending.add(running, 1800) == pytest.approx(per_hour)
+    assert spending.dollars == pytest.approx(5.0 + per_hour / 2)
+    shown = [dataclasses.replace(one, id=str(number), launched=NOW, tags={}) for number, one in enumerate(running)]
+    monkeypatch.setattr(instances, "living", lambda file: shown)
+    assert cloud_status.cloud_status(FILE, QUIET).notes[0].startswith(f"{per_hour:.2f} dollars per hour now")
+
+
+def test_prices_are_read_again_every_hour(aws: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    running, spending, clock = [machine("spot", "a")], Spending(FILE, dollars=0.0), [100_000.0]
+    monkeypatch.setattr(watchdog_head, "time", SimpleNamespace(monotonic=lambda: clock[0], strftime=time.strftime))
+    assert spending.add(running, 5) == 11
+    monkeypatch.setattr(stubs, "SPOT_PRICE_RATIO", 0.9)
+    clock[0] += 3500
+    assert spending.add(running, 5) == 11
+    clock[0] += 200
+    assert spending.add(running, 5) == pytest.approx(19.8)
+    monkeypatch.setitem(stubs.DOLLARS_AN_HOUR, GPU_TYPE, 0)  # AWS does not know the price any more
+    clock[0] += 4000
+    assert spending.add(running, 5) == pytest.approx(19.8)
+    assert spending.add([*running, machine("on-demand", "b", instance_type="p4de.24xlarge")], 5) > 19
+
+
+def test_an_instance_of_another_type_than_in_cluster_yaml_is_counted(aws: Api) -> None:
+    """For example one that started before a change of InstanceType."""
+    spending = Spending(FILE, dollars=0.0)
+    spending.add([machine("on-demand", "a")], 0)
+    assert spending.add([machine("on-demand", "a", instance_type="p4de.24xlarge")], 0) == 28
+
+
+# ---------------------------------------------------------------- the guard
+
+
+def guarded_hours() -> float:
+    """Return in how many hours the guard comes."""
+    start = FILE.client("scheduler").get_schedule(Name=f"{FILE.slug}-guard")["StartDate"]
+    return (start - datetime.datetime.now(datetime.UTC)).total_seconds() / HOUR
+
+
+def test_the_guard_follows_the_limit(aws: Api, assign: Callable[[str, str], None]) -> None:
+    assign("cluster.limits", "hours = 24")
+    prepare.prepare(FILE)
+    assert guarded_hours() == pytest.approx(24.25, abs=0.1)
+    head = launch_head(cluster_file.load(launcher_file.FILE))
+    guard.move(FILE, NOW - datetime.timedelta(hours=5), hours=48)
+    assert guarded_hours() == pytest.approx(43.25, abs=0.1)
+    prepare.prepare(FILE)  # keeps it, because the running cluster may have another limit than settings.toml
+    assert guarded_hours() == pytest.approx(43.25, abs=0.1)
+    guard.follow_head(FILE)
+    assert guarded_hours() == pytest.approx(24.25, abs=0.1)
+    guard.move(FILE, NOW - datetime.timedelta(hours=5), hours=4)  # the end is past, so it comes now
+    assert guarded_hours() == pytest.approx(0, abs=0.1)
+    instances.terminate(FILE, [head])
+    guard.prepare(FILE, instances.head(FILE))  # for a new cluster
+    assert guarded_hours() == pytest.approx(24.25, abs=0.1)
+
+
+def test_the_guard_ends_the_projects_instances_and_no_others(aws: Api, server: tuple[Api, str]) -> None:
+    prepare.prepare(FILE)
+    file = cluster_file.load(launcher_file.FILE)
+    other, own = launch_head(file), launch_head(file)
+    FILE.client("ec2").create_tags(Resources=[other], Tags=[{"Key": "ray-project", "Value": "another"}])
+    schedules = Schedules(server[1])
+    assert schedules.call_due() == []
+    assert [one.id for one in instances.living(FILE)] == [own]
+    guard.move(FILE, NOW - datetime.timedelta(hours=30), hours=24)
+    assert schedules.call_due() == [f"{FILE.slug}-guard"]
+    assert schedules.call_due() == []  # only in ten minutes again
+    assert {one.id: one.state for one in moto_instances.list_all()} == {other: "running", own: "terminated"}
+    # the role allows nothing else
+    tag, any_instance = "aws:ResourceTag/ray-project", f"arn:aws:ec2:{FILE.region}:{ACCOUNT}:instance/i-1"
+    statements = statements_of_role("guard")
+    for value, allowed in ((FILE.slug, True), ("another", False)):
+        permission = iam.Permission("ec2:TerminateInstances", any_instance, {tag: value})
+        assert iam.is_allowed(statements, permission) == allowed
+    assert {one["Action"] for one in statements} == {"ec2:DescribeInstances", "ec2:TerminateInstances"}
+    # `down` removes the guard
+    teardown.end_instances(FILE)
+    assert "the schedule of the guard" in teardown.leftovers(FILE)
+    assert f"role {FILE.role('guard')}" in teardown.leftovers(FILE)
+    prepare.delete(FILE)
+    assert teardown.leftovers(FILE) == []
+
+
+def test_the_guard_waits_until_its_role_is_known(aws: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    role = FILE.client("iam").create_role(RoleName="caller", AssumeRolePolicyDocument="{}")["Role"]["Arn"]
+    outputs = {"Guard": f"arn:aws:lambda:{FILE.region}:{ACCOUNT}:function:guard", "GuardCaller": role}
+    described = [{"OutputKey": key, "OutputValue": value} for key, value in outputs.items()]
+    monkeypatch.setattr(stack, "find", lambda file: {"Outputs": described})
+    monkeypatch.setattr(guard, "time", SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: None))
+    aws.consistency = Consistency(itertools.count(step=2.0).__next__)  # each call to AWS takes two seconds
+    aws.consistency.check("CreateStack", {})
+    guard.move(FILE, NOW, hours=24)
+    calls = [call.error_code for call in aws.calls if call.action.startswith("POST /schedules/")]
+    assert calls == ["Validation", ""]
+
+
+def test_a_stack_without_a_guard_is_an_error(aws: Api) -> None:
+    with pytest.raises(settings.UserError, match=r"has no guard yet\. Run: inv prepare --target aws"):
+        guard.move(FILE, NOW, hours=24)

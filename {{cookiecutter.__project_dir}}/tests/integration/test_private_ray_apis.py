@@ -13,9 +13,12 @@ from collections.abc import Iterator
 
 import pytest
 import ray
+import ray.autoscaler._private.constants as ray_autoscaler_constants
+import ray.autoscaler.v2.instance_manager.config as v2_config
 from dependencies import FILES, imports
 
 import settings
+from cluster.node import watchdog_head
 from pipeline.ray_support.private import (
     autoscaler,
     cluster_launcher,
@@ -154,6 +157,16 @@ def test_autoscaler(gcs_address: str) -> None:
     demands = status.resource_demands
     assert (demands.ray_task_actor_demand, demands.placement_group_demand) == ([], [])
     assert hasattr(status.stats, "autoscaler_version")
+
+
+def test_the_autoscaler_reads_the_variables_of_cluster_yaml() -> None:
+    """The watchdog and the autoscaler wait equally long for an instance that EC2 has ended during its launch."""
+    text = (settings.PROJECT / "cluster" / "cluster.yaml").read_text(encoding="utf-8")
+    variables = dict(re.findall(r"\b(RAY_AUTOSCALER_\w+)=(\d+)", text))
+    assert variables["RAY_AUTOSCALER_RECONCILE_REQUEST_STATUS_TIMEOUT_S"] == f"{watchdog_head.REQUEST_TIMEOUT_S:.0f}"
+    assert len(variables) == 3
+    source = inspect.getsource(v2_config) + inspect.getsource(ray_autoscaler_constants)
+    assert [name for name in variables if f'"{name}"' not in source] == []
 
 
 def test_cluster_launcher() -> None:

@@ -51,7 +51,7 @@ def test_without_the_clusters_key_ssh_uses_the_persons_own_keys(
 class LocalHead(SshHead):
     """Runs the commands for the head on this machine."""
 
-    def run(self, command: str) -> str:
+    def run(self, command: str, text: str = "") -> str:
         return subprocess.run(["bash", "-c", command], check=True, capture_output=True, text=True).stdout
 
 

@@ -33,7 +33,7 @@ from transformers.optimization import get_cosine_with_min_lr_schedule_with_warmu
 
 import settings
 from pipeline.data.tokenization import NOT_TRAINED
-from pipeline.training import deepspeed_zero, model_io, preflight, schedule
+from pipeline.training import checkpoints, deepspeed_zero, model_io, preflight, schedule, storage
 from pipeline.training.dataset import COLUMNS, Batch, PackedRows, read_manifest
 from pipeline.training.options import DDPOptions, DeepSpeedOptions
 from pipeline.training.runtimes.runtime import Metrics, SingleProcess, WriteCheckpoint
@@ -578,6 +578,36 @@ def test_a_full_disk_is_refused_before_writing(finetune: Finetune, monkeypatch: 
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(2**30, 2**30, 2**10))
     with pytest.raises(settings.UserError, match=r"no room for a checkpoint .* has 0 MiB left"):
         finetune()
+
+
+@pytest.mark.parametrize("scratch", [False, True])
+def test_a_large_checkpoint_is_announced_with_the_seconds_of_slow_storage(
+    finetune: Finetune,
+    options: DDPOptions,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    scratch: bool,
+) -> None:
+    """The storage takes 0.2 s for a hundredth of a checkpoint."""
+    write = storage.write_bytes
+
+    def write_slowly(location: str, content: bytes) -> None:
+        time.sleep(0.2)
+        write(location, content)
+
+    finetune(name="small", stop_after=1)
+    assert "to store" not in capsys.readouterr().out
+    monkeypatch.setattr(storage, "write_bytes", write_slowly)
+    monkeypatch.setattr(SingleProcess, "scratch", Path(options.output) if scratch else None)
+    monkeypatch.setattr(checkpoints, "LARGE", 1)
+    parameters = AutoModelForCausalLM.from_pretrained(options.model).num_parameters()
+    monkeypatch.setattr(checkpoints, "SAMPLE", 12 * parameters // 100)
+    finetune(stop_after=1)
+    (seconds,) = re.findall(r"a checkpoint has 0\.0 GiB and takes about (\d+) s to store", capsys.readouterr().out)
+    assert 20 <= int(seconds) <= 80
+    assert not list(Path(options.output).rglob(".sample*"))
+    finetune(stop_after=1)
+    assert "to store" not in capsys.readouterr().out, "a finished run stores nothing"
 
 
 def test_missing_data_is_refused(tmp_path: Path) -> None:

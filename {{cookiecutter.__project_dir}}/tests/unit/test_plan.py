@@ -35,10 +35,11 @@ from transformers import (
 )
 
 import settings
+from cluster import settings_file
 from cluster.common import cluster_file
 from cluster.planner import estimate, memory, plan, report, serving
 from cluster.planner.estimate import ModelPlan
-from cluster.planner.memory import METHODS, Method, Training
+from cluster.planner.memory import GATHER_WITHIN_INSTANCES, METHODS, Method, Training
 from cluster.planner.shape import LORA_RANK, Shape, shape_of
 from instance_types import INSTANCE_TYPES
 from pipeline.ray_support import gpu_section
@@ -326,7 +327,7 @@ def _measurements() -> list[dict[str, str]]:
 
 @pytest.mark.parametrize("row", _measurements(), ids=lambda row: " ".join(row.values()))
 def test_the_peak_covers_what_runs_allocate(row: dict[str, str]) -> None:
-    """Compare with what `inv fit` measured on 2026-11-27: one row of 1024 tokens on each of 8 fake GPUs.
+    """Compare with what `inv fit` measured on 2026-11-27 and 2026-11-28: one row of 1024 tokens on each of 8 fake GPUs.
 
     A plan below the measured peak promises too much. With ZeRO-3, the plan does not know that small models never fill
     DeepSpeed's buffers.
@@ -360,6 +361,31 @@ def test_the_peak_covers_offloaded_training(
     planned = memory.peak(shape_of(config), training)
     assert gpu_gib <= planned.gpu / memory.GIB <= 1.1 * gpu_gib + 0.5
     assert host_gib <= planned.host / memory.GIB <= 1.1 * host_gib + 0.5
+
+
+@pytest.mark.parametrize(
+    ("config", "method", "lora", "checkpointing", "gpu_gib"),
+    [
+        (QWEN3_1_7B, "FSDP, hybrid_shard", False, False, 8.39),
+        (QWEN3_1_7B, "ZeRO-3, hpz", False, False, 10.76),
+        (QWEN3_8B, "FSDP, hybrid_shard", True, False, 11.42),
+        (QWEN3_8B, "ZeRO-3, hpz", True, False, 14.50),
+        (QWEN3_8B, "ZeRO-3, hpz", False, True, 17.14),
+        (QWEN3_8B, "ZeRO-3, hpz", True, True, 8.28),
+        (LLAMA_3_70B, "FSDP, hybrid_shard", False, True, 141.58),
+        (LLAMA_3_70B, "ZeRO-3, hpz", False, True, 100.06),
+    ],
+)
+def test_the_peak_covers_parameters_that_are_gathered_within_instances(
+    config: Any, method: str, lora: bool, checkpointing: bool, gpu_gib: float
+) -> None:
+    """Compare with the GiB that `inv fit` measured on 2026-11-28 for 16 GPUs on two instances."""
+    (found,) = (each for each in GATHER_WITHIN_INSTANCES if each.name == method)
+    training = Training(1024, 1, "bf16", checkpointing, found, lora, chunked_loss=True, gpus=16)
+    assert gpu_gib <= memory.peak(shape_of(config), training).gpu / memory.GIB <= 1.1 * gpu_gib + 0.5
+    alone = memory.peak(shape_of(config), replace(training, gpus=8)).gpu
+    everywhere = replace(training, gpus=8, method=replace(found, hybrid_shard=False, hpz=False))
+    assert alone == memory.peak(shape_of(config), everywhere).gpu, "on one instance, there is no difference"
 
 
 # ------------------------------------------------------------------------------------------ the plan
@@ -471,12 +497,20 @@ def test_the_report_names_the_settings_to_write() -> None:
     assert " dollars" not in _shown(_plan(LLAMA_3_8B, dollars_per_instance_hour=prices({}))).splitlines()[-1]
 
 
+def test_on_several_instances_the_report_names_what_gathers_parameters_within_each() -> None:
+    text = _shown(_plan(LLAMA_3_70B, types=(INSTANCE_TYPES["p5.48xlarge"],), max_instances=4, num_workers=32))
+    assert "full, FSDP, hybrid_shard" in text
+    assert "LoRA, ZeRO-3, hpz" in text
+    assert "also set hpz = true in [deepspeed], which fits too" in text.splitlines()[-1]
+    assert "hpz" not in _shown(_plan(LLAMA_3_8B))
+
+
 def test_the_recommendation_is_written_to_the_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     file = tmp_path / "settings.toml"
     shutil.copy(settings.FILE, file)
     monkeypatch.setattr(settings, "FILE", file)
     made = _plan(LLAMA_3_8B, num_workers=1)
-    plan._write(made.settings, file)
+    settings_file.write(made.settings, file)
     options = settings.load(DeepSpeedOptions, "train", "deepspeed", profile="cluster", file=file)
     assert options.model_dump() | made.settings["cluster.train"] | made.settings["cluster.deepspeed"] == (
         options.model_dump()

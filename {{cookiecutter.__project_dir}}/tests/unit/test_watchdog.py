@@ -6,10 +6,13 @@ import os
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from cluster.common import cluster_file
+from cluster.aws import cloud_status
+from cluster.common import cluster_file, instances
+from cluster.common.limits import LimitsSection
 from cluster.node import autoscaler_log, watchdog_head, watchdog_worker
 
 NOW = datetime.datetime(2026, 1, 1, 10, 0, 10).timestamp()  # in this machine's time zone, as in Ray's logs
@@ -44,6 +47,52 @@ def test_a_throttled_launch_closes_no_type(market: watchdog_head.Markets) -> Non
     assert market.limits(Counter(), NOW)["spot"] == 2
 
 
+def test_a_launch_that_ec2_ends_closes_the_type(market: watchdog_head.Markets, monkeypatch: pytest.MonkeyPatch) -> None:
+    """EC2 accepted the launches of both instances. It ended one at once, and the other when the user asked for it."""
+    file = cluster_file.load()
+    ended = [
+        _ended("i-1", "spot", "Client.VolumeLimitExceeded: Volume limit exceeded"),
+        _ended("i-2", "on-demand", "Client.UserInitiatedShutdown: User initiated shutdown"),
+    ]
+    monkeypatch.setattr(type(file), "client", lambda file, service: _Ec2(ended))
+    refusals = watchdog_head._failed_launches(file)
+    given_up = NOW + watchdog_head.REQUEST_TIMEOUT_S
+    (message,) = market.note_refusals(refusals, given_up)
+    assert message == "AWS refused spot (Client.VolumeLimitExceeded): not requested again for 5 minutes"
+    assert market.limits(Counter(), given_up + 289) == {"spot": 0, "on-demand": 2}
+    ended[0]["LaunchTime"] = datetime.datetime.now(datetime.UTC)
+    assert watchdog_head._failed_launches(file) == []  # the autoscaler still waits for it
+    (failed,) = instances.failed_launches(file)
+    assert cloud_status.describe_failed_launch(failed).startswith(
+        "AWS ended i-1 (spot) during its launch: Client.VolumeLimitExceeded: Volume limit exceeded. Delete volumes"
+    )
+
+
+def _ended(name: str, node_type: str, reason: str) -> dict[str, Any]:
+    return {
+        **{"InstanceId": name, "InstanceType": "p4d.24xlarge", "ImageId": "ami-1", "State": {"Name": "terminated"}},
+        "Placement": {"AvailabilityZone": "us-east-1a"},
+        "LaunchTime": datetime.datetime.fromtimestamp(NOW, datetime.UTC),
+        "StateReason": {"Code": reason.partition(":")[0], "Message": reason},
+        "Tags": [{"Key": "ray-user-node-type", "Value": node_type}],
+    }
+
+
+class _Ec2:
+    """Answers DescribeInstances with all instances in the states that the filter names."""
+
+    def __init__(self, found: list[dict[str, Any]]) -> None:
+        self._found = found
+
+    def get_paginator(self, operation: str) -> "_Ec2":
+        assert operation == "describe_instances"
+        return self
+
+    def paginate(self, Filters: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        (states,) = [one["Values"] for one in Filters if one["Name"] == "instance-state-name"]
+        return [{"Reservations": [{"Instances": [one for one in self._found if one["State"]["Name"] in states]}]}]
+
+
 def test_a_closed_type_keeps_running_instances(market: watchdog_head.Markets) -> None:
     market.note_refusals([refusal("spot", "10:00:00")], NOW)
     assert market.limits(Counter(spot=1), NOW)["spot"] == 1
@@ -58,18 +107,12 @@ def test_three_failed_setups_close_a_type_for_good_with_one_message(market: watc
     assert market.limits(Counter(), NOW + 1e9)["spot"] == 0
 
 
-def test_spending_counts_each_instance_by_its_type() -> None:
-    spending = watchdog_head.Spending({"head": 0.4, "spot": 11.0}, dollars=5.0)
-    spending.add(Counter(head=1, spot=2, unknown=1), 1800)
-    assert spending.dollars == pytest.approx(5.0 + 0.2 + 11.0)
-
-
 def test_the_lease_is_renewed_until_the_hours_are_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[str] = []
     monkeypatch.setattr(watchdog_head, "LEASE", tmp_path / "renewed")
     monkeypatch.setattr(watchdog_head, "LAUNCHED", tmp_path / "launched")
     monkeypatch.setattr(watchdog_head, "end_cluster", lambda file, reason: ended.append(reason))
-    limits, file = watchdog_head.LimitsSection(hours=2, dollars=10), cluster_file.load()
+    limits, file = LimitsSection(hours=2, dollars=10), cluster_file.load()
     for file_of_lease in (watchdog_head.LEASE, watchdog_head.LAUNCHED):
         file_of_lease.touch()
     os.utime(watchdog_head.LEASE, (0, 0))

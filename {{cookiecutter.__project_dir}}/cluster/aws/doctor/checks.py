@@ -17,7 +17,7 @@ from cluster.aws.doctor.account import RETRY, Account, denied_action
 from cluster.common.cluster_file import ClusterFile
 from cluster.doctor import Finding
 
-SERVICES = ("sts", "iam", "ec2", "cloudformation", "service-quotas", "ssm", "secretsmanager")
+SERVICES = ("sts", "iam", "ec2", "cloudformation", "service-quotas", "ssm", "secretsmanager", "kms")
 F = TypeVar("F", bound=ClusterFile)
 
 REMOTE_CHECKS: dict[str, Callable[[Account], Iterator[Finding]]] = {
@@ -28,6 +28,7 @@ REMOTE_CHECKS: dict[str, Callable[[Account], Iterator[Finding]]] = {
     "zones": region.check_zones,
     "network": region.check_network,
     "images": region.check_images,
+    "disks": region.check_disk_key,
     "secrets": jobs.check_secrets,
     "prices": region.check_prices,
 }

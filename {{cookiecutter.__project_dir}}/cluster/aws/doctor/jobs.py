@@ -14,9 +14,9 @@ from cluster import submission
 from cluster.aws import secrets_manager
 from cluster.aws.capacity import possible_nodes
 from cluster.aws.doctor.account import Account
+from cluster.common import limits
 from cluster.common.cluster_file import ClusterFile
 from cluster.doctor import Finding, judge
-from cluster.node.watchdog_head import LimitsSection
 from pipeline.ray_support import capacity, gpu_section
 from pipeline.training.options import DDPOptions
 
@@ -102,8 +102,7 @@ def check_paths(file: ClusterFile) -> Iterator[Finding]:
 
 def check_limits(file: ClusterFile) -> Iterator[Finding]:
     """Report the limits of the cluster."""
-    limits = settings.load(LimitsSection, "limits", profile="cluster")
-    yield Finding("ok", f"the cluster shuts itself down after {limits.hours:g} hours or {limits.dollars:g} dollars")
+    yield Finding("ok", f"the limits at which the cluster shuts itself down: {limits.load()}")
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from cluster.doctor import Finding, judge
 def check_versions(file: ClusterFile) -> Iterator[Finding]:
     """Compare the versions of Ray and Python on this machine with those that the nodes install."""
     ray = re.search(r"^ray(?:\[.*\])?==(\S+)", PINS.read_text(encoding="utf-8"), re.MULTILINE)
-    python = re.search(r"uv venv .*--python (\S+)", "\n".join(file.content["setup_commands"]))
+    python = re.search(r"uv venv .*?--python (\S+)", "\n".join(file.content["setup_commands"]))
     minor = ".".join(platform.python_version_tuple()[:2])
     for name, here, pin in (("Ray", importlib.metadata.version("ray"), ray), ("Python", minor, python)):
         there = pin[1] if pin else "not pinned"

@@ -6,11 +6,16 @@ from functools import partial
 from botocore.exceptions import ClientError
 
 import settings
-from cluster.aws import aws_errors, reservation, vpc
+from cluster.aws import aws_errors, budget, reservation, vpc
 from cluster.aws.doctor.account import RETRY, Account, denied_action
 from cluster.common import instances
 from cluster.doctor import Finding, judge
 
+GUARD_ROLE = "arn:{partition}:iam::{account}:role/{slug}-{region}-guard"
+GUARD_CALLER_ROLE = f"{GUARD_ROLE}-caller"
+EC2 = "ec2.amazonaws.com"
+# The services to which roles are passed. The other roles are passed to EC2.
+PASSED_TO = {GUARD_ROLE: "lambda.amazonaws.com", GUARD_CALLER_ROLE: "scheduler.amazonaws.com"}
 # Actions that `inv up` and `inv down` need, including those of CloudFormation and Ray's launcher, by resource.
 # Actions without a resource, or with several kinds of resources, are under "*".
 ACTIONS = {
@@ -34,8 +39,14 @@ ACTIONS = {
     "secretsmanager:DescribeSecret secretsmanager:TagResource secretsmanager:GetSecretValue "
     "secretsmanager:PutSecretValue "
     "secretsmanager:DeleteSecret",
+    "arn:{partition}:lambda:{region}:{account}:function:{slug}-guard": "lambda:CreateFunction lambda:GetFunction "
+    "lambda:UpdateFunctionCode lambda:UpdateFunctionConfiguration lambda:DeleteFunction lambda:TagResource",
+    "arn:{partition}:scheduler:{region}:{account}:schedule/default/{slug}-guard": "scheduler:CreateSchedule "
+    "scheduler:GetSchedule scheduler:UpdateSchedule scheduler:DeleteSchedule",
     "arn:{partition}:iam::{account}:role/{slug}-{region}-head": "iam:CreateRole iam:GetRole iam:TagRole iam:DeleteRole "
     "iam:PutRolePolicy iam:GetRolePolicy iam:DeleteRolePolicy iam:PassRole",
+    GUARD_ROLE: "iam:PassRole",
+    GUARD_CALLER_ROLE: "iam:PassRole",
     "arn:{partition}:iam::{account}:instance-profile/{slug}-{region}-head": "iam:CreateInstanceProfile "
     "iam:GetInstanceProfile iam:AddRoleToInstanceProfile iam:RemoveRoleFromInstanceProfile iam:DeleteInstanceProfile",
 }
@@ -59,6 +70,8 @@ HTTPS_ACTIONS = {
     "elasticloadbalancing:CreateListener elasticloadbalancing:DeleteListener "
     "elasticloadbalancing:DescribeListeners elasticloadbalancing:AddTags",
 }
+# Additional actions for the budget, if [cluster.budget] of settings.toml has one.
+BUDGET_ACTIONS = {"*": "budgets:ModifyBudget budgets:ViewBudget"}
 # Additional actions if [cluster.capacity] of settings.toml names a reservation.
 RESERVATION_ACTIONS = {"*": "ec2:DescribeCapacityReservations"}
 # Actions that only the doctor needs. If AWS denies one, the report of the failed check names it.
@@ -66,6 +79,7 @@ DOCTOR_ACTIONS = [
     "iam:SimulatePrincipalPolicy",
     "servicequotas:GetServiceQuota",
     "ec2:DescribeImages",
+    "ec2:GetEbsDefaultKmsKeyId",
 ]
 KNOWN_ACTIONS = [*UP_AND_DOWN, *RESERVATION_ACTIONS.values(), *DOCTOR_ACTIONS]
 
@@ -96,7 +110,7 @@ def check(account: Account) -> Iterator[Finding]:
     yield judge(
         not missing,
         f"you have {needed - len(missing)} of the {needed} permissions for inv up and inv down",
-        f"Add the others to the policy of {account.arn}: {', '.join(missing)}",
+        f"Add the others to the policy of {account.arn}: {', '.join(dict.fromkeys(missing))}",
     )
 
 
@@ -109,6 +123,7 @@ def _needed_actions() -> list[tuple[str, str]]:
         *(VPC_ACTIONS.items() if makes_vpc else []),
         *(NAT_ACTIONS.items() if makes_vpc and section.private else []),
         *(HTTPS_ACTIONS.items() if section.certificate else []),
+        *(BUDGET_ACTIONS.items() if budget.stack_parameters() else []),
         *(RESERVATION_ACTIONS.items() if reservation.load_section().reservation else []),
     ]
 
@@ -129,7 +144,6 @@ def _simulate(account: Account) -> list[str]:
         "aws:RequestTag/ray-project": account.slug,
         "aws:ResourceTag/ray-project": account.slug,
         "ec2:CreateAction": "RunInstances",
-        "iam:PassedToService": "ec2.amazonaws.com",
     }
     names = {"partition": partition, "region": account.region, "account": number, "slug": account.slug}
     return [
@@ -141,7 +155,7 @@ def _simulate(account: Account) -> list[str]:
             ResourceArns=[resource.format(**names)],
             ContextEntries=[
                 {"ContextKeyName": key, "ContextKeyValues": [value], "ContextKeyType": "string"}
-                for key, value in context.items()
+                for key, value in (*context.items(), ("iam:PassedToService", PASSED_TO.get(resource, EC2)))
             ],
         )
         for result in page["EvaluationResults"]

@@ -1,16 +1,20 @@
-"""Check the role for spot instances, and the region's zones, subnets, images and prices."""
+"""Check the role for spot instances, the key for disks, and the region's zones, subnets, images and prices."""
 
 from collections.abc import Iterator
 from typing import Any
 
+from botocore.exceptions import ClientError
+
 import settings
 from cluster.aws import images, vpc
 from cluster.aws.doctor.account import Account, alternatives
-from cluster.common import prices
+from cluster.common import gpu_types, prices
 from cluster.doctor import Finding, judge
 
 FIRST_DRIVER_580 = "2025-08-04"
 """Date of the first release of NVIDIA's driver 580 for data centers (580.65.06)."""
+
+MANAGED_KEY = "alias/aws/ebs"
 
 
 def check_spot_role(account: Account) -> Iterator[Finding]:
@@ -56,6 +60,7 @@ def check_zones(account: Account) -> Iterator[Finding]:
 def check_network(account: Account) -> Iterator[Finding]:
     """Check that a zone offers the GPU instances, and that the user's subnets have free addresses and a route."""
     section = settings.load(vpc.NetworkSection, "network", profile="cluster")
+    yield from _check_efa(account, section)
     network = vpc.find_network(account, section)
     if not section.subnets:
         yield Finding("ok", f"the stack makes a VPC with subnets in {', '.join(dict.fromkeys(network.zones))}")
@@ -73,6 +78,20 @@ def check_network(account: Account) -> Iterator[Finding]:
             f"subnet {subnet['SubnetId']}: internet traffic goes to {route or 'nowhere'}",
             f"It must be a {what} subnet, with a route to {'an internet' if what == 'public' else 'a NAT'} gateway, "
             "because instances download packages. Set another in [cluster.network] of settings.toml",
+        )
+
+
+def _check_efa(account: Account, section: vpc.NetworkSection) -> Iterator[Finding]:
+    """Warn if a type without EFA keeps the other types from using it (see `vpc.efa_cards`)."""
+    types = gpu_types.for_training(account)
+    without = [one.name for one in types if not one.efa_cards]
+    if section.efa and account.max_workers > 1 and 0 < len(without) < len(types):
+        others = ", ".join(one.name for one in types if one.efa_cards)
+        yield Finding(
+            "warning",
+            f"{', '.join(without)} has no EFA, so {others} does not use it either, and refuses to train on several "
+            "machines. Use only types with EFA in [cluster.gpu], or set efa = false in [cluster.network] of "
+            "settings.toml",
         )
 
 
@@ -105,6 +124,29 @@ def check_images(account: Account) -> Iterator[Finding]:
             created = found[0]["CreationDate"][:10]
             text = f"image {found[0]['ImageId']} is from {created}, before NVIDIA's driver 580, which CUDA 13 needs"
             yield Finding("error", f"{text}. {remedy}")
+
+
+def check_disk_key(account: Account) -> Iterator[Finding]:
+    """Check that the caller can use the account's own key for disks, if there is one.
+
+    Otherwise EC2 would end each instance during its launch, with no reason but "Client error on launch".
+    """
+    key = account.client("ec2").get_ebs_default_kms_key_id()["KmsKeyId"]
+    if key.endswith(MANAGED_KEY):
+        yield Finding("ok", "AWS's own key encrypts the disks")
+        return
+    remedy = f"Show the key: aws kms describe-key --key-id {key} --region {account.region}"
+    kms = account.client("kms")
+    try:
+        state = kms.describe_key(KeyId=key)["KeyMetadata"]["KeyState"]
+    except ClientError as error:
+        if error.response["Error"]["Code"] != "AccessDeniedException":
+            raise
+        needed = "kms:CreateGrant kms:Decrypt kms:DescribeKey kms:GenerateDataKeyWithoutPlaintext kms:ReEncrypt*"
+        text = f"your account encrypts disks with {key}, which you may not use. Ask for the permissions {needed}"
+        yield Finding("error", f"{text}. {remedy}")
+    else:
+        yield judge(state == "Enabled", f"your account encrypts disks with {key}, in state {state}", remedy)
 
 
 def check_prices(account: Account) -> Iterator[Finding]:

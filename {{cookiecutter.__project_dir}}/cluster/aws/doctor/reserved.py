@@ -8,10 +8,9 @@ import settings
 from cluster.aws import reservation, vpc
 from cluster.aws.doctor.account import Account
 from cluster.aws.reservation import Reservation
-from cluster.common import instances
+from cluster.common import instances, limits
 from cluster.common.cluster_file import TARGET
 from cluster.doctor import Finding, judge
-from cluster.node.watchdog_head import LimitsSection
 
 
 def check(account: Account) -> Iterator[Finding]:
@@ -37,7 +36,7 @@ def check(account: Account) -> Iterator[Finding]:
 
 def _check_hours(account: Account, reserved: Reservation) -> Iterator[Finding]:
     """Warn if the limit in hours ends the cluster before AWS ends the block's instances."""
-    hours = settings.load(LimitsSection, "limits", profile="cluster").hours
+    hours = limits.load().hours
     head = instances.head(account)
     launch = head.launched if head else max(datetime.datetime.now(datetime.UTC), reserved.start or reserved.cleanup)
     limit = launch + datetime.timedelta(hours=hours)

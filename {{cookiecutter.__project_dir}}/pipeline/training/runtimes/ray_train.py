@@ -32,7 +32,7 @@ from torch import nn
 from pipeline.data import row_sources, streaming
 from pipeline.ray_support import capacity, cli, gang, ray_logging
 from pipeline.ray_support.private.tune import is_in_trial
-from pipeline.training import failures, preflight, storage
+from pipeline.training import failures, preflight, storage, transport
 from pipeline.training.options import TrainOptions
 from pipeline.training.runtimes.runtime import Metrics, WriteCheckpoint
 from pipeline.training.schedule import check_batches
@@ -228,6 +228,7 @@ def _torch_trainer(
             callbacks=[TuneReportCallback()] if is_in_trial() else [],
             logging_config=LoggingConfig(log_level="WARNING"),  # the trainer prints its own progress
             failure_config=FailureConfig(max_failures=options.max_failures),
+            worker_runtime_env={"env_vars": transport.LOG_VARIABLES} if options.device == "cuda" else None,
             checkpoint_config=CheckpointConfig(
                 num_to_keep=options.keep_checkpoints,
                 checkpoint_score_attribute=SCORE,
@@ -255,6 +256,7 @@ def _train_worker(config: dict[str, Any]) -> str | None:
     runtime = RayTrainRuntime(options.device)
     source = streaming.StreamSource(stream, options.global_batch_rows // runtime.world_size) if stream else None
     try:
+        transport.require_efa(runtime)
         train(options, runtime, make_strategy, source)
     except UserError as error:  # all workers raise it
         return str(error)

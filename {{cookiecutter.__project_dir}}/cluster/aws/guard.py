@@ -1,0 +1,97 @@
+"""The guard outside the cluster, which ends all instances after the limit in hours even if no machine of it works.
+
+A schedule of EventBridge Scheduler calls the function `Guard` in stack.yaml. The schedule is not part of the stack,
+because it moves with the limit.
+https://docs.aws.amazon.com/scheduler/latest/UserGuide/schedule-types.html#rate-based
+"""
+
+import datetime
+import time
+from collections.abc import Callable
+
+import botocore.exceptions
+
+import settings
+from cluster.aws import stack
+from cluster.common import instances, limits
+from cluster.common.cluster_file import TARGET, ClusterFile
+from cluster.common.instances import Instance
+
+RATE = "rate(10 minutes)"
+"""The guard comes again and again, in case a call fails or another instance starts."""
+GRACE = datetime.timedelta(minutes=15)
+"""The watchdog ends the cluster at the limit. The guard comes this much later."""
+ROLE_TIMEOUT_S = 60
+"""How long EventBridge Scheduler may not know a new role."""
+
+
+def prepare(file: ClusterFile, head: Instance | None) -> None:
+    """Make the guard for a new cluster. The guard of a running cluster stays, because its limit may be another one."""
+    if head is None or not exists(file):
+        move(file, head.launched if head else datetime.datetime.now(datetime.UTC), limits.load().hours)
+
+
+def follow_head(file: ClusterFile) -> None:
+    """Let the guard come after the limit in settings.toml, which the running head has."""
+    if head := instances.head(file):
+        move(file, head.launched, limits.load().hours)
+
+
+def move(file: ClusterFile, launched: datetime.datetime, hours: float) -> None:
+    """Let the guard come when the head, launched then, has run for `hours` and GRACE. Make it if there is none.
+
+    Raises:
+        settings.UserError: the stack is older than the guard.
+    """
+    found = (stack.find(file) or {}).get("Outputs", [])
+    outputs = {one["OutputKey"]: one["OutputValue"] for one in found}
+    if "Guard" not in outputs:
+        raise settings.UserError(f"the stack {file.slug} has no guard yet. Run: inv prepare --target {TARGET}")
+    end = launched + datetime.timedelta(hours=hours) + GRACE
+    schedule = {
+        "Name": _name(file),
+        "ScheduleExpression": RATE,
+        "StartDate": max(end, datetime.datetime.now(datetime.UTC)),  # AWS refuses times in the past
+        "FlexibleTimeWindow": {"Mode": "OFF"},
+        "Target": {"Arn": outputs["Guard"], "RoleArn": outputs["GuardCaller"]},
+    }
+    client = file.client("scheduler")
+    put = client.update_schedule if exists(file) else client.create_schedule
+    _when_the_role_is_known(lambda: put(**schedule))
+
+
+def exists(file: ClusterFile) -> bool:
+    """Return whether there is a schedule."""
+    client = file.client("scheduler")
+    try:
+        client.get_schedule(Name=_name(file))
+    except client.exceptions.ResourceNotFoundException:
+        return False
+    return True
+
+
+def delete(file: ClusterFile) -> None:
+    """Delete the schedule, if there is one."""
+    client = file.client("scheduler")
+    try:
+        client.delete_schedule(Name=_name(file))
+    except client.exceptions.ResourceNotFoundException:
+        return
+
+
+def _name(file: ClusterFile) -> str:
+    return f"{file.slug}-guard"
+
+
+def _when_the_role_is_known(put: Callable[[], object]) -> None:
+    """Call `put` until EventBridge Scheduler can assume the role, which CloudFormation may have just made."""
+    deadline = time.monotonic() + ROLE_TIMEOUT_S
+    while True:
+        try:
+            put()
+        except botocore.exceptions.ClientError as error:
+            if "to assume the role" not in str(error) or time.monotonic() > deadline:
+                raise
+            time.sleep(1)
+        else:
+            return
