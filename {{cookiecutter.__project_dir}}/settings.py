@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 PROJECT = Path(__file__).resolve().parent
 FILE = PROJECT / "settings.toml"
 PROFILES = ("local", "cluster")
-RENAMED = {"gang_patience_s": "zone_timeout_s", "beside": "add"}
+RENAMED = {"gang_patience_s": "zone_timeout_s", "beside": "add", "caller": "callers"}
 """Maps renamed keys and options to their new names, which error messages suggest."""
 
 

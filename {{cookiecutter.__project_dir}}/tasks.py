@@ -27,7 +27,7 @@ CONSOLE = Console()
 QUICK_TESTS = ("tests/unit", "tests/integration/test_smoke.py")
 TARGET = {"target": "where the cluster runs: local (this machine), rehearsal (AWS emulated on this machine) or aws"}
 VERBOSE = {"verbose": "also show Ray's messages"}
-JOB_ID = {"job": "id as in `inv status`; default: the latest job"}
+JOB_ID = {"job": "id as in `inv status`; default: your latest job"}
 
 
 def verb(*positional: str, **texts: str) -> Callable[..., Any]:

@@ -1,5 +1,6 @@
 """Test that the emulated EC2 refuses launches that EC2 refuses."""
 
+import contextlib
 from collections.abc import Iterator
 
 import pytest
@@ -83,5 +84,15 @@ def test_an_unknown_placement_group(launch: dict[str, str]) -> None:
 
 
 def test_a_parameter_that_is_not_modeled(launch: dict[str, str]) -> None:
-    with pytest.raises(iam.AwsError, match=r"does not model BlockDeviceMapping\.1\.Ebs\.Throughput"):
-        launch_rules.check(REGION, launch | {"BlockDeviceMapping.1.Ebs.Throughput": "1000"})
+    with pytest.raises(iam.AwsError, match=r"does not model BlockDeviceMapping\.1\.Ebs\.Iops"):
+        launch_rules.check(REGION, launch | {"BlockDeviceMapping.1.Ebs.Iops": "16000"})
+
+
+@pytest.mark.parametrize(
+    ("volume_type", "throughput", "accepted"),
+    [("gp3", "500", True), ("gp3", "751", False), ("gp3", "124", False), ("gp2", "500", False)],
+)
+def test_the_throughput_of_a_disk(launch: dict[str, str], volume_type: str, throughput: str, *, accepted: bool) -> None:
+    disk = {"BlockDeviceMapping.1.Ebs.VolumeType": volume_type, "BlockDeviceMapping.1.Ebs.Throughput": throughput}
+    with contextlib.nullcontext() if accepted else pytest.raises(iam.AwsError, match="throughput"):
+        launch_rules.check(REGION, launch | disk)

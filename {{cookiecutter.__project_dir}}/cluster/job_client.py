@@ -1,5 +1,6 @@
 """Ray's job client, extended with timeouts, and with errors that say what to do."""
 
+import getpass
 import io
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
@@ -37,6 +38,16 @@ def is_submitted(job_id: str | None) -> bool:
     Ray also lists the probe job, and programs that connect without a job.
     """
     return bool(job_id) and job_id != PROBE_JOB
+
+
+def user() -> str:
+    """Return the name under which this person's jobs are submitted."""
+    return getpass.getuser()
+
+
+def owner(metadata: Mapping[str, str] | None) -> str:
+    """Return who submitted the job with this metadata, or "" for a job that `inv submit` did not submit."""
+    return (metadata or {}).get("owner", "")
 
 
 def _reason(error: Exception) -> str:

@@ -1,6 +1,7 @@
 """Show the state of a running cluster, and its problems. `inv status` runs this."""
 
 import time
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,8 @@ class Snapshot:
     nodes: list[dict[str, Any]]
     load: dict[str, Any]
     jobs: list[dict[str, Any]]
+    waiting: list[dict[str, Any]]
+    """Tasks, actors and placement groups for which no node has free resources."""
     serve: dict[str, Any]
 
 
@@ -38,11 +41,16 @@ def snapshot(connection: Connection) -> Snapshot:
         response.raise_for_status()
         return response.json()
 
+    def find(kind: str, state: str) -> list[dict[str, Any]]:
+        filters = f"filter_keys=state&filter_predicates=%3D&filter_values={state}"
+        return get(f"/api/v0/{kind}?detail=1&{filters}")["data"]["result"]["result"]
+
     try:
         return Snapshot(
             nodes=get("/api/v0/nodes")["data"]["result"]["result"],
             load=(get("/api/cluster_status")["data"]["clusterStatus"] or {}).get("loadMetricsReport") or {},
             jobs=[job for job in get("/api/jobs/") if job_client.is_submitted(job["submission_id"])],
+            waiting=find("placement_groups", "PENDING") + find("tasks", "PENDING_NODE_ASSIGNMENT"),
             serve=get("/api/serve/applications/"),
         )
     except (requests.RequestException, LookupError, TypeError, AttributeError) as error:
@@ -51,7 +59,8 @@ def snapshot(connection: Connection) -> Snapshot:
 
 def show(snapshot: Snapshot, cloud: CloudStatus, console: Console) -> None:
     """Print the tables, the notes and the problems."""
-    for table in (*cloud.tables, _nodes(snapshot), _resources(snapshot), _jobs(snapshot), _applications(snapshot)):
+    tables = (_nodes(snapshot), _resources(snapshot), _jobs(snapshot), _waiting(snapshot), _applications(snapshot))
+    for table in (*cloud.tables, *tables):
         if table.row_count:
             console.print(table)
     for note in cloud.notes:
@@ -65,11 +74,14 @@ def show(snapshot: Snapshot, cloud: CloudStatus, console: Console) -> None:
 
 def show_past(jobs: list[PastJob], console: Console) -> None:
     """Print the table of past jobs."""
-    table = _table("Past jobs", "id", "state", "started", "duration", "GPUs busy", "command")
+    table = _table("Past jobs", "id", "owner", "state", "started", "duration", "GPUs busy", "command")
     for job in jobs:
         started = time.strftime("%Y-%m-%d %H:%M", time.localtime(job.started))
         busy = "" if job.gpu_busy_percent is None else f"{job.gpu_busy_percent:.0f} %"
-        table.add_row(job.id, job.state, started, f"{job.ended - job.started:.0f} s", busy, escape(job.command))
+        table.add_row(
+            *(job.id, escape(job.owner), job.state, started, f"{job.ended - job.started:.0f} s", busy),
+            escape(job.command),
+        )
     console.print(table if jobs else "no cluster has saved any job in the bucket yet")
 
 
@@ -127,13 +139,35 @@ def _resources(snapshot: Snapshot) -> Table:
 
 
 def _jobs(snapshot: Snapshot) -> Table:
-    table = _table("Jobs", "id", "state", "started", "duration")
+    table = _table("Jobs", "id", "owner", "state", "started", "duration")
     for job in _latest_jobs(snapshot):
         started = (job["start_time"] or 0) / 1000
         ended = (job["end_time"] or time.time() * 1000) / 1000
         clock = time.strftime("%H:%M:%S", time.localtime(started))
-        table.add_row(job["submission_id"], job["status"].lower(), clock, f"{ended - started:.0f} s")
+        owner = escape(job_client.owner(job["metadata"]))
+        table.add_row(job["submission_id"], owner, job["status"].lower(), clock, f"{ended - started:.0f} s")
     return table
+
+
+def _waiting(snapshot: Snapshot) -> Table:
+    """Return a table of the resources that jobs wait for."""
+    table = _table("Waiting", "job", "owner", "for")
+    jobs = {job["job_id"]: job for job in snapshot.jobs}
+    wanted = Counter[tuple[str, str]]()
+    for one in snapshot.waiting:
+        if "bundles" in one:
+            wanted.update((one["creator_job_id"], _resource_names(part["unit_resources"])) for part in one["bundles"])
+        elif not one["placement_group_id"]:  # otherwise it waits for a placement group, which is also in the list
+            wanted[one["job_id"], _resource_names(one["required_resources"])] += 1
+    for (job_id, resources), count in wanted.items():
+        if job := jobs.get(job_id):
+            owner = escape(job_client.owner(job["metadata"]))
+            table.add_row(job["submission_id"], owner, f"{count} × {resources}")
+    return table
+
+
+def _resource_names(amounts: dict[str, float]) -> str:
+    return ", ".join(f"{_amount(name, amount)} {name}" for name, amount in amounts.items())
 
 
 def _applications(snapshot: Snapshot) -> Table:
@@ -152,7 +186,7 @@ def _applications(snapshot: Snapshot) -> Table:
 def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
     for column in columns:
-        table.add_column(column, header_style="dim", overflow="fold")
+        table.add_column(column, header_style="dim", overflow="fold", no_wrap=column == "id")  # users copy ids
     return table
 
 

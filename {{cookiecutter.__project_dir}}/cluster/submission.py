@@ -13,7 +13,7 @@ from ray.job_submission import JobDetails, JobStatus
 
 import settings
 from cluster import job_output, job_scripts
-from cluster.job_client import JobClient, Unreachable, is_submitted
+from cluster.job_client import JobClient, Unreachable, is_submitted, owner, user
 from cluster.target import Connection, NotOnCluster, PastLog
 
 EXCLUDES = [
@@ -75,7 +75,7 @@ def submit(connection: Connection, job: str, arguments: list[str]) -> str:
             entrypoint=shlex.join(["python", "-m", f"jobs.{job}", *arguments]),
             submission_id=f"{job}-{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}",
             runtime_env=runtime_env,
-            metadata={"job": job},
+            metadata={"job": job, "owner": user()},
         )
     except RuntimeError as error:  # Ray's client raises nothing more specific
         raise settings.UserError(
@@ -122,14 +122,24 @@ def stop(connection: Connection, job_id: str) -> JobDetails:
 
 
 def find(connection: Connection, job_id: str) -> str:
-    """Return `job_id`, or the latest job's id if it is empty. Raises `NotOnCluster` if there is no such job."""
+    """Return `job_id`, or the id of this user's latest job if it is empty.
+
+    Raises:
+        NotOnCluster: there is no such job.
+    """
     jobs = [job for job in connection.client().list_jobs() if is_submitted(job.submission_id)]
     if not jobs:
         raise NotOnCluster(
             f"no job has been submitted to this cluster yet. Run: inv submit{connection.target_option} JOB"
         )
     if not job_id:
-        return max(jobs, key=lambda job: job.start_time or 0).submission_id
+        own = [job for job in jobs if owner(job.metadata) in ("", user())]
+        if not own:
+            raise NotOnCluster(
+                f"no job of {user()} is on this cluster. To see the jobs of others, run: "
+                f"inv status{connection.target_option}"
+            )
+        return max(own, key=lambda job: job.start_time or 0).submission_id
     if job_id not in [job.submission_id for job in jobs]:
         raise NotOnCluster(f"there is no job {job_id!r} on this cluster. Run: inv status{connection.target_option}")
     return job_id

@@ -72,6 +72,8 @@ class PastJob:
     """A job of a cluster that saved its logs in the bucket. The cluster may still be running."""
 
     id: str
+    owner: str
+    """Who submitted it with `inv submit`, or ""."""
     command: str
     state: str
     """As in `inv status`. A job that ran when its cluster ended, "ended with the cluster"."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from ray.job_submission import JobStatus
 
+from cluster import job_client
 from cluster.aws.saved_logs import SavedLogs
 from cluster.common.cluster_file import ClusterFile
 from cluster.node import gpu_use, log_shipping, state
@@ -63,6 +64,7 @@ def _past_job(job: dict[str, Any], saved: datetime.datetime) -> PastJob:
     ended_with_cluster = not status.is_terminal() and age_s > state.SILENT_S
     return PastJob(
         id=job["submission_id"],
+        owner=job_client.owner(job.get("metadata")),
         command=job["entrypoint"],
         state="ended with the cluster" if ended_with_cluster else status.value.lower(),
         started=(job["start_time"] or 0) / 1000,

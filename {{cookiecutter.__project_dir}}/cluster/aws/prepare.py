@@ -20,11 +20,12 @@ def prepare(file: ClusterFile) -> None:
     _check_region(file)
     section = settings.load(vpc.NetworkSection, "network", profile="cluster")
     network, efa_cards = vpc.find_network(file, section), vpc.efa_cards(file, section)
+    callers = section.callers or (f"{_own_address()}/32",)
     parameters = {
         **network.stack_parameters,
         "Private": "yes" if section.private else "no",
         "Efa": "yes" if efa_cards else "no",
-        "Caller": section.caller or f"{_own_address()}/32",
+        "Caller": callers[0],
         "MakeBucket": _make_bucket(file),
         **reservation.stack_parameters(file, section),
         **load_balancer.stack_parameters(section, network),
@@ -34,11 +35,11 @@ def prepare(file: ClusterFile) -> None:
     with_images = images.keep(file, running)
     launcher_file.write(with_images)
     key_pair.ensure(file)
-    result = stack.deploy(file, parameters, efa_cards)
+    result = stack.deploy(file, parameters, efa_cards, callers[1:])
     guard.prepare(file, running)
     bucket.add_lifecycle_rules(file)
     zones = ", ".join(dict.fromkeys(network.zones))
-    print(f"stack {file.slug} {result} in {zones}; port 22 is open only to {parameters['Caller']}")
+    print(f"stack {file.slug} {result} in {zones}; port 22 is open only to {', '.join(callers)}")
     print(f"bucket: s3://{bucket.name(file)}")
     print(f"image: {with_images.head.node_config['ImageId']}")
     if section.costs:
@@ -84,7 +85,7 @@ def _own_address() -> str:
     except requests.RequestException as error:
         raise settings.UserError(
             f"{url} did not return this machine's address ({error}). "
-            'Set caller = "a.b.c.d/32" in [cluster.network] of settings.toml'
+            'Set callers = ["a.b.c.d/32"] in [cluster.network] of settings.toml'
         ) from None
 
 

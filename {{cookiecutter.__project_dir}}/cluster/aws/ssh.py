@@ -26,7 +26,8 @@ class SshHead:
     instance_id: str
     address: str
     user: str
-    key_file: Path
+    key_file: Path | None
+    """The cluster's private key. None: the private keys that ssh uses by default, on the machine of another person."""
     proxy_command: str = ""
     """Command that carries the connection, for example through SSM. Empty for a direct connection."""
 
@@ -34,7 +35,6 @@ class SshHead:
         """Return the ssh command with all its options. You can append a command for the head."""
         KNOWN_HOSTS.parent.mkdir(exist_ok=True)
         ssh_options = {
-            "IdentitiesOnly": "yes",
             "HostKeyAlias": self.instance_id,  # AWS reuses addresses, but not instance ids
             "UserKnownHostsFile": str(KNOWN_HOSTS),
             "StrictHostKeyChecking": "accept-new",
@@ -45,8 +45,10 @@ class SshHead:
         }
         if self.proxy_command:
             ssh_options["ProxyCommand"] = self.proxy_command
+        if self.key_file:
+            ssh_options |= {"IdentitiesOnly": "yes", "IdentityFile": str(self.key_file)}
         options = (*options, *(word for name, value in ssh_options.items() for word in ("-o", f"{name}={value}")))
-        return ["ssh", "-i", str(self.key_file), *options, f"{self.user}@{self.address}"]
+        return ["ssh", *options, f"{self.user}@{self.address}"]
 
     def run(self, command: str, text: str = "") -> str:
         """Run `command` on the head with `text` as its input, and return its output.
@@ -112,10 +114,13 @@ class SshHead:
         return token
 
     def _unreachable(self, stderr: str) -> str:
-        return (
-            f"ssh cannot connect to the head at {self.address} ({_last_line(stderr)}). If your address has changed, "
-            f"run: inv prepare --target {TARGET}"
-        )
+        reason = f"ssh cannot connect to the head at {self.address} ({_last_line(stderr)})"
+        if self.key_file is None and "Permission denied" in stderr:
+            return (
+                f"{reason}. Ask whoever started the cluster to add your public key to ssh_keys in [cluster.network] of "
+                f"settings.toml, and to run: inv prepare --target {TARGET}"
+            )
+        return f"{reason}. If your address has changed, run: inv prepare --target {TARGET}"
 
 
 def _last_line(text: str) -> str:
@@ -124,22 +129,17 @@ def _last_line(text: str) -> str:
 
 
 def find_head(file: ClusterFile) -> SshHead:
-    """Return the running head. Raises `NotOnCluster` if there is none, `settings.UserError` if it lacks its key."""
+    """Return the running head. Raises `NotOnCluster` if there is none."""
     instance = instances.head(file)
     if instance is None:
         raise NotOnCluster(
             f"no cluster {file.slug} runs in {file.region}{bucket.note(file)}. Run: inv up --target {TARGET}"
-        )
-    if not file.key_file.exists():
-        raise settings.UserError(
-            f"the cluster's private key {file.key_file} is not on this machine. Copy it from the machine that "
-            "ran `inv up`"
         )
     address = instance.public_address or instance.private_address
     return SshHead(
         instance_id=instance.id,
         address=instance.id if file.auth.get("ssh_proxy_use_node_id") else address,
         user=file.auth["ssh_user"],
-        key_file=file.key_file,
+        key_file=file.key_file if file.key_file.exists() else None,
         proxy_command=file.auth.get("ssh_proxy_command", ""),
     )

@@ -3,6 +3,7 @@
 import json
 import re
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import botocore.exceptions
@@ -26,10 +27,11 @@ def find(file: ClusterFile) -> dict[str, Any] | None:
         raise
 
 
-def deploy(file: ClusterFile, parameters: dict[str, str], efa_cards: int) -> str:
+def deploy(file: ClusterFile, parameters: dict[str, str], efa_cards: int, more_callers: Sequence[str] = ()) -> str:
     """Create or update the stack. Return "created", "updated" or "is up to date".
 
-    `efa_cards` is the number of network cards of a GPU instance that use EFA.
+    `efa_cards` is the number of network cards of a GPU instance that use EFA. `more_callers` are the addresses that may
+    connect to port 22 besides the parameter `Caller`.
 
     Raises:
         settings.UserError: it fails (the message contains the first reason from AWS) or takes over ten minutes.
@@ -37,7 +39,7 @@ def deploy(file: ClusterFile, parameters: dict[str, str], efa_cards: int) -> str
     cloudformation = file.client("cloudformation")
     request = {
         "StackName": file.slug,
-        "TemplateBody": body(efa_cards, makes_network=not parameters["Vpc"]),
+        "TemplateBody": body(efa_cards, more_callers, makes_network=not parameters["Vpc"]),
         "Parameters": [{"ParameterKey": key, "ParameterValue": value} for key, value in parameters.items()],
         "Capabilities": ["CAPABILITY_NAMED_IAM"],
         "Tags": [{"Key": "ray-project", "Value": file.slug}],
@@ -60,15 +62,16 @@ def deploy(file: ClusterFile, parameters: dict[str, str], efa_cards: int) -> str
     return "updated"
 
 
-def body(efa_cards: int, *, makes_network: bool) -> str:
+def body(efa_cards: int, more_callers: Sequence[str] = (), *, makes_network: bool) -> str:
     """Return the template as JSON, of which CloudFormation accepts 51,200 bytes."""
-    return json.dumps(template(efa_cards, makes_network=makes_network), separators=(",", ":"))
+    return json.dumps(template(efa_cards, more_callers, makes_network=makes_network), separators=(",", ":"))
 
 
-def template(efa_cards: int, *, makes_network: bool) -> dict[str, Any]:
+def template(efa_cards: int, more_callers: Sequence[str] = (), *, makes_network: bool) -> dict[str, Any]:
     """Return stack.yaml with a network interface for each EFA card after the first, on all GPU launch templates.
 
-    CloudFormation's own language has no loop that makes items of a list. An efa-only interface carries no IP traffic.
+    It also has a rule for port 22 for each of `more_callers`. CloudFormation's own language has no loop that makes
+    items of a list. An efa-only interface carries no IP traffic.
     https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/efa-acc-inst-types.html
 
     `makes_network` says whether the stack makes a VPC.
@@ -83,6 +86,9 @@ def template(efa_cards: int, *, makes_network: bool) -> dict[str, Any]:
             {"DeviceIndex": 1, "NetworkCardIndex": card, "InterfaceType": "efa-only", **shared}
             for card in range(1, efa_cards)
         ]
+    rules = content["Resources"]["Group"]["Properties"]["SecurityGroupIngress"]
+    for rule in [one for one in rules if one["CidrIp"] == {"Ref": "Caller"}]:
+        rules += [rule | {"CidrIp": caller} for caller in more_callers]
     return content
 
 

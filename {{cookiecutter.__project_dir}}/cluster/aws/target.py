@@ -11,6 +11,7 @@ from rich.console import Console
 import settings
 from cluster import doctor
 from cluster.aws import (
+    authorized_keys,
     capacity,
     capacity_blocks,
     cloud_status,
@@ -50,7 +51,10 @@ class Aws:
         return checks.check(launcher_file.load())
 
     def prepare(self) -> None:
-        prepare.prepare(launcher_file.load())
+        file = launcher_file.load()
+        prepare.prepare(file)
+        if instances.head(file):
+            self._admit_people(file)
 
     def up(self, yes: bool, wait: bool = False) -> None:
         file = launcher_file.load()
@@ -59,6 +63,7 @@ class Aws:
         if running and not changes:
             limits.follow_settings(file, yes)
             secrets_manager.upload(file)
+            self._admit_people(file)
             print(f"{self.name} is already up and matches cluster.yaml: head {running.id}")
             load_balancer.register(file, running.id)
             return
@@ -80,11 +85,16 @@ class Aws:
             head.mark(file, "being set up")  # if this `up` is interrupted, the next one sets the head up again
         _run_launcher(file)
         head.wait_until_ready(ssh.find_head(file))
+        self._admit_people(file)
         head.mark(file, file.digest)
         guard.follow_head(file)
         took = f"{time.monotonic() - started:.0f} s"
         print(f"{self.name} is up after {took}: the head is running, and workers start when there is work")
         load_balancer.register(file, ssh.find_head(file).instance_id)
+
+    def _admit_people(self, file: ClusterFile) -> None:
+        section = settings.load(vpc.NetworkSection, "network", profile=self.profile)
+        authorized_keys.install(ssh.find_head(file), section.ssh_keys)
 
     def show_capacity(self, wanted: WantedBlock) -> None:
         capacity_blocks.show(cluster_file.load(), wanted, Console())

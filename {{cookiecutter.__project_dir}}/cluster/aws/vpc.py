@@ -1,5 +1,7 @@
 """The cluster's network: the zones, the user's subnets if settings.toml names some, and the network cards for EFA."""
 
+import ipaddress
+import re
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -10,6 +12,8 @@ from cluster.aws import stack
 from cluster.common import prices
 from cluster.common.cluster_file import TARGET, ClusterFile
 
+PUBLIC_KEY = re.compile(r"[a-z][\w.@-]+ [A-Za-z0-9+/=]{40,}( [^\n]*)?")
+"""The line in a file such as ~/.ssh/id_ed25519.pub: type, key and an optional comment."""
 ZONES = 3
 """Number of zones that the cluster uses. stack.yaml has a subnet and a launch template for each."""
 
@@ -25,8 +29,10 @@ class NetworkSection(settings.Section):
     """Whether workers have no public addresses. The stack's own VPC then has a NAT gateway."""
     efa: bool = True
     """Whether GPU workers use EFA and a placement group per zone, if their instance type supports EFA."""
-    caller: str = ""
-    """Address that may connect to port 22 of the head, as a.b.c.d/32. If empty, this machine's public address."""
+    callers: tuple[str, ...] = ()
+    """Addresses that may connect to port 22 of the head, as a.b.c.d/32. If empty, this machine's public address."""
+    ssh_keys: tuple[str, ...] = ()
+    """Public keys of other people, who connect to the head with their own private keys."""
     certificate: str = ""
     """ARN of the ACM certificate for serving over HTTPS. If empty, there is no load balancer."""
     clients: str = ""
@@ -46,6 +52,26 @@ class NetworkSection(settings.Section):
             raise ValueError(
                 "set both certificate and clients, or neither. Only the addresses in clients can use the load balancer"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _callers_are_addresses(self) -> Self:
+        for caller in self.callers:
+            try:
+                is_open = ipaddress.IPv4Network(caller).prefixlen == 0
+            except ValueError:
+                raise ValueError(f"{caller!r} in callers is not an address. Write it as a.b.c.d/32") from None
+            if is_open:
+                raise ValueError(f"{caller!r} in callers would open port 22 to the world. Name single addresses")
+        return self
+
+    @model_validator(mode="after")
+    def _keys_are_public(self) -> Self:
+        for key in self.ssh_keys:
+            if not PUBLIC_KEY.fullmatch(key):
+                raise ValueError(
+                    f"{key[:20]!r} in ssh_keys is not a public key. Copy the line in ~/.ssh/id_ed25519.pub, for example"
+                )
         return self
 
     @property

@@ -18,11 +18,14 @@ PARAMETERS = re.compile(
     r"CapacityReservationSpecification\.CapacityReservationTarget\.CapacityReservationId|"
     r"NetworkInterface\.\d+\.(DeviceIndex|NetworkCardIndex|InterfaceType|SubnetId|AssociatePublicIpAddress|"
     r"DeleteOnTermination|SecurityGroupId\.\d+)|"
-    r"BlockDeviceMapping\.\d+\.(DeviceName|Ebs\.(VolumeSize|VolumeType|Encrypted|DeleteOnTermination))|"
+    r"BlockDeviceMapping\.\d+\.(DeviceName|Ebs\.(VolumeSize|VolumeType|Throughput|Encrypted|DeleteOnTermination))|"
     r"TagSpecification\.\d+\.(ResourceType|Tag\.\d+\.(Key|Value)))"
 )
 """The parameters of RunInstances that the emulated cloud models."""
 EFA = ("efa", "efa-only")
+GP3_IOPS = 3000
+"""Of a gp3 volume for which no IOPS are set."""
+MAX_MIB_PER_IOPS = 0.25
 
 
 def check(region: str, parameters: Mapping[str, str]) -> None:
@@ -34,6 +37,7 @@ def check(region: str, parameters: Mapping[str, str]) -> None:
     if unknown := [name for name in parameters if not PARAMETERS.fullmatch(name)]:
         text = f"the emulator does not model {unknown[0]} of RunInstances. Add it to cluster/emulator/launch_rules.py"
         raise AwsError("UnknownParameter", text)
+    _check_disks(parameters)
     backend = ec2_backends[ACCOUNT][region]
     interfaces = network_interfaces(parameters)
     _check_interfaces(interfaces, backend.describe_instance_types([parameters["InstanceType"]])[0])
@@ -50,11 +54,28 @@ def check(region: str, parameters: Mapping[str, str]) -> None:
 
 def network_interfaces(parameters: Mapping[str, str]) -> list[dict[str, str]]:
     """Return the interfaces of a launch. Keys are the names in EC2's query API without their prefix."""
+    return _numbered("NetworkInterface", parameters)
+
+
+def _numbered(prefix: str, parameters: Mapping[str, str]) -> list[dict[str, str]]:
     found: dict[str, dict[str, str]] = {}
     for name, value in parameters.items():
-        if match := re.fullmatch(r"NetworkInterface\.(\d+)\.(.*)", name):
+        if match := re.fullmatch(rf"{prefix}\.(\d+)\.(.*)", name):
             found.setdefault(match[1], {})[match[2]] = value
     return list(found.values())
+
+
+def _check_disks(parameters: Mapping[str, str]) -> None:
+    """Check the throughput of the disks. https://docs.aws.amazon.com/ebs/latest/userguide/general-purpose.html"""
+    for disk in _numbered("BlockDeviceMapping", parameters):
+        if (throughput := disk.get("Ebs.Throughput")) is None:
+            continue
+        if disk.get("Ebs.VolumeType") != "gp3":
+            text = f"The parameter throughput is not supported for {disk.get('Ebs.VolumeType', 'gp2')} volumes."
+            raise AwsError("InvalidParameterCombination", text)
+        if not 125 <= int(throughput) <= GP3_IOPS * MAX_MIB_PER_IOPS:
+            text = f"Volume throughput of {throughput} MiB/s is below 125 or too high for {GP3_IOPS} IOPS"
+            raise AwsError("InvalidParameterValue", text)
 
 
 def _check_interfaces(interfaces: list[dict[str, str]], instance_type: Mapping[str, Any]) -> None:

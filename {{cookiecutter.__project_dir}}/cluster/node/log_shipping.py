@@ -35,7 +35,10 @@ REPORT = "node.json"
 SILENT_S = 120.0
 """A node whose report is older has stopped copying its logs. A copy takes seconds, a large first one longer."""
 JOBS = "jobs.json"
-JOB_FIELDS = ("submission_id", "entrypoint", "status", "message", "start_time", "end_time", "driver_exit_code")
+JOB_FIELDS = (
+    *("submission_id", "metadata", "entrypoint", "status", "message"),
+    *("start_time", "end_time", "driver_exit_code"),
+)
 """What the table of jobs has of each job. The other fields include the job's environment variables."""
 
 

@@ -54,7 +54,6 @@ class EndedJobs:
 
 def _sentence(job: Mapping[str, Any]) -> str:
     minutes = (job["end_time"] - (job["start_time"] or job["end_time"])) / 60_000
-    name = job["submission_id"]
-    return (
-        f"{name} has {job['status'].lower()} after {minutes:.0f} min. To see its log: inv logs --target {TARGET} {name}"
-    )
+    name, owner = job["submission_id"], (job["metadata"] or {}).get("owner")
+    ended = f"{name}{f' of {owner}' if owner else ''} has {job['status'].lower()} after {minutes:.0f} min"
+    return f"{ended}. To see its log: inv logs --target {TARGET} {name}"

@@ -1,6 +1,7 @@
 """Test the `inv` verbs with the `local` target, in a copy of the project with its own cluster."""
 
 import functools
+import getpass
 import hashlib
 import json
 import os
@@ -29,6 +30,7 @@ from cluster.local import processes as cluster_processes
 from cluster.local.target import Local
 from cluster.network import free_ports
 
+PROMETHEUS = f"http://127.0.0.1:{prometheus.PORT}/api/v1"
 CANARY = secrets.token_hex(16)  # random: this file is uploaded, so the search below would find a literal in it
 PROBE = '''
 """A job for the tests: prints temporary folders and hashes of the secret, waits, then exits with the given code."""
@@ -45,7 +47,9 @@ if __name__ == "__main__":
     print("driver", seen())
     print("worker", ray.get(ray.remote(num_cpus=0.1)(seen).remote()), flush=True)
     print("temp", ray.get(ray.remote(num_cpus=0.1)(tempfile.gettempdir).remote()), tempfile.gettempdir(), flush=True)
-    time.sleep(float(sys.argv[2]) if len(sys.argv) > 2 else 0)
+    if len(sys.argv) > 2:
+        waits = ray.remote(num_cpus=1000)(seen).remote()
+        time.sleep(float(sys.argv[2]))
     sys.exit(int(sys.argv[1]))
 '''
 
@@ -97,15 +101,19 @@ def test_prometheus_collects_the_metrics_of_the_cluster(project: Project) -> Non
     try:
         assert verb.stdout
         assert f"http://127.0.0.1:{prometheus.PORT}" in verb.stdout.readline()
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 300
         while not query("ray_node_mem_used"):
-            assert time.monotonic() < deadline
+            assert time.monotonic() < deadline, requests.get(f"{PROMETHEUS}/targets", timeout=15).text
             assert verb.poll() is None
             time.sleep(0.5)
         assert {target["metric"]["job"] for target in query("up == 1")} == {"ray"}
         (program,) = psutil.Process(verb.pid).children()
+        (configuration,) = [Path(word.partition("=")[2]) for word in program.cmdline() if "--config.file" in word]
+        assert configuration.parent.stat().st_mode & 0o077 == 0, "it holds the token"
         verb.send_signal(signal.SIGHUP)  # as if the terminal were closed
-        program.wait(60)
+        verb.wait(60)
+        assert not program.is_running()
+        assert not configuration.exists()
     finally:
         verb.terminate()
         verb.wait(60)
@@ -117,9 +125,8 @@ def test_prometheus_collects_the_metrics_of_the_cluster(project: Project) -> Non
 
 def query(expression: str) -> list[dict[str, Any]]:
     """Return Prometheus's answer, or [] while it does not answer."""
-    url = f"http://127.0.0.1:{prometheus.PORT}/api/v1/query"
     try:
-        return requests.get(url, params={"query": expression}, timeout=15).json()["data"]["result"]
+        return requests.get(f"{PROMETHEUS}/query", params={"query": expression}, timeout=15).json()["data"]["result"]
     except requests.RequestException:
         return []
 
@@ -221,6 +228,8 @@ def test_ctrl_c_without_a_terminal_leaves_the_job_running(project: Project) -> N
     rest, _ = client.communicate(timeout=30)
     assert client.returncode == 130
     assert f"inv stop {job_id}" in rest
+    waiting = " ".join(project.inv("status").partition("Waiting")[2].split())
+    assert f"{job_id} {getpass.getuser()} 1 × 1000 CPU" in waiting
     assert f"{job_id} is stopped" in project.inv("stop", "--job", job_id)
     assert f"{job_id} is stopped" in project.inv("stop", "--job", job_id), "stopping a job twice must not be an error"
 

@@ -115,7 +115,7 @@ def test_the_gang_was_two_spot_machines_in_one_zone(rehearsal: tuple[str, dict[s
 def test_the_job_is_in_the_bucket_after_the_end_of_the_cluster(rehearsal: tuple[str, dict[str, Any]]) -> None:
     output, _ = rehearsal
     past_jobs = output.partition("Past jobs")[2]
-    assert re.search(r"finetune_ddp-\S+ +succeeded", past_jobs)
+    assert re.search(r"finetune_ddp-\S+ +\S+ +succeeded", past_jobs)
 
 
 @pytest.mark.parametrize("action", granted_actions())

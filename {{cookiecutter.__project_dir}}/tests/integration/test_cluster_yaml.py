@@ -207,6 +207,7 @@ def test_disks_are_encrypted_and_deleted_with_the_instance(node_config: dict[str
     disks = [mapping["Ebs"] for mapping in node_config["BlockDeviceMappings"]]
     assert disks
     assert all(disk["Encrypted"] and disk["DeleteOnTermination"] and disk["VolumeType"] == "gp3" for disk in disks)
+    assert all(disk["Throughput"] > 125 for disk in disks), "gp3's default would slow down the setup"
     assert node_config["InstanceInitiatedShutdownBehavior"] == "terminate"
 
 

@@ -31,7 +31,8 @@ from cluster.node import gpu_use, log_shipping, metadata, ray_jobs, state
 
 JOB: dict[str, Any] = {
     "submission_id": "preprocess-1", "entrypoint": "python -m jobs.preprocess", "status": "RUNNING", "message": "runs",
-    "start_time": 1_000, "end_time": None, "driver_exit_code": None, "runtime_env": {"env_vars": {"KEY": "hidden"}},
+    "start_time": 1_000, "end_time": None, "driver_exit_code": None, "metadata": {"owner": "ada"},
+    "runtime_env": {"env_vars": {"KEY": "hidden"}},
 }  # fmt: skip
 DONE = JOB | {"status": "SUCCEEDED", "end_time": 61_000, "driver_exit_code": 0}
 FAILED = DONE | {"submission_id": "evaluate-2", "status": "FAILED", "start_time": 2_000, "driver_exit_code": 3}
@@ -211,10 +212,10 @@ def test_without_a_cluster_inv_shows_logs_and_jobs_of_the_bucket(node: Node) -> 
     assert (latest.stdout, latest.returncode) == ("error: no data\n", 3)
     assert "no cluster" in inv("logs", "preprocess-9").stderr
     table = inv("status", "--past").stdout
-    assert [line.split()[:2] for line in table.splitlines()[2:]] == [
-        ["preprocess-1", "succeeded"],
-        ["evaluate-2", "failed"],
-        ["tune-3", "failed"],
+    assert [line.split()[:3] for line in table.splitlines()[2:]] == [
+        ["preprocess-1", "ada", "succeeded"],
+        ["evaluate-2", "ada", "failed"],
+        ["tune-3", "ada", "failed"],
     ]
     assert "60 s" in table
 

@@ -16,7 +16,7 @@ from cluster.network import free_ports
 from cluster.node import gpu_use, notices, watchdog_head, watchdog_worker
 
 FILE = cluster_file.load()
-JOB = {"submission_id": "finetune-1", "status": "RUNNING", "start_time": 0, "end_time": None}
+JOB = {"submission_id": "finetune-1", "status": "RUNNING", "start_time": 0, "end_time": None, "metadata": None}
 
 
 class Chat(http.server.BaseHTTPRequestHandler):
@@ -91,10 +91,15 @@ def test_each_end_of_a_job_is_told_once() -> None:
     assert ended.news([before, JOB]) == []
     now = (time.time() + 1) * 1000
     failed = JOB | {"status": "FAILED", "start_time": now - 150_000, "end_time": now}
-    quick = JOB | {"submission_id": "typo-2", "status": "FAILED", "end_time": now}  # between two calls
+    quick = JOB | {
+        "submission_id": "typo-2",
+        "status": "FAILED",
+        "end_time": now,
+        "metadata": {"owner": "ada"},
+    }  # between two calls
     first, second = ended.news([before, failed, quick])
     assert first == "finetune-1 has failed after 2 min. To see its log: inv logs --target aws finetune-1"
-    assert second.startswith("typo-2 has failed after")
+    assert second.startswith("typo-2 of ada has failed after")
     assert ended.news([before, failed, quick]) == []
 
 

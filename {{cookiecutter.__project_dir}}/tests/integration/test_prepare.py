@@ -189,6 +189,25 @@ def launch_head(file: ClusterFile) -> str:
     return instance["InstanceId"]
 
 
+def admitted() -> set[str]:
+    """Return the addresses that may connect to port 22."""
+    filters = [{"Name": "group-name", "Values": [FILE.slug]}]
+    (group,) = FILE.client("ec2").describe_security_groups(Filters=filters)["SecurityGroups"]
+    rules = [rule for rule in group["IpPermissions"] if rule.get("FromPort") == 22]
+    return {addresses["CidrIp"] for rule in rules for addresses in rule["IpRanges"]}
+
+
+def test_the_addresses_of_several_people_are_admitted(aws: Api, assign: Callable[[str, str], None]) -> None:
+    prepare.prepare(FILE)
+    assert admitted() == {"203.0.113.7/32"}
+    assign("cluster.network", 'callers = ["203.0.113.7/32", "198.51.100.0/28"]')
+    prepare.prepare(FILE)
+    assert admitted() == {"203.0.113.7/32", "198.51.100.0/28"}
+    assign("cluster.network", 'callers = ["198.51.100.0/28"]')
+    prepare.prepare(FILE)
+    assert admitted() == {"198.51.100.0/28"}
+
+
 def written_images() -> set[str]:
     """Return the images in the file that Ray's launcher reads."""
     file = cluster_file.load(launcher_file.FILE)

@@ -7,9 +7,10 @@ from unittest.mock import Mock
 
 import pytest
 import yaml
+from pydantic import ValidationError
 
 import settings
-from cluster.aws import ssh
+from cluster.aws import authorized_keys, ssh, vpc
 from cluster.aws.ssh import SshHead
 from cluster.common import cluster_file, instances
 
@@ -29,6 +30,66 @@ def test_ssh_uses_the_address_and_only_the_clusters_key(tmp_path: Path) -> None:
     assert options["identitiesonly"] == "yes"
     assert options["hostkeyalias"] == "i-0a1"
     assert "proxycommand" not in options
+
+
+def test_without_the_clusters_key_ssh_uses_the_persons_own_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = cluster_file.load().content
+    file = cluster_file.ClusterFile(content | {"auth": content["auth"] | {"ssh_private_key": str(tmp_path / "no")}}, "")
+    monkeypatch.setattr(instances, "head", lambda file: Mock(id="i-0a1", public_address="198.51.100.7"))
+    head = ssh.find_head(file)
+    assert ssh_config(head)["identitiesonly"] == "no"
+    assert ssh_config(head)["identityfile"] != str(tmp_path / "no")
+    refused = subprocess.CompletedProcess([], 255, "", "ubuntu@198.51.100.7: Permission denied (publickey).\n")
+    with monkeypatch.context() as network:
+        network.setattr(subprocess, "run", lambda *_, **__: refused)
+        with pytest.raises(settings.UserError, match="Ask whoever started the cluster to add your public key"):
+            head.run("true")
+
+
+class LocalHead(SshHead):
+    """Runs the commands for the head on this machine."""
+
+    def run(self, command: str, text: str = "") -> str:
+        return subprocess.run(["bash", "-c", command], check=True, capture_output=True, text=True).stdout
+
+
+def test_the_keys_of_other_people_come_and_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".ssh").mkdir()
+    keys = tmp_path / ".ssh" / "authorized_keys"
+    keys.write_text("ssh-ed25519 AAAAowner the cluster's own\n")
+    head = LocalHead("i-0a1", "198.51.100.7", "ubuntu", None)
+    authorized_keys.install(head, ["ssh-ed25519 AAAAada ada's laptop", "ssh-rsa AAAAbob"])
+    assert [line.split()[1] for line in keys.read_text().splitlines()] == ["AAAAowner", "AAAAada", "AAAAbob"]
+    assert keys.stat().st_mode & 0o077 == 0
+    authorized_keys.install(head, ["ssh-rsa AAAAbob"])
+    assert [line.split()[1] for line in keys.read_text().splitlines()] == ["AAAAowner", "AAAAbob"]
+    authorized_keys.install(head, [])
+    assert keys.read_text() == "ssh-ed25519 AAAAowner the cluster's own\n"
+
+
+@pytest.mark.parametrize(
+    ("setting", "problem"),
+    [
+        ({"callers": ["203.0.113.7/32", "0.0.0.0/0"]}, "would open port 22 to the world"),
+        ({"callers": ["laptop.example.com"]}, "is not an address"),
+        ({"ssh_keys": ["-----BEGIN OPENSSH PRIVATE KEY-----"]}, "is not a public key"),
+        ({"ssh_keys": ["~/.ssh/id_ed25519.pub"]}, "is not a public key"),
+    ],
+)
+def test_a_wrong_address_or_key_is_refused(setting: dict[str, list[str]], problem: str) -> None:
+    with pytest.raises(ValidationError, match=problem):
+        vpc.NetworkSection.model_validate(setting)
+
+
+def test_public_keys_are_accepted(tmp_path: Path) -> None:
+    for kind in ("ed25519", "rsa", "ecdsa"):
+        subprocess.run(
+            ["ssh-keygen", "-q", "-t", kind, "-N", "", "-C", "ada@laptop", "-f", tmp_path / kind], check=True
+        )
+        vpc.NetworkSection(ssh_keys=((tmp_path / f"{kind}.pub").read_text().strip(),))
 
 
 def test_with_ssm_ssh_uses_the_instance_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

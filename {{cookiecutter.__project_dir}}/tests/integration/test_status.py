@@ -1,15 +1,17 @@
 """Test what `inv status` shows, and which problems it reports, for given responses of Ray's dashboard."""
 
 import io
+import re
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from rich.console import Console
 
 import settings
-from cluster import status
-from cluster.target import CloudStatus, Connection
+from cluster import status, submission
+from cluster.target import CloudStatus, Connection, NotOnCluster
 
 CONNECTION = Connection(dashboard="http://127.0.0.1:8265", headers={}, job_variables={})
 NODE: dict[str, Any] = {
@@ -18,7 +20,7 @@ NODE: dict[str, Any] = {
 }  # fmt: skip
 JOB: dict[str, Any] = {
     "submission_id": "preprocess-1", "status": "SUCCEEDED", "start_time": 1_000, "end_time": 61_000,
-    "message": "Job finished successfully.", "driver_exit_code": 0,
+    "message": "Job finished successfully.", "driver_exit_code": 0, "job_id": "01000000", "metadata": {"owner": "ada"},
 }  # fmt: skip
 APPLICATION: dict[str, Any] = {
     "status": "RUNNING", "route_prefix": "/", "message": "",
@@ -31,6 +33,7 @@ def snapshot(**changes: Any) -> status.Snapshot:
         "nodes": [NODE],
         "load": {"usage": {"CPU": [1.0, 4.0]}, "resourceDemand": [], "pgDemand": []},
         "jobs": [JOB],
+        "waiting": [],
         "serve": {"http_options": {"host": "127.0.0.1", "port": 8000}, "applications": {"llm": APPLICATION}},
     }
     return status.Snapshot(**(healthy | changes))
@@ -44,7 +47,16 @@ def printed(what: status.Snapshot, cloud: CloudStatus | None = None) -> str:
 
 def test_a_healthy_cluster_is_shown_without_problems() -> None:
     text = printed(snapshot())
-    for expected in ("10.0.0.1", "head", "preprocess-1", "succeeded", "60 s", "http://127.0.0.1:8000", "tiny ×2"):
+    for expected in (
+        "10.0.0.1",
+        "head",
+        "preprocess-1",
+        "ada",
+        "succeeded",
+        "60 s",
+        "http://127.0.0.1:8000",
+        "tiny ×2",
+    ):
         assert expected in text
     assert "no problems" in text
 
@@ -71,6 +83,36 @@ def test_a_dead_node_and_an_unhealthy_application_are_reported() -> None:
     assert status.problems(snapshot(serve=serve)) == ["application llm is deploy_failed: did not start"]
     with pytest.raises(settings.UserError, match="inv submit serve_llm"):
         status.address(snapshot(serve=serve), CONNECTION)
+
+
+def test_each_job_is_shown_with_what_it_waits_for() -> None:
+    gang = {"creator_job_id": "01000000", "bundles": [{"unit_resources": {"GPU": 8.0, "CPU": 4.0}}] * 2}
+    task = {"job_id": "02000000", "placement_group_id": None, "required_resources": {"CPU": 30.0}}
+    in_gang = {"job_id": "01000000", "placement_group_id": "a", "required_resources": {"GPU": 8.0}}
+    of_serve = {"job_id": "", "placement_group_id": None, "required_resources": {"CPU": 1.0}}
+    other = JOB | {"submission_id": "embed-2", "job_id": "02000000", "metadata": {"owner": "bob"}}
+    text = printed(snapshot(jobs=[JOB, other], waiting=[gang, task, in_gang, task, of_serve]))
+    _, _, table = text.partition("Waiting")
+    assert [re.split("  +", line.strip()) for line in table.splitlines()[2:4]] == [
+        ["preprocess-1", "ada", "2 × 8 GPU, 4 CPU"],
+        ["embed-2", "bob", "2 × 30 CPU"],
+    ]
+    assert "Waiting" not in printed(snapshot())
+
+
+def test_the_default_job_is_the_latest_one_of_this_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = [
+        Mock(submission_id="mine-1", start_time=1, metadata={"owner": "ada"}),
+        Mock(submission_id="mine-2", start_time=2, metadata={"owner": "ada"}),
+        Mock(submission_id="theirs-3", start_time=3, metadata={"owner": "bob"}),
+    ]
+    connection = Mock(target_option="", client=lambda: Mock(list_jobs=lambda: jobs))
+    monkeypatch.setattr(submission, "user", lambda: "ada")
+    assert submission.find(connection, "") == "mine-2"
+    assert submission.find(connection, "theirs-3") == "theirs-3"
+    monkeypatch.setattr(submission, "user", lambda: "eve")
+    with pytest.raises(NotOnCluster, match="no job of eve is on this cluster"):
+        submission.find(connection, "")
 
 
 def test_an_unreachable_dashboard_gives_a_one_sentence_error() -> None:
