@@ -93,7 +93,7 @@ def machine(tmp_path: Path, s3: str, monkeypatch: pytest.MonkeyPatch) -> Iterato
     monkeypatch.setattr(unpack, "ON_NVME", tmp_path / "nvme/packages/env")
     monkeypatch.setattr(unpack, "COMPLETE", tmp_path / "nvme/packages/complete")
     monkeypatch.setattr(unpack, "PINS", tmp_path / "pins.txt")
-    unpack.PINS.write_text("ray==2.60.0\n")
+    unpack.PINS.write_text("a-package==1.0\n")
     identity = {"accountId": boto3.client("sts").get_caller_identity()["Account"], "region": file.region}
     monkeypatch.setattr(metadata, "identity", lambda: identity)
     monkeypatch.setattr(metadata, "read", lambda path: json.dumps(CREDENTIALS) if path.endswith("/role") else "role")
