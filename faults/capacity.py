@@ -53,7 +53,7 @@ def launch_ends_early(harness: Harness) -> str:
     assert "gathered {'zone': '2'}" in log, log
     output = run_verb("status")
     (ended,) = re.findall(
-        r"AWS ended i-\w+ \(gpu-spot-1\) during its launch: [^.]*\.VolumeLimitExceeded: [^.]*", output
+        r"AWS ended \S+ \(gpu-spot-1\) during its launch: [^.]*\.VolumeLimitExceeded: [^.]*", output
     )
     return ended
 

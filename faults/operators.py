@@ -34,7 +34,7 @@ def up_again(harness: Harness) -> str:
         output = run_verb("up", exit_code=1)  # without --yes and without input, `up` only prints what it would do
         assert "the head will be set up again, which ends running jobs" in output, output
     assert harness.is_running(job), harness.log(job)
-    change, *_ = re.findall(r"cluster\.yaml, the pins.*?running jobs", output)
+    change, *_ = re.findall(r"cluster\.yaml or the pins.*?running jobs", output)
     return f"the job continued; with a changed cluster.yaml: {change}"
 
 
