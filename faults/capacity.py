@@ -52,9 +52,7 @@ def launch_ends_early(harness: Harness) -> str:
     log = _gather(harness)
     assert "gathered {'zone': '2'}" in log, log
     output = run_verb("status")
-    (ended,) = re.findall(
-        r"AWS ended \S+ \(gpu-spot-1\) during its launch: [^.]*\.VolumeLimitExceeded: [^.]*", output
-    )
+    (ended,) = re.findall(r"AWS ended \S+ \(gpu-spot-1\) during its launch: [^.]*\.VolumeLimitExceeded: [^.]*", output)
     return ended
 
 
