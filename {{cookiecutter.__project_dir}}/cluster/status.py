@@ -1,5 +1,6 @@
 """Show the state of a running cluster, and its problems. `inv status` runs this."""
 
+import textwrap
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from cluster.target import CloudStatus, Connection, PastJob
 
 SHOWN_RESOURCES = ("CPU", "GPU", "memory", "objectStoreMemory")
 BYTES = ("memory", "objectStoreMemory")
+COMMAND_LENGTH = 60
+"""The table of past jobs shows at most this many characters of a command."""
 MAX_JOBS = 10
 EXPECTED_ENDS = ("expected termination", "terminated due to idle")
 """Texts in Ray's messages about nodes that were ended on purpose, for example because they were idle."""
@@ -80,7 +83,7 @@ def show_past(jobs: list[PastJob], console: Console) -> None:
         busy = "" if job.gpu_busy_percent is None else f"{job.gpu_busy_percent:.0f} %"
         table.add_row(
             *(job.id, escape(job.owner), job.state, started, f"{job.ended - job.started:.0f} s", busy),
-            escape(job.command),
+            escape(textwrap.shorten(job.command, COMMAND_LENGTH, placeholder=" …")),
         )
     console.print(table if jobs else "no cluster has saved any job in the bucket yet")
 
@@ -186,7 +189,8 @@ def _applications(snapshot: Snapshot) -> Table:
 def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
     for column in columns:
-        table.add_column(column, header_style="dim", overflow="fold", no_wrap=column == "id")  # users copy ids
+        # users copy ids
+        table.add_column(column, header_style="dim", overflow="fold", no_wrap=column in ("id", "state"))
     return table
 
 

@@ -684,13 +684,14 @@ def test_the_guard_follows_the_limit(aws: Api, assign: Callable[[str, str], None
     prepare.prepare(FILE)
     assert guarded_hours() == pytest.approx(24.25, abs=0.1)
     head = launch_head(cluster_file.load(launcher_file.FILE))
-    guard.move(FILE, NOW - datetime.timedelta(hours=5), hours=48)
+    launched = datetime.datetime.now(datetime.UTC) - datetime.timedelta(hours=5)
+    guard.move(FILE, launched, hours=48)
     assert guarded_hours() == pytest.approx(43.25, abs=0.1)
     prepare.prepare(FILE)  # keeps it, because the running cluster may have another limit than settings.toml
     assert guarded_hours() == pytest.approx(43.25, abs=0.1)
     guard.follow_head(FILE)
     assert guarded_hours() == pytest.approx(24.25, abs=0.1)
-    guard.move(FILE, NOW - datetime.timedelta(hours=5), hours=4)  # the end is past, so it comes now
+    guard.move(FILE, launched, hours=4)  # the end is past, so it comes now
     assert guarded_hours() == pytest.approx(0, abs=0.1)
     instances.terminate(FILE, [head])
     guard.prepare(FILE, instances.head(FILE))  # for a new cluster
