@@ -59,7 +59,7 @@ def _configuration(connection: Connection) -> dict[str, Any]:
 
 def _wait(process: subprocess.Popen) -> None:
     """Wait for Prometheus, and end it with this process."""
-    for number in (signal.SIGTERM, signal.SIGHUP):  # on SIGHUP, Prometheus itself would go on
+    for number in (signal.SIGTERM, signal.SIGHUP):  # on SIGHUP, Prometheus would keep running
         signal.signal(number, lambda *_: sys.exit(1))
     try:
         if code := process.wait():

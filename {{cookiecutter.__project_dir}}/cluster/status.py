@@ -3,6 +3,7 @@
 import textwrap
 import time
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,7 +78,9 @@ def show(snapshot: Snapshot, cloud: CloudStatus, console: Console) -> None:
 
 def show_past(jobs: list[PastJob], console: Console) -> None:
     """Print the table of past jobs."""
-    table = _table("Past jobs", "id", "owner", "state", "started", "duration", "GPUs busy", "command")
+    table = empty_table(
+        *("Past jobs", "id", "owner", "state", "started", "duration", "GPUs busy", "command"), unwrapped=("id", "state")
+    )
     for job in jobs:
         started = time.strftime("%Y-%m-%d %H:%M", time.localtime(job.started))
         busy = "" if job.gpu_busy_percent is None else f"{job.gpu_busy_percent:.0f} %"
@@ -118,7 +121,7 @@ def problems(snapshot: Snapshot) -> list[str]:
 
 
 def _nodes(snapshot: Snapshot) -> Table:
-    table = _table("Nodes", "address", "role", "state", "resources")
+    table = empty_table("Nodes", "address", "role", "state", "resources")
     for node in snapshot.nodes:
         if node["state"] == "DEAD" and not _died(node):
             continue
@@ -129,7 +132,7 @@ def _nodes(snapshot: Snapshot) -> Table:
 
 
 def _resources(snapshot: Snapshot) -> Table:
-    table = _table("Resources", "resource", "used", "total", "pending")
+    table = empty_table("Resources", "resource", "used", "total", "pending")
     pending = _pending(snapshot.load)
     for name in SHOWN_RESOURCES:
         if name in snapshot.load.get("usage", {}):
@@ -142,7 +145,7 @@ def _resources(snapshot: Snapshot) -> Table:
 
 
 def _jobs(snapshot: Snapshot) -> Table:
-    table = _table("Jobs", "id", "owner", "state", "started", "duration")
+    table = empty_table("Jobs", "id", "owner", "state", "started", "duration")
     for job in _latest_jobs(snapshot):
         started = (job["start_time"] or 0) / 1000
         ended = (job["end_time"] or time.time() * 1000) / 1000
@@ -154,7 +157,7 @@ def _jobs(snapshot: Snapshot) -> Table:
 
 def _waiting(snapshot: Snapshot) -> Table:
     """Return a table of the resources that jobs wait for."""
-    table = _table("Waiting", "job", "owner", "for")
+    table = empty_table("Waiting", "job", "owner", "for")
     jobs = {job["job_id"]: job for job in snapshot.jobs}
     wanted = Counter[tuple[str, str]]()
     for one in snapshot.waiting:
@@ -174,7 +177,7 @@ def _resource_names(amounts: dict[str, float]) -> str:
 
 
 def _applications(snapshot: Snapshot) -> Table:
-    table = _table("Serve applications", "name", "state", "address", "deployments")
+    table = empty_table("Serve applications", "name", "state", "address", "deployments")
     for name, application in snapshot.serve["applications"].items():
         deployments = [
             f"{deployment.rpartition(':')[2]} ×{len(details['replicas'])}"
@@ -186,11 +189,11 @@ def _applications(snapshot: Snapshot) -> Table:
     return table
 
 
-def _table(title: str, *columns: str) -> Table:
+def empty_table(title: str, *columns: str, unwrapped: Collection[str] = ("id",)) -> Table:
+    """Return a table without rows. The columns `unwrapped` keep their lines whole; users copy ids."""
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
     for column in columns:
-        # users copy ids
-        table.add_column(column, header_style="dim", overflow="fold", no_wrap=column in ("id", "state"))
+        table.add_column(column, header_style="dim", overflow="fold", no_wrap=column in unwrapped)
     return table
 
 

@@ -10,7 +10,7 @@ MARK = "(from settings.toml)"
 
 
 def install(head: SshHead, keys: Sequence[str]) -> None:
-    """Admit the owners of these public keys to the head, and nobody whose key was removed from the settings.
+    """Let the owners of these public keys connect to the head. Remove keys that are no longer in the settings.
 
     Raises:
         settings.UserError: ssh cannot connect.

@@ -1,4 +1,4 @@
-"""The budget of [cluster.budget], of which the stack makes an AWS budget that warns by e-mail."""
+"""Reads [cluster.budget], from which the stack creates an AWS budget that warns by e-mail."""
 
 from pydantic import Field, model_validator
 
@@ -11,7 +11,7 @@ class BudgetSection(settings.Section):
     dollars_per_month: float = Field(default=0, ge=0, allow_inf_nan=False)
     """What the whole account may cost in a month, including other projects. 0: no budget."""
     email: str = ""
-    """Who gets the warnings."""
+    """Address that gets the warnings."""
 
     @model_validator(mode="after")
     def _check_email(self) -> "BudgetSection":

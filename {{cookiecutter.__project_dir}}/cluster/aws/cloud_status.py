@@ -5,6 +5,7 @@ from typing import Any
 
 from rich.table import Table
 
+from cluster import status
 from cluster.aws import node_reports, reservation
 from cluster.aws.node_reports import NodeReport
 from cluster.common import instances, prices
@@ -54,12 +55,12 @@ def describe_failed_launch(instance: Instance) -> str:
 
 
 def _table(living: list[Instance], hourly: dict[str, float], head_status: dict[str, Any]) -> Table:
-    table = _empty_table("Instances", "id", "node type", "instance type", "zone", "age", "state", "$/hour")
+    table = status.empty_table("Instances", "id", "node type", "instance type", "zone", "age", "state", "$/hour")
     for instance in living:
         state = instance.state
         if state == "running":
-            status = instance.tags.get("ray-node-status", "")
-            state = "joined" if _has_joined(instance, head_status) else f"not joined yet ({status})"
+            step = instance.tags.get("ray-node-status", "")
+            state = "joined" if _has_joined(instance, head_status) else f"not joined yet ({step})"
         table.add_row(
             *(instance.id, instance.node_type, f"{instance.instance_type} {instance.market}", instance.zone),
             *(_duration(instance.age_s), state),
@@ -76,7 +77,7 @@ def _has_joined(instance: Instance, head_status: dict[str, Any]) -> bool:
 
 def _gpus(joined: list[Instance], reports: dict[str, NodeReport], now: float) -> Table:
     """Return a table with the use of the GPUs of each instance. `now` is the head's time."""
-    table = _empty_table("GPUs", "id", "GPUs", "busy", "memory used", "measured")
+    table = status.empty_table("GPUs", "id", "GPUs", "busy", "memory used", "measured")
     for instance in joined:
         if gpus := _reported(instance, reports):
             total = f"of {max(gpu.memory_total_mib for gpu in gpus) / 1024:.0f} GiB"
@@ -132,13 +133,6 @@ def _reported(instance: Instance, reports: dict[str, NodeReport]) -> list[GpuUse
 
 def _range(numbers: list[int]) -> str:
     return f"{min(numbers)}" if min(numbers) == max(numbers) else f"{min(numbers)} to {max(numbers)}"
-
-
-def _empty_table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
-    for column in columns:
-        table.add_column(column, header_style="dim", overflow="fold", no_wrap=column == "id")  # users copy ids
-    return table
 
 
 def _reserved(file: ClusterFile) -> list[str]:

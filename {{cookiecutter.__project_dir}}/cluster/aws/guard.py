@@ -1,4 +1,4 @@
-"""The guard outside the cluster, which ends all instances after the limit in hours even if no machine of it works.
+"""The guard outside the cluster, which ends all instances after the limit in hours, even if all machines are broken.
 
 A schedule of EventBridge Scheduler calls the function `Guard` in stack.yaml. The schedule is not part of the stack,
 because it moves with the limit.
@@ -18,27 +18,27 @@ from cluster.common.cluster_file import TARGET, ClusterFile
 from cluster.common.instances import Instance
 
 RATE = "rate(10 minutes)"
-"""The guard comes again and again, in case a call fails or another instance starts."""
+"""The guard runs repeatedly, in case a call fails or another instance starts."""
 GRACE = datetime.timedelta(minutes=15)
-"""The watchdog ends the cluster at the limit. The guard comes this much later."""
+"""The watchdog ends the cluster at the limit. The guard first runs this much later."""
 ROLE_TIMEOUT_S = 60
 """How long EventBridge Scheduler may not know a new role."""
 
 
 def prepare(file: ClusterFile, head: Instance | None) -> None:
-    """Make the guard for a new cluster. The guard of a running cluster stays, because its limit may be another one."""
+    """Create the guard of a new cluster. That of a running cluster stays: its limit may differ."""
     if head is None or not exists(file):
         move(file, head.launched if head else datetime.datetime.now(datetime.UTC), limits.load().hours)
 
 
 def follow_head(file: ClusterFile) -> None:
-    """Let the guard come after the limit in settings.toml, which the running head has."""
+    """Let the guard run after the limit in settings.toml, which is also that of the running head."""
     if head := instances.head(file):
         move(file, head.launched, limits.load().hours)
 
 
 def move(file: ClusterFile, launched: datetime.datetime, hours: float) -> None:
-    """Let the guard come when the head, launched then, has run for `hours` and GRACE. Make it if there is none.
+    """Let the guard run when a head launched at that time is `hours` and GRACE old. Create the guard if there is none.
 
     Raises:
         settings.UserError: the stack is older than the guard.

@@ -19,9 +19,9 @@ class LimitsSection(settings.Section):
     dollars: float = Field(gt=0, allow_inf_nan=False)
     """The cluster shuts itself down when its instances have cost this much. Disks and traffic do not count."""
     idle_hours: float = Field(default=0, ge=0, le=MAX_HOURS)
-    """The cluster shuts itself down when nobody has used it for so long (see cluster/node/activity.py). 0: never.
+    """The cluster shuts itself down when it has been idle for this many hours (see cluster/node/activity.py). 0: never.
 
-    This is the default, so that the clusters of older projects, whose settings lack this key, do not end by surprise.
+    0 is the default, because the settings of older projects lack this key, and their clusters must not end by surprise.
     """
 
     def idle_warning(self, idle: float) -> str:

@@ -1,4 +1,4 @@
-"""Finds out how long nobody has used the cluster: no job ran or waited, and no application got a request.
+"""Finds out how long the cluster has been idle: no job ran or waited, and no application got a request.
 
 Requests are POST requests to applications of Ray Serve, because health checks and web pages use GET. Ray counts them in
 its metrics, which each node serves inside the cluster anyway.

@@ -45,7 +45,7 @@ class Runtime(Protocol):
         ...
 
     def show_metrics(self, metrics: Metrics) -> None:
-        """Show the last known metrics to whoever watches the run. Only rank 0 calls this."""
+        """Export the latest metrics for monitoring. Only rank 0 calls this."""
         ...
 
     def report(self, metrics: Metrics, write: WriteCheckpoint) -> None:
