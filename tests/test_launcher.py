@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 
 import bake
-from tasks import BUILD, TEST_PROJECT
 
 COREUTILS = ["cat", "chmod", "cksum", "cut", "dirname", "env", "ln", "mkdir", "mv", "rm", "sh", "sleep", "tr", "uname"]
 NOBODY = 65534
@@ -424,21 +423,3 @@ def _read(terminal: int, until: str) -> str:
         while until not in text and select.select([terminal], [], [], 60)[0]:
             text += os.read(terminal, 4096).decode()
     return text
-
-
-# ------------------------------------------------------------------------------------------ without stubs
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="tested only on Linux")
-def test_up_submit_and_down_work_in_a_folder_with_a_space() -> None:
-    """Run the real launcher in the project of `./inv test`, so that its environment is created only once."""
-    launcher = bake.bake(BUILD / TEST_PROJECT) / "inv"
-    environment = os.environ | {"LANG": "C"}
-    try:
-        for words in (["up"], ["submit", "check_network", "--", "--message-mib", "1"]):
-            done = subprocess.run([launcher, *words], env=environment, capture_output=True, text=True)
-            assert done.returncode == 0, done.stdout + done.stderr
-        assert "2 workers" in done.stdout, done.stdout
-    finally:
-        ended = subprocess.run([launcher, "down"], env=environment, capture_output=True, text=True)
-    assert "local is down" in ended.stdout, ended.stdout + ended.stderr

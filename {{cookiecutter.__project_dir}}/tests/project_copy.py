@@ -20,7 +20,8 @@ class Project:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.command = [str(folder / ".venv" / "bin" / "python"), "-m", "invoke"]
+        self.command = [str(folder / "inv")]
+        self.python = str((folder / ".venv").resolve() / "bin" / "python")  # Ray splits the link's path at spaces
 
     def inv(self, *words: str, ok: bool = True) -> str:
         """Run a verb that must succeed, or fail if `ok` is False. Return its stdout and stderr."""
@@ -44,9 +45,20 @@ def copy_project(folder: Path, probe: str) -> Project:
     shutil.copytree(
         settings.PROJECT, folder, ignore=lambda path, _: NOT_COPIED if Path(path) == settings.PROJECT else ()
     )
-    (folder / ".venv").symlink_to(sys.prefix)
+    _link_environment(folder)
     (folder / "jobs" / "probe.py").write_text(probe)
     return Project(folder)
+
+
+def _link_environment(folder: Path) -> None:
+    """Give the copy the environment of these tests. The launcher only uses an environment that names its project."""
+    environment = folder.with_name("environment")
+    environment.mkdir()
+    for entry in Path(sys.prefix).iterdir():
+        (environment / entry.name).symlink_to(entry)
+    (environment / "project").unlink(missing_ok=True)
+    (environment / "project").write_text(str(folder))
+    (folder / ".venv").symlink_to(environment)
 
 
 def processes(project: Project) -> list[psutil.Process]:

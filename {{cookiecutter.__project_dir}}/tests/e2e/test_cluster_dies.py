@@ -267,7 +267,7 @@ def test_http_clients_reach_loopback_without_the_proxy(
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
-    copy = copy_project(tmp_path_factory.mktemp("copy") / "project", PROBE)
+    copy = copy_project(tmp_path_factory.mktemp("copy") / "a b é", PROBE)
     yield copy
     copy.inv("down")
 

@@ -56,7 +56,7 @@ if __name__ == "__main__":
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
-    copy = copy_project(tmp_path_factory.mktemp("copy") / "project", PROBE)
+    copy = copy_project(tmp_path_factory.mktemp("copy") / "a b é", PROBE)
     copy.inv("up")
     env_file = copy.folder / ".env"
     env_file.write_text(env_file.read_text().replace("HF_TOKEN=", f"HF_TOKEN={CANARY}"))
@@ -158,7 +158,7 @@ def test_other_users_cannot_access_files_of_a_job_without_a_cluster(project: Pro
     variables = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     variables["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"  # under `uv run`, Ray would create an empty .venv for its workers
     job = subprocess.Popen(
-        [*project.command[:-1], "jobs.probe", "0", "2"],
+        [project.python, "-m", "jobs.probe", "0", "2"],
         cwd=project.folder, env=variables, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert job.stdout is not None
