@@ -4,10 +4,12 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
+import boto3
 import pytest
 from botocore.auth import S3SigV4Auth, SigV4Auth
 from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials
+from moto import mock_aws
 from moto.iam.models import iam_backends
 
 from cluster.emulator import iam, permissions
@@ -125,6 +127,28 @@ def test_permissions_of_s3_calls(method: str, path: str, query: str, expected: t
     http: dict[str, Any] = {"method": method, "path": path, "query": query, "body": b""}
     (found,) = permissions.required_by("s3", "", "us-east-1", {}, http)
     assert (found.action, found.resource) == expected
+
+
+@pytest.mark.parametrize(
+    ("method", "actions"),
+    [
+        ("GET", ["kms:Decrypt"]),
+        ("PUT", ["kms:GenerateDataKey"]),
+        ("POST", ["kms:Decrypt", "kms:GenerateDataKey"]),
+        ("DELETE", []),
+    ],
+)
+def test_objects_of_an_encrypted_bucket_need_its_key(method: str, actions: list[str]) -> None:
+    arn = f"arn:aws:kms:us-east-1:{ACCOUNT}:key/mine"
+    default = {"ApplyServerSideEncryptionByDefault": {"SSEAlgorithm": "aws:kms", "KMSMasterKeyID": arn}}
+    with mock_aws():
+        s3 = boto3.client("s3", region_name="us-east-1")
+        s3.create_bucket(Bucket="bucket")
+        s3.put_bucket_encryption(Bucket="bucket", ServerSideEncryptionConfiguration={"Rules": [default]})
+        http: dict[str, Any] = {"method": method, "path": "/bucket/a", "query": "", "body": b""}
+        found = permissions.required_by("s3", "", "us-east-1", {}, http)[1:]
+    via_s3 = {"kms:ViaService": "s3.us-east-1.amazonaws.com"}
+    assert found == [permission(action, arn, **via_s3) for action in actions]
 
 
 def test_a_launch_needs_permissions_for_tags_role_and_image() -> None:

@@ -73,5 +73,5 @@ def test_without_permission_for_the_key_a_launch_ends(instance: MotoInstance) ->
 def test_the_heads_role_may_use_the_key(instance: MotoInstance) -> None:
     encrypt_disks()
     assert not ends(instance, head_statements())
-    direct = iam.Permission("kms:Decrypt", disk_key(REGION), {"kms:ViaService": f"s3.{REGION}.amazonaws.com"})
-    assert not iam.is_allowed(head_statements(), direct), "only EC2 may use the key in the head's name"
+    direct = iam.Permission("kms:Decrypt", disk_key(REGION), {"kms:ViaService": f"sqs.{REGION}.amazonaws.com"})
+    assert not iam.is_allowed(head_statements(), direct), "other services may not use the key in the head's name"

@@ -28,7 +28,7 @@ def file(monkeypatch: pytest.MonkeyPatch) -> Iterator[ClusterFile]:
 def deploy(file: ClusterFile, **changes: str) -> None:
     parameters = {
         **vpc.find_network(file, vpc.NetworkSection()).stack_parameters,
-        **{"Private": "no", "Efa": "yes", "Caller": "192.0.2.1/32", "MakeBucket": "yes"},
+        **{"Private": "no", "Efa": "yes", "Caller": "192.0.2.1/32", "BucketName": "work", "MakeBucket": "yes"},
     }
     stack.deploy(file, parameters | changes, CARDS if changes.get("Private") == "yes" else 1)
 

@@ -14,10 +14,12 @@ def prepare(file: ClusterFile) -> None:
     """Create or update the stack and the key pair, if necessary, and write the file for Ray's launcher.
 
     Raises:
-        settings.UserError: there is no suitable network, image or private key, this machine's address is unknown, the
-            region changed while a stack exists, or AWS could not create the stack.
+        settings.UserError: there is no suitable network, bucket, image or private key, this machine's address is
+            unknown, the region changed while a stack exists, or AWS could not create the stack.
     """
     _check_region(file)
+    if problem := bucket.problem(file):
+        raise settings.UserError(problem)
     section = settings.load(vpc.NetworkSection, "network", profile="cluster")
     network, efa_cards = vpc.find_network(file, section), vpc.efa_cards(file, section)
     callers = section.callers or (f"{_own_address()}/32",)
@@ -26,6 +28,7 @@ def prepare(file: ClusterFile) -> None:
         "Private": "yes" if section.private else "no",
         "Efa": "yes" if efa_cards else "no",
         "Caller": callers[0],
+        "BucketName": bucket.name(file),
         "MakeBucket": _make_bucket(file),
         **reservation.stack_parameters(file, section),
         **load_balancer.stack_parameters(section, network),
@@ -92,8 +95,13 @@ def _own_address() -> str:
 def _make_bucket(file: ClusterFile) -> str:
     """Return "yes" or "no" for the stack's parameter MakeBucket. An existing stack keeps its value.
 
-    For a new stack, return "no" if an earlier stack left the bucket, because the new stack cannot adopt it.
+    Return "no" for the user's bucket, and for one that an earlier stack left, because this stack cannot adopt it.
     """
+    if bucket.users_own():
+        return "no"
     if existing := stack.find(file):
-        return next(p["ParameterValue"] for p in existing["Parameters"] if p["ParameterKey"] == "MakeBucket")
+        parameters = {each["ParameterKey"]: each["ParameterValue"] for each in existing["Parameters"]}
+        own = bucket.name(file)
+        if parameters.get("BucketName", own) == own:  # stacks of earlier versions lack this parameter
+            return parameters["MakeBucket"]
     return "no" if bucket.exists(file) else "yes"

@@ -1,10 +1,13 @@
 """The project's bucket: its name, how to reach it, and the note that a cluster leaves there if it shuts itself down."""
 
 import datetime
+import re
 
 import boto3
 import botocore.exceptions
+from pydantic import field_validator
 
+import settings
 from cluster.common.cluster_file import ClusterFile
 
 NOTE = "cluster/ended.txt"
@@ -21,10 +24,31 @@ LIFECYCLE_RULES = [
 ]
 
 
+class StorageSection(settings.Section):
+    """[cluster.storage] of settings.toml."""
+
+    bucket: str = ""
+    """Name of your bucket in the cluster's region. If empty, the stack makes one."""
+
+    @field_validator("bucket")
+    @classmethod
+    def _is_a_name(cls, bucket: str) -> str:
+        if bucket and not re.fullmatch(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", bucket):
+            raise ValueError("this is not the name of a bucket. Write it without s3:// and without folders")
+        return bucket
+
+
+def users_own() -> str:
+    """Return the name of the user's bucket in settings.toml, or "" if the stack makes the project's bucket."""
+    return settings.load(StorageSection, "storage", profile="cluster").bucket
+
+
 def name(file: ClusterFile) -> str:
     """Return the name of the project's bucket, whether or not it exists."""
+    if bucket := users_own():
+        return bucket
     account = file.client("sts").get_caller_identity()["Account"]
-    return f"{file.slug}-{account}-{file.region}"
+    return f"{file.slug}-{account}-{file.region}"  # as in cluster/stack.yaml and cluster/node/unpack.py
 
 
 def exists(file: ClusterFile) -> bool:
@@ -32,17 +56,39 @@ def exists(file: ClusterFile) -> bool:
     try:
         file.client("s3").head_bucket(Bucket=name(file))
     except botocore.exceptions.ClientError as error:
-        if error.response["Error"]["Code"] in ("404", "NoSuchBucket"):
+        if error.response["Error"]["Code"] == "404":
             return False
         raise
     return True
 
 
+def problem(file: ClusterFile) -> str:
+    """Return why the cluster cannot use the user's bucket and what to do, or "" if it can or there is none."""
+    if not (bucket := users_own()):
+        return ""
+    where = f"bucket {bucket} in [cluster.storage] of settings.toml"
+    try:
+        region = file.client("s3").head_bucket(Bucket=bucket)["BucketRegion"]
+    except botocore.exceptions.ClientError as error:
+        code = error.response["Error"]["Code"]
+        if code == "404":
+            return f"{where} does not exist. Run: aws s3 mb s3://{bucket} --region {file.region}"
+        if code == "403":
+            return f"{where} does not admit you. Ask its owner for access, or set another bucket"
+        raise
+    if region != file.region:
+        return f"{where} is in {region}, but the cluster is in {file.region}. Set a bucket in {file.region}"
+    return ""
+
+
 def add_lifecycle_rules(file: ClusterFile) -> None:
     """Make S3 delete the parts of uploads that are not finished after two days, and logs after 90 days.
 
-    The bucket outlives the stack, which therefore cannot own these rules. Rules that the user has added stay.
+    The bucket outlives the stack, which therefore cannot own these rules. Rules that the user has added stay, and the
+    user's own bucket gets no rules.
     """
+    if users_own():
+        return
     client, own = file.client("s3"), name(file)
     try:
         rules = client.get_bucket_lifecycle_configuration(Bucket=own)["Rules"]

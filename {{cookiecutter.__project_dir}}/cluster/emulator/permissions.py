@@ -12,6 +12,7 @@ from typing import Any
 
 import xmltodict
 from moto.ec2.models import ec2_backends
+from moto.s3.models import s3_backends
 from moto.secretsmanager.models import secretsmanager_backends
 
 from cluster.emulator.iam import Permission
@@ -21,6 +22,8 @@ from cluster.emulator.reservations import TARGET
 # Maps the prefix of an EC2 resource's id to the resource's type in ARNs.
 EC2_RESOURCE_TYPES = {"i": "instance", "vol": "volume", "eni": "network-interface", "key": "key-pair"}
 S3_OBJECT_ACTIONS = {"GET": "s3:GetObject", "HEAD": "s3:GetObject", "PUT": "s3:PutObject", "DELETE": "s3:DeleteObject"}
+# https://docs.aws.amazon.com/AmazonS3/latest/userguide/UsingKMSEncryption.html
+S3_KEY_ACTIONS = {"GET": ("Decrypt",), "PUT": ("GenerateDataKey",), "POST": ("Decrypt", "GenerateDataKey")}
 SCHEDULE_ACTIONS = {"GET": "Get", "POST": "Create", "PUT": "Update", "DELETE": "Delete"}
 RESOLVE = "resolve:ssm:"
 
@@ -32,7 +35,7 @@ def required_by(
     if (service, action) == ("sts", "GetCallerIdentity"):
         return []  # every caller may call it
     if service == "s3":
-        return list(_s3(**http))
+        return [*_s3(**http), *_key_of_bucket(region, http["method"], http["path"])]
     if service == "ec2" and action == "RunInstances":
         return list(_run_instances(region, parameters))
     if service == "ec2" and action in ("CreateTags", "TerminateInstances"):
@@ -152,3 +155,14 @@ def _s3(method: str, path: str, query: str, body: bytes) -> Iterator[Permission]
         yield Permission("s3:AbortMultipartUpload", f"{arn}/{key}", {})
     else:
         yield Permission(S3_OBJECT_ACTIONS[method], f"{arn}/{key}", {})
+
+
+def _key_of_bucket(region: str, method: str, path: str) -> Iterator[Permission]:
+    """Yield the permissions for the customer's key that encrypts a bucket's objects. S3 itself calls KMS."""
+    name, _, key = path.lstrip("/").partition("/")
+    bucket = s3_backends[ACCOUNT]["aws"].buckets.get(name)
+    if key and bucket and bucket.encryption:
+        rule = bucket.encryption["Rule"]["ApplyServerSideEncryptionByDefault"]
+        if arn := rule.get("KMSMasterKeyID"):
+            for action in S3_KEY_ACTIONS.get(method, ()):
+                yield Permission(f"kms:{action}", arn, {"kms:ViaService": f"s3.{region}.amazonaws.com"})

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import time
+import tomllib
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -29,7 +30,9 @@ ON_NVME = Path("/opt/dlami/nvme/packages/env")
 COMPLETE = ON_NVME.with_name("complete")
 """Written last. It names the archive, so that the environment is not unpacked again: Ray 2.60 runs each setup command
 of a worker twice."""
-PINS = Path(__file__).parents[2] / "requirements/cluster.txt"
+PROJECT = Path(__file__).parents[2]
+PINS = PROJECT / "requirements/cluster.txt"
+SETTINGS = PROJECT / "settings.toml"
 FOLDER = "environments/"
 """Prefix of the keys of all archives in the bucket."""
 MANIFEST = "manifest.json"
@@ -81,7 +84,9 @@ class Bucket:
         role = metadata.read("iam/security-credentials/")
         self._credentials = json.loads(metadata.read(f"iam/security-credentials/{role}"))
         endpoint = os.environ.get("AWS_ENDPOINT_URL", f"https://s3.{self._region}.amazonaws.com")
-        self._url = f"{endpoint}/{project}-{identity['accountId']}-{self._region}/"  # as in cluster/common/bucket.py
+        name = tomllib.loads(SETTINGS.read_text(encoding="utf-8"))["cluster"]["storage"]["bucket"]
+        name = name or f"{project}-{identity['accountId']}-{self._region}"  # as in cluster/common/bucket.py
+        self._url = f"{endpoint}/{name}/"
 
     def read(self, key: str) -> Iterator[bytes]:
         """Yield the content of an object. If the connection breaks, continue from there.

@@ -29,7 +29,7 @@ ZONES = ["us-east-1a", "us-east-1b"]
 READ_ONLY = {
     *("DescribeImages", "DescribeInstanceTypeOfferings", "DescribeInstanceTypes", "DescribeInstances"),
     *("DescribeRouteTables", "DescribeSecret", "DescribeSpotPriceHistory", "DescribeStacks", "DescribeSubnets"),
-    "DescribeVpcs",
+    *("DescribeVpcs", "HeadBucket"),
     *("GetCallerIdentity", "GetEbsDefaultKmsKeyId", "GetParameters", "GetProducts", "GetRole", "GetServiceQuota"),
     "SimulatePrincipalPolicy",
 }
@@ -62,6 +62,7 @@ CREATE_ACTIONS = {
     "AWS::ElasticLoadBalancingV2::Listener": "elasticloadbalancing:CreateListener",
 }
 OPTIONAL = (
+    permissions.BUCKET_ACTIONS,
     permissions.VPC_ACTIONS,
     permissions.NAT_ACTIONS,
     permissions.HTTPS_ACTIONS,
@@ -364,7 +365,10 @@ def test_missing_permissions_are_named(cloud: StubbedAws, file: ClusterFile) -> 
 
 
 def test_the_policies_of_a_role_are_simulated_by_its_full_path(cloud: StubbedAws, file: ClusterFile) -> None:
-    cloud.answers["GetCallerIdentity"] = {"Arn": "arn:aws:sts::123456789012:assumed-role/admin/ada"}
+    cloud.answers["GetCallerIdentity"] = {
+        "Arn": "arn:aws:sts::123456789012:assumed-role/admin/ada",
+        "Account": "123456789012",
+    }
     cloud.answers["GetRole"] = lambda asked: role(asked["RoleName"], "/sso/")
     assert texts(checks.check(file), "error") == []
     (source,) = {call["PolicySourceArn"] for name, call in cloud.asked if name == "SimulatePrincipalPolicy"}
@@ -379,7 +383,8 @@ def test_the_root_user_gets_a_warning(cloud: StubbedAws, file: ClusterFile) -> N
 def test_without_simulation_permissions_are_checked_with_dry_runs(cloud: StubbedAws, file: ClusterFile) -> None:
     cloud.answers["SimulatePrincipalPolicy"] = ErrorAnswer("AccessDenied", "no")
     text = only(file, "warning")
-    needed = len(permissions.UP_AND_DOWN) + len(" ".join(permissions.VPC_ACTIONS.values()).split())
+    used = (permissions.BUCKET_ACTIONS, permissions.VPC_ACTIONS)
+    needed = len(permissions.UP_AND_DOWN) + sum(len(text.split()) for one in used for text in one.values())
     assert f"{needed - 1} other actions of inv up and inv down are not checked" in text
     assert "iam:SimulatePrincipalPolicy" in text
     assert "you have the permission ec2:RunInstances" in texts(checks.check(file), "ok")
@@ -574,6 +579,23 @@ def test_an_image_that_does_not_exist_is_an_error(cloud: StubbedAws, file: Clust
 def test_an_image_that_is_older_than_the_driver_is_an_error(cloud: StubbedAws, file: ClusterFile) -> None:
     cloud.answers["DescribeImages"] = image("ami-1", "2025-07-31T00:00:00.000Z")
     assert "image ami-1 is from 2025-07-31, before NVIDIA's driver 580, which CUDA 13 needs. Set" in only(file, "error")
+
+
+def test_a_bucket_that_the_cluster_cannot_use_is_an_error(
+    cloud: StubbedAws, file: ClusterFile, tune: Callable[[str, str], None]
+) -> None:
+    tune("cluster.storage", 'bucket = "our-work"')
+    cloud.answers["HeadBucket"] = {"BucketRegion": "us-east-1"}
+    assert "your bucket our-work is in us-east-1" in texts(checks.check(file), "ok")
+    asked = [parameters for operation, parameters in cloud.asked if operation == "SimulatePrincipalPolicy"]
+    about_bucket = [call["ActionNames"] for call in asked if call["ResourceArns"] == ["arn:aws:s3:::our-work"]]
+    assert about_bucket == [["s3:ListBucket"]]
+    cloud.answers["HeadBucket"] = {"BucketRegion": "eu-west-1"}
+    assert "our-work in [cluster.storage] of settings.toml is in eu-west-1, but" in only(file, "error")
+    cloud.answers["HeadBucket"] = ErrorAnswer("404")
+    assert "Run: aws s3 mb s3://our-work --region us-east-1" in only(file, "error")
+    cloud.answers["HeadBucket"] = ErrorAnswer("403")
+    assert "does not admit you. Ask its owner for access" in only(file, "error")
 
 
 def test_a_key_for_disks_that_the_caller_cannot_use_is_an_error(cloud: StubbedAws, file: ClusterFile) -> None:

@@ -114,6 +114,26 @@ def test_a_new_node_unpacks_what_the_head_packed(machine: Machine, capsys: pytes
     assert "of packages from the bucket in" in capsys.readouterr().out
 
 
+def test_the_packages_are_in_the_users_bucket(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = boto3.resource("s3").Bucket("our-packages")
+    own.create()
+    text = settings.FILE.read_text(encoding="utf-8").replace('bucket = ""', 'bucket = "our-packages"')
+    monkeypatch.setattr(unpack, "SETTINGS", tmp_path / "settings.toml")
+    unpack.SETTINGS.write_text(text, encoding="utf-8")
+    monkeypatch.setattr(settings.load, "__kwdefaults__", {"profile": None, "file": unpack.SETTINGS})
+    machine.install()
+    packed = machine.packages()
+    bake.main()
+    assert machine.keys() == []
+    machine.replace()
+    assert machine.unpack() == ""
+    assert machine.packages() == packed
+    own.objects.delete()
+    own.delete()
+
+
 def test_a_node_can_be_set_up_again(machine: Machine) -> None:
     machine.install()
     bake.main()

@@ -40,7 +40,7 @@ from cluster.aws import target as aws_target
 from cluster.aws.doctor import reserved
 from cluster.aws.doctor.account import Account
 from cluster.aws.target import Aws
-from cluster.common import cluster_file, instances, prices
+from cluster.common import bucket, cluster_file, instances, prices
 from cluster.common.cluster_file import ClusterFile
 from cluster.emulator import iam, moto_instances, stubs
 from cluster.emulator.api import Api
@@ -269,6 +269,59 @@ def test_two_regions_can_have_the_same_cluster(aws: Api) -> None:
     prepare.prepare(FILE)
     launcher_file.FILE.unlink()
     prepare.prepare(in_region("us-west-2"))
+
+
+# ---------------------------------------------------------------- bucket
+
+
+def may_write_to(name: str) -> bool:
+    """Return whether the workers' role may write objects to this bucket, which somebody's key encrypts."""
+    role = iam_backends[ACCOUNT]["aws"].get_role(FILE.role("worker"))
+    statements = [statement for policy in role.policies.values() for statement in iam.statements_of(policy)]
+    key = f"arn:aws:kms:{FILE.region}:111122223333:key/1"
+    needed = [
+        iam.Permission("s3:ListBucket", f"arn:aws:s3:::{name}", {}),
+        iam.Permission("s3:PutObject", f"arn:aws:s3:::{name}/runs/a", {}),
+        iam.Permission("kms:GenerateDataKey", key, {"kms:ViaService": f"s3.{FILE.region}.amazonaws.com"}),
+    ]
+    return all(iam.is_allowed(statements, one) for one in needed)
+
+
+def test_the_users_bucket_is_used_and_not_changed(aws: Api, assign: Callable[[str, str], None]) -> None:
+    s3, made = FILE.client("s3"), bucket.name(FILE)
+    if bucket.exists(FILE):  # from another test
+        boto3.resource("s3", region_name=FILE.region).Bucket(made).objects.delete()
+        s3.delete_bucket(Bucket=made)
+    prepare.prepare(FILE)
+    assert may_write_to(made)
+    s3.create_bucket(Bucket="our-work")
+    assign("cluster.storage", 'bucket = "our-work"')
+    prepare.prepare(FILE)
+    assert bucket.name(FILE) == "our-work"
+    assert may_write_to("our-work")
+    assert not may_write_to(made)
+    with pytest.raises(ClientError, match="NoSuchLifecycleConfiguration"):
+        s3.get_bucket_lifecycle_configuration(Bucket="our-work")
+    assert s3.head_bucket(Bucket=made), "the bucket with the earlier work is kept"
+    assign("cluster.storage", 'bucket = ""')
+    prepare.prepare(FILE)
+    assert may_write_to(made)
+    assert not may_write_to("our-work")
+
+
+def test_a_bucket_that_the_cluster_cannot_use_is_an_error(aws: Api, assign: Callable[[str, str], None]) -> None:
+    assign("cluster.storage", 'bucket = "s3://our-work/llm"')
+    with pytest.raises(settings.UserError, match="Write it without s3://"):
+        prepare.prepare(FILE)
+    assign("cluster.storage", 'bucket = "nobodys-work"')
+    with pytest.raises(settings.UserError, match=r"does not exist\. Run: aws s3 mb s3://nobodys-work --"):
+        prepare.prepare(FILE)
+    far = boto3.client("s3", region_name="eu-west-1")
+    far.create_bucket(Bucket="far-work", CreateBucketConfiguration={"LocationConstraint": "eu-west-1"})
+    assign("cluster.storage", 'bucket = "far-work"')
+    with pytest.raises(settings.UserError, match="is in eu-west-1, but the cluster is in us-east-1"):
+        prepare.prepare(FILE)
+    assert stack.find(FILE) is None, "nothing is created"
 
 
 # ---------------------------------------------------------------- reservations

@@ -17,7 +17,7 @@ from cluster.aws.doctor.account import RETRY, Account, denied_action
 from cluster.common.cluster_file import ClusterFile
 from cluster.doctor import Finding
 
-SERVICES = ("sts", "iam", "ec2", "cloudformation", "service-quotas", "ssm", "secretsmanager", "kms")
+SERVICES = ("sts", "iam", "ec2", "s3", "cloudformation", "service-quotas", "ssm", "secretsmanager", "kms")
 F = TypeVar("F", bound=ClusterFile)
 
 REMOTE_CHECKS: dict[str, Callable[[Account], Iterator[Finding]]] = {
@@ -25,6 +25,7 @@ REMOTE_CHECKS: dict[str, Callable[[Account], Iterator[Finding]]] = {
     "quotas": quotas.check,
     "spot": region.check_spot_role,
     "reservation": reserved.check,
+    "bucket": region.check_bucket,
     "zones": region.check_zones,
     "network": region.check_network,
     "images": region.check_images,

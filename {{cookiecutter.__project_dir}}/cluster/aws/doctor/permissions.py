@@ -8,7 +8,7 @@ from botocore.exceptions import ClientError
 import settings
 from cluster.aws import aws_errors, budget, reservation, vpc
 from cluster.aws.doctor.account import RETRY, Account, denied_action
-from cluster.common import instances
+from cluster.common import bucket, instances
 from cluster.doctor import Finding, judge
 
 GUARD_ROLE = "arn:{partition}:iam::{account}:role/{slug}-{region}-guard"
@@ -33,8 +33,7 @@ ACTIONS = {
     "arn:{partition}:cloudformation:{region}:{account}:stack/{slug}/*": "cloudformation:CreateStack "
     "cloudformation:UpdateStack cloudformation:DeleteStack cloudformation:DescribeStacks "
     "cloudformation:DescribeStackEvents",
-    "arn:{partition}:s3:::{slug}-{account}-{region}": "s3:CreateBucket s3:ListBucket s3:PutEncryptionConfiguration "
-    "s3:PutBucketPublicAccessBlock s3:PutBucketTagging s3:GetLifecycleConfiguration s3:PutLifecycleConfiguration",
+    "arn:{partition}:s3:::{bucket}": "s3:ListBucket",
     "arn:{partition}:secretsmanager:{region}:{account}:secret:{slug}/*": "secretsmanager:CreateSecret "
     "secretsmanager:DescribeSecret secretsmanager:TagResource secretsmanager:GetSecretValue "
     "secretsmanager:PutSecretValue "
@@ -51,6 +50,11 @@ ACTIONS = {
     "iam:GetInstanceProfile iam:AddRoleToInstanceProfile iam:RemoveRoleFromInstanceProfile iam:DeleteInstanceProfile",
 }
 UP_AND_DOWN = " ".join(ACTIONS.values()).split()
+# Additional actions for the project's bucket, unless [cluster.storage] of settings.toml names yours.
+BUCKET_ACTIONS = {
+    "arn:{partition}:s3:::{bucket}": "s3:CreateBucket s3:PutEncryptionConfiguration s3:PutBucketPublicAccessBlock "
+    "s3:PutBucketTagging s3:GetLifecycleConfiguration s3:PutLifecycleConfiguration",
+}
 # Additional actions for the stack's own VPC, unless [cluster.network] of settings.toml names subnets.
 VPC_ACTIONS = {
     "*": "ec2:CreateVpc ec2:ModifyVpcAttribute ec2:DeleteVpc ec2:DescribeVpcAttribute ec2:CreateSubnet "
@@ -120,6 +124,7 @@ def _needed_actions() -> list[tuple[str, str]]:
     makes_vpc = not section.subnets
     return [
         *ACTIONS.items(),
+        *([] if bucket.users_own() else BUCKET_ACTIONS.items()),
         *(VPC_ACTIONS.items() if makes_vpc else []),
         *(NAT_ACTIONS.items() if makes_vpc and section.private else []),
         *(HTTPS_ACTIONS.items() if section.certificate else []),
@@ -146,6 +151,7 @@ def _simulate(account: Account) -> list[str]:
         "ec2:CreateAction": "RunInstances",
     }
     names = {"partition": partition, "region": account.region, "account": number, "slug": account.slug}
+    names["bucket"] = bucket.name(account)
     return [
         result["EvalActionName"]
         for resource, actions in _needed_actions()

@@ -1,4 +1,4 @@
-"""Check the role for spot instances, the key for disks, and the region's zones, subnets, images and prices."""
+"""Check the role for spot instances, the bucket, the key for disks, and the region's zones, images and prices."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,7 +8,7 @@ from botocore.exceptions import ClientError
 import settings
 from cluster.aws import images, vpc
 from cluster.aws.doctor.account import Account, alternatives
-from cluster.common import gpu_types, prices
+from cluster.common import bucket, gpu_types, prices
 from cluster.doctor import Finding, judge
 
 FIRST_DRIVER_580 = "2025-08-04"
@@ -32,6 +32,14 @@ def check_spot_role(account: Account) -> Iterator[Finding]:
         yield Finding("error", f"this account lacks the role for spot instances. {remedy}")
     else:
         yield Finding("ok", "this account has the role for spot instances")
+
+
+def check_bucket(account: Account) -> Iterator[Finding]:
+    """Check that the cluster can use the user's bucket, if there is one."""
+    if problem := bucket.problem(account):
+        yield Finding("error", problem)
+    elif bucket.users_own():
+        yield Finding("ok", f"your bucket {bucket.users_own()} is in {account.region}")
 
 
 def check_zones(account: Account) -> Iterator[Finding]:
