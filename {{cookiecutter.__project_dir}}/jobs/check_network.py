@@ -14,12 +14,13 @@ def main(options: NetworkOptions) -> None:
     cli.connect()
     options = options.model_copy(update={"num_workers": options.max_workers})
     capacity.refuse_too_many_workers(options.max_workers, options.worker_resources)
-    nodes, network, measurements = network_check.measure(options)
-    print(f"{options.max_workers} workers on {nodes} node{'s' * (nodes > 1)}, over {network}", flush=True)
+    network = network_check.measure(options)
+    nodes = f"{network.nodes} node{'s' * (network.nodes > 1)}"
+    print(f"{options.max_workers} workers on {nodes}, over {network.name}", flush=True)
     print("   MiB        ms   GB/s (bus)")
-    for measurement in measurements:
+    for measurement in network.measurements:
         print(f"{measurement.mib:>6} {1000 * measurement.seconds:>9.2f} {measurement.gigabytes_per_s:>12.2f}")
-    print(network_check.verdict(nodes, network, options.device), flush=True)
+    print(network_check.verdict(network, options.device), flush=True)
 
 
 if __name__ == "__main__":

@@ -10,12 +10,16 @@ import torch.distributed
 from ray.train import LoggingConfig, RunConfig
 from ray.train.torch import TorchConfig, TorchTrainer, get_device
 
+from instance_types import INSTANCE_TYPES
 from pipeline.ray_support import gang
 from pipeline.training import transport
 from pipeline.training.options import NetworkOptions
 
 ROUNDS = 10
 MIB = 2**20
+EXPECTED_SHARE = 0.5
+"""Large all-reduces over EFA reach at least this share of the network's bandwidth. With two machines, NCCL's trees may
+exceed it, because the bus bandwidth assumes a ring."""
 
 
 class NetworkMeasurement(NamedTuple):
@@ -28,8 +32,19 @@ class NetworkMeasurement(NamedTuple):
     """Bus bandwidth (see `bus_bandwidth`)."""
 
 
-def measure(options: NetworkOptions) -> tuple[int, str, list[NetworkMeasurement]]:
-    """Run the measurement on all workers. Return the number of nodes, the network, and the measurements."""
+class Network(NamedTuple):
+    """What connects the workers, as rank 0 sees it."""
+
+    nodes: int
+    name: str
+    """Such as "EFA" (see `transport.find`)."""
+    machine: str
+    """Instance type, or another name of the machine, or ""."""
+    measurements: list[NetworkMeasurement]
+
+
+def measure(options: NetworkOptions) -> Network:
+    """Run the measurement on all workers."""
     trainer = TorchTrainer(
         _measure_on_worker,
         train_loop_config={"device": options.device, "message_mib": options.message_mib},
@@ -45,13 +60,29 @@ def measure(options: NetworkOptions) -> tuple[int, str, list[NetworkMeasurement]
     return trainer.fit().return_value
 
 
-def verdict(nodes: int, network: str, device: str) -> str:
-    """Return a sentence that says what the network means for a training run."""
-    if nodes == 1:
+def verdict(network: Network, device: str) -> str:
+    """Return sentences that say what the network means for a training run."""
+    if network.nodes == 1:
         return "all workers are on one node, so there is no network between them; use a larger --num-workers"
-    if device == "cuda" and network != transport.EFA:
-        return f"gradients travel over {network}. EFA is several times faster: see docs/aws.md"
-    return f"gradients travel over {network}"
+    if device == "cuda" and network.name != transport.EFA:
+        return f"gradients travel over {network.name}. EFA is several times faster: see docs/aws.md"
+    return f"gradients travel over {network.name}{_comparison(network)}"
+
+
+def _comparison(network: Network) -> str:
+    """Compare the best bandwidth with that of the instance type. Return "" for other machines."""
+    if network.machine not in INSTANCE_TYPES:
+        return ""
+    largest = max(network.measurements)
+    possible = INSTANCE_TYPES[network.machine].gbit_per_s / 8
+    share = max(one.gigabytes_per_s for one in network.measurements) / possible
+    text = f", at {share:.0%} of the {possible:g} GB/s of {network.machine}"
+    if share >= EXPECTED_SHARE:
+        return text
+    return (
+        f"{text}, but at least {EXPECTED_SHARE:.0%} are usual. Run again: inv submit check_network --target aws -- "
+        f"--message-mib {4 * largest.mib}. If it stays slow, start the job on new machines"
+    )
 
 
 def bus_bandwidth(size: float, seconds: float, ranks: int) -> float:
@@ -63,13 +94,14 @@ def bus_bandwidth(size: float, seconds: float, ranks: int) -> float:
     return size / seconds * 2 * (ranks - 1) / ranks
 
 
-def _measure_on_worker(config: dict[str, Any]) -> tuple[int, str, list[NetworkMeasurement]]:
+def _measure_on_worker(config: dict[str, Any]) -> Network:
     """Measure in one worker. `fit` returns the result of rank 0."""
     device = torch.device("cpu") if config["device"] == "cpu" else get_device()
     measurements = [_measure(mib, device) for mib in config["message_mib"]]
     context = ray.train.get_context()
     nodes = context.get_world_size() // context.get_local_world_size()
-    return nodes, "TCP (gloo)" if device.type == "cpu" else transport.find(transport.read_log()), measurements
+    name = "TCP (gloo)" if device.type == "cpu" else transport.find(transport.read_log())
+    return Network(nodes, name, transport.machine(), measurements)
 
 
 def _measure(mib: int, device: torch.device) -> NetworkMeasurement:

@@ -44,14 +44,19 @@ def require_efa(runtime: Runtime) -> None:
     if runtime.device.type != "cuda" or runtime.world_size == runtime.local_world_size:
         return
     any_rank(False, runtime.device)  # the first collective makes NCCL choose a network
-    log, machine = read_log(), PRODUCT_NAME.read_text().strip() if PRODUCT_NAME.exists() else ""
+    log, name = read_log(), machine()
     may_use_tcp = not settings.load(EfaSection, "network", profile="cluster").efa
-    if machine in INSTANCE_TYPES and INSTANCE_TYPES[machine].efa_cards and not may_use_tcp and find(log) != EFA:
+    if name in INSTANCE_TYPES and INSTANCE_TYPES[name].efa_cards and not may_use_tcp and find(log) != EFA:
         raise UserError(
-            f"{machine} has EFA, but NCCL would send gradients over {find(log)}, which is several times slower "
+            f"{name} has EFA, but NCCL would send gradients over {find(log)}, which is several times slower "
             f"({_cause(log)}). Run: inv prepare --target aws, and start the job on new machines. To train over TCP, "
             "set efa = false in [cluster.network] of settings.toml"
         )
+
+
+def machine() -> str:
+    """Return this machine's instance type, another name if it is not on AWS, or "" if it has none."""
+    return PRODUCT_NAME.read_text().strip() if PRODUCT_NAME.exists() else ""
 
 
 def read_log() -> str:

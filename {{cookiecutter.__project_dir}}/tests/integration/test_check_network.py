@@ -11,6 +11,7 @@ from ray.train import ScalingConfig
 import settings
 from jobs import check_network
 from pipeline.ray_support import network_check
+from pipeline.ray_support.network_check import Network, NetworkMeasurement
 from pipeline.training import transport
 from pipeline.training.options import DDPOptions, NetworkOptions
 from pipeline.training.runtimes import ray_train
@@ -33,9 +34,24 @@ def test_two_workers_measure_their_network(capsys: pytest.CaptureFixture[str]) -
     assert last.startswith("all workers are on one node")
 
 
+def network(name: str, machine: str, gigabytes_per_s: float) -> Network:
+    """Return a network between two nodes, with the bandwidth of the largest messages."""
+    measured = [NetworkMeasurement(1, 0.001, 1.0), NetworkMeasurement(256, 0.01, gigabytes_per_s)]
+    return Network(2, name, machine, measured)
+
+
 def test_the_verdict_says_whether_efa_is_used() -> None:
-    assert "over Socket. EFA is several times faster" in network_check.verdict(2, "Socket", "cuda")
-    assert network_check.verdict(2, "EFA", "cuda") == "gradients travel over EFA"
+    verdict = network_check.verdict(network("Socket", "p4d.24xlarge", 5), "cuda")
+    assert "over Socket. EFA is several times faster" in verdict
+    assert network_check.verdict(network("EFA", "a server", 40), "cuda") == "gradients travel over EFA"
+
+
+def test_the_verdict_compares_the_bandwidth_with_that_of_the_machine() -> None:
+    fast = network_check.verdict(network("EFA", "p4d.24xlarge", 40), "cuda")
+    assert fast == "gradients travel over EFA, at 80% of the 50 GB/s of p4d.24xlarge"
+    slow = network_check.verdict(network("EFA", "p4d.24xlarge", 10), "cuda")
+    assert "at 20% of the 50 GB/s of p4d.24xlarge, but at least 50% are usual" in slow
+    assert "--message-mib 1024" in slow
 
 
 def test_bus_bandwidth_does_not_depend_on_the_number_of_ranks() -> None:

@@ -1,5 +1,6 @@
 """Test that logs reach the bucket while they grow, and that `inv` shows them when there is no cluster."""
 
+import dataclasses
 import datetime
 import http.server
 import io
@@ -333,6 +334,16 @@ def test_status_names_a_node_whose_logs_do_not_reach_the_bucket(
     assert "i-worker has not copied its logs to the bucket for 3 min" in text
     assert f"ray_bootstrap_key.pem 10.0.0.7 {tail}" in text
     assert "i-new has not copied" not in text
+
+
+def test_status_says_why_ec2_ended_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "Client.VolumeLimitExceeded"
+    ended = dataclasses.replace(instance("i-1", "gpu-1"), end_code=code, end_reason=f"{code}: Volume limit exceeded")
+    monkeypatch.setattr(instances, "_find", lambda file, states: [ended] if states == ["terminated"] else [])
+    (failed,) = instances.failed_launches(cluster_file.load())
+    assert cloud_status.describe_failed_launch(failed).startswith(
+        "AWS ended i-1 (gpu-1) during its launch: Client.VolumeLimitExceeded: Volume limit exceeded. Delete volumes"
+    )
 
 
 def test_status_names_a_node_that_has_never_copied_its_logs(
