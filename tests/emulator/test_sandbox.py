@@ -19,6 +19,7 @@ from cluster.emulator import packages, sandbox
 
 pytestmark = pytest.mark.skipif(bool(sandbox.unsupported_reason()), reason=sandbox.unsupported_reason() or "supported")
 TIMEOUT_S = 10
+DNS_TIMEOUT_S = 5  # glibc's default, before it tries again
 WITHOUT_PACKAGES = (
     "from cluster.emulator import packages, sandbox; packages.fill_cache = lambda: 'requirements/local.txt'"
 )
@@ -71,6 +72,9 @@ def test_the_cloud_of_up_outlives_its_verb() -> None:
             assert verb.wait() == 0
         time.sleep(1)  # long enough for the cloud to end, if it depended on the process that started it
         assert sandbox.run(["true"]) == 0
+        started = time.monotonic()
+        assert sandbox.run(["getent", "hosts", "example.org"]) != 0
+        assert time.monotonic() - started < DNS_TIMEOUT_S, "a lookup waits for a name server that it cannot reach"
     finally:
         assert sandbox.stop() == []
 

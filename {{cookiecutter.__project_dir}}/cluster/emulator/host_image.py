@@ -80,9 +80,12 @@ def lower_layers(layer: Path, scratch: Path) -> str:
         (overlay / name).mkdir(parents=True)
     options = f"lowerdir=/,upperdir={overlay / 'upper'},workdir={overlay / 'work'}"
     subprocess.run(["mount", "-t", "overlay", "overlay", "-o", options, overlay / "root"], check=True)
-    # uv keeps lock files in its cache, so a host's user must be able to write to these files and to all folders
+    # uv keeps lock files in its cache, so a host's user must be able to write to these files and to all folders, but
+    # not to the packages' own folders, of which there are thousands
+    packages = ["-path", "*/archive-v*/*/*", "-prune", "-o"]
     writable = ["(", "-type", "d", "-o", "-name", ".*", "-o", "-name", "*.lock", ")"]
-    subprocess.run(["find", f"{overlay / 'root'}{cache}", *writable, "-exec", "chmod", "a+rwX", "{}", "+"], check=True)
+    change = ["-exec", "chmod", "a+rwX", "{}", "+"]
+    subprocess.run(["find", f"{overlay / 'root'}{cache}", *packages, *writable, *change], check=True)
     _open_parents(overlay / "root", cache)
     subprocess.run(["umount", overlay / "root"], check=True)
     return f"{layer}:{overlay / 'upper'}:/"

@@ -106,11 +106,19 @@ def test_zero_and_fsdp_agree_with_ddp(ddp: list[Row], changes: dict[str, Any]) -
     zero = _deepspeed_options(changes | {"name": "zero"})
     finetune_deepspeed.main(zero)
     fsdp = _fsdp_options(changes | {"name": "fsdp"})
-    finetune_fsdp.main(fsdp.model_copy(update={"stop_after": 20}))
-    finetune_fsdp.main(fsdp.model_copy(update={"num_workers": 1}))
+    finetune_fsdp.main(fsdp)
     for options in (zero, fsdp):
         assert [row["loss"] for row in _metrics(options)] == pytest.approx([row["loss"] for row in ddp], abs=TOLERANCE)
         _assert_same_model(_model(options), _model(_ddp_options(changes)))
+
+
+@pytest.mark.nightly
+def test_a_run_resumes_with_fewer_workers(ddp: list[Row], changes: dict[str, Any]) -> None:
+    options = _fsdp_options(changes | {"name": "fewer"})
+    finetune_fsdp.main(options.model_copy(update={"stop_after": 20}))
+    finetune_fsdp.main(options.model_copy(update={"num_workers": 1}))
+    assert [row["loss"] for row in _metrics(options)] == pytest.approx([row["loss"] for row in ddp], abs=TOLERANCE)
+    _assert_same_model(_model(options), _model(_ddp_options(changes)))
 
 
 @pytest.mark.nightly
@@ -215,6 +223,7 @@ def test_a_gpu_out_of_memory_gives_one_sentence_and_no_retry(
     assert not Path(options.output, "full", "failure.txt").exists()
 
 
+@pytest.mark.nightly
 def test_an_error_in_the_code_is_not_retried(
     changes: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

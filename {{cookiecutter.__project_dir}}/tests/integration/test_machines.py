@@ -22,6 +22,7 @@ from pipeline.training.options import DeepSpeedOptions, FSDPOptions
 from pipeline.training.schedule import BatchPlan
 from settings import UserError
 
+pytestmark = pytest.mark.nightly
 RANKS, MACHINES, PASSES = 4, 2, 3
 CONFIG = LlamaConfig(
     vocab_size=256, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2
