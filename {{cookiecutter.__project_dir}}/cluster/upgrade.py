@@ -144,8 +144,9 @@ def _require_no_conflicts(errors: list[str]) -> None:
         _fail(f"git could not apply all changes of the template: {'; '.join(errors)}. Undo the upgrade: {UNDO}")
 
 
-def _git(*words: str, folder: Path = PROJECT, may_fail: bool = False) -> str:
-    done = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True)
+def _git(*words: str, folder: Path | None = None, may_fail: bool = False) -> str:
+    """Run git in the project or in `folder`, and return its output. Exits if git fails, unless `may_fail` is set."""
+    done = subprocess.run(["git", *words], cwd=folder or PROJECT, capture_output=True, text=True)
     if done.returncode and not may_fail:
         _fail(f"`git {words[0]}` failed: {done.stderr.strip()}")
     return done.stdout.rstrip("\n")
