@@ -29,6 +29,7 @@ TEST_PROJECT = "a b é/test"
 OWN_TESTS = f"{PYTHON} -m pytest"
 # P7D: only releases that are at least a week old. By then, mirrors have them, and bad ones have been withdrawn.
 COMMON = "--python-version 3.11 --exclude-newer P7D --no-annotate"
+CUDA = "--python-platform x86_64-manylinux_2_28"
 
 
 @task
@@ -185,9 +186,9 @@ def lock(context: Context, latest: bool = False) -> None:
         _try_latest(context)
         return
     project = _bake(context, "lock")
-    plain = {name: value for name, value in os.environ.items() if name not in ("UV_FIND_LINKS", "UV_TORCH_BACKEND")}
+    plain = _cuda_variables()
     _step("compiling cluster.txt: CUDA, Linux")
-    _compile(context, project, "cluster", "--python-platform x86_64-manylinux_2_28", plain)
+    _compile(context, project, "cluster", CUDA, plain)
     _step("compiling local.txt: CPU, Linux and macOS, with the versions in cluster.txt")
     cpu = os.environ if "UV_FIND_LINKS" in os.environ else plain | {"UV_TORCH_BACKEND": "cpu"}
     options = "--universal --override requirements/local.overrides.txt --constraint requirements/cluster.txt"
@@ -196,15 +197,17 @@ def lock(context: Context, latest: bool = False) -> None:
 
 def _try_latest(context: Context) -> None:
     """Compile and test the newest versions in a copy of the template. Keep them only if its quick tests pass."""
-    shutil.rmtree(BUILD / "latest", ignore_errors=True)
-    copy = bake.snapshot(BUILD / "latest")
-    pinned = _pinned_versions(copy)
+    content = json.loads((bake.TEMPLATE / "cookiecutter.json").read_text(encoding="utf-8"))
+    pinned = {name: content[f"_{name}"] for name in ("ray", "torch", "transformers", "deepspeed", "vllm")}
     newest = _newest_versions(context, pinned)
     changes = [f"{name} {pinned[name]} → {version}" for name, version in newest.items() if version != pinned[name]]
     if not changes:
         print(f"these are the newest versions that fit together: {', '.join(map(' '.join, pinned.items()))}")
         return
+    copy = BUILD / "latest"
     _step(f"trying {', '.join(changes)} in {copy}")
+    shutil.rmtree(copy, ignore_errors=True)
+    bake.snapshot(copy)
     settings = copy / "cookiecutter.json"
     text = settings.read_text(encoding="utf-8")
     for name, version in newest.items():
@@ -220,17 +223,12 @@ def _try_latest(context: Context) -> None:
     print(f"the quick tests pass, and the new versions are in place: {', '.join(changes)}. Next: ./inv test --all")
 
 
-def _pinned_versions(template: Path) -> dict[str, str]:
-    """Return the versions of packages in cookiecutter.json, by name."""
-    content = json.loads((template / "cookiecutter.json").read_text(encoding="utf-8"))
-    return {name: content[f"_{name}"] for name in ("ray", "torch", "transformers", "deepspeed", "vllm")}
-
-
 def _newest_versions(context: Context, names: Iterable[str]) -> dict[str, str]:
     """Return the newest versions of these packages that fit together and are a week old."""
     wanted = "\n".join("ray[default,train,serve,data,llm]" if name == "ray" else name for name in names)
-    command = f"{UV} pip compile -q {COMMON} --no-header --python-platform x86_64-manylinux_2_28 -"
-    found = context.run(command, in_stream=io.StringIO(wanted), hide="out").stdout
+    command = f"{UV} pip compile -q {COMMON} --no-header {CUDA} -"
+    quiet: dict[str, Any] = {"hide": "out", "env": _cuda_variables(), "replace_env": True}
+    found = context.run(command, in_stream=io.StringIO(wanted), **quiet).stdout
     versions = dict(re.findall(r"^([a-z-]+)==(\S+)", found, re.MULTILINE))
     return {name: versions[name] for name in names}
 
@@ -305,6 +303,11 @@ def _become_module(python: Path, project: Path, module: str, *arguments: str, **
     sys.stdout.flush()
     os.chdir(project)
     os.execve(python, [str(python), "-m", module, *arguments], os.environ | _variables(project) | variables)
+
+
+def _cuda_variables() -> dict[str, str]:
+    """Return the environment variables without those that select torch's CPU build."""
+    return {name: value for name, value in os.environ.items() if name not in ("UV_FIND_LINKS", "UV_TORCH_BACKEND")}
 
 
 def _compile(context: Context, project: Path, name: str, options: str, variables: Mapping[str, str]) -> None:

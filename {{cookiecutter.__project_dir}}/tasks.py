@@ -344,6 +344,23 @@ def report(context: Context, runs: str = "", target: str = "local") -> None:
     training_report.draw([name.strip() for name in runs.split(",") if name.strip()], price, CONSOLE)
 
 
+@verb(
+    "run",
+    run="name of the run",
+    to="repository on the hub, as OWNER/NAME",
+    license="license of your model, as an id such as apache-2.0; the base model's license limits your choice",
+    public="create a public repository; default: a private one",
+    **TARGET,
+)
+def publish(context: Context, run: str, to: str, license_: str, public: bool = False, target: str = "local") -> None:
+    """Upload the model of a training run to the Hugging Face hub, with a model card: data, settings, results."""
+    from cluster import publish as cluster_publish
+    from cluster import targets
+
+    os.environ |= targets.get(target).storage_variables()
+    print(cluster_publish.publish(run, to, license_, public=public))
+
+
 @verb(**TARGET)
 def dashboard(context: Context, target: str = "local") -> None:
     """Show the address of Ray's dashboard. Keep the tunnel to a remote cluster open until Ctrl-C."""
