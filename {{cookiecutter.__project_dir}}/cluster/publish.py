@@ -47,10 +47,11 @@ def publish(name: str, repository: str, license_id: str, *, public: bool) -> str
         try:
             url = api.create_repo(repository, private=not public, exist_ok=True)
             api.create_commit(repository, operations, commit_message=f"Upload the model of the run {name}")
-        except (HfHubHTTPError, OSError) as error:
-            reason = str(error).strip().splitlines()[0]
+        except (HfHubHTTPError, OSError, ValueError) as error:  # ValueError: the hub knows no such license
+            reason = " ".join(str(error).split())
             raise settings.UserError(
-                f"the hub did not take {repository} ({reason}). Check the token's permissions, then run it again"
+                f"the hub did not take {repository} ({reason}). Check the license and the token's permissions, then "
+                "run it again"
             ) from None
     return str(url)
 

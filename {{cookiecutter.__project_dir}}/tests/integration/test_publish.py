@@ -25,7 +25,7 @@ import sys
 from cluster import publish
 from settings import UserError
 try:
-    print(publish.publish("run", sys.argv[1], "apache-2.0", public=False))
+    print(publish.publish("run", *sys.argv[1:], public=False))
 except UserError as error:
     sys.exit(str(error))
 """
@@ -59,6 +59,9 @@ class Hub(BaseHTTPRequestHandler):
         elif self.path == "/api/repos/create":
             self.created.append(json.loads(body))
             self._answer({"url": f"{base}/acme/model", "name": "acme/model"})
+        elif self.path == "/api/validate-yaml":
+            errors = [] if "license: apache-2.0" in body.decode() else [{"message": '"license" must be one of'}]
+            self._answer({"errors": errors, "warnings": []}, 400 if errors else 200)
         elif self.path == "/api/models/acme/model/preupload/main":
             names = [file["path"] for file in json.loads(body)["files"]]
             modes = {name: "lfs" if name.endswith(".safetensors") else "regular" for name in names}
@@ -133,13 +136,13 @@ def output(tmp_path: Path) -> Path:
 
 
 def publish(
-    hub: type[Hub], output: Path, repository: str = "acme/model", token: str = TOKEN
+    hub: type[Hub], output: Path, repository: str = "acme/model", token: str = TOKEN, license_id: str = "apache-2.0"
 ) -> subprocess.CompletedProcess[str]:
     """Publish in a new process, because huggingface_hub reads the hub's address when it is imported."""
     variables = {"HF_ENDPOINT": hub.address, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": token}
     environment = os.environ | variables | {"PROFILE": "local", "PROJECT_DIR": str(output), "HF_HOME": str(output)}
     environment |= {"SECRETS_FILE": str(output / "none")}
-    command = [sys.executable, "-c", PUBLISH, repository]
+    command = [sys.executable, "-c", PUBLISH, repository, license_id]
     return subprocess.run(command, env=environment, cwd=settings.PROJECT, capture_output=True, text=True)
 
 
@@ -181,15 +184,18 @@ def test_the_card_has_data_settings_results_and_no_path(output: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("repository", "token", "problem"),
+    ("repository", "token", "license_id", "problem"),
     [
-        ("model", TOKEN, "Pass --to OWNER/NAME"),
-        ("acme/model", "", "HF_TOKEN is not set"),
-        ("acme/model", "hf_wrong", "the hub did not take acme/model"),
+        ("model", TOKEN, "apache-2.0", "Pass --to OWNER/NAME"),
+        ("acme/model", "", "apache-2.0", "HF_TOKEN is not set"),
+        ("acme/model", "hf_wrong", "apache-2.0", "the hub did not take acme/model"),
+        ("acme/model", TOKEN, "mine", "the hub did not take acme/model (Invalid metadata in README.md"),
     ],
 )
-def test_a_refusal_is_one_sentence(hub: type[Hub], output: Path, repository: str, token: str, problem: str) -> None:
-    done = publish(hub, output, repository, token)
+def test_a_refusal_is_one_sentence(
+    hub: type[Hub], output: Path, repository: str, token: str, license_id: str, problem: str
+) -> None:
+    done = publish(hub, output, repository, token, license_id)
     assert done.returncode == 1
     assert problem in done.stderr.splitlines()[-1]
     assert not re.search("Traceback", done.stderr)
