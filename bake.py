@@ -32,6 +32,7 @@ def bake(folder: Path, **answers: str) -> Path:
     """Generate a project in `folder`. Keeps `.venv`, to install packages only once, and replaces the rest."""
     with tempfile.TemporaryDirectory() as scratch:
         template = snapshot(Path(scratch) / "template")
+        (template / "hooks" / "post_gen_project.py").unlink()  # it would create a git repository
         config = Path(scratch) / "config.yaml"  # by default, cookiecutter saves the answers in the user's home
         config.write_text(f"replay_dir: {scratch}\ncookiecutters_dir: {scratch}\n", encoding="utf-8")
         project = cookiecutter(

@@ -1,6 +1,8 @@
 """The template's own verbs: ./inv VERB. The verbs of a generated project are in its own tasks.py."""
 
 import ast
+import io
+import json
 import os
 import platform
 import re
@@ -8,7 +10,7 @@ import shlex
 import shutil
 import sys
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ TEST_PROJECT = "a b é/test"
 OWN_TESTS = f"{PYTHON} -m pytest"
 # P7D: only releases that are at least a week old. By then, mirrors have them, and bad ones have been withdrawn.
 COMMON = "--python-version 3.11 --exclude-newer P7D --no-annotate"
+CUDA = "--python-platform x86_64-manylinux_2_28"
 
 
 @task
@@ -176,17 +179,58 @@ def lint(context: Context) -> None:
     context.run(f"{zizmor} --quiet --offline {' '.join(workflows)}")
 
 
-@task
-def lock(context: Context) -> None:
+@task(help={"latest": "also try the newest versions that fit together; keep them only if the quick tests pass"})
+def lock(context: Context, latest: bool = False) -> None:
     """Compile the project's pins from its requirements/*.in, which take some versions from cookiecutter.json."""
+    if latest:
+        _try_latest(context)
+        return
     project = _bake(context, "lock")
-    plain = {name: value for name, value in os.environ.items() if name not in ("UV_FIND_LINKS", "UV_TORCH_BACKEND")}
+    plain = _cuda_variables()
     _step("compiling cluster.txt: CUDA, Linux")
-    _compile(context, project, "cluster", "--python-platform x86_64-manylinux_2_28", plain)
+    _compile(context, project, "cluster", CUDA, plain)
     _step("compiling local.txt: CPU, Linux and macOS, with the versions in cluster.txt")
     cpu = os.environ if "UV_FIND_LINKS" in os.environ else plain | {"UV_TORCH_BACKEND": "cpu"}
     options = "--universal --override requirements/local.overrides.txt --constraint requirements/cluster.txt"
     _compile(context, project, "local", options, cpu)
+
+
+def _try_latest(context: Context) -> None:
+    """Compile and test the newest versions in a copy of the template. Keep them only if its quick tests pass."""
+    content = json.loads((bake.TEMPLATE / "cookiecutter.json").read_text(encoding="utf-8"))
+    pinned = {name: content[f"_{name}"] for name in ("ray", "torch", "transformers", "deepspeed", "vllm")}
+    newest = _newest_versions(context, pinned)
+    changes = [f"{name} {pinned[name]} → {version}" for name, version in newest.items() if version != pinned[name]]
+    if not changes:
+        print(f"these are the newest versions that fit together: {', '.join(map(' '.join, pinned.items()))}")
+        return
+    copy = BUILD / "latest"
+    _step(f"trying {', '.join(changes)} in {copy}")
+    shutil.rmtree(copy, ignore_errors=True)
+    bake.snapshot(copy)
+    settings = copy / "cookiecutter.json"
+    text = settings.read_text(encoding="utf-8")
+    for name, version in newest.items():
+        text = text.replace(f'"_{name}": "{pinned[name]}"', f'"_{name}": "{version}"')
+    settings.write_text(text, encoding="utf-8")
+    with context.cd(shlex.quote(str(copy))):
+        for verb in ("lock", "test"):
+            if context.run(f"{PYTHON} -m invoke {verb}", warn=True, in_stream=False).failed:
+                raise Exit(f"error: {verb} fails with {', '.join(changes)}. Nothing is changed. See {copy}", 1)
+    kept = [settings, *sorted((copy / bake.PROJECT.name / "requirements").glob("*.txt"))]
+    for file in kept:
+        shutil.copy(file, bake.TEMPLATE / file.relative_to(copy))
+    print(f"the quick tests pass, and the new versions are in place: {', '.join(changes)}. Next: ./inv test --all")
+
+
+def _newest_versions(context: Context, names: Iterable[str]) -> dict[str, str]:
+    """Return the newest versions of these packages that fit together and are a week old."""
+    wanted = "\n".join("ray[default,train,serve,data,llm]" if name == "ray" else name for name in names)
+    command = f"{UV} pip compile -q {COMMON} --no-header {CUDA} -"
+    quiet: dict[str, Any] = {"hide": "out", "env": _cuda_variables(), "replace_env": True}
+    found = context.run(command, in_stream=io.StringIO(wanted), **quiet).stdout
+    versions = dict(re.findall(r"^([a-z-]+)==(\S+)", found, re.MULTILINE))
+    return {name: versions[name] for name in names}
 
 
 def _install_programs(context: Context) -> None:
@@ -259,6 +303,11 @@ def _become_module(python: Path, project: Path, module: str, *arguments: str, **
     sys.stdout.flush()
     os.chdir(project)
     os.execve(python, [str(python), "-m", module, *arguments], os.environ | _variables(project) | variables)
+
+
+def _cuda_variables() -> dict[str, str]:
+    """Return the environment variables without those that select torch's CPU build."""
+    return {name: value for name, value in os.environ.items() if name not in ("UV_FIND_LINKS", "UV_TORCH_BACKEND")}
 
 
 def _compile(context: Context, project: Path, name: str, options: str, variables: Mapping[str, str]) -> None:

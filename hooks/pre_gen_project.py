@@ -4,13 +4,20 @@ import json
 import keyword
 import re
 import sys
+import tempfile
 import unicodedata
+from pathlib import Path
 
 # The only lines with Jinja. JSON escapes quotes and newlines, so the raw strings are valid Python for all answers.
 ANSWERS = json.loads(r"""{{ cookiecutter | tojson }}""")
-REGIONS = dict(json.loads(r"""{{ regions | tojson }}"""))  # by instance type; see local_extensions.py
+REGIONS = dict(json.loads(r"""{{ regions | tojson }}"""))  # by instance type; see jinja_extensions.py
+SETTINGS = json.loads(
+    r"""{{ template_settings | tojson }}"""
+)  # such as versions, from this template's cookiecutter.json
 
 MAX_WORKERS = 64
+# `cruft update` and `cruft diff` generate the project in a temporary folder, to compare it with the other version.
+IS_COMPARISON = "_commit" in ANSWERS and Path.cwd().parent.parent == Path(tempfile.gettempdir()).resolve()
 
 
 def project_name(answer: str) -> str | None:
@@ -43,7 +50,11 @@ def aws_region(answer: str) -> str | None:
     regions = REGIONS[ANSWERS["instance_type"]]
     if answer in regions:
         return None
-    return f"does not offer {ANSWERS['instance_type']}. Use one of: {', '.join(regions)}"
+    problem = f"does not offer {ANSWERS['instance_type']}. Use one of: {', '.join(regions)}"
+    if IS_COMPARISON:  # a project that runs in a region must remain upgradable, whatever this version knows
+        print(f"warning: aws_region {answer!r:.80} {problem}", file=sys.stderr)
+        return None
+    return problem
 
 
 def max_workers(answer: str) -> str | None:
@@ -66,6 +77,9 @@ def _keyword(answer: str) -> str | None:
     return f"is a Python keyword. Try {answer}-llm" if answer.lower() in reserved else None
 
 
+# With --replay, cookiecutter takes these from the version of the template that the answers were given to.
+if old := [name for name, value in SETTINGS.items() if ANSWERS.get(name) != value]:
+    sys.exit(f"error: the answers are of another version of the template ({', '.join(old)}). Leave out --replay")
 for check in (project_name, project_slug, instance_type, aws_region, max_workers, base_model):
     if problem := check(ANSWERS[check.__name__]):
         sys.exit(f"error: {check.__name__} {ANSWERS[check.__name__]!r:.80} {problem}")

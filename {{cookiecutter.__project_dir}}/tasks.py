@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import os
+import shlex
 import sys
 import threading
 from collections.abc import Callable
@@ -305,12 +306,29 @@ def stop(context: Context, job: str = "", target: str = "local") -> None:
     print(f"{details.submission_id} is {details.status.value.lower()}")
 
 
-@verb(command="command to run; default: a shell", **TARGET)
-def ssh(context: Context, command: str = "", target: str = "local") -> None:
+@verb(
+    command="command to run; default: a shell",
+    config="instead, add the head to your ssh configuration, for VS Code and other programs",
+    **TARGET,
+)
+def ssh(context: Context, command: str = "", config: bool = False, target: str = "local") -> None:
     """Open a shell on the head, or run a command there."""
     from cluster import targets
 
-    raise Exit(code=targets.get(target).shell(command))
+    chosen = targets.get(target)
+    if config:
+        chosen.configure_ssh()
+    else:
+        raise Exit(code=chosen.shell(command))
+
+
+@verb(**TARGET)
+def notebook(context: Context, target: str = "aws") -> None:
+    """Start JupyterLab on the head, and keep a tunnel to it open until Ctrl-C. Notebooks are lost at `inv down`."""
+    from cluster import targets
+
+    print(f"JupyterLab: {targets.get(target).notebook()}")
+    _wait_for_ctrl_c("JupyterLab and the tunnel end with Ctrl-C; the files in ~/notebooks stay until `inv down`")
 
 
 @verb(runs="comma-separated names of runs; default: all", **TARGET)
@@ -326,6 +344,23 @@ def report(context: Context, runs: str = "", target: str = "local") -> None:
     training_report.draw([name.strip() for name in runs.split(",") if name.strip()], price, CONSOLE)
 
 
+@verb(
+    "run",
+    run="name of the run",
+    to="repository on the hub, as OWNER/NAME",
+    license="license of your model, as an id such as apache-2.0; the base model's license limits your choice",
+    public="create a public repository; default: a private one",
+    **TARGET,
+)
+def publish(context: Context, run: str, to: str, license_: str, public: bool = False, target: str = "local") -> None:
+    """Upload the model of a training run to the Hugging Face hub, with a model card: data, settings, results."""
+    from cluster import publish as cluster_publish
+    from cluster import targets
+
+    os.environ |= targets.get(target).storage_variables()
+    print(cluster_publish.publish(run, to, license_, public=public))
+
+
 @verb(**TARGET)
 def dashboard(context: Context, target: str = "local") -> None:
     """Show the address of Ray's dashboard. Keep the tunnel to a remote cluster open until Ctrl-C."""
@@ -337,9 +372,13 @@ def dashboard(context: Context, target: str = "local") -> None:
     command = f'inv ssh --target {target} --command "cat ~/.ray/auth_token"' if is_remote else f"cat {TOKEN_FILE}"
     print(f"{connection.dashboard}   It asks for a token. To show the token, run: {command}")
     if is_remote:
-        print("the tunnel stays open until Ctrl-C", flush=True)
-        with contextlib.suppress(KeyboardInterrupt):
-            threading.Event().wait()
+        _wait_for_ctrl_c("the tunnel stays open until Ctrl-C")
+
+
+def _wait_for_ctrl_c(note: str) -> None:
+    print(note, flush=True)
+    with contextlib.suppress(KeyboardInterrupt):
+        threading.Event().wait()
 
 
 @verb(**TARGET)
@@ -369,6 +408,19 @@ def test(context: Context, all_: bool = False, nightly: bool = False) -> None:  
         print(f"== {command}", flush=True)
         if context.run(f"python -m {command}", pty=False, warn=True).failed:
             raise Exit(f"error: `{command}` failed. Its output is above", 1)
+
+
+@verb()
+def upgrade(context: Context) -> None:
+    """Merge the changes of this project's template into the project, and run the quick tests. Needs git."""
+    from cluster import upgrade as cluster_upgrade
+
+    if not cluster_upgrade.upgrade():
+        return
+    if context.run(f"{shlex.quote(str(environment.LAUNCHER))} test", pty=False, warn=True).failed:  # with the new code
+        raise Exit(f"error: the tests fail after the upgrade. Fix them, or undo it: {cluster_upgrade.UNDO}", 1)
+    print("clusters keep their old packages until `inv down` and `inv up`")
+    print(f"next: git diff HEAD   then: {cluster_upgrade.COMMIT}")
 
 
 command_line.normalize(program)

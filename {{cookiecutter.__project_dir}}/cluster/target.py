@@ -165,6 +165,12 @@ class Target(Protocol):
     def shell(self, command: str) -> int:
         """Run `command` on the head, or open a shell if it is empty. Return the exit code."""
 
+    def configure_ssh(self) -> None:
+        """Add the head to this user's ssh configuration, for other programs. `down` removes it."""
+
+    def notebook(self) -> str:
+        """Start JupyterLab on the head, until this process ends. Return its URL on this machine."""
+
     def dollars_per_instance_hour(self, types: Collection[str] = ()) -> dict[str, float]:
         """Return the lowest hourly price of the cluster's instance types and of `types`. Empty if nothing costs money.
 

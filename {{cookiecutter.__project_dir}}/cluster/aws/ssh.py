@@ -31,12 +31,12 @@ class SshHead:
     proxy_command: str = ""
     """Command that carries the connection, for example through SSM. Empty for a direct connection."""
 
-    def command(self, *options: str) -> list[str]:
-        """Return the ssh command with all its options. You can append a command for the head."""
+    def options(self) -> dict[str, str]:
+        """Return the options for each connection, as in ssh_config(5)."""
         KNOWN_HOSTS.parent.mkdir(exist_ok=True)
-        ssh_options = {
+        options = {
             "HostKeyAlias": self.instance_id,  # AWS reuses addresses, but not instance ids
-            "UserKnownHostsFile": str(KNOWN_HOSTS),
+            "UserKnownHostsFile": _quoted(KNOWN_HOSTS),
             "StrictHostKeyChecking": "accept-new",
             "ConnectTimeout": "10",
             "ServerAliveInterval": "15",
@@ -44,10 +44,14 @@ class SshHead:
             "LogLevel": "ERROR",
         }
         if self.proxy_command:
-            ssh_options["ProxyCommand"] = self.proxy_command
+            options["ProxyCommand"] = self.proxy_command
         if self.key_file:
-            ssh_options |= {"IdentitiesOnly": "yes", "IdentityFile": str(self.key_file)}
-        options = (*options, *(word for name, value in ssh_options.items() for word in ("-o", f"{name}={value}")))
+            options |= {"IdentitiesOnly": "yes", "IdentityFile": _quoted(self.key_file)}
+        return options
+
+    def command(self, *options: str) -> list[str]:
+        """Return the ssh command with all its options. You can append a command for the head."""
+        options = (*options, *(word for name, value in self.options().items() for word in ("-o", f"{name}={value}")))
         return ["ssh", *options, f"{self.user}@{self.address}"]
 
     def run(self, command: str, text: str = "") -> str:
@@ -92,6 +96,20 @@ class SshHead:
         )
         return f"127.0.0.1:{port}"
 
+    def notebook(self) -> str:
+        """Start cluster/node/notebook.py on the head, until this process ends. Return JupyterLab's URL here.
+
+        Raises:
+            settings.UserError: ssh cannot connect, or JupyterLab does not start.
+        """
+        (port,) = free_ports(1)
+        socket = f"/tmp/notebook-{secrets.token_hex(8)}"
+        token = self._forward(
+            *("-L", f"127.0.0.1:{port}:{socket}"),
+            command=f"{ENVIRONMENT}cd ~/project && exec python -m cluster.node.notebook {socket}",
+        )
+        return f"http://127.0.0.1:{port}/lab?token={token}"
+
     def _forward(self, *options: str, command: str = TOKEN_UNTIL_EOF) -> str:
         """Run ssh with these options for forwarding until this process ends. Return the cluster's token.
 
@@ -121,6 +139,11 @@ class SshHead:
                 f"settings.toml, and to run: inv prepare --target {TARGET}"
             )
         return f"{reason}. If your address has changed, run: inv prepare --target {TARGET}"
+
+
+def _quoted(path: Path) -> str:
+    """Return a path as an ssh option. ssh splits some options at spaces, and replaces % and a letter."""
+    return '"' + str(path).replace("%", "%%") + '"'
 
 
 def _last_line(text: str) -> str:

@@ -27,6 +27,7 @@ from cluster.aws import (
     reservation,
     secrets_manager,
     ssh,
+    ssh_config,
     teardown,
     vpc,
 )
@@ -159,6 +160,15 @@ class Aws:
             return subprocess.call([*ssh_head.command("-T"), ssh.ENVIRONMENT + command])
         return subprocess.call([*ssh_head.command("-t"), "bash", "-l"])
 
+    def configure_ssh(self) -> None:
+        file = launcher_file.load()
+        entry = ssh_config.write(ssh.find_head(file), file.slug)
+        print(f"added the host {file.slug} to your ssh configuration, in {entry}; `inv down` removes it")
+        print(f"next: ssh {file.slug}   or in VS Code: Remote-SSH: Connect to Host, {file.slug}")
+
+    def notebook(self) -> str:
+        return ssh.find_head(launcher_file.load()).notebook()
+
     def dollars_per_instance_hour(self, types: Collection[str] = ()) -> dict[str, float]:
         file = launcher_file.load()
         known, found = prices.ask(file), prices.lowest(file, types)
@@ -184,6 +194,7 @@ class Aws:
         teardown.delete_orphans(file)
         prepare.delete(file)
         secrets_manager.delete(file)
+        ssh_config.remove(file.slug)
         left = teardown.leftovers(file) + [f"secret {name}" for name in secrets_manager.names(file)]
         if not left:
             print(

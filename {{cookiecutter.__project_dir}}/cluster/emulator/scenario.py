@@ -75,12 +75,16 @@ def run() -> None:
     with _step("reports and metrics of all machines, as `inv status` and `inv metrics` read them"):
         wait_for(lambda: _reporting(file) == {one.id for one in instances.living(file)}, 60, "the machines' reports")
         read_metrics(connection)
+    with _step("plain ssh, with the host that `inv ssh --config` adds"):
+        target.configure_ssh()
+        _check_plain_ssh(file, works=True)
     with _step("idle machines leave"):
         set_idle_timeout(file, SHORT_IDLE_MINUTES)
         wait_for(lambda: len(instances.living(file)) == 1, 120, "the idle workers to leave")
     policies = _policies(file)
     with _step("down: delete everything on AWS except the bucket"):
         left = target.down()
+        _check_plain_ssh(file, works=False)
     with _step("without a cluster: past jobs and logs, from the bucket"):
         status.show_past(target.past_jobs(), CONSOLE)
         log = target.past_log(job)
@@ -123,6 +127,18 @@ def read_metrics(connection: Connection) -> None:
             f"only {len(found)} machines have metrics ({', '.join(found)}). Check cluster/node/metrics_relay.py"
         )
     CONSOLE.print(f"{len(found)} machines have metrics")
+
+
+def _check_plain_ssh(file: ClusterFile, *, works: bool) -> None:
+    """Check whether ssh without options reaches the head by the cluster's name, as VS Code and scp do."""
+    shown = subprocess.run(["ssh", file.slug, "hostname"], capture_output=True, text=True)
+    if (shown.returncode == 0) != works:
+        raise settings.UserError(
+            f"`ssh {file.slug}` {'fails' if works else 'still works'}: {shown.stdout}{shown.stderr}. Check "
+            "cluster/aws/ssh_config.py"
+        )
+    if works:
+        CONSOLE.print(f"ssh {file.slug} reaches {shown.stdout.strip()}")
 
 
 def upload_assets(file: ClusterFile) -> None:

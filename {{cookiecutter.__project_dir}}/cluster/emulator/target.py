@@ -53,6 +53,12 @@ class Rehearsal:
     def shell(self, command: str) -> int:
         _run_verb_inside()
 
+    def configure_ssh(self) -> None:
+        _run_verb_inside()
+
+    def notebook(self) -> str:
+        _run_verb_inside()
+
     def dollars_per_instance_hour(self, types: Collection[str] = ()) -> dict[str, float]:
         sandbox.start(cluster_file.load().region)
         _run_verb_inside()

@@ -86,6 +86,15 @@ class Local:
     def shell(self, command: str) -> int:
         raise settings.UserError("local runs on this machine, so there is no head to connect to. Use your own shell")
 
+    def configure_ssh(self) -> None:
+        self.shell("")
+
+    def notebook(self) -> str:
+        raise settings.UserError(
+            "local runs on this machine, so no tunnel is needed. Run, after `source .venv/bin/activate`: uv run "
+            "--no-project --with jupyterlab jupyter lab"
+        )
+
     def dollars_per_instance_hour(self, types: Collection[str] = ()) -> dict[str, float]:
         return {}
 

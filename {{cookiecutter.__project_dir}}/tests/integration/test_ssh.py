@@ -10,12 +10,12 @@ import yaml
 from pydantic import ValidationError
 
 import settings
-from cluster.aws import authorized_keys, ssh, vpc
+from cluster.aws import authorized_keys, ssh, ssh_config, vpc
 from cluster.aws.ssh import SshHead
 from cluster.common import cluster_file, instances
 
 
-def ssh_config(head: SshHead) -> dict[str, str]:
+def shown_config(head: SshHead) -> dict[str, str]:
     """Return the configuration that ssh uses with these options, without connecting."""
     shown = subprocess.run(head.command("-G"), check=True, capture_output=True, text=True).stdout
     return dict(line.split(" ", 1) for line in shown.splitlines() if " " in line)
@@ -24,7 +24,7 @@ def ssh_config(head: SshHead) -> dict[str, str]:
 def test_ssh_uses_the_address_and_only_the_clusters_key(tmp_path: Path) -> None:
     key = tmp_path / "key.pem"
     key.touch()  # without the file, ssh would fall back to its default keys
-    options = ssh_config(SshHead("i-0a1", "198.51.100.7", "ubuntu", key))
+    options = shown_config(SshHead("i-0a1", "198.51.100.7", "ubuntu", key))
     assert (options["user"], options["hostname"]) == ("ubuntu", "198.51.100.7")
     assert options["identityfile"] == str(key)
     assert options["identitiesonly"] == "yes"
@@ -39,8 +39,8 @@ def test_without_the_clusters_key_ssh_uses_the_persons_own_keys(
     file = cluster_file.ClusterFile(content | {"auth": content["auth"] | {"ssh_private_key": str(tmp_path / "no")}}, "")
     monkeypatch.setattr(instances, "head", lambda file: Mock(id="i-0a1", public_address="198.51.100.7"))
     head = ssh.find_head(file)
-    assert ssh_config(head)["identitiesonly"] == "no"
-    assert ssh_config(head)["identityfile"] != str(tmp_path / "no")
+    assert shown_config(head)["identitiesonly"] == "no"
+    assert shown_config(head)["identityfile"] != str(tmp_path / "no")
     refused = subprocess.CompletedProcess([], 255, "", "ubuntu@198.51.100.7: Permission denied (publickey).\n")
     with monkeypatch.context() as network:
         network.setattr(subprocess, "run", lambda *_, **__: refused)
@@ -102,6 +102,68 @@ def test_with_ssm_ssh_uses_the_instance_id(tmp_path: Path, monkeypatch: pytest.M
     file = cluster_file.ClusterFile(content | {"auth": auth}, "")
     instance = Mock(id="i-0a1", public_address="", private_address="10.0.0.7")
     monkeypatch.setattr(instances, "head", lambda file: instance)
-    options = ssh_config(ssh.find_head(file))
+    options = shown_config(ssh.find_head(file))
     assert options["hostname"] == "i-0a1"
     assert options["proxycommand"].startswith('sh -c "aws ssm start-session --target %h')
+
+
+OWN_CONFIG = """\
+# my comment
+Host *.example.com my-llm-old
+    User ada
+"""
+
+
+@pytest.fixture
+def ssh_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "a b é" / ".ssh"
+    folder.mkdir(parents=True)
+    monkeypatch.setattr(ssh_config, "_folder", lambda: folder)
+    return folder
+
+
+def test_ssh_itself_finds_the_head_by_name(ssh_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    key = ssh_folder / "my key 100%.pem"
+    key.touch()
+    config = ssh_folder / "config"
+    config.write_text(OWN_CONFIG)
+    config.chmod(0o640)
+    for address in ("198.51.100.7", "198.51.100.8"):  # the second replaces the first
+        head = SshHead("i-0a1", address, "ubuntu", key, 'sh -c "aws ssm start-session --target %h"')
+        assert ssh_config.write(head, "my-llm").stat().st_mode & 0o077 == 0
+    shown = subprocess.run(["ssh", "-F", config, "-G", "my-llm"], check=True, capture_output=True, text=True).stdout
+    options = dict(line.split(" ", 1) for line in shown.splitlines() if " " in line)
+    assert (
+        options | {"hostname": "198.51.100.8", "user": "ubuntu", "identityfile": str(key).replace("%", "%%")} == options
+    )
+    assert options["hostkeyalias"] == "i-0a1"
+    assert options["proxycommand"] == 'sh -c "aws ssm start-session --target %h"'
+    assert config.read_text().endswith(OWN_CONFIG)
+    assert config.stat().st_mode & 0o777 == 0o640
+    other = subprocess.run(["ssh", "-F", config, "-G", "a.example.com"], check=True, capture_output=True, text=True)
+    assert "user ada" in other.stdout.splitlines()
+    assert "hostkeyalias" not in other.stdout
+
+    ssh_config.remove("my-llm")
+    assert config.read_text() == OWN_CONFIG
+    assert sorted(path.name for path in ssh_folder.iterdir()) == ["config", key.name]
+
+
+def test_without_an_entry_nothing_is_removed(ssh_folder: Path) -> None:
+    ssh_config.remove("my-llm")
+    assert list(ssh_folder.iterdir()) == []
+    dotfiles = ssh_folder.parent / "dotfiles"
+    dotfiles.write_text(OWN_CONFIG)
+    (ssh_folder / "config").symlink_to(dotfiles)
+    ssh_config.remove("my-llm")
+    ssh_config.write(SshHead("i-0a1", "198.51.100.7", "ubuntu", None), "my-llm")
+    ssh_config.remove("my-llm")
+    assert (ssh_folder / "config").is_symlink()
+    assert dotfiles.read_text() == OWN_CONFIG
+
+
+def test_the_file_of_known_hosts_may_have_a_space_in_its_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    hosts = tmp_path / "a b" / ".cluster" / "known_hosts"
+    hosts.parent.mkdir(parents=True)
+    monkeypatch.setattr(ssh, "KNOWN_HOSTS", hosts)
+    assert shown_config(SshHead("i-0a1", "198.51.100.7", "ubuntu", None))["userknownhostsfile"] == str(hosts)
