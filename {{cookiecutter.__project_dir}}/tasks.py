@@ -278,6 +278,20 @@ def status(context: Context, past: bool = False, target: str = "local") -> None:
     cluster_status.show(cluster_status.snapshot(chosen.connect()), chosen.cloud_status(), CONSOLE)
 
 
+@verb(
+    days="days until now; default: 7",
+    since="start of the period, as YYYY-MM-DD",
+    **TARGET,
+)
+def usage(context: Context, days: int = 0, since: str = "", target: str = "local") -> None:
+    """Show the requests and tokens of each API key and model, also of clusters that have ended."""
+    from cluster import targets
+    from cluster import usage as cluster_usage
+
+    start = cluster_usage.start(days, since)
+    cluster_usage.show(targets.get(target).access_logs(start), start, CONSOLE)
+
+
 @verb(**JOB_ID, **VERBOSE, **TARGET)
 def logs(context: Context, job: str = "", verbose: bool = False, target: str = "local") -> None:
     """Follow the log of a job. Exits with the job's exit code. Without the job's cluster, print the bucket's copy."""

@@ -2,7 +2,7 @@
 
 import datetime
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -179,6 +179,9 @@ class Target(Protocol):
 
     def past_log(self, job_id: str) -> PastLog | None:
         """Return the log of a past job, or of the latest one if `job_id` is empty. None if there is no such job."""
+
+    def access_logs(self, since: datetime.datetime) -> Iterable[str]:
+        """Return the access logs that were written to since then. No cluster need be up."""
 
     def down(self) -> list[str]:
         """Stop the cluster, and delete its resources but not your files. Return what could not be deleted."""

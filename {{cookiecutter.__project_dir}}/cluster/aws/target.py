@@ -1,9 +1,10 @@
 """The `aws` target: cluster.yaml on AWS, started by Ray's launcher. The same code runs inside the emulated AWS."""
 
+import datetime
 import json
 import subprocess
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import requests
 from rich.console import Console
@@ -31,6 +32,7 @@ from cluster.aws import (
     vpc,
 )
 from cluster.aws.past_jobs import PastJobs
+from cluster.aws.saved_logs import SavedLogs
 from cluster.common import bucket, cluster_file, instances, prices
 from cluster.common.cluster_file import CAPACITY_BLOCK, TARGET, ClusterFile
 from cluster.doctor import Finding
@@ -177,6 +179,9 @@ class Aws:
 
     def past_log(self, job_id: str) -> PastLog | None:
         return PastJobs(cluster_file.load()).log(job_id)
+
+    def access_logs(self, since: datetime.datetime) -> Iterable[str]:
+        return SavedLogs(cluster_file.load()).access_logs(since)
 
     def down(self) -> list[str]:
         file = cluster_file.load()

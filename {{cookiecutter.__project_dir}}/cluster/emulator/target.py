@@ -1,7 +1,8 @@
 """The `rehearsal` target, which starts the emulated cloud and runs the current verb inside it."""
 
+import datetime
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import NoReturn
 
 from cluster.common import cluster_file
@@ -64,6 +65,9 @@ class Rehearsal:
         _run_verb_inside()
 
     def past_log(self, job_id: str) -> PastLog | None:
+        _run_verb_inside()
+
+    def access_logs(self, since: datetime.datetime) -> Iterable[str]:
         _run_verb_inside()
 
     def down(self) -> list[str]:

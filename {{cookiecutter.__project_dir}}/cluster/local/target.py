@@ -3,10 +3,11 @@
 Other Ray clusters can run on the same machine.
 """
 
+import datetime
 import secrets
 import shutil
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 import settings
@@ -61,6 +62,7 @@ class Local:
                 **self.storage_variables(),
                 "RAY_ADDRESS": cluster["address"],  # otherwise parts of Ray Train connect to any Ray on this machine
                 "SECRETS_FILE": str(settings.PROJECT / ".env"),
+                "ACCESS_LOGS": str(state.ACCESS_LOGS),
                 "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # this machine is never preempted
             },
         )
@@ -97,6 +99,11 @@ class Local:
 
     def past_log(self, job_id: str) -> PastLog | None:
         return None
+
+    def access_logs(self, since: datetime.datetime) -> Iterable[str]:
+        for file in sorted(state.ACCESS_LOGS.glob("*.log")):
+            if file.stat().st_mtime >= since.timestamp():
+                yield file.read_text(encoding="utf-8")
 
     def down(self) -> list[str]:
         if not state.STATE_FILE.is_file():

@@ -30,7 +30,9 @@ import settings
 from pipeline.ray_support import compile_cache
 from pipeline.ray_support.private import serve as private_serve
 from pipeline.ray_support.private.serve_llm import EngineServer, NodeCallback, with_request_router
-from pipeline.serving import routing
+from pipeline.serving import engine_hook, routing
+from pipeline.serving.access_log import AccessLog
+from pipeline.serving.accounting import RequestRecord
 from pipeline.serving.adapters import Adapters
 from pipeline.serving.api_middleware import HEALTH_ROUTE, ApiMiddleware
 from pipeline.serving.canary import ROOT, Reporter
@@ -174,6 +176,8 @@ class Server(EngineServer):
         app.add_api_route("/v1/models/{model:path}", self._retrieve_model)
         self._serving = app.state.openai_serving_models
         self._engine_client = app.state.engine_client
+        engine_hook.count_tokens(self._engine_client)
+        self._access_log = AccessLog(private_serve.logs_folder())
         self._reporter = Reporter(self._location.path)
         tasks = [
             self._keys.refresh_forever(),
@@ -185,9 +189,15 @@ class Server(EngineServer):
         self._tasks = [asyncio.create_task(task) for task in tasks]  # asyncio itself keeps only weak references
         queue = QueueMiddleware(MetricsMiddleware(app, self._reporter.record), self._limits, self._alive)
         if self._location.path != ROOT:
-            return ApiMiddleware(queue, self._keys, self._limits, self._alive)
+            return ApiMiddleware(queue, self._keys, self._limits, self._alive, self._record)
         router = ModelRouter(queue, self._location.model, self._location.address, lambda: self._reporter.routes)
-        return ChatPage(ApiMiddleware(router, self._keys, self._limits, self._alive))
+        return ChatPage(ApiMiddleware(router, self._keys, self._limits, self._alive, self._record))
+
+    def _record(self, record: RequestRecord) -> None:
+        """Record a request that has ended."""
+        if record.sequences and not record.model:
+            record.model = self._location.model  # vLLM's default
+        self._access_log.write(record)
 
     def _alive(self) -> bool:
         """Return whether the engine is alive."""

@@ -60,6 +60,7 @@ from pipeline.rag.options import RagOptions
 from pipeline.ray_support import gpu_section, job_secrets
 from pipeline.ray_support.private import serve as private_serve
 from pipeline.serving import adapters, canary, http_server, lifecycle, page, preflight
+from pipeline.serving.access_log import PREFIX
 from pipeline.serving.keys import REFRESH_S, ApiKeys
 from pipeline.serving.options import ModelsOptions, ServeOptions
 
@@ -200,6 +201,48 @@ def test_a_completion_has_its_tokens_and_logprobs(client: openai.OpenAI) -> None
     assert answer.usage
     assert answer.usage.completion_tokens == 4
     assert answer.choices[0].logprobs
+
+
+def access_log() -> list[dict[str, Any]]:
+    """Return the requests with OTHER_KEY in the access log."""
+    session = Path(ray.nodes()[0]["ObjectStoreSocketName"]).parents[1]
+    texts = [file.read_text() for file in sorted((session / "logs" / "serve").glob(f"{PREFIX}*.log"))]
+    assert not [text for text in texts if OTHER_KEY in text or QUESTIONS[0] in text]
+    return [line for text in texts for line in map(json.loads, text.splitlines()) if line["key"] == "other"]
+
+
+def test_the_access_log_has_the_tokens_that_the_engine_counts(served: ServeOptions) -> None:
+    """Also those of streams that do not ask for their usage, and of requests that a client breaks off."""
+    other = openai.OpenAI(base_url=served.url, api_key=OTHER_KEY, max_retries=0, timeout=60)
+    before = len(access_log())
+    asked = {"model": "tiny", "messages": user(QUESTIONS[0]), "max_tokens": ANSWER_TOKENS, "temperature": 0}
+    whole = other.chat.completions.create(**asked)  # type: ignore[call-overload]
+    assert list(other.chat.completions.create(**asked, stream=True))  # type: ignore[call-overload]
+    many = other.completions.create(model="tiny", prompt=["hi", "hello"], n=2, max_tokens=3)
+    with pytest.raises(openai.BadRequestError):
+        other.completions.create(model="tiny", prompt="hi", temperature=-3)
+    long = {"model": "tiny", "prompt": "hi", "max_tokens": 200, "extra_body": {"ignore_eos": True}}
+    with other.completions.create(**long, stream=True) as stream:  # type: ignore[call-overload]
+        read = len([chunk for chunk, _ in zip(stream, range(5), strict=False)])
+    wait_for_engine(False, STOPS_WITHIN_S * slowdown())
+    path, body, _ = BODIES["complete"]
+    with send(served, path, body, key=OTHER_KEY):
+        wait_for_engine(True, 60)
+    wait_for(lambda: len(access_log()) == before + 6, 60, "the lines of six requests")
+    lines = access_log()[before:]
+    assert {line["model"] for line in lines} == {"tiny"}
+    assert [line["route"].removeprefix("POST /v1/") for line in lines][1:3] == ["chat/completions", "completions"]
+    assert [line["status"] for line in lines] == [200, 200, 200, 400, 200, 499]
+    tokens = [(line["prompt_tokens"], line["completion_tokens"]) for line in lines]
+    assert tokens[0] == tokens[1] == (whole.usage.prompt_tokens, whole.usage.completion_tokens)
+    assert many.usage
+    assert tokens[2] == (many.usage.prompt_tokens, many.usage.completion_tokens) == (2, 12)
+    assert tokens[3] == (0, 0)
+    assert read <= tokens[4][1] < 200
+    assert 0 <= tokens[5][1] < 200
+    assert tokens[5][0] > 0
+    assert all(0 < line["first_s"] <= line["total_s"] for line in lines[:5])
+    assert lines[5]["first_s"] is None
 
 
 def test_disconnected_clients_free_the_engine(served: ServeOptions, client: openai.OpenAI) -> None:
