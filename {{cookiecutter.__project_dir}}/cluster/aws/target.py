@@ -4,7 +4,7 @@ import datetime
 import json
 import subprocess
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import requests
 from rich.console import Console
@@ -36,8 +36,9 @@ from cluster.aws.saved_logs import SavedLogs
 from cluster.common import bucket, cluster_file, instances, prices
 from cluster.common.cluster_file import CAPACITY_BLOCK, TARGET, ClusterFile
 from cluster.doctor import Finding
+from cluster.env_file import EnvFile
 from cluster.node.state import DASHBOARD_PORT
-from cluster.target import CloudStatus, Connection, PastJob, PastLog, WantedBlock
+from cluster.target import CloudStatus, Connection, KeyStore, PastJob, PastLog, WantedBlock
 from instance_types import INSTANCE_TYPES
 
 
@@ -182,6 +183,10 @@ class Aws:
 
     def access_logs(self, since: datetime.datetime) -> Iterable[str]:
         return SavedLogs(cluster_file.load()).access_logs(since)
+
+    def key_stores(self) -> Sequence[KeyStore]:
+        on_aws = secrets_manager.KeyList(cluster_file.load())
+        return [on_aws, EnvFile()] if (settings.PROJECT / ".env").is_file() else [on_aws]  # up takes those in .env
 
     def down(self) -> list[str]:
         file = cluster_file.load()

@@ -7,14 +7,15 @@ import datetime
 import secrets
 import shutil
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import settings
 from cluster.doctor import Finding
+from cluster.env_file import EnvFile
 from cluster.job_client import Unreachable
 from cluster.local import crash_reason, doctor, head, processes, state
-from cluster.target import CloudStatus, Connection, PastJob, PastLog, WantedBlock
+from cluster.target import CloudStatus, Connection, KeyStore, PastJob, PastLog, WantedBlock
 
 
 class Local:
@@ -104,6 +105,9 @@ class Local:
         for file in sorted(state.ACCESS_LOGS.glob("*.log")):
             if file.stat().st_mtime >= since.timestamp():
                 yield file.read_text(encoding="utf-8")
+
+    def key_stores(self) -> Sequence[KeyStore]:
+        return [EnvFile()]
 
     def down(self) -> list[str]:
         if not state.STATE_FILE.is_file():

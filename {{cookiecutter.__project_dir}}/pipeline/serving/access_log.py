@@ -36,14 +36,16 @@ class AccessLog:
 
     def write(self, record: RequestRecord) -> None:
         """Write the line of a request that has ended."""
+        started = datetime.datetime.fromtimestamp(record.started_at, datetime.UTC)
         line = json.dumps(
             {
-                "time": datetime.datetime.fromtimestamp(record.started_at, datetime.UTC).isoformat(timespec="milliseconds"),
+                "time": started.isoformat(timespec="milliseconds"),
                 "key": record.key,
                 "model": record.model[:MAX_TEXT],
                 "route": record.route[:MAX_TEXT],
                 "status": record.status,
                 "prompt_tokens": record.prompt_tokens,
+                "cached_tokens": record.cached_tokens,
                 "completion_tokens": record.completion_tokens,
                 "first_s": record.first_s and round(record.first_s, 4),
                 "total_s": round(record.elapsed_s(), 4),
@@ -60,8 +62,8 @@ class AccessLog:
 
     def _start_file(self) -> None:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # unbuffered, so that a replica that dies loses no line
-        self._file = (self._folder / f"{PREFIX}{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log").open("ab", buffering=0)
+        name = f"{PREFIX}{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
+        self._file = (self._folder / name).open("ab", buffering=0)  # unbuffered, so that a dying replica loses no line
         self._size = 0
         for old in sorted(self._folder.glob(f"{PREFIX}*.log"))[:-MAX_FILES]:
             old.unlink(missing_ok=True)

@@ -44,6 +44,11 @@ class RequestRecord:
         return sum(one.prompt_len for one in self.sequences if one.request_index == 0)
 
     @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompts that the engine had already computed for an earlier request."""
+        return sum(one.num_cached_tokens for one in self.sequences if one.request_index == 0)
+
+    @property
     def completion_tokens(self) -> int:
         """Tokens that the engine has generated. Embeddings have none."""
         return sum(one.detokenizer.num_output_tokens() for one in self.sequences if one.detokenizer)

@@ -17,6 +17,7 @@ HEALTH_ROUTE = "/health"  # open to load balancers without a key, because it onl
 # Rejected bodies are still read, up to this multiple of the size limit. Otherwise a client that is still sending sees
 # a broken connection instead of the error.
 MAX_DISCARDED_BODIES = 4
+MAX_NAME_SHOWN = 200  # maximum characters of a model's name in an error message
 
 
 class ClientDisconnected(Exception):
@@ -40,7 +41,7 @@ class ApiMiddleware:
         self._limits = limits
         self._alive = alive
         self._on_end = on_end
-        self._rate_limiter = RateLimiter(limits.per_minute, limits.at_once)
+        self._rate_limiter = RateLimiter(limits.per_minute, limits.at_once, limits.tokens_per_minute)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -73,14 +74,18 @@ class ApiMiddleware:
             pass
         finally:
             if record.key and not record.is_forwarded:
+                self._rate_limiter.add_tokens(record.key, record.prompt_tokens + record.completion_tokens)
                 self._on_end(record)
 
     def _recorded(self, send: Send, record: RequestRecord) -> Send:
-        """Return a `send` that also records the status and the time of the first part of the answer."""
+        """Return a `send` that adds headers about the limits, and records the status and the time of the first part."""
 
         async def recorded(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
+                if record.key and not record.is_forwarded:  # another app has added its own
+                    headers = [*message.get("headers", ()), *self._rate_limiter.headers(record.key)]
+                    message = {**message, "headers": headers}
             await send(message)
             # a stream's response starts before its first token
             if record.first_s is None and message["type"] == "http.response.body":
@@ -88,9 +93,7 @@ class ApiMiddleware:
 
         return recorded
 
-    async def _handle(
-        self, scope: Scope, receive: Receive, response: ResponseSender, record: RequestRecord
-    ) -> None:
+    async def _handle(self, scope: Scope, receive: Receive, response: ResponseSender, record: RequestRecord) -> None:
         """Pass a request to the app. The request counts as in progress until the app has finished."""
         with ExitStack() as counted:
             body, scope = await self._admit(scope, receive, counted, record)
@@ -130,6 +133,10 @@ class ApiMiddleware:
             return body, scope
         inspected = inspect(body)
         record.model = inspected.model or ""
+        if not self._keys.may_use(key, inspected.model):
+            name = f"key `{key}` may not use model `{record.model[:MAX_NAME_SHOWN]}`, or there is no such model"
+            message = name if record.model else f"key `{key}` may only use some models, so the body must name one"
+            raise ApiError(404, f"{message}; list them with GET /v1/models")
         self._check_sequences(inspected.sequences)
         self._count(key, inspected.sequences - 1, counted)
         return inspected.raw, {**scope, "state": {**scope.get("state", {}), "body": inspected}}

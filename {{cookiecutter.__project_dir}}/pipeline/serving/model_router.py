@@ -79,9 +79,7 @@ class ModelRouter:
             self._warned_at = time.monotonic()
             log.warning(f"the canary at {path} does not respond; the main model answers the requests for {self._model}")
 
-    async def _forward(
-        self, path: str, scope: Scope, body: bytes, send: Send, unavailable: frozenset[int]
-    ) -> bool:
+    async def _forward(self, path: str, scope: Scope, body: bytes, send: Send, unavailable: frozenset[int]) -> bool:
         """Forward the request and its response, and return True.
 
         If the app does not respond, or its status is in `unavailable`, send no response and return False.

@@ -1,6 +1,5 @@
 """Test the accounting of requests: the access log, and `inv usage` from its files here and in the bucket."""
 
-import asyncio
 import datetime
 import io
 import json
@@ -10,7 +9,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import boto3
 import pytest
@@ -25,17 +23,16 @@ from cluster.node import log_shipping
 from pipeline.serving import access_log
 from pipeline.serving.access_log import AccessLog
 from pipeline.serving.accounting import RequestRecord
-from pipeline.serving.engine_hook import count_tokens
 
 NOW = datetime.datetime.now(datetime.UTC)
 
 
-def record(key: str = "alice", model: str = "tiny", status: int = 200, tokens: tuple[int, int] = (3, 5)) -> RequestRecord:
+def record(key: str = "alice", model: str = "tiny", status: int = 200, tokens: int = 5) -> RequestRecord:
     """Return the record of a request that has ended."""
     made = RequestRecord("POST /v1/completions")
     made.key, made.model, made.status = key, model, status
-    answered = SimpleNamespace(num_output_tokens=lambda: tokens[1])
-    made.sequences = [SimpleNamespace(prompt_len=tokens[0], request_index=0, detokenizer=answered)]
+    answered = SimpleNamespace(num_output_tokens=lambda: tokens)
+    made.sequences = [SimpleNamespace(prompt_len=3, num_cached_tokens=2, request_index=0, detokenizer=answered)]
     return made
 
 
@@ -57,7 +54,7 @@ def test_a_line_has_what_is_billed_and_nothing_else(tmp_path: Path) -> None:
     assert line.pop("total_s") >= 0
     assert line == {
         **{"key": "alice", "model": "tiny", "route": "POST /v1/completions", "status": 200},
-        **{"prompt_tokens": 3, "completion_tokens": 5, "first_s": None},
+        **{"prompt_tokens": 3, "cached_tokens": 2, "completion_tokens": 5, "first_s": None},
     }
 
 
@@ -86,11 +83,12 @@ def test_a_log_that_cannot_be_written_stops_no_request(tmp_path: Path) -> None:
 def test_usage_is_summed_by_key_and_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCESS_LOGS", str(tmp_path))
     log = AccessLog(Path("unused"))
-    for one in (record(), record(status=499), record("bob"), record(model="sql", tokens=(1000, 2000)), record(status=429)):
+    requests = record(), record(status=499), record("bob"), record(model="sql", tokens=2000), record(status=429)
+    for one in requests:
         log.write(one)
     listing = record()
     listing.route = "GET /v1/models"
-    old = record(tokens=(77777, 0))
+    old = record(tokens=77777)
     old.started_at -= 2 * 24 * 3600
     log.write(listing)
     log.write(old)
@@ -98,7 +96,7 @@ def test_usage_is_summed_by_key_and_model(tmp_path: Path, monkeypatch: pytest.Mo
     text = file.read_text()
     rows = [line.split() for line in shown([text[:-10], text.splitlines()[0]]).splitlines()[2:]]
     assert [row[:-2] for row in rows] == [
-        ["alice", "sql", "1", "0", "1,000", "2,000"],
+        ["alice", "sql", "1", "0", "3", "2,000"],
         ["alice", "tiny", "4", "2", "12", "20"],
         ["bob", "tiny", "1", "0", "3", "5"],
     ]
