@@ -619,6 +619,7 @@ def test_serve_rag_asks_the_model_with_the_sources(
         texts = [chunk.choices[0].delta.content or "" for chunk in stream]
         assert "".join(texts) == expected
         assert len(list(filter(None, texts))) > 1
+    assert {"rag", "tiny"} <= {line["model"] for line in access_log("owner")}
     models.main(ModelsOptions(end="rag"))
 
 
