@@ -124,18 +124,17 @@ def test_a_wrong_name_to_revoke_gets_one_sentence(file: Path) -> None:
         keys.revoke([EnvFile()], "bob")
 
 
-@pytest.mark.parametrize("words", [["keys"], ["keys", "list"], ["keys", "revoke", "nobody"], ["keys", "burn"]])
-def test_the_verb_accepts_a_name_without_a_flag(words: list[str]) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "invoke", *words], cwd=settings.PROJECT, capture_output=True, text=True
-    )
-    no_file = "there is no .env"  # tests may run without one
-    if "revoke" in words:
-        assert re.search(f"error: (there is no key of 'nobody'|{no_file})", done.stderr)
-    elif "burn" in words:
-        assert "keys has no action 'burn'. Run: inv keys list, add NAME or revoke NAME" in done.stderr
-    else:
-        assert re.search(f"API keys|only the owner|{no_file}", done.stdout + done.stderr)
+@pytest.mark.parametrize(
+    ("words", "output"),
+    [
+        (["keys"], "API keys|only the owner has a key"),
+        (["keys", "revoke", "nobody"], "error: there is no key of 'nobody'"),
+    ],
+)
+def test_the_verb_accepts_a_name_without_a_flag(words: list[str], output: str) -> None:
+    command = [sys.executable, "-m", "invoke", *words]
+    done = subprocess.run(command, cwd=settings.PROJECT, capture_output=True, text=True)
+    assert re.search(f"{output}|there is no .env", done.stdout + done.stderr)  # tests may run without a .env
 
 
 # ---------------------------------------------------------------- AWS
