@@ -279,6 +279,46 @@ def status(context: Context, past: bool = False, target: str = "local") -> None:
     cluster_status.show(cluster_status.snapshot(chosen.connect()), chosen.cloud_status(), CONSOLE)
 
 
+@verb(
+    days="days until now; default: 7",
+    since="start of the period, as YYYY-MM-DD",
+    **TARGET,
+)
+def usage(context: Context, days: int = 0, since: str = "", target: str = "local") -> None:
+    """Show the requests and tokens of each API key and model, also of clusters that have ended."""
+    from cluster import targets
+    from cluster import usage as cluster_usage
+
+    start = cluster_usage.start(days, since)
+    cluster_usage.show(targets.get(target).access_logs(start), start, CONSOLE)
+
+
+@verb(
+    "action",
+    action="list, add or revoke",
+    name="name of the person or program that gets the key",
+    days="days for which a new key is valid; default: until it is revoked",
+    models="comma-separated models that a new key may use; default: all",
+    **TARGET,
+)
+def keys(context: Context, action: str, name: str = "", days: int = 0, models: str = "", target: str = "local") -> None:
+    """List the API keys of other people, add one, or revoke one: inv keys [list|add NAME|revoke NAME]."""
+    from cluster import keys as cluster_keys
+    from cluster import targets
+
+    stores = targets.get(target).key_stores()
+    if action == "list":
+        cluster_keys.show(stores[0], CONSOLE)
+    elif action == "add":
+        print(cluster_keys.add(stores, name, days, models))
+        print("this is the only time that the key is shown. It is valid within ten seconds", file=sys.stderr)
+    elif action == "revoke":
+        cluster_keys.revoke(stores, name)
+        print(f"the key of {name} is no longer valid within ten seconds")
+    else:
+        raise settings.UserError(f"keys has no action {action!r}. Run: inv keys list, add NAME or revoke NAME")
+
+
 @verb(**JOB_ID, **VERBOSE, **TARGET)
 def logs(context: Context, job: str = "", verbose: bool = False, target: str = "local") -> None:
     """Follow the log of a job. Exits with the job's exit code. Without the job's cluster, print the bucket's copy."""

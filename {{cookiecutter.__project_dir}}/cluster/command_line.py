@@ -10,11 +10,13 @@ from cluster import job_scripts
 
 JOB_ID_VERBS = ("logs", "stop")
 SUBMIT_OPTIONS = {"--job", "-j", "--target", "-t", "--verbose", "-v"}
-OPTIONS_WITH_VALUE = ("--target", "-t", "--job", "-j")
+OPTIONS_WITH_VALUE = ("--target", "-t", "--job", "-j", "--name", "-n", "--days", "-d", "--models", "-m")
 
 
 def normalize(program: Program) -> None:
-    """Accept a job's id after `logs` and `stop` without a flag. Reject a missing job, and job options before `--`.
+    """Accept a job's id after `logs` and `stop`, and a name after an action of `keys`, without a flag.
+
+    Reject a missing job, and job options before `--`.
 
     tasks.py calls this when it is imported: after invoke parses its own options, but before it parses the verb's.
     """
@@ -27,6 +29,12 @@ def normalize(program: Program) -> None:
         _reject_job_options(words)
     elif words[:1] == ["drill"]:
         raise Exit("error: the fault tests are in this project's template. In its folder, run: ./inv faults", 1)
+    elif words[:1] == ["keys"]:
+        positions = _positional(words)
+        if len(positions) > 1:
+            words.insert(positions[1], "--name")
+        if not positions and not {"--help", "-h"} & set(words):
+            words.insert(1, "list")
     elif words and words[0] in JOB_ID_VERBS and (positions := _positional(words)):
         words.insert(positions[0], "--job")
 

@@ -2,7 +2,7 @@
 
 import datetime
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -116,6 +116,19 @@ class WantedBlock:
     """The day by which it ends, as YYYY-MM-DD, or empty."""
 
 
+class KeyStore(Protocol):
+    """A place that stores the value of the secret SERVE_API_KEYS."""
+
+    name: str
+    """Its name in messages."""
+
+    def read(self) -> str:
+        """Return the value, or "" if it has none."""
+
+    def write(self, value: str) -> None:
+        """Replace the value."""
+
+
 class Target(Protocol):
     """A place where a cluster can run."""
 
@@ -185,6 +198,12 @@ class Target(Protocol):
 
     def past_log(self, job_id: str) -> PastLog | None:
         """Return the log of a past job, or of the latest one if `job_id` is empty. None if there is no such job."""
+
+    def access_logs(self, since: datetime.datetime) -> Iterable[str]:
+        """Return the access logs that were written to since then. No cluster need be up."""
+
+    def key_stores(self) -> Sequence[KeyStore]:
+        """Return where API keys are stored. The cluster's server reads the first one."""
 
     def down(self) -> list[str]:
         """Stop the cluster, and delete its resources but not your files. Return what could not be deleted."""

@@ -1,5 +1,7 @@
 """Reads the copies of logs that the nodes of all clusters keep in the bucket (see cluster/node/log_shipping.py)."""
 
+import datetime
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import botocore.exceptions
@@ -7,6 +9,7 @@ import botocore.exceptions
 from cluster.common import bucket
 from cluster.common.cluster_file import ClusterFile
 from cluster.target import Copy
+from pipeline.serving.access_log import PREFIX
 
 REQUESTS = 16
 """How many requests run at once."""
@@ -41,6 +44,22 @@ class SavedLogs:
         """Return the copy of the file NAME of each node that has one. `session` is one of `sessions`."""
         with ThreadPoolExecutor(REQUESTS) as threads:
             return list(filter(None, threads.map(self.read, [f"{node}{name}" for node in self._below(session)])))
+
+    def access_logs(self, since: datetime.datetime) -> Iterator[str]:
+        """Yield the copies of the served models' access logs that were made since then, of all clusters and nodes."""
+        with ThreadPoolExecutor(REQUESTS) as threads:
+            nodes = [node for found in threads.map(self._below, self.sessions()) for node in found]
+            keys = [key for found in threads.map(lambda node: self._access_logs(node, since), nodes) for key in found]
+            for first in range(0, len(keys), REQUESTS):  # in turn, because all together may not fit in memory
+                yield from (copy.text for copy in threads.map(self.read, keys[first : first + REQUESTS]) if copy)
+
+    def _access_logs(self, node: str, since: datetime.datetime) -> list[str]:
+        """Return the keys of a node's access logs with a copy that was made since then."""
+        pages = self._client.get_paginator("list_objects_v2").paginate(
+            Bucket=self._bucket, Prefix=f"{node}serve/{PREFIX}"
+        )
+        found = [one for page in pages for one in page.get("Contents", [])]
+        return [one["Key"] for one in found if one["LastModified"] >= since]
 
     def _below(self, prefix: str) -> list[str]:
         """Return the prefixes directly below another one."""

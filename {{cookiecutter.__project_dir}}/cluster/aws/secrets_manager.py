@@ -9,14 +9,16 @@ from dotenv import dotenv_values
 import settings
 from cluster.common.cluster_file import TARGET, ClusterFile
 from cluster.submission import SecretsSection
+from pipeline.serving.keys import OTHERS_SECRET, OWNER_SECRET
 
-SERVER_KEY = "SERVE_API_KEY"
 NAME_TIMEOUT_S = 120
 RETRY_S = 3
 
 
 def upload(file: ClusterFile) -> None:
     """Store each secret of [secrets] that has a value in .env. Print which secrets have no value there or on AWS.
+
+    The keys of other people that are stored on AWS stay, because an old .env could bring back a revoked key.
 
     If SERVE_API_KEY is such a secret, generate its value instead, because the server needs a key.
     """
@@ -25,14 +27,47 @@ def upload(file: ClusterFile) -> None:
     values = dotenv_values(env_file) if env_file.is_file() else {}
     stored = names(file)
     for name in settings.load(SecretsSection, "secrets", profile="cluster").names:
-        value = values.get(name) or ("" if name in stored or name != SERVER_KEY else secrets.token_urlsafe(32))
-        if value:
+        value = values.get(name) or ("" if name in stored or name != OWNER_SECRET else secrets.token_urlsafe(32))
+        if name == OTHERS_SECRET and name in stored:
+            if value and value != KeyList(file).read():
+                command = f"inv keys --target {TARGET}"
+                print(f"{name} in .env differs from that on AWS, which stays. To change it, run: {command}")
+        elif value:
             _store(client, file, name, value, is_new=name not in stored)
         elif name not in stored:
             print(
                 f"secret {name} has no value, so jobs run without it. "
                 f"Put it into .env, then run: inv up --target {TARGET}"
             )
+
+
+class KeyList:
+    """The value of SERVE_API_KEYS on AWS."""
+
+    name = "AWS Secrets Manager"
+
+    def __init__(self, file: ClusterFile) -> None:
+        self._file, self._client = file, file.client("secretsmanager")
+        self._identity = f"{file.slug}/{OTHERS_SECRET}"
+
+    def read(self) -> str:
+        """Return the value, or "" if it has none.
+
+        Raises:
+            settings.UserError: the cluster is not up.
+        """
+        if not _exists(self._client, f"{self._file.slug}/{OWNER_SECRET}"):
+            raise settings.UserError(
+                f"{TARGET} is not up, so it has no keys. Run: inv up --target {TARGET}, which stores those in .env"
+            )
+        if not _exists(self._client, self._identity):
+            return ""
+        return self._client.get_secret_value(SecretId=self._identity)["SecretString"]
+
+    def write(self, value: str) -> None:
+        """Replace the value."""
+        value = value or ","  # AWS stores no empty secret; the server reads this as a list without keys
+        _store(self._client, self._file, OTHERS_SECRET, value, is_new=not _exists(self._client, self._identity))
 
 
 def names(file: ClusterFile) -> list[str]:

@@ -1,9 +1,10 @@
 """The `aws` target: cluster.yaml on AWS, started by Ray's launcher. The same code runs inside the emulated AWS."""
 
+import datetime
 import json
 import subprocess
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import requests
 from rich.console import Console
@@ -32,11 +33,13 @@ from cluster.aws import (
     vpc,
 )
 from cluster.aws.past_jobs import PastJobs
+from cluster.aws.saved_logs import SavedLogs
 from cluster.common import bucket, cluster_file, instances, prices
 from cluster.common.cluster_file import CAPACITY_BLOCK, TARGET, ClusterFile
 from cluster.doctor import Finding
+from cluster.env_file import EnvFile
 from cluster.node.state import DASHBOARD_PORT
-from cluster.target import CloudStatus, Connection, PastJob, PastLog, WantedBlock
+from cluster.target import CloudStatus, Connection, KeyStore, PastJob, PastLog, WantedBlock
 from instance_types import INSTANCE_TYPES
 
 
@@ -187,6 +190,13 @@ class Aws:
 
     def past_log(self, job_id: str) -> PastLog | None:
         return PastJobs(cluster_file.load()).log(job_id)
+
+    def access_logs(self, since: datetime.datetime) -> Iterable[str]:
+        return SavedLogs(cluster_file.load()).access_logs(since)
+
+    def key_stores(self) -> Sequence[KeyStore]:
+        on_aws = secrets_manager.KeyList(cluster_file.load())
+        return [on_aws, EnvFile()] if (settings.PROJECT / ".env").is_file() else [on_aws]  # up takes those in .env
 
     def down(self) -> list[str]:
         file = cluster_file.load()

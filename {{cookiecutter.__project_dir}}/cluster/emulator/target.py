@@ -1,13 +1,14 @@
 """The `rehearsal` target, which starts the emulated cloud and runs the current verb inside it."""
 
+import datetime
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NoReturn
 
 from cluster.common import cluster_file
 from cluster.doctor import Finding
 from cluster.emulator import sandbox
-from cluster.target import CloudStatus, Connection, PastJob, PastLog, WantedBlock
+from cluster.target import CloudStatus, Connection, KeyStore, PastJob, PastLog, WantedBlock
 
 
 class Rehearsal:
@@ -70,6 +71,12 @@ class Rehearsal:
         _run_verb_inside()
 
     def past_log(self, job_id: str) -> PastLog | None:
+        _run_verb_inside()
+
+    def access_logs(self, since: datetime.datetime) -> Iterable[str]:
+        _run_verb_inside()
+
+    def key_stores(self) -> Sequence[KeyStore]:
         _run_verb_inside()
 
     def down(self) -> list[str]:

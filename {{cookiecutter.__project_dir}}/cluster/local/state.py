@@ -16,6 +16,8 @@ FOLDER = settings.PROJECT / ".cluster"
 STATE_FILE = FOLDER / "local.json"
 TOKEN_FILE = FOLDER / "token"
 LOG_FILE = FOLDER / "ray.log"
+ACCESS_LOGS = FOLDER / "access"
+"""Folder of the served models' access logs, which outlive the cluster."""
 MAX_TEMP_FOLDER_BYTES = 38
 """HAProxy's socket path is 59 bytes longer than the folder's, and is limited to 97 bytes. Ray's paths are shorter."""
 

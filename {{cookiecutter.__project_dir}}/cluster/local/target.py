@@ -3,17 +3,19 @@
 Other Ray clusters can run on the same machine.
 """
 
+import datetime
 import secrets
 import shutil
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import settings
 from cluster.doctor import Finding
+from cluster.env_file import EnvFile
 from cluster.job_client import Unreachable
 from cluster.local import crash_reason, doctor, head, processes, state
-from cluster.target import CloudStatus, Connection, PastJob, PastLog, WantedBlock
+from cluster.target import CloudStatus, Connection, KeyStore, PastJob, PastLog, WantedBlock
 
 
 class Local:
@@ -61,6 +63,7 @@ class Local:
                 **self.storage_variables(),
                 "RAY_ADDRESS": cluster["address"],  # otherwise parts of Ray Train connect to any Ray on this machine
                 "SECRETS_FILE": str(settings.PROJECT / ".env"),
+                "ACCESS_LOGS": str(state.ACCESS_LOGS),
                 "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # this machine is never preempted
             },
         )
@@ -106,6 +109,14 @@ class Local:
 
     def past_log(self, job_id: str) -> PastLog | None:
         return None
+
+    def access_logs(self, since: datetime.datetime) -> Iterable[str]:
+        for file in sorted(state.ACCESS_LOGS.glob("*.log")):
+            if file.stat().st_mtime >= since.timestamp():
+                yield file.read_text(encoding="utf-8")
+
+    def key_stores(self) -> Sequence[KeyStore]:
+        return [EnvFile()]
 
     def down(self) -> list[str]:
         if not state.STATE_FILE.is_file():

@@ -20,6 +20,9 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from pipeline.rag.generator import AnswerEnd, Failure, until
 from pipeline.rag.index import ScoredChunk
+from pipeline.ray_support.private import serve as private_serve
+from pipeline.serving import accounting
+from pipeline.serving.access_log import AccessLog
 from pipeline.serving.api_middleware import HEALTH_ROUTE, ApiMiddleware
 from pipeline.serving.errors import ApiError
 from pipeline.serving.keys import ApiKeys
@@ -131,10 +134,13 @@ class Ingress:
         app.add_exception_handler(RequestValidationError, _answer_validation_error)
         app.add_exception_handler(ApiError, _answer_api_error)
         self._task = asyncio.create_task(self._keys.refresh_forever())  # asyncio itself keeps only a weak reference
-        return ApiMiddleware(QueueMiddleware(app, self._limits), self._keys, self._limits)
+        log = AccessLog(private_serve.logs_folder())  # the log of the served model has the tokens
+        return ApiMiddleware(QueueMiddleware(app, self._limits), self._keys, self._limits, on_end=log.write)
 
     async def _models(self) -> dict[str, Any]:
-        return {"object": "list", "data": [await self._model(MODEL)]}
+        record = accounting.current.get()
+        allowed = record and self._keys.may_use(record.key, MODEL)
+        return {"object": "list", "data": [await self._model(MODEL)] if allowed else []}
 
     async def _model(self, model: str) -> dict[str, Any]:
         if model != MODEL:

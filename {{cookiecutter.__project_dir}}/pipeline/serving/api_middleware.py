@@ -4,8 +4,9 @@ import asyncio
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from pipeline.serving.accounting import RequestRecord, current, ignore
 from pipeline.serving.app_call import AppCall
 from pipeline.serving.body_checks import inspect
 from pipeline.serving.errors import CLOSE, ApiError, ResponseSender, always_alive
@@ -16,6 +17,7 @@ HEALTH_ROUTE = "/health"  # open to load balancers without a key, because it onl
 # Rejected bodies are still read, up to this multiple of the size limit. Otherwise a client that is still sending sees
 # a broken connection instead of the error.
 MAX_DISCARDED_BODIES = 4
+MAX_NAME_SHOWN = 200  # maximum characters of a model's name in an error message
 
 
 class ClientDisconnected(Exception):
@@ -26,14 +28,20 @@ class ApiMiddleware:
     """ASGI middleware that admits requests with a valid key, within the limits of that key."""
 
     def __init__(
-        self, app: ASGIApp, keys: ApiKeys, limits: RequestLimits, alive: Callable[[], bool] = always_alive
+        self,
+        app: ASGIApp,
+        keys: ApiKeys,
+        limits: RequestLimits,
+        alive: Callable[[], bool] = always_alive,
+        on_end: Callable[[RequestRecord], None] = ignore,
     ) -> None:
-        """`alive` returns whether the app's engine is alive."""
+        """`alive` returns whether the app's engine is alive. `on_end` gets each request that had a valid key."""
         self.app = app
         self._keys = keys
         self._limits = limits
         self._alive = alive
-        self._rate_limiter = RateLimiter(limits.per_minute, limits.at_once)
+        self._on_end = on_end
+        self._rate_limiter = RateLimiter(limits.per_minute, limits.at_once, limits.tokens_per_minute)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -42,14 +50,19 @@ class ApiMiddleware:
         if scope["type"] != "http":  # the API has no websockets
             await send({"type": "websocket.close", "code": 1008})
             return
-        response = ResponseSender(send, self._alive)
-        if scope["path"].removeprefix(scope.get("root_path", "")) == HEALTH_ROUTE:
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if path == HEALTH_ROUTE:
+            response = ResponseSender(send, self._alive)
             method = "GET" if scope["method"] == "HEAD" else scope["method"]  # the server omits the response's body
             await self.app({**scope, "method": method}, receive, response)
             return
+        record = RequestRecord(f"{scope['method']} {path}")
+        current.set(record)
+        send = self._recorded(send, record)
+        response = ResponseSender(send, self._alive)
         try:
             async with asyncio.timeout(self._limits.timeout_s):
-                await self._handle(scope, receive, response)
+                await self._handle(scope, receive, response, record)
         except ApiError as error:
             await response.send_error(error)
         except TimeoutError:
@@ -59,11 +72,31 @@ class ApiMiddleware:
             await ResponseSender(send).send_error(ApiError(504, message, code="timeout"))
         except ClientDisconnected:
             pass
+        finally:
+            if record.key and not record.is_forwarded:
+                self._rate_limiter.add_tokens(record.key, record.prompt_tokens + record.completion_tokens)
+                self._on_end(record)
 
-    async def _handle(self, scope: Scope, receive: Receive, response: ResponseSender) -> None:
+    def _recorded(self, send: Send, record: RequestRecord) -> Send:
+        """Return a `send` that adds headers about the limits, and records the status and the time of the first part."""
+
+        async def recorded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                record.status = message["status"]
+                if record.key and not record.is_forwarded:  # another app has added its own
+                    headers = [*message.get("headers", ()), *self._rate_limiter.headers(record.key)]
+                    message = {**message, "headers": headers}
+            await send(message)
+            # a stream's response starts before its first token
+            if record.first_s is None and message["type"] == "http.response.body":
+                record.first_s = record.elapsed_s()
+
+        return recorded
+
+    async def _handle(self, scope: Scope, receive: Receive, response: ResponseSender, record: RequestRecord) -> None:
         """Pass a request to the app. The request counts as in progress until the app has finished."""
         with ExitStack() as counted:
-            body, scope = await self._admit(scope, receive, counted)
+            body, scope = await self._admit(scope, receive, counted, record)
             call = AppCall(self.app, scope, body, receive, response, response.discard)
             release = counted.pop_all()
 
@@ -74,8 +107,10 @@ class ApiMiddleware:
         call.task.add_done_callback(finish)
         await call.wait()
 
-    async def _admit(self, scope: Scope, receive: Receive, counted: ExitStack) -> tuple[bytes, Scope]:
-        """Check a request's key, limits and body. Return the body and the scope.
+    async def _admit(
+        self, scope: Scope, receive: Receive, counted: ExitStack, record: RequestRecord
+    ) -> tuple[bytes, Scope]:
+        """Check a request's key, limits and body, and record its key and model. Return the body and the scope.
 
         For a POST, the scope contains the inspected body.
 
@@ -84,7 +119,7 @@ class ApiMiddleware:
         """
         headers = dict(scope["headers"])
         try:
-            key = self._authenticate(headers)
+            key = record.key = self._authenticate(headers)
             self._count(key, 1, counted)  # an upload in progress counts too
         except ApiError as error:
             _, is_complete = await self._read_body(headers, receive, keep=False)
@@ -97,6 +132,11 @@ class ApiMiddleware:
         if scope["method"] != "POST":
             return body, scope
         inspected = inspect(body)
+        record.model = inspected.model or ""
+        if not self._keys.may_use(key, inspected.model):
+            name = f"key `{key}` may not use model `{record.model[:MAX_NAME_SHOWN]}`, or there is no such model"
+            message = name if record.model else f"key `{key}` may only use some models, so the body must name one"
+            raise ApiError(404, f"{message}; list them with GET /v1/models")
         self._check_sequences(inspected.sequences)
         self._count(key, inspected.sequences - 1, counted)
         return inspected.raw, {**scope, "state": {**scope.get("state", {}), "body": inspected}}

@@ -30,11 +30,14 @@ import settings
 from pipeline.ray_support import compile_cache
 from pipeline.ray_support.private import serve as private_serve
 from pipeline.ray_support.private.serve_llm import EngineServer, NodeCallback, with_request_router
-from pipeline.serving import routing
+from pipeline.serving import engine_hook, routing
+from pipeline.serving.access_log import AccessLog
+from pipeline.serving.accounting import RequestRecord, current
 from pipeline.serving.adapters import Adapters
 from pipeline.serving.api_middleware import HEALTH_ROUTE, ApiMiddleware
 from pipeline.serving.canary import ROOT, Reporter
 from pipeline.serving.errors import ENGINE_RETRY_S
+from pipeline.serving.key_metrics import KeyMetrics
 from pipeline.serving.keys import ApiKeys
 from pipeline.serving.metrics_middleware import MetricsMiddleware
 from pipeline.serving.model_router import ModelRouter
@@ -83,6 +86,7 @@ def build(options: ServeOptions, address: str) -> Application:
             "limits": options.limits,
             "adapters": _adapters(options),
             "location": AppLocation(address, options.path, options.served_name),
+            "share_prefix_cache": options.share_prefix_cache,
         },
         override_serve_options={"name": DEPLOYMENT},
     )
@@ -157,9 +161,15 @@ class Server(EngineServer):
     """A replica: one engine and its HTTP API."""
 
     async def __init__(
-        self, llm_config: LLMConfig, limits: RequestLimits, adapters: Adapters | None, location: AppLocation
+        self,
+        llm_config: LLMConfig,
+        limits: RequestLimits,
+        adapters: Adapters | None,
+        location: AppLocation,
+        share_prefix_cache: bool,
     ) -> None:
         self._limits = limits
+        self._share_prefix_cache = share_prefix_cache
         self._location = location
         self._keys = ApiKeys()  # raises an error if there is no key, before the slow start of the engine
         self._adapters = adapters
@@ -174,6 +184,9 @@ class Server(EngineServer):
         app.add_api_route("/v1/models/{model:path}", self._retrieve_model)
         self._serving = app.state.openai_serving_models
         self._engine_client = app.state.engine_client
+        engine_hook.install(self._engine_client, share_prefix_cache=self._share_prefix_cache)
+        self._access_log = AccessLog(private_serve.logs_folder())
+        self._key_metrics = KeyMetrics()
         self._reporter = Reporter(self._location.path)
         tasks = [
             self._keys.refresh_forever(),
@@ -185,9 +198,16 @@ class Server(EngineServer):
         self._tasks = [asyncio.create_task(task) for task in tasks]  # asyncio itself keeps only weak references
         queue = QueueMiddleware(MetricsMiddleware(app, self._reporter.record), self._limits, self._alive)
         if self._location.path != ROOT:
-            return ApiMiddleware(queue, self._keys, self._limits, self._alive)
+            return ApiMiddleware(queue, self._keys, self._limits, self._alive, self._record)
         router = ModelRouter(queue, self._location.model, self._location.address, lambda: self._reporter.routes)
-        return ChatPage(ApiMiddleware(router, self._keys, self._limits, self._alive))
+        return ChatPage(ApiMiddleware(router, self._keys, self._limits, self._alive, self._record))
+
+    def _record(self, record: RequestRecord) -> None:
+        """Record a request that has ended."""
+        if record.sequences and not record.model:
+            record.model = self._location.model  # vLLM's default
+        self._access_log.write(record)
+        self._key_metrics.count(record)
 
     def _alive(self) -> bool:
         """Return whether the engine is alive."""
@@ -209,13 +229,15 @@ class Server(EngineServer):
         return [self._location.model, *(self._adapters.names if self._adapters else [])]
 
     async def _list_models(self) -> ModelList:
-        """Return the model, its adapters (loaded or not), and the models of other apps."""
+        """Return the model, its adapters (loaded or not), and the models of other apps, if the key may use them."""
         models: ModelList = await self._serving.registry.show_available_models()
         models.data[0].root = self._location.model  # vLLM would show the node's local folder
         for name in self._model_names()[1:]:
             models.data.append(ModelCard(id=name, root=self._location.model, permission=[ModelPermission()]))
         for name in self._reporter.routes.others:
             models.data.append(ModelCard(id=name, root=name, permission=[ModelPermission()]))
+        record = current.get()
+        models.data = [card for card in models.data if record and self._keys.may_use(record.key, card.id)]
         return models
 
     async def _retrieve_model(self, model: str) -> ModelCard:

@@ -8,6 +8,7 @@ from starlette.responses import Response
 from starlette.types import Message, Send
 
 FORWARDED_HEADERS = (b"allow", b"retry-after")  # headers of an app's error that tell a client what to do
+CLIENT_CLOSED_REQUEST = 499  # nginx's status for a client that disconnects before the response
 ENGINE_RETRY_S = 5  # other replicas can answer at once; a new one takes longer, but clients back off exponentially
 CLOSE = {"Connection": "close"}
 

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pipeline.serving.canary import RequestOutcome
-
-CLIENT_CLOSED_REQUEST = 499  # nginx's status for a client that disconnects before the response
+from pipeline.serving.errors import CLIENT_CLOSED_REQUEST
 
 
 class MetricsMiddleware:

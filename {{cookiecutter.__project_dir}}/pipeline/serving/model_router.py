@@ -11,6 +11,7 @@ import httpx2
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from pipeline.serving.accounting import RequestRecord, current
 from pipeline.serving.body_checks import Body
 from pipeline.serving.canary import Routes
 from pipeline.serving.errors import no_request
@@ -52,11 +53,16 @@ class ModelRouter:
         path = self._choose(body.model, routes) if scope["path"].startswith("/v1/") else None
         if path is None:
             await self.app(scope, receive, send)
-        elif path == routes.canary:
-            if not await self._forward(path, scope, body.raw, send, UNAVAILABLE):
-                self._warn(path)
-                await self.app(scope, receive, send)
-        elif not await self._forward(path, scope, body.raw, send):
+            return
+        record = current.get() or RequestRecord("")
+        record.is_forwarded = True  # the other app records it, even if the client disconnects now
+        if await self._forward(path, scope, body.raw, send, UNAVAILABLE if path == routes.canary else frozenset()):
+            return
+        record.is_forwarded = False
+        if path == routes.canary:
+            self._warn(path)
+            await self.app(scope, receive, send)
+        else:
             message = f"the app that serves this model, at {path}, does not respond; try again"
             await JSONResponse({"error": message}, 503)(scope, no_request, send)
 
@@ -73,9 +79,7 @@ class ModelRouter:
             self._warned_at = time.monotonic()
             log.warning(f"the canary at {path} does not respond; the main model answers the requests for {self._model}")
 
-    async def _forward(
-        self, path: str, scope: Scope, body: bytes, send: Send, unavailable: frozenset[int] = frozenset()
-    ) -> bool:
+    async def _forward(self, path: str, scope: Scope, body: bytes, send: Send, unavailable: frozenset[int]) -> bool:
         """Forward the request and its response, and return True.
 
         If the app does not respond, or its status is in `unavailable`, send no response and return False.

@@ -62,6 +62,9 @@ class ServeOptions(settings.Section):
     """Maximum sequences of one request (prompts times `n`). Larger requests get 400."""
     prefix_routing: bool = False
     """Send requests with the same prefix to the replica that has it cached. This adds a few ms to each request."""
+    share_prefix_cache: bool = False
+    """Let keys use what the engine has computed for the prompts of other keys. Then a system prompt that keys have in
+    common is computed once, but the time of an answer reveals whether another key has sent the same beginning."""
     max_surge_percent: int = Field(ge=0, le=100)
     """Percentage of extra replicas during an update, rounded up; the old ones answer until the new ones are ready.
     With 0 the old ones end first, and requests get 503 until a new one is up."""
@@ -88,6 +91,9 @@ class ServeOptions(settings.Section):
     """Maximum sequences per minute that each key may request from one replica. Further requests get 429."""
     key_requests_at_once: int = Field(ge=1)
     """Maximum sequences that each key may have in progress on one replica. Further requests get 429."""
+    key_tokens_per_minute: int = Field(default=0, ge=0)
+    """Maximum tokens of prompts and answers per minute for each key on one replica. Requests get 429 once a key has
+    used them up; those in progress finish. 0: no maximum."""
     max_body_mib: float = Field(gt=0)
     """Maximum MiB of a request's body. Larger requests get 413."""
     body_timeout_s: float = Field(gt=0)
@@ -159,6 +165,7 @@ class ServeOptions(settings.Section):
             max_sequences=self.max_request_sequences,
             slots=self.max_ongoing_requests,
             max_waiting=self.max_queued_requests,
+            tokens_per_minute=self.key_tokens_per_minute,
         )
 
     @property

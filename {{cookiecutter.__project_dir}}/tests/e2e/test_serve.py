@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import hashlib
 import http.client
 import json
 import os
@@ -60,6 +61,7 @@ from pipeline.rag.options import RagOptions
 from pipeline.ray_support import gpu_section, job_secrets
 from pipeline.ray_support.private import serve as private_serve
 from pipeline.serving import adapters, canary, http_server, lifecycle, page, preflight
+from pipeline.serving.access_log import PREFIX
 from pipeline.serving.keys import REFRESH_S, ApiKeys
 from pipeline.serving.options import ModelsOptions, ServeOptions
 
@@ -68,6 +70,8 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="vLLM's CPU buil
 QUESTIONS = [fact.question for fact in demo_assets.questions(TAUGHT)]
 ANSWER_TOKENS = 16
 OTHER_KEY = "another-persons-key"
+MODELS_OF = {"key-for-another-model": "absent", "key-for-two-models": "tiny|absent"}
+"""Keys that may use only these models. Each is also the name of the key."""
 REPLICA_PORTS = range(30_000, 31_000)  # Ray's own default
 TIE = 1e-4  # if two logits are closer than this, correct implementations may order them differently
 
@@ -96,7 +100,9 @@ def served(ray_session: None, model_folder: Path) -> Iterator[ServeOptions]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     file = Path(os.environ["SECRETS_FILE"])
-    file.write_text(f"{file.read_text()}SERVE_API_KEYS=other:{OTHER_KEY}\n")
+    digests = {key: hashlib.sha256(key.encode()).hexdigest() for key in MODELS_OF}
+    entries = [f"{key}:sha256={digests[key]}:models={names}" for key, names in MODELS_OF.items()]
+    file.write_text(f"{file.read_text()}SERVE_API_KEYS=other:{OTHER_KEY},{','.join(entries)}\n")
     deployed = options(model=str(model_folder), port=port, key_requests_per_minute=100_000)
     job_secrets.load()
     preflight.check_model(deployed)
@@ -200,6 +206,81 @@ def test_a_completion_has_its_tokens_and_logprobs(client: openai.OpenAI) -> None
     assert answer.usage
     assert answer.usage.completion_tokens == 4
     assert answer.choices[0].logprobs
+
+
+def access_log(key: str = "other") -> list[dict[str, Any]]:
+    """Return the lines of the access log with the key of this name."""
+    session = Path(ray.nodes()[0]["ObjectStoreSocketName"]).parents[1]
+    texts = [file.read_text() for file in sorted((session / "logs" / "serve").glob(f"{PREFIX}*.log"))]
+    assert not [text for text in texts if OTHER_KEY in text or QUESTIONS[0] in text]
+    return [line for text in texts for line in map(json.loads, text.splitlines()) if line["key"] == key]
+
+
+def test_the_access_log_has_the_tokens_that_the_engine_counts(served: ServeOptions) -> None:
+    """Also those of streams that do not ask for their usage, and of requests that a client breaks off."""
+    other = openai.OpenAI(base_url=served.url, api_key=OTHER_KEY, max_retries=0, timeout=60)
+    before = len(access_log())
+    asked = {"model": "tiny", "messages": user(QUESTIONS[0]), "max_tokens": ANSWER_TOKENS, "temperature": 0}
+    whole = other.chat.completions.create(**asked)  # type: ignore[call-overload]
+    assert list(other.chat.completions.create(**asked, stream=True))  # type: ignore[call-overload]
+    many = other.completions.create(model="tiny", prompt=["hi", "hello"], n=2, max_tokens=3)
+    with pytest.raises(openai.BadRequestError):
+        other.completions.create(model="tiny", prompt="hi", temperature=-3)
+    long = {"model": "tiny", "prompt": "hi", "max_tokens": 200, "extra_body": {"ignore_eos": True}}
+    with other.completions.create(**long, stream=True) as stream:  # type: ignore[call-overload]
+        read = len([chunk for chunk, _ in zip(stream, range(5), strict=False)])
+    wait_for_engine(False, STOPS_WITHIN_S * slowdown())
+    path, body, _ = BODIES["prompts x n"]
+    with send(served, path, body, key=OTHER_KEY):
+        wait_for_engine(True, 60)
+    wait_for(lambda: len(access_log()) == before + 6, 60, "the lines of six requests")
+    lines = access_log()[before:]
+    assert {line["model"] for line in lines} == {"tiny"}
+    assert [line["route"].removeprefix("POST /v1/") for line in lines][1:3] == ["chat/completions", "completions"]
+    assert [line["status"] for line in lines] == [200, 200, 200, 400, 200, 499]
+    tokens = [(line["prompt_tokens"], line["completion_tokens"]) for line in lines]
+    assert whole.usage
+    assert tokens[0] == tokens[1] == (whole.usage.prompt_tokens, whole.usage.completion_tokens)
+    assert many.usage
+    assert tokens[2] == (many.usage.prompt_tokens, many.usage.completion_tokens)
+    assert tokens[2][1] == 2 * 2 * 3
+    assert tokens[3] == (0, 0)
+    assert read <= tokens[4][1] < 200
+    assert tokens[5][0] > 0
+    assert 0 <= tokens[5][1] < 64 * 200
+    assert all(0 < line["first_s"] <= line["total_s"] for line in lines[:5])
+    assert lines[5]["first_s"] is None
+
+
+def test_keys_do_not_share_the_prefix_cache(served: ServeOptions) -> None:
+    """Otherwise the time to the first token would reveal what another key has asked."""
+    prompt = [TAUGHT] * 200  # token ids; the cache has blocks of 128 tokens
+
+    def cached(key: str, salt: str | None = None) -> bool:
+        """Return whether the engine had computed the beginning of the prompt already."""
+        asking = openai.OpenAI(base_url=served.url, api_key=key, max_retries=0, timeout=60)
+        before = len(access_log("owner")) + len(access_log("other"))
+        body = {} if salt is None else {"cache_salt": salt}
+        asking.completions.create(model="tiny", prompt=prompt, max_tokens=1, extra_body=body)
+        wait_for(lambda: len(access_log("owner")) + len(access_log("other")) > before, 60, "the line of the request")
+        return access_log("other" if key == OTHER_KEY else "owner")[-1]["cached_tokens"] > 0
+
+    owner = os.environ["SERVE_API_KEY"]
+    assert [cached(key) for key in (owner, owner, OTHER_KEY, OTHER_KEY)] == [False, True, False, True]
+    # a salt of the client only divides its own cache
+    assert [cached(owner, "x"), cached(owner, "x"), cached(OTHER_KEY, "x")] == [False, True, False]
+
+
+def test_a_key_for_some_models_sees_and_uses_only_these(served: ServeOptions) -> None:
+    limited, allowed = (openai.OpenAI(base_url=served.url, api_key=key, max_retries=0, timeout=60) for key in MODELS_OF)
+    assert ask(allowed, user("hi"), tokens=1)
+    assert [model.id for model in allowed.models.list()] == ["tiny"]
+    assert list(limited.models.list()) == []
+    for model in ("tiny", "unknown", ""):
+        with pytest.raises(openai.NotFoundError):
+            ask(limited, user("hi"), model=model)
+    with pytest.raises(openai.NotFoundError):
+        limited.models.retrieve("tiny")
 
 
 def test_disconnected_clients_free_the_engine(served: ServeOptions, client: openai.OpenAI) -> None:
@@ -538,6 +619,7 @@ def test_serve_rag_asks_the_model_with_the_sources(
         texts = [chunk.choices[0].delta.content or "" for chunk in stream]
         assert "".join(texts) == expected
         assert len(list(filter(None, texts))) > 1
+    assert {"rag", "tiny"} <= {line["model"] for line in access_log("owner")}
     models.main(ModelsOptions(end="rag"))
 
 

@@ -20,7 +20,9 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.testclient import TestClient
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from pipeline.serving import accounting
 from pipeline.serving import keys as keys_module
+from pipeline.serving.access_log import AccessLog
 from pipeline.serving.api_middleware import MAX_DISCARDED_BODIES, ApiMiddleware
 from pipeline.serving.canary import NO_ROUTES, RequestOutcome
 from pipeline.serving.keys import ApiKeys
@@ -86,15 +88,27 @@ def fake_app() -> FastAPI:
 
 
 def client_of(
-    app: ASGIApp | None = None, *, per_minute: int = 100, at_once: int = 100, timeout_s: float = 5
+    app: ASGIApp | None = None,
+    *,
+    per_minute: int = 100,
+    at_once: int = 100,
+    timeout_s: float = 5,
+    tokens_per_minute: int = 0,
 ) -> TestClient:
-    middleware = ApiMiddleware(app or fake_app(), ApiKeys(), RequestLimits(per_minute, at_once, BODY, timeout_s))
+    limits = RequestLimits(per_minute, at_once, BODY, timeout_s, tokens_per_minute=tokens_per_minute)
+    middleware = ApiMiddleware(app or fake_app(), ApiKeys(), limits)
     return TestClient(middleware, raise_server_exceptions=False)
 
 
 def with_middleware(app: ASGIApp, limits: RequestLimits, alive: Callable[[], bool] = lambda: True) -> ApiMiddleware:
     """Return an app behind the queue and `ApiMiddleware`, as in a replica."""
     return ApiMiddleware(QueueMiddleware(app, limits, alive), ApiKeys(), limits, alive)
+
+
+def sequence(prompt: int, generated: int) -> SimpleNamespace:
+    """Return what the accounting reads of vLLM's state of a sequence."""
+    detokenizer = SimpleNamespace(num_output_tokens=lambda: generated)
+    return SimpleNamespace(prompt_len=prompt, num_cached_tokens=0, request_index=0, detokenizer=detokenizer)
 
 
 def error(answer: httpx2.Response, status: int) -> dict:
@@ -225,6 +239,55 @@ def test_the_rate_limit_is_per_sliding_minute(monkeypatch: pytest.MonkeyPatch) -
     limiter, clock = RateLimiter(per_minute=2, at_once=100), iter([0.0, 30.0, 59.5, 60.0, 60.0, 90.0])
     monkeypatch.setattr("pipeline.serving.rate_limits.time", SimpleNamespace(monotonic=lambda: next(clock)))
     assert [limiter.acquire("alice") for _ in range(6)] == [0, 0, 1, 0, 30, 0]
+
+
+def test_a_key_that_has_used_up_its_tokens_waits_until_enough_are_a_minute_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    limiter, clock = RateLimiter(100, 100, tokens_per_minute=10), SimpleNamespace(monotonic=lambda: now)
+    monkeypatch.setattr("pipeline.serving.rate_limits.time", clock)
+    now = 0.0
+    assert limiter.acquire("alice") == 0
+    limiter.add_tokens("alice", 4)
+    now = 20.0
+    assert limiter.acquire("alice") == 0
+    limiter.add_tokens("alice", 500)  # the request was in progress
+    assert limiter.acquire("alice") == 60
+    assert limiter.acquire("bob") == 0
+    limiter.add_tokens("bob", 9)
+    assert limiter.acquire("bob") == 0
+    limiter.add_tokens("bob", 1)
+    assert limiter.acquire("bob") == 60
+    now = 79.5
+    assert limiter.acquire("alice") == 1
+    now = 80.0
+    assert limiter.acquire("alice") == 0
+    unlimited = RateLimiter(100, 100)
+    unlimited.add_tokens("alice", 10**9)
+    assert unlimited.acquire("alice") == 0
+
+
+def test_responses_have_openais_headers_about_the_limits(file: Path) -> None:
+    """The app's engine generates 7 tokens for each request."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        record = accounting.current.get()
+        assert record
+        record.sequences.append(sequence(3, 4))
+        await fake_app()(scope, receive, send)
+
+    client = client_of(app, per_minute=5, tokens_per_minute=20)
+    seen = []
+    for path in ("/wait?seconds=0", "/absent", "/wait?seconds=0", "/wait?seconds=0"):
+        answer = client.get(path, headers=ALICE)
+        found = {name.removeprefix("x-ratelimit-"): value for name, value in answer.headers.items() if "rateli" in name}
+        assert (found.pop("limit-requests"), found.pop("limit-tokens")) == ("5", "20")
+        assert 30 < int(found.pop("reset-requests").removesuffix("s")) <= 60
+        resets = int(found.pop("reset-tokens").removesuffix("s"))
+        seen.append((answer.status_code, *found.values(), resets > 30))
+    assert seen == [(200, "4", "20", False), (404, "3", "13", True), (200, "2", "6", True), (429, "2", "0", True)]
+    assert not [name for name in client.get("/wait?seconds=0").headers if "ratelimit" in name]  # without a key
+    assert not [name for name in client.get("/health").headers if "ratelimit" in name]
+    without = client_of(per_minute=5).get("/wait?seconds=0", headers=ALICE)
+    assert sum("ratelimit" in name for name in without.headers) == 3
 
 
 def test_requests_in_progress_are_limited_per_key() -> None:
@@ -728,8 +791,12 @@ def test_an_invalid_body_never_reaches_the_app(file: Path, raw: bytes) -> None:
 # ---------------------------------------------------------------- overhead
 
 
-def test_the_middleware_costs_less_than_200_microseconds_a_request(file: Path) -> None:
+def test_the_middleware_costs_less_than_200_microseconds_a_request(file: Path, tmp_path: Path) -> None:
+    """The cost includes the count of tokens, the limits and the access log."""
+
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if record := accounting.current.get():
+            record.sequences.append(generated)
         await receive()
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b""})
@@ -743,7 +810,9 @@ def test_the_middleware_costs_less_than_200_microseconds_a_request(file: Path) -
     body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "some words " * 90}]}).encode()
     headers = [(b"authorization", b"Bearer for-bob")]
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers}
-    middleware = ApiMiddleware(app, ApiKeys(), RequestLimits(10**6, 100, BODY, 60))
+    generated = sequence(9, 4)
+    limits = RequestLimits(10**6, 100, BODY, 60, tokens_per_minute=10**9)
+    middleware = ApiMiddleware(app, ApiKeys(), limits, on_end=AccessLog(tmp_path).write)
 
     async def seconds(called: ASGIApp, count: int = 2000) -> float:
         started = time.thread_time()  # CPU time of this thread, so that a busy machine does not matter

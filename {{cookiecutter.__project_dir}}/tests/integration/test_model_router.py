@@ -5,7 +5,7 @@ import contextlib
 import json
 import socket
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from pipeline.serving import canary
+from pipeline.serving import accounting, canary
+from pipeline.serving.accounting import RequestRecord
 from pipeline.serving.api_middleware import ApiMiddleware
 from pipeline.serving.canary import CANARY, NO_ROUTES, ROOT, RequestOutcome, Routes, RoutingState
 from pipeline.serving.keys import ApiKeys
@@ -89,9 +90,14 @@ def router(upstream: Upstream, routes: Routes, limits: RequestLimits = LIMITS) -
     return router_to(f"http://127.0.0.1:{upstream.port}", routes, limits)
 
 
-def router_to(root: str, routes: Routes, limits: RequestLimits = LIMITS) -> ApiMiddleware:
+def router_to(
+    root: str,
+    routes: Routes,
+    limits: RequestLimits = LIMITS,
+    on_end: Callable[[RequestRecord], None] = accounting.ignore,
+) -> ApiMiddleware:
     app = Starlette(routes=[Route("/v1/chat/completions", own, methods=["POST"])])
-    return ApiMiddleware(ModelRouter(app, "own", root, lambda: routes), ApiKeys(), limits)
+    return ApiMiddleware(ModelRouter(app, "own", root, lambda: routes), ApiKeys(), limits, on_end=on_end)
 
 
 async def post(app: Any, body: Any, path: str = "/v1/chat/completions", **options: Any) -> httpx2.Response:
@@ -115,6 +121,20 @@ def test_a_forwarded_request_is_unchanged(upstream: Upstream) -> None:
     assert upstream.requests[-1] == ("/models/sql", body, "Bearer key")
     own_body = {"model": "own", "messages": ["x" * 100_000]}
     assert json.loads(asyncio.run(post(router(upstream, TWO_NAMES), own_body)).json()["body"]) == own_body
+
+
+@pytest.mark.parametrize("routes", [TWO_NAMES, Routes({}, CANARY, 100)])
+def test_only_the_app_that_answers_records_a_request_and_describes_its_limits(
+    upstream: Upstream, routes: Routes
+) -> None:
+    records: list[RequestRecord] = []
+    body = {"model": "own" if routes.canary else "sql"}
+    for root in (f"http://127.0.0.1:{upstream.port}", UNREACHABLE):
+        answer = asyncio.run(post(router_to(root, routes, on_end=records.append), body))
+        assert ("x-ratelimit-limit-requests" in answer.headers) == (root == UNREACHABLE)
+    assert [(record.key, record.model, record.status) for record in records] == [
+        ("owner", body["model"], 200 if routes.canary else 503)
+    ]
 
 
 @pytest.mark.parametrize("body", [{}, {"model": 3}, {"model": None}, {"model": "absent"}])

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import ray
@@ -197,6 +198,8 @@ def test_serve() -> None:
     assert "self._direct_ingress_http_server" in inspect.getsource(replica)
     assert "self._replica_impl" in inspect.getsource(replica)
     assert isinstance(serve.global_worker.actors, dict)
+    session = Path(ray.nodes()[0]["ObjectStoreSocketName"]).parents[1]
+    assert serve.logs_folder().resolve() == (session / "logs" / "serve").resolve()
 
 
 def test_serve_router() -> None:

@@ -11,13 +11,13 @@ from pydantic import ConfigDict
 
 import settings
 from cluster import submission
-from cluster.aws import secrets_manager
 from cluster.aws.capacity import possible_nodes
 from cluster.aws.doctor.account import Account
 from cluster.common import limits
 from cluster.common.cluster_file import ClusterFile
 from cluster.doctor import Finding, judge
 from pipeline.ray_support import capacity, gpu_section
+from pipeline.serving.keys import OWNER_SECRET
 from pipeline.training.options import DDPOptions
 
 
@@ -48,7 +48,7 @@ def check_secrets(account: Account) -> Iterator[Finding]:
         try:
             is_deleted = "DeletedDate" in client.describe_secret(SecretId=secret)
         except client.exceptions.ResourceNotFoundException:
-            will_be_stored = bool(values.get(name)) or name == secrets_manager.SERVER_KEY  # inv up generates this one
+            will_be_stored = bool(values.get(name)) or name == OWNER_SECRET  # inv up generates this one
             state = "will be stored by inv up" if will_be_stored else "has no value, so jobs run without it"
             yield judge(will_be_stored, f"the secret {secret} {state}", f"Put {name}=... into .env", "warning")
         else:

@@ -1,9 +1,11 @@
 """Ray Serve: its client for the controller, and a replica's HTTP server."""
 
+from pathlib import Path
 from typing import Any
 
 from ray import serve
 from ray._private.worker import global_worker
+from ray.serve._private import logging_utils
 
 
 def client() -> Any:
@@ -31,3 +33,11 @@ def own_http_server() -> Any:
     """
     actor = global_worker.actors[global_worker.core_worker.get_actor_id()]
     return actor._replica_impl._direct_ingress_http_server
+
+
+def logs_folder() -> Path:
+    """Return the folder of Serve's logs on this node.
+
+    Relies on `ray.serve._private.logging_utils.get_serve_logs_dir` (Ray 2.60).
+    """
+    return Path(logging_utils.get_serve_logs_dir())

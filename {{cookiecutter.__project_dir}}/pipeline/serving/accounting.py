@@ -1,0 +1,58 @@
+"""What each request used: whose key, which model, how many tokens, how long, and with which status.
+
+The tokens are those of the engine's own state of each sequence. So counting delays no request, streams need not ask for
+their usage, and requests that a client breaks off count too.
+"""
+
+import time
+from contextvars import ContextVar
+from typing import Any
+
+from pipeline.serving.errors import CLIENT_CLOSED_REQUEST
+
+current: ContextVar["RequestRecord | None"] = ContextVar("request_record", default=None)
+"""The request that the running task handles. Tasks inherit it, so it reaches the engine through vLLM's own code."""
+
+
+class RequestRecord:
+    """A request to the API. Its numbers are final when the request has ended."""
+
+    def __init__(self, route: str) -> None:
+        """`route` is the method and the path."""
+        self.route = route
+        self.started_at = time.time()
+        self.key = ""
+        """Name of the key. Empty while no valid key is known."""
+        self.model = ""
+        """Model that the body names. Empty if it names none, or was rejected before it was read."""
+        self.status = CLIENT_CLOSED_REQUEST
+        self.first_s: float | None = None
+        """Seconds until the first part of the answer. None if nothing was sent."""
+        self.sequences: list[Any] = []
+        """vLLM's state of each sequence (`vllm.v1.engine.output_processor.RequestState`)."""
+        self.is_forwarded = False
+        """Whether another app answers the request, and records it."""
+        self._started = time.perf_counter()
+
+    def elapsed_s(self) -> float:
+        """Return the seconds since the request arrived."""
+        return time.perf_counter() - self._started
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompts. A prompt with several answers (`n`) counts once, as in OpenAI's `usage`."""
+        return sum(one.prompt_len for one in self.sequences if one.request_index == 0)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompts that the engine had already computed for an earlier request."""
+        return sum(one.num_cached_tokens for one in self.sequences if one.request_index == 0)
+
+    @property
+    def completion_tokens(self) -> int:
+        """Tokens that the engine has generated. Embeddings have none."""
+        return sum(one.detokenizer.num_output_tokens() for one in self.sequences if one.detokenizer)
+
+
+def ignore(record: RequestRecord) -> None:
+    """Do nothing at the end of a request."""

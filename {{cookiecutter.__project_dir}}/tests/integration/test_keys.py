@@ -1,0 +1,185 @@
+"""Test `inv keys`: what it stores in .env and on AWS, and which keys a server then accepts."""
+
+import datetime
+import hashlib
+import io
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import boto3
+import pytest
+from rich.console import Console
+
+import settings
+from cluster import keys
+from cluster.aws import secrets_manager
+from cluster.aws.target import Aws
+from cluster.common import cluster_file
+from cluster.env_file import EnvFile
+from cluster.target import KeyStore
+from pipeline.serving import keys as server_keys
+from pipeline.serving.keys import ApiKeys
+
+ENV = "# my secrets\nSERVE_API_KEY=the-owner\nexport SERVE_API_KEYS='bob:for-bob'\nHF_TOKEN=hf_x # token\n"
+TODAY = datetime.datetime.now(datetime.UTC).date()
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the project's .env, which the server reads too."""
+    file = tmp_path / ".env"
+    file.write_text(ENV)
+    file.chmod(0o600)
+    monkeypatch.setattr(settings, "PROJECT", tmp_path)
+    monkeypatch.setenv("SECRETS_FILE", str(file))
+    monkeypatch.delenv("SECRETS_PREFIX", raising=False)
+    return file
+
+
+def add(name: str, days: int = 0, models: str = "") -> str:
+    return keys.add([EnvFile()], name, days, models)
+
+
+def name_of(key: str) -> str | None:
+    return ApiKeys().name_of(f"Bearer {key}".encode())
+
+
+def shown(store: KeyStore) -> list[list[str]]:
+    console = Console(file=io.StringIO(), width=160)
+    keys.show(store, console)
+    return [line.split() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+
+
+def test_a_key_is_valid_until_it_is_revoked_and_is_stored_as_a_digest(file: Path) -> None:
+    key = add("alice")
+    assert key not in file.read_text()
+    assert hashlib.sha256(key.encode()).hexdigest() in file.read_text()
+    assert [name_of(each) for each in (key, "for-bob", "the-owner", key[:-1])] == ["alice", "bob", "owner", None]
+    keys.revoke([EnvFile()], "alice")
+    assert [name_of(each) for each in (key, "for-bob")] == [None, "bob"]
+    keys.revoke([EnvFile()], "bob")
+    assert [name_of(each) for each in ("for-bob", "the-owner")] == [None, "owner"]
+
+
+def test_the_rest_of_env_stays(file: Path) -> None:
+    add("alice")
+    keys.revoke([EnvFile()], "alice")
+    assert file.read_text() == ENV.replace("export ", "")
+    assert file.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_key_expires_at_the_end_of_its_last_day(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    key = add("alice", days=30)
+    last = TODAY + datetime.timedelta(days=30)
+    end = datetime.datetime(last.year, last.month, last.day, tzinfo=datetime.UTC).timestamp() + 24 * 3600
+    for now, name in ((end - 1, "alice"), (end, None)):
+        monkeypatch.setattr(server_keys.time, "time", lambda now=now: now)
+        assert name_of(key) == name
+
+
+def test_a_list_shows_names_and_days_but_no_key(file: Path) -> None:
+    add("alice", days=30, models="tiny,sql")
+    file.write_text(file.read_text().replace("'bob", "'old:sha256=" + "0" * 64 + ":expires=2026-01-31,bob"))
+    day = str(TODAY + datetime.timedelta(days=30))
+    assert shown(EnvFile())[2:] == [
+        ["old", "2026-01-31,", "expired", "all", "digest"],
+        ["bob", "revoked", "all", "clear", "text"],
+        ["alice", day, "sql,", "tiny", "digest"],
+    ]
+    for name in ("old", "bob", "alice"):
+        keys.revoke([EnvFile()], name)
+    assert " ".join(shown(EnvFile())[0]) == "only the owner has a key. To add one, run: inv keys add NAME"
+
+
+@pytest.mark.parametrize(
+    ("name", "days", "models", "sentence"),
+    [
+        ("bob", 0, "", "there already is a key of bob. Use another name, or first run: inv keys revoke bob"),
+        ("owner", 0, "", "there already is a key of owner"),
+        ("a:b", 0, "", "'a:b' is not a name for a key. Use letters"),
+        ("a,b", 0, "", "'a,b' is not a name for a key"),
+        ("", 0, "", "'' is not a name for a key"),
+        ("alice", -1, "", "--days is -1. Use a positive number"),
+        ("alice", 0, "a|b", r"--models is 'a\|b'"),
+    ],
+)
+def test_a_wrong_new_key_gets_one_sentence_and_changes_nothing(
+    file: Path, name: str, days: int, models: str, sentence: str
+) -> None:
+    with pytest.raises(settings.UserError, match=sentence):
+        add(name, days, models)
+    assert file.read_text() == ENV
+
+
+def test_a_wrong_name_to_revoke_gets_one_sentence(file: Path) -> None:
+    with pytest.raises(settings.UserError, match=r"there is no key of 'carol' \(found: bob\). Run: inv keys"):
+        keys.revoke([EnvFile()], "carol")
+    with pytest.raises(settings.UserError, match="the key of owner is SERVE_API_KEY"):
+        keys.revoke([EnvFile()], "owner")
+    file.unlink()
+    with pytest.raises(settings.UserError, match=r"there is no \.env, which stores the keys. Run: inv up"):
+        keys.revoke([EnvFile()], "bob")
+
+
+@pytest.mark.parametrize(
+    ("words", "output"),
+    [
+        (["keys"], "API keys|only the owner has a key"),
+        (["keys", "revoke", "nobody"], "error: there is no key of 'nobody'"),
+    ],
+)
+def test_the_verb_accepts_a_name_without_a_flag(words: list[str], output: str) -> None:
+    command = [sys.executable, "-m", "invoke", *words]
+    done = subprocess.run(command, cwd=settings.PROJECT, capture_output=True, text=True)
+    assert re.search(f"{output}|there is no .env", done.stdout + done.stderr)  # tests may run without a .env
+
+
+# ---------------------------------------------------------------- AWS
+
+
+@pytest.fixture
+def secret(s3: str, file: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Store the owner's key on AWS, and return the name of the secret with the other keys, which does not exist."""
+    project = cluster_file.load()
+    client = boto3.client("secretsmanager")
+    client.create_secret(Name=f"{project.slug}/SERVE_API_KEY", SecretString="the-owner")
+    monkeypatch.setenv("SECRETS_PREFIX", f"{project.slug}/")
+    yield f"{project.slug}/SERVE_API_KEYS"
+    for name in ("SERVE_API_KEY", "SERVE_API_KEYS"):
+        client.delete_secret(SecretId=f"{project.slug}/{name}", ForceDeleteWithoutRecovery=True)
+
+
+def test_on_aws_a_key_is_valid_at_once_and_for_the_next_cluster(secret: str, file: Path) -> None:
+    stores = Aws().key_stores()
+    key = keys.add(stores, "alice", 0, "")
+    assert name_of(key) == "alice"
+    assert name_of("for-bob") is None, "it is only in .env"
+    assert [row[0] for row in shown(stores[0])[2:]] == ["alice"]
+    assert [row[0] for row in shown(EnvFile())[2:]] == ["bob", "alice"]
+    keys.revoke(stores, "alice")
+    assert name_of(key) is None
+    assert name_of("the-owner") == "owner"
+    assert [row[0] for row in shown(EnvFile())[2:]] == ["bob"]
+    with pytest.raises(settings.UserError, match=r"there is no key of 'bob' \(found: none\)"):
+        keys.revoke(stores, "bob")
+
+
+def test_an_old_env_brings_no_revoked_key_back_to_aws(
+    secret: str, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    secrets_manager.upload(cluster_file.load())
+    assert name_of("for-bob") == "bob"
+    keys.revoke(Aws().key_stores(), "bob")
+    file.write_text(ENV)
+    secrets_manager.upload(cluster_file.load())
+    assert name_of("for-bob") is None
+    assert "SERVE_API_KEYS in .env differs from that on AWS, which stays" in capsys.readouterr().out
+
+
+def test_without_a_cluster_on_aws_there_are_no_keys_to_change(s3: str, file: Path) -> None:
+    with pytest.raises(settings.UserError, match=r"aws is not up, so it has no keys. Run: inv up --target aws"):
+        keys.add(Aws().key_stores(), "alice", 0, "")
+    assert file.read_text() == ENV
