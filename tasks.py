@@ -178,7 +178,10 @@ def lint(context: Context) -> None:
 
 @task
 def lock(context: Context) -> None:
-    """Compile the project's pins from its requirements/*.in, which take some versions from cookiecutter.json."""
+    """Compile the project's pins from its requirements/*.in, which take some versions from cookiecutter.json.
+
+    Also store the names of vLLM's arguments and parsers, if vLLM can be installed on this machine.
+    """
     project = _bake(context, "lock")
     plain = {name: value for name, value in os.environ.items() if name not in ("UV_FIND_LINKS", "UV_TORCH_BACKEND")}
     _step("compiling cluster.txt: CUDA, Linux")
@@ -187,6 +190,13 @@ def lock(context: Context) -> None:
     cpu = os.environ if "UV_FIND_LINKS" in os.environ else plain | {"UV_TORCH_BACKEND": "cpu"}
     options = "--universal --override requirements/local.overrides.txt --constraint requirements/cluster.txt"
     _compile(context, project, "local", options, cpu)
+    if sys.platform == "linux":
+        python = _python(context, project)
+        _step("storing the names of vLLM's arguments")
+        with context.cd(str(project)):
+            context.run(f"{shlex.quote(str(python))} -m pipeline.serving.vllm_arguments", env=_variables(project))
+        stored = Path("pipeline") / "serving" / "vllm_arguments.json"
+        shutil.copyfile(project / stored, bake.PROJECT / stored)
 
 
 def _install_programs(context: Context) -> None:

@@ -42,8 +42,9 @@ class ApiMiddleware:
         if scope["type"] != "http":  # the API has no websockets
             await send({"type": "websocket.close", "code": 1008})
             return
-        response = ResponseSender(send, self._alive)
-        if scope["path"].removeprefix(scope.get("root_path", "")) == HEALTH_ROUTE:
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        response = ResponseSender(send, self._alive, path)
+        if path == HEALTH_ROUTE:
             method = "GET" if scope["method"] == "HEAD" else scope["method"]  # the server omits the response's body
             await self.app({**scope, "method": method}, receive, response)
             return
@@ -56,7 +57,7 @@ class ApiMiddleware:
             if response.started:
                 raise  # cut the stream off, because a normal end would look like a complete answer
             message = f"the request did not finish within {self._limits.timeout_s:g} s; ask for fewer tokens"
-            await ResponseSender(send).send_error(ApiError(504, message, code="timeout"))
+            await ResponseSender(send, path=path).send_error(ApiError(504, message, code="timeout"))
         except ClientDisconnected:
             pass
 
@@ -102,8 +103,8 @@ class ApiMiddleware:
         return inspected.raw, {**scope, "state": {**scope.get("state", {}), "body": inspected}}
 
     def _authenticate(self, headers: dict[bytes, bytes]) -> str:
-        """Return the name of the request's key."""
-        if name := self._keys.name_of(headers.get(b"authorization", b"")):
+        """Return the name of the request's key. Anthropic's clients send it as `x-api-key`."""
+        if name := self._keys.name_of(headers.get(b"authorization") or b"Bearer " + headers.get(b"x-api-key", b"")):
             return name
         message = "a valid API key is required: send the header `Authorization: Bearer YOUR_KEY`"
         raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})

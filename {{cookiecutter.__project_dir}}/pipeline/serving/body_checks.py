@@ -27,6 +27,8 @@ INTERNAL_FIELDS = frozenset({"kv_transfer_params", "ec_transfer_params"})  # vLL
 # The quantifiers are possessive, because backtracking over 2,000 spaces after a brace would take hours.
 BOUNDS = re.compile(r"\{\s*+(\d*+)\s*+,?+\s*+(\d*+)\s*+\}")
 TOKEN = re.compile(rf"\\.|\[(?:\\.|[^\]\\])*+\]?+|{BOUNDS.pattern}|.", re.DOTALL)  # a token of a regex
+SCHEMA_FIELDS = ("response_format", "tools", "text", "output_config")  # of the APIs of OpenAI and Anthropic
+STORED_FIELDS = ("previous_response_id", "conversation")  # refer to earlier turns, which the server does not store
 NOT_AN_OBJECT = "the body must be a JSON object"
 MAX_PATH_SHOWN = 200  # maximum characters of a path in an error message
 
@@ -54,7 +56,8 @@ def inspect(raw: bytes) -> Body:
 
     Raises:
         InvalidBody: the body is not a JSON object, is nested too deeply, or contains a lone surrogate, a schema or
-            `bad_words` that are too large, too many repetitions, or an `n` that is not an integer.
+            `bad_words` that are too large, too many repetitions, a reference to a stored conversation, or an `n` that
+            is not an integer.
     """
     body = _parse(raw)
     if not isinstance(body, dict):
@@ -63,6 +66,7 @@ def inspect(raw: bytes) -> Body:
         _parse_inner(param, text)
     _check_schemas(body)
     _check_bad_words(body.get("bad_words"))
+    _check_stored(body)
     if INTERNAL_FIELDS & body.keys():
         raw = json.dumps({name: value for name, value in body.items() if name not in INTERNAL_FIELDS}).encode()
     model = body.get("model")
@@ -159,6 +163,9 @@ def _arguments(body: dict[str, Any]) -> Iterator[tuple[str, str]]:
             function = call.get("function")
             if isinstance(function, dict) and isinstance(function.get("arguments"), str):
                 yield f"messages.{position}.tool_calls.{number}.function.arguments", function["arguments"]
+    for position, item in _objects(body.get("input")):
+        if isinstance(item.get("arguments"), str):
+            yield f"input.{position}.arguments", item["arguments"]
 
 
 def _objects(value: Any) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -196,7 +203,7 @@ def _schemas(body: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     if isinstance(outputs, dict):
         for name, value in outputs.items():
             yield f"structured_outputs.{name}", value
-    for name in ("response_format", "tools"):
+    for name in SCHEMA_FIELDS:
         if name in body:
             yield name, body[name]
 
@@ -263,6 +270,14 @@ def _check_bad_words(words: Any) -> None:
     if size > MAX_TEXT:
         message = f"bad_words has {size:,} characters, more than {MAX_TEXT:,}; send fewer words"
         raise InvalidBody(message, "bad_words", "too_large")
+
+
+def _check_stored(body: dict[str, Any]) -> None:
+    """Reject references to stored conversations. vLLM would ignore some of them, and answer without the conversation."""
+    for name in STORED_FIELDS:
+        if body.get(name) is not None:
+            message = f"{name} is not supported, because the server stores no conversations; send all turns in input"
+            raise InvalidBody(message, name, "not_supported")
 
 
 def _sequences(body: dict[str, Any]) -> int:

@@ -419,6 +419,14 @@ def test_bad_requests_get_400(client: openai.OpenAI, request_body: dict, stream:
     assert error_of(caught.value)["message"]
 
 
+@pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "f"}}], ids=str)
+def test_tools_without_a_parser_get_400(client: openai.OpenAI, choice: Any) -> None:
+    tools: list[Any] = [{"type": "function", "function": {"name": "f"}}]
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model="tiny", messages=user("hi"), tools=tools, tool_choice=choice)
+    assert error_of(caught.value)["code"] == "tools_not_supported"
+
+
 def error_of(caught: openai.APIStatusError) -> dict:
     """Return the error in the response, which must have OpenAI's format."""
     error = caught.response.json()["error"]

@@ -1,0 +1,291 @@
+"""Test tool calls, reasoning and arguments of vLLM with a served model, through the three APIs that have tools."""
+
+import json
+import os
+import socket
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+import requests
+import tool_model
+from tool_model import CITIES, CITY, GREETED, GREETING, KNOWS_NOT, REASONING
+
+import settings
+from pipeline.ray_support import job_secrets
+from pipeline.serving import lifecycle, preflight
+from pipeline.serving.options import ServeOptions
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="vLLM's CPU build exists for Linux only")
+
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOL: dict[str, Any] = {"name": "get_weather", "description": "Temperature in a city.", "parameters": SCHEMA}
+TOOLS: list[Any] = [{"type": "function", "function": TOOL}]
+PARIS, ROME = {"city": "Paris"}, {"city": "Rome"}
+
+
+@pytest.fixture(scope="module")
+def served(ray_session: None, assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeOptions]:
+    """Deploy a model that calls tools. Its parsers are chosen for its chat template."""
+    folder = tmp_path_factory.mktemp("runs") / "tools" / "model"
+    tool_model.train(assets / "model", folder)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    changes = {"model": str(folder), "port": port, "key_requests_per_minute": 100_000, "engine": {"max_logprobs": 3}}
+    deployed = settings.load(ServeOptions, "serve", profile="local").model_copy(update=changes)
+    job_secrets.load()
+    preflight.check_model(deployed)
+    lifecycle.deploy_model(deployed)
+    yield deployed
+    lifecycle.stop()
+
+
+@pytest.fixture(scope="module")
+def client(served: ServeOptions) -> openai.OpenAI:
+    return openai.OpenAI(base_url=served.url, api_key=os.environ["SERVE_API_KEY"], max_retries=0, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def claude(served: ServeOptions) -> anthropic.Anthropic:
+    return anthropic.Anthropic(base_url=served.root, api_key=os.environ["SERVE_API_KEY"], max_retries=0, timeout=120)
+
+
+def user(text: str) -> list[Any]:
+    return [{"role": "user", "content": text}]
+
+
+def chat(client: openai.OpenAI, text: str, **options: Any) -> Any:
+    """Return the only choice of an answer."""
+    options = {"tools": TOOLS, "max_tokens": 100, "temperature": 0} | options
+    return client.chat.completions.create(model="tools", messages=user(text), **options).choices[0]
+
+
+def streamed(client: openai.OpenAI, text: str, **options: Any) -> tuple[list[tuple[str, Any]], str, str, str]:
+    """Return the calls, the reasoning, the content and the finish reason of a streamed answer."""
+    options = {"tools": TOOLS, "max_tokens": 100, "temperature": 0} | options
+    names: dict[int, str] = {}
+    texts: Counter[int] = Counter()
+    arguments: dict[int, str] = {}
+    reasoning = content = finish = ""
+    for chunk in client.chat.completions.create(model="tools", messages=user(text), stream=True, **options):
+        [choice] = chunk.choices
+        reasoning += getattr(choice.delta, "reasoning", None) or ""
+        content += choice.delta.content or ""
+        finish = choice.finish_reason or finish
+        for call in choice.delta.tool_calls or []:
+            names[call.index] = names.get(call.index, "") + (call.function.name or "")
+            arguments[call.index] = arguments.get(call.index, "") + (call.function.arguments or "")
+            texts[call.index] += 1
+    return [(names[index], json.loads(arguments[index])) for index in names], reasoning, content, finish
+
+
+def calls_of(message: Any) -> list[tuple[str, Any]]:
+    return [(call.function.name, json.loads(call.function.arguments)) for call in message.tool_calls or []]
+
+
+# ---------------------------------------------------------------- chat completions
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize(("question", "expected"), [(CITY, [PARIS]), (CITIES, [PARIS, ROME])], ids=["one", "parallel"])
+def test_the_model_calls_tools(client: openai.OpenAI, question: str, expected: list[Any], stream: bool) -> None:
+    if stream:
+        calls, reasoning, content, finish = streamed(client, question)
+    else:
+        choice = chat(client, question)
+        calls, reasoning = calls_of(choice.message), choice.message.reasoning
+        content, finish = choice.message.content or "", choice.finish_reason
+    assert calls == [("get_weather", arguments) for arguments in expected]
+    assert (reasoning, content.strip(), finish) == (REASONING, "", "tool_calls")
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("tools", [TOOLS, None], ids=["tools", "no tools"])
+def test_a_plain_answer_has_no_call_and_no_reasoning(client: openai.OpenAI, tools: Any, stream: bool) -> None:
+    options = {"tools": tools or openai.omit}
+    if stream:
+        calls, reasoning, content, finish = streamed(client, GREETING, **options)
+    else:
+        choice = chat(client, GREETING, **options)
+        calls, reasoning = calls_of(choice.message), choice.message.reasoning
+        content, finish = choice.message.content, choice.finish_reason
+    assert (calls, reasoning, content, finish) == ([], REASONING, GREETED, "stop")
+
+
+def test_the_model_uses_the_results(client: openai.OpenAI) -> None:
+    messages = user(CITIES)
+    asking = client.chat.completions.create(model="tools", messages=messages, tools=TOOLS, temperature=0)
+    calls = asking.choices[0].message.tool_calls or []
+    messages.append(asking.choices[0].message.model_dump(exclude_none=True))
+    results = zip(calls, ("18", "25"), strict=True)
+    messages += [{"role": "tool", "tool_call_id": call.id, "content": result} for call, result in results]
+    answer = client.chat.completions.create(model="tools", messages=messages, tools=TOOLS, temperature=0)
+    assert answer.choices[0].message.content == "18 and 25 degrees."
+
+
+def test_parallel_calls_can_be_turned_off(client: openai.OpenAI) -> None:
+    assert calls_of(chat(client, CITIES, parallel_tool_calls=False).message) == [("get_weather", PARIS)]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "get_weather"}}], ids=["required", "named"]
+)
+def test_a_call_can_be_required(client: openai.OpenAI, choice: Any, stream: bool) -> None:
+    """By itself, the model answers this question without a call."""
+    if stream:
+        calls, _, content, _ = streamed(client, GREETING, tool_choice=choice, parallel_tool_calls=False)
+    else:
+        message = chat(client, GREETING, tool_choice=choice, parallel_tool_calls=False).message
+        calls, content = calls_of(message), message.content or ""
+    assert [name for name, _ in calls] == ["get_weather"]
+    assert [set(arguments) for _, arguments in calls] == [{"city"}]
+    assert not content.strip()
+
+
+def test_calls_can_be_turned_off(client: openai.OpenAI) -> None:
+    assert not chat(client, CITY, tool_choice="none").message.tool_calls
+
+
+def test_thinking_can_be_turned_off(client: openai.OpenAI) -> None:
+    message = chat(client, GREETING, extra_body={"chat_template_kwargs": {"enable_thinking": False}}).message
+    assert not getattr(message, "reasoning", None)
+    assert message.content
+
+
+def test_arguments_of_vllm_reach_the_engine(client: openai.OpenAI) -> None:
+    assert chat(client, GREETING, logprobs=True, top_logprobs=3).logprobs
+    with pytest.raises(openai.BadRequestError, match="3"):
+        chat(client, GREETING, logprobs=True, top_logprobs=4)
+
+
+# ---------------------------------------------------------------- responses
+
+
+def respond(client: openai.OpenAI, text: Any, **options: Any) -> Any:
+    tools: list[Any] = [{"type": "function", "strict": False} | TOOL]
+    options = {"tools": tools, "max_output_tokens": 100, "temperature": 0} | options
+    return client.responses.create(model="tools", input=text, **options)
+
+
+def response_calls(response: Any) -> list[tuple[str, Any]]:
+    return [(item.name, json.loads(item.arguments)) for item in response.output if item.type == "function_call"]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize(("question", "expected"), [(CITY, [PARIS]), (CITIES, [PARIS, ROME])], ids=["one", "parallel"])
+def test_responses_call_tools(client: openai.OpenAI, question: str, expected: list[Any], stream: bool) -> None:
+    answer = respond(client, question, stream=stream)
+    if stream:
+        answer = [event for event in answer if event.type == "response.completed"][0].response
+    assert response_calls(answer) == [("get_weather", arguments) for arguments in expected]
+    [reasoning] = [item for item in answer.output if item.type == "reasoning"]
+    assert reasoning.content[0].text == REASONING
+
+
+def test_responses_use_the_results(client: openai.OpenAI) -> None:
+    first = respond(client, CITY)
+    [call] = [item for item in first.output if item.type == "function_call"]
+    turns = [
+        *user(CITY),
+        {"type": "function_call", "call_id": call.call_id, "name": call.name, "arguments": call.arguments},
+        {"type": "function_call_output", "call_id": call.call_id, "output": "18"},
+    ]
+    assert respond(client, turns).output_text == "18 degrees."
+    assert respond(client, [*user(CITY), *first.output, turns[2]]).output_text == "18 degrees."
+
+
+def test_a_plain_response(client: openai.OpenAI) -> None:
+    assert client.responses.create(model="tools", input=CITY, temperature=0).output_text == KNOWS_NOT
+    deltas = [
+        event.delta
+        for event in client.responses.create(model="tools", input=GREETING, temperature=0, stream=True)
+        if event.type == "response.output_text.delta"
+    ]
+    assert "".join(deltas) == GREETED
+
+
+@pytest.mark.parametrize("field", ["previous_response_id", "conversation"])
+def test_stored_conversations_are_refused(client: openai.OpenAI, field: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=f"{field} is not supported.* send all turns in input"):
+        respond(client, GREETING, **{field: "resp_1"})
+
+
+def test_only_new_responses_can_be_requested(served: ServeOptions) -> None:
+    headers = {"Authorization": f"Bearer {os.environ['SERVE_API_KEY']}"}
+    statuses = [
+        requests.request(method, f"{served.url}/{path}", headers=headers, json={}, timeout=60).status_code
+        for method, path in (("GET", "responses"), ("GET", "responses/resp_1"), ("POST", "responses/resp_1/cancel"))
+    ]
+    assert statuses == [405, 404, 404]
+
+
+# ---------------------------------------------------------------- Anthropic's messages
+
+CLAUDE_TOOLS: list[Any] = [{"name": TOOL["name"], "description": TOOL["description"], "input_schema": SCHEMA}]
+
+
+def message(claude: anthropic.Anthropic, messages: list[Any], **options: Any) -> Any:
+    options = {"tools": CLAUDE_TOOLS, "max_tokens": 100, "temperature": 0} | options
+    return claude.messages.create(model="tools", messages=messages, **options)
+
+
+def blocks(answer: Any, kind: str) -> list[Any]:
+    return [block for block in answer.content if block.type == kind]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize(("question", "expected"), [(CITY, [PARIS]), (CITIES, [PARIS, ROME])], ids=["one", "parallel"])
+def test_messages_call_tools(claude: anthropic.Anthropic, question: str, expected: list[Any], stream: bool) -> None:
+    if stream:
+        options: dict[str, Any] = {"tools": CLAUDE_TOOLS, "max_tokens": 100, "temperature": 0}
+        with claude.messages.stream(model="tools", messages=user(question), **options) as events:
+            answer = events.get_final_message()
+    else:
+        answer = message(claude, user(question))
+    assert [(block.name, block.input) for block in blocks(answer, "tool_use")] == [
+        ("get_weather", arguments) for arguments in expected
+    ]
+    assert [block.thinking for block in blocks(answer, "thinking")] == [REASONING]
+    assert answer.stop_reason == "tool_use"
+
+
+def test_messages_use_the_results(claude: anthropic.Anthropic) -> None:
+    first = message(claude, user(CITY))
+    [call] = blocks(first, "tool_use")
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": call.id, "content": "18"}]}
+    turns = [*user(CITY), {"role": "assistant", "content": first.content}, result]
+    assert blocks(message(claude, turns), "text")[0].text == "18 degrees."
+
+
+def test_a_message_can_require_a_call(claude: anthropic.Anthropic) -> None:
+    for choice in ({"type": "any", "disable_parallel_tool_use": True}, {"type": "tool", "name": "get_weather"}):
+        [call, *_] = blocks(message(claude, user(GREETING), tool_choice=choice), "tool_use")
+        assert (call.name, set(call.input)) == ("get_weather", {"city"})
+
+
+def test_tokens_are_counted(claude: anthropic.Anthropic) -> None:
+    counted = claude.messages.count_tokens(model="tools", messages=user(CITY), tools=CLAUDE_TOOLS)
+    assert counted.input_tokens == message(claude, user(CITY)).usage.input_tokens
+
+
+def test_errors_have_anthropics_format(served: ServeOptions, claude: anthropic.Anthropic) -> None:
+    stranger = anthropic.Anthropic(base_url=served.root, api_key="wrong", max_retries=0)
+    with pytest.raises(anthropic.AuthenticationError) as wrong_key:
+        message(stranger, user(GREETING))
+    with pytest.raises(anthropic.NotFoundError) as absent:
+        claude.messages.create(model="absent", messages=user(GREETING), max_tokens=1)
+    with pytest.raises(anthropic.BadRequestError) as invalid:
+        message(claude, user(GREETING), max_tokens=-1)
+    types = [caught.value.response.json() for caught in (wrong_key, absent, invalid)]
+    assert [each["error"]["type"] for each in types] == [
+        "authentication_error",
+        "not_found_error",
+        "invalid_request_error",
+    ]
+    assert all(set(each) == {"type", "error"} and set(each["error"]) == {"type", "message"} for each in types)
