@@ -52,6 +52,7 @@ REASONING = (
     Syntax("deepseek_v3", ("<think>", "<｜tool▁calls▁begin｜>", "not thinking")),
     Syntax("nemotron_v3", ("<think>", "truncate_history_thinking")),
     Syntax("olmo3", ("<think>", "<function_calls>")),
+    Syntax("", ("<think>", "<response>")),  # Granite 3.3 thinks only if a request asks for it
     Syntax("qwen3", ("<think>", "enable_thinking")),
     Syntax("deepseek_r1", ("<think>",)),
 )

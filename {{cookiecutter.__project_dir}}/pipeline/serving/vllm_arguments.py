@@ -3,12 +3,14 @@
 python -m pipeline.serving.vllm_arguments    writes the file for the installed vLLM
 """
 
+import builtins
 import dataclasses
 import enum
 import json
+import sys
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -65,17 +67,23 @@ def accepts(takes: str, value: Any) -> bool:
     return any(MATCHES[each](value) if each in MATCHES else each == repr(value) for each in takes.split(" | "))
 
 
+class _Names(dict[str, Any]):
+    """Names in annotations. vLLM imports some classes of tables only for type checkers."""
+
+    def __missing__(self, name: str) -> Any:
+        return getattr(builtins, name, dict)
+
+
 def _takes(arguments: type) -> dict[str, str]:
     fields = [field for field in dataclasses.fields(arguments) if not field.name.startswith("_")]
-    modules = [vars(__import__(base.__module__, fromlist=["*"])) for base in arguments.__mro__[:-1]]
-    names = {name: value for module in reversed(modules) for name, value in module.items()}
+    names = _Names(vars(sys.modules[arguments.__module__]))
     return {field.name: _shown(set(_types(field.type, names))) for field in fields}
 
 
-def _types(annotation: Any, names: Mapping[str, Any]) -> Iterator[str]:
+def _types(annotation: Any, names: _Names) -> Iterator[str]:
     """Yield the types that settings.toml can express."""
     if isinstance(annotation, str):
-        annotation = eval(annotation, dict(names))  # noqa: S307 -- an annotation of vLLM's
+        annotation = eval(annotation, {}, names)
     origin = typing.get_origin(annotation) or annotation
     arguments = typing.get_args(annotation)
     if origin in (typing.Union, types.UnionType):

@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -164,6 +165,75 @@ def test_arguments_of_vllm_reach_the_engine(client: openai.OpenAI) -> None:
         chat(client, GREETING, logprobs=True, top_logprobs=4)
 
 
+# ---------------------------------------------------------------- rude requests
+
+NAMED = {"type": "function", "function": {"name": "get_weather"}}
+DEEP: dict[str, Any] = {"type": "object"}
+for _ in range(20):
+    DEEP = {"type": "object", "properties": {"a": DEEP}}
+INVALID: dict[str, dict[str, Any]] = {
+    "no list": {"tools": {}},
+    "no tools": {"tools": [], "tool_choice": "auto"},
+    "null": {"tools": [None]},
+    "text": {"tools": ["get_weather"]},
+    "no function": {"tools": [{"type": "function"}]},
+    "no name": {"tools": [{"type": "function", "function": {}}]},
+    "name is a number": {"tools": [{"type": "function", "function": {"name": 3}}]},
+    "schema is a list": {"tools": [{"type": "function", "function": TOOL | {"parameters": []}}]},
+    "unknown type": {"tools": [{"type": "magic", "function": TOOL}]},
+    "unknown choice": {"tools": TOOLS, "tool_choice": "perhaps"},
+    "choice is a number": {"tools": TOOLS, "tool_choice": 7},
+    "choice is a list": {"tools": TOOLS, "tool_choice": ["auto"]},
+    "choice without a name": {"tools": TOOLS, "tool_choice": {"type": "function"}},
+    "choice of an absent tool": {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "absent"}}},
+    "choice without tools": {"tool_choice": "required"},
+    "choice and a broken tool": {"tools": [{}], "tool_choice": NAMED},
+    "huge schema": {"tools": [{"type": "function", "function": TOOL | {"parameters": {"enum": ["x" * 9] * 9000}}}]},
+    "result without a call": {"messages": [{"role": "tool", "content": "18"}]},
+    "calls are text": {"messages": [*user(CITY), {"role": "assistant", "tool_calls": "get_weather"}]},
+    "call without a function": {"messages": [*user(CITY), {"role": "assistant", "tool_calls": [{"type": "function"}]}]},
+}
+SCHEMAS: dict[str, Any] = {
+    "wrong type": {"type": 5},
+    "unknown type": {"type": "magic"},
+    "endless": {"$ref": "#"},
+    "dangling": {"$ref": "#/absent"},
+    "remote": {"$ref": "http://127.0.0.1:1/schema.json"},
+    "huge count": {"type": "object", "properties": {"city": {"type": "string", "minLength": 10**9}}},
+    "huge list": {"type": "object", "properties": {"city": {"type": "array", "minItems": 10**6}}},
+    "impossible": {"type": "object", "properties": {"city": False}, "required": ["city"]},
+    "broken pattern": {"type": "object", "properties": {"city": {"type": "string", "pattern": "(["}}},
+    "deep": DEEP,
+    "wide": {"type": "object", "properties": {f"field{number}": {"type": "string"} for number in range(1000)}},
+    "false": False,
+}
+
+
+def post(served: ServeOptions, path: str, body: dict[str, Any]) -> requests.Response:
+    headers = {"Authorization": f"Bearer {os.environ['SERVE_API_KEY']}"}
+    defaults = {"model": "tools", "max_tokens": 8}
+    return requests.post(f"{served.url}/{path}", json=defaults | body, headers=headers, timeout=120)
+
+
+@pytest.mark.parametrize("name", INVALID)
+def test_an_invalid_tool_gets_400(served: ServeOptions, name: str) -> None:
+    answer = post(served, "chat/completions", {"messages": user(CITY)} | INVALID[name])
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_no_schema_of_a_tool_breaks_the_engine(served: ServeOptions, client: openai.OpenAI, name: str) -> None:
+    tools = [{"type": "function", "function": TOOL | {"parameters": SCHEMAS[name], "strict": True}}]
+    for stream in (False, True):
+        for choice in ("auto", "required", NAMED):
+            body = {"messages": user(CITY), "tools": tools, "tool_choice": choice, "stream": stream}
+            answer = post(served, "chat/completions", body)
+            assert answer.status_code in (200, 400), answer.text
+            assert '"code": 500' not in answer.text
+    assert chat(client, GREETING).message.content == GREETED
+
+
 # ---------------------------------------------------------------- responses
 
 
@@ -289,3 +359,51 @@ def test_errors_have_anthropics_format(served: ServeOptions, claude: anthropic.A
         "invalid_request_error",
     ]
     assert all(set(each) == {"type", "error"} and set(each["error"]) == {"type", "message"} for each in types)
+
+
+# ---------------------------------------------------------------- other clients
+
+CLIENTS = {
+    "openai": "openai",
+    "litellm": "litellm",
+    "langchain": "langchain-openai",
+    "llama_index": "llama-index-llms-openai-like",
+    "instructor": "instructor",
+    "pydantic_ai": "pydantic-ai-slim[openai]",
+    "anthropic": "anthropic",
+}
+"""Clients that people use, and their packages. tests/clients/ has a script for each."""
+
+
+@pytest.mark.nightly
+def test_clients_can_use_every_feature(served: ServeOptions, tmp_path: Path) -> None:
+    """Each client is installed in an environment of its own, in its newest version."""
+    variables = {
+        name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "OPENAI_", "ANTHROPIC_"))
+    }
+    variables |= {"SERVER": served.root, "NO_PROXY": "127.0.0.1", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    outcomes = {client: run_client(client, tmp_path / client, variables) for client in CLIENTS}
+    features = list(dict.fromkeys(feature for found in outcomes.values() for feature in found))
+    print(f"\n| feature | {' | '.join(outcomes)} |\n|---|{'---|' * len(outcomes)}")
+    for feature in features:
+        cells = [found.get(feature, "") for found in outcomes.values()]
+        print(f"| {feature} | {' | '.join(cells)} |")
+    failures = {
+        (client, feature): outcome
+        for client, found in outcomes.items()
+        for feature, outcome in found.items()
+        if outcome != "ok"
+    }
+    assert not failures
+
+
+def run_client(client: str, environment: Path, variables: dict[str, str]) -> dict[str, str]:
+    """Install a client, run its script, and return the outcome of each feature."""
+    uv = os.environ.get("UV", "uv")
+    python = environment / "bin" / "python"
+    subprocess.run([uv, "venv", "-q", "--python", sys.executable, environment], check=True, env=variables)
+    subprocess.run([uv, "pip", "install", "-q", "--python", python, CLIENTS[client]], check=True, env=variables)
+    script = settings.PROJECT / "tests" / "clients" / f"{client}_client.py"
+    ended = subprocess.run([python, script], env=variables, capture_output=True, text=True, timeout=300, check=False)
+    assert ended.returncode == 0, ended.stderr
+    return json.loads(ended.stdout.splitlines()[-1])

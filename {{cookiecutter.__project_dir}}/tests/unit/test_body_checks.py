@@ -68,6 +68,20 @@ def test_the_arguments_of_a_tool_call_are_checked_as_json() -> None:
     assert (error.param, error.code) == (param, "invalid_unicode")
 
 
+def test_the_arguments_of_a_call_in_a_response_are_checked_as_json() -> None:
+    def body(arguments: Any) -> dict[str, Any]:
+        return {"input": [{"role": "user"}, {"type": "function_call", "name": "f", "arguments": arguments}]}
+
+    assert accepted(**body(json.dumps({"a": 1})))
+    assert rejected(body('{"a":' * 9000)).param == "input.1.arguments"
+
+
+@pytest.mark.parametrize("field", ["previous_response_id", "conversation"])
+def test_references_to_stored_conversations_are_rejected(field: str) -> None:
+    assert rejected({"input": "hi", field: "resp_1"}).param == field
+    assert accepted(input="hi", store=True, **{field: None})
+
+
 # ---------------------------------------------------------------- text
 
 
@@ -138,6 +152,9 @@ LONG = ["some words"] * 10_000
         ({"structured_outputs": {"json": {"enum": LONG}}}, "structured_outputs.json"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"enum": LONG}}}}, "response_format"),
         ({"tools": [{"type": "function", "function": {"parameters": {"enum": LONG}}}]}, "tools"),
+        ({"tools": [{"name": "f", "input_schema": {"enum": LONG}}]}, "tools"),
+        ({"text": {"format": {"type": "json_schema", "schema": {"enum": LONG}}}}, "text"),
+        ({"output_config": {"format": {"type": "json_schema", "schema": {"enum": LONG}}}}, "output_config"),
     ],
 )
 def test_a_schema_that_would_take_seconds_to_compile_is_rejected(body: dict[str, Any], param: str) -> None:
