@@ -73,6 +73,7 @@ def conversations() -> list[tuple[tuple[str, ...], list[dict[str, Any]]]]:
 def train(untrained: Path, folder: Path, *, steps: int = 60) -> None:
     """Teach the model in `untrained` the conversations, and write it to `folder`."""
     import torch
+    from torch.nn.utils.rnn import pad_sequence
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     torch.manual_seed(0)
@@ -81,7 +82,7 @@ def train(untrained: Path, folder: Path, *, steps: int = 60) -> None:
     tokenizer.chat_template = TEMPLATE.strip()
     model = AutoModelForCausalLM.from_pretrained(untrained, dtype=torch.float32)
     model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-    examples = []
+    rows = []
     for names, messages in conversations():
         tools = [{"type": "function", "function": {"name": name}} for name in names] or None
         prompt, whole = (
@@ -89,11 +90,15 @@ def train(untrained: Path, folder: Path, *, steps: int = 60) -> None:
             for shown, prompted in ((messages[:-1], True), (messages, False))
         )
         assert whole[: len(prompt)] == prompt
-        examples.append((torch.tensor([whole]), torch.tensor([[-100] * len(prompt) + whole[len(prompt) :]])))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+        rows.append((whole, [-100] * len(prompt) + whole[len(prompt) :]))
+    tokens, labels = (
+        pad_sequence([torch.tensor(row[part]) for row in rows], batch_first=True, padding_value=padding)
+        for part, padding in ((0, tokenizer.pad_token_id), (1, -100))
+    )
+    mask = tokens != tokenizer.pad_token_id
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for _ in range(steps):
-        for tokens, labels in examples:
-            model(input_ids=tokens, labels=labels).loss.backward()
+        model(input_ids=tokens, labels=labels, attention_mask=mask).loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
