@@ -273,7 +273,7 @@ def _check_bad_words(words: Any) -> None:
 
 
 def _check_stored(body: dict[str, Any]) -> None:
-    """Reject references to stored conversations. vLLM would ignore some of them, and answer without the conversation."""
+    """Reject references to stored conversations. vLLM ignores `conversation`, and would answer without its turns."""
     for name in STORED_FIELDS:
         if body.get(name) is not None:
             message = f"{name} is not supported, because the server stores no conversations; send all turns in input"

@@ -19,13 +19,14 @@ class Syntax(NamedTuple):
     """Strings that all chat templates with this syntax contain, and no template before it in the table."""
 
 
+DEEPSEEK_CALLS = "<\uff5ctool\u2581calls\u2581begin\uff5c>"
 # The first match counts, so special cases come first. llama.cpp detects formats in the same way (common/chat.cpp).
 TOOL_CALLS = (
     Syntax("openai", ("<|channel|>", "<|call|>")),
     Syntax("gemma4", ("<|tool_call>",)),
     Syntax("functiongemma", ("<start_function_call>",)),
-    Syntax("deepseek_v3", ("<｜tool▁calls▁begin｜>", "```json")),
-    Syntax("deepseek_v31", ("<｜tool▁calls▁begin｜>",)),
+    Syntax("deepseek_v3", (DEEPSEEK_CALLS, "```json")),
+    Syntax("deepseek_v31", (DEEPSEEK_CALLS,)),
     Syntax("kimi_k2", ("<|tool_calls_section_begin|>",)),
     Syntax("minimax_m2", ("<minimax:tool_call>",)),
     Syntax("seed_oss", ("<seed:tool_call>",)),
@@ -49,7 +50,7 @@ REASONING = (
     Syntax("minimax_m2", ("<think>", "<minimax:tool_call>")),
     Syntax("kimi_k2", ("<think>", "<|tool_calls_section_begin|>")),
     Syntax("glm45", ("<think>", "<arg_key>")),
-    Syntax("deepseek_v3", ("<think>", "<｜tool▁calls▁begin｜>", "not thinking")),
+    Syntax("deepseek_v3", ("<think>", DEEPSEEK_CALLS, "not thinking")),
     Syntax("nemotron_v3", ("<think>", "truncate_history_thinking")),
     Syntax("olmo3", ("<think>", "<function_calls>")),
     Syntax("", ("<think>", "<response>")),  # Granite 3.3 thinks only if a request asks for it

@@ -1,3 +1,5 @@
+"""Uses the features of Anthropic's client."""
+
 import anthropic
 from report import ANSWER, CITIES, CITY, GREETED, GREETING, KEY, MODEL, PARIS, RESULT, ROME, ROOT, SCHEMA, check, run
 
@@ -7,7 +9,7 @@ TOOLS = [{"name": "get_weather", "description": "Temperature in a city.", "input
 
 def create(messages, **options):
     messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-    return client.messages.create(model=MODEL, messages=messages, max_tokens=100, temperature=0, **options)
+    return client.messages.create(model=MODEL, messages=messages, max_tokens=100, **options)
 
 
 def texts(message):
@@ -24,7 +26,7 @@ def chat():
 
 def stream():
     asked = [{"role": "user", "content": GREETING}]
-    with client.messages.stream(model=MODEL, messages=asked, max_tokens=100, temperature=0) as events:
+    with client.messages.stream(model=MODEL, messages=asked, max_tokens=100) as events:
         check("".join(events.text_stream), GREETED)
 
 
@@ -34,7 +36,7 @@ def tools():
 
 def streamed_tools():
     asked = [{"role": "user", "content": CITY}]
-    with client.messages.stream(model=MODEL, messages=asked, max_tokens=100, temperature=0, tools=TOOLS) as events:
+    with client.messages.stream(model=MODEL, messages=asked, max_tokens=100, tools=TOOLS) as events:
         check(calls(events.get_final_message()), [PARIS])
 
 

@@ -1,3 +1,5 @@
+"""Uses the features of Instructor."""
+
 import instructor
 import openai
 from pydantic import BaseModel
@@ -7,7 +9,7 @@ plain = openai.OpenAI(base_url=URL, api_key=KEY, max_retries=0)
 messages = [{"role": "user", "content": CITY}]
 
 
-class get_weather(BaseModel):  # noqa: N801 -- the name of the tool
+class get_weather(BaseModel):
     """Temperature in a city."""
 
     city: str

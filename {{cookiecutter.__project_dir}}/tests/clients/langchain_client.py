@@ -1,3 +1,5 @@
+"""Uses the features of LangChain."""
+
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel
@@ -8,7 +10,7 @@ model = ChatOpenAI(model=MODEL, base_url=URL, api_key=KEY, temperature=0, max_re
 with_tools = model.bind_tools([tool])
 
 
-class get_weather(BaseModel):  # noqa: N801 -- the name of the tool
+class get_weather(BaseModel):
     """Temperature in a city."""
 
     city: str

@@ -1,3 +1,5 @@
+"""Uses the features of LiteLLM."""
+
 import json
 
 import litellm

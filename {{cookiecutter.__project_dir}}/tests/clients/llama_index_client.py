@@ -1,7 +1,24 @@
+"""Uses the features of LlamaIndex."""
+
 from llama_index.core.llms import ChatMessage
 from llama_index.core.tools import FunctionTool
 from llama_index.llms.openai_like import OpenAILike
-from report import ANSWER, CITIES, CITY, GREETED, GREETING, KEY, MODEL, PARIS, RESULT, ROME, URL, check, get_weather, run
+from report import (
+    ANSWER,
+    CITIES,
+    CITY,
+    GREETED,
+    GREETING,
+    KEY,
+    MODEL,
+    PARIS,
+    RESULT,
+    ROME,
+    URL,
+    check,
+    get_weather,
+    run,
+)
 
 model = OpenAILike(
     model=MODEL,
@@ -41,7 +58,9 @@ def parallel_tools():
 
 
 def required_tool():
-    check([set(each) for each in calls(model.chat_with_tools([tool], user_msg=GREETING, tool_required=True))], [{"city"}])
+    check(
+        [set(each) for each in calls(model.chat_with_tools([tool], user_msg=GREETING, tool_required=True))], [{"city"}]
+    )
 
 
 def tool_results():

@@ -1,7 +1,25 @@
+"""Uses the features of OpenAI's client."""
+
 import json
 
 import openai
-from report import ANSWER, CITIES, CITY, GREETED, GREETING, KEY, MODEL, PARIS, RESULT, ROME, TOOL, TOOLS, URL, check, run
+from report import (
+    ANSWER,
+    CITIES,
+    CITY,
+    GREETED,
+    GREETING,
+    KEY,
+    MODEL,
+    PARIS,
+    RESULT,
+    ROME,
+    TOOL,
+    TOOLS,
+    URL,
+    check,
+    run,
+)
 
 client = openai.OpenAI(base_url=URL, api_key=KEY, max_retries=0)
 user = {"role": "user", "content": CITY}

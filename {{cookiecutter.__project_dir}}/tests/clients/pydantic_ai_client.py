@@ -1,3 +1,5 @@
+"""Uses the features of Pydantic AI."""
+
 from pydantic import BaseModel
 from pydantic_ai import Agent, ToolOutput
 from pydantic_ai.models.openai import OpenAIChatModel

@@ -160,7 +160,6 @@ def test_thinking_can_be_turned_off(client: openai.OpenAI) -> None:
 
 
 def test_arguments_of_vllm_reach_the_engine(client: openai.OpenAI) -> None:
-    assert chat(client, GREETING, logprobs=True, top_logprobs=3).logprobs
     with pytest.raises(openai.BadRequestError, match="3"):
         chat(client, GREETING, logprobs=True, top_logprobs=4)
 
@@ -189,7 +188,6 @@ INVALID: dict[str, dict[str, Any]] = {
     "choice without tools": {"tool_choice": "required"},
     "choice and a broken tool": {"tools": [{}], "tool_choice": NAMED},
     "huge schema": {"tools": [{"type": "function", "function": TOOL | {"parameters": {"enum": ["x" * 9] * 9000}}}]},
-    "result without a call": {"messages": [{"role": "tool", "content": "18"}]},
     "calls are text": {"messages": [*user(CITY), {"role": "assistant", "tool_calls": "get_weather"}]},
     "call without a function": {"messages": [*user(CITY), {"role": "assistant", "tool_calls": [{"type": "function"}]}]},
 }
@@ -252,7 +250,7 @@ def response_calls(response: Any) -> list[tuple[str, Any]]:
 def test_responses_call_tools(client: openai.OpenAI, question: str, expected: list[Any], stream: bool) -> None:
     answer = respond(client, question, stream=stream)
     if stream:
-        answer = [event for event in answer if event.type == "response.completed"][0].response
+        answer = next(event for event in answer if event.type == "response.completed").response
     assert response_calls(answer) == [("get_weather", arguments) for arguments in expected]
     [reasoning] = [item for item in answer.output if item.type == "reasoning"]
     assert reasoning.content[0].text == REASONING
@@ -301,7 +299,7 @@ CLAUDE_TOOLS: list[Any] = [{"name": TOOL["name"], "description": TOOL["descripti
 
 
 def message(claude: anthropic.Anthropic, messages: list[Any], **options: Any) -> Any:
-    options = {"tools": CLAUDE_TOOLS, "max_tokens": 100, "temperature": 0} | options
+    options = {"tools": CLAUDE_TOOLS, "max_tokens": 100} | options
     return claude.messages.create(model="tools", messages=messages, **options)
 
 
@@ -313,8 +311,8 @@ def blocks(answer: Any, kind: str) -> list[Any]:
 @pytest.mark.parametrize(("question", "expected"), [(CITY, [PARIS]), (CITIES, [PARIS, ROME])], ids=["one", "parallel"])
 def test_messages_call_tools(claude: anthropic.Anthropic, question: str, expected: list[Any], stream: bool) -> None:
     if stream:
-        options: dict[str, Any] = {"tools": CLAUDE_TOOLS, "max_tokens": 100, "temperature": 0}
-        with claude.messages.stream(model="tools", messages=user(question), **options) as events:
+        asked = user(question)
+        with claude.messages.stream(model="tools", messages=asked, tools=CLAUDE_TOOLS, max_tokens=100) as events:
             answer = events.get_final_message()
     else:
         answer = message(claude, user(question))

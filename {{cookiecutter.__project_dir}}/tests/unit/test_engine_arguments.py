@@ -32,7 +32,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"hf_token": "x"}, "engine.hf_token would be stored in settings.toml; put HF_TOKEN into .env instead"),
     (
         {"trust_remote_code": True},
-        'engine.trust_remote_code runs code from the model\'s repository; if you want that, set allow_unsafe = '
+        "engine.trust_remote_code runs code from the model's repository; if you want that, set allow_unsafe = "
         '["trust_remote_code"] in [serve]',
     ),
     ({"kv_transfer_config": {"kv_connector": "P2pNcclConnector"}}, "engine.kv_transfer_config opens ports"),
@@ -62,7 +62,7 @@ def test_a_profile_adds_arguments_to_the_shared_ones(tmp_path: Path) -> None:
     file = tmp_path / "settings.toml"
     file.write_text(
         (settings.PROJECT / "settings.toml").read_text()
-        + '\n[serve.engine]\nseed = 1\nenable_prefix_caching = false\n[local.serve.engine]\nseed = 2\n'
+        + "\n[serve.engine]\nseed = 1\nenable_prefix_caching = false\n[local.serve.engine]\nseed = 2\n"
     )
     assert settings.load(ServeOptions, "serve", profile="local", file=file).engine == {
         "seed": 2,
