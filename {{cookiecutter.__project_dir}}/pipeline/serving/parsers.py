@@ -16,10 +16,14 @@ class Syntax(NamedTuple):
     parser: str
     """vLLM's name of the parser that reads it."""
     markers: tuple[str, ...]
-    """Strings that all chat templates with this syntax contain, and no template before it in the table."""
+    """Strings that all chat templates with this syntax contain."""
+    tokens: tuple[str, ...] = ()
+    """Tokens without which the parser, and so the engine, does not start."""
 
 
+NONE = Syntax("", ())
 DEEPSEEK_CALLS = "<\uff5ctool\u2581calls\u2581begin\uff5c>"
+THINK = ("<think>", "</think>")
 # The first match counts, so special cases come first. llama.cpp detects formats in the same way (common/chat.cpp).
 TOOL_CALLS = (
     Syntax("openai", ("<|channel|>", "<|call|>")),
@@ -36,7 +40,9 @@ TOOL_CALLS = (
     Syntax("glm45", ("<tool_call>", "<arg_key>")),
     Syntax("olmo3", ("<function_calls>",)),
     Syntax("lfm2", ("<|tool_list_start|>",)),
-    Syntax("mistral", ("[TOOL_CALLS]",)),
+    Syntax("", ("[TOOL_CALLS]", "[CALL_ID]")),  # Mistral Small 3.2; the parser takes the id for a part of the name
+    Syntax("mistral", ("[TOOL_CALLS]", "[ARGS]")),
+    Syntax("xlam", ("[TOOL_CALLS]",)),  # Mistral's models before 2025 write a list of calls as JSON
     Syntax("granite", ("<|start_of_role|>", "<|tool_call|>")),
     Syntax("granite4", ("<|start_of_role|>", "<tool_call>")),
     Syntax("hermes", ("<tool_call>", '"arguments')),
@@ -46,19 +52,18 @@ TOOL_CALLS = (
 REASONING = (
     Syntax("openai_gptoss", ("<|channel|>", "analysis")),
     Syntax("gemma4", ("<|channel>thought",)),
+    Syntax("mistral", ("[THINK]",), ("[THINK]", "[/THINK]")),
     Syntax("seed_oss", ("<seed:think>",)),
-    Syntax("minimax_m2", ("<think>", "<minimax:tool_call>")),
-    Syntax("kimi_k2", ("<think>", "<|tool_calls_section_begin|>")),
-    Syntax("glm45", ("<think>", "<arg_key>")),
-    Syntax("deepseek_v3", ("<think>", DEEPSEEK_CALLS, "not thinking")),
-    Syntax("nemotron_v3", ("<think>", "truncate_history_thinking")),
-    Syntax("olmo3", ("<think>", "<function_calls>")),
+    Syntax("minimax_m2", ("<think>", "<minimax:tool_call>"), THINK),
+    Syntax("kimi_k2", ("<think>", "<|tool_calls_section_begin|>"), THINK),
+    Syntax("glm45", ("<think>", "<arg_key>"), THINK),
+    Syntax("deepseek_v3", ("<think>", DEEPSEEK_CALLS, "not thinking"), THINK),
+    Syntax("nemotron_v3", ("<think>", "truncate_history_thinking"), THINK),
+    Syntax("olmo3", ("<think>", "<function_calls>"), ("\u0120</", "</", "think", ">")),  # U+0120 stands for a space
     Syntax("", ("<think>", "<response>")),  # Granite 3.3 thinks only if a request asks for it
-    Syntax("qwen3", ("<think>", "enable_thinking")),
-    Syntax("deepseek_r1", ("<think>",)),
+    Syntax("qwen3", ("<think>", "enable_thinking"), THINK),
+    Syntax("deepseek_r1", ("<think>",), THINK),
 )
-TOKENS = {"deepseek_r1": ("<think>", "</think>"), "qwen3": ("<think>", "</think>")}
-"""Tokens that a parser must find in the vocabulary."""
 
 
 def resolve(options: ServeOptions) -> ServeOptions:
@@ -75,17 +80,17 @@ def resolve(options: ServeOptions) -> ServeOptions:
 
 def tool_parser(template: str) -> str:
     """Return the parser for the tool calls of a chat template, or "" if there is none."""
-    return _first(TOOL_CALLS, template)
+    return _first(TOOL_CALLS, template).parser
 
 
 def reasoning_parser(template: str, vocabulary: Container[str]) -> str:
-    """Return the parser for the reasoning of a chat template, or "" if there is none."""
-    name = _first(REASONING, template)
-    return name if all(token in vocabulary for token in TOKENS.get(name, ())) else ""
+    """Return the parser for the reasoning of a chat template, or "" if there is none, or if it lacks its tokens."""
+    found = _first(REASONING, template)
+    return found.parser if all(token in vocabulary for token in found.tokens) else ""
 
 
-def _first(table: tuple[Syntax, ...], template: str) -> str:
-    return next((each.parser for each in table if all(marker in template for marker in each.markers)), "")
+def _first(table: tuple[Syntax, ...], template: str) -> Syntax:
+    return next((each for each in table if all(marker in template for marker in each.markers)), NONE)
 
 
 def _read(options: ServeOptions) -> tuple[str, Container[str]]:

@@ -1,5 +1,6 @@
 """Test tool calls, reasoning and arguments of vLLM with a served model, through the three APIs that have tools."""
 
+import functools
 import json
 import os
 import socket
@@ -15,11 +16,16 @@ import openai
 import pytest
 import requests
 import tool_model
+from families import FAMILIES, add_tokens, template_of
 from tool_model import CITIES, CITY, GREETED, GREETING, KNOWS_NOT, REASONING
+from transformers import PreTrainedTokenizerFast
 
 import settings
+from pipeline.data.chat_template import ChatTemplate
+from pipeline.data.template_probes import FEATURES
+from pipeline.data.template_probes import TOOL as TOOL_PROBE
 from pipeline.ray_support import job_secrets
-from pipeline.serving import lifecycle, preflight
+from pipeline.serving import lifecycle, parsers, preflight, vllm_arguments
 from pipeline.serving.options import ServeOptions
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="vLLM's CPU build exists for Linux only")
@@ -357,6 +363,62 @@ def test_errors_have_anthropics_format(served: ServeOptions, claude: anthropic.A
         "invalid_request_error",
     ]
     assert all(set(each) == {"type", "error"} and set(each["error"]) == {"type", "message"} for each in types)
+
+
+# ---------------------------------------------------------------- names and parsers of vLLM
+
+
+def test_the_stored_names_are_those_of_vllm() -> None:
+    """If vLLM was updated, run: python -m pipeline.serving.vllm_arguments"""
+    assert vllm_arguments.installed() == vllm_arguments.stored()
+
+
+CALL_ID_IN_NAME = {"Kimi K2"}  # this template writes only the id, which Kimi's own ids repeat the name in
+HARMONY = {"gpt-oss"}  # vLLM reads its calls and reasoning from tokens, not from text
+
+
+@pytest.fixture(scope="module")
+def tokenizer(assets: Path) -> PreTrainedTokenizerFast:
+    """Return a tokenizer with the special tokens of all published templates."""
+    return add_tokens(PreTrainedTokenizerFast.from_pretrained(assets / "model"), *FAMILIES.values())
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in CALL_ID_IN_NAME | HARMONY])
+def test_the_chosen_parsers_read_what_the_template_writes(name: str, tokenizer: PreTrainedTokenizerFast) -> None:
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.reasoning import ReasoningParserManager
+    from vllm.tool_parsers import ToolParserManager
+
+    family = FAMILIES[name]
+    stops = (*family.eos, str(tokenizer.eos_token))
+    tokenizer.chat_template = template_of(family)
+    template = ChatTemplate(tokenizer, tokenizer.convert_tokens_to_ids(list(stops)))
+    tool_parser = parsers.tool_parser(template.text)
+    reasoning_parser = parsers.reasoning_parser(template.text, tokenizer.get_vocab())
+    request = ChatCompletionRequest(messages=[], tools=[TOOL_PROBE])
+
+    def written(feature: str) -> str:
+        """Return the text that the template makes the model write."""
+        text, spans = template.documents(FEATURES[feature][0])[-1]
+        start, stop = spans[-1]
+        return functools.reduce(str.removesuffix, stops, text[start:stop])
+
+    def read(text: str) -> tuple[str, str]:
+        if not reasoning_parser:
+            return "", text
+        found = ReasoningParserManager.get_reasoning_parser(reasoning_parser)(tokenizer).extract_reasoning(
+            text, request
+        )
+        return (found[0] or "").strip(), (found[1] or "").strip()
+
+    if reasoning_parser and "reasoning" not in template.dropped and name != "DeepSeek V3.1":
+        assert read(written("reasoning")) == ("probe-reasoning", "probe-answer")
+    if tool_parser and not {"tools", "tool calls"} & template.dropped:
+        parser = ToolParserManager.get_tool_parser(tool_parser)(tokenizer, request.tools)
+        calls = parser.extract_tool_calls(read(written("tool calls"))[1], request).tool_calls
+        assert [(call.function.name, call.function.arguments) for call in calls] == [
+            ("probe_call", '{"probe_key": "probe-value"}')
+        ]
 
 
 # ---------------------------------------------------------------- other clients

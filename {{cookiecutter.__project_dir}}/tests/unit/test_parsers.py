@@ -6,7 +6,7 @@ from families import FAMILIES, Family, template_of
 
 from pipeline.serving import parsers, vllm_arguments
 
-THINK = ("<think>", "</think>")
+TOKENS = {token for each in parsers.REASONING for token in each.tokens}
 CHOSEN = {
     "Qwen 2.5": ("hermes", ""),
     "Qwen 3": ("hermes", "qwen3"),
@@ -15,8 +15,8 @@ CHOSEN = {
     "Llama 3": ("", ""),
     "Llama 3.1, 3.3": ("llama3_json", ""),
     "Llama 3.2": ("llama3_json", ""),
-    "Mistral 7B v0.3": ("mistral", ""),
-    "Mistral Nemo": ("mistral", ""),
+    "Mistral 7B v0.3": ("xlam", ""),
+    "Mistral Nemo": ("xlam", ""),
     "Mistral Small 3": ("", ""),
     "Ministral 3": ("mistral", ""),
     "Gemma 2": ("", ""),
@@ -50,12 +50,12 @@ CHOSEN = {
 @pytest.mark.parametrize(("name", "family"), FAMILIES.items())
 def test_the_parsers_fit_the_template(name: str, family: Family) -> None:
     template = template_of(family)
-    assert (parsers.tool_parser(template), parsers.reasoning_parser(template, THINK)) == CHOSEN[name]
+    assert (parsers.tool_parser(template), parsers.reasoning_parser(template, TOKENS)) == CHOSEN[name]
 
 
 def test_the_parsers_fit_the_template_of_the_tests() -> None:
     assert parsers.tool_parser(tool_model.TEMPLATE) == "hermes"
-    assert parsers.reasoning_parser(tool_model.TEMPLATE, THINK) == "qwen3"
+    assert parsers.reasoning_parser(tool_model.TEMPLATE, TOKENS) == "qwen3"
 
 
 def test_a_tokenizer_without_the_tokens_gets_no_reasoning_parser() -> None:
@@ -65,5 +65,5 @@ def test_a_tokenizer_without_the_tokens_gets_no_reasoning_parser() -> None:
 
 def test_vllm_has_all_parsers_of_the_tables() -> None:
     stored = vllm_arguments.stored()
-    assert {each.parser for each in parsers.TOOL_CALLS} <= set(stored.tool_parsers)
-    assert {each.parser for each in parsers.REASONING if each.parser} <= set(stored.reasoning_parsers)
+    assert {each.parser for each in parsers.TOOL_CALLS} - {""} <= set(stored.tool_parsers)
+    assert {each.parser for each in parsers.REASONING} - {""} <= set(stored.reasoning_parsers)
