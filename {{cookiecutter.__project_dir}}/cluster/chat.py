@@ -158,12 +158,16 @@ def _switch_model(session: ChatSession, name: str) -> None:
 
 
 def _print_answer(session: ChatSession, question: str) -> None:
-    """Print an answer as it is generated, and its reasoning in a dim color, or not at all if stdout is no terminal."""
+    """Print an answer as it is generated. In a terminal, print its reasoning first, in a dim color."""
+    reasoned = False
     for piece in session.answer(question):
-        if not piece.is_reasoning:
-            print(piece.text, end="", flush=True)
-        elif sys.stdout.isatty():
-            print(f"{DIM}{piece.text}{PLAIN}", end="", flush=True)
+        if piece.is_reasoning:
+            if sys.stdout.isatty():
+                print(f"{DIM}{piece.text}{PLAIN}", end="", flush=True)
+                reasoned = True
+            continue
+        print("\n" * reasoned + piece.text, end="", flush=True)
+        reasoned = False
     print()
 
 

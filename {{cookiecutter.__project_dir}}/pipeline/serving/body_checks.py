@@ -23,6 +23,8 @@ MAX_TEXT = 16 * 1024
 # quadratic time, once per prompt: 0.25 s for 2,000 copies, 85 s for 30,000.
 MAX_COPIES = 2000
 HUGE = 10**9  # replaces all larger numbers, so that they can be multiplied and printed
+MAX_INTEGER = 2**63 - 1  # the engine's serializer fails at larger numbers, when a stream has already started
+NULLABLE = ("background", "truncation")  # OpenAI's API takes null for the default, but vLLM's stream breaks off
 INTERNAL_FIELDS = frozenset({"kv_transfer_params", "ec_transfer_params"})  # vLLM servers send these to each other
 # The quantifiers are possessive, because backtracking over 2,000 spaces after a brace would take hours.
 BOUNDS = re.compile(r"\{\s*+(\d*+)\s*+,?+\s*+(\d*+)\s*+\}")
@@ -44,7 +46,7 @@ class Body(NamedTuple):
     """A body that passed the inspection."""
 
     raw: bytes
-    """The body as received, without the fields that only another vLLM server may send."""
+    """The body as received, without fields that only another vLLM server may send, and without some nulls."""
     model: str | None
     """Name of the requested model, or None if the body has no valid name."""
     sequences: int
@@ -56,8 +58,8 @@ def inspect(raw: bytes) -> Body:
 
     Raises:
         InvalidBody: the body is not a JSON object, is nested too deeply, or contains a lone surrogate, a schema or
-            `bad_words` that are too large, too many repetitions, a reference to a stored conversation, or an `n` that
-            is not an integer.
+            `bad_words` that are too large, too many repetitions, a reference to a stored conversation, a number
+            that is too large, or an `n` that is not an integer.
     """
     body = _parse(raw)
     if not isinstance(body, dict):
@@ -67,8 +69,11 @@ def inspect(raw: bytes) -> Body:
     _check_schemas(body)
     _check_bad_words(body.get("bad_words"))
     _check_stored(body)
-    if INTERNAL_FIELDS & body.keys():
-        raw = json.dumps({name: value for name, value in body.items() if name not in INTERNAL_FIELDS}).encode()
+    _check_integers(body)
+    removed = [name for name in NULLABLE if body.get(name, "") is None]
+    removed += INTERNAL_FIELDS & body.keys()
+    if removed:
+        raw = json.dumps({name: value for name, value in body.items() if name not in removed}).encode()
     model = body.get("model")
     return Body(raw, model if isinstance(model, str) else None, _sequences(body))
 
@@ -278,6 +283,12 @@ def _check_stored(body: dict[str, Any]) -> None:
         if body.get(name) is not None:
             message = f"{name} is not supported, because the server stores no conversations; send all turns in input"
             raise InvalidBody(message, name, "not_supported")
+
+
+def _check_integers(body: dict[str, Any]) -> None:
+    for name, value in body.items():
+        if type(value) is int and abs(value) > MAX_INTEGER and name != "n":  # _sequences counts a huge n
+            raise InvalidBody(f"{name[:MAX_PATH_SHOWN]} is too large a number", name[:MAX_PATH_SHOWN], "invalid_value")
 
 
 def _sequences(body: dict[str, Any]) -> int:

@@ -224,6 +224,20 @@ def test_fields_for_other_vllm_servers_are_removed() -> None:
     assert json.loads(accepted(**body).raw) == {"model": "m", "prompt": "größer"}
 
 
+def test_nulls_that_break_vllms_stream_are_removed() -> None:
+    assert json.loads(accepted(input="hi", background=None, truncation=None, user=None).raw) == {
+        "input": "hi",
+        "user": None,
+    }
+    assert json.loads(accepted(background=False, truncation="auto").raw) == {"background": False, "truncation": "auto"}
+
+
+@pytest.mark.parametrize("value", [2**63, -(2**70)])
+def test_numbers_that_are_too_large_for_the_engine_are_rejected(value: int) -> None:
+    assert rejected({"top_k": value}).param == "top_k"
+    assert accepted(top_k=2**63 - 1)
+
+
 # ---------------------------------------------------------------- model and sequences
 
 
