@@ -165,6 +165,11 @@ class ServeOptions(settings.Section):
         return self.model if self.is_hub_id else settings.resolve(self.model)
 
     @property
+    def trust_remote_code(self) -> bool:
+        """Whether code from the model's repository may run."""
+        return bool(self.engine.get("trust_remote_code"))
+
+    @property
     def served_name(self) -> str:
         """Name of the model in the API: `model_name`, or a default.
 

@@ -97,7 +97,7 @@ def _read(options: ServeOptions) -> tuple[str, Container[str]]:
     """Return the chat template that renders tools, and the vocabulary. Both are empty if the model has none."""
     try:
         folder = model_cache.on_this_node(options.source, weights=False)
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
         return tokenizer.get_chat_template(tools=[TOOL]), tokenizer.get_vocab()
-    except (OSError, ValueError):  # vLLM reports a model that it cannot load itself
+    except (OSError, ValueError, LookupError, ImportError):  # vLLM reports a model that it cannot load itself
         return "", ()

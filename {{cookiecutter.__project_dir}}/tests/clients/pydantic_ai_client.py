@@ -1,5 +1,7 @@
 """Uses the features of Pydantic AI."""
 
+import asyncio
+
 from pydantic import BaseModel
 from pydantic_ai import Agent, ToolOutput
 from pydantic_ai.models.openai import OpenAIChatModel
@@ -26,8 +28,6 @@ def stream():
         async with Agent(model, model_settings=settings).run_stream(GREETING) as result:
             return [part async for part in result.stream_text(delta=True)]
 
-    import asyncio
-
     check("".join(asyncio.run(read())), GREETED)
 
 
@@ -39,8 +39,6 @@ def streamed_tools():
     async def read():
         async with agent.run_stream(CITY) as result:
             return await result.get_output()
-
-    import asyncio
 
     check(asyncio.run(read()), ANSWER)
 

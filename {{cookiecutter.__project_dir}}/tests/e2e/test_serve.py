@@ -824,6 +824,11 @@ def test_more_tokens_than_the_model_supports_are_an_error(assets: Path) -> None:
         preflight.check_model(options(model=str(assets / "model"), max_model_len=513))
 
 
+def test_a_rope_scaling_can_raise_the_number_of_tokens(assets: Path) -> None:
+    scaling = {"hf_overrides": {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}}
+    preflight.check_model(options(model=str(assets / "model"), max_model_len=1024, engine=scaling))
+
+
 def test_a_taken_port_is_an_error_and_the_running_model_stays(served: ServeOptions, client: openai.OpenAI) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

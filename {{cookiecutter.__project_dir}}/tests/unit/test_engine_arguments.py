@@ -15,7 +15,7 @@ ACCEPTED: list[dict[str, Any]] = [
     {"quantization": "fp8", "kv_cache_dtype": "fp8", "enable_prefix_caching": False, "gpu_memory_utilization": 0.8},
     {"gpu_memory_utilization": 1, "max_num_batched_tokens": 4096, "seed": 7},
     {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}},
-    {"hf_overrides": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}},
+    {"hf_overrides": {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}},
     {"default_chat_template_kwargs": {"enable_thinking": False}},
     {"trust_remote_code": False},
 ]
