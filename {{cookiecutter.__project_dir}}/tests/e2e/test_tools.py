@@ -6,7 +6,6 @@ import os
 import socket
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -68,18 +67,18 @@ def user(text: str) -> list[Any]:
 
 def chat(client: openai.OpenAI, text: str, **options: Any) -> Any:
     """Return the only choice of an answer."""
-    options = {"tools": TOOLS, "max_tokens": 100, "temperature": 0} | options
-    return client.chat.completions.create(model="tools", messages=user(text), **options).choices[0]
+    arguments: dict[str, Any] = {"tools": TOOLS, "max_tokens": 100, "temperature": 0} | options
+    return client.chat.completions.create(model="tools", messages=user(text), **arguments).choices[0]
 
 
 def streamed(client: openai.OpenAI, text: str, **options: Any) -> tuple[list[tuple[str, Any]], str, str, str]:
     """Return the calls, the reasoning, the content and the finish reason of a streamed answer."""
-    options = {"tools": TOOLS, "max_tokens": 100, "temperature": 0} | options
+    given: dict[str, Any] = {"tools": TOOLS, "max_tokens": 100, "temperature": 0} | options
     names: dict[int, str] = {}
-    texts: Counter[int] = Counter()
     arguments: dict[int, str] = {}
     reasoning = content = finish = ""
-    for chunk in client.chat.completions.create(model="tools", messages=user(text), stream=True, **options):
+    chunks: Any = client.chat.completions.create(model="tools", messages=user(text), stream=True, **given)
+    for chunk in chunks:
         [choice] = chunk.choices
         reasoning += getattr(choice.delta, "reasoning", None) or ""
         content += choice.delta.content or ""
@@ -87,7 +86,6 @@ def streamed(client: openai.OpenAI, text: str, **options: Any) -> tuple[list[tup
         for call in choice.delta.tool_calls or []:
             names[call.index] = names.get(call.index, "") + (call.function.name or "")
             arguments[call.index] = arguments.get(call.index, "") + (call.function.arguments or "")
-            texts[call.index] += 1
     return [(names[index], json.loads(arguments[index])) for index in names], reasoning, content, finish
 
 
@@ -243,8 +241,8 @@ def test_no_schema_of_a_tool_breaks_the_engine(served: ServeOptions, client: ope
 
 def respond(client: openai.OpenAI, text: Any, **options: Any) -> Any:
     tools: list[Any] = [{"type": "function", "strict": False} | TOOL]
-    options = {"tools": tools, "max_output_tokens": 100, "temperature": 0} | options
-    return client.responses.create(model="tools", input=text, **options)
+    arguments: dict[str, Any] = {"tools": tools, "max_output_tokens": 100, "temperature": 0} | options
+    return client.responses.create(model="tools", input=text, **arguments)
 
 
 def response_calls(response: Any) -> list[tuple[str, Any]]:
@@ -305,8 +303,8 @@ CLAUDE_TOOLS: list[Any] = [{"name": TOOL["name"], "description": TOOL["descripti
 
 
 def message(claude: anthropic.Anthropic, messages: list[Any], **options: Any) -> Any:
-    options = {"tools": CLAUDE_TOOLS, "max_tokens": 100} | options
-    return claude.messages.create(model="tools", messages=messages, **options)
+    arguments: dict[str, Any] = {"tools": CLAUDE_TOOLS, "max_tokens": 100} | options
+    return claude.messages.create(model="tools", messages=messages, **arguments)
 
 
 def blocks(answer: Any, kind: str) -> list[Any]:
@@ -395,7 +393,7 @@ def test_the_chosen_parsers_read_what_the_template_writes(name: str, tokenizer: 
     template = ChatTemplate(tokenizer, tokenizer.convert_tokens_to_ids(list(stops)))
     tool_parser = parsers.tool_parser(template.text)
     reasoning_parser = parsers.reasoning_parser(template.text, tokenizer.get_vocab())
-    request = ChatCompletionRequest(messages=[], tools=[TOOL_PROBE])
+    request: Any = ChatCompletionRequest(messages=[], tools=[TOOL_PROBE])
 
     def written(feature: str) -> str:
         """Return the text that the template makes the model write."""
