@@ -24,7 +24,7 @@ MAX_TEXT = 16 * 1024
 MAX_COPIES = 2000
 HUGE = 10**9  # replaces all larger numbers, so that they can be multiplied and printed
 MAX_INTEGER = 2**63 - 1  # the engine's serializer fails at larger numbers, when a stream has already started
-NULLABLE = ("background", "truncation")  # OpenAI's API takes null for the default, but vLLM's stream breaks off
+NULLABLE = ("background", "service_tier", "truncation")  # null means the default to OpenAI, but is an error to vLLM
 INTERNAL_FIELDS = frozenset({"kv_transfer_params", "ec_transfer_params"})  # vLLM servers send these to each other
 # The quantifiers are possessive, because backtracking over 2,000 spaces after a brace would take hours.
 BOUNDS = re.compile(r"\{\s*+(\d*+)\s*+,?+\s*+(\d*+)\s*+\}")

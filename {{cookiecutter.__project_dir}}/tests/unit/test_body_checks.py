@@ -224,8 +224,8 @@ def test_fields_for_other_vllm_servers_are_removed() -> None:
     assert json.loads(accepted(**body).raw) == {"model": "m", "prompt": "größer"}
 
 
-def test_nulls_that_break_vllms_stream_are_removed() -> None:
-    assert json.loads(accepted(input="hi", background=None, truncation=None, user=None).raw) == {
+def test_nulls_that_vllm_does_not_accept_are_removed() -> None:
+    assert json.loads(accepted(input="hi", background=None, service_tier=None, user=None).raw) == {
         "input": "hi",
         "user": None,
     }
