@@ -27,6 +27,7 @@ UV = shlex.quote(os.environ.get("UV", "uv"))  # set by `inv`
 # The path has spaces, because users have folders such as "My Drive", and Ray splits paths at spaces.
 TEST_PROJECT = "a b é/test"
 OWN_TESTS = f"{PYTHON} -m pytest"
+VLLM_ARGUMENTS = Path("pipeline", "serving", "vllm_arguments.json")
 # P7D: only releases that are at least a week old. By then, mirrors have them, and bad ones have been withdrawn.
 COMMON = "--python-version 3.11 --exclude-newer P7D --no-annotate"
 CUDA = "--python-platform x86_64-manylinux_2_28"
@@ -181,7 +182,10 @@ def lint(context: Context) -> None:
 
 @task(help={"latest": "also try the newest versions that fit together; keep them only if the quick tests pass"})
 def lock(context: Context, latest: bool = False) -> None:
-    """Compile the project's pins from its requirements/*.in, which take some versions from cookiecutter.json."""
+    """Compile the project's pins from its requirements/*.in, which take some versions from cookiecutter.json.
+
+    Also store the names of vLLM's arguments and parsers, if vLLM can be installed on this machine.
+    """
     if latest:
         _try_latest(context)
         return
@@ -193,6 +197,12 @@ def lock(context: Context, latest: bool = False) -> None:
     cpu = os.environ if "UV_FIND_LINKS" in os.environ else plain | {"UV_TORCH_BACKEND": "cpu"}
     options = "--universal --override requirements/local.overrides.txt --constraint requirements/cluster.txt"
     _compile(context, project, "local", options, cpu)
+    if sys.platform == "linux":
+        python = _python(context, project)
+        _step("storing the names of vLLM's arguments")
+        with context.cd(str(project)):
+            context.run(f"{shlex.quote(str(python))} -m pipeline.serving.vllm_arguments", env=_variables(project))
+        shutil.copyfile(project / VLLM_ARGUMENTS, bake.PROJECT / VLLM_ARGUMENTS)
 
 
 def _try_latest(context: Context) -> None:
@@ -217,7 +227,8 @@ def _try_latest(context: Context) -> None:
         for verb in ("lock", "test"):
             if context.run(f"{PYTHON} -m invoke {verb}", warn=True, in_stream=False).failed:
                 raise Exit(f"error: {verb} fails with {', '.join(changes)}. Nothing is changed. See {copy}", 1)
-    kept = [settings, *sorted((copy / bake.PROJECT.name / "requirements").glob("*.txt"))]
+    project = copy / bake.PROJECT.name
+    kept = [settings, project / VLLM_ARGUMENTS, *sorted((project / "requirements").glob("*.txt"))]
     for file in kept:
         shutil.copy(file, bake.TEMPLATE / file.relative_to(copy))
     print(f"the quick tests pass, and the new versions are in place: {', '.join(changes)}. Next: ./inv test --all")

@@ -40,7 +40,7 @@ def active_profile() -> str:
 
 
 def load(section_type: type[S], *names: str, profile: str | None = None, file: Path = FILE) -> S:
-    """Return the named sections as one object. Keys of the profile's sections override shared ones.
+    """Return the named sections as one object. Keys of the profile's sections override shared ones, also in tables.
 
     Raises:
         UserError: the profile is unknown, the file is missing or invalid, or a key is missing, unknown or wrong.
@@ -50,7 +50,7 @@ def load(section_type: type[S], *names: str, profile: str | None = None, file: P
     document = _parse(file)
     merged: dict[str, Any] = {}
     for table in tables:
-        merged |= _table(document, table)
+        merged |= _merged(merged, _table(document, table))
     try:
         return section_type.model_validate(merged)
     except ValidationError as error:
@@ -88,6 +88,14 @@ def _table(document: dict[str, Any], dotted: str) -> dict[str, Any]:
     for part in dotted.split("."):
         document = document.get(part, {})
     return document
+
+
+def _merged(values: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    """Return the overrides. A table in them is merged with the table of the same key in `values`."""
+    return {
+        key: values[key] | value if isinstance(value, dict) and isinstance(values.get(key), dict) else value
+        for key, value in overrides.items()
+    }
 
 
 def _first_error(error: ValidationError, tables: list[str], file: Path) -> str:

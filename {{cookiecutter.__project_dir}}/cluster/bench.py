@@ -160,7 +160,8 @@ async def _ask(client: openai.AsyncOpenAI, model: str, prompt: str, tokens: int)
     async for chunk in stream:
         if chunk.usage:
             count = chunk.usage.completion_tokens
-        if chunk.choices and chunk.choices[0].delta.content:
+        delta = chunk.choices[0].delta if chunk.choices else None
+        if delta and (delta.content or getattr(delta, "reasoning", None)):
             times.append(time.perf_counter())
     if not times:
         raise openai.APIError("the answer was empty", request=stream.response.request, body=None)

@@ -4,7 +4,9 @@ import contextlib
 import json
 import os
 import readline  # noqa: F401  gives input() line editing and history
+import sys
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 import httpx2
 import openai
@@ -15,7 +17,16 @@ from pipeline.ray_support import job_secrets
 
 HELP = "/system TEXT: set the system message   /model NAME: switch models   /clear: start over   /quit"
 
+DIM, PLAIN = "\033[2m", "\033[0m"
+
 TIMEOUTS = openai.Timeout(300, connect=5)  # seconds: 5 to connect, 300 between two chunks of an answer
+
+
+class Piece(NamedTuple):
+    """A part of an answer, or of the reasoning before it."""
+
+    text: str
+    is_reasoning: bool = False
 
 
 class ChatSession:
@@ -26,15 +37,23 @@ class ChatSession:
         self.model = model
         self.messages: list[ChatCompletionMessageParam] = []
 
-    def answer(self, question: str) -> Iterator[str]:
-        """Yield the model's answer piece by piece. Remember what was yielded, even if the caller stops early."""
+    def answer(self, question: str) -> Iterator[Piece]:
+        """Yield the model's answer piece by piece. Remember what was yielded, even if the caller stops early.
+
+        Reasoning is not remembered, because chat templates drop it from earlier turns.
+        """
         self.messages.append({"role": "user", "content": question})
         pieces: list[str] = []
         try:
             for chunk in self.client.chat.completions.create(model=self.model, messages=self.messages, stream=True):
-                if chunk.choices and (piece := chunk.choices[0].delta.content):
-                    pieces.append(piece)
-                    yield piece
+                if not chunk.choices:
+                    continue
+                delta = chunk.choices[0].delta
+                if reasoning := getattr(delta, "reasoning", None):  # a field of vLLM's
+                    yield Piece(reasoning, is_reasoning=True)
+                if delta.content:
+                    pieces.append(delta.content)
+                    yield Piece(delta.content)
         finally:
             if pieces:
                 self.messages.append({"role": "assistant", "content": "".join(pieces)})
@@ -139,8 +158,16 @@ def _switch_model(session: ChatSession, name: str) -> None:
 
 
 def _print_answer(session: ChatSession, question: str) -> None:
+    """Print an answer as it is generated. In a terminal, print its reasoning first, in a dim color."""
+    reasoned = False
     for piece in session.answer(question):
-        print(piece, end="", flush=True)
+        if piece.is_reasoning:
+            if sys.stdout.isatty():
+                print(f"{DIM}{piece.text}{PLAIN}", end="", flush=True)
+                reasoned = True
+            continue
+        print("\n" * reasoned + piece.text, end="", flush=True)
+        reasoned = False
     print()
 
 

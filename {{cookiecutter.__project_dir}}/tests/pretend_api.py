@@ -32,6 +32,8 @@ class PretendApi:
 
     def __init__(self) -> None:
         self.chunks: list[str] = ["All ", "is ", "well."]
+        self.reasoning = ""
+        """Each answer starts with this reasoning."""
         self.delay_s = 0.0
         self.resume = threading.Event()
         """A stream waits for this event after its first chunk."""
@@ -67,6 +69,8 @@ class PretendApi:
         return StreamingResponse(self._stream(body["model"]), media_type="text/event-stream")
 
     async def _stream(self, model: str) -> AsyncIterator[str]:
+        if self.reasoning:
+            yield _event(model, {"reasoning": self.reasoning})
         for number, chunk in enumerate(self.chunks):
             if number and not self.resume.is_set():
                 await asyncio.to_thread(self.resume.wait, 30)

@@ -34,7 +34,7 @@ def recipe(options: GenerateOptions, serving: ServeOptions) -> dict[str, Any]:
         "max_model_len": serving.max_model_len,
         "max_tokens": options.max_tokens,
         "temperature": options.temperature,
-    }
+    } | ({"engine": serving.engine} if serving.engine else {})
 
 
 def answer_remaining(

@@ -5,6 +5,7 @@ import contextlib
 import difflib
 import functools
 import io
+import json
 import logging
 import os
 import shutil
@@ -124,6 +125,20 @@ def _section(info: constructors.StructTypeInfo) -> constructors.StructConstructo
         for name, field in section_type.model_fields.items()
     )
     return constructors.StructConstructorSpec(make, fields)
+
+
+@OPTIONS.primitive_rule
+def _table(info: constructors.PrimitiveTypeInfo) -> constructors.PrimitiveConstructorSpec | None:
+    """Tell tyro to read a table with any keys as JSON."""
+    if info.type_origin is not dict:
+        return None
+    return constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="JSON",
+        instance_from_str=lambda words: json.loads(words[0]),
+        is_instance=lambda value: isinstance(value, dict),
+        str_from_instance=lambda value: [json.dumps(value)],
+    )
 
 
 def _first_error(error: ValidationError) -> str:

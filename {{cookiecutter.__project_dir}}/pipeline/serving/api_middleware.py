@@ -52,14 +52,14 @@ class ApiMiddleware:
             return
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         if path == HEALTH_ROUTE:
-            response = ResponseSender(send, self._alive)
+            response = ResponseSender(send, self._alive, path)
             method = "GET" if scope["method"] == "HEAD" else scope["method"]  # the server omits the response's body
             await self.app({**scope, "method": method}, receive, response)
             return
         record = RequestRecord(f"{scope['method']} {path}")
         current.set(record)
         send = self._recorded(send, record)
-        response = ResponseSender(send, self._alive)
+        response = ResponseSender(send, self._alive, path)
         try:
             async with asyncio.timeout(self._limits.timeout_s):
                 await self._handle(scope, receive, response, record)
@@ -69,7 +69,7 @@ class ApiMiddleware:
             if response.started:
                 raise  # cut the stream off, because a normal end would look like a complete answer
             message = f"the request did not finish within {self._limits.timeout_s:g} s; ask for fewer tokens"
-            await ResponseSender(send).send_error(ApiError(504, message, code="timeout"))
+            await ResponseSender(send, path=path).send_error(ApiError(504, message, code="timeout"))
         except ClientDisconnected:
             pass
         finally:
@@ -142,8 +142,8 @@ class ApiMiddleware:
         return inspected.raw, {**scope, "state": {**scope.get("state", {}), "body": inspected}}
 
     def _authenticate(self, headers: dict[bytes, bytes]) -> str:
-        """Return the name of the request's key."""
-        if name := self._keys.name_of(headers.get(b"authorization", b"")):
+        """Return the name of the request's key. Anthropic's clients send it as `x-api-key`."""
+        if name := self._keys.name_of(headers.get(b"authorization") or b"Bearer " + headers.get(b"x-api-key", b"")):
             return name
         message = "a valid API key is required: send the header `Authorization: Bearer YOUR_KEY`"
         raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})

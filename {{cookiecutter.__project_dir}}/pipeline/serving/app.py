@@ -30,7 +30,7 @@ import settings
 from pipeline.ray_support import compile_cache
 from pipeline.ray_support.private import serve as private_serve
 from pipeline.ray_support.private.serve_llm import EngineServer, NodeCallback, with_request_router
-from pipeline.serving import engine_hook, routing
+from pipeline.serving import engine_arguments, engine_hook, routing
 from pipeline.serving.access_log import AccessLog
 from pipeline.serving.accounting import RequestRecord, current
 from pipeline.serving.adapters import Adapters
@@ -53,7 +53,10 @@ ROUTES = {
     "/v1/chat/completions",
     "/v1/completions",
     "/v1/embeddings",
-}  # without /v1/responses, because vLLM 0.29 answers many valid requests there with status 500
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+}
 PARSE_ERRORS = (AttributeError, LookupError)  # vLLM raises these for malformed messages
 DEPLOYMENT = "Server"  # the same for every model, so that a new model replaces the old one in place
 log = logging.getLogger("ray.serve")
@@ -105,7 +108,14 @@ def engine_args(options: ServeOptions) -> dict[str, Any]:
         "tensor_parallel_size": options.tensor_parallel_size,
         "pipeline_parallel_size": options.pipeline_parallel_size,
         "kv_cache_memory_bytes": options.kv_cache_gib and int(options.kv_cache_gib * 2**30),
+        **engine_arguments.of_engine(options.engine),
     } | (_lora(options) if options.adapters else {})
+
+
+def api_args(options: ServeOptions) -> dict[str, Any]:
+    """Return the arguments of vLLM's HTTP API."""
+    tools = {"enable_auto_tool_choice": True, "tool_call_parser": options.tool_parser} if options.tool_parser else {}
+    return tools | {"reasoning_parser": options.reasoning_parser} | engine_arguments.of_api(options.engine)
 
 
 def _lora(options: ServeOptions) -> dict[str, Any]:
@@ -148,7 +158,9 @@ def llm_config(options: ServeOptions) -> LLMConfig:
     return LLMConfig(
         model_loading_config={"model_id": options.served_name, "model_source": options.source},
         # a safeguard: QueueMiddleware admits half as many sequences, so no request should reach this limit
-        engine_kwargs=engine_args(options) | {"max_num_queued_reqs": 2 * options.max_ongoing_requests},
+        engine_kwargs=engine_args(options)
+        | {"max_num_queued_reqs": 2 * options.max_ongoing_requests}
+        | api_args(options),
         deployment_config=deployment,
         accelerator_config={"kind": "cpu"} if cpu else None,  # without this, Ray asks for a GPU
         accelerator_type=options.accelerator_type,

@@ -23,10 +23,14 @@ MAX_TEXT = 16 * 1024
 # quadratic time, once per prompt: 0.25 s for 2,000 copies, 85 s for 30,000.
 MAX_COPIES = 2000
 HUGE = 10**9  # replaces all larger numbers, so that they can be multiplied and printed
+MAX_INTEGER = 2**63 - 1  # the engine's serializer fails at larger numbers, when a stream has already started
+NULLABLE = ("background", "service_tier", "truncation")  # null means the default to OpenAI, but is an error to vLLM
 INTERNAL_FIELDS = frozenset({"kv_transfer_params", "ec_transfer_params"})  # vLLM servers send these to each other
 # The quantifiers are possessive, because backtracking over 2,000 spaces after a brace would take hours.
 BOUNDS = re.compile(r"\{\s*+(\d*+)\s*+,?+\s*+(\d*+)\s*+\}")
 TOKEN = re.compile(rf"\\.|\[(?:\\.|[^\]\\])*+\]?+|{BOUNDS.pattern}|.", re.DOTALL)  # a token of a regex
+SCHEMA_FIELDS = ("response_format", "tools", "text", "output_config")  # of the APIs of OpenAI and Anthropic
+STORED_FIELDS = ("previous_response_id", "conversation")  # refer to earlier turns, which the server does not store
 NOT_AN_OBJECT = "the body must be a JSON object"
 MAX_PATH_SHOWN = 200  # maximum characters of a path in an error message
 
@@ -42,7 +46,7 @@ class Body(NamedTuple):
     """A body that passed the inspection."""
 
     raw: bytes
-    """The body as received, without the fields that only another vLLM server may send."""
+    """The body as received, without fields that only another vLLM server may send, and without some nulls."""
     model: str | None
     """Name of the requested model, or None if the body has no valid name."""
     sequences: int
@@ -54,7 +58,8 @@ def inspect(raw: bytes) -> Body:
 
     Raises:
         InvalidBody: the body is not a JSON object, is nested too deeply, or contains a lone surrogate, a schema or
-            `bad_words` that are too large, too many repetitions, or an `n` that is not an integer.
+            `bad_words` that are too large, too many repetitions, a reference to a stored conversation, a number
+            that is too large, or an `n` that is not an integer.
     """
     body = _parse(raw)
     if not isinstance(body, dict):
@@ -63,8 +68,12 @@ def inspect(raw: bytes) -> Body:
         _parse_inner(param, text)
     _check_schemas(body)
     _check_bad_words(body.get("bad_words"))
-    if INTERNAL_FIELDS & body.keys():
-        raw = json.dumps({name: value for name, value in body.items() if name not in INTERNAL_FIELDS}).encode()
+    _check_stored(body)
+    _check_integers(body)
+    removed = [name for name in NULLABLE if body.get(name, "") is None]
+    removed += INTERNAL_FIELDS & body.keys()
+    if removed:
+        raw = json.dumps({name: value for name, value in body.items() if name not in removed}).encode()
     model = body.get("model")
     return Body(raw, model if isinstance(model, str) else None, _sequences(body))
 
@@ -159,6 +168,9 @@ def _arguments(body: dict[str, Any]) -> Iterator[tuple[str, str]]:
             function = call.get("function")
             if isinstance(function, dict) and isinstance(function.get("arguments"), str):
                 yield f"messages.{position}.tool_calls.{number}.function.arguments", function["arguments"]
+    for position, item in _objects(body.get("input")):
+        if isinstance(item.get("arguments"), str):
+            yield f"input.{position}.arguments", item["arguments"]
 
 
 def _objects(value: Any) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -196,7 +208,7 @@ def _schemas(body: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     if isinstance(outputs, dict):
         for name, value in outputs.items():
             yield f"structured_outputs.{name}", value
-    for name in ("response_format", "tools"):
+    for name in SCHEMA_FIELDS:
         if name in body:
             yield name, body[name]
 
@@ -263,6 +275,20 @@ def _check_bad_words(words: Any) -> None:
     if size > MAX_TEXT:
         message = f"bad_words has {size:,} characters, more than {MAX_TEXT:,}; send fewer words"
         raise InvalidBody(message, "bad_words", "too_large")
+
+
+def _check_stored(body: dict[str, Any]) -> None:
+    """Reject references to stored conversations. vLLM ignores `conversation`, and would answer without its turns."""
+    for name in STORED_FIELDS:
+        if body.get(name) is not None:
+            message = f"{name} is not supported, because the server stores no conversations; send all turns in input"
+            raise InvalidBody(message, name, "not_supported")
+
+
+def _check_integers(body: dict[str, Any]) -> None:
+    for name, value in body.items():
+        if type(value) is int and abs(value) > MAX_INTEGER and name != "n":  # _sequences counts a huge n
+            raise InvalidBody(f"{name[:MAX_PATH_SHOWN]} is too large a number", name[:MAX_PATH_SHOWN], "invalid_value")
 
 
 def _sequences(body: dict[str, Any]) -> int:

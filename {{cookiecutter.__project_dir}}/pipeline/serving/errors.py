@@ -1,4 +1,7 @@
-"""API errors in OpenAI's format: https://platform.openai.com/docs/guides/error-codes"""
+"""API errors in the formats of OpenAI and, for the Messages API, of Anthropic.
+
+https://platform.openai.com/docs/guides/error-codes and https://docs.claude.com/en/api/errors
+"""
 
 import json
 from collections.abc import Callable, Mapping
@@ -11,6 +14,18 @@ FORWARDED_HEADERS = (b"allow", b"retry-after")  # headers of an app's error that
 CLIENT_CLOSED_REQUEST = 499  # nginx's status for a client that disconnects before the response
 ENGINE_RETRY_S = 5  # other replicas can answer at once; a new one takes longer, but clients back off exponentially
 CLOSE = {"Connection": "close"}
+NEEDS_PARSER = "--tool-call-parser to be set"  # the end of vLLM's message for tools without a parser
+NO_PARSER = "the served model has no tool parser; send no tools, or set tool_parser in [serve] of settings.toml"
+MESSAGES_ROUTE = "/v1/messages"
+ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 
 
 class ApiError(Exception):
@@ -39,6 +54,12 @@ class ApiError(Exception):
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
+    @property
+    def anthropic_body(self) -> dict[str, Any]:
+        """The response's body in Anthropic's format."""
+        kind = ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
+
 
 def engine_dead() -> ApiError:
     """Return the error for requests to a replica whose engine has died. It closes HAProxy's connection."""
@@ -57,13 +78,14 @@ async def no_request() -> Message:
 
 
 class ResponseSender:
-    """An ASGI `send` that passes an app's responses to the client, and converts errors to OpenAI's format."""
+    """An ASGI `send` that passes an app's responses to the client, and converts errors to the format of the API."""
 
-    def __init__(self, send: Send, alive: Callable[[], bool] = always_alive) -> None:
-        """`alive` returns whether the app's engine is alive."""
+    def __init__(self, send: Send, alive: Callable[[], bool] = always_alive, path: str = "") -> None:
+        """`alive` returns whether the app's engine is alive. `path` is the route of the request."""
         self._client = send
         self._send: Send = self._send_first
         self._alive = alive
+        self._is_anthropic = path.startswith(MESSAGES_ROUTE)
         self._error_start: Message | None = None  # held back until the error's body is complete
         self._error_body = b""
         self.started = False
@@ -81,7 +103,8 @@ class ResponseSender:
     async def send_error(self, error: ApiError) -> None:
         """Send an error response."""
         # escape all but ASCII, because a message may quote input that is not valid Unicode
-        response = Response(json.dumps(error.body), error.status, error.headers, "application/json")
+        body = error.anthropic_body if self._is_anthropic else error.body
+        response = Response(json.dumps(body), error.status, error.headers, "application/json")
         await response({"type": "http"}, no_request, self._send)
 
     def discard(self) -> None:
@@ -117,6 +140,8 @@ def _parse_error(status: int, body: bytes, headers: Mapping[str, str]) -> ApiErr
     if isinstance(found, dict):
         found = found.get("error", found.get("detail", found))
     if isinstance(found, dict) and isinstance(found.get("message"), str):
+        if found["message"].endswith(NEEDS_PARSER):
+            return ApiError(status, NO_PARSER, param="tools", code="tools_not_supported", headers=headers)
         code = found.get("code")  # vLLM repeats the status here, as a number
         code = code if isinstance(code, str) else None
         return ApiError(status, found["message"], param=found.get("param"), code=code, headers=headers)

@@ -13,7 +13,7 @@ from ray import serve
 from ray.serve.deployment import Application
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 
-from pipeline.serving import canary, http_server
+from pipeline.serving import canary, http_server, parsers
 from pipeline.serving.options import APP, ServeOptions
 from pipeline.serving.preflight import check_cpus
 from settings import UserError
@@ -59,7 +59,7 @@ def deploy_model(options: ServeOptions) -> None:
         from pipeline.serving import app  # imports vLLM while Serve starts, because both are slow
 
         started.result()
-    options = resolve_name(options)
+    options = parsers.resolve(resolve_name(options))
     state = canary.actor()
     application = app.build(options, http_server.cluster_address(options))
     name, root, timeout_s = options.served_name, options.root, options.start_timeout_s

@@ -4,13 +4,14 @@ import hashlib
 import os
 import re
 from pathlib import PurePosixPath
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 import settings
 from instance_types import INSTANCE_TYPES
 from pipeline.ray_support import gpu_section
+from pipeline.serving import engine_arguments, vllm_arguments
 from pipeline.serving.rate_limits import RequestLimits
 
 APP = "llm"
@@ -19,6 +20,8 @@ ROOT, CANARY = "/", "/canary"
 """Paths of the main app, and of the canary that gets a share of its requests."""
 RAG_APP, RAG_PATH = "rag", "/rag"
 """Name and path of the application of `serve_rag`."""
+AUTO = "auto"
+"""Choose a parser for the model's chat template."""
 
 
 class ServeOptions(settings.Section):
@@ -78,6 +81,16 @@ class ServeOptions(settings.Section):
     """GiB for the KV cache. None: the free memory that vLLM finds on the device."""
     enforce_eager: bool = False
     """Run the model without compiling it. The engine starts faster, but answers more slowly."""
+    tool_parser: str = AUTO
+    """vLLM's name of the parser that finds tool calls in answers. auto: the one for the model's chat template. Empty:
+    requests with tools get 400."""
+    reasoning_parser: str = AUTO
+    """vLLM's name of the parser that separates reasoning from answers. auto: the one for the model's chat template.
+    Empty: reasoning stays in the answers."""
+    engine: dict[str, Any] = Field(default_factory=dict)
+    """More arguments of vLLM, by vLLM's names. On the command line as JSON: '{"quantization": "fp8"}'."""
+    allow_unsafe: tuple[str, ...] = ()
+    """Arguments in `engine` that let code, other servers or clients in, and that you want anyway."""
     adapters: str = ""
     """Folder or s3:// URI of runs. Their LoRA adapters for `model` are served too, each under its run's name. Empty:
     no adapters. The engine is slightly slower with adapters."""
@@ -123,6 +136,21 @@ class ServeOptions(settings.Section):
             raise ValueError("add = true and canary_percent cannot be combined: remove one of them")
         return self
 
+    @model_validator(mode="after")
+    def _parsers_exist(self) -> "ServeOptions":
+        for name in ("tool_parser", "reasoning_parser"):
+            if (parser := getattr(self, name)) in ("", AUTO):
+                continue
+            known = getattr(vllm_arguments.stored(), f"{name}s")
+            if parser not in known:
+                raise ValueError(f"vLLM has no {name} {parser}{engine_arguments.meant(parser, known)}")
+        return self
+
+    @model_validator(mode="after")
+    def _engine_arguments_exist(self) -> "ServeOptions":
+        engine_arguments.check(self.engine, self.allow_unsafe)
+        return self
+
     @property
     def accelerator_type(self) -> str | None:
         """Type of the GPUs that a replica needs, as Ray names it. None: any type, or no GPU."""
@@ -141,6 +169,11 @@ class ServeOptions(settings.Section):
     def source(self) -> str:
         """Location from which vLLM loads the model: an absolute path, a URI or a hub id."""
         return self.model if self.is_hub_id else settings.resolve(self.model)
+
+    @property
+    def trust_remote_code(self) -> bool:
+        """Whether code from the model's repository may run."""
+        return bool(self.engine.get("trust_remote_code"))
 
     @property
     def served_name(self) -> str:

@@ -42,10 +42,12 @@ def check_model(options: ServeOptions) -> None:
     if not options.is_hub_id and not os.path.isfile(f"{options.source}/config.json"):
         raise UserError(f"no model in {options.source}. {remedy}")
     try:
-        limit = getattr(AutoConfig.from_pretrained(options.source), "max_position_embeddings", None)
+        config = AutoConfig.from_pretrained(options.source, trust_remote_code=options.trust_remote_code)
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read {options.model} ({str(error).splitlines()[0]}). {remedy}") from None
-    if limit and options.max_model_len > limit:
+    limit = getattr(config, "max_position_embeddings", None)
+    # hf_overrides may contain rope_parameters that raise the limit; then vLLM checks it
+    if limit and options.max_model_len > limit and "hf_overrides" not in options.engine:
         raise UserError(
             f"max_model_len = {options.max_model_len} is more than the {limit} tokens that {options.model} supports. "
             "Lower it in [serve] of settings.toml."

@@ -55,6 +55,25 @@ def ask(page: Page, text: str) -> None:
     page.get_by_label("Your question").press("Enter")
 
 
+def test_reasoning_is_shown_apart_and_not_sent_back(
+    page: Page, api: PretendApi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api, "reasoning", "Let me look.")
+    sign_in(page)
+    ask(page, "How is it?")
+    answer = page.get_by_role("log").locator("article").last
+    expect(answer.locator("small")).to_have_text("Let me look.")
+    expect(answer.locator("p")).to_have_text("All is well.")
+    ask(page, "And now?")
+    expect(page.get_by_role("log").locator("article")).to_have_count(4)
+    expect(answer.locator("p")).to_have_text("All is well.")
+    assert [message["content"] for message in api.requests[-1]["messages"]] == [
+        "How is it?",
+        "All is well.",
+        "And now?",
+    ]
+
+
 def test_an_answer_appears_while_it_is_streamed(page: Page, api: PretendApi) -> None:
     sign_in(page)
     page.get_by_text("System prompt").click()

@@ -500,6 +500,14 @@ def test_bad_requests_get_400(client: openai.OpenAI, request_body: dict, stream:
     assert error_of(caught.value)["message"]
 
 
+@pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "f"}}], ids=str)
+def test_tools_without_a_parser_get_400(client: openai.OpenAI, choice: Any) -> None:
+    tools: list[Any] = [{"type": "function", "function": {"name": "f"}}]
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model="tiny", messages=user("hi"), tools=tools, tool_choice=choice)
+    assert error_of(caught.value)["code"] == "tools_not_supported"
+
+
 def error_of(caught: openai.APIStatusError) -> dict:
     """Return the error in the response, which must have OpenAI's format."""
     error = caught.response.json()["error"]
@@ -670,7 +678,9 @@ def test_no_generated_request_breaks_the_server(served: ServeOptions) -> None:
                 seen.add((case.path, answer.status_code))
                 assert answer.status_code < 500, case.as_curl_command()
                 if answer.status_code >= 400:
-                    assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+                    is_anthropic = case.path.startswith("/v1/messages")
+                    fields = {"message", "type"} if is_anthropic else {"message", "type", "param", "code"}
+                    assert set(answer.json()["error"]) == fields
 
             with contextlib.suppress(hypothesis.errors.Unsatisfiable):  # raised if no request can be invalid
                 ask()
@@ -693,13 +703,7 @@ def hostile(draw: strategies.DrawFn, fields: dict[str, list[str]]) -> tuple[str,
     value = strategies.one_of(deep, odd, strategies.one_of(deep, odd).map(json.dumps), valid)
     inside = strategies.sampled_from(["%s", "[%s]", '{"json": %s}', '{"\\ud83d": %s}', IN_FORMAT])
     field = draw(strategies.sampled_from(fields[path]))
-    body = {
-        "model": "tiny",
-        "messages": user("hi"),
-        "prompt": "hi",
-        "max_tokens": 1,
-        "stream": draw(strategies.booleans()),
-    }
+    body = {"model": "tiny", "stream": draw(strategies.booleans())} | VALID_BODIES[path]
     body.pop(field, None)
     raw = f'{json.dumps(body)[:-1]}, "{field}": {draw(inside) % draw(value)}}}'
     printable = strategies.sampled_from([bytes([code]) for code in (*range(0x20, 0x7F), *range(0x80, 0x100))])
@@ -707,6 +711,12 @@ def hostile(draw: strategies.DrawFn, fields: dict[str, list[str]]) -> tuple[str,
     return path, raw.encode(), draw(strategies.dictionaries(strategies.sampled_from(HEADERS), wild, max_size=2))
 
 
+VALID_BODIES = {
+    "/v1/chat/completions": {"messages": user("hi"), "max_tokens": 1},
+    "/v1/completions": {"prompt": "hi", "max_tokens": 1},
+    "/v1/responses": {"input": "hi", "max_output_tokens": 1},
+    "/v1/messages": {"messages": user("hi"), "max_tokens": 1},
+}
 SCHEMA_OPENING = '{"type": "object", "properties": {"a": '
 IN_FORMAT = '{"type": "json_schema", "json_schema": {"name": "a", "schema": %s}}'
 ODD = [
@@ -720,6 +730,7 @@ ODD = [
     '{"type": "string", "pattern": "a{1,30000}"}',
 ]
 ERROR = rb'\{"error": ?\{"message": ?.*, ?"type": ?.*, ?"param": ?.*, ?"code": ?.*\}\}'
+ANTHROPIC_ERROR = rb'\{"type": ?"error", ?"error": ?\{"type": ?.*, ?"message": ?.*\}\}'
 HEADERS = ["X-Request-Id", "serve_multiplexed_model_id", "x-request-timeout-seconds", "x-request-disconnect-disabled"]
 HEADERS += ["x-session-id", "Accept", "User-Agent", "X-Anything"]
 
@@ -728,7 +739,12 @@ def test_no_hostile_request_breaks_the_server(served: ServeOptions, client: open
     """The requests have deep nesting, lone surrogates and extreme numbers in their fields, and odd bytes in headers."""
     key = {"Authorization": f"Bearer {client.api_key}", "Content-Type": "application/json"}
     schemas = requests.get(f"{served.root}/openapi.json", headers=key, timeout=10).json()["components"]["schemas"]
-    routes = {"/v1/chat/completions": "ChatCompletionRequest", "/v1/completions": "CompletionRequest"}
+    routes = {
+        "/v1/chat/completions": "ChatCompletionRequest",
+        "/v1/completions": "CompletionRequest",
+        "/v1/responses": "ResponsesRequest",
+        "/v1/messages": "AnthropicMessagesRequest",
+    }
     fields = {path: sorted({*schemas[name]["properties"]} - {"model"}) for path, name in routes.items()}
     statuses: Counter[int] = Counter()
     failures: list[object] = []
@@ -749,7 +765,8 @@ def test_no_hostile_request_breaks_the_server(served: ServeOptions, client: open
             answer = connection.getresponse()
             text = answer.read()
         statuses[answer.status] += 1
-        shaped = answer.status < 400 or re.fullmatch(ERROR, text)
+        shape = ANTHROPIC_ERROR if path == "/v1/messages" else ERROR
+        shaped = answer.status < 400 or re.fullmatch(shape, text) or re.fullmatch(ERROR, text)  # HAProxy's
         if answer.status >= 500 or not shaped or b'"code": 500' in text:
             failures.append((answer.status, text[:300], path, raw[:300], headers))
 
@@ -760,7 +777,7 @@ def test_no_hostile_request_breaks_the_server(served: ServeOptions, client: open
     assert ask(client, user("hi"), tokens=1)
 
 
-@pytest.mark.parametrize("field", [{"structured_outputs": []}, {"top_k": 2**70}])
+@pytest.mark.parametrize("field", [{"structured_outputs": []}, {"logit_bias": {"1": 2**70}}])
 def test_requests_that_vllm_fails_to_parse_get_400(served: ServeOptions, field: dict[str, object]) -> None:
     headers = {"Authorization": f"Bearer {os.environ['SERVE_API_KEY']}"}
     body = {"messages": user("hello")} | field
@@ -896,6 +913,11 @@ def test_a_missing_model_is_an_error(tmp_path: Path) -> None:
 def test_more_tokens_than_the_model_supports_are_an_error(assets: Path) -> None:
     with pytest.raises(settings.UserError, match=r"max_model_len = 513 .* the 512 tokens"):
         preflight.check_model(options(model=str(assets / "model"), max_model_len=513))
+
+
+def test_a_rope_scaling_can_raise_the_number_of_tokens(assets: Path) -> None:
+    scaling = {"hf_overrides": {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}}
+    preflight.check_model(options(model=str(assets / "model"), max_model_len=1024, engine=scaling))
 
 
 def test_a_taken_port_is_an_error_and_the_running_model_stays(served: ServeOptions, client: openai.OpenAI) -> None:

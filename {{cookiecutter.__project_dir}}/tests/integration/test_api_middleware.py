@@ -148,6 +148,13 @@ def test_without_a_valid_key_requests_get_401(file: Path) -> None:
         assert answer.headers["www-authenticate"] == "Bearer"
 
 
+def test_anthropics_header_is_accepted(file: Path) -> None:
+    for key, status in {"for-alice": 200, "for-carol": 401, "": 401, "Bearer for-alice": 401}.items():
+        assert client_of().get("/wait?seconds=0", headers={"x-api-key": key}).status_code == status
+    both = {"x-api-key": "for-alice", "Authorization": "Bearer for-carol"}
+    assert client_of().get("/wait?seconds=0", headers=both).status_code == 401
+
+
 def test_health_needs_no_key_and_allows_only_get_and_head(file: Path) -> None:
     for method, status in {"GET": 200, "HEAD": 200, "POST": 405}.items():
         answer = client_of().request(method, "/health")
@@ -765,6 +772,33 @@ def test_a_dead_engine_gets_503_with_a_time_to_retry(file: Path) -> None:
 )
 def test_every_error_has_openais_format_and_hides_internals(file: Path, path: str, status: int, message: str) -> None:
     assert error(client_of().get(path, headers=ALICE), status)["message"] == message
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "status", "kind"),
+    [
+        ({}, b"{}", 401, "authentication_error"),
+        (ALICE, b"[]", 400, "invalid_request_error"),
+        (ALICE, b"{}", 404, "not_found_error"),
+        (ALICE, b"x" * (BODY + 1), 413, "request_too_large"),
+        (ALICE | {"x-fail": "500"}, b"{}", 500, "api_error"),
+        (ALICE | {"x-fail": "503"}, b"{}", 503, "overloaded_error"),
+    ],
+)
+def test_errors_of_the_messages_api_have_anthropics_format(
+    file: Path, headers: dict, body: bytes, status: int, kind: str
+) -> None:
+    app = FastAPI()
+
+    @app.post("/v1/messages")
+    async def messages(request: Request) -> None:
+        raise HTTPException(int(request.headers.get("x-fail", "404")), "in words")
+
+    answer = client_of(app).post("/v1/messages", headers=headers, content=body)
+    assert answer.status_code == status
+    found = answer.json()
+    assert (set(found), found["type"], found["error"]["type"]) == ({"type", "error"}, "error", kind)
+    assert set(found["error"]) == {"type", "message"}
 
 
 def test_an_error_in_openais_format_keeps_its_code(file: Path) -> None:

@@ -41,3 +41,16 @@ def test_a_deleted_model_does_not_end_the_chat(
     assert "the model large does not exist" in capsys.readouterr().out
     assert [asked["model"] for asked in api.requests] == ["large", "small"]
     assert [message["content"] for message in api.requests[1]["messages"]] == ["hello"]
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_reasoning_is_shown_only_in_a_terminal_and_not_remembered(
+    api: PretendApi, is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    api.reasoning = "Let me look."
+    monkeypatch.setattr("sys.stdout.isatty", lambda: is_terminal)
+    converse(api, monkeypatch, "hello", "again")
+    printed = capsys.readouterr().out
+    assert ("\033[2mLet me look.\033[0m\nAll is well.\n" in printed) == is_terminal
+    assert ("Let me look." in printed) == is_terminal
+    assert [message["content"] for message in api.requests[1]["messages"]] == ["hello", "All is well.", "again"]

@@ -68,6 +68,20 @@ def test_the_arguments_of_a_tool_call_are_checked_as_json() -> None:
     assert (error.param, error.code) == (param, "invalid_unicode")
 
 
+def test_the_arguments_of_a_call_in_a_response_are_checked_as_json() -> None:
+    def body(arguments: Any) -> dict[str, Any]:
+        return {"input": [{"role": "user"}, {"type": "function_call", "name": "f", "arguments": arguments}]}
+
+    assert accepted(**body(json.dumps({"a": 1})))
+    assert rejected(body('{"a":' * 9000)).param == "input.1.arguments"
+
+
+@pytest.mark.parametrize("field", ["previous_response_id", "conversation"])
+def test_references_to_stored_conversations_are_rejected(field: str) -> None:
+    assert rejected({"input": "hi", field: "resp_1"}).param == field
+    assert accepted(input="hi", store=True, **{field: None})
+
+
 # ---------------------------------------------------------------- text
 
 
@@ -138,6 +152,9 @@ LONG = ["some words"] * 10_000
         ({"structured_outputs": {"json": {"enum": LONG}}}, "structured_outputs.json"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"enum": LONG}}}}, "response_format"),
         ({"tools": [{"type": "function", "function": {"parameters": {"enum": LONG}}}]}, "tools"),
+        ({"tools": [{"name": "f", "input_schema": {"enum": LONG}}]}, "tools"),
+        ({"text": {"format": {"type": "json_schema", "schema": {"enum": LONG}}}}, "text"),
+        ({"output_config": {"format": {"type": "json_schema", "schema": {"enum": LONG}}}}, "output_config"),
     ],
 )
 def test_a_schema_that_would_take_seconds_to_compile_is_rejected(body: dict[str, Any], param: str) -> None:
@@ -205,6 +222,20 @@ def test_patterns_are_checked_in_linear_time(first: str, piece: str) -> None:
 def test_fields_for_other_vllm_servers_are_removed() -> None:
     body = {"model": "m", "prompt": "größer", "kv_transfer_params": nested(9), "ec_transfer_params": {}}
     assert json.loads(accepted(**body).raw) == {"model": "m", "prompt": "größer"}
+
+
+def test_nulls_that_vllm_does_not_accept_are_removed() -> None:
+    assert json.loads(accepted(input="hi", background=None, service_tier=None, user=None).raw) == {
+        "input": "hi",
+        "user": None,
+    }
+    assert json.loads(accepted(background=False, truncation="auto").raw) == {"background": False, "truncation": "auto"}
+
+
+@pytest.mark.parametrize("value", [2**63, -(2**70)])
+def test_numbers_that_are_too_large_for_the_engine_are_rejected(value: int) -> None:
+    assert rejected({"top_k": value}).param == "top_k"
+    assert accepted(top_k=2**63 - 1)
 
 
 # ---------------------------------------------------------------- model and sequences
