@@ -15,6 +15,9 @@ import bake
 import tasks
 
 
+CLUSTER_PINS = f"{bake.PROJECT.name}/requirements/cluster.txt"
+
+
 class Commands:
     """Stands in for invoke's context: `uv` finds newer versions, `lock` writes pins, and `test` passes or fails."""
 
@@ -43,7 +46,7 @@ class Commands:
 @pytest.fixture
 def copy(template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a small copy of the template, which the verb uses as the template."""
-    for name in ("cookiecutter.json", f"{bake.PROJECT.name}/requirements/cluster.txt"):
+    for name in ("cookiecutter.json", CLUSTER_PINS, f"{bake.PROJECT.name}/{tasks.VLLM_ARGUMENTS}"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes((template / name).read_bytes())
     monkeypatch.setattr(bake, "TEMPLATE", tmp_path)
@@ -52,9 +55,7 @@ def copy(template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 
 
 def texts(copy: Path) -> list[str]:
-    return [
-        (copy / name).read_text() for name in ("cookiecutter.json", f"{bake.PROJECT.name}/requirements/cluster.txt")
-    ]
+    return [(copy / name).read_text() for name in ("cookiecutter.json", CLUSTER_PINS)]
 
 
 def found(copy: Path, **newer: str) -> str:
