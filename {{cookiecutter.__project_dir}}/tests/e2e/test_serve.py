@@ -545,7 +545,8 @@ def test_every_route_except_health_and_the_page_needs_the_key(served: ServeOptio
                 assert (answer.status_code, answer.text) == (200, page.HTML)
                 continue
             assert answer.status_code == 401, (method, path, header)
-            assert answer.json()["error"]["code"] == "invalid_api_key"
+            error = answer.json()["error"]
+            assert error.get("code", error["type"]) in ("invalid_api_key", "authentication_error")
             assert key[:4] not in answer.text
 
 
@@ -777,7 +778,7 @@ def test_no_hostile_request_breaks_the_server(served: ServeOptions, client: open
     assert ask(client, user("hi"), tokens=1)
 
 
-@pytest.mark.parametrize("field", [{"structured_outputs": []}, {"logit_bias": {"1": 2**70}}])
+@pytest.mark.parametrize("field", [{"structured_outputs": []}, {"vllm_xargs": {"a": 2**70}}])
 def test_requests_that_vllm_fails_to_parse_get_400(served: ServeOptions, field: dict[str, object]) -> None:
     headers = {"Authorization": f"Bearer {os.environ['SERVE_API_KEY']}"}
     body = {"messages": user("hello")} | field
