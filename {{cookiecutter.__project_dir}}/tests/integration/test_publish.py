@@ -46,10 +46,10 @@ class Hub(BaseHTTPRequestHandler):
     """Answers the requests of `create_repo` and `create_commit`, with LFS for weights."""
 
     protocol_version = "HTTP/1.1"
+    address: str
     created: list[dict[str, Any]]
     uploads: dict[str, bytes]
     files: dict[str, bytes]
-    is_full = False
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
@@ -65,7 +65,8 @@ class Hub(BaseHTTPRequestHandler):
         elif self.path == "/api/models/acme/model/preupload/main":
             names = [file["path"] for file in json.loads(body)["files"]]
             modes = {name: "lfs" if name.endswith(".safetensors") else "regular" for name in names}
-            self._answer({"files": [{"path": name, "uploadMode": mode} for name, mode in modes.items()]})
+            answers = [{"path": name, "uploadMode": mode, "shouldIgnore": False} for name, mode in modes.items()]
+            self._answer({"files": answers})
         elif self.path == "/acme/model.git/info/lfs/objects/batch":
             objects = json.loads(body)["objects"]
             actions = [{"upload": {"href": f"{base}/upload/{one['oid']}", "header": {}}} for one in objects]
@@ -106,11 +107,13 @@ class Hub(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub() -> Iterator[type[Hub]]:
-    handler = type("Handler", (Hub,), {"created": [], "uploads": {}, "files": {}})
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+    class Handler(Hub):
+        created, uploads, files = [], {}, {}
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        handler.address = f"http://127.0.0.1:{server.server_port}"
-        yield handler
+        Handler.address = f"http://127.0.0.1:{server.server_port}"
+        yield Handler
         server.shutdown()
 
 
