@@ -14,7 +14,6 @@ import pytest
 import bake
 import tasks
 
-
 CLUSTER_PINS = f"{bake.PROJECT.name}/requirements/cluster.txt"
 
 
