@@ -145,7 +145,7 @@ def _first_error(error: ValidationError) -> str:
     first = error.errors()[0]
     message = first["msg"].removeprefix("Value error, ")
     if not first["loc"]:  # two options contradict each other; the message names them
-        return f"{message}."
+        return message if message.endswith("?") else f"{message}."
     return f"{_flag(str(first['loc'][0]))}: {message} (found {first['input']!r}). Details: {_command()} --help"
 
 

@@ -81,7 +81,7 @@ def check(arguments: Mapping[str, Any], allow_unsafe: Collection[str]) -> None:
         ValueError: an argument does not exist, has another type, belongs to a setting of [serve] or to Ray, or is
             unsafe and not in `allow_unsafe`.
     """
-    known = {} if not arguments else vllm_arguments.stored().engine | vllm_arguments.stored().frontend
+    known = vllm_arguments.stored().engine | vllm_arguments.stored().frontend
     for name, value in arguments.items():
         if name in OWNED:
             raise ValueError(f"engine.{name} is set by {OWNED[name]} in [serve]; set that instead")

@@ -76,6 +76,20 @@ def test_a_wrong_option_gives_a_one_sentence_error_with_the_command_to_type(opti
     assert ended.returncode == 1
 
 
+@pytest.mark.parametrize(
+    ("engine", "sentence"),
+    [
+        ('{"quantisation": "fp8"}', "vLLM has no argument quantisation; did you mean quantization?"),
+        ("quantization", "--engine expects JSON. Details: inv submit serve_llm -- --help"),
+        ('{"quantization": "fp8"}', ""),
+    ],
+)
+def test_arguments_of_vllm_can_be_typed_as_json(engine: str, sentence: str) -> None:
+    ended = type_options("serve_llm", "--engine", engine, checked_for="inv submit serve_llm --")
+    assert split(ended.stderr)[1] == (f"error: {sentence}\n" if sentence else "")
+    assert ended.returncode == bool(sentence)
+
+
 def test_checking_options_does_not_run_the_job() -> None:
     ended = type_options("finetune_ddp", "--steps", "10", checked_for="inv submit finetune_ddp --")
     assert (ended.returncode, ended.stdout, split(ended.stderr)[1]) == (0, "", "")
