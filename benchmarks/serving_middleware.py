@@ -1,16 +1,20 @@
-"""Measures how much time keys and limits add to each request, with an app that answers at once."""
+"""Measures how much time keys, limits and accounting add to each request, with an app that answers at once."""
 
 import asyncio
 import functools
 import os
 import statistics
 import time
+from types import SimpleNamespace
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from benchmarks import harness
 from benchmarks.report import Result, at_most
+from pipeline.serving import accounting
+from pipeline.serving.access_log import AccessLog
 from pipeline.serving.api_middleware import ApiMiddleware
+from pipeline.serving.key_metrics import KeyMetrics
 from pipeline.serving.keys import ApiKeys
 from pipeline.serving.rate_limits import RequestLimits
 from pipeline.serving.request_queue import QueueMiddleware
@@ -19,6 +23,10 @@ WANTED_US = 200
 ROUNDS, REQUESTS = 9, 2000
 CHUNKS = {"whole": 1, "streamed": 32}
 PEOPLE = 10
+SEQUENCE = SimpleNamespace(
+    prompt_len=100, num_cached_tokens=0, request_index=0, detokenizer=SimpleNamespace(num_output_tokens=lambda: 32)
+)
+"""What the accounting reads of vLLM's state of a sequence."""
 
 
 def measure() -> Result:
@@ -27,25 +35,33 @@ def measure() -> Result:
         named = ",".join(f"person{number}:key-{number}" for number in range(PEOPLE))
         (folder / ".env").write_text(f"SERVE_API_KEY=the-owner's\nSERVE_API_KEYS={named}\n", encoding="utf-8")
         os.environ |= {"SECRETS_FILE": str(folder / ".env"), "SECRET_NAMES": "SERVE_API_KEY,SERVE_API_KEYS"}
-        keys = ApiKeys()
-    bars, rows = [], []
-    for kind, chunks in CHUNKS.items():
-        bare = _app(chunks)
-        limits = RequestLimits(per_minute=10**9, at_once=10, max_body=10**6, timeout_s=60)
-        protected = ApiMiddleware(QueueMiddleware(bare, limits), keys, limits)
-        ways = {
-            "with middleware": functools.partial(_microseconds, protected),
-            "alone": functools.partial(_microseconds, bare),
-        }
-        rounds = harness.alternate(ways, ROUNDS, f"µs a request, {kind}")
-        costs = [made["with middleware"] - made["alone"] for made in rounds]
-        rows.append({"answer": kind, "pieces": chunks, "median_us": statistics.median(costs), "most_us": max(costs)})
-        bars.append(at_most(WANTED_US, f"{kind} answer: µs that keys and limits add", max(costs)))
+        keys, log, metrics = ApiKeys(), AccessLog(folder), KeyMetrics()
+
+        def end(record: accounting.RequestRecord) -> None:
+            log.write(record)
+            metrics.count(record)
+
+        bars, rows = [], []
+        for kind, chunks in CHUNKS.items():
+            bare = _app(chunks)
+            limits = RequestLimits(10**9, at_once=10, max_body=10**6, timeout_s=60, tokens_per_minute=10**12)
+            protected = ApiMiddleware(QueueMiddleware(bare, limits), keys, limits, on_end=end)
+            ways = {
+                "with middleware": functools.partial(_microseconds, protected),
+                "alone": functools.partial(_microseconds, bare),
+            }
+            rounds = harness.alternate(ways, ROUNDS, f"µs a request, {kind}")
+            costs = [made["with middleware"] - made["alone"] for made in rounds]
+            row = {"answer": kind, "pieces": chunks, "median_us": statistics.median(costs), "most_us": max(costs)}
+            rows.append(row)
+            bars.append(at_most(WANTED_US, f"{kind} answer: µs that keys and limits add", max(costs)))
     return {"bars": bars, "rounds": rows}
 
 
 def _app(chunks: int) -> ASGIApp:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if record := accounting.current.get():
+            record.sequences.append(SEQUENCE)
         await receive()
         await send({"type": "http.response.start", "status": 200, "headers": []})
         for number in range(chunks):

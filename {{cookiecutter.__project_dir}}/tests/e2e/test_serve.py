@@ -993,6 +993,14 @@ def test_the_cluster_profile_requests_its_gpus() -> None:
     assert config.deployment_config["autoscaling_config"]["max_replicas"] == section.max_replicas
 
 
+def test_the_settings_about_keys_reach_the_replica() -> None:
+    from pipeline.serving import app
+
+    changed = options(key_tokens_per_minute=7, share_prefix_cache=True)
+    arguments = app.build(changed, changed.root)._bound_deployment.init_kwargs
+    assert (arguments["limits"].tokens_per_minute, arguments["share_prefix_cache"]) == (7, True)
+
+
 @pytest.mark.parametrize("name", INSTANCE_TYPES)
 def test_replicas_run_on_the_instance_type_for_serving(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from pipeline.serving import app

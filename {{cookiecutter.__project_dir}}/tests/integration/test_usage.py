@@ -21,7 +21,7 @@ from cluster.common import bucket, cluster_file
 from cluster.local import state
 from cluster.local.target import Local
 from cluster.node import log_shipping
-from pipeline.serving import access_log
+from pipeline.serving import access_log, accounting, engine_hook
 from pipeline.serving.access_log import AccessLog
 from pipeline.serving.accounting import RequestRecord
 
@@ -76,6 +76,33 @@ def test_files_have_a_maximum_size_and_number(tmp_path: Path, monkeypatch: pytes
 def test_a_log_that_cannot_be_written_stops_no_request(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     AccessLog(tmp_path / "file" / "folder").write(record())
+
+
+# ---------------------------------------------------------------- the engine
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_each_key_has_its_own_salt_unless_keys_share_the_prefix_cache(share: bool) -> None:
+    """test_serve.py tests the effect in the engine."""
+    processor = SimpleNamespace(request_states={})
+    processor.add_request = lambda request: processor.request_states.update({request.request_id: request})
+    engine_hook.install(SimpleNamespace(output_processor=processor), share_prefix_cache=share)
+    salts = []
+    for number, (key, own) in enumerate(
+        [("alice", None), ("bob", None), ("alice", None), ("alice", "x"), ("bob", "x")]
+    ):
+        asking = RequestRecord("POST /v1/completions")
+        asking.key = key
+        accounting.current.set(asking)
+        processor.add_request(request := SimpleNamespace(request_id=f"{number}", cache_salt=own))
+        assert asking.sequences == [request]
+        salts.append(request.cache_salt)
+    accounting.current.set(None)
+    if share:
+        assert salts == [None, None, None, "x", "x"]
+    else:
+        assert salts[0] == salts[2]
+        assert len(set(salts)) == 4
 
 
 # ---------------------------------------------------------------- inv usage
