@@ -1,8 +1,11 @@
 """Test the notebook on the head, with a stub of uv that serves a page instead of JupyterLab."""
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +48,23 @@ def home(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def start(home: Path) -> subprocess.Popen[str]:
+@contextlib.contextmanager
+def started(home: Path) -> Iterator[subprocess.Popen[str]]:
+    """Start the module with its pipes. In the end, kill it and the stub, whatever the test found."""
     command = [sys.executable, "-m", "cluster.node.notebook", str(home / "socket")]
     pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    return subprocess.Popen(command, cwd=settings.PROJECT, env=os.environ | {"HOME": str(home)}, text=True, **pipes)
+    process = subprocess.Popen(command, cwd=settings.PROJECT, env=os.environ | {"HOME": str(home)}, text=True, **pipes)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        with contextlib.suppress(OSError):
+            os.kill(int((home / "pid").read_text()), signal.SIGKILL)
 
 
 def test_a_notebook_ends_with_its_connection_and_its_token_is_in_no_command_line(home: Path) -> None:
-    with start(home) as process:
+    with started(home) as process:
         assert process.stdout
         assert process.stdin
         token = process.stdout.readline().strip()
@@ -70,7 +82,7 @@ def test_a_notebook_ends_with_its_connection_and_its_token_is_in_no_command_line
 
 def test_a_notebook_that_cannot_start_says_why(home: Path) -> None:
     (home / "broken").touch()
-    with start(home) as process:
+    with started(home) as process:
         assert process.wait(60) == 1
         assert process.stderr
         assert process.stderr.read() == "JupyterLab has ended: no such package\n"
