@@ -78,8 +78,8 @@ def old(tmp_path_factory: pytest.TempPathFactory, repository: Path) -> Path:
     template, home = Path(shutil.copytree(repository, folder / "template")), Home(folder / "home")
     text = (bake.PROJECT / "cluster" / "upgrade.py").read_text(encoding="utf-8")
     cruft = next(line for line in text.splitlines() if line.startswith("CRUFT = ")).split('"')[1]
-    command = [os.environ.get("UV", "uv"), "tool", "run", "--from", cruft, "cruft", "create", "--no-input"]
-    done = home.run(*command, template, folder=folder)
+    tool = [os.environ.get("UV", "uv"), "tool", "run", "--python", sys.executable, "--from", cruft]
+    done = home.run(*tool, "cruft", "create", "--no-input", template, folder=folder)
     assert done.returncode == 0, done
     files = template / bake.PROJECT.name
     _replace(files / "README.md", "## Layout", "## New layout")

@@ -106,8 +106,7 @@ def _require_clean_repository() -> None:
 def _run_cruft(clone: Path) -> list[str]:
     """Run `cruft update` with this clone of the template. Print its warnings, and return git's errors."""
     _, variables = environment.package_sources(environment.pip_settings())
-    python = f"{sys.version_info.major}.{sys.version_info.minor}"
-    tool = [environment.find_uv(), "tool", "run", "--quiet", "--python", python, "--from", CRUFT]
+    tool = [environment.find_uv(), "tool", "run", "--quiet", "--python", sys.executable, "--from", CRUFT]
     done = subprocess.run(
         [*tool, "cruft", "update", "--skip-apply-ask", "--template-path", str(clone)],
         cwd=PROJECT,

@@ -160,10 +160,3 @@ def test_without_an_entry_nothing_is_removed(ssh_folder: Path) -> None:
     ssh_config.remove("my-llm")
     assert (ssh_folder / "config").is_symlink()
     assert dotfiles.read_text() == OWN_CONFIG
-
-
-def test_the_file_of_known_hosts_may_have_a_space_in_its_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    hosts = tmp_path / "a b" / ".cluster" / "known_hosts"
-    hosts.parent.mkdir(parents=True)
-    monkeypatch.setattr(ssh, "KNOWN_HOSTS", hosts)
-    assert shown_config(SshHead("i-0a1", "198.51.100.7", "ubuntu", None))["userknownhostsfile"] == str(hosts)
