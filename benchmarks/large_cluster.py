@@ -174,7 +174,7 @@ def _shipper(folder: Path, number: int, instance: str) -> log_shipping.LogShippe
         setattr(module, name, folder / f"{module.__name__}.{name}")
     shipper = log_shipping.LogShipper("worker")
     shipper._node = f"node-{number}"
-    metadata.read = lambda _: instance
+    metadata.read = lambda path: instance
     shipper.ship()  # the report's instance is read only once
     return shipper
 

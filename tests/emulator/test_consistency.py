@@ -12,6 +12,7 @@ from cluster.aws import secrets_manager
 from cluster.common import cluster_file
 from cluster.common.cluster_file import ClusterFile
 from cluster.emulator import api, consistency, iam
+from pipeline.serving.keys import OWNER_SECRET
 
 
 class Clock:
@@ -59,11 +60,11 @@ def test_secrets_that_the_list_lacks_are_found_and_deleted(
     monkeypatch.setattr(secrets_manager, "RETRY_S", 0.1)
     assert secrets_manager.names(file) == []
     secrets_manager.upload(file)
-    assert secrets_manager.names(file) == [secrets_manager.SERVER_KEY]
+    assert secrets_manager.names(file) == [OWNER_SECRET]
     secrets_manager.delete(file)
     assert secrets_manager.names(file) == []
     secrets_manager.upload(file)  # at once: AWS still deletes the old secret
-    assert secrets_manager.names(file) == [secrets_manager.SERVER_KEY]
+    assert secrets_manager.names(file) == [OWNER_SECRET]
     secrets_manager.delete(file)
 
 
