@@ -131,7 +131,7 @@ def test_baking_again_keeps_the_environment_and_nothing_else(tmp_path: Path) -> 
     assert not {"runs/old", "stray.txt"} & set(again)
 
 
-def test_baking_takes_under_a_second_and_no_network(template: Path, tmp_path: Path) -> None:
+def test_generating_a_project_takes_under_two_seconds_and_no_network(template: Path, tmp_path: Path) -> None:
     cut_off = ["unshare", "--map-root-user", "--net"]
     if not shutil.which("unshare") or subprocess.run([*cut_off, "true"], capture_output=True).returncode:
         pytest.skip("a process without network needs Linux and user namespaces")
@@ -144,4 +144,4 @@ def test_baking_takes_under_a_second_and_no_network(template: Path, tmp_path: Pa
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         # CPU time does not depend on other load. Without a network, there is nothing else to wait for.
         seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    assert min(seconds) < 1, seconds
+    assert min(seconds) < 2, seconds

@@ -43,8 +43,12 @@ class MarketPrices:
     """By instance type and zone."""
 
     def of(self, instance: Instance) -> float:
-        """Return the price of a running instance in its zone and market. 0 if its type is unknown."""
-        if instance.market == CAPACITY_BLOCK:
+        """Return the price of an instance in its zone and market. 0 if its type is unknown.
+
+        An instance that shuts down costs nothing, and large ones take minutes.
+        https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/ec2-instance-lifecycle.html
+        """
+        if instance.market == CAPACITY_BLOCK or instance.state == "shutting-down":
             return 0.0
         on_demand = self.on_demand.get(instance.instance_type, 0.0)
         if instance.market == "spot":

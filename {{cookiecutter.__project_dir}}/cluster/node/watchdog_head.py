@@ -146,7 +146,7 @@ class HeadWatchdog:
         living, now = instances.living(self._file), time.time()
         per_hour = self._spending.add(living, now - self._last)
         self._last = now
-        self._close_node_types(Counter(one.node_type for one in living), now)
+        self._close_node_types(Counter(one.node_type for one in living if one.state != "shutting-down"), now)
         self._activity.check(now)
         idle = (now - self._activity.last) / 3600
         warning = current.idle_warning(idle)

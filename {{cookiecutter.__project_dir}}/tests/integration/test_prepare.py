@@ -723,6 +723,28 @@ def test_an_instance_of_another_type_than_in_cluster_yaml_is_counted(aws: Api) -
     assert spending.add([machine("on-demand", "a", instance_type="p4de.24xlarge")], 0) == 28
 
 
+# ---------------------------------------------------------------- slow ends
+
+
+def test_an_instance_that_takes_long_to_end_costs_nothing_and_down_waits_for_it(
+    aws: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare.prepare(FILE)
+    head = launch_head(cluster_file.load(launcher_file.FILE))
+    assert Spending(FILE, dollars=0.0).add(instances.living(FILE), 0) > 0
+    (moto,) = [one.moto for one in moto_instances.list_all() if one.id == head]
+    moto._state.name, moto._state.code = "shutting-down", 32
+    (ending,) = instances.living(FILE)
+    assert Spending(FILE, dollars=0.0).add([ending], HOUR) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(teardown, "TERMINATE_TIMEOUT_S", 1)
+        with pytest.raises(settings.UserError, match=f"not terminated after .* s: {head}"):
+            teardown.end_instances(FILE)
+    threading.Timer(3, moto.terminate).start()
+    teardown.end_instances(FILE)
+    assert instances.living(FILE) == []
+
+
 # ---------------------------------------------------------------- the guard
 
 
