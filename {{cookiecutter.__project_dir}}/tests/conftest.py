@@ -15,7 +15,6 @@ from moto.server import ThreadedMotoServer
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # read by `import ray`; keeps Ray on loopback
 os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"  # without it, workers would get another environment under `uv run`
 os.environ |= {"RAY_worker_niceness": "0"}  # Ray's default is 15; another test that computes would starve Serve
-os.environ |= {"RAY_raylet_start_wait_time_s": "180"}  # for a busy machine, as in cluster/local/head.py
 os.environ |= {"RAY_metrics_report_interval_ms": "2000"}  # Ray's default is 10 s, and a test would wait that long
 os.environ["HF_HUB_OFFLINE"] = "1"
 from pipeline.serving import haproxy

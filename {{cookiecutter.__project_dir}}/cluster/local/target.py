@@ -9,6 +9,7 @@ import shutil
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import settings
 from cluster.doctor import Finding
@@ -16,6 +17,9 @@ from cluster.env_file import EnvFile
 from cluster.job_client import Unreachable
 from cluster.local import crash_reason, doctor, head, processes, state
 from cluster.target import CloudStatus, Connection, KeyStore, PastJob, PastLog, WantedBlock
+
+SLOW_START = "timed out during startup"
+"""Part of Ray's error if its agents took more than 15 s to start, which is a fixed limit (Ray 2.60)."""
 
 
 class Local:
@@ -38,14 +42,13 @@ class Local:
         section = settings.load(head.RaySection, "ray", profile=self.profile)
         _make_env_file()
         started = time.monotonic()
-        cluster = state.create()
-        process = head.start(cluster, section)
-        cluster["session"] = process.pid
-        state.write(cluster)
         try:
-            head.wait_until_ready(process, cluster["dashboard"])
+            cluster = _start(section)
         except settings.UserError as error:
-            raise settings.UserError(_clean_up_failed_start(error)) from None
+            if SLOW_START not in str(error):
+                raise
+            print("this machine is busy, so a part of Ray did not start in time; trying again", flush=True)
+            cluster = _start(section)
         print(
             f"local is up after {time.monotonic() - started:.0f} s: {section.num_cpus} logical CPUs, "
             f"{section.object_store_mib} MiB of object store, dashboard {cluster['dashboard']}"
@@ -152,6 +155,19 @@ def _make_env_file() -> None:
     file.touch(mode=0o600)
     file.write_text(text.replace("SERVE_API_KEY=", f"SERVE_API_KEY={secrets.token_urlsafe(32)}"))
     print("created .env with a new SERVE_API_KEY; put all secrets there")
+
+
+def _start(section: head.RaySection) -> dict[str, Any]:
+    """Start the cluster, and return its state. Raises `settings.UserError` if it does not start."""
+    cluster = state.create()
+    process = head.start(cluster, section)
+    cluster["session"] = process.pid
+    state.write(cluster)
+    try:
+        head.wait_until_ready(process, cluster["dashboard"])
+    except settings.UserError as error:
+        raise settings.UserError(_clean_up_failed_start(error)) from None
+    return cluster
 
 
 def _clean_up_failed_start(error: settings.UserError) -> str:

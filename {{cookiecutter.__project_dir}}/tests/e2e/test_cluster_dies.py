@@ -327,6 +327,28 @@ def test_up_fails_if_the_head_dies_during_its_first_job(tmp_path: Path, monkeypa
     assert not state.STATE_FILE.exists()
 
 
+@pytest.mark.parametrize(("error", "starts"), [("The current node timed out during startup.", 2), ("no memory", 1)])
+def test_a_start_that_a_busy_machine_slows_down_is_tried_again(
+    error: str, starts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, file in (("FOLDER", ""), ("STATE_FILE", "local.json"), ("TOKEN_FILE", "token"), ("LOG_FILE", "ray.log")):
+        monkeypatch.setattr(state, name, tmp_path / file)
+    started = []
+
+    def start(cluster: dict, section: head.RaySection) -> subprocess.Popen:
+        started.append(cluster)
+        with state.LOG_FILE.open("w") as log:
+            return subprocess.Popen(["echo", f"Exception: {error}"], stdout=log, start_new_session=True)
+
+    monkeypatch.setattr(head, "start", start)
+    monkeypatch.setattr(local_target, "_make_env_file", lambda: None)
+    with pytest.raises(settings.UserError, match=error):
+        local_target.Local().up(yes=True)
+    assert len(started) == starts
+    assert capsys.readouterr().out.count("trying again") == starts - 1
+    assert not state.STATE_FILE.exists()
+
+
 @pytest.mark.parametrize(
     ("printed", "raylet", "expected"),
     [
