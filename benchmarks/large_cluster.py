@@ -42,7 +42,7 @@ from cluster.target import Connection
 WORKERS = (2, 16, 64)
 SESSION = "session_2026-01-01_10-00-00_1_1"
 ALLOW_ALL = '{"Version": "2012-10-17", "Statement": [{"Effect": "Allow", "Action": "*", "Resource": "*"}]}'
-SETTLE_S = 30.0
+SETTLE_S = 15.0
 """Time after the last node has joined. Each node reports to the dashboard every few seconds."""
 QUOTA_PER_MINUTE = 20 * 60
 """EC2 refills 20 tokens per second for calls that only read.
