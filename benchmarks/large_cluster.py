@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -124,6 +124,7 @@ def _emulated_aws(folder: Path) -> Iterator[Api]:
     server = make_server("127.0.0.1", 0, api, threaded=True, request_handler=WSGIRequestHandler)
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     threading.Thread(target=server.serve_forever, daemon=True).start()
+    before = dict(os.environ)
     os.environ |= {
         "AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.server_port}",
         "AWS_ACCESS_KEY_ID": key.access_key_id,
@@ -133,8 +134,12 @@ def _emulated_aws(folder: Path) -> Iterator[Api]:
     boto3.DEFAULT_SESSION = None  # it has the credentials of the last account
     launcher_file.FILE = folder / "cluster.yaml"
     prepare._own_address = lambda: "203.0.113.7"
-    yield api
-    server.shutdown()
+    try:
+        yield api
+    finally:
+        server.shutdown()
+        os.environ.clear()
+        os.environ |= before
 
 
 def _launch(file: ClusterFile, workers: int) -> list[str]:
@@ -179,7 +184,7 @@ def _shipper(folder: Path, number: int, instance: str) -> log_shipping.LogShippe
     return shipper
 
 
-def _calls(api: Api, work: Any) -> tuple[float, Counter[str]]:
+def _calls(api: Api, work: Callable[[], Any]) -> tuple[float, Counter[str]]:
     """Do the work. Return the seconds that it took, and its number of calls to each service."""
     api.calls.clear()
     started = time.perf_counter()

@@ -84,8 +84,10 @@ class Bucket:
         role = metadata.read("iam/security-credentials/")
         self._credentials = json.loads(metadata.read(f"iam/security-credentials/{role}"))
         endpoint = os.environ.get("AWS_ENDPOINT_URL", f"https://s3.{self._region}.amazonaws.com")
-        name = tomllib.loads(SETTINGS.read_text(encoding="utf-8"))["cluster"]["storage"]["bucket"]
-        name = name or f"{project}-{identity['accountId']}-{self._region}"  # as in cluster/common/bucket.py
+        storage = tomllib.loads(SETTINGS.read_text(encoding="utf-8"))["cluster"].get("storage", {})
+        name = (
+            storage.get("bucket") or f"{project}-{identity['accountId']}-{self._region}"
+        )  # as in cluster/common/bucket.py
         self._url = f"{endpoint}/{name}/"
 
     def read(self, key: str) -> Iterator[bytes]:

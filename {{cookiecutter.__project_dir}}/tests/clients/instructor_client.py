@@ -36,4 +36,4 @@ def parallel_tools():
     check([each.model_dump() for each in found], [PARIS, ROME])
 
 
-run({"structured output": structured_output, "streamed tools": streamed_tools, "parallel tools": parallel_tools})
+run(structured_output, streamed_tools, parallel_tools)

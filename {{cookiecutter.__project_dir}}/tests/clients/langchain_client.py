@@ -59,15 +59,4 @@ def structured_output():
     check(structured.invoke(CITY), get_weather(**PARIS))
 
 
-run(
-    {
-        "chat": chat,
-        "stream": stream,
-        "tools": tools,
-        "streamed tools": streamed_tools,
-        "parallel tools": parallel_tools,
-        "required tool": required_tool,
-        "tool results": tool_results,
-        "structured output": structured_output,
-    }
-)
+run(chat, stream, tools, streamed_tools, parallel_tools, required_tool, tool_results, structured_output)

@@ -49,14 +49,4 @@ def tool_results():
     check(create(messages, tools=TOOLS).choices[0].message.content, ANSWER)
 
 
-run(
-    {
-        "chat": chat,
-        "stream": stream,
-        "tools": tools,
-        "streamed tools": streamed_tools,
-        "parallel tools": parallel_tools,
-        "required tool": required_tool,
-        "tool results": tool_results,
-    }
-)
+run(chat, stream, tools, streamed_tools, parallel_tools, required_tool, tool_results)

@@ -75,15 +75,4 @@ def responses():
     check([json.loads(each.arguments) for each in answer.output if each.type == "function_call"], [PARIS])
 
 
-run(
-    {
-        "chat": chat,
-        "stream": stream,
-        "tools": tools,
-        "streamed tools": streamed_tools,
-        "parallel tools": parallel_tools,
-        "required tool": required_tool,
-        "tool results": tool_results,
-        "responses": responses,
-    }
-)
+run(chat, stream, tools, streamed_tools, parallel_tools, required_tool, tool_results, responses)

@@ -48,12 +48,4 @@ def structured_output():
     check(Agent(model, output_type=output, model_settings=settings).run_sync(CITY).output, Weather(**PARIS))
 
 
-run(
-    {
-        "chat": chat,
-        "stream": stream,
-        "tool results": tool_results,
-        "streamed tools": streamed_tools,
-        "structured output": structured_output,
-    }
-)
+run(chat, stream, tool_results, streamed_tools, structured_output)

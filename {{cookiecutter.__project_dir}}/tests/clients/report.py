@@ -25,10 +25,11 @@ def check(found: object, expected: object) -> None:
     assert found == expected, f"{found!r} is not {expected!r}"
 
 
-def run(features: dict[str, Callable[[], None]]) -> None:
+def run(*features: Callable[[], None]) -> None:
     """Run each feature, and print "ok" or its error."""
     outcomes = {}
-    for name, feature in features.items():
+    for feature in features:
+        name = feature.__name__.replace("_", " ")
         try:
             feature()
             outcomes[name] = "ok"

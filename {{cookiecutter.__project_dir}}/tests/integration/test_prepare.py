@@ -745,6 +745,25 @@ def test_an_instance_that_takes_long_to_end_costs_nothing_and_down_waits_for_it(
     assert instances.living(FILE) == []
 
 
+def test_an_instance_that_ends_does_not_keep_a_closed_type_open(
+    aws: Api, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the autoscaler would replace it by one of the same type."""
+    for name in ("LEASE", "LAUNCHED", "STATE_FILE"):
+        monkeypatch.setattr(watchdog_head, name, tmp_path / name)
+    watchdog_head.LAUNCHED.touch()
+    monkeypatch.setattr(watchdog_head.autoscaler_log, "LOGS", tmp_path)
+    spot, written = "gpu-spot-1", []
+    monkeypatch.setattr(watchdog_head, "write_limits", written.append)
+    watchdog = watchdog_head.HeadWatchdog(FILE)
+    watchdog._markets.closed_until[spot] = float("inf")
+    for state in ("running", "shutting-down"):
+        one = machine("spot", "a", node_type=spot, state=state)
+        monkeypatch.setattr(instances, "living", lambda file, one=one: [one])
+        watchdog.check()
+    assert [limits[spot] for limits in written] == [1, 0]
+
+
 # ---------------------------------------------------------------- the guard
 
 
