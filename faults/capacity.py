@@ -1,8 +1,10 @@
 """Faults in which AWS has too little capacity or interrupts spot machines, and a test with a large gang."""
 
 import re
+import time
 
 import settings
+from cluster.aws.target import Aws
 from cluster.common import instances
 from cluster.emulator import scenario
 from cluster.emulator.waiting import wait_for
@@ -25,6 +27,8 @@ GATHER = (
     "import ray, sys; from pipeline.ray_support import gang; ray.init(); "
     f"print('gathered', gang.gather(int(sys.argv[1]), {{'CPU': 60, 'GPU': 1}}, {ZONE_TIMEOUT_S}, gang.offers()))"
 )
+END_S = 45
+"""Seconds that machines take to end, where the test says so."""
 MANY_WORKERS = 8
 PREFERRED, SERVING = "p5.48xlarge", "g6e.xlarge"
 # requests what a replica of `serve_llm` requests
@@ -39,7 +43,7 @@ def first_zone_refuses(harness: Harness) -> str:
     """No spot capacity in the first zone: the gang starts in the second."""
     harness.wait_until_no_workers()
     with no_capacity({"market": "spot", "zone": f"{harness.file.region}a"}):
-        log = _gather(harness)
+        log = gather(harness)
     assert "zone 1, spot: AWS refuses machines" in log, log
     assert "gathered {'zone': '2'}" in log, log
     return _summary(log)
@@ -49,7 +53,7 @@ def launch_ends_early(harness: Harness) -> str:
     """EC2 accepts a launch and ends the machine before it runs: `inv status` says why, and another zone is tried."""
     harness.wait_until_no_workers()
     control(without_volumes=1)
-    log = _gather(harness)
+    log = gather(harness)
     assert "gathered {'zone': '2'}" in log, log
     output = run_verb("status")
     (ended,) = re.findall(r"AWS ended \S+ \(gpu-spot-1\) during its launch: [^.]*\.VolumeLimitExceeded: [^.]*", output)
@@ -63,7 +67,7 @@ def own_key_for_disks(harness: Harness) -> str:
     ec2 = harness.file.client("ec2")
     ec2.modify_ebs_default_kms_key_id(KmsKeyId=key)
     try:
-        log = _gather(harness)
+        log = gather(harness)
     finally:
         ec2.modify_ebs_default_kms_key_id(KmsKeyId="alias/aws/ebs")
     assert "gathered" in log, log
@@ -74,11 +78,35 @@ def all_spot_refuses(harness: Harness) -> str:
     """No spot capacity in any zone: the gang starts on demand."""
     harness.wait_until_no_workers()
     with no_capacity({"market": "spot"}):
-        log = _gather(harness)
+        log = gather(harness)
         markets = {machine.market for machine in harness.workers()}
     assert "gathered {'zone': '1'}" in log, log
     assert markets == {"on-demand"}, markets
     return _summary(log)
+
+
+def everything_at_once(harness: Harness) -> str:
+    """AWS refuses launches, ends one early, and takes long to end machines: a job, `down` and the next `up` work.
+
+    Beside this, the emulated AWS always throttles calls and shows new things late (see throttling and consistency).
+    """
+    harness.wait_until_no_workers()
+    control(end_s=END_S, without_volumes=1)
+    try:
+        with no_capacity({"zone": f"{harness.file.region}a", "market": "spot"}):
+            gather(harness)
+        zones = {machine.zone for machine in harness.workers()}
+        started = time.monotonic()
+        output = run_verb("down")
+        seconds = time.monotonic() - started
+    finally:
+        control(end_s=0)
+    assert "is left" in output, output
+    assert seconds >= END_S, f"down took {seconds:.0f} s"
+    assert len(zones) == 1, zones
+    run_verb("up", "--yes")
+    harness.connection = Aws().connect()
+    return f"the gang started in {zones.pop()}; down waited for the machines and took {seconds:.0f} s; up worked again"
 
 
 def no_spot_quota(harness: Harness) -> str:
@@ -87,7 +115,7 @@ def no_spot_quota(harness: Harness) -> str:
     instance_type = harness.file.workers[-1].instance_type
     with no_quota(INSTANCE_TYPES[instance_type].family.spot_quota):
         report = run_verb("doctor")
-        log = _gather(harness)
+        log = gather(harness)
         markets = {machine.market for machine in harness.workers()}
     assert "Until you have more, only" in report, report
     assert f"{instance_type} on-demand" in report, report
@@ -105,7 +133,7 @@ def preferred_type_refuses(harness: Harness) -> str:
     with replaced_file(settings.FILE, text):
         harness.ensure_up()
         with no_capacity({"type": PREFERRED}):
-            log = _gather(harness)
+            log = gather(harness)
             types = {machine.instance_type for machine in harness.workers()}
     assert f"zone 1, spot, {PREFERRED}: AWS refuses machines" in log, log
     assert f"'instance_type': '{fallback}'" in log, log
@@ -243,7 +271,7 @@ def _with_max_workers(harness: Harness, count: int) -> dict:
     return {"max_workers": count, "available_node_types": types | workers}
 
 
-def _gather(harness: Harness) -> str:
+def gather(harness: Harness) -> str:
     """Run a job that starts two GPU machines in one zone, and return its log."""
     return harness.wait_for_success(harness.submit(GATHER, "2"))
 

@@ -50,6 +50,12 @@ FAULTS = [
         "without changes, jobs continue; with changes, up first warns that running jobs will end",
         "operators.up_again",
     ),
+    Fault(
+        "everything at once",
+        "the gang starts; down waits for slow machines, and the next up works at once",
+        "capacity.everything_at_once",
+    ),
+    Fault("subnets of one's own", "the cluster works there, and the network stays as it was", "operators.own_subnets"),
     Fault("a permission is missing", "the verb names it", "operators.permission_missing"),
     Fault("a job with a secret", "the secret leaks nowhere", "operators.secret_stays_secret"),
     Fault("two clusters at the same time", "each project sees only its own machines", "operators.two_clusters"),

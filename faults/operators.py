@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import settings
 from cluster.aws.target import Aws
@@ -16,7 +17,7 @@ from cluster.common import cluster_file, instances
 from cluster.common.cluster_file import FILE
 from cluster.emulator.waiting import wait_for
 from faults import secret_search
-from faults.capacity import GATHER
+from faults.capacity import GATHER, gather
 from faults.harness import Harness, changed_cluster_file, interrupt_verb, replaced_file, run_verb
 from faults.setup import ONE_CPU
 
@@ -36,6 +37,54 @@ def up_again(harness: Harness) -> str:
     assert harness.is_running(job), harness.log(job)
     change, *_ = re.findall(r"cluster\.yaml or the pins.*?running jobs", output)
     return f"the job continued; with a changed cluster.yaml: {change}"
+
+
+def own_subnets(harness: Harness) -> str:
+    """`[cluster.network]` names subnets of the user's own: machines start there, and `down` changes nothing there."""
+    run_verb("down")
+    ec2 = harness.file.client("ec2")
+    subnets = _make_network(ec2, harness.file.region)
+    before = _network(ec2)
+    text = settings.FILE.read_text(encoding="utf-8")
+    changed = text.replace("\nsubnets = []", f"\nsubnets = {json.dumps(subnets)}")
+    assert changed != text
+    with replaced_file(settings.FILE, changed):
+        run_verb("up", "--yes")
+        harness.connection = Aws().connect()
+        gather(harness)
+        machines = [machine.id for machine in instances.living(harness.file)]
+        found = ec2.describe_instances(InstanceIds=machines)["Reservations"]
+        output = run_verb("down")
+    used = {one["SubnetId"] for reservation in found for one in reservation["Instances"]}
+    assert used <= set(subnets), f"{used} are not in {subnets}"
+    assert "is left" in output, output
+    assert _network(ec2) == before
+    return f"{len(machines)} machines started in {len(used)} of two subnets; the network is as it was before"
+
+
+def _make_network(ec2: Any, region: str) -> list[str]:
+    """Make a VPC with two public subnets in different zones, and return the ids of the subnets."""
+    vpc = ec2.create_vpc(CidrBlock="10.9.0.0/16")["Vpc"]["VpcId"]
+    gateway = ec2.create_internet_gateway()["InternetGateway"]["InternetGatewayId"]
+    ec2.attach_internet_gateway(InternetGatewayId=gateway, VpcId=vpc)
+    (table,) = ec2.describe_route_tables(Filters=[{"Name": "vpc-id", "Values": [vpc]}])["RouteTables"]
+    ec2.create_route(RouteTableId=table["RouteTableId"], DestinationCidrBlock="0.0.0.0/0", GatewayId=gateway)
+    return [
+        ec2.create_subnet(VpcId=vpc, CidrBlock=f"10.9.{number}.0/24", AvailabilityZone=f"{region}{zone}")["Subnet"][
+            "SubnetId"
+        ]
+        for number, zone in enumerate("ab")
+    ]
+
+
+def _network(ec2: Any) -> dict[str, Any]:
+    """Return what the account has in its network, except what depends on instances."""
+    return {
+        "VPCs": ec2.describe_vpcs()["Vpcs"],
+        "route tables": ec2.describe_route_tables()["RouteTables"],
+        "security groups": ec2.describe_security_groups()["SecurityGroups"],
+        "endpoints": ec2.describe_vpc_endpoints()["VpcEndpoints"],
+    }
 
 
 def interrupted_up(harness: Harness) -> str:

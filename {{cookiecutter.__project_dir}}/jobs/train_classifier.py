@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import settings
 from pipeline.ray_support import capacity, gang, ray_logging
+from pipeline.training import transport
 from pipeline.training.collectives import total
 from pipeline.training.digits import count_correct, draw_digits, make_model
 
@@ -47,20 +48,28 @@ def main(options: ClassifierOptions) -> None:
             storage_path=options.output,
             logging_config=LoggingConfig(log_level="WARNING"),
             failure_config=FailureConfig(max_failures=options.max_failures),
+            worker_runtime_env={"env_vars": transport.LOG_VARIABLES} if options.device == "cuda" else None,
             checkpoint_config=CheckpointConfig(num_to_keep=2),
         ),
     )
-    metrics = trainer.fit().metrics
+    result = trainer.fit()
+    if result.return_value:
+        raise settings.UserError(result.return_value)
+    metrics = result.metrics
     folder = f"{options.output}/{options.name}"
     print(f"test accuracy {metrics['accuracy']:.1%} after {metrics['epoch']} epochs; checkpoints: {folder}", flush=True)
 
 
-def train(options: ClassifierOptions) -> None:
-    """Train in one worker. All workers run this at the same time."""
+def train(options: ClassifierOptions) -> str | None:
+    """Train in one worker. All workers run this at the same time. Return why the workers cannot train, or None."""
     ray_logging.worker()
     context = ray.train.get_context()
     rank, workers = context.get_world_rank(), context.get_world_size()  # many: rank and number of workers
     device = torch.device("cpu") if options.device == "cpu" else get_device()  # many: the GPU of this worker
+    try:  # many: the network between machines can be slow without an error
+        transport.require_efa(device, workers, context.get_local_world_size())
+    except settings.UserError as error:
+        return str(error)  # Ray would start the workers again if they raised it
 
     torch.manual_seed(options.seed)
     model = make_model()
@@ -94,6 +103,7 @@ def train(options: ClassifierOptions) -> None:
                 flush=True,
             )
         report({"epoch": epoch, "loss": loss, "accuracy": accuracy}, model, optimizer, rank)
+    return None
 
 
 def train_epoch(parallel: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader) -> torch.Tensor:

@@ -25,7 +25,7 @@ from moto.iam.models import iam_backends
 from werkzeug.serving import WSGIRequestHandler, make_server
 
 import settings
-from cluster.emulator import host_image, moto_instances
+from cluster.emulator import host_image, moto_instances, slow_ends
 from cluster.emulator.addresses import CHECK_IP_PORT, CONTROL_PORT, ENDPOINT, GATEWAY
 from cluster.emulator.api import Api, InjectedFaults, StartResponse
 from cluster.emulator.host import Host
@@ -86,7 +86,7 @@ class Cloud:
             instance.moto.terminate()  # InstanceInitiatedShutdownBehavior: terminate
         elif self.reservations.end(instance):
             self.record(instance.id, "its Capacity Block ends")
-        elif instance.state in ("terminated", "stopped") and host:
+        elif instance.state in ("shutting-down", "terminated", "stopped") and host:
             self._in_background(instance.id, lambda: self._stop(instance.id, host))
 
     def _in_background(self, instance_id: str, work: Callable[[], None]) -> None:
@@ -135,8 +135,8 @@ class ControlApi:
     GET returns the cloud's state. PUT calls `_control` with the JSON body as keyword arguments, then returns the state.
     """
 
-    def __init__(self, cloud: Cloud, api: Api, metadata: MetadataService) -> None:
-        self.cloud, self.api, self.metadata = cloud, api, metadata
+    def __init__(self, cloud: Cloud, api: Api, metadata: MetadataService, ends: slow_ends.SlowEnds) -> None:
+        self.cloud, self.api, self.metadata, self.ends = cloud, api, metadata, ends
 
     def __call__(self, environ: dict[str, Any], start_response: StartResponse) -> Iterable[bytes]:
         body = environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
@@ -168,9 +168,11 @@ class ControlApi:
         reservation: dict[str, Any] | None = None,
         broken_machines: int = 0,
         without_volumes: int = 0,
+        end_s: float | None = None,
     ) -> None:
         """Set the faults, interrupt a spot instance after a notice, backdate all leases, reboot an instance, change a
-        reservation, or let the next machines with GPUs lack one or fail during their launch.
+        reservation, let the next machines with GPUs lack one or fail during their launch, or set how long machines take
+        to end.
 
         `reservation` has the arguments of `Reservations.put`. Its hosts get the new end, as if time had passed.
         """
@@ -188,6 +190,8 @@ class ControlApi:
             self.cloud.reboot(reboot)
         self.cloud.broken_machines += broken_machines
         self.cloud.launch_failures.without_volumes += without_volumes
+        if end_s is not None:
+            self.ends.seconds = end_s
         if reservation is not None:
             self.api.reservations.put(**reservation)
             for instance_id, host in list(self.cloud.hosts.items()):
@@ -227,12 +231,13 @@ def run(region: str, pins: Path) -> None:
     _create_account(region)
     _connect_default_vpc(region)
     _set_home()
-    api, metadata = Api(), MetadataService()
+    api, metadata, ends = Api(), MetadataService(), slow_ends.SlowEnds()
+    slow_ends.install(ends)
     cloud = Cloud(layers, host_image.shared_paths(), api.reservations, api.launch_failures)
     for host, port, application in (
         (GATEWAY, 80, api),
         ("169.254.169.254", 80, metadata),
-        ("127.0.0.1", CONTROL_PORT, ControlApi(cloud, api, metadata)),
+        ("127.0.0.1", CONTROL_PORT, ControlApi(cloud, api, metadata, ends)),
         (GATEWAY, CHECK_IP_PORT, _CheckIp()),
     ):
         server = make_server(host, port, application, threaded=True, request_handler=_RequestHandler)

@@ -419,7 +419,7 @@ get_model_map().update(
 
 def _running(ec2: Any) -> Iterator[Any]:
     for reservation in ec2.reservations.values():
-        yield from (one for one in reservation.instances if one.state not in ("terminated", "shutting-down"))
+        yield from (one for one in reservation.instances if one.state != "terminated")
 
 
 def _tags(properties: Mapping[str, Any]) -> dict[str, str]:

@@ -11,12 +11,12 @@ import re
 import tempfile
 from pathlib import Path
 
+import torch
 from pydantic import ConfigDict
 
 import settings
 from instance_types import INSTANCE_TYPES
 from pipeline.training.collectives import any_rank
-from pipeline.training.runtimes.runtime import Runtime
 from settings import UserError
 
 EFA = "EFA"
@@ -33,17 +33,18 @@ class EfaSection(settings.Section):
     efa: bool = True
 
 
-def require_efa(runtime: Runtime) -> None:
+def require_efa(device: torch.device, world_size: int, local_world_size: int) -> None:
     """Refuse to train over TCP between machines that have EFA, unless the settings allow it.
 
-    All ranks raise the error, because NCCL cannot connect ranks that use different networks.
+    All ranks raise the error, because NCCL cannot connect ranks that use different networks. Their processes must have
+    started with LOG_VARIABLES.
 
     Raises:
         UserError: NCCL does not use EFA.
     """
-    if runtime.device.type != "cuda" or runtime.world_size == runtime.local_world_size:
+    if device.type != "cuda" or world_size == local_world_size:
         return
-    any_rank(False, runtime.device)  # the first collective makes NCCL choose a network
+    any_rank(False, device)  # the first collective makes NCCL choose a network
     log, name = read_log(), machine()
     may_use_tcp = not settings.load(EfaSection, "network", profile="cluster").efa
     if name in INSTANCE_TYPES and INSTANCE_TYPES[name].efa_cards and not may_use_tcp and find(log) != EFA:

@@ -2,19 +2,22 @@
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import ray
 import torch
 from ray.train import ScalingConfig
+from ray.train.torch import TorchTrainer
 
 import settings
-from jobs import check_network
+from cluster.network import free_ports
+from jobs import check_network, train_classifier
 from pipeline.ray_support import network_check
 from pipeline.ray_support.network_check import Network, NetworkMeasurement
 from pipeline.training import transport
-from pipeline.training.options import DDPOptions, NetworkOptions
-from pipeline.training.runtimes import ray_train
+from pipeline.training.options import ClassifierOptions, DDPOptions, NetworkOptions
+from pipeline.training.runtimes import ray_train, torchrun
 from pipeline.training.strategies import DDP
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import test modules
@@ -86,3 +89,43 @@ def test_workers_with_gpus_write_nccls_log() -> None:
         chosen = options.model_copy(update={"device": device})
         trainer = ray_train._torch_trainer(chosen, DDP, None, ScalingConfig(num_workers=1))
         assert trainer.run_config.worker_runtime_env.get("env_vars", {}) == variables
+
+
+@pytest.fixture
+def tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine has EFA, but NCCL does not use it."""
+
+    def refuse(device: torch.device, world_size: int, local_world_size: int) -> None:
+        raise settings.UserError("NCCL would send gradients over Socket")
+
+    monkeypatch.setattr(transport, "require_efa", refuse)
+
+
+@pytest.mark.usefixtures("tcp")
+def test_the_classifier_does_not_train_over_tcp_by_accident(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"get_world_rank": 0, "get_world_size": 16, "get_local_world_size": 8}
+    context = SimpleNamespace(**{name: lambda size=size: size for name, size in sizes.items()})
+    options = settings.load(ClassifierOptions, "train", "classifier", profile="local")
+    monkeypatch.setattr(ray.train, "get_context", lambda: context)
+    monkeypatch.setattr(train_classifier, "make_model", lambda: pytest.fail("the run started"))
+    failure = train_classifier.train(options)
+    assert failure == "NCCL would send gradients over Socket"
+    monkeypatch.setattr(TorchTrainer, "fit", lambda _: SimpleNamespace(return_value=failure))
+    monkeypatch.setattr(train_classifier.cli, "connect", lambda: None)
+    monkeypatch.setattr(train_classifier.ray_logging, "driver", lambda: None)
+    monkeypatch.setattr(train_classifier.capacity, "refuse_too_many_workers", lambda *_: None)
+    monkeypatch.setattr(train_classifier.capacity, "refuse_private_paths", lambda *_: None)
+    with pytest.raises(settings.UserError, match="NCCL would send gradients over Socket"):
+        train_classifier.main(options)
+
+
+@pytest.mark.usefixtures("tcp")
+def test_a_run_under_torchrun_does_not_use_tcp_by_accident(monkeypatch: pytest.MonkeyPatch) -> None:
+    (port,) = free_ports(1)
+    rank = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for name, value in rank.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(torchrun, "_prepare", lambda _: pytest.fail("the run started"))
+    options = settings.load(DDPOptions, "train", profile="local")
+    with pytest.raises(settings.UserError, match="NCCL would send gradients over Socket"):
+        torchrun.fit(options, DDP)

@@ -1,7 +1,7 @@
 """Test which network NCCL's log names, and that training does not use TCP by accident. The logs are from AWS."""
 
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -67,14 +67,15 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return transport.PRODUCT_NAME
 
 
-def ranks(world_size: int = 16, device: str = "cuda") -> SimpleNamespace:
-    return SimpleNamespace(device=torch.device(device), world_size=world_size, local_world_size=8)
+def check(world_size: int = 16, device: str = "cuda") -> None:
+    """Check the network as a rank on a machine with 8 ranks."""
+    transport.require_efa(torch.device(device), world_size, 8)
 
 
 @pytest.mark.usefixtures("machine")
 def test_tcp_between_machines_with_efa_is_refused() -> None:
     with pytest.raises(settings.UserError) as refused:
-        transport.require_efa(ranks())
+        check()
     text = str(refused.value)
     assert "p4d.24xlarge has EFA, but NCCL would send gradients over Socket" in text
     assert "(NCCL: NET/OFI Failed to initialize sendrecv protocol)" in text
@@ -85,32 +86,33 @@ def test_tcp_between_machines_with_efa_is_refused() -> None:
 def test_a_missing_plugin_is_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport, "read_log", lambda: WITHOUT_PLUGIN)
     with pytest.raises(settings.UserError, match=r"\(NCCL: NET/Plugin: Could not find: libnccl-net.so\)"):
-        transport.require_efa(ranks())
+        check()
 
 
 @pytest.mark.usefixtures("machine")
 def test_efa_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport, "read_log", lambda: EFA)
-    transport.require_efa(ranks())
+    check()
 
 
 @pytest.mark.usefixtures("machine")
 def test_the_settings_can_allow_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "load", lambda *_, **__: transport.EfaSection(efa=False))
-    transport.require_efa(ranks())
+    check()
 
 
 @pytest.mark.parametrize("name", ["g6.xlarge", "Standard PC (i440FX + PIIX, 1996)"])
 def test_machines_without_efa_may_use_tcp(machine: Path, name: str) -> None:
     machine.write_text(name)
-    transport.require_efa(ranks())
+    check()
     machine.unlink()
-    transport.require_efa(ranks())
+    check()
 
 
-@pytest.mark.parametrize("runtime", [ranks(world_size=8), ranks(device="cpu")], ids=["one machine", "CPU"])
+@pytest.mark.parametrize("ranks", [{"world_size": 8}, {"device": "cpu"}], ids=["one machine", "CPU"])
+@pytest.mark.usefixtures("machine")
 def test_without_gpus_on_several_machines_nothing_is_checked(
-    runtime: SimpleNamespace, machine: Path, monkeypatch: pytest.MonkeyPatch
+    ranks: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transport, "read_log", lambda: pytest.fail("NCCL has no log"))
-    transport.require_efa(runtime)
+    check(**ranks)

@@ -256,7 +256,7 @@ def _train_worker(config: dict[str, Any]) -> str | None:
     runtime = RayTrainRuntime(options.device)
     source = streaming.StreamSource(stream, options.global_batch_rows // runtime.world_size) if stream else None
     try:
-        transport.require_efa(runtime)
+        transport.require_efa(runtime.device, runtime.world_size, runtime.local_world_size)
         train(options, runtime, make_strategy, source)
     except UserError as error:  # all workers raise it
         return str(error)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pipeline.ray_support import job_secrets
-from pipeline.training import preflight, storage
+from pipeline.training import preflight, storage, transport
 from pipeline.training.options import TrainOptions
 from pipeline.training.runtimes.runtime import Metrics, SingleProcess, WriteCheckpoint
 from pipeline.training.schedule import check_batches
@@ -61,10 +61,13 @@ def fit(options: TrainOptions, make_strategy: MakeStrategy) -> None:
         UserError: options, data and model do not match, or training failed. Only rank 0 raises it; the others exit.
     """
     job_secrets.load()
+    if options.device == "cuda":
+        os.environ |= transport.LOG_VARIABLES  # before NCCL starts
     backend = dist.get_default_backend_for_device(options.device)
     dist.init_process_group(backend, timeout=timedelta(minutes=TIMEOUT_MINUTES))
     try:
         device = _device(options)
+        transport.require_efa(device, dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"]))
         options = preflight.with_absolute_paths(options).model_copy(update={"num_workers": dist.get_world_size()})
         _raise_on_all_ranks(_prepare(options) if dist.get_rank() == 0 else "")
         runtime = TorchrunRuntime(Path(options.output, options.name), device, options.keep_checkpoints)
