@@ -582,6 +582,7 @@ def test_the_web_page_shows_the_models_answer(served: ServeOptions, client: open
         expect(opened.get_by_role("button", name="Send")).to_be_visible()
 
 
+@pytest.mark.nightly  # because it takes 45 s
 def test_generate_gives_the_same_answers_as_the_server(
     served: ServeOptions, client: openai.OpenAI, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -101,6 +101,7 @@ def test_two_workers_have_the_losses_of_one_process(ddp: list[Row], changes: dic
     assert ddp[-1]["loss"] < 0.8 * ddp[0]["loss"]
 
 
+@pytest.mark.nightly  # because it takes 80 s; test_parity compares them without Ray
 def test_zero_and_fsdp_agree_with_ddp(ddp: list[Row], changes: dict[str, Any]) -> None:
     """Here, the strategies run under Ray. test_parity.py compares all variants without Ray."""
     zero = _deepspeed_options(changes | {"name": "zero"})
@@ -209,7 +210,8 @@ def test_a_checkpoint_that_takes_longer_than_a_spot_notice_is_noted_once(capfd: 
     assert "a checkpoint takes 170 s to store, but AWS takes back a spot machine 120 s after its notice" in printed
 
 
-@pytest.mark.parametrize("max_failures", [pytest.param(0, marks=pytest.mark.nightly), 3])
+@pytest.mark.nightly  # because it takes a minute for each
+@pytest.mark.parametrize("max_failures", [0, 3])
 def test_a_gpu_out_of_memory_gives_one_sentence_and_no_retry(
     max_failures: int, changes: dict[str, Any], tmp_path: Path
 ) -> None:

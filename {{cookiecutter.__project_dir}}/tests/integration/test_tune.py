@@ -46,6 +46,7 @@ def changes(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     }
 
 
+@pytest.mark.nightly  # because it takes a minute
 @pytest.mark.usefixtures("ray_session")
 def test_good_settings_are_found_and_a_later_start_adds_trials(
     changes: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]

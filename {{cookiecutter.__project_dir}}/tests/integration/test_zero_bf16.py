@@ -21,6 +21,7 @@ from pipeline.training.deepspeed_zero import ZeRO
 from pipeline.training.options import DeepSpeedOptions
 from pipeline.training.schedule import BatchPlan
 
+pytestmark = pytest.mark.nightly  # because it takes a minute and a half
 RANKS, PASSES, STEPS = 2, 8, 3
 CASES: dict[str, dict[str, Any]] = {
     "1": {"zero_stage": 1},
