@@ -15,6 +15,7 @@ PARTS = {  # the quick ones first
     "packing": "Packing: how much of the packed rows is padding?",
     "checkpoint": "Checkpoints: how long does each block training?",
     "downloads": "Downloads: how fast does a node copy a model from the bucket?",
+    "weights": "Weights: how fast do they arrive in main memory from the bucket?",
     "packages": "Packages: how fast does a node unpack them from the bucket?",
     "large_cluster": "A cluster with 64 workers: calls to AWS, the head, and inv status",
     "serving_middleware": "What keys and limits add to the time of a request to a served model",

@@ -236,6 +236,27 @@ def bench(context: Context, seconds: int = 10, tokens: int = 64, target: str = "
     cluster_bench.bench(f"{served}/v1", connection.job_variables, cluster_bench.Load(seconds, tokens), CONSOLE)
 
 
+@verb(
+    "tasks",
+    tasks="comma-separated names of tasks, such as gsm8k,ifeval",
+    model="name of a served model; default: the main model",
+    completions="use /v1/completions without a chat template: for base models, and for tasks that compare answers",
+    **TARGET,
+)
+def lm_eval(context: Context, tasks: str, model: str = "", completions: bool = False, target: str = "local") -> None:
+    """Run tasks of the lm-evaluation-harness against the served model. lm-eval's own options come after --."""
+    from cluster import lm_eval as cluster_lm_eval
+    from cluster import status as cluster_status
+    from cluster import targets
+
+    chosen = targets.get(target)
+    connection = chosen.connect()
+    served = cluster_status.address(cluster_status.snapshot(connection), connection)
+    os.environ |= chosen.storage_variables()
+    request = cluster_lm_eval.Request(tasks, model, completions, tuple(_job_options()))
+    cluster_lm_eval.run(f"{served}/v1", connection.job_variables, request, CONSOLE)
+
+
 @verb("job", job=f"one of: {', '.join(job_scripts.names())}", **VERBOSE, **TARGET)
 def submit(context: Context, job: str, verbose: bool = False, target: str = "local") -> None:
     """Run a job on the cluster and follow its log. Exits with the job's exit code."""

@@ -11,6 +11,7 @@ from ray.job_submission import JobStatus
 from rich.console import Console
 
 import settings
+from cluster import environment as project_environment
 from cluster.job_client import PROBE_JOB, JobClient, Unreachable
 from cluster.local import processes, state
 from pipeline.serving import haproxy
@@ -46,14 +47,20 @@ def start(cluster: dict[str, Any], section: RaySection) -> subprocess.Popen:
         f"--object-store-memory={section.object_store_mib * 2**20}",
         f"--temp-dir={cluster['temp']}/ray",  # a subfolder, because Ray gives all users access to its temp folder
     ]
-    environment = os.environ | {
-        processes.MARK: cluster["id"],
-        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # with one node, Ray then binds its ports to loopback
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN_PATH": str(state.TOKEN_FILE),
-        **haproxy.environment(cluster["temp"], proxy),
-        "TMPDIR": cluster["temp"],  # temporary files of jobs are private, and are deleted with the cluster
-    }
+    _, sources = project_environment.package_sources(project_environment.pip_settings())
+    environment = (
+        os.environ
+        | sources
+        | {  # `quantize` installs packages with uv
+            "UV": project_environment.find_uv(),
+            processes.MARK: cluster["id"],
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # with one node, Ray then binds its ports to loopback
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN_PATH": str(state.TOKEN_FILE),
+            **haproxy.environment(cluster["temp"], proxy),
+            "TMPDIR": cluster["temp"],  # temporary files of jobs are private, and are deleted with the cluster
+        }
+    )
     environment.pop("RAY_ADDRESS", None)
     with state.LOG_FILE.open("w") as log:
         return subprocess.Popen(

@@ -20,8 +20,8 @@ from botocore.exceptions import BotoCoreError, ClientError
 from cluster.common import bucket, cluster_file
 from cluster.node import unpack
 
-PACKED = ("env", ".local/share/uv/python")
-"""Folders in the home folder: the environment, and the interpreter that uv downloaded for it."""
+PACKED = ("env", ".local/share/uv/python", ".local/bin")
+"""Folders in the home folder: the environment, the interpreter that uv downloaded for it, and uv itself."""
 PARTS = 16
 """Number of parts of an archive. A node downloads and unpacks all of them at once."""
 DOLLARS_PER_GB = 0.023

@@ -16,10 +16,12 @@ import pytest
 import requests
 import tool_model
 from families import FAMILIES, add_tokens, template_of
+from rich.console import Console
 from tool_model import CITIES, CITY, GREETED, GREETING, KNOWS_NOT, REASONING
 from transformers import PreTrainedTokenizerFast
 
 import settings
+from cluster import lm_eval
 from pipeline.data.chat_template import ChatTemplate
 from pipeline.data.template_probes import FEATURES
 from pipeline.data.template_probes import TOOL as TOOL_PROBE
@@ -38,7 +40,7 @@ PARIS, ROME = {"city": "Paris"}, {"city": "Rome"}
 @pytest.fixture(scope="module")
 def served(ray_session: None, assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeOptions]:
     """Deploy a model that calls tools. Its parsers are chosen for its chat template."""
-    folder = tmp_path_factory.mktemp("runs") / "tools" / "model"
+    folder = tmp_path_factory.mktemp("project") / "runs" / "tools" / "model"
     tool_model.train(assets / "model", folder)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -417,6 +419,64 @@ def test_the_chosen_parsers_read_what_the_template_writes(name: str, tokenizer: 
         assert [(call.function.name, call.function.arguments) for call in calls] == [
             ("probe_call", '{"probe_key": "probe-value"}')
         ]
+
+
+# ---------------------------------------------------------------- lm-eval
+
+TASKS = {
+    "greets.yaml": """\
+task: greets
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {folder}/rows.json}}}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{{{question}}}}"
+doc_to_target: "{{{{answer}}}}"
+generation_kwargs: {{until: ["\\n"], max_gen_toks: 60}}
+metric_list: [{{metric: exact_match}}]
+""",
+    "chooses.yaml": """\
+task: chooses
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {folder}/rows.json}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "<|user|>{{{{question}}}}<|assistant|>"
+target_delimiter: ""
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: 1
+metric_list: [{{metric: acc}}]
+""",
+}
+
+
+@pytest.mark.nightly
+def test_lm_eval_runs_custom_tasks(
+    served: ServeOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The task `greets` generates answers from chats, and `chooses` compares the probabilities of given answers."""
+    rows = [{"question": GREETING, "answer": GREETED, "choices": ["Never mind.", f"<think>{REASONING}</think>"]}] * 3
+    (tmp_path / "rows.json").write_text("\n".join(map(json.dumps, rows)))
+    for name, text in TASKS.items():
+        (tmp_path / name).write_text(text.format(folder=tmp_path))
+    monkeypatch.setenv("PROJECT_DIR", str(Path(served.source).parents[2]))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+
+    def evaluate(tasks: str, *, completions: bool = False) -> dict[str, Any]:
+        options = ("--include_path", str(tmp_path), "--num_fewshot", "0")
+        request = lm_eval.Request(tasks, completions=completions, options=options)
+        return lm_eval.run(served.url, {}, request, Console(width=150), tmp_path / tasks)["results"]
+
+    assert evaluate("greets")["greets"]["exact_match,none"] == 1
+    assert evaluate("chooses", completions=True)["chooses"]["acc,none"] == 1
+    assert "exact_match" in capfd.readouterr().out
+    with pytest.raises(settings.UserError, match=r"probabilities of given answers.* Run it with: --completions"):
+        evaluate("chooses")
+    with pytest.raises(settings.UserError, match=r"absent.*log\.txt"):
+        evaluate("absent")
+    key = os.environ["SERVE_API_KEY"]
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert not [path for path in files if key in path.read_text(errors="replace")]
 
 
 # ---------------------------------------------------------------- other clients

@@ -134,7 +134,7 @@ def _named(pattern: str) -> list[tuple[str, str]]:
     return sorted(set(found))
 
 
-@pytest.mark.parametrize(("page", "command"), _named(r"\binv (?:--list|[a-z]\w*[^`;]*)"))
+@pytest.mark.parametrize(("page", "command"), _named(r"\binv (?:--list|[a-z][\w-]*[^`;]*)"))
 def test_a_command_exists(page: str, command: str) -> None:
     own, _, of_the_job = command.partition(" -- ")
     verb, *words = own.split()[1:]
@@ -182,7 +182,7 @@ def _verbs() -> dict[str, set[str]]:
     """Parse tasks.py and return the options of each verb. Importing it would restart Python in the project's .venv."""
     tree = ast.parse((settings.PROJECT / "tasks.py").read_text(encoding="utf-8"))
     return {
-        node.name: {argument.arg.rstrip("_").replace("_", "-") for argument in node.args.args}
+        node.name.replace("_", "-"): {argument.arg.rstrip("_").replace("_", "-") for argument in node.args.args}
         for node in tree.body
         if isinstance(node, ast.FunctionDef) and "verb(" in "".join(map(ast.unparse, node.decorator_list))
     }

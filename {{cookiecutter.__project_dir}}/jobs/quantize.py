@@ -1,0 +1,40 @@
+"""Quantizes a model to 4 or 8 bits with llmcompressor, for serving with less memory.
+
+The result is a folder that serve_llm and vLLM load without further settings.
+"""
+
+from pipeline.quantization.options import QuantizeOptions
+from pipeline.ray_support import cli
+
+if __name__ == "__main__":
+    cli.parse(QuantizeOptions, "quantize")  # before the imports below, which take seconds
+
+import time
+
+import settings
+from pipeline.quantization import quantization
+from pipeline.ray_support import capacity, model_cache
+from pipeline.training.dataset import PackedRows, read_manifest
+
+
+def main(options: QuantizeOptions) -> None:
+    """Quantize the model, with rows that it was trained on."""
+    paths = {"data": settings.resolve(options.data), "output": settings.resolve(options.output)}
+    options = options.model_copy(update=paths)
+    read_manifest(options.data)  # an error if there is no data
+    data = PackedRows(options.data, "train")
+    rows = data.read(0, min(options.rows, len(data)))["input_ids"].numpy()
+    cli.connect()
+    needs = {"GPU": float(options.num_gpus)} if options.num_gpus else {"CPU": 1.0}
+    capacity.refuse_too_many_workers(1, needs, "num_gpus in [quantize]")
+    location = model_cache.find(options.model)
+    capacity.refuse_private_paths(paths | {"model": location}, (), "quantize")
+    print(f"quantizing {options.model} to {options.scheme} with {len(rows)} rows", flush=True)
+    started = time.monotonic()
+    quantization.quantize(options, location, rows)
+    print(f"wrote {options.output} after {time.monotonic() - started:.0f} s")
+    print(f"next: inv submit serve_llm -- --model {options.output}")
+
+
+if __name__ == "__main__":
+    cli.run(main)
