@@ -14,8 +14,13 @@ from settings import UserError
 
 
 def check_index(options: RagOptions) -> None:
-    """Raise UserError if the index does not exist."""
-    asyncio.run(index.Reader.open(settings.resolve(options.index)))
+    """Raise UserError if the index does not exist. Print a note if it cannot be searched by words."""
+
+    async def has_full_text() -> bool:
+        return await (await index.Reader.open(settings.resolve(options.index))).has_full_text()
+
+    if not asyncio.run(has_full_text()):
+        print(f"note: {options.index} can only be searched by meaning, not by words. Run: inv submit embed", flush=True)
 
 
 def deploy(options: RagOptions) -> str:

@@ -47,9 +47,10 @@ def print_hit_rate(questions: list[Question], pool: pipeline.WorkerPool, locatio
     """Print the share of questions whose document has one of the TOP best chunks, before and after ranking."""
     texts = [row.question for row in questions]
     vectors = ray.get(pool.actors[0].embed.remote(texts, "query"))
-    found = index.search_all(location, vectors, CANDIDATES)
+    nearest = index.search_all(location, vectors, CANDIDATES)
+    found = index.search_all(location, vectors, CANDIDATES, texts)
     ranked = [ranking.rank(text, chunks) for text, chunks in zip(texts, found, strict=True)]
-    for name, results in (("by the vectors alone", found), ("ranked", ranked)):
+    for name, results in (("by the vectors alone", nearest), ("by vectors and words, ranked", ranked)):
         hits = [
             row.document in [chunk.document for chunk in chunks[:TOP]]
             for row, chunks in zip(questions, results, strict=True)

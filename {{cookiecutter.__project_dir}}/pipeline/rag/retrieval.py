@@ -10,7 +10,7 @@ from pipeline.ray_support import model_cache
 
 
 class Retriever:
-    """Finds the chunks nearest to a question in the latest version of the index."""
+    """Finds the chunks that match a question, by meaning or by words, in the latest version of the index."""
 
     async def __init__(self, location: str, device: str, candidates: int) -> None:
         self._reader = await Reader.open(location)
@@ -20,7 +20,7 @@ class Retriever:
 
     async def find(self, question: str) -> list[ScoredChunk]:
         [vector] = await asyncio.to_thread(self._embedder.embed, [question], "query")
-        return await self._reader.search(vector.tolist(), self._candidates)
+        return await self._reader.search(vector, self._candidates, question)
 
 
 class Reranker:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import numpy as np
 import openai
 import pyarrow as pa
 import pyarrow.fs
@@ -176,6 +177,61 @@ def test_ranking_without_a_cross_encoder_uses_words_and_vectors() -> None:
 # ------------------------------------------------------------------------------------------ the index
 
 
+def commit(writer: index.Writer, texts: dict[str, str], changed: list[str] | None = None) -> None:
+    """Commit one chunk for each document, with vectors that are all the same."""
+    columns = {
+        "document": list(texts),
+        "hash": list(texts.values()),
+        "chunk": [0] * len(texts),
+        "text": [*texts.values()],
+    }
+    vectors = pa.FixedSizeListArray.from_arrays(pa.array([1.0, 0.0] * len(texts), pa.float32()), 2)
+    writer.commit(pa.table(columns, schema=documents.CHUNKS).append_column("vector", vectors), changed or [])
+
+
+def found(folder: Path, question: str) -> str:
+    """Return the document that a search finds only by its words, or "" if there is none."""
+    vector = np.array([1.0, 0.0])
+    [nearest], [both] = (index.search_all(str(folder), [vector], 2, texts) for texts in ([], [question]))
+    return "".join(chunk.document for chunk in both if chunk not in nearest)
+
+
+def test_words_find_what_vectors_do_not(tmp_path: Path) -> None:
+    writer = index.Writer(str(tmp_path), "source", index.IndexConfig("model", 50, 0), 2, fresh=False)
+    noise = {f"noise{number}": f"nothing special in {number}" for number in range(20)}
+    commit(
+        writer, noise | {"part": "About XK4711.", "call": "os.path.join(a, b)", "zh": "如何复制文件", "de": "Die Züge"}
+    )
+    for _ in range(2):  # before and after the chunks are in the full-text index
+        assert found(tmp_path, "which part is xk4711?") == "part"
+        assert found(tmp_path, 'join AND "') == "call"
+        assert found(tmp_path, "复制") == "zh"
+        assert found(tmp_path, "zuge") == "de"
+        assert found(tmp_path, "unheard-of") == ""
+        writer.finish()
+    commit(writer, {"part": "About ZQ0815.", "new": "And YY9999."}, changed=["part"])
+    assert [found(tmp_path, word) for word in ("xk4711", "ZQ0815", "YY9999")] == ["", "part", "new"]
+    writer.remove(["part"])
+    assert found(tmp_path, "ZQ0815") == ""
+
+
+def test_an_index_without_full_text_is_searched_by_meaning_until_the_next_embed(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    config = index.IndexConfig("model", 50, 0)
+    writer = index.Writer(str(tmp_path), "source", config, 2, fresh=False)
+    commit(writer, {"a": "nothing special", "b": "nothing else", "part": "About XK4711."})
+    index.lancedb.connect(tmp_path).open_table(index.TABLE).drop_index("text_idx")
+    options = settings.load(RagOptions, "rag", profile="local").model_copy(update={"index": str(tmp_path)})
+    assert found(tmp_path, "xk4711") == ""
+    deployment.check_index(options)
+    assert "can only be searched by meaning, not by words. Run: inv submit embed" in capsys.readouterr().out
+    index.Writer(str(tmp_path), "source", config, 2, fresh=False).finish()
+    assert found(tmp_path, "xk4711") == "part"
+    deployment.check_index(options)
+    assert capsys.readouterr().out == ""
+
+
 @pytest.fixture(scope="module")
 def embedded(ray_session: None, options: EmbedOptions) -> EmbedOptions:
     embed.main(options)
@@ -244,6 +300,9 @@ def test_documents_and_index_can_be_on_s3(
     on_s3 = options.model_copy(update={"input": f"{s3}/documents", "index": f"{s3}/index"})
     embed.main(on_s3)
     assert summary(capsys) == "documents: 2 new, 0 changed, 0 removed, 0 unchanged"
+    for word in ("one", "two"):
+        [[best, _]] = index.search_all(on_s3.index, [np.ones(384, np.float32)], 2, [word])
+        assert best.document == f"{word}.md"
     filesystem.delete_file(f"{path}/one.md")
     embed.main(on_s3)
     assert summary(capsys) == "documents: 0 new, 0 changed, 1 removed, 1 unchanged"
