@@ -513,6 +513,12 @@ def test_invalid_keys_and_requests_are_rejected(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["rag"]
 
 
+def test_the_web_page_needs_no_key(client: openai.OpenAI) -> None:
+    page = httpx2.get(str(client.base_url).removesuffix("/v1/"), follow_redirects=True)
+    assert (page.status_code, str(page.url)) == (200, str(client.base_url).removesuffix("v1/"))
+    assert "<title>Try the model</title>" in page.text
+
+
 def test_a_missing_index_is_an_error(tmp_path: Path, embedded: EmbedOptions) -> None:
     with pytest.raises(UserError, match=r"no index in .*. Run: inv submit embed"):
         serve_rag.main(rag_options(embedded, index=str(tmp_path)))
