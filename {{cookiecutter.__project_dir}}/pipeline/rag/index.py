@@ -1,11 +1,10 @@
 """The index: a LanceDB table of chunks and their vectors, in a local folder or on S3. Every change adds a version."""
 
 import asyncio
-import itertools
 import json
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -154,13 +153,13 @@ class Reader:
 
 
 def search_all(
-    location: str, vectors: Iterable[np.ndarray], count: int, questions: Iterable[str] = ()
+    location: str, vectors: Sequence[np.ndarray] | np.ndarray, count: int, questions: Sequence[str] = ()
 ) -> list[list[ScoredChunk]]:
     """Return the `count` chunks that `Reader.search` finds for each vector, and for its question if there is one."""
 
     async def search() -> list[list[ScoredChunk]]:
         reader = await Reader.open(location)
-        pairs = itertools.zip_longest(vectors, questions, fillvalue="")
+        pairs = zip(vectors, questions or [""] * len(vectors), strict=True)
         return [await reader.search(vector, count, question) for vector, question in pairs]
 
     return asyncio.run(search())

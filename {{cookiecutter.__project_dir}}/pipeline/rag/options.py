@@ -11,7 +11,7 @@ class EmbedOptions(settings.Section):
     """The [embed] section of settings.toml."""
 
     input: str
-    """Parquet or JSONL with `text` and optionally `id`, Markdown, or plain text: a file, folder, glob or s3:// URI."""
+    """A file, folder, glob or s3:// URI: PDF, HTML, Markdown, text, or parquet or JSONL with `text` (and `id`)."""
     index: str
     """Folder or s3:// URI of the index."""
     shared_paths: tuple[str, ...] = ()

@@ -1,6 +1,7 @@
 """The deployments that find sources for a question: retriever and reranker."""
 
 import asyncio
+from collections.abc import Callable
 
 from pipeline.rag import ranking
 from pipeline.rag.cross_encoder import CrossEncoder
@@ -27,7 +28,9 @@ class Reranker:
     """Ranks the chunks that the retriever found."""
 
     def __init__(self, model: str, device: str) -> None:
-        self._rank = CrossEncoder(model_cache.find(model), device).rank if model else ranking.rank
+        self._rank: Callable[[str, list[ScoredChunk]], list[ScoredChunk]] = ranking.rank
+        if model:
+            self._rank = CrossEncoder(model_cache.find(model), device).rank
 
     async def rank(self, question: str, chunks: list[ScoredChunk]) -> list[ScoredChunk]:
         return await asyncio.to_thread(self._rank, question, chunks)

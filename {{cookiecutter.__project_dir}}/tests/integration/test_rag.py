@@ -348,7 +348,7 @@ def error_of(options: EmbedOptions, **changes: object) -> str:
 def test_invalid_input_is_rejected(embedded: EmbedOptions, tmp_path: Path) -> None:
     assert "was built with chunk_tokens = 200, not 100. Use" in error_of(embedded, chunk_tokens=100)
     assert error_of(embedded, input="/nowhere/*.md").startswith(
-        "no .parquet, .jsonl, .md or .txt file at /nowhere/*.md"
+        "no .parquet, .jsonl, .md, .txt, .pdf, .html or .htm file at /nowhere/*.md"
     )
     assert "set model in [embed] of settings.toml" in error_of(embedded, model=str(tmp_path))
     assert "use --num-workers 4." in error_of(embedded, num_workers=5, num_cpus=1)
