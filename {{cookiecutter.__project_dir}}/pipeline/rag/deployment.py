@@ -3,6 +3,7 @@
 import asyncio
 
 import ray
+from ray import serve
 
 import settings
 from pipeline.rag import index
@@ -41,6 +42,19 @@ def deploy(options: RagOptions) -> str:
     deployment = lifecycle.Deployment("serve_rag", RAG_APP, RAG_APP, server.root, RAG_PATH, timeout_s)
     lifecycle.deploy(application, deployment)
     return f"{deployment.url}/v1"
+
+
+def running_url() -> str:
+    """Return the base URL of the running application for OpenAI clients.
+
+    Raises:
+        UserError: the application is not running.
+    """
+    address = http_server.current_address()
+    if not address or RAG_APP not in serve.status().applications:
+        raise UserError("serve_rag is not running. Run: inv submit serve_rag")
+    server = settings.load(ServeOptions, "serve").model_copy(update=dict(zip(("host", "port"), address, strict=True)))
+    return f"{http_server.cluster_address(server)}{RAG_PATH}/v1"
 
 
 def _server(options: RagOptions) -> ServeOptions:

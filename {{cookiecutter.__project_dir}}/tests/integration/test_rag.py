@@ -6,6 +6,7 @@ import http
 import json
 import os
 import random
+import re
 import shutil
 import socket
 from collections.abc import Iterator
@@ -29,7 +30,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 
 import settings
 from demo import assets as demo_assets
-from jobs import embed, models, serve_rag
+from jobs import embed, evaluate_rag, models, serve_rag
 from jobs.embed import EmbedOptions
 from pipeline.rag import deployment, documents, embedding, index, pipeline, ranking
 from pipeline.rag.cross_encoder import CrossEncoder
@@ -37,7 +38,7 @@ from pipeline.rag.documents import Chunker
 from pipeline.rag.embedder import Embedder, EmbeddingModelInfo
 from pipeline.rag.index import ScoredChunk
 from pipeline.rag.ingress import NO_ANSWER
-from pipeline.rag.options import RagOptions, Replicas
+from pipeline.rag.options import EvaluateRagOptions, RagOptions, Replicas
 from pipeline.rag.pipeline import EmbeddingWorker
 from pipeline.ray_support import job_secrets
 from pipeline.serving import canary, http_server
@@ -519,6 +520,28 @@ def test_the_web_page_needs_no_key(client: openai.OpenAI) -> None:
     assert "<title>Try the model</title>" in page.text
 
 
+def test_answers_are_evaluated(client: openai.OpenAI, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    rows = [
+        {"question": "What does ENOENT mean?", "answer": f"ENOENT is an error that says {os.strerror(errno.ENOENT)}"},
+        {"question": UNRELATED[0], "document": "egg.md"},
+    ]
+    write_rows(tmp_path / "questions.jsonl", rows)
+    output = tmp_path / "results" / "rag.jsonl"
+    options = EvaluateRagOptions(questions=str(tmp_path / "questions.jsonl"), output=str(output), at_once=2)
+    evaluate_rag.main(options)
+    known, unrelated = map(json.loads, output.read_text().splitlines())
+    assert (known["cited"], known["unknown"]) == (True, False)
+    assert known["f1"] > 0.8
+    assert "ENOENT" in known["sources"][0]["text"]
+    assert (unrelated["unknown"], unrelated["source_found"], unrelated["answer"]) == (True, False, NO_ANSWER)
+    printed = capsys.readouterr().out
+    assert re.search(r'the answer is "I do not know" +50% +2 ', printed)
+    assert f"the answers and their scores are in {output}" in printed
+    (tmp_path / "questions.jsonl").write_text("")
+    with pytest.raises(UserError, match="has no questions"):
+        evaluate_rag.main(options)
+
+
 def test_a_missing_index_is_an_error(tmp_path: Path, embedded: EmbedOptions) -> None:
     with pytest.raises(UserError, match=r"no index in .*. Run: inv submit embed"):
         serve_rag.main(rag_options(embedded, index=str(tmp_path)))
@@ -577,3 +600,5 @@ def test_a_served_model_answers_and_deployments_scale_independently(
     assert RAG_APP not in serve.status().applications
     with pytest.raises(UserError, match="no additional model is named rag"):
         models.main(ModelsOptions(end="rag"))
+    with pytest.raises(UserError, match=r"serve_rag is not running\. Run: inv submit serve_rag"):
+        deployment.running_url()
