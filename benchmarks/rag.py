@@ -56,7 +56,7 @@ def measure() -> Result:
         questions = _questions(folder / "model", documents)
         answers = asyncio.run(_ask(str(folder / "index"), questions))
     min_score = settings.load(RagOptions, "rag", profile="local").min_score
-    rounds = [
+    rounds: list[dict[str, Any]] = [
         {"way": way, "half": half, **_scores(questions[part], found[part], min_score if "ranked" in way else None)}
         for way, found in answers.items()
         for half, part in HALVES.items()
