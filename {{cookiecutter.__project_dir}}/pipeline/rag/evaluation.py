@@ -14,6 +14,7 @@ import openai
 from rich.console import Console
 from rich.table import Table
 
+from pipeline.rag import hit_rate
 from pipeline.rag.ingress import MODEL
 from pipeline.training import storage
 from settings import UserError
@@ -77,9 +78,7 @@ def score(asked: Question, answer: str, sources: list[dict[str, Any]]) -> Answer
     unknown = not sources or "i do not know" in answer.lower()
     scored = Answer(asked.question, answer, sources, unknown=unknown)
     if asked.document:
-        # the document of a PDF may be named with or without the page
-        found = [name for source in sources for name in (source["document"], source["document"].partition("#page=")[0])]
-        scored.source_found = asked.document in found
+        scored.source_found = hit_rate.is_among(asked.document, [source["document"] for source in sources])
     if not unknown:
         cited = [int(number) for numbers in CITATION.findall(answer) for number in numbers.split(",")]
         scored.cited = bool(cited) and all(1 <= number <= len(sources) for number in cited)

@@ -60,7 +60,12 @@ def print_hit_rate(questions: list[Question], pool: pipeline.WorkerPool, locatio
     ranked = [ranking.rank(text, chunks) for text, chunks in zip(texts, found, strict=True)]
     for name, results in (("by the vectors alone", nearest), ("by vectors and words, ranked", ranked)):
         hits = [
-            row.document in [chunk.document for chunk in chunks[:TOP]]
+            is_among(row.document, [chunk.document for chunk in chunks[:TOP]])
             for row, chunks in zip(questions, results, strict=True)
         ]
         print(f"hit rate at {TOP}, {name}: {sum(hits) / len(hits):.0%} of {len(hits)} questions", flush=True)
+
+
+def is_among(document: str, found: list[str]) -> bool:
+    """Return whether a document is among those found. A PDF may be named with its page or without."""
+    return document in found or document in [name.partition("#page=")[0] for name in found]

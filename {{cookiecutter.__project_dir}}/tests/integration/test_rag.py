@@ -208,6 +208,7 @@ def test_words_find_what_vectors_do_not(tmp_path: Path) -> None:
         assert found(tmp_path, 'join AND "') == "call"
         assert found(tmp_path, "复制") == "zh"
         assert found(tmp_path, "zuge") == "de"
+        assert found(tmp_path, "joining calls") == "call"
         assert found(tmp_path, "unheard-of") == ""
         writer.finish()
     commit(writer, {"part": "About ZQ0815.", "new": "And YY9999."}, changed=["part"])
