@@ -21,6 +21,7 @@ PARTS = {  # the quick ones first
     "serving_middleware": "What keys and limits add to the time of a request to a served model",
     "launchers": "Ray Train against torchrun, with the same training loop",
     "trl": "The trainer against TRL's SFTTrainer, in one process",
+    "rag": "Sources: does the document that answers a question come first?",
     "embed": "embed with two workers against two plain processes",
     "preprocess": "preprocess against datasets.map and a bare loop",
     "generate": "generate against vLLM's offline LLM.generate, with a model of 30 million parameters",

@@ -10,7 +10,7 @@ from typing import Any
 
 FOLDER = Path(__file__).parent
 # Parts with these prefixes have their results in the serving file, all others in the training file.
-SERVING = ("serving", "embed", "generate")
+SERVING = ("serving", "embed", "rag", "generate")
 BEGIN, END = "<!-- ./inv bench writes from here -->", "<!-- to here -->"
 
 Bar = dict[str, Any]

@@ -14,6 +14,7 @@ import os
 import random
 import shutil
 import sysconfig
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -108,11 +109,11 @@ def docstrings() -> list[Fact]:
     return pairs
 
 
-def documents() -> dict[str, str]:
+def documents(modules: Iterable[str] = LIBRARY) -> dict[str, str]:
     """Return the documentation of modules, classes and functions by name, with the signatures of functions."""
     library = Path(sysconfig.get_paths()["stdlib"])
     found = {}
-    for module in LIBRARY:
+    for module in modules:
         package = library / module / "__init__.py"
         single = library / ("posixpath.py" if module == "os.path" else f"{module}.py")
         file = single if single.is_file() else package

@@ -14,6 +14,7 @@ import settings
 from pipeline.rag import documents, embedding, hit_rate, index, pipeline
 from pipeline.rag.documents import Chunker
 from pipeline.rag.embedder import EmbeddingModelInfo
+from pipeline.rag.hit_rate import Question
 from pipeline.ray_support import capacity, model_cache
 from settings import UserError
 
@@ -21,7 +22,7 @@ from settings import UserError
 def main(options: EmbedOptions) -> None:
     """Split documents into chunks, embed the chunks, and save them with their vectors in a searchable index."""
     source = documents.find(settings.resolve(options.input))
-    questions = hit_rate.load_questions(options.questions)
+    questions = hit_rate.load_questions(options.questions, Question, "embed")
     model = model_cache.find(options.model)
     model_info = EmbeddingModelInfo(model)
     location = settings.resolve(options.index)

@@ -25,6 +25,7 @@ def main(options: RagOptions) -> None:
     cli.connect(log_to_driver=False)
     url = deployment.deploy(options)
     print(f"answers from {options.index} are served at {url}, for any OpenAI client", flush=True)
+    print(f"web page: {url.removesuffix('v1')}", flush=True)
     if os.environ.get("RAY_ADDRESS", "local") == "local":
         lifecycle.wait_for_interrupt(RAG_APP)
 

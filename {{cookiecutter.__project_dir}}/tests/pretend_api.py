@@ -34,6 +34,8 @@ class PretendApi:
         self.chunks: list[str] = ["All ", "is ", "well."]
         self.reasoning = ""
         """Each answer starts with this reasoning."""
+        self.sources: list[dict[str, Any]] = []
+        """If not empty, each answer starts with these sources, as the answers of `serve_rag` do."""
         self.delay_s = 0.0
         self.resume = threading.Event()
         """A stream waits for this event after its first chunk."""
@@ -69,6 +71,8 @@ class PretendApi:
         return StreamingResponse(self._stream(body["model"]), media_type="text/event-stream")
 
     async def _stream(self, model: str) -> AsyncIterator[str]:
+        if self.sources:
+            yield _event(model, {"role": "assistant", "content": ""}, sources=self.sources)
         if self.reasoning:
             yield _event(model, {"reasoning": self.reasoning})
         for number, chunk in enumerate(self.chunks):
@@ -81,10 +85,10 @@ class PretendApi:
         yield "data: [DONE]\n\n"
 
 
-def _event(model: str, delta: dict[str, str]) -> str:
+def _event(model: str, delta: dict[str, str], **more: Any) -> str:
     choice = {"index": 0, "delta": delta, "finish_reason": None}
     chunk = {"id": "1", "object": "chat.completion.chunk", "created": 1, "model": model, "choices": [choice]}
-    return f"data: {json.dumps(chunk)}\n\n"
+    return f"data: {json.dumps(chunk | more)}\n\n"
 
 
 @contextlib.contextmanager

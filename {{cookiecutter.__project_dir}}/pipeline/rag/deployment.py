@@ -3,6 +3,7 @@
 import asyncio
 
 import ray
+from ray import serve
 
 import settings
 from pipeline.rag import index
@@ -14,8 +15,13 @@ from settings import UserError
 
 
 def check_index(options: RagOptions) -> None:
-    """Raise UserError if the index does not exist."""
-    asyncio.run(index.Reader.open(settings.resolve(options.index)))
+    """Raise UserError if the index does not exist. Print a note if it cannot be searched by words."""
+
+    async def has_full_text() -> bool:
+        return await (await index.Reader.open(settings.resolve(options.index))).has_full_text()
+
+    if not asyncio.run(has_full_text()):
+        print(f"note: {options.index} can only be searched by meaning, not by words. Run: inv submit embed", flush=True)
 
 
 def deploy(options: RagOptions) -> str:
@@ -36,6 +42,19 @@ def deploy(options: RagOptions) -> str:
     deployment = lifecycle.Deployment("serve_rag", RAG_APP, RAG_APP, server.root, RAG_PATH, timeout_s)
     lifecycle.deploy(application, deployment)
     return f"{deployment.url}/v1"
+
+
+def running_url() -> str:
+    """Return the base URL of the running application for OpenAI clients.
+
+    Raises:
+        UserError: the application is not running.
+    """
+    address = http_server.current_address()
+    if not address or RAG_APP not in serve.status().applications:
+        raise UserError("serve_rag is not running. Run: inv submit serve_rag")
+    server = settings.load(ServeOptions, "serve").model_copy(update=dict(zip(("host", "port"), address, strict=True)))
+    return f"{http_server.cluster_address(server)}{RAG_PATH}/v1"
 
 
 def _server(options: RagOptions) -> ServeOptions:

@@ -1,4 +1,4 @@
-"""Reads documents from parquet, JSONL, Markdown and text files, and splits them into chunks."""
+"""Reads documents from parquet, JSONL, Markdown, text, PDF and HTML files, and splits them into chunks."""
 
 import hashlib
 import io
@@ -13,9 +13,10 @@ from tokenizers import Tokenizer
 
 from pipeline.data import files
 from pipeline.data.files import InputFiles
+from pipeline.rag import extraction
 from settings import UserError
 
-SUFFIXES = (".parquet", ".jsonl", ".md", ".txt")
+SUFFIXES = (".parquet", ".jsonl", ".md", ".txt", ".pdf", ".html", ".htm")
 PARQUET_ROWS = 256  # rows decoded at once; few, because documents can be long
 PIECE_BYTES = 8 * 2**20  # one task reads at most this much, unless a single file is larger
 CHUNKS = pa.schema(
@@ -32,7 +33,10 @@ class Document(NamedTuple):
     """A document."""
 
     id: str
-    """The row's id, or the file's path below the source's folder. Rows without an id get PATH#NUMBER."""
+    """The row's id, or the file's path below the source's folder.
+
+    Rows without an id get PATH#NUMBER. Each page of a PDF is a document PATH#page=NUMBER, which browsers can open.
+    """
     text: str
     size: int
     """Approximate number of bytes that the document takes in its file."""
@@ -56,7 +60,7 @@ class Batch(NamedTuple):
 
 
 def find(name: str) -> InputFiles:
-    """Return the .parquet, .jsonl, .md and .txt files that `name` refers to: a file, a folder's files, or a glob.
+    """Return the files with one of SUFFIXES that `name` refers to: a file, a folder's files, or a glob.
 
     `name` is an absolute path or a URI. A folder includes its subfolders.
 
@@ -93,13 +97,23 @@ def read(source: InputFiles, path: str) -> Iterator[Document]:
         elif path.endswith(".jsonl"):
             rows = _json_rows(file, path)
         else:
-            text = file.read().decode(errors="replace")
-            yield Document(name, text, size)
+            yield from _whole_file(file.read(), name, path)
             return
         for number, (row, row_size) in enumerate(rows, 1):
             if not isinstance(row.get("text"), str):
                 raise UserError(f"row {number} of {path} has no `text`. Each row needs a `text`; an `id` is optional.")
             yield Document(str(row.get("id") or f"{name}#{number}"), row["text"], row_size)
+
+
+def _whole_file(data: bytes, name: str, path: str) -> Iterator[Document]:
+    if path.endswith(".pdf"):
+        pages = extraction.pdf_pages(data, path)
+        for number, text in enumerate(pages, 1):
+            yield Document(f"{name}#page={number}", text, len(data) // len(pages))
+    elif path.endswith((".html", ".htm")):
+        yield Document(name, extraction.html_text(data), len(data))
+    else:
+        yield Document(name, data.decode(errors="replace"), len(data))
 
 
 def _parquet_rows(file: pa.NativeFile, path: str, size: int) -> Iterator[tuple[dict[str, Any], int]]:

@@ -4,14 +4,15 @@ import asyncio
 import json
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 os.environ.setdefault("LANCEDB_LOG", "error")  # read by the import; otherwise each new table logs a warning
 import lancedb
+import numpy as np
 import pyarrow as pa
-from lancedb.index import IvfFlat
+from lancedb.index import FTS, IvfFlat
 
 from pipeline.rag.documents import CHUNKS
 from settings import UserError
@@ -20,6 +21,9 @@ warnings.filterwarnings("ignore", "lancedb fork support")  # Ray's forks call ex
 
 TABLE = "chunks"
 CONFIG_KEY = "recipe"  # key in the table's metadata
+# ICU also finds the words of languages that put no spaces between them, such as Chinese. `split` divides names such as
+# os.path into their parts; without it, half as many names were found.
+FULL_TEXT = FTS(base_tokenizer="icu/split")
 MIN_INDEXED_CHUNKS = 100_000  # with fewer chunks, an exhaustive search takes milliseconds
 MAX_IDS = 1000  # ids in one SQL condition
 
@@ -58,6 +62,7 @@ class Writer:
         database = lancedb.connect(location, storage_options=_storage_options())
         if fresh or TABLE not in database.list_tables().tables:
             self._table = database.create_table(TABLE, schema=self._schema, mode="overwrite")
+            self._table.create_index("text", config=FULL_TEXT)
             return
         self._table = database.open_table(TABLE)
         for key, built_with in _config(self._table.schema)._asdict().items():
@@ -91,9 +96,15 @@ class Writer:
             self._table.delete(self._condition(ids[first : first + MAX_IDS]))
 
     def finish(self) -> int:
-        """Compact the table, and build or update the search index of a large table. Return the number of chunks."""
+        """Compact the table, and build or update its search indexes. Return the number of chunks.
+
+        Until then, searches also scan the chunks that are not in an index yet.
+        """
         count = self._table.count_rows()
-        if count >= MIN_INDEXED_CHUNKS and not self._table.list_indices():
+        indexed = [column for each in self._table.list_indices() for column in each.columns]
+        if "text" not in indexed:  # an earlier version of this project wrote the table
+            self._table.create_index("text", config=FULL_TEXT)
+        if count >= MIN_INDEXED_CHUNKS and "vector" not in indexed:
             self._table.create_index("vector", config=IvfFlat(distance_type="dot"))
         self._table.optimize()
         return count
@@ -124,19 +135,32 @@ class Reader:
         table = await database.open_table(TABLE)
         return cls(table, _config(await table.schema()))
 
-    async def search(self, vector: list[float], count: int) -> list[ScoredChunk]:
-        """Return the `count` chunks nearest to a vector, nearest first. The score is the cosine similarity."""
+    async def has_full_text(self) -> bool:
+        """Return whether the index can be searched by words. One that an earlier version wrote cannot."""
+        return any("text" in each.columns for each in await self._table.list_indices())
+
+    async def search(self, vector: np.ndarray, count: int, question: str = "") -> list[ScoredChunk]:
+        """Return the `count` chunks nearest to a vector, nearest first. The score is the cosine similarity.
+
+        With a question, also search for its words with BM25, and return the `count` best chunks of both searches by
+        reciprocal rank fusion: https://plg.uwaterloo.ca/~gvcormac/cormacksigir09-rrf.pdf
+        """
         query = self._table.query().nearest_to(vector).distance_type("dot").limit(count)
-        rows = await query.select(["document", "text", "_distance"]).to_list()
-        return [ScoredChunk(row["document"], row["text"], 1 - row["_distance"]) for row in rows]
+        if question and await self.has_full_text():
+            query = query.nearest_to_text(question)
+        rows = await query.select(["document", "text", "vector"]).to_list()
+        return [ScoredChunk(row["document"], row["text"], float(vector @ np.array(row["vector"]))) for row in rows]
 
 
-def search_all(location: str, vectors: Iterable[Any], count: int) -> list[list[ScoredChunk]]:
-    """Return the `count` chunks nearest to each vector."""
+def search_all(
+    location: str, vectors: Sequence[np.ndarray] | np.ndarray, count: int, questions: Sequence[str] = ()
+) -> list[list[ScoredChunk]]:
+    """Return the `count` chunks that `Reader.search` finds for each vector, and for its question if there is one."""
 
     async def search() -> list[list[ScoredChunk]]:
         reader = await Reader.open(location)
-        return [await reader.search(vector.tolist(), count) for vector in vectors]
+        pairs = zip(vectors, questions or [""] * len(vectors), strict=True)
+        return [await reader.search(vector, count, question) for vector, question in pairs]
 
     return asyncio.run(search())
 

@@ -1,6 +1,6 @@
 """The deployment that serves the HTTP API. It calls the retriever, the reranker and the generator in turn.
 
-The ingress speaks OpenAI's API, behind the same middleware as a served model.
+The ingress speaks OpenAI's API, behind the same middleware as a served model, and has the same web page.
 """
 
 import asyncio
@@ -26,6 +26,7 @@ from pipeline.serving.access_log import AccessLog
 from pipeline.serving.api_middleware import HEALTH_ROUTE, ApiMiddleware
 from pipeline.serving.errors import ApiError
 from pipeline.serving.keys import ApiKeys
+from pipeline.serving.page import ChatPage
 from pipeline.serving.rate_limits import RequestLimits
 from pipeline.serving.request_queue import QueueMiddleware
 
@@ -125,7 +126,7 @@ class Ingress:
         self._min_score = min_score
         self._keys = ApiKeys()
 
-    async def __serve_build_asgi_app__(self) -> ApiMiddleware:
+    async def __serve_build_asgi_app__(self) -> ChatPage:
         app = FastAPI(title="Answers with sources")
         app.add_api_route(HEALTH_ROUTE, lambda: {"status": "ok"})
         app.add_api_route("/v1/models", self._models)
@@ -135,7 +136,8 @@ class Ingress:
         app.add_exception_handler(ApiError, _answer_api_error)
         self._task = asyncio.create_task(self._keys.refresh_forever())  # asyncio itself keeps only a weak reference
         log = AccessLog(private_serve.logs_folder())  # the log of the served model has the tokens
-        return ApiMiddleware(QueueMiddleware(app, self._limits), self._keys, self._limits, on_end=log.write)
+        api = ApiMiddleware(QueueMiddleware(app, self._limits), self._keys, self._limits, on_end=log.write)
+        return ChatPage(api)
 
     async def _models(self) -> dict[str, Any]:
         record = accounting.current.get()

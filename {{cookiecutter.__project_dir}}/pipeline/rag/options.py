@@ -1,4 +1,4 @@
-"""Options of `embed` and `serve_rag`: sections [embed] and [rag] of settings.toml, which the command line overrides."""
+"""Options of `embed`, `serve_rag` and `evaluate_rag`, from settings.toml and from the command line."""
 
 from typing import Literal
 
@@ -11,7 +11,7 @@ class EmbedOptions(settings.Section):
     """The [embed] section of settings.toml."""
 
     input: str
-    """Parquet or JSONL with `text` and optionally `id`, Markdown, or plain text: a file, folder, glob or s3:// URI."""
+    """A file, folder, glob or s3:// URI: PDF, HTML, Markdown, text, or parquet or JSONL with `text` (and `id`)."""
     index: str
     """Folder or s3:// URI of the index."""
     shared_paths: tuple[str, ...] = ()
@@ -103,3 +103,14 @@ class RagOptions(settings.Section):
     """Replicas of the HTTP API."""
     start_timeout_s: PositiveInt
     """Seconds to wait for the application to become healthy."""
+
+
+class EvaluateRagOptions(settings.Section):
+    """The [evaluate_rag] section of settings.toml."""
+
+    questions: str
+    """JSONL with `question`, and optionally `document`, the id of the document to find, and the expected `answer`."""
+    output: str
+    """JSONL file for the answers, their sources and their scores. An existing file is replaced."""
+    at_once: PositiveInt
+    """Number of questions that are asked at the same time."""

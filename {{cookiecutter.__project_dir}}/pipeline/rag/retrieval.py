@@ -1,6 +1,7 @@
 """The deployments that find sources for a question: retriever and reranker."""
 
 import asyncio
+from collections.abc import Callable
 
 from pipeline.rag import ranking
 from pipeline.rag.cross_encoder import CrossEncoder
@@ -10,7 +11,7 @@ from pipeline.ray_support import model_cache
 
 
 class Retriever:
-    """Finds the chunks nearest to a question in the latest version of the index."""
+    """Finds the chunks that match a question, by meaning or by words, in the latest version of the index."""
 
     async def __init__(self, location: str, device: str, candidates: int) -> None:
         self._reader = await Reader.open(location)
@@ -20,14 +21,16 @@ class Retriever:
 
     async def find(self, question: str) -> list[ScoredChunk]:
         [vector] = await asyncio.to_thread(self._embedder.embed, [question], "query")
-        return await self._reader.search(vector.tolist(), self._candidates)
+        return await self._reader.search(vector, self._candidates, question)
 
 
 class Reranker:
     """Ranks the chunks that the retriever found."""
 
     def __init__(self, model: str, device: str) -> None:
-        self._rank = CrossEncoder(model_cache.find(model), device).rank if model else ranking.rank
+        self._rank: Callable[[str, list[ScoredChunk]], list[ScoredChunk]] = ranking.rank
+        if model:
+            self._rank = CrossEncoder(model_cache.find(model), device).rank
 
     async def rank(self, question: str, chunks: list[ScoredChunk]) -> list[ScoredChunk]:
         return await asyncio.to_thread(self._rank, question, chunks)

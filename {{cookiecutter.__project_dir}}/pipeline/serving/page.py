@@ -1,4 +1,4 @@
-"""Serves a web page at /, where people can try the model in a browser.
+"""Serves a web page where people can try the model, or the answers of `serve_rag` with their sources, in a browser.
 
 The page itself contains no secret and needs no key. Its requests to the API need a key. The user enters the key, which
 stays in the memory of the browser tab.
@@ -9,7 +9,7 @@ import hashlib
 import re
 from pathlib import Path
 
-from starlette.responses import HTMLResponse
+from starlette.responses import HTMLResponse, RedirectResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 HTML = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
@@ -36,12 +36,21 @@ HEADERS = {
 
 
 class ChatPage:
-    """ASGI middleware that answers GET and HEAD requests for / with the page. All other requests go to `app`."""
+    """ASGI middleware that answers GET and HEAD requests for / with the page. All other requests go to `app`.
+
+    An app below a path, such as /rag, has its page at /rag/, because the page's own requests are relative.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
         self._page = HTMLResponse(HTML, headers=HEADERS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_page = scope["type"] == "http" and scope["path"] == "/" and scope["method"] in ("GET", "HEAD")
-        await (self._page if is_page else self.app)(scope, receive, send)
+        root = scope.get("root_path", "")
+        path = scope["path"].removeprefix(root) if scope["type"] == "http" else None
+        if path not in ("", "/") or scope["method"] not in ("GET", "HEAD"):
+            await self.app(scope, receive, send)
+        elif path:
+            await self._page(scope, receive, send)
+        else:
+            await RedirectResponse(f"{root}/")(scope, receive, send)

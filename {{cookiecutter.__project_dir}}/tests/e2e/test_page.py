@@ -156,6 +156,33 @@ def test_html_in_an_answer_is_shown_as_text(page: Page, api: PretendApi) -> None
     assert page.evaluate("window.seen") is None
 
 
+def test_citations_open_their_sources_as_text(page: Page, api: PretendApi, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "<script>window.seen=1</script><img src=/x onerror='window.seen=1'>"
+    names = ["https://example.com/a?b=1", "notes/<b>.md", "javascript:window.seen=1"]
+    sources = [{"number": number, "document": name, "text": f"{text}{number}"} for number, name in enumerate(names, 1)]
+    monkeypatch.setattr(api, "sources", sources)
+    api.chunks = ["It is so [", "2], or [1, 3", "], not 1 or [7] or [x]."]
+    sign_in(page)
+    ask(page, "Why?")
+    answer = page.get_by_role("log").locator("article").last
+    expect(answer.locator("p").first).to_have_text("It is so [2], or [1, 3], not 1 or [7] or [x].")
+    expect(answer.locator("p").first.get_by_role("link")).to_have_text(["2", "1", "3"])
+    expect(answer.locator("summary")).to_have_text([f"[{number}] {name}" for number, name in enumerate(names, 1)])
+    expect(page.get_by_text(f"{text}2")).to_be_hidden()
+    answer.get_by_role("link", name="2").click()
+    expect(page.get_by_text(f"{text}2")).to_be_visible()
+    expect(page.get_by_text(f"{text}1")).to_be_hidden()
+    answer.locator("summary").nth(0).click()
+    answer.locator("summary").nth(2).click()
+    document = answer.get_by_role("link", name="Open the document")  # only of the document that has an address
+    expect(document).to_have_attribute("href", names[0])
+    assert page.locator("#conversation").locator("script, img, b").count() == 0
+    assert page.evaluate("window.seen") is None
+    ask(page, "And now?")
+    expect(page.get_by_role("log").locator("article")).to_have_count(4)
+    assert api.requests[-1]["messages"][1]["content"] == "".join(api.chunks)
+
+
 def test_the_stop_button_ends_the_answer_in_browser_and_server(page: Page, api: PretendApi) -> None:
     api.chunks, api.delay_s = ["and on "] * 2000, 0.02
     sign_in(page)

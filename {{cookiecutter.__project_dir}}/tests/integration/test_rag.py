@@ -6,6 +6,7 @@ import http
 import json
 import os
 import random
+import re
 import shutil
 import socket
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import numpy as np
 import openai
 import pyarrow as pa
 import pyarrow.fs
@@ -28,7 +30,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 
 import settings
 from demo import assets as demo_assets
-from jobs import embed, models, serve_rag
+from jobs import embed, evaluate_rag, models, serve_rag
 from jobs.embed import EmbedOptions
 from pipeline.rag import deployment, documents, embedding, index, pipeline, ranking
 from pipeline.rag.cross_encoder import CrossEncoder
@@ -36,7 +38,7 @@ from pipeline.rag.documents import Chunker
 from pipeline.rag.embedder import Embedder, EmbeddingModelInfo
 from pipeline.rag.index import ScoredChunk
 from pipeline.rag.ingress import NO_ANSWER
-from pipeline.rag.options import RagOptions, Replicas
+from pipeline.rag.options import EvaluateRagOptions, RagOptions, Replicas
 from pipeline.rag.pipeline import EmbeddingWorker
 from pipeline.ray_support import job_secrets
 from pipeline.serving import canary, http_server
@@ -176,6 +178,62 @@ def test_ranking_without_a_cross_encoder_uses_words_and_vectors() -> None:
 # ------------------------------------------------------------------------------------------ the index
 
 
+def commit(writer: index.Writer, texts: dict[str, str], changed: list[str] | None = None) -> None:
+    """Commit one chunk for each document, with vectors that are all the same."""
+    columns = {
+        "document": list(texts),
+        "hash": list(texts.values()),
+        "chunk": [0] * len(texts),
+        "text": [*texts.values()],
+    }
+    vectors = pa.FixedSizeListArray.from_arrays(pa.array([1.0, 0.0] * len(texts), pa.float32()), 2)
+    writer.commit(pa.table(columns, schema=documents.CHUNKS).append_column("vector", vectors), changed or [])
+
+
+def found(folder: Path, question: str) -> str:
+    """Return the document that a search finds only by its words, or "" if there is none."""
+    vector = np.array([1.0, 0.0])
+    [nearest], [both] = (index.search_all(str(folder), [vector], 2, texts) for texts in ([], [question]))
+    return "".join(chunk.document for chunk in both if chunk not in nearest)
+
+
+def test_words_find_what_vectors_do_not(tmp_path: Path) -> None:
+    writer = index.Writer(str(tmp_path), "source", index.IndexConfig("model", 50, 0), 2, fresh=False)
+    noise = {f"noise{number}": f"nothing special in {number}" for number in range(20)}
+    commit(
+        writer, noise | {"part": "About XK4711.", "call": "os.path.join(a, b)", "zh": "如何复制文件", "de": "Die Züge"}
+    )
+    for _ in range(2):  # before and after the chunks are in the full-text index
+        assert found(tmp_path, "which part is xk4711?") == "part"
+        assert found(tmp_path, 'join AND "') == "call"
+        assert found(tmp_path, "复制") == "zh"
+        assert found(tmp_path, "zuge") == "de"
+        assert found(tmp_path, "joining calls") == "call"
+        assert found(tmp_path, "unheard-of") == ""
+        writer.finish()
+    commit(writer, {"part": "About ZQ0815.", "new": "And YY9999."}, changed=["part"])
+    assert [found(tmp_path, word) for word in ("xk4711", "ZQ0815", "YY9999")] == ["", "part", "new"]
+    writer.remove(["part"])
+    assert found(tmp_path, "ZQ0815") == ""
+
+
+def test_an_index_without_full_text_is_searched_by_meaning_until_the_next_embed(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    config = index.IndexConfig("model", 50, 0)
+    writer = index.Writer(str(tmp_path), "source", config, 2, fresh=False)
+    commit(writer, {"a": "nothing special", "b": "nothing else", "part": "About XK4711."})
+    index.lancedb.connect(tmp_path).open_table(index.TABLE).drop_index("text_idx")
+    options = settings.load(RagOptions, "rag", profile="local").model_copy(update={"index": str(tmp_path)})
+    assert found(tmp_path, "xk4711") == ""
+    deployment.check_index(options)
+    assert "can only be searched by meaning, not by words. Run: inv submit embed" in capsys.readouterr().out
+    index.Writer(str(tmp_path), "source", config, 2, fresh=False).finish()
+    assert found(tmp_path, "xk4711") == "part"
+    deployment.check_index(options)
+    assert capsys.readouterr().out == ""
+
+
 @pytest.fixture(scope="module")
 def embedded(ray_session: None, options: EmbedOptions) -> EmbedOptions:
     embed.main(options)
@@ -244,6 +302,9 @@ def test_documents_and_index_can_be_on_s3(
     on_s3 = options.model_copy(update={"input": f"{s3}/documents", "index": f"{s3}/index"})
     embed.main(on_s3)
     assert summary(capsys) == "documents: 2 new, 0 changed, 0 removed, 0 unchanged"
+    for word in ("one", "two"):
+        [[best, _]] = index.search_all(on_s3.index, [np.ones(384, np.float32)], 2, [word])
+        assert best.document == f"{word}.md"
     filesystem.delete_file(f"{path}/one.md")
     embed.main(on_s3)
     assert summary(capsys) == "documents: 0 new, 0 changed, 1 removed, 1 unchanged"
@@ -289,7 +350,7 @@ def error_of(options: EmbedOptions, **changes: object) -> str:
 def test_invalid_input_is_rejected(embedded: EmbedOptions, tmp_path: Path) -> None:
     assert "was built with chunk_tokens = 200, not 100. Use" in error_of(embedded, chunk_tokens=100)
     assert error_of(embedded, input="/nowhere/*.md").startswith(
-        "no .parquet, .jsonl, .md or .txt file at /nowhere/*.md"
+        "no .parquet, .jsonl, .md, .txt, .pdf, .html or .htm file at /nowhere/*.md"
     )
     assert "set model in [embed] of settings.toml" in error_of(embedded, model=str(tmp_path))
     assert "use --num-workers 4." in error_of(embedded, num_workers=5, num_cpus=1)
@@ -454,6 +515,34 @@ def test_invalid_keys_and_requests_are_rejected(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["rag"]
 
 
+def test_the_web_page_needs_no_key(client: openai.OpenAI) -> None:
+    page = httpx2.get(str(client.base_url).removesuffix("/v1/"), follow_redirects=True)
+    assert (page.status_code, str(page.url)) == (200, str(client.base_url).removesuffix("v1/"))
+    assert "<title>Try the model</title>" in page.text
+
+
+def test_answers_are_evaluated(client: openai.OpenAI, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    rows = [
+        {"question": "What does ENOENT mean?", "answer": f"ENOENT is an error that says {os.strerror(errno.ENOENT)}"},
+        {"question": UNRELATED[0], "document": "egg.md"},
+    ]
+    write_rows(tmp_path / "questions.jsonl", rows)
+    output = tmp_path / "results" / "rag.jsonl"
+    options = EvaluateRagOptions(questions=str(tmp_path / "questions.jsonl"), output=str(output), at_once=2)
+    evaluate_rag.main(options)
+    known, unrelated = map(json.loads, output.read_text().splitlines())
+    assert (known["cited"], known["unknown"]) == (True, False)
+    assert known["f1"] > 0.8
+    assert "ENOENT" in known["sources"][0]["text"]
+    assert (unrelated["unknown"], unrelated["source_found"], unrelated["answer"]) == (True, False, NO_ANSWER)
+    printed = capsys.readouterr().out
+    assert re.search(r'the answer is "I do not know" +50% +2 ', printed)
+    assert f"the answers and their scores are in {output}" in printed
+    (tmp_path / "questions.jsonl").write_text("")
+    with pytest.raises(UserError, match="has no questions"):
+        evaluate_rag.main(options)
+
+
 def test_a_missing_index_is_an_error(tmp_path: Path, embedded: EmbedOptions) -> None:
     with pytest.raises(UserError, match=r"no index in .*. Run: inv submit embed"):
         serve_rag.main(rag_options(embedded, index=str(tmp_path)))
@@ -512,3 +601,5 @@ def test_a_served_model_answers_and_deployments_scale_independently(
     assert RAG_APP not in serve.status().applications
     with pytest.raises(UserError, match="no additional model is named rag"):
         models.main(ModelsOptions(end="rag"))
+    with pytest.raises(UserError, match=r"serve_rag is not running\. Run: inv submit serve_rag"):
+        deployment.running_url()

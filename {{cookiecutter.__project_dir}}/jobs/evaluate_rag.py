@@ -1,0 +1,35 @@
+"""Ask the running `serve_rag` questions, and measure its sources, its citations and its answers."""
+
+from pipeline.rag.options import EvaluateRagOptions
+from pipeline.ray_support import cli
+
+if __name__ == "__main__":
+    cli.parse(EvaluateRagOptions, "evaluate_rag")  # before the imports below, which take seconds
+
+import asyncio
+
+import settings
+from pipeline.rag import deployment, evaluation, hit_rate
+from pipeline.rag.evaluation import Question
+from pipeline.ray_support import job_secrets
+from pipeline.serving import preflight
+from settings import UserError
+
+
+def main(options: EvaluateRagOptions) -> None:
+    """Ask the questions, write one line per answer to the output, and print a table."""
+    job_secrets.load()
+    preflight.check_api_key()
+    questions = hit_rate.load_questions(options.questions, Question, "evaluate_rag")
+    if not questions:
+        raise UserError(f"{options.questions} has no questions. Pass another file with --questions.")
+    cli.connect()
+    answers = asyncio.run(evaluation.ask_all(deployment.running_url(), questions, options.at_once))
+    output = settings.resolve(options.output)
+    evaluation.save(answers, output)
+    evaluation.print_table(answers)
+    print(f"the answers and their scores are in {output}", flush=True)
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,41 @@
+"""Test the scores that `evaluate_rag` gives to answers."""
+
+import pytest
+
+from pipeline.rag import evaluation
+from pipeline.rag.evaluation import Question
+
+SOURCES = [{"document": "a.md"}, {"document": "b.pdf#page=2"}]
+
+
+@pytest.mark.parametrize(("document", "found"), [("a.md", True), ("b.pdf", True), ("b.pdf#page=2", True), ("b", False)])
+def test_a_document_is_found_by_its_id_or_its_file(document: str, found: bool) -> None:
+    assert evaluation.score(Question("?", document), "so", SOURCES).source_found is found
+
+
+@pytest.mark.parametrize(
+    ("answer", "cited"),
+    [("So [1].", True), ("So [1, 2] and [2].", True), ("So.", False), ("So [1] and [3].", False), ("So [0].", False)],
+)
+def test_every_citation_must_refer_to_a_source(answer: str, cited: bool) -> None:
+    assert evaluation.score(Question("?"), answer, SOURCES).cited is cited
+
+
+def test_an_unknown_answer_needs_no_citation() -> None:
+    for answer, sources in (("I do not know.", SOURCES), ("anything", [])):
+        scored = evaluation.score(Question("?"), answer, sources)
+        assert (scored.unknown, scored.cited, scored.source_found, scored.f1) == (True, None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("given", "contains", "f1"),
+    [
+        ("The Eiffel Tower! [1]", True, 1),
+        ("It is the eiffel-tower [1].", False, 0),  # as in SQuAD, a hyphen joins words
+        ("It is an Eiffel tower [2].", True, 2 / 3),
+        ("the towers", False, 0),
+    ],
+)
+def test_answers_are_compared_as_in_squad(given: str, contains: bool, f1: float) -> None:
+    scored = evaluation.score(Question("?", answer="Eiffel Tower"), given, SOURCES)
+    assert (scored.contains, scored.f1) == (contains, pytest.approx(f1))
