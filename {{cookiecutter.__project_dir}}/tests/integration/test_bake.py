@@ -42,6 +42,7 @@ class Machine:
             "env/lib/python3.11/site-packages/a package/ü \n.py": "odd",
             "env/lib/python3.11/site-packages/ray/__pycache__/__init__.cpython-311.pyc": "compiled",
             ".local/share/uv/python/cpython-3.11/lib/os.py": "import sys",
+            ".local/bin/uv": "uv itself, which `quantize` runs",
             "unrelated/notes.txt": "not packed",
         }
         for number in range(400):  # so that all parts have files in the same folders
@@ -108,6 +109,7 @@ def test_a_new_node_unpacks_what_the_head_packed(machine: Machine, capsys: pytes
     assert "dollars per month. New nodes unpack them" in capsys.readouterr().out
     machine.replace()
     assert machine.unpack() == ""
+    assert (machine.home / ".local/bin/uv").exists()
     assert machine.packages() == packed
     assert not any("__pycache__" in name or "unrelated" in name for name in packed)
     assert unpack.ENVIRONMENT.readlink() == unpack.ON_NVME
