@@ -27,6 +27,7 @@ PARTS = {  # the quick ones first
     "generate": "generate against vLLM's offline LLM.generate, with a model of 30 million parameters",
     "serving": "A served model of 30 million parameters against bare vLLM",
     "serving_tiny": "A served model of a million parameters against bare vLLM",
+    "serving_cost": "What a request to a served model costs outside the engine, against bare vLLM",
     "serving_overload": "A served model that gets more requests than it can answer",
     "serving_scale": "A served model that gains a second replica under load and loses it again",
     "serving_update": "A served model under load, during an update, a canary and its promotion",

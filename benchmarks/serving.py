@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import aiohttp
+import psutil
 import requests
 
 import settings
@@ -38,6 +39,7 @@ PAIRS, SECONDS, WARM_S = 25, 3.0, 0.25
 PAUSE_S = 1.25  # after its work, vLLM's CPU worker busy-waits for 1 s, on a core that the other server needs
 TOKENS = 32
 THREADS = "1"  # one thread per engine leaves a core for everything else
+ENGINE_CORE, OTHER_CORE = 0, 1
 KEY = "the-benchmark's-own-key"
 
 
@@ -46,6 +48,22 @@ class Side(NamedTuple):
 
     root: str
     key: str
+
+
+def pin() -> None:
+    """Give the engines a core of their own. The servers and the clients share another.
+
+    Raises:
+        SystemExit: this machine has only one core.
+    """
+    if len(os.sched_getaffinity(0)) < 2:
+        sys.exit("error: this benchmark needs two cores. Run it on a larger machine.")
+    for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            core = ENGINE_CORE if process.name().startswith("VLLM::") else OTHER_CORE
+            for thread in Path(f"/proc/{process.pid}/task").iterdir():
+                with contextlib.suppress(ProcessLookupError):
+                    os.sched_setaffinity(int(thread.name), {core})
 
 
 class LoadResult(NamedTuple):
@@ -66,8 +84,8 @@ def measure(name: str = LARGE) -> Result:
         with harness.one_ray():  # Ray's workers inherit the environment
             size = harness.write_model(folder / name, VOCABULARY[name], **SHAPES[name])
             print(f"{name}: a model of {size / 1e6:.1f} million parameters", flush=True)
-            with served(folder / name, max_num_seqs=32) as options, _bare(options, folder / f"{name}.log") as bare:
-                sides = {"ours": Side(options.root, KEY), "bare vLLM": bare}
+            with served(folder / name, max_num_seqs=32) as options, bare(options, folder / f"{name}.log") as side:
+                sides = {"ours": Side(options.root, KEY), "bare vLLM": side}
                 found = [_compare(name, sides, *cell) for cell in itertools.product(CONCURRENT, (False, True))]
     return {"bars": list(_bars(found)), "rounds": [_as_row(cell) for cell in found], "cells": found}
 
@@ -86,7 +104,8 @@ def served(model: Path, **changes: object) -> Iterator[ServeOptions]:
 
 
 @contextlib.contextmanager
-def _bare(options: ServeOptions, log: Path) -> Iterator[Side]:
+def bare(options: ServeOptions, log: Path) -> Iterator[Side]:
+    """Serve the same model with `vllm serve`, with the same engine arguments. Its output goes to `log`."""
     (port,) = free_ports(1)
     engine = {name: value for name, value in app.engine_args(options).items() if value not in (None, False)}
     words = [f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}") for name, value in engine.items()]
@@ -118,8 +137,8 @@ def _compare(model: str, sides: dict[str, Side], concurrent: int, stream: bool) 
 
     def turn(name: str) -> LoadResult:
         time.sleep(PAUSE_S)
-        asyncio.run(_load(sides[name], model, concurrent, stream, WARM_S))
-        return asyncio.run(_load(sides[name], model, concurrent, stream, SECONDS))
+        asyncio.run(send_load(sides[name], model, concurrent, stream, WARM_S))
+        return asyncio.run(send_load(sides[name], model, concurrent, stream, SECONDS))
 
     for name in sides:
         turn(name)  # warm up: the first requests compile and allocate
@@ -147,7 +166,7 @@ def _bound(ratios: list[float]) -> float:
     return medians[250]
 
 
-async def _load(side: Side, model: str, concurrent: int, stream: bool, seconds: float) -> LoadResult:
+async def send_load(side: Side, model: str, concurrent: int, stream: bool, seconds: float) -> LoadResult:
     """Run `concurrent` clients. Each sends one request after another until `seconds` have passed."""
     firsts: list[float] = []
     answered = 0

@@ -1,21 +1,18 @@
 """Sends a served model more requests than it can answer, at a fixed rate, whether or not earlier ones are answered."""
 
 import asyncio
-import contextlib
 import os
 import random
 import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import aiohttp
-import psutil
 
 from benchmarks import harness
 from benchmarks.report import Result, at_least, at_most
-from benchmarks.serving import KEY, LARGE, SHAPES, THREADS, TOKENS, VOCABULARY, served
+from benchmarks.serving import KEY, LARGE, SHAPES, THREADS, TOKENS, VOCABULARY, pin, served
 from pipeline.serving.options import ServeOptions
 
 FACTORS = (2, 4, 8)
@@ -23,7 +20,6 @@ ROUNDS, SECONDS, WARM_S = 3, 20.0, 5.0
 AT_ONCE, QUEUED = 16, 32
 CLIENTS = AT_ONCE + QUEUED // 2  # keep the engine busy without filling the queue
 WANTED_GOODPUT, WANTED_REFUSAL_MS = 0.9, 300
-ENGINE_CORE, CLIENT_CORE = 0, 1
 REFUSED = (429, 503)
 
 
@@ -41,8 +37,6 @@ class Load:
 
 def measure() -> Result:
     """Measure how much the server answers at best, and then at multiples of that rate."""
-    if len(os.sched_getaffinity(0)) < 2:
-        raise SystemExit("error: this benchmark needs two cores. Run it on a larger machine")
     os.environ["OMP_NUM_THREADS"] = THREADS
     with harness.scratch() as folder:
         (folder / ".env").write_text(f"SERVE_API_KEY={KEY}\n", encoding="utf-8")
@@ -51,20 +45,10 @@ def measure() -> Result:
         with harness.one_ray():
             harness.write_model(folder / LARGE, VOCABULARY[LARGE], **SHAPES[LARGE])
             with served(folder / LARGE, max_num_seqs=AT_ONCE, **limits) as options:
-                _pin()
+                pin()
                 asyncio.run(_closed(options, WARM_S))
                 rounds = [_round(options, number) for number in range(ROUNDS)]
     return {"bars": list(_bars(rounds)), "rounds": list(_rows(rounds))}
-
-
-def _pin() -> None:
-    """Give the engine a core of its own. The replica, HAProxy and the clients share another."""
-    for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            core = ENGINE_CORE if process.name().startswith("VLLM::") else CLIENT_CORE
-            for thread in Path(f"/proc/{process.pid}/task").iterdir():
-                with contextlib.suppress(ProcessLookupError):
-                    os.sched_setaffinity(int(thread.name), {core})
 
 
 def _round(options: ServeOptions, number: int) -> dict[float, tuple[float, Load]]:
