@@ -1,5 +1,6 @@
 """Compares how fast a model's weights arrive in main memory from a bucket, from an S3 as slow as AWS's."""
 
+import functools
 import os
 import shutil
 import subprocess
@@ -66,7 +67,7 @@ def measure() -> Result:
         client = boto3.client("s3")
         client.create_bucket(Bucket="bucket")
         client.upload_file(str(file), "bucket", "models/made/model.safetensors")
-        ways = {name: lambda name=name: _speed(name, folder / "copies") for name in WAYS}
+        ways = {name: functools.partial(_speed, name, folder / "copies") for name in WAYS}
         ways["this project"]()  # the first copy is not measured, because it also reads the weights from moto
         rounds = harness.alternate(ways, ROUNDS, "MiB/s")
     ratio = harness.median_ratio(rounds, "this project", "Ray Serve LLM")

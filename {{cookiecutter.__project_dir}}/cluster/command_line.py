@@ -11,16 +11,18 @@ from cluster import job_scripts
 JOB_ID_VERBS = ("logs", "stop")
 SUBMIT_OPTIONS = {"--job", "-j", "--target", "-t", "--verbose", "-v"}
 OPTIONS_WITH_VALUE = ("--target", "-t", "--job", "-j", "--name", "-n", "--days", "-d", "--models", "-m")
+NUMBERS = ("--days", "--instances", "--seconds", "--tokens")
 
 
 def normalize(program: Program) -> None:
     """Accept a job's id after `logs` and `stop`, and a name after an action of `keys`, without a flag.
 
-    Reject a missing job, and job options before `--`.
+    Reject a missing job, job options before `--`, and a word where a verb expects a number.
 
     tasks.py calls this when it is imported: after invoke parses its own options, but before it parses the verb's.
     """
     words = program.core.unparsed if hasattr(program, "core") else []
+    _reject_words_for_numbers(words)
     if words in (["submit", "--help"], ["submit", "-h"]):
         words.insert(1, "JOB")  # otherwise invoke reads --help as the job's name
     elif words[:1] == ["submit"] and not _positional(words):
@@ -46,6 +48,14 @@ def _positional(words: list[str]) -> list[int]:
         for index, (before, word) in enumerate(pairwise(words), 1)
         if not word.startswith("-") and before not in OPTIONS_WITH_VALUE
     ]
+
+
+def _reject_words_for_numbers(words: list[str]) -> None:
+    """Reject `inv bench --seconds abc`, for which invoke would print a traceback."""
+    for before, word in pairwise(words):
+        option, _, value = word.partition("=") if word.startswith(NUMBERS) and "=" in word else (before, "=", word)
+        if option in NUMBERS and not value.isdecimal():
+            raise Exit(f"error: {option} needs a whole number, not {value!r}. Run: inv {words[0]} --help", 1)
 
 
 def _reject_job_options(words: list[str]) -> None:

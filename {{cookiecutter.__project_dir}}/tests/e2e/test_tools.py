@@ -430,8 +430,8 @@ dataset_path: json
 dataset_kwargs: {{data_files: {{test: {folder}/rows.json}}}}
 test_split: test
 output_type: generate_until
-doc_to_text: "{{{{question}}}}"
-doc_to_target: "{{{{answer}}}}"
+doc_to_text: question
+doc_to_target: answer
 generation_kwargs: {{until: ["\\n"], max_gen_toks: 60}}
 metric_list: [{{metric: exact_match}}]
 """,

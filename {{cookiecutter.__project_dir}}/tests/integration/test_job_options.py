@@ -139,6 +139,8 @@ def test_help_of_a_job_needs_no_cluster() -> None:
             "inv submit finetune_ddp -t aws -- --steps=4 --fresh",
         ),
         ("submit finetune_ddp --target azure", "unknown target 'azure'. Use: --target local | rehearsal | aws"),
+        ("bench --seconds abc", "--seconds needs a whole number, not 'abc'. Run: inv bench --help"),
+        ("usage --days=1.5", "--days needs a whole number, not '1.5'. Run: inv usage --help"),
     ],
 )
 def test_a_wrong_command_line_gives_a_one_sentence_error_and_connects_to_nothing(words: str, sentence: str) -> None:
