@@ -15,6 +15,9 @@ from pipeline.training import preflight
 from pipeline.training.dataset import read_manifest
 from pipeline.training.options import DDPOptions
 
+NOT_PLANNED = ("cpu_offload_gb", "gpu_memory_utilization", "kv_cache_dtype", "quantization", "speculative_config")
+"""Arguments in [serve.engine] that change how much memory a served model needs or gets."""
+
 
 def plan(
     model: str,
@@ -56,6 +59,8 @@ def plan(
         dollars_per_instance_hour=dollars_per_instance_hour,
     )
     report.show(estimated, console)
+    if changed := [name for name in NOT_PLANNED if name in serving.engine]:
+        console.print(f"note: the plan for serving does not know what {', '.join(changed)} in [serve.engine] changes")
     if writes and estimated.settings:
         settings_file.write(estimated.settings, settings.FILE)
         sections = " and ".join(f"[{section}]" for section in estimated.settings)

@@ -585,6 +585,23 @@ def test_without_packed_data_the_plan_says_how_to_make_it(
     assert "inv submit finetune_ddp and num_workers" in text
 
 
+@pytest.mark.parametrize(("engine", "noted"), [({"quantization": "fp8"}, True), ({"block_size": 32}, False)])
+def test_the_plan_says_which_arguments_of_vllm_it_does_not_know(
+    assets: Path, engine: dict[str, Any], noted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = settings.load
+
+    def with_engine(section: Any, *names: str, **options: Any) -> Any:
+        found = load(section, *names, **options)
+        return found.model_copy(update={"engine": engine}) if names == ("serve",) else found
+
+    monkeypatch.setattr(settings, "load", with_engine)
+    console = Console(file=io.StringIO(), width=200)
+    plan.plan(str(assets / "model"), console, prices({}))
+    assert isinstance(console.file, io.StringIO)
+    assert ("does not know what quantization in [serve.engine] changes" in console.file.getvalue()) == noted
+
+
 def test_a_missing_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(settings.UserError, match="cannot load the model"):
         plan.plan(str(tmp_path / "nothing"), Console(file=io.StringIO()), prices({}))
