@@ -60,12 +60,16 @@ def plan(
     )
     report.show(estimated, console)
     if changed := [name for name in NOT_PLANNED if name in serving.engine]:
-        console.print(f"note: the plan for serving does not know what {', '.join(changed)} in [serve.engine] changes")
+        console.print(
+            f"note: the plan for serving does not know what {', '.join(changed)} in [serve.engine] changes",
+            markup=False,
+        )
     if writes and estimated.settings:
         settings_file.write(estimated.settings, settings.FILE)
         sections = " and ".join(f"[{section}]" for section in estimated.settings)
         console.print(
-            f"Wrote these settings to {sections} in settings.toml. To see what changed, run: git diff settings.toml"
+            f"Wrote these settings to {sections} in settings.toml. To see what changed, run: git diff settings.toml",
+            markup=False,
         )
 
 

@@ -602,6 +602,16 @@ def test_the_plan_says_which_arguments_of_vllm_it_does_not_know(
     assert ("does not know what quantization in [serve.engine] changes" in console.file.getvalue()) == noted
 
 
+def test_a_written_plan_names_the_changed_sections(
+    assets: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(settings, "FILE", Path(shutil.copy(settings.FILE, tmp_path)))
+    console = Console(file=io.StringIO(), width=200)
+    plan.plan(str(assets / "model"), console, prices({}), writes=True)
+    assert isinstance(console.file, io.StringIO)
+    assert "Wrote these settings to [cluster." in console.file.getvalue()
+
+
 def test_a_missing_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(settings.UserError, match="cannot load the model"):
         plan.plan(str(tmp_path / "nothing"), Console(file=io.StringIO()), prices({}))
