@@ -81,7 +81,7 @@ def run(
     [file] = folder.rglob("results_*.json")
     found = json.loads(file.read_text(encoding="utf-8"))
     console.print(_table(found, card.id))
-    console.print(f"numbers: {file}", soft_wrap=True)
+    console.print(f"numbers: {file}", soft_wrap=True, markup=False)
     return found
 
 
