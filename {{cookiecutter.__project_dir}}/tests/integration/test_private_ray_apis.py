@@ -57,6 +57,7 @@ ATTRIBUTES = {
     "_accelerator_setAllocatorSettings": "torch",
     "_config": "DeepSpeed",
     "_parameters": "moto",
+    "_state": "moto",
     "_keep": "SingleProcess, which TorchrunRuntime extends",
 }
 """Attributes that begin with `_` and that any code may read, because they do not belong to Ray."""
