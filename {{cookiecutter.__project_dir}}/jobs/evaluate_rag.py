@@ -23,7 +23,7 @@ def main(options: EvaluateRagOptions) -> None:
     questions = hit_rate.load_questions(options.questions, Question, "evaluate_rag")
     if not questions:
         raise UserError(f"{options.questions} has no questions. Pass another file with --questions.")
-    cli.connect()
+    cli.connect(log_to_driver=False)
     answers = asyncio.run(evaluation.ask_all(deployment.running_url(), questions, options.at_once))
     output = settings.resolve(options.output)
     evaluation.save(answers, output)

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import packed_rows
 import pytest
@@ -28,17 +29,27 @@ if __name__ == "__main__":
 """
 
 
+def _options(assets: Path, folder: Path, **changes: Any) -> QuantizeOptions:
+    """Return options with packed data in `folder`."""
+    data = folder / "packed"
+    data.mkdir()
+    packed_rows.write(data, packed_rows.tokenize(assets, assets / "model", 128), assets / "model", 128, [8], 1)
+    options = settings.load(QuantizeOptions, "quantize", profile="local")
+    own = {"model": str(assets / "model"), "data": str(data), "output": str(folder / "quantized"), "rows": 4}
+    return options.model_copy(update=own | changes)
+
+
+def test_a_missing_model_is_an_error(ray_session: None, assets: Path, tmp_path: Path) -> None:
+    with pytest.raises(settings.UserError, match="cannot load the model runs/nothing/model"):
+        quantize.main(_options(assets, tmp_path, model="runs/nothing/model"))
+
+
 @pytest.mark.parametrize(("scheme", "bits", "dtype"), [("W8A8", 8, "float32"), ("W4A16", 4, "bfloat16")])
 def test_vllm_loads_the_quantized_model(
     ray_session: None, assets: Path, tmp_path: Path, scheme: str, bits: int, dtype: str
 ) -> None:
-    model, data = assets / "model", tmp_path / "packed"
-    data.mkdir()
-    packed_rows.write(data, packed_rows.tokenize(assets, model, 128), model, 128, [8], 1)
-    output = tmp_path / "quantized"
-    options = settings.load(QuantizeOptions, "quantize", profile="local")
-    changes = {"model": str(model), "data": str(data), "output": str(output), "scheme": scheme, "rows": 4}
-    quantize.main(options.model_copy(update=changes))
+    quantize.main(_options(assets, tmp_path, scheme=scheme))
+    model, output = assets / "model", tmp_path / "quantized"
     config = json.loads((output / "config.json").read_text())["quantization_config"]
     assert config["config_groups"]["group_0"]["weights"]["num_bits"] == bits
     assert config["quant_method"] == "compressed-tensors"
