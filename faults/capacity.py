@@ -88,7 +88,7 @@ def all_spot_refuses(harness: Harness) -> str:
 def everything_at_once(harness: Harness) -> str:
     """AWS refuses launches, ends one early, and takes long to end machines: a job, `down` and the next `up` work.
 
-    Beside this, the emulated AWS always throttles calls and shows new things late (see throttling and consistency).
+    The emulated AWS throttles calls and shows changes late in every test (see throttling.py and consistency.py).
     """
     harness.wait_until_no_workers()
     control(end_s=END_S, without_volumes=1)

@@ -22,6 +22,7 @@ def main(options: QuantizeOptions) -> None:
     """Quantize the model, with rows that it was trained on."""
     paths = {"data": settings.resolve(options.data), "output": settings.resolve(options.output)}
     options = options.model_copy(update=paths)
+    quantization.check_output(options.output)
     read_manifest(options.data)  # an error if there is no data
     data = PackedRows(options.data, "train")
     rows = data.read(0, min(options.rows, len(data)))["input_ids"].numpy()

@@ -22,6 +22,17 @@ SCRIPT = Path(__file__).with_name("compress.py")
 NODE_UV = Path("~/.local/bin/uv")  # where cluster.yaml installs it
 
 
+def check_output(output: str) -> None:
+    """Refuse an output folder that `quantize` did not write, because it replaces the folder.
+
+    Raises:
+        UserError: the folder has other files.
+    """
+    config = storage.read_text(f"{output}/config.json") or ""
+    if storage.list_names(output) and "quantization_config" not in config:
+        raise UserError(f"{output} holds other files; pass another --output, or remove them.")
+
+
 def quantize(options: QuantizeOptions, location: str, rows: np.ndarray) -> None:
     """Quantize the model at `location` on a node with the necessary GPUs, and write it to `options.output`.
 

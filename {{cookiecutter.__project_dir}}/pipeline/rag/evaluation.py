@@ -70,7 +70,9 @@ async def ask_all(url: str, questions: list[Question], at_once: int) -> list[Ans
         try:
             return await asyncio.gather(*map(ask, questions))
         except openai.APIError as error:
-            raise UserError(f"serve_rag failed ({error.message}). Its logs: inv logs serve") from None
+            raise UserError(
+                f"serve_rag failed ({error.message}). To see whether it is healthy, run: inv status"
+            ) from None
 
 
 def score(asked: Question, answer: str, sources: list[dict[str, Any]]) -> Answer:

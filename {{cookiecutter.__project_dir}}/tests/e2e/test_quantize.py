@@ -13,10 +13,7 @@ import settings
 from jobs import quantize
 from pipeline.quantization.options import QuantizeOptions
 
-pytestmark = [
-    pytest.mark.nightly,  # the first run installs 1 GB
-    pytest.mark.skipif(sys.platform != "linux", reason="vLLM's CPU build exists for Linux only"),
-]
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="vLLM's CPU build exists for Linux only")
 
 LOAD = """
 import sys
@@ -44,6 +41,13 @@ def test_a_missing_model_is_an_error(ray_session: None, assets: Path, tmp_path: 
         quantize.main(_options(assets, tmp_path, model="runs/nothing/model"))
 
 
+def test_a_folder_with_other_files_is_left_alone(assets: Path, tmp_path: Path) -> None:
+    with pytest.raises(settings.UserError, match="holds other files; pass another --output"):
+        quantize.main(_options(assets, tmp_path, output=str(tmp_path)))
+    assert (tmp_path / "packed").is_dir()
+
+
+@pytest.mark.nightly  # the first run installs 1 GB
 @pytest.mark.parametrize(("scheme", "bits", "dtype"), [("W8A8", 8, "float32"), ("W4A16", 4, "bfloat16")])
 def test_vllm_loads_the_quantized_model(
     ray_session: None, assets: Path, tmp_path: Path, scheme: str, bits: int, dtype: str
