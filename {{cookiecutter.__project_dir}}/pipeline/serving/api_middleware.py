@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pipeline.serving.accounting import RequestRecord, current, ignore
-from pipeline.serving.app_call import AppCall
+from pipeline.serving.app_call import AppCall, ClientDisconnected
 from pipeline.serving.body_checks import inspect
 from pipeline.serving.errors import CLOSE, ApiError, ResponseSender, always_alive
 from pipeline.serving.keys import ApiKeys
@@ -18,10 +18,6 @@ HEALTH_ROUTE = "/health"  # open to load balancers without a key, because it onl
 # a broken connection instead of the error.
 MAX_DISCARDED_BODIES = 4
 MAX_NAME_SHOWN = 200  # maximum characters of a model's name in an error message
-
-
-class ClientDisconnected(Exception):
-    """The client disconnected before its entire request was read."""
 
 
 class ApiMiddleware:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fastapi import FastAPI, HTTPException, Request
+from prometheus_fastapi_instrumentator.middleware import PrometheusInstrumentatorMiddleware
 from ray import serve
 from ray.serve.config import BackpressureConfig, RequestRouterConfig
 from ray.serve.deployment import Application
@@ -22,6 +23,7 @@ from ray.serve.llm.request_router import PrefixCacheAffinityRouter
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp
+from vllm import envs
 from vllm.entrypoints.serve.engine.protocol import ModelCard, ModelList, ModelPermission
 from vllm.entrypoints.serve.exception_handling.handlers.vllm_error import vllm_error_handler
 from vllm.v1.engine.exceptions import EngineGenerateError
@@ -57,6 +59,8 @@ ROUTES = {
     "/v1/messages",
     "/v1/messages/count_tokens",
 }
+# CORS would let every website read answers. The metrics of requests were served at /metrics, which is not in ROUTES.
+REMOVED_MIDDLEWARE = (CORSMiddleware, PrometheusInstrumentatorMiddleware)
 PARSE_ERRORS = (AttributeError, LookupError)  # vLLM raises these for malformed messages
 DEPLOYMENT = "Server"  # the same for every model, so that a new model replaces the old one in place
 log = logging.getLogger("ray.serve")
@@ -269,6 +273,7 @@ class Server(EngineServer):
             await super().start_engine()
         except Exception as error:
             raise RuntimeError(_first_error_in_log() or str(error)) from error
+        envs.enable_envs_cache()  # vLLM reads environment variables for each token; its engine caches them, too
 
 
 async def _stop_listening(timeout_s: float) -> None:
@@ -288,7 +293,7 @@ async def _stop_listening(timeout_s: float) -> None:
 def restrict(app: FastAPI) -> None:
     """Restrict vLLM's app to the API: remove its admin routes and CORS, and turn its parse errors into status 400."""
     app.router.routes = [route for route in app.router.routes if getattr(route, "path", None) in ROUTES]
-    app.user_middleware = [each for each in app.user_middleware if each.cls is not CORSMiddleware]
+    app.user_middleware = [each for each in app.user_middleware if each.cls not in REMOVED_MIDDLEWARE]
     for kind in PARSE_ERRORS:
         app.add_exception_handler(kind, _answer_parse_error)
     app.exception_handler(EngineGenerateError)(_answer_engine_error)

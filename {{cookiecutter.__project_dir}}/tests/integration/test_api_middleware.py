@@ -361,12 +361,11 @@ def test_a_stream_that_takes_too_long_is_cut_off_without_a_normal_end(file: Path
         async def send(message: Message) -> None:
             sent.append(message)
 
-        async def receive() -> Message:
-            return {"type": "http.request"}
-
+        messages: asyncio.Queue[Message] = asyncio.Queue()
+        messages.put_nowait({"type": "http.request"})
         header = (b"authorization", b"Bearer for-alice")
         scope = {"type": "http", "method": "GET", "path": "/stream", "query_string": b"seconds=9", "headers": [header]}
-        await middleware(scope, receive, send)
+        await middleware(scope, messages.get, send)
 
     with pytest.raises(TimeoutError):
         asyncio.run(check())
@@ -377,7 +376,10 @@ def test_a_stream_that_takes_too_long_is_cut_off_without_a_normal_end(file: Path
 
 
 class InFlight:
-    """A request in progress, as Ray's replica runs it. A disconnect sends `http.disconnect` and cancels the task."""
+    """A request in progress, as Ray's replica runs it. A disconnect sends `http.disconnect`.
+
+    Without HAProxy, Ray then also cancels the task.
+    """
 
     def __init__(
         self,
@@ -409,10 +411,11 @@ class InFlight:
         """Send more of the body."""
         self._messages.put_nowait({"type": "http.request", "body": body, "more_body": not complete})
 
-    def disconnect(self) -> None:
+    def disconnect(self, *, cancel: bool = False) -> None:
         self._gone.set()
         self._messages.put_nowait({"type": "http.disconnect"})
-        self.task.cancel()
+        if cancel:
+            self.task.cancel()
 
     async def answer(self) -> tuple[int, dict[str, str], dict]:
         """Return status, headers and body."""
@@ -486,7 +489,7 @@ needs_vllm = pytest.mark.usefixtures("vllm_loaded")
 
 @needs_vllm
 @pytest.mark.parametrize("path", ["/complete", "/ignores-disconnect", "/stream"])
-@pytest.mark.parametrize("how", ["disconnect", "timeout"])
+@pytest.mark.parametrize("how", ["disconnect", "cancel", "timeout"])
 def test_a_disconnect_or_timeout_stops_the_work_and_frees_the_slot(file: Path, path: str, how: str) -> None:
     async def check() -> None:
         engine, outcomes = FakeEngine(), list[RequestOutcome]()
@@ -494,12 +497,13 @@ def test_a_disconnect_or_timeout_stops_the_work_and_frees_the_slot(file: Path, p
         app = with_middleware(MetricsMiddleware(engine.app, outcomes.append), limits)
         request = InFlight(app, path)
         await wait_until(lambda: engine.running == 1)
-        if how == "disconnect":
-            request.disconnect()
+        if how != "timeout":
+            request.disconnect(cancel=how == "cancel")
         await asyncio.wait({request.task})
         assert engine.running == 0
-        if how == "disconnect":
-            assert request.task.cancelled()
+        assert request.task.cancelled() == (how == "cancel")
+        if how != "timeout":
+            assert len(request.sent) == (2 if path == "/stream" else 0)
         elif path == "/stream":
             assert isinstance(request.task.exception(), TimeoutError)  # the stream is cut off
         else:
@@ -513,8 +517,9 @@ def test_a_disconnect_or_timeout_stops_the_work_and_frees_the_slot(file: Path, p
 
 
 @needs_vllm
+@pytest.mark.parametrize("cancel", [False, True])
 @pytest.mark.parametrize("path", ["/complete", "/ignores-disconnect", "/stream"])
-def test_a_disconnect_at_any_moment_stops_the_work(file: Path, path: str) -> None:
+def test_a_disconnect_at_any_moment_stops_the_work(file: Path, path: str, cancel: bool) -> None:
     """The client disconnects after 0 to 59 iterations of the event loop."""
 
     async def check() -> None:
@@ -524,7 +529,7 @@ def test_a_disconnect_at_any_moment_stops_the_work(file: Path, path: str) -> Non
             request = InFlight(app, path)
             for _ in range(iterations):
                 await asyncio.sleep(0)
-            request.disconnect()
+            request.disconnect(cancel=cancel)
             await asyncio.wait({request.task})
             await wait_until(lambda: engine.running == 0)
         engine.free.set()
