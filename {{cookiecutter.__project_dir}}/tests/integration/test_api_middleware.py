@@ -15,6 +15,7 @@ import httpx2
 import pytest
 import uvicorn
 from fastapi import FastAPI, Request
+from starlette.background import BackgroundTask
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.testclient import TestClient
@@ -536,6 +537,29 @@ def test_a_disconnect_at_any_moment_stops_the_work(file: Path, path: str, cancel
         next_one = InFlight(app, path)
         await next_one.task
         assert next_one.sent[0]["status"] == 200
+
+    asyncio.run(asyncio.wait_for(check(), 30))
+
+
+def test_work_after_the_response_is_not_stopped(file: Path) -> None:
+    """The server reports a disconnect after the last part of each response."""
+
+    async def check() -> None:
+        app, done = FastAPI(), asyncio.Event()
+
+        async def work() -> None:
+            await asyncio.sleep(0.1)
+            done.set()
+
+        @app.post("/answer")
+        async def answer() -> Response:
+            return PlainTextResponse("answer", background=BackgroundTask(work))
+
+        request = InFlight(ApiMiddleware(app, ApiKeys(), RequestLimits(100, 1, BODY, 60)), "/answer")
+        await wait_until(lambda: len(request.sent) == 2)
+        request.disconnect()
+        await request.task
+        assert done.is_set()
 
     asyncio.run(asyncio.wait_for(check(), 30))
 

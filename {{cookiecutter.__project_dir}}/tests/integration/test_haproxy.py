@@ -162,7 +162,10 @@ def test_clients_cannot_set_headers_that_ray_interprets(proxy: Proxy) -> None:
     names = ["serve_multiplexed_model_id", "Serve-Multiplexed-Model_Id", "X-Session-Id", "x_session_id"]
     names += ["X-Request-Timeout-Seconds", "X-Serve-Router-Kv-Token-Key"]
     kept = [("authorization", "Bearer some"), ("x-mine", "\u00ff"), ("x-request-id", "req_1.2-3:4")]
-    sent = [(name.encode(), value.encode("latin-1")) for name, value in [*kept, *((name, "\u00ff") for name in [*names, LISTENS])]]
+    sent = [
+        (name.encode(), value.encode("latin-1"))
+        for name, value in [*kept, *((name, "\u00ff") for name in [*names, LISTENS])]
+    ]
     seen = dict(proxy.client.get("/app/", headers=sent).json()["headers"])
     assert not [name for name in names if name.lower() in seen]
     assert {**dict(kept), LISTENS: "?1"}.items() <= seen.items()
