@@ -30,6 +30,7 @@ from vllm.v1.engine.exceptions import EngineGenerateError
 
 import settings
 from pipeline.ray_support import compile_cache
+from pipeline.ray_support.private import engine_metrics
 from pipeline.ray_support.private import serve as private_serve
 from pipeline.ray_support.private.serve_llm import EngineServer, NodeCallback, with_request_router
 from pipeline.serving import engine_arguments, engine_hook, routing
@@ -269,6 +270,7 @@ class Server(EngineServer):
             RuntimeError: the engine does not start. The message is the first error in the log, if there is one.
         """
         compile_cache.remove_truncated()
+        engine_metrics.install()
         try:
             await super().start_engine()
         except Exception as error:

@@ -4,6 +4,7 @@ After a Ray upgrade, failures in this file show what has changed.
 """
 
 import ast
+import asyncio
 import inspect
 import logging
 import re
@@ -11,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import ray
@@ -222,6 +224,41 @@ def test_serve_llm() -> None:
     assert inspect.iscoroutinefunction(callback.on_before_node_init)
     assert parameters(serve_llm._build_openai_ingress_request_router) == ["server", "llm_config"]
     assert parameters(serve_llm.Application._with_ingress_request_router) == ["self", "ingress_request_router"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="vLLM's CPU build exists for Linux only")
+def test_engine_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pipeline.ray_support.private import engine_metrics
+
+    logger = engine_metrics.RayPrometheusStatLogger
+    for name in ("_gauge_cls", "_counter_cls", "_histogram_cls"):
+        monkeypatch.setattr(logger, name, getattr(logger, name))
+    engine_metrics.install()
+    gauge = logger._gauge_cls("test_gauge", labelnames=["model"]).labels("a")
+    counters = [logger._counter_cls("test_counter", labelnames=["model"]).labels(model) for model in "ab"]
+    histogram = logger._histogram_cls("test_histogram", labelnames=["model"], buckets=[1.0]).labels("a")
+    sent = []
+
+    def record(value: float, tags: dict[str, str]) -> None:
+        sent.append((value, tags["model"]))
+
+    for each, method in ((gauge, "set"), (counters[0], "inc"), (counters[1], "inc"), (histogram, "observe")):
+        monkeypatch.setattr(each, "metric", SimpleNamespace(**{method: record}))
+
+    async def steps() -> None:
+        for value in (1, 2):
+            gauge.set(value)
+            counters[0].inc(value)
+            counters[1].inc(0)  # Ray rejects an increment of 0
+            histogram.observe(value)
+        assert sent == []
+        await asyncio.sleep(2 * engine_metrics.INTERVAL_S)
+        assert sent == [(2, "a"), (3, "a"), (1, "a"), (2, "a")]
+        counters[1].inc()
+        await asyncio.sleep(2 * engine_metrics.INTERVAL_S)
+        assert sent[4:] == [(1, "b")]
+
+    asyncio.run(steps())
 
 
 def test_data() -> None:
