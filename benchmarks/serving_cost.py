@@ -35,6 +35,7 @@ PAIRS = 12
 CELLS = ((1, True), (32, True), (32, False))
 """Clients at once, and whether answers are streamed."""
 WANTED_CPU = 1.1
+IDLE_S = 30
 OURS, BARE, PROXY = "replica", "vllm serve", "HAProxy"
 
 
@@ -49,11 +50,21 @@ def measure() -> Result:
             with served(folder / LARGE, max_num_seqs=32) as options, bare(options, folder / "vllm.log") as other:
                 pin()
                 sides = {OURS: Side(options.root, KEY), BARE: other}
-                rows = [_compare(sides, *cell) for cell in CELLS]
+                time.sleep(PAUSE_S)
+                idle = _idle_ms_per_s()
+                rows = [_compare(sides, idle, *cell) for cell in CELLS]
     return {"bars": list(_bars(rows)), "rounds": rows}
 
 
-def _compare(sides: dict[str, Side], concurrent: int, stream: bool) -> dict[str, Any]:
+def _idle_ms_per_s() -> dict[str, float]:
+    """Return the CPU time in ms that each server takes in a second without requests."""
+    processes = _processes()
+    before = {server: _cpu_s(those) for server, those in processes.items()}
+    time.sleep(IDLE_S)
+    return {server: 1000 * (_cpu_s(those) - before[server]) / IDLE_S for server, those in processes.items()}
+
+
+def _compare(sides: dict[str, Side], idle: dict[str, float], concurrent: int, stream: bool) -> dict[str, Any]:
     """Measure both servers in pairs of turns. Return medians over the pairs."""
     processes = _processes()
 
@@ -63,9 +74,11 @@ def _compare(sides: dict[str, Side], concurrent: int, stream: bool) -> dict[str,
         before = {server: _cpu_s(those) for server, those in processes.items()}
         started = time.perf_counter()
         load = asyncio.run(send_load(sides[name], LARGE, concurrent, stream, SECONDS))
-        answered = load.per_s * (time.perf_counter() - started)
+        elapsed_s = time.perf_counter() - started
+        answered = load.per_s * elapsed_s
         cpu_ms = {server: 1000 * (_cpu_s(those) - before[server]) / answered for server, those in processes.items()}
-        return cpu_ms | {"first_ms": load.first_ms}
+        without_idle = cpu_ms[name] - idle[name] * elapsed_s / answered
+        return cpu_ms | {"first_ms": load.first_ms, "without_idle_ms": without_idle}
 
     for name in sides:
         turn(name)
@@ -83,6 +96,9 @@ def _compare(sides: dict[str, Side], concurrent: int, stream: bool) -> dict[str,
         "HAProxy cpu_ms": median(lambda pair: pair[OURS][PROXY]),
         "vllm serve cpu_ms": median(lambda pair: pair[BARE][BARE]),
         "cpu ratio": median(lambda pair: pair[OURS][OURS] / pair[BARE][BARE]),
+        "ratio without idle": median(lambda pair: pair[OURS]["without_idle_ms"] / pair[BARE]["without_idle_ms"]),
+        "replica idle ms/s": idle[OURS],
+        "vllm serve idle ms/s": idle[BARE],
         "later_ms": median(lambda pair: pair[OURS]["first_ms"] - pair[BARE]["first_ms"]),
     }
     print(row, flush=True)
