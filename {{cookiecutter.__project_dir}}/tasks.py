@@ -464,7 +464,9 @@ def test(context: Context, all_: bool = False, nightly: bool = False) -> None:  
     """Check style, formatting and types, and run the quick tests: unit tests and one training run on Ray."""
     tests = f"pytest {' '.join(QUICK_TESTS)}"
     if all_ or nightly:
-        tests = "pytest --numprocesses 2 --dist loadfile" + ("" if nightly else ' -m "not nightly"')
+        # three for two cores, because many tests wait; in the order of the folders, because the longest are in e2e
+        tests = "pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder"
+        tests += "" if nightly else ' -m "not nightly"'
     for command in ("ruff check", "ruff format --check", "pyrefly check", tests):
         print(f"== {command}", flush=True)
         if context.run(f"python -m {command}", pty=False, warn=True).failed:
