@@ -15,11 +15,11 @@ from typing import Any
 
 import anthropic
 import openai
+import pretend_api
 import pytest
 import requests
 import tool_model
 from families import FAMILIES, add_tokens, template_of
-from pretend_api import wait_until
 from rich.console import Console
 from tool_model import CITIES, CITY, GREETED, GREETING, KNOWS_NOT, REASONING
 from transformers import PreTrainedTokenizerFast
@@ -466,10 +466,10 @@ def test_lm_eval_runs_custom_tasks(
     monkeypatch.setenv("PROJECT_DIR", str(Path(served.source).parents[2]))
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
 
-    def evaluate(tasks: str, *, completions: bool = False) -> dict[str, Any]:
+    def evaluate(tasks: str, *, completions: bool = False, url: str = served.url) -> dict[str, Any]:
         options = ("--include_path", str(tmp_path), "--num_fewshot", "0")
         request = lm_eval.Request(tasks, completions=completions, options=options)
-        return lm_eval.run(served.url, {}, request, Console(width=150), tmp_path / tasks)["results"]
+        return lm_eval.run(url, {}, request, Console(width=150), tmp_path / tasks)["results"]
 
     assert evaluate("greets")["greets"]["exact_match,none"] == 1
     assert evaluate("chooses", completions=True)["chooses"]["acc,none"] == 1
@@ -478,6 +478,10 @@ def test_lm_eval_runs_custom_tasks(
         evaluate("chooses")
     with pytest.raises(settings.UserError, match=r"absent.*log\.txt"):
         evaluate("absent")
+    with pretend_api.running(tmp_path) as busy:
+        busy.fail_every, busy.failure_status = 1, 429
+        with pytest.raises(settings.UserError, match="rate limit is exceeded"):
+            evaluate("greets", url=busy.url)
     key = os.environ["SERVE_API_KEY"]
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert not [path for path in files if key in path.read_text(errors="replace")]
@@ -548,7 +552,7 @@ def running(command: list[str], port: int, log: Path, **variables: str) -> Itera
     with log.open("w") as output:
         process = subprocess.Popen(command, cwd=log.parent, env=os.environ | variables, stdout=output, stderr=output)
     try:
-        wait_until(lambda: process.poll() is not None or not network.is_free(port), 300)
+        pretend_api.wait_until(lambda: process.poll() is not None or not network.is_free(port), 300)
         assert process.poll() is None, log.read_text()
         yield
     finally:
@@ -610,7 +614,7 @@ def test_litellm_proxy_enforces_a_budget(served: ServeOptions, client: openai.Op
             assert chat(gate, GREETING).message.content == GREETED
             assert streamed(gate, GREETING)[2] == GREETED
             assert calls_of(chat(gate, CITY).message) == [("get_weather", PARIS)]
-            wait_until(lambda: spent() == pytest.approx(2 * greeting + city), 60)
+            pretend_api.wait_until(lambda: spent() == pytest.approx(2 * greeting + city), 60)
             assert "crossed budget" in refusal()
         with running(proxy, port, tmp_path / "restarted.log", **keys, **offline):
             assert "crossed budget" in refusal()
