@@ -124,6 +124,14 @@ def test_a_model_in_the_bucket_is_quantized_into_the_bucket(
     assert not (tmp_path / "quantized").exists()
 
 
+@pytest.mark.nightly
+def test_a_model_that_cannot_be_quantized_is_an_error(ray_session: None, assets: Path, tmp_path: Path) -> None:
+    narrow = packed_rows.write_model(tmp_path / "narrow", assets, hidden_size=40, intermediate_size=80)
+    with pytest.raises(settings.UserError, match=r"\(the widths .* are no multiples of 32\. Use: --scheme W8A8\)"):
+        quantize.main(_options(assets, tmp_path, model=str(narrow), scheme="W4A16"))
+    assert not (tmp_path / "quantized").exists()
+
+
 def _generate(model: Path, dtype: str, folder: Path) -> None:
     """Load a model with vLLM, and generate four tokens."""
     (folder / "load.py").write_text(LOAD)

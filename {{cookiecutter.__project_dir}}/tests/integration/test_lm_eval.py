@@ -33,3 +33,9 @@ def test_a_rate_limit_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_model_that_is_not_served_is_an_error(tmp_path: Path) -> None:
     with running(tmp_path) as api, pytest.raises(settings.UserError, match=r"absent\. Served models: small, large"):
         lm_eval.run(api.url, {}, lm_eval.Request("greets", model="absent"), Console(), tmp_path / "results")
+
+
+def test_a_model_without_a_tokenizer_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROJECT_DIR", str(tmp_path))
+    with running(tmp_path) as api, pytest.raises(settings.UserError, match="so there is no tokenizer for small"):
+        lm_eval.run(api.url, {}, lm_eval.Request("greets", completions=True), Console(), tmp_path / "results")
