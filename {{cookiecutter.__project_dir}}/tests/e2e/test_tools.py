@@ -605,7 +605,7 @@ def test_litellm_proxy_enforces_a_budget(served: ServeOptions, client: openai.Op
 
     def spent() -> float:
         command = [programs / "redis-cli", "-p", str(redis_port), "get", "deployment_spend:tools:30d"]
-        return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout or 0)
+        return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() or 0)
 
     with running(redis, redis_port, tmp_path / "redis.log"):
         with running(proxy, port, tmp_path / "proxy.log", **keys, **offline):
