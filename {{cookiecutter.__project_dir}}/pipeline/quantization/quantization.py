@@ -9,7 +9,6 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-import pyarrow.fs
 import ray
 
 from pipeline.quantization.options import QuantizeOptions
@@ -20,6 +19,8 @@ from settings import UserError
 LLMCOMPRESSOR = "llmcompressor==0.14.0.1"
 SCRIPT = Path(__file__).with_name("compress.py")
 NODE_UV = Path("~/.local/bin/uv")  # where cluster.yaml installs it
+CONFIG = "config.json"
+UNFINISHED = ".unfinished"  # file in a folder that `quantize` is replacing
 
 
 def check_output(output: str) -> None:
@@ -28,8 +29,9 @@ def check_output(output: str) -> None:
     Raises:
         UserError: the folder has other files.
     """
-    config = storage.read_text(f"{output}/config.json") or ""
-    if storage.list_names(output) and "quantization_config" not in config:
+    names = storage.list_names(output)
+    config = storage.read_text(f"{output}/{CONFIG}") or ""
+    if names and UNFINISHED not in names and "quantization_config" not in config:
         raise UserError(f"{output} holds other files; pass another --output, or remove them.")
 
 
@@ -61,9 +63,17 @@ def _on_this_node(location: str, rows: np.ndarray, scheme: str, output: str) -> 
             print(done.stderr, flush=True)
             reason = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "")
             return f"llmcompressor could not quantize {location} ({reason.strip()}). Its output: inv logs --verbose"
-        filesystem, path = pyarrow.fs.FileSystem.from_uri(output)
-        if storage.list_names(output):
-            filesystem.delete_dir(path)
-        filesystem.create_dir(path)
-        pyarrow.fs.copy_files(f"{scratch}/model", path, destination_filesystem=filesystem)
+        replace(Path(scratch, "model"), output)
     return ""
+
+
+def replace(model: Path, output: str) -> None:
+    """Replace the model in `output`, a path or URI. Nothing loads a folder without config.json, so it comes last."""
+    storage.write_text(f"{output}/{UNFINISHED}", "")
+    storage.delete_file(f"{output}/{CONFIG}")
+    for name in storage.list_names(output):
+        if name != UNFINISHED:
+            storage.delete_file(f"{output}/{name}")
+    for file in sorted(model.iterdir(), key=lambda file: file.name == CONFIG):
+        model_cache.copy_file(file, f"{output}/{file.name}")
+    storage.delete_file(f"{output}/{UNFINISHED}")

