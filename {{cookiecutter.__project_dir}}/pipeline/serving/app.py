@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import ray
 from fastapi import FastAPI, HTTPException, Request
 from ray import serve
 from ray.serve.config import BackpressureConfig, RequestRouterConfig
@@ -24,6 +25,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp
 from vllm.entrypoints.serve.engine.protocol import ModelCard, ModelList, ModelPermission
 from vllm.entrypoints.serve.exception_handling.handlers.vllm_error import vllm_error_handler
+from vllm.platforms import current_platform
 from vllm.v1.engine.exceptions import EngineGenerateError
 
 import settings
@@ -76,12 +78,17 @@ class AppLocation(NamedTuple):
     """Name that clients use for this app's model."""
 
 
-def build(options: ServeOptions, address: str) -> Application:
+def build(options: ServeOptions, address: str, zone: dict[str, str] | None = None) -> Application:
     """Return the Serve application for these options, without starting it.
 
-    `address` is the URL of Serve's HTTP server.
+    Args:
+        address: the URL of Serve's HTTP server.
+        zone: labels that all machines of all replicas have. None: replicas run on any machine.
     """
     config = llm_config(options)
+    serve_options: dict[str, Any] = {"name": DEPLOYMENT}
+    if zone:
+        serve_options["placement_group_bundle_label_selector"] = [zone]  # one entry applies to all bundles
     app = build_llm_deployment(
         config,
         deployment_cls=serve.ingress()(Server),
@@ -91,7 +98,7 @@ def build(options: ServeOptions, address: str) -> Application:
             "location": AppLocation(address, options.path, options.served_name),
             "share_prefix_cache": options.share_prefix_cache,
         },
-        override_serve_options={"name": DEPLOYMENT},
+        override_serve_options=serve_options,
     )
     if not options.prefix_routing:
         return app
@@ -262,13 +269,21 @@ class Server(EngineServer):
         """Start the engine.
 
         Raises:
-            RuntimeError: the engine does not start. The message is the first error in the log, if there is one.
+            RuntimeError: the engine does not start. The message is the first error in the log, if there is one, unless
+                vLLM finds no GPU, which it does not say clearly.
         """
         compile_cache.remove_truncated()
         try:
             await super().start_engine()
         except Exception as error:
-            raise RuntimeError(_first_error_in_log() or str(error)) from error
+            raise RuntimeError(self._missing_gpu() or _first_error_in_log() or str(error)) from error
+
+    def _missing_gpu(self) -> str | None:
+        """Return what is wrong if the engine needs GPUs and vLLM finds none on this node."""
+        config = self._llm_config.accelerator_config
+        if current_platform.is_cuda() or not config or config.kind == "cpu":
+            return None
+        return f"vLLM finds no GPU on {ray.util.get_node_ip_address()}, although Ray reserved GPUs there"
 
 
 async def _stop_listening(timeout_s: float) -> None:
