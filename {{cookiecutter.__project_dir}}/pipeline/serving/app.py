@@ -276,14 +276,7 @@ class Server(EngineServer):
         try:
             await super().start_engine()
         except Exception as error:
-            raise RuntimeError(self._missing_gpu() or _first_error_in_log() or str(error)) from error
-
-    def _missing_gpu(self) -> str | None:
-        """Return what is wrong if the engine needs GPUs and vLLM finds none on this node."""
-        config = self._llm_config.accelerator_config
-        if current_platform.is_cuda() or not config or config.kind == "cpu":
-            return None
-        return f"vLLM finds no GPU on {ray.util.get_node_ip_address()}, although Ray reserved GPUs there"
+            raise RuntimeError(missing_gpu(self._llm_config) or _first_error_in_log() or str(error)) from error
 
 
 async def _stop_listening(timeout_s: float) -> None:
@@ -321,6 +314,13 @@ async def _answer_engine_error(request: Request, error: EngineGenerateError) -> 
     if isinstance(cause, OverflowError):  # a number in the request is too large for the engine
         return await _answer_parse_error(request, cause)
     return await vllm_error_handler(request, error)
+
+
+def missing_gpu(config: LLMConfig) -> str | None:
+    """Return a sentence if the engine needs GPUs and vLLM finds none on this node."""
+    if current_platform.is_cuda() or (config.accelerator_config and config.accelerator_config.kind == "cpu"):
+        return None
+    return f"vLLM finds no GPU on {ray.util.get_node_ip_address()}, although Ray reserved GPUs there"
 
 
 def _first_error_in_log() -> str | None:

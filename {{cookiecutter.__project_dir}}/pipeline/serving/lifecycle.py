@@ -125,12 +125,13 @@ def _wait_until_healthy(deployment: Deployment, *, is_update: bool) -> None:
 
 
 def failure_reason(app: ApplicationStatusOverview) -> str:
-    """Return the message of the first unhealthy deployment or of its failed replica, without the traceback."""
+    """Return the message of the first unhealthy deployment or of its failed replica, without traceback and period."""
     messages = [deployment.message for deployment in app.deployments.values() if deployment.message.strip()]
     if not messages:
         return app.message or "Serve gives no reason; read the logs with inv logs"
     lines = messages[0].strip().splitlines()
-    return re.sub(r"^(\w+(Error|Exception): )+", "", lines[-1] if "Traceback" in messages[0] else " ".join(lines))
+    reason = lines[-1] if "Traceback" in messages[0] else " ".join(lines)
+    return re.sub(r"^(\w+(Error|Exception): )+", "", reason).rstrip(".")
 
 
 def _replica_states(app: ApplicationStatusOverview) -> str:
