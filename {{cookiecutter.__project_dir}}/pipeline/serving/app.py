@@ -23,9 +23,9 @@ from ray.serve.llm.request_router import PrefixCacheAffinityRouter
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp
+from vllm import platforms
 from vllm.entrypoints.serve.engine.protocol import ModelCard, ModelList, ModelPermission
 from vllm.entrypoints.serve.exception_handling.handlers.vllm_error import vllm_error_handler
-from vllm.platforms import current_platform
 from vllm.v1.engine.exceptions import EngineGenerateError
 
 import settings
@@ -318,7 +318,8 @@ async def _answer_engine_error(request: Request, error: EngineGenerateError) -> 
 
 def missing_gpu(config: LLMConfig) -> str | None:
     """Return a sentence if the engine needs GPUs and vLLM finds none on this node."""
-    if current_platform.is_cuda() or (config.accelerator_config and config.accelerator_config.kind == "cpu"):
+    accelerator = config.accelerator_config
+    if platforms.current_platform.is_cuda() or (accelerator and accelerator.kind == "cpu"):
         return None
     return f"vLLM finds no GPU on {ray.util.get_node_ip_address()}, although Ray reserved GPUs there"
 
