@@ -986,6 +986,12 @@ def test_the_default_name_of_a_model_comes_from_its_path(model: str, name: str) 
     assert options(model=model, model_name="mine").served_name == "mine"
 
 
+def test_on_aws_relative_paths_are_in_the_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROJECT_DIR", "s3://bucket")
+    assert options(model="models/tiny-int4").source == "s3://bucket/models/tiny-int4"
+    assert options(model="owner/name").source == "owner/name"
+
+
 def test_each_name_has_a_unique_path_and_application() -> None:
     names = ["a-b", "a_b", "a.b", "a/b", "a b", "a--b", "a b-", "A-b", "ä", "ö"]
     added = [options(model_name=name, add=True) for name in names]
