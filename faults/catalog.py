@@ -19,6 +19,11 @@ FAULTS = [
     Fault("no quota for spot instances", "the doctor warns, and the gang starts on demand", "capacity.no_spot_quota"),
     Fault("no capacity for the preferred type", "the gang starts on the next type", "capacity.preferred_type_refuses"),
     Fault("another instance type for serving", "a replica's machine has that type", "capacity.serving_type"),
+    Fault(
+        "a model on two machines whose GPUs do not work",
+        "Ray reserves all GPUs of both; serve_llm says why the engine fails, and both machines end",
+        "serving.engine_finds_no_gpu",
+    ),
     Fault("no capacity at all", "the job reports that it waits, and continues later", "capacity.everything_refuses"),
     Fault(
         "spot interruption during training",

@@ -238,8 +238,9 @@ def interrupt_verb(marker: str, *words: str) -> str:
     return rest.strip().splitlines()[-1]
 
 
-def _command(*words: str) -> list[str]:
-    return [sys.executable, "-m", "invoke", *words, "--target", "rehearsal"]
+def _command(verb: str, *words: str) -> list[str]:
+    # --target comes first, because words after `--` are options of a job
+    return [sys.executable, "-m", "invoke", verb, "--target", "rehearsal", *words]
 
 
 def _environment() -> dict[str, str]:

@@ -7,29 +7,45 @@ from cluster.aws import quotas, vpc
 from cluster.common import prices
 from cluster.common.cluster_file import ClusterFile, NodeType
 from instance_types import INSTANCE_TYPES
+from pipeline.ray_support import gpu_section
 
 
 def offers(file: ClusterFile) -> list[dict[str, Any]]:
-    """Return the node types for training in the order in which pipeline/ray_support/gang.py tries them.
+    """Return the node types for training, in the order in which pipeline/ray_support/gang.py tries them."""
+    return _offers(file, [worker for worker in file.workers if worker.zone])
+
+
+def serve_offers(file: ClusterFile) -> list[dict[str, Any]]:
+    """Return the node types for serving in the same order, or [] if serving uses those for training."""
+    wanted = gpu_section.load().serve_instance_type
+    serving = [worker for worker in file.workers if _zone(worker) and worker.instance_type == wanted]
+    return _offers(file, serving) if serving else []
+
+
+def _offers(file: ClusterFile, workers: list[NodeType]) -> list[dict[str, Any]]:
+    """Return the names and labels of these node types, in the order in which jobs try them.
 
     Those with the highest priority come first. Among them, zones with a low spot price come first, because a low price
     shows that AWS has free capacity. Zones that do not offer the instance type, and markets with too small a quota, are
     left out, unless nothing else is left.
     """
-    training = [worker for worker in file.workers if worker.zone]
-    zones = _zones(file, training)
-    impossible = _impossible(file, training, zones)
-    dollars = prices.spot_prices(file, {worker.instance_type for worker in training})
+    zones = _zones(file, workers)
+    impossible = _impossible(file, workers, zones)
+    dollars = prices.spot_prices(file, {worker.instance_type for worker in workers})
 
     def order(worker: NodeType) -> tuple[float, float, str]:
         price = dollars.get(worker.instance_type, {}).get(zones[worker.name], float("inf"))
-        return -worker.priority, price, worker.zone
+        return -worker.priority, price, _zone(worker)
 
-    possible = [worker for worker in training if worker.name not in impossible] or training
+    possible = [worker for worker in workers if worker.name not in impossible] or workers
     return [
         {"node_type": worker.name, "labels": file.content["available_node_types"][worker.name]["labels"]}
         for worker in sorted(possible, key=order)
     ]
+
+
+def _zone(worker: NodeType) -> str:
+    return worker.zone or worker.serve_zone
 
 
 def _zones(file: ClusterFile, workers: list[NodeType]) -> dict[str, str]:
@@ -38,7 +54,7 @@ def _zones(file: ClusterFile, workers: list[NodeType]) -> dict[str, str]:
     The launch templates in stack.yaml have the numbers of the network's zones.
     """
     zones = vpc.find_network(file, settings.load(vpc.NetworkSection, "network", profile="cluster")).zones
-    return {worker.name: zones[int(worker.zone) - 1] if worker.zone.isdigit() else "" for worker in workers}
+    return {worker.name: zones[int(_zone(worker)) - 1] if _zone(worker).isdigit() else "" for worker in workers}
 
 
 def _impossible(file: ClusterFile, workers: list[NodeType], zones: dict[str, str]) -> set[str]:

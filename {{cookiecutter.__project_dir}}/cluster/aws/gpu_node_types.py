@@ -56,8 +56,8 @@ def _with_type(body: dict[str, Any], instance_type: str, priority: int) -> dict[
 
 
 def _for_serving(body: dict[str, Any], instance_type: str, priority: int) -> dict[str, Any]:
-    """Return a node type without a zone label, so that training never uses it, and without EFA."""
-    labels = {key: value for key, value in body["labels"].items() if key != "zone"}
+    """Return a node type with another label for the zone, so that training never uses it, and without EFA."""
+    labels = {"serve_zone" if key == "zone" else key: value for key, value in body["labels"].items()}
     made = _with_type(body, instance_type, priority) | {"labels": labels}
     template = made["node_config"]["LaunchTemplate"]
     name = template["LaunchTemplateName"].replace("-gpu-", "-serve-")

@@ -145,6 +145,7 @@ class Aws:
             capacity_variables=lambda: {
                 "CLUSTER_NODES": json.dumps(capacity.possible_nodes(file)),
                 "GANG_OFFERS": json.dumps(capacity.offers(file)),
+                "SERVE_OFFERS": json.dumps(capacity.serve_offers(file)),
             },
             relay_metrics=ssh_head.relay_metrics,
         )

@@ -33,6 +33,8 @@ class NodeType:
     """Maximum number of instances at once."""
     zone: str
     """Value of the label `zone`, which keeps a training gang in one zone. Empty if there is no such label."""
+    serve_zone: str
+    """The same for node types that only serving uses: value of the label `serve_zone`."""
     priority: int
     """Among types that fit, Ray requests the one with the highest priority first."""
     node_config: dict[str, Any]
@@ -93,6 +95,7 @@ class ClusterFile:
             market=config.get("InstanceMarketOptions", {}).get("MarketType", "on-demand"),
             max_workers=min(body.get("max_workers", 1), self.max_workers),
             zone=body.get("labels", {}).get("zone", ""),
+            serve_zone=body.get("labels", {}).get("serve_zone", ""),
             priority=body.get("priority", 0),
             node_config=config,
         )

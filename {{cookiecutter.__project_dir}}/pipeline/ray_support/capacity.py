@@ -49,6 +49,12 @@ def max_workers(needs: Mapping[str, float]) -> int:
     return max(limits.values(), default=0)
 
 
+def max_gpus_per_node(accelerator_type: str | None) -> int:
+    """Return the largest number of GPUs of this type, or of any type, that a node of the cluster can have."""
+    resource = f"accelerator_type:{accelerator_type}" if accelerator_type else "GPU"
+    return max((int(group.resources.get("GPU", 0)) for group in nodes() if resource in group.resources), default=0)
+
+
 def refuse_too_many_workers(
     workers: int, needs: Mapping[str, float], decided_by: str = "cpus_per_worker and use_gpu in [train]"
 ) -> None:

@@ -1,4 +1,4 @@
-"""Gang scheduling: gathers all machines of a training run in one zone.
+"""Gang scheduling: gathers all machines of a training run, or of a served model's replica, in one zone.
 
 Traffic between zones is slow and costs money, and a partial allocation costs money but cannot train.
 """
@@ -30,7 +30,8 @@ class Offer(NamedTuple):
 
     node_type: str
     labels: dict[str, str]
-    """`zone`, `market` and, if the cluster has several instance types for training, `instance_type`."""
+    """`zone` (`serve_zone` for node types that only serving uses), `market` and, if the cluster has several instance
+    types for training, `instance_type`."""
 
     @property
     def selector(self) -> dict[str, str]:
@@ -39,7 +40,7 @@ class Offer(NamedTuple):
 
     @property
     def zone(self) -> str:
-        return self.labels["zone"]
+        return self.labels.get("zone") or self.labels["serve_zone"]
 
     @property
     def kind(self) -> str:
@@ -48,8 +49,18 @@ class Offer(NamedTuple):
 
 
 def offers() -> list[Offer]:
-    """Return the offers from GANG_OFFERS, which `inv submit` sets for AWS, in the order in which to try them."""
-    return [Offer(**offer) for offer in json.loads(os.environ.get("GANG_OFFERS", "[]"))]
+    """Return the offers for training, in the order in which to try them."""
+    return _read_offers("GANG_OFFERS")
+
+
+def serve_offers() -> list[Offer]:
+    """Return the offers for serving, in the order in which to try them."""
+    return _read_offers("SERVE_OFFERS") or offers()
+
+
+def _read_offers(variable: str) -> list[Offer]:
+    """Read the offers from an environment variable, which `inv submit` sets for AWS."""
+    return [Offer(**offer) for offer in json.loads(os.environ.get(variable, "[]"))]
 
 
 def scaling(options: WorkerOptions) -> ScalingConfig:

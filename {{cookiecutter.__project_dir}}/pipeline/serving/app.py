@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import ray
 from fastapi import FastAPI, HTTPException, Request
 from prometheus_fastapi_instrumentator.middleware import PrometheusInstrumentatorMiddleware
 from ray import serve
@@ -23,7 +24,7 @@ from ray.serve.llm.request_router import PrefixCacheAffinityRouter
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp
-from vllm import envs
+from vllm import envs, platforms
 from vllm.entrypoints.serve.engine.protocol import ModelCard, ModelList, ModelPermission
 from vllm.entrypoints.serve.exception_handling.handlers.vllm_error import vllm_error_handler
 from vllm.v1.engine.exceptions import EngineGenerateError
@@ -81,12 +82,17 @@ class AppLocation(NamedTuple):
     """Name that clients use for this app's model."""
 
 
-def build(options: ServeOptions, address: str) -> Application:
+def build(options: ServeOptions, address: str, zone: dict[str, str] | None = None) -> Application:
     """Return the Serve application for these options, without starting it.
 
-    `address` is the URL of Serve's HTTP server.
+    Args:
+        address: the URL of Serve's HTTP server.
+        zone: labels that all machines of all replicas have. None: replicas run on any machine.
     """
     config = llm_config(options)
+    serve_options: dict[str, Any] = {"name": DEPLOYMENT}
+    if zone:
+        serve_options["placement_group_bundle_label_selector"] = [zone]  # one entry applies to all bundles
     app = build_llm_deployment(
         config,
         deployment_cls=serve.ingress()(Server),
@@ -96,7 +102,7 @@ def build(options: ServeOptions, address: str) -> Application:
             "location": AppLocation(address, options.path, options.served_name),
             "share_prefix_cache": options.share_prefix_cache,
         },
-        override_serve_options={"name": DEPLOYMENT},
+        override_serve_options=serve_options,
     )
     if not options.prefix_routing:
         return app
@@ -267,14 +273,15 @@ class Server(EngineServer):
         """Start the engine.
 
         Raises:
-            RuntimeError: the engine does not start. The message is the first error in the log, if there is one.
+            RuntimeError: the engine does not start. The message is the first error in the log, if there is one, unless
+                vLLM finds no GPU, which it does not say clearly.
         """
         compile_cache.remove_truncated()
         engine_metrics.install()
         try:
             await super().start_engine()
         except Exception as error:
-            raise RuntimeError(_first_error_in_log() or str(error)) from error
+            raise RuntimeError(missing_gpu(self._llm_config) or _first_error_in_log() or str(error)) from error
         envs.enable_envs_cache()  # vLLM reads environment variables for each token; its engine caches them, too
 
 
@@ -313,6 +320,14 @@ async def _answer_engine_error(request: Request, error: EngineGenerateError) -> 
     if isinstance(cause, OverflowError):  # a number in the request is too large for the engine
         return await _answer_parse_error(request, cause)
     return await vllm_error_handler(request, error)
+
+
+def missing_gpu(config: LLMConfig) -> str | None:
+    """Return a sentence if the engine needs GPUs and vLLM finds none on this node."""
+    accelerator = config.accelerator_config
+    if platforms.current_platform.is_cuda() or (accelerator and accelerator.kind == "cpu"):
+        return None
+    return f"vLLM finds no GPU on {ray.util.get_node_ip_address()}, although Ray reserved GPUs there"
 
 
 def _first_error_in_log() -> str | None:

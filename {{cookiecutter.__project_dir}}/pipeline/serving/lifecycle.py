@@ -13,7 +13,7 @@ from ray import serve
 from ray.serve.deployment import Application
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 
-from pipeline.serving import canary, http_server, parsers
+from pipeline.serving import canary, http_server, parsers, placement
 from pipeline.serving.options import APP, ServeOptions
 from pipeline.serving.preflight import check_cpus
 from settings import UserError
@@ -61,7 +61,7 @@ def deploy_model(options: ServeOptions) -> None:
         started.result()
     options = parsers.resolve(resolve_name(options))
     state = canary.actor()
-    application = app.build(options, http_server.cluster_address(options))
+    application = app.build(options, http_server.cluster_address(options), placement.find_zone(options))
     name, root, timeout_s = options.served_name, options.root, options.start_timeout_s
     deploy(application, Deployment("serve_llm", options.app, name, root, options.path, timeout_s))
     if options.canary_percent:
@@ -125,12 +125,13 @@ def _wait_until_healthy(deployment: Deployment, *, is_update: bool) -> None:
 
 
 def failure_reason(app: ApplicationStatusOverview) -> str:
-    """Return the message of the first unhealthy deployment or of its failed replica, without the traceback."""
+    """Return the message of the first unhealthy deployment or of its failed replica, without traceback and period."""
     messages = [deployment.message for deployment in app.deployments.values() if deployment.message.strip()]
     if not messages:
         return app.message or "Serve gives no reason; read the logs with inv logs"
     lines = messages[0].strip().splitlines()
-    return re.sub(r"^(\w+(Error|Exception): )+", "", lines[-1] if "Traceback" in messages[0] else " ".join(lines))
+    reason = lines[-1] if "Traceback" in messages[0] else " ".join(lines)
+    return re.sub(r"^(\w+(Error|Exception): )+", "", reason).rstrip(".")
 
 
 def _replica_states(app: ApplicationStatusOverview) -> str:

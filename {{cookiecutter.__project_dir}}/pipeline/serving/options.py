@@ -20,6 +20,8 @@ ROOT, CANARY = "/", "/canary"
 """Paths of the main app, and of the canary that gets a share of its requests."""
 RAG_APP, RAG_PATH = "rag", "/rag"
 """Name and path of the application of `serve_rag`."""
+FOLDERS = ("models", "runs")
+"""Folders for models. On AWS they are in the bucket, so `models/NAME` is no hub id there either."""
 AUTO = "auto"
 """Choose a parser for the model's chat template."""
 
@@ -163,7 +165,8 @@ class ServeOptions(settings.Section):
     def is_hub_id(self) -> bool:
         """Whether `model` looks like `owner/name` or `name`, and its first part is not a folder of this project."""
         looks_like_id = re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", self.model) is not None
-        return looks_like_id and not os.path.isdir(settings.resolve(self.model.split("/")[0]))
+        first = self.model.split("/")[0]
+        return looks_like_id and first not in FOLDERS and not os.path.isdir(settings.resolve(first))
 
     @property
     def source(self) -> str:

@@ -6,10 +6,14 @@ import os
 import ray
 from transformers import AutoConfig
 
+import settings
 from pipeline.ray_support import job_secrets
 from pipeline.serving.accelerator import check_accelerator
 from pipeline.serving.options import ServeOptions
 from settings import UserError
+
+STREAMER = ("runai_model_streamer", "runai_model_streamer_s3")
+"""Modules that vLLM needs for `load_format = "runai_streamer"`."""
 
 
 def check_api_key() -> None:
@@ -26,7 +30,7 @@ def check_api_key() -> None:
 
 
 def check_model(options: ServeOptions) -> None:
-    """Check that Ray knows the accelerator, and that vLLM is installed.
+    """Check that Ray knows the accelerator, and that vLLM and the loader of the weights are installed.
 
     Unless the model is at a URI, also check that it exists and supports `max_model_len` tokens.
 
@@ -36,6 +40,7 @@ def check_model(options: ServeOptions) -> None:
     check_accelerator(options.accelerator)
     if importlib.util.find_spec("vllm") is None:
         raise UserError("vLLM is not installed on this machine. Its CPU build exists for Linux only.")
+    _check_loader(options.engine.get("load_format", ""))
     if "://" in options.source:
         return  # only a replica downloads the model
     remedy = "Train one with inv submit finetune_ddp, or set model in [serve] of settings.toml."
@@ -52,6 +57,16 @@ def check_model(options: ServeOptions) -> None:
             f"max_model_len = {options.max_model_len} is more than the {limit} tokens that {options.model} supports. "
             "Lower it in [serve] of settings.toml."
         )
+
+
+def _check_loader(load_format: str) -> None:
+    if not load_format.startswith("runai_streamer") or all(map(importlib.util.find_spec, STREAMER)):
+        return
+    pins = f"requirements/{settings.active_profile()}"
+    raise UserError(
+        f"load_format = {load_format} needs the package runai-model-streamer, which is not installed. Add "
+        f"runai-model-streamer[s3] to {pins}.in, run the command at the top of {pins}.txt, and then: inv up"
+    )
 
 
 def check_cpus(options: ServeOptions) -> None:

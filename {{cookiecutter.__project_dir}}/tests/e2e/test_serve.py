@@ -61,7 +61,7 @@ from pipeline.rag.index import ScoredChunk
 from pipeline.rag.options import RagOptions
 from pipeline.ray_support import gpu_section, job_secrets
 from pipeline.ray_support.private import serve as private_serve
-from pipeline.serving import adapters, canary, http_server, lifecycle, page, preflight
+from pipeline.serving import adapters, canary, http_server, lifecycle, page, placement, preflight
 from pipeline.serving.access_log import PREFIX
 from pipeline.serving.keys import REFRESH_S, ApiKeys
 from pipeline.serving.options import ModelsOptions, ServeOptions
@@ -946,9 +946,18 @@ def test_an_unknown_accelerator_is_an_error() -> None:
         preflight.check_model(options(accelerator="A1000"))
 
 
+@pytest.mark.parametrize("profile", ["local", "cluster"])
+def test_a_missing_streamer_is_an_error(monkeypatch: pytest.MonkeyPatch, profile: str) -> None:
+    monkeypatch.setenv("PROFILE", profile)
+    streaming = options(model="s3://bucket/model", engine={"load_format": "runai_streamer"})
+    expected = rf"runai_streamer needs the package .*, which is not installed.* to requirements/{profile}\.in"
+    with pytest.raises(settings.UserError, match=expected):
+        preflight.check_model(streaming)
+
+
 def test_the_failure_reason_has_no_traceback() -> None:
     message = (
-        "The deployment failed to start 1 times in a row.\nTraceback (most recent call last):\nValueError: no room"
+        "The deployment failed to start 1 times in a row.\nTraceback (most recent call last):\nValueError: no room."
     )
     status = {"status": "DEPLOY_FAILED", "status_trigger": "CONFIG_UPDATE_STARTED", "replica_states": {}}
     app = ApplicationStatusOverview(
@@ -975,6 +984,12 @@ def test_the_failure_reason_has_no_traceback() -> None:
 def test_the_default_name_of_a_model_comes_from_its_path(model: str, name: str) -> None:
     assert options(model=model).served_name == name
     assert options(model=model, model_name="mine").served_name == "mine"
+
+
+def test_on_aws_relative_paths_are_in_the_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROJECT_DIR", "s3://bucket")
+    assert options(model="models/tiny-int4").source == "s3://bucket/models/tiny-int4"
+    assert options(model="owner/name").source == "owner/name"
 
 
 def test_each_name_has_a_unique_path_and_application() -> None:
@@ -1065,6 +1080,35 @@ def test_the_autoscaler_starts_the_machines_that_a_model_needs(instances: int, m
     )
     assert [(launch.instance_type, launch.count) for launch in plan.to_launch] == [("p4d.24xlarge", instances)]
     assert not plan.infeasible_gang_resource_requests
+
+
+@pytest.mark.usefixtures("ray_session")
+def test_all_bundles_of_a_replica_are_in_one_zone() -> None:
+    from pipeline.serving import app
+
+    served = settings.load(ServeOptions, "serve", profile="cluster")
+    wide = served.model_copy(update={"tensor_parallel_size": 8, "pipeline_parallel_size": 2})
+    replica = app.build(wide, wide.root, {"zone": "2"})._bound_deployment._replica_config
+    assert replica.placement_group_bundle_label_selector == [{"zone": "2"}] * 16
+    assert len(replica.placement_group_bundles) == 16
+    anywhere = app.build(wide, wide.root)._bound_deployment._replica_config
+    assert anywhere.placement_group_bundle_label_selector is None
+
+
+def test_the_zone_of_a_running_replica_is_known(served: ServeOptions) -> None:
+    (node,) = ray.nodes()
+    assert placement._labels_of_replica(served.app) == node["Labels"]
+    assert placement._labels_of_replica("absent") is None
+
+
+@pytest.mark.usefixtures("ray_session")
+def test_an_engine_without_gpus_says_so() -> None:
+    from pipeline.serving import app
+
+    needs_gpus = app.llm_config(settings.load(ServeOptions, "serve", profile="cluster"))
+    address = re.escape(ray.util.get_node_ip_address())
+    assert re.fullmatch(f"vLLM finds no GPU on {address}, although Ray .*", app.missing_gpu(needs_gpus) or "")
+    assert app.missing_gpu(app.llm_config(options())) is None
 
 
 @pytest.mark.nightly

@@ -125,6 +125,17 @@ def offered(file: ClusterFile) -> list[str]:
     return [offer["node_type"] for offer in capacity.offers(file)]
 
 
+def test_serving_has_offers_of_its_own_type_only(aws: SimpleNamespace, use: Use) -> None:
+    aws.spot = {"g6e.12xlarge": dict(zip(ZONES, (3.0, 1.0, 2.0), strict=True))}
+    found = capacity.serve_offers(use(serve_instance_type="g6e.12xlarge"))
+    assert [offer["node_type"] for offer in found][:3] == [f"serve-spot-{zone}" for zone in "231"]
+    assert found[0]["labels"] == {"serve_zone": "2", "market": "spot"}
+    assert len(found) == 6
+    found = capacity.serve_offers(use(instance_types=TYPES, serve_instance_type=TYPES[1]))
+    assert {offer["labels"]["instance_type"] for offer in found} == {TYPES[1]}
+    assert capacity.serve_offers(use()) == []  # those for training
+
+
 def test_every_zone_of_the_cheaper_market_comes_first(aws: SimpleNamespace, use: Use) -> None:
     assert offered(use()) == [f"gpu-{market}-{zone}" for market in ("spot", "on-demand") for zone in "123"]
 
