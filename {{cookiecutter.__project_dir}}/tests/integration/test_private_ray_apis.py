@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import ray
@@ -234,9 +235,9 @@ def test_engine_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_gauge_cls", "_counter_cls", "_histogram_cls"):
         monkeypatch.setattr(logger, name, getattr(logger, name))
     engine_metrics.install()
-    gauge = logger._gauge_cls("test_gauge", labelnames=["model"]).labels("a")
-    counters = [logger._counter_cls("test_counter", labelnames=["model"]).labels(model) for model in "ab"]
-    histogram = logger._histogram_cls("test_histogram", labelnames=["model"], buckets=[1.0]).labels("a")
+    gauge: Any = logger._gauge_cls("test_gauge", labelnames=["model"]).labels("a")
+    counters: list[Any] = [logger._counter_cls("test_counter", labelnames=["model"]).labels(model) for model in "ab"]
+    histogram: Any = logger._histogram_cls("test_histogram", labelnames=["model"], buckets=[1.0]).labels("a")
     sent = []
 
     def record(value: float, tags: dict[str, str]) -> None:
