@@ -2,6 +2,8 @@
 # Ray starts this script in place of HAProxy. The script changes Ray's configuration file, then starts $HAPROXY:
 # - Statistics and metrics use sockets in the cluster's folder. Ray's configuration would open ports on all interfaces.
 # - haproxy_defaults.cfg and haproxy_frontend.cfg are inserted.
+# - Replicas get a header, so that Ray does not listen for a disconnect in three tasks of its own. ApiMiddleware listens.
+#   Serve's own proxy (the server marked `backup`) does not get it, because it should forget those who no longer wait.
 # - HAProxy's own errors get OpenAI's format instead of plain text.
 here=${0%/*} config= previous=
 for argument; do
@@ -15,6 +17,8 @@ if [ -n "$config" ]; then
         -e "s#\(stats socket .*\) mode 666#\1 mode 600#" \
         -e "/^defaults/r $here/haproxy_defaults.cfg" \
         -e "/^frontend http_frontend/r $here/haproxy_frontend.cfg" \
+        -e '/^    # Servers in this backend\|^    # `track` allows us/{n;/ backup$/!{/^    server /i\' \
+        -e '    http-request set-header x-request-disconnect-disabled ?1' -e '}}' \
         -e 's#return status 404 content-type text/plain .*#deny deny_status 404#' \
         -e 's#return status 503 .*"Ingress request router failed.*" hdr X-Serve-Reason [^ ]*#deny deny_status 503#' \
         "$config"

@@ -84,7 +84,11 @@ def wait_for(condition: Callable[[], object]) -> None:
 
 
 class Proxy:
-    """HAProxy as Ray starts it. /app works, the replica of /gone is dead, and so is the request router of /routed."""
+    """HAProxy as Ray starts it.
+
+    /app works, the replica of /gone is dead, and so is the request router of /routed. /empty has no replica yet, so its
+    requests go to Serve's proxy.
+    """
 
     def __init__(self, folder: Path, replica: Replica) -> None:
         folder.mkdir()
@@ -102,6 +106,7 @@ class Proxy:
         dead = ServerConfig(name="dead", host="127.0.0.1", port=gone)
         backends = [
             BackendConfig(name="http-app", app_name="app", path_prefix="/app", servers=[alive]),
+            BackendConfig(name="http-empty", app_name="empty", path_prefix="/empty", servers=[], fallback_server=alive),
             BackendConfig(name="http-gone", app_name="gone", path_prefix="/gone", servers=[dead]),
             BackendConfig(
                 name="http-routed",
@@ -166,9 +171,11 @@ def test_clients_cannot_set_headers_that_ray_interprets(proxy: Proxy) -> None:
         (name.encode(), value.encode("latin-1"))
         for name, value in [*kept, *((name, "\u00ff") for name in [*names, LISTENS])]
     ]
-    seen = dict(proxy.client.get("/app/", headers=sent).json()["headers"])
-    assert not [name for name in names if name.lower() in seen]
-    assert {**dict(kept), LISTENS: "?1"}.items() <= seen.items()
+    for path in ("/app/", "/routed/", "/empty/"):
+        seen = dict(proxy.client.get(path, headers=sent).json()["headers"])
+        assert not [name for name in names if name.lower() in seen]
+        assert dict(kept).items() <= seen.items()
+        assert seen.get(LISTENS) == (None if path == "/empty/" else "?1")
 
 
 @pytest.mark.parametrize("request_id", [b"\xff", b"a b", b"a,b", b"x" * 129, b"{}", "ä".encode()])
