@@ -39,6 +39,7 @@ def reserved(monkeypatch: pytest.MonkeyPatch) -> Reserved:
     monkeypatch.setattr(gang, "_reserve", reserve)
     monkeypatch.setattr(gang, "_release", lambda offer: "")
     monkeypatch.setattr(private_serve, "client", lambda: None)
+    monkeypatch.setattr(ray, "nodes", list)
     return attempts
 
 
