@@ -31,13 +31,14 @@ def find_zone(options: ServeOptions) -> dict[str, str] | None:
             f"a replica needs {gpus} GPUs, which is more than the {limit} that this cluster can hold. Raise "
             "max_workers in cluster/cluster.yaml, or lower pipeline_parallel_size or tensor_parallel_size in [serve]."
         )
-    if labels := _labels_of_replica(options.app):
-        return {key: value for key, value in labels.items() if key in offers[0].selector}
+    keys, labels = offers[0].selector.keys(), _labels_of_replica(options.app)
+    if keys <= labels.keys():  # not if the replica runs on another kind of machine, whose zones have another label
+        return {key: labels[key] for key in keys}
     return gang.gather(gpus * max(1, options.min_replicas), needs, options.start_timeout_s, offers)
 
 
-def _labels_of_replica(app: str) -> dict[str, str] | None:
-    """Return the labels of a machine that runs a replica of this app, or None if no replica runs."""
+def _labels_of_replica(app: str) -> dict[str, str]:
+    """Return the labels of a machine that runs a replica of this app, or {} if no replica runs."""
     client = private_serve.client()
     apps = client.get_serve_details()["applications"] if client else {}
     deployments = apps[app]["deployments"].values() if app in apps else []
@@ -47,4 +48,4 @@ def _labels_of_replica(app: str) -> dict[str, str] | None:
         for replica in deployment["replicas"]
         if replica["state"] == "RUNNING"
     }
-    return next((node["Labels"] for node in ray.nodes() if node["Alive"] and node["NodeID"] in running), None)
+    return next((node["Labels"] for node in ray.nodes() if node["Alive"] and node["NodeID"] in running), {})

@@ -1098,7 +1098,7 @@ def test_all_bundles_of_a_replica_are_in_one_zone() -> None:
 def test_the_zone_of_a_running_replica_is_known(served: ServeOptions) -> None:
     (node,) = ray.nodes()
     assert placement._labels_of_replica(served.app) == node["Labels"]
-    assert placement._labels_of_replica("absent") is None
+    assert placement._labels_of_replica("absent") == {}
 
 
 @pytest.mark.usefixtures("ray_session")

@@ -39,6 +39,7 @@ def reserved(monkeypatch: pytest.MonkeyPatch) -> Reserved:
     monkeypatch.setattr(gang, "_reserve", reserve)
     monkeypatch.setattr(gang, "_release", lambda offer: "")
     monkeypatch.setattr(private_serve, "client", lambda: None)
+    monkeypatch.setattr(ray, "nodes", list)
     return attempts
 
 
@@ -80,6 +81,8 @@ def test_an_update_stays_in_its_zone_and_reserves_nothing(reserved: Reserved, mo
     assert find_zone(2) == {"zone": "1"}
     assert reserved == []
     assert find_zone(2, canary_percent=5) == {"zone": "2"}  # another app
+    monkeypatch.setenv("SERVE_OFFERS", json.dumps(SERVE_OFFERS))
+    assert find_zone(2) == {"serve_zone": "2"}  # other machines
 
 
 def test_without_zones_nothing_is_reserved(reserved: Reserved, monkeypatch: pytest.MonkeyPatch) -> None:
