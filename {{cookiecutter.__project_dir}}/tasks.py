@@ -26,6 +26,7 @@ network.keep_to_loopback()
 # each verb imports only what it needs, because all imports together take seconds
 CONSOLE = Console()
 QUICK_TESTS = ("tests/unit", "tests/integration/test_smoke.py")
+REHEARSAL_TEST = "tests/e2e/test_rehearsal.py"
 TARGET = {"target": "where the cluster runs: local (this machine), rehearsal (AWS emulated on this machine) or aws"}
 VERBOSE = {"verbose": "also show Ray's messages"}
 JOB_ID = {"job": "id as in `inv status`; default: your latest job"}
@@ -462,12 +463,13 @@ def down(context: Context, target: str = "local") -> None:
 @verb(all="run all but the nightly tests: about 20 minutes on 2 cores", nightly="run every test: about 30 minutes")
 def test(context: Context, all_: bool = False, nightly: bool = False) -> None:  # noqa: PT028 -- a verb, not a test
     """Check style, formatting and types, and run the quick tests: unit tests and one training run on Ray."""
-    tests = f"pytest {' '.join(QUICK_TESTS)}"
+    tests = [f"pytest {' '.join(QUICK_TESTS)}"]
     if all_ or nightly:
-        # three for two cores, because many tests wait; in the order of the folders, because the longest are in e2e
-        tests = "pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder"
-        tests += "" if nightly else ' -m "not nightly"'
-    for command in ("ruff check", "ruff format --check", "pyrefly check", tests):
+        # The rehearsal runs alone, because it takes four times as long beside other tests. They run in three processes
+        # on two cores, because many wait, and in the order of their folders, because the longest are in e2e.
+        others = f"pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder --ignore {REHEARSAL_TEST}"
+        tests = [f"pytest {REHEARSAL_TEST}", others if nightly else f'{others} -m "not nightly"']
+    for command in ("ruff check", "ruff format --check", "pyrefly check", *tests):
         print(f"== {command}", flush=True)
         if context.run(f"python -m {command}", pty=False, warn=True).failed:
             raise Exit(f"error: `{command}` failed. Its output is above", 1)

@@ -282,10 +282,8 @@ def test_a_head_that_does_not_start_gives_its_reason_and_leaves_nothing(
     assert not (project.folder / ".cluster" / "local.json").exists()
 
 
-@pytest.mark.parametrize(
-    "victim",
-    ["raylet", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("gcs_server", "dashboard", "agent"))],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("victim", ["raylet", "gcs_server", "dashboard", "agent"])
 def test_a_cluster_that_dies_during_a_job_gives_a_one_sentence_error(
     project: Project, victim: str, proxied: list[str]
 ) -> None:

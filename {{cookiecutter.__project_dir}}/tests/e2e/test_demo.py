@@ -15,10 +15,8 @@ from pipeline.training.strategies import DDP
 from pipeline.training.trainer import train
 
 
-@pytest.mark.parametrize(
-    ("shuffle_answers", "least", "most"),
-    [(False, 0.95, 1.0), pytest.param(True, 0.0, 0.2, marks=pytest.mark.nightly)],
-)
+@pytest.mark.nightly  # because each takes a minute; `inv demo` itself checks that the answers are right
+@pytest.mark.parametrize(("shuffle_answers", "least", "most"), [(False, 0.95, 1.0), (True, 0.0, 0.2)])
 def test_right_answers_teach_the_facts_and_shuffled_ones_do_not(
     assets: Path, ray_session: None, tmp_path: Path, shuffle_answers: bool, least: float, most: float
 ) -> None:

@@ -329,6 +329,7 @@ def test_a_temp_folder_with_a_space_is_refused(
     assert not (project.folder / ".cluster" / "local.json").exists()
 
 
+@pytest.mark.nightly
 def test_a_killed_cluster_is_cleared_by_the_next_up(project: Project) -> None:
     project.inv("up")
     orphans = processes(project)

@@ -132,6 +132,7 @@ def test_torchrun_agrees_with_ray(ddp: list[Row], changes: dict[str, Any]) -> No
     _assert_same_model(_model(options), _model(_ddp_options(changes)))
 
 
+@pytest.mark.nightly
 def test_under_torchrun_an_error_is_printed_once(changes: dict[str, Any]) -> None:
     printed = _torchrun(changes | {"name": "refused", "data": "nowhere"}, expect=1)
     assert printed.count("error: no packed data") == 1

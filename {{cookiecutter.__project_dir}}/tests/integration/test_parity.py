@@ -113,7 +113,7 @@ def test_a_full_run_ends_with_the_same_loss(way: str, whole: list[Row], changes:
     "way",
     [
         "fsdp",
-        "zero3",
+        pytest.param("zero3", marks=pytest.mark.nightly),
         pytest.param("ddp", marks=pytest.mark.nightly),
         pytest.param("zero2-offload", marks=pytest.mark.nightly),
     ],
@@ -141,7 +141,7 @@ def test_a_run_resumes_with_another_sharding(way: str, alone: list[Row], changes
     _assert_close(rows, alone[:16], ELASTIC)
 
 
-@pytest.mark.parametrize("way", ["ddp", "fsdp", "zero3"])
+@pytest.mark.parametrize("way", ["zero3", *(pytest.param(way, marks=pytest.mark.nightly) for way in ("ddp", "fsdp"))])
 def test_three_ranks_share_four_micro_batches(way: str, alone: list[Row], changes: dict[str, Any]) -> None:
     rows = _spread(WAYS[way], 3, changes | {"name": f"three-{way}", "micro_batch_rows": 4, "stop_after": 10})
     _assert_close(rows, alone[:10], EXACT)
@@ -157,8 +157,15 @@ def lora_alone(lora: dict[str, Any]) -> list[Row]:
     return _alone(lora | {"name": "lora-alone"})
 
 
-@pytest.mark.parametrize("machines", [1, 2])
-@pytest.mark.parametrize("way", BY_MACHINE)
+@pytest.mark.parametrize(
+    ("way", "machines"),
+    [
+        ("fsdp", 2),
+        ("zero3", 1),
+        pytest.param("fsdp", 1, marks=pytest.mark.nightly),
+        pytest.param("zero3", 2, marks=pytest.mark.nightly),
+    ],
+)
 def test_lora_agrees_with_one_process(way: str, machines: int, lora_alone: list[Row], lora: dict[str, Any]) -> None:
     name = f"lora-{way}-{machines}"
     rows = _spread(WAYS[way], 2 * machines, lora | BY_MACHINE[way] | {"name": name}, machines)
@@ -169,7 +176,9 @@ def test_lora_agrees_with_one_process(way: str, machines: int, lora_alone: list[
         torch.testing.assert_close(weights, others, atol=1e-3, rtol=0)
 
 
-@pytest.mark.parametrize("way", ["ddp", "fsdp", "zero2-offload"])
+@pytest.mark.parametrize(
+    "way", ["fsdp", *(pytest.param(way, marks=pytest.mark.nightly) for way in ("ddp", "zero2-offload"))]
+)
 def test_bf16_is_close_to_fp32(way: str, alone: list[Row], changes: dict[str, Any]) -> None:
     rows = _spread(WAYS[way], 2, changes | {"name": f"bf16-{way}", "precision": "bf16"})
     _assert_close(rows, alone, BF16)

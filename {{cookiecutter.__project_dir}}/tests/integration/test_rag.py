@@ -250,6 +250,7 @@ def test_unchanged_documents_are_not_embedded_again(embedded: EmbedOptions, caps
     assert summary(capsys) == f"documents: 0 new, 0 changed, 0 removed, {len(facts())} unchanged"
 
 
+@pytest.mark.nightly
 def test_a_killed_run_resumes(
     ray_session: None,
     options: EmbedOptions,

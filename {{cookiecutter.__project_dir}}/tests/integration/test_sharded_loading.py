@@ -55,7 +55,7 @@ WAYS = {
 }
 
 
-@pytest.fixture(scope="module", params=WAYS)
+@pytest.fixture(scope="module", params=["fsdp", pytest.param("zero3", marks=pytest.mark.nightly)])
 def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """Return what each rank observed for each model."""
     folder = tmp_path_factory.mktemp("models")

@@ -44,6 +44,7 @@ def test_two_workers_learn_as_well_as_a_plain_script(two: dict[str, Any], option
     assert _steps(two) == _steps(plain)  # the global batch is the same
 
 
+@pytest.mark.nightly
 def test_a_run_resumes_with_another_number_of_workers(two: dict[str, Any], options: ClassifierOptions) -> None:
     before = _checkpoints(options)
     train_classifier.main(options.model_copy(update={"epochs": EPOCHS + 1, "num_workers": 1}))
