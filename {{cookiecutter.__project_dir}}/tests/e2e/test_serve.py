@@ -664,6 +664,7 @@ def test_prefix_routing_sets_the_router(served: ServeOptions, enabled: bool) -> 
     assert ("Prefix" in config.request_router_class) == enabled
 
 
+@pytest.mark.nightly  # because it takes 45 s; the next test has the worst requests
 def test_no_generated_request_breaks_the_server(served: ServeOptions) -> None:
     """Requests that match the API's schema, and requests that do not, get an answer or a client error."""
     headers = {"Authorization": f"Bearer {os.environ['SERVE_API_KEY']}"}

@@ -178,6 +178,7 @@ def test_a_lost_machine_leaves_fewer_workers(
     assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in ddp], abs=ELASTIC)
 
 
+@pytest.mark.nightly  # because it takes 50 s
 def test_a_stream_trains_and_its_workers_can_start_tasks(
     assets: Path, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -132,7 +132,8 @@ def test_two_machines_agree_with_one_process(way: str, alone: list[Row], changes
     _assert_same_result(rows, name, alone, changes)
 
 
-@pytest.mark.parametrize("way", ["fsdp", pytest.param("zero3", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("way", ["fsdp", "zero3"])
 def test_a_run_resumes_with_another_sharding(way: str, alone: list[Row], changes: dict[str, Any]) -> None:
     for workers, by_machine, stop in ((4, True, 4), (2, False, 8), (4, False, 12), (4, True, 16)):
         own = changes | (BY_MACHINE[way] if by_machine else {}) | {"name": f"layouts-{way}", "stop_after": stop}
