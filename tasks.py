@@ -43,8 +43,8 @@ def demo(context: Context) -> None:
 
 @task(
     help={
-        "all": "also run the slow tests, with the emulated AWS and a browser: 25 minutes on 2 cores",
-        "nightly": "also run the slow and the nightly tests: about 45 minutes",
+        "all": "also run the slow tests, with the emulated AWS and a browser: 26 minutes on 2 cores",
+        "nightly": "also run the slow and the nightly tests",
     }
 )
 def test(context: Context, all_: bool = False, nightly: bool = False) -> None:  # noqa: PT028 -- a verb, not a test

@@ -460,13 +460,13 @@ def down(context: Context, target: str = "local") -> None:
         raise Exit(f"error: left behind: {', '.join(left)}. Run again: inv down --target {target}", 1)
 
 
-@verb(all="run all but the nightly tests: about 20 minutes on 2 cores", nightly="run every test: about 30 minutes")
+@verb(all="run all but the nightly tests: 22 minutes on 2 cores", nightly="run every test")
 def test(context: Context, all_: bool = False, nightly: bool = False) -> None:  # noqa: PT028 -- a verb, not a test
     """Check style, formatting and types, and run the quick tests: unit tests and one training run on Ray."""
     tests = [f"pytest {' '.join(QUICK_TESTS)}"]
     if all_ or nightly:
-        # The rehearsal runs alone, because it takes four times as long beside other tests. They run in three processes
-        # on two cores, because many wait, and in the order of their folders, because the longest are in e2e.
+        # The rehearsal runs alone, because it takes four times as long beside other tests. The others run in three
+        # processes on two cores, because many wait, and in the order of their folders, because the longest are in e2e.
         others = f"pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder --ignore {REHEARSAL_TEST}"
         tests = [f"pytest {REHEARSAL_TEST}", others if nightly else f'{others} -m "not nightly"']
     for command in ("ruff check", "ruff format --check", "pyrefly check", *tests):

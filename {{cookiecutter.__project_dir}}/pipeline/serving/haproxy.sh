@@ -2,8 +2,8 @@
 # Ray starts this script in place of HAProxy. The script changes Ray's configuration file, then starts $HAPROXY:
 # - Statistics and metrics use sockets in the cluster's folder. Ray's configuration would open ports on all interfaces.
 # - haproxy_defaults.cfg and haproxy_frontend.cfg are inserted.
-# - Replicas get a header, so that Ray does not listen for a disconnect in three tasks of its own. ApiMiddleware listens.
-#   Serve's own proxy (the server marked `backup`) does not get it, because it should forget those who no longer wait.
+# - Replicas get a header that turns off Ray's own detection of disconnects: three tasks per request. ApiMiddleware
+#   detects them. Serve's own proxy (marked `backup`) gets no header, so it drops queued requests whose clients left.
 # - HAProxy's own errors get OpenAI's format instead of plain text.
 here=${0%/*} config= previous=
 for argument; do
