@@ -11,9 +11,10 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import settings
-from pipeline.data import template_layout
+from pipeline.data import rendered_check, template_layout
 from pipeline.data.assistant_turns import AssistantTurns
 from pipeline.data.examples import Conversation, Message
+from pipeline.data.messages import separate_reasoning
 from pipeline.data.options import PastReasoning, Turns
 from pipeline.data.template_probes import ANSWER, FEATURES, NEXT, QUESTION, RESULT, features
 from pipeline.data.template_renderer import MARKS, TEMPLATE_ERRORS, RenderedText, TemplateRenderer
@@ -84,6 +85,7 @@ class ChatTemplate:
             TemplateRejection: the template raises an error or would drop part of the conversation, or an answer
                 contains a stop token.
         """
+        conversation = self._with_separate_reasoning(conversation)
         dropped = next((name for name in features(conversation) if name in self.dropped), None)
         if dropped:
             raise TemplateRejection(f"the chat template does not render {dropped}")
@@ -91,15 +93,30 @@ class ChatTemplate:
             if stop := self._turns.stop_in(message):
                 raise TemplateRejection(f"an answer contains {stop}, at which the model stops")
         try:
-            return self._documents(conversation)
+            documents = self._documents(conversation)
         except TEMPLATE_ERRORS as error:
             raise TemplateRejection(f"the chat template raises an error: {_first_line(error)}") from None
+        if reason := self._problem(conversation.messages, documents):
+            raise TemplateRejection(reason)
+        return documents
+
+    def _problem(self, messages: list[Message], documents: list[RenderedText]) -> str | None:
+        """Return what is wrong with the documents of a conversation, or None."""
+        template = rendered_check.Template(self.text, "reasoning" not in self.dropped, self._follows_marks)
+        turns = sorted(self._trained_turns(messages))
+        for document in documents:
+            count = len(turns) if self._marked_template else len(document.spans)
+            trained, turns = turns[:count], turns[count:]
+            if trained and (reason := rendered_check.problem(messages, trained, document, template)):
+                return reason
+        return None
 
     def batch(self, conversations: list[Conversation]) -> list[list[RenderedText] | TemplateRejection]:
         """Return what `documents` returns or raises for each conversation, in a fraction of the time."""
         return [self._by_layout(conversation) for conversation in conversations]
 
     def _by_layout(self, conversation: Conversation) -> list[RenderedText] | TemplateRejection:
+        conversation = self._with_separate_reasoning(conversation)
         shape = template_layout.shape(conversation)
         if shape is None or any(map(self._turns.stop_in, conversation.messages)):
             return self._documents_or_rejection(conversation)
@@ -109,6 +126,14 @@ class ChatTemplate:
             self._layouts[shape] = self._learn_layout(conversation)
         layout = self._layouts[shape]
         return layout.fill(conversation) if layout else self._documents_or_rejection(conversation)
+
+    def _with_separate_reasoning(self, conversation: Conversation) -> Conversation:
+        """Return the conversation with its reasoning where the template expects it, not in <think> tags."""
+        if "reasoning" in self.dropped or not any(
+            "</think>" in message["content"] for message in conversation.messages
+        ):
+            return conversation
+        return conversation._replace(messages=[separate_reasoning(message) for message in conversation.messages])
 
     def _learn_layout(self, conversation: Conversation) -> template_layout.Layout | None:
         try:

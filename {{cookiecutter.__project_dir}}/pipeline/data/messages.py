@@ -1,12 +1,14 @@
 """Convert messages and tools of published data sets to the form in which vLLM passes them to chat templates."""
 
 import json
+import re
 from typing import Any
 
 from pipeline.data.examples import BadRow, Message
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 PLAIN_KEYS = {"role", "content"}
+INLINE_REASONING = re.compile(r"\s*<think>(.*?)</think>(.*)", re.DOTALL)
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # different servers and templates use different names
 
 
@@ -19,6 +21,20 @@ def normalize_messages(messages: object) -> list[Message]:
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise BadRow("messages is not a list of objects")
     return [_normalize_message(message) for message in messages]
+
+
+def separate_reasoning(message: Message) -> Message:
+    """Return a message with the reasoning from <think> tags at the start of its answer in `reasoning_content`."""
+    if message["role"] != "assistant" or "reasoning_content" in message:
+        return message
+    found = INLINE_REASONING.fullmatch(message["content"])
+    if not found or not (found[2].strip() or message.get("tool_calls")):
+        return message
+    reasoning, answer = found[1].strip(), found[2].strip()
+    separated: Message = {"role": "assistant", "content": answer}
+    if reasoning:
+        separated["reasoning_content"] = reasoning
+    return separated | {key: message[key] for key in message if key not in PLAIN_KEYS}
 
 
 def normalize_tools(tools: object) -> list[dict[str, Any]]:
