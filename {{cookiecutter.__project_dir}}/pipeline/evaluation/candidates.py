@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import settings
 from pipeline.ray_support import model_cache
-from pipeline.training import checkpoints, preflight, storage
+from pipeline.training import checkpoints, preflight, storage, weights_check
 from pipeline.training.dataset import Manifest
 from settings import UserError
 
@@ -40,6 +40,9 @@ def check(candidate: Candidate, data: str, manifest: Manifest) -> None:
     config = preflight.load_config(candidate.model)
     preflight.check_tokenizer(candidate.model, data, manifest.tokenizer)
     preflight.check_model(candidate.model, config, manifest.tokenizer.vocabulary, manifest.sequence_length)
+    weights_check.check(candidate.model)
+    if candidate.adapter:
+        weights_check.check_adapter(candidate.model, candidate.adapter)
 
 
 def _refuse_run_folders(name: str, folder: str) -> None:

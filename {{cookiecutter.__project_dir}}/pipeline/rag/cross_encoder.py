@@ -9,6 +9,12 @@ from transformers.utils import logging
 
 from pipeline.rag.index import ScoredChunk
 from pipeline.ray_support import model_cache
+from pipeline.training import weights_check
+
+
+def check(model: str) -> None:
+    """Raise UserError if the files of a model lack weights of a cross-encoder. `model` is from `model_cache.find`."""
+    weights_check.check(model, AutoModelForSequenceClassification)
 
 
 class CrossEncoder:

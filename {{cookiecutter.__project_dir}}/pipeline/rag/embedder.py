@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer
 from transformers.utils import cached_file, logging
 
 from pipeline.ray_support import model_cache
+from pipeline.training import weights_check
 from settings import UserError
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -63,10 +64,10 @@ class EmbeddingModelInfo:
     """Dimension and tokenizer of an embedding model, read without its weights."""
 
     def __init__(self, model: str) -> None:
-        """Read the model's configuration and tokenizer.
+        """Read the model's configuration and tokenizer, and check that its files hold its weights.
 
         Raises:
-            UserError: the model cannot be read.
+            UserError: the model cannot be read, or weights are missing.
         """
         folder = model_cache.on_this_node(model, weights=False)
         try:
@@ -77,6 +78,7 @@ class EmbeddingModelInfo:
                 f"cannot read {model} ({str(error).splitlines()[0]}): set model in [embed] of settings.toml to an "
                 "embedding model. inv demo writes one to models/embedder."
             ) from None
+        weights_check.check(model, AutoModel, is_encoder=True)
         self.tokenizer: Tokenizer = tokenizer.backend_tokenizer
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()

@@ -5,6 +5,7 @@ import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Literal
 
 from filelock import FileLock
 from pyarrow import NativeFile
@@ -12,7 +13,9 @@ from pyarrow.fs import FileSelector, FileSystem, FileType
 
 import settings
 
-WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
+HEADED = ".safetensors"  # files that begin with the names and shapes of their tensors
+WITHOUT_HEADERS = (".bin", ".pt", ".gguf")
+WEIGHTS = (HEADED, *WITHOUT_HEADERS)
 COMPLETE = ".complete"  # file that marks a complete folder on a node's disk
 MIRRORED = ".mirrored"  # file that marks a complete copy of a hub's model in the bucket
 
@@ -52,15 +55,27 @@ def on_this_node(location: str, *, weights: bool = True) -> str:
     The first process on a node copies the files while the others wait. Without `weights`, only the configuration and
     the tokenizer are copied.
     """
+    return _on_this_node(location, "full" if weights else "config")
+
+
+def headers_on_this_node(location: str) -> str:
+    """Return a folder with the model's files, in which safetensors files of a URI consist of a header and a hole.
+
+    Such a file has the names, the shapes and the size of the original, but takes almost no space on the disk. Without
+    safetensors files, all files are copied whole.
+    """
+    return _on_this_node(location, "headers")
+
+
+def _on_this_node(location: str, kind: Literal["full", "config", "headers"]) -> str:
     if "://" not in location:
         return location
-    kind = "full" if weights else "config"
     folder = _node_folder() / kind / location.replace("://", "/") / version(location)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
         if not (folder / COMPLETE).exists():
             shutil.rmtree(folder, ignore_errors=True)
-            _copy(location, folder, weights)
+            _copy(location, folder, kind)
             (folder / COMPLETE).touch()
     return str(folder)
 
@@ -82,28 +97,36 @@ def version(location: str) -> str:
     return hashlib.sha256(repr(sorted(files)).encode()).hexdigest()[:12]
 
 
-def _copy(uri: str, folder: Path, weights: bool) -> None:
+def _copy(uri: str, folder: Path, kind: Literal["full", "config", "headers"]) -> None:
     """Copy a folder from the bucket. Large files are read in parts, with several requests at once."""
     filesystem, path = FileSystem.from_uri(uri)
-    files = [
-        file.path
-        for file in filesystem.get_file_info(FileSelector(path, recursive=True))
-        if file.type == FileType.File and (weights or not file.path.endswith(WEIGHTS))
-    ]
+    found = filesystem.get_file_info(FileSelector(path, recursive=True))
+    files = [file.path for file in found if file.type == FileType.File]
+    if kind == "config" or (kind == "headers" and any(file.endswith(HEADED) for file in files)):
+        files = [file for file in files if not file.endswith(WEIGHTS if kind == "config" else WITHOUT_HEADERS)]
     with ThreadPoolExecutor(REQUESTS) as pool:
         parts = []
         for file, source in zip(files, pool.map(filesystem.open_input_file, files), strict=True):
             target = folder / os.path.relpath(file, path)
             target.parent.mkdir(parents=True, exist_ok=True)
             target.touch()
-            parts += [(source, target, start) for start in range(0, source.size(), PART_BYTES)]
+            size = source.size()
+            if kind == "headers" and file.endswith(HEADED):
+                os.truncate(target, size)
+                size = min(size, _header_bytes(source))
+            parts += [(source, target, start, size) for start in range(0, size, PART_BYTES)]
         list(pool.map(lambda part: _copy_part(*part), parts))  # a list, because only reading the results raises errors
 
 
-def _copy_part(source: NativeFile, target: Path, start: int) -> None:
+def _header_bytes(source: NativeFile) -> int:
+    """Return the length of a safetensors file's header, which the first eight bytes give, including these bytes."""
+    return 8 + int.from_bytes(source.read_at(8, 0), "little")
+
+
+def _copy_part(source: NativeFile, target: Path, start: int, stop: int) -> None:
     with target.open("r+b") as file:
         file.seek(start)
-        file.write(source.read_at(PART_BYTES, start))
+        file.write(source.read_at(min(PART_BYTES, stop - start), start))
 
 
 def _mirror(model: str, uri: str) -> None:

@@ -12,7 +12,7 @@ from transformers import AutoConfig, PreTrainedConfig
 import settings
 from pipeline.data.tokenizer import load_tokenizer, tokenizer_hash
 from pipeline.ray_support import model_cache
-from pipeline.training import storage
+from pipeline.training import storage, weights_check
 from pipeline.training.dataset import Manifest, TokenizerRecord, read_manifest
 from pipeline.training.flops import carries_state
 from pipeline.training.options import TrainOptions
@@ -57,6 +57,7 @@ def check_packed(options: TrainOptions) -> Identity:
     config = load_config(options.model)
     check_data(options, manifest)
     check_model(options.model, config, manifest.tokenizer.vocabulary, manifest.sequence_length)
+    weights_check.check(options.model)
     if note := packing_note(options.model, config):
         print(note, flush=True)
     return identify(options, config, manifest.content_hash[:12])
@@ -121,6 +122,7 @@ def identify(options: TrainOptions, config: PreTrainedConfig, data: str) -> Iden
     """Return the identity of a run with these options. `data` is a string that identifies the rows."""
     return {
         "model": f"{options.model.rpartition('/')[2]} ({_config_hash(config)})",
+        "weights of the base model": f"fingerprint {weights_check.fingerprint(options.model)}",
         "data": data,
         "strategy": options.strategy,
         **options.model_dump(include=DECIDES_NUMBERS),

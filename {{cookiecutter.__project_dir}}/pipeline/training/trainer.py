@@ -10,7 +10,7 @@ import torch
 
 from pipeline.data.tokenization import NOT_TRAINED
 from pipeline.data.tokenizer import load_tokenizer
-from pipeline.training import checkpoints, cuda_allocator, model_io, parameters
+from pipeline.training import checkpoints, cuda_allocator, model_io, parameters, weights_check
 from pipeline.training.collectives import any_rank, total
 from pipeline.training.dataset import Batch, PackedRows, read_manifest, trained_tokens
 from pipeline.training.meter import Diverged, Meter
@@ -208,6 +208,11 @@ class Trainer:
             return self.meter.read()
         except Diverged as diverged:
             self.runtime.wait()  # until the last checkpoint is stored
+            if broken := weights_check.first_not_finite(self.options.model):
+                raise UserError(
+                    f"step {diverged.step} diverged ({diverged}), because {broken} of {self.options.model} has "
+                    "elements that are not finite. Download the model again, or pass another one."
+                ) from None
             good = f"the last good checkpoint is from step {self.saved}" if self.saved else "there is no checkpoint yet"
             raise UserError(
                 f"step {diverged.step} diverged{self._rows_of(diverged)}: {diverged}; {good}. Check the rows, or start "

@@ -28,7 +28,14 @@ import torch
 from peft import PeftModel
 from pydantic import ValidationError
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
 from transformers.optimization import get_cosine_with_min_lr_schedule_with_warmup
 
 import settings
@@ -548,14 +555,19 @@ def test_adapters_train_on_4_bit_weights(finetune: Finetune, model: Path, option
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_rows(
-    finetune: Finetune, model: Path, packed: Path, options: DDPOptions, tmp_path: Path
+    finetune: Finetune, packed: Path, options: DDPOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     token, steps = _token_of_few_rows(options)
-    broken = LlamaForCausalLM.from_pretrained(model)
-    broken.get_input_embeddings().weight.data[token] = math.inf
-    broken.save_pretrained(tmp_path / "broken")
+    load = model_io.load_model
+
+    def load_with_overflow(options: DDPOptions) -> PreTrainedModel:
+        model = load(options)
+        model.get_input_embeddings().weight.data[token] = math.inf
+        return model
+
+    monkeypatch.setattr(model_io, "load_model", load_with_overflow)
     with pytest.raises(settings.UserError, match="--fresh and a lower --learning-rate") as refused:
-        finetune(model=str(tmp_path / "broken"), micro_batch_rows=1, checkpoint_every=1, log_every=1)
+        finetune(micro_batch_rows=1, checkpoint_every=1, log_every=1)
     assert f"step {min(steps)} diverged" in str(refused.value)
     assert "the loss is nan" in str(refused.value)
     assert f"the last good checkpoint is from step {min(steps) - 1}" in str(refused.value)
@@ -563,6 +575,16 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_rows(
     assert len(named) == steps[min(steps)]
     for file, row in named:
         assert token in pq.read_table(packed / "train" / file)["input_ids"][int(row)].as_py()
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_weights_that_are_not_finite_are_named(finetune: Finetune, model: Path, tmp_path: Path, value: float) -> None:
+    broken = LlamaForCausalLM.from_pretrained(model)
+    broken.model.layers[1].mlp.up_proj.weight.data[3, 5] = value
+    broken.save_pretrained(tmp_path / "broken", max_shard_size="50KB")
+    expected = r"step 1 diverged \(the loss is nan\), because model\.layers\.1\.mlp\.up_proj\.weight of .*/broken has"
+    with pytest.raises(settings.UserError, match=expected):
+        finetune(model=str(tmp_path / "broken"))
 
 
 def test_a_loss_that_explodes_stops_the_run(finetune: Finetune) -> None:
@@ -657,12 +679,19 @@ def test_a_run_resumes_only_with_the_same_settings(options: DDPOptions, model: P
     preflight.claim(options.model_copy(update={"log_every": 1, "num_workers": 4}), identity)  # these may differ
 
     wider = LlamaConfig(**{**config.to_dict(), "hidden_size": 64})
+    trained = shutil.copytree(model, tmp_path / "trained" / model.name)
+    other_weights = LlamaForCausalLM.from_pretrained(trained)
+    other_weights.model.norm.weight.data += 0.01
+    other_weights.save_pretrained(trained)
     for other in (
         preflight.identify(options, wider, "rows"),
+        preflight.identify(options.model_copy(update={"model": str(trained)}), config, "rows"),
         preflight.identify(options, config, "other rows"),
         preflight.identify(options.model_copy(update={"learning_rate": 0.5}), config, "rows"),
     ):
-        with pytest.raises(settings.UserError, match=r"was started with (model|data|learning_rate) = .*--fresh"):
+        with pytest.raises(
+            settings.UserError, match=r"was started with (model|weights .*|data|learning_rate) = .*--fresh"
+        ):
             preflight.claim(options, other)
     (tmp_path / options.name / "step-00000001").mkdir()
     preflight.claim(options.model_copy(update={"fresh": True}), other)

@@ -32,7 +32,7 @@ from torch import nn
 from pipeline.data import row_sources, streaming
 from pipeline.ray_support import capacity, cli, gang, ray_logging
 from pipeline.ray_support.private.tune import is_in_trial
-from pipeline.training import failures, preflight, storage, transport
+from pipeline.training import failures, preflight, storage, transport, weights_check
 from pipeline.training.options import TrainOptions
 from pipeline.training.runtimes.runtime import Metrics, WriteCheckpoint
 from pipeline.training.schedule import check_batches
@@ -198,6 +198,7 @@ def _check_stream(options: TrainOptions, stream: streaming.StreamInput) -> prefl
     config = preflight.load_config(options.model)
     tokenizer = stream.tokenizer
     preflight.check_model(options.model, config, len(tokenizer.tokenizer), tokenizer.sequence_length)
+    weights_check.check(options.model)
     names = ", ".join(source.name for source in stream.sources)
     return preflight.identify(options, config, f"stream of {names}")
 
