@@ -5,7 +5,6 @@ import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal
 
 from filelock import FileLock
 from pyarrow import NativeFile
@@ -13,9 +12,9 @@ from pyarrow.fs import FileSelector, FileSystem, FileType
 
 import settings
 
-HEADED = ".safetensors"  # files that begin with the names and shapes of their tensors
-WITHOUT_HEADERS = (".bin", ".pt", ".gguf")
-WEIGHTS = (HEADED, *WITHOUT_HEADERS)
+WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
+NEEDED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+NOT_NEEDED = ["consolidated*", "original/*"]  # the same weights again, in the format of the model's authors
 COMPLETE = ".complete"  # file that marks a complete folder on a node's disk
 MIRRORED = ".mirrored"  # file that marks a complete copy of a hub's model in the bucket
 
@@ -55,27 +54,15 @@ def on_this_node(location: str, *, weights: bool = True) -> str:
     The first process on a node copies the files while the others wait. Without `weights`, only the configuration and
     the tokenizer are copied.
     """
-    return _on_this_node(location, "full" if weights else "config")
-
-
-def headers_on_this_node(location: str) -> str:
-    """Return a folder with the model's files, in which safetensors files of a URI consist of a header and a hole.
-
-    Such a file has the names, the shapes and the size of the original, but takes almost no space on the disk. Without
-    safetensors files, all files are copied whole.
-    """
-    return _on_this_node(location, "headers")
-
-
-def _on_this_node(location: str, kind: Literal["full", "config", "headers"]) -> str:
     if "://" not in location:
         return location
+    kind = "full" if weights else "config"
     folder = _node_folder() / kind / location.replace("://", "/") / version(location)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
         if not (folder / COMPLETE).exists():
             shutil.rmtree(folder, ignore_errors=True)
-            _copy(location, folder, kind)
+            _copy(location, folder, weights)
             (folder / COMPLETE).touch()
     return str(folder)
 
@@ -97,45 +84,41 @@ def version(location: str) -> str:
     return hashlib.sha256(repr(sorted(files)).encode()).hexdigest()[:12]
 
 
-def _copy(uri: str, folder: Path, kind: Literal["full", "config", "headers"]) -> None:
+def _copy(uri: str, folder: Path, weights: bool) -> None:
     """Copy a folder from the bucket. Large files are read in parts, with several requests at once."""
     filesystem, path = FileSystem.from_uri(uri)
-    found = filesystem.get_file_info(FileSelector(path, recursive=True))
-    files = [file.path for file in found if file.type == FileType.File]
-    if kind == "config" or (kind == "headers" and any(file.endswith(HEADED) for file in files)):
-        files = [file for file in files if not file.endswith(WEIGHTS if kind == "config" else WITHOUT_HEADERS)]
+    files = [
+        file.path
+        for file in filesystem.get_file_info(FileSelector(path, recursive=True))
+        if file.type == FileType.File and (weights or not file.path.endswith(WEIGHTS))
+    ]
     with ThreadPoolExecutor(REQUESTS) as pool:
         parts = []
         for file, source in zip(files, pool.map(filesystem.open_input_file, files), strict=True):
             target = folder / os.path.relpath(file, path)
             target.parent.mkdir(parents=True, exist_ok=True)
             target.touch()
-            size = source.size()
-            if kind == "headers" and file.endswith(HEADED):
-                os.truncate(target, size)
-                size = min(size, _header_bytes(source))
-            parts += [(source, target, start, size) for start in range(0, size, PART_BYTES)]
+            parts += [(source, target, start) for start in range(0, source.size(), PART_BYTES)]
         list(pool.map(lambda part: _copy_part(*part), parts))  # a list, because only reading the results raises errors
 
 
-def _header_bytes(source: NativeFile) -> int:
-    """Return the length of a safetensors file's header, which the first eight bytes give, including these bytes."""
-    return 8 + int.from_bytes(source.read_at(8, 0), "little")
-
-
-def _copy_part(source: NativeFile, target: Path, start: int, stop: int) -> None:
+def _copy_part(source: NativeFile, target: Path, start: int) -> None:
     with target.open("r+b") as file:
         file.seek(start)
-        file.write(source.read_at(min(PART_BYTES, stop - start), start))
+        file.write(source.read_at(PART_BYTES, start))
 
 
-def _mirror(model: str, uri: str) -> None:
+def download(model: str) -> str:
+    """Download a model from the Hugging Face hub, unless it is in the cache. Return its folder.
+
+    Raises:
+        UserError: the hub has no such model, or cannot be reached.
+    """
     from huggingface_hub import snapshot_download  # imported late: only the first download needs it
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    print(f"copying {model} to {uri}, once for all jobs", flush=True)
     try:
-        folder = snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"])
+        return snapshot_download(model, allow_patterns=NEEDED, ignore_patterns=NOT_NEEDED)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
         reason = str(error).strip().splitlines()[0]
         raise settings.UserError(
@@ -143,6 +126,11 @@ def _mirror(model: str, uri: str) -> None:
             "Check the model's name or, if the model is gated, add HF_TOKEN to the secrets. A model that you uploaded "
             f"yourself has the name of its folder: models/{model}."
         ) from None
+
+
+def _mirror(model: str, uri: str) -> None:
+    print(f"copying {model} to {uri}, once for all jobs", flush=True)
+    folder = download(model)
     if not _has_file(uri, MIRRORED):  # unless another job has copied the model in the meantime
         _upload(Path(folder), uri)
 

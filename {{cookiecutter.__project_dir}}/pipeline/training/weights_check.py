@@ -6,6 +6,7 @@ On its own, transformers gives missing weights random values, and ignores weight
 import hashlib
 import json
 import os
+import pickle
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -14,10 +15,11 @@ from typing import Any
 
 import torch
 from pyarrow.fs import FileSelector, FileSystem, FileType
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
+from safetensors.torch import _TYPES as DTYPES
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import LoadStateDictInfo
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file, logging
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 
 from pipeline.ray_support import model_cache
 from settings import UserError
@@ -29,12 +31,19 @@ SAMPLES = 256
 SAMPLE_BYTES = 4096
 """Bytes that `fingerprint` reads at each place."""
 
+Weights = dict[str, torch.Tensor]
+"""Weights by name, on the meta device."""
+
+
+class BrokenFiles(Exception):
+    """The files of a model are missing or incomplete. The message says which."""
+
 
 def check(model: str, auto_class: Any = AutoModelForCausalLM, *, is_encoder: bool = False) -> None:
     """Refuse a model whose files are incomplete or do not match its configuration.
 
-    transformers loads the weights without memory, on the meta device, because only transformers knows how it renames
-    and merges them. Of a model at a URI, only the headers of the files are read.
+    transformers decides, because it renames and merges weights while it loads them. It gets the names and shapes in the
+    headers of the files, so that neither memory nor time depend on the size of the model.
 
     Args:
         model: A folder, URI or hub id.
@@ -45,9 +54,12 @@ def check(model: str, auto_class: Any = AutoModelForCausalLM, *, is_encoder: boo
     Raises:
         UserError: files or weights are missing, incomplete or unexpected.
     """
-    folder = model_cache.headers_on_this_node(model)
-    problem = _problem_of_files(Path(folder)) if os.path.isdir(folder) else ""
-    if problem := problem or _problem_of_weights(folder, auto_class, is_encoder):
+    location = _location(model)
+    try:
+        problem = _problem_of_weights(location, _stored_weights(location), auto_class, is_encoder)
+    except BrokenFiles as error:
+        problem = str(error)
+    if problem:
         raise UserError(f"{model} cannot be used: {problem}. Download the model again, or pass another one.")
 
 
@@ -87,7 +99,7 @@ def fingerprint(model: str) -> str:
     Another training of the same base model changes the hash. A change of a few rows of one matrix may not.
 
     Args:
-        model: A folder, URI or hub id whose files `check` has accepted.
+        model: A folder, URI or hub id that `check` has accepted.
     """
     filesystem, path = FileSystem.from_uri(_location(model))
     files = [file for file in filesystem.get_file_info(FileSelector(path)) if file.type == FileType.File]
@@ -111,10 +123,10 @@ def first_not_finite(model: str) -> str | None:
 
 
 def _location(model: str) -> str:
-    """Return a folder or URI with the files of a model, which may be the id of a model in the hub's cache."""
+    """Return a folder or URI with the model's files. A model of the hub is downloaded first."""
     if "://" in model or os.path.isdir(model):
         return model
-    return os.path.dirname(str(cached_file(model, "config.json")))
+    return model_cache.download(model)
 
 
 def _tensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
@@ -134,44 +146,92 @@ def _is_finite(value: torch.Tensor) -> bool:
 # ---------------------------------------------------------------- files
 
 
-def _problem_of_files(folder: Path) -> str:
-    """Describe the first problem with the safetensors files that transformers would load, or return ""."""
-    single, index = folder / SAFE_WEIGHTS_NAME, folder / SAFE_WEIGHTS_INDEX_NAME
-    names = {SAFE_WEIGHTS_NAME} if single.exists() else set()
-    if index.exists():
-        try:
-            listed = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (ValueError, TypeError, LookupError, AttributeError):
-            return f"{index.name} is not a valid index"
-        if names and not names <= listed:  # transformers would load one, and vLLM the other
-            return f"it has both {SAFE_WEIGHTS_NAME} and {index.name}, which lists other files; delete the wrong ones"
-        names = listed
-    return next(filter(None, (_problem_of_file(folder / name) for name in sorted(names))), "")
+def _stored_weights(location: str) -> Weights:
+    """Return the weights in the files that transformers would load. Of safetensors files, only the headers are read.
+
+    Raises:
+        BrokenFiles: a file is missing or incomplete, or it is not clear which files to load.
+    """
+    filesystem, path = FileSystem.from_uri(location)
+    names = {file.base_name for file in filesystem.get_file_info(FileSelector(path))}
+    files = {SAFE_WEIGHTS_NAME} & names
+    if SAFE_WEIGHTS_INDEX_NAME in names:
+        listed = _listed_files(filesystem, f"{path}/{SAFE_WEIGHTS_INDEX_NAME}")
+        if files and not files <= listed:  # transformers would load the single file, and vLLM the others
+            raise BrokenFiles(
+                f"it has both {SAFE_WEIGHTS_NAME} and {SAFE_WEIGHTS_INDEX_NAME}, which lists other files; delete the "
+                "wrong ones"
+            )
+        files = listed
+    if not files:
+        return _pickled_weights(Path(model_cache.on_this_node(location)))
+    if missing := sorted(files - names):
+        raise BrokenFiles(f"{missing[0]}, which its index lists, is missing")
+    return {name: value for file in sorted(files) for name, value in _header(filesystem, f"{path}/{file}").items()}
 
 
-def _problem_of_file(file: Path) -> str:
-    if not file.is_file():
-        return f"{file.name}, which its index lists, is missing"
-    with file.open("rb") as content:
-        if content.read(len(LFS_POINTER)) == LFS_POINTER:
-            return f"{file.name} is a pointer of Git LFS, not the weights; run git lfs pull in its folder"
+def _listed_files(filesystem: FileSystem, index: str) -> set[str]:
     try:
-        with safe_open(file, framework="pt"):
-            return ""
-    except SafetensorError as error:
-        return f"{file.name} is incomplete or not a safetensors file ({error})"
+        with filesystem.open_input_stream(index) as file:
+            return set(json.load(file)["weight_map"].values())
+    except (ValueError, TypeError, LookupError, AttributeError):
+        raise BrokenFiles(f"{os.path.basename(index)} is not a valid index") from None
+
+
+def _header(filesystem: FileSystem, path: str) -> Weights:
+    """Return the weights in a safetensors file. The format is described in the README of safetensors."""
+    name = os.path.basename(path)
+    with filesystem.open_input_file(path) as file:
+        if file.read_at(len(LFS_POINTER), 0) == LFS_POINTER:
+            raise BrokenFiles(f"{name} is a pointer of Git LFS, not the weights; run git lfs pull in its folder")
+        try:
+            length = int.from_bytes(file.read_at(8, 0), "little")
+            tensors = json.loads(file.read_at(min(length, file.size()), 8))
+            tensors.pop("__metadata__", None)
+            size = 8 + length + max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
+            weights = {
+                key: torch.empty(tensor["shape"], dtype=DTYPES.get(tensor["dtype"], torch.uint8), device="meta")
+                for key, tensor in tensors.items()
+            }
+        except (ValueError, TypeError, LookupError, AttributeError):
+            raise BrokenFiles(f"{name} is not a safetensors file") from None
+        if file.size() != size:
+            raise BrokenFiles(f"{name} has {file.size():,} bytes instead of {size:,}")
+    return weights
+
+
+def _pickled_weights(folder: Path) -> Weights:
+    """Return the weights in pytorch_model*.bin.
+
+    Raises:
+        BrokenFiles: there are no weights, or a file cannot be read.
+    """
+    files = sorted(folder.glob("pytorch_model*.bin"))
+    if not files:
+        raise BrokenFiles("it has neither safetensors files nor pytorch_model.bin")
+    weights: Weights = {}
+    for file in files:
+        try:
+            weights |= torch.load(file, map_location="meta", mmap=True, weights_only=True)
+        except (RuntimeError, OSError, ValueError, pickle.UnpicklingError) as error:
+            raise BrokenFiles(f"{file.name} cannot be read ({_first_line(error)})") from None
+    return weights
 
 
 # ---------------------------------------------------------------- weights
 
 
-def _problem_of_weights(folder: str, auto_class: Any, is_encoder: bool) -> str:
-    """Load a model on the meta device, and describe what transformers finds wrong. Return "" if nothing is."""
+def _problem_of_weights(location: str, weights: Weights, auto_class: Any, is_encoder: bool) -> str:
+    """Load `weights` into a model, and describe what transformers finds wrong. Return "" if nothing is."""
     failure = ""
     with _recorded_loading() as loaded:
         try:
-            config, is_packed = _without_bitsandbytes(AutoConfig.from_pretrained(folder))
-            auto_class.from_pretrained(folder, config=config, device_map="meta", ignore_mismatched_sizes=True)
+            config = AutoConfig.from_pretrained(model_cache.on_this_node(location, weights=False))
+            config, is_packed = _without_bitsandbytes(config)
+            with torch.device("meta"):
+                model = auto_class.from_config(config)
+            options = {"state_dict": weights, "device_map": "meta", "ignore_mismatched_sizes": True}
+            type(model).from_pretrained(None, config=model.config, **options)
         except Exception as error:  # transformers raises errors of many types for files that others wrote
             failure = f"transformers cannot load it ({_first_line(error)})"
     if loaded and is_encoder:
