@@ -27,6 +27,7 @@ import ranks
 import torch
 from peft import PeftModel
 from pydantic import ValidationError
+from safetensors.torch import load_file, save_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import (
     AutoModelForCausalLM,
@@ -585,6 +586,16 @@ def test_weights_that_are_not_finite_are_named(finetune: Finetune, model: Path, 
     expected = r"step 1 diverged \(the loss is nan\), because model\.layers\.1\.mlp\.up_proj\.weight of .*/broken has"
     with pytest.raises(settings.UserError, match=expected):
         finetune(model=str(tmp_path / "broken"))
+
+
+def test_missing_weights_are_refused_before_training(options: DDPOptions, model: Path, tmp_path: Path) -> None:
+    preflight.check_packed(options)
+    broken = shutil.copytree(model, tmp_path / "broken")
+    weights = load_file(broken / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, broken / "model.safetensors", {"format": "pt"})
+    with pytest.raises(settings.UserError, match=r"its files lack model\.norm\.weight"):
+        preflight.check_packed(options.model_copy(update={"model": str(broken)}))
 
 
 def test_a_loss_that_explodes_stops_the_run(finetune: Finetune) -> None:
