@@ -1,6 +1,8 @@
 """Loads the model to train, and exports the trained model as a Hugging Face folder."""
 
+import copy
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
@@ -9,13 +11,12 @@ from pathlib import Path
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerFast
-from transformers.utils import logging
+from transformers.utils import GENERATION_CONFIG_NAME, logging
 
 from pipeline.ray_support import model_cache
-from pipeline.training import chunked_loss, packed_attention, weight_files
+from pipeline.training import chunked_loss, lora_merge, packed_attention, weight_files
 from pipeline.training.options import TrainOptions
 from pipeline.training.strategies import Strategy
-from pipeline.training.weight_files import Weight
 from settings import UserError
 
 
@@ -116,6 +117,17 @@ def _computes_in_bf16(device: torch.device) -> bool:
     return any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16", "sve_bf16"))
 
 
+def try_export(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, eos_ids: list[int], options: TrainOptions
+) -> None:
+    """Export a model without its weights to a temporary folder: what fails here would fail after the last step."""
+    with tempfile.TemporaryDirectory() as folder:
+        if options.lora_rank:
+            _write_adapter(model, {}, Path(folder, "adapter"), options)
+            lora_merge.refuse_tied_weights(model, lora_merge.adapter_layers(model))
+        _write_settings(model, tokenizer, eos_ids, Path(folder, "model"), _compute_dtype(options))
+
+
 def export(
     strategy: Strategy, tokenizer: PreTrainedTokenizerFast, eos_ids: list[int], run_folder: Path, options: TrainOptions
 ) -> None:
@@ -123,52 +135,52 @@ def export(
 
     An existing folder is replaced only when the new one is complete. All ranks must call this.
     """
-    weights = strategy.gather()
-    if (first := next(weights, None)) is None:
-        return  # only rank 0 gets weights and writes them
-    model, weights = strategy.model, chain([first], weights)
-    if options.lora_rank:
-        with _replaced(run_folder / "adapter") as folder:
-            model.save_pretrained(folder, state_dict=dict(weights))
-            adapters = model.peft_config["default"]
-            adapters.base_model_name_or_path = options.model  # save_pretrained wrote the path of this node's copy
-            adapters.save_pretrained(folder)
-        model, weights = _merged(options, run_folder / "adapter")
-    with _replaced(run_folder / "model") as folder:
-        if eos_ids and model.generation_config:
-            model.generation_config.eos_token_id = eos_ids
-        _write(model, weights, folder, _compute_dtype(options))
-        tokenizer.save_pretrained(folder)
+    gathered = strategy.gather()
+    try:
+        if (first := next(gathered, None)) is None:
+            return  # only rank 0 gets weights and writes them
+        model, weights = strategy.model, chain([first], gathered)
+        if options.lora_rank:
+            trained = dict(weights)
+            with _replaced(run_folder / "adapter") as folder:
+                _write_adapter(model, trained, folder, options)
+            model = _load(options, "auto")  # takes little main memory: weights of this data type are memory-mapped
+            weights = lora_merge.merge(model, run_folder / "adapter", trained)
+        dtype = _compute_dtype(options)
+        with _replaced(run_folder / "model") as folder:
+            _write_settings(model, tokenizer, eos_ids, folder, dtype)
+            weight_files.write(model, ((name, value.to(dtype)) for name, value in weights), folder)
+    finally:
+        for _ in gathered:
+            pass  # after an error, the other ranks still wait for rank 0 in the collectives of `gather`
 
 
-def _merged(options: TrainOptions, adapter: Path) -> tuple[PreTrainedModel, Iterator[Weight]]:
-    """Return the base model, and its weights with the adapters merged into them.
-
-    The base model takes little main memory, because weights that keep the data type of their files are memory-mapped.
-    """
-    from peft import PeftModel
-    from peft.tuners.lora import Linear
-
-    base = _load(options, "auto")
-    PeftModel.from_pretrained(base, str(adapter))
-    adapted = {f"{name}.base_layer.weight": layer for name, layer in base.named_modules() if isinstance(layer, Linear)}
-
-    def weights() -> Iterator[Weight]:
-        for name, parameter in base.named_parameters():
-            if name in adapted:
-                merged = parameter.detach().float() + adapted[name].get_delta_weight("default").float()
-                yield name.replace(".base_layer", ""), merged
-            elif ".lora_" not in name:
-                yield name.replace(".base_layer", ""), parameter.detach()
-
-    return base, weights()
+def _write_adapter(
+    model: PreTrainedModel, trained: dict[str, torch.Tensor], folder: Path, options: TrainOptions
+) -> None:
+    model.save_pretrained(folder, state_dict=trained)
+    adapters = model.peft_config["default"]
+    adapters.base_model_name_or_path = options.model  # save_pretrained wrote the path of this node's copy
+    adapters.save_pretrained(folder)
 
 
-def _write(model: PreTrainedModel, weights: Iterator[Weight], folder: Path, dtype: torch.dtype) -> None:
-    model.save_pretrained(folder, state_dict={})  # everything but the weights
-    model.config.dtype = dtype  # save_pretrained wrote the dtype of the parameters in memory
-    model.config.save_pretrained(folder)
-    weight_files.write(model, ((name, value.to(dtype)) for name, value in weights), folder)
+def _write_settings(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    eos_ids: list[int],
+    folder: Path,
+    dtype: torch.dtype,
+) -> None:
+    """Write everything but the weights."""
+    config, generation = copy.deepcopy(model.config), copy.deepcopy(model.generation_config)
+    config.architectures = [type(model).__name__.removeprefix("FSDP")]  # `fully_shard` renames the class
+    config.dtype = dtype
+    config.save_pretrained(folder)
+    if eos_ids:
+        generation.eos_token_id = eos_ids
+    # save_pretrained would refuse many published files, such as those with a temperature but without do_sample
+    generation.to_json_file(folder / GENERATION_CONFIG_NAME, keys_to_pop=["compile_config"])
+    tokenizer.save_pretrained(folder)
 
 
 @contextmanager
@@ -176,6 +188,9 @@ def _replaced(folder: Path) -> Iterator[Path]:
     """Yield the path of a temporary folder. If the block succeeds, the temporary folder replaces `folder`."""
     partial = folder.with_name(f".{folder.name}-partial")
     shutil.rmtree(partial, ignore_errors=True)
-    yield partial
-    shutil.rmtree(folder, ignore_errors=True)
-    partial.rename(folder)
+    try:
+        yield partial
+        shutil.rmtree(folder, ignore_errors=True)
+        partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
