@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import GENERATION_CONFIG_NAME, logging
 
 from pipeline.ray_support import model_cache
@@ -65,15 +65,22 @@ def _add_adapters(model: PreTrainedModel, options: TrainOptions) -> None:
     from peft import LoraConfig  # imported late: it takes seconds
     from peft.tuners.tuners_utils import cast_adapter_dtype
 
-    model.add_adapter(
-        LoraConfig(
-            r=options.lora_rank,
-            lora_alpha=options.lora_alpha,
-            lora_dropout=options.lora_dropout,
-            target_modules="all-linear",
-            task_type="CAUSAL_LM",
-        )
+    lora = LoraConfig(
+        r=options.lora_rank,
+        lora_alpha=options.lora_alpha,
+        lora_dropout=options.lora_dropout,
+        target_modules="all-linear",
+        task_type="CAUSAL_LM",
     )
+    try:
+        model.add_adapter(lora)
+    except ValueError as error:
+        if not options.lora_dropout:
+            raise
+        raise UserError(
+            f"adapters of {options.model} cannot have dropout ({error}). Add --lora-dropout 0, which mixtures of "
+            "experts need."
+        ) from None
     cast_adapter_dtype(model, "default")  # peft gave the adapters the data type of the frozen weights
     model.enable_input_require_grads()  # otherwise checkpointed layers with frozen inputs get no gradient
 
@@ -88,18 +95,37 @@ def _compute_dtype(options: TrainOptions) -> torch.dtype:
 
 
 def _load(options: TrainOptions, dtype: torch.dtype | str, quantized: bool = False) -> PreTrainedModel:
+    """Load the model. With `quantized`, quantize its weights.
+
+    Raises:
+        UserError: the checkpoint is quantized, and transformers does not dequantize it on this device.
+    """
     nf4 = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=_compute_dtype(options),
     )
-    return AutoModelForCausalLM.from_pretrained(
-        model_cache.on_this_node(options.model),
-        dtype=dtype,
-        quantization_config=nf4 if quantized else None,
-        attn_implementation=None,  # the fastest one that the model supports
+    folder = model_cache.on_this_node(options.model)
+    refusal = UserError(
+        f"the weights of {options.model} are quantized, so a model that is trained on them could not be exported. "
+        "Pass the --model that they were made from. To train adapters on 4-bit weights, add --quantize-base."
     )
+    is_packed = getattr(AutoConfig.from_pretrained(folder), "quantization_config", None) is not None
+    if is_packed and quantized:
+        raise refusal
+    model = AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=dtype,
+        attn_implementation=None,  # the fastest one that the model supports
+        # with None, transformers would load the packed numbers of a quantized checkpoint as if they were weights
+        **({"quantization_config": nf4} if quantized else {}),
+    )
+    if is_packed and getattr(model, "hf_quantizer", None):
+        raise refusal
+    if is_packed:
+        model._weight_conversions = None  # otherwise the export would quantize the weights again
+    return model
 
 
 def with_supported_precision(options: TrainOptions, device: torch.device) -> TrainOptions:
