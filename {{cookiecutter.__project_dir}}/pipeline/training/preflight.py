@@ -5,9 +5,10 @@ Settings that do not affect the results may change.
 
 import hashlib
 import json
+from contextlib import suppress
 from typing import Any, TypeVar
 
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
 import settings
 from pipeline.data.tokenizer import load_tokenizer, tokenizer_hash
@@ -67,10 +68,14 @@ def load_config(model: str) -> PreTrainedConfig:
     """Return the configuration of a model, given its folder, URI or hub id.
 
     Raises:
-        UserError: the configuration cannot be loaded.
+        UserError: the configuration or the generation configuration cannot be loaded.
     """
     try:
-        return AutoConfig.from_pretrained(model_cache.on_this_node(model, weights=False))
+        folder = model_cache.on_this_node(model, weights=False)
+        config = AutoConfig.from_pretrained(folder)
+        with suppress(OSError):  # the file is optional
+            GenerationConfig.from_pretrained(folder)
+        return config
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(

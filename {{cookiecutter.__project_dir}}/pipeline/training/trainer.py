@@ -3,14 +3,16 @@
 import math
 import os
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
 import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from pipeline.data.tokenization import NOT_TRAINED
 from pipeline.data.tokenizer import load_tokenizer
-from pipeline.training import checkpoints, cuda_allocator, model_io, parameters, weights_check
+from pipeline.training import checkpoints, cuda_allocator, failures, model_io, parameters, weights_check
 from pipeline.training.collectives import any_rank, total
 from pipeline.training.dataset import Batch, PackedRows, read_manifest, trained_tokens
 from pipeline.training.meter import Diverged, Meter
@@ -113,6 +115,7 @@ class Trainer:
         self.plan = spread(options.global_batch_rows, options.micro_batch_rows, runtime.world_size)
         with make_strategy.loading(options, runtime, self.plan):
             model = model_io.load_model(options)
+        self._refuse_failing_export(model)
         self.parameters, self.trained = parameters.count(model), parameters.count(model, only_trained=True)
         self.meter = Meter(options, runtime, model, self.source.sequence_length)
         self.strategy = make_strategy(model, options, runtime, self.plan)
@@ -256,10 +259,52 @@ class Trainer:
         loss, tokens = total(sums).tolist()
         return {"eval_loss": loss / tokens, "eval_perplexity": math.exp(loss / tokens)}
 
+    def _refuse_failing_export(self, model: PreTrainedModel) -> None:
+        """Try on rank 0 all of the export but its weights. If it fails, all ranks raise UserError."""
+
+        def try_export() -> None:
+            if self.runtime.rank == 0:
+                model_io.try_export(model, self._tokenizer(), self.source.eos_ids, self.options)
+
+        if reason := self._failure(try_export):
+            raise UserError(
+                f"the trained model could not be exported ({reason}). Correct the files of {self.options.model}, or "
+                "pass another --model."
+            )
+
     def _export(self) -> None:
-        tokenizer = load_tokenizer(self.options.model, self.source.chat_template)
-        model_io.export(self.strategy, tokenizer, self.source.eos_ids, self.folder.path, self.options)
+        """Export the model.
+
+        Raises:
+            UserError: the export failed. All ranks raise it after the last checkpoint is stored.
+        """
+
+        def export() -> None:
+            model_io.export(self.strategy, self._tokenizer(), self.source.eos_ids, self.folder.path, self.options)
+
+        if reason := self._failure(export):
+            self.runtime.wait()
+            again = "again without --fresh" if self.options.fresh else "again"
+            raise UserError(
+                f"the model is trained, but its export failed ({reason}). Its checkpoint of step {self.saved} is "
+                f"complete: correct this, then run the same command {again} to export without training."
+            )
         self.folder.publish()
+
+    def _tokenizer(self) -> PreTrainedTokenizerFast:
+        return load_tokenizer(self.options.model, self.source.chat_template)
+
+    def _failure(self, work: Callable[[], None]) -> str:
+        """Run `work`, and return why it failed on this or another rank. Return "" if it failed on none."""
+        reason = ""
+        try:
+            work()
+        except (torch.OutOfMemoryError, torch.distributed.DistError):
+            raise  # the other ranks wait in a collective, not for this reason
+        except Exception as error:
+            reason = failures.reason(error)
+        failed = any_rank(bool(reason), self.runtime.device)
+        return reason or "it failed on another worker" if failed else ""
 
     def _on_device(self, batch: Batch) -> Batch:
         return {name: column.to(self.runtime.device, non_blocking=True) for name, column in batch.items()}
