@@ -11,17 +11,17 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import settings
-from pipeline.data import template_layout
 from pipeline.data.assistant_turns import AssistantTurns
 from pipeline.data.examples import Conversation, Message
+from pipeline.data.long_conversations import shorten
 from pipeline.data.options import PastReasoning, Turns
+from pipeline.data.template_layout import Layouts
 from pipeline.data.template_probes import ANSWER, FEATURES, NEXT, QUESTION, RESULT, features
 from pipeline.data.template_renderer import MARKS, TEMPLATE_ERRORS, RenderedText, TemplateRenderer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-MAX_LAYOUTS = 10_000  # layouts kept in memory; after that, conversations of new shapes are rendered with the template
 CHATML = "pipeline/data/chat_templates/chatml.jinja"
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 
@@ -49,10 +49,12 @@ class ChatTemplate:
         user_defined: bool = False,
         turns: Turns = "all",
         past_reasoning: PastReasoning = "served",
+        sequence_length: int | None = None,
     ) -> None:
         """Probe the template of `tokenizer`. The model stops at `eos_ids`.
 
-        `user_defined` says whether the template replaces the model's own.
+        `user_defined` says whether the template replaces the model's own. `batch` leaves out turns that are certain to
+        have no token within `sequence_length`.
 
         Raises:
             settings.UserError: the template is broken or does not support `past_reasoning`, or a model trained with it
@@ -66,11 +68,13 @@ class ChatTemplate:
         self._marked_template = _marked_template(tokenizer, has_marks) if past_reasoning == "keep" else None
         if self._follows_marks:
             self._marked_template = self.text
-        self._layouts: dict[object, template_layout.Layout | None] = {}
+        self._tokenizer = tokenizer
+        self._sequence_length = sequence_length
         self._probe(tokenizer, eos_ids)
         with contextlib.suppress(*TEMPLATE_ERRORS):  # a template that does not support tools may raise an error
             self._turns.learn_end(tokenizer, FEATURES["tool calls"][0], RESULT)
         self.dropped = {name for name, (probe, expected) in FEATURES.items() if not self._renders(probe, expected)}
+        self._layouts = Layouts(self._marked_template or self.text, self._turns.stops)
 
     @property
     def eos_ids(self) -> list[int]:
@@ -97,24 +101,26 @@ class ChatTemplate:
 
     def batch(self, conversations: list[Conversation]) -> list[list[RenderedText] | TemplateRejection]:
         """Return what `documents` returns or raises for each conversation, in a fraction of the time."""
-        return [self._by_layout(conversation) for conversation in conversations]
+        shortened = list(map(self._shorten, conversations))
+        by_layout = self._layouts.documents(shortened, self._documents_or_rejection)
+        return [
+            self._documents_or_rejection(conversation)
+            if documents is None or any(map(self._turns.stop_in, conversation.messages))
+            else documents
+            for conversation, documents in zip(shortened, by_layout, strict=True)
+        ]
 
-    def _by_layout(self, conversation: Conversation) -> list[RenderedText] | TemplateRejection:
-        shape = template_layout.shape(conversation)
-        if shape is None or any(map(self._turns.stop_in, conversation.messages)):
-            return self._documents_or_rejection(conversation)
-        if shape not in self._layouts:
-            if len(self._layouts) == MAX_LAYOUTS:
-                return self._documents_or_rejection(conversation)
-            self._layouts[shape] = self._learn_layout(conversation)
-        layout = self._layouts[shape]
-        return layout.fill(conversation) if layout else self._documents_or_rejection(conversation)
-
-    def _learn_layout(self, conversation: Conversation) -> template_layout.Layout | None:
-        try:
-            return template_layout.learn(conversation, self.documents)
-        except TemplateRejection:
-            return None
+    def _shorten(self, conversation: Conversation) -> Conversation:
+        """Leave out turns that are certain to have no token within the sequence length."""
+        if not self._sequence_length or self._marked_template:  # marked templates render all turns at once
+            return conversation
+        return shorten(
+            conversation,
+            self._sequence_length,
+            self._trained_turns(conversation.messages),
+            self._renderer,
+            self._tokenizer.backend_tokenizer,
+        )
 
     def _documents_or_rejection(self, conversation: Conversation) -> list[RenderedText] | TemplateRejection:
         try:

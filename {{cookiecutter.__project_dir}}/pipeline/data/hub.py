@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from huggingface_hub import HfFileSystem
 
 SCHEME = "hf://"
+REPOSITORY_DEPTH = 3  # parts of a path that name a repository: datasets/OWNER/NAME
 
 
 def open_uri(uri: str) -> tuple[pyarrow.fs.FileSystem, str]:

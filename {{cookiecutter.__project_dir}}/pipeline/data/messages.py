@@ -16,9 +16,7 @@ def normalize_messages(messages: object) -> list[Message]:
     Raises:
         BadRow: a message is malformed.
     """
-    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise BadRow("messages is not a list of objects")
-    return [_normalize_message(message) for message in messages]
+    return [_normalize_message(message) for message in require_objects(messages, "messages")]
 
 
 def normalize_tools(tools: object) -> list[dict[str, Any]]:
@@ -27,10 +25,8 @@ def normalize_tools(tools: object) -> list[dict[str, Any]]:
     Raises:
         BadRow: a tool is malformed.
     """
-    tools = decode_json(tools or [], "tools")
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise BadRow("tools is not a list of objects")
-    return [_normalize_tool(tool) for tool in tools]
+    tools = decode_json(tools or [], "tools") or []  # the JSON text "null" also means no tools
+    return [_normalize_tool(tool) for tool in require_objects(tools, "tools")]
 
 
 def decode_json(value: object, name: str) -> Any:
@@ -58,6 +54,38 @@ def require_text(value: object) -> str:
     return value
 
 
+def require_objects(value: object, name: str) -> list[dict[str, Any]]:
+    """Return `value`, which must be a list of objects. `name` is for the error message.
+
+    Raises:
+        BadRow: `value` has another shape, which the message names.
+    """
+    if not isinstance(value, list):
+        raise BadRow(f"{name} is {_shape(value)}, not a list of objects")
+    for item in value:
+        if not isinstance(item, dict):
+            raise BadRow(f"{name} is a list with {_shape(item)}, not a list of objects")
+    return value
+
+
+def _shape(value: object) -> str:
+    """Return what a value of JSON or parquet is, for an error message."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "true or false"
+        case int() | float():
+            return "a number"
+        case str():
+            return "text"
+        case list():
+            return "a list"
+        case dict():
+            return "an object of lists" if any(isinstance(item, list) for item in value.values()) else "an object"
+    return "a value that cannot be read"
+
+
 def _normalize_message(message: Message) -> Message:
     if message.keys() == PLAIN_KEYS and isinstance(message["content"], str) and message["role"] in ROLES:
         return {"role": message["role"], "content": message["content"]}  # a fast path for most messages
@@ -72,13 +100,26 @@ def _normalize_message(message: Message) -> Message:
         raise BadRow("tool_calls is not a list")
     calls = [_normalize_call(call) for call in calls]
     content = _join_parts(message.pop("content", "" if calls else None))
-    reasoning = next((message.pop(name) for name in REASONING_KEYS if name in message), None)
+    thoughts = [message.pop(name) for name in REASONING_KEYS if name in message]
+    reasoning = thoughts[0] if thoughts else None
+    if any(other != reasoning for other in thoughts):
+        raise BadRow(f"a message with two different reasonings; keep one of {', '.join(REASONING_KEYS)}")
     normalized: Message = {"role": message.pop("role"), "content": content}
     if reasoning:
         normalized["reasoning_content"] = require_text(reasoning)
     if calls:
         normalized["tool_calls"] = calls
-    return normalized | {key: message[key] for key in sorted(message) if key not in REASONING_KEYS}
+    if "weight" in message:
+        message["weight"] = _normalize_weight(message["weight"])
+    return normalized | {key: message[key] for key in sorted(message)}
+
+
+def _normalize_weight(weight: object) -> int:
+    """Return 0 or 1. Some data sets store weights as text, and a column with nulls stores them as floats."""
+    for value in (0, 1):
+        if weight == value or weight == str(value):
+            return value
+    raise BadRow("a message with a weight that is neither 0 nor 1")
 
 
 def _join_parts(content: object) -> str:

@@ -71,6 +71,7 @@ class DocumentTokenizer:
                 user_defined=chat_template is not None,
                 turns=turns,
                 past_reasoning=past_reasoning,
+                sequence_length=sequence_length,
             )
             if self.tokenizer.chat_template
             else None

@@ -12,6 +12,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import pyarrow as pa
 import pytest
 import requests
 from families import FAMILIES, Family, add_tokens, template_of
@@ -21,8 +22,10 @@ from trl.chat_template_utils import get_training_chat_template
 
 import settings
 from cluster.network import free_ports
+from pipeline.data import template_layout
 from pipeline.data.chat_template import ChatTemplate, TemplateRejection
-from pipeline.data.examples import Conversation, Message
+from pipeline.data.examples import Conversation, Message, to_json
+from pipeline.data.options import Turns
 from pipeline.data.row_formats import read_example
 from pipeline.data.template_probes import (
     ANSWER,
@@ -35,7 +38,8 @@ from pipeline.data.template_probes import (
     THINKING,
     TOOL,
 )
-from pipeline.data.tokenization import DocumentTokenizer
+from pipeline.data.template_renderer import TemplateRenderer
+from pipeline.data.tokenization import NOT_TRAINED, DocumentTokenizer
 from pipeline.generation.prompts import PromptTokenizer, RemainingRows
 
 START_S = 180
@@ -241,10 +245,19 @@ WORDS = (
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_learned_layout_gives_the_same_text_as_the_template(folder: Path, name: str) -> None:
+def test_a_learned_layout_gives_the_same_text_as_the_template(
+    folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(template_layout, "MAX_RENDERINGS", 0)
     template, _ = load(folder, FAMILIES[name])
     random = Random(name)
-    conversations = [TWO_TURNS]
+    system = {"role": "system", "content": "Be brief."}
+    shapes = [
+        TWO_TURNS,
+        Conversation([system, *TWO_TURNS.messages]),
+        Conversation([system | {"content": "Be kind."}, QUESTION, ANSWER]),
+    ]
+    conversations = [*shapes, *shapes]
     for _ in range(60):
         messages: list[Message] = [{"role": "system", "content": random.choice(WORDS)}] if random.random() < 0.3 else []
         for _ in range(random.randint(1, 3)):
@@ -257,7 +270,124 @@ def test_a_learned_layout_gives_the_same_text_as_the_template(folder: Path, name
         conversations.append(Conversation(messages))
     for conversation, made in zip(conversations, template.batch(conversations), strict=True):
         assert str(made) == str(template._documents_or_rejection(conversation))
-    assert any(template._layouts.values()), "no layout was used"
+    used = [layout for layout in template._layouts._layouts.values() if layout]
+    assert len(used) >= (2 if "a system message" not in template.dropped else 1), "too few layouts were used"
+
+
+def rendered_messages(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list to which each rendering adds the number of its messages."""
+    counts: list[int] = []
+    render = TemplateRenderer._render
+
+    def count(self: TemplateRenderer, conversation: Conversation, *arguments: Any, **options: Any) -> Any:
+        counts.append(len(conversation.messages))
+        return render(self, conversation, *arguments, **options)
+
+    monkeypatch.setattr(TemplateRenderer, "_render", count)
+    return counts
+
+
+def chat(turns: int, system: str = "") -> Conversation:
+    answers = [ANSWER | {"content": f"{turn}{' word' * 40}"} for turn in range(turns // 2)]
+    first = [{"role": "system", "content": system}] if system else []
+    return Conversation([*first, *(message for answer in answers for message in (QUESTION, answer))])
+
+
+SYSTEMS = {
+    "none": [""],
+    "same": ["Be kind."],
+    "unique": [f"You are number {number}, a robot." for number in range(400)],
+    "inspected": [f"You are <i>{number}</i>." for number in range(400)],
+    "spaced": [f"You are number {number}.\n" for number in range(400)],  # this template trims it, so no layout fits
+}
+SYSTEMS["mixed"] = [prompt for prompts in SYSTEMS.values() for prompt in prompts]
+
+
+@pytest.mark.parametrize("turns", [2, 20])
+@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("repeats", [1, 2, 15, 16, 100, 400])
+def test_learning_layouts_takes_little_time(
+    folder: Path, turns: int, system: str, repeats: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each pattern of weights comes `repeats` times in a row."""
+    template, _ = load(folder, FAMILIES["Llama 3"])
+    random = Random(0)
+    conversations = []
+    for number in range(400):
+        pattern = Random(number // repeats)
+        conversations.append(chat(turns, random.choice(SYSTEMS[system])))
+        for message in conversations[-1].messages[:-1]:
+            if message["role"] == "assistant" and pattern.random() < 0.5:
+                message["weight"] = 0
+    counts = rendered_messages(monkeypatch)
+    for start in range(0, 400, 100):
+        template.batch(conversations[start : start + 100])
+    with_layouts = sum(counts)
+    counts.clear()
+    for conversation in conversations:
+        template.documents(conversation)
+    assert with_layouts <= 1.04 * sum(counts)
+    if repeats == 400 and system in ("none", "same", "unique"):
+        assert with_layouts < 0.1 * sum(counts), "frequent shapes need no rendering"
+
+
+LONG = {
+    "short turns": chat(120, "Be brief."),
+    "reasoning": Conversation([QUESTION, THINKING | {"reasoning_content": "so " * 900}, *chat(60).messages]),
+    "a long first answer": Conversation([QUESTION, ANSWER | {"content": "word " * 3000}, *chat(40).messages]),
+    "a long last question": Conversation([*chat(20).messages, QUESTION | {"content": "word " * 3000}, ANSWER]),
+    "calls": Conversation([QUESTION, CALL | {"reasoning_content": "hm " * 900}, RESULT, ANSWER] * 40, [TOOL]),
+    "the first answers have no weight": Conversation(
+        [message | ({"weight": 0} if number < 90 else {}) for number, message in enumerate(chat(120).messages)]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ["Qwen 3", "Mistral Nemo", "DeepSeek R1", "gpt-oss", "Qwen 3 Thinking", "SmolLM3"])
+@pytest.mark.parametrize("turns", ["all", "last"])
+def test_turns_beyond_the_sequence_length_do_not_matter(
+    folder: Path, tmp_path: Path, name: str, turns: Turns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows are those that rendering everything would give."""
+    _, tokenizer = load(folder, FAMILIES[name])
+    tokenizer.eos_token = FAMILIES[name].eos[0]
+    tokenizer.save_pretrained(shutil.copytree(folder, tmp_path / "model"))
+    rows = pa.Table.from_pylist([{"row": to_json(conversation), "problem": None} for conversation in LONG.values()])
+    for overlong in ("truncate", "drop"):
+        tokenize = DocumentTokenizer(str(tmp_path / "model"), 300, turns=turns, overlong=overlong)
+        made = tokenize(rows)
+        assert tokenize.template
+        assert turns == "last" or tokenize.template._shorten(LONG["short turns"]) != LONG["short turns"]
+        with monkeypatch.context() as patch:
+            patch.setattr(ChatTemplate, "_shorten", lambda self, conversation: conversation)
+            assert made.equals(tokenize(rows))
+
+
+@pytest.mark.parametrize("shown", ["[:20]", "[:20 if loop.revindex > 2 else 9000]"], ids=["always", "in earlier turns"])
+def test_a_template_that_shortens_long_turns_still_renders_all(folder: Path, tmp_path: Path, shown: str) -> None:
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    tokenizer.chat_template = (
+        "{% for message in messages %}<|{{ message.role }}|>{{ message.content"
+        + shown
+        + " }}{% if message.role == 'assistant' %}<|eos|>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    tokenizer.save_pretrained(shutil.copytree(folder, tmp_path / "model"))
+    tokenize = DocumentTokenizer(str(tmp_path / "model"), 300)
+    row = to_json(Conversation([QUESTION | {"content": "word " * 3000}, ANSWER, NEXT, NEXT_ANSWER]))
+    made = tokenize(pa.Table.from_pylist([{"row": row, "problem": None}])).to_pylist()
+    trained = [label for document in made for label in document["labels"] if label != NOT_TRAINED]
+    assert tokenizer.decode(trained).endswith("probe-last<|eos|>")
+
+
+def test_a_long_conversation_is_rendered_up_to_the_sequence_length(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = rendered_messages(monkeypatch)
+    template, _ = load(folder, FAMILIES["Llama 3"], sequence_length=300)
+    counts.clear()
+    template.batch([chat(400)])
+    assert sum(counts) < 3 * 400, "all turns would need 80,000"
 
 
 def test_an_answer_that_contains_a_stop_token_is_rejected(folder: Path) -> None:
@@ -269,17 +399,31 @@ def test_an_answer_that_contains_a_stop_token_is_rejected(folder: Path) -> None:
     assert isinstance(rejected, TemplateRejection)
 
 
-def test_a_template_that_depends_on_the_text_gets_no_layout(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("shown", "system"),
+    [
+        ("message.content[:100]", "x" * 200),
+        ("'strict' if 'as JSON' in message.content else message.content", "Answer as JSON, please."),
+        ("message.content | replace('colour', 'color')", "Use colour."),
+        ("message.content.split('/json')[0]", "Answer /json always."),
+        ("message.content.replace(' [draft]', '')", "Answer. [draft]"),
+        ("message.content[5:] if message.content.startswith('Note:') else message.content", "Note: be brief."),
+        ("'' if message.content == 'nothing' else message.content", "nothing"),
+    ],
+)
+def test_a_layout_is_not_used_for_a_text_that_the_template_changes(folder: Path, shown: str, system: str) -> None:
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     tokenizer.chat_template = (
-        "{% for message in messages %}<|{{ message.role }}|>{{ message.content[:100] }}<|eos|>{% endfor %}"
+        f"{{% for message in messages %}}<|{{{{ message.role }}}}|>{{{{ {shown} }}}}<|eos|>{{% endfor %}}"
         "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
     template = ChatTemplate(tokenizer, [tokenizer.eos_token_id])
-    conversation = Conversation([QUESTION, ANSWER | {"content": "x" * 200}])
-    [document] = template.documents(conversation)
-    assert template.batch([conversation]) == [[document]]
-    assert document.text.count("x") == 100
+    first = [{"role": "system", "content": prompt} for prompt in (*["Be brief."] * 20, system)]
+    conversations = [Conversation([message, QUESTION, ANSWER]) for message in first]
+    made = template.batch(conversations)
+    assert made == [template.documents(conversation) for conversation in conversations]
+    assert isinstance(made[-1], list)
+    assert system not in made[-1][0].text
 
 
 def test_earlier_reasoning_is_as_served_or_kept(folder: Path) -> None:

@@ -197,7 +197,7 @@ def test_json_is_the_same_for_parquet_and_jsonl() -> None:
         ({"note": "hello"}, "no known columns"),
         ({"instruction": "Say hello.", "response": None}, "no known columns"),
         ({"messages": "hello"}, "messages is text but not valid JSON"),
-        ({"messages": ["hello"]}, "messages is not a list of objects"),
+        ({"messages": ["hello"]}, "messages is a list with text, not a list of objects"),
         ({"messages": []}, "no assistant turn"),
         ({"messages": [QUESTION]}, "no assistant turn"),
         ({"messages": [QUESTION, {"role": "assistant", "content": " \n"}]}, "an empty assistant turn"),
