@@ -1,5 +1,6 @@
 """Loads the model to train, and exports the trained model as a Hugging Face folder."""
 
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,11 +9,12 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerFast
-from transformers.utils import logging
+from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers.utils import IMAGE_PROCESSOR_NAME, PROCESSOR_NAME, VIDEO_PROCESSOR_NAME, cached_file, logging
 
+from pipeline.model_config import text_config
 from pipeline.ray_support import model_cache
-from pipeline.training import chunked_loss, packed_attention, weight_files
+from pipeline.training import chunked_loss, composite, packed_attention, weight_files
 from pipeline.training.options import TrainOptions
 from pipeline.training.strategies import Strategy
 from pipeline.training.weight_files import Weight
@@ -24,11 +26,12 @@ def load_model(options: TrainOptions) -> PreTrainedModel:
 
     Weights that are trained are in fp32, whatever the `precision`.
 
-    With LoRA, every linear layer except the output layer gets an adapter, and only the adapters are trained. The frozen
-    weights have the data type of the computation, or 4 bits with `quantize_base`.
+    With LoRA, every linear layer that text reaches gets an adapter, except the output layer, and only the adapters are
+    trained. The frozen weights have the data type of the computation, or 4 bits with `quantize_base`.
     """
     logging.disable_progress_bar()
     model = _load(options, _compute_dtype(options) if options.lora_rank else torch.float32, options.quantize_base)
+    composite.freeze(model)
     if options.device == "cuda" and options.precision == "bf16" and packed_attention.has_varlen(model):
         packed_attention.use_varlen(model)
     if options.liger:
@@ -70,11 +73,23 @@ def _add_adapters(model: PreTrainedModel, options: TrainOptions) -> None:
             lora_alpha=options.lora_alpha,
             lora_dropout=options.lora_dropout,
             target_modules="all-linear",
+            exclude_modules=_not_adapted(model),
             task_type="CAUSAL_LM",
         )
     )
     cast_adapter_dtype(model, "default")  # peft gave the adapters the data type of the frozen weights
     model.enable_input_require_grads()  # otherwise checkpointed layers with frozen inputs get no gradient
+
+
+def _not_adapted(model: PreTrainedModel) -> str | None:
+    """Return a regular expression for the names of linear layers that get no adapter, or None if all get one.
+
+    These are the layers that text does not reach, and routers that return several tensors, such as Llama 4's.
+    """
+    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    routers = [re.escape(name) for name, module in linear.items() if type(module).__name__.endswith("Router")]
+    outside = composite.outside(model)
+    return "|".join([*([outside] if outside else []), *routers]) or None
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
@@ -93,7 +108,7 @@ def _load(options: TrainOptions, dtype: torch.dtype | str, quantized: bool = Fal
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=_compute_dtype(options),
     )
-    return AutoModelForCausalLM.from_pretrained(
+    return composite.from_pretrained(
         model_cache.on_this_node(options.model),
         dtype=dtype,
         quantization_config=nf4 if quantized else None,
@@ -134,11 +149,47 @@ def export(
             adapters.base_model_name_or_path = options.model  # save_pretrained wrote the path of this node's copy
             adapters.save_pretrained(folder)
         model, weights = _merged(options, run_folder / "adapter")
+    else:
+        model, weights = _with_untrained(options, model, weights)
     with _replaced(run_folder / "model") as folder:
         if eos_ids and model.generation_config:
             model.generation_config.eos_token_id = eos_ids
         _write(model, weights, folder, _compute_dtype(options))
         tokenizer.save_pretrained(folder)
+        _copy_processor(model_cache.on_this_node(options.model), folder)
+
+
+def _with_untrained(
+    options: TrainOptions, model: PreTrainedModel, trained: Iterator[Weight]
+) -> tuple[PreTrainedModel, Iterator[Weight]]:
+    """Add to the trained weights those that are not trained, as they are in the files of the base model.
+
+    Return them with a model that has them: `model` if it is trained as a whole, otherwise the base model.
+    """
+    frozen = composite.without_text(model)
+    if not frozen and not _buffers(model):
+        return model, trained
+    base = _load(options, "auto")
+
+    def weights() -> Iterator[Weight]:
+        for name, parameter in base.named_parameters():
+            yield (name, parameter.detach()) if name in frozen else next(trained)
+        yield from trained  # lets the strategy finish its collectives
+
+    return base, weights()
+
+
+def _buffers(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Return the buffers that belong to the model's files, such as the scalars of Gemma 4's layers."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return {name: value for name, value in model.state_dict().items() if name not in parameters}
+
+
+def _copy_processor(location: str, folder: Path) -> None:
+    """Copy the files of the base model that say how to prepare images, which vLLM needs to serve a vision tower."""
+    for name in (PROCESSOR_NAME, IMAGE_PROCESSOR_NAME, VIDEO_PROCESSOR_NAME):
+        if file := cached_file(location, name, _raise_exceptions_for_missing_entries=False):
+            shutil.copy(file, folder)
 
 
 def _merged(options: TrainOptions, adapter: Path) -> tuple[PreTrainedModel, Iterator[Weight]]:
@@ -166,9 +217,13 @@ def _merged(options: TrainOptions, adapter: Path) -> tuple[PreTrainedModel, Iter
 
 def _write(model: PreTrainedModel, weights: Iterator[Weight], folder: Path, dtype: torch.dtype) -> None:
     model.save_pretrained(folder, state_dict={})  # everything but the weights
-    model.config.dtype = dtype  # save_pretrained wrote the dtype of the parameters in memory
+    # save_pretrained wrote the dtype of the parameters in memory
+    model.config.dtype = text_config(model.config).dtype = dtype
     model.config.save_pretrained(folder)
-    weight_files.write(model, ((name, value.to(dtype)) for name, value in weights), folder)
+    unchanged = composite.without_text(model)
+    converted = ((name, value if name in unchanged else value.to(dtype)) for name, value in weights)
+    buffers = ((name.replace(".base_layer", ""), value) for name, value in _buffers(model).items())
+    weight_files.write(model, chain(converted, buffers), folder)
 
 
 @contextmanager

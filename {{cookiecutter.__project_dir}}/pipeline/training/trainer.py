@@ -10,7 +10,7 @@ import torch
 
 from pipeline.data.tokenization import NOT_TRAINED
 from pipeline.data.tokenizer import load_tokenizer
-from pipeline.training import checkpoints, cuda_allocator, model_io, parameters
+from pipeline.training import checkpoints, composite, cuda_allocator, model_io, parameters
 from pipeline.training.collectives import any_rank, total
 from pipeline.training.dataset import Batch, PackedRows, read_manifest, trained_tokens
 from pipeline.training.meter import Diverged, Meter
@@ -114,6 +114,7 @@ class Trainer:
         with make_strategy.loading(options, runtime, self.plan):
             model = model_io.load_model(options)
         self.parameters, self.trained = parameters.count(model), parameters.count(model, only_trained=True)
+        self.note = composite.note(model)
         self.meter = Meter(options, runtime, model, self.source.sequence_length)
         self.strategy = make_strategy(model, options, runtime, self.plan)
         torch.manual_seed(options.seed + runtime.rank)  # each rank has different dropout
@@ -127,6 +128,8 @@ class Trainer:
         options = self.options
         if self.metric_logger:
             print(self._description(), flush=True)
+            if self.note:
+                print(self.note, flush=True)
         if self.done < options.last_step:
             checkpoints.announce(self.strategy, self.runtime, f"{options.output}/{options.name}")
         self.meter.restart()
