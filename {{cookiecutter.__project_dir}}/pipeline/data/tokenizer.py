@@ -93,5 +93,5 @@ def eos_ids(model: str, tokenizer: "PreTrainedTokenizerFast") -> set[int]:
         ids = GenerationConfig.from_pretrained(folder).eos_token_id
     if ids is None:
         with contextlib.suppress(OSError, ValueError, AttributeError):
-            ids = AutoConfig.from_pretrained(folder).get_text_config().eos_token_id
+            ids = GenerationConfig.from_model_config(AutoConfig.from_pretrained(folder)).eos_token_id
     return {*(ids if isinstance(ids, list) else [ids]), tokenizer.eos_token_id} - {None}

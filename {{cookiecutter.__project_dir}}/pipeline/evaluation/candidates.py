@@ -39,7 +39,7 @@ def check(candidate: Candidate, data: str, manifest: Manifest) -> None:
     """Raise UserError if a model cannot be loaded, or does not fit the packed data in the folder `data`."""
     config = preflight.load_config(candidate.model)
     preflight.check_tokenizer(candidate.model, data, manifest.tokenizer)
-    preflight.check_model(candidate.model, config, manifest.tokenizer.vocabulary, manifest.sequence_length)
+    preflight.check_model(candidate.model, config, manifest)
     weights_check.check(candidate.model)
     if candidate.adapter:
         weights_check.check_adapter(candidate.model, candidate.adapter)

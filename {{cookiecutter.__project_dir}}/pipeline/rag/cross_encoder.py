@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils import logging
 
+from pipeline.model_config import text_config
 from pipeline.rag.index import ScoredChunk
 from pipeline.ray_support import model_cache
 from pipeline.training import weights_check
@@ -26,7 +27,8 @@ class CrossEncoder:
         folder = model_cache.on_this_node(model)
         self._tokenizer = AutoTokenizer.from_pretrained(folder)
         self._model = AutoModelForSequenceClassification.from_pretrained(folder).to(device).eval()
-        self._max_tokens = min(self._tokenizer.model_max_length, self._model.config.max_position_embeddings)
+        longest = text_config(self._model.config).max_position_embeddings
+        self._max_tokens = min(self._tokenizer.model_max_length, longest)
 
     @torch.inference_mode()
     def rank(self, question: str, chunks: list[ScoredChunk]) -> list[ScoredChunk]:

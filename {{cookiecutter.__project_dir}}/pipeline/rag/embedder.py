@@ -12,6 +12,7 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoModel, AutoTokenizer
 from transformers.utils import cached_file, logging
 
+from pipeline.model_config import text_config
 from pipeline.ray_support import model_cache
 from pipeline.training import weights_check
 from settings import UserError
@@ -28,7 +29,8 @@ class Embedder:
         folder = model_cache.on_this_node(model)
         self._tokenizer = AutoTokenizer.from_pretrained(folder)
         self._model = AutoModel.from_pretrained(folder, dtype=PRECISIONS[precision]).to(device).eval()
-        self._max_tokens = min(self._tokenizer.model_max_length, self._model.config.max_position_embeddings)
+        config = text_config(self._model.config)
+        self._max_tokens = min(self._tokenizer.model_max_length, config.max_position_embeddings)
         self._pooling = _read_json(folder, "1_Pooling/config.json")
         self._prompts = _read_json(folder, "config_sentence_transformers.json").get("prompts", {})
         self._batch_chunks = batch_chunks
@@ -37,7 +39,7 @@ class Embedder:
         """Return float32 vectors, shape [texts, dimension]. Some models need a prefix that depends on `kind`."""
         prompt = self._prompts.get(kind, "")
         order = sorted(range(len(texts)), key=lambda number: len(texts[number]))  # so that batches need little padding
-        vectors = np.empty((len(texts), self._model.config.hidden_size), np.float32)
+        vectors = np.empty((len(texts), text_config(self._model.config).hidden_size), np.float32)
         for first in range(0, len(order), self._batch_chunks):
             numbers = order[first : first + self._batch_chunks]
             vectors[numbers] = self._forward([prompt + texts[number] for number in numbers])
@@ -71,7 +73,7 @@ class EmbeddingModelInfo:
         """
         folder = model_cache.on_this_node(model, weights=False)
         try:
-            self.dimension: int = AutoConfig.from_pretrained(folder).hidden_size
+            self.dimension: int = text_config(AutoConfig.from_pretrained(folder)).hidden_size
             tokenizer = AutoTokenizer.from_pretrained(folder)
         except (OSError, ValueError) as error:
             raise UserError(

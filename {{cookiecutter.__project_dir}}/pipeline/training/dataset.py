@@ -55,6 +55,8 @@ class Manifest(BaseModel):
     sequence_length: int
     content_hash: str
     tokenizer: TokenizerRecord
+    largest_id: int | None = None
+    """Largest token id in the rows. None: an earlier version of `preprocess` wrote them."""
     train: Split
     eval: Split
 

@@ -1,6 +1,7 @@
 """Loads the model to train, and exports the trained model as a Hugging Face folder."""
 
 import copy
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -10,13 +11,22 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerFast
-from transformers.utils import GENERATION_CONFIG_NAME, logging
+from transformers import AutoConfig, BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers.utils import (
+    GENERATION_CONFIG_NAME,
+    IMAGE_PROCESSOR_NAME,
+    PROCESSOR_NAME,
+    VIDEO_PROCESSOR_NAME,
+    cached_file,
+    logging,
+)
 
+from pipeline.model_config import text_config
 from pipeline.ray_support import model_cache
-from pipeline.training import chunked_loss, lora_merge, packed_attention, weight_files
+from pipeline.training import chunked_loss, composite, lora_merge, packed_attention, weight_files
 from pipeline.training.options import TrainOptions
 from pipeline.training.strategies import Strategy
+from pipeline.training.weight_files import Weight
 from settings import UserError
 
 
@@ -25,11 +35,12 @@ def load_model(options: TrainOptions) -> PreTrainedModel:
 
     Weights that are trained are in fp32, whatever the `precision`.
 
-    With LoRA, every linear layer except the output layer gets an adapter, and only the adapters are trained. The frozen
-    weights have the data type of the computation, or 4 bits with `quantize_base`.
+    With LoRA, every linear layer that text reaches gets an adapter, except the output layer, and only the adapters are
+    trained. The frozen weights have the data type of the computation, or 4 bits with `quantize_base`.
     """
     logging.disable_progress_bar()
     model = _load(options, _compute_dtype(options) if options.lora_rank else torch.float32, options.quantize_base)
+    composite.freeze(model)
     if options.device == "cuda" and options.precision == "bf16" and packed_attention.has_varlen(model):
         packed_attention.use_varlen(model)
     if options.liger:
@@ -70,6 +81,7 @@ def _add_adapters(model: PreTrainedModel, options: TrainOptions) -> None:
         lora_alpha=options.lora_alpha,
         lora_dropout=options.lora_dropout,
         target_modules="all-linear",
+        exclude_modules=_not_adapted(model),
         task_type="CAUSAL_LM",
     )
     try:
@@ -83,6 +95,17 @@ def _add_adapters(model: PreTrainedModel, options: TrainOptions) -> None:
         ) from None
     cast_adapter_dtype(model, "default")  # peft gave the adapters the data type of the frozen weights
     model.enable_input_require_grads()  # otherwise checkpointed layers with frozen inputs get no gradient
+
+
+def _not_adapted(model: PreTrainedModel) -> str | None:
+    """Return a regular expression for the names of linear layers that get no adapter, or None if all get one.
+
+    These are the layers that text does not reach, and routers that return several tensors, such as Llama 4's.
+    """
+    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    routers = [re.escape(name) for name, module in linear.items() if type(module).__name__.endswith("Router")]
+    outside = composite.outside(model)
+    return "|".join([*([outside] if outside else []), *routers]) or None
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
@@ -114,7 +137,7 @@ def _load(options: TrainOptions, dtype: torch.dtype | str, quantized: bool = Fal
     is_packed = getattr(AutoConfig.from_pretrained(folder), "quantization_config", None) is not None
     if is_packed and quantized:
         raise refusal
-    model = AutoModelForCausalLM.from_pretrained(
+    model = composite.from_pretrained(
         folder,
         dtype=dtype,
         attn_implementation=None,  # the fastest one that the model supports
@@ -151,7 +174,7 @@ def try_export(
         if options.lora_rank:
             _write_adapter(model, {}, Path(folder, "adapter"), options)
             lora_merge.refuse_tied_weights(model, lora_merge.adapter_layers(model))
-        _write_settings(model, tokenizer, eos_ids, Path(folder, "model"), _compute_dtype(options))
+        _write_settings(model, tokenizer, eos_ids, Path(folder, "model"), options)
 
 
 def export(
@@ -172,13 +195,43 @@ def export(
                 _write_adapter(model, trained, folder, options)
             model = _load(options, "auto")  # takes little main memory: weights of this data type are memory-mapped
             weights = lora_merge.merge(model, run_folder / "adapter", trained)
-        dtype = _compute_dtype(options)
+        else:
+            model, weights = _with_untrained(options, model, weights)
+        dtype, unchanged = _compute_dtype(options), composite.without_text(model)
         with _replaced(run_folder / "model") as folder:
-            _write_settings(model, tokenizer, eos_ids, folder, dtype)
-            weight_files.write(model, ((name, value.to(dtype)) for name, value in weights), folder)
+            _write_settings(model, tokenizer, eos_ids, folder, options)
+            converted = ((name, value if name in unchanged else value.to(dtype)) for name, value in weights)
+            weight_files.write(model, converted, folder)
     finally:
         for _ in gathered:
             pass  # after an error, the other ranks still wait for rank 0 in the collectives of `gather`
+
+
+def _with_untrained(
+    options: TrainOptions, model: PreTrainedModel, trained: Iterator[Weight]
+) -> tuple[PreTrainedModel, Iterator[Weight]]:
+    """Add to the trained weights those that are not trained, as they are in the files of the base model.
+
+    Return them with a model that has them: `model` if it is trained as a whole, otherwise the base model.
+    """
+    frozen = composite.without_text(model)
+    if not frozen and not any(weight_files.saved_buffers(model)):
+        return model, trained
+    base = _load(options, "auto")
+
+    def weights() -> Iterator[Weight]:
+        for name, parameter in base.named_parameters():
+            yield (name, parameter.detach()) if name in frozen else next(trained)
+        yield from trained  # lets the strategy finish its collectives
+
+    return base, weights()
+
+
+def _copy_processor(location: str, folder: Path) -> None:
+    """Copy the files of the base model that say how to prepare images, which vLLM needs to serve a vision tower."""
+    for name in (PROCESSOR_NAME, IMAGE_PROCESSOR_NAME, VIDEO_PROCESSOR_NAME):
+        if file := cached_file(location, name, _raise_exceptions_for_missing_entries=False):
+            shutil.copy(file, folder)
 
 
 def _write_adapter(
@@ -195,18 +248,19 @@ def _write_settings(
     tokenizer: PreTrainedTokenizerFast,
     eos_ids: list[int],
     folder: Path,
-    dtype: torch.dtype,
+    options: TrainOptions,
 ) -> None:
     """Write everything but the weights."""
     config, generation = copy.deepcopy(model.config), copy.deepcopy(model.generation_config)
     config.architectures = [type(model).__name__.removeprefix("FSDP")]  # `fully_shard` renames the class
-    config.dtype = dtype
+    config.dtype = text_config(config).dtype = _compute_dtype(options)
     config.save_pretrained(folder)
     if eos_ids:
         generation.eos_token_id = eos_ids
     # save_pretrained would refuse many published files, such as those with a temperature but without do_sample
     generation.to_json_file(folder / GENERATION_CONFIG_NAME, keys_to_pop=["compile_config"])
     tokenizer.save_pretrained(folder)
+    _copy_processor(model_cache.on_this_node(options.model), folder)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
 import settings
 from pipeline.data.tokenizer import load_tokenizer, tokenizer_hash
+from pipeline.model_config import context_length, text_config
 from pipeline.ray_support import model_cache
 from pipeline.training import storage, weights_check
 from pipeline.training.dataset import Manifest, TokenizerRecord, read_manifest
@@ -57,7 +58,7 @@ def check_packed(options: TrainOptions) -> Identity:
     manifest = read_manifest(options.data)
     config = load_config(options.model)
     check_data(options, manifest)
-    check_model(options.model, config, manifest.tokenizer.vocabulary, manifest.sequence_length)
+    check_model(options.model, config, manifest)
     weights_check.check(options.model)
     if note := packing_note(options.model, config):
         print(note, flush=True)
@@ -99,14 +100,26 @@ def check_tokenizer(model: str, data: str, made_with: TokenizerRecord) -> None:
         )
 
 
-def check_model(model: str, config: PreTrainedConfig, vocabulary: int, sequence_length: int) -> None:
-    """Refuse a model whose vocabulary is smaller than its tokenizer's, or whose context is shorter than the rows."""
-    if vocabulary > config.vocab_size:
+def check_model(model: str, config: PreTrainedConfig, manifest: Manifest) -> None:
+    """Refuse a model that has no embedding for a token of the rows, or whose context is shorter than the rows."""
+    size = text_config(config).vocab_size
+    if manifest.largest_id is None and manifest.tokenizer.vocabulary > size:
         raise UserError(
-            f"the tokenizer of {model} has {vocabulary} tokens, but the model has embeddings for only "
-            f"{config.vocab_size}. Correct the model's files, or pass another --model."
+            f"the tokenizer of {model} has {manifest.tokenizer.vocabulary} tokens, but the model has embeddings for "
+            f"only {size}, and the packed data does not say which tokens occur. Make it again: inv submit preprocess "
+            "-- --overwrite"
         )
-    longest = getattr(config, "max_position_embeddings", None) or sequence_length
+    if (manifest.largest_id or 0) >= size:
+        raise UserError(
+            f"the rows contain the token id {manifest.largest_id}, but {model} has embeddings only for ids below "
+            f"{size}. Remove the token from the input or from the model's tokenizer, or pass another --model."
+        )
+    check_context(model, config, manifest.sequence_length)
+
+
+def check_context(model: str, config: PreTrainedConfig, sequence_length: int) -> None:
+    """Refuse a model whose context is shorter than the rows."""
+    longest = context_length(config) or sequence_length
     if sequence_length > longest:
         raise UserError(
             f"the rows have {sequence_length} tokens, but the context of {model} is {longest} tokens. "
@@ -116,7 +129,7 @@ def check_model(model: str, config: PreTrainedConfig, vocabulary: int, sequence_
 
 def packing_note(model: str, config: PreTrainedConfig) -> str:
     """Return a warning if the model has layers that carry a state from one document of a packed row to the next."""
-    types = set(getattr(config.get_text_config(), "layer_types", None) or ())
+    types = set(getattr(text_config(config), "layer_types", None) or ())
     stateful = sorted(kind for kind in types if carries_state(kind))
     if not stateful:
         return ""

@@ -12,7 +12,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from pipeline.data.tokenization import NOT_TRAINED
 from pipeline.data.tokenizer import load_tokenizer
-from pipeline.training import checkpoints, cuda_allocator, failures, model_io, parameters, weights_check
+from pipeline.training import (
+    checkpoints,
+    composite,
+    cuda_allocator,
+    failures,
+    model_io,
+    parameters,
+    weights_check,
+)
 from pipeline.training.collectives import any_rank, total
 from pipeline.training.dataset import Batch, PackedRows, read_manifest, trained_tokens
 from pipeline.training.meter import Diverged, Meter
@@ -117,6 +125,7 @@ class Trainer:
             model = model_io.load_model(options)
         self._refuse_failing_export(model)
         self.parameters, self.trained = parameters.count(model), parameters.count(model, only_trained=True)
+        self.note = composite.note(model)
         self.meter = Meter(options, runtime, model, self.source.sequence_length)
         self.strategy = make_strategy(model, options, runtime, self.plan)
         torch.manual_seed(options.seed + runtime.rank)  # each rank has different dropout
@@ -130,6 +139,8 @@ class Trainer:
         options = self.options
         if self.metric_logger:
             print(self._description(), flush=True)
+            if self.note:
+                print(self.note, flush=True)
         if self.done < options.last_step:
             checkpoints.announce(self.strategy, self.runtime, f"{options.output}/{options.name}")
         self.meter.restart()

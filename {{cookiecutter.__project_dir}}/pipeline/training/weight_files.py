@@ -34,7 +34,7 @@ def write(model: PreTrainedModel, weights: Iterable[Weight], folder: Path) -> No
     sizes: list[dict[str, int]] = []
     written: set[str] = set()
     parameters = 0
-    for part in _parts(chain(weights, _saved_buffers(model))):
+    for part in _parts(chain(weights, saved_buffers(model))):
         written |= part.keys()
         parameters += sum(value.numel() for value in part.values())
         original = revert_weight_conversion(model, part)
@@ -42,7 +42,7 @@ def write(model: PreTrainedModel, weights: Iterable[Weight], folder: Path) -> No
         save_file(tensors, folder / f".part-{len(sizes)}", metadata={"format": "pt"})
         sizes.append({name: value.nbytes for name, value in original.items()})
         del part, original, tensors  # frees the weights of this file before those of the next file are collected
-    expected = {name for name, _ in chain(model.named_parameters(), _saved_buffers(model))}
+    expected = {name for name, _ in chain(model.named_parameters(), saved_buffers(model))}
     if written != expected:
         raise ValueError(f"the exported weights lack or add {', '.join(sorted(written ^ expected)[:8])}")
     if len(sizes) == 1:
@@ -57,7 +57,7 @@ def write(model: PreTrainedModel, weights: Iterable[Weight], folder: Path) -> No
     (folder / INDEX).write_text(json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2) + "\n")
 
 
-def _saved_buffers(model: PreTrainedModel) -> Iterator[Weight]:
+def saved_buffers(model: PreTrainedModel) -> Iterator[Weight]:
     """Yield the buffers that checkpoints contain, unlike those that are computed from the configuration."""
     saved = model.state_dict().keys()
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name in saved)

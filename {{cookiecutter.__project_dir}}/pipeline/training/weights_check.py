@@ -17,11 +17,12 @@ import torch
 from pyarrow.fs import FileSelector, FileSystem, FileType
 from safetensors import safe_open
 from safetensors.torch import _TYPES as DTYPES
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import LoadStateDictInfo
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 
 from pipeline.ray_support import model_cache
+from pipeline.training import composite
 from settings import UserError
 
 LFS_POINTER = b"version https://git-lfs"
@@ -39,7 +40,7 @@ class BrokenFiles(Exception):
     """The files of a model are missing or incomplete. The message says which."""
 
 
-def check(model: str, auto_class: Any = AutoModelForCausalLM, *, is_encoder: bool = False) -> None:
+def check(model: str, auto_class: Any = None, *, is_encoder: bool = False) -> None:
     """Refuse a model whose files are incomplete or do not match its configuration.
 
     transformers decides, because it renames and merges weights while it loads them. It gets the names and shapes in the
@@ -47,7 +48,7 @@ def check(model: str, auto_class: Any = AutoModelForCausalLM, *, is_encoder: boo
 
     Args:
         model: A folder, URI or hub id.
-        auto_class: The class that loads the model later.
+        auto_class: The class that loads the model later. None: that of a causal language model with all its parts.
         is_encoder: Whether only the model's last hidden states are used. Then its files may lack the pooler, and may
             hold the heads with which it was trained.
 
@@ -80,7 +81,9 @@ def check_adapter(model: str, adapter: str) -> None:
     try:
         config = AutoConfig.from_pretrained(model_cache.on_this_node(model, weights=False))
         with torch.device("meta"):
-            adapted = get_peft_model(AutoModelForCausalLM.from_config(config), PeftConfig.from_pretrained(folder))
+            adapted = get_peft_model(
+                composite.auto_class(config).from_config(config), PeftConfig.from_pretrained(folder)
+            )
         weights = load_peft_weights(folder, device="cpu")
         result = set_peft_model_state_dict(adapted, weights, low_cpu_mem_usage=True)
         missing = [name for name in result.missing_keys if ".lora_" in name]
@@ -229,7 +232,7 @@ def _problem_of_weights(location: str, weights: Weights, auto_class: Any, is_enc
             config = AutoConfig.from_pretrained(model_cache.on_this_node(location, weights=False))
             config, is_packed = _without_bitsandbytes(config)
             with torch.device("meta"):
-                model = auto_class.from_config(config)
+                model = (auto_class or composite.auto_class(config)).from_config(config)
             options = {"state_dict": weights, "device_map": "meta", "ignore_mismatched_sizes": True}
             type(model).from_pretrained(None, config=model.config, **options)
         except Exception as error:  # transformers raises errors of many types for files that others wrote

@@ -788,13 +788,23 @@ def test_rows_of_another_tokenizer_are_refused_with_both_names(
         preflight.check_data(options.model_copy(update={"model": str(other)}), read_manifest(str(packed)))
 
 
-def test_a_model_that_does_not_fit_the_rows_is_refused(model: Path) -> None:
-    config = preflight.load_config(str(model))
-    preflight.check_model("m", config, config.vocab_size, 128)
-    with pytest.raises(settings.UserError, match=f"{config.vocab_size + 1} tokens"):
-        preflight.check_model("m", config, config.vocab_size + 1, 128)
+def test_a_model_that_does_not_fit_the_rows_is_refused(model: Path, packed: Path) -> None:
+    config, manifest = preflight.load_config(str(model)), read_manifest(str(packed))
+    size = config.vocab_size
+    # only the tokens that occur need an embedding: Gemma 3 1B has none for the last token of its tokenizer
+    manifest.tokenizer.vocabulary = size + 1
+    manifest.largest_id = size - 1
+    preflight.check_model("m", config, manifest)
+    manifest.largest_id = size
+    with pytest.raises(settings.UserError, match=f"token id {size}, but m has embeddings only for ids below {size}"):
+        preflight.check_model("m", config, manifest)
+    manifest.largest_id = None  # written by an earlier version
+    with pytest.raises(settings.UserError, match=f"{size + 1} tokens, .* inv submit preprocess -- --overwrite"):
+        preflight.check_model("m", config, manifest)
+    manifest.tokenizer.vocabulary = size
+    preflight.check_model("m", config, manifest)
     with pytest.raises(settings.UserError, match="context of m is 128 tokens"):
-        preflight.check_model("m", config, config.vocab_size, 129)
+        preflight.check_context("m", config, 129)
 
 
 def test_a_missing_model_is_refused(tmp_path: Path) -> None:

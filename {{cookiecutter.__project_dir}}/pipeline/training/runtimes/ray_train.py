@@ -196,8 +196,7 @@ def fit(options: TrainOptions, make_strategy: MakeStrategy) -> None:
 def _check_stream(options: TrainOptions, stream: streaming.StreamInput) -> preflight.Identity:
     print(streaming.NOTICE, flush=True)
     config = preflight.load_config(options.model)
-    tokenizer = stream.tokenizer
-    preflight.check_model(options.model, config, len(tokenizer.tokenizer), tokenizer.sequence_length)
+    preflight.check_context(options.model, config, stream.tokenizer.sequence_length)
     weights_check.check(options.model)
     names = ", ".join(source.name for source in stream.sources)
     return preflight.identify(options, config, f"stream of {names}")
