@@ -26,6 +26,7 @@ from pipeline.training import composite
 from settings import UserError
 
 LFS_POINTER = b"version https://git-lfs"
+PICKLED = "pytorch_model*.bin"
 POOLER = "pooler."
 SAMPLES = 256
 """Number of places in each file that `fingerprint` reads."""
@@ -138,7 +139,7 @@ def _tensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118 -- not a dict
                 yield name, opened.get_tensor(name)
-    elif file.suffix == ".bin":
+    elif file.match(PICKLED):
         yield from torch.load(file, weights_only=True, mmap=True).items()
 
 
@@ -209,7 +210,7 @@ def _pickled_weights(folder: Path) -> Weights:
     Raises:
         BrokenFiles: there are no weights, or a file cannot be read.
     """
-    files = sorted(folder.glob("pytorch_model*.bin"))
+    files = sorted(folder.glob(PICKLED))
     if not files:
         raise BrokenFiles("it has neither safetensors files nor pytorch_model.bin")
     weights: Weights = {}

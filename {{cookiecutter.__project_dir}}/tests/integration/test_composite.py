@@ -19,7 +19,7 @@ from cluster.planner.shape import shape_of
 from pipeline.evaluation import candidates, scoring, stopping
 from pipeline.evaluation.candidates import Candidate
 from pipeline.model_config import context_length
-from pipeline.training import composite, flops, model_io, preflight
+from pipeline.training import composite, flops, model_io, preflight, weight_files
 from pipeline.training.dataset import PackedRows, read_manifest
 from pipeline.training.deepspeed_zero import ZeRO
 from pipeline.training.fsdp import FSDP
@@ -66,7 +66,7 @@ def _write_model(folder: Path, family: str, assets: Path) -> Path:
         family, vocab_size=size, vocab_size_per_layer_input=size, max_position_embeddings=SEQUENCE_LENGTH
     )
     with torch.no_grad():
-        for value in model_io._buffers(model).values():
+        for _, value in weight_files.saved_buffers(model):
             value += torch.rand_like(value)  # all ones in a new model, but not in published ones
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
