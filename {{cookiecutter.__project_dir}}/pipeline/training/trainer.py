@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from pipeline.data.tokenization import NOT_TRAINED
 from pipeline.data.tokenizer import load_tokenizer
@@ -123,7 +123,6 @@ class Trainer:
         self.plan = spread(options.global_batch_rows, options.micro_batch_rows, runtime.world_size)
         with make_strategy.loading(options, runtime, self.plan):
             model = model_io.load_model(options)
-        self._refuse_failing_export(model)
         self.parameters, self.trained = parameters.count(model), parameters.count(model, only_trained=True)
         self.note = composite.note(model)
         self.meter = Meter(options, runtime, model, self.source.sequence_length)
@@ -142,6 +141,7 @@ class Trainer:
             if self.note:
                 print(self.note, flush=True)
         if self.done < options.last_step:
+            self._refuse_failing_export()
             checkpoints.announce(self.strategy, self.runtime, f"{options.output}/{options.name}")
         self.meter.restart()
         for step in range(self.done + 1, options.last_step + 1):
@@ -270,12 +270,12 @@ class Trainer:
         loss, tokens = total(sums).tolist()
         return {"eval_loss": loss / tokens, "eval_perplexity": math.exp(loss / tokens)}
 
-    def _refuse_failing_export(self, model: PreTrainedModel) -> None:
+    def _refuse_failing_export(self) -> None:
         """Try on rank 0 all of the export but its weights. If it fails, all ranks raise UserError."""
 
         def try_export() -> None:
             if self.runtime.rank == 0:
-                model_io.try_export(model, self._tokenizer(), self.source.eos_ids, self.options)
+                model_io.try_export(self.strategy.model, self._tokenizer(), self.source.eos_ids, self.options)
 
         if reason := self._failure(try_export):
             raise UserError(

@@ -528,7 +528,7 @@ def test_a_model_that_cannot_be_exported_is_refused_before_the_first_step(
     monkeypatch.setattr(part, "save_pretrained", fail)
     with pytest.raises(settings.UserError, match=r"could not be exported \(ValueError: one two\)"):
         finetune()
-    assert not list(Path(options.output, options.name).iterdir())
+    assert not Path(options.output, options.name, "metrics.jsonl").read_text()
 
 
 def test_a_failed_export_leaves_a_run_that_exports_without_training(
