@@ -12,7 +12,7 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoModel, AutoTokenizer
 from transformers.utils import cached_file, logging
 
-from pipeline.ray_support import model_cache
+from pipeline.ray_support import hub_access, model_cache
 from settings import UserError
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -73,7 +73,7 @@ class EmbeddingModelInfo:
             self.dimension: int = AutoConfig.from_pretrained(folder).hidden_size
             tokenizer = AutoTokenizer.from_pretrained(folder)
         except (OSError, ValueError) as error:
-            raise UserError(
+            raise hub_access.explain(error, model) or UserError(
                 f"cannot read {model} ({str(error).splitlines()[0]}): set model in [embed] of settings.toml to an "
                 "embedding model. inv demo writes one to models/embedder."
             ) from None

@@ -11,7 +11,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 import settings
 from pipeline.data.tokenizer import load_tokenizer, tokenizer_hash
-from pipeline.ray_support import model_cache
+from pipeline.ray_support import hub_access, model_cache
 from pipeline.training import storage
 from pipeline.training.dataset import Manifest, TokenizerRecord, read_manifest
 from pipeline.training.flops import carries_state
@@ -72,7 +72,7 @@ def load_config(model: str) -> PreTrainedConfig:
         return AutoConfig.from_pretrained(model_cache.on_this_node(model, weights=False))
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise UserError(
+        raise hub_access.explain(error, model) or UserError(
             f"cannot load the model {model} ({reason}). Correct the model's folder, URI or hub id."
         ) from None
 
