@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from transformers import AutoConfig, PreTrainedConfig
 
 import settings
+from pipeline import state_files
 from pipeline.data.tokenizer import load_tokenizer, tokenizer_hash
 from pipeline.ray_support import hub_access, model_cache
 from pipeline.training import storage
@@ -134,14 +135,16 @@ def claim(options: TrainOptions, identity: Identity) -> None:
     manifest of the data is copied to the folder, because `inv report` reads it.
 
     Raises:
-        UserError: the existing run has a different identity.
+        UserError: the existing run has a different identity, or the file with its identity is damaged.
     """
     folder = f"{options.output}/{options.name}"
     text = storage.read_text(f"{folder}/run.json")
     if text is not None and options.fresh:
         storage.delete_folder(folder)
     elif text is not None:
-        _refuse_another_identity(json.loads(text), identity, options.name)
+        remedy = "If its settings are still the same, delete this file to resume the run; otherwise pass --fresh."
+        existing = state_files.parse_or_refuse(text, Identity, f"{folder}/run.json", remedy)
+        _refuse_another_identity(existing, identity, options.name)
     storage.write_text(f"{folder}/run.json", json.dumps(identity, indent=2) + "\n")
     if not options.stream and (manifest := storage.read_text(f"{options.data}/manifest.json")):
         storage.write_text(f"{folder}/data.json", manifest)

@@ -32,6 +32,7 @@ from torch import nn
 from pipeline.data import row_sources, streaming
 from pipeline.ray_support import capacity, cli, gang, ray_logging
 from pipeline.ray_support.private.tune import is_in_trial
+from pipeline.state_files import DamagedFile
 from pipeline.training import failures, preflight, storage, transport
 from pipeline.training.options import TrainOptions
 from pipeline.training.runtimes.runtime import Metrics, WriteCheckpoint
@@ -258,6 +259,9 @@ def _train_worker(config: dict[str, Any]) -> str | None:
     try:
         transport.require_efa(runtime.device, runtime.world_size, runtime.local_world_size)
         train(options, runtime, make_strategy, source)
+    except DamagedFile as error:  # perhaps only this worker reads the file
+        storage.write_text(_failure_file(options), str(error))
+        raise
     except UserError as error:  # all workers raise it
         return str(error)
     except Exception as error:
