@@ -24,9 +24,11 @@ from pipeline.data import shards
 from pipeline.data.packed_folder import PackedFolder
 from pipeline.evaluation import candidates
 from pipeline.generation.answer_folder import AnswerFolder
+from pipeline.ray_support.private.train import LIST_OF_CHECKPOINTS
 from pipeline.training import checkpoint_check, history, preflight
 from pipeline.training.dataset import PackedRows, read_manifest
 from pipeline.training.options import DDPOptions
+from pipeline.training.runtimes import ray_train
 from pipeline.training.runtimes.runtime import SingleProcess
 from pipeline.training.storage import RunFolder
 from pipeline.training.strategies import DDP
@@ -189,7 +191,9 @@ def test_preprocess_replaces_a_damaged_data_set_only_with_overwrite(packed: Path
 def test_a_damaged_shard_is_named_instead_of_trained(packed: Path, damage: str) -> None:
     shard = packed / "train/part-00001.parquet"
     _damage(shard, damage)
-    with pytest.raises(settings.UserError, match=rf"{shard} is damaged and cannot be read \(.*\)\. Run: inv submit preprocess"):
+    with pytest.raises(
+        settings.UserError, match=rf"{shard} is damaged and cannot be read \(.*\)\. Run: inv submit preprocess"
+    ):
         PackedRows(str(packed), "train").read(0, 21)
 
 
@@ -233,6 +237,19 @@ def test_a_run_with_a_damaged_identity_is_not_resumed(options: DDPOptions, damag
     file.unlink()
     preflight.claim(options, identity)
     assert json.loads(file.read_text()) == identity
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_list_of_checkpoints_gives_one_sentence(options: DDPOptions, damage: str) -> None:
+    """Ray Train would stop with a decoder's error; without the list, the run would delete its checkpoints."""
+    ray_train._check_list_of_checkpoints(options)  # a new run has none
+    file = Path(options.output, options.name, LIST_OF_CHECKPOINTS)
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps({"checkpoint_results": []}))
+    ray_train._check_list_of_checkpoints(options)
+    _damage(file, damage)
+    with pytest.raises(settings.UserError, match=rf"{file} is damaged, .*\. Ray Train finds no checkpoint .*--fresh"):
+        ray_train._check_list_of_checkpoints(options)
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
@@ -328,7 +345,9 @@ def test_rows_with_damaged_answers_are_answered_again(
     files = {pq.read_table(file)["id"][0].as_py(): file for file in Path(answers.uri, "answers").iterdir()}
     _damage(files["b"], damage)
     assert answers.begin(RECIPE, overwrite=False) == {"a"}
-    assert re.search(rf"{files['b']} is damaged and cannot be read \(.*\)\. Its rows are answered again", capsys.readouterr().out)
+    assert re.search(
+        rf"{files['b']} is damaged and cannot be read \(.*\)\. Its rows are answered again", capsys.readouterr().out
+    )
     assert list(Path(answers.uri, "answers").iterdir()) == [files["a"]]
 
 
