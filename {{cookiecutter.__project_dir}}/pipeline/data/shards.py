@@ -178,7 +178,9 @@ def _write_shard(documents: pa.Table, plan: ShardPlan, pad_id: int, name: str) -
     packed = pack(documents, plan.sequence_length, pad_id)
     columns = [column.combine_chunks().flatten().to_numpy() for column in packed.columns]
     buffer = pa.BufferOutputStream()
-    pq.write_table(packed, buffer, compression="zstd", row_group_size=max(1, ROW_GROUP_TOKENS // plan.sequence_length))
+    group_rows = max(1, ROW_GROUP_TOKENS // plan.sequence_length)
+    # zstd decodes some damaged pages without an error, so training compares their checksums
+    pq.write_table(packed, buffer, compression="zstd", row_group_size=group_rows, write_page_checksum=True)
     PackedFolder(plan.output).save(name, buffer.getvalue())
     return ShardSummary(
         name=name.rpartition("/")[2],

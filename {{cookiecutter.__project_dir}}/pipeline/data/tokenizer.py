@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING
 
 import settings
-from pipeline.ray_support import model_cache
+from pipeline.ray_support import hub_access, model_cache
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -33,7 +33,7 @@ def load_tokenizer(
         tokenizer = AutoTokenizer.from_pretrained(folder, mistral_format=False)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise settings.UserError(
+        raise hub_access.explain(error, model) or settings.UserError(
             f"the tokenizer of {model} cannot be loaded ({reason}); set {setting} to a folder or hub id with a "
             "tokenizer."
         ) from None

@@ -19,7 +19,7 @@ from pipeline.data.row_sources import RowSource
 from pipeline.data.rows import Piece, RawRow
 from pipeline.data.template_renderer import TEMPLATE_ERRORS, TemplateRenderer
 from pipeline.generation.answer_folder import AnswerFolder
-from pipeline.ray_support import model_cache
+from pipeline.ray_support import hub_access, model_cache
 from settings import UserError
 
 COLUMNS = ("messages", "tools", "prompt")
@@ -51,7 +51,9 @@ class PromptTokenizer:
             self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
         except (OSError, ValueError) as error:
             reason = str(error).strip().splitlines()[0]
-            raise UserError(f"the tokenizer of {model} cannot be loaded ({reason}); pass another --model.") from None
+            raise hub_access.explain(error, model) or UserError(
+                f"the tokenizer of {model} cannot be loaded ({reason}); pass another --model."
+            ) from None
         self.id_column = id_column
         self.max_model_len = max_model_len
         self.skip_ids = frozenset(skip_ids)

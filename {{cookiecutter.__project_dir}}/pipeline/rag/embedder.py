@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer
 from transformers.utils import cached_file, logging
 
 from pipeline.model_config import text_config
-from pipeline.ray_support import model_cache
+from pipeline.ray_support import hub_access, model_cache
 from pipeline.training import weights_check
 from settings import UserError
 
@@ -76,7 +76,7 @@ class EmbeddingModelInfo:
             self.dimension: int = text_config(AutoConfig.from_pretrained(folder)).hidden_size
             tokenizer = AutoTokenizer.from_pretrained(folder)
         except (OSError, ValueError) as error:
-            raise UserError(
+            raise hub_access.explain(error, model) or UserError(
                 f"cannot read {model} ({str(error).splitlines()[0]}): set model in [embed] of settings.toml to an "
                 "embedding model. inv demo writes one to models/embedder."
             ) from None

@@ -11,9 +11,10 @@ from typing import Any, TypeVar
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
 import settings
+from pipeline import state_files
 from pipeline.data.tokenizer import load_tokenizer, tokenizer_hash
 from pipeline.model_config import context_length, text_config
-from pipeline.ray_support import model_cache
+from pipeline.ray_support import hub_access, model_cache
 from pipeline.training import storage, weights_check
 from pipeline.training.dataset import Manifest, TokenizerRecord, read_manifest
 from pipeline.training.flops import carries_state
@@ -79,7 +80,7 @@ def load_config(model: str) -> PreTrainedConfig:
         return config
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise UserError(
+        raise hub_access.explain(error, model) or UserError(
             f"cannot load the model {model} ({reason}). Correct the model's folder, URI or hub id."
         ) from None
 
@@ -154,14 +155,16 @@ def claim(options: TrainOptions, identity: Identity) -> None:
     manifest of the data is copied to the folder, because `inv report` reads it.
 
     Raises:
-        UserError: the existing run has a different identity.
+        UserError: the existing run has a different identity, or the file with its identity is damaged.
     """
     folder = f"{options.output}/{options.name}"
     text = storage.read_text(f"{folder}/run.json")
     if text is not None and options.fresh:
         storage.delete_folder(folder)
     elif text is not None:
-        _refuse_another_identity(json.loads(text), identity, options.name)
+        remedy = "If its settings are still the same, delete this file to resume the run; otherwise pass --fresh."
+        existing = state_files.parse_or_refuse(text, Identity, f"{folder}/run.json", remedy)
+        _refuse_another_identity(existing, identity, options.name)
     storage.write_text(f"{folder}/run.json", json.dumps(identity, indent=2) + "\n")
     if not options.stream and (manifest := storage.read_text(f"{options.data}/manifest.json")):
         storage.write_text(f"{folder}/data.json", manifest)
