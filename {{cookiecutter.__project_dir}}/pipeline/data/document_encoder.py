@@ -57,12 +57,14 @@ class DocumentEncoder:
         self._tokenizer.no_padding()  # a tokenizer.json may enable padding and truncation
         self._tokenizer.no_truncation()
         self._special_tokens = SpecialTokens.of(tokenizer)
-        added = self._tokenizer.get_added_tokens_decoder()
+        definition = json.loads(self._tokenizer.to_str())
+        unknown = self._tokenizer.token_to_id(definition["model"].get("unk_token") or "")
+        decoder = self._tokenizer.get_added_tokens_decoder()
+        added = {token_id: token for token_id, token in decoder.items() if token_id != unknown}
         self._added = frozenset(added)
         # text after these tokens cannot change the tokens before it; a token with rstrip includes white space after it
         self._sealing = frozenset(token_id for token_id, token in added.items() if not token.rstrip)
         self._boundaries: dict[tuple[str, str], bool] = {}
-        definition = json.loads(self._tokenizer.to_str())
         schemes = set(_remove_dummy_prefixes(definition))
         self._has_prefix_after_tokens = "always" in schemes
         # encodes text that continues other text

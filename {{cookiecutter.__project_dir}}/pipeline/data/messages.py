@@ -73,8 +73,8 @@ def _normalize_message(message: Message) -> Message:
     calls = [_normalize_call(call) for call in calls]
     parts = _text_parts(message.pop("content", "" if calls else None))
     reasoning = next((message.pop(name) for name in REASONING_KEYS if name in message), None)
-    # vLLM joins parts with line breaks only for templates that read no parts
-    normalized: Message = {"role": message.pop("role"), "content": "\n".join(parts)}
+    # as vLLM joins them for a template that does not read parts
+    normalized: Message = {"role": message.pop("role"), "content": "\n".join(filter(None, parts))}
     if len(parts) > 1:
         normalized[TEXT_PARTS] = parts
     if reasoning:

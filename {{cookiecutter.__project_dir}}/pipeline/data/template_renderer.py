@@ -67,12 +67,25 @@ class TemplateRenderer:
         """Return messages as vLLM passes them to the template."""
         served = [self._message_as_served(message) for message in messages]
         if not self._knows_developer and any(message["role"] == "developer" for message in messages):
-            return _with_developer_as_system(messages, served)
+            return self._with_developer_as_system(messages, served)
         return served
 
     def _message_as_served(self, message: Message) -> Message:
         served = {key: message[key] for key in message if key not in OWN_KEYS} if message.keys() & OWN_KEYS else message
-        return served | {"content": _parts(message)} if self._reads_parts and message["role"] != "tool" else served
+        if not self._reads_parts:
+            return served
+        if message["role"] == "tool":
+            return served | {"content": _text(message)}
+        return served | {"content": _parts(message)}
+
+    def _with_developer_as_system(self, messages: list[Message], served: list[Message]) -> list[Message]:
+        """Merge system and developer messages into one, as vLLM does for templates without a developer role."""
+        found = [at for at, message in enumerate(messages) if message["role"] in ("system", "developer")]
+        if found == [0]:
+            return [served[0] | {"role": "system"}, *served[1:]]
+        texts = [_text(messages[at]) if self._reads_parts else messages[at]["content"] for at in found]
+        others = [message for at, message in enumerate(served) if at not in found]
+        return [{"role": "system", "content": "\n\n".join(filter(None, texts))}, *others]
 
 
 def _reason(error: Exception) -> str:
@@ -82,16 +95,6 @@ def _reason(error: Exception) -> str:
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "<template>"]
     line = getattr(error, "lineno", None) or (lines[-1] if lines else None)
     return f"it fails{f' in line {line}' if line else ''} with {type(error).__name__}"
-
-
-def _with_developer_as_system(messages: list[Message], served: list[Message]) -> list[Message]:
-    """Merge system and developer messages into one, as vLLM does for templates without a developer role."""
-    instructions = [number for number, message in enumerate(messages) if message["role"] in ("system", "developer")]
-    if instructions == [0]:
-        return [served[0] | {"role": "system"}, *served[1:]]
-    texts = [messages[number]["content"] for number in instructions if messages[number]["content"]]
-    others = [message for number, message in enumerate(served) if number not in instructions]
-    return [{"role": "system", "content": "\n\n".join(texts)}, *others]
 
 
 def _reads_parts(template: str) -> bool:
@@ -116,5 +119,14 @@ def _reads_parts(template: str) -> bool:
 
 def _parts(message: Message) -> list[dict[str, Any]]:
     if not message["content"] and message["role"] == "assistant":
-        return []  # clients send no content, rather than an empty text, beside tool calls
-    return [{"type": "text", "text": text} for text in message.get(TEXT_PARTS, (message["content"],))]
+        return []  # beside tool calls, clients send no content rather than an empty text
+    return [{"type": "text", "text": text} for text in _texts(message)]
+
+
+def _text(message: Message) -> str:
+    """Return the text of a message, joined as vLLM does for a template that reads parts."""
+    return "\n".join(_texts(message))
+
+
+def _texts(message: Message) -> list[str]:
+    return message.get(TEXT_PARTS, [message["content"]])

@@ -237,7 +237,9 @@ def test_overlong_conversations_are_dropped_or_raise_an_error(model_folder: str,
 
 def test_texts_and_completions_are_trained_but_prompts_are_not(tokenize: DocumentTokenizer) -> None:
     [text] = tokenize.documents({"text": "No such file"})
-    assert tokenize.tokenizer.decode(text.input_ids.tolist()) == "No such file<|eos|>", "the tokenizer adds no BOS token"
+    assert tokenize.tokenizer.decode(text.input_ids.tolist()) == "No such file<|eos|>", (
+        "the tokenizer adds no BOS token"
+    )
     assert text.labels[1:].tolist() == text.input_ids[1:].tolist()
     [pair] = tokenize.documents({"prompt": "ENOENT: ", "completion": "No such file"})
     trained = [label for label in pair.labels.tolist() if label != NOT_TRAINED]
