@@ -13,7 +13,7 @@ from pipeline.data.tokenizer import tokenizer_hash
 from pipeline.ray_support import model_cache
 from settings import UserError
 
-FORMAT = 2
+FORMAT = 3
 PARTS = ("train", "eval")
 OPTIONS = ("turns", "past_reasoning", "overlong", "deduplicate")
 

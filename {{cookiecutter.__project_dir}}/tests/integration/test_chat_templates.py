@@ -332,6 +332,23 @@ def test_a_learned_layout_gives_the_same_text_as_the_template(folder: Path, name
     assert any(template._layouts.values()), "no layout was used"
 
 
+def test_gemma_4_answers_after_a_call_with_text_and_its_result(folder: Path) -> None:
+    """Gemma 4 puts the text after the result. Its prompt ends that turn, but the finished conversation continues it."""
+    template, _ = load(folder, FAMILIES["Gemma 4"])
+    called, answered = template.documents(CONVERSATIONS["a call with text, then its result"])[:2]
+    assert called.text[slice(*called.spans[0])].endswith("probe-text<|tool_response>")
+    assert "probe-text<turn|>\nprobe-answer<turn|>" in answered.text
+    assert answered.text[slice(*answered.spans[0])] == "probe-answer<turn|>"
+
+
+def test_reasoning_that_is_kept_follows_its_prompt(folder: Path) -> None:
+    template, _ = load(folder, FAMILIES["Qwen 3.5"], past_reasoning="keep")
+    [document] = template.documents(Conversation([QUESTION, ANSWER, NEXT, THINKING]))
+    first, second = (document.text[slice(*span)] for span in document.spans)
+    assert first.startswith("\n</think>"), "<think> and a line break are in the prompt"
+    assert second.startswith("probe-reasoning\n</think>")
+
+
 def test_an_answer_that_contains_a_stop_token_is_rejected(folder: Path) -> None:
     template, _ = load(folder, FAMILIES["MiniMax M2"])
     conversation = Conversation([QUESTION, ANSWER | {"content": "before [e~[ after"}])
