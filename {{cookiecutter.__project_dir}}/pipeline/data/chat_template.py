@@ -17,7 +17,7 @@ from pipeline.data.long_conversations import shorten
 from pipeline.data.options import PastReasoning, Turns
 from pipeline.data.template_layout import Layouts
 from pipeline.data.template_probes import ANSWER, FEATURES, NEXT, QUESTION, RESULT, features
-from pipeline.data.template_renderer import MARKS, TEMPLATE_ERRORS, RenderedText, TemplateRenderer
+from pipeline.data.template_renderer import MARKS, RenderedText, TemplateFailure, TemplateRenderer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -71,7 +71,7 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._sequence_length = sequence_length
         self._probe(tokenizer, eos_ids)
-        with contextlib.suppress(*TEMPLATE_ERRORS):  # a template that does not support tools may raise an error
+        with contextlib.suppress(TemplateFailure):  # a template that does not support tools may raise an error
             self._turns.learn_end(tokenizer, FEATURES["tool calls"][0], RESULT)
         self.dropped = {name for name, (probe, expected) in FEATURES.items() if not self._renders(probe, expected)}
         self._layouts = Layouts(self._marked_template or self.text, self._turns.stops)
@@ -85,8 +85,8 @@ class ChatTemplate:
         """Return the texts to train on. Each trained assistant turn is marked in exactly one of them.
 
         Raises:
-            TemplateRejection: the template raises an error or would drop part of the conversation, or an answer
-                contains a stop token.
+            TemplateRejection: the template fails or would drop part of the conversation, or an answer contains a stop
+                token.
         """
         dropped = next((name for name in features(conversation) if name in self.dropped), None)
         if dropped:
@@ -96,8 +96,8 @@ class ChatTemplate:
                 raise TemplateRejection(f"an answer contains {stop}, at which the model stops")
         try:
             return self._documents(conversation)
-        except TEMPLATE_ERRORS as error:
-            raise TemplateRejection(f"the chat template raises an error: {_first_line(error)}") from None
+        except TemplateFailure as failure:
+            raise TemplateRejection(f"the chat template cannot render the messages: {failure}") from None
 
     def batch(self, conversations: list[Conversation]) -> list[list[RenderedText] | TemplateRejection]:
         """Return what `documents` returns or raises for each conversation, in a fraction of the time."""
@@ -154,38 +154,39 @@ class ChatTemplate:
         skipped = [at for at, message in enumerate(messages) if message["role"] == "assistant" and at not in trained]
         for at in skipped:  # later messages do not change how a marked template renders earlier ones
             start, stop = (
-                len(self._renderer.conversation(Conversation(messages[:end], tools), template)) for end in (at, at + 1)
+                len(self._renderer.conversation(Conversation(messages[:end], tools), template)) if end else 0
+                for end in (at, at + 1)
             )
             spans = [span for span in spans if not start <= span[0] < stop]
-        return RenderedText(text, spans) if self._follows_marks else self._cut_at_stops(RenderedText(text, spans))
+        spans = _merge_adjacent(spans)
+        starts = [min(stop, self._turns.generation_start(text, start)) for start, stop in spans]
+        generated = [(start, stop) for start, (_, stop) in zip(starts, spans, strict=True)]
+        if self._follows_marks:  # also train the part of the prompt that is marked
+            in_prompt = [(start, stop) for (start, _), stop in zip(spans, starts, strict=True)]
+            return RenderedText(text, sorted(span for span in in_prompt + generated if span[0] < span[1]))
+        return self._cut_at_stops(RenderedText(text, generated))
 
     def _masked_by_prompts(self, conversation: Conversation, trained: set[int]) -> list[RenderedText]:
         """Return documents in which each trained turn follows the prompt that a server would render before it."""
         messages, tools = conversation
         documents: list[RenderedText] = []
         text, spans = "", []
-        for index, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
+        for index in sorted(trained):
             prompt = self._renderer.prompt(Conversation(messages[:index], tools))
             turn = self._turns.text(prompt, Conversation(messages[: index + 1], tools))
             if spans and not prompt.startswith(text):
                 documents.append(RenderedText(text, spans))
                 spans = []
             text = prompt + turn
-            if index in trained:
-                spans = [*spans, (len(prompt), len(text))]
+            spans = [*spans, (len(prompt), len(text))]
         return [*documents, RenderedText(text, spans)] if spans else documents
 
     def _cut_at_stops(self, document: RenderedText) -> RenderedText:
-        """Cut off text after the last stop token, end each span at its first stop token, and merge adjacent spans."""
-        spans: list[tuple[int, int]] = []
-        for start, stop in document.spans:
-            if spans and spans[-1][1] == start:
-                start, _ = spans.pop()
-            spans.append((start, stop))
+        """Cut off text after the last stop token, and end each span at its first stop token."""
+        texts = [document.text[start:stop] for start, stop in document.spans]
         spans = [
-            (start, start + len(self._turns.until_stop(document.text[start:stop])) or stop) for start, stop in spans
+            (start, start + len(self._turns.until_stop(text) or text))
+            for (start, _), text in zip(document.spans, texts, strict=True)
         ]
         return RenderedText(document.text[: spans[-1][1]], spans) if spans else document
 
@@ -203,10 +204,9 @@ class ChatTemplate:
             self._renderer = TemplateRenderer(self.text, tokenizer.special_tokens_map)
             self._turns = AssistantTurns(self._renderer, eos_ids, has_marks=self._follows_marks)
             ends = self._turns.learn_end(tokenizer, probe, NEXT)
-        except TEMPLATE_ERRORS as error:
+        except TemplateFailure as failure:
             raise settings.UserError(
-                f"the chat template of {name} cannot be used ({_first_line(error)}); correct chat_template in "
-                "[preprocess]."
+                f"the chat template of {name} cannot be used ({failure}); correct chat_template in [preprocess]."
             ) from None
         if not ends:
             text = self._renderer.conversation(probe, self._marked_template)
@@ -219,10 +219,19 @@ class ChatTemplate:
         """Return whether the text of a probe contains all expected strings and ends in a stop token."""
         try:
             text, spans = self._documents(probe)[-1]
-        except TEMPLATE_ERRORS:
+        except TemplateFailure:
             return False
         end = spans[-1][1] if spans else 0
         return text[:end].rstrip().endswith(self._turns.stops) and all(string in text for string in expected)
+
+
+def _merge_adjacent(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    merged: list[tuple[int, int]] = []
+    for start, stop in spans:
+        if merged and merged[-1][1] == start:
+            start, _ = merged.pop()
+        merged.append((start, stop))
+    return merged
 
 
 def _marked_template(tokenizer: "PreTrainedTokenizerFast", has_marks: bool) -> str:
@@ -246,9 +255,5 @@ def _marked_by_trl(tokenizer: "PreTrainedTokenizerFast") -> str | None:
 
     try:
         return get_training_chat_template(tokenizer)
-    except TEMPLATE_ERRORS:  # TRL raises ValueError for a template that it does not know
+    except ValueError:  # a template that TRL does not know
         return None
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__

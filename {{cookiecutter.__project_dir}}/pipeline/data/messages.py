@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from pipeline.data.examples import BadRow, Message
+from pipeline.data.examples import TEXT_PARTS, BadRow, Message
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 PLAIN_KEYS = {"role", "content"}
@@ -99,19 +99,22 @@ def _normalize_message(message: Message) -> Message:
     if not isinstance(calls, list):
         raise BadRow("tool_calls is not a list")
     calls = [_normalize_call(call) for call in calls]
-    content = _join_parts(message.pop("content", "" if calls else None))
+    parts = _text_parts(message.pop("content", "" if calls else None))
     thoughts = [message.pop(name) for name in REASONING_KEYS if name in message]
     reasoning = thoughts[0] if thoughts else None
     if any(other != reasoning for other in thoughts):
         raise BadRow(f"a message with two different reasonings; keep one of {', '.join(REASONING_KEYS)}")
-    normalized: Message = {"role": message.pop("role"), "content": content}
+    # as vLLM joins them for a template that does not read parts
+    normalized: Message = {"role": message.pop("role"), "content": "\n".join(filter(None, parts))}
+    if len(parts) > 1:
+        normalized[TEXT_PARTS] = parts
     if reasoning:
         normalized["reasoning_content"] = require_text(reasoning)
     if calls:
         normalized["tool_calls"] = calls
     if "weight" in message:
         message["weight"] = _normalize_weight(message["weight"])
-    return normalized | {key: message[key] for key in sorted(message)}
+    return normalized | {key: message[key] for key in sorted(message) if key != TEXT_PARTS}
 
 
 def _normalize_weight(weight: object) -> int:
@@ -122,16 +125,16 @@ def _normalize_weight(weight: object) -> int:
     raise BadRow("a message with a weight that is neither 0 nor 1")
 
 
-def _join_parts(content: object) -> str:
-    """Return the text of a message. Content parts are joined as in vLLM."""
+def _text_parts(content: object) -> list[str]:
+    """Return the texts of a message."""
     if isinstance(content, list) and all(isinstance(part, dict) for part in content):
         other_types = {str(part.get("type")) for part in content} - {"text"}
         if other_types:
             raise BadRow(f"a message with parts that are not text: {', '.join(sorted(other_types))}")
-        content = "\n".join(require_text(part.get("text")) for part in content)
+        return [require_text(part.get("text")) for part in content]
     if not isinstance(content, str):
         raise BadRow("a message with content that is not text")
-    return content
+    return [content]
 
 
 def _normalize_call(call: object) -> dict[str, Any]:

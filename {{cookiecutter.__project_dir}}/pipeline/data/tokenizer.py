@@ -3,13 +3,35 @@
 import contextlib
 import hashlib
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import settings
 from pipeline.ray_support import hub_access, model_cache
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+
+class SpecialTokens(NamedTuple):
+    """The tokens that a tokenizer itself adds to a prompt that no chat template renders."""
+
+    before: list[int]
+    after: list[int]
+
+    @classmethod
+    def of(cls, tokenizer: "PreTrainedTokenizerBase") -> "SpecialTokens":
+        made = tokenizer("a", return_special_tokens_mask=True)
+        ids, mask = made["input_ids"], made["special_tokens_mask"]
+        return cls(ids[: mask.index(0)], ids[len(mask) - mask[::-1].index(0) :])
+
+    def start(self, ids: list[int]) -> list[int]:
+        """Return `ids` with the tokens before them, unless the text has these tokens itself."""
+        return ids if ids[: len(self.before)] == self.before else self.before + ids
+
+    def prompt(self, ids: list[int]) -> list[int]:
+        """Return `ids` as a prompt."""
+        ids = self.start(ids)
+        return ids if not self.after or ids[-len(self.after) :] == self.after else ids + self.after
 
 
 def load_tokenizer(

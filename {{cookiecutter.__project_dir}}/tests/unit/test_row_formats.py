@@ -56,6 +56,16 @@ def parts(text: str) -> list[dict[str, str]]:
             Conversation([USER, CALLING, RESULT, ASSISTANT | {"weight": 0}, ASSISTANT], [TOOL]),
         ),
         (
+            "several parts",
+            {
+                "messages": [
+                    USER | {"content": [*parts("2+"), *parts(""), *parts("2?")], "text_parts": "hi"},
+                    ASSISTANT | {"content": parts("4")},
+                ]
+            },
+            Conversation([{"role": "user", "content": "2+\n2?", "text_parts": ["2+", "", "2?"]}, ASSISTANT]),
+        ),
+        (
             "tools as JSON, without a wrapper",
             {"messages": PAIR, "tools": json.dumps([TOOL["function"]])},
             Conversation(PAIR, [TOOL]),
