@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from pipeline.data.examples import Conversation
-from pipeline.data.template_renderer import TEMPLATE_ERRORS, TemplateRenderer
+from pipeline.data.template_renderer import TemplateFailure, TemplateRenderer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -36,7 +36,7 @@ def shorten(
         return conversation
     try:
         before_first, before_last = (renderer.prompt(Conversation(messages[:turn], tools)) for turn in (first, last))
-    except TEMPLATE_ERRORS:
+    except TemplateFailure:
         return conversation  # rendering the conversation gives the reason
     start = before_first[:enough]
     if not before_last.startswith(start):  # a template may render a turn differently once a later turn follows

@@ -128,6 +128,7 @@ def download(model: str) -> str:
         folder = snapshot_download(model, allow_patterns=[*SMALL_FILES, "*.safetensors"], ignore_patterns=NOT_NEEDED)
         if not any(Path(folder).glob("*.safetensors")):
             snapshot_download(model, allow_patterns="pytorch_model*.bin")
+        return folder
     except (httpx2.HTTPError, HFValidationError, LocalEntryNotFoundError) as error:
         raise hub_access.explain(error, model) or settings.UserError(
             f"{model} is neither a folder in the project's bucket nor the id of a model. Correct the name, for example "
