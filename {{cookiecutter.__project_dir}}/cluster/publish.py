@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import httpx2
 import pyarrow.fs
 from huggingface_hub import CommitOperationAdd, HfApi
-from huggingface_hub.errors import HfHubHTTPError
 
 import settings
 from pipeline.ray_support import job_secrets
@@ -47,7 +47,7 @@ def publish(name: str, repository: str, license_id: str, *, public: bool) -> str
         try:
             url = api.create_repo(repository, private=not public, exist_ok=True)
             api.create_commit(repository, operations, commit_message=f"Upload the model of the run {name}")
-        except (HfHubHTTPError, OSError, ValueError) as error:  # ValueError: the hub knows no such license
+        except (httpx2.HTTPError, OSError, ValueError) as error:  # ValueError: the hub knows no such license
             reason = " ".join(str(error).split())
             raise settings.UserError(
                 f"the hub did not take {repository} ({reason}). Check the license and the token's permissions, then "

@@ -11,14 +11,12 @@ import asyncio
 import settings
 from pipeline.rag import deployment, evaluation, hit_rate
 from pipeline.rag.evaluation import Question
-from pipeline.ray_support import job_secrets
 from pipeline.serving import preflight
 from settings import UserError
 
 
 def main(options: EvaluateRagOptions) -> None:
     """Ask the questions, write one line per answer to the output, and print a table."""
-    job_secrets.load()
     preflight.check_api_key()
     questions = hit_rate.load_questions(options.questions, Question, "evaluate_rag")
     if not questions:

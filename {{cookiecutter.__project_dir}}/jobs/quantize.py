@@ -14,7 +14,7 @@ import time
 import settings
 from pipeline.quantization import quantization
 from pipeline.ray_support import capacity, model_cache
-from pipeline.training import preflight
+from pipeline.training import preflight, weights_check
 from pipeline.training.dataset import PackedRows, read_manifest
 
 
@@ -31,6 +31,7 @@ def main(options: QuantizeOptions) -> None:
     capacity.refuse_too_many_workers(1, needs, "num_gpus in [quantize]")
     location = model_cache.find(options.model)
     preflight.load_config(location)  # an error if there is no model
+    weights_check.check(location)
     capacity.refuse_private_paths(paths | {"model": location}, (), "quantize")
     print(f"quantizing {options.model} to {options.scheme} with {len(rows)} rows", flush=True)
     started = time.monotonic()

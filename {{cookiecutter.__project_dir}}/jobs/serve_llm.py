@@ -12,13 +12,11 @@ if __name__ == "__main__":
 
 import os
 
-from pipeline.ray_support import job_secrets
 from pipeline.serving import lifecycle, preflight
 
 
 def main(options: ServeOptions) -> None:
     """Serve a model. Return when it is healthy or, without a cluster, after Ctrl-C."""
-    job_secrets.load()
     preflight.check_api_key()
     preflight.check_model(options)
     cli.connect(log_to_driver=False)  # vLLM prints pages of messages, which are also in Ray's log files

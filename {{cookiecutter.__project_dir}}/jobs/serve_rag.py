@@ -12,14 +12,12 @@ if __name__ == "__main__":
 import os
 
 from pipeline.rag import deployment
-from pipeline.ray_support import job_secrets
 from pipeline.serving import lifecycle, preflight
 from pipeline.serving.options import RAG_APP
 
 
 def main(options: RagOptions) -> None:
     """Serve answers from the index. Return when the app is healthy or, without a cluster, after Ctrl-C."""
-    job_secrets.load()
     preflight.check_api_key()
     deployment.check_index(options)
     cli.connect(log_to_driver=False)

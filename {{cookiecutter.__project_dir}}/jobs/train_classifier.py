@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import settings
 from pipeline.ray_support import capacity, gang, ray_logging
 from pipeline.training import transport
+from pipeline.training.checkpoint_check import is_damaged
 from pipeline.training.collectives import total
 from pipeline.training.digits import count_correct, draw_digits, make_model
 
@@ -87,7 +88,11 @@ def train(options: ClassifierOptions) -> str | None:
     # many: split the test images by hand, because a sampler would repeat some to make the parts equally large
     test_images, test_labels = (part[rank::workers].to(device) for part in draw_digits(tests, options.seed + 1))
 
-    for epoch in range(resume(model, optimizer) + 1, options.epochs + 1):
+    try:
+        done = resume(model, optimizer)
+    except settings.UserError as error:
+        return str(error)
+    for epoch in range(done + 1, options.epochs + 1):
         started = time.perf_counter()
         torch.manual_seed(options.seed + epoch)  # so that a resumed run reads the images in the same order
         if workers > 1:
@@ -120,12 +125,19 @@ def train_epoch(parallel: nn.Module, optimizer: torch.optim.Optimizer, loader: D
 
 
 def resume(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Load the last checkpoint of this run on every worker. Return its epoch, or 0 if there is none."""
+    """Load the last checkpoint of this run on every worker. Return its epoch, or 0 if there is none.
+
+    Raises:
+        UserError: the checkpoint is damaged. All workers raise it.
+    """
     checkpoint = ray.train.get_checkpoint()  # many: workers that replace dead ones also get the checkpoint
     if checkpoint is None:
         return 0
     with checkpoint.as_directory() as folder:
-        state = torch.load(Path(folder, STATE), map_location="cpu", weights_only=True)
+        file = Path(folder, STATE)
+        if is_damaged(file):
+            raise settings.UserError(f"the checkpoint {checkpoint.path} is damaged. Start over with another --name.")
+        state = torch.load(file, map_location="cpu", weights_only=True)
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     return state["epoch"]

@@ -4,7 +4,9 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from pipeline.training import composite
 
 SIZES: dict[str, Any] = {
     "vocab_size": 128,
@@ -44,8 +46,45 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+# Composite families: changes to the text model, and to the vision tower.
+LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+TOWER = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
+PATCHES = TOWER | {"image_size": 28, "patch_size": 14}
+BLOCKS = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "num_position_embeddings": 64}
+COMPOSITES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "Gemma3": (WINDOW, PATCHES | {"vision_use_head": False}),
+    "Gemma4": ({"head_dim": 8}, TOWER | {"head_dim": 16, "num_key_value_heads": 2}),
+    "Llama4": (
+        {"head_dim": 8, "num_local_experts": 2, "intermediate_size_mlp": 64},
+        PATCHES | {"intermediate_size": 128} | dict.fromkeys(("projector_input_dim", "vision_output_dim"), 32),
+    ),
+    "Mistral3": ({"model_type": "ministral3", "head_dim": 8}, PATCHES | {"model_type": "pixtral", "head_dim": 16}),
+    "Qwen3_5": (LINEAR | {"head_dim": 16}, BLOCKS),
+    "Qwen3_5Moe": (
+        LINEAR | EXPERTS | {"head_dim": 16, "num_experts": 4, "shared_expert_intermediate_size": 16},
+        BLOCKS,
+    ),
+}
+
+
 def build(family: str, **changes: Any) -> PreTrainedModel:
     """Return an untrained model with the attention that training chooses on a CPU."""
-    config: PreTrainedConfig = getattr(transformers, f"{family}Config")(**{**SIZES, **FAMILIES[family], **changes})
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config, attn_implementation=None).eval()
+    config = config_of(family, **changes)
+    return composite.auto_class(config).from_config(config, attn_implementation=None).eval()
+
+
+def config_of(family: str, **changes: Any) -> PreTrainedConfig:
+    """Return the configuration of a small model. `changes` are those of its text model."""
+    config_type = getattr(transformers, f"{family}Config")
+    if family in FAMILIES:
+        return config_type(**{**SIZES, **FAMILIES[family], **changes})
+    text, vision = COMPOSITES[family]
+    text = {**SIZES, **text, **changes}
+    vision = vision | {"out_hidden_size": text["hidden_size"], "projector_output_dim": 32}
+    return config_type(text_config=text, vision_config=vision, image_token_id=text["vocab_size"] - 1)

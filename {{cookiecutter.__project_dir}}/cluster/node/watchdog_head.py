@@ -22,7 +22,7 @@ from cluster.common.instances import Instance
 from cluster.common.limits import LimitsSection
 from cluster.node import autoscaler_log, notices
 from cluster.node.activity import Activity
-from cluster.node.state import INTERVAL_S, LAUNCHED, LEASE, RAY_CONFIG, STATE_FILE
+from cluster.node.state import INTERVAL_S, LAUNCHED, LEASE, RAY_CONFIG, STATE_FILE, read_json
 
 PRICES_S = 3600.0
 """How often the prices are read again. Spot prices change slowly."""
@@ -130,12 +130,16 @@ class HeadWatchdog:
 
     def __init__(self, file: ClusterFile) -> None:
         """Continue with the state that an earlier watchdog has saved."""
-        state = json.loads(STATE_FILE.read_text()) if STATE_FILE.exists() else {}
+        state = read_json(STATE_FILE) or {}
         self._file = file
         self._markets = Markets({worker.name: worker.max_workers for worker in file.workers})
         self._spending = Spending(file, state.get("dollars", 0.0))
         self._activity = Activity(max(STARTED, state.get("last_use", 0.0)), state.get("requests", 0.0))
         self._messages = state.get("messages", [])
+        if not state and STATE_FILE.exists():
+            lost = f"{STATE_FILE} was damaged, so the limit in dollars counts only what is spent from now on"
+            self._messages.append(f"{time.strftime('%H:%M:%S')} {lost}")
+            notices.send(lost)
         self._last = state.get("at", time.time())
         self._warned_after = state.get("warned_after", 0.0)
 

@@ -118,15 +118,18 @@ def states(shape: Shape, training: Training) -> Memory:
       micro-batches. With stage 2, it also holds a copy of the rank's share of the updated parameters, and
       both the GPU and main memory reserve room for the largest gradient.
     - LoRA: frozen parameters are in the working format.
+    - Composite models: what text does not reach is frozen, but without LoRA and DeepSpeed it stays in fp32.
 
     Sources: ZeRO, Rajbhandari et al. 2019, arXiv:1910.02054, section 3; ZeRO-Offload, Ren et al. 2021,
     arXiv:2101.06840, section 4. ZeRO++, Wang et al. 2023, arXiv:2306.10209, section 4.2.
     """
     method, width = training.method, training.width
     trained, frozen = (shape.adapters, shape.parameters) if training.lora else (shape.parameters, 0)
+    frozen += shape.untrained
     share = trained / training.shards
     if not method.zero_stage:
-        return Memory((width * frozen + 16 * trained) / (training.shards if method.is_fsdp else 1), 0)
+        frozen_width = width if training.lora else 4
+        return Memory((frozen_width * frozen + 16 * trained) / (training.shards if method.is_fsdp else 1), 0)
     parameters = width * (frozen + trained) / (training.gpus if method.zero_stage == 3 else 1)
     if method.hpz and training.gpus > training.instance_gpus:
         parameters += width * (frozen + trained) / training.instance_gpus
@@ -268,7 +271,7 @@ def peak(shape: Shape, training: Training) -> Memory:
             buffers = 4 * BUCKET + width * min(gathered, shape.parameters)
             reduction, step = 6 * bucket + remaining, 4 * BUCKET + (4 + width) * min(LIVE, share)
     if method.zero_stage in (1, 2):
-        start = 2 * width * trained + width * (shape.parameters if training.lora else 0)
+        start = 2 * width * trained + width * (shape.untrained + (shape.parameters if training.lora else 0))
     host = 12 * share if method.zero_stage or method.is_fsdp else 12 * trained
     if method.offload_optimizer:
         step, host = 0, held.host + _pinning(shape, training)
@@ -306,7 +309,8 @@ def _fsdp_peak(shape: Shape, training: Training, passing: Activations) -> float:
 def _loaded(shape: Shape, training: Training) -> float:
     """Return the number of parameters that a rank loads into its main memory."""
     sharded = training.method.is_fsdp or training.method.zero_stage == 3
-    return shape.parameters / training.shards if sharded else shape.parameters
+    parameters = shape.parameters + shape.untrained
+    return parameters / training.shards if sharded else parameters
 
 
 def _pinning(shape: Shape, training: Training) -> float:
@@ -319,7 +323,7 @@ def _pinning(shape: Shape, training: Training) -> float:
     if training.method.zero_stage == 3:
         buffers += [4.0 * LIVE] * int(share // LIVE) + [4 * (share % LIVE)]
     if training.method.offload_parameters:
-        buffers.append(training.width * shape.parameters / training.gpus)
+        buffers.append(training.width * (shape.parameters + shape.untrained) / training.gpus)
         copies = shape.embeddings / shape.largest * _pinned(training.width * shape.largest / training.gpus)
     return sum(_pinned(size) - size for size in buffers) + copies
 

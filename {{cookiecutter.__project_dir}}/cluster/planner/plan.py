@@ -10,7 +10,7 @@ from cluster.common import cluster_file, gpu_types
 from cluster.planner import report
 from cluster.planner.estimate import estimate
 from instance_types import INSTANCE_TYPES
-from pipeline.ray_support import model_cache
+from pipeline.ray_support import job_secrets, model_cache
 from pipeline.training import preflight
 from pipeline.training.dataset import read_manifest
 from pipeline.training.options import DDPOptions
@@ -36,6 +36,7 @@ def plan(
     from pipeline.data.options import PreprocessOptions
     from pipeline.serving.options import ServeOptions
 
+    job_secrets.load()  # a gated model needs HF_TOKEN
     train = settings.load(DDPOptions, "train", profile="cluster")
     serving = settings.load(ServeOptions, "serve", profile="cluster")
     file = cluster_file.load()

@@ -28,7 +28,8 @@ from cluster.planner.shape import LORA_RANK
 def show(plan: ModelPlan, console: Console) -> None:
     """Print the tables, their assumptions, and the recommendation."""
     shape = plan.shape
-    console.print(f"{shape.parameters:,} parameters, {shape.layers} layers of {shape.hidden}\n")
+    others = f" and {shape.untrained:,} that text does not reach" if shape.untrained else ""
+    console.print(f"{shape.parameters:,} parameters{others}, {shape.layers} layers of {shape.hidden}\n")
     console.print(_training_table(plan))
     hours_note = "Hours and dollars need packed data. Run: inv submit preprocess"
     if plan.tokens is not None:

@@ -43,7 +43,7 @@ def serve(shape: Shape, width: int, context: int, gpu_gib: float) -> Serving | N
     spreads = [(tensor, 1) for tensor in (1, 2, 4, 8)] + [(8, stages) for stages in (2, 4, 8, 16)]
     for tensor, stages in spreads:
         gpus = tensor * stages
-        each = width * shape.parameters / gpus
+        each = width * (shape.parameters + shape.untrained) / gpus
         cache_tokens = int(gpus * ((USABLE * gpu_gib - SERVING_GIB) * GIB - each) / kv_bytes(shape, width))
         if shape.heads % tensor == 0 and stages <= shape.layers and cache_tokens >= context:
             return Serving(tensor, stages, each, cache_tokens)

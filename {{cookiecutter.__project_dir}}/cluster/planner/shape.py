@@ -1,14 +1,19 @@
 """Count the parameters of a model from its configuration, without its weights."""
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from statistics import mean
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 import settings
+from pipeline.model_config import layer_configs, text_config
+from pipeline.training import composite
 from pipeline.training.chunked_loss import has_chunks
-from pipeline.training.flops import EXPERT, Compute, chosen_experts, compute_of
+from pipeline.training.flops import EXPERT, Compute, chosen_experts, compute_of, head_size
 from pipeline.training.packed_attention import has_varlen
 
 LORA_RANK = 16
@@ -19,7 +24,9 @@ class Shape:
     """Sizes of a model. Tensor sizes are in elements."""
 
     parameters: int
-    """All parameters of the model. Tied parameters count once."""
+    """All parameters that text reaches. Tied parameters count once."""
+    untrained: int
+    """All other parameters, such as those of a vision tower. Training only loads and exports them."""
     multiplied: int
     """Parameters in matrix products: all but those of an untied input embedding, which is only looked up."""
     largest: int
@@ -30,9 +37,9 @@ class Shape:
     heads: int
     hidden: int
     query: int
-    """Elements of one token's queries in one block. Keys and values may have fewer."""
+    """Elements of one token's queries in one block. Keys and values may have fewer. If blocks differ, the mean."""
     key: int
-    """Elements of one token's keys in one block. The token's values have the same size."""
+    """Elements of one token's keys in one block. The token's values have the same size. If blocks differ, the mean."""
     normed_heads: int
     """`query` + `key` if the block normalizes queries and keys, as in Qwen3. Otherwise 0."""
     intermediate: int
@@ -68,24 +75,28 @@ def shape_of(config: PreTrainedConfig) -> Shape:
     """
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+            model = composite.auto_class(config).from_config(config)
     except ValueError:
         raise settings.UserError(
             f"{config.model_type} is not a causal language model in transformers. Choose another model: inv plan MODEL"
         ) from None
-    text = config.get_text_config()
-    heads = text.num_attention_heads
-    head = getattr(text, "head_dim", None) or text.hidden_size // heads
-    query, key = heads * head, (getattr(text, "num_key_value_heads", None) or heads) * head
+    text = text_config(config)
+    layers = layer_configs(config)
+    heads = max(layer.num_attention_heads for layer in layers)
+    query = _mean(layer.num_attention_heads * head_size(layer) for layer in layers)
+    key = _mean(_key_heads(layer) * head_size(layer) for layer in layers)
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
-    linears = [module for module in model.modules() if isinstance(module, nn.Linear) and module is not output]
-    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    blocks = composite.text_model(model)
+    linears = [module for module in blocks.modules() if isinstance(module, nn.Linear) and module is not output]
+    others = composite.without_text(model)
+    sizes = {name: value.numel() for name, value in model.named_parameters() if name not in others}
     experts = [value.shape for name, value in model.named_parameters() if EXPERT.search(name) and value.dim() == 3]
     chosen = chosen_experts(text)
     expert_width = getattr(text, "moe_intermediate_size", None)
-    width = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+    width = max(getattr(layer, "intermediate_size", None) or 4 * text.hidden_size for layer in layers)
     return Shape(
         parameters=sum(sizes.values()),
+        untrained=sum(model.get_parameter(name).numel() for name in others),
         multiplied=sum(sizes.values()) - (0 if output.weight is embedding.weight else embedding.weight.numel()),
         largest=max(sizes.values()),
         adapters=LORA_RANK * sum(linear.in_features + linear.out_features for linear in linears)
@@ -104,3 +115,11 @@ def shape_of(config: PreTrainedConfig) -> Shape:
         has_chunks=has_chunks(model),
         compute=compute_of(model),
     )
+
+
+def _key_heads(layer: PreTrainedConfig) -> int:
+    return getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
+
+
+def _mean(sizes: Iterable[int]) -> int:
+    return math.ceil(mean(sizes))

@@ -1,12 +1,13 @@
 """Find where assistant turns begin and end in the text that a chat template renders."""
 
+import contextlib
 import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from pipeline.data.examples import Conversation, Message
 from pipeline.data.template_probes import ANSWER, QUESTION
-from pipeline.data.template_renderer import TemplateRenderer
+from pipeline.data.template_renderer import TemplateFailure, TemplateRenderer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -21,7 +22,7 @@ class AssistantTurns:
     def __init__(self, renderer: TemplateRenderer, eos_ids: Iterable[int], *, has_marks: bool) -> None:
         """`eos_ids` are the model's stop tokens. `has_marks` says whether the template marks what to train.
 
-        Raises: one of TEMPLATE_ERRORS if the template cannot render a question and an answer.
+        Raises: TemplateFailure if the template cannot render a question and an answer.
         """
         self.eos_ids = sorted(set(eos_ids))
         """Stop tokens of the trained model. `learn_end` may add one."""
@@ -31,6 +32,7 @@ class AssistantTurns:
         self._has_marks = has_marks
         # how the generation prompt begins the reasoning, and what a conversation without reasoning has instead
         self._opening = self._in_conversation = ""
+        self._header = ""  # the generation prompt: what a prompt adds to its messages
         # the stop token to add to turns that the template ends without one; the key says whether the turn calls tools
         self._missing_end = {True: "", False: ""}
         self._learn_reasoning()
@@ -56,7 +58,8 @@ class AssistantTurns:
             self.stops = tuple(eos)
             self._missing_end[bool(probe.messages[-1].get("tool_calls"))] = stop
             return True
-        ids = tokenizer.encode(written.partition(str(probe.messages[-1]["content"]))[2], add_special_tokens=False)
+        answer = str(probe.messages[-1]["content"])
+        ids = tokenizer.encode(written.partition(answer)[2], add_special_tokens=False) if answer else []
         if ids and ids[0] in tokenizer.get_added_vocab().values():  # a base model learns to stop at this token
             self.eos_ids = sorted([*self.eos_ids, ids[0]])
             self.stops = (*eos, tokenizer.convert_ids_to_tokens(ids[0]))
@@ -67,13 +70,15 @@ class AssistantTurns:
         """Return the last message as the assistant writes it after `prompt`, including the stop token.
 
         Raises:
-            ValueError: the prompts in serving would differ from those in training.
+            TemplateFailure: the prompts in serving would differ from those in training.
         """
         message = conversation.messages[-1]
         whole = self._renderer.conversation(conversation)
         written = whole.removeprefix(prompt)
         if not whole.startswith(prompt):
-            if self._opening:
+            if (unclosed := self._without_end(prompt)) and whole.startswith(unclosed):
+                written = whole.removeprefix(unclosed)
+            elif self._opening:
                 written = self._after_reasoning(prompt, whole, message.get("reasoning_content", ""))
             else:
                 written = _after_last_message(prompt, whole, conversation.messages[-2])
@@ -98,9 +103,20 @@ class AssistantTurns:
             return text[slice(*spans[-1])] if spans else ""
         return self.text(self._renderer.prompt(Conversation(probe.messages[:-1], probe.tools)), probe)
 
+    def generation_start(self, text: str, start: int) -> int:
+        """Return where the model begins to generate in a marked span of `text` that begins at `start`.
+
+        A mark may include the end of the generation prompt, such as <think>.
+        """
+        size = len(self._header)
+        at = text.rfind(self._header, max(0, start - size), start + size) if size else -1
+        return max(start, at + size)
+
     def _learn_reasoning(self) -> None:
         """Learn how the generation prompt begins the reasoning, if answers in a conversation begin differently."""
         prompt = self._renderer.prompt(Conversation([QUESTION]))
+        with contextlib.suppress(TemplateFailure):  # a template may demand an answer
+            self._header = prompt.partition(self._renderer.conversation(Conversation([QUESTION])))[2]
         before, _, _ = self._renderer.conversation(Conversation([QUESTION, ANSWER])).partition(ANSWER["content"])
         if not before.startswith(prompt):
             pairs = zip(prompt, before, strict=False)
@@ -109,11 +125,19 @@ class AssistantTurns:
                 header = header[: header.rfind("<")]
             self._opening, self._in_conversation = prompt.removeprefix(header), before.removeprefix(header)
 
+    def _without_end(self, prompt: str) -> str:
+        """Return a prompt without the end of its last turn, or an empty string if it does not end with a turn.
+
+        If text follows a tool's result, Gemma 4's prompt ends that turn, but the conversation continues it.
+        """
+        prompt = prompt.rstrip()
+        return next((prompt.removesuffix(stop) for stop in self.stops if prompt.endswith(stop)), "")
+
     def _after_reasoning(self, prompt: str, whole: str, reasoning: str) -> str:
         """Return the text after a prompt that begins the reasoning differently from the conversation."""
         header = prompt.removesuffix(self._opening)
         if header == prompt or not whole.startswith(header + self._in_conversation):
-            raise ValueError(MISMATCH)
+            raise TemplateFailure(MISMATCH)
         answer = whole.removeprefix(header + self._in_conversation)
         tag = REASONING_TAG.fullmatch(self._opening)
         closing = f"</{tag[1]}>" if tag else ""
@@ -123,7 +147,7 @@ class AssistantTurns:
             return f"{reasoning}\n{closing}\n\n{answer}"
         if "/" in self._opening or self._opening.count("<") > 1:  # Gemma 4 closes the reasoning in the prompt
             return answer
-        raise ValueError(MISMATCH)
+        raise TemplateFailure(MISMATCH)
 
 
 def _after_last_message(prompt: str, whole: str, last: Message) -> str:
@@ -134,5 +158,5 @@ def _after_last_message(prompt: str, whole: str, last: Message) -> str:
     start = prompt.rfind(last["content"]) if last["content"] else -1
     end = whole.rfind(prompt[start:]) if start >= 0 else -1
     if end < 0:
-        raise ValueError(MISMATCH)
+        raise TemplateFailure(MISMATCH)
     return whole[end + len(prompt) - start :]

@@ -11,18 +11,19 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import settings
-from pipeline.data import rendered_check, template_layout
+from pipeline.data import rendered_check
 from pipeline.data.assistant_turns import AssistantTurns
 from pipeline.data.examples import Conversation, Message
+from pipeline.data.long_conversations import shorten
 from pipeline.data.messages import separate_reasoning
 from pipeline.data.options import PastReasoning, Turns
+from pipeline.data.template_layout import Layouts
 from pipeline.data.template_probes import ANSWER, FEATURES, NEXT, QUESTION, RESULT, features
-from pipeline.data.template_renderer import MARKS, TEMPLATE_ERRORS, RenderedText, TemplateRenderer
+from pipeline.data.template_renderer import MARKS, RenderedText, TemplateFailure, TemplateRenderer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-MAX_LAYOUTS = 10_000  # layouts kept in memory; after that, conversations of new shapes are rendered with the template
 CHATML = "pipeline/data/chat_templates/chatml.jinja"
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 
@@ -50,10 +51,12 @@ class ChatTemplate:
         user_defined: bool = False,
         turns: Turns = "all",
         past_reasoning: PastReasoning = "served",
+        sequence_length: int | None = None,
     ) -> None:
         """Probe the template of `tokenizer`. The model stops at `eos_ids`.
 
-        `user_defined` says whether the template replaces the model's own.
+        `user_defined` says whether the template replaces the model's own. `batch` leaves out turns that are certain to
+        have no token within `sequence_length`.
 
         Raises:
             settings.UserError: the template is broken or does not support `past_reasoning`, or a model trained with it
@@ -67,11 +70,13 @@ class ChatTemplate:
         self._marked_template = _marked_template(tokenizer, has_marks) if past_reasoning == "keep" else None
         if self._follows_marks:
             self._marked_template = self.text
-        self._layouts: dict[object, template_layout.Layout | None] = {}
+        self._tokenizer = tokenizer
+        self._sequence_length = sequence_length
         self._probe(tokenizer, eos_ids)
-        with contextlib.suppress(*TEMPLATE_ERRORS):  # a template that does not support tools may raise an error
+        with contextlib.suppress(TemplateFailure):  # a template that does not support tools may raise an error
             self._turns.learn_end(tokenizer, FEATURES["tool calls"][0], RESULT)
         self.dropped = {name for name, (probe, expected) in FEATURES.items() if not self._renders(probe, expected)}
+        self._layouts = Layouts(self._marked_template or self.text, self._turns.stops)
 
     @property
     def eos_ids(self) -> list[int]:
@@ -82,8 +87,8 @@ class ChatTemplate:
         """Return the texts to train on. Each trained assistant turn is marked in exactly one of them.
 
         Raises:
-            TemplateRejection: the template raises an error or would drop part of the conversation, or an answer
-                contains a stop token.
+            TemplateRejection: the template fails or would drop part of the conversation, or an answer contains a stop
+                token.
         """
         conversation = self._with_separate_reasoning(conversation)
         dropped = next((name for name in features(conversation) if name in self.dropped), None)
@@ -94,8 +99,8 @@ class ChatTemplate:
                 raise TemplateRejection(f"an answer contains {stop}, at which the model stops")
         try:
             documents = self._documents(conversation)
-        except TEMPLATE_ERRORS as error:
-            raise TemplateRejection(f"the chat template raises an error: {_first_line(error)}") from None
+        except TemplateFailure as failure:
+            raise TemplateRejection(f"the chat template cannot render the messages: {failure}") from None
         if reason := self._problem(conversation.messages, documents):
             raise TemplateRejection(reason)
         return documents
@@ -113,19 +118,26 @@ class ChatTemplate:
 
     def batch(self, conversations: list[Conversation]) -> list[list[RenderedText] | TemplateRejection]:
         """Return what `documents` returns or raises for each conversation, in a fraction of the time."""
-        return [self._by_layout(conversation) for conversation in conversations]
+        shortened = list(map(self._shorten, conversations))
+        by_layout = self._layouts.documents(shortened, self._documents_or_rejection)
+        return [
+            self._documents_or_rejection(conversation)
+            if documents is None or any(map(self._turns.stop_in, conversation.messages))
+            else documents
+            for conversation, documents in zip(shortened, by_layout, strict=True)
+        ]
 
-    def _by_layout(self, conversation: Conversation) -> list[RenderedText] | TemplateRejection:
-        conversation = self._with_separate_reasoning(conversation)
-        shape = template_layout.shape(conversation)
-        if shape is None or any(map(self._turns.stop_in, conversation.messages)):
-            return self._documents_or_rejection(conversation)
-        if shape not in self._layouts:
-            if len(self._layouts) == MAX_LAYOUTS:
-                return self._documents_or_rejection(conversation)
-            self._layouts[shape] = self._learn_layout(conversation)
-        layout = self._layouts[shape]
-        return layout.fill(conversation) if layout else self._documents_or_rejection(conversation)
+    def _shorten(self, conversation: Conversation) -> Conversation:
+        """Leave out turns that are certain to have no token within the sequence length."""
+        if not self._sequence_length or self._marked_template:  # marked templates render all turns at once
+            return conversation
+        return shorten(
+            conversation,
+            self._sequence_length,
+            self._trained_turns(conversation.messages),
+            self._renderer,
+            self._tokenizer.backend_tokenizer,
+        )
 
     def _with_separate_reasoning(self, conversation: Conversation) -> Conversation:
         """Return the conversation with its reasoning where the template expects it, not in <think> tags."""
@@ -134,12 +146,6 @@ class ChatTemplate:
         ):
             return conversation
         return conversation._replace(messages=[separate_reasoning(message) for message in conversation.messages])
-
-    def _learn_layout(self, conversation: Conversation) -> template_layout.Layout | None:
-        try:
-            return template_layout.learn(conversation, self.documents)
-        except TemplateRejection:
-            return None
 
     def _documents_or_rejection(self, conversation: Conversation) -> list[RenderedText] | TemplateRejection:
         try:
@@ -173,38 +179,39 @@ class ChatTemplate:
         skipped = [at for at, message in enumerate(messages) if message["role"] == "assistant" and at not in trained]
         for at in skipped:  # later messages do not change how a marked template renders earlier ones
             start, stop = (
-                len(self._renderer.conversation(Conversation(messages[:end], tools), template)) for end in (at, at + 1)
+                len(self._renderer.conversation(Conversation(messages[:end], tools), template)) if end else 0
+                for end in (at, at + 1)
             )
             spans = [span for span in spans if not start <= span[0] < stop]
-        return RenderedText(text, spans) if self._follows_marks else self._cut_at_stops(RenderedText(text, spans))
+        spans = _merge_adjacent(spans)
+        starts = [min(stop, self._turns.generation_start(text, start)) for start, stop in spans]
+        generated = [(start, stop) for start, (_, stop) in zip(starts, spans, strict=True)]
+        if self._follows_marks:  # also train the part of the prompt that is marked
+            in_prompt = [(start, stop) for (start, _), stop in zip(spans, starts, strict=True)]
+            return RenderedText(text, sorted(span for span in in_prompt + generated if span[0] < span[1]))
+        return self._cut_at_stops(RenderedText(text, generated))
 
     def _masked_by_prompts(self, conversation: Conversation, trained: set[int]) -> list[RenderedText]:
         """Return documents in which each trained turn follows the prompt that a server would render before it."""
         messages, tools = conversation
         documents: list[RenderedText] = []
         text, spans = "", []
-        for index, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
+        for index in sorted(trained):
             prompt = self._renderer.prompt(Conversation(messages[:index], tools))
             turn = self._turns.text(prompt, Conversation(messages[: index + 1], tools))
             if spans and not prompt.startswith(text):
                 documents.append(RenderedText(text, spans))
                 spans = []
             text = prompt + turn
-            if index in trained:
-                spans = [*spans, (len(prompt), len(text))]
+            spans = [*spans, (len(prompt), len(text))]
         return [*documents, RenderedText(text, spans)] if spans else documents
 
     def _cut_at_stops(self, document: RenderedText) -> RenderedText:
-        """Cut off text after the last stop token, end each span at its first stop token, and merge adjacent spans."""
-        spans: list[tuple[int, int]] = []
-        for start, stop in document.spans:
-            if spans and spans[-1][1] == start:
-                start, _ = spans.pop()
-            spans.append((start, stop))
+        """Cut off text after the last stop token, and end each span at its first stop token."""
+        texts = [document.text[start:stop] for start, stop in document.spans]
         spans = [
-            (start, start + len(self._turns.until_stop(document.text[start:stop])) or stop) for start, stop in spans
+            (start, start + len(self._turns.until_stop(text) or text))
+            for (start, _), text in zip(document.spans, texts, strict=True)
         ]
         return RenderedText(document.text[: spans[-1][1]], spans) if spans else document
 
@@ -222,10 +229,9 @@ class ChatTemplate:
             self._renderer = TemplateRenderer(self.text, tokenizer.special_tokens_map)
             self._turns = AssistantTurns(self._renderer, eos_ids, has_marks=self._follows_marks)
             ends = self._turns.learn_end(tokenizer, probe, NEXT)
-        except TEMPLATE_ERRORS as error:
+        except TemplateFailure as failure:
             raise settings.UserError(
-                f"the chat template of {name} cannot be used ({_first_line(error)}); correct chat_template in "
-                "[preprocess]."
+                f"the chat template of {name} cannot be used ({failure}); correct chat_template in [preprocess]."
             ) from None
         if not ends:
             text = self._renderer.conversation(probe, self._marked_template)
@@ -238,10 +244,19 @@ class ChatTemplate:
         """Return whether the text of a probe contains all expected strings and ends in a stop token."""
         try:
             text, spans = self._documents(probe)[-1]
-        except TEMPLATE_ERRORS:
+        except TemplateFailure:
             return False
         end = spans[-1][1] if spans else 0
         return text[:end].rstrip().endswith(self._turns.stops) and all(string in text for string in expected)
+
+
+def _merge_adjacent(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    merged: list[tuple[int, int]] = []
+    for start, stop in spans:
+        if merged and merged[-1][1] == start:
+            start, _ = merged.pop()
+        merged.append((start, stop))
+    return merged
 
 
 def _marked_template(tokenizer: "PreTrainedTokenizerFast", has_marks: bool) -> str:
@@ -265,9 +280,5 @@ def _marked_by_trl(tokenizer: "PreTrainedTokenizerFast") -> str | None:
 
     try:
         return get_training_chat_template(tokenizer)
-    except TEMPLATE_ERRORS:  # TRL raises ValueError for a template that it does not know
+    except ValueError:  # a template that TRL does not know
         return None
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__

@@ -7,6 +7,8 @@ import msgspec
 
 Message = dict[str, Any]
 """A message in the form that chat templates read."""
+TEXT_PARTS = "text_parts"
+"""A key of messages with several text parts, for templates that read parts. `content` has the parts as one text."""
 
 
 class BadRow(Exception):

@@ -1,7 +1,7 @@
 """Find the files of an input, which is a file, a folder, a glob or a URI."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
@@ -9,10 +9,12 @@ import pyarrow as pa
 import pyarrow.fs
 from pyarrow.fs import FileInfo, FileSelector, FileSystem, FileType
 
-from pipeline.data import hub
+from pipeline.data import hub, table_formats
 from settings import UserError
 
 WILDCARD = re.compile(r"[*?[]")
+COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".zip")
+NAMES_SHOWN = 5
 
 
 class InputFile(NamedTuple):
@@ -48,6 +50,8 @@ class InputFiles(NamedTuple):
 def find(name: str, suffixes: Sequence[str], section: str, *, recursive: bool = False) -> InputFiles:
     """Return the files with these suffixes that `name` refers to: a file, a folder's files, or the matches of a glob.
 
+    Print which other files were found, and why they are not read.
+
     Args:
         name: An absolute path or a URI.
         suffixes: For example `.jsonl`.
@@ -55,16 +59,12 @@ def find(name: str, suffixes: Sequence[str], section: str, *, recursive: bool = 
         recursive: Whether a folder includes its subfolders.
 
     Raises:
-        UserError: there is no such file, or it cannot be read.
+        UserError: there is no such file, it cannot be read, or it belongs to a table with deleted rows.
     """
+    on_hub = name.startswith(hub.SCHEME)
     try:
-        filesystem, path = hub.open_uri(name) if name.startswith(hub.SCHEME) else FileSystem.from_uri(name)
-        is_folder = filesystem.get_file_info(path).type == FileType.Directory
-        found = (
-            filesystem.get_file_info(FileSelector(path, recursive=recursive))
-            if is_folder
-            else _matches(filesystem, path)
-        )
+        filesystem, path = hub.open_uri(name) if on_hub else FileSystem.from_uri(name)
+        root, nearby, found = _list(filesystem, path, recursive=recursive)
     except (OSError, pa.ArrowInvalid) as error:
         raise UserError(f"{name} cannot be read ({error}); correct input in [{section}], or pass --input.") from None
     files = sorted(
@@ -72,26 +72,68 @@ def find(name: str, suffixes: Sequence[str], section: str, *, recursive: bool = 
         for info in found
         if info.is_file and PurePosixPath(info.path).suffix in suffixes
     )
+    read, known = [file.path for file in files] or [path], [info.path for info in nearby]
+    if table := table_formats.find(filesystem, read, known, root, min_depth=hub.REPOSITORY_DEPTH if on_hub else 1):
+        raise UserError(
+            f"{name} belongs to the {table[1]} table {table[0]}, where files of deleted rows remain; write the table's "
+            f"current rows to parquet or JSONL files, and name those in [{section}], or pass --input."
+        )
+    skipped = _skipped(found, suffixes, root)
     if not files:
         raise UserError(
-            f"no {', '.join(suffixes[:-1])} or {suffixes[-1]} file at {name}; correct input in [{section}], or pass "
-            "--input."
+            f"no {', '.join(suffixes[:-1])} or {suffixes[-1]} file at {name}{skipped and f', only {skipped}'}; correct "
+            f"input in [{section}], or pass --input."
         )
-    return InputFiles(name, filesystem, path if is_folder else _fixed_folder(path), files)
+    if skipped:
+        print(f"note: {name}: not read: {skipped}", flush=True)
+    return InputFiles(name, filesystem, root, files)
 
 
-def _matches(filesystem: FileSystem, path: str) -> list[FileInfo]:
-    """Return the file at `path`, or the matches if `path` is a glob."""
+def _list(filesystem: FileSystem, path: str, *, recursive: bool) -> tuple[str, list[FileInfo], list[FileInfo]]:
+    """Return the folder of all files that `path` refers to, what is in the folder, and what `path` refers to."""
     info = filesystem.get_file_info(path)
-    wildcard = WILDCARD.search(path)
+    if _is_folder(info):
+        inside = filesystem.get_file_info(FileSelector(path, recursive=recursive))
+        return path, inside, [one for one in inside if not (recursive and _is_folder(one))]
+    root, wildcard = _fixed_folder(path), WILDCARD.search(path)
     if info.is_file or not wildcard:
-        return [info]
-    base = path[: wildcard.start()].rpartition("/")[0]
-    selector = FileSelector(base, recursive="/" in path[wildcard.start() :], allow_not_found=True)
+        return root, [info], [info]
+    selector = FileSelector(root, recursive="/" in path[wildcard.start() :], allow_not_found=True)
+    inside = filesystem.get_file_info(selector)
     pattern = f"/{path.lstrip('/')}"  # a leading slash makes `match` compare whole paths
-    return [
-        info for info in filesystem.get_file_info(selector) if PurePosixPath(f"/{info.path.lstrip('/')}").match(pattern)
-    ]
+    return root, inside, [one for one in inside if PurePosixPath(f"/{one.path.lstrip('/')}").match(pattern)]
+
+
+def _is_folder(info: FileInfo) -> bool:
+    return info.type == FileType.Directory
+
+
+def _skipped(found: Iterable[FileInfo], suffixes: Sequence[str], root: str) -> str:
+    """Return the names of the files and folders that are not read, with the reasons."""
+    names: dict[str, list[str]] = {}
+    for info in sorted(found, key=lambda info: info.path):
+        if reason := _reason(info, suffixes):
+            names.setdefault(reason, []).append(str(PurePosixPath(info.path).relative_to(root)))
+    return "; ".join(f"{_few(some)} ({reason})" for reason, some in names.items())
+
+
+def _reason(info: FileInfo, suffixes: Sequence[str]) -> str:
+    """Return why a file is not read, or an empty string if it is."""
+    suffix = PurePosixPath(info.path).suffix
+    if info.type == FileType.NotFound:
+        return ""
+    if _is_folder(info):
+        return "subfolders are not searched"
+    if suffix in COMPRESSED:
+        return "compressed"
+    if suffix not in suffixes:
+        return f"only {', '.join(suffixes)} files are read"
+    return "" if info.size else "empty"
+
+
+def _few(names: Sequence[str]) -> str:
+    more = f" and {len(names) - NAMES_SHOWN:,} more" if len(names) > NAMES_SHOWN else ""
+    return ", ".join(names[:NAMES_SHOWN]) + more
 
 
 def _fixed_folder(path: str) -> str:

@@ -5,12 +5,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pyarrow.fs
 
+from pipeline.ray_support import hub_access
 from settings import UserError
 
 if TYPE_CHECKING:
     from huggingface_hub import HfFileSystem
 
 SCHEME = "hf://"
+REPOSITORY_DEPTH = 3  # parts of a path that name a repository: datasets/OWNER/NAME
 
 
 def open_uri(uri: str) -> tuple[pyarrow.fs.FileSystem, str]:
@@ -19,12 +21,15 @@ def open_uri(uri: str) -> tuple[pyarrow.fs.FileSystem, str]:
     If `uri` names a whole data set, return the path of its train split, or of its only split, in parquet format.
 
     Raises:
-        OSError: the hub has no such data set.
-        UserError: there is no configuration `default` or no split `train`, and there are several others or none.
+        OSError: the data set has no such files.
+        UserError: the hub does not let this machine read the data set; or there is no configuration `default` or no
+            split `train`, and there are several others or none.
     """
     from huggingface_hub import HfFileSystem  # only inputs on the hub need it
 
     hub, path = HfFileSystem(), uri.removeprefix(SCHEME)
+    if repository := re.match(r"datasets/([^/@]+/[^/@]+)", path):
+        hub_access.check(repository[1], "dataset")
     if re.fullmatch(r"datasets/[^/@]+/[^/@]+", path):
         path = _only_folder(hub, _only_folder(hub, f"{path}@~parquet", "default"), "train")
     return pyarrow.fs.PyFileSystem(pyarrow.fs.FSSpecHandler(hub)), path

@@ -13,7 +13,7 @@ from pipeline.data.tokenizer import tokenizer_hash
 from pipeline.ray_support import model_cache
 from settings import UserError
 
-FORMAT = 2
+FORMAT = 3
 PARTS = ("train", "eval")
 OPTIONS = ("turns", "past_reasoning", "overlong", "deduplicate")
 
@@ -63,6 +63,7 @@ def results(partitions: list[PartitionSummary], sources: list[RowSource]) -> dic
         "rejected_by_reason": dict(sorted(rejected.items())),
         "sources": {source.name: _source_counts(partitions, number) for number, source in enumerate(sources)},
         **{part: _part_counts(written[part]) for part in PARTS},
+        "largest_id": max((shard.largest_id for part in PARTS for shard in written[part]), default=None),
         "content_hash": hashlib.sha256(hashes.encode()).hexdigest(),
     }
 

@@ -4,7 +4,7 @@ import json
 import re
 from typing import Any
 
-from pipeline.data.examples import BadRow, Message
+from pipeline.data.examples import TEXT_PARTS, BadRow, Message
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 PLAIN_KEYS = {"role", "content"}
@@ -18,9 +18,7 @@ def normalize_messages(messages: object) -> list[Message]:
     Raises:
         BadRow: a message is malformed.
     """
-    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise BadRow("messages is not a list of objects")
-    return [_normalize_message(message) for message in messages]
+    return [_normalize_message(message) for message in require_objects(messages, "messages")]
 
 
 def separate_reasoning(message: Message) -> Message:
@@ -43,10 +41,8 @@ def normalize_tools(tools: object) -> list[dict[str, Any]]:
     Raises:
         BadRow: a tool is malformed.
     """
-    tools = decode_json(tools or [], "tools")
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise BadRow("tools is not a list of objects")
-    return [_normalize_tool(tool) for tool in tools]
+    tools = decode_json(tools or [], "tools") or []  # the JSON text "null" also means no tools
+    return [_normalize_tool(tool) for tool in require_objects(tools, "tools")]
 
 
 def decode_json(value: object, name: str) -> Any:
@@ -74,6 +70,38 @@ def require_text(value: object) -> str:
     return value
 
 
+def require_objects(value: object, name: str) -> list[dict[str, Any]]:
+    """Return `value`, which must be a list of objects. `name` is for the error message.
+
+    Raises:
+        BadRow: `value` has another shape, which the message names.
+    """
+    if not isinstance(value, list):
+        raise BadRow(f"{name} is {_shape(value)}, not a list of objects")
+    for item in value:
+        if not isinstance(item, dict):
+            raise BadRow(f"{name} is a list with {_shape(item)}, not a list of objects")
+    return value
+
+
+def _shape(value: object) -> str:
+    """Return what a value of JSON or parquet is, for an error message."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "true or false"
+        case int() | float():
+            return "a number"
+        case str():
+            return "text"
+        case list():
+            return "a list"
+        case dict():
+            return "an object of lists" if any(isinstance(item, list) for item in value.values()) else "an object"
+    return "a value that cannot be read"
+
+
 def _normalize_message(message: Message) -> Message:
     if message.keys() == PLAIN_KEYS and isinstance(message["content"], str) and message["role"] in ROLES:
         return {"role": message["role"], "content": message["content"]}  # a fast path for most messages
@@ -87,26 +115,42 @@ def _normalize_message(message: Message) -> Message:
     if not isinstance(calls, list):
         raise BadRow("tool_calls is not a list")
     calls = [_normalize_call(call) for call in calls]
-    content = _join_parts(message.pop("content", "" if calls else None))
-    reasoning = next((message.pop(name) for name in REASONING_KEYS if name in message), None)
-    normalized: Message = {"role": message.pop("role"), "content": content}
+    parts = _text_parts(message.pop("content", "" if calls else None))
+    thoughts = [message.pop(name) for name in REASONING_KEYS if name in message]
+    reasoning = thoughts[0] if thoughts else None
+    if any(other != reasoning for other in thoughts):
+        raise BadRow(f"a message with two different reasonings; keep one of {', '.join(REASONING_KEYS)}")
+    # as vLLM joins them for a template that does not read parts
+    normalized: Message = {"role": message.pop("role"), "content": "\n".join(filter(None, parts))}
+    if len(parts) > 1:
+        normalized[TEXT_PARTS] = parts
     if reasoning:
         normalized["reasoning_content"] = require_text(reasoning)
     if calls:
         normalized["tool_calls"] = calls
-    return normalized | {key: message[key] for key in sorted(message) if key not in REASONING_KEYS}
+    if "weight" in message:
+        message["weight"] = _normalize_weight(message["weight"])
+    return normalized | {key: message[key] for key in sorted(message) if key != TEXT_PARTS}
 
 
-def _join_parts(content: object) -> str:
-    """Return the text of a message. Content parts are joined as in vLLM."""
+def _normalize_weight(weight: object) -> int:
+    """Return 0 or 1. Some data sets store weights as text, and a column with nulls stores them as floats."""
+    for value in (0, 1):
+        if weight == value or weight == str(value):
+            return value
+    raise BadRow("a message with a weight that is neither 0 nor 1")
+
+
+def _text_parts(content: object) -> list[str]:
+    """Return the texts of a message."""
     if isinstance(content, list) and all(isinstance(part, dict) for part in content):
         other_types = {str(part.get("type")) for part in content} - {"text"}
         if other_types:
             raise BadRow(f"a message with parts that are not text: {', '.join(sorted(other_types))}")
-        content = "\n".join(require_text(part.get("text")) for part in content)
+        return [require_text(part.get("text")) for part in content]
     if not isinstance(content, str):
         raise BadRow("a message with content that is not text")
-    return content
+    return [content]
 
 
 def _normalize_call(call: object) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 import pyarrow as pa
 from pyarrow.fs import FileSelector, FileType
 
+from pipeline import state_files
 from pipeline.data.output import open_output
 from settings import UserError
 
@@ -30,7 +31,9 @@ class PackedFolder:
         """Mark the folder as unfinished. Delete what an interrupted run or, with `overwrite`, a complete run wrote."""
         with open_output(self.uri) as (filesystem, folder):
             present = {info.base_name for info in filesystem.get_file_info(FileSelector(folder, allow_not_found=True))}
-            if self._manifest() is not None and not overwrite:
+            if MANIFEST in present and not overwrite:
+                if self._manifest() is None:
+                    raise UserError(f"{self.uri}/{MANIFEST} is damaged; pass --overwrite, or another --output.")
                 raise UserError(
                     f"{self.uri} holds a data set that was made from other input or with other settings; "
                     "replace it with --overwrite, or pass another --output."
@@ -59,9 +62,10 @@ class PackedFolder:
             filesystem.delete_file(f"{folder}/{MARKER}")
 
     def _manifest(self) -> dict[str, Any] | None:
+        """Return the manifest, or None if it is missing or damaged."""
         with open_output(self.uri) as (filesystem, folder):
             path = f"{folder}/{MANIFEST}"
             if filesystem.get_file_info(path).type == FileType.NotFound:
                 return None
             with filesystem.open_input_stream(path) as file:
-                return json.loads(file.read())
+                return state_files.parse(file.read(), dict[str, Any])

@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
-from pipeline.data.examples import Message
+from pipeline.data.examples import TEXT_PARTS, Message
 from pipeline.data.template_renderer import RenderedText
 
 TAG = r"<[^<>/\s][^<>\s]*>|\[[A-Z_]+\]"
@@ -50,6 +50,7 @@ def problem(messages: list[Message], trained: Sequence[int], document: RenderedT
     before them, but not their reasoning, which templates may drop from earlier turns.
     """
     text, spans = document
+    messages = [_with_content(message, text) for message in messages]
     others = [at for at in range(trained[-1]) if at not in trained]
     others.sort(key=lambda at: messages[at]["role"] in INSTRUCTIONS)  # some templates move instructions to the end
     earlier = [part for at in others for part in _context(messages[at], at, template)]
@@ -113,6 +114,12 @@ def _surplus(tag: str, turn: str, parts: list[Part]) -> int:
 
 
 # ---------------------------------------------------------------- the texts of a conversation
+
+
+def _with_content(message: Message, text: str) -> Message:
+    """Return a message of several text parts with the content that the template made of them."""
+    joined = "".join(message.get(TEXT_PARTS, ())).strip()
+    return message | {"content": joined} if joined and joined in text else message
 
 
 def _parts(message: Message, at: int) -> Iterator[Part]:

@@ -3,11 +3,18 @@
 The columns of a row determine its format. `preprocess` prints the names of columns that no format reads.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pipeline.data.examples import BadRow, Completion, Conversation, Example, Message
-from pipeline.data.messages import REASONING_KEYS, decode_json, normalize_messages, normalize_tools, require_text
+from pipeline.data.messages import (
+    REASONING_KEYS,
+    decode_json,
+    normalize_messages,
+    normalize_tools,
+    require_objects,
+    require_text,
+)
 
 SHAREGPT_ROLES = {
     "human": "user",
@@ -25,6 +32,7 @@ SHAREGPT_ROLES = {
     "function_response": "tool",
     "function_call": "assistant",
 }
+SHAREGPT_KEYS = ("weight", "tool_calls", "tool_call_id", *REASONING_KEYS)
 QUESTIONS = ("instruction", "question", "query", "prompt")
 CONTEXTS = ("input", "context")
 ANSWERS = ("response", "output", "answer", "completion", "target")
@@ -42,6 +50,10 @@ class Format(NamedTuple):
 
     def fits(self, row: Mapping[str, Any]) -> bool:
         return all(any(row.get(name) is not None for name in names) for names in self.required)
+
+    def columns_read(self, row: Mapping[str, Any]) -> frozenset[str]:
+        """Return the columns that are read if the row has them. Of several questions or answers, one is read."""
+        return frozenset(_filled(row, names) for names in self.required) | frozenset(self.optional)
 
     @property
     def columns(self) -> frozenset[str]:
@@ -100,9 +112,7 @@ def _read_messages(row: Mapping[str, Any]) -> Conversation:
 
 
 def _read_sharegpt(row: Mapping[str, Any]) -> Conversation:
-    turns = decode_json(row["conversations"], "conversations")
-    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
-        raise BadRow("conversations is not a list of objects")
+    turns = require_objects(decode_json(row["conversations"], "conversations"), "conversations")
     return _with_side_columns(row, normalize_messages([_sharegpt_message(turn) for turn in turns]))
 
 
@@ -117,19 +127,25 @@ def _sharegpt_message(turn: Message) -> Message:
     if speaker == "function_call":
         calls = decode_json(value, "a function call")
         message |= {"content": "", "tool_calls": calls if isinstance(calls, list) else [calls]}
-    return message | {key: turn[key] for key in ("weight", *REASONING_KEYS) if turn.get(key) is not None}
+    return message | {key: turn[key] for key in SHAREGPT_KEYS if turn.get(key) is not None}
 
 
 def _read_instruction(row: Mapping[str, Any]) -> Conversation:
     """Read a row with a question and an answer, as in Alpaca or Dolly. Earlier turns come from its `history`."""
-    question, context, answer = (_first(row, names) for names in (QUESTIONS, CONTEXTS, ANSWERS))
-    content = f"{require_text(question)}\n\n{require_text(context)}" if context else question
-    history = decode_json(row.get("history") or [], "history")
-    try:
-        past = [message for asked, answered in history for message in (_user(asked), _assistant(answered))]
-    except (TypeError, ValueError):
-        raise BadRow("history is not a list of pairs") from None
-    return _with_side_columns(row, normalize_messages([*past, _user(content), _assistant(answer)]))
+    question, context, answer = (row.get(_filled(row, names), "") for names in (QUESTIONS, CONTEXTS, ANSWERS))
+    if context not in (None, ""):
+        question = "\n\n".join(text for text in (require_text(question), require_text(context)) if text.strip())
+    return _with_side_columns(row, normalize_messages([*_history(row), _user(question), _assistant(answer)]))
+
+
+def _history(row: Mapping[str, Any]) -> list[Message]:
+    """Return the messages of the earlier turns, which are pairs of texts, or messages with role and content."""
+    history = decode_json(row.get("history") or [], "history") or []
+    if isinstance(history, list) and all(isinstance(turn, list) and len(turn) == 2 for turn in history):
+        return [message for question, answer in history for message in (_user(question), _assistant(answer))]
+    if isinstance(history, list) and all(isinstance(turn, dict) and "role" in turn for turn in history):
+        return history
+    raise BadRow("history is neither a list of pairs nor a list of messages with role and content")
 
 
 def _read_completion(row: Mapping[str, Any]) -> Example:
@@ -155,6 +171,8 @@ def _with_side_columns(row: Mapping[str, Any], messages: list[Message]) -> Conve
     if system := row.get("system") or row.get("system_prompt"):
         if messages and messages[0]["role"] == "system":
             raise BadRow("two system prompts: a column and a message")
+        if row.get("system_prompt") not in (None, "", system):
+            raise BadRow("two system prompts: system and system_prompt")
         messages = [{"role": "system", "content": require_text(system)}, *messages]
     return Conversation(messages, normalize_tools(row.get("tools")) or None)
 
@@ -167,8 +185,9 @@ def _assistant(content: object) -> Message:
     return {"role": "assistant", "content": content}
 
 
-def _first(row: Mapping[str, Any], names: Iterable[str]) -> Any:
-    return next((row[name] for name in names if row.get(name) is not None), None)
+def _filled(row: Mapping[str, Any], names: Sequence[str]) -> str:
+    """Return the first column that is neither missing nor empty, or the first one."""
+    return next((name for name in names if row.get(name) not in (None, "")), names[0])
 
 
 # ---------------------------------------------------------------- the formats

@@ -6,7 +6,7 @@ from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import settings
-from pipeline.data import files, rows
+from pipeline.data import files, rows, splits
 from pipeline.data.examples import BadRow
 from pipeline.data.files import InputFiles
 from pipeline.data.row_formats import EXPECTED_COLUMNS, UNKNOWN_COLUMNS, format_of
@@ -75,7 +75,7 @@ def find_all(name: str, mix: Iterable[str]) -> list[RowSource]:
     """Return the source `name`, and the sources in `mix`. Each item of `mix` is written as INPUT=WEIGHT.
 
     Raises:
-        UserError: see `find`, or an item of `mix` has no valid weight.
+        UserError: see `find`, an item of `mix` has no valid weight, or an input contains a test split.
     """
     sources = [find(settings.resolve(name))]
     for part in mix:
@@ -87,6 +87,8 @@ def find_all(name: str, mix: Iterable[str]) -> list[RowSource]:
         if not other or not 0 < value < MAX_WEIGHT:
             raise UserError(f"mix has {part!r}; write INPUT=WEIGHT, with a weight above 0 and below {MAX_WEIGHT}.")
         sources.append(find(settings.resolve(other))._replace(weight=value))
+    for source in sources:
+        splits.check(source.files)
     return sources
 
 
@@ -105,20 +107,20 @@ def head(source: RowSource, count: int) -> Head:
     raw = list(islice(chain.from_iterable(rows.read(filesystem, piece, ()) for piece in source.pieces), count))
     if not raw:
         raise UserError(f"{source.name} holds no rows; correct input in [preprocess], or pass --input.")
-    formats, columns, problems = set(), set(), Counter[str]()
+    formats, columns, used, problems = set(), set(), set(), Counter[str]()
     for row in raw:
         try:
             values = rows.parse(row)
             columns |= set(values)
-            formats.add(format_of(values))
+            formats.add(found := format_of(values))
+            used |= found.columns_read(values)
         except BadRow as bad:
             problems[str(bad)] += 1
     if not formats:
-        problem = problems.most_common(1)[0][0]
+        problem = rows.ARRAY if rows.ARRAY in problems else problems.most_common(1)[0][0]
         if problem == UNKNOWN_COLUMNS:
             problem = f"its columns are {', '.join(sorted(columns))}; rename them to {EXPECTED_COLUMNS}"
         raise UserError(f"no row of {source.name} can be used: {problem}; or pass another --input.")
-    used = frozenset().union(*(row_format.columns for row_format in formats))
     return Head(
         [rows.checked(row) for row in raw],
         tuple(sorted(row_format.name for row_format in formats)),

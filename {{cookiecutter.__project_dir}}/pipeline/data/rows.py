@@ -14,6 +14,7 @@ from pipeline.data.row_formats import COLUMNS, read_example, without_nulls
 from settings import UserError
 
 PARQUET_ROWS = 128  # rows decoded at once; few, because rows can be long
+ARRAY = "a JSON array instead of one object per line; convert it with jq -c '.[]'"
 ROWS = pa.schema(
     [
         ("row", pa.large_binary()),  # the example as JSON, or the raw row if there is a problem
@@ -54,7 +55,7 @@ def read(filesystem: FileSystem, piece: Piece, columns: tuple[str, ...] = COLUMN
 
 
 def parse(row: RawRow) -> dict[str, Any]:
-    """Return the columns of a row.
+    """Return the columns of a row, without nulls, which parquet and `datasets.to_json` add for keys that a row lacks.
 
     Raises:
         BadRow: a line is not a JSON object.
@@ -64,10 +65,26 @@ def parse(row: RawRow) -> dict[str, Any]:
     try:
         columns = decode(row)
     except (ValueError, RecursionError):
-        raise BadRow("not valid JSON") from None
+        raise BadRow(ARRAY if row == b"[" else "not valid JSON") from None
     if not isinstance(columns, dict):
-        raise BadRow("not a JSON object")
-    return columns
+        raise BadRow(ARRAY if isinstance(columns, list) else "not a JSON object")
+    return without_nulls(columns) if b"null" in row else columns
+
+
+def to_rows(batch: pa.RecordBatch) -> list[dict[str, Any]]:
+    """Return the rows of a batch. Values that Python cannot hold, such as a year beyond 9999, become an exception."""
+    try:
+        return batch.to_pylist(maps_as_pydicts="lossy")
+    except (ValueError, OverflowError):
+        columns = [[_to_python(value) for value in column] for column in batch.columns]
+        return [dict(zip(batch.schema.names, values, strict=True)) for values in zip(*columns, strict=True)]
+
+
+def _to_python(value: pa.Scalar) -> Any:
+    try:
+        return value.as_py(maps_as_pydicts="lossy")
+    except (ValueError, OverflowError) as error:
+        return error
 
 
 def to_bytes(row: RawRow) -> bytes:
@@ -103,7 +120,7 @@ def _read_row_groups(file: pa.NativeFile, piece: Piece, columns: tuple[str, ...]
     # if no column is known, read all of them, so that rejected rows show their content
     present = [name for name in columns if name in parquet.schema_arrow.names] or None
     for batch in parquet.iter_batches(PARQUET_ROWS, row_groups=groups, columns=present):
-        yield from batch.to_pylist()
+        yield from to_rows(batch)
 
 
 def _first_byte(group: pq.RowGroupMetaData) -> int:

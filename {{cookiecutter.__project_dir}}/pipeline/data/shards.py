@@ -51,6 +51,8 @@ class ShardSummary(BaseModel):
     trained_tokens: int
     lengths: dict[int, int]
     """Histogram of tokens per document: maps upper bounds, which are powers of two, to counts."""
+    largest_id: int
+    """Largest token id in the rows, including the token that fills them."""
     sha256: str
     """Hash of the columns' values, not of their parquet encoding."""
 
@@ -176,7 +178,9 @@ def _write_shard(documents: pa.Table, plan: ShardPlan, pad_id: int, name: str) -
     packed = pack(documents, plan.sequence_length, pad_id)
     columns = [column.combine_chunks().flatten().to_numpy() for column in packed.columns]
     buffer = pa.BufferOutputStream()
-    pq.write_table(packed, buffer, compression="zstd", row_group_size=max(1, ROW_GROUP_TOKENS // plan.sequence_length))
+    group_rows = max(1, ROW_GROUP_TOKENS // plan.sequence_length)
+    # zstd decodes some damaged pages without an error, so training compares their checksums
+    pq.write_table(packed, buffer, compression="zstd", row_group_size=group_rows, write_page_checksum=True)
     PackedFolder(plan.output).save(name, buffer.getvalue())
     return ShardSummary(
         name=name.rpartition("/")[2],
@@ -186,6 +190,7 @@ def _write_shard(documents: pa.Table, plan: ShardPlan, pad_id: int, name: str) -
         tokens=pc.sum(pc.list_value_length(documents["input_ids"])).as_py(),
         trained_tokens=int(np.count_nonzero(columns[1] != NOT_TRAINED)),
         lengths=_length_histogram(documents),
+        largest_id=int(columns[0].max()),
         sha256=_hash(columns),
     )
 

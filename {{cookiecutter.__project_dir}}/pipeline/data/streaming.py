@@ -5,18 +5,22 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import ray.data
 import ray.train
 from ray import ObjectRef
+from ray.exceptions import RayTaskError
 
 import settings
-from pipeline.data import row_dataset, row_sources
+from pipeline.data import preprocessing, row_dataset, row_sources
 from pipeline.data.options import PreprocessOptions
 from pipeline.data.packing import pack
 from pipeline.data.row_sources import RowSource
 from pipeline.data.shards import fetch
 from pipeline.data.tokenization import DocumentTokenizer
 from pipeline.data.tokenizer import padding_id
+from pipeline.model_config import text_config
+from pipeline.training import preflight
 from pipeline.training.dataset import Batch, as_arrays, as_batch
 from settings import UserError
 
@@ -32,27 +36,40 @@ class StreamInput(NamedTuple):
 
     sources: list[RowSource]
     tokenizer: DocumentTokenizer
+    embeddings: int
+    """Number of tokens that the model has embeddings for."""
 
 
 def find_input(model: str) -> StreamInput:
     """Return the rows that [preprocess] describes, with the tokenizer of `model`."""
     options = settings.load(PreprocessOptions, "preprocess")
-    return StreamInput(row_sources.find_all(options.input, options.mix), DocumentTokenizer.from_options(options, model))
+    embeddings = text_config(preflight.load_config(model)).vocab_size
+    sources = row_sources.find_all(options.input, options.mix)
+    return StreamInput(sources, DocumentTokenizer.from_options(options, model), embeddings)
 
 
 def dataset(stream: StreamInput) -> ray.data.Dataset:
     """Return the packed rows, without shuffling them."""
     ray.data.DataContext.get_current().enable_progress_bars = False
     return row_dataset.dataset(stream.sources).map_batches(
-        functools.partial(_pack, tokenizer_ref=ray.put(stream.tokenizer)),
+        functools.partial(_pack, tokenizer_ref=ray.put(stream.tokenizer), embeddings=stream.embeddings),
         batch_size=DOCUMENTS_PACKED_TOGETHER,
         batch_format="pyarrow",
     )
 
 
-def _pack(table: pa.Table, tokenizer_ref: ObjectRef) -> pa.Table:
+def _pack(table: pa.Table, tokenizer_ref: ObjectRef, embeddings: int) -> pa.Table:
     tokenizer = fetch(tokenizer_ref)
-    return pack(tokenizer(table), tokenizer.sequence_length, padding_id(tokenizer.tokenizer))
+    packed = pack(tokenizer(table), tokenizer.sequence_length, padding_id(tokenizer.tokenizer))
+    largest = pc.max(pc.list_flatten(packed["input_ids"])).as_py()
+    if largest is not None and largest >= embeddings:
+        token = tokenizer.tokenizer.convert_ids_to_tokens(largest)
+        raise UserError(
+            f"the rows contain the token {token!r} with the id {largest}, but the model has embeddings only for ids "
+            f"below {embeddings}. Remove the token from the input or from the model's tokenizer, or pass another "
+            "--model."
+        )
+    return packed
 
 
 class StreamSource:
@@ -76,9 +93,12 @@ class StreamSource:
         shard = ray.train.get_dataset_shard("train")
         while True:
             batches = 0
-            for table in shard.iter_batches(batch_size=rows_per_rank, batch_format="pyarrow", drop_last=True):
-                batches += 1
-                yield as_batch(as_arrays(table))
+            try:
+                for table in shard.iter_batches(batch_size=rows_per_rank, batch_format="pyarrow", drop_last=True):
+                    batches += 1
+                    yield as_batch(as_arrays(table))
+            except RayTaskError as error:
+                raise preprocessing.explain(error) from None
             if not batches:
                 raise UserError(
                     "the stream has less than one global batch; add rows, or pass a smaller --global-batch-rows."

@@ -1,38 +1,36 @@
 """Run a chat template on conversations, with the same input that vLLM would give it."""
 
 import re
+import traceback
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jinja2
 
-from pipeline.data.examples import Conversation, Message
+from pipeline.data.examples import TEXT_PARTS, Conversation, Message
 
-TEMPLATE_ERRORS = (
-    jinja2.TemplateError,
-    TypeError,
-    ValueError,
-    LookupError,
-    AttributeError,
-    RecursionError,
-)
-"""Errors that templates raise on unexpected messages."""
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """Matches the `generation` blocks of Transformers, which mark what to train."""
+OWN_KEYS = {"weight", TEXT_PARTS}  # keys of messages that templates do not see
+
+
+class TemplateFailure(Exception):
+    """A template cannot render a conversation. The message says why: what "it", the template, does."""
 
 
 class RenderedText(NamedTuple):
-    """A text, and the spans (start, stop) of its characters to train on."""
+    """A text, and the spans of its characters to train on."""
 
     text: str
     spans: list[tuple[int, int]]
+    """Each span is (start, stop). The model begins to generate at `start`, so a token never crosses it."""
 
 
 class TemplateRenderer:
     """A chat template, and the special tokens that it can use."""
 
     def __init__(self, template: str, special_tokens: Mapping[str, object]) -> None:
-        """Raises: one of TEMPLATE_ERRORS if the template is not valid Jinja."""
+        """Raises: TemplateFailure if the template is not valid Jinja."""
         self.template = template
         self._special_tokens = dict(special_tokens)
         self._knows_developer = "'developer'" in template or '"developer"' in template  # the same test as in vLLM
@@ -54,38 +52,60 @@ class TemplateRenderer:
     def _render(self, conversation: Conversation, template: str, **options: bool) -> tuple[str, list[tuple[int, int]]]:
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        [text], *spans = render_jinja_template(
-            [self._as_served(conversation.messages)],
-            tools=conversation.tools,
-            chat_template=template,
-            **options,
-            **self._special_tokens,
-        )
+        messages = self._as_served(conversation.messages)
+        try:
+            [text], *spans = render_jinja_template(
+                [messages], tools=conversation.tools, chat_template=template, **options, **self._special_tokens
+            )
+        except Exception as error:  # a template is a program, so it can raise anything
+            if not messages:
+                raise TemplateFailure("it renders no prompt for an assistant turn without earlier messages") from error
+            raise TemplateFailure(_reason(error)) from error
         return text, spans[0][0] if options.get("return_assistant_tokens_mask") else []
 
     def _as_served(self, messages: list[Message]) -> list[Message]:
         """Return messages as vLLM passes them to the template."""
-        if any("weight" in message for message in messages):
-            messages = [{key: message[key] for key in message if key != "weight"} for message in messages]
-        if not self._knows_developer:
-            messages = _with_developer_as_system(messages)
-        return [_with_parts(message) for message in messages] if self._reads_parts else messages
+        served = [self._message_as_served(message) for message in messages]
+        if not self._knows_developer and any(message["role"] == "developer" for message in messages):
+            return self._with_developer_as_system(messages, served)
+        return served
+
+    def _message_as_served(self, message: Message) -> Message:
+        served = {key: message[key] for key in message if key not in OWN_KEYS} if message.keys() & OWN_KEYS else message
+        if not self._reads_parts:
+            return served
+        if message["role"] == "tool":
+            return served | {"content": _text(message)}
+        return served | {"content": _parts(message)}
+
+    def _with_developer_as_system(self, messages: list[Message], served: list[Message]) -> list[Message]:
+        """Merge system and developer messages into one, as vLLM does for templates without a developer role."""
+        found = [at for at, message in enumerate(messages) if message["role"] in ("system", "developer")]
+        if found == [0]:
+            return [served[0] | {"role": "system"}, *served[1:]]
+        texts = [_text(messages[at]) if self._reads_parts else messages[at]["content"] for at in found]
+        others = [message for at, message in enumerate(served) if at not in found]
+        return [{"role": "system", "content": "\n\n".join(filter(None, texts))}, *others]
 
 
-def _with_developer_as_system(messages: list[Message]) -> list[Message]:
-    """Merge system and developer messages into one, as vLLM does for templates without a developer role."""
-    if not any(message["role"] == "developer" for message in messages):
-        return messages
-    instructions = [message for message in messages if message["role"] in ("system", "developer")]
-    others = [message for message in messages if message not in instructions]
-    return [{"role": "system", "content": "\n\n".join(message["content"] for message in instructions)}, *others]
+def _reason(error: Exception) -> str:
+    """Return what a template does wrong, without the words of Jinja, which a user cannot place."""
+    if type(error) is jinja2.TemplateError:  # the template called raise_exception
+        return f"it says {str(error).strip().partition(chr(10))[0]!r}"
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "<template>"]
+    line = getattr(error, "lineno", None) or (lines[-1] if lines else None)
+    return f"it fails{f' in line {line}' if line else ''} with {type(error).__name__}"
 
 
 def _reads_parts(template: str) -> bool:
     """Return whether a template loops over the parts of a message. vLLM passes parts, not text, to such a template."""
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
-    for loop in _compile_jinja_template(template).environment.parse(template).find_all(jinja2.nodes.For):
+    try:
+        parsed = _compile_jinja_template(template).environment.parse(template)
+    except Exception as error:  # see _render
+        raise TemplateFailure(_reason(error)) from error
+    for loop in parsed.find_all(jinja2.nodes.For):
         iterated = loop.iter
         while isinstance(iterated, jinja2.nodes.Filter) and iterated.node:
             iterated = iterated.node
@@ -97,8 +117,16 @@ def _reads_parts(template: str) -> bool:
     return False
 
 
-def _with_parts(message: Message) -> Message:
-    if message["role"] == "tool":
-        return message
-    content = message["content"]
-    return message | {"content": [{"type": "text", "text": content}] if content else []}
+def _parts(message: Message) -> list[dict[str, Any]]:
+    if not message["content"] and message["role"] == "assistant":
+        return []  # beside tool calls, clients send no content rather than an empty text
+    return [{"type": "text", "text": text} for text in _texts(message)]
+
+
+def _text(message: Message) -> str:
+    """Return the text of a message, joined as vLLM does for a template that reads parts."""
+    return "\n".join(_texts(message))
+
+
+def _texts(message: Message) -> list[str]:
+    return message.get(TEXT_PARTS, [message["content"]])

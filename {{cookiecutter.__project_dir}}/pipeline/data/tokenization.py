@@ -1,21 +1,18 @@
 """Turn rows into tokenized documents with labels, so that only what the model should write is trained."""
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import pyarrow as pa
 
 import settings
 from pipeline.data.chat_template import ChatTemplate, TemplateRejection, suggestion
+from pipeline.data.document_encoder import DocumentEncoder, EncodedText
 from pipeline.data.examples import BadRow, Completion, Conversation, Example, from_json
 from pipeline.data.options import Overlong, PastReasoning, PreprocessOptions, Turns
 from pipeline.data.row_formats import read_example
-from pipeline.data.template_renderer import RenderedText
 from pipeline.data.tokenizer import eos_ids, load_tokenizer, read_template
-
-if TYPE_CHECKING:
-    from tokenizers import Encoding
 
 NOT_TRAINED = -100  # the label that Hugging Face losses ignore
 DOCUMENTS = pa.schema(
@@ -59,8 +56,7 @@ class DocumentTokenizer:
             UserError: see `load_tokenizer` and `ChatTemplate`.
         """
         self.tokenizer = load_tokenizer(model, chat_template)
-        self.tokenizer.backend_tokenizer.no_padding()  # a tokenizer.json may enable padding and truncation
-        self.tokenizer.backend_tokenizer.no_truncation()
+        self._encoder = DocumentEncoder(self.tokenizer)
         self.sequence_length = sequence_length
         self.overlong = overlong
         self._model = model
@@ -71,6 +67,7 @@ class DocumentTokenizer:
                 user_defined=chat_template is not None,
                 turns=turns,
                 past_reasoning=past_reasoning,
+                sequence_length=sequence_length,
             )
             if self.tokenizer.chat_template
             else None
@@ -101,13 +98,10 @@ class DocumentTokenizer:
         are in a published format.
         """
         examples = [_or_bad_row(self._read, row) for row in table.to_pylist()]
-        rendered = self._render(examples)
-        texts = [document.text for good in rendered if not isinstance(good, BadRow) for document in good]
-        encodings = iter(self.tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False))
         rows: list[dict[str, Any]] = []
-        for number, found in enumerate(rendered):
-            cut = found if isinstance(found, BadRow) else self._cut_all([(text, next(encodings)) for text in found])
-            rows += [_as_row(number, document) for document in ([cut] if isinstance(cut, BadRow) else cut)]
+        for number, encoded in enumerate(self._encode(examples)):
+            documents = encoded if isinstance(encoded, BadRow) else self._cut_all(encoded)
+            rows += [_as_row(number, found) for found in ([documents] if isinstance(documents, BadRow) else documents)]
         return pa.Table.from_pylist(rows, DOCUMENTS)
 
     def documents(self, row: Mapping[str, Any]) -> list[TokenizedDocument]:
@@ -116,13 +110,8 @@ class DocumentTokenizer:
         Raises:
             BadRow: the row cannot be used.
         """
-        [rendered] = self._render([self._read(row)])
-        if isinstance(rendered, BadRow):
-            raise rendered
-        encodings = self.tokenizer.backend_tokenizer.encode_batch(
-            [document.text for document in rendered], add_special_tokens=False
-        )
-        documents = self._cut_all(list(zip(rendered, encodings, strict=True)))
+        [encoded] = self._encode([self._read(row)])
+        documents = encoded if isinstance(encoded, BadRow) else self._cut_all(encoded)
         if isinstance(documents, BadRow):
             raise documents
         return documents
@@ -138,27 +127,29 @@ class DocumentTokenizer:
             )
         return example
 
-    def _render(self, examples: list[Example | BadRow]) -> list[list[RenderedText] | BadRow]:
+    def _encode(self, examples: list[Example | BadRow]) -> Iterator[list[EncodedText] | BadRow]:
         conversations = [example for example in examples if isinstance(example, Conversation)]
         rendered = iter(self.template.batch(conversations) if self.template else [])
-        return [
-            example
-            if isinstance(example, BadRow)
-            else [self._render_completion(example)]
-            if isinstance(example, Completion)
-            else _as_bad_row(next(rendered))
-            for example in examples
-        ]
+        for example in examples:
+            if isinstance(example, BadRow):
+                yield example
+            elif isinstance(example, Completion):
+                yield [self._encoder.encode_completion(example.prompt, self._ended(example.completion))]
+            elif isinstance(documents := next(rendered), TemplateRejection):
+                yield BadRow(str(documents))
+            else:
+                encoded = [text for document in documents for text in self._encoder.encode(document)]
+                yield encoded or BadRow("no assistant turn that is trained")
 
-    def _render_completion(self, example: Completion) -> RenderedText:
-        """Return the text with its BOS and EOS tokens. Everything after the prompt is trained."""
-        prompt = (self.tokenizer.bos_token or "") + example.prompt
-        text = prompt + example.completion + (self.tokenizer.eos_token or "")
-        return RenderedText(text, [(len(prompt), len(text))])
+    def _ended(self, completion: str) -> str:
+        """Return a text that ends with the EOS token, and has it only once there."""
+        eos = self.tokenizer.eos_token or ""
+        ended = completion.rstrip()
+        return ended if eos and ended.endswith(eos) else completion + eos
 
-    def _cut_all(self, encoded: list[tuple[RenderedText, "Encoding"]]) -> list[TokenizedDocument] | BadRow:
+    def _cut_all(self, encoded: list[EncodedText]) -> list[TokenizedDocument] | BadRow:
         """Return the documents of one row, cut to `sequence_length` tokens each, or the reason why the row is bad."""
-        if any(len(encoding) > self.sequence_length for _, encoding in encoded):
+        if any(len(text.ids) > self.sequence_length for text in encoded):
             if self.overlong == "error":
                 raise settings.UserError(
                     f"a conversation has more than sequence_length = {self.sequence_length} tokens; pass a larger "
@@ -166,44 +157,22 @@ class DocumentTokenizer:
                 )
             if self.overlong == "drop":
                 return BadRow("longer than sequence_length")
-        cut = [self._cut(rendered, encoding) for rendered, encoding in encoded]
+        cut = list(map(self._cut, encoded))
         good = [document for document in cut if document is not None]
         if good and len(good) < len(cut):  # a whole turn was cut off: count it as a cut
             good[-1] = good[-1]._replace(cut=True)
         return good or BadRow("no trained token within sequence_length")
 
-    def _cut(self, rendered: RenderedText, encoding: "Encoding") -> TokenizedDocument | None:
+    def _cut(self, text: EncodedText) -> TokenizedDocument | None:
         """Return a document of at most `sequence_length` tokens, or None if no trained token is left."""
-        tokens = np.array(encoding.ids[: self.sequence_length], np.int32)
+        tokens = np.array(text.ids[: self.sequence_length], np.int32)
         labels = np.full(len(tokens), NOT_TRAINED, np.int32)
         # do not train the first token: it has no context, because the preceding tokens belong to another document
-        spans = [(max(start, 1), min(stop, len(tokens))) for start, stop in _token_spans(rendered.spans, encoding)]
+        spans = [(max(start, 1), min(stop, len(tokens))) for start, stop in text.spans]
         spans = [(start, stop) for start, stop in spans if start < stop]
         for start, stop in spans:
             labels[start:stop] = tokens[start:stop]
-        return TokenizedDocument(tokens, labels, cut=len(encoding) > len(tokens)) if spans else None
-
-
-def _token_spans(spans: list[tuple[int, int]], encoding: "Encoding") -> list[tuple[int, int]]:
-    """Convert spans of characters to spans of tokens. All spans are (start, stop)."""
-    found = []
-    for start, stop in spans:
-        first = _token_at(encoding, range(start, stop))
-        last = _token_at(encoding, range(stop - 1, start - 1, -1))
-        if first is not None and last is not None:
-            found.append((first, last + 1))
-    return found
-
-
-def _token_at(encoding: "Encoding", characters: range) -> int | None:
-    """Return the token of the first character that has one, or None. A normalizer may drop or join characters."""
-    return next((token for at in characters if (token := encoding.char_to_token(at)) is not None), None)
-
-
-def _as_bad_row(rendered: list[RenderedText] | TemplateRejection) -> list[RenderedText] | BadRow:
-    if isinstance(rendered, TemplateRejection):
-        return BadRow(str(rendered))
-    return rendered or BadRow("no assistant turn that is trained")
+        return TokenizedDocument(tokens, labels, cut=len(text.ids) > len(tokens)) if spans else None
 
 
 def _or_bad_row(function: Callable[..., T], *arguments: Any) -> T | BadRow:

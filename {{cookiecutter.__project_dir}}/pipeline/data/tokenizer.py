@@ -3,13 +3,35 @@
 import contextlib
 import hashlib
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import settings
-from pipeline.ray_support import model_cache
+from pipeline.ray_support import hub_access, model_cache
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+
+class SpecialTokens(NamedTuple):
+    """The tokens that a tokenizer itself adds to a prompt that no chat template renders."""
+
+    before: list[int]
+    after: list[int]
+
+    @classmethod
+    def of(cls, tokenizer: "PreTrainedTokenizerBase") -> "SpecialTokens":
+        made = tokenizer("a", return_special_tokens_mask=True)
+        ids, mask = made["input_ids"], made["special_tokens_mask"]
+        return cls(ids[: mask.index(0)], ids[len(mask) - mask[::-1].index(0) :])
+
+    def start(self, ids: list[int]) -> list[int]:
+        """Return `ids` with the tokens before them, unless the text has these tokens itself."""
+        return ids if ids[: len(self.before)] == self.before else self.before + ids
+
+    def prompt(self, ids: list[int]) -> list[int]:
+        """Return `ids` as a prompt."""
+        ids = self.start(ids)
+        return ids if not self.after or ids[-len(self.after) :] == self.after else ids + self.after
 
 
 def load_tokenizer(
@@ -33,7 +55,7 @@ def load_tokenizer(
         tokenizer = AutoTokenizer.from_pretrained(folder, mistral_format=False)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise settings.UserError(
+        raise hub_access.explain(error, model) or settings.UserError(
             f"the tokenizer of {model} cannot be loaded ({reason}); set {setting} to a folder or hub id with a "
             "tokenizer."
         ) from None
@@ -93,5 +115,5 @@ def eos_ids(model: str, tokenizer: "PreTrainedTokenizerFast") -> set[int]:
         ids = GenerationConfig.from_pretrained(folder).eos_token_id
     if ids is None:
         with contextlib.suppress(OSError, ValueError, AttributeError):
-            ids = AutoConfig.from_pretrained(folder).get_text_config().eos_token_id
+            ids = GenerationConfig.from_model_config(AutoConfig.from_pretrained(folder)).eos_token_id
     return {*(ids if isinstance(ids, list) else [ids]), tokenizer.eos_token_id} - {None}

@@ -1,13 +1,23 @@
 """Finds the models to evaluate, and checks that they fit the data before any worker starts."""
 
-import json
 from typing import NamedTuple
 
+from pydantic import BaseModel
+
 import settings
+from pipeline import state_files
 from pipeline.ray_support import model_cache
-from pipeline.training import checkpoints, preflight, storage
+from pipeline.training import checkpoints, preflight, storage, weights_check
 from pipeline.training.dataset import Manifest
 from settings import UserError
+
+CONFIG = "adapter_config.json"
+
+
+class AdapterConfig(BaseModel):
+    """The part of the adapters' configuration that names their base model."""
+
+    base_model_name_or_path: str
 
 
 class Candidate(NamedTuple):
@@ -25,21 +35,25 @@ def find(name: str) -> Candidate:
     """Return the model or adapters that `name` points to: a Hugging Face folder, a URI or a hub id.
 
     Raises:
-        UserError: the name is the folder of a run or of a checkpoint, not of a model.
+        UserError: the name is the folder of a run or of a checkpoint, not of a model, or the adapters are damaged.
     """
     folder = settings.resolve(name).rstrip("/")
     _refuse_run_folders(name.rstrip("/"), folder)
-    adapter = storage.read_text(f"{folder}/adapter_config.json")
+    adapter = storage.read_text(f"{folder}/{CONFIG}")
     if adapter is None:
         return Candidate(name, model_cache.find(name), None)
-    return Candidate(name, model_cache.find(json.loads(adapter)["base_model_name_or_path"]), folder)
+    config = state_files.parse_or_refuse(adapter, AdapterConfig, f"{folder}/{CONFIG}", "Train them again.")
+    return Candidate(name, model_cache.find(config.base_model_name_or_path), folder)
 
 
 def check(candidate: Candidate, data: str, manifest: Manifest) -> None:
     """Raise UserError if a model cannot be loaded, or does not fit the packed data in the folder `data`."""
     config = preflight.load_config(candidate.model)
     preflight.check_tokenizer(candidate.model, data, manifest.tokenizer)
-    preflight.check_model(candidate.model, config, manifest.tokenizer.vocabulary, manifest.sequence_length)
+    preflight.check_model(candidate.model, config, manifest)
+    weights_check.check(candidate.model)
+    if candidate.adapter:
+        weights_check.check_adapter(candidate.model, candidate.adapter)
 
 
 def _refuse_run_folders(name: str, folder: str) -> None:

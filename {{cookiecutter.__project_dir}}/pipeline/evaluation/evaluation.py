@@ -17,7 +17,7 @@ def evaluate(candidate: Candidate, options: EvaluateOptions, rows: int) -> dict[
     """Return the sums of `Scorer`'s values over all held-out rows.
 
     Raises:
-        UserError: a GPU has too little memory.
+        UserError: a GPU has too little memory, or a file of the rows is damaged.
     """
     pieces = [
         {"first": first, "rows": min(options.batch_rows, rows - first)} for first in range(0, rows, options.batch_rows)
@@ -38,7 +38,9 @@ def evaluate(candidate: Candidate, options: EvaluateOptions, rows: int) -> dict[
 
 
 def explain(error: RayTaskError, options: EvaluateOptions) -> Exception:
-    """Return a UserError if a GPU ran out of memory, otherwise `error`."""
+    """Return a UserError if a GPU ran out of memory or a worker raised one, otherwise `error`."""
+    if isinstance(error.cause, UserError):
+        return UserError(str(error.cause).splitlines()[0])  # Ray adds its own advice on the following lines
     if isinstance(error.cause, torch.OutOfMemoryError):
         return UserError(
             f"a GPU has no room for {options.batch_rows} rows in one forward pass; pass a smaller --batch-rows."

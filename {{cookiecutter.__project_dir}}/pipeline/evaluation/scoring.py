@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from pipeline.data.tokenization import NOT_TRAINED
@@ -14,6 +14,7 @@ from pipeline.data.tokenizer import eos_ids, load_tokenizer
 from pipeline.evaluation import stopping
 from pipeline.evaluation.candidates import Candidate
 from pipeline.ray_support import model_cache
+from pipeline.training import composite
 from pipeline.training.dataset import Batch, PackedRows, trained_tokens
 from pipeline.training.packed_attention import model_inputs
 
@@ -104,7 +105,7 @@ class Scorer:
 def load(candidate: Candidate, dtype: torch.dtype) -> PreTrainedModel:
     """Return the candidate's model in main memory. A model at a URI is copied to this node first."""
     logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(model_cache.on_this_node(candidate.model), dtype=dtype)
+    model = composite.from_pretrained(model_cache.on_this_node(candidate.model), dtype=dtype)
     if candidate.adapter:
         from peft import PeftModel  # imported late, because it takes seconds and only adapters need it
 

@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from pipeline.data.tokenization import NOT_TRAINED
+from pipeline.model_config import context_length
 from pipeline.training.dataset import Batch
 
 QUESTIONS = 8
@@ -21,7 +22,7 @@ def count_stops(model: PreTrainedModel, batch: Batch, eos_ids: Collection[int]) 
     A question is a document up to its first trained token. Only the first QUESTIONS questions of `batch` that leave
     room for an answer in the model's context are used.
     """
-    context = getattr(model.config, "max_position_embeddings", None) or sys.maxsize
+    context = context_length(model.config) or sys.maxsize
     questions = [question for question in _questions(batch) if len(question) < context][:QUESTIONS]
     stopped = 0
     for question in questions:

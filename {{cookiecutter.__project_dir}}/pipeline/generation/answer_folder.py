@@ -11,7 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow.fs import FileSelector, FileSystem, FileType
 
+from pipeline import state_files
 from pipeline.data.output import open_output
+from pipeline.state_files import DamagedFile
 from settings import UserError
 
 ANSWERS, REJECTED = "answers", "rejected"
@@ -35,19 +37,12 @@ class AnswerFolder:
             found = self._recipe(filesystem, folder)
             if overwrite:
                 _delete(filesystem, f"{folder}/{ANSWERS}")
-            elif found and (changed := [key for key in recipe if found.get(key) != recipe[key]]):
-                raise UserError(
-                    f"{self.uri} holds answers that were made with a different {' and a different '.join(changed)}; "
-                    "replace them with --overwrite, or pass another --output."
-                )
+            elif found is not None:
+                self._refuse_another_recipe(found, recipe)
             self._save(filesystem, f"{folder}/{RECIPE}", json.dumps(recipe, indent=2).encode())
             _delete(filesystem, f"{folder}/{REJECTED}")  # rows that are still bad are rejected again
             files = _complete_files(filesystem, f"{folder}/{ANSWERS}")
-            return frozenset(
-                row_id
-                for file in files
-                for row_id in pq.read_table(file, columns=["id"], filesystem=filesystem)["id"].to_pylist()
-            )
+            return frozenset(row_id for file in files for row_id in _answered(filesystem, file))
 
     def save_answers(self, answers: pa.Table) -> None:
         """Write some answers atomically. A file with answers to the same rows is replaced."""
@@ -61,12 +56,12 @@ class AnswerFolder:
         """Return the number of rejected rows for each reason."""
         with open_output(self.uri) as (filesystem, folder):
             files = _complete_files(filesystem, f"{folder}/{REJECTED}")
-            tables = [pq.read_table(file, columns=["reason"], filesystem=filesystem) for file in files]
+            tables = [_read(filesystem, file, "reason") for file in files]
         return Counter(reason for table in tables for reason in table["reason"].to_pylist())
 
     def _save_table(self, name: str, table: pa.Table) -> None:
         content = io.BytesIO()
-        pq.write_table(table, content)
+        pq.write_table(table, content, write_page_checksum=True)
         with open_output(self.uri) as (filesystem, folder):
             self._save(filesystem, f"{folder}/{name}", content.getvalue())
 
@@ -76,14 +71,39 @@ class AnswerFolder:
             file.write(content)
         filesystem.move(f"{path}{PARTIAL}", path)
 
-    def _recipe(self, filesystem: FileSystem, folder: str) -> dict[str, Any] | None:
+    def _refuse_another_recipe(self, found: bytes, recipe: dict[str, Any]) -> None:
+        remedy = "Pass --overwrite, or another --output."
+        existing = state_files.parse_or_refuse(found, dict[str, Any], f"{self.uri}/{RECIPE}", remedy)
+        if changed := [key for key in recipe if existing.get(key) != recipe[key]]:
+            raise UserError(
+                f"{self.uri} holds answers that were made with a different {' and a different '.join(changed)}; "
+                "replace them with --overwrite, or pass another --output."
+            )
+
+    def _recipe(self, filesystem: FileSystem, folder: str) -> bytes | None:
         path = f"{folder}/{RECIPE}"
         if filesystem.get_file_info(path).type == FileType.NotFound:
             if _complete_files(filesystem, folder):
                 raise UserError(f"{self.uri} holds other files; pass another --output, or remove them.")
             return None
         with filesystem.open_input_stream(path) as file:
-            return json.loads(file.read())
+            return file.read()
+
+
+def _answered(filesystem: FileSystem, file: str) -> list[str]:
+    """Return the ids of the rows that `file` answers. Delete a damaged file, so that its rows are answered again."""
+    try:
+        return _read(filesystem, file, "id")["id"].to_pylist()
+    except DamagedFile as error:
+        print(error, flush=True)
+        filesystem.delete_file(file)
+        return []
+
+
+def _read(filesystem: FileSystem, file: str, column: str) -> pa.Table:
+    with state_files.reading_parquet(file, "Its rows are answered again."):
+        # all columns, because the answers may be damaged, too
+        return pq.read_table(file, filesystem=filesystem, page_checksum_verification=True).select([column])
 
 
 def _complete_files(filesystem: FileSystem, folder: str) -> list[str]:

@@ -17,9 +17,10 @@ from pipeline.data.messages import normalize_messages, normalize_tools
 from pipeline.data.row_dataset import one_task_per_piece
 from pipeline.data.row_sources import RowSource
 from pipeline.data.rows import Piece, RawRow
-from pipeline.data.template_renderer import TEMPLATE_ERRORS, TemplateRenderer
+from pipeline.data.template_renderer import TemplateFailure, TemplateRenderer
+from pipeline.data.tokenizer import SpecialTokens
 from pipeline.generation.answer_folder import AnswerFolder
-from pipeline.ray_support import model_cache
+from pipeline.ray_support import hub_access, model_cache
 from settings import UserError
 
 COLUMNS = ("messages", "tools", "prompt")
@@ -51,7 +52,10 @@ class PromptTokenizer:
             self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
         except (OSError, ValueError) as error:
             reason = str(error).strip().splitlines()[0]
-            raise UserError(f"the tokenizer of {model} cannot be loaded ({reason}); pass another --model.") from None
+            raise hub_access.explain(error, model) or UserError(
+                f"the tokenizer of {model} cannot be loaded ({reason}); pass another --model."
+            ) from None
+        self._special_tokens = SpecialTokens.of(self.tokenizer)
         self.id_column = id_column
         self.max_model_len = max_model_len
         self.skip_ids = frozenset(skip_ids)
@@ -79,7 +83,10 @@ class PromptTokenizer:
         return {"id": row_id, "prompt": prompt, "tokenized_prompt": tokens}
 
     def _tokenize(self, row: dict[str, Any]) -> tuple[str, list[int]]:
-        """Return the prompt, with the tokens that /v1/chat/completions or /v1/completions would give the model."""
+        """Return the prompt, with the tokens that /v1/chat/completions or /v1/completions would give the model.
+
+        There is one exception: special tokens that a `prompt` already has are not doubled, as in training.
+        """
         if row.get("messages") is not None:
             conversation = Conversation(normalize_messages(row["messages"]), normalize_tools(row.get("tools")) or None)
             prompt = canonical_json(conversation.messages).decode()
@@ -87,16 +94,18 @@ class PromptTokenizer:
         if not isinstance(prompt := row.get("prompt"), str) or not prompt:
             raise BadRow("neither messages nor a prompt that is text")
         canonical_json([{"content": prompt}])  # raises BadRow if the text is not valid Unicode
-        return prompt, self.tokenizer(prompt)["input_ids"]
+        return prompt, self._special_tokens.prompt(self.tokenizer(prompt, add_special_tokens=False)["input_ids"])
 
     def _render(self, conversation: Conversation) -> str:
+        if not self.tokenizer.chat_template:
+            raise BadRow("messages, but the model has no chat template")
         try:
             template = self.tokenizer.get_chat_template(tools=conversation.tools)
             if template not in self._renderers:
                 self._renderers[template] = TemplateRenderer(template, self.tokenizer.special_tokens_map)
             return self._renderers[template].prompt(conversation)
-        except TEMPLATE_ERRORS as error:
-            raise BadRow(f"the chat template raises an error: {error}") from None
+        except TemplateFailure as failure:
+            raise BadRow(f"the chat template cannot render the messages: {failure}") from None
 
 
 def find_remaining(source: RowSource, id_column: str, answered: frozenset[str]) -> RemainingRows:

@@ -7,8 +7,15 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils import logging
 
+from pipeline.model_config import text_config
 from pipeline.rag.index import ScoredChunk
 from pipeline.ray_support import model_cache
+from pipeline.training import weights_check
+
+
+def check(model: str) -> None:
+    """Raise UserError if the files of a model lack weights of a cross-encoder. `model` is from `model_cache.find`."""
+    weights_check.check(model, AutoModelForSequenceClassification)
 
 
 class CrossEncoder:
@@ -20,7 +27,8 @@ class CrossEncoder:
         folder = model_cache.on_this_node(model)
         self._tokenizer = AutoTokenizer.from_pretrained(folder)
         self._model = AutoModelForSequenceClassification.from_pretrained(folder).to(device).eval()
-        self._max_tokens = min(self._tokenizer.model_max_length, self._model.config.max_position_embeddings)
+        longest = text_config(self._model.config).max_position_embeddings
+        self._max_tokens = min(self._tokenizer.model_max_length, longest)
 
     @torch.inference_mode()
     def rank(self, question: str, chunks: list[ScoredChunk]) -> list[ScoredChunk]:

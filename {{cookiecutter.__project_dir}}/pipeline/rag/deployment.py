@@ -31,10 +31,13 @@ def deploy(options: RagOptions) -> str:
         UserError: no served model can write the answers, a path or the port cannot be used, or the application fails
             to start.
     """
-    from pipeline.rag import app  # imported late, because it imports torch
+    from pipeline.rag import app, cross_encoder  # imported late, because they import torch
 
     location = settings.resolve(options.index)
-    paths = {"index": location} | ({"reranker": model_cache.find(options.reranker)} if options.reranker else {})
+    paths = {"index": location}
+    if options.reranker:
+        paths["reranker"] = model_cache.find(options.reranker)
+        cross_encoder.check(paths["reranker"])
     capacity.refuse_private_paths(paths, options.shared_paths, "rag")
     server = _server(options)
     application = app.build(options, location, http_server.cluster_address(server), server.limits)

@@ -12,7 +12,9 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoModel, AutoTokenizer
 from transformers.utils import cached_file, logging
 
-from pipeline.ray_support import model_cache
+from pipeline.model_config import text_config
+from pipeline.ray_support import hub_access, model_cache
+from pipeline.training import weights_check
 from settings import UserError
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -27,7 +29,8 @@ class Embedder:
         folder = model_cache.on_this_node(model)
         self._tokenizer = AutoTokenizer.from_pretrained(folder)
         self._model = AutoModel.from_pretrained(folder, dtype=PRECISIONS[precision]).to(device).eval()
-        self._max_tokens = min(self._tokenizer.model_max_length, self._model.config.max_position_embeddings)
+        config = text_config(self._model.config)
+        self._max_tokens = min(self._tokenizer.model_max_length, config.max_position_embeddings)
         self._pooling = _read_json(folder, "1_Pooling/config.json")
         self._prompts = _read_json(folder, "config_sentence_transformers.json").get("prompts", {})
         self._batch_chunks = batch_chunks
@@ -36,7 +39,7 @@ class Embedder:
         """Return float32 vectors, shape [texts, dimension]. Some models need a prefix that depends on `kind`."""
         prompt = self._prompts.get(kind, "")
         order = sorted(range(len(texts)), key=lambda number: len(texts[number]))  # so that batches need little padding
-        vectors = np.empty((len(texts), self._model.config.hidden_size), np.float32)
+        vectors = np.empty((len(texts), text_config(self._model.config).hidden_size), np.float32)
         for first in range(0, len(order), self._batch_chunks):
             numbers = order[first : first + self._batch_chunks]
             vectors[numbers] = self._forward([prompt + texts[number] for number in numbers])
@@ -63,20 +66,21 @@ class EmbeddingModelInfo:
     """Dimension and tokenizer of an embedding model, read without its weights."""
 
     def __init__(self, model: str) -> None:
-        """Read the model's configuration and tokenizer.
+        """Read the model's configuration and tokenizer, and check that its files hold its weights.
 
         Raises:
-            UserError: the model cannot be read.
+            UserError: the model cannot be read, or weights are missing.
         """
         folder = model_cache.on_this_node(model, weights=False)
         try:
-            self.dimension: int = AutoConfig.from_pretrained(folder).hidden_size
+            self.dimension: int = text_config(AutoConfig.from_pretrained(folder)).hidden_size
             tokenizer = AutoTokenizer.from_pretrained(folder)
         except (OSError, ValueError) as error:
-            raise UserError(
+            raise hub_access.explain(error, model) or UserError(
                 f"cannot read {model} ({str(error).splitlines()[0]}): set model in [embed] of settings.toml to an "
                 "embedding model. inv demo writes one to models/embedder."
             ) from None
+        weights_check.check(model, AutoModel, is_encoder=True)
         self.tokenizer: Tokenizer = tokenizer.backend_tokenizer
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()

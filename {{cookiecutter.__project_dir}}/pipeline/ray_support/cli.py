@@ -76,6 +76,7 @@ def parse(options_type: type[Options], *sections: str) -> Options:
 
 def run(main: Callable[[Any], None]) -> None:
     """Call `main` with the options that `parse` read. A UserError ends the process with a one-line error."""
+    job_secrets.load()  # some jobs read models from the hub before they connect
     try:
         main(_parsed)
     except settings.UserError as error:

@@ -6,13 +6,19 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx2
 from filelock import FileLock
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from pyarrow import NativeFile
 from pyarrow.fs import FileSelector, FileSystem, FileType
 
 import settings
+from pipeline.ray_support import hub_access
 
+SMALL_FILES = ("*.json", "*.model", "*.txt", "*.jinja")
 WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
+NOT_NEEDED = ["consolidated*", "original/*"]  # the same weights again, in the format of the model's authors
 COMPLETE = ".complete"  # file that marks a complete folder on a node's disk
 MIRRORED = ".mirrored"  # file that marks a complete copy of a hub's model in the bucket
 
@@ -34,10 +40,16 @@ def find(model: str) -> str:
     On a cluster, the first call for a hub id copies the model into the bucket. Nodes read the model from the bucket,
     without the hub's rate limits, and always get the same revision. The copy is used only if it is complete; otherwise,
     for example because a job was killed, the next call makes it again.
+
+    Raises:
+        UserError: there is no folder `model`, and the hub does not let this machine read such a model.
     """
     path = settings.resolve(model)
     if "://" not in path:
-        return path if os.path.isdir(path) else model
+        if os.path.isdir(path):
+            return path
+        hub_access.check(model)
+        return model
     if _has_file(path, "config.json"):
         return path
     mirror = settings.resolve(f"models/{model}")
@@ -106,20 +118,28 @@ def _copy_part(source: NativeFile, target: Path, start: int) -> None:
         file.write(source.read_at(PART_BYTES, start))
 
 
-def _mirror(model: str, uri: str) -> None:
-    from huggingface_hub import snapshot_download  # imported late: only the first download needs it
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+def download(model: str) -> str:
+    """Download a model from the Hugging Face hub, unless it is in the cache. Return its folder.
 
-    print(f"copying {model} to {uri}, once for all jobs", flush=True)
+    Raises:
+        UserError: the hub has no such model, or refuses it, or does not answer.
+    """
     try:
-        folder = snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"])
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise settings.UserError(
-            f"{model} is neither in the project's bucket nor on the Hugging Face hub ({reason}). "
-            "Check the model's name or, if the model is gated, add HF_TOKEN to the secrets. A model that you uploaded "
-            f"yourself has the name of its folder: models/{model}."
+        folder = snapshot_download(model, allow_patterns=[*SMALL_FILES, "*.safetensors"], ignore_patterns=NOT_NEEDED)
+        if not any(Path(folder).glob("*.safetensors")):
+            snapshot_download(model, allow_patterns="pytorch_model*.bin")
+        return folder
+    except (httpx2.HTTPError, HFValidationError, LocalEntryNotFoundError) as error:
+        raise hub_access.explain(error, model) or settings.UserError(
+            f"{model} is neither a folder in the project's bucket nor the id of a model. Correct the name, for example "
+            f"to models/{model}."
         ) from None
+
+
+def _mirror(model: str, uri: str) -> None:
+    hub_access.check(model)
+    print(f"copying {model} to {uri}, once for all jobs", flush=True)
+    folder = download(model)
     if not _has_file(uri, MIRRORED):  # unless another job has copied the model in the meantime
         _upload(Path(folder), uri)
 

@@ -7,7 +7,8 @@ import ray
 from transformers import AutoConfig
 
 import settings
-from pipeline.ray_support import job_secrets
+from pipeline.model_config import context_length
+from pipeline.ray_support import hub_access, job_secrets
 from pipeline.serving.accelerator import check_accelerator
 from pipeline.serving.options import ServeOptions
 from settings import UserError
@@ -46,11 +47,15 @@ def check_model(options: ServeOptions) -> None:
     remedy = "Train one with inv submit finetune_ddp, or set model in [serve] of settings.toml."
     if not options.is_hub_id and not os.path.isfile(f"{options.source}/config.json"):
         raise UserError(f"no model in {options.source}. {remedy}")
+    if options.is_hub_id:
+        hub_access.check(options.source)
     try:
         config = AutoConfig.from_pretrained(options.source, trust_remote_code=options.trust_remote_code)
     except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {options.model} ({str(error).splitlines()[0]}). {remedy}") from None
-    limit = getattr(config, "max_position_embeddings", None)
+        raise hub_access.explain(error, options.model) or UserError(
+            f"cannot read {options.model} ({str(error).splitlines()[0]}). {remedy}"
+        ) from None
+    limit = context_length(config)
     # hf_overrides may contain rope_parameters that raise the limit; then vLLM checks it
     if limit and options.max_model_len > limit and "hf_overrides" not in options.engine:
         raise UserError(

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import torch
 
-from pipeline.training import storage
+from pipeline.training import checkpoint_check, storage
+from pipeline.training.checkpoint_check import STATE, State
 from pipeline.training.collectives import any_rank, largest, total
 from pipeline.training.runtimes.runtime import Metrics, Runtime
 from pipeline.training.strategies import Strategy
 from settings import UserError
 
-STATE = "state.json"
 GIB = 2**30
 LARGE = GIB
 """Checkpoints of fewer bytes are stored within seconds."""
@@ -36,14 +36,15 @@ def save(strategy: Strategy, runtime: Runtime, row: Metrics, output: str) -> Non
     runtime.wait()
     refuse_full_disk(strategy, runtime, output)
     write_strategy, random_state = strategy.capture(), _random_state(runtime.device)
-    state = {"step": row["step"], "world_size": runtime.world_size}
+    state = State(step=int(row["step"]), world_size=runtime.world_size)
 
     def write(folder: Path) -> None:
         write_strategy(folder)
         torch.save(random_state, folder / f"random-{runtime.rank:05d}.pt")
         if runtime.rank == 0:
-            (folder / STATE).write_text(json.dumps(state))
-        (folder / _inventory(runtime.rank)).write_text(json.dumps(_sizes(folder)))
+            (folder / STATE).write_text(state.model_dump_json())
+        inventory = json.dumps(checkpoint_check.sizes(folder))
+        (folder / checkpoint_check.inventory_name(runtime.rank)).write_text(inventory)
 
     runtime.report(row, write)
     if not strategy.copies_state:
@@ -53,39 +54,17 @@ def save(strategy: Strategy, runtime: Runtime, row: Metrics, output: str) -> Non
 def restore(strategy: Strategy, runtime: Runtime) -> int:
     """Load the newest complete checkpoint. Return its step, or 0 if there is none."""
     for folder in runtime.checkpoints():
-        problem = _first_problem(folder)
-        if any_rank(bool(problem), runtime.device):
+        state = checkpoint_check.read_state(folder)
+        problem = checkpoint_check.first_problem(folder, runtime.rank, runtime.world_size)
+        if any_rank(bool(problem), runtime.device) or state is None:
             if runtime.rank == 0:
-                print(f"skipping the incomplete checkpoint {folder.name}: {problem}", flush=True)
+                reason = problem or "another worker found a damaged file"
+                print(f"skipping the incomplete checkpoint {folder.name}: {reason}", flush=True)
             continue
-        state = json.loads((folder / STATE).read_text())
-        strategy.load(folder, state["world_size"])
+        strategy.load(folder, state.world_size)
         _restore_random_state(folder / f"random-{runtime.rank:05d}.pt", runtime.device)
-        return state["step"]
+        return state.step
     return 0
-
-
-def _inventory(rank: int) -> str:
-    return f"files-{rank:05d}.json"
-
-
-def _sizes(folder: Path) -> dict[str, int]:
-    """Return the size of each file in bytes, keyed by the file's path in `folder`."""
-    return {str(file.relative_to(folder)): file.stat().st_size for file in folder.rglob("*") if file.is_file()}
-
-
-def _first_problem(folder: Path) -> str:
-    """Describe the first file that is missing or incomplete. Return "" if all ranks' files are complete."""
-    sizes = _sizes(folder)
-    if STATE not in sizes:
-        return f"{STATE} is missing"
-    for rank in range(json.loads((folder / STATE).read_text())["world_size"]):
-        if _inventory(rank) not in sizes:
-            return f"{_inventory(rank)} is missing"
-        for file, size in json.loads((folder / _inventory(rank)).read_text()).items():
-            if sizes.get(file) != size:
-                return f"{file} has {sizes.get(file, 0)} of {size} bytes"
-    return ""
 
 
 def announce(strategy: Strategy, runtime: Runtime, run_folder: str) -> None:

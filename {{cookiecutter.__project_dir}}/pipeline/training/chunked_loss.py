@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from pipeline.data.tokenization import NOT_TRAINED
+from pipeline.model_config import text_config
 from pipeline.training.packed_attention import TESTED_FAMILIES
 
 CHUNK = LinearCrossEntropyOptions(batch_chunk_size=1024)
@@ -27,7 +28,7 @@ def use_chunks(model: PreTrainedModel) -> None:
 
 def has_chunks(model: PreTrainedModel) -> bool:
     """Return whether tests show that a model's loss is the cross-entropy of a plain output layer."""
-    config = model.config.get_text_config()
+    config = text_config(model.config)
     adds_to_loss = getattr(config, "output_router_logits", False)
     caps_logits = getattr(config, "final_logit_softcapping", None)
     scales_logits = getattr(config, "logits_scaling", 1) != 1

@@ -1,6 +1,5 @@
 """Reads the packed rows that `preprocess` wrote. The row at a position depends only on the position and the seed."""
 
-import json
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import Literal
@@ -12,9 +11,12 @@ import pyarrow.fs
 import torch
 from pydantic import BaseModel
 
+from pipeline import state_files
 from pipeline.data.tokenization import NOT_TRAINED
+from pipeline.training import storage
 from settings import UserError
 
+AGAIN = "Run: inv submit preprocess -- --overwrite"
 COLUMNS = ("input_ids", "labels", "position_ids")
 
 Arrays = dict[str, np.ndarray]
@@ -55,6 +57,8 @@ class Manifest(BaseModel):
     sequence_length: int
     content_hash: str
     tokenizer: TokenizerRecord
+    largest_id: int | None = None
+    """Largest token id in the rows. None: an earlier version of `preprocess` wrote them."""
     train: Split
     eval: Split
 
@@ -63,14 +67,12 @@ def read_manifest(folder: str) -> Manifest:
     """Return the manifest of the packed data in `folder`, a path or URI.
 
     Raises:
-        UserError: there is no manifest.
+        UserError: there is no manifest, or it is damaged.
     """
-    filesystem, path = pyarrow.fs.FileSystem.from_uri(folder)
-    try:
-        with filesystem.open_input_stream(f"{path}/manifest.json") as file:
-            return Manifest.model_validate(json.load(file))
-    except FileNotFoundError:
-        raise UserError(f"no packed data in {folder}. Run: inv submit preprocess") from None
+    text = storage.read_text(f"{folder}/manifest.json")
+    if text is None:
+        raise UserError(f"no packed data in {folder}. Run: inv submit preprocess")
+    return state_files.parse_or_refuse(text, Manifest, f"{folder}/manifest.json", AGAIN)
 
 
 class PackedRows:
@@ -84,8 +86,7 @@ class PackedRows:
         shards = getattr(read_manifest(folder), split).files
         filesystem, path = pyarrow.fs.FileSystem.from_uri(folder)
         files = [f"{path}/{split}/{shard.name}" for shard in shards]
-        fragments = pa.dataset.dataset(files, filesystem=filesystem).get_fragments() if files else []
-        self._groups = [group for fragment in fragments for group in fragment.split_by_row_group()]
+        self._groups = [group for file in files for group in _row_groups(file, filesystem)]
         self._sizes = np.array([group.row_groups[0].num_rows for group in self._groups], dtype=np.int64)
         self._files = [group.path.rpartition("/")[2] for group in self._groups]
         before = (self._sizes.cumsum() - self._sizes).tolist()
@@ -133,7 +134,20 @@ class PackedRows:
         return np.arange(size) if self._seed is None else np.random.default_rng([self._seed, *where]).permutation(size)
 
     def _read_group(self, group: int) -> Arrays:
-        return as_arrays(self._groups[group].to_table(columns=list(COLUMNS)))
+        with state_files.reading_parquet(self._groups[group].path, AGAIN):
+            return as_arrays(self._groups[group].to_table(columns=list(COLUMNS)))
+
+
+def _row_groups(file: str, filesystem: pyarrow.fs.FileSystem) -> list[pa.dataset.ParquetFileFragment]:
+    """Return the row groups of a parquet file.
+
+    Raises:
+        DamagedFile: the file is missing or damaged.
+    """
+    checked = pa.dataset.ParquetFragmentScanOptions(page_checksum_verification=True)
+    parquet = pa.dataset.ParquetFileFormat(default_fragment_scan_options=checked)
+    with state_files.reading_parquet(file, AGAIN):
+        return parquet.make_fragment(file, filesystem).split_by_row_group()
 
 
 def as_arrays(table: pa.Table) -> Arrays:

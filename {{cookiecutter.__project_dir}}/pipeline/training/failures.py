@@ -5,6 +5,7 @@ import traceback
 import torch
 
 from pipeline.training.options import TrainOptions
+from settings import UserError
 
 ERRORS_OF_CODE = (
     AssertionError,
@@ -32,9 +33,13 @@ def describe(error: Exception, options: TrainOptions) -> str:
             "a GPU ran out of memory. Try a smaller --micro-batch-rows, --gradient-checkpointing, --lora-rank 16, or "
             f"finetune_fsdp on more workers. To see what fits, run: inv plan {options.model}"
         )
-    reason = " ".join(f"{type(error).__name__}: {error}".split())
     sentence = (
-        f"a worker failed with {reason}. Its traceback is above. A retry would fail in the same way, so Ray "
+        f"a worker failed with {reason(error)}. Its traceback is above. A retry would fail in the same way, so Ray "
         "did not retry. Fix what the traceback points to, then run the same command to resume."
     )
     return "\n".join([sentence, *traceback.format_exception(error)])
+
+
+def reason(error: Exception) -> str:
+    """Return the type and the message of an error on one line. The message of a UserError needs no type."""
+    return " ".join((f"{error}" if isinstance(error, UserError) else f"{type(error).__name__}: {error}").split())

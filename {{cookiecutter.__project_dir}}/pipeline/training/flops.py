@@ -3,9 +3,12 @@
 import re
 from dataclasses import dataclass
 
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 import instance_types
+from pipeline.model_config import layer_configs, text_config
+from pipeline.training.composite import without_text
 from pipeline.training.parameters import numel
 
 EXPERT = re.compile(r"\.experts\.")
@@ -17,12 +20,12 @@ class Compute:
     """The sizes of a model that determine the number of operations per token."""
 
     active: int
-    """Parameters that are used for each token: all except an untied input embedding, which is only looked up, and the
-    experts that are not chosen."""
+    """Parameters that are used for each token: all except embeddings that are only looked up, the experts that are not
+    chosen, and what text does not reach."""
     frozen: int
     """Active parameters that are not trained."""
     attention: int
-    """Attention layers x heads x head dimension. If queries and values differ in size, the mean of both."""
+    """Heads x head dimension, summed over attention layers. If queries and values differ in size, the mean of both."""
 
 
 def compute_of(model: PreTrainedModel) -> Compute:
@@ -31,16 +34,17 @@ def compute_of(model: PreTrainedModel) -> Compute:
     In a mixture of experts, only the chosen experts count. Layers with linear attention or convolutions are not
     attention layers here, because they have no matrix of attention scores.
     """
-    text = model.config.get_text_config()
-    embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    text = text_config(model.config)
+    output, unreached = model.get_output_embeddings().weight, without_text(model)
+    looked_up = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)} - {id(output)}
     active = frozen = 0.0
     for name, parameter in model.named_parameters():
-        if parameter is embedding and embedding is not output:
+        if id(parameter) in looked_up or name in unreached:
             continue
         count = numel(parameter) * (_chosen_share(text) if EXPERT.search(name) else 1)
         active += count
         frozen += 0 if parameter.requires_grad else count
-    return Compute(round(active), round(frozen), _attention_layers(text) * _attention_width(text))
+    return Compute(round(active), round(frozen), _attention_width(text))
 
 
 def is_attention(layer_type: str) -> bool:
@@ -78,16 +82,22 @@ def _chosen_share(config: PreTrainedConfig) -> float:
     return chosen / experts if chosen and experts else 1
 
 
-def _attention_layers(config: PreTrainedConfig) -> int:
-    types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-    return sum(map(is_attention, types))
-
-
 def _attention_width(config: PreTrainedConfig) -> int:
-    heads = config.num_attention_heads
-    if getattr(config, "kv_lora_rank", None):  # DeepSeek's latent attention
-        return heads * (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim) // 2
-    return heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+    types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    layers = zip(layer_configs(config), types, strict=True)
+    return sum(_layer_width(layer) for layer, layer_type in layers if is_attention(layer_type))
+
+
+def _layer_width(layer: PreTrainedConfig) -> int:
+    if getattr(layer, "kv_lora_rank", None):  # DeepSeek's latent attention
+        size = layer.qk_nope_head_dim + layer.qk_rope_head_dim + layer.v_head_dim
+        return layer.num_attention_heads * size // 2
+    return layer.num_attention_heads * head_size(layer)
+
+
+def head_size(layer: PreTrainedConfig) -> int:
+    """Return the number of elements of one head's query."""
+    return getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
 
 
 # Dense bf16 operations per second of GPUs that no instance type has, from NVIDIA's data sheets.

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from transformers import PreTrainedModel
 
+from pipeline.training.checkpoint_check import FSDP_FOLDER
 from pipeline.training.chunked_loss import uses_chunks
 from pipeline.training.dataset import Batch
 from pipeline.training.model_io import decoder_layers
@@ -104,13 +105,13 @@ class FSDP(Strategy):
         # no fsync, which waits for the disk: an incomplete checkpoint is skipped anyway
         return lambda folder: dcp.save(
             state,
-            storage_writer=FileSystemWriter(folder / "fsdp", sync_files=False),
+            storage_writer=FileSystemWriter(folder / FSDP_FOLDER, sync_files=False),
             process_group=self._writers,
         )
 
     def load(self, folder: Path, world_size: int) -> None:
         model, optimizer = get_state_dict(self.model, self.optimizer, options=TRAINED)
-        dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=folder / "fsdp")
+        dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=folder / FSDP_FOLDER)
         set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer, options=TRAINED)
 
     def checkpoint_bytes(self) -> int:

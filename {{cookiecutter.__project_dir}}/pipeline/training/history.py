@@ -5,8 +5,10 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import dropwhile
 from typing import Any
 
+from pipeline import state_files
 from pipeline.training import storage
 from settings import UserError
 
@@ -97,14 +99,28 @@ def read_all(output: str, names: Sequence[str]) -> list[History]:
 
 
 def read(output: str, name: str) -> History | None:
-    """Return a run in `output`, or None if it has no steps yet."""
-    identity, events, rows = (storage.read_text(f"{output}/{name}/{file}") for file in FILES)
-    if not (identity and events and rows):
+    """Return a run in `output`, or None if it has no steps yet.
+
+    Raises:
+        UserError: a file of the run is damaged.
+    """
+    identity, *logs = (storage.read_text(f"{output}/{name}/{file}") for file in FILES)
+    events, rows = (list(lines(log or "")) for log in logs)
+    events = list(dropwhile(lambda event: event["event"] != "start", events))  # the first lines may be damaged
+    if identity is None or not (events and rows):
         return None
     data = storage.read_text(f"{output}/{name}/data.json")
     return History(
-        name, json.loads(identity), list(lines(events)), list(lines(rows)), json.loads(data) if data else None
+        name,
+        _parse(identity, f"{output}/{name}/run.json"),
+        events,
+        rows,
+        None if data is None else _parse(data, f"{output}/{name}/data.json"),
     )
+
+
+def _parse(text: str, location: str) -> dict[str, Any]:
+    return state_files.parse_or_refuse(text, dict[str, Any], location, "Delete that file, then resume the run.")
 
 
 def lines(text: str) -> Iterator[Line]:

@@ -7,6 +7,7 @@ import psutil
 import torch
 from transformers import PreTrainedModel
 
+from pipeline.model_config import text_config
 from pipeline.training.collectives import total
 from pipeline.training.flops import compute_of, flops_per_token, peak_flops
 from pipeline.training.options import TrainOptions
@@ -28,7 +29,7 @@ class Meter:
 
     def __init__(self, options: TrainOptions, runtime: Runtime, model: PreTrainedModel, sequence_length: int) -> None:
         self._runtime = runtime
-        self._largest_loss = 2 * math.log(model.config.vocab_size)
+        self._largest_loss = 2 * math.log(text_config(model.config).vocab_size)
         self._tokens_per_step = options.global_batch_rows * sequence_length
         self._peak_tokens_per_s = _peak_tokens_per_s(options, runtime, model, sequence_length)
         self.restart()

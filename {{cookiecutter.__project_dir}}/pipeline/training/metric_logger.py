@@ -75,7 +75,7 @@ def _name(device: torch.device) -> str:
 
 
 def _read(file: Path) -> list[Line]:
-    return list(lines(file.read_text())) if file.exists() else []
+    return list(lines(file.read_text(errors="replace"))) if file.exists() else []
 
 
 def _write(file: Path, content: Iterable[Line]) -> None:

@@ -1,6 +1,9 @@
 """Loads the model to train, and exports the trained model as a Hugging Face folder."""
 
+import copy
+import re
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
@@ -8,11 +11,19 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerFast
-from transformers.utils import logging
+from transformers import AutoConfig, BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers.utils import (
+    GENERATION_CONFIG_NAME,
+    IMAGE_PROCESSOR_NAME,
+    PROCESSOR_NAME,
+    VIDEO_PROCESSOR_NAME,
+    cached_file,
+    logging,
+)
 
+from pipeline.model_config import text_config
 from pipeline.ray_support import model_cache
-from pipeline.training import chunked_loss, packed_attention, weight_files
+from pipeline.training import chunked_loss, composite, lora_merge, packed_attention, weight_files
 from pipeline.training.options import TrainOptions
 from pipeline.training.strategies import Strategy
 from pipeline.training.weight_files import Weight
@@ -24,11 +35,12 @@ def load_model(options: TrainOptions) -> PreTrainedModel:
 
     Weights that are trained are in fp32, whatever the `precision`.
 
-    With LoRA, every linear layer except the output layer gets an adapter, and only the adapters are trained. The frozen
-    weights have the data type of the computation, or 4 bits with `quantize_base`.
+    With LoRA, every linear layer that text reaches gets an adapter, except the output layer, and only the adapters are
+    trained. The frozen weights have the data type of the computation, or 4 bits with `quantize_base`.
     """
     logging.disable_progress_bar()
     model = _load(options, _compute_dtype(options) if options.lora_rank else torch.float32, options.quantize_base)
+    composite.freeze(model)
     if options.device == "cuda" and options.precision == "bf16" and packed_attention.has_varlen(model):
         packed_attention.use_varlen(model)
     if options.liger:
@@ -64,17 +76,36 @@ def _add_adapters(model: PreTrainedModel, options: TrainOptions) -> None:
     from peft import LoraConfig  # imported late: it takes seconds
     from peft.tuners.tuners_utils import cast_adapter_dtype
 
-    model.add_adapter(
-        LoraConfig(
-            r=options.lora_rank,
-            lora_alpha=options.lora_alpha,
-            lora_dropout=options.lora_dropout,
-            target_modules="all-linear",
-            task_type="CAUSAL_LM",
-        )
+    lora = LoraConfig(
+        r=options.lora_rank,
+        lora_alpha=options.lora_alpha,
+        lora_dropout=options.lora_dropout,
+        target_modules="all-linear",
+        exclude_modules=_not_adapted(model),
+        task_type="CAUSAL_LM",
     )
+    try:
+        model.add_adapter(lora)
+    except ValueError as error:
+        if not options.lora_dropout:
+            raise
+        raise UserError(
+            f"adapters of {options.model} cannot have dropout ({error}). Add --lora-dropout 0, which mixtures of "
+            "experts need."
+        ) from None
     cast_adapter_dtype(model, "default")  # peft gave the adapters the data type of the frozen weights
     model.enable_input_require_grads()  # otherwise checkpointed layers with frozen inputs get no gradient
+
+
+def _not_adapted(model: PreTrainedModel) -> str | None:
+    """Return a regular expression for the names of linear layers that get no adapter, or None if all get one.
+
+    These are the layers that text does not reach, and routers that return several tensors, such as Llama 4's.
+    """
+    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    routers = [re.escape(name) for name, module in linear.items() if type(module).__name__.endswith("Router")]
+    outside = composite.outside(model)
+    return "|".join([*([outside] if outside else []), *routers]) or None
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
@@ -87,18 +118,37 @@ def _compute_dtype(options: TrainOptions) -> torch.dtype:
 
 
 def _load(options: TrainOptions, dtype: torch.dtype | str, quantized: bool = False) -> PreTrainedModel:
+    """Load the model. With `quantized`, quantize its weights.
+
+    Raises:
+        UserError: the checkpoint is quantized, and transformers does not dequantize it on this device.
+    """
     nf4 = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=_compute_dtype(options),
     )
-    return AutoModelForCausalLM.from_pretrained(
-        model_cache.on_this_node(options.model),
-        dtype=dtype,
-        quantization_config=nf4 if quantized else None,
-        attn_implementation=None,  # the fastest one that the model supports
+    folder = model_cache.on_this_node(options.model)
+    refusal = UserError(
+        f"the weights of {options.model} are quantized, so a model that is trained on them could not be exported. "
+        "Pass the --model that they were made from. To train adapters on 4-bit weights, add --quantize-base."
     )
+    is_packed = getattr(AutoConfig.from_pretrained(folder), "quantization_config", None) is not None
+    if is_packed and quantized:
+        raise refusal
+    model = composite.from_pretrained(
+        folder,
+        dtype=dtype,
+        attn_implementation=None,  # the fastest one that the model supports
+        # with None, transformers would load the packed numbers of a quantized checkpoint as if they were weights
+        **({"quantization_config": nf4} if quantized else {}),
+    )
+    if is_packed and getattr(model, "hf_quantizer", None):
+        raise refusal
+    if is_packed:
+        model._weight_conversions = None  # otherwise the export would quantize the weights again
+    return model
 
 
 def with_supported_precision(options: TrainOptions, device: torch.device) -> TrainOptions:
@@ -116,6 +166,17 @@ def _computes_in_bf16(device: torch.device) -> bool:
     return any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16", "sve_bf16"))
 
 
+def try_export(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, eos_ids: list[int], options: TrainOptions
+) -> None:
+    """Export a model without its weights to a temporary folder: what fails here would fail after the last step."""
+    with tempfile.TemporaryDirectory() as folder:
+        if options.lora_rank:
+            _write_adapter(model, {}, Path(folder, "adapter"), options)
+            lora_merge.refuse_tied_weights(model, lora_merge.adapter_layers(model))
+        _write_settings(model, tokenizer, eos_ids, Path(folder, "model"), options)
+
+
 def export(
     strategy: Strategy, tokenizer: PreTrainedTokenizerFast, eos_ids: list[int], run_folder: Path, options: TrainOptions
 ) -> None:
@@ -123,52 +184,83 @@ def export(
 
     An existing folder is replaced only when the new one is complete. All ranks must call this.
     """
-    weights = strategy.gather()
-    if (first := next(weights, None)) is None:
-        return  # only rank 0 gets weights and writes them
-    model, weights = strategy.model, chain([first], weights)
-    if options.lora_rank:
-        with _replaced(run_folder / "adapter") as folder:
-            model.save_pretrained(folder, state_dict=dict(weights))
-            adapters = model.peft_config["default"]
-            adapters.base_model_name_or_path = options.model  # save_pretrained wrote the path of this node's copy
-            adapters.save_pretrained(folder)
-        model, weights = _merged(options, run_folder / "adapter")
-    with _replaced(run_folder / "model") as folder:
-        if eos_ids and model.generation_config:
-            model.generation_config.eos_token_id = eos_ids
-        _write(model, weights, folder, _compute_dtype(options))
-        tokenizer.save_pretrained(folder)
+    gathered = strategy.gather()
+    try:
+        if (first := next(gathered, None)) is None:
+            return  # only rank 0 gets weights and writes them
+        model, weights = strategy.model, chain([first], gathered)
+        if options.lora_rank:
+            trained = dict(weights)
+            with _replaced(run_folder / "adapter") as folder:
+                _write_adapter(model, trained, folder, options)
+            model = _load(options, "auto")  # takes little main memory: weights of this data type are memory-mapped
+            weights = lora_merge.merge(model, run_folder / "adapter", trained)
+        else:
+            model, weights = _with_untrained(options, model, weights)
+        dtype, unchanged = _compute_dtype(options), composite.without_text(model)
+        with _replaced(run_folder / "model") as folder:
+            _write_settings(model, tokenizer, eos_ids, folder, options)
+            converted = ((name, value if name in unchanged else value.to(dtype)) for name, value in weights)
+            weight_files.write(model, converted, folder)
+    finally:
+        for _ in gathered:
+            pass  # after an error, the other ranks still wait for rank 0 in the collectives of `gather`
 
 
-def _merged(options: TrainOptions, adapter: Path) -> tuple[PreTrainedModel, Iterator[Weight]]:
-    """Return the base model, and its weights with the adapters merged into them.
+def _with_untrained(
+    options: TrainOptions, model: PreTrainedModel, trained: Iterator[Weight]
+) -> tuple[PreTrainedModel, Iterator[Weight]]:
+    """Add to the trained weights those that are not trained, as they are in the files of the base model.
 
-    The base model takes little main memory, because weights that keep the data type of their files are memory-mapped.
+    Return them with a model that has them: `model` if it is trained as a whole, otherwise the base model.
     """
-    from peft import PeftModel
-    from peft.tuners.lora import Linear
-
+    frozen = composite.without_text(model)
+    if not frozen and not any(weight_files.saved_buffers(model)):
+        return model, trained
     base = _load(options, "auto")
-    PeftModel.from_pretrained(base, str(adapter))
-    adapted = {f"{name}.base_layer.weight": layer for name, layer in base.named_modules() if isinstance(layer, Linear)}
 
     def weights() -> Iterator[Weight]:
         for name, parameter in base.named_parameters():
-            if name in adapted:
-                merged = parameter.detach().float() + adapted[name].get_delta_weight("default").float()
-                yield name.replace(".base_layer", ""), merged
-            elif ".lora_" not in name:
-                yield name.replace(".base_layer", ""), parameter.detach()
+            yield (name, parameter.detach()) if name in frozen else next(trained)
+        yield from trained  # lets the strategy finish its collectives
 
     return base, weights()
 
 
-def _write(model: PreTrainedModel, weights: Iterator[Weight], folder: Path, dtype: torch.dtype) -> None:
-    model.save_pretrained(folder, state_dict={})  # everything but the weights
-    model.config.dtype = dtype  # save_pretrained wrote the dtype of the parameters in memory
-    model.config.save_pretrained(folder)
-    weight_files.write(model, ((name, value.to(dtype)) for name, value in weights), folder)
+def _copy_processor(location: str, folder: Path) -> None:
+    """Copy the files of the base model that say how to prepare images, which vLLM needs to serve a vision tower."""
+    for name in (PROCESSOR_NAME, IMAGE_PROCESSOR_NAME, VIDEO_PROCESSOR_NAME):
+        if file := cached_file(location, name, _raise_exceptions_for_missing_entries=False):
+            shutil.copy(file, folder)
+
+
+def _write_adapter(
+    model: PreTrainedModel, trained: dict[str, torch.Tensor], folder: Path, options: TrainOptions
+) -> None:
+    model.save_pretrained(folder, state_dict=trained)
+    adapters = model.peft_config["default"]
+    adapters.base_model_name_or_path = options.model  # save_pretrained wrote the path of this node's copy
+    adapters.save_pretrained(folder)
+
+
+def _write_settings(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    eos_ids: list[int],
+    folder: Path,
+    options: TrainOptions,
+) -> None:
+    """Write everything but the weights."""
+    config, generation = copy.deepcopy(model.config), copy.deepcopy(model.generation_config)
+    config.architectures = [type(model).__name__.removeprefix("FSDP")]  # `fully_shard` renames the class
+    config.dtype = text_config(config).dtype = _compute_dtype(options)
+    config.save_pretrained(folder)
+    if eos_ids:
+        generation.eos_token_id = eos_ids
+    # save_pretrained would refuse many published files, such as those with a temperature but without do_sample
+    generation.to_json_file(folder / GENERATION_CONFIG_NAME, keys_to_pop=["compile_config"])
+    tokenizer.save_pretrained(folder)
+    _copy_processor(model_cache.on_this_node(options.model), folder)
 
 
 @contextmanager
@@ -176,6 +268,9 @@ def _replaced(folder: Path) -> Iterator[Path]:
     """Yield the path of a temporary folder. If the block succeeds, the temporary folder replaces `folder`."""
     partial = folder.with_name(f".{folder.name}-partial")
     shutil.rmtree(partial, ignore_errors=True)
-    yield partial
-    shutil.rmtree(folder, ignore_errors=True)
-    partial.rename(folder)
+    try:
+        yield partial
+        shutil.rmtree(folder, ignore_errors=True)
+        partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

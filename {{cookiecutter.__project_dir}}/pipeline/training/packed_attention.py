@@ -12,6 +12,8 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 
+from pipeline.model_config import text_config
+from pipeline.training.composite import text_model
 from pipeline.training.dataset import COLUMNS, Batch
 
 VARLEN = "packed_documents"
@@ -47,16 +49,17 @@ def use_varlen(model: PreTrainedModel) -> None:
 
 def has_varlen(model: PreTrainedModel) -> bool:
     """Return whether a model can compute its attention with `attend` in bf16 on a GPU."""
-    config = model.config.get_text_config()
-    heads = [module.head_dim for module in model.modules() if isinstance(getattr(module, "head_dim", None), int)]
+    config = text_config(model.config)
+    sizes = (getattr(module, "head_dim", None) for module in text_model(model).modules())
+    heads = [size for size in sizes if isinstance(size, int)]
     dropout = getattr(config, "attention_dropout", 0.0)
     return config.model_type in TESTED_FAMILIES and bool(heads) and max(heads) <= LARGEST_HEAD and not dropout
 
 
 def model_inputs(model: PreTrainedModel, batch: Batch) -> dict[str, Any]:
     """Return the arguments with which to call the model on packed rows."""
-    is_varlen = model.config.get_text_config()._attn_implementation == VARLEN
-    masks = _boundaries(batch) if is_varlen else _masks(model, batch["position_ids"])
+    is_varlen = text_config(model.config)._attn_implementation == VARLEN
+    masks = _boundaries_by_type(model, batch) if is_varlen else _masks(model, batch["position_ids"])
     return {name: batch[name] for name in COLUMNS} | {"attention_mask": masks}
 
 
@@ -112,12 +115,19 @@ def _boundaries(batch: Batch) -> torch.Tensor:
     return nn.functional.pad((starts + first[:, None]).flatten(), (0, 1), value=rows * length)[None, None, None]
 
 
+def _boundaries_by_type(model: PreTrainedModel, batch: Batch) -> Any:
+    """Return the boundaries in the form of `_masks`: Gemma 3 with a vision tower would replace any other form."""
+    boundaries = _boundaries(batch)
+    types = getattr(text_config(model.config), "layer_types", None)
+    return dict.fromkeys(types, boundaries) if types else boundaries
+
+
 def _masks(model: PreTrainedModel, position_ids: torch.Tensor) -> Any:
     """Return the masks of a model's attention layers. `position_ids` restart at each document.
 
     Some models, such as gpt-oss and Granite 4, would not derive the masks from position_ids themselves.
     """
-    config = model.config.get_text_config()
+    config = text_config(model.config)
     embeddings = torch.empty((), dtype=model.dtype, device=position_ids.device)  # only shape and dtype matter
     embeddings = embeddings.expand(*position_ids.shape, config.hidden_size)
     return create_masks_for_generate(config, embeddings, None, None, position_ids=position_ids)

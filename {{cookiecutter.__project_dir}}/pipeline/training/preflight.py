@@ -5,14 +5,17 @@ Settings that do not affect the results may change.
 
 import hashlib
 import json
+from contextlib import suppress
 from typing import Any, TypeVar
 
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
 import settings
+from pipeline import state_files
 from pipeline.data.tokenizer import load_tokenizer, tokenizer_hash
-from pipeline.ray_support import model_cache
-from pipeline.training import storage
+from pipeline.model_config import context_length, text_config
+from pipeline.ray_support import hub_access, model_cache
+from pipeline.training import storage, weights_check
 from pipeline.training.dataset import Manifest, TokenizerRecord, read_manifest
 from pipeline.training.flops import carries_state
 from pipeline.training.options import TrainOptions
@@ -56,7 +59,8 @@ def check_packed(options: TrainOptions) -> Identity:
     manifest = read_manifest(options.data)
     config = load_config(options.model)
     check_data(options, manifest)
-    check_model(options.model, config, manifest.tokenizer.vocabulary, manifest.sequence_length)
+    check_model(options.model, config, manifest)
+    weights_check.check(options.model)
     if note := packing_note(options.model, config):
         print(note, flush=True)
     return identify(options, config, manifest.content_hash[:12])
@@ -66,13 +70,17 @@ def load_config(model: str) -> PreTrainedConfig:
     """Return the configuration of a model, given its folder, URI or hub id.
 
     Raises:
-        UserError: the configuration cannot be loaded.
+        UserError: the configuration or the generation configuration cannot be loaded.
     """
     try:
-        return AutoConfig.from_pretrained(model_cache.on_this_node(model, weights=False))
+        folder = model_cache.on_this_node(model, weights=False)
+        config = AutoConfig.from_pretrained(folder)
+        with suppress(OSError):  # the file is optional
+            GenerationConfig.from_pretrained(folder)
+        return config
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise UserError(
+        raise hub_access.explain(error, model) or UserError(
             f"cannot load the model {model} ({reason}). Correct the model's folder, URI or hub id."
         ) from None
 
@@ -93,14 +101,26 @@ def check_tokenizer(model: str, data: str, made_with: TokenizerRecord) -> None:
         )
 
 
-def check_model(model: str, config: PreTrainedConfig, vocabulary: int, sequence_length: int) -> None:
-    """Refuse a model whose vocabulary is smaller than its tokenizer's, or whose context is shorter than the rows."""
-    if vocabulary > config.vocab_size:
+def check_model(model: str, config: PreTrainedConfig, manifest: Manifest) -> None:
+    """Refuse a model that has no embedding for a token of the rows, or whose context is shorter than the rows."""
+    size = text_config(config).vocab_size
+    if manifest.largest_id is None and manifest.tokenizer.vocabulary > size:
         raise UserError(
-            f"the tokenizer of {model} has {vocabulary} tokens, but the model has embeddings for only "
-            f"{config.vocab_size}. Correct the model's files, or pass another --model."
+            f"the tokenizer of {model} has {manifest.tokenizer.vocabulary} tokens, but the model has embeddings for "
+            f"only {size}, and the packed data does not say which tokens occur. Make it again: inv submit preprocess "
+            "-- --overwrite"
         )
-    longest = getattr(config, "max_position_embeddings", None) or sequence_length
+    if (manifest.largest_id or 0) >= size:
+        raise UserError(
+            f"the rows contain the token id {manifest.largest_id}, but {model} has embeddings only for ids below "
+            f"{size}. Remove the token from the input or from the model's tokenizer, or pass another --model."
+        )
+    check_context(model, config, manifest.sequence_length)
+
+
+def check_context(model: str, config: PreTrainedConfig, sequence_length: int) -> None:
+    """Refuse a model whose context is shorter than the rows."""
+    longest = context_length(config) or sequence_length
     if sequence_length > longest:
         raise UserError(
             f"the rows have {sequence_length} tokens, but the context of {model} is {longest} tokens. "
@@ -110,7 +130,7 @@ def check_model(model: str, config: PreTrainedConfig, vocabulary: int, sequence_
 
 def packing_note(model: str, config: PreTrainedConfig) -> str:
     """Return a warning if the model has layers that carry a state from one document of a packed row to the next."""
-    types = set(getattr(config.get_text_config(), "layer_types", None) or ())
+    types = set(getattr(text_config(config), "layer_types", None) or ())
     stateful = sorted(kind for kind in types if carries_state(kind))
     if not stateful:
         return ""
@@ -121,6 +141,7 @@ def identify(options: TrainOptions, config: PreTrainedConfig, data: str) -> Iden
     """Return the identity of a run with these options. `data` is a string that identifies the rows."""
     return {
         "model": f"{options.model.rpartition('/')[2]} ({_config_hash(config)})",
+        "weights of the base model": f"fingerprint {weights_check.fingerprint(options.model)}",
         "data": data,
         "strategy": options.strategy,
         **options.model_dump(include=DECIDES_NUMBERS),
@@ -134,14 +155,16 @@ def claim(options: TrainOptions, identity: Identity) -> None:
     manifest of the data is copied to the folder, because `inv report` reads it.
 
     Raises:
-        UserError: the existing run has a different identity.
+        UserError: the existing run has a different identity, or the file with its identity is damaged.
     """
     folder = f"{options.output}/{options.name}"
     text = storage.read_text(f"{folder}/run.json")
     if text is not None and options.fresh:
         storage.delete_folder(folder)
     elif text is not None:
-        _refuse_another_identity(json.loads(text), identity, options.name)
+        remedy = "If its settings are still the same, delete this file to resume the run; otherwise pass --fresh."
+        existing = state_files.parse_or_refuse(text, Identity, f"{folder}/run.json", remedy)
+        _refuse_another_identity(existing, identity, options.name)
     storage.write_text(f"{folder}/run.json", json.dumps(identity, indent=2) + "\n")
     if not options.stream and (manifest := storage.read_text(f"{options.data}/manifest.json")):
         storage.write_text(f"{folder}/data.json", manifest)

@@ -13,7 +13,7 @@ def read_text(location: str) -> str | None:
     if filesystem.get_file_info(path).type != FileType.File:
         return None
     with filesystem.open_input_stream(path) as file:
-        return file.read().decode()
+        return file.read().decode(errors="replace")  # a damaged file may hold any bytes
 
 
 def write_text(location: str, text: str) -> None:

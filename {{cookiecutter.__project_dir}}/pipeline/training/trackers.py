@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from pipeline import state_files
 from pipeline.training.options import TrainOptions
 from pipeline.training.runtimes.runtime import Metrics
 from pipeline.training.storage import RunFolder
@@ -39,7 +40,10 @@ class Trackers:
         if options.wandb:
             makers["wandb"] = lambda run_id: WandB(options, run_id, folder)
         file = folder.fetch("trackers.json")
-        saved = json.loads(file.read_text()) if file.exists() else {}
+        saved = state_files.parse(file.read_bytes(), dict[str, str]) if file.exists() else {}
+        if saved is None and makers:
+            print(f"{file} is damaged, so this run appears as a new one in {' and '.join(makers)}", flush=True)
+        saved = saved or {}
         self._trackers: dict[str, Tracker] = {}
         for name, make in makers.items():
             self._try(name, lambda name=name, make=make: self._trackers.update({name: make(saved.get(name))}))

@@ -3,14 +3,24 @@
 import math
 import os
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
 import torch
+from transformers import PreTrainedTokenizerFast
 
 from pipeline.data.tokenization import NOT_TRAINED
 from pipeline.data.tokenizer import load_tokenizer
-from pipeline.training import checkpoints, cuda_allocator, model_io, parameters
+from pipeline.training import (
+    checkpoints,
+    composite,
+    cuda_allocator,
+    failures,
+    model_io,
+    parameters,
+    weights_check,
+)
 from pipeline.training.collectives import any_rank, total
 from pipeline.training.dataset import Batch, PackedRows, read_manifest, trained_tokens
 from pipeline.training.meter import Diverged, Meter
@@ -114,6 +124,7 @@ class Trainer:
         with make_strategy.loading(options, runtime, self.plan):
             model = model_io.load_model(options)
         self.parameters, self.trained = parameters.count(model), parameters.count(model, only_trained=True)
+        self.note = composite.note(model)
         self.meter = Meter(options, runtime, model, self.source.sequence_length)
         self.strategy = make_strategy(model, options, runtime, self.plan)
         torch.manual_seed(options.seed + runtime.rank)  # each rank has different dropout
@@ -127,7 +138,10 @@ class Trainer:
         options = self.options
         if self.metric_logger:
             print(self._description(), flush=True)
+            if self.note:
+                print(self.note, flush=True)
         if self.done < options.last_step:
+            self._refuse_failing_export()
             checkpoints.announce(self.strategy, self.runtime, f"{options.output}/{options.name}")
         self.meter.restart()
         for step in range(self.done + 1, options.last_step + 1):
@@ -208,6 +222,11 @@ class Trainer:
             return self.meter.read()
         except Diverged as diverged:
             self.runtime.wait()  # until the last checkpoint is stored
+            if broken := weights_check.first_not_finite(self.options.model):
+                raise UserError(
+                    f"step {diverged.step} diverged ({diverged}), because {broken} of {self.options.model} has "
+                    "elements that are not finite. Download the model again, or pass another one."
+                ) from None
             good = f"the last good checkpoint is from step {self.saved}" if self.saved else "there is no checkpoint yet"
             raise UserError(
                 f"step {diverged.step} diverged{self._rows_of(diverged)}: {diverged}; {good}. Check the rows, or start "
@@ -251,10 +270,52 @@ class Trainer:
         loss, tokens = total(sums).tolist()
         return {"eval_loss": loss / tokens, "eval_perplexity": math.exp(loss / tokens)}
 
+    def _refuse_failing_export(self) -> None:
+        """Try on rank 0 all of the export but its weights. If it fails, all ranks raise UserError."""
+
+        def try_export() -> None:
+            if self.runtime.rank == 0:
+                model_io.try_export(self.strategy.model, self._tokenizer(), self.source.eos_ids, self.options)
+
+        if reason := self._failure(try_export):
+            raise UserError(
+                f"the trained model could not be exported ({reason}). Correct the files of {self.options.model}, or "
+                "pass another --model."
+            )
+
     def _export(self) -> None:
-        tokenizer = load_tokenizer(self.options.model, self.source.chat_template)
-        model_io.export(self.strategy, tokenizer, self.source.eos_ids, self.folder.path, self.options)
+        """Export the model.
+
+        Raises:
+            UserError: the export failed. All ranks raise it after the last checkpoint is stored.
+        """
+
+        def export() -> None:
+            model_io.export(self.strategy, self._tokenizer(), self.source.eos_ids, self.folder.path, self.options)
+
+        if reason := self._failure(export):
+            self.runtime.wait()
+            again = "again without --fresh" if self.options.fresh else "again"
+            raise UserError(
+                f"the model is trained, but its export failed ({reason}). Its checkpoint of step {self.saved} is "
+                f"complete: correct this, then run the same command {again} to export without training."
+            )
         self.folder.publish()
+
+    def _tokenizer(self) -> PreTrainedTokenizerFast:
+        return load_tokenizer(self.options.model, self.source.chat_template)
+
+    def _failure(self, work: Callable[[], None]) -> str:
+        """Run `work`, and return why it failed on this or another rank. Return "" if it failed on none."""
+        reason = ""
+        try:
+            work()
+        except (torch.OutOfMemoryError, torch.distributed.DistError):
+            raise  # the other ranks wait in a collective, not for this reason
+        except Exception as error:
+            reason = failures.reason(error)
+        failed = any_rank(bool(reason), self.runtime.device)
+        return reason or "it failed on another worker" if failed else ""
 
     def _on_device(self, batch: Batch) -> Batch:
         return {name: column.to(self.runtime.device, non_blocking=True) for name, column in batch.items()}

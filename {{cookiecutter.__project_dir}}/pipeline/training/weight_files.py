@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Iterable, Iterator
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 
 import torch
@@ -23,18 +23,28 @@ INDEX = "model.safetensors.index.json"
 def write(model: PreTrainedModel, weights: Iterable[Weight], folder: Path) -> None:
     """Write safetensors files as `save_pretrained` does, with the names and shapes of the published checkpoints.
 
+    Buffers that belong to the weights are written as they are in `model`, for example the biases of DeepSeek's router.
+
     Args:
-        weights: in the order of `model.named_parameters()`. Each is freed once its file is written.
+        weights: all parameters, in the order of `model.named_parameters()`. Each is freed once its file is written.
+
+    Raises:
+        ValueError: `weights` are not exactly the parameters of `model`.
     """
     sizes: list[dict[str, int]] = []
+    written: set[str] = set()
     parameters = 0
-    for part in _parts(weights):
+    for part in _parts(chain(weights, saved_buffers(model))):
+        written |= part.keys()
         parameters += sum(value.numel() for value in part.values())
         original = revert_weight_conversion(model, part)
         tensors = {name: value.contiguous() for name, value in original.items()}
         save_file(tensors, folder / f".part-{len(sizes)}", metadata={"format": "pt"})
         sizes.append({name: value.nbytes for name, value in original.items()})
         del part, original, tensors  # frees the weights of this file before those of the next file are collected
+    expected = {name for name, _ in chain(model.named_parameters(), saved_buffers(model))}
+    if written != expected:
+        raise ValueError(f"the exported weights lack or add {', '.join(sorted(written ^ expected)[:8])}")
     if len(sizes) == 1:
         (folder / ".part-0").rename(folder / "model.safetensors")
         return
@@ -45,6 +55,12 @@ def write(model: PreTrainedModel, weights: Iterable[Weight], folder: Path) -> No
         weight_map |= dict.fromkeys(names, file)
     metadata = {"total_parameters": parameters, "total_size": sum(sum(names.values()) for names in sizes)}
     (folder / INDEX).write_text(json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2) + "\n")
+
+
+def saved_buffers(model: PreTrainedModel) -> Iterator[Weight]:
+    """Yield the buffers that checkpoints contain, unlike those that are computed from the configuration."""
+    saved = model.state_dict().keys()
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
 
 
 def _parts(weights: Iterable[Weight]) -> Iterator[dict[str, torch.Tensor]]:

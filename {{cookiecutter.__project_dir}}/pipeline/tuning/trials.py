@@ -9,6 +9,7 @@ from typing import NamedTuple
 from matplotlib.figure import Figure
 from rich.table import Table
 
+from pipeline import state_files
 from pipeline.training import storage
 from pipeline.training.history import Line, lines
 from pipeline.training.storage import RunFolder
@@ -50,8 +51,15 @@ class Outcome(NamedTuple):
 
 
 def load(folder: str, drawn: Sequence[dict[str, float]]) -> list[Trial]:
-    """Return the trials of the search in `folder`, with `Trial.ended` as last saved."""
-    saved = {trial["name"]: trial["ended"] for trial in json.loads(storage.read_text(f"{folder}/{FILE}") or "[]")}
+    """Return the trials of the search in `folder`, with `Trial.ended` as last saved.
+
+    Raises:
+        UserError: the file with the trials is damaged.
+    """
+    text = storage.read_text(f"{folder}/{FILE}")
+    remedy = "Delete this file to run the trials again; each resumes from its last checkpoint."
+    trials = [] if text is None else state_files.parse_or_refuse(text, list[Trial], f"{folder}/{FILE}", remedy)
+    saved = {trial.name: trial.ended for trial in trials}
     names = [f"trial-{number:02d}" for number in range(1, len(drawn) + 1)]
     return [Trial(name, values, saved.get(name, "")) for name, values in zip(names, drawn, strict=True)]
 

@@ -12,17 +12,21 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import pytest
 import requests
-from families import FAMILIES, Family, add_tokens, template_of
+from families import FAMILIES, Family, add_tokens, template_of, train_tokenizer
 from openai_harmony import HarmonyEncodingName, load_harmony_encoding
-from transformers import GptOssConfig, PreTrainedTokenizerFast
+from transformers import GenerationConfig, GptOssConfig, PreTrainedTokenizerFast
 from trl.chat_template_utils import get_training_chat_template
 
 import settings
 from cluster.network import free_ports
+from pipeline.data import template_layout
 from pipeline.data.chat_template import ChatTemplate, TemplateRejection
-from pipeline.data.examples import Conversation, Message
+from pipeline.data.examples import BadRow, Conversation, Message, to_json
+from pipeline.data.options import Turns
 from pipeline.data.row_formats import read_example
 from pipeline.data.template_probes import (
     ANSWER,
@@ -35,7 +39,8 @@ from pipeline.data.template_probes import (
     THINKING,
     TOOL,
 )
-from pipeline.data.tokenization import DocumentTokenizer
+from pipeline.data.template_renderer import TemplateRenderer
+from pipeline.data.tokenization import NOT_TRAINED, DocumentTokenizer, TokenizedDocument
 from pipeline.generation.prompts import PromptTokenizer, RemainingRows
 
 START_S = 180
@@ -46,17 +51,68 @@ OTHER_TEXT = {"Gemma 4", "DeepSeek R1", "DeepSeek R1 Distill", "GLM 4.7", "OLMo 
 """Templates that start the reasoning differently in a generation prompt and in a finished conversation. Training uses
 the start from the prompt."""
 
+OTHER_TOKENS = {"Qwen 3.5"}
+"""Templates with which TRL trains the same text as other tokens. TRL tokenizes prompt and turn as one text, so the line
+breaks after <think>, of which the first is in the prompt, become one token."""
+
 NO_END = {"GLM 4", "GLM 4.5, 4.6"}
 """Templates that end a turn only if another message follows."""
+
+
+def parts(*texts: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text} for text in texts]
+
 
 TWO_TURNS = Conversation([QUESTION, ANSWER, NEXT, NEXT_ANSWER])
 TWO_THOUGHTS = Conversation([QUESTION, THINKING, NEXT, THINKING | {"content": "probe-last"}])
 CONVERSATIONS = {"two turns": TWO_TURNS, "reasoning in both turns": TWO_THOUGHTS} | {
     name: probe for name, (probe, _) in FEATURES.items()
 }
-CONVERSATIONS["a tool without a description"] = Conversation(
-    [QUESTION, ANSWER], [{"type": "function", "function": {"name": "probe_call"}}]
-)
+CONVERSATIONS |= {
+    "a tool without a description": Conversation(
+        [QUESTION, ANSWER], [{"type": "function", "function": {"name": "probe_call"}}]
+    ),
+    "two calls": Conversation([QUESTION, CALL, RESULT, CALL, RESULT, ANSWER], [TOOL]),
+    "reasoning before each call": Conversation(
+        [QUESTION, CALL | {"reasoning_content": "probe-reasoning"}, RESULT, THINKING, NEXT, THINKING], [TOOL]
+    ),
+    "a call with text, then its result": Conversation(
+        [QUESTION, CALL | {"content": "probe-text"}, RESULT, ANSWER, NEXT, NEXT_ANSWER], [TOOL]
+    ),
+    "white space": Conversation([QUESTION, ANSWER | {"content": "\n probe"}, NEXT, ANSWER | {"content": "  two \n"}]),
+    "line breaks": Conversation(
+        [
+            QUESTION | {"content": "\n\nprobe\n"},
+            THINKING | {"content": "\n\nprobe\n\n", "reasoning_content": "\nprobe"},
+            NEXT,
+            ANSWER | {"content": "\n\n\nprobe"},
+        ]
+    ),
+    "answers of one character": Conversation([QUESTION, ANSWER | {"content": "A"}, NEXT, ANSWER | {"content": "."}]),
+    "an empty system message": Conversation([{"role": "system", "content": ""}, QUESTION, ANSWER]),
+    "an empty system message beside a developer message": Conversation(
+        [{"role": "system", "content": ""}, {"role": "developer", "content": "probe-system"}, QUESTION, ANSWER]
+    ),
+    "a developer message in the middle": Conversation(
+        [QUESTION, ANSWER, {"role": "developer", "content": "probe-system"}, NEXT, NEXT_ANSWER]
+    ),
+    "several text parts": Conversation(
+        [
+            {"role": "system", "content": parts("one", "two")},
+            {"role": "developer", "content": parts("one", "", "two")},
+            QUESTION | {"content": parts("one", "\n", "two")},
+            CALL | {"content": parts("probe", "text")},
+            RESULT | {"content": parts("one", "two")},
+            ANSWER | {"content": parts("probe", "-answer")},
+            NEXT | {"content": parts("one")},
+            NEXT_ANSWER,
+        ],
+        [TOOL],
+    ),
+    "parts in questions and answers": Conversation(
+        [QUESTION | {"content": parts("one", "two")}, ANSWER | {"content": parts("one", "two")}, NEXT, NEXT_ANSWER]
+    ),
+}
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +120,11 @@ def folder(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a copy of the tiny model whose tokenizer has the special tokens of all families."""
     folder = tmp_path_factory.mktemp("families") / "model"
     shutil.copytree(assets / "model", folder)
-    tokenizer = add_tokens(PreTrainedTokenizerFast.from_pretrained(folder), *FAMILIES.values())
+    texts = (assets / "data" / "pairs.jsonl").read_text(encoding="utf-8").splitlines()
+    tokenizer = add_tokens(train_tokenizer(texts), *FAMILIES.values())
+    tokenizer.chat_template = PreTrainedTokenizerFast.from_pretrained(folder).chat_template
     tokenizer.model_max_length = MAX_LENGTH
+    assert len(tokenizer.encode("\n\n")) == 1
     tokenizer.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": MAX_LENGTH}))
@@ -150,11 +209,23 @@ def prompts(template: ChatTemplate) -> Iterator[tuple[str, Conversation]]:
             documents = template.documents(as_row(conversation))
         except TemplateRejection:
             continue
-        turns = [index for index, message in enumerate(conversation.messages) if message["role"] == "assistant"]
         starts = [document.text[:start] for document in documents for start, _ in document.spans]
-        assert len(starts) == len(turns), "each assistant turn must be trained on once"
-        for text, index in zip(starts, turns, strict=True):
-            yield text, Conversation(conversation.messages[:index], conversation.tools)
+        yield from zip(starts, prefixes(conversation), strict=True)
+
+
+def prefixes(conversation: Conversation) -> list[Conversation]:
+    """Return the messages before each assistant turn."""
+    messages = conversation.messages
+    turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    return [conversation._replace(messages=messages[:index]) for index in turns]
+
+
+def trained_prompts(documents: list[TokenizedDocument]) -> Iterator[list[int]]:
+    """Yield the tokens before each trained turn."""
+    for document in documents:
+        trained = document.labels != NOT_TRAINED
+        for start in np.flatnonzero(trained & ~np.roll(trained, 1)):
+            yield document.input_ids[:start].tolist()
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -164,17 +235,22 @@ def test_training_and_generate_see_the_prompts_that_vllm_renders(
     template, tokenizer = load(folder, FAMILIES[name])
     tokenizer.chat_template = template.text
     tokenizer.save_pretrained(tmp_path)
-    generating = PromptTokenizer(str(tmp_path), "id", 10**6)
-    compared = list(prompts(template))
-    for text, before in compared:
-        served = served_prompt(renderer, template.text, before)
-        assert text == tokenizer.decode(served)
-        assert tokenizer.encode(text, add_special_tokens=False) == served
-        row = json.dumps({"id": 1, **before._asdict()}).encode()
-        generated = generating.prompt(row, RemainingRows(1, frozenset(), frozenset()))
-        assert generated
-        assert generated["tokenized_prompt"] == served
-    assert len(compared) >= 2
+    GenerationConfig(eos_token_id=template.eos_ids).save_pretrained(tmp_path)
+    training, generating = DocumentTokenizer(str(tmp_path), MAX_LENGTH), PromptTokenizer(str(tmp_path), "id", 10**6)
+    compared = 0
+    for conversation in CONVERSATIONS.values():
+        with contextlib.suppress(BadRow):
+            for trained, before in zip(
+                trained_prompts(training.documents(conversation._asdict())), prefixes(conversation), strict=True
+            ):
+                served = served_prompt(renderer, template.text, before)
+                assert trained == served, tokenizer.decode(trained)
+                row = json.dumps({"id": 1, **before._asdict()}).encode()
+                generated = generating.prompt(row, RemainingRows(1, frozenset(), frozenset()))
+                assert generated
+                assert generated["tokenized_prompt"] == served
+                compared += 1
+    assert compared >= 8
 
 
 @pytest.mark.skipif(
@@ -241,10 +317,19 @@ WORDS = (
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_learned_layout_gives_the_same_text_as_the_template(folder: Path, name: str) -> None:
+def test_a_learned_layout_gives_the_same_text_as_the_template(
+    folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(template_layout, "MAX_RENDERINGS", 0)
     template, _ = load(folder, FAMILIES[name])
     random = Random(name)
-    conversations = [TWO_TURNS]
+    system = {"role": "system", "content": "Be brief."}
+    shapes = [
+        TWO_TURNS,
+        Conversation([system, *TWO_TURNS.messages]),
+        Conversation([system | {"content": "Be kind."}, QUESTION, ANSWER]),
+    ]
+    conversations = [*shapes, *shapes]
     for _ in range(60):
         messages: list[Message] = [{"role": "system", "content": random.choice(WORDS)}] if random.random() < 0.3 else []
         for _ in range(random.randint(1, 3)):
@@ -257,7 +342,141 @@ def test_a_learned_layout_gives_the_same_text_as_the_template(folder: Path, name
         conversations.append(Conversation(messages))
     for conversation, made in zip(conversations, template.batch(conversations), strict=True):
         assert str(made) == str(template._documents_or_rejection(conversation))
-    assert any(template._layouts.values()), "no layout was used"
+    used = [layout for layout in template._layouts._layouts.values() if layout]
+    assert len(used) >= (2 if "a system message" not in template.dropped else 1), "too few layouts were used"
+
+
+def rendered_messages(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list to which each rendering adds the number of its messages."""
+    counts: list[int] = []
+    render = TemplateRenderer._render
+
+    def count(self: TemplateRenderer, conversation: Conversation, *arguments: Any, **options: Any) -> Any:
+        counts.append(len(conversation.messages))
+        return render(self, conversation, *arguments, **options)
+
+    monkeypatch.setattr(TemplateRenderer, "_render", count)
+    return counts
+
+
+def chat(turns: int, system: str = "") -> Conversation:
+    answers = [ANSWER | {"content": f"{turn}{' word' * 40}"} for turn in range(turns // 2)]
+    first = [{"role": "system", "content": system}] if system else []
+    return Conversation([*first, *(message for answer in answers for message in (QUESTION, answer))])
+
+
+SYSTEMS = {
+    "none": [""],
+    "same": ["Be kind."],
+    "unique": [f"You are number {number}, a robot." for number in range(400)],
+    "inspected": [f"You are <i>{number}</i>." for number in range(400)],
+    "spaced": [f"You are number {number}.\n" for number in range(400)],  # this template trims it, so no layout fits
+}
+SYSTEMS["mixed"] = [prompt for prompts in SYSTEMS.values() for prompt in prompts]
+
+
+@pytest.mark.parametrize("turns", [2, 20])
+@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("repeats", [1, 2, 15, 16, 100, 400])
+def test_learning_layouts_takes_little_time(
+    folder: Path, turns: int, system: str, repeats: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each pattern of weights comes `repeats` times in a row."""
+    template, _ = load(folder, FAMILIES["Llama 3"])
+    random = Random(0)
+    conversations = []
+    for number in range(400):
+        pattern = Random(number // repeats)
+        conversations.append(chat(turns, random.choice(SYSTEMS[system])))
+        for message in conversations[-1].messages[:-1]:
+            if message["role"] == "assistant" and pattern.random() < 0.5:
+                message["weight"] = 0
+    counts = rendered_messages(monkeypatch)
+    for start in range(0, 400, 100):
+        template.batch(conversations[start : start + 100])
+    with_layouts = sum(counts)
+    counts.clear()
+    for conversation in conversations:
+        template.documents(conversation)
+    assert with_layouts <= 1.04 * sum(counts)
+    if repeats == 400 and system in ("none", "same", "unique"):
+        assert with_layouts < 0.1 * sum(counts), "frequent shapes need no rendering"
+
+
+LONG = {
+    "short turns": chat(120, "Be brief."),
+    "reasoning": Conversation([QUESTION, THINKING | {"reasoning_content": "so " * 900}, *chat(60).messages]),
+    "a long first answer": Conversation([QUESTION, ANSWER | {"content": "word " * 3000}, *chat(40).messages]),
+    "a long last question": Conversation([*chat(20).messages, QUESTION | {"content": "word " * 3000}, ANSWER]),
+    "calls": Conversation([QUESTION, CALL | {"reasoning_content": "hm " * 900}, RESULT, ANSWER] * 40, [TOOL]),
+    "the first answers have no weight": Conversation(
+        [message | ({"weight": 0} if number < 90 else {}) for number, message in enumerate(chat(120).messages)]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ["Qwen 3", "Mistral Nemo", "DeepSeek R1", "gpt-oss", "Qwen 3 Thinking", "SmolLM3"])
+@pytest.mark.parametrize("turns", ["all", "last"])
+def test_turns_beyond_the_sequence_length_do_not_matter(
+    folder: Path, tmp_path: Path, name: str, turns: Turns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows are those that rendering everything would give."""
+    _, tokenizer = load(folder, FAMILIES[name])
+    tokenizer.eos_token = FAMILIES[name].eos[0]
+    tokenizer.save_pretrained(shutil.copytree(folder, tmp_path / "model"))
+    rows = pa.Table.from_pylist([{"row": to_json(conversation), "problem": None} for conversation in LONG.values()])
+    for overlong in ("truncate", "drop"):
+        tokenize = DocumentTokenizer(str(tmp_path / "model"), 300, turns=turns, overlong=overlong)
+        made = tokenize(rows)
+        assert tokenize.template
+        assert turns == "last" or tokenize.template._shorten(LONG["short turns"]) != LONG["short turns"]
+        with monkeypatch.context() as patch:
+            patch.setattr(ChatTemplate, "_shorten", lambda self, conversation: conversation)
+            assert made.equals(tokenize(rows))
+
+
+@pytest.mark.parametrize("shown", ["[:20]", "[:20 if loop.revindex > 2 else 9000]"], ids=["always", "in earlier turns"])
+def test_a_template_that_shortens_long_turns_still_renders_all(folder: Path, tmp_path: Path, shown: str) -> None:
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    tokenizer.chat_template = (
+        "{% for message in messages %}<|{{ message.role }}|>{{ message.content"
+        + shown
+        + " }}{% if message.role == 'assistant' %}<|eos|>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    tokenizer.save_pretrained(shutil.copytree(folder, tmp_path / "model"))
+    tokenize = DocumentTokenizer(str(tmp_path / "model"), 300)
+    row = to_json(Conversation([QUESTION | {"content": "word " * 3000}, ANSWER, NEXT, NEXT_ANSWER]))
+    made = tokenize(pa.Table.from_pylist([{"row": row, "problem": None}])).to_pylist()
+    trained = [label for document in made for label in document["labels"] if label != NOT_TRAINED]
+    assert tokenizer.decode(trained).endswith("probe-last<|eos|>")
+
+
+def test_a_long_conversation_is_rendered_up_to_the_sequence_length(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = rendered_messages(monkeypatch)
+    template, _ = load(folder, FAMILIES["Llama 3"], sequence_length=300)
+    counts.clear()
+    template.batch([chat(400)])
+    assert sum(counts) < 3 * 400, "all turns would need 80,000"
+
+
+def test_gemma_4_answers_after_a_call_with_text_and_its_result(folder: Path) -> None:
+    """Gemma 4 puts the text after the result. Its prompt ends that turn, but the finished conversation continues it."""
+    template, _ = load(folder, FAMILIES["Gemma 4"])
+    called, answered = template.documents(CONVERSATIONS["a call with text, then its result"])[:2]
+    assert called.text[slice(*called.spans[0])].endswith("probe-text<|tool_response>")
+    assert "probe-text<turn|>\nprobe-answer<turn|>" in answered.text
+    assert answered.text[slice(*answered.spans[0])] == "probe-answer<turn|>"
+
+
+def test_reasoning_that_is_kept_follows_its_prompt(folder: Path) -> None:
+    template, _ = load(folder, FAMILIES["Qwen 3.5"], past_reasoning="keep")
+    [document] = template.documents(Conversation([QUESTION, ANSWER, NEXT, THINKING]))
+    first, second = (document.text[slice(*span)] for span in document.spans)
+    assert first.startswith("\n</think>"), "<think> and a line break are in the prompt"
+    assert second.startswith("probe-reasoning\n</think>")
 
 
 def test_an_answer_that_contains_a_stop_token_is_rejected(folder: Path) -> None:
@@ -269,18 +488,31 @@ def test_an_answer_that_contains_a_stop_token_is_rejected(folder: Path) -> None:
     assert isinstance(rejected, TemplateRejection)
 
 
-def test_a_template_that_depends_on_the_text_gets_no_layout(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("shown", "system"),
+    [
+        ("message.content[:100]", "x" * 200),
+        ("'strict' if 'as JSON' in message.content else message.content", "Answer as JSON, please."),
+        ("message.content | replace('colour', 'color')", "Use colour."),
+        ("message.content.split('/json')[0]", "Answer /json always."),
+        ("message.content.replace(' [draft]', '')", "Answer. [draft]"),
+        ("message.content[5:] if message.content.startswith('Note:') else message.content", "Note: be brief."),
+        ("'' if message.content == 'nothing' else message.content", "nothing"),
+    ],
+)
+def test_a_layout_is_not_used_for_a_text_that_the_template_changes(folder: Path, shown: str, system: str) -> None:
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     tokenizer.chat_template = (
-        "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}"
-        "{% if message.content | length > 100 %} (long){% endif %}<|eos|>{% endfor %}"
+        f"{{% for message in messages %}}<|{{{{ message.role }}}}|>{{{{ {shown} }}}}<|eos|>{{% endfor %}}"
         "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
     template = ChatTemplate(tokenizer, [tokenizer.eos_token_id])
-    conversation = Conversation([QUESTION, ANSWER | {"content": "x" * 200}])
-    [document] = template.documents(conversation)
-    assert template.batch([conversation]) == [[document]]
-    assert document.text.count("(long)") == 1
+    first = [{"role": "system", "content": prompt} for prompt in (*["Be brief."] * 20, system)]
+    conversations = [Conversation([message, QUESTION, ANSWER]) for message in first]
+    made = template.batch(conversations)
+    assert made == [template.documents(conversation) for conversation in conversations]
+    assert isinstance(made[-1], list)
+    assert system not in made[-1][0].text
 
 
 def test_earlier_reasoning_is_as_served_or_kept(folder: Path) -> None:
@@ -348,6 +580,11 @@ def test_trl_trains_the_same_tokens(folder: Path, name: str) -> None:
     if name in OTHER_TEXT:
         assert ours != theirs, "no longer an exception: remove it from OTHER_TEXT"
         return
+    if name in OTHER_TOKENS:
+        assert tokenizer.decode(theirs).strip().endswith(tokenizer.decode(ours).strip())
+        assert tokenizer.encode(tokenizer.decode(theirs), add_special_tokens=False) == theirs, "one text"
+        assert ours != theirs[-len(ours) :], "no longer an exception: remove it from OTHER_TOKENS"
+        return
     at = next(index for index in range(len(theirs)) if theirs[index : index + len(ours)] == ours)
     before, after = tokenizer.decode(theirs[:at]), tokenizer.decode(theirs[at + len(ours) :])
     assert document.text[:start].endswith(before), "before the answer, TRL may train only the end of the prompt"
@@ -361,7 +598,7 @@ def table(folder: Path) -> str:
     for name, family in FAMILIES.items():
         template, tokenizer = load(folder, family)
         mask = "-" if trained_by_trl(tokenizer, Conversation([QUESTION, ANSWER])) is None else "same"
-        mask = "other" if mask == "same" and name in OTHER_TEXT else mask
+        mask = "other" if mask == "same" and name in OTHER_TEXT | OTHER_TOKENS else mask
         cells = ["rejected" if feature in template.dropped else "yes" for feature in shown]
         lines.append(f"| {name} | {mask} | {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 import settings
 from pipeline.data.tokenization import NOT_TRAINED
+from pipeline.model_config import text_config
 from pipeline.training import chunked_loss, model_io
 from pipeline.training.deepspeed_zero import ZeRO
 from pipeline.training.fsdp import FSDP
@@ -31,12 +32,12 @@ STRATEGIES: dict[str, tuple[Any, Any, tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("family", architectures.FAMILIES)
+@pytest.mark.parametrize("family", [*architectures.FAMILIES, *architectures.COMPOSITES])
 def test_the_loss_and_its_gradients_are_the_models_own(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunked_loss, "CHUNK", SEVERAL_CHUNKS)
     model = architectures.build(family)
     loss, gradients = _differentiate(model)
-    tested = model.config.model_type in TESTED_FAMILIES
+    tested = text_config(model.config).model_type in TESTED_FAMILIES
     assert chunked_loss.has_chunks(model) == tested
     if not tested:
         return  # it keeps its own loss

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -13,6 +14,7 @@ import pyarrow as pa
 import pytest
 import torch
 from ray.exceptions import RayTaskError
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import settings
@@ -221,6 +223,15 @@ def test_another_tokenizer_is_refused_with_both_names(
     other = packed_rows.write_other_tokenizer(stranger, tmp_path / "other")
     with pytest.raises(settings.UserError, match=rf"tokenizer of {speaker}, .* differs from that of {other}"):
         evaluate.main(options.model_copy(update={"models": (str(speaker), str(other))}))
+
+
+def test_adapters_without_all_weights_are_refused(run: Path, packed: Path, tmp_path: Path) -> None:
+    adapter = shutil.copytree(run / "adapter", tmp_path / "adapter")
+    weights = load_file(adapter / "adapter_model.safetensors")
+    weights.pop(min(weights))
+    save_file(weights, adapter / "adapter_model.safetensors")
+    with pytest.raises(settings.UserError, match="adapter cannot be used: its files lack base_model"):
+        _score(str(adapter), packed)
 
 
 def test_a_missing_model_is_refused(options: EvaluateOptions) -> None:

@@ -184,7 +184,7 @@ def test_a_stream_trains_and_its_workers_can_start_tasks(
 ) -> None:
     options = _ddp_options(changes | {"name": "stream", "stream": True, "steps": 4, "stop_after": None})
     stream_input = streaming.StreamInput(
-        row_sources.find_all(str(assets / "data/*.jsonl"), ()), DocumentTokenizer(options.model, 128)
+        row_sources.find_all(str(assets / "data/*.jsonl"), ()), DocumentTokenizer(options.model, 128), embeddings=10**6
     )
     monkeypatch.setattr(streaming, "find_input", lambda _: stream_input)
     ray_train.fit(options, _StartsATask)
@@ -192,6 +192,18 @@ def test_a_stream_trains_and_its_workers_can_start_tasks(
     assert [row["step"] for row in _metrics(options)] == [1, 2, 3, 4]
     tokenizer = AutoTokenizer.from_pretrained(_folder(options) / "model")
     assert len(tokenizer) == _model(options).config.vocab_size
+
+
+@pytest.mark.nightly  # because it takes 50 s
+def test_a_token_of_a_stream_without_an_embedding_is_an_error(
+    assets: Path, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = _ddp_options(changes | {"name": "stream-too-large", "stream": True, "steps": 4, "stop_after": None})
+    sources = row_sources.find_all(str(assets / "data/*.jsonl"), ())
+    stream_input = streaming.StreamInput(sources, DocumentTokenizer(options.model, 128), embeddings=300)
+    monkeypatch.setattr(streaming, "find_input", lambda _: stream_input)
+    with pytest.raises(settings.UserError, match=r"^the rows contain the token .* only for ids below 300"):
+        ray_train.fit(options, DDP)
 
 
 @pytest.mark.nightly
@@ -263,7 +275,9 @@ def test_what_the_cluster_cannot_run_is_refused(
     wrong: dict[str, Any], sentence: str, changes: dict[str, Any], assets: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream_input = streaming.StreamInput(
-        row_sources.find_all(str(assets / "data/*.jsonl"), ()), DocumentTokenizer(changes["model"], 128)
+        row_sources.find_all(str(assets / "data/*.jsonl"), ()),
+        DocumentTokenizer(changes["model"], 128),
+        embeddings=10**6,
     )
     monkeypatch.setattr(streaming, "find_input", lambda _: stream_input)
     with pytest.raises(settings.UserError, match=sentence):

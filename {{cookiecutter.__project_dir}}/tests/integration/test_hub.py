@@ -45,7 +45,7 @@ class Hub(BaseHTTPRequestHandler):
             self._json({"id": f"acme/{match[1]}", "sha": COMMIT, "siblings": []} if known else None)
         elif match := re.fullmatch(r"/api/datasets/acme/([^/]+)/tree/~parquet/?(.*)", path):
             self._json(self._tree(match[1], match[2]))
-        elif match := re.fullmatch(r"/datasets/acme/([^/]+)/resolve/~parquet/(.+)", path):
+        elif match := re.fullmatch(r"/datasets/acme/([^/]+)/resolve/(?:~parquet|main)/(.+)", path):
             self._bytes(self.files.get(f"{match[1]}/{match[2]}"))
         else:
             self._json(None)
@@ -88,7 +88,8 @@ class Hub(BaseHTTPRequestHandler):
         self.send_header("ETag", f'"{COMMIT}"')
         self.send_header("X-Repo-Commit", COMMIT)
         if status == 404:
-            self.send_header("X-Error-Code", "RepoNotFound" if "/tree/" not in self.path else "EntryNotFound")
+            is_known = any(f"/acme/{file.partition('/')[0]}/" in self.path for file in self.files)
+            self.send_header("X-Error-Code", "EntryNotFound" if is_known else "RepoNotFound")
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(content)
@@ -140,7 +141,7 @@ def test_a_data_set_on_the_hub_is_read(hub: str, tmp_path: Path, name: str) -> N
             "languages",
             "hf://datasets/acme/languages@~parquet has de, en; name one: --input hf://datasets/acme/languages@",
         ),
-        ("missing", "hf://datasets/acme/missing cannot be read"),
+        ("missing", "the Hugging Face hub has no dataset acme/missing, or it is private. Correct the name"),
     ],
 )
 def test_an_ambiguous_or_missing_data_set_gives_a_one_sentence_error(

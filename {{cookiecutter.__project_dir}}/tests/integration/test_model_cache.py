@@ -131,7 +131,7 @@ def test_a_job_keeps_the_model_that_a_faster_job_has_copied(
             client.put_object(Bucket="bucket", Key=f"{folder}/{name}", Body=b"faster")
         return str(hub)
 
-    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    monkeypatch.setattr(model_cache, "snapshot_download", download)
     model_cache.find(HUB_ID)
     assert client.get_object(Bucket="bucket", Key=f"{folder}/config.json")["Body"].read() == b"faster"
 

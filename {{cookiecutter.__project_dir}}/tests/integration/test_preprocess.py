@@ -21,7 +21,7 @@ from ray.exceptions import RayTaskError
 
 import settings
 from jobs import preprocess
-from pipeline.data import preprocessing, row_sources, shards
+from pipeline.data import preprocessing, row_sources, rows, shards
 from pipeline.data.options import PreprocessOptions
 from pipeline.data.packed_folder import PackedFolder
 from pipeline.data.tokenization import NOT_TRAINED
@@ -213,7 +213,7 @@ def test_bad_rows_are_saved_with_their_reasons(assets: Path, tmp_path: Path, ray
     reasons = {
         "no known columns": 1,
         "no assistant turn": 1,
-        "not a JSON object": 1,
+        rows.ARRAY: 1,
         "not valid JSON": 2,
     }
     recorded = manifest(tmp_path)

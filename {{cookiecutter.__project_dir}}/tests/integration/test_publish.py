@@ -203,3 +203,13 @@ def test_a_refusal_is_one_sentence(
     assert problem in done.stderr.splitlines()[-1]
     assert not re.search("Traceback", done.stderr)
     assert not hub.files
+
+
+def test_a_hub_that_cannot_be_reached_is_one_sentence(hub: type[Hub], output: Path) -> None:
+    class Gone(Hub):
+        address = "http://127.0.0.1:9"  # nothing listens on this port
+
+    done = publish(Gone, output)
+    assert done.returncode == 1
+    assert re.match(r"the hub did not take acme/model \(.*refused.*\)", done.stderr.splitlines()[-1])
+    assert not re.search("Traceback", done.stderr)

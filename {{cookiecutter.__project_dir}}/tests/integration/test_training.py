@@ -27,13 +27,25 @@ import ranks
 import torch
 from peft import PeftModel
 from pydantic import ValidationError
+from safetensors.torch import load_file, save_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.optimization import get_cosine_with_min_lr_schedule_with_warmup
 
 import settings
 from pipeline.data.tokenization import NOT_TRAINED
-from pipeline.training import checkpoints, deepspeed_zero, model_io, preflight, schedule, storage
+from pipeline.training import checkpoints, deepspeed_zero, model_io, preflight, schedule, storage, weight_files
 from pipeline.training.dataset import COLUMNS, Batch, PackedRows, read_manifest
 from pipeline.training.options import DDPOptions, DeepSpeedOptions
 from pipeline.training.runtimes.runtime import Metrics, SingleProcess, WriteCheckpoint
@@ -466,6 +478,78 @@ def test_the_model_folder_is_complete(finetune: Finetune, packed: Path, options:
     assert answer.shape[1] > prompt["input_ids"].shape[1]
 
 
+@pytest.mark.parametrize(
+    "published",
+    [
+        {"temperature": 0.9, "top_p": 0.6, "do_sample": False},
+        {"top_k": 20, "min_p": 0.05},
+        {"early_stopping": True, "length_penalty": 0.8},
+        {"pad_token_id": -1},
+        {"output_scores": True},
+    ],
+)
+@pytest.mark.parametrize("changes", [{}, {"lora_rank": 4}], ids=["full", "lora"])
+def test_a_contradictory_generation_config_is_exported_as_published(
+    finetune: Finetune,
+    model: Path,
+    packed: Path,
+    options: DDPOptions,
+    tmp_path: Path,
+    published: dict[str, Any],
+    changes: dict[str, Any],
+) -> None:
+    shutil.copytree(model, tmp_path / "published")
+    (tmp_path / "published/generation_config.json").write_text(json.dumps(published | {"eos_token_id": 2}))
+    finetune(model=str(tmp_path / "published"), steps=1, **changes)
+    exported = json.loads(Path(options.output, options.name, "model/generation_config.json").read_text())
+    assert exported.pop("eos_token_id") == read_manifest(str(packed)).tokenizer.eos_ids
+    assert published.items() <= exported.items() | {("do_sample", False)}  # the default, which is left out
+
+
+def test_generation_parameters_in_the_model_config_are_exported(
+    finetune: Finetune, model: Path, options: DDPOptions, tmp_path: Path
+) -> None:
+    shutil.copytree(model, tmp_path / "old")
+    (tmp_path / "old/generation_config.json").unlink()
+    config = json.loads((model / "config.json").read_text()) | {"temperature": 0.7}
+    (tmp_path / "old/config.json").write_text(json.dumps(config))
+    finetune(model=str(tmp_path / "old"), steps=1)
+    folder = Path(options.output, options.name, "model")
+    assert GenerationConfig.from_pretrained(folder).temperature == 0.7
+
+
+@pytest.mark.parametrize("part", [LlamaConfig, PreTrainedTokenizerBase])
+def test_a_model_that_cannot_be_exported_is_refused_before_the_first_step(
+    finetune: Finetune, options: DDPOptions, monkeypatch: pytest.MonkeyPatch, part: type
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise ValueError("one\ntwo")
+
+    monkeypatch.setattr(part, "save_pretrained", fail)
+    with pytest.raises(settings.UserError, match=r"could not be exported \(ValueError: one two\)"):
+        finetune()
+    assert not Path(options.output, options.name, "metrics.jsonl").read_text()
+
+
+def test_a_failed_export_leaves_a_run_that_exports_without_training(
+    finetune: Finetune, options: DDPOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(options.output, options.name)
+    with monkeypatch.context() as patch:
+        patch.setattr(weight_files, "save_file", lambda *_, **__: Path("/nowhere/file").write_text(""))
+        with pytest.raises(settings.UserError, match=r"export failed \(FileNotFoundError.*the same command again to"):
+            finetune()
+        with pytest.raises(settings.UserError, match="the same command again without --fresh to export"):
+            finetune(fresh=True)
+    assert not (folder / "model").exists()
+    assert not list(folder.glob(".model*"))
+    rows = folder.joinpath("metrics.jsonl").read_text()
+    monkeypatch.setattr(DDP, "step", None)
+    finetune()
+    assert folder.joinpath("metrics.jsonl").read_text() == rows
+    assert AutoModelForCausalLM.from_pretrained(folder / "model")
+
+
 def test_a_run_at_a_uri_has_the_losses_of_one_in_a_folder(
     finetune: Finetune, options: DDPOptions, tmp_path: Path
 ) -> None:
@@ -544,18 +628,77 @@ def test_adapters_train_on_4_bit_weights(finetune: Finetune, model: Path, option
     assert merged.num_parameters() == wide.num_parameters()
 
 
+@pytest.fixture
+def wide(model: Path, tmp_path: Path) -> Path:
+    """Return the folder of a model whose matrices consist of whole blocks of 64 x 64 numbers."""
+    shutil.copytree(model, tmp_path / "wide-base")
+    config = json.loads((model / "config.json").read_text())
+    shape = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 128, "num_key_value_heads": 4}
+    LlamaForCausalLM(LlamaConfig(**config | shape)).save_pretrained(tmp_path / "wide-base")
+    return tmp_path / "wide-base"
+
+
+def test_a_quantized_checkpoint_is_not_read_as_plain_numbers(finetune: Finetune, wide: Path, tmp_path: Path) -> None:
+    quantized = tmp_path / "quantized"
+    shutil.copytree(wide, quantized)
+    int8 = BitsAndBytesConfig(load_in_8bit=True)
+    AutoModelForCausalLM.from_pretrained(wide, quantization_config=int8).save_pretrained(quantized)
+    for changes in ({}, LORA, LORA | {"quantize_base": True}):
+        with pytest.raises(settings.UserError, match=r"the weights of .*quantized are quantized, .*--quantize-base"):
+            finetune(model=str(quantized), **changes)
+
+
+def test_a_checkpoint_that_is_dequantized_is_exported_with_plain_weights(
+    finetune: Finetune, wide: Path, options: DDPOptions
+) -> None:
+    """On a CPU, transformers dequantizes 8-bit floats."""
+    weights = load_file(wide / "model.safetensors")
+    for name in [name for name in weights if "_proj" in name]:
+        weights[name] = (weights[name] * 8).to(torch.float8_e4m3fn)
+        weights[f"{name}_scale_inv"] = torch.full((1, 1), 1 / 8)
+    save_file(weights, wide / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((wide / "config.json").read_text())
+    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    (wide / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+    finetune(model=str(wide), **LORA)
+    run = Path(options.output, options.name)
+    base = AutoModelForCausalLM.from_pretrained(wide, dtype=torch.float32)
+    prompt = torch.arange(40)[None]
+    with torch.no_grad():
+        unmerged = PeftModel.from_pretrained(base, str(run / "adapter")).eval()(prompt).logits
+        merged = AutoModelForCausalLM.from_pretrained(run / "model").eval()(prompt).logits
+    torch.testing.assert_close(merged, unmerged, atol=1e-5, rtol=0)
+    assert "quantization_config" not in json.loads((run / "model/config.json").read_text())
+
+
+def test_dropout_on_the_experts_of_a_mixture_is_refused(
+    finetune: Finetune, model: Path, options: DDPOptions, tmp_path: Path
+) -> None:
+    shutil.copytree(model, tmp_path / "mixture")
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_local_experts": 2}
+    vocabulary = preflight.load_config(str(model)).vocab_size
+    MixtralForCausalLM(MixtralConfig(vocab_size=vocabulary, **shape)).save_pretrained(tmp_path / "mixture")
+    with pytest.raises(settings.UserError, match=r"mixture cannot have dropout .* Add --lora-dropout 0"):
+        finetune(model=str(tmp_path / "mixture"), **LORA)
+
+
 # ------------------------------------------------------------------------------------------ errors
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_rows(
-    finetune: Finetune, model: Path, packed: Path, options: DDPOptions, tmp_path: Path
+    finetune: Finetune, packed: Path, options: DDPOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     token, steps = _token_of_few_rows(options)
-    broken = LlamaForCausalLM.from_pretrained(model)
-    broken.get_input_embeddings().weight.data[token] = math.inf
-    broken.save_pretrained(tmp_path / "broken")
+    load = model_io.load_model
+
+    def load_with_overflow(options: DDPOptions) -> PreTrainedModel:
+        model = load(options)
+        model.get_input_embeddings().weight.data[token] = math.inf
+        return model
+
+    monkeypatch.setattr(model_io, "load_model", load_with_overflow)
     with pytest.raises(settings.UserError, match="--fresh and a lower --learning-rate") as refused:
-        finetune(model=str(tmp_path / "broken"), micro_batch_rows=1, checkpoint_every=1, log_every=1)
+        finetune(micro_batch_rows=1, checkpoint_every=1, log_every=1)
     assert f"step {min(steps)} diverged" in str(refused.value)
     assert "the loss is nan" in str(refused.value)
     assert f"the last good checkpoint is from step {min(steps) - 1}" in str(refused.value)
@@ -563,6 +706,27 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_rows(
     assert len(named) == steps[min(steps)]
     for file, row in named:
         assert token in pq.read_table(packed / "train" / file)["input_ids"][int(row)].as_py()
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_weights_that_are_not_finite_are_named(finetune: Finetune, model: Path, tmp_path: Path, value: float) -> None:
+    shutil.copytree(model, tmp_path / "broken")
+    broken = LlamaForCausalLM.from_pretrained(model)
+    broken.model.layers[1].mlp.up_proj.weight.data[3, 5] = value
+    broken.save_pretrained(tmp_path / "broken")
+    expected = r"step 1 diverged \(the loss is nan\), because model\.layers\.1\.mlp\.up_proj\.weight of .*/broken has"
+    with pytest.raises(settings.UserError, match=expected):
+        finetune(model=str(tmp_path / "broken"))
+
+
+def test_missing_weights_are_refused_before_training(options: DDPOptions, model: Path, tmp_path: Path) -> None:
+    preflight.check_packed(options)
+    broken = shutil.copytree(model, tmp_path / "broken")
+    weights = load_file(broken / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, broken / "model.safetensors", {"format": "pt"})
+    with pytest.raises(settings.UserError, match=r"its files lack model\.norm\.weight"):
+        preflight.check_packed(options.model_copy(update={"model": str(broken)}))
 
 
 def test_a_loss_that_explodes_stops_the_run(finetune: Finetune) -> None:
@@ -624,18 +788,35 @@ def test_rows_of_another_tokenizer_are_refused_with_both_names(
         preflight.check_data(options.model_copy(update={"model": str(other)}), read_manifest(str(packed)))
 
 
-def test_a_model_that_does_not_fit_the_rows_is_refused(model: Path) -> None:
-    config = preflight.load_config(str(model))
-    preflight.check_model("m", config, config.vocab_size, 128)
-    with pytest.raises(settings.UserError, match=f"{config.vocab_size + 1} tokens"):
-        preflight.check_model("m", config, config.vocab_size + 1, 128)
+def test_a_model_that_does_not_fit_the_rows_is_refused(model: Path, packed: Path) -> None:
+    config, manifest = preflight.load_config(str(model)), read_manifest(str(packed))
+    size = config.vocab_size
+    # only the tokens that occur need an embedding: Gemma 3 1B has none for the last token of its tokenizer
+    manifest.tokenizer.vocabulary = size + 1
+    manifest.largest_id = size - 1
+    preflight.check_model("m", config, manifest)
+    manifest.largest_id = size
+    with pytest.raises(settings.UserError, match=f"token id {size}, but m has embeddings only for ids below {size}"):
+        preflight.check_model("m", config, manifest)
+    manifest.largest_id = None  # written by an earlier version
+    with pytest.raises(settings.UserError, match=f"{size + 1} tokens, .* inv submit preprocess -- --overwrite"):
+        preflight.check_model("m", config, manifest)
+    manifest.tokenizer.vocabulary = size
+    preflight.check_model("m", config, manifest)
     with pytest.raises(settings.UserError, match="context of m is 128 tokens"):
-        preflight.check_model("m", config, config.vocab_size, 129)
+        preflight.check_context("m", config, 129)
 
 
 def test_a_missing_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(settings.UserError, match="cannot load the model"):
         preflight.load_config(str(tmp_path / "nothing"))
+
+
+def test_a_generation_config_that_transformers_cannot_load_is_refused(model: Path, tmp_path: Path) -> None:
+    shutil.copytree(model, tmp_path / "odd")
+    (tmp_path / "odd/generation_config.json").write_text('{"max_new_tokens": 0}')
+    with pytest.raises(settings.UserError, match=r"cannot load the model .*odd \(`max_new_tokens` must be greater"):
+        preflight.load_config(str(tmp_path / "odd"))
 
 
 def test_liger_refuses_an_architecture_that_it_does_not_know(
@@ -657,12 +838,19 @@ def test_a_run_resumes_only_with_the_same_settings(options: DDPOptions, model: P
     preflight.claim(options.model_copy(update={"log_every": 1, "num_workers": 4}), identity)  # these may differ
 
     wider = LlamaConfig(**{**config.to_dict(), "hidden_size": 64})
+    trained = shutil.copytree(model, tmp_path / "trained" / model.name)
+    other_weights = LlamaForCausalLM.from_pretrained(trained)
+    other_weights.model.norm.weight.data += 0.01
+    other_weights.save_pretrained(trained)
     for other in (
         preflight.identify(options, wider, "rows"),
+        preflight.identify(options.model_copy(update={"model": str(trained)}), config, "rows"),
         preflight.identify(options, config, "other rows"),
         preflight.identify(options.model_copy(update={"learning_rate": 0.5}), config, "rows"),
     ):
-        with pytest.raises(settings.UserError, match=r"was started with (model|data|learning_rate) = .*--fresh"):
+        with pytest.raises(
+            settings.UserError, match=r"was started with (model|weights .*|data|learning_rate) = .*--fresh"
+        ):
             preflight.claim(options, other)
     (tmp_path / options.name / "step-00000001").mkdir()
     preflight.claim(options.model_copy(update={"fresh": True}), other)

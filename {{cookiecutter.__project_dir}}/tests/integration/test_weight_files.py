@@ -11,6 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
+    Gemma4TextConfig,
     LlamaConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -34,6 +35,7 @@ FAMILIES: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SIZES),
     "gemma2": Gemma2Config(**SIZES),  # its embeddings are tied
     "mixture": Qwen3MoeConfig(**SIZES, **EXPERTS),  # experts are separate in files, but one tensor in memory
+    "gemma4": Gemma4TextConfig(**SIZES, vocab_size_per_layer_input=64),  # a scalar of each layer is a buffer
 }
 FULL_BYTES = 300_000  # two or three layers
 
@@ -64,6 +66,12 @@ def test_the_files_are_those_of_save_pretrained(
         model.config.save_pretrained(tmp_path / "written")
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "written")
         assert all(map(torch.equal, loaded.parameters(), model.parameters()))
+
+
+def test_a_lost_weight_is_an_error(model: PreTrainedModel, tmp_path: Path) -> None:
+    *most, (name, _) = _fresh(model, [])
+    with pytest.raises(ValueError, match=f"lack or add {name}"):
+        weight_files.write(model, most, tmp_path)
 
 
 def test_only_the_weights_of_one_file_are_in_memory(

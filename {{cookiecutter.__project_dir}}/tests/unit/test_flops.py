@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import architectures
 import pytest
 import torch
 from peft import LoraConfig
@@ -43,10 +44,11 @@ def _model(config: PreTrainedConfig) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(config)
 
 
-def _counted(model: PreTrainedModel) -> float:
+def _counted(model: PreTrainedModel, tokens: torch.Tensor | None = None) -> float:
     """Return the FLOPs per token that torch counts in one forward and backward pass."""
+    tokens = torch.randint(0, SIZES["vocab_size"], (ROWS, LENGTH)) if tokens is None else tokens
     with FlopCounterMode(display=False) as counter:
-        model(torch.randint(0, SIZES["vocab_size"], (ROWS, LENGTH))).logits.sum().backward()
+        model(tokens).logits.sum().backward()
     return counter.get_total_flops() / (ROWS * LENGTH)
 
 
@@ -76,6 +78,15 @@ def test_flops_equal_those_that_torch_counts(config: PreTrainedConfig) -> None:
     model = _model(config)
     formula = flops.flops_per_token(flops.compute_of(model), LENGTH)
     assert formula == pytest.approx(_counted(model), rel=0.012)
+
+
+def test_flops_of_a_vision_tower_and_of_further_embeddings_do_not_count() -> None:
+    """Gemma 4 looks up another embedding in each layer, and its layers have heads of different sizes."""
+    model = architectures.build("Gemma4", head_dim=16, global_head_dim=32)
+    model.set_attn_implementation("eager")
+    formula = flops.flops_per_token(flops.compute_of(model), LENGTH)
+    tokens = torch.randint(1, architectures.SIZES["vocab_size"], (ROWS, LENGTH))
+    assert formula == pytest.approx(_counted(model, tokens), rel=0.03)
 
 
 def test_flops_with_adapters_equal_those_that_torch_counts() -> None:

@@ -1,6 +1,7 @@
 """Test tokenization and packing: which tokens are trained, and that documents do not attend to each other."""
 
 import json
+import re
 import shutil
 from itertools import pairwise
 from pathlib import Path
@@ -10,17 +11,20 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from families import train_tokenizer
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import settings
 from pipeline.data.chat_template import CHATML, CHATML_TOKENS, ChatTemplate
+from pipeline.data.document_encoder import _count_until
 from pipeline.data.examples import BadRow, Conversation, to_json
 from pipeline.data.packing import pack
 from pipeline.data.row_formats import read_example
-from pipeline.data.tokenization import NOT_TRAINED, DocumentTokenizer, TokenizedDocument, _token_spans
+from pipeline.data.tokenization import NOT_TRAINED, DocumentTokenizer, TokenizedDocument
 from pipeline.data.tokenizer import load_tokenizer, read_template, tokenizer_hash
 
+UNMARKED = re.sub(r"\{%-? (end)?generation %\}", "", read_template(CHATML) or "")
 SYSTEM = {"role": "system", "content": "Answer briefly."}
 QUESTION = {"role": "user", "content": "What does ENOENT mean?"}
 ANSWER = {"role": "assistant", "content": "No such file or directory"}
@@ -197,7 +201,7 @@ def test_json_is_the_same_for_parquet_and_jsonl() -> None:
         ({"note": "hello"}, "no known columns"),
         ({"instruction": "Say hello.", "response": None}, "no known columns"),
         ({"messages": "hello"}, "messages is text but not valid JSON"),
-        ({"messages": ["hello"]}, "messages is not a list of objects"),
+        ({"messages": ["hello"]}, "messages is a list with text, not a list of objects"),
         ({"messages": []}, "no assistant turn"),
         ({"messages": [QUESTION]}, "no assistant turn"),
         ({"messages": [QUESTION, {"role": "assistant", "content": " \n"}]}, "an empty assistant turn"),
@@ -236,7 +240,9 @@ def test_overlong_conversations_are_dropped_or_raise_an_error(model_folder: str,
 
 def test_texts_and_completions_are_trained_but_prompts_are_not(tokenize: DocumentTokenizer) -> None:
     [text] = tokenize.documents({"text": "No such file"})
-    assert tokenize.tokenizer.decode(text.input_ids.tolist()) == "<|bos|>No such file<|eos|>"
+    assert tokenize.tokenizer.decode(text.input_ids.tolist()) == "No such file<|eos|>", (
+        "the tokenizer adds no BOS token"
+    )
     assert text.labels[1:].tolist() == text.input_ids[1:].tolist()
     [pair] = tokenize.documents({"prompt": "ENOENT: ", "completion": "No such file"})
     trained = [label for label in pair.labels.tolist() if label != NOT_TRAINED]
@@ -254,8 +260,7 @@ def test_a_span_that_ends_in_a_decomposed_character_ends_at_its_token() -> None:
     """NFC joins e and its accent into one character, so no separate token belongs to the accent."""
     bpe = Tokenizer(models.WordLevel({"c": 0, "af\u00e9": 1, "[UNK]": 2}, unk_token="[UNK]"))
     bpe.normalizer, bpe.pre_tokenizer = normalizers.NFC(), pre_tokenizers.WhitespaceSplit()
-    encoding = bpe.encode("c afe\u0301 c c")
-    assert _token_spans([(2, 6)], encoding) == [(1, 2)]
+    assert _count_until(6, bpe.encode("c afe\u0301 c c"), 9) == 2
 
 
 # ---------------------------------------------------------------- tokenizers and templates
@@ -268,10 +273,75 @@ def test_a_template_that_never_ends_a_turn_is_refused(chatml_folder: str) -> Non
         DocumentTokenizer(chatml_folder, 128, "{% for message in messages %}{{ message['content'] }}{% endfor %}")
 
 
-@pytest.mark.parametrize("template", ["{% for %}", "{{ raise_exception('no') }}"])
-def test_a_broken_template_is_refused(model_folder: str, template: str) -> None:
-    with pytest.raises(settings.UserError, match=r"cannot be used \(.*\); correct chat_template"):
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{% for %}", "it fails in line 1 with TemplateSyntaxError"),
+        ("{{ raise_exception('no\nway') }}", "it says 'no'"),
+        ("{{ 1 // 0 }}", "it fails in line 1 with ZeroDivisionError"),
+        ("\n\n{{ range(10 ** 9) }}", "it fails in line 3 with OverflowError"),
+        ("{{ 'a' * 10 ** 18 }}", "it fails in line 1 with MemoryError"),
+        ("{{ [].pop() }}", "it fails in line 1 with (SecurityError|IndexError)"),
+        ("{{ cycler() }}", "it fails in line 1 with RuntimeError"),
+        ("{% macro a() %}\n{{ a() }}{% endmacro %}{{ a() }}", "it fails in line 2 with RecursionError"),
+        ("{{ messages[0].role.nothing.here }}", "it fails in line 1 with UndefinedError"),
+    ],
+)
+def test_a_broken_template_is_refused(model_folder: str, template: str, reason: str) -> None:
+    with pytest.raises(settings.UserError, match=rf"cannot be used \({reason}\); correct chat_template"):
         DocumentTokenizer(model_folder, 128, template)
+
+
+@pytest.mark.parametrize(
+    ("condition", "call", "reason"),
+    [
+        ("messages | length > 3", "1 // 0", "it fails in line 1 with ZeroDivisionError"),
+        ("messages | length > 3", "messages[9].content", "it fails in line 1 with UndefinedError"),
+        ("messages | length > 3", "raise_exception('Only one turn.')", "it says 'Only one turn.'"),
+        ("not messages", "messages[0].content", "it renders no prompt for an assistant turn without earlier messages"),
+    ],
+)
+def test_a_row_at_which_a_template_fails_is_a_bad_row(
+    chatml_folder: str, condition: str, call: str, reason: str
+) -> None:
+    template = f"{{% if {condition} %}}{{{{ {call} }}}}{{% endif %}}{UNMARKED}"
+    tokenize = DocumentTokenizer(chatml_folder, 128, template)
+    assert encode(tokenize, QUESTION, ANSWER)
+    with pytest.raises(BadRow, match=f"^the chat template cannot render the messages: {re.escape(reason)}$"):
+        encode(tokenize, *([ANSWER] if condition == "not messages" else []), QUESTION, ANSWER, FOLLOW_UP, SECOND_ANSWER)
+
+
+def test_an_untrained_turn_may_come_first(chatml_folder: str) -> None:
+    template = "{% if not messages %}{{ messages[0].content }}{% endif %}"
+    tokenize = DocumentTokenizer(chatml_folder, 128, template + UNMARKED)
+    document = encode(tokenize, ANSWER | {"weight": 0}, QUESTION, SECOND_ANSWER, FOLLOW_UP, ANSWER | {"weight": 0})
+    trained = [label for label in document.labels.tolist() if label != NOT_TRAINED]
+    assert tokenize.tokenizer.decode(trained) == f"{SECOND_ANSWER['content']}<|im_end|>"
+    assert document.labels[-1] != NOT_TRAINED, "text after the last trained turn teaches nothing"
+
+
+MARKED = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.role == 'assistant' %}{% generation %}<think>\n\n</think>{% endgeneration %}"
+    "{% generation %}{{ message.content }}<|im_end|>{% endgeneration %}{% else %}{{ message.content }}<|im_end|>"
+    "{% endif %}\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+
+
+def test_a_marked_turn_is_tokenized_apart_from_its_prompt(tmp_path: Path) -> None:
+    """The mark includes the end of the prompt, and its second line break belongs to the model."""
+    merging = train_tokenizer([QUESTION["content"], ANSWER["content"]])
+    merging.add_tokens([*CHATML_TOKENS, "<think>", "</think>"], special_tokens=True)
+    merging.save_pretrained(tmp_path)
+    tokenize = DocumentTokenizer(str(tmp_path), 128, MARKED)
+    document = encode(tokenize, QUESTION, ANSWER)
+    prompt = merging.apply_chat_template(
+        [QUESTION], chat_template=MARKED, add_generation_prompt=True, return_dict=False
+    )
+    assert len(merging.encode("\n\n")) == 1, "control"
+    assert document.input_ids[: len(prompt)].tolist() == prompt
+    trained = document.labels[document.labels != NOT_TRAINED].tolist()
+    assert merging.decode(trained) == f"<think>\n\n</think>{ANSWER['content']}<|im_end|>"
 
 
 def test_a_model_without_a_template_is_refused(model_folder: str, tmp_path: Path) -> None:

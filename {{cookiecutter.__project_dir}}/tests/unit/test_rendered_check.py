@@ -112,7 +112,11 @@ REJECTED: list[tuple[str, list[Message], str]] = [
     ("Nemotron Nano 2", [QUESTION, THOUGHT], "already ends with <think>; remove <think> from the start of the answer"),
     ("Nemotron Nano 2", [QUESTION, ANSWER], "ends with <think>, which the answer does not close; begin the answer"),
     ("Nemotron Nano 2", [QUESTION, CLOSED_ONLY, CLOSED_ONLY], "drops text before or after a tag in an answer"),
-    ("Motif 2", [QUESTION, ANSWER | {"reasoning_content": "Well."}], "already ends with <think>; set chat_template in [preprocess]"),
+    (
+        "Motif 2",
+        [QUESTION, ANSWER | {"reasoning_content": "Well."}],
+        "already ends with <think>; set chat_template in [preprocess]",
+    ),
     ("gpt-oss", PARALLEL, ONE_CALL),
     ("gpt-oss", [SYSTEM, {"role": "developer", "content": "Be kind."}, QUESTION, ANSWER], ONE_INSTRUCTION),
     *((name, [SYSTEM, *LATE_SYSTEM, ANSWER], ONE_INSTRUCTION) for name in ("gpt-oss", "SmolLM3", "MiniMax M2")),

@@ -56,6 +56,16 @@ def parts(text: str) -> list[dict[str, str]]:
             Conversation([USER, CALLING, RESULT, ASSISTANT | {"weight": 0}, ASSISTANT], [TOOL]),
         ),
         (
+            "several parts",
+            {
+                "messages": [
+                    USER | {"content": [*parts("2+"), *parts(""), *parts("2?")], "text_parts": "hi"},
+                    ASSISTANT | {"content": parts("4")},
+                ]
+            },
+            Conversation([{"role": "user", "content": "2+\n2?", "text_parts": ["2+", "", "2?"]}, ASSISTANT]),
+        ),
+        (
             "tools as JSON, without a wrapper",
             {"messages": PAIR, "tools": json.dumps([TOOL["function"]])},
             Conversation(PAIR, [TOOL]),
@@ -108,6 +118,61 @@ def parts(text: str) -> list[dict[str, str]]:
             {"instruction": "2+2?", "output": "4", "history": [["1+1?", "2"]], "system": "Be brief."},
             Conversation([SYSTEM, {"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}, *PAIR]),
         ),
+        (
+            "with a history of messages",
+            {
+                "instruction": "2+2?",
+                "output": "4",
+                "history": [USER | {"content": "1+1?"}, ASSISTANT | {"content": "2"}],
+            },
+            Conversation([{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}, *PAIR]),
+        ),
+        ("an empty instruction", {"instruction": "", "input": "2+2?", "output": "4"}, Conversation(PAIR)),
+        ("an instruction of white space", {"instruction": " \n", "input": "2+2?", "output": "4"}, Conversation(PAIR)),
+        ("an input of white space", {"instruction": "2+2?", "input": " ", "output": "4"}, Conversation(PAIR)),
+        (
+            "an empty question before another",
+            {"instruction": "", "question": "2+2?", "answer": "4"},
+            Conversation(PAIR),
+        ),
+        (
+            "tools and history that are null",
+            {"query": "2+2?", "answer": "4", "tools": "null", "history": "null"},
+            Conversation(PAIR),
+        ),
+        (
+            "weights as text",
+            {"messages": [USER, ASSISTANT | {"weight": "0"}, USER, ASSISTANT | {"weight": "1"}]},
+            Conversation([USER, ASSISTANT | {"weight": 0}, USER, ASSISTANT | {"weight": 1}]),
+        ),
+        (
+            "weights as numbers with a decimal point",
+            {"messages": [USER, ASSISTANT | {"weight": 0.0}, USER, ASSISTANT | {"weight": 1.0}]},
+            Conversation([USER, ASSISTANT | {"weight": 0}, USER, ASSISTANT | {"weight": 1}]),
+        ),
+        (
+            "weights as booleans in ShareGPT",
+            {
+                "conversations": [
+                    {"from": "human", "value": "2+2?"},
+                    {"from": "gpt", "value": "4", "weight": False},
+                    {"from": "gpt", "value": "4", "weight": True},
+                ]
+            },
+            Conversation([USER, ASSISTANT | {"weight": 0}, ASSISTANT | {"weight": 1}]),
+        ),
+        (
+            "ShareGPT with calls in OpenAI's format",
+            {
+                "conversations": [
+                    {"from": "human", "value": "2+2?"},
+                    {"from": "gpt", "value": "I add.", "tool_calls": [openai_call()]},
+                    {"from": "tool", "value": "4", "tool_call_id": "c1"},
+                    {"from": "gpt", "value": "4"},
+                ]
+            },
+            Conversation([USER, CALLING | {"content": "I add."}, RESULT, ASSISTANT]),
+        ),
         ("question and answer", {"question": "2+2?", "answer": "4"}, Conversation(PAIR)),
         ("prompt and response", {"prompt": "2+2?", "response": "4"}, Conversation(PAIR)),
         ("prompt and completion", {"prompt": "2+2=", "completion": "4"}, Completion("2+2=", "4")),
@@ -142,6 +207,33 @@ def test_each_format_is_read(tmp_path: Path, name: str, row: dict[str, Any], exp
         ({"messages": PAIR, "tools": "add"}, "tools is text but not valid JSON"),
         ({"conversations": [{"from": "alien", "value": "hm"}]}, "a turn with an unknown `from`"),
         ({"text": " "}, "nothing to train"),
+        *(
+            ({"messages": [USER, ASSISTANT, USER, ASSISTANT | {"weight": weight}]}, "a weight that is neither 0 nor 1")
+            for weight in (0.5, "0.5", 2, -1, "no", [0], float("nan"))
+        ),
+        *(
+            ({"instruction": "a", "output": "b", "history": history}, "history is neither a list of pairs nor")
+            for history in (
+                ["hi"],
+                [["a", "b"], "cd"],
+                [{"user": "a", "assistant": "b"}],
+                {"ab": 1},
+                [["a", "b", "c"]],
+                "1",
+                [["a", "b"], {"role": "user", "content": "c"}],
+            )
+        ),
+        ({"instruction": "a", "output": "b", "history": [[None, "b"]]}, "content that is not text"),
+        ({"instruction": "a", "output": "b", "history": [{"role": "user", "content": 1}]}, "content that is not text"),
+        ({"instruction": "a", "input": 0, "output": "b"}, "a value that is not text"),
+        ({"messages": PAIR, "system": "a", "system_prompt": "b"}, "two system prompts: system and system_prompt"),
+        ({"messages": [USER, ASSISTANT | {"reasoning": "a", "thinking": "b"}]}, "two different reasonings"),
+        ({"messages": {"role": ["user"], "content": ["a"]}}, "messages is an object of lists, not a list of objects"),
+        ({"messages": {"role": "user"}}, "messages is an object, not a list of objects"),
+        ({"messages": "null"}, "messages is null, not a list of objects"),
+        ({"messages": ["hi", "yo"]}, "messages is a list with text, not a list of objects"),
+        ({"conversations": [["hi", "yo"]]}, "conversations is a list with a list, not a list of objects"),
+        ({"messages": PAIR, "tools": "3"}, "tools is a number, not a list of objects"),
     ],
 )
 def test_unsupported_rows_have_a_reason(row: dict[str, Any], reason: str) -> None:
@@ -195,6 +287,69 @@ def test_parquet_nulls_are_removed_from_arguments_and_schemas(tmp_path: Path) ->
     assert [call["function"]["arguments"] for call in made.messages[1]["tool_calls"]] == [{"a": "2"}, {"b": "2"}]
 
 
+def test_a_row_gives_the_same_bytes_from_jsonl_and_parquet(tmp_path: Path) -> None:
+    """`datasets.to_json` writes a null for each argument that only other rows have."""
+    first = {"city": "Rome", "zone": None, "where": {"lat": 1, "lon": None}, "tags": [None, {"a": None, "b": "c"}]}
+    second = {"city": None, "zone": "UTC", "where": {"lat": None, "lon": 2}, "tags": []}
+    rows = [
+        {
+            "messages": [
+                USER | {"name": None},
+                {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": one}}]},
+            ],
+            "tools": [{"function": {"name": "f", "parameters": {"properties": {"city": None, "zone": {"type": "x"}}}}}],
+        }
+        for one in (first, second)
+    ]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "b.parquet")
+    found = [row["row"] for row in row_sources.head(row_sources.find(str(tmp_path)), 10).rows]
+    assert found[:2] == found[2:]
+    assert b'"arguments":{"city":"Rome","where":{"lat":1},"tags":[null,{"b":"c"}]}' in found[0]
+
+
+def test_maps_are_read_as_objects(tmp_path: Path) -> None:
+    table = pa.table({"messages": pa.array([PAIR], pa.list_(pa.map_(pa.string(), pa.string())))})
+    pq.write_table(table, tmp_path / "rows.parquet")
+    [found] = row_sources.head(row_sources.find(str(tmp_path)), 10).rows
+    assert from_json(found["row"]) == Conversation(PAIR)
+
+
+@pytest.mark.parametrize("text", ['[{"messages": []}, {"messages": []}]', '[\n  {\n    "messages": []\n  }\n]', "[]"])
+def test_a_json_array_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "rows.jsonl").write_text(text, encoding="utf-8")
+    with pytest.raises(UserError, match="can be used: a JSON array instead of one object per line; convert it with jq"):
+        row_sources.head(row_sources.find(str(tmp_path)), 10)
+
+
+FAR = 2**60
+UNREADABLE = {
+    "a year beyond 9999": pa.array([400_000_000_000], pa.timestamp("s")),
+    "a date beyond 9999": pa.array([2**31 - 1], pa.date32()),
+    "a duration": pa.array([FAR], pa.duration("s")),
+    "nested": pa.array([[{"at": FAR}]], pa.list_(pa.struct({"at": pa.timestamp("ms")}))),
+    "an unknown time zone": pa.array([0], pa.timestamp("s", "Mars/Base")),
+    "text that is not UTF-8": pa.Array.from_buffers(pa.string(), 1, pa.array([b"\xff"], pa.binary()).buffers()),
+}
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_an_unused_value_that_python_cannot_hold_does_not_matter(tmp_path: Path, name: str) -> None:
+    pq.write_table(pa.table({"text": ["2+2=4"], "unused": UNREADABLE[name]}), tmp_path / "rows.parquet")
+    head = row_sources.head(row_sources.find(str(tmp_path)), 10)
+    assert [from_json(row["row"]) for row in head.rows] == [Completion("", "2+2=4")]
+    assert head.unused == ("unused",)
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+@pytest.mark.parametrize("column", ["text", "system"])
+def test_a_used_value_that_python_cannot_hold_rejects_the_row(tmp_path: Path, name: str, column: str) -> None:
+    columns = {"text": {"text": UNREADABLE[name]}, "system": {"messages": [PAIR], "system": UNREADABLE[name]}}[column]
+    pq.write_table(pa.table(columns), tmp_path / "rows.parquet")
+    [row] = row_sources.head(row_sources.find(str(tmp_path)), 10).rows
+    assert row["problem"] == "a value that is not text"
+
+
 def test_arguments_and_schemas_keep_the_order_of_their_keys() -> None:
     row = {"messages": [USER, {"role": "assistant", "tool_calls": [openai_call('{"z": 1, "a": 2}')]}]}
     assert b'{"z":1,"a":2}' in to_json(read_example(row))
@@ -206,6 +361,13 @@ def test_unused_columns_are_listed(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist([row | {"source": "book"}]), tmp_path / "rows.parquet")
     head = row_sources.head(row_sources.find(str(tmp_path)), 10)
     assert (head.formats, head.unused) == (("instructions and answers",), ("category", "id", "source"))
+
+
+def test_a_question_that_is_not_read_is_listed(tmp_path: Path) -> None:
+    row = {"instruction": "2+2?", "output": "4", "prompt": "Below is an instruction: 2+2?", "context": "maths"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
+    head = row_sources.head(row_sources.find(str(tmp_path)), 10)
+    assert head.unused == ("prompt",)
 
 
 def test_a_file_of_preference_pairs_gives_a_one_sentence_error(tmp_path: Path) -> None:

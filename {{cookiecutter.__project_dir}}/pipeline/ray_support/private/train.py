@@ -1,8 +1,12 @@
-"""Ray Train: the log lines of its reports."""
+"""Ray Train: the log lines of its reports, and its list of checkpoints."""
 
 import logging
 
+from ray.train.v2._internal import constants
 from ray.train.v2._internal.execution import context
+
+LIST_OF_CHECKPOINTS = constants.CHECKPOINT_MANAGER_SNAPSHOT_FILENAME
+"""Name of the file in a run's folder in which Ray Train lists the checkpoints (Ray 2.60)."""
 
 
 def quiet_reports() -> None:

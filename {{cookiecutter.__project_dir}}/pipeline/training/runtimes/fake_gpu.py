@@ -17,10 +17,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 import settings
 from pipeline.data.options import PreprocessOptions
+from pipeline.training import composite
 from pipeline.training.dataset import Batch, as_batch
 from pipeline.training.options import TrainOptions
 from pipeline.training.runtimes.runtime import SingleProcess
@@ -131,8 +132,10 @@ def _replace_weights(folder: str) -> None:
 
     These tensors do not count as main memory, because on a node the weights stay in memory-mapped files.
     """
+    config = AutoConfig.from_pretrained(folder)
+    kind = composite.auto_class(config)
     with torch.device("meta"):
-        shapes = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+        shapes = kind.from_config(config)
 
     def load(_: str, **options: Any) -> PreTrainedModel:
         weights = {name: torch.empty(shape.shape, dtype=options["dtype"]) for name, shape in shapes.named_parameters()}
@@ -141,7 +144,7 @@ def _replace_weights(folder: str) -> None:
         _library().fake_gpu_reset_main_memory_peak()
         return model
 
-    AutoModelForCausalLM.from_pretrained = staticmethod(load)
+    kind.from_pretrained = staticmethod(load)
 
 
 def _library() -> ctypes.CDLL:

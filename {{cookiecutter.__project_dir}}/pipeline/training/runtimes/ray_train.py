@@ -29,10 +29,13 @@ from ray.tune.integration.ray_train import TuneReportCallback
 from ray.util.metrics import Gauge
 from torch import nn
 
+from pipeline import state_files
 from pipeline.data import row_sources, streaming
 from pipeline.ray_support import capacity, cli, gang, ray_logging
+from pipeline.ray_support.private.train import LIST_OF_CHECKPOINTS
 from pipeline.ray_support.private.tune import is_in_trial
-from pipeline.training import failures, preflight, storage, transport
+from pipeline.state_files import DamagedFile
+from pipeline.training import failures, preflight, storage, transport, weights_check
 from pipeline.training.options import TrainOptions
 from pipeline.training.runtimes.runtime import Metrics, WriteCheckpoint
 from pipeline.training.schedule import check_batches
@@ -177,6 +180,7 @@ def fit(options: TrainOptions, make_strategy: MakeStrategy) -> None:
     ray_logging.driver()
     _check_cluster(options, stream)
     preflight.claim(options, identity | {"launcher": "Ray Train"})
+    _check_list_of_checkpoints(options)
     storage.delete_file(_failure_file(options))
     trainer = _torch_trainer(options, make_strategy, stream, gang.scaling(options))
     try:
@@ -196,10 +200,18 @@ def fit(options: TrainOptions, make_strategy: MakeStrategy) -> None:
 def _check_stream(options: TrainOptions, stream: streaming.StreamInput) -> preflight.Identity:
     print(streaming.NOTICE, flush=True)
     config = preflight.load_config(options.model)
-    tokenizer = stream.tokenizer
-    preflight.check_model(options.model, config, len(tokenizer.tokenizer), tokenizer.sequence_length)
+    preflight.check_context(options.model, config, stream.tokenizer.sequence_length)
+    weights_check.check(options.model)
     names = ", ".join(source.name for source in stream.sources)
     return preflight.identify(options, config, f"stream of {names}")
+
+
+def _check_list_of_checkpoints(options: TrainOptions) -> None:
+    """Refuse a run with a damaged list of checkpoints, which Ray Train writes after each checkpoint and reads first."""
+    file = f"{options.output}/{options.name}/{LIST_OF_CHECKPOINTS}"
+    remedy = "Ray Train finds no checkpoint without it. Start over with --fresh, or use another --name."
+    if (text := storage.read_text(file)) is not None:
+        state_files.parse_or_refuse(text, dict[str, Any], file, remedy)
 
 
 def _check_cluster(options: TrainOptions, stream: streaming.StreamInput | None) -> None:
@@ -258,6 +270,9 @@ def _train_worker(config: dict[str, Any]) -> str | None:
     try:
         transport.require_efa(runtime.device, runtime.world_size, runtime.local_world_size)
         train(options, runtime, make_strategy, source)
+    except DamagedFile as error:  # perhaps only this worker reads the file
+        storage.write_text(_failure_file(options), str(error))
+        raise
     except UserError as error:  # all workers raise it
         return str(error)
     except Exception as error:

@@ -11,6 +11,8 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from pipeline import state_files
+
 METRICS = "metrics.json"
 """Name of the file in a checkpoint's folder that holds the metrics of its step."""
 
@@ -129,5 +131,7 @@ class SingleProcess:
 
 
 def _evaluation_loss(checkpoint: Path) -> float:
-    """Return the evaluation loss of a checkpoint, or infinity if the checkpoint was not evaluated."""
-    return json.loads((checkpoint / METRICS).read_text()).get("eval_loss", math.inf)
+    """Return the evaluation loss of a checkpoint, or infinity if it was not evaluated or its metrics are damaged."""
+    file = checkpoint / METRICS
+    metrics = state_files.parse(file.read_bytes(), Metrics) if file.is_file() else None
+    return (metrics or {}).get("eval_loss", math.inf)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pipeline.ray_support import job_secrets
+from pipeline.state_files import DamagedFile
 from pipeline.training import preflight, storage, transport
 from pipeline.training.options import TrainOptions
 from pipeline.training.runtimes.runtime import Metrics, SingleProcess, WriteCheckpoint
@@ -58,9 +58,9 @@ def fit(options: TrainOptions, make_strategy: MakeStrategy) -> None:
     """Train in this process, which torchrun started. torchrun's number of processes replaces num_workers.
 
     Raises:
-        UserError: options, data and model do not match, or training failed. Only rank 0 raises it; the others exit.
+        UserError: options, data and model do not match, or training failed. Rank 0 raises it, and any rank that finds
+            a damaged file; the others exit.
     """
-    job_secrets.load()
     if options.device == "cuda":
         os.environ |= transport.LOG_VARIABLES  # before NCCL starts
     backend = dist.get_default_backend_for_device(options.device)
@@ -72,8 +72,8 @@ def fit(options: TrainOptions, make_strategy: MakeStrategy) -> None:
         _raise_on_all_ranks(_prepare(options) if dist.get_rank() == 0 else "")
         runtime = TorchrunRuntime(Path(options.output, options.name), device, options.keep_checkpoints)
         train(options, runtime, make_strategy)
-    except UserError:
-        if dist.get_rank() == 0:
+    except UserError as error:
+        if dist.get_rank() == 0 or isinstance(error, DamagedFile):
             raise
         sys.exit(1)
     finally:
