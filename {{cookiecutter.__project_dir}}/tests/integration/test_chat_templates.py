@@ -436,7 +436,7 @@ def test_turns_beyond_the_sequence_length_do_not_matter(
 
 
 @pytest.mark.parametrize("shown", ["[:20]", "[:20 if loop.revindex > 2 else 9000]"], ids=["always", "in earlier turns"])
-def test_a_template_that_shortens_long_turns_still_renders_all(folder: Path, tmp_path: Path, shown: str) -> None:
+def test_rows_that_a_template_shortens_are_rejected(folder: Path, tmp_path: Path, shown: str) -> None:
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     tokenizer.chat_template = (
         "{% for message in messages %}<|{{ message.role }}|>{{ message.content"
@@ -447,9 +447,8 @@ def test_a_template_that_shortens_long_turns_still_renders_all(folder: Path, tmp
     tokenizer.save_pretrained(shutil.copytree(folder, tmp_path / "model"))
     tokenize = DocumentTokenizer(str(tmp_path / "model"), 300)
     row = to_json(Conversation([QUESTION | {"content": "word " * 3000}, ANSWER, NEXT, NEXT_ANSWER]))
-    made = tokenize(pa.Table.from_pylist([{"row": row, "problem": None}])).to_pylist()
-    trained = [label for document in made for label in document["labels"] if label != NOT_TRAINED]
-    assert tokenizer.decode(trained).endswith("probe-last<|eos|>")
+    [made] = tokenize(pa.Table.from_pylist([{"row": row, "problem": None}])).to_pylist()
+    assert made["problem"].startswith("the chat template drops text of a message with the role user")
 
 
 def test_a_long_conversation_is_rendered_up_to_the_sequence_length(
@@ -509,10 +508,9 @@ def test_a_layout_is_not_used_for_a_text_that_the_template_changes(folder: Path,
     template = ChatTemplate(tokenizer, [tokenizer.eos_token_id])
     first = [{"role": "system", "content": prompt} for prompt in (*["Be brief."] * 20, system)]
     conversations = [Conversation([message, QUESTION, ANSWER]) for message in first]
-    made = template.batch(conversations)
-    assert made == [template.documents(conversation) for conversation in conversations]
-    assert isinstance(made[-1], list)
-    assert system not in made[-1][0].text
+    *made, changed = template.batch(conversations)
+    assert made == [template.documents(conversation) for conversation in conversations[:-1]]
+    assert str(changed).startswith("the chat template drops text of a message with the role system")
 
 
 def test_earlier_reasoning_is_as_served_or_kept(folder: Path) -> None:

@@ -57,6 +57,7 @@ ATTRIBUTES = {
     "_no_split_modules": "transformers",
     "_load_pretrained_model": "transformers",
     "_attn_implementation": "transformers",
+    "_weight_conversions": "transformers",
     "_accelerator_setAllocatorSettings": "torch",
     "_config": "DeepSpeed",
     "_parameters": "moto",
