@@ -12,8 +12,9 @@ import pyarrow.fs
 from huggingface_hub import CommitOperationAdd, HfApi
 
 import settings
+from pipeline.model_config import other_parts
 from pipeline.ray_support import job_secrets
-from pipeline.training import history, model_card, storage
+from pipeline.training import history, model_card, preflight, storage
 from pipeline.training.report import OutputSection
 
 CARD = "README.md"
@@ -40,7 +41,9 @@ def publish(name: str, repository: str, license_id: str, *, public: bool) -> str
         is_adapter = (folder / "adapter_config.json").exists()
         if not is_adapter and not (folder / "config.json").exists():
             raise settings.UserError(f"the run {name} has no exported model yet. Finish it: inv submit finetune_ddp")
-        card = model_card.card(run, repository.partition("/")[2], license_id, is_adapter=is_adapter)
+        parts = () if is_adapter else other_parts(preflight.load_config(str(folder)))
+        title = repository.partition("/")[2]
+        card = model_card.card(run, title, license_id, is_adapter=is_adapter, other_parts=parts)
         operations = [CommitOperationAdd(str(path.relative_to(folder)), path) for path in files]
         operations.append(CommitOperationAdd(CARD, card.encode()))
         print(f"uploading {sum(path.stat().st_size for path in files) / 2**20:,.0f} MiB to {repository}", flush=True)

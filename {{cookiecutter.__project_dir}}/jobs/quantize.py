@@ -12,10 +12,12 @@ if __name__ == "__main__":
 import time
 
 import settings
+from pipeline.model_config import other_parts
 from pipeline.quantization import quantization
 from pipeline.ray_support import capacity, model_cache
 from pipeline.training import preflight, weights_check
 from pipeline.training.dataset import PackedRows, read_manifest
+from settings import UserError
 
 
 def main(options: QuantizeOptions) -> None:
@@ -30,7 +32,11 @@ def main(options: QuantizeOptions) -> None:
     needs = {"GPU": float(options.num_gpus)} if options.num_gpus else {"CPU": 1.0}
     capacity.refuse_too_many_workers(1, needs, "num_gpus in [quantize]")
     location = model_cache.find(options.model)
-    preflight.load_config(location)  # an error if there is no model
+    if parts := other_parts(preflight.load_config(location)):
+        raise UserError(
+            f"quantize would lose or damage the parts of {options.model} for {' and '.join(parts)}. Serve the model as "
+            'it is, or set quantization = "fp8" in [serve.engine].'
+        )
     weights_check.check(location)
     capacity.refuse_private_paths(paths | {"model": location}, (), "quantize")
     print(f"quantizing {options.model} to {options.scheme} with {len(rows)} rows", flush=True)

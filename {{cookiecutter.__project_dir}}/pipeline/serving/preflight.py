@@ -7,7 +7,7 @@ import ray
 from transformers import AutoConfig
 
 import settings
-from pipeline.model_config import context_length
+from pipeline.model_config import context_length, other_parts
 from pipeline.ray_support import hub_access, job_secrets
 from pipeline.serving.accelerator import check_accelerator
 from pipeline.serving.options import ServeOptions
@@ -55,6 +55,11 @@ def check_model(options: ServeOptions) -> None:
         raise hub_access.explain(error, options.model) or UserError(
             f"cannot read {options.model} ({str(error).splitlines()[0]}). {remedy}"
         ) from None
+    if "vision" in other_parts(config) and importlib.util.find_spec("torchvision") is None:
+        raise UserError(
+            f"{options.model} has a vision tower, for which vLLM needs torchvision, and this environment does not have "
+            "it. Serve the model on AWS: inv submit serve_llm --target aws"
+        )
     limit = context_length(config)
     # hf_overrides may contain rope_parameters that raise the limit; then vLLM checks it
     if limit and options.max_model_len > limit and "hf_overrides" not in options.engine:

@@ -1,15 +1,17 @@
 """Writes the model card of a run: the README.md of a model on the Hugging Face hub, with data, settings and results."""
 
 import re
+from collections.abc import Collection
 from itertools import chain
 
 from pipeline.training.data_report import Cells, data_reports
 from pipeline.training.history import History
 
 
-def card(run: History, title: str, license_id: str, *, is_adapter: bool) -> str:
+def card(run: History, title: str, license_id: str, *, is_adapter: bool, other_parts: Collection[str] = ()) -> str:
     """Return the card as Markdown. Its metadata are those of https://huggingface.co/docs/hub/model-cards.
 
+    `other_parts` are the kinds of input besides text for which the model has parts, which are not trained.
     Paths of this machine or of your bucket are shortened to their last two parts.
     """
     base = base_model(run)
@@ -17,17 +19,21 @@ def card(run: History, title: str, license_id: str, *, is_adapter: bool) -> str:
         "license": license_id,
         "base_model": base,
         "library_name": "peft" if is_adapter else "transformers",
-        "pipeline_tag": "text-generation",
+        "pipeline_tag": "image-text-to-text" if "vision" in other_parts else "text-generation",
     }
     kind = "A LoRA adapter for" if is_adapter else "A fine-tuned version of"
     sections = {
-        f"# {title}": f"{kind} {base or run.identity['model']}.",
+        f"# {title}": f"{kind} {base or run.identity['model']}.{_untrained(other_parts)}",
         "## Data": _data(run),
         "## Settings": _table([{"setting": name, "value": f"{value}"} for name, value in run.identity.items()]),
         "## Results": _table(_results(run)),
     }
     lines = ["---", *(f"{name}: {value}" for name, value in metadata.items() if value), "---"]
     return "\n".join([*lines, *chain.from_iterable((title, "", text, "") for title, text in sections.items())])
+
+
+def _untrained(parts: Collection[str]) -> str:
+    return f" Only text was trained: the parts for {' and '.join(parts)} are those of the base model." if parts else ""
 
 
 def base_model(run: History) -> str:

@@ -1,7 +1,9 @@
 """Test that composite models, which have a vision tower, are trained on text and keep everything else."""
 
+import importlib.util
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import architectures
@@ -16,9 +18,14 @@ from transformers import AutoTokenizer, PreTrainedModel
 import settings
 from cluster.planner import serving
 from cluster.planner.shape import shape_of
+from jobs import quantize
+from pipeline.data.tokenizer import eos_ids
 from pipeline.evaluation import candidates, scoring, stopping
 from pipeline.evaluation.candidates import Candidate
 from pipeline.model_config import context_length
+from pipeline.quantization.options import QuantizeOptions
+from pipeline.serving import preflight as serving_preflight
+from pipeline.serving.options import ServeOptions
 from pipeline.training import composite, flops, model_io, preflight, weight_files
 from pipeline.training.dataset import PackedRows, read_manifest
 from pipeline.training.deepspeed_zero import ZeRO
@@ -147,6 +154,37 @@ def test_facts_about_text_are_found(model: Path, packed: Path, family: str, caps
     served = serving.serve(shape, 4, 1, 8.0)
     assert served
     assert served.weights == 4 * loaded.num_parameters()
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_a_vision_tower_is_served_only_where_vllm_has_torchvision(
+    model: Path, monkeypatch: pytest.MonkeyPatch, installed: bool
+) -> None:
+    options = settings.load(ServeOptions, "serve", profile="local")
+    options = options.model_copy(update={"model": str(model), "max_model_len": SEQUENCE_LENGTH + 1})
+    modules = {"vllm": True, "torchvision": installed or None}
+    monkeypatch.setattr(importlib.util, "find_spec", modules.get)
+    reason = f"more than the {SEQUENCE_LENGTH} tokens" if installed else "has a vision tower, .* needs torchvision"
+    with pytest.raises(settings.UserError, match=reason):
+        serving_preflight.check_model(options)
+
+
+def test_a_vision_tower_is_not_quantized(model: Path, packed: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(quantize, "cli", SimpleNamespace(connect=lambda: None))
+    monkeypatch.setattr(quantize.capacity, "refuse_too_many_workers", lambda *_: None)
+    options = settings.load(QuantizeOptions, "quantize", profile="local")
+    paths = {"model": str(model), "data": str(packed), "output": str(tmp_path / "quantized")}
+    with pytest.raises(settings.UserError, match=f"quantize would lose or damage the parts of {model} for vision"):
+        quantize.main(options.model_copy(update=paths))
+
+
+def test_stop_tokens_of_the_whole_configuration_count(model: Path, tmp_path: Path) -> None:
+    """Gemma 3's configuration names two stop tokens beside the text model's, which names one."""
+    config = json.loads((model / "config.json").read_text())
+    config |= {"eos_token_id": [3, 4], "text_config": config["text_config"] | {"eos_token_id": 4}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    assert eos_ids(str(tmp_path), tokenizer) == {3, 4, tokenizer.eos_token_id}
 
 
 @pytest.fixture(scope="module")

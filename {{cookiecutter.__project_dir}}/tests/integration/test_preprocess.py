@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.fs
 import pyarrow.parquet as pq
 import pytest
@@ -114,6 +115,8 @@ def test_every_row_is_packed_once(made: Path, many: Path, assets: Path) -> None:
 def test_the_manifest_has_the_right_counts(made: Path) -> None:
     recorded = manifest(made)
     assert recorded["partitions"] == 4
+    ids = [pq.read_table(file, columns=["input_ids"])["input_ids"] for file in (made / "packed").rglob("*.parquet")]
+    assert recorded["largest_id"] == max(pc.max(pc.list_flatten(column)).as_py() for column in ids)
     assert recorded["rows_read"] == recorded["train"]["documents"] + recorded["eval"]["documents"]
     for part in ("train", "eval"):
         tables = [pq.read_table(made / "packed" / part / file["name"]) for file in recorded[part]["files"]]

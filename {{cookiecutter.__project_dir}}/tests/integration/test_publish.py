@@ -166,6 +166,12 @@ def _run(output: Path) -> history.History:
     return run
 
 
+def test_the_card_says_what_was_not_trained(output: Path) -> None:
+    card = model_card.card(_run(output), "model", "apache-2.0", is_adapter=False, other_parts=["audio", "vision"])
+    assert "pipeline_tag: image-text-to-text" in card
+    assert "Only text was trained: the parts for audio and vision are those of the base model." in card
+
+
 def test_the_card_has_data_settings_results_and_no_path(output: Path) -> None:
     card = model_card.card(_run(output), "model", "apache-2.0", is_adapter=True)
     _, metadata, text = card.split("---\n", 2)
