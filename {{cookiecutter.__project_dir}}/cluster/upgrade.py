@@ -4,6 +4,7 @@ cruft exits with 0 when changes conflict, and outside git, where its changes cou
 both. It imports only the standard library, so that an upgrade does not depend on the installed packages.
 """
 
+import json
 import os
 import re
 import shutil
@@ -11,11 +12,10 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from cluster import environment
 from cluster.environment import PROJECT
-from pipeline import state_files
 
 CRUFT = "cruft==2.16.0"
 LINK = PROJECT / ".cruft.json"  # the template's address and commit, and the answers
@@ -82,10 +82,11 @@ def _link() -> tuple[str, str]:
             f"project was generated from: uv tool run --from {CRUFT} cruft link ADDRESS --checkout COMMIT. "
             f"Then commit {LINK.name}"
         )
-    link = state_files.parse(LINK.read_bytes(), dict[str, Any])
-    if not link or not {"template", "commit"} <= link.keys():
+    try:
+        link = json.loads(LINK.read_bytes())
+        return link["template"], link["commit"]
+    except (ValueError, TypeError, KeyError):
         _fail(f"{LINK.name} is damaged. Run: git checkout {LINK.name}")
-    return link["template"], link["commit"]
 
 
 def _require_clean_repository() -> None:
