@@ -24,6 +24,7 @@ PARTS = {  # the quick ones first
     "rag": "Sources: does the document that answers a question come first?",
     "embed": "embed with two workers against two plain processes",
     "preprocess": "preprocess against datasets.map and a bare loop",
+    "layouts": "preprocess with learned layouts of the chat template against without",
     "generate": "generate against vLLM's offline LLM.generate, with a model of 30 million parameters",
     "serving": "A served model of 30 million parameters against bare vLLM",
     "serving_tiny": "A served model of a million parameters against bare vLLM",

@@ -82,6 +82,8 @@ def address(ray_session: None) -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     serve.start(http_options={"host": "127.0.0.1", "port": port})
+    # on a busy machine, the first replica could otherwise be idle, and stop, before the actor has its first report
+    ray.get(canary.actor().apps.remote())
     for path in PATHS:
         deploy(path, f"http://127.0.0.1:{port}")
     wait_for(lambda: ray.get(canary.actor().apps.remote()).keys() == PATHS.keys())

@@ -202,7 +202,8 @@ def hub() -> Iterator[type[Hub]]:
 
 def run(hub: type[Hub], home: Path, code: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run code in a new process, because huggingface_hub reads the hub's address when it is imported."""
-    environment = {name: value for name, value in os.environ.items() if name not in ("HF_TOKEN", "PROJECT_DIR")}
+    unset = ("HF_TOKEN", "PROJECT_DIR", "SECRET_NAMES")  # the fixture `ray_session` of other modules sets the last
+    environment = {name: value for name, value in os.environ.items() if name not in unset}
     environment |= {"HF_ENDPOINT": hub.address, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(home)}
     return subprocess.run(
         [sys.executable, "-c", code, *arguments],

@@ -4,6 +4,7 @@ import datetime
 import http.server
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -128,7 +129,8 @@ def test_the_limits_change_while_the_watchdog_runs(
     assert guarded == [(FILE, LAUNCHED, 48)]
     shown = capsys.readouterr().out
     assert "from 24 hours, 500 dollars and 3 idle hours to 48 hours, 900 dollars and 3 idle hours" in shown
-    assert "costs at most 480.00 dollars, of which 0.00 are spent" in shown  # 48 hours at the highest price
+    # 48 hours at the highest price; on a busy machine, the watchdog counts the first cents by then
+    assert re.search(r"costs at most 480\.0\d dollars, of which 0\.0\d are spent", shown)
     assert limits.load() == LIMITS.model_copy(update={"hours": 48, "dollars": 900})
     changed = [line for line in settings.FILE.read_text().splitlines() if line not in before.splitlines()]
     assert [line.partition("#")[0].split() for line in changed] == [["hours", "=", "48"], ["dollars", "=", "900"]]
