@@ -34,7 +34,7 @@ from pipeline.ray_support import compile_cache
 from pipeline.ray_support.private import engine_metrics
 from pipeline.ray_support.private import serve as private_serve
 from pipeline.ray_support.private.serve_llm import EngineServer, NodeCallback, with_request_router
-from pipeline.serving import engine_arguments, engine_hook, routing
+from pipeline.serving import engine_arguments, engine_hook, model_corrections, routing
 from pipeline.serving.access_log import AccessLog
 from pipeline.serving.accounting import RequestRecord, current
 from pipeline.serving.adapters import Adapters
@@ -120,6 +120,7 @@ def engine_args(options: ServeOptions) -> dict[str, Any]:
         "pipeline_parallel_size": options.pipeline_parallel_size,
         "kv_cache_memory_bytes": options.kv_cache_gib and int(options.kv_cache_gib * 2**30),
         **engine_arguments.of_engine(options.engine),
+        **model_corrections.arguments(options.engine),
     } | (_lora(options) if options.adapters else {})
 
 
