@@ -1,13 +1,14 @@
 """Writes text with the structure of HTML elements as Markdown."""
 
+import re
 from collections.abc import Callable
 from functools import partial
 
 from selectolax.lexbor import LexborNode
 
-PARAGRAPHS = frozenset(
-    "address article aside blockquote body caption center dd details dialog div dl dt fieldset figcaption figure footer "
-    "form header hgroup hr legend main nav p search section summary".split()
+PARAGRAPHS = re.compile(
+    "address|article|aside|blockquote|body|caption|center|dd|details|dialog|div|dl|dt|fieldset|"
+    "figcaption|figure|footer|form|header|hgroup|hr|legend|main|nav|p|search|section|summary"
 )
 HEADINGS = {f"h{level}": "#" * level + " " for level in range(1, 7)}
 LISTS = frozenset({"ul", "ol", "menu", "dir"})
@@ -64,7 +65,7 @@ class MarkdownWriter:
             return self._start_emphasis(tag)
         if tag == "br":
             self._break(1)
-        elif tag in PARAGRAPHS:
+        elif PARAGRAPHS.fullmatch(tag):
             self._break(2)
             return partial(self._break, 2)
         elif tag in HEADINGS:
@@ -167,7 +168,7 @@ class MarkdownWriter:
     def _start_in_pre(self, tag: str) -> Closer | None:
         if tag == "br":
             self._pre.append("\n")
-        if tag in PARAGRAPHS or tag in ("li", "tr"):
+        if tag in ("li", "tr") or PARAGRAPHS.fullmatch(tag):
             self._end_line_in_pre()
             return self._end_line_in_pre
         return None

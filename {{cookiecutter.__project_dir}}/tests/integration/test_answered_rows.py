@@ -1,7 +1,7 @@
 """Test which rows `generate` answers again. The engine is a fake that repeats the prompt."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,7 +60,7 @@ class Job(NamedTuple):
 
 
 @pytest.fixture
-def job(ray_session: None, assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
+def job(ray_session: None, assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
     def answer(asked: Any, *_: object) -> Any:
         def repeat(row: dict[str, Any]) -> dict[str, Any]:
             with (tmp_path / "asked").open("a") as file:
@@ -73,10 +73,7 @@ def job(ray_session: None, assets: Path, tmp_path: Path, monkeypatch: pytest.Mon
     def run(rows: list[dict[str, Any]]) -> list[str]:
         (tmp_path / "asked").write_text("")
         (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return run_on("rows.jsonl")
-
-    def run_on(file: str) -> list[str]:
-        source = row_sources.find(str(tmp_path / file), "generate")
+        source = row_sources.find(str(tmp_path / "rows.jsonl"), "generate")
         output = AnswerFolder(str(tmp_path / "output"))
         tokenizer = PromptTokenizer(str(assets / "model"), "id", 256)
         loaded = settings.load(GenerateOptions, "generate", profile="local")
@@ -88,7 +85,7 @@ def job(ray_session: None, assets: Path, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(vllm_stage, "answer", answer)
     made = Job(tmp_path, run)
     assert len(made.run(ROWS)) == len(ROWS)
-    yield made
+    return made
 
 
 def test_a_changed_row_is_answered_again_and_its_old_answer_is_replaced(

@@ -32,10 +32,9 @@ import settings
 from demo import assets as demo_assets
 from jobs import embed, evaluate_rag, models, serve_rag
 from jobs.embed import EmbedOptions
-from pipeline.rag import deployment, documents, embedding, index, pipeline, ranking, reader
-from pipeline.rag import problems as problem_reports
-from pipeline.rag.cross_encoder import CrossEncoder
+from pipeline.rag import deployment, documents, embedding, index, pipeline, problems, ranking, reader
 from pipeline.rag.chunking import CHARACTERS_PER_TOKEN, Chunker
+from pipeline.rag.cross_encoder import CrossEncoder
 from pipeline.rag.embedder import Embedder, EmbeddingModelInfo
 from pipeline.rag.index import ScoredChunk
 from pipeline.rag.ingress import NO_ANSWER
@@ -393,7 +392,7 @@ BAD_FILES = {
     "image.md": b"\x89PNG\r\n\x1a\n" + bytes(range(256)),
 }
 GOOD_FILES = {
-    "form.html": "<title>Policy</title><form><p>Hotels up to 150 dollars are refunded.</form>".encode(),
+    "form.html": b"<title>Policy</title><form><p>Hotels up to 150 dollars are refunded.</form>",
     "paragraphs.html": b"<p>para" * 400,
     "surrogate.jsonl": b'{"text": "a \\ud800 b"}',
     "utf16.txt": "Trains are refunded, too.".encode("utf-16"),
@@ -428,16 +427,18 @@ def test_a_bad_document_is_reported_and_the_others_are_embedded(
     assert texts["utf16.txt"] == "Trains are refunded, too."
     assert texts["hidden.html"] == "Visible."
     assert max(map(len, texts.values())) <= CHARACTERS_PER_TOKEN * some.chunk_tokens
-    problems = [json.loads(line) for line in (location / problem_reports.FILE).read_text().splitlines()]
-    assert {each["document"] for each in problems if not each["is_read"]} == {
+    reported = [json.loads(line) for line in (location / problems.FILE).read_text().splitlines()]
+    assert {each["document"] for each in reported if not each["is_read"]} == {
         "hangs.html",
         "scan.pdf",
         "deep.jsonl#1",
         "image.md",
     }
-    assert {each["document"] for each in problems if each["is_read"]} == {"hidden.html", "comments.html"}
-    reasons = {each["document"]: each["problem"] for each in problems}
-    assert reasons["hangs.html"] == f"{tmp_path}/in/hangs.html takes more than 3 s to read. Split, replace or remove it."
+    assert {each["document"] for each in reported if each["is_read"]} == {"hidden.html", "comments.html"}
+    reasons = {each["document"]: each["problem"] for each in reported}
+    assert (
+        reasons["hangs.html"] == f"{tmp_path}/in/hangs.html takes more than 3 s to read. Split, replace or remove it."
+    )
 
     # a document that becomes bad stays as it was; a correct input leaves no report
     (tmp_path / "in" / "form.html").write_bytes(b"\0\1" * 100)
@@ -445,14 +446,16 @@ def test_a_bad_document_is_reported_and_the_others_are_embedded(
     embed.main(some)
     assert "documents: 0 new, 0 changed, 1 removed, 4 unchanged" in capsys.readouterr().out
     message = error_of(some, max_bad_share=0.05)
-    assert re.match(r"5 of 9 documents are bad \(.*\), more than max_bad_share = 0\.05 allows; see .*/problems\.jsonl", message)
+    assert re.match(
+        r"5 of 9 documents are bad \(.*\), more than max_bad_share = 0\.05 allows; see .*/problems\.jsonl", message
+    )
     table = index.lancedb.connect(location).open_table(index.TABLE)
     assert table.count_rows("document = 'form.html'") == 1
     for name in ("form.html", "hidden.html", "comments.html", *BAD_FILES):
         (tmp_path / "in" / name).unlink()
     embed.main(some)
     assert "documents: 0 new, 0 changed, 2 removed, 3 unchanged" in capsys.readouterr().out
-    assert not (location / problem_reports.FILE).exists()
+    assert not (location / problems.FILE).exists()
 
 
 def test_an_input_in_which_no_document_is_good_is_an_error(
@@ -462,11 +465,11 @@ def test_an_input_in_which_no_document_is_good_is_an_error(
     some = options.model_copy(update={"input": str(tmp_path / "rows.jsonl"), "index": str(tmp_path / "index")})
     message = error_of(some)
     assert message.startswith(f"10 of 10 documents are bad (row 1 of {tmp_path}/rows.jsonl has no `text`")
-    report = problem_reports.ProblemReport(str(tmp_path / "index"), 0.5)
+    report = problems.ProblemReport(str(tmp_path / "index"), 0.5)
     bad = documents.Problem("1", "row 1 has no `text`.", is_read=False)
-    report.add([bad] * problem_reports.EARLY, good=1)
+    report.add([bad] * problems.EARLY, good=1)
     with pytest.raises(UserError, match="2,000 of 2,000 documents are bad"):
-        report.add([bad] * problem_reports.EARLY, good=0)
+        report.add([bad] * problems.EARLY, good=0)
 
 
 @pytest.mark.nightly

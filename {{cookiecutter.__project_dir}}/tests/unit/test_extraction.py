@@ -214,7 +214,10 @@ def test_visible_elements_are_read(element: str) -> None:
     ("page", "warning"),
     [
         ("<nav><a>Home</a><p>A whole page, because the end tag is missing.", "has lost most of its text: 0 characters"),
-        (f"<main>Loading</main>{'<p>The text is elsewhere.' * 9}", "171 are navigation or outside of <main>; 7 were read"),
+        (
+            f"<main>Loading</main>{'<p>The text is elsewhere.' * 9}",
+            "171 are navigation or outside of <main>; 7 were read",
+        ),
         ("<div id=root></div><script>write()</script>", "has no text. A script may write it"),
         ("<title>t</title>", "has no text"),
         (f"<nav>{'A long list of pages. ' * 9}</nav><p>A text that is not so long.", ""),
@@ -271,7 +274,9 @@ def test_a_broken_character_does_not_change_the_encoding() -> None:
     assert decoding.decode(b"caf\xe9 " + GERMAN.encode()) == f"caf\ufffd {GERMAN}"
 
 
-@pytest.mark.parametrize("data", [bytes(range(256)) * 10, zlib.compress(b"text" * 99), b"\x89PNG\r\n\x1a\n" + b"\0\1" * 99])
+@pytest.mark.parametrize(
+    "data", [bytes(range(256)) * 10, zlib.compress(b"text" * 99), b"\x89PNG\r\n\x1a\n" + b"\0\1" * 99]
+)
 @pytest.mark.parametrize("suffix", [".txt", ".html"])
 def test_a_file_that_is_not_text_is_a_problem(tmp_path: Path, data: bytes, suffix: str) -> None:
     texts, [problem] = read(tmp_path, f"a{suffix}", data)
@@ -288,8 +293,8 @@ def test_a_bad_row_is_a_problem_and_the_others_are_read(tmp_path: Path) -> None:
     lines = {
         '{"text": "good", "id": 0}': None,
         '{"text": "a \\ud800 b", "id": "c\\udfff"}': None,
-        '{"text": "x", "a": %s' % deep: "is JSON that is nested too deeply",
-        '{"text": "x", "a": %s}' % nulls: "is JSON that is nested too deeply",
+        '{"text": "x", "a": ' + deep: "is JSON that is nested too deeply",
+        f'{{"text": "x", "a": {nulls}}}': "is JSON that is nested too deeply",
         '{"text": 5, "id": "five"}': "has no `text`",
         '{"title": "x"}': "has no `text`",
         "[1]": "is a JSON array instead of one object per line",
