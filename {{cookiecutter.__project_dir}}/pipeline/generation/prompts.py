@@ -35,10 +35,10 @@ class RemainingRows(NamedTuple):
     """Number of remaining rows, including bad ones."""
     answered: frozenset[str]
     """Ids of rows that earlier runs answered and whose content is still the same."""
-    changed: frozenset[str]
-    """Ids of rows that earlier runs answered, but with other content."""
     repeated: frozenset[str]
     """Ids that several rows share."""
+    changed: frozenset[str] = frozenset()
+    """Ids of rows that earlier runs answered, but with other content."""
 
 
 class PromptTokenizer:
@@ -132,9 +132,8 @@ def find_remaining(source: RowSource, id_column: str, answered: Mapping[str, str
         )
     valid = frozenset(answered).intersection(seen) - changed
     repeated = frozenset(row_id for row_id, count in seen.items() if row_id is not None and count > 1)
-    return RemainingRows(
-        seen.total() - sum(seen[row_id] for row_id in valid), valid, frozenset(changed), repeated - valid
-    )
+    count = seen.total() - sum(seen[row_id] for row_id in valid)
+    return RemainingRows(count, valid, repeated - valid, frozenset(changed))
 
 
 def dataset(

@@ -6,10 +6,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import psutil
 import pytest
-from test_extraction import pdf
+from pdf_files import pdf
 
 import settings
 from pipeline.rag import reader
@@ -94,7 +95,7 @@ def test_a_process_that_ends_between_two_documents_makes_none_bad(child: Reader)
 
 
 def test_pages_that_nobody_wants_do_not_appear_in_the_next_document(child: Reader) -> None:
-    pages = child.read(".pdf", pdf("one", "two"))
+    pages: Any = child.read(".pdf", pdf("one", "two"))
     assert next(pages).text == "one"
     pages.close()
     assert text(child, ".html", b"<p>three") == "three"
