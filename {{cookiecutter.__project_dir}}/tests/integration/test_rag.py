@@ -32,7 +32,7 @@ import settings
 from demo import assets as demo_assets
 from jobs import embed, evaluate_rag, models, serve_rag
 from jobs.embed import EmbedOptions
-from pipeline.rag import deployment, documents, embedding, index, pipeline, problems, ranking, reader
+from pipeline.rag import deployment, documents, embedding, index, pipeline, problems, ranking
 from pipeline.rag.chunking import CHARACTERS_PER_TOKEN, Chunker
 from pipeline.rag.cross_encoder import CrossEncoder
 from pipeline.rag.embedder import Embedder, EmbeddingModelInfo
@@ -386,7 +386,7 @@ def test_invalid_input_is_rejected(embedded: EmbedOptions, tmp_path: Path) -> No
 
 
 BAD_FILES = {
-    "hangs.html": b"<div>" * 200_000,
+    "image.html": b"\x89PNG\r\n\x1a\n" + bytes(range(256)),
     "scan.pdf": b"%PDF-1.4 nothing",
     "deep.jsonl": b'{"text": "x", "a": ' + b"[" * 100_000,
     "image.md": b"\x89PNG\r\n\x1a\n" + bytes(range(256)),
@@ -406,15 +406,13 @@ def test_a_bad_document_is_reported_and_the_others_are_embedded(
     ray_session: None,
     options: EmbedOptions,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture,
 ) -> None:
-    monkeypatch.setattr(reader.Reader.__init__, "__defaults__", (3.0, reader.MEMORY_BYTES))
     (tmp_path / "in").mkdir()
     for name, data in {**BAD_FILES, **GOOD_FILES}.items():
         (tmp_path / "in" / name).write_bytes(data)
     location = tmp_path / "index"
-    some = options.model_copy(update={"input": str(tmp_path / "in"), "index": str(location), "max_bad_share": 0.5})
+    some = options.model_copy(update={"input": str(tmp_path / "in"), "index": str(location), "max_bad_share": 0.6})
     embed.main(some)
     printed = capsys.readouterr().out
     assert f"documents: {len(GOOD_FILES) - 1} new, 0 changed, 0 removed, 0 unchanged" in printed
@@ -429,16 +427,14 @@ def test_a_bad_document_is_reported_and_the_others_are_embedded(
     assert max(map(len, texts.values())) <= CHARACTERS_PER_TOKEN * some.chunk_tokens
     reported = [json.loads(line) for line in (location / problems.FILE).read_text().splitlines()]
     assert {each["document"] for each in reported if not each["is_read"]} == {
-        "hangs.html",
+        "image.html",
         "scan.pdf",
         "deep.jsonl#1",
         "image.md",
     }
     assert {each["document"] for each in reported if each["is_read"]} == {"hidden.html", "comments.html"}
     reasons = {each["document"]: each["problem"] for each in reported}
-    assert (
-        reasons["hangs.html"] == f"{tmp_path}/in/hangs.html takes more than 3 s to read. Split, replace or remove it."
-    )
+    assert reasons["image.html"] == f"{tmp_path}/in/image.html is not text. Replace or remove it."
 
     # a document that becomes bad stays as it was; a correct input leaves no report
     (tmp_path / "in" / "form.html").write_bytes(b"\0\1" * 100)
@@ -459,7 +455,7 @@ def test_a_bad_document_is_reported_and_the_others_are_embedded(
 
 
 def test_an_input_in_which_no_document_is_good_is_an_error(
-    ray_session: None, options: EmbedOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ray_session: None, options: EmbedOptions, tmp_path: Path
 ) -> None:
     write_rows(tmp_path / "rows.jsonl", [{"id": str(number), "title": "one"} for number in range(10)])
     some = options.model_copy(update={"input": str(tmp_path / "rows.jsonl"), "index": str(tmp_path / "index")})

@@ -15,6 +15,7 @@ from pipeline.data.files import InputFile, InputFiles
 from pipeline.rag import decoding, documents, extraction
 from pipeline.rag.documents import Document, Problem
 from pipeline.rag.extraction import Part
+from pipeline.rag.reader import Reader
 from settings import UserError
 
 
@@ -213,6 +214,17 @@ def test_a_page_that_loses_most_of_its_text_is_a_warning(tmp_path: Path, page: s
 @pytest.mark.parametrize("tag", ["div", "b", "ul><li", "table><tr><td", "blockquote", "font a=1><font a=2", "main"])
 def test_deep_pages_are_read(tag: str) -> None:
     assert "x" in markdown(f"<{tag}>" * 5000 + "x")
+
+
+def test_a_page_that_hangs_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    child = Reader(cpu_s=1)
+    monkeypatch.setattr("pipeline.rag.reader.shared", lambda: child)
+    texts, [problem] = read(tmp_path, "a.html", b"<div>" * 200_000)
+    assert texts == {}
+    assert problem.message == f"{tmp_path}/a.html takes more than 1 s to read. Split, replace or remove it."
+    assert not problem.is_read
+    assert read(tmp_path, "b.html", b"<p>text") == ({"b.html": "text"}, [])
+    child.close()
 
 
 # ---------------------------------------------------------------- encodings
