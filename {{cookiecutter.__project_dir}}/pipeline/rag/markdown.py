@@ -61,8 +61,8 @@ class MarkdownWriter:
         tag = element.tag or ""
         if self._in_pre and tag not in PRE:
             return self._start_in_pre(tag)
-        if tag in EMPHASIS and tag not in self._emphasis:
-            return self._start_emphasis(tag)
+        if tag in EMPHASIS and EMPHASIS[tag] not in self._emphasis:
+            return self._start_emphasis(EMPHASIS[tag])
         if tag == "br":
             self._break(1)
         elif PARAGRAPHS.fullmatch(tag):
@@ -91,8 +91,8 @@ class MarkdownWriter:
     def _write(self, text: str) -> None:
         if self._parts:
             if self._newlines:
-                levels = len(self._lists) - bool(self._marks)  # continue below an item's text, not below its bullet
-                self._parts.append("\n" * self._newlines + "  " * min(max(levels, 0), LEVELS_SHOWN))
+                level = len(self._lists) - self._begins_line()  # continue below an item's text, not below its bullet
+                self._parts.append("\n" * self._newlines + "  " * min(max(level, 0), LEVELS_SHOWN))
             elif self._space:
                 self._parts.append(" ")
         self._parts += [*self._marks, text]
@@ -102,8 +102,12 @@ class MarkdownWriter:
         """End the line. The first text of a heading or list item stays on the line of its mark."""
         if self._in_heading:
             self._space = True
-        elif not self._marks:
+        elif not self._begins_line():
             self._newlines = max(self._newlines, newlines)
+
+    def _begins_line(self) -> bool:
+        """Return whether a heading or list item has begun and has no text yet. Only their marks end with a space."""
+        return any(mark.endswith(" ") for mark in self._marks)
 
     def _start_marked(self, mark: str) -> Callable[[], bool]:
         """Write a mark before the next text. Return a function that returns whether there was any text."""
@@ -118,14 +122,14 @@ class MarkdownWriter:
 
         return end
 
-    def _start_emphasis(self, tag: str) -> Closer:
-        self._emphasis.add(tag)
-        has_text = self._start_marked(EMPHASIS[tag])
+    def _start_emphasis(self, mark: str) -> Closer:
+        self._emphasis.add(mark)
+        has_text = self._start_marked(mark)
 
         def end() -> None:
-            self._emphasis.discard(tag)
+            self._emphasis.discard(mark)
             if has_text():
-                self._parts.append(EMPHASIS[tag])
+                self._parts.append(mark)
 
         return end
 
@@ -155,8 +159,7 @@ class MarkdownWriter:
         number = self._lists[-1] if self._lists else 0
         if number:
             self._lists[-1] += 1
-        if not self._marks:
-            self._newlines = max(self._newlines, 1)
+        self._break(1)
         has_text = self._start_marked(f"{number}. " if number else "* ")
 
         def end() -> None:

@@ -126,6 +126,8 @@ def test_html_becomes_its_title_and_content() -> None:
         ("<p>x</p><![n[ y", "x"),
         ("<p>x</p><!-- <!-- y -->z", "x\n\nz"),
         ("a<b>b<i>c</b>d</i>e <em> f </em>g<strong></strong>", "a**b*c****d*e *f* g"),
+        ("a<b><p>b</b>c<li><i><div>d</div></i>e", "a\n\n**b**c\n\n* *d*\n\ne"),
+        ("<strong>a <b>b</b></strong> c", "**a b** c"),
         ("<pre>a\n  b<br>c<div>d</div>e</pre>f", "```\na\n  b\nc\nd\ne\n```\n\nf"),
         ("<h2>a<br>b<p>c</h2>d<h3></h3>e", "## a b c\n\nd\n\ne"),
         ("<table><tr><td><p>a<p>b<td><table><tr><td>c<td>d</table></table>", "a\n\nb\n\n| c | d |\n| --- | --- |"),
