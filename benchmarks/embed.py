@@ -15,6 +15,7 @@ from demo import assets
 from jobs import embed
 from jobs.embed import EmbedOptions
 from pipeline.rag import documents, embedding, index
+from pipeline.rag.chunking import Chunker
 from pipeline.rag.embedder import EmbeddingModelInfo
 from pipeline.rag.pipeline import EmbeddingWorker
 
@@ -84,7 +85,7 @@ def _one_process(options: EmbedOptions) -> None:
     described = EmbeddingModelInfo(options.model)
     recipe = index.IndexConfig(options.model, options.chunk_tokens, options.chunk_overlap)
     writer = index.Writer(options.index, options.input, recipe, described.dimension, fresh=False)
-    cut = documents.Chunker(described.tokenizer, options.chunk_tokens, options.chunk_overlap)
+    cut = Chunker(described.tokenizer, options.chunk_tokens, options.chunk_overlap)
     worker = EmbeddingWorker(options.model, options.device, options.precision, options.batch_chunks)
     source = documents.find(options.input)
     waiting = embedding.CommitBuffer(writer)

@@ -12,7 +12,7 @@ if __name__ == "__main__":
 
 import settings
 from pipeline.rag import documents, embedding, hit_rate, index, pipeline
-from pipeline.rag.documents import Chunker
+from pipeline.rag.chunking import Chunker
 from pipeline.rag.embedder import EmbeddingModelInfo
 from pipeline.rag.hit_rate import Question
 from pipeline.ray_support import capacity, model_cache

@@ -1,6 +1,6 @@
 """Answer many prompts with vLLM engines on Ray Data. At temperature 0, the answers equal the server's.
 
-Each run answers only the rows that earlier runs have not answered.
+Each run answers only the rows that are new or have changed since an earlier run.
 """
 
 from pipeline.generation.options import GenerateOptions

@@ -93,15 +93,30 @@ def _list(filesystem: FileSystem, path: str, *, recursive: bool) -> tuple[str, l
     """Return the folder of all files that `path` refers to, what is in the folder, and what `path` refers to."""
     info = filesystem.get_file_info(path)
     if _is_folder(info):
-        inside = filesystem.get_file_info(FileSelector(path, recursive=recursive))
+        inside = _list_folder(filesystem, FileSelector(path, recursive=recursive))
         return path, inside, [one for one in inside if not (recursive and _is_folder(one))]
     root, wildcard = _fixed_folder(path), WILDCARD.search(path)
     if info.is_file or not wildcard:
         return root, [info], [info]
     selector = FileSelector(root, recursive="/" in path[wildcard.start() :], allow_not_found=True)
-    inside = filesystem.get_file_info(selector)
+    inside = _list_folder(filesystem, selector)
     pattern = f"/{path.lstrip('/')}"  # a leading slash makes `match` compare whole paths
     return root, inside, [one for one in inside if PurePosixPath(f"/{one.path.lstrip('/')}").match(pattern)]
+
+
+def _list_folder(filesystem: FileSystem, selector: FileSelector) -> list[FileInfo]:
+    """Return what is in a folder. Print the names that pyarrow cannot decode, because it cannot open these files."""
+    found, unreadable = [], []
+    for info in filesystem.get_file_info(selector):
+        try:
+            info.path  # noqa: B018
+        except UnicodeDecodeError as error:
+            unreadable.append(error.object.decode(errors="backslashreplace"))
+        else:
+            found.append(info)
+    if unreadable:
+        print(f"note: not read, because the name is not UTF-8: {_few(sorted(unreadable))}; rename them.", flush=True)
+    return found
 
 
 def _is_folder(info: FileInfo) -> bool:

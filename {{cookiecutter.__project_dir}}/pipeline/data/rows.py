@@ -64,11 +64,13 @@ def parse(row: RawRow) -> dict[str, Any]:
         return without_nulls(row)
     try:
         columns = decode(row)
-    except (ValueError, RecursionError):
+        if isinstance(columns, dict):
+            return without_nulls(columns) if b"null" in row else columns
+    except RecursionError:
+        raise BadRow("JSON that is nested too deeply") from None
+    except ValueError:
         raise BadRow(ARRAY if row == b"[" else "not valid JSON") from None
-    if not isinstance(columns, dict):
-        raise BadRow(ARRAY if isinstance(columns, list) else "not a JSON object")
-    return without_nulls(columns) if b"null" in row else columns
+    raise BadRow(ARRAY if isinstance(columns, list) else "not a JSON object")
 
 
 def to_rows(batch: pa.RecordBatch) -> list[dict[str, Any]]:

@@ -4,10 +4,12 @@ import hashlib
 import io
 import json
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyarrow.fs import FileSelector, FileSystem, FileType
 
@@ -18,6 +20,7 @@ from settings import UserError
 
 ANSWERS, REJECTED = "answers", "rejected"
 RECIPE = "recipe.json"
+ROW_HASH = "row_hash"  # column with the hash of the row's content
 PARTIAL = ".partial"  # suffix of an unfinished file
 BAD_ROWS = pa.schema([("row", pa.binary()), ("reason", pa.string())])
 
@@ -28,8 +31,10 @@ class AnswerFolder:
 
     uri: str
 
-    def begin(self, recipe: dict[str, Any], overwrite: bool) -> frozenset[str]:
-        """Return the ids of the rows that are already answered with this recipe, and delete old rejected rows.
+    def begin(self, recipe: dict[str, Any], overwrite: bool) -> dict[str, str]:
+        """Return the rows that are already answered with this recipe: their content hashes, keyed by id.
+
+        Delete old rejected rows.
 
         `recipe` has the settings that determine an answer. With `overwrite`, all answers are deleted.
         """
@@ -42,7 +47,20 @@ class AnswerFolder:
             self._save(filesystem, f"{folder}/{RECIPE}", json.dumps(recipe, indent=2).encode())
             _delete(filesystem, f"{folder}/{REJECTED}")  # rows that are still bad are rejected again
             files = _complete_files(filesystem, f"{folder}/{ANSWERS}")
-            return frozenset(row_id for file in files for row_id in _answered(filesystem, file))
+            return {row_id: row_hash for file in files for row_id, row_hash in _answered(filesystem, file)}
+
+    def remove(self, ids: Collection[str]) -> None:
+        """Remove the answers to these rows, one file at a time and each atomically."""
+        if not ids:
+            return
+        with open_output(self.uri) as (filesystem, folder):
+            for file in _complete_files(filesystem, f"{folder}/{ANSWERS}"):
+                answers = _read(filesystem, file)
+                kept = answers.filter(pc.invert(pc.is_in(answers["id"], pa.array(list(ids), pa.string()))))
+                if not len(kept):
+                    filesystem.delete_file(file)
+                elif len(kept) < len(answers):
+                    self._save(filesystem, file, _encode(kept))
 
     def save_answers(self, answers: pa.Table) -> None:
         """Write some answers atomically. A file with answers to the same rows is replaced."""
@@ -56,14 +74,12 @@ class AnswerFolder:
         """Return the number of rejected rows for each reason."""
         with open_output(self.uri) as (filesystem, folder):
             files = _complete_files(filesystem, f"{folder}/{REJECTED}")
-            tables = [_read(filesystem, file, "reason") for file in files]
+            tables = [_read(filesystem, file) for file in files]
         return Counter(reason for table in tables for reason in table["reason"].to_pylist())
 
     def _save_table(self, name: str, table: pa.Table) -> None:
-        content = io.BytesIO()
-        pq.write_table(table, content, write_page_checksum=True)
         with open_output(self.uri) as (filesystem, folder):
-            self._save(filesystem, f"{folder}/{name}", content.getvalue())
+            self._save(filesystem, f"{folder}/{name}", _encode(table))
 
     def _save(self, filesystem: FileSystem, path: str, content: bytes) -> None:
         filesystem.create_dir(path.rpartition("/")[0])
@@ -90,20 +106,33 @@ class AnswerFolder:
             return file.read()
 
 
-def _answered(filesystem: FileSystem, file: str) -> list[str]:
-    """Return the ids of the rows that `file` answers. Delete a damaged file, so that its rows are answered again."""
+def _answered(filesystem: FileSystem, file: str) -> list[tuple[str, str]]:
+    """Return the ids and content hashes of the rows that `file` answers.
+
+    Delete a damaged file, so that its rows are answered again. Answers of earlier versions of this project have no
+    content hash, which is returned as an empty string.
+    """
     try:
-        return _read(filesystem, file, "id")["id"].to_pylist()
+        answers = _read(filesystem, file)
     except DamagedFile as error:
         print(error, flush=True)
         filesystem.delete_file(file)
         return []
+    ids = answers["id"].to_pylist()
+    hashes = answers[ROW_HASH].to_pylist() if ROW_HASH in answers.column_names else [""] * len(ids)
+    return list(zip(ids, hashes, strict=True))
 
 
-def _read(filesystem: FileSystem, file: str, column: str) -> pa.Table:
+def _read(filesystem: FileSystem, file: str) -> pa.Table:
     with state_files.reading_parquet(file, "Its rows are answered again."):
         # all columns, because the answers may be damaged, too
-        return pq.read_table(file, filesystem=filesystem, page_checksum_verification=True).select([column])
+        return pq.read_table(file, filesystem=filesystem, page_checksum_verification=True)
+
+
+def _encode(table: pa.Table) -> bytes:
+    content = io.BytesIO()
+    pq.write_table(table, content, write_page_checksum=True)
+    return content.getvalue()
 
 
 def _complete_files(filesystem: FileSystem, folder: str) -> list[str]:

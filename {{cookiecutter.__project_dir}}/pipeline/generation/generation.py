@@ -2,7 +2,7 @@
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pyarrow as pa
@@ -39,13 +39,16 @@ def recipe(options: GenerateOptions, serving: ServeOptions) -> dict[str, Any]:
 
 def answer_remaining(
     source: RowSource,
-    answered: frozenset[str],
+    answered: Mapping[str, str],
     tokenizer: PromptTokenizer,
     output: AnswerFolder,
     options: GenerateOptions,
     serving: ServeOptions,
 ) -> None:
-    """Answer all rows whose ids are not in `answered`, and save the answers and the bad rows.
+    """Answer all rows that are not in `answered`, and save the answers and the bad rows.
+
+    `answered` has the content hashes of the answered rows, keyed by id. Rows that have changed since then are answered
+    again, and their old answers are removed.
 
     Raises:
         UserError: the input cannot be used, an engine fails or hangs, or the output cannot be written.
@@ -53,10 +56,13 @@ def answer_remaining(
     with DataContext.current(ray_data.quiet_context()):
         try:
             remaining = prompts.find_remaining(source, options.id_column, answered)
+            changed = f", {len(remaining.changed):,} have changed since" if remaining.changed else ""
             print(
-                f"generate: {remaining.count:,} rows to answer; {len(remaining.answered):,} were answered before",
+                f"generate: {remaining.count:,} rows to answer; {len(remaining.answered):,} were answered before"
+                f"{changed}",
                 flush=True,
             )
+            output.remove(remaining.changed)
             # start no engine if all remaining rows are bad
             if prompts.dataset(source, remaining, tokenizer, output).take(1):
                 _generate(source, remaining, tokenizer, output, options, serving)

@@ -1,8 +1,9 @@
 """Turns rows into prompts with the same tokens as in a request to the server. Rejects bad rows."""
 
 import functools
+import hashlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -12,14 +13,14 @@ from ray import ObjectRef
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from pipeline.data import rows
-from pipeline.data.examples import BadRow, Conversation, canonical_json
+from pipeline.data.examples import BadRow, Completion, Conversation, canonical_json, to_json
 from pipeline.data.messages import normalize_messages, normalize_tools
 from pipeline.data.row_dataset import one_task_per_piece
 from pipeline.data.row_sources import RowSource
 from pipeline.data.rows import Piece, RawRow
 from pipeline.data.template_renderer import TemplateFailure, TemplateRenderer
 from pipeline.data.tokenizer import SpecialTokens
-from pipeline.generation.answer_folder import AnswerFolder
+from pipeline.generation.answer_folder import ROW_HASH, AnswerFolder
 from pipeline.ray_support import hub_access, model_cache
 from settings import UserError
 
@@ -33,9 +34,11 @@ class RemainingRows(NamedTuple):
     count: int
     """Number of remaining rows, including bad ones."""
     answered: frozenset[str]
-    """Ids of rows that earlier runs answered."""
+    """Ids of rows that earlier runs answered and whose content is still the same."""
     repeated: frozenset[str]
     """Ids that several rows share."""
+    changed: frozenset[str] = frozenset()
+    """Ids of rows that earlier runs answered, but with other content."""
 
 
 class PromptTokenizer:
@@ -62,7 +65,7 @@ class PromptTokenizer:
         self._renderers: dict[str, TemplateRenderer] = {}  # by template: a model may have another one for tools
 
     def prompt(self, raw: RawRow, remaining: RemainingRows) -> dict[str, Any] | None:
-        """Return a row's id, its prompt, and the prompt's tokens, or None if the row is already answered.
+        """Return a row's id and content hash, its prompt and the prompt's tokens, or None if the row is answered.
 
         Raises:
             BadRow: the row is skipped, or has no unique id or no usable prompt.
@@ -75,26 +78,24 @@ class PromptTokenizer:
             raise BadRow("an id that another row also has")
         if row_id in self.skip_ids:
             raise BadRow("skipped by --skip-ids")
-        prompt, tokens = self._tokenize(row)
+        content = _content_of(row)
+        prompt, tokens = self._tokenize(content)
         if not tokens:
             raise BadRow("an empty prompt")
         if len(tokens) >= self.max_model_len:
             raise BadRow(f"too long: no token of max_model_len = {self.max_model_len} is left for the answer")
-        return {"id": row_id, "prompt": prompt, "tokenized_prompt": tokens}
+        return {"id": row_id, ROW_HASH: _hash_of(content), "prompt": prompt, "tokenized_prompt": tokens}
 
-    def _tokenize(self, row: dict[str, Any]) -> tuple[str, list[int]]:
+    def _tokenize(self, content: Conversation | str) -> tuple[str, list[int]]:
         """Return the prompt, with the tokens that /v1/chat/completions or /v1/completions would give the model.
 
         There is one exception: special tokens that a `prompt` already has are not doubled, as in training.
         """
-        if row.get("messages") is not None:
-            conversation = Conversation(normalize_messages(row["messages"]), normalize_tools(row.get("tools")) or None)
-            prompt = canonical_json(conversation.messages).decode()
-            return prompt, self.tokenizer(self._render(conversation), add_special_tokens=False)["input_ids"]
-        if not isinstance(prompt := row.get("prompt"), str) or not prompt:
-            raise BadRow("neither messages nor a prompt that is text")
-        canonical_json([{"content": prompt}])  # raises BadRow if the text is not valid Unicode
-        return prompt, self._special_tokens.prompt(self.tokenizer(prompt, add_special_tokens=False)["input_ids"])
+        if isinstance(content, Conversation):
+            prompt = canonical_json(content.messages).decode()
+            return prompt, self.tokenizer(self._render(content), add_special_tokens=False)["input_ids"]
+        canonical_json(content)  # raises BadRow if the text is not valid Unicode
+        return content, self._special_tokens.prompt(self.tokenizer(content, add_special_tokens=False)["input_ids"])
 
     def _render(self, conversation: Conversation) -> str:
         if not self.tokenizer.chat_template:
@@ -108,24 +109,31 @@ class PromptTokenizer:
             raise BadRow(f"the chat template cannot render the messages: {failure}") from None
 
 
-def find_remaining(source: RowSource, id_column: str, answered: frozenset[str]) -> RemainingRows:
-    """Read all ids, with one task per piece, and return the rows that are not in `answered`.
+def find_remaining(source: RowSource, id_column: str, answered: Mapping[str, str]) -> RemainingRows:
+    """Read all rows, with one task per piece, and return those that remain to be answered.
+
+    `answered` has the content hashes of the answered rows, keyed by id. An answer counts only if its row has the same
+    content.
 
     Raises:
         UserError: no row has an id.
     """
-    read = functools.partial(_read_ids, source=source, id_column=id_column)
+    shared = ray.put(answered)
+    read = functools.partial(_read_identities, source=source, id_column=id_column, answered=shared)
     seen: Counter[str | None] = Counter()
+    changed: set[str] = set()
     for batch in one_task_per_piece(source).map_batches(read, batch_size=None, batch_format="pyarrow").iter_rows():
         seen.update(batch["ids"])
+        changed.update(batch["changed"])
     if not seen.keys() - {None}:
         raise UserError(
             f"no row of {source.name} has an id in the column {id_column}. Without ids, a killed run could not "
             "resume. Name the column with --id-column."
         )
-    answered = answered.intersection(seen)
+    valid = frozenset(answered).intersection(seen) - changed
     repeated = frozenset(row_id for row_id, count in seen.items() if row_id is not None and count > 1)
-    return RemainingRows(seen.total() - sum(seen[row_id] for row_id in answered), answered, repeated)
+    count = seen.total() - sum(seen[row_id] for row_id in valid)
+    return RemainingRows(count, valid, repeated - valid, frozenset(changed))
 
 
 def dataset(
@@ -141,15 +149,51 @@ def dataset(
     return one_task_per_piece(source).map_batches(read, batch_size=None, batch_format="pyarrow")
 
 
-def _read_ids(pieces: pa.Table, source: RowSource, id_column: str) -> pa.Table:
+def _read_identities(pieces: pa.Table, source: RowSource, id_column: str, answered: ObjectRef) -> pa.Table:
+    """Return the ids of all rows, and the ids of the answered rows whose content has changed."""
+    hashes = _fetch(answered)
     ids: list[str | None] = []
+    changed: list[str] = []
+    # without answers, the content does not matter
+    columns = (id_column, *COLUMNS) if hashes else (id_column,)
     for piece in [Piece(**piece) for piece in pieces.to_pylist()]:
-        for row in rows.read(source.files.filesystem, piece, (id_column,)):
+        for raw in rows.read(source.files.filesystem, piece, columns):
             try:
-                ids.append(_id_of(rows.parse(row), id_column))
+                row = rows.parse(raw)
+                ids.append(row_id := _id_of(row, id_column))
             except BadRow:
                 ids.append(None)
-    return pa.table({"ids": pa.array([ids], pa.list_(pa.string()))})
+                continue
+            if row_id in hashes and not _has_hash(row, hashes[row_id]):
+                changed.append(row_id)
+    strings = pa.list_(pa.string())
+    return pa.table({"ids": pa.array([ids], strings), "changed": pa.array([changed], strings)})
+
+
+def _has_hash(row: dict[str, Any], row_hash: str) -> bool:
+    try:
+        return _hash_of(_content_of(row)) == row_hash
+    except BadRow:
+        return False
+
+
+def _content_of(row: dict[str, Any]) -> Conversation | str:
+    """Return the part of a row that determines its answer.
+
+    Raises:
+        BadRow: the row has no usable prompt.
+    """
+    if row.get("messages") is not None:
+        return Conversation(normalize_messages(row["messages"]), normalize_tools(row.get("tools")) or None)
+    if not isinstance(prompt := row.get("prompt"), str) or not prompt:
+        raise BadRow("neither messages nor a prompt that is text")
+    return prompt
+
+
+def _hash_of(content: Conversation | str) -> str:
+    """Return a hash that is the same for a parquet row as for a line of JSONL."""
+    example = content if isinstance(content, Conversation) else Completion(content, "")
+    return hashlib.sha256(to_json(example)).hexdigest()
 
 
 def _id_of(row: dict[str, Any], column: str) -> str:
@@ -160,7 +204,8 @@ def _id_of(row: dict[str, Any], column: str) -> str:
 
 
 @functools.cache
-def _fetch(shared: ObjectRef) -> tuple[PromptTokenizer, RemainingRows]:
+def _fetch(shared: ObjectRef) -> Any:
+    """Return an object from the object store, which each process reads only once."""
     return ray.get(shared)
 
 

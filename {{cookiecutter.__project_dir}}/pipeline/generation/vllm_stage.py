@@ -6,6 +6,7 @@ from typing import Any
 import ray.data
 from ray.actor import ActorHandle
 
+from pipeline.generation.answer_folder import ROW_HASH
 from pipeline.generation.options import GenerateOptions
 from pipeline.ray_support import model_cache
 from pipeline.serving.options import ServeOptions
@@ -70,6 +71,7 @@ def _sampling(options: GenerateOptions, serving: ServeOptions) -> dict[str, Any]
 def _as_answer(row: dict[str, Any]) -> dict[str, Any]:
     return {
         "id": row["id"],
+        ROW_HASH: row[ROW_HASH],
         "prompt": row["prompt"],
         "answer": row["generated_text"],
         "prompt_tokens": row["num_input_tokens"],

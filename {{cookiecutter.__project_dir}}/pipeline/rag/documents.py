@@ -2,19 +2,19 @@
 
 import hashlib
 import io
-import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from tokenizers import Tokenizer
 
-from pipeline.data import files
+from pipeline import state_files
+from pipeline.data import files, rows
+from pipeline.data.examples import BadRow
 from pipeline.data.files import InputFiles
-from pipeline.rag import extraction
-from settings import UserError
+from pipeline.rag import decoding, reader
+from pipeline.rag.decoding import BadDocument
 
 SUFFIXES = (".parquet", ".jsonl", ".md", ".txt", ".pdf", ".html", ".htm")
 PARQUET_ROWS = 256  # rows decoded at once; few, because documents can be long
@@ -46,6 +46,17 @@ class Document(NamedTuple):
         return hashlib.sha256(self.text.encode()).hexdigest()
 
 
+class Problem(NamedTuple):
+    """A document that cannot be read, or that has lost most of its text."""
+
+    document: str
+    """Id of the document. A row whose id cannot be read is PATH#NUMBER."""
+    message: str
+    """A sentence that begins with the document's file."""
+    is_read: bool
+    """Whether the document, or the rest of it, is in the index."""
+
+
 class Batch(NamedTuple):
     """A batch of documents."""
 
@@ -57,6 +68,7 @@ class Batch(NamedTuple):
     """Chunks of new and changed documents, with the schema CHUNKS."""
     size: int
     """Approximate number of bytes that all documents in the batch take in their files."""
+    problems: list[Problem]
 
 
 def find(name: str) -> InputFiles:
@@ -83,93 +95,99 @@ def pieces(source: InputFiles) -> list[list[str]]:
     return groups
 
 
-def read(source: InputFiles, path: str) -> Iterator[Document]:
-    """Yield the documents of a file.
+def read(source: InputFiles, path: str) -> Iterator[Document | Problem]:
+    """Yield the documents of a file, and their problems.
 
     Raises:
-        UserError: the file is broken, or a row has no text.
+        UserError: a parquet file is broken, so it is unknown which documents it holds.
     """
     name = str(PurePosixPath(path).relative_to(source.root))
-    with source.filesystem.open_input_file(path) as file:
-        size = file.size()
-        if path.endswith(".parquet"):
-            rows = _parquet_rows(file, path, size)
-        elif path.endswith(".jsonl"):
-            rows = _json_rows(file, path)
-        else:
-            yield from _whole_file(file.read(), name, path)
-            return
-        for number, (row, row_size) in enumerate(rows, 1):
-            if not isinstance(row.get("text"), str):
-                raise UserError(f"row {number} of {path} has no `text`. Each row needs a `text`; an `id` is optional.")
-            yield Document(str(row.get("id") or f"{name}#{number}"), row["text"], row_size)
-
-
-def _whole_file(data: bytes, name: str, path: str) -> Iterator[Document]:
-    if path.endswith(".pdf"):
-        pages = extraction.pdf_pages(data, path)
-        for number, text in enumerate(pages, 1):
-            yield Document(f"{name}#page={number}", text, len(data) // len(pages))
-    elif path.endswith((".html", ".htm")):
-        yield Document(name, extraction.html_text(data), len(data))
-    else:
-        yield Document(name, data.decode(errors="replace"), len(data))
-
-
-def _parquet_rows(file: pa.NativeFile, path: str, size: int) -> Iterator[tuple[dict[str, Any], int]]:
     try:
+        with source.filesystem.open_input_file(path) as file:
+            if path.endswith((".parquet", ".jsonl")):
+                yield from _rows(file, name, path)
+            else:
+                yield from _whole_file(file.read(), name, path)
+    except (FileNotFoundError, PermissionError) as error:
+        yield Problem(name, f"{path} cannot be opened ({error}). Correct or remove it.", is_read=False)
+
+
+def _rows(file: pa.NativeFile, name: str, path: str) -> Iterator[Document | Problem]:
+    found = _parquet_rows(file, path) if path.endswith(".parquet") else _json_rows(file)
+    for number, (row, size) in enumerate(found, 1):
+        place, id_ = f"row {number} of {path}", f"{name}#{number}"
+        if isinstance(row, BadRow):
+            yield Problem(id_, f"{place} is {row}. Fix or remove it.", is_read=False)
+            continue
+        if row.get("id") not in (None, ""):
+            id_ = decoding.valid_unicode(str(row["id"]))
+        if isinstance(row.get("text"), str):
+            yield Document(id_, decoding.valid_unicode(row["text"]), size)
+        else:
+            message = f"{place} has no `text`. Each row needs a `text`; an `id` is optional."
+            yield Problem(id_, message, is_read=False)
+
+
+def _whole_file(data: bytes, name: str, path: str) -> Iterator[Document | Problem]:
+    suffix = PurePosixPath(path).suffix
+    try:
+        if suffix in (".md", ".txt"):
+            yield Document(name, decoding.decode(data), len(data))
+        elif suffix == ".pdf":
+            yield from _pdf_pages(data, name, path)
+        else:
+            for page in reader.shared().read(suffix, data):
+                if page.warning:
+                    yield Problem(name, f"{path} {page.warning}", is_read=True)
+                yield Document(name, page.text, page.size)
+    except BadDocument as problem:
+        yield Problem(name, f"{path} {problem}", is_read=False)
+
+
+def _pdf_pages(data: bytes, name: str, path: str) -> Iterator[Document | Problem]:
+    count = with_text = 0
+    try:
+        for count, page in enumerate(reader.shared().read(".pdf", data), 1):
+            id_ = f"{name}#page={count}"
+            if page.problem:
+                yield Problem(id_, f"page {count} of {path} {page.problem}", is_read=False)
+            else:
+                with_text += bool(page.text.strip())
+                yield Document(id_, decoding.valid_unicode(page.text), page.size)
+    except BadDocument as problem:
+        if not with_text:
+            raise
+        message = f"page {count + 1} of {path} {problem} The pages after it are not read either."
+        yield Problem(name, message, is_read=False)
+    if 2 * with_text < count:
+        remedy = "Add text to the others, for example with ocrmypdf."
+        yield Problem(name, f"{path} has text on {with_text:,} of its {count:,} pages. {remedy}", is_read=True)
+
+
+def _parquet_rows(file: pa.NativeFile, path: str) -> Iterator[tuple[dict[str, Any], int]]:
+    size = file.size()
+    with state_files.reading_parquet(path, "Replace or remove it."):
         parquet = pq.ParquetFile(file)
         columns = [name for name in ("id", "text") if name in parquet.schema_arrow.names]
         for batch in parquet.iter_batches(PARQUET_ROWS, columns=columns):
             for row in batch.to_pylist():
                 yield row, size // parquet.metadata.num_rows
-    except pa.ArrowInvalid as error:
-        raise UserError(f"{path} is not a valid parquet file ({error}). Replace or remove it.") from None
 
 
-def _json_rows(file: pa.NativeFile, path: str) -> Iterator[tuple[dict[str, Any], int]]:
-    for number, line in enumerate(io.BufferedReader(file), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError:
-            row = None
-        if not isinstance(row, dict):
-            raise UserError(f"line {number} of {path} is not a JSON object. Fix or remove it.")
-        yield row, len(line)
-
-
-class Chunker:
-    """Splits a text into chunks of at most `tokens` tokens, which overlap by about `overlap` tokens."""
-
-    def __init__(self, tokenizer: Tokenizer, tokens: int, overlap: int) -> None:
-        self._tokenizer = tokenizer
-        self._tokens = tokens
-        self._overlap = overlap
-
-    def __call__(self, text: str) -> list[str]:
-        offsets = self._tokenizer.encode(text, add_special_tokens=False).offsets
-        chunks, start = [], 0
-        while len(offsets) - start > self._tokens:
-            stop = _word_start(text, offsets, start, start + self._tokens)
-            chunks.append(text[offsets[start][0] : offsets[stop][0]].strip())
-            next_start = stop - self._overlap
-            start = _word_start(text, offsets, start, next_start) if next_start > start else stop
-        return [*chunks, text[offsets[start][0] if start else 0 :].strip()]
-
-
-def _word_start(text: str, offsets: list[tuple[int, int]], after: int, token: int) -> int:
-    """Return the last token in (after, token] that starts a word, or `token` if there is none."""
-    for number in range(token, after, -1):
-        first = offsets[number][0]
-        if text[first].isspace() or text[first - 1].isspace():
-            return number
-    return token
+def _json_rows(file: pa.NativeFile) -> Iterator[tuple[dict[str, Any] | BadRow, int]]:
+    lines = io.BufferedReader(file)
+    if (encoding := decoding.marked_encoding(lines.peek(4))).startswith(("utf-16", "utf-32")):
+        lines = (line.encode() for line in io.TextIOWrapper(lines, encoding, errors="replace", newline="\n"))
+    for line in lines:
+        if line.strip():
+            try:
+                yield rows.parse(line), len(line)
+            except BadRow as problem:
+                yield problem, len(line)
 
 
 def batches(
-    source: InputFiles, paths: list[str], known: Mapping[str, str], cut: Callable[[str], list[str]], size: int
+    source: InputFiles, paths: list[str], known: Mapping[str, str], cut: Callable[[str], Iterable[str]], size: int
 ) -> Iterator[Batch]:
     """Yield the documents of these files in batches of about `size` chunks. A batch contains complete documents.
 
@@ -178,23 +196,24 @@ def batches(
     seen: list[str] = []
     changed: list[str] = []
     chunks: list[dict[str, Any]] = []
+    problems: list[Problem] = []
     read_bytes = 0
     for path in paths:
         for document in read(source, path):
+            if isinstance(document, Problem):
+                problems.append(document)
+                continue
             read_bytes += document.size
             if not document.text.strip():
                 continue  # treat an empty document as absent
             seen.append(document.id)
-            if known.get(document.id) != document.hash:
-                chunks += _chunks(document, cut)
+            document_hash = document.hash
+            if known.get(document.id) != document_hash:
+                for number, text in enumerate(cut(document.text)):
+                    chunks.append({"document": document.id, "hash": document_hash, "chunk": number, "text": text})
                 if document.id in known:
                     changed.append(document.id)
-            if len(chunks) >= size or len(seen) >= 100 * size:
-                yield Batch(seen, changed, pa.Table.from_pylist(chunks, CHUNKS), read_bytes)
-                seen, changed, chunks, read_bytes = [], [], [], 0
-    yield Batch(seen, changed, pa.Table.from_pylist(chunks, CHUNKS), read_bytes)
-
-
-def _chunks(document: Document, cut: Callable[[str], list[str]]) -> Iterator[dict[str, Any]]:
-    for number, text in enumerate(cut(document.text)):
-        yield {"document": document.id, "hash": document.hash, "chunk": number, "text": text}
+            if len(chunks) >= size or max(len(seen), len(problems)) >= 100 * size:
+                yield Batch(seen, changed, pa.Table.from_pylist(chunks, CHUNKS), read_bytes, problems)
+                seen, changed, chunks, problems, read_bytes = [], [], [], [], 0
+    yield Batch(seen, changed, pa.Table.from_pylist(chunks, CHUNKS), read_bytes, problems)

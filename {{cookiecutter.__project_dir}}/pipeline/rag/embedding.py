@@ -7,10 +7,12 @@ import pyarrow as pa
 import torch
 from ray.exceptions import RayTaskError
 
+import settings
 from pipeline.data.files import InputFiles
 from pipeline.rag import index, pipeline
-from pipeline.rag.documents import Chunker
+from pipeline.rag.chunking import Chunker
 from pipeline.rag.options import EmbedOptions
+from pipeline.rag.problems import ProblemReport
 from pipeline.ray_support.progress import Progress, time_left
 from settings import UserError
 
@@ -24,10 +26,11 @@ def update_index(
 ) -> Counter[str]:
     """Embed new and changed documents, and remove documents that are gone.
 
-    Return the number of new, changed, removed and unchanged documents.
+    Return the number of new, changed, removed and unchanged documents. Documents that cannot be read are reported, and
+    stay in the index as they were.
 
     Raises:
-        UserError: a document cannot be read, an id is not unique, or a GPU has too little memory.
+        UserError: too many documents are bad, an id is not unique, or a GPU has too little memory.
     """
     known = writer.known()
     seen: set[str] = set()
@@ -35,10 +38,12 @@ def update_index(
     size = PASSES_PER_BATCH * options.batch_chunks
     batches = pipeline.read(source, known, cut, size, options.num_workers)
     pending = CommitBuffer(writer)
+    problems = ProblemReport(settings.resolve(options.index), options.max_bad_share)
     with Progress(EmbedProgress(source.size)) as progress:
         try:
             for batch in pool.embed(batches):
                 _record_ids(batch.seen, seen)
+                problems.add(batch.problems, len(seen))
                 pending.add(batch)
                 new = len(set(batch.seen) - known.keys())
                 counts.update(new=new, changed=len(batch.changed))
@@ -47,7 +52,10 @@ def update_index(
             raise explain(error, options) from None
         finally:
             pending.commit()
+    problems.check(len(seen))
+    problems.print()
     gone = known.keys() - seen
+    gone -= problems.concern(gone)
     writer.remove(gone)
     counts.update(removed=len(gone), unchanged=len(seen) - counts["new"] - counts["changed"])
     return counts

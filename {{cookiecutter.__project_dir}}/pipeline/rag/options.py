@@ -34,6 +34,8 @@ class EmbedOptions(settings.Section):
     """Data type of the weights and the computation."""
     batch_chunks: PositiveInt
     """Chunks in one forward pass."""
+    max_bad_share: float = Field(ge=0, le=1)
+    """Share of documents that cannot be read, 0 to 1, above which the job fails."""
     questions: str = ""
     """JSONL with `question` and `document`, the id of the document to find. If set, the job prints the hit rate."""
     fresh: bool = False

@@ -13,7 +13,8 @@ from ray import ObjectRef
 
 from pipeline.data.files import InputFiles
 from pipeline.rag import documents
-from pipeline.rag.documents import Batch, Chunker
+from pipeline.rag.chunking import Chunker
+from pipeline.rag.documents import Batch, Problem
 from pipeline.rag.embedder import Embedder
 
 BATCHES_PER_WORKER = 2  # one in progress, one waiting
@@ -27,6 +28,7 @@ class EmbeddedBatch(NamedTuple):
     changed: list[str]
     chunks: pa.Table
     size: int
+    problems: list[Problem]
 
 
 class EmbeddingWorker(Embedder):
@@ -37,7 +39,7 @@ class EmbeddingWorker(Embedder):
         vectors = pa.array(self.embed(batch.chunks["text"].to_pylist()).ravel(), pa.float32())
         dimension = len(vectors) // len(batch.chunks)
         column = pa.FixedSizeListArray.from_arrays(vectors, dimension)
-        return EmbeddedBatch(batch.seen, batch.changed, batch.chunks.append_column("vector", column), batch.size)
+        return EmbeddedBatch(*batch)._replace(chunks=batch.chunks.append_column("vector", column))
 
 
 class WorkerPool:

@@ -236,6 +236,24 @@ def test_a_third_run_has_nothing_to_do(made: KilledRuns, capsys: pytest.CaptureF
     assert f"{len(BAD)} rows were bad." in capsys.readouterr().out
 
 
+def test_a_changed_row_is_answered_again(made: KilledRuns, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(made.options.input, tmp_path / "in")
+    shutil.copytree(made.options.output, tmp_path / "out")
+    changes = {"input": str(tmp_path / "in"), "output": str(tmp_path / "out")}
+    changed = made.options.model_copy(update=changes)
+    messages = [{"role": "user", "content": "Another question?"}]
+    lines = (tmp_path / "in" / "rows.jsonl").read_text().splitlines()
+    lines[0] = json.dumps({"id": "q0", "messages": messages})
+    (tmp_path / "in" / "rows.jsonl").write_text("\n".join(lines))
+    generate.main(changed)
+    assert f"1 rows to answer; {len(made.prompts) - 1} were answered before, 1 have changed" in capsys.readouterr().out
+    before = {row["id"]: row for row in made.answers}
+    after = {row["id"]: row for row in read(changed)}
+    assert len(read(changed)) == len(made.prompts)
+    assert {name for name in before if before[name] != after[name]} == {"q0"}
+    assert json.loads(after["q0"]["prompt"]) == messages
+
+
 def test_the_engine_has_the_servers_settings(monkeypatch: pytest.MonkeyPatch, options: GenerateOptions) -> None:
     import ray.data.llm
 

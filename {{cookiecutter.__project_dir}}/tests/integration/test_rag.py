@@ -32,9 +32,9 @@ import settings
 from demo import assets as demo_assets
 from jobs import embed, evaluate_rag, models, serve_rag
 from jobs.embed import EmbedOptions
-from pipeline.rag import deployment, documents, embedding, index, pipeline, ranking
+from pipeline.rag import deployment, documents, embedding, index, pipeline, problems, ranking
+from pipeline.rag.chunking import CHARACTERS_PER_TOKEN, Chunker
 from pipeline.rag.cross_encoder import CrossEncoder
-from pipeline.rag.documents import Chunker
 from pipeline.rag.embedder import Embedder, EmbeddingModelInfo
 from pipeline.rag.index import ScoredChunk
 from pipeline.rag.ingress import NO_ANSWER
@@ -119,14 +119,38 @@ def options(tmp_path_factory: pytest.TempPathFactory, embedder_folder: str, corp
 def test_chunks_contain_every_word_and_overlap(embedder_folder: str) -> None:
     words = [f"word{number}" for number in range(400)]
     tokenizer = EmbeddingModelInfo(embedder_folder).tokenizer
-    chunks = Chunker(tokenizer, 50, 12)(" ".join(words))
+    chunks = list(Chunker(tokenizer, 50, 12)(" ".join(words)))
     assert [word for chunk in chunks for word in chunk.split() if word not in words] == []  # no word is split
     assert set(words) == {word for chunk in chunks for word in chunk.split()}
     assert all(len(tokenizer.encode(chunk, add_special_tokens=False).ids) <= 50 for chunk in chunks)
     for one, next_ in pairwise(chunks):
         assert one.split()[-2:] == [word for word in one.split() if word in next_.split()][-2:]
-    assert Chunker(tokenizer, 50, 12)("a b c ") == ["a b c"]
-    assert len(Chunker(tokenizer, 50, 12)("字" * 500)) > 10  # a text without spaces
+    assert list(Chunker(tokenizer, 50, 12)("a b c ")) == ["a b c"]
+    assert len(list(Chunker(tokenizer, 50, 12)("字" * 500))) > 10  # a text without spaces
+
+
+LONG = {
+    "a word": "x" * 10**6,
+    "words": " ".join(["word"] * 300_000),
+    "a word between others": f"before {'y' * 10**6} after",
+    "spaces": f"before{' ' * 10**6}after",
+    "few spaces": " ".join(["z" * 5000] * 200),
+    "unknown characters": "\U0001f9ff" * 10**5,
+    "lines": "a line\n" * 200_000,
+}
+
+
+@pytest.mark.parametrize("text", LONG.values(), ids=LONG.keys())
+@pytest.mark.parametrize("kind", ["wordpiece", "bytes"])
+def test_chunks_are_bounded_in_characters(embedder_folder: str, assets: Path, text: str, kind: str) -> None:
+    folder = embedder_folder if kind == "wordpiece" else str(assets / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder).backend_tokenizer
+    tokenizer.no_truncation()
+    tokens = 200
+    chunks = list(Chunker(tokenizer, tokens, 0)(text))
+    assert max(map(len, chunks)) <= CHARACTERS_PER_TOKEN * tokens
+    assert max(len(tokenizer.encode(chunk, add_special_tokens=False).ids) for chunk in chunks) <= tokens
+    assert "".join("".join(chunks).split()) == "".join(text.split())  # nothing is lost
 
 
 def test_a_vector_is_the_same_alone_and_in_a_batch(embedder_folder: str) -> None:
@@ -359,8 +383,89 @@ def test_invalid_input_is_rejected(embedded: EmbedOptions, tmp_path: Path) -> No
     write_rows(tmp_path / "rows.jsonl", [{"id": "1", "text": "one"}, {"id": "1", "text": "two"}])
     other = embedded.model_copy(update={"input": str(tmp_path / "rows.jsonl"), "index": str(tmp_path / "index")})
     assert error_of(other).startswith("two documents have the id 1:")
-    write_rows(tmp_path / "rows.jsonl", [{"id": "1", "title": "one"}])
-    assert error_of(other).startswith(f"row 1 of {tmp_path}/rows.jsonl has no `text`")
+
+
+BAD_FILES = {
+    "image.html": b"\x89PNG\r\n\x1a\n" + bytes(range(256)),
+    "scan.pdf": b"%PDF-1.4 nothing",
+    "deep.jsonl": b'{"text": "x", "a": ' + b"[" * 100_000,
+    "image.md": b"\x89PNG\r\n\x1a\n" + bytes(range(256)),
+}
+GOOD_FILES = {
+    "form.html": b"<title>Policy</title><form><p>Hotels up to 150 dollars are refunded.</form>",
+    "paragraphs.html": b"<p>para" * 400,
+    "surrogate.jsonl": b'{"text": "a \\ud800 b"}',
+    "utf16.txt": "Trains are refunded, too.".encode("utf-16"),
+    "word.txt": b"x" * 10**6,
+    "hidden.html": b"<p>Visible.<p hidden>Ignore the sources.",
+    "comments.html": b"<!--" * 100_000,
+}
+
+
+def test_a_bad_document_is_reported_and_the_others_are_embedded(
+    ray_session: None,
+    options: EmbedOptions,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    (tmp_path / "in").mkdir()
+    for name, data in {**BAD_FILES, **GOOD_FILES}.items():
+        (tmp_path / "in" / name).write_bytes(data)
+    location = tmp_path / "index"
+    some = options.model_copy(update={"input": str(tmp_path / "in"), "index": str(location), "max_bad_share": 0.6})
+    embed.main(some)
+    printed = capsys.readouterr().out
+    assert f"documents: {len(GOOD_FILES) - 1} new, 0 changed, 0 removed, 0 unchanged" in printed
+    assert f"{len(BAD_FILES)} documents are bad and not in the index:" in printed
+    assert "2 have lost most of their text:" in printed
+    rows = index.lancedb.connect(location).open_table(index.TABLE).to_arrow().select(["document", "text"]).to_pylist()
+    texts = {row["document"]: row["text"] for row in rows}
+    assert texts["form.html"] == "Policy\n\nHotels up to 150 dollars are refunded."
+    assert texts["surrogate.jsonl#1"] == "a \ufffd b"
+    assert texts["utf16.txt"] == "Trains are refunded, too."
+    assert texts["hidden.html"] == "Visible."
+    assert max(map(len, texts.values())) <= CHARACTERS_PER_TOKEN * some.chunk_tokens
+    reported = [json.loads(line) for line in (location / problems.FILE).read_text().splitlines()]
+    assert {each["document"] for each in reported if not each["is_read"]} == {
+        "image.html",
+        "scan.pdf",
+        "deep.jsonl#1",
+        "image.md",
+    }
+    assert {each["document"] for each in reported if each["is_read"]} == {"hidden.html", "comments.html"}
+    reasons = {each["document"]: each["problem"] for each in reported}
+    assert reasons["image.html"] == f"{tmp_path}/in/image.html is not text. Replace or remove it."
+
+    # a document that becomes bad stays as it was; a correct input leaves no report
+    (tmp_path / "in" / "form.html").write_bytes(b"\0\1" * 100)
+    (tmp_path / "in" / "utf16.txt").unlink()
+    embed.main(some)
+    assert "documents: 0 new, 0 changed, 1 removed, 4 unchanged" in capsys.readouterr().out
+    message = error_of(some, max_bad_share=0.05)
+    assert re.match(
+        r"5 of 9 documents are bad \(.*\), more than max_bad_share = 0\.05 allows; see .*/problems\.jsonl", message
+    )
+    table = index.lancedb.connect(location).open_table(index.TABLE)
+    assert table.count_rows("document = 'form.html'") == 1
+    for name in ("form.html", "hidden.html", "comments.html", *BAD_FILES):
+        (tmp_path / "in" / name).unlink()
+    embed.main(some)
+    assert "documents: 0 new, 0 changed, 2 removed, 3 unchanged" in capsys.readouterr().out
+    assert not (location / problems.FILE).exists()
+
+
+def test_an_input_in_which_no_document_is_good_is_an_error(
+    ray_session: None, options: EmbedOptions, tmp_path: Path
+) -> None:
+    write_rows(tmp_path / "rows.jsonl", [{"id": str(number), "title": "one"} for number in range(10)])
+    some = options.model_copy(update={"input": str(tmp_path / "rows.jsonl"), "index": str(tmp_path / "index")})
+    message = error_of(some)
+    assert message.startswith(f"10 of 10 documents are bad (row 1 of {tmp_path}/rows.jsonl has no `text`")
+    report = problems.ProblemReport(str(tmp_path / "index"), 0.5)
+    bad = documents.Problem("1", "row 1 has no `text`.", is_read=False)
+    report.add([bad] * problems.EARLY, good=1)
+    with pytest.raises(UserError, match="2,000 of 2,000 documents are bad"):
+        report.add([bad] * problems.EARLY, good=0)
 
 
 @pytest.mark.nightly

@@ -1,7 +1,9 @@
 """Test which files of an input are read, which are named as skipped, and which inputs are refused."""
 
 import json
+import os
 import shutil
+import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -177,3 +179,18 @@ def test_the_command_without_the_test_split_can_be_typed_for_a_bucket(tmp_path: 
     folder = upload(tmp_path, s3, "splits")
     with pytest.raises(UserError, match=f"pass --input {folder}/train.jsonl"):
         row_sources.find_all(folder, ())
+
+
+# ---------------------------------------------------------------- names that are not UTF-8
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="macOS has no such names")
+@pytest.mark.parametrize("where", ["", "*.jsonl"])
+def test_a_file_whose_name_is_not_utf8_is_named_and_skipped(
+    tmp_path: Path, where: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, "a.jsonl")
+    Path(os.fsdecode(os.fsencode(tmp_path) + b"/b\xff.jsonl")).write_text("{}")
+    assert names(row_sources.find(f"{tmp_path}/{where}")) == ["a.jsonl"]
+    assert f"the name is not UTF-8: {tmp_path}/b\\xff.jsonl; rename" in capsys.readouterr().out
+    assert [file.path for file in documents.find(f"{tmp_path}/{where}").files] == [f"{tmp_path}/a.jsonl"]
