@@ -259,6 +259,7 @@ HOSTILE_MARKDOWN = [
     "<svg><animate onbegin=window.seen=1 attributeName=x></svg><math><mtext><style><img src=x onerror=seen=1>",
     "<video poster=https://example.com/x><audio src=https://example.com/x autoplay><object data=https://example.com/x>",
     "<a href='https://example.com' ping='https://example.com/x' style='background:url(https://example.com/x)'>a</a>",
+    "<a href='javascript:window.seen=1'>a</a><a href=' java\nscript:window.seen=1'>b</a><a href='//example.com'>c</a>",
     "<p id=key class=note style='position:fixed'>x</p><input id=question>",
 ]
 OUTSIDE = (
