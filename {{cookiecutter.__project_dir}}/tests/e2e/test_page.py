@@ -75,9 +75,10 @@ def ask(page: Page, text: str) -> None:
 
 
 def ask_and_wait(page: Page, text: str) -> None:
+    finished = page.locator(".assistant:not([aria-busy])")
+    count = finished.count()
     ask(page, text)
-    expect(page.get_by_role("button", name="Stop")).to_be_visible()
-    expect(page.get_by_role("button", name="Send")).to_be_visible()
+    expect(finished).to_have_count(count + 1)
 
 
 def distance_from_the_end(page: Page) -> int:
