@@ -1,6 +1,8 @@
 """The template's own verbs: ./inv VERB. The verbs of a generated project are in its own tasks.py."""
 
 import ast
+import base64
+import hashlib
 import io
 import json
 import os
@@ -9,6 +11,8 @@ import re
 import shlex
 import shutil
 import sys
+import tarfile
+import tempfile
 import tomllib
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +32,7 @@ UV = shlex.quote(os.environ.get("UV", "uv"))  # set by `inv`
 TEST_PROJECT = "a b é/test"
 OWN_TESTS = f"{PYTHON} -m pytest"
 VLLM_ARGUMENTS = Path("pipeline", "serving", "vllm_arguments.json")
+THIRD_PARTY = Path("pipeline", "serving", "third_party")
 # P7D: only releases that are at least a week old. By then, mirrors have them, and bad ones have been withdrawn.
 COMMON = "--python-version 3.11 --exclude-newer P7D --no-annotate"
 CUDA = "--python-platform x86_64-manylinux_2_28"
@@ -184,11 +189,13 @@ def lint(context: Context) -> None:
 def lock(context: Context, latest: bool = False) -> None:
     """Compile the project's pins from its requirements/*.in, which take some versions from cookiecutter.json.
 
-    Also store the names of vLLM's arguments and parsers, if vLLM can be installed on this machine.
+    Also store the chat page's scripts from npm, and the names of vLLM's arguments and parsers, if vLLM can be installed
+    on this machine.
     """
     if latest:
         _try_latest(context)
         return
+    _fetch_scripts(context, bake.PROJECT / THIRD_PARTY)
     project = _bake(context, "lock")
     plain = _cuda_variables()
     _step("compiling cluster.txt: CUDA, Linux")
@@ -203,6 +210,40 @@ def lock(context: Context, latest: bool = False) -> None:
         with context.cd(str(project)):
             context.run(f"{shlex.quote(str(python))} -m pipeline.serving.vllm_arguments", env=_variables(project))
         shutil.copyfile(project / VLLM_ARGUMENTS, bake.PROJECT / VLLM_ARGUMENTS)
+
+
+def _fetch_scripts(context: Context, folder: Path) -> None:
+    """Fetch the npm packages in packages.json, store their listed files in `folder`, and store the files' SHA-256.
+
+    Raises:
+        Exit: npm is not installed, or npm's package is not the pinned one.
+    """
+    if not shutil.which("npm"):
+        raise Exit("error: npm is not installed. Run: sudo apt-get install npm", 1)
+    _step("fetching the scripts of the chat page")
+    pins = folder / "packages.json"
+    packages = json.loads(pins.read_text(encoding="utf-8"))
+    for name, package in packages.items():
+        release = f"{name}@{package['version']}"
+        with tempfile.TemporaryDirectory() as scratch:
+            options = f"--silent --ignore-scripts --pack-destination {shlex.quote(scratch)}"
+            context.run(f"npm pack {options} {shlex.quote(release)}", hide="out", in_stream=False)
+            [archive] = Path(scratch).glob("*.tgz")
+            content = archive.read_bytes()
+        integrity = f"sha512-{base64.b64encode(hashlib.sha512(content).digest()).decode()}"
+        if integrity != package["integrity"]:
+            raise Exit(
+                f"error: the integrity of {release} is {integrity}, but {pins} has {package['integrity']}. If you"
+                f" changed the version, compare with: npm view {release} dist.integrity",
+                1,
+            )
+        with tarfile.open(fileobj=io.BytesIO(content)) as files:
+            for stored, file in package["files"].items():
+                extracted = files.extractfile(f"package/{file['source']}")
+                assert extracted
+                (folder / stored).write_bytes(extracted.read())
+                file["sha256"] = hashlib.sha256((folder / stored).read_bytes()).hexdigest()
+    pins.write_text(json.dumps(packages, indent=2) + "\n", encoding="utf-8")
 
 
 def _try_latest(context: Context) -> None:

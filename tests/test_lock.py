@@ -1,8 +1,15 @@
-"""Test that `./inv lock --latest` keeps newer versions only if they pass the tests. A stub replaces commands."""
+"""Test that `./inv lock --latest` keeps newer versions only if they pass the tests, and that `./inv lock` stores only
+the pinned scripts. A stub replaces commands.
+"""
 
+import base64
 import contextlib
+import hashlib
 import json
 import os
+import shlex
+import shutil
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -82,3 +89,66 @@ def test_versions_that_pass_are_kept(copy: Path) -> None:
 def test_the_newest_versions_are_not_tested_again(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tasks._try_latest(Commands("lock", found(copy)))
     assert "these are the newest versions that fit together: ray " in capsys.readouterr().out
+
+
+class Npm:
+    """Stands in for invoke's context: `npm pack` writes a package with these files."""
+
+    def __init__(self, archive: Path) -> None:
+        self.archive = archive
+
+    def run(self, command: str, **_: Any) -> None:
+        words = shlex.split(command)
+        assert words[:2] == ["npm", "pack"]
+        assert words[-1] == "marked@1.0.0"
+        shutil.copy(self.archive, words[words.index("--pack-destination") + 1])
+
+
+def packed(folder: Path, script: str) -> Path:
+    """Return an npm package with this script, and a license."""
+    files = folder / "package"
+    files.mkdir()
+    (files / "a.js").write_text(script, encoding="utf-8")
+    (files / "LICENSE").write_text("MIT", encoding="utf-8")
+    with tarfile.open(folder / "marked-1.0.0.tgz", "w:gz") as archive:
+        archive.add(files, "package")
+    return folder / "marked-1.0.0.tgz"
+
+
+@pytest.fixture
+def third_party(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a folder whose packages.json lists an npm package, without its integrity."""
+    monkeypatch.setattr(shutil, "which", lambda _: "npm")
+    (tmp_path / "third_party").mkdir()
+    (tmp_path / "packed").mkdir()
+    files = {"marked.js": {"source": "a.js", "sha256": ""}, "marked.LICENSE": {"source": "LICENSE", "sha256": ""}}
+    packages = {"marked": {"version": "1.0.0", "integrity": "", "files": files}}
+    (tmp_path / "third_party" / "packages.json").write_text(json.dumps(packages), encoding="utf-8")
+    return tmp_path / "third_party"
+
+
+def test_lock_stores_the_pinned_scripts(third_party: Path, tmp_path: Path) -> None:
+    archive = packed(tmp_path / "packed", "{{ 1 }}")
+    pins = third_party / "packages.json"
+    integrity = base64.b64encode(hashlib.sha512(archive.read_bytes()).digest()).decode()
+    pins.write_text(pins.read_text().replace('"integrity": ""', f'"integrity": "sha512-{integrity}"'))
+    tasks._fetch_scripts(Npm(archive), third_party)
+    assert (third_party / "marked.js").read_text() == "{{ 1 }}"
+    assert (third_party / "marked.LICENSE").read_text() == "MIT"
+    stored = json.loads(pins.read_text())["marked"]["files"]
+    assert stored["marked.js"]["sha256"] == hashlib.sha256(b"{{ 1 }}").hexdigest()
+
+
+def test_lock_rejects_scripts_that_are_not_the_pinned_ones(third_party: Path, tmp_path: Path) -> None:
+    archive = packed(tmp_path / "packed", "evil()")
+    before = (third_party / "packages.json").read_text()
+    with pytest.raises(invoke.Exit, match=r"the integrity of marked@1\.0\.0 is sha512-\S+, but "):
+        tasks._fetch_scripts(Npm(archive), third_party)
+    assert [file.name for file in third_party.iterdir()] == ["packages.json"]
+    assert (third_party / "packages.json").read_text() == before
+
+
+def test_lock_needs_npm(third_party: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    with pytest.raises(invoke.Exit, match="npm is not installed"):
+        tasks._fetch_scripts(Npm(tmp_path), third_party)

@@ -31,8 +31,9 @@ ANSWERS = [
     {"project_name": "large", "instance_type": "p6-b200.48xlarge"},
     {"project_name": "Yes", "project_slug": "yes"},  # YAML reads an unquoted yes as a boolean
 ]
-# cookiecutter copies these without rendering: Python files contain no Jinja, chat templates and boards their own
-COPIED = (".py", ".jinja", ".json")
+# cookiecutter copies these without rendering: Python files contain no Jinja, chat templates and boards their own, and
+# published scripts stay as they are
+COPIED = (".py", ".js", ".jinja", ".json")
 
 
 @pytest.fixture(scope="module", params=ANSWERS, ids=lambda answers: answers.get("project_name", str(len(answers))))
@@ -115,9 +116,9 @@ def test_the_readmes_are_short(project: Path, template: Path) -> None:
         assert [lines for lines in paragraphs if len(lines.strip().splitlines()) > 4] == []
 
 
-def test_python_files_are_copied_unchanged(project: Path, template: Path) -> None:
+def test_scripts_are_copied_unchanged(project: Path, template: Path) -> None:
     source = template / bake.PROJECT.name
-    for path in project.rglob("*.py"):
+    for path in (*project.rglob("*.py"), *project.rglob("*.js")):
         assert path.read_bytes() == (source / path.relative_to(project)).read_bytes()
 
 

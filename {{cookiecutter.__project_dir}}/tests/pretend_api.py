@@ -36,6 +36,7 @@ class PretendApi:
         """Each answer starts with this reasoning."""
         self.sources: list[dict[str, Any]] = []
         """If not empty, each answer starts with these sources, as the answers of `serve_rag` do."""
+        self.finish_reason = "stop"
         self.delay_s = 0.0
         self.resume = threading.Event()
         """A stream waits for this event after its first chunk."""
@@ -82,11 +83,12 @@ class PretendApi:
                 await asyncio.sleep(self.delay_s)
             self.sent += 1
             yield _event(model, {"content": chunk})
+        yield _event(model, {}, self.finish_reason)
         yield "data: [DONE]\n\n"
 
 
-def _event(model: str, delta: dict[str, str], **more: Any) -> str:
-    choice = {"index": 0, "delta": delta, "finish_reason": None}
+def _event(model: str, delta: dict[str, str], finish_reason: str | None = None, **more: Any) -> str:
+    choice = {"index": 0, "delta": delta, "finish_reason": finish_reason}
     chunk = {"id": "1", "object": "chat.completion.chunk", "created": 1, "model": model, "choices": [choice]}
     return f"data: {json.dumps(chunk | more)}\n\n"
 

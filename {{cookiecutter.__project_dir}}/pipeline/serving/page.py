@@ -12,18 +12,26 @@ from pathlib import Path
 from starlette.responses import HTMLResponse, RedirectResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-HTML = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+FOLDER = Path(__file__).parent
 
 
-def _hash(element: str) -> str:
-    """Return the hash of the page's only script or style. POLICY allows no other script or style."""
-    [content] = re.findall(f"<{element}>(.*?)</{element}>", HTML, re.DOTALL)
-    return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
+def _read(name: str) -> str:
+    return (FOLDER / name).read_text(encoding="utf-8")
 
 
+def _hashes(element: str) -> str:
+    """Return the hashes of the page's scripts or styles. POLICY allows no others."""
+    contents = re.findall(f"<{element}>(.*?)</{element}>", HTML, re.DOTALL)
+    digests = [base64.b64encode(hashlib.sha256(content.encode()).digest()).decode() for content in contents]
+    return " ".join(f"'sha256-{digest}'" for digest in digests)
+
+
+# The page contains its scripts, so that no other address needs to be open without a key.
+HTML = re.sub('<script src="(.+)"></script>', lambda script: f"<script>{_read(script[1])}</script>", _read("page.html"))
 POLICY = (
-    f"default-src 'none'; script-src {_hash('script')}; style-src {_hash('style')}; connect-src 'self'; "
-    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'"
+    f"default-src 'none'; script-src {_hashes('script')}; style-src {_hashes('style')}; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types dompurify"
 )
 HEADERS = {
     "Content-Security-Policy": POLICY,
@@ -31,6 +39,7 @@ HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Referrer-Policy": "no-referrer",
+    "X-DNS-Prefetch-Control": "off",  # browsers look up the hosts of links, and a host can contain text of an answer
     "X-Content-Type-Options": "nosniff",
 }
 

@@ -580,7 +580,7 @@ def test_the_web_page_shows_the_models_answer(served: ServeOptions, client: open
         opened.get_by_label("API key").fill(os.environ["SERVE_API_KEY"])
         opened.get_by_label("Your question").fill(QUESTIONS[0])
         opened.get_by_label("Your question").press("Enter")
-        expect(opened.locator("#conversation .assistant p")).to_have_text(answer or "", timeout=60_000)
+        expect(opened.locator(".content")).to_have_text(answer or "", timeout=60_000)
         expect(opened.get_by_role("button", name="Send")).to_be_visible()
 
 

@@ -43,6 +43,7 @@ from pipeline.rag.pipeline import EmbeddingWorker
 from pipeline.ray_support import job_secrets
 from pipeline.serving import canary, http_server
 from pipeline.serving.options import RAG_APP, ModelsOptions, ServeOptions
+from pipeline.serving.page import HTML, POLICY
 from settings import UserError
 
 SOURCES = 5
@@ -624,7 +625,8 @@ def test_invalid_keys_and_requests_are_rejected(client: openai.OpenAI) -> None:
 def test_the_web_page_needs_no_key(client: openai.OpenAI) -> None:
     page = httpx2.get(str(client.base_url).removesuffix("/v1/"), follow_redirects=True)
     assert (page.status_code, str(page.url)) == (200, str(client.base_url).removesuffix("v1/"))
-    assert "<title>Try the model</title>" in page.text
+    assert page.text == HTML
+    assert page.headers["content-security-policy"] == POLICY
 
 
 def test_answers_are_evaluated(client: openai.OpenAI, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
