@@ -64,6 +64,8 @@ ROUTES = {
 # CORS would let every website read answers. The metrics of requests were served at /metrics, which is not in ROUTES.
 REMOVED_MIDDLEWARE = (CORSMiddleware, PrometheusInstrumentatorMiddleware)
 PARSE_ERRORS = (AttributeError, LookupError)  # vLLM raises these for malformed messages
+CPU_LORA = "pipeline.ray_support.private.cpu_lora.SkipTokensWithoutAdapter"
+"""Extension of vLLM's workers on CPUs. A name, because only vLLM's own processes import it."""
 DEPLOYMENT = "Server"  # the same for every model, so that a new model replaces the old one in place
 log = logging.getLogger("ray.serve")
 ENGINE_CHECK_S = 0.25
@@ -130,7 +132,8 @@ def api_args(options: ServeOptions) -> dict[str, Any]:
 
 
 def _lora(options: ServeOptions) -> dict[str, Any]:
-    return {"enable_lora": True, "max_loras": options.max_loras, "max_lora_rank": options.max_lora_rank}
+    lora = {"enable_lora": True, "max_loras": options.max_loras, "max_lora_rank": options.max_lora_rank}
+    return lora | ({"worker_extension_cls": CPU_LORA} if options.accelerator == "cpu" else {})
 
 
 def _adapters(options: ServeOptions) -> Adapters | None:
