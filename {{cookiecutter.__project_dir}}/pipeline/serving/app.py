@@ -43,6 +43,7 @@ from pipeline.serving.canary import ROOT, Reporter
 from pipeline.serving.errors import ENGINE_RETRY_S
 from pipeline.serving.key_metrics import KeyMetrics
 from pipeline.serving.keys import ApiKeys
+from pipeline.serving.known_models import KnownModels, unknown_model
 from pipeline.serving.metrics_middleware import MetricsMiddleware
 from pipeline.serving.model_router import ModelRouter
 from pipeline.serving.options import ServeOptions
@@ -223,9 +224,10 @@ class Server(EngineServer):
             tasks.append(self._adapters.refresh_forever(self._serving))
         self._tasks = [asyncio.create_task(task) for task in tasks]  # asyncio itself keeps only weak references
         queue = QueueMiddleware(MetricsMiddleware(app, self._reporter.record), self._limits, self._alive)
+        known = KnownModels(queue, self._model_names)
         if self._location.path != ROOT:
-            return ApiMiddleware(queue, self._keys, self._limits, self._alive, self._record)
-        router = ModelRouter(queue, self._location.model, self._location.address, lambda: self._reporter.routes)
+            return ApiMiddleware(known, self._keys, self._limits, self._alive, self._record)
+        router = ModelRouter(known, self._location.model, self._location.address, lambda: self._reporter.routes)
         return ChatPage(ApiMiddleware(router, self._keys, self._limits, self._alive, self._record))
 
     def _record(self, record: RequestRecord) -> None:
@@ -270,7 +272,7 @@ class Server(EngineServer):
         for card in (await self._list_models()).data:
             if card.id == model:
                 return card
-        raise HTTPException(404, f"model `{model}` does not exist; list the models with GET /v1/models")
+        raise HTTPException(404, unknown_model(model).message)
 
     async def start_engine(self) -> None:
         """Start the engine.

@@ -1290,7 +1290,7 @@ def test_adapters_are_served_by_the_runs_name_without_a_restart(client: openai.O
     assert second != first
     wait_for_answer(second)
     write_adapters(runs / "other", model_folder.parent / "another-model", seed=2, weights=model_folder)
-    for name in ("other", "../runs/sql", "sql/../sql", "absent", "/sql"):
+    for name in ("other", "../runs/sql", "sql/../sql", "absent", "/sql", "x" * 300):
         with pytest.raises(openai.NotFoundError):
             ask(client, user(QUESTIONS[0]), model=name)
     shutil.rmtree(runs / "sql")
@@ -1319,6 +1319,27 @@ def test_a_batch_of_models_answers_as_each_does_alone(client: openai.OpenAI, mod
     for name in names:
         shutil.rmtree(runs / name)
     wait_for_models(client, "tiny")
+
+
+@pytest.mark.usefixtures("updated")
+def test_names_of_unknown_models_take_no_memory(client: openai.OpenAI) -> None:
+    """With adapters, vLLM keeps a lock for each name that it gets."""
+    (replica,) = [
+        process
+        for process in psutil.Process().children(recursive=True)
+        if "ServeReplica" in process.name() and any("EngineCore" in child.name() for child in process.children())
+    ]
+
+    def ask_for_long_names(first: int) -> int:
+        """Ask for 20 models, and return the memory of the replica in bytes."""
+        for number in range(first, first + 20):
+            with pytest.raises(openai.NotFoundError) as caught:
+                ask(client, user("hi"), model=f"{number}" + "x" * 3_900_000)
+            assert len(str(caught.value)) < 1000
+        return replica.memory_info().rss
+
+    before = ask_for_long_names(10)  # the allocator keeps what it needs for one request
+    assert ask_for_long_names(30) - before < 20 * 3_900_000 / 2
 
 
 def wait_for_models(client: openai.OpenAI, *names: str) -> None:
