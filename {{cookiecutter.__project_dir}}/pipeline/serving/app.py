@@ -37,6 +37,7 @@ from pipeline.ray_support.private.serve_llm import EngineServer, NodeCallback, w
 from pipeline.serving import engine_arguments, engine_hook, routing
 from pipeline.serving.access_log import AccessLog
 from pipeline.serving.accounting import RequestRecord, current
+from pipeline.serving.adapter_check import AdapterCheck
 from pipeline.serving.adapters import Adapters
 from pipeline.serving.api_middleware import HEALTH_ROUTE, ApiMiddleware
 from pipeline.serving.canary import ROOT, Reporter
@@ -138,7 +139,12 @@ def _lora(options: ServeOptions) -> dict[str, Any]:
 
 
 def _adapters(options: ServeOptions) -> Adapters | None:
-    return Adapters(settings.resolve(options.adapters), options.model) if options.adapters else None
+    if not options.adapters:
+        return None
+    # transformers cannot describe a model that brings its own code without running it here, too
+    source = "" if options.trust_remote_code else options.source
+    check = AdapterCheck(source, options.max_lora_rank, options.dtype)
+    return Adapters(settings.resolve(options.adapters), options.model, check, options.request_timeout_s)
 
 
 def llm_config(options: ServeOptions) -> LLMConfig:
@@ -200,8 +206,6 @@ class Server(EngineServer):
         self._location = location
         self._keys = ApiKeys()  # raises an error if there is no key, before the slow start of the engine
         self._adapters = adapters
-        if adapters:
-            adapters.register()
         await super().__init__(llm_config)
 
     async def build_asgi_app(self, app: FastAPI) -> ASGIApp:
@@ -221,10 +225,11 @@ class Server(EngineServer):
             self._exit_with_engine(),
         ]
         if self._adapters:
+            await self._adapters.refresh(self._serving)  # before the first request, which may name one
             tasks.append(self._adapters.refresh_forever(self._serving))
         self._tasks = [asyncio.create_task(task) for task in tasks]  # asyncio itself keeps only weak references
         queue = QueueMiddleware(MetricsMiddleware(app, self._reporter.record), self._limits, self._alive)
-        known = KnownModels(queue, self._model_names)
+        known = KnownModels(queue, self._model_names, self._adapters.problems if self._adapters else {})
         if self._location.path != ROOT:
             return ApiMiddleware(known, self._keys, self._limits, self._alive, self._record)
         router = ModelRouter(known, self._location.model, self._location.address, lambda: self._reporter.routes)
@@ -254,6 +259,7 @@ class Server(EngineServer):
         os._exit(1)
 
     def _model_names(self) -> list[str]:
+        """Return the names that clients may request: that of the model, and those of its adapters."""
         return [self._location.model, *(self._adapters.names if self._adapters else [])]
 
     async def _list_models(self) -> ModelList:

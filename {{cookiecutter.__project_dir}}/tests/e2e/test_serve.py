@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -45,6 +44,7 @@ from ray.serve.generated.serve_pb2 import ASGIRequest
 from ray.serve.generated.serve_pb2_grpc import ASGIServiceStub
 from ray.serve.schema import ApplicationStatusOverview, DeploymentStatusOverview
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 from schemathesis import GenerationMode
 from schemathesis.core.result import Ok
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -1311,13 +1311,49 @@ def test_a_batch_of_models_answers_as_each_does_alone(client: openai.OpenAI, mod
         adapted = write_adapters(runs / name, model_folder, seed=seed)
         expected |= {(name, question): greedy(adapted, tokenizer, question) for question in QUESTIONS}
     wait_for_models(client, "tiny", *names)
-    for alone in expected:
-        check_greedy(client, *alone, expected[alone])
-    mixes = [one for one in itertools.product(expected, expected) if one[0] < one[1]]
+    for model, question in expected:
+        check_greedy(client, model, question, expected[model, question])
+    mixed = [one for pair in itertools.combinations(expected, 2) for one in pair]
     with ThreadPoolExecutor(6) as clients:
-        list(clients.map(lambda one: check_greedy(client, *one, expected[one]), itertools.chain(*mixes)))
+        list(clients.map(lambda one: check_greedy(client, one[0], one[1], expected[one]), mixed))
     for name in names:
         shutil.rmtree(runs / name)
+    wait_for_models(client, "tiny")
+
+
+@pytest.mark.usefixtures("updated")
+def test_a_deleted_or_damaged_adapter_does_not_end_the_engine(client: openai.OpenAI, model_folder: Path) -> None:
+    """The engine has evicted two of the four adapters, and loads them again when they are asked."""
+    runs, names = model_folder.parent.parent, ("moved", "cut", "kept-1", "kept-2")
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    expected = {}
+    for seed, name in enumerate(names):
+        adapted = write_adapters(runs / name, model_folder, seed=seed)
+        expected[name] = greedy(adapted, tokenizer, QUESTIONS[0])
+    for name in ("broken", "infinite"):
+        write_adapters(runs / name, model_folder, seed=9)
+    for name, value in {"broken": torch.nan, "infinite": torch.inf}.items():
+        file = runs / name / "adapter" / "adapter_model.safetensors"
+        save_file({key: tensor * value for key, tensor in load_file(file).items()}, file)
+    wait_for_models(client, "tiny", *sorted(names))
+    with pytest.raises(openai.BadRequestError, match=r"the adapter of broken cannot be used: .* not finite"):
+        ask(client, user("hi"), model="broken")
+    (engine,) = [pid for pid, name in children().items() if "EngineCore" in name]
+    for name in names:
+        check_greedy(client, name, QUESTIONS[0], expected[name])
+    (runs / "moved").rename(runs.parent / "moved")
+    weights = runs / "cut" / "adapter" / "adapter_model.safetensors"
+    os.truncate(weights, weights.stat().st_size // 2)
+    for name in names:
+        with contextlib.suppress(openai.NotFoundError):  # the server has noticed that the run is gone
+            check_greedy(client, name, QUESTIONS[0], expected[name])
+    wait_for_models(client, "tiny", *sorted(names[1:]))
+    for name in names[1:]:
+        check_greedy(client, name, QUESTIONS[0], expected[name])
+    assert engine in children()
+    for name in (*names[1:], "broken", "infinite"):
+        shutil.rmtree(runs / name)
+    shutil.rmtree(runs.parent / "moved")
     wait_for_models(client, "tiny")
 
 
@@ -1349,42 +1385,6 @@ def wait_for_models(client: openai.OpenAI, *names: str) -> None:
         return [model.id for model in client.models.list()]
 
     wait_for(lambda: listed() == list(names), 3 * adapters.REFRESH_S, f"the models {names}")
-
-
-@pytest.mark.parametrize("loads", [True, False])
-def test_a_retrained_adapter_replaces_the_old_one_atomically(loads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request during the replacement must not get a 404."""
-    old, new = SimpleNamespace(lora_name="sql@1"), SimpleNamespace(lora_name="sql@2", lora_int_id=1)
-    counter = SimpleNamespace(inc=lambda step: 7)
-
-    async def add_lora(found: SimpleNamespace) -> None:
-        assert found is new
-        assert serving.lora_requests == {"sql": old}, "requests must use the old adapter while the new one loads"
-        if not loads:
-            raise ValueError("half a file")
-
-    serving = SimpleNamespace(
-        lora_requests={"sql": old}, lora_id_counter=counter, engine_client=SimpleNamespace(add_lora=add_lora)
-    )
-    served_adapters = adapters.Adapters("runs", "tiny")
-    monkeypatch.setattr(served_adapters, "_find", lambda name: new)
-    monkeypatch.setattr(served_adapters, "_list", lambda: ["sql"])
-
-    async def refresh_once() -> None:
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(served_adapters.refresh_forever(serving), 1)  # type: ignore[arg-type]
-
-    asyncio.run(refresh_once())
-    assert serving.lora_requests == {"sql": new if loads else old}
-    assert new.lora_int_id == 7
-
-
-@pytest.mark.parametrize("config", ['{"base_model', "{}", "[]", '{"base_model_name_or_path": null}'])
-def test_an_unreadable_adapter_does_not_hide_the_others(config: str, tmp_path: Path) -> None:
-    for name, text in {"broken": config, "sql": '{"base_model_name_or_path": "tiny"}'}.items():
-        (tmp_path / name / "adapter").mkdir(parents=True)
-        (tmp_path / name / "adapter" / "adapter_config.json").write_text(text)
-    assert adapters.Adapters(str(tmp_path), "tiny")._list() == ["sql"]
 
 
 def write_adapters(run: Path, base: Path, *, seed: int, weights: Path | None = None) -> PeftModel:

@@ -864,11 +864,13 @@ def test_an_unknown_model_never_reaches_the_app(file: Path, name: str) -> None:
         seen.append(scope["state"]["body"].model)
         await Response()(scope, receive, send)
 
-    client = client_of(KnownModels(app, lambda: ["tiny", "sql"]))
+    client = client_of(KnownModels(app, lambda: ["tiny", "sql"], {"broken": "it has no weights"}))
     answer = client.post("/v1/completions", json={"model": name}, headers=OWNER)
     found = error(answer, 404)
     assert found["message"] == f"model `{name[:200]}` does not exist; list the models with GET /v1/models"
     assert found["param"] == "model"
+    found = error(client.post("/v1/completions", json={"model": "broken"}, headers=OWNER), 400)
+    assert found["message"] == "the adapter of broken cannot be used: it has no weights"
     assert seen == []
     for known in ("tiny", "sql", "", None):
         assert client.post("/v1/completions", json={"model": known}, headers=OWNER).status_code == 200
