@@ -17,12 +17,14 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import settings
 from pipeline.ray_support.private_folder import PrivateFolder
 from pipeline.serving.adapter_check import AdapterCheck
+from pipeline.serving.options import ServeOptions
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="vLLM's CPU build exists for Linux only")
 if sys.platform == "linux":
-    from pipeline.serving import adapters
+    from pipeline.serving import adapters, app
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MATRIX = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
@@ -210,6 +212,25 @@ def test_a_private_folder_is_deleted_by_the_next_process_and_not_before(tmp_path
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == sorted(
         folder.path.name for folder in (first, second)
     )
+
+
+def test_the_workers_of_an_engine_on_cpus_load_the_patch_of_their_operations(runs: Path) -> None:
+    """vLLM adds the extension to its worker's bases, and allows no attribute that the worker has, too."""
+    loaded = settings.load(ServeOptions, "serve", profile="local")
+    arguments = {
+        accelerator: app.engine_args(loaded.model_copy(update={"adapters": str(runs), "accelerator": accelerator}))
+        for accelerator in ("cpu", "gpu")
+    }
+    assert "worker_extension_cls" not in arguments["gpu"]
+    assert "worker_extension_cls" not in app.engine_args(loaded)
+    code = "import sys; from vllm.utils.import_utils import resolve_obj_by_qualname as resolve; "
+    code += "extension = resolve(sys.argv[1]); from vllm.lora.punica_wrapper import punica_cpu; "
+    code += (
+        "print(hasattr(punica_cpu.bgmv_expand, '__wrapped__'), [name for name in dir(extension) if name[:2] != '__'])"
+    )
+    command = [sys.executable, "-c", code, arguments["cpu"]["worker_extension_cls"]]
+    done = subprocess.run(command, cwd=settings.PROJECT, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "True []"
 
 
 # ---------------------------------------------------------------- broken adapters
