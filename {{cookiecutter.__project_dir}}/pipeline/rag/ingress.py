@@ -26,6 +26,7 @@ from pipeline.serving.access_log import AccessLog
 from pipeline.serving.api_middleware import HEALTH_ROUTE, ApiMiddleware
 from pipeline.serving.errors import ApiError
 from pipeline.serving.keys import ApiKeys
+from pipeline.serving.known_models import MAX_NAME_SHOWN
 from pipeline.serving.page import ChatPage
 from pipeline.serving.rate_limits import RequestLimits
 from pipeline.serving.request_queue import QueueMiddleware
@@ -146,7 +147,7 @@ class Ingress:
 
     async def _model(self, model: str) -> dict[str, Any]:
         if model != MODEL:
-            raise HTTPException(404, f"model `{model}` does not exist: use `{MODEL}`")
+            raise HTTPException(404, f"model `{model[:MAX_NAME_SHOWN]}` does not exist: use `{MODEL}`")
         return {"id": MODEL, "object": "model", "created": 0, "owned_by": "project"}
 
     async def _chat(self, body: ChatRequest, request: Request) -> Response:

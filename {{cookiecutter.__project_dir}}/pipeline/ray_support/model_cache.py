@@ -67,17 +67,17 @@ def on_this_node(location: str, *, weights: bool = True) -> str:
     if "://" not in location:
         return location
     kind = "full" if weights else "config"
-    folder = _node_folder() / kind / location.replace("://", "/") / version(location)
+    folder = node_folder() / kind / location.replace("://", "/") / version(location)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
         if not (folder / COMPLETE).exists():
             shutil.rmtree(folder, ignore_errors=True)
-            _copy(location, folder, weights)
+            copy_folder(location, folder, weights=weights)
             (folder / COMPLETE).touch()
     return str(folder)
 
 
-def _node_folder() -> Path:
+def node_folder() -> Path:
     """Return the cache folder of this node. On a cluster, HF_HOME is on the NVMe disks (cluster.yaml)."""
     return Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser() / "project"
 
@@ -94,9 +94,9 @@ def version(location: str) -> str:
     return hashlib.sha256(repr(sorted(files)).encode()).hexdigest()[:12]
 
 
-def _copy(uri: str, folder: Path, weights: bool) -> None:
-    """Copy a folder from the bucket. Large files are read in parts, with several requests at once."""
-    filesystem, path = FileSystem.from_uri(uri)
+def copy_folder(location: str, folder: Path, *, weights: bool = True) -> None:
+    """Copy a folder's files to this machine. Large files are read in parts, with several requests at once."""
+    filesystem, path = FileSystem.from_uri(location)
     files = [
         file.path
         for file in filesystem.get_file_info(FileSelector(path, recursive=True))

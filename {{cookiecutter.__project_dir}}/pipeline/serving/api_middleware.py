@@ -11,13 +11,13 @@ from pipeline.serving.app_call import AppCall, ClientDisconnected
 from pipeline.serving.body_checks import inspect
 from pipeline.serving.errors import CLOSE, ApiError, ResponseSender, always_alive
 from pipeline.serving.keys import ApiKeys
+from pipeline.serving.known_models import MAX_NAME_SHOWN
 from pipeline.serving.rate_limits import RateLimiter, RequestLimits
 
 HEALTH_ROUTE = "/health"  # open to load balancers without a key, because it only tells whether the engine is alive
 # Rejected bodies are still read, up to this multiple of the size limit. Otherwise a client that is still sending sees
 # a broken connection instead of the error.
 MAX_DISCARDED_BODIES = 4
-MAX_NAME_SHOWN = 200  # maximum characters of a model's name in an error message
 
 
 class ApiMiddleware:

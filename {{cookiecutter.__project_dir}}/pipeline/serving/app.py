@@ -37,12 +37,14 @@ from pipeline.ray_support.private.serve_llm import EngineServer, NodeCallback, w
 from pipeline.serving import engine_arguments, engine_hook, model_corrections, routing
 from pipeline.serving.access_log import AccessLog
 from pipeline.serving.accounting import RequestRecord, current
+from pipeline.serving.adapter_check import AdapterCheck
 from pipeline.serving.adapters import Adapters
 from pipeline.serving.api_middleware import HEALTH_ROUTE, ApiMiddleware
 from pipeline.serving.canary import ROOT, Reporter
 from pipeline.serving.errors import ENGINE_RETRY_S
 from pipeline.serving.key_metrics import KeyMetrics
 from pipeline.serving.keys import ApiKeys
+from pipeline.serving.known_models import KnownModels, unknown_model
 from pipeline.serving.metrics_middleware import MetricsMiddleware
 from pipeline.serving.model_router import ModelRouter
 from pipeline.serving.options import ServeOptions
@@ -64,6 +66,8 @@ ROUTES = {
 # CORS would let every website read answers. The metrics of requests were served at /metrics, which is not in ROUTES.
 REMOVED_MIDDLEWARE = (CORSMiddleware, PrometheusInstrumentatorMiddleware)
 PARSE_ERRORS = (AttributeError, LookupError)  # vLLM raises these for malformed messages
+CPU_LORA = "pipeline.ray_support.private.cpu_lora.SkipTokensWithoutAdapter"
+"""Extension of vLLM's workers on CPUs. A name, because only vLLM's own processes import it."""
 DEPLOYMENT = "Server"  # the same for every model, so that a new model replaces the old one in place
 log = logging.getLogger("ray.serve")
 ENGINE_CHECK_S = 0.25
@@ -131,11 +135,17 @@ def api_args(options: ServeOptions) -> dict[str, Any]:
 
 
 def _lora(options: ServeOptions) -> dict[str, Any]:
-    return {"enable_lora": True, "max_loras": options.max_loras, "max_lora_rank": options.max_lora_rank}
+    lora = {"enable_lora": True, "max_loras": options.max_loras, "max_lora_rank": options.max_lora_rank}
+    return lora | ({"worker_extension_cls": CPU_LORA} if options.accelerator == "cpu" else {})
 
 
 def _adapters(options: ServeOptions) -> Adapters | None:
-    return Adapters(settings.resolve(options.adapters), options.model) if options.adapters else None
+    if not options.adapters:
+        return None
+    # transformers cannot describe a model that brings its own code without running it here, too
+    source = "" if options.trust_remote_code else options.source
+    check = AdapterCheck(source, options.max_lora_rank, options.dtype)
+    return Adapters(settings.resolve(options.adapters), options.model, check, options.request_timeout_s)
 
 
 def llm_config(options: ServeOptions) -> LLMConfig:
@@ -197,8 +207,6 @@ class Server(EngineServer):
         self._location = location
         self._keys = ApiKeys()  # raises an error if there is no key, before the slow start of the engine
         self._adapters = adapters
-        if adapters:
-            adapters.register()
         await super().__init__(llm_config)
 
     async def build_asgi_app(self, app: FastAPI) -> ASGIApp:
@@ -218,12 +226,14 @@ class Server(EngineServer):
             self._exit_with_engine(),
         ]
         if self._adapters:
+            await self._adapters.refresh(self._serving)  # before the first request, which may name one
             tasks.append(self._adapters.refresh_forever(self._serving))
         self._tasks = [asyncio.create_task(task) for task in tasks]  # asyncio itself keeps only weak references
         queue = QueueMiddleware(MetricsMiddleware(app, self._reporter.record), self._limits, self._alive)
+        known = KnownModels(queue, self._model_names, self._adapters.problems if self._adapters else {})
         if self._location.path != ROOT:
-            return ApiMiddleware(queue, self._keys, self._limits, self._alive, self._record)
-        router = ModelRouter(queue, self._location.model, self._location.address, lambda: self._reporter.routes)
+            return ApiMiddleware(known, self._keys, self._limits, self._alive, self._record)
+        router = ModelRouter(known, self._location.model, self._location.address, lambda: self._reporter.routes)
         return ChatPage(ApiMiddleware(router, self._keys, self._limits, self._alive, self._record))
 
     def _record(self, record: RequestRecord) -> None:
@@ -250,6 +260,7 @@ class Server(EngineServer):
         os._exit(1)
 
     def _model_names(self) -> list[str]:
+        """Return the names that clients may request: that of the model, and those of its adapters."""
         return [self._location.model, *(self._adapters.names if self._adapters else [])]
 
     async def _list_models(self) -> ModelList:
@@ -268,7 +279,7 @@ class Server(EngineServer):
         for card in (await self._list_models()).data:
             if card.id == model:
                 return card
-        raise HTTPException(404, f"model `{model}` does not exist; list the models with GET /v1/models")
+        raise HTTPException(404, unknown_model(model).message)
 
     async def start_engine(self) -> None:
         """Start the engine.

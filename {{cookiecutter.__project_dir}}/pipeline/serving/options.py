@@ -153,6 +153,14 @@ class ServeOptions(settings.Section):
         engine_arguments.check(self.engine, self.allow_unsafe)
         return self
 
+    @model_validator(mode="after")
+    def _one_worker_extension(self) -> "ServeOptions":
+        if self.adapters and self.accelerator == "cpu" and self.engine.get("worker_extension_cls"):
+            raise ValueError(
+                "adapters on a CPU need the project's worker extension; remove engine.worker_extension_cls or adapters"
+            )
+        return self
+
     @property
     def accelerator_type(self) -> str | None:
         """Type of the GPUs that a replica needs, as Ray names it. None: any type, or no GPU."""

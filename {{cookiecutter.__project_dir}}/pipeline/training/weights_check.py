@@ -27,6 +27,7 @@ from settings import UserError
 
 LFS_POINTER = b"version https://git-lfs"
 PICKLED = "pytorch_model*.bin"
+ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 POOLER = "pooler."
 SAMPLES = 256
 """Number of places in each file that `fingerprint` reads."""
@@ -75,26 +76,41 @@ def check_adapter(model: str, adapter: str) -> None:
     Raises:
         UserError: weights of the adapters are missing, incomplete or unexpected.
     """
+    if problem := problem_of_adapter(model, Path(model_cache.on_this_node(adapter))):
+        raise UserError(f"{adapter} cannot be used: {problem}. Pass adapters that were trained on this base model.")
+
+
+def problem_of_adapter(model: str, folder: Path, dtype: str = "float32") -> str:
+    """Return what is wrong with the weights of the LoRA adapters in a folder, or "".
+
+    Args:
+        model: A folder, URI or hub id of the base model. Empty: do not compare names and shapes.
+        folder: The folder of the adapters.
+        dtype: The data type in which all weights must be finite.
+    """
     from peft import PeftConfig, get_peft_model  # imported late, because it takes seconds
     from peft.utils.save_and_load import load_peft_weights, set_peft_model_state_dict
 
-    folder = model_cache.on_this_node(adapter)
+    if not any((folder / name).is_file() for name in ADAPTER_WEIGHTS):
+        return f"it has no {ADAPTER_WEIGHTS[0]}"
     try:
+        weights = load_peft_weights(str(folder), device="cpu")
+        converted = ((name, value.to(getattr(torch, dtype))) for name, value in weights.items())
+        if not_finite := next((name for name, value in converted if not _is_finite(value)), None):
+            return f"{not_finite} has elements that are not finite in {dtype}"
+        if not model:
+            return ""
         config = AutoConfig.from_pretrained(model_cache.on_this_node(model, weights=False))
         with torch.device("meta"):
             adapted = get_peft_model(
-                composite.auto_class(config).from_config(config), PeftConfig.from_pretrained(folder)
+                composite.auto_class(config).from_config(config), PeftConfig.from_pretrained(str(folder))
             )
-        weights = load_peft_weights(folder, device="cpu")
         result = set_peft_model_state_dict(adapted, weights, low_cpu_mem_usage=True)
-        missing = [name for name in result.missing_keys if ".lora_" in name]
-        problem = f"its files lack {_some(missing)}" if missing else ""
-        if not problem and result.unexpected_keys:
-            problem = f"{model} has no place for {_some(result.unexpected_keys)}"
     except Exception as error:  # peft raises errors of many types for files that others wrote
-        problem = f"peft cannot load it ({_first_line(error)})"
-    if problem:
-        raise UserError(f"{adapter} cannot be used: {problem}. Pass adapters that were trained on this base model.")
+        return f"peft cannot load it ({_first_line(error)})"
+    if missing := [name for name in result.missing_keys if ".lora_" in name]:
+        return f"its files lack {_some(missing)}"
+    return f"{model} has no place for {_some(result.unexpected_keys)}" if result.unexpected_keys else ""
 
 
 def fingerprint(model: str) -> str:
@@ -301,4 +317,6 @@ def _some(names: Iterable[str]) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+    """Return the first line of a message that says something. PyTorch's begin with a heading."""
+    lines = [line.strip() for line in str(error).strip().splitlines()]
+    return next((line for line in lines if not line.endswith(":")), "".join(lines[:1]) or type(error).__name__)

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import hashlib
 import http.client
+import itertools
 import json
 import os
 import re
@@ -17,7 +18,6 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -37,16 +37,17 @@ import torch
 from conftest import TAUGHT
 from hypothesis import HealthCheck, Phase, strategies
 from openai.types.chat import ChatCompletionChunk, ChatCompletionMessageParam
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from playwright.sync_api import expect
 from processes import children
 from ray.serve.generated.serve_pb2 import ASGIRequest
 from ray.serve.generated.serve_pb2_grpc import ASGIServiceStub
 from ray.serve.schema import ApplicationStatusOverview, DeploymentStatusOverview
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 from schemathesis import GenerationMode
 from schemathesis.core.result import Ok
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 import settings
 from cluster import bench, chat
@@ -74,6 +75,8 @@ OTHER_KEY = "another-persons-key"
 MODELS_OF = {"key-for-another-model": "absent", "key-for-two-models": "tiny|absent"}
 """Keys that may use only these models. Each is also the name of the key."""
 REPLICA_PORTS = range(30_000, 31_000)  # Ray's own default
+Greedy = tuple[str, torch.Tensor]
+"""An answer, and the log probabilities of its tokens."""
 TIE = 1e-4  # if two logits are closer than this, correct implementations may order them differently
 
 
@@ -140,38 +143,39 @@ def test_each_listed_model_can_be_retrieved_and_shows_no_path(served: ServeOptio
     assert "absent/model" in error_of(caught.value)["message"]
 
 
+def greedy(model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, question: str) -> Greedy:
+    """Return the answer of transformers up to the first tie, and the log probabilities of its tokens."""
+    chat = tokenizer.apply_chat_template(user(question), add_generation_prompt=True, return_tensors="pt")
+    generated = model.generate(
+        **chat, do_sample=False, max_new_tokens=ANSWER_TOKENS, output_logits=True, return_dict_in_generate=True
+    )
+    best = torch.stack(generated.logits).squeeze(1).log_softmax(-1).topk(2).values
+    decided = int(torch.cumprod(best[:, 0] - best[:, 1] > TIE, 0).sum())
+    tokens = generated.sequences[0, chat["input_ids"].shape[1] :][:decided]
+    return tokenizer.decode(tokens, skip_special_tokens=True), best[:decided, 0]
+
+
+def check_greedy(client: openai.OpenAI, model: str, question: str, expected: Greedy) -> None:
+    """Check that the server's answer and its log probabilities are those of `greedy`."""
+    text, best = expected
+    answer = client.chat.completions.create(
+        model=model, messages=user(question), max_tokens=len(best), temperature=0, logprobs=True
+    ).choices[0]
+    assert answer.message.content == text
+    assert answer.logprobs
+    logprobs = [token.logprob for token in answer.logprobs.content or []]
+    torch.testing.assert_close(torch.tensor(logprobs), best, rtol=0, atol=1e-4)
+
+
 def test_greedy_decoding_equals_that_of_transformers(client: openai.OpenAI, model_folder: Path) -> None:
     """The test sends more prompts at once than the engine decodes in one batch."""
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
-
-    def expect(question: str) -> tuple[str, torch.Tensor]:
-        """Return the answer up to the first tie, and the log probabilities of its tokens."""
-        chat = tokenizer.apply_chat_template(user(question), add_generation_prompt=True, return_tensors="pt")
-        generated = model.generate(
-            **chat, do_sample=False, max_new_tokens=ANSWER_TOKENS, output_logits=True, return_dict_in_generate=True
-        )
-        best = torch.stack(generated.logits).squeeze(1).log_softmax(-1).topk(2).values
-        decided = int(torch.cumprod(best[:, 0] - best[:, 1] > TIE, 0).sum())
-        tokens = generated.sequences[0, chat["input_ids"].shape[1] :][:decided]
-        return tokenizer.decode(tokens, skip_special_tokens=True), best[:decided, 0]
-
-    expected = {fact.question: expect(fact.question) for fact in demo_assets.questions(50)}
+    expected = {fact.question: greedy(model, tokenizer, fact.question) for fact in demo_assets.questions(50)}
     assert len(expected) == 50
     assert len({answer for answer, _ in expected.values()}) > 10
-
-    def check(question: str) -> None:
-        text, best = expected[question]
-        answer = client.chat.completions.create(
-            model="tiny", messages=user(question), max_tokens=len(best), temperature=0, logprobs=True
-        ).choices[0]
-        assert answer.message.content == text
-        assert answer.logprobs
-        logprobs = [token.logprob for token in answer.logprobs.content or []]
-        torch.testing.assert_close(torch.tensor(logprobs), best, rtol=0, atol=1e-4)
-
     with ThreadPoolExecutor(20) as clients:
-        list(clients.map(check, expected))
+        list(clients.map(lambda question: check_greedy(client, "tiny", question, expected[question]), expected))
 
 
 def test_the_engine_and_serve_export_the_metrics_of_the_board(client: openai.OpenAI) -> None:
@@ -1254,8 +1258,9 @@ def max_model_len(client: openai.OpenAI) -> int:
 
 @pytest.fixture(scope="module")
 def updated(served: ServeOptions, model_folder: Path) -> ServeOptions:
-    """Limit the served model to 200 tokens, and serve its adapters. No adapter exists yet."""
-    options = served.model_copy(update={"max_model_len": 200, "adapters": str(model_folder.parent.parent)})
+    """Limit the served model to 200 tokens, and serve its adapters, two in one batch. No adapter exists yet."""
+    changes = {"max_model_len": 200, "adapters": str(model_folder.parent.parent), "max_loras": 2}
+    options = served.model_copy(update=changes)
     lifecycle.deploy_model(options)
     return options
 
@@ -1265,12 +1270,6 @@ def test_adapters_are_served_by_the_runs_name_without_a_restart(client: openai.O
     assert max_model_len(client) == 200
     runs = model_folder.parent.parent
 
-    def wait_for_models(*names: str) -> None:
-        deadline = time.monotonic() + 3 * adapters.REFRESH_S
-        while [model.id for model in client.models.list()] != list(names):
-            assert time.monotonic() < deadline
-            time.sleep(0.5)
-
     def wait_for_answer(expected: str) -> None:
         deadline = time.monotonic() + 3 * adapters.REFRESH_S
         while ask(client, user(QUESTIONS[0]), model="sql") != expected:
@@ -1278,73 +1277,132 @@ def test_adapters_are_served_by_the_runs_name_without_a_restart(client: openai.O
             time.sleep(0.5)
 
     without = ask(client, user(QUESTIONS[0]))
-    first = write_adapters(runs / "sql", model_folder, seed=0)
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    first = generate_answer(write_adapters(runs / "sql", model_folder, seed=0), tokenizer)
     assert first != without
-    wait_for_models("tiny", "sql")
+    wait_for_models(client, "tiny", "sql")
     assert client.models.retrieve("sql").model_dump()["root"] == "tiny"
     wait_for_answer(first)
     assert client.models.retrieve("sql").id == "sql"
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("other")
     assert ask(client, user(QUESTIONS[0])) == without
-    second = write_adapters(runs / "sql", model_folder, seed=1)
+    second = generate_answer(write_adapters(runs / "sql", model_folder, seed=1), tokenizer)
     assert second != first
     wait_for_answer(second)
     write_adapters(runs / "other", model_folder.parent / "another-model", seed=2, weights=model_folder)
-    for name in ("other", "../runs/sql", "sql/../sql", "absent", "/sql"):
+    for name in ("other", "../runs/sql", "sql/../sql", "absent", "/sql", "x" * 300):
         with pytest.raises(openai.NotFoundError):
             ask(client, user(QUESTIONS[0]), model=name)
     shutil.rmtree(runs / "sql")
-    wait_for_models("tiny")
+    wait_for_models(client, "tiny")
 
 
-@pytest.mark.parametrize("loads", [True, False])
-def test_a_retrained_adapter_replaces_the_old_one_atomically(loads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request during the replacement must not get a 404."""
-    old, new = SimpleNamespace(lora_name="sql@1"), SimpleNamespace(lora_name="sql@2", lora_int_id=1)
-    counter = SimpleNamespace(inc=lambda step: 7)
+@pytest.mark.usefixtures("updated")
+def test_a_batch_of_models_answers_as_each_does_alone(client: openai.OpenAI, model_folder: Path) -> None:
+    """The base model and its adapters, in batches of every mix, have the log probabilities of transformers.
 
-    async def add_lora(found: SimpleNamespace) -> None:
-        assert found is new
-        assert serving.lora_requests == {"sql": old}, "requests must use the old adapter while the new one loads"
-        if not loads:
-            raise ValueError("half a file")
-
-    serving = SimpleNamespace(
-        lora_requests={"sql": old}, lora_id_counter=counter, engine_client=SimpleNamespace(add_lora=add_lora)
-    )
-    served_adapters = adapters.Adapters("runs", "tiny")
-    monkeypatch.setattr(served_adapters, "_find", lambda name: new)
-    monkeypatch.setattr(served_adapters, "_list", lambda: ["sql"])
-
-    async def refresh_once() -> None:
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(served_adapters.refresh_forever(serving), 1)  # type: ignore[arg-type]
-
-    asyncio.run(refresh_once())
-    assert serving.lora_requests == {"sql": new if loads else old}
-    assert new.lora_int_id == 7
+    There are more adapters than the engine keeps, so that each of its slots holds one, and they replace each other.
+    """
+    runs, names = model_folder.parent.parent, ("batch-1", "batch-2", "batch-3")
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    base = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    expected = {("tiny", question): greedy(base, tokenizer, question) for question in QUESTIONS}
+    for seed, name in enumerate(names):
+        adapted = write_adapters(runs / name, model_folder, seed=seed)
+        expected |= {(name, question): greedy(adapted, tokenizer, question) for question in QUESTIONS}
+    wait_for_models(client, "tiny", *names)
+    for model, question in expected:
+        check_greedy(client, model, question, expected[model, question])
+    mixed = [one for pair in itertools.combinations(expected, 2) for one in pair]
+    with ThreadPoolExecutor(6) as clients:
+        list(clients.map(lambda one: check_greedy(client, one[0], one[1], expected[one]), mixed))
+    for name in names:
+        shutil.rmtree(runs / name)
+    wait_for_models(client, "tiny")
 
 
-@pytest.mark.parametrize("config", ['{"base_model', "{}", "[]", '{"base_model_name_or_path": null}'])
-def test_an_unreadable_adapter_does_not_hide_the_others(config: str, tmp_path: Path) -> None:
-    for name, text in {"broken": config, "sql": '{"base_model_name_or_path": "tiny"}'}.items():
-        (tmp_path / name / "adapter").mkdir(parents=True)
-        (tmp_path / name / "adapter" / "adapter_config.json").write_text(text)
-    assert adapters.Adapters(str(tmp_path), "tiny")._list() == ["sql"]
+@pytest.mark.usefixtures("updated")
+def test_a_deleted_or_damaged_adapter_does_not_end_the_engine(client: openai.OpenAI, model_folder: Path) -> None:
+    """The engine has evicted two of the four adapters, and loads them again when they are asked."""
+    runs, names = model_folder.parent.parent, ("moved", "cut", "kept-1", "kept-2")
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    expected = {}
+    for seed, name in enumerate(names):
+        adapted = write_adapters(runs / name, model_folder, seed=seed)
+        expected[name] = greedy(adapted, tokenizer, QUESTIONS[0])
+    for name in ("broken", "infinite"):
+        write_adapters(runs / name, model_folder, seed=9)
+    for name, value in {"broken": torch.nan, "infinite": torch.inf}.items():
+        file = runs / name / "adapter" / "adapter_model.safetensors"
+        save_file({key: tensor * value for key, tensor in load_file(file).items()}, file)
+    wait_for_models(client, "tiny", *sorted(names))
+    with pytest.raises(openai.BadRequestError, match=r"the adapter of broken cannot be used: .* not finite"):
+        ask(client, user("hi"), model="broken")
+    (engine,) = [pid for pid, name in children().items() if "EngineCore" in name]
+    for name in names:
+        check_greedy(client, name, QUESTIONS[0], expected[name])
+    (runs / "moved").rename(runs.parent / "moved")
+    weights = runs / "cut" / "adapter" / "adapter_model.safetensors"
+    os.truncate(weights, weights.stat().st_size // 2)
+    for name in names:
+        with contextlib.suppress(openai.NotFoundError):  # the server has noticed that the run is gone
+            check_greedy(client, name, QUESTIONS[0], expected[name])
+    wait_for_models(client, "tiny", *sorted(names[1:]))
+    for name in names[1:]:
+        check_greedy(client, name, QUESTIONS[0], expected[name])
+    assert engine in children()
+    for name in (*names[1:], "broken", "infinite"):
+        shutil.rmtree(runs / name)
+    shutil.rmtree(runs.parent / "moved")
+    wait_for_models(client, "tiny")
 
 
-def write_adapters(run: Path, base: Path, *, seed: int, weights: Path | None = None) -> str:
-    """Write an adapter for `base` that changes its answers. Return the adapted answer to the first question."""
+@pytest.mark.usefixtures("updated")
+def test_names_of_unknown_models_take_no_memory(client: openai.OpenAI) -> None:
+    """With adapters, vLLM keeps a lock for each name that it gets."""
+    (replica,) = [
+        process
+        for process in psutil.Process().children(recursive=True)
+        if "ServeReplica" in process.name() and any("EngineCore" in child.name() for child in process.children())
+    ]
+
+    def ask_for_long_names(first: int) -> int:
+        """Ask for 20 models, and return the memory of the replica in bytes."""
+        for number in range(first, first + 20):
+            with pytest.raises(openai.NotFoundError) as caught:
+                ask(client, user("hi"), model=f"{number}" + "x" * 3_900_000)
+            assert len(str(caught.value)) < 1000
+        return replica.memory_info().rss
+
+    before = ask_for_long_names(10)  # the allocator keeps what it needs for one request
+    assert ask_for_long_names(30) - before < 20 * 3_900_000 / 2
+
+
+def wait_for_models(client: openai.OpenAI, *names: str) -> None:
+    """Wait until the server lists these models."""
+
+    def listed() -> list[str]:
+        return [model.id for model in client.models.list()]
+
+    wait_for(lambda: listed() == list(names), 3 * adapters.REFRESH_S, f"the models {names}")
+
+
+def write_adapters(run: Path, base: Path, *, seed: int, weights: Path | None = None) -> PeftModel:
+    """Write an adapter for `base` that changes its answers. Return the adapted model."""
     model = AutoModelForCausalLM.from_pretrained(weights or base, dtype=torch.float32)
     torch.manual_seed(seed)
     config = LoraConfig(r=8, lora_alpha=32, target_modules="all-linear", init_lora_weights=False)
     adapted = get_peft_model(model, config)
     adapted.peft_config["default"].base_model_name_or_path = str(base)
     adapted.save_pretrained(str(run / "adapter"))
-    tokenizer = AutoTokenizer.from_pretrained(weights or base)
+    return adapted
+
+
+def generate_answer(model: PeftModel, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the answer of transformers to the first question."""
     prompt = tokenizer.apply_chat_template(user(QUESTIONS[0]), add_generation_prompt=True, return_tensors="pt")
-    generated = adapted.generate(**prompt, do_sample=False, max_new_tokens=ANSWER_TOKENS)
+    generated = model.generate(**prompt, do_sample=False, max_new_tokens=ANSWER_TOKENS)
     return tokenizer.decode(generated[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
 
 

@@ -27,6 +27,7 @@ from pipeline.serving.access_log import AccessLog
 from pipeline.serving.api_middleware import MAX_DISCARDED_BODIES, ApiMiddleware
 from pipeline.serving.canary import NO_ROUTES, RequestOutcome
 from pipeline.serving.keys import ApiKeys
+from pipeline.serving.known_models import KnownModels
 from pipeline.serving.metrics_middleware import MetricsMiddleware
 from pipeline.serving.model_router import ModelRouter
 from pipeline.serving.rate_limits import RateLimiter, RequestLimits
@@ -852,6 +853,28 @@ def test_an_invalid_body_never_reaches_the_app(file: Path, raw: bytes) -> None:
 
 
 # ---------------------------------------------------------------- overhead
+
+
+@pytest.mark.parametrize("name", ["absent", "x" * 300, "x" * 900, "../tiny", "tiny\0", "TINY", "sql@1", "\n"])
+def test_an_unknown_model_never_reaches_the_app(file: Path, name: str) -> None:
+    """vLLM would keep a lock for each name, and look for its files."""
+    seen: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        seen.append(scope["state"]["body"].model)
+        await Response()(scope, receive, send)
+
+    client = client_of(KnownModels(app, lambda: ["tiny", "sql"], {"broken": "it has no weights"}))
+    answer = client.post("/v1/completions", json={"model": name}, headers=OWNER)
+    found = error(answer, 404)
+    assert found["message"] == f"model `{name[:200]}` does not exist; list the models with GET /v1/models"
+    assert found["param"] == "model"
+    found = error(client.post("/v1/completions", json={"model": "broken"}, headers=OWNER), 400)
+    assert found["message"] == "the adapter of broken cannot be used: it has no weights"
+    assert seen == []
+    for known in ("tiny", "sql", "", None):
+        assert client.post("/v1/completions", json={"model": known}, headers=OWNER).status_code == 200
+    assert seen == ["tiny", "sql", "", None]
 
 
 def test_the_middleware_costs_less_than_200_microseconds_a_request(file: Path, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ import pytest
 import ray
 import ray.autoscaler._private.constants as ray_autoscaler_constants
 import ray.autoscaler.v2.instance_manager.config as v2_config
+import torch
 from dependencies import FILES, imports
 
 import settings
@@ -261,6 +262,48 @@ def test_engine_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
         assert sent[4:] == [(1, "b")]
 
     asyncio.run(steps())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="vLLM's CPU build exists for Linux only")
+def test_cpu_lora() -> None:
+    """Tokens without an adapter keep their values, whatever the adapters of the other tokens hold."""
+    from pipeline.ray_support.private import cpu_lora
+
+    indices = torch.tensor([0, -1, 1, -1])  # the adapters in slots 0 and 1, and none
+    inputs, start = torch.rand(4, 3), torch.rand(4, 5)
+    weights = torch.rand(2, 1, 5, 3)
+    calls: dict[str, tuple[Any, ...]] = {"bgmv_shrink": (), "bgmv_expand": (True,), "bgmv_expand_slice": (0, 5, True)}
+    assert tuple(calls) == cpu_lora.OPERATIONS
+    for name, arguments in calls.items():
+        patched = getattr(cpu_lora.lora_ops, name)
+        assert getattr(cpu_lora.punica_cpu, name).__wrapped__ is patched.__wrapped__
+        whole = start.clone()
+        patched(inputs, weights, whole, indices, *arguments)
+        assert torch.equal(whole[1::2], start[1::2])
+        for row in (0, 2):
+            alone = start[row : row + 1].clone()
+            patched.__wrapped__(inputs[row : row + 1], weights, alone, indices[row : row + 1], *arguments)
+            torch.testing.assert_close(whole[row : row + 1], alone)
+        broken = start.clone()
+        patched(inputs, weights * torch.tensor([1.0, torch.nan]).view(2, 1, 1, 1), broken, indices, *arguments)
+        assert torch.equal(broken[1::2], start[1::2])
+        original = start.clone()
+        patched.__wrapped__(inputs, weights, original, indices, *arguments)
+        assert not torch.equal(original[1::2], start[1::2]), "vLLM itself skips such tokens now: delete cpu_lora.py"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="vLLM's CPU build exists for Linux only")
+def test_the_operations_for_sequences_use_those_of_cpu_lora() -> None:
+    from pipeline.ray_support.private import cpu_lora
+
+    start = torch.rand(4, 5)
+    slots, lengths = torch.tensor([-1, 1]), torch.tensor([3, 1])
+    for name, arguments in {"sgmv_shrink": (1.0,), "sgmv_expand": (True,), "sgmv_expand_slice": (0, 5, True)}.items():
+        output = start.clone()
+        metadata = (torch.tensor([0, 3]), lengths, slots, 2, 3, 4)
+        getattr(cpu_lora.lora_ops, name)(torch.rand(4, 3), torch.rand(2, 1, 5, 3), output, *metadata, *arguments)
+        assert torch.equal(output[:3], start[:3])
+        assert not torch.equal(output[3:], start[3:])
 
 
 def test_data() -> None:

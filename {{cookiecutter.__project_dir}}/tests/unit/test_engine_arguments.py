@@ -71,6 +71,18 @@ def test_a_profile_adds_arguments_to_the_shared_ones(tmp_path: Path) -> None:
     assert settings.load(ServeOptions, "serve", profile="cluster", file=file).engine["seed"] == 1
 
 
+def test_adapters_on_a_cpu_allow_no_other_worker_extension(tmp_path: Path) -> None:
+    file = tmp_path / "settings.toml"
+    text = (settings.PROJECT / "settings.toml").read_text()
+    added = 'adapters = "runs"\nallow_unsafe = ["worker_extension_cls"]\nmax_loras = 4'
+    file.write_text(
+        text.replace("max_loras = 4", added) + '\n[serve.engine]\nworker_extension_cls = "mine.Extension"\n'
+    )
+    with pytest.raises(settings.UserError, match=r"remove engine\.worker_extension_cls or adapters"):
+        settings.load(ServeOptions, "serve", profile="local", file=file)
+    settings.load(ServeOptions, "serve", profile="cluster", file=file)
+
+
 @pytest.mark.parametrize("name", ["tool_parser", "reasoning_parser"])
 def test_a_misspelled_parser_is_refused(name: str, tmp_path: Path) -> None:
     file = tmp_path / "settings.toml"
