@@ -40,3 +40,5 @@ def environment(folder: str, fallback_port: int = 8500) -> dict[str, str]:
 
 if __name__ == "__main__":  # cluster.yaml runs this module, and exports what it prints
     print(*(f"{name}={value}" for name, value in environment("/tmp/haproxy").items()))
+        # HAProxy passes trailers on, and cannot filter them
+        "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "pipeline.ray_support.private.http_protocol.drop_trailers",
