@@ -5,11 +5,26 @@
 # - Replicas get a header that turns off Ray's own detection of disconnects: three tasks per request. ApiMiddleware
 #   detects them. Serve's own proxy (marked `backup`) gets no header, so it drops queued requests whose clients left.
 # - HAProxy's own errors get OpenAI's format instead of plain text.
-here=${0%/*} config= previous=
+# After each reload, the old process finishes its requests (-sf). Ray lists these processes from the oldest to the
+# latest, but the one that this reload replaces comes first. Beyond 50, the oldest end at once; each takes about 5 MiB.
+here=${0%/*} config= option= old=
 for argument; do
-    [ "$previous" = -f ] && config=$argument
-    previous=$argument
+    case $argument in
+        -*) option=$argument ;;
+        *) case $option in
+            -f) config=$argument ;;
+            -sf) old="$old $argument" ;;
+        esac ;;
+    esac
 done
+end_oldest() {
+    while [ $# -gt 50 ]; do
+        shift
+        echo "haproxy.sh: ending HAProxy process $1 and its requests, because 50 newer ones run" >&2
+        kill "$1"
+    done
+}
+end_oldest $old
 folder=${config%/*}
 if [ -n "$config" ]; then
     sed -i -e "/^frontend prometheus/,/mode/s#bind .*#bind unix@${folder%/*}/prometheus.sock mode 600#" \

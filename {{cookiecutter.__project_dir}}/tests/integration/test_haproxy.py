@@ -3,6 +3,8 @@
 import asyncio
 import json
 import os
+import re
+import signal
 import socket
 import subprocess
 import threading
@@ -16,6 +18,7 @@ import psutil
 import pytest
 import uvicorn
 from processes import read_all
+from ray.serve._private.constants import RAY_SERVE_PORT_QUARANTINE_S
 from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, ServerConfig
 from ray.serve.config import HTTPOptions
 from starlette.applications import Starlette
@@ -25,6 +28,7 @@ from starlette.routing import Route
 
 from cluster.network import free_ports
 from pipeline.serving import haproxy
+from pipeline.serving.options import ServeOptions
 
 pytestmark = pytest.mark.skipif(not haproxy.environment("/"), reason="HAProxy is installed on Linux only")
 
@@ -117,13 +121,42 @@ class Proxy:
             ),
         ]
         file = f"{folder}/node/haproxy.cfg"  # Ray gives each node its own folder
-        writer = HAProxyApi(config, {each.name: each for each in backends}, config_file_path=file)
-        writer._generate_config_file_internal()
-        environment = os.environ | haproxy.environment(str(folder))
-        command = [environment["RAY_SERVE_HAPROXY_BINARY_PATH"], "-db", "-f", file]
-        self.process = subprocess.Popen(command, env=environment)
+        self._writer = HAProxyApi(config, {each.name: each for each in backends}, config_file_path=file)
+        self.config = Path(file)
+        self.processes: list[subprocess.Popen] = []
+        """The current process, and those of earlier configurations that still run, oldest first."""
+        self._environment = os.environ | haproxy.environment(str(folder))
+        self._start()
         self.client = httpx2.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=START_S)
         wait_for(lambda: self._status("/app/v1/models") == 200 and self._status("/gone/") == 503)
+
+    @property
+    def process(self) -> subprocess.Popen:
+        """The process that accepts connections."""
+        return self.processes[-1]
+
+    def _start(self, *arguments: str) -> None:
+        self._writer._generate_config_file_internal()
+        command = [self._environment["RAY_SERVE_HAPROXY_BINARY_PATH"], "-db", "-f", str(self.config), *arguments]
+        self.processes.append(subprocess.Popen(command, env=self._environment))
+
+    def reload(self) -> None:
+        """Start another process as Ray does when the replicas change. The old ones finish their requests."""
+        newest, *older = reversed([str(each.pid) for each in self.running()])
+        self._start("-sf", newest, *reversed(older), "-x", self._writer.cfg.socket_path)
+        wait_for(lambda: asyncio.run(self._writer._get_running_pid()) == self.process.pid)
+
+    def running(self) -> list[subprocess.Popen]:
+        """Return the processes that have not ended, oldest first."""
+        self.processes = [each for each in self.processes if each.poll() is None]
+        return self.processes
+
+    def stop(self) -> None:
+        """End all processes at once."""
+        for process in self.running():
+            process.terminate()
+        for process in self.processes:
+            process.wait(START_S)
 
     def _status(self, path: str) -> int:
         assert self.process.poll() is None
@@ -147,8 +180,7 @@ class Proxy:
 def proxy(replica: Replica, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
     running = Proxy(tmp_path_factory.mktemp("proxy") / "p", replica)
     yield running
-    running.process.terminate()
-    running.process.wait(START_S)
+    running.stop()
 
 
 def error(answer: httpx2.Response, status: int) -> dict[str, str | None]:
@@ -232,6 +264,53 @@ def test_a_stream_arrives_in_chunks(proxy: Proxy, replica: Replica) -> None:
         assert next(chunks) == "first"
         replica.resume.set()
         assert "".join(chunks) == "last"
+
+
+# ---------------------------------------------------------------- reloads
+
+
+def test_a_stream_outlives_reloads(proxy: Proxy, replica: Replica) -> None:
+    replica.resume.clear()
+    with proxy.client.stream("GET", "/app/stream") as answer:
+        chunks = answer.iter_text()
+        assert next(chunks) == "first"
+        first = proxy.process
+        for _ in range(2):
+            proxy.reload()
+        assert httpx2.get(f"http://127.0.0.1:{proxy.port}/app/").is_success  # the new process answers
+        assert first in proxy.running()
+        replica.resume.set()
+        assert "".join(chunks) == "last"
+    proxy.client.get("/app/")  # ends the old process, which waits for one more request on this connection
+    wait_for(lambda: first not in proxy.running())
+
+
+def test_an_old_process_may_finish_the_longest_request(proxy: Proxy) -> None:
+    """Ray reads both values only when its processes start, so they must suffice for all settings."""
+    longest_s = max(each.le for each in ServeOptions.model_fields["request_timeout_s"].metadata if hasattr(each, "le"))
+    [hard_stop_s] = re.findall(r"^ *hard-stop-after (\d+)s$", proxy.config.read_text(), re.MULTILINE)
+    assert longest_s < int(hard_stop_s) < RAY_SERVE_PORT_QUARANTINE_S
+
+
+def test_old_processes_do_not_pile_up(tmp_path: Path) -> None:
+    """The processes here are not HAProxy's, which would take a minute to start."""
+    config = tmp_path / "node" / "haproxy.cfg"
+    config.parent.mkdir()
+    config.touch()
+    newest, *oldest_first = olds = [subprocess.Popen(["sleep", f"{START_S}"]) for _ in range(53)]
+    environment = os.environ | haproxy.environment(str(tmp_path)) | {"HAPROXY": "/bin/true"}
+    command = [environment["RAY_SERVE_HAPROXY_BINARY_PATH"], "-db", "-f", str(config), "-dR"]
+    pids = [str(each.pid) for each in olds]
+    subprocess.run([*command, "-sf", *pids, "-x", "socket"], env=environment, check=True)
+    ended = oldest_first[:3]
+    assert [each.wait(START_S) for each in ended] == [-signal.SIGTERM] * 3
+    kept = [newest, *oldest_first[3:]]
+    assert [each.poll() for each in kept] == [None] * 50
+    subprocess.run([*command, "-sf", *(str(each.pid) for each in kept), "-x", "socket"], env=environment, check=True)
+    assert [each.poll() for each in kept] == [None] * 50
+    for each in kept:
+        each.kill()
+        each.wait(START_S)
 
 
 # ---------------------------------------------------------------- errors
