@@ -47,4 +47,5 @@ def environment(folder: str, fallback_port: int = 8500) -> dict[str, str]:
 
 
 if __name__ == "__main__":  # cluster.yaml runs this module, and exports what it prints
-    print(*(f"{name}={value}" for name, value in environment("/tmp/haproxy").items()))
+    on_aws = environment("/tmp/haproxy") | {"SERVE_BEHIND_LOAD_BALANCER": "1"}
+    print(*(f"{name}={value}" for name, value in on_aws.items()))
