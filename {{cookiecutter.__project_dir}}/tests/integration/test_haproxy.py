@@ -7,6 +7,7 @@ import re
 import resource
 import signal
 import socket
+import socketserver
 import subprocess
 import threading
 import time
@@ -44,6 +45,14 @@ ANSWER_S = 10
 """If a client gets no answer within this many seconds, it is not served."""
 OPEN_S = 45
 """If HAProxy leaves a connection open for this many seconds, the test fails."""
+
+
+class BrokenReplica(socketserver.BaseRequestHandler):
+    """A server that closes the connection instead of answering, except health checks."""
+
+    def handle(self) -> None:
+        if b"/-/healthz" in self.request.recv(2**16):
+            self.request.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
 
 
 class Replica:
@@ -100,11 +109,11 @@ def wait_for(condition: Callable[[], object]) -> None:
 class Proxy:
     """HAProxy as Ray starts it.
 
-    /app works, the replica of /gone is dead, and so is the request router of /routed. /empty has no replica yet, so its
-    requests go to Serve's proxy.
+    /app works, the replica of /broken does not answer, the replica of /gone is dead, and so is the request router of
+    /routed. /empty has no replica yet, so its requests go to Serve's proxy.
     """
 
-    def __init__(self, folder: Path, replica: Replica, **environment: str) -> None:
+    def __init__(self, folder: Path, replica: Replica, broken: int, **environment: str) -> None:
         folder.mkdir()
         self.port, gone = free_ports(2)
         config = HAProxyConfig(
@@ -122,6 +131,12 @@ class Proxy:
         backends = [
             BackendConfig(name="http-app", app_name="app", path_prefix="/app", servers=[alive]),
             BackendConfig(name="http-empty", app_name="empty", path_prefix="/empty", servers=[], fallback_server=alive),
+            BackendConfig(
+                name="http-broken",
+                app_name="broken",
+                path_prefix="/broken",
+                servers=[ServerConfig(name="broken", host="127.0.0.1", port=broken)],
+            ),
             BackendConfig(name="http-gone", app_name="gone", path_prefix="/gone", servers=[dead]),
             BackendConfig(
                 name="http-routed",
@@ -188,15 +203,26 @@ class Proxy:
 
 
 @pytest.fixture(scope="module")
-def proxy(replica: Replica, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
-    running = Proxy(tmp_path_factory.mktemp("proxy") / "p", replica)
+def broken() -> Iterator[int]:
+    """Return the port of a broken replica."""
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), BrokenReplica) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server.server_address[1]
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def proxy(replica: Replica, broken: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
+    running = Proxy(tmp_path_factory.mktemp("proxy") / "p", replica, broken)
     yield running
     running.stop()
 
 
 @pytest.fixture(scope="module")
-def proxy_on_aws(replica: Replica, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
-    running = Proxy(tmp_path_factory.mktemp("proxy") / "p", replica, SERVE_BEHIND_LOAD_BALANCER="1")
+def proxy_on_aws(replica: Replica, broken: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
+    running = Proxy(tmp_path_factory.mktemp("proxy") / "p", replica, broken, SERVE_BEHIND_LOAD_BALANCER="1")
     yield running
     running.stop()
 
@@ -466,10 +492,10 @@ def test_the_load_balancer_closes_idle_connections_first() -> None:
 
 def test_haproxys_own_errors_have_openais_format(proxy: Proxy) -> None:
     assert error(proxy.client.get("/absent"), 404)["code"] == "not_found"
-    for path in ("/gone/v1/models", "/routed/v1/completions"):
+    for path in ("/gone/v1/models", "/routed/v1/completions", "/broken/v1/completions"):
         answer = proxy.client.post(path, json={})
         assert error(answer, 503)["message"]
-    assert proxy.client.get("/gone/").headers["retry-after"] == "5"
+        assert answer.headers["retry-after"] == "5"
 
 
 def test_errors_for_the_messages_api_have_anthropics_format(proxy: Proxy) -> None:
