@@ -41,7 +41,7 @@ START_S = 60
 LISTENS = "x-request-disconnect-disabled"
 WITH_KEY = {"X-RateLimit-Limit-Requests": "600"}
 """Header that ApiMiddleware adds if the request had a valid key."""
-ANSWER_S = 10
+ANSWER_S = 30
 """If a client gets no answer within this many seconds, it is not served."""
 OPEN_S = 45
 """If HAProxy leaves a connection open for this many seconds, the test fails."""
