@@ -1,11 +1,14 @@
 """Test that no HTTP server of Ray Serve turns trailers, the fields after a chunked body, into headers."""
 
+import hashlib
 import json
 import os
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import BinaryIO
 
 import pytest
@@ -19,6 +22,9 @@ from cluster.network import free_ports
 from pipeline.ray_support.private import http_protocol
 from pipeline.ray_support.private import serve as private_serve
 from pipeline.serving import haproxy
+from pipeline.serving.api_middleware import ApiMiddleware
+from pipeline.serving.keys import ApiKeys
+from pipeline.serving.rate_limits import RequestLimits
 
 pytestmark = pytest.mark.skipif(not haproxy.environment("/"), reason="HAProxy is installed on Linux only")
 
@@ -62,13 +68,13 @@ def echo() -> ASGIApp:
     return app
 
 
-@pytest.fixture(scope="module")
-def uvicorn_port() -> Iterator[int]:
-    """Return the port of a uvicorn server that starts as Serve's servers do."""
+@contextmanager
+def run_uvicorn(app: ASGIApp) -> Iterator[int]:
+    """Start a uvicorn server as Serve starts its servers, and return its port."""
     [port] = free_ports(1)
     original = auto.AutoHTTPProtocol
     http_protocol.drop_trailers()
-    server = uvicorn.Server(uvicorn.Config(echo(), port=port, log_level="error", lifespan="off"))
+    server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error", lifespan="off"))
     thread = threading.Thread(target=server.run)
     thread.start()
     while not server.started:
@@ -77,6 +83,12 @@ def uvicorn_port() -> Iterator[int]:
     server.should_exit = True
     thread.join()
     auto.AutoHTTPProtocol = original
+
+
+@pytest.fixture(scope="module")
+def uvicorn_port() -> Iterator[int]:
+    with run_uvicorn(echo()) as port:
+        yield port
 
 
 @pytest.fixture(scope="module")
@@ -148,6 +160,28 @@ def test_headers_of_the_next_request_are_read(uvicorn_port: int) -> None:
         connection = client.makefile("rb")
         seen = [read_seen(connection) for _ in range(2)]
     assert seen == [{"x-a": "1", "transfer-encoding": "chunked"}, {"x-c": "3", "content-length": "0"}]
+
+
+def test_a_key_in_a_trailer_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / ".env"
+    digest = hashlib.sha256(b"restricted").hexdigest()
+    file.write_text(f"SERVE_API_KEY=the-owner\nSERVE_API_KEYS=restricted:sha256={digest}:models=another\n")
+    monkeypatch.setenv("SECRETS_FILE", str(file))
+    monkeypatch.delenv("SECRETS_PREFIX", raising=False)
+    owner, restricted = (f"Authorization: Bearer {key}\r\n" for key in ("the-owner", "restricted"))
+
+    def status(port: int, header: str, trailer: str) -> int:
+        body = '{"model": "secret"}'
+        head = f"POST / HTTP/1.1\r\n{header}Transfer-Encoding: chunked\r\n\r\n"
+        with socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT_S) as client:
+            client.sendall(f"{head}{len(body):x}\r\n{body}\r\n0\r\n{trailer}\r\n".encode())
+            return int(client.recv(2**16).split()[1])
+
+    limits = RequestLimits(per_minute=100, at_once=100, max_body=1000, timeout_s=TIMEOUT_S)
+    with run_uvicorn(ApiMiddleware(echo(), ApiKeys(), limits)) as port:
+        assert status(port, owner, "") == 200
+        assert status(port, "", owner) == 401
+        assert status(port, restricted, owner) == 404
 
 
 @pytest.mark.parametrize("in_one_segment", [True, False])
