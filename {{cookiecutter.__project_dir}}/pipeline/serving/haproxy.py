@@ -3,6 +3,9 @@
 import importlib.util
 from pathlib import Path
 
+MAX_REQUEST_TIMEOUT_S = 3600
+"""The largest `request_timeout_s`. HAProxy's processes and Ray's controller read it only when they start."""
+
 
 def environment(folder: str, fallback_port: int = 8500) -> dict[str, str]:
     """Return environment variables for every process of a Ray cluster, or none if HAProxy is not installed.
@@ -25,6 +28,9 @@ def environment(folder: str, fallback_port: int = 8500) -> dict[str, str]:
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(fallback_port),
         # after one refused connection, which takes 1 s, a replica gets no requests until it is healthy again
         "RAY_SERVE_HAPROXY_OBSERVE_ERROR_LIMIT": "1",
+        # seconds for which HAProxy's old process finishes its requests after a reload, with a minute for clients that
+        # read slowly; Ray uses a replica's port again 30 s later
+        "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(MAX_REQUEST_TIMEOUT_S + 60),
         # seconds for which a stopping replica still accepts requests; HAProxy stops sending them after one second
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "3",
         # the app never blocks, so it needs no separate thread, which would slow down every chunk of a stream
@@ -34,9 +40,12 @@ def environment(folder: str, fallback_port: int = 8500) -> dict[str, str]:
         # prefix_routing reads the body; a request that exceeds the buffer goes to an arbitrary replica
         "RAY_SERVE_INGRESS_REQUEST_ROUTER_FORWARD_BODY": "1",
         "RAY_SERVE_HAPROXY_INGRESS_REQUEST_ROUTER_BUFSIZE": str(2**20),
+        # HAProxy passes trailers on, and cannot filter them
+        "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "pipeline.ray_support.private.http_protocol.drop_trailers",
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # the default of 5 s is too short on a busy machine
     }
 
 
 if __name__ == "__main__":  # cluster.yaml runs this module, and exports what it prints
-    print(*(f"{name}={value}" for name, value in environment("/tmp/haproxy").items()))
+    on_aws = environment("/tmp/haproxy") | {"SERVE_BEHIND_LOAD_BALANCER": "1"}
+    print(*(f"{name}={value}" for name, value in on_aws.items()))

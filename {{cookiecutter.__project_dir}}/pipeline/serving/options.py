@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 import settings
 from instance_types import INSTANCE_TYPES
 from pipeline.ray_support import gpu_section
-from pipeline.serving import engine_arguments, vllm_arguments
+from pipeline.serving import engine_arguments, haproxy, vllm_arguments
 from pipeline.serving.rate_limits import RequestLimits
 
 APP = "llm"
@@ -113,7 +113,7 @@ class ServeOptions(settings.Section):
     """Maximum MiB of a request's body. Larger requests get 413."""
     body_timeout_s: float = Field(gt=0)
     """Seconds within which a request's body must arrive. Slower requests get 408."""
-    request_timeout_s: float = Field(gt=0)
+    request_timeout_s: float = Field(gt=0, le=haproxy.MAX_REQUEST_TIMEOUT_S)
     """Seconds within which a request must be fully answered, including its time in the queue. Slower ones get 504."""
 
     @model_validator(mode="after")

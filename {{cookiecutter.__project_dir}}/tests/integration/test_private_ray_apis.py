@@ -31,6 +31,7 @@ from pipeline.ray_support.private import (
     data,
     data_llm,
     gcs,
+    http_protocol,
     job_sdk,
     key_value,
     serve,
@@ -206,6 +207,16 @@ def test_serve() -> None:
     assert isinstance(serve.global_worker.actors, dict)
     session = Path(ray.nodes()[0]["ObjectStoreSocketName"]).parents[1]
     assert serve.logs_folder().resolve() == (session / "logs" / "serve").resolve()
+
+
+def test_http_protocol() -> None:
+    """test_trailers.py tests what the protocol does."""
+    from ray.serve._private import proxy, replica
+    from uvicorn import config
+
+    assert config.HTTP_PROTOCOLS["auto"] == f"{http_protocol.auto.__name__}:AutoHTTPProtocol"
+    for server in (proxy, replica):
+        assert "configure_http_middlewares(" in inspect.getsource(server)
 
 
 def test_serve_router() -> None:
