@@ -10,6 +10,7 @@ if __name__ == "__main__":
     cli.parse(GenerateOptions, "generate")  # before the imports below, which take seconds
 
 import settings
+from pipeline import output_lease
 from pipeline.data import row_sources
 from pipeline.generation import generation
 from pipeline.generation.answer_folder import AnswerFolder
@@ -29,9 +30,10 @@ def main(options: GenerateOptions) -> None:
     cli.connect(log_to_driver=False)  # vLLM prints pages of messages, which are also in Ray's log files
     output = AnswerFolder(settings.resolve(options.output))
     _check_cluster(options, serving, source.name, output.uri)
-    answered = output.begin(generation.recipe(options, serving), options.overwrite)
-    generation.answer_remaining(source, answered, tokenizer, output, options, serving)
-    generation.print_summary(output)
+    with output_lease.hold(output.uri, "--output"):
+        answered = output.begin(generation.recipe(options, serving), options.overwrite)
+        generation.answer_remaining(source, answered, tokenizer, output, options, serving)
+        generation.print_summary(output)
 
 
 def _check_cluster(options: GenerateOptions, serving: ServeOptions, source: str, output: str) -> None:

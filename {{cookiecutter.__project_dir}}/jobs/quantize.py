@@ -12,6 +12,7 @@ if __name__ == "__main__":
 import time
 
 import settings
+from pipeline import output_lease
 from pipeline.model_config import other_parts
 from pipeline.quantization import quantization
 from pipeline.ray_support import capacity, model_cache
@@ -41,7 +42,8 @@ def main(options: QuantizeOptions) -> None:
     capacity.refuse_private_paths(paths | {"model": location}, (), "quantize")
     print(f"quantizing {options.model} to {options.scheme} with {len(rows)} rows", flush=True)
     started = time.monotonic()
-    quantization.quantize(options, location, rows)
+    with output_lease.hold(options.output, "--output"):
+        quantization.quantize(options, location, rows)
     print(f"wrote {options.output} after {time.monotonic() - started:.0f} s")
     print(f"next: inv submit serve_llm -- --model {options.output}")
 

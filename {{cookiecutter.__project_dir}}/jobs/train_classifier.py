@@ -24,6 +24,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import settings
+from pipeline import output_lease
 from pipeline.ray_support import capacity, gang, ray_logging
 from pipeline.training import transport
 from pipeline.training.checkpoint_check import is_damaged
@@ -53,11 +54,12 @@ def main(options: ClassifierOptions) -> None:
             checkpoint_config=CheckpointConfig(num_to_keep=2),
         ),
     )
-    result = trainer.fit()
+    folder = f"{options.output}/{options.name}"
+    with output_lease.hold(folder, "--name"):
+        result = trainer.fit()
     if result.return_value:
         raise settings.UserError(result.return_value)
     metrics = result.metrics
-    folder = f"{options.output}/{options.name}"
     print(f"test accuracy {metrics['accuracy']:.1%} after {metrics['epoch']} epochs; checkpoints: {folder}", flush=True)
 
 

@@ -197,8 +197,12 @@ def found(folder: Path, question: str) -> str:
     return "".join(chunk.document for chunk in both if chunk not in nearest)
 
 
+def new_writer(folder: Path, config: index.IndexConfig, dimension: int) -> index.Writer:
+    return index.Writer(str(folder), "source", config, dimension, fresh=False, confirm=lambda: None)
+
+
 def test_words_find_what_vectors_do_not(tmp_path: Path) -> None:
-    writer = index.Writer(str(tmp_path), "source", index.IndexConfig("model", 50, 0), 2, fresh=False)
+    writer = new_writer(tmp_path, index.IndexConfig("model", 50, 0), 2)
     noise = {f"noise{number}": f"nothing special in {number}" for number in range(20)}
     commit(
         writer, noise | {"part": "About XK4711.", "call": "os.path.join(a, b)", "zh": "如何复制文件", "de": "Die Züge"}
@@ -221,14 +225,14 @@ def test_an_index_without_full_text_is_searched_by_meaning_until_the_next_embed(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     config = index.IndexConfig("model", 50, 0)
-    writer = index.Writer(str(tmp_path), "source", config, 2, fresh=False)
+    writer = new_writer(tmp_path, config, 2)
     commit(writer, {"a": "nothing special", "b": "nothing else", "part": "About XK4711."})
     index.lancedb.connect(tmp_path).open_table(index.TABLE).drop_index("text_idx")
     options = settings.load(RagOptions, "rag", profile="local").model_copy(update={"index": str(tmp_path)})
     assert found(tmp_path, "xk4711") == ""
     deployment.check_index(options)
     assert "can only be searched by meaning, not by words. Run: inv submit embed" in capsys.readouterr().out
-    index.Writer(str(tmp_path), "source", config, 2, fresh=False).finish()
+    new_writer(tmp_path, config, 2).finish()
     assert found(tmp_path, "xk4711") == "part"
     deployment.check_index(options)
     assert capsys.readouterr().out == ""
@@ -322,7 +326,7 @@ def test_a_large_table_is_indexed_and_finds_the_same_chunks(tmp_path: Path, monk
     texts = {"document": list(map(str, range(600))), "hash": ["h"] * 600, "chunk": [0] * 600, "text": ["t"] * 600}
     chunks = pa.table(texts, schema=documents.CHUNKS)
     column = pa.FixedSizeListArray.from_arrays(pa.array(vectors.ravel()), 8)
-    writer = index.Writer(str(tmp_path), "source", index.IndexConfig("model", 50, 0), 8, fresh=False)
+    writer = new_writer(tmp_path, index.IndexConfig("model", 50, 0), 8)
     writer.commit(chunks.append_column("vector", column), [])
     assert writer.finish() == 600
     found = index.search_all(str(tmp_path), vectors[:20], 1)

@@ -1,5 +1,6 @@
 """Runs the trainer under torchrun, without Ray."""
 
+import contextlib
 import os
 import shutil
 import sys
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from pipeline import output_lease
 from pipeline.state_files import DamagedFile
 from pipeline.training import preflight, storage, transport
 from pipeline.training.options import TrainOptions
@@ -69,9 +71,10 @@ def fit(options: TrainOptions, make_strategy: MakeStrategy) -> None:
         device = _device(options)
         transport.require_efa(device, dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"]))
         options = preflight.with_absolute_paths(options).model_copy(update={"num_workers": dist.get_world_size()})
-        _raise_on_all_ranks(_prepare(options) if dist.get_rank() == 0 else "")
-        runtime = TorchrunRuntime(Path(options.output, options.name), device, options.keep_checkpoints)
-        train(options, runtime, make_strategy)
+        with contextlib.ExitStack() as held:
+            _raise_on_all_ranks(_prepare(options, held) if dist.get_rank() == 0 else "")
+            runtime = TorchrunRuntime(Path(options.output, options.name), device, options.keep_checkpoints)
+            train(options, runtime, make_strategy)
     except UserError as error:
         if dist.get_rank() == 0 or isinstance(error, DamagedFile):
             raise
@@ -87,8 +90,11 @@ def _device(options: TrainOptions) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _prepare(options: TrainOptions) -> str:
-    """Check options, data and model, and create the run's folder. Return the error, or an empty string."""
+def _prepare(options: TrainOptions, held: contextlib.ExitStack) -> str:
+    """Check options, data and model, and create the run's folder. Return the error, or an empty string.
+
+    `held` gets the lease on the folder.
+    """
     try:
         if options.stream or not storage.is_local(options.output):
             raise UserError(
@@ -96,7 +102,9 @@ def _prepare(options: TrainOptions) -> str:
                 "Leave out --stream, and set --output to a folder."
             )
         check_batches(options.global_batch_rows, options.micro_batch_rows, options.min_workers, options.max_workers)
-        preflight.claim(options, preflight.check_packed(options) | {"launcher": "torchrun"})
+        identity = preflight.check_packed(options) | {"launcher": "torchrun"}
+        held.enter_context(output_lease.hold(f"{options.output}/{options.name}", "--name"))
+        preflight.claim(options, identity)
     except UserError as error:
         return str(error)
     return ""
