@@ -276,7 +276,7 @@ class Lease:
         self._released.set()
         self._thread.join()
         with contextlib.suppress(OSError):
-            self._store.delete(self._path, self._version)
+            _retried(self._store.delete, self._path, self._version)
 
     def _renew_until_released(self) -> None:
         pause = RENEW_INTERVAL_S

@@ -1,6 +1,7 @@
 """Test that only one job at a time writes to an output folder, in a local folder and on S3."""
 
 import contextlib
+import importlib
 import os
 import signal
 import subprocess
@@ -13,12 +14,21 @@ from pathlib import Path
 from typing import Any
 
 import boto3
+import packed_rows
 import pytest
 from botocore.exceptions import ClientError, ReadTimeoutError
 
 import settings
+from cluster import job_scripts
+from demo import assets as demo_assets
 from pipeline import output_lease
+from pipeline.data.options import PreprocessOptions
+from pipeline.generation.options import GenerateOptions
 from pipeline.output_lease import Holder, Lease, Nothing, S3Store
+from pipeline.quantization.options import QuantizeOptions
+from pipeline.rag.options import EmbedOptions
+from pipeline.training.options import ClassifierOptions, DDPOptions, DeepSpeedOptions, FSDPOptions
+from pipeline.tuning.options import TuneOptions
 from settings import UserError
 
 LONG_S = 1e6
@@ -373,7 +383,7 @@ def driver(ray_session: None, place: str) -> Iterator[subprocess.Popen]:
     command = [sys.executable, "-c", DRIVER, place]
     with subprocess.Popen(command, env=environment, cwd=settings.PROJECT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout
-        assert "holds" in iter(process.stdout.readline, "") or "holds\n" in process.stdout
+        assert any(line == "holds\n" for line in process.stdout)
         yield process
         process.kill()
 
@@ -399,3 +409,55 @@ def test_a_killed_job_of_the_same_cluster_frees_its_folder_at_once(
         except UserError:
             assert time.monotonic() < deadline
             time.sleep(0.1)
+
+
+JOBS: dict[str, tuple[type[settings.Section], tuple[str, ...]]] = {
+    "embed": (EmbedOptions, ("embed",)),
+    "finetune_ddp": (DDPOptions, ("train",)),
+    "finetune_deepspeed": (DeepSpeedOptions, ("train", "deepspeed")),
+    "finetune_fsdp": (FSDPOptions, ("train", "fsdp")),
+    "generate": (GenerateOptions, ("generate",)),
+    "preprocess": (PreprocessOptions, ("preprocess",)),
+    "quantize": (QuantizeOptions, ("quantize",)),
+    "train_classifier": (ClassifierOptions, ("train", "classifier")),
+    "tune": (TuneOptions, ("train", "tune")),
+}
+"""The jobs that write a folder, with their options and the sections of settings.toml."""
+
+OTHERS = {"check_network", "evaluate", "evaluate_rag", "models", "serve_llm", "serve_rag"}
+"""The jobs that write nothing, or one file at the end."""
+
+
+def test_each_job_is_in_a_list() -> None:
+    assert set(job_scripts.names()) == {*JOBS, *OTHERS}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_a_job_leaves_the_folder_of_another_job_alone(
+    name: str, ray_session: None, assets: Path, tmp_path: Path
+) -> None:
+    packed, embedder, output = tmp_path / "packed", tmp_path / "embedder", tmp_path / "output"
+    packed.mkdir()
+    packed_rows.write(packed, packed_rows.tokenize(assets, assets / "model", 128), assets / "model", 128, [8], 4)
+    demo_assets.write_embedder(embedder)
+    given = {
+        "input": str(assets / "data"),
+        "data": str(packed),
+        "model": str(embedder if name == "embed" else assets / "model"),
+        "questions": "",
+        "name": "run",
+        "output": str(output),
+        "index": str(output),
+    }
+    kind, sections = JOBS[name]
+    options = settings.load(kind, *sections, profile="local")
+    options = options.model_copy(update={key: value for key, value in given.items() if key in kind.model_fields})
+    folder = output / "run" if "name" in kind.model_fields else output
+    store, path = output_lease._find(str(folder), "")
+    assert store.create(path, output_lease._this_job())  # this test's own job, which is running
+    with pytest.raises(UserError, match=rf"is writing to {folder}; wait until it ends, or pass another --\w+"):
+        importlib.import_module(f"jobs.{name}").main(options)
+    assert {file.relative_to(folder).as_posix() for file in output.rglob("*") if file.is_file()} == {
+        output_lease.LEASE,
+        output_lease.LOCK,
+    }

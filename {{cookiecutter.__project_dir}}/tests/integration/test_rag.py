@@ -9,7 +9,9 @@ import random
 import re
 import shutil
 import socket
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -252,6 +254,26 @@ def summary(capsys: pytest.CaptureFixture) -> str:
 def test_unchanged_documents_are_not_embedded_again(embedded: EmbedOptions, capsys: pytest.CaptureFixture) -> None:
     embed.main(embedded)
     assert summary(capsys) == f"documents: 0 new, 0 changed, 0 removed, {len(facts())} unchanged"
+
+
+def test_two_runs_at_once_leave_one_copy_of_each_chunk(
+    ray_session: None, options: EmbedOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both_are_ready, check = threading.Barrier(2), embed._check_cluster
+
+    def check_and_wait(*arguments: Any) -> None:
+        check(*arguments)
+        both_are_ready.wait(120)
+
+    monkeypatch.setattr(embed, "_check_cluster", check_and_wait)
+    write_rows(tmp_path / "rows.jsonl", [{"id": str(number), "text": f"text number {number}"} for number in range(40)])
+    both = options.model_copy(update={"input": str(tmp_path / "rows.jsonl"), "index": str(tmp_path / "index")})
+    with ThreadPoolExecutor(2) as threads:
+        errors = [run.exception() for run in [threads.submit(embed.main, both) for _ in range(2)]]
+    rows = index.lancedb.connect(both.index).open_table(index.TABLE).to_arrow()
+    assert sorted(rows["document"].to_pylist()) == sorted(map(str, range(40)))
+    (refused,) = filter(None, errors)
+    assert "is writing to" in str(refused)
 
 
 @pytest.mark.nightly
