@@ -156,7 +156,7 @@ class LocalStore:
 
     def _version(self, path: str) -> str | None:
         found = self.read(path)
-        return found and found.version
+        return found.version if found else None
 
 
 class S3Store:
