@@ -82,12 +82,11 @@ def test_a_lease_survives_conflicts(file: ClusterFile, monkeypatch: pytest.Monke
         client.put_object(Bucket="leases", Key="first", Body=b"", IfNoneMatch="*")
     store, path = output_lease._find("s3://leases/results", "--output")
     jobs = [Holder(cluster="this", job=name, name=name, token=name) for name in ("first", "second")]
-    monkeypatch.setattr(output_lease, "_has_ended", lambda holder, me: False)
-    lease = output_lease._acquire(store, path, jobs[0], "--output")
+    lease = output_lease._acquire(store, path, jobs[0], lambda holder: False, "--output")
     for _ in range(4):
         lease.confirm()
         with pytest.raises(UserError, match="first is writing to s3://leases/results; wait until it ends"):
-            output_lease._acquire(store, path, jobs[1], "--output")
+            output_lease._acquire(store, path, jobs[1], lambda holder: False, "--output")
     lease.release()
 
 

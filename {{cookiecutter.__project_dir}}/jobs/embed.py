@@ -11,12 +11,11 @@ if __name__ == "__main__":
     cli.parse(EmbedOptions, "embed")  # before the imports below, which take seconds
 
 import settings
-from pipeline import output_lease
 from pipeline.rag import documents, embedding, hit_rate, index, pipeline
 from pipeline.rag.documents import Chunker
 from pipeline.rag.embedder import EmbeddingModelInfo
 from pipeline.rag.hit_rate import Question
-from pipeline.ray_support import capacity, model_cache
+from pipeline.ray_support import capacity, job_lease, model_cache
 from settings import UserError
 
 
@@ -35,7 +34,7 @@ def main(options: EmbedOptions) -> None:
         options.num_workers, resources, model, options.device, options.precision, options.batch_chunks
     )
     cut = Chunker(model_info.tokenizer, options.chunk_tokens, options.chunk_overlap)
-    with output_lease.hold(location, "--index") as lease:
+    with job_lease.hold(location, "--index") as lease:
         writer = index.Writer(
             location, options.input, config, model_info.dimension, fresh=options.fresh, confirm=lease.confirm
         )

@@ -10,12 +10,11 @@ if __name__ == "__main__":
     cli.parse(GenerateOptions, "generate")  # before the imports below, which take seconds
 
 import settings
-from pipeline import output_lease
 from pipeline.data import row_sources
 from pipeline.generation import generation
 from pipeline.generation.answer_folder import AnswerFolder
 from pipeline.generation.prompts import PromptTokenizer
-from pipeline.ray_support import capacity
+from pipeline.ray_support import capacity, job_lease
 from pipeline.serving import preflight
 from pipeline.serving.options import ServeOptions
 
@@ -30,7 +29,7 @@ def main(options: GenerateOptions) -> None:
     cli.connect(log_to_driver=False)  # vLLM prints pages of messages, which are also in Ray's log files
     output = AnswerFolder(settings.resolve(options.output))
     _check_cluster(options, serving, source.name, output.uri)
-    with output_lease.hold(output.uri, "--output"):
+    with job_lease.hold(output.uri, "--output"):
         answered = output.begin(generation.recipe(options, serving), options.overwrite)
         generation.answer_remaining(source, answered, tokenizer, output, options, serving)
         generation.print_summary(output)

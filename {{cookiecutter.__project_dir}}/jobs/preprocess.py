@@ -11,11 +11,10 @@ from pipeline.ray_support import cli
 if __name__ == "__main__":
     cli.parse(PreprocessOptions, "preprocess")  # before the imports below, which take seconds
 
-from pipeline import output_lease
 from pipeline.data import manifest, preprocessing, preview, row_sources
 from pipeline.data.packed_folder import PackedFolder
 from pipeline.data.tokenization import DocumentTokenizer
-from pipeline.ray_support import capacity
+from pipeline.ray_support import capacity, job_lease
 
 
 def main(options: PreprocessOptions) -> None:
@@ -33,7 +32,7 @@ def main(options: PreprocessOptions) -> None:
     cli.connect()
     for setting, name in (*row_sources.names_by_setting(sources), ("output", plan.output)):
         capacity.refuse_private_paths({setting: name}, options.shared_paths, "preprocess")
-    with output_lease.hold(plan.output, "--output") as lease:
+    with job_lease.hold(plan.output, "--output") as lease:
         output.begin(options.overwrite)
         partitions = preprocessing.write_shards(sources, plan, tokenizer)
         complete = configuration | manifest.results(partitions, sources)

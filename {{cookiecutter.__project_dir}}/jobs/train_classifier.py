@@ -24,8 +24,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import settings
-from pipeline import output_lease
-from pipeline.ray_support import capacity, gang, ray_logging
+from pipeline.ray_support import capacity, gang, job_lease, ray_logging
 from pipeline.training import transport
 from pipeline.training.checkpoint_check import is_damaged
 from pipeline.training.collectives import total
@@ -55,7 +54,7 @@ def main(options: ClassifierOptions) -> None:
         ),
     )
     folder = f"{options.output}/{options.name}"
-    with output_lease.hold(folder, "--name"):
+    with job_lease.hold(folder, "--name"):
         result = trainer.fit()
     if result.return_value:
         raise settings.UserError(result.return_value)

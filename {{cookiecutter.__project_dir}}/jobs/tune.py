@@ -9,7 +9,7 @@ if __name__ == "__main__":
 from rich.console import Console
 
 import settings
-from pipeline import output_lease
+from pipeline.ray_support import job_lease
 from pipeline.training import preflight
 from pipeline.tuning import search, trials
 
@@ -22,7 +22,7 @@ def main(options: TuneOptions) -> None:
     identity = search.check(options)
     cli.connect(log_to_driver=False)  # workers' logs would hide the driver's one line per trial
     search.check_cluster(options)
-    with output_lease.hold(options.folder, "--name"):
+    with job_lease.hold(options.folder, "--name"):
         preflight.claim(options, identity)
         searched = trials.load(options.folder, search.draw(options))
         failures = search.run(options, searched)

@@ -11,11 +11,9 @@ cannot renew it, it ends itself, and with it the job's workers, before another j
 import contextlib
 import json
 import os
-import socket
 import sys
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -36,7 +34,6 @@ EXPIRY_S = 60.0
 CALL_TIMEOUT_S = 5.0
 RETRY_INTERVAL_S = 1.0
 PROGRESS_INTERVAL_S = 10.0
-TORCHRUN = "TORCHELASTIC_RUN_ID"  # environment variable of the processes that torchrun starts
 RESUME = "Run the same command again; it resumes, or says which job writes there."
 UNAVAILABLE = ("ConditionalRequestConflict", "OperationAborted", "RequestTimeout", "SlowDown")
 """Codes of S3's errors after which the same call may succeed."""
@@ -53,7 +50,7 @@ class Holder(BaseModel):
     """Who holds a lease."""
 
     cluster: str
-    """Ray's name of the session, which no two clusters share, or the launcher without Ray."""
+    """Name of a Ray session, which no two clusters share, or of a process of torchrun."""
     job: str
     """Id of the job, unique in the cluster."""
     name: str
@@ -64,6 +61,9 @@ class Holder(BaseModel):
 
     def is_same_job(self, other: "Holder | None") -> bool:
         return other is not None and (self.cluster, self.job) == (other.cluster, other.job)
+
+
+HasEnded = Callable[[Holder], bool]
 
 
 class Found(NamedTuple):
@@ -306,7 +306,7 @@ class Lease:
         return _location(self._store, self._path)
 
 
-class Nothing:
+class NoLease:
     """Stands for the lease of a job that already holds the lease on a folder above."""
 
     def confirm(self) -> None: ...
@@ -315,17 +315,21 @@ class Nothing:
 
 
 @contextlib.contextmanager
-def hold(location: str, option: str) -> Iterator[Lease | Nothing]:
-    """Hold the lease on a folder, given as an absolute path or an s3:// URI. `option` sets the folder, as "--output".
+def hold(location: str, option: str, me: Holder, has_ended: HasEnded) -> Iterator[Lease | NoLease]:
+    """Hold the lease on a folder. A job that holds the lease on a folder above, as a trial of `tune`, needs no other.
 
-    A job that already holds the lease on a folder above, as a trial of `tune` does, needs no other lease.
+    Args:
+        location: an absolute path or an s3:// URI.
+        option: the option that sets the folder, such as "--output".
+        me: the job of this process.
+        has_ended: returns whether a job of the same cluster has ended.
 
     Raises:
         UserError: another job writes to the folder, to one above or to one below, or the lease cannot be written.
     """
     store, path = _find(location, option)
     try:
-        lease = _acquire(store, path, _this_job(), option)
+        lease = _acquire(store, path, me, has_ended, option)
     except OSError as error:
         raise UserError(f"{location} cannot be written ({error}); pass another {option}.") from None
     try:
@@ -334,19 +338,19 @@ def hold(location: str, option: str) -> Iterator[Lease | Nothing]:
         lease.release()
 
 
-def _acquire(store: Store, path: str, me: Holder, option: str) -> Lease | Nothing:
+def _acquire(store: Store, path: str, me: Holder, has_ended: HasEnded, option: str) -> Lease | NoLease:
     above = [folder for folder in store.above(path) if (found := _peek(store, folder)) and me.is_same_job(found.holder)]
     if above:
-        return Nothing()
+        return NoLease()
     while not (version := _retried(store.create, path, me)):
-        ended = _wait_until_free(store, path, me, option)
+        ended = _wait_until_free(store, path, me, has_ended, option)
         if ended and (version := _retried(store.replace, path, me, ended)):
             break
     lease = Lease(store, path, me, version)
     try:  # two jobs that start at the same time, one above the other, may both see the other and end
         for other in (*store.above(path), *_retried(store.below, path)):
             while _peek(store, other):
-                if ended := _wait_until_free(store, other, me, option):
+                if ended := _wait_until_free(store, other, me, has_ended, option):
                     _retried(store.delete, other, ended)
     except BaseException:
         lease.release()
@@ -354,7 +358,7 @@ def _acquire(store: Store, path: str, me: Holder, option: str) -> Lease | Nothin
     return lease
 
 
-def _wait_until_free(store: Store, path: str, me: Holder, option: str) -> str | None:
+def _wait_until_free(store: Store, path: str, me: Holder, has_ended: HasEnded, option: str) -> str | None:
     """Return the version of a lease that is free, or None if the lease is gone.
 
     Raises:
@@ -362,9 +366,11 @@ def _wait_until_free(store: Store, path: str, me: Holder, option: str) -> str | 
     """
     started = shown = time.monotonic()
     first = found = _retried(store.read, path)
-    while first and found and not _has_ended(found.holder, me):
+    while first and found:
         where, seconds = _location(store, path), time.monotonic() - started
         if found.holder and found.holder.cluster == me.cluster:
+            if has_ended(found.holder):
+                break
             stop = f"stop it: inv stop {found.holder.name}" if found.holder.is_submitted else "wait until it ends"
             raise UserError(f"{_name(found)} is writing to {where}; {stop}, or pass another {option}.")
         if found.version != first.version:
@@ -384,39 +390,6 @@ def _wait_until_free(store: Store, path: str, me: Holder, option: str) -> str | 
         time.sleep(RETRY_INTERVAL_S)
         found = _retried(store.read, path)
     return found.version if found else None
-
-
-def _has_ended(holder: Holder | None, me: Holder) -> bool:
-    """Return whether the job of a lease is known to have ended. Nothing is known about the jobs of other clusters."""
-    if holder is None or holder.cluster != me.cluster:
-        return False
-    if TORCHRUN in os.environ:  # torchrun ends all processes before it starts them again
-        return holder.token != me.token
-    import ray  # imported late: torchrun's processes run without Ray
-
-    from pipeline.ray_support.private import gcs
-
-    return gcs.job_has_ended(ray.get_runtime_context().gcs_address, holder.job)
-
-
-def _this_job() -> Holder:
-    process, token = f"process {os.getpid()} on {socket.gethostname()}", uuid.uuid4().hex
-    if TORCHRUN in os.environ:
-        agent = f"torchrun {os.environ[TORCHRUN]}, process {os.getppid()} on {socket.gethostname()}"
-        return Holder(cluster=agent, job="", name=process, token=token)
-    import ray
-
-    from pipeline.ray_support.private import gcs
-
-    context = ray.get_runtime_context()
-    submitted = gcs.submission_id(context.gcs_address, context.get_job_id())
-    return Holder(
-        cluster=context.get_session_name(),
-        job=context.get_job_id(),
-        name=submitted or process,
-        is_submitted=bool(submitted),
-        token=token,
-    )
 
 
 def _find(location: str, option: str) -> tuple[Store, str]:

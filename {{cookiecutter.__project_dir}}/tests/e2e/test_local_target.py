@@ -37,8 +37,7 @@ PROBE = '''
 import contextlib, hashlib, os, pathlib, sys, tempfile, time
 import ray
 import settings
-from pipeline import output_lease
-from pipeline.ray_support import cli
+from pipeline.ray_support import cli, job_lease
 
 def seen() -> str:
     return hashlib.sha256(os.environ.get("HF_TOKEN", "").encode()).hexdigest()
@@ -46,7 +45,7 @@ def seen() -> str:
 def main(_) -> None:
     cli.connect()
     writes = len(sys.argv) > 3
-    with output_lease.hold(settings.resolve(sys.argv[3]), "--output") if writes else contextlib.nullcontext():
+    with job_lease.hold(settings.resolve(sys.argv[3]), "--output") if writes else contextlib.nullcontext():
         work()
 
 def work() -> None:

@@ -24,14 +24,17 @@ from demo import assets as demo_assets
 from pipeline import output_lease
 from pipeline.data.options import PreprocessOptions
 from pipeline.generation.options import GenerateOptions
-from pipeline.output_lease import Holder, Lease, Nothing, S3Store
+from pipeline.output_lease import Holder, Lease, NoLease, S3Store
 from pipeline.quantization.options import QuantizeOptions
 from pipeline.rag.options import EmbedOptions
+from pipeline.ray_support import job_lease
 from pipeline.training.options import ClassifierOptions, DDPOptions, DeepSpeedOptions, FSDPOptions
+from pipeline.training.runtimes import torchrun
 from pipeline.tuning.options import TuneOptions
 from settings import UserError
 
 LONG_S = 1e6
+ENDED: set[str] = set()
 
 
 @pytest.fixture(params=["folder", "bucket"])
@@ -43,23 +46,22 @@ def place(request: pytest.FixtureRequest, s3: str, tmp_path: Path) -> str:
 @pytest.fixture
 def ended(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """Return a set, to which tests add the jobs that have ended. Only jobs of the same cluster know it."""
-    jobs: set[str] = set()
-
-    def has_ended(holder: Holder | None, me: Holder) -> bool:
-        return holder is not None and holder.cluster == me.cluster and holder.job in jobs
-
-    monkeypatch.setattr(output_lease, "_has_ended", has_ended)
     monkeypatch.setattr(output_lease, "RETRY_INTERVAL_S", 0.02)
-    return jobs
+    ENDED.clear()
+    return ENDED
+
+
+def has_ended(holder: Holder) -> bool:
+    return holder.job in ENDED
 
 
 def job(name: str, cluster: str = "this") -> Holder:
     return Holder(cluster=cluster, job=name, name=name, is_submitted=True, token=os.urandom(8).hex())
 
 
-def acquire(place: str, holder: Holder) -> Lease | Nothing:
+def acquire(place: str, holder: Holder) -> Lease | NoLease:
     store, path = output_lease._find(place, "--output")
-    return output_lease._acquire(store, path, holder, "--output")
+    return output_lease._acquire(store, path, holder, has_ended, "--output")
 
 
 def leave(place: str, holder: Holder) -> Callable[[], None]:
@@ -83,7 +85,7 @@ def files(place: str) -> list[str]:
 
 
 def test_one_of_many_jobs_gets_the_folder(place: str, ended: set[str]) -> None:
-    def try_to(number: int) -> Lease | Nothing | str:
+    def try_to(number: int) -> Lease | NoLease | str:
         try:
             return acquire(place, job(f"job-{number}"))
         except UserError as error:
@@ -186,7 +188,7 @@ def test_the_lease_of_a_cluster_that_is_gone_is_taken_over(
 def test_one_of_many_jobs_takes_a_free_lease_over(place: str, ended: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output_lease, "EXPIRY_S", 0.5)
     leave(place, job("gone", "other"))
-    leases: list[Lease | Nothing] = []
+    leases: list[Lease | NoLease] = []
 
     def try_to(number: int) -> None:
         with contextlib.suppress(UserError):
@@ -236,7 +238,7 @@ def test_a_store_that_fails_for_a_while_stops_nothing(s3: str, tmp_path: Path, e
         return answer
 
     store._client.put_object = put_object
-    held = output_lease._acquire(store, path, holder, "--output")  # 409, then success
+    held = output_lease._acquire(store, path, holder, has_ended, "--output")  # 409, then success
     for _ in range(5):
         held.confirm()
     assert next(failures, "none") == "none"
@@ -289,8 +291,8 @@ import sys, time
 from pipeline import output_lease
 from pipeline.output_lease import Holder
 output_lease.RENEW_INTERVAL_S = float(sys.argv[2])
-output_lease._this_job = lambda: Holder(cluster="other", job="1", name="first", token="t")
-with output_lease.hold(sys.argv[1], "--output") as lease:
+me = Holder(cluster="other", job="1", name="first", token="t")
+with output_lease.hold(sys.argv[1], "--output", me, lambda holder: False) as lease:
     try:
         while True:
             if sys.argv[3] == "confirms":
@@ -337,15 +339,12 @@ def test_a_suspended_job_writes_nothing_after_its_lease_was_taken_over(
     held.release()
 
 
-def test_a_folder_that_cannot_be_written_gets_one_sentence(
-    s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(output_lease, "_this_job", lambda: job("first"))
+def test_a_folder_that_cannot_be_written_gets_one_sentence(s3: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for location in (str(tmp_path / "file"), "s3://no-such-bucket/results"):
         with (
             pytest.raises(UserError, match=rf"{location} cannot be written \(.*; pass another --index\."),
-            output_lease.hold(location, "--index"),
+            output_lease.hold(location, "--index", job("first"), has_ended),
         ):
             raise AssertionError
     with pytest.raises(UserError, match="gs://a/b is neither a folder nor an s3:// URI; pass another --index"):
@@ -354,10 +353,12 @@ def test_a_folder_that_cannot_be_written_gets_one_sentence(
 
 def test_a_process_that_torchrun_starts_again_keeps_the_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output_lease, "EXPIRY_S", LONG_S)
-    monkeypatch.setenv(output_lease.TORCHRUN, "run-1")
-    leave(str(tmp_path), output_lease._this_job())
-    with output_lease.hold(str(tmp_path), "--name") as lease:
-        lease.confirm()
+    monkeypatch.setattr(output_lease, "RENEW_INTERVAL_S", LONG_S)  # a thread that loses its lease ends the process
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run-1")
+    with torchrun._lease(str(tmp_path)) as killed, torchrun._lease(str(tmp_path)) as restarted:
+        restarted.confirm()
+        with pytest.raises(UserError, match="has taken over this job's lease"):
+            killed.confirm()
 
 
 # ------------------------------------------------------------------------------------------ jobs of a cluster
@@ -365,10 +366,9 @@ def test_a_process_that_torchrun_starts_again_keeps_the_lease(tmp_path: Path, mo
 
 DRIVER = """
 import sys, time
-from pipeline import output_lease
-from pipeline.ray_support import cli
+from pipeline.ray_support import cli, job_lease
 cli.connect()
-with output_lease.hold(sys.argv[1], "--output"):
+with job_lease.hold(sys.argv[1], "--output"):
     print("holds", flush=True)
     time.sleep(600)
 """
@@ -395,7 +395,7 @@ def test_a_killed_job_of_the_same_cluster_frees_its_folder_at_once(
     monkeypatch.setattr(output_lease, "EXPIRY_S", LONG_S)
     with (
         pytest.raises(UserError, match=rf"process {driver.pid} on .* is writing to {place}; wait until it ends, or"),
-        output_lease.hold(place, "--output"),
+        job_lease.hold(place, "--output"),
     ):
         raise AssertionError
     driver.send_signal(end)
@@ -403,7 +403,7 @@ def test_a_killed_job_of_the_same_cluster_frees_its_folder_at_once(
     deadline = time.monotonic() + 60
     while True:  # Ray may take a moment to notice
         try:
-            with output_lease.hold(place, "--output") as lease:
+            with job_lease.hold(place, "--output") as lease:
                 lease.confirm()
             break
         except UserError:
@@ -454,7 +454,7 @@ def test_a_job_leaves_the_folder_of_another_job_alone(
     options = options.model_copy(update={key: value for key, value in given.items() if key in kind.model_fields})
     folder = output / "run" if "name" in kind.model_fields else output
     store, path = output_lease._find(str(folder), "")
-    assert store.create(path, output_lease._this_job())  # this test's own job, which is running
+    assert store.create(path, job_lease.this_job())  # this test's own job, which is running
     with pytest.raises(UserError, match=rf"is writing to {folder}; wait until it ends, or pass another --\w+"):
         importlib.import_module(f"jobs.{name}").main(options)
     assert {file.relative_to(folder).as_posix() for file in output.rglob("*") if file.is_file()} == {

@@ -29,9 +29,9 @@ from ray.tune.integration.ray_train import TuneReportCallback
 from ray.util.metrics import Gauge
 from torch import nn
 
-from pipeline import output_lease, state_files
+from pipeline import state_files
 from pipeline.data import row_sources, streaming
-from pipeline.ray_support import capacity, cli, gang, ray_logging
+from pipeline.ray_support import capacity, cli, gang, job_lease, ray_logging
 from pipeline.ray_support.private.train import LIST_OF_CHECKPOINTS
 from pipeline.ray_support.private.tune import is_in_trial
 from pipeline.state_files import DamagedFile
@@ -179,7 +179,7 @@ def fit(options: TrainOptions, make_strategy: MakeStrategy) -> None:
     cli.connect()
     ray_logging.driver()
     _check_cluster(options, stream)
-    with output_lease.hold(f"{options.output}/{options.name}", "--name"):
+    with job_lease.hold(f"{options.output}/{options.name}", "--name"):
         preflight.claim(options, identity | {"launcher": "Ray Train"})
         _check_list_of_checkpoints(options)
         storage.delete_file(_failure_file(options))
