@@ -40,21 +40,21 @@ def main(options: ClassifierOptions) -> None:
     ray_logging.driver()
     capacity.refuse_too_many_workers(options.min_workers, options.worker_resources)
     capacity.refuse_private_paths({"output": options.output}, options.shared_paths, "train")
-    trainer = TorchTrainer(
-        partial(train, options),
-        torch_config=TorchConfig(backend=torch.distributed.get_default_backend_for_device(options.device)),
-        scaling_config=gang.scaling(options),
-        run_config=RunConfig(  # with the same name and storage_path, a run resumes
-            name=options.name,
-            storage_path=options.output,
-            logging_config=LoggingConfig(log_level="WARNING"),
-            failure_config=FailureConfig(max_failures=options.max_failures),
-            worker_runtime_env={"env_vars": transport.LOG_VARIABLES} if options.device == "cuda" else None,
-            checkpoint_config=CheckpointConfig(num_to_keep=2),
-        ),
-    )
     folder = f"{options.output}/{options.name}"
-    with job_lease.hold(folder, "--name"):
+    with job_lease.hold(folder, "--name"):  # many: no other job may write to this folder
+        trainer = TorchTrainer(
+            partial(train, options),
+            torch_config=TorchConfig(backend=torch.distributed.get_default_backend_for_device(options.device)),
+            scaling_config=gang.scaling(options),
+            run_config=RunConfig(  # with the same name and storage_path, a run resumes
+                name=options.name,
+                storage_path=options.output,
+                logging_config=LoggingConfig(log_level="WARNING"),
+                failure_config=FailureConfig(max_failures=options.max_failures),
+                worker_runtime_env={"env_vars": transport.LOG_VARIABLES} if options.device == "cuda" else None,
+                checkpoint_config=CheckpointConfig(num_to_keep=2),
+            ),
+        )
         result = trainer.fit()
     if result.return_value:
         raise settings.UserError(result.return_value)

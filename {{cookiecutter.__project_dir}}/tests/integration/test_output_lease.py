@@ -27,7 +27,7 @@ from pipeline.generation.options import GenerateOptions
 from pipeline.output_lease import Holder, Lease, NoLease, S3Store
 from pipeline.quantization.options import QuantizeOptions
 from pipeline.rag.options import EmbedOptions
-from pipeline.ray_support import job_lease
+from pipeline.ray_support import capacity, cli, job_lease, ray_logging
 from pipeline.training.options import ClassifierOptions, DDPOptions, DeepSpeedOptions, FSDPOptions
 from pipeline.training.runtimes import torchrun
 from pipeline.tuning.options import TuneOptions
@@ -432,9 +432,16 @@ def test_each_job_is_in_a_list() -> None:
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_a_job_leaves_the_folder_of_another_job_alone(
-    name: str, ray_session: None, assets: Path, tmp_path: Path
+def test_a_job_holds_the_lease_before_it_writes(
+    name: str, assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def refuse(location: str, option: str) -> None:
+        raise UserError(f"another job is writing to {location}; pass another {option}")
+
+    monkeypatch.setattr(job_lease, "hold", refuse)
+    monkeypatch.setattr(cli, "connect", lambda **_: None)
+    monkeypatch.setattr(ray_logging, "driver", lambda: None)
+    monkeypatch.setattr(capacity, "nodes", lambda: [capacity.NodeGroup({"CPU": 64.0}, 1)])
     packed, embedder, output = tmp_path / "packed", tmp_path / "embedder", tmp_path / "output"
     packed.mkdir()
     packed_rows.write(packed, packed_rows.tokenize(assets, assets / "model", 128), assets / "model", 128, [8], 4)
@@ -451,12 +458,7 @@ def test_a_job_leaves_the_folder_of_another_job_alone(
     kind, sections = JOBS[name]
     options = settings.load(kind, *sections, profile="local")
     options = options.model_copy(update={key: value for key, value in given.items() if key in kind.model_fields})
-    folder = output / "run" if "name" in kind.model_fields else output
-    store, path = output_lease._find(str(folder), "")
-    assert store.create(path, job_lease.this_job())  # this test's own job, which is running
-    with pytest.raises(UserError, match=rf"is writing to {folder}; wait until it ends, or pass another --\w+"):
+    (folder, option) = (f"{output}/run", "--name") if "name" in kind.model_fields else (str(output), r"--\w+")
+    with pytest.raises(UserError, match=rf"is writing to {folder}; pass another {option}$"):
         importlib.import_module(f"jobs.{name}").main(options)
-    assert {file.relative_to(folder).as_posix() for file in output.rglob("*") if file.is_file()} == {
-        output_lease.LEASE,
-        output_lease.LOCK,
-    }
+    assert not output.exists()
