@@ -1,11 +1,11 @@
 """A lease on an output folder: while a job holds it, no other job writes to the folder, its parents or its subfolders.
 
-The lease is a file in the folder that names the job and its cluster. The driver creates, renews and deletes it. If it
-cannot renew it, it ends itself, and with it the job's workers, before another job may take over the lease:
+The lease is a file in the folder. It names the job and its cluster. The job's driver creates, renews and deletes it.
 
-- Ray says whether a job of the same cluster has ended. The lease of such a job is free at once.
-- About a job of another cluster, nobody can be asked. Its lease is free if nobody renewed it for EXPIRY_S, measured by
-  the clock of the job that waits: the clocks of two machines are never compared.
+- Ray knows which jobs of the same cluster have ended. Their leases are free at once.
+- Leases of other clusters expire if they do not change for EXPIRY_S. The waiting job measures this time with its own
+  clock, because the clocks of two machines may differ.
+- If the driver cannot renew the lease, it ends its process before the lease expires. Ray then ends the job's workers.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 
 def is_lease(name: str) -> bool:
-    """Return whether a file belongs to a lease. A job that checks or replaces a folder must leave such files alone."""
+    """Return whether a file belongs to a lease. Jobs that check or replace the content of a folder skip such files."""
     return name in (LEASE, LOCK)
 
 
