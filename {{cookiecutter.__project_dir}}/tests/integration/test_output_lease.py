@@ -139,6 +139,15 @@ def test_two_names_of_a_folder_collide(tmp_path: Path, ended: set[str], way: str
     held.release()
 
 
+def test_a_link_into_the_folder_of_another_job_collides(tmp_path: Path, ended: set[str]) -> None:
+    (tmp_path / "runs" / "demo").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("runs/demo")
+    held = acquire(str(tmp_path / "runs"), job("first"))
+    with pytest.raises(UserError, match=f"first is writing to {tmp_path}/runs"):
+        acquire(f"{tmp_path}/link/new", job("second"))
+    held.release()
+
+
 def test_the_lease_of_a_job_that_ended_is_free_at_once(
     place: str, ended: set[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
