@@ -84,7 +84,7 @@ def _one_process(options: EmbedOptions) -> None:
     torch.set_num_threads(1)  # as in each of Ray's workers
     described = EmbeddingModelInfo(options.model)
     recipe = index.IndexConfig(options.model, options.chunk_tokens, options.chunk_overlap)
-    writer = index.Writer(options.index, options.input, recipe, described.dimension, fresh=False)
+    writer = index.Writer(options.index, options.input, recipe, described.dimension, fresh=False, confirm=lambda: None)
     cut = Chunker(described.tokenizer, options.chunk_tokens, options.chunk_overlap)
     worker = EmbeddingWorker(options.model, options.device, options.precision, options.batch_chunks)
     source = documents.find(options.input)

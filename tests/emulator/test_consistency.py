@@ -4,7 +4,9 @@ import json
 import threading
 from collections.abc import Iterator
 
+import boto3
 import pytest
+from botocore.exceptions import ClientError
 from moto.iam.models import iam_backends
 from werkzeug.serving import make_server
 
@@ -12,7 +14,10 @@ from cluster.aws import secrets_manager
 from cluster.common import cluster_file
 from cluster.common.cluster_file import ClusterFile
 from cluster.emulator import api, consistency, iam
+from pipeline import output_lease
+from pipeline.output_lease import Holder
 from pipeline.serving.keys import OWNER_SECRET
+from settings import UserError
 
 
 class Clock:
@@ -44,6 +49,7 @@ def file(monkeypatch: pytest.MonkeyPatch) -> Iterator[ClusterFile]:
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", key.access_key_id)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", key.secret_access_key)
+    monkeypatch.setattr(boto3, "DEFAULT_SESSION", None)
     yield cluster_file.load()
     server.shutdown()
     thread.join()
@@ -66,6 +72,22 @@ def test_secrets_that_the_list_lacks_are_found_and_deleted(
     secrets_manager.upload(file)  # at once: AWS still deletes the old secret
     assert secrets_manager.names(file) == [OWNER_SECRET]
     secrets_manager.delete(file)
+
+
+def test_a_lease_survives_conflicts(file: ClusterFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output_lease, "RETRY_INTERVAL_S", 0.01)
+    client = file.client("s3")
+    client.create_bucket(Bucket="leases")
+    with pytest.raises(ClientError, match=r"\(ConditionalRequestConflict\).*conflicting operation"):
+        client.put_object(Bucket="leases", Key="first", Body=b"", IfNoneMatch="*")
+    store, path = output_lease._find("s3://leases/results", "--output")
+    jobs = [Holder(cluster="this", job=name, name=name, token=name) for name in ("first", "second")]
+    lease = output_lease._acquire(store, path, jobs[0], lambda holder: False, "--output")
+    for _ in range(4):
+        lease.confirm()
+        with pytest.raises(UserError, match="first is writing to s3://leases/results; wait until it ends"):
+            output_lease._acquire(store, path, jobs[1], lambda holder: False, "--output")
+    lease.release()
 
 
 def test_a_list_is_stale_for_minutes(clock: Clock) -> None:

@@ -1,9 +1,16 @@
-"""The list of API keys in the project's .env."""
+"""The project's .env: creates it, and changes its list of API keys."""
+
+import contextlib
+import secrets
+from collections.abc import Iterator
 
 from dotenv import dotenv_values, set_key
+from filelock import FileLock, Timeout
 
 import settings
 from pipeline.serving.keys import OTHERS_SECRET
+
+LOCK_TIMEOUT_S = 60.0
 
 
 class EnvFile:
@@ -23,5 +30,34 @@ class EnvFile:
         return dotenv_values(file).get(OTHERS_SECRET) or ""
 
     def write(self, value: str) -> None:
-        """Replace the value."""
+        """Replace the value. Hold `locked` from before the value is read."""
         set_key(settings.PROJECT / ".env", OTHERS_SECRET, value, follow_symlinks=True)
+
+
+@contextlib.contextmanager
+def locked() -> Iterator[None]:
+    """Keep other processes from changing .env, also those of another project whose .env is a link to the same file.
+
+    Raises:
+        UserError: another process holds the lock for too long.
+    """
+    file = (settings.PROJECT / ".env").resolve()
+    try:
+        with FileLock(f"{file}.lock", LOCK_TIMEOUT_S, mode=0o600):
+            yield
+    except Timeout:
+        raise settings.UserError(
+            f"another process has been changing {file} for {LOCK_TIMEOUT_S:.0f} s. End that process, then try again"
+        ) from None
+
+
+def create() -> None:
+    """If there is no .env, create a private one with a new API key, so that nothing is served without a key."""
+    file = settings.PROJECT / ".env"
+    with locked():
+        if file.exists():
+            return
+        text = (settings.PROJECT / ".env.example").read_text()
+        file.touch(mode=0o600)
+        file.write_text(text.replace("SERVE_API_KEY=", f"SERVE_API_KEY={secrets.token_urlsafe(32)}"))
+    print("created .env with a new SERVE_API_KEY; put all secrets there")

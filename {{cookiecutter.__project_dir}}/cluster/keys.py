@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 
 import settings
+from cluster import env_file
 from cluster.status import empty_table
 from cluster.target import KeyStore
 from pipeline.serving.keys import OWNER, ApiKey, parse
@@ -31,10 +32,6 @@ def add(stores: Sequence[KeyStore], name: str, days: int, models: str) -> str:
     """
     if not re.fullmatch(r"[A-Za-z0-9][\w.@-]*", name, re.ASCII):
         raise settings.UserError(f"{name!r} is not a name for a key. Use letters, digits and . _ @ -, such as: alice")
-    if name in (OWNER, *(_name(entry) for entry in _entries(stores[0]))):
-        raise settings.UserError(
-            f"there already is a key of {name}. Use another name, or first run: inv keys revoke {name}"
-        )
     if days < 0:
         raise settings.UserError(f"--days is {days}. Use a positive number, such as --days 90")
     if not re.fullmatch(r"[^\s:|'\"#]*", models):
@@ -45,8 +42,13 @@ def add(stores: Sequence[KeyStore], name: str, days: int, models: str) -> str:
         entry += f":expires={datetime.datetime.now(datetime.UTC).date() + datetime.timedelta(days=days)}"
     if models:
         entry += f":models={models.replace(',', '|')}"
-    for store in stores:
-        _write(store, [*_without(store, name), entry])
+    with env_file.locked():
+        if name in (OWNER, *(_name(entry) for entry in _entries(stores[0]))):
+            raise settings.UserError(
+                f"there already is a key of {name}. Use another name, or first run: inv keys revoke {name}"
+            )
+        for store in stores:
+            _write(store, [*_without(store, name), entry])
     return key
 
 
@@ -56,15 +58,17 @@ def revoke(stores: Sequence[KeyStore], name: str) -> None:
     Raises:
         UserError: the first store has no such key.
     """
-    names = [_name(entry) for entry in _entries(stores[0])]
     if name == OWNER:
         raise settings.UserError(
             "the key of owner is SERVE_API_KEY. To replace it, change it in .env. Other keys: inv keys revoke NAME"
         )
-    if name not in names:
-        raise settings.UserError(f"there is no key of {name!r} (found: {', '.join(names) or 'none'}). Run: inv keys")
-    for store in stores:
-        _write(store, _without(store, name))
+    with env_file.locked():
+        names = [_name(entry) for entry in _entries(stores[0])]
+        if name not in names:
+            found = ", ".join(names) or "none"
+            raise settings.UserError(f"there is no key of {name!r} (found: {found}). Run: inv keys")
+        for store in stores:
+            _write(store, _without(store, name))
 
 
 def show(store: KeyStore, console: Console) -> None:

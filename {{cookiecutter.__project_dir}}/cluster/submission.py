@@ -18,6 +18,7 @@ from cluster.target import Connection, NotOnCluster, PastLog
 
 EXCLUDES = [
     "/.env",
+    "/.env.lock",
     "/.git",
     "/.venv",
     "/.cluster",

@@ -15,7 +15,7 @@ from pipeline.rag import documents, embedding, hit_rate, index, pipeline
 from pipeline.rag.chunking import Chunker
 from pipeline.rag.embedder import EmbeddingModelInfo
 from pipeline.rag.hit_rate import Question
-from pipeline.ray_support import capacity, model_cache
+from pipeline.ray_support import capacity, job_lease, model_cache
 from settings import UserError
 
 
@@ -29,15 +29,20 @@ def main(options: EmbedOptions) -> None:
     cli.connect()
     _check_cluster(options, model, location)
     config = index.IndexConfig(options.model, options.chunk_tokens, options.chunk_overlap)
-    writer = index.Writer(location, options.input, config, model_info.dimension, fresh=options.fresh)
     resources = {"num_cpus": options.num_cpus, "num_gpus": options.num_gpus}
     pool = pipeline.WorkerPool(
         options.num_workers, resources, model, options.device, options.precision, options.batch_chunks
     )
     cut = Chunker(model_info.tokenizer, options.chunk_tokens, options.chunk_overlap)
-    counts = embedding.update_index(source, writer, pool, cut, options)
-    print("documents:", ", ".join(f"{counts[name]:,} {name}" for name in ("new", "changed", "removed", "unchanged")))
-    print(f"{writer.finish():,} chunks are in {location}", flush=True)
+    with job_lease.hold(location, "--index") as lease:
+        writer = index.Writer(
+            location, options.input, config, model_info.dimension, fresh=options.fresh, confirm=lease.confirm
+        )
+        counts = embedding.update_index(source, writer, pool, cut, options)
+        print(
+            "documents:", ", ".join(f"{counts[name]:,} {name}" for name in ("new", "changed", "removed", "unchanged"))
+        )
+        print(f"{writer.finish():,} chunks are in {location}", flush=True)
     if questions:
         hit_rate.print_hit_rate(questions, pool, location)
     print("next: inv submit serve_rag", flush=True)

@@ -14,7 +14,7 @@ from pipeline.data import row_sources
 from pipeline.generation import generation
 from pipeline.generation.answer_folder import AnswerFolder
 from pipeline.generation.prompts import PromptTokenizer
-from pipeline.ray_support import capacity
+from pipeline.ray_support import capacity, job_lease
 from pipeline.serving import preflight
 from pipeline.serving.options import ServeOptions
 
@@ -29,9 +29,10 @@ def main(options: GenerateOptions) -> None:
     cli.connect(log_to_driver=False)  # vLLM prints pages of messages, which are also in Ray's log files
     output = AnswerFolder(settings.resolve(options.output))
     _check_cluster(options, serving, source.name, output.uri)
-    answered = output.begin(generation.recipe(options, serving), options.overwrite)
-    generation.answer_remaining(source, answered, tokenizer, output, options, serving)
-    generation.print_summary(output)
+    with job_lease.hold(output.uri, "--output"):
+        answered = output.begin(generation.recipe(options, serving), options.overwrite)
+        generation.answer_remaining(source, answered, tokenizer, output, options, serving)
+        generation.print_summary(output)
 
 
 def _check_cluster(options: GenerateOptions, serving: ServeOptions, source: str, output: str) -> None:

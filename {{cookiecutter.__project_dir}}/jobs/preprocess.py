@@ -14,7 +14,7 @@ if __name__ == "__main__":
 from pipeline.data import manifest, preprocessing, preview, row_sources
 from pipeline.data.packed_folder import PackedFolder
 from pipeline.data.tokenization import DocumentTokenizer
-from pipeline.ray_support import capacity
+from pipeline.ray_support import capacity, job_lease
 
 
 def main(options: PreprocessOptions) -> None:
@@ -32,11 +32,13 @@ def main(options: PreprocessOptions) -> None:
     cli.connect()
     for setting, name in (*row_sources.names_by_setting(sources), ("output", plan.output)):
         capacity.refuse_private_paths({setting: name}, options.shared_paths, "preprocess")
-    output.begin(options.overwrite)
-    partitions = preprocessing.write_shards(sources, plan, tokenizer)
-    complete = configuration | manifest.results(partitions, sources)
-    manifest.check(complete, options, plan)
-    output.finish(complete)
+    with job_lease.hold(plan.output, "--output") as lease:
+        output.begin(options.overwrite)
+        partitions = preprocessing.write_shards(sources, plan, tokenizer)
+        complete = configuration | manifest.results(partitions, sources)
+        manifest.check(complete, options, plan)
+        lease.confirm()
+        output.finish(complete)
     manifest.print_summary(complete, plan)
 
 

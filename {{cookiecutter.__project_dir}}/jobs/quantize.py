@@ -14,7 +14,7 @@ import time
 import settings
 from pipeline.model_config import other_parts
 from pipeline.quantization import quantization
-from pipeline.ray_support import capacity, model_cache
+from pipeline.ray_support import capacity, job_lease, model_cache
 from pipeline.training import preflight, weights_check
 from pipeline.training.dataset import PackedRows, read_manifest
 from settings import UserError
@@ -41,7 +41,8 @@ def main(options: QuantizeOptions) -> None:
     capacity.refuse_private_paths(paths | {"model": location}, (), "quantize")
     print(f"quantizing {options.model} to {options.scheme} with {len(rows)} rows", flush=True)
     started = time.monotonic()
-    quantization.quantize(options, location, rows)
+    with job_lease.hold(options.output, "--output"):
+        quantization.quantize(options, location, rows)
     print(f"wrote {options.output} after {time.monotonic() - started:.0f} s")
     print(f"next: inv submit serve_llm -- --model {options.output}")
 

@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import settings
-from pipeline.ray_support import capacity, gang, ray_logging
+from pipeline.ray_support import capacity, gang, job_lease, ray_logging
 from pipeline.training import transport
 from pipeline.training.checkpoint_check import is_damaged
 from pipeline.training.collectives import total
@@ -40,24 +40,25 @@ def main(options: ClassifierOptions) -> None:
     ray_logging.driver()
     capacity.refuse_too_many_workers(options.min_workers, options.worker_resources)
     capacity.refuse_private_paths({"output": options.output}, options.shared_paths, "train")
-    trainer = TorchTrainer(
-        partial(train, options),
-        torch_config=TorchConfig(backend=torch.distributed.get_default_backend_for_device(options.device)),
-        scaling_config=gang.scaling(options),
-        run_config=RunConfig(  # with the same name and storage_path, a run resumes
-            name=options.name,
-            storage_path=options.output,
-            logging_config=LoggingConfig(log_level="WARNING"),
-            failure_config=FailureConfig(max_failures=options.max_failures),
-            worker_runtime_env={"env_vars": transport.LOG_VARIABLES} if options.device == "cuda" else None,
-            checkpoint_config=CheckpointConfig(num_to_keep=2),
-        ),
-    )
-    result = trainer.fit()
+    folder = f"{options.output}/{options.name}"
+    with job_lease.hold(folder, "--name"):  # many: no other job may write to this folder
+        trainer = TorchTrainer(
+            partial(train, options),
+            torch_config=TorchConfig(backend=torch.distributed.get_default_backend_for_device(options.device)),
+            scaling_config=gang.scaling(options),
+            run_config=RunConfig(  # with the same name and storage_path, a run resumes
+                name=options.name,
+                storage_path=options.output,
+                logging_config=LoggingConfig(log_level="WARNING"),
+                failure_config=FailureConfig(max_failures=options.max_failures),
+                worker_runtime_env={"env_vars": transport.LOG_VARIABLES} if options.device == "cuda" else None,
+                checkpoint_config=CheckpointConfig(num_to_keep=2),
+            ),
+        )
+        result = trainer.fit()
     if result.return_value:
         raise settings.UserError(result.return_value)
     metrics = result.metrics
-    folder = f"{options.output}/{options.name}"
     print(f"test accuracy {metrics['accuracy']:.1%} after {metrics['epoch']} epochs; checkpoints: {folder}", flush=True)
 
 

@@ -9,6 +9,7 @@ if __name__ == "__main__":
 from rich.console import Console
 
 import settings
+from pipeline.ray_support import job_lease
 from pipeline.training import preflight
 from pipeline.tuning import search, trials
 
@@ -21,15 +22,16 @@ def main(options: TuneOptions) -> None:
     identity = search.check(options)
     cli.connect(log_to_driver=False)  # workers' logs would hide the driver's one line per trial
     search.check_cluster(options)
-    preflight.claim(options, identity)
-    searched = trials.load(options.folder, search.draw(options))
-    failures = search.run(options, searched)
-    outcomes = trials.ranked(options.folder, searched)
-    CONSOLE.print(trials.table(outcomes))
-    if outcomes[0].curve:
-        print(f"curves: {trials.plot(options.folder, outcomes)}")
-        print(f"best settings, for settings.toml:\n{trials.snippet(outcomes[0].trial, settings.active_profile())}")
-    trials.delete_weights(options.folder, searched)
+    with job_lease.hold(options.folder, "--name"):
+        preflight.claim(options, identity)
+        searched = trials.load(options.folder, search.draw(options))
+        failures = search.run(options, searched)
+        outcomes = trials.ranked(options.folder, searched)
+        CONSOLE.print(trials.table(outcomes))
+        if outcomes[0].curve:
+            print(f"curves: {trials.plot(options.folder, outcomes)}")
+            print(f"best settings, for settings.toml:\n{trials.snippet(outcomes[0].trial, settings.active_profile())}")
+        trials.delete_weights(options.folder, searched)
     if failures:
         raise settings.UserError(
             f"{len(failures)} of {len(searched)} trials failed ({failures[0]}). Fix the cause, then run the same "

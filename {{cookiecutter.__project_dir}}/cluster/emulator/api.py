@@ -38,7 +38,7 @@ from cluster.emulator import (
     stack_resources,
     stubs,
 )
-from cluster.emulator.consistency import Consistency
+from cluster.emulator.consistency import CONFLICT, Consistency
 from cluster.emulator.launch_failures import LaunchFailures
 from cluster.emulator.moto_instances import ACCOUNT
 from cluster.emulator.reservations import Reservations
@@ -108,6 +108,8 @@ class Api:
             call = replace(call, caller=principal.arn, permissions=_permissions(call, environ, body))
             iam.authorize(principal, call.permissions)
             self.consistency.check(call.action, call.parameters)
+            if call.service == "s3" and environ["REQUEST_METHOD"] in ("PUT", "DELETE"):
+                self.consistency.check_write(environ)
             if call.service == "scheduler" and environ["REQUEST_METHOD"] in ("POST", "PUT"):
                 schedules.check(json.loads(body))
             if "TemplateBody" in call.parameters:
@@ -257,7 +259,7 @@ def _send_error(service: str, error: iam.AwsError, start_response: StartResponse
         return _send("403 Forbidden", f"<Response>{xml}<RequestID>0</RequestID></Response>", start_response)
     if service == "s3":
         xml = f"<Error><Code>{error.code}</Code><Message>{error.message}</Message></Error>"
-        return _send("403 Forbidden", xml, start_response)
+        return _send("409 Conflict" if error.code == CONFLICT else "403 Forbidden", xml, start_response)
     if service in ("iam", "sts", "cloudformation"):
         xml = f"<Error><Type>Sender</Type><Code>{error.code}</Code><Message>{error.message}</Message></Error>"
         return _send("403 Forbidden", f"<ErrorResponse>{xml}</ErrorResponse>", start_response)

@@ -9,8 +9,11 @@
 - For some seconds after a launch, calls that describe or terminate the instance by its id fail. Calls that tag it could
   fail too, but then `ray up` would wait forever.
   https://docs.aws.amazon.com/ec2/latest/devguide/eventual-consistency.html
+- S3 rejects a conditional write if it is working on another write to the same object. Here, it rejects every third one.
+  https://docs.aws.amazon.com/AmazonS3/latest/userguide/conditional-writes.html
 """
 
+import itertools
 import json
 import re
 import time
@@ -23,6 +26,7 @@ LIST_LAG_S = 300
 NAME_LAG_S = 10
 INSTANCE_LAG_S = 2
 ROLE_LAG_S = 5
+CONFLICT = "ConditionalRequestConflict"
 UNKNOWN_ROLE = "The execution role you provide must allow AWS EventBridge Scheduler to assume the role."
 
 
@@ -39,6 +43,13 @@ class Consistency:
         """Time at which a stack and its roles were last made."""
         self._launched: dict[str, float] = {}
         """Maps the id of an instance to the time of its launch."""
+        self._conditional_writes = itertools.count()
+
+    def check_write(self, headers: Mapping[str, Any]) -> None:
+        """Raise `AwsError` if S3 rejects a write with these WSGI headers because of another write."""
+        is_conditional = "HTTP_IF_MATCH" in headers or "HTTP_IF_NONE_MATCH" in headers
+        if is_conditional and next(self._conditional_writes) % 3 == 0:
+            raise AwsError(CONFLICT, "A conflicting operation occurred during processing of the request.")
 
     def check(self, action: str, parameters: Mapping[str, Any]) -> None:
         """Raise `AwsError` if a call names something that does not exist yet, or that is not quite gone."""

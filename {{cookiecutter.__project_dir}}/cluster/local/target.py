@@ -4,7 +4,6 @@ Other Ray clusters can run on the same machine.
 """
 
 import datetime
-import secrets
 import shutil
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import settings
+from cluster import env_file
 from cluster.doctor import Finding
 from cluster.env_file import EnvFile
 from cluster.job_client import Unreachable
@@ -40,7 +40,7 @@ class Local:
             return
         _clear()  # remove what a crash has left behind
         section = settings.load(head.RaySection, "ray", profile=self.profile)
-        _make_env_file()
+        env_file.create()
         started = time.monotonic()
         try:
             cluster = _start(section)
@@ -144,17 +144,6 @@ def _clear() -> list[str]:
         state.STATE_FILE.unlink()
         state.TOKEN_FILE.unlink(missing_ok=True)
     return left
-
-
-def _make_env_file() -> None:
-    """If there is no .env, create a private one with a new API key, so that nothing is served without a key."""
-    file = settings.PROJECT / ".env"
-    if file.exists():
-        return
-    text = (settings.PROJECT / ".env.example").read_text()
-    file.touch(mode=0o600)
-    file.write_text(text.replace("SERVE_API_KEY=", f"SERVE_API_KEY={secrets.token_urlsafe(32)}"))
-    print("created .env with a new SERVE_API_KEY; put all secrets there")
 
 
 def _start(section: head.RaySection) -> dict[str, Any]:

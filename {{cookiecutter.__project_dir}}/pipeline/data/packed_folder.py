@@ -9,6 +9,7 @@ from pyarrow.fs import FileSelector, FileType
 
 from pipeline import state_files
 from pipeline.data.output import open_output
+from pipeline.output_lease import is_lease
 from settings import UserError
 
 SUBFOLDERS = ("train", "eval", "rejected")
@@ -30,7 +31,8 @@ class PackedFolder:
     def begin(self, overwrite: bool) -> None:
         """Mark the folder as unfinished. Delete what an interrupted run or, with `overwrite`, a complete run wrote."""
         with open_output(self.uri) as (filesystem, folder):
-            present = {info.base_name for info in filesystem.get_file_info(FileSelector(folder, allow_not_found=True))}
+            found = filesystem.get_file_info(FileSelector(folder, allow_not_found=True))
+            present = {info.base_name for info in found if not is_lease(info.base_name)}
             if MANIFEST in present and not overwrite:
                 if self._manifest() is None:
                     raise UserError(f"{self.uri}/{MANIFEST} is damaged; pass --overwrite, or another --output.")

@@ -15,6 +15,7 @@ from pyarrow.fs import FileSelector, FileSystem, FileType
 
 from pipeline import state_files
 from pipeline.data.output import open_output
+from pipeline.output_lease import is_lease
 from pipeline.state_files import DamagedFile
 from settings import UserError
 
@@ -136,9 +137,10 @@ def _encode(table: pa.Table) -> bytes:
 
 
 def _complete_files(filesystem: FileSystem, folder: str) -> list[str]:
-    """Return the complete files in a folder, which may not exist."""
+    """Return the complete files in a folder, which may not exist, without its lease."""
     found = filesystem.get_file_info(FileSelector(folder, allow_not_found=True))
-    return [info.path for info in found if info.is_file and not info.path.endswith(PARTIAL)]
+    files = [info for info in found if info.is_file and not is_lease(info.base_name)]
+    return [info.path for info in files if not info.path.endswith(PARTIAL)]
 
 
 def _delete(filesystem: FileSystem, folder: str) -> None:

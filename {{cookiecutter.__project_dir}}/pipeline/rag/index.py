@@ -4,7 +4,7 @@ import asyncio
 import json
 import os
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -48,17 +48,27 @@ class ScoredChunk(NamedTuple):
 class Writer:
     """Writes to an index. Only one writer may use an index at a time. Committed changes survive a crash."""
 
-    def __init__(self, location: str, source: str, config: IndexConfig, dimension: int, *, fresh: bool) -> None:
+    def __init__(
+        self,
+        location: str,
+        source: str,
+        config: IndexConfig,
+        dimension: int,
+        *,
+        fresh: bool,
+        confirm: Callable[[], None],
+    ) -> None:
         """Open or create the index at `location`, a folder or URI, for the documents of `source`.
 
-        The vectors have `dimension` numbers. With `fresh`, replace an existing index.
+        The vectors have `dimension` numbers. With `fresh`, replace an existing index. `confirm` is called before each
+        change, and raises an error if another writer may use the index.
 
         Raises:
             UserError: the index was built with a different configuration.
         """
         columns = [pa.field("source", pa.string()), *CHUNKS, pa.field("vector", pa.list_(pa.float32(), dimension))]
         self._schema = pa.schema(columns, metadata={CONFIG_KEY: json.dumps(config._asdict())})
-        self._source = source
+        self._source, self._confirm = source, confirm
         database = lancedb.connect(location, storage_options=_storage_options())
         if fresh or TABLE not in database.list_tables().tables:
             self._table = database.create_table(TABLE, schema=self._schema, mode="overwrite")
@@ -80,6 +90,7 @@ class Writer:
 
     def commit(self, chunks: pa.Table, changed: list[str]) -> None:
         """Add chunks with their vectors in one transaction. They replace all old chunks of `changed` documents."""
+        self._confirm()
         rows = chunks.add_column(0, "source", pa.array([self._source] * len(chunks), pa.string()))
         rows = rows.cast(self._schema)
         if not changed:
@@ -93,6 +104,7 @@ class Writer:
         """Remove documents of the source."""
         ids = sorted(documents)
         for first in range(0, len(ids), MAX_IDS):
+            self._confirm()
             self._table.delete(self._condition(ids[first : first + MAX_IDS]))
 
     def finish(self) -> int:
@@ -100,6 +112,7 @@ class Writer:
 
         Until then, searches also scan the chunks that are not in an index yet.
         """
+        self._confirm()
         count = self._table.count_rows()
         indexed = [column for each in self._table.list_indices() for column in each.columns]
         if "text" not in indexed:  # an earlier version of this project wrote the table

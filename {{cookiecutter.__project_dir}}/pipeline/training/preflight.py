@@ -160,7 +160,7 @@ def claim(options: TrainOptions, identity: Identity) -> None:
     folder = f"{options.output}/{options.name}"
     text = storage.read_text(f"{folder}/run.json")
     if text is not None and options.fresh:
-        storage.delete_folder(folder)
+        storage.clear_folder(folder)
     elif text is not None:
         remedy = "If its settings are still the same, delete this file to resume the run; otherwise pass --fresh."
         existing = state_files.parse_or_refuse(text, Identity, f"{folder}/run.json", remedy)

@@ -6,6 +6,8 @@ from pathlib import Path
 import pyarrow.fs
 from pyarrow.fs import FileSelector, FileSystem, FileType
 
+from pipeline.output_lease import is_lease
+
 
 def read_text(location: str) -> str | None:
     """Return the content of a file, or None if it does not exist."""
@@ -37,15 +39,26 @@ def delete_file(location: str) -> None:
 
 
 def list_names(location: str) -> list[str]:
-    """Return the sorted names in a folder, or an empty list if the folder does not exist."""
+    """Return the sorted names in a folder, without its lease, or an empty list if the folder does not exist."""
     filesystem, path = FileSystem.from_uri(location)
-    return sorted(entry.base_name for entry in filesystem.get_file_info(FileSelector(path, allow_not_found=True)))
+    names = (entry.base_name for entry in filesystem.get_file_info(FileSelector(path, allow_not_found=True)))
+    return sorted(name for name in names if not is_lease(name))
 
 
 def delete_folder(location: str) -> None:
     """Delete a folder and its content."""
     filesystem, path = FileSystem.from_uri(location)
     filesystem.delete_dir(path)
+
+
+def clear_folder(location: str) -> None:
+    """Delete the content of a folder, without its lease."""
+    filesystem, path = FileSystem.from_uri(location)
+    for entry in filesystem.get_file_info(FileSelector(path)):
+        if entry.type == FileType.Directory:
+            filesystem.delete_dir(entry.path)
+        elif not is_lease(entry.base_name):
+            filesystem.delete_file(entry.path)
 
 
 def is_local(location: str) -> bool:

@@ -317,7 +317,7 @@ def test_up_fails_if_the_head_dies_during_its_first_job(tmp_path: Path, monkeypa
             return subprocess.Popen(command, stdout=log, stderr=subprocess.DEVNULL, start_new_session=True)
 
     monkeypatch.setattr(head, "start", start)
-    monkeypatch.setattr(local_target, "_make_env_file", lambda: None)
+    monkeypatch.setattr(local_target.env_file, "create", lambda: None)
     with pytest.raises(
         settings.UserError, match="stopped while it was starting: MemoryError: no room for the object store"
     ):
@@ -339,7 +339,7 @@ def test_a_start_that_a_busy_machine_slows_down_is_tried_again(
             return subprocess.Popen(["echo", f"Exception: {error}"], stdout=log, start_new_session=True)
 
     monkeypatch.setattr(head, "start", start)
-    monkeypatch.setattr(local_target, "_make_env_file", lambda: None)
+    monkeypatch.setattr(local_target.env_file, "create", lambda: None)
     with pytest.raises(settings.UserError, match=error):
         local_target.Local().up(yes=True)
     assert len(started) == starts

@@ -34,15 +34,21 @@ PROMETHEUS = f"http://127.0.0.1:{prometheus.PORT}/api/v1"
 CANARY = secrets.token_hex(16)  # random: this file is uploaded, so the search below would find a literal in it
 PROBE = '''
 """A job for the tests: prints temporary folders and hashes of the secret, waits, then exits with the given code."""
-import hashlib, os, pathlib, sys, tempfile, time
+import contextlib, hashlib, os, pathlib, sys, tempfile, time
 import ray
-from pipeline.ray_support import cli
+import settings
+from pipeline.ray_support import cli, job_lease
 
 def seen() -> str:
     return hashlib.sha256(os.environ.get("HF_TOKEN", "").encode()).hexdigest()
 
-if __name__ == "__main__":
+def main(_) -> None:
     cli.connect()
+    writes = len(sys.argv) > 3
+    with job_lease.hold(settings.resolve(sys.argv[3]), "--output") if writes else contextlib.nullcontext():
+        work()
+
+def work() -> None:
     print("session", pathlib.Path(ray.nodes()[0]["ObjectStoreSocketName"]).parents[1])
     print("driver", seen())
     print("worker", ray.get(ray.remote(num_cpus=0.1)(seen).remote()), flush=True)
@@ -51,6 +57,9 @@ if __name__ == "__main__":
         waits = ray.remote(num_cpus=1000)(seen).remote()
         time.sleep(float(sys.argv[2]))
     sys.exit(int(sys.argv[1]))
+
+if __name__ == "__main__":
+    cli.run(main)
 '''
 
 
@@ -139,7 +148,7 @@ def test_other_users_cannot_access_files_of_a_running_job(project: Project) -> N
     open_folder.rmdir()
 
     client = subprocess.Popen(
-        [*project.command, "submit", "probe", "--", "0", "120"],
+        [*project.command, "submit", "probe", "--", "0", "120", "results/probe"],
         cwd=project.folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     job_id = read_until(client, "worker")
@@ -230,7 +239,12 @@ def test_ctrl_c_without_a_terminal_leaves_the_job_running(project: Project) -> N
     assert f"inv stop {job_id}" in rest
     waiting = " ".join(project.inv("status").partition("Waiting")[2].split())
     assert f"{job_id} {getpass.getuser()} 1 × 1000 CPU" in waiting
+    again = ("submit", "probe", "--", "0", "0", "results/probe")
+    folder = project.folder / "results" / "probe"
+    stop = f"error: {job_id} is writing to {folder}; stop it: inv stop {job_id}, or pass another --output."
+    assert stop in project.inv(*again, ok=False)
     assert f"{job_id} is stopped" in project.inv("stop", "--job", job_id)
+    assert "driver" in project.inv(*again), "the folder of a stopped job must be free at once"
     assert f"{job_id} is stopped" in project.inv("stop", "--job", job_id), "stopping a job twice must not be an error"
 
 

@@ -4,6 +4,7 @@ import ast
 import importlib
 import re
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -172,7 +173,7 @@ def test_links_lead_to_existing_files(page: str) -> None:
 def test_torchrun_needs_packed_rows_and_a_folder() -> None:
     options = settings.load(DDPOptions, "train", profile="local")
     for wrong in ({"stream": True}, {"output": "s3://bucket/runs"}):
-        message = torchrun._prepare(options.model_copy(update=wrong))
+        message = torchrun._prepare(options.model_copy(update=wrong), ExitStack())
         assert message.startswith(
             "under torchrun, jobs read preprocessed rows and write to a folder that all processes share"
         )

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import boto3
@@ -14,11 +15,11 @@ import pytest
 from rich.console import Console
 
 import settings
-from cluster import keys
+from cluster import env_file, keys
 from cluster.aws import secrets_manager
 from cluster.aws.target import Aws
 from cluster.common import cluster_file
-from cluster.env_file import EnvFile
+from cluster.env_file import EnvFile, locked
 from cluster.target import KeyStore
 from pipeline.serving import keys as server_keys
 from pipeline.serving.keys import ApiKeys
@@ -69,6 +70,44 @@ def test_the_rest_of_env_stays(file: Path) -> None:
     keys.revoke([EnvFile()], "alice")
     assert file.read_text() == ENV.replace("export ", "")
     assert file.stat().st_mode & 0o777 == 0o600
+
+
+def test_keys_that_are_added_and_revoked_at_the_same_time_are_all_kept(file: Path) -> None:
+    names = [f"user-{number}" for number in range(32)]
+    with ThreadPoolExecutor(8) as threads:
+        revoked = threads.submit(keys.revoke, [EnvFile()], "bob")
+        added = dict(zip(names, threads.map(add, names), strict=True))
+    revoked.result()
+    assert {name: name_of(key) for name, key in added.items()} == {name: name for name in names}
+    assert [name_of(each) for each in ("for-bob", "the-owner")] == [None, "owner"]
+    assert "HF_TOKEN=hf_x" in file.read_text()
+
+
+def test_two_projects_with_the_same_env_keep_all_keys(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / ".env").symlink_to(file)
+    with locked():
+        monkeypatch.setattr(settings, "PROJECT", tmp_path / "other")
+        monkeypatch.setattr(env_file, "LOCK_TIMEOUT_S", 0.1)
+        with pytest.raises(settings.UserError, match=r"another process has been changing .*env for 0 s. End that"):
+            add("alice")
+    assert name_of(add("alice")) == "alice"
+
+
+def test_one_of_two_inv_up_writes_the_env(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "PROJECT", tmp_path)
+    (tmp_path / ".env.example").write_text("SERVE_API_KEY=\nHF_TOKEN=\n")
+
+    def make(_: int) -> str:
+        env_file.create()
+        return (tmp_path / ".env").read_text()
+
+    with ThreadPoolExecutor(8) as threads:
+        (only,) = set(threads.map(make, range(8)))
+    assert re.fullmatch(r"SERVE_API_KEY=\S{40,}\nHF_TOKEN=\n", only)
+    assert (tmp_path / ".env").stat().st_mode & 0o777 == 0o600
 
 
 def test_a_key_expires_at_the_end_of_its_last_day(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

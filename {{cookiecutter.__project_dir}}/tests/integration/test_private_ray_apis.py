@@ -150,6 +150,10 @@ def test_gcs(gcs_address: str) -> None:
     assert gcs.node_id(gcs_address, address) == ray.get_runtime_context().get_node_id()
     assert gcs.DrainNodeReason.Name(1) == "DRAIN_NODE_REASON_IDLE_TERMINATION"
     assert callable(gcs.GcsClient(address=gcs_address).drain_node)
+    own = ray.get_runtime_context().get_job_id()
+    assert gcs.submission_id(gcs_address, own) == ""  # tests/e2e/test_local_target.py submits jobs
+    assert not gcs.job_has_ended(gcs_address, own)
+    assert gcs.job_has_ended(gcs_address, "77000000")
 
 
 def test_autoscaler(gcs_address: str) -> None:

@@ -9,7 +9,9 @@ import random
 import re
 import shutil
 import socket
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -222,8 +224,12 @@ def found(folder: Path, question: str) -> str:
     return "".join(chunk.document for chunk in both if chunk not in nearest)
 
 
+def new_writer(folder: Path, config: index.IndexConfig, dimension: int) -> index.Writer:
+    return index.Writer(str(folder), "source", config, dimension, fresh=False, confirm=lambda: None)
+
+
 def test_words_find_what_vectors_do_not(tmp_path: Path) -> None:
-    writer = index.Writer(str(tmp_path), "source", index.IndexConfig("model", 50, 0), 2, fresh=False)
+    writer = new_writer(tmp_path, index.IndexConfig("model", 50, 0), 2)
     noise = {f"noise{number}": f"nothing special in {number}" for number in range(20)}
     commit(
         writer, noise | {"part": "About XK4711.", "call": "os.path.join(a, b)", "zh": "如何复制文件", "de": "Die Züge"}
@@ -246,14 +252,14 @@ def test_an_index_without_full_text_is_searched_by_meaning_until_the_next_embed(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     config = index.IndexConfig("model", 50, 0)
-    writer = index.Writer(str(tmp_path), "source", config, 2, fresh=False)
+    writer = new_writer(tmp_path, config, 2)
     commit(writer, {"a": "nothing special", "b": "nothing else", "part": "About XK4711."})
     index.lancedb.connect(tmp_path).open_table(index.TABLE).drop_index("text_idx")
     options = settings.load(RagOptions, "rag", profile="local").model_copy(update={"index": str(tmp_path)})
     assert found(tmp_path, "xk4711") == ""
     deployment.check_index(options)
     assert "can only be searched by meaning, not by words. Run: inv submit embed" in capsys.readouterr().out
-    index.Writer(str(tmp_path), "source", config, 2, fresh=False).finish()
+    new_writer(tmp_path, config, 2).finish()
     assert found(tmp_path, "xk4711") == "part"
     deployment.check_index(options)
     assert capsys.readouterr().out == ""
@@ -273,6 +279,28 @@ def summary(capsys: pytest.CaptureFixture) -> str:
 def test_unchanged_documents_are_not_embedded_again(embedded: EmbedOptions, capsys: pytest.CaptureFixture) -> None:
     embed.main(embedded)
     assert summary(capsys) == f"documents: 0 new, 0 changed, 0 removed, {len(facts())} unchanged"
+
+
+def test_two_runs_at_once_leave_one_copy_of_each_chunk(
+    ray_session: None, options: EmbedOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both_are_ready, check = threading.Barrier(2), embed._check_cluster
+
+    def check_and_wait(*arguments: Any) -> None:
+        check(*arguments)
+        both_are_ready.wait(120)
+
+    monkeypatch.setattr(embed, "_check_cluster", check_and_wait)
+    write_rows(tmp_path / "rows.jsonl", [{"id": str(number), "text": f"text number {number}"} for number in range(40)])
+    both = options.model_copy(update={"input": str(tmp_path / "rows.jsonl"), "index": str(tmp_path / "index")})
+    config = index.IndexConfig(both.model, both.chunk_tokens, both.chunk_overlap)
+    dimension = EmbeddingModelInfo(both.model).dimension
+    new_writer(Path(both.index), config, dimension)  # two runs that create an index fail anyway
+    with ThreadPoolExecutor(2) as threads:
+        errors = [run.exception() for run in [threads.submit(embed.main, both) for _ in range(2)]]
+    rows = index.lancedb.connect(both.index).open_table(index.TABLE).to_arrow()
+    assert sorted(rows["document"].to_pylist()) == sorted(map(str, range(40)))
+    assert all("is writing to" in str(error) for error in errors if error)
 
 
 @pytest.mark.nightly
@@ -347,7 +375,7 @@ def test_a_large_table_is_indexed_and_finds_the_same_chunks(tmp_path: Path, monk
     texts = {"document": list(map(str, range(600))), "hash": ["h"] * 600, "chunk": [0] * 600, "text": ["t"] * 600}
     chunks = pa.table(texts, schema=documents.CHUNKS)
     column = pa.FixedSizeListArray.from_arrays(pa.array(vectors.ravel()), 8)
-    writer = index.Writer(str(tmp_path), "source", index.IndexConfig("model", 50, 0), 8, fresh=False)
+    writer = new_writer(tmp_path, index.IndexConfig("model", 50, 0), 8)
     writer.commit(chunks.append_column("vector", column), [])
     assert writer.finish() == 600
     found = index.search_all(str(tmp_path), vectors[:20], 1)

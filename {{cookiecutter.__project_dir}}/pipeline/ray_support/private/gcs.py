@@ -1,8 +1,8 @@
-"""The cluster's control store (GCS): finds the id of a node, and drains idle nodes."""
+"""The cluster's control store (GCS): finds the id of a node, drains idle nodes, and knows which jobs have ended."""
 
 from ray._raylet import GcsClient
 from ray.core.generated.autoscaler_pb2 import DrainNodeReason
-from ray.core.generated.gcs_pb2 import GcsNodeInfo
+from ray.core.generated.gcs_pb2 import GcsNodeInfo, JobTableData
 
 
 def node_id(gcs_address: str, ip: str) -> str:
@@ -24,3 +24,25 @@ def drain_idle(gcs_address: str, node_id: str, message: str) -> None:
     """
     reason = DrainNodeReason.DRAIN_NODE_REASON_IDLE_TERMINATION
     GcsClient(address=gcs_address).drain_node(node_id, reason, message, deadline_timestamp_ms=0)
+
+
+def submission_id(gcs_address: str, job_id: str) -> str:
+    """Return the id with which a job was submitted, or "" if its driver was started in another way.
+
+    Relies on `ray._raylet.GcsClient.get_all_job_info`, which returns a dict whose values have the fields
+    `config.metadata` and `is_dead` of JobTableData, and on the key `job_submission_id` of the metadata (Ray 2.60).
+    """
+    jobs = _jobs(gcs_address, job_id)
+    return next((job.config.metadata.get("job_submission_id", "") for job in jobs), "")
+
+
+def job_has_ended(gcs_address: str, job_id: str) -> bool:
+    """Return whether a job's driver has ended. Ray forgets jobs that ended long ago."""
+    return all(job.is_dead for job in _jobs(gcs_address, job_id))
+
+
+def _jobs(gcs_address: str, job_id: str) -> list[JobTableData]:
+    found = GcsClient(address=gcs_address).get_all_job_info(
+        job_or_submission_id=job_id, skip_submission_job_info_field=True, skip_is_running_tasks_field=True
+    )
+    return list(found.values())

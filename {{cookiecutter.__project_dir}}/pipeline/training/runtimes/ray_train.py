@@ -31,7 +31,7 @@ from torch import nn
 
 from pipeline import state_files
 from pipeline.data import row_sources, streaming
-from pipeline.ray_support import capacity, cli, gang, ray_logging
+from pipeline.ray_support import capacity, cli, gang, job_lease, ray_logging
 from pipeline.ray_support.private.train import LIST_OF_CHECKPOINTS
 from pipeline.ray_support.private.tune import is_in_trial
 from pipeline.state_files import DamagedFile
@@ -179,17 +179,18 @@ def fit(options: TrainOptions, make_strategy: MakeStrategy) -> None:
     cli.connect()
     ray_logging.driver()
     _check_cluster(options, stream)
-    preflight.claim(options, identity | {"launcher": "Ray Train"})
-    _check_list_of_checkpoints(options)
-    storage.delete_file(_failure_file(options))
-    trainer = _torch_trainer(options, make_strategy, stream, gang.scaling(options))
-    try:
-        failure = trainer.fit().return_value
-    except WorkerGroupError:
-        failure = storage.read_text(_failure_file(options))
-        if not failure:
-            raise
-    storage.delete_file(_failure_file(options))
+    with job_lease.hold(f"{options.output}/{options.name}", "--name"):
+        preflight.claim(options, identity | {"launcher": "Ray Train"})
+        _check_list_of_checkpoints(options)
+        storage.delete_file(_failure_file(options))
+        trainer = _torch_trainer(options, make_strategy, stream, gang.scaling(options))
+        try:
+            failure = trainer.fit().return_value
+        except WorkerGroupError:
+            failure = storage.read_text(_failure_file(options))
+            if not failure:
+                raise
+        storage.delete_file(_failure_file(options))
     if failure:
         sentence, _, details = failure.partition("\n")
         print(details, end="", file=sys.stderr, flush=True)

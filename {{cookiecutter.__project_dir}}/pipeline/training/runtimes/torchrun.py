@@ -2,7 +2,10 @@
 
 import os
 import shutil
+import socket
 import sys
+import uuid
+from contextlib import AbstractContextManager, ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import cast
@@ -12,6 +15,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from pipeline import output_lease
+from pipeline.output_lease import Holder, Lease, NoLease
 from pipeline.state_files import DamagedFile
 from pipeline.training import preflight, storage, transport
 from pipeline.training.options import TrainOptions
@@ -69,9 +74,10 @@ def fit(options: TrainOptions, make_strategy: MakeStrategy) -> None:
         device = _device(options)
         transport.require_efa(device, dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"]))
         options = preflight.with_absolute_paths(options).model_copy(update={"num_workers": dist.get_world_size()})
-        _raise_on_all_ranks(_prepare(options) if dist.get_rank() == 0 else "")
-        runtime = TorchrunRuntime(Path(options.output, options.name), device, options.keep_checkpoints)
-        train(options, runtime, make_strategy)
+        with ExitStack() as held:
+            _raise_on_all_ranks(_prepare(options, held) if dist.get_rank() == 0 else "")
+            runtime = TorchrunRuntime(Path(options.output, options.name), device, options.keep_checkpoints)
+            train(options, runtime, make_strategy)
     except UserError as error:
         if dist.get_rank() == 0 or isinstance(error, DamagedFile):
             raise
@@ -87,8 +93,11 @@ def _device(options: TrainOptions) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _prepare(options: TrainOptions) -> str:
-    """Check options, data and model, and create the run's folder. Return the error, or an empty string."""
+def _prepare(options: TrainOptions, held: ExitStack) -> str:
+    """Check options, data and model, and create the run's folder. Return the error, or an empty string.
+
+    `held` gets the lease on the folder.
+    """
     try:
         if options.stream or not storage.is_local(options.output):
             raise UserError(
@@ -96,10 +105,20 @@ def _prepare(options: TrainOptions) -> str:
                 "Leave out --stream, and set --output to a folder."
             )
         check_batches(options.global_batch_rows, options.micro_batch_rows, options.min_workers, options.max_workers)
-        preflight.claim(options, preflight.check_packed(options) | {"launcher": "torchrun"})
+        identity = preflight.check_packed(options) | {"launcher": "torchrun"}
+        held.enter_context(_lease(f"{options.output}/{options.name}"))
+        preflight.claim(options, identity)
     except UserError as error:
         return str(error)
     return ""
+
+
+def _lease(folder: str) -> AbstractContextManager[Lease | NoLease]:
+    """Hold the lease on the run's folder. torchrun ends all processes before it starts them again."""
+    host = socket.gethostname()
+    launcher = f"torchrun {os.environ['TORCHELASTIC_RUN_ID']}, process {os.getppid()} on {host}"
+    me = Holder(cluster=launcher, job="", name=f"process {os.getpid()} on {host}", token=uuid.uuid4().hex)
+    return output_lease.hold(folder, "--name", me, lambda holder: True)
 
 
 def _raise_on_all_ranks(error: str) -> None:
