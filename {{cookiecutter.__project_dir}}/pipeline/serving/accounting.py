@@ -24,7 +24,7 @@ class RequestRecord:
         self.key = ""
         """Name of the key. Empty while no valid key is known."""
         self.model = ""
-        """Model that the body names. Empty if it names none, or was rejected before it was read."""
+        """Model that the body names, or the app's own if it names none. Empty if the body was not read."""
         self.status = CLIENT_CLOSED_REQUEST
         self.first_s: float | None = None
         """Seconds until the first part of the answer. None if nothing was sent."""

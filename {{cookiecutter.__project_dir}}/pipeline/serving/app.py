@@ -220,15 +220,14 @@ class Server(EngineServer):
             tasks.append(self._adapters.refresh_forever(self._serving))
         self._tasks = [asyncio.create_task(task) for task in tasks]  # asyncio itself keeps only weak references
         queue = QueueMiddleware(MetricsMiddleware(app, self._reporter.record), self._limits, self._alive)
+        model = self._location.model  # vLLM's default, too
         if self._location.path != ROOT:
-            return ApiMiddleware(queue, self._keys, self._limits, self._alive, self._record)
-        router = ModelRouter(queue, self._location.model, self._location.address, lambda: self._reporter.routes)
-        return ChatPage(ApiMiddleware(router, self._keys, self._limits, self._alive, self._record))
+            return ApiMiddleware(queue, self._keys, self._limits, self._alive, self._record, model=model)
+        router = ModelRouter(queue, model, self._location.address, lambda: self._reporter.routes)
+        return ChatPage(ApiMiddleware(router, self._keys, self._limits, self._alive, self._record, model=model))
 
     def _record(self, record: RequestRecord) -> None:
         """Record a request that has ended."""
-        if record.sequences and not record.model:
-            record.model = self._location.model  # vLLM's default
         self._access_log.write(record)
         self._key_metrics.count(record)
 

@@ -16,6 +16,7 @@ ENGINE_RETRY_S = 5  # other replicas can answer at once; a new one takes longer,
 CLOSE = {"Connection": "close"}
 NEEDS_PARSER = "--tool-call-parser to be set"  # the end of vLLM's message for tools without a parser
 NO_PARSER = "the served model has no tool parser; send no tools, or set tool_parser in [serve] of settings.toml"
+MODEL_NOT_FOUND = "model_not_found"  # OpenAI's code for a model that a key may not use
 MESSAGES_ROUTE = "/v1/messages"
 ANTHROPIC_TYPES = {
     401: "authentication_error",

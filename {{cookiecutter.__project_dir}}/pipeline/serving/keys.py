@@ -66,8 +66,8 @@ class ApiKeys:
                 found = each
         return found.name if found and time.time() < found.expires else None
 
-    def may_use(self, name: str, model: str | None) -> bool:
-        """Return whether the key with this name may use a model. None stands for the main model."""
+    def may_use(self, name: str, model: str) -> bool:
+        """Return whether the key with this name may use a model."""
         key = self._keys.get(name)  # None if the key has been revoked a moment ago
         return key is not None and (key.models is None or model in key.models)
 

@@ -97,7 +97,7 @@ def router_to(
     on_end: Callable[[RequestRecord], None] = accounting.ignore,
 ) -> ApiMiddleware:
     app = Starlette(routes=[Route("/v1/chat/completions", own, methods=["POST"])])
-    return ApiMiddleware(ModelRouter(app, "own", root, lambda: routes), ApiKeys(), limits, on_end=on_end)
+    return ApiMiddleware(ModelRouter(app, "own", root, lambda: routes), ApiKeys(), limits, on_end=on_end, model="own")
 
 
 async def post(app: Any, body: Any, path: str = "/v1/chat/completions", **options: Any) -> httpx2.Response:
@@ -142,10 +142,11 @@ def test_requests_for_other_names_are_not_forwarded(upstream: Upstream, body: An
     assert asyncio.run(post(router(upstream, TWO_NAMES), body)).json()["from"] == "own"
 
 
-def test_a_canary_gets_its_share(upstream: Upstream) -> None:
+@pytest.mark.parametrize("body", [{"model": "own"}, {}, {"model": ""}])
+def test_a_canary_gets_its_share(upstream: Upstream, body: Any) -> None:
     async def ask_many() -> int:
         app = router(upstream, Routes({}, CANARY, 25))
-        answers = [await post(app, {"model": "own"}) for _ in range(400)]
+        answers = [await post(app, body) for _ in range(400)]
         return sum(answer.json()["from"] == "canary" for answer in answers)
 
     assert 60 < asyncio.run(ask_many()) < 140  # 100 of 400 are expected; the standard deviation is 8.7
