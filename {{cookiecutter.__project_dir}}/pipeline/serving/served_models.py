@@ -6,8 +6,10 @@ from typing import Any
 import ray
 from ray import serve
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
+from pipeline.printable import printable
 from pipeline.serving import canary, lifecycle
 from pipeline.serving.options import CANARY, RAG_APP, ROOT, ServeOptions, app_name
 from settings import UserError
@@ -64,7 +66,7 @@ def show() -> None:
         table.add_column(column, header_style="dim", justify="left" if column in ("model", "path") else "right")
     for path, app in sorted(apps.items()):
         latencies = (f"{app[name]:.0f}" if name in app else "" for name in LATENCIES)
-        names = ", ".join(app["models"])
+        names = escape(printable(", ".join(app["models"])))
         table.add_row(names, path, f"{app['percent']:g}", f"{app['requests']}", f"{app['errors']}", *latencies)
     Console(width=120).print(table if apps else "no model is served; serve one with: inv submit serve_llm")
 
