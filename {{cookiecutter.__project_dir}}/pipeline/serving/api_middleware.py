@@ -1,6 +1,7 @@
 """Middleware in front of a model's HTTP API: API keys, limits per key, body size and timeouts."""
 
 import asyncio
+import hmac
 from collections.abc import Callable
 from contextlib import ExitStack
 
@@ -9,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from pipeline.serving.accounting import RequestRecord, current, ignore
 from pipeline.serving.app_call import AppCall, ClientDisconnected
 from pipeline.serving.body_checks import inspect
-from pipeline.serving.errors import CLOSE, MODEL_NOT_FOUND, ApiError, ResponseSender, always_alive
+from pipeline.serving.errors import CLOSE, FALLBACK_HEADER, MODEL_NOT_FOUND, ApiError, ResponseSender, always_alive
 from pipeline.serving.keys import ApiKeys
 from pipeline.serving.rate_limits import RateLimiter, RequestLimits
 
@@ -76,7 +77,7 @@ class ApiMiddleware:
         except ClientDisconnected:
             pass
         finally:
-            if record.key and not record.is_forwarded:
+            if record.key and not record.is_recorded_elsewhere:
                 self._rate_limiter.add_tokens(record.key, record.prompt_tokens + record.completion_tokens)
                 self._on_end(record)
 
@@ -123,6 +124,7 @@ class ApiMiddleware:
         headers = dict(scope["headers"])
         try:
             key = record.key = self._authenticate(headers)
+            record.has_fallback = hmac.compare_digest(headers.get(FALLBACK_HEADER, b""), self._keys.token)
             self._count(key, 1, counted)  # an upload in progress counts too
         except ApiError as error:
             _, is_complete = await self._read_body(headers, receive, keep=False)
@@ -144,7 +146,10 @@ class ApiMiddleware:
             raise ApiError(404, message, code=MODEL_NOT_FOUND)
         self._check_sequences(inspected.sequences)
         self._count(key, inspected.sequences - 1, counted)
-        return inspected.raw, {**scope, "state": {**scope.get("state", {}), "body": inspected}}
+        return inspected.raw, {
+            **scope,
+            "state": {**scope.get("state", {}), "body": inspected, "token": self._keys.token},
+        }
 
     def _authenticate(self, headers: dict[bytes, bytes]) -> str:
         """Return the name of the request's key. Anthropic's clients send it as `x-api-key`."""

@@ -14,7 +14,7 @@ from ray.serve.deployment import Application
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 
 from pipeline.serving import canary, http_server, parsers, placement
-from pipeline.serving.options import APP, ServeOptions
+from pipeline.serving.options import APP, CANARY, ServeOptions, app_name
 from pipeline.serving.preflight import check_cpus
 from settings import UserError
 
@@ -69,21 +69,30 @@ def deploy_model(options: ServeOptions) -> None:
 
 
 def resolve_name(options: ServeOptions) -> ServeOptions:
-    """Give a canary the main model's name, and check that an additional model has a different name.
+    """Give a canary the main model's name, and check that other models have different names.
 
     Raises:
-        UserError: no main model is served, or the additional model has the name of the main model.
+        UserError: no main model is served, another model has this name, or the main model would get another name
+            although it has a canary.
     """
-    if options.path == canary.ROOT:
-        return options
     apps = ray.get(canary.actor().apps.remote())
-    if canary.ROOT not in apps:
+    name = apps[canary.ROOT]["models"][0] if canary.ROOT in apps else None
+    if name is None and options.path != canary.ROOT:
         raise UserError("no main model is served yet. Serve one first: inv submit serve_llm")
-    name = apps[canary.ROOT]["models"][0]
     if options.canary_percent:
         return options.model_copy(update={"model_name": name})
-    if options.served_name == name:
-        raise UserError(f"a model named {name} is already served. Use another --model-name, or leave out --add.")
+    for path, app in apps.items():
+        if path not in (options.path, CANARY) and options.served_name == app["models"][0]:
+            remedy = "leave out --add" if options.add else f"first run: inv models -- --end {options.served_name}"
+            raise UserError(
+                f"a model named {options.served_name} is already served. Use another --model-name, or {remedy}."
+            )
+    of_canary = apps[CANARY]["models"][0] if CANARY in apps else name
+    if options.path == canary.ROOT and app_name(CANARY) in canary.running_apps() and options.served_name != of_canary:
+        raise UserError(
+            f"the canary of {of_canary} cannot answer requests for {options.served_name}. "
+            "First end it: inv models -- --promote, or inv models -- --roll-back"
+        )
     return options
 
 
