@@ -451,12 +451,17 @@ def metrics(context: Context, target: str = "local") -> None:
     prometheus.run(targets.get(target).connect())
 
 
-@verb(**TARGET)
-def down(context: Context, target: str = "local") -> None:
+@verb(drain="seconds that running answers of served models get; 0: end them at once", **TARGET)
+def down(context: Context, drain: int = 20, target: str = "local") -> None:
     """Stop the cluster, and check that nothing is left behind. On AWS, the bucket is kept."""
     from cluster import targets
 
-    if left := targets.get(target).down():
+    chosen = targets.get(target)
+    if drain:
+        from cluster import drain as cluster_drain
+
+        cluster_drain.before_down(chosen, drain)
+    if left := chosen.down():
         raise Exit(f"error: left behind: {', '.join(left)}. Run again: inv down --target {target}", 1)
 
 

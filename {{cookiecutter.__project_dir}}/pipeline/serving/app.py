@@ -151,6 +151,7 @@ def llm_config(options: ServeOptions) -> LLMConfig:
         # requests that Serve's proxy holds while an app without replicas starts one; further requests get 503
         "max_queued_requests": options.max_ongoing_requests + options.max_queued_requests,
         "backpressure_config": BackpressureConfig(retry_after_s=ENGINE_RETRY_S),
+        "graceful_shutdown_timeout_s": options.limits.shutdown_s,  # Serve's 20 s would cut answers off
         "health_check_period_s": 1,  # Serve replaces a dead replica at the next check
         "max_surge_percent": options.max_surge_percent,
         "max_constructor_retry_count": 1,  # do not retry a model that cannot be loaded
