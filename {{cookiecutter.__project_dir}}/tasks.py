@@ -16,10 +16,10 @@ from cluster import environment, network
 
 environment.enter()  # creates .venv on first use; after this line, all packages can be imported
 
-from rich.console import Console
-
 import settings
 from cluster import command_line, job_scripts
+from cluster.console import Console
+from pipeline.printable import printable
 
 network.keep_to_loopback()
 
@@ -41,7 +41,7 @@ def verb(*positional: str, **texts: str) -> Callable[..., Any]:
             try:
                 body(context, *args, **options)
             except settings.UserError as error:
-                raise Exit(f"error: {error}", error.exit_code) from None
+                raise Exit(printable(f"error: {error}"), error.exit_code) from None
             except Exit:
                 raise
             except KeyboardInterrupt:
@@ -49,7 +49,7 @@ def verb(*positional: str, **texts: str) -> Callable[..., Any]:
             except _aws_errors() as error:
                 from cluster.aws import aws_errors
 
-                raise Exit(f"error: {aws_errors.explain(error)}", 1) from None
+                raise Exit(printable(f"error: {aws_errors.explain(error)}"), 1) from None
 
         return task(checked, positional=list(positional), help=texts)
 
@@ -451,12 +451,17 @@ def metrics(context: Context, target: str = "local") -> None:
     prometheus.run(targets.get(target).connect())
 
 
-@verb(**TARGET)
-def down(context: Context, target: str = "local") -> None:
+@verb(drain="seconds that running answers of served models get; 0: end them at once", **TARGET)
+def down(context: Context, drain: int = 20, target: str = "local") -> None:
     """Stop the cluster, and check that nothing is left behind. On AWS, the bucket is kept."""
     from cluster import targets
 
-    if left := targets.get(target).down():
+    chosen = targets.get(target)
+    if drain:
+        from cluster import drain as cluster_drain
+
+        cluster_drain.before_down(chosen, drain)
+    if left := chosen.down():
         raise Exit(f"error: left behind: {', '.join(left)}. Run again: inv down --target {target}", 1)
 
 

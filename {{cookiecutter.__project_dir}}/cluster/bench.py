@@ -18,6 +18,7 @@ from rich.table import Table
 
 import settings
 from cluster import chat
+from cluster.console import cell
 
 CONCURRENT = (1, 2, 4, 8, 16, 32)
 TIMEOUT_S = 300.0
@@ -80,11 +81,13 @@ def bench(
     with chat.readable_errors(url):
         model = openai.OpenAI(base_url=url, api_key=key, max_retries=0, timeout=chat.TIMEOUTS).models.list().data[0].id
     seconds = load.seconds * len(load.concurrent)
-    console.print(f"{model} at {url}: {len(load.concurrent)} levels of {load.seconds:g} s, {seconds:g} s in total")
+    console.print(
+        f"{cell(model)} at {url}: {len(load.concurrent)} levels of {load.seconds:g} s, {seconds:g} s in total"
+    )
     levels = asyncio.run(_levels(url, key, model, load, console))
     console.print(_table(levels, load))
     for message, count in sum((Counter(level.errors) for level in levels), Counter()).most_common():
-        console.print(f"{count} × {message}", highlight=False)
+        console.print(f"{count} × {cell(message)}", highlight=False)
     folder.mkdir(exist_ok=True)
     saved = {"model": model, "tokens": load.tokens, "levels": [level._asdict() for level in levels]}
     (folder / "bench.json").write_text(json.dumps(saved, indent=2) + "\n", encoding="utf-8")

@@ -13,6 +13,7 @@ import openai
 from openai.types.chat import ChatCompletionMessageParam
 
 import settings
+from pipeline.printable import printable
 from pipeline.ray_support import job_secrets
 
 HELP = "/system TEXT: set the system message   /model NAME: switch models   /clear: start over   /quit"
@@ -119,7 +120,7 @@ def readable_errors(url: str) -> Iterator[None]:
 
 
 def _loop(session: ChatSession, url: str) -> None:
-    print(f"{session.model} at {url}   {HELP}")
+    print(f"{printable(session.model)} at {url}   {HELP}")
     while True:
         try:
             line = input("\n> ").strip()
@@ -152,21 +153,22 @@ def _switch_model(session: ChatSession, name: str) -> None:
     if name in names:
         session.model = name
     elif name:
-        print(f"no model is named {name}. Served models: {', '.join(names)}")
+        print(printable(f"no model is named {name}. Served models: {', '.join(names)}"))
         return
-    print("\n".join(f"{'*' if name == session.model else ' '} {name}" for name in names))
+    print("\n".join(f"{'*' if name == session.model else ' '} {printable(name)}" for name in names))
 
 
 def _print_answer(session: ChatSession, question: str) -> None:
     """Print an answer as it is generated. In a terminal, print its reasoning first, in a dim color."""
     reasoned = False
     for piece in session.answer(question):
+        text = printable(piece.text, "\n\t")
         if piece.is_reasoning:
             if sys.stdout.isatty():
-                print(f"{DIM}{piece.text}{PLAIN}", end="", flush=True)
+                print(f"{DIM}{text}{PLAIN}", end="", flush=True)
                 reasoned = True
             continue
-        print("\n" * reasoned + piece.text, end="", flush=True)
+        print("\n" * reasoned + text, end="", flush=True)
         reasoned = False
     print()
 
@@ -178,4 +180,4 @@ def _print_answer_or_error(session: ChatSession, question: str) -> None:
     except KeyboardInterrupt:
         print(" (stopped)")
     except (openai.BadRequestError, openai.NotFoundError) as error:  # 404: for example, an adapter was deleted
-        print(f"{error.message}\n{HELP}")
+        print(f"{printable(error.message)}\n{HELP}")

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rich.console import Console
-from rich.markup import escape
+
+from cluster.console import cell
 
 Status = Literal["ok", "warning", "error"]
 MARKS = {"ok": "[green]✓[/]", "warning": "[yellow]![/]", "error": "[bold red]✗[/]"}
@@ -28,5 +29,5 @@ def judge(is_ok: bool, text: str, remedy: str, otherwise: Status = "error") -> F
 def show(findings: list[Finding], console: Console) -> bool:
     """Print findings. Return whether there are no errors."""
     for finding in findings:
-        console.print(f"{MARKS[finding.status]} {escape(finding.text)}", highlight=False)
+        console.print(f"{MARKS[finding.status]} {cell(finding.text)}", highlight=False)
     return all(finding.status != "error" for finding in findings)

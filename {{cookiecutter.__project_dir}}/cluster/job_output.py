@@ -4,9 +4,11 @@ import re
 import sys
 from typing import Self
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
+
+from cluster.console import Console
+from pipeline.printable import LOG, printable
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 NOISE = re.compile(
@@ -58,7 +60,7 @@ class Printer:
             self._print(line)
 
     def _print(self, line: str) -> None:
-        line = line if self._verbose else clean(line)
+        line = printable(line if self._verbose else clean(line), LOG, colors=True)
         if self._bar:
             self._bar.print(line)
         else:

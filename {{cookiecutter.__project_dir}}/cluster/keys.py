@@ -12,10 +12,10 @@ import secrets
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.markup import escape
 
 import settings
 from cluster import env_file
+from cluster.console import cell
 from cluster.status import empty_table
 from cluster.target import KeyStore
 from pipeline.serving.keys import OWNER, ApiKey, parse
@@ -80,7 +80,7 @@ def show(store: KeyStore, console: Console) -> None:
         if last_day and last_day < datetime.datetime.now(datetime.UTC):
             valid += ", expired"
         models = ", ".join(sorted(key.models)) if key.models else "all"
-        table.add_row(escape(key.name), valid, escape(models), "digest" if ":sha256=" in entry else "clear text")
+        table.add_row(cell(key.name), valid, cell(models), "digest" if ":sha256=" in entry else "clear text")
     console.print(table if table.row_count else "only the owner has a key. To add one, run: inv keys add NAME")
 
 

@@ -19,6 +19,8 @@ from rich.table import Table
 
 import settings
 from cluster import chat, environment
+from cluster.console import cell
+from pipeline.printable import printable
 from pipeline.ray_support import job_secrets, model_cache
 from pipeline.training import storage
 from pipeline.training.report import OutputSection
@@ -129,7 +131,7 @@ def _run_lm_eval(request: Request, arguments: dict[str, Any], key: str, folder: 
         assert process.stderr
         for line in process.stderr:  # a progress bar is a line too, because Python also ends lines at \r
             if "%|" in line:
-                print(f"\r{line.rstrip()}", end="", file=sys.stderr, flush=True)
+                print(f"\r{printable(line.rstrip())}", end="", file=sys.stderr, flush=True)
             else:
                 lines.append(line)
     print(file=sys.stderr)
@@ -142,7 +144,7 @@ def _run_lm_eval(request: Request, arguments: dict[str, Any], key: str, folder: 
 
 
 def _table(found: dict[str, Any], model: str) -> Table:
-    table = Table(title=model, box=None)
+    table = Table(title=cell(model), box=None)
     for column in ("task", "metric", "filter", "value", "± standard error", "questions"):
         table.add_column(column, justify="left" if column in ("task", "metric", "filter") else "right")
     for task, metrics in found["results"].items():
@@ -152,5 +154,5 @@ def _table(found: dict[str, Any], model: str) -> Table:
             if comma and not metric.endswith("_stderr") and isinstance(value, int | float):
                 error = metrics.get(f"{metric}_stderr,{filter_}")
                 shown = f"{error:.4f}" if isinstance(error, float) else ""
-                table.add_row(task, metric, filter_, f"{value:.4f}", shown, str(questions))
+                table.add_row(*map(cell, (task, metric, filter_)), f"{value:.4f}", shown, str(questions))
     return table

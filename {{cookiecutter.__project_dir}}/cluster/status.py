@@ -9,11 +9,11 @@ from typing import Any
 
 import requests
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 import settings
 from cluster import job_client
+from cluster.console import cell
 from cluster.target import CloudStatus, Connection, PastJob
 
 SHOWN_RESOURCES = ("CPU", "GPU", "memory", "objectStoreMemory")
@@ -68,10 +68,10 @@ def show(snapshot: Snapshot, cloud: CloudStatus, console: Console) -> None:
         if table.row_count:
             console.print(table)
     for note in cloud.notes:
-        console.print(escape(note), highlight=False)
+        console.print(cell(note), highlight=False)
     found = problems(snapshot) + cloud.problems
     for problem in found:
-        console.print(f"[bold red]✗[/] {escape(problem)}", highlight=False)
+        console.print(f"[bold red]✗[/] {cell(problem)}", highlight=False)
     if not found:
         console.print("[green]✓[/] no problems")
 
@@ -85,8 +85,8 @@ def show_past(jobs: list[PastJob], console: Console) -> None:
         started = time.strftime("%Y-%m-%d %H:%M", time.localtime(job.started))
         busy = "" if job.gpu_busy_percent is None else f"{job.gpu_busy_percent:.0f} %"
         table.add_row(
-            *(job.id, escape(job.owner), job.state, started, f"{job.ended - job.started:.0f} s", busy),
-            escape(textwrap.shorten(job.command, COMMAND_LENGTH, placeholder=" …")),
+            *(cell(job.id), cell(job.owner), job.state, started, f"{job.ended - job.started:.0f} s", busy),
+            cell(textwrap.shorten(job.command, COMMAND_LENGTH, placeholder=" …")),
         )
     console.print(table if jobs else "no cluster has saved any job in the bucket yet")
 
@@ -127,7 +127,7 @@ def _nodes(snapshot: Snapshot) -> Table:
             continue
         amounts = [f"{amount:g} {name}" for name, amount in node["resources_total"].items() if name in ("CPU", "GPU")]
         role = "head" if node["is_head_node"] else "worker"
-        table.add_row(node["node_ip"], role, node["state"].lower(), ", ".join(amounts))
+        table.add_row(cell(node["node_ip"]), role, node["state"].lower(), ", ".join(amounts))
     return table
 
 
@@ -150,8 +150,8 @@ def _jobs(snapshot: Snapshot) -> Table:
         started = (job["start_time"] or 0) / 1000
         ended = (job["end_time"] or time.time() * 1000) / 1000
         clock = time.strftime("%H:%M:%S", time.localtime(started))
-        owner = escape(job_client.owner(job["metadata"]))
-        table.add_row(job["submission_id"], owner, job["status"].lower(), clock, f"{ended - started:.0f} s")
+        owner = cell(job_client.owner(job["metadata"]))
+        table.add_row(cell(job["submission_id"]), owner, job["status"].lower(), clock, f"{ended - started:.0f} s")
     return table
 
 
@@ -167,8 +167,8 @@ def _waiting(snapshot: Snapshot) -> Table:
             wanted[one["job_id"], _resource_names(one["required_resources"])] += 1
     for (job_id, resources), count in wanted.items():
         if job := jobs.get(job_id):
-            owner = escape(job_client.owner(job["metadata"]))
-            table.add_row(job["submission_id"], owner, f"{count} × {resources}")
+            owner = cell(job_client.owner(job["metadata"]))
+            table.add_row(cell(job["submission_id"]), owner, f"{count} × {cell(resources)}")
     return table
 
 
@@ -184,7 +184,8 @@ def _applications(snapshot: Snapshot) -> Table:
             for deployment, details in application["deployments"].items()
         ]
         table.add_row(
-            name, application["status"].lower(), _address(snapshot.serve, application), ", ".join(deployments)
+            *(cell(name), application["status"].lower()),
+            *(cell(_address(snapshot.serve, application)), cell(", ".join(deployments))),
         )
     return table
 

@@ -15,6 +15,7 @@ import settings
 from cluster import job_output, job_scripts
 from cluster.job_client import JobClient, Unreachable, is_submitted, owner, user
 from cluster.target import Connection, NotOnCluster, PastLog
+from pipeline.printable import printable
 
 EXCLUDES = [
     "/.env",
@@ -104,10 +105,13 @@ def print_past(log: PastLog, *, verbose: bool = False) -> int:
     """Print a log from the bucket, and return the job's exit code. `verbose` includes Ray's own messages."""
     job = log.job
     if log.copy is None:
-        print(f"{job.id} did not start: {job.message}", file=sys.stderr)
+        print(printable(f"{job.id} did not start: {job.message}"), file=sys.stderr)
         return job.exit_code
     saved = f"{log.copy.saved.astimezone():%Y-%m-%d %H:%M:%S}"
-    print(f"{job.id}: {job.state}. This is the copy of its log in the bucket, saved at {saved}:", file=sys.stderr)
+    print(
+        f"{printable(job.id)}: {job.state}. This is the copy of its log in the bucket, saved at {saved}:",
+        file=sys.stderr,
+    )
     with job_output.Printer(verbose) as printer:
         printer.write(log.copy.text)
     return job.exit_code
@@ -230,7 +234,7 @@ def _exit_code(details: JobDetails) -> int:
     if details.status == JobStatus.SUCCEEDED:
         return 0
     if details.driver_exit_code is None:  # the job never ran, so its log gives no reason
-        print(f"the job did not start: {details.message}", file=sys.stderr)
+        print(printable(f"the job did not start: {details.message}", "\n"), file=sys.stderr)
     return details.driver_exit_code or 1
 
 

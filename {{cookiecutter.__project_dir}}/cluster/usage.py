@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 
 import settings
+from cluster.console import cell
 from cluster.status import empty_table
 
 DEFAULT_DAYS = 7
@@ -68,7 +68,7 @@ def show(logs: Iterable[str], since: datetime.datetime, console: Console) -> Non
     for (key, model), usage in sorted(usages.items()):
         numbers = (usage.requests, usage.errors, usage.prompt_tokens, usage.completion_tokens)
         last = datetime.datetime.fromisoformat(usage.last).astimezone()
-        table.add_row(escape(key), escape(model or "-"), *(f"{one:,}" for one in numbers), f"{last:%Y-%m-%d %H:%M}")
+        table.add_row(cell(key), cell(model or "-"), *(f"{one:,}" for one in numbers), f"{last:%Y-%m-%d %H:%M}")
     console.print(table)
 
 

@@ -17,15 +17,16 @@ import openai
 import psutil
 from dotenv import dotenv_values
 from matplotlib.figure import Figure
-from rich.console import Console
 from rich.table import Table
 
 import settings
 from cluster import status, submission
+from cluster.console import Console
 from cluster.local.target import Local
 from cluster.network import free_ports
 from cluster.target import Connection
 from demo import assets
+from pipeline.printable import printable
 
 STEPS_COMPARED = 30
 SOURCES, SHOWN = 5, 3
@@ -142,7 +143,8 @@ def _share_found(url: str) -> float:
         sources = [source["document"] for source in (answer.model_extra or {})["sources"]]
         found += document in sources
         if number < SHOWN:
-            print(f"{question}\n  {answer.choices[0].message.content}\n  sources: {', '.join(sources)}")
+            text = printable(answer.choices[0].message.content or "")
+            print(f"{question}\n  {text}\n  sources: {', '.join(sources)}")
     return found / len(assets.DOCUMENT_QUESTIONS)
 
 

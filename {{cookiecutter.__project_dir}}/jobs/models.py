@@ -5,6 +5,7 @@ inv models -- --canary-percent 20     changes the canary's share of requests
 inv models -- --promote               replaces the main model with the canary
 inv models -- --roll-back             stops the canary
 inv models -- --end NAME              stops an additional model, or `rag`
+inv models -- --end-all --drain 600   stops everything; running answers get up to 600 s (default: 20)
 """
 
 from pipeline.ray_support import cli
@@ -22,11 +23,13 @@ def main(options: ModelsOptions) -> None:
     if options.canary_percent is not None:
         served_models.set_canary_percent(options.canary_percent)
     elif options.promote:
-        served_models.promote()
+        served_models.promote(options.drain)
     elif options.roll_back:
-        served_models.roll_back()
+        served_models.roll_back(options.drain_s)
     elif options.end:
-        served_models.end(options.end)
+        served_models.end(options.end, options.drain_s)
+    elif options.end_all:
+        served_models.end_all(options.drain_s)
     else:
         served_models.show()
 

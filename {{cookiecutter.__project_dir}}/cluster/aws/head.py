@@ -4,12 +4,11 @@ import json
 import time
 from typing import Any
 
-from rich.console import Console
-
 import settings
 from cluster.aws import ssh
 from cluster.common import instances
 from cluster.common.cluster_file import TARGET, ClusterFile
+from cluster.console import Console
 
 READY_TIMEOUT_S = 120
 START_TIMEOUT_S = 15

@@ -5,10 +5,9 @@ import subprocess
 import sys
 import time
 
-from rich.console import Console
-
 import settings
 from cluster.aws.launcher_file import FILE
+from cluster.console import Console
 
 LOG = settings.PROJECT / ".cluster" / "up.log"
 STEP = re.compile(r"updater\.py.*\[(\d+)/(\d+)\]\s+(.*)")

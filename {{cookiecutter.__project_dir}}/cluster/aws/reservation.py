@@ -12,12 +12,12 @@ from typing import Any
 
 import botocore.exceptions
 from pydantic import Field
-from rich.console import Console
 
 import settings
 from cluster.aws import stack
 from cluster.aws.vpc import NetworkSection
 from cluster.common.cluster_file import TARGET, ClusterFile
+from cluster.console import Console
 from cluster.node.state import BLOCK_CLEANUP_S, BLOCK_NOTICE_S
 
 ENDED = ("expired", "cancelling", "cancelled", "failed", "payment-failed", "unsupported")

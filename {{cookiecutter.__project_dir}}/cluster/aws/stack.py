@@ -8,10 +8,10 @@ from typing import Any
 
 import botocore.exceptions
 import yaml
-from rich.console import Console
 
 import settings
 from cluster.common.cluster_file import TARGET, ClusterFile
+from cluster.console import Console
 
 TEMPLATE = settings.PROJECT / "cluster" / "stack.yaml"
 STACK_TIMEOUT_S = 600

@@ -7,7 +7,6 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import requests
-from rich.console import Console
 
 import settings
 from cluster import doctor
@@ -36,6 +35,7 @@ from cluster.aws.past_jobs import PastJobs
 from cluster.aws.saved_logs import SavedLogs
 from cluster.common import bucket, cluster_file, instances, prices
 from cluster.common.cluster_file import CAPACITY_BLOCK, TARGET, ClusterFile
+from cluster.console import Console
 from cluster.doctor import Finding
 from cluster.env_file import EnvFile
 from cluster.node.state import DASHBOARD_PORT

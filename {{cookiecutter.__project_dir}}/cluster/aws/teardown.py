@@ -3,12 +3,12 @@
 import time
 
 import botocore.exceptions
-from rich.console import Console
 
 import settings
 from cluster.aws import guard, stack
 from cluster.common import instances
 from cluster.common.cluster_file import TARGET, ClusterFile
+from cluster.console import Console
 
 TERMINATE_TIMEOUT_S = 900
 TEMPLATES = ("head", "cpu", "gpu-*", "serve-*", "reserved")

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import requests
-from rich.console import Console
 from rich.table import Table
 
 import settings
@@ -29,6 +28,7 @@ from cluster.aws import head, node_reports, ssh
 from cluster.aws.target import Aws
 from cluster.common import bucket, cluster_file, instances
 from cluster.common.cluster_file import ClusterFile
+from cluster.console import Console
 from cluster.emulator.addresses import CONTROL_PORT
 from cluster.emulator.waiting import wait_for
 from cluster.target import Connection

@@ -8,10 +8,10 @@ from typing import Any
 
 import requests
 from ray.job_submission import JobStatus
-from rich.console import Console
 
 import settings
 from cluster import environment as project_environment
+from cluster.console import Console
 from cluster.job_client import PROBE_JOB, JobClient, Unreachable
 from cluster.local import processes, state
 from pipeline.serving import haproxy

@@ -10,6 +10,7 @@ import pyarrow.fs
 from pyarrow.fs import FileInfo, FileSelector, FileSystem, FileType
 
 from pipeline.data import hub, table_formats
+from pipeline.printable import printable
 from settings import UserError
 
 WILDCARD = re.compile(r"[*?[]")
@@ -85,7 +86,7 @@ def find(name: str, suffixes: Sequence[str], section: str, *, recursive: bool = 
             f"input in [{section}], or pass --input."
         )
     if skipped:
-        print(f"note: {name}: not read: {skipped}", flush=True)
+        print(printable(f"note: {name}: not read: {skipped}"), flush=True)
     return InputFiles(name, filesystem, root, files)
 
 

@@ -12,6 +12,7 @@ from pipeline.data import row_sources
 from pipeline.data.examples import BadRow
 from pipeline.data.row_sources import Head, RowSource
 from pipeline.data.tokenization import NOT_TRAINED, DocumentTokenizer, TokenizedDocument
+from pipeline.printable import printable
 
 HEAD_ROWS = 100  # read before the work starts
 ROWS_SHOWN, ROW_CHARACTERS = 3, 100
@@ -30,10 +31,11 @@ def show(source: RowSource, tokenizer: DocumentTokenizer, examples: int) -> None
 
 def _show_rows(head: Head, source: RowSource) -> None:
     unused = f"; not used: {', '.join(head.unused)}" if head.unused else ""
-    print(f"{source.name}: {' and '.join(head.formats)}{unused}")
+    print(printable(f"{source.name}: {' and '.join(head.formats)}{unused}"))
     for row in head.rows[:ROWS_SHOWN]:
         text = row["row"].decode(errors="replace")
-        print(f"  {row['problem'] or 'row'}: {text[:ROW_CHARACTERS]}{'…' if len(text) > ROW_CHARACTERS else ''}")
+        shown = f"{text[:ROW_CHARACTERS]}{'…' if len(text) > ROW_CHARACTERS else ''}"
+        print(printable(f"  {row['problem'] or 'row'}: {shown}"))
 
 
 def _show_documents(rows: list[dict[str, Any]], count: int, tokenizer: DocumentTokenizer) -> None:
@@ -55,5 +57,6 @@ def _colored(document: TokenizedDocument, tokenizer: DocumentTokenizer) -> Text:
     text = Text()
     pairs = zip(document.input_ids.tolist(), document.labels.tolist(), strict=True)
     for trained, run in groupby(pairs, key=lambda pair: pair[1] != NOT_TRAINED):
-        text.append(tokenizer.tokenizer.decode([token for token, _ in run]), style="green" if trained else "dim")
+        decoded = printable(tokenizer.tokenizer.decode([token for token, _ in run]), "\n\t")
+        text.append(decoded, style="green" if trained else "dim")
     return text

@@ -5,6 +5,7 @@ import re
 from pathlib import PurePosixPath
 
 from pipeline.data.files import InputFiles
+from pipeline.printable import printable
 from settings import UserError
 
 # the words by which the library `datasets` recognizes splits in the names of files and folders
@@ -33,7 +34,7 @@ def check(source: InputFiles) -> None:
             f"{source.name} has {some}, which looks like a test split beside the train split; pass --input "
             f"{_uri(source, _pattern(trains, tests))}, and to train on both, add the other files with --mix INPUT=1."
         )
-    print(f"note: {source.name}: trains on {some}, which looks like a test split", flush=True)
+    print(printable(f"note: {source.name}: trains on {some}, which looks like a test split"), flush=True)
 
 
 def _words(path: str, root: str) -> set[str]:

@@ -17,6 +17,7 @@ from pipeline.generation.answer_folder import AnswerFolder
 from pipeline.generation.crash_tracker import CrashTracker
 from pipeline.generation.options import GenerateOptions
 from pipeline.generation.prompts import PromptTokenizer, RemainingRows
+from pipeline.printable import printable
 from pipeline.ray_support import model_cache, ray_data
 from pipeline.ray_support.progress import Progress, time_left
 from pipeline.serving.options import ServeOptions
@@ -74,7 +75,7 @@ def print_summary(output: AnswerFolder) -> None:
     reasons = output.count_rejected()
     print(f"{reasons.total():,} rows were bad.")
     for reason, count in sorted(reasons.items()):
-        print(f"  {count:,}: {reason}")
+        print(printable(f"  {count:,}: {reason}"))
     print(f"Answers are in {output.uri}/answers, bad rows in {output.uri}/rejected.", flush=True)
 
 

@@ -19,14 +19,16 @@ def build(options: RagOptions, location: str, address: str, limits: RequestLimit
 
     `location` is the path or URI of the index; `address` is the URL of the model that writes the answers.
     """
-    retriever = _deployment(Retriever, options.retriever).bind(location, options.device, options.candidates)
-    reranker = _deployment(Reranker, options.ranker).bind(options.reranker, options.device)
-    generator = _deployment(Generator, options.answerer).bind(options.generator, address, options.prompt_characters)
-    ingress = _deployment(serve.ingress()(Ingress), options.ingress).options(max_ongoing_requests=NO_RAY_LIMIT)
-    return ingress.bind((retriever, reranker, generator), limits, options.sources, options.min_score)
+    stop_s = limits.shutdown_s
+    retriever = _deployment(Retriever, options.retriever, stop_s).bind(location, options.device, options.candidates)
+    reranker = _deployment(Reranker, options.ranker, stop_s).bind(options.reranker, options.device)
+    generator = _deployment(Generator, options.answerer, stop_s)
+    answerer = generator.bind(options.generator, address, options.prompt_characters)
+    ingress = _deployment(serve.ingress()(Ingress), options.ingress, stop_s).options(max_ongoing_requests=NO_RAY_LIMIT)
+    return ingress.bind((retriever, reranker, answerer), limits, options.sources, options.min_score)
 
 
-def _deployment(cls: type, replicas: Replicas) -> serve.Deployment:
+def _deployment(cls: type, replicas: Replicas, stop_s: float) -> serve.Deployment:
     return serve.deployment(
         cls,
         name=cls.__name__,
@@ -36,6 +38,7 @@ def _deployment(cls: type, replicas: Replicas) -> serve.Deployment:
             "target_ongoing_requests": replicas.target_ongoing_requests,
         },
         max_ongoing_requests=2 * replicas.target_ongoing_requests,
+        graceful_shutdown_timeout_s=stop_s,  # Serve's 20 s would cut answers off
         max_surge_percent=100,  # an update starts new replicas before it stops the old ones
         max_constructor_retry_count=1,  # do not retry a replica that cannot load its model
         ray_actor_options={"num_cpus": replicas.num_cpus, "num_gpus": replicas.num_gpus},

@@ -137,7 +137,8 @@ class Ingress:
         app.add_exception_handler(ApiError, _answer_api_error)
         self._task = asyncio.create_task(self._keys.refresh_forever())  # asyncio itself keeps only a weak reference
         log = AccessLog(private_serve.logs_folder())  # the log of the served model has the tokens
-        api = ApiMiddleware(QueueMiddleware(app, self._limits), self._keys, self._limits, on_end=log.write)
+        queue = QueueMiddleware(app, self._limits)
+        api = ApiMiddleware(queue, self._keys, self._limits, on_end=log.write, model=MODEL)
         return ChatPage(api)
 
     async def _models(self) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from tyro import _errors, constructors
 
 import settings
+from pipeline.printable import LogStream, printable
 from pipeline.ray_support import job_secrets
 from pipeline.serving import haproxy
 
@@ -65,7 +66,7 @@ def parse(options_type: type[Options], *sections: str) -> Options:
                 registry=OPTIONS,
             )
     except settings.UserError as error:
-        sys.exit(f"error: {error}")
+        sys.exit(printable(f"error: {error}"))
     except SystemExit:  # --help
         print(printed.getvalue().replace(" [-h]", "", 1), end="")
         raise
@@ -76,11 +77,12 @@ def parse(options_type: type[Options], *sections: str) -> Options:
 
 def run(main: Callable[[Any], None]) -> None:
     """Call `main` with the options that `parse` read. A UserError ends the process with a one-line error."""
+    sys.stdout = LogStream(sys.stdout)  # jobs print names and texts of documents, rows, files and models
     job_secrets.load()  # some jobs read models from the hub before they connect
     try:
         main(_parsed)
     except settings.UserError as error:
-        sys.exit(f"error: {error}")
+        sys.exit(printable(f"error: {error}"))
 
 
 def _command() -> str:

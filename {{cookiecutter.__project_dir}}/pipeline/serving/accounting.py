@@ -8,7 +8,7 @@ import time
 from contextvars import ContextVar
 from typing import Any
 
-from pipeline.serving.errors import CLIENT_CLOSED_REQUEST
+from pipeline.serving.errors import CLIENT_CLOSED_REQUEST, UNAVAILABLE
 
 current: ContextVar["RequestRecord | None"] = ContextVar("request_record", default=None)
 """The request that the running task handles. Tasks inherit it, so it reaches the engine through vLLM's own code."""
@@ -24,7 +24,7 @@ class RequestRecord:
         self.key = ""
         """Name of the key. Empty while no valid key is known."""
         self.model = ""
-        """Model that the body names. Empty if it names none, or was rejected before it was read."""
+        """Model that the body names, or the app's own if it names none. Empty if the body was not read."""
         self.status = CLIENT_CLOSED_REQUEST
         self.first_s: float | None = None
         """Seconds until the first part of the answer. None if nothing was sent."""
@@ -32,11 +32,18 @@ class RequestRecord:
         """vLLM's state of each sequence (`vllm.v1.engine.output_processor.RequestState`)."""
         self.is_forwarded = False
         """Whether another app answers the request, and records it."""
+        self.has_fallback = False
+        """Whether the main model answers, and records, the request if this app's status is in UNAVAILABLE."""
         self._started = time.perf_counter()
 
     def elapsed_s(self) -> float:
         """Return the seconds since the request arrived."""
         return time.perf_counter() - self._started
+
+    @property
+    def is_recorded_elsewhere(self) -> bool:
+        """Whether another app records the request. Only the app that answers a request records it."""
+        return self.is_forwarded or (self.has_fallback and self.status in UNAVAILABLE)
 
     @property
     def prompt_tokens(self) -> int:

@@ -1,6 +1,7 @@
 """Middleware in front of a model's HTTP API: API keys, limits per key, body size and timeouts."""
 
 import asyncio
+import hmac
 from collections.abc import Callable
 from contextlib import ExitStack
 
@@ -9,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from pipeline.serving.accounting import RequestRecord, current, ignore
 from pipeline.serving.app_call import AppCall, ClientDisconnected
 from pipeline.serving.body_checks import inspect
-from pipeline.serving.errors import CLOSE, ApiError, ResponseSender, always_alive
+from pipeline.serving.errors import CLOSE, FALLBACK_HEADER, MODEL_NOT_FOUND, ApiError, ResponseSender, always_alive
 from pipeline.serving.keys import ApiKeys
 from pipeline.serving.known_models import MAX_NAME_SHOWN
 from pipeline.serving.rate_limits import RateLimiter, RequestLimits
@@ -30,9 +31,16 @@ class ApiMiddleware:
         limits: RequestLimits,
         alive: Callable[[], bool] = always_alive,
         on_end: Callable[[RequestRecord], None] = ignore,
+        *,
+        model: str = "",
     ) -> None:
-        """`alive` returns whether the app's engine is alive. `on_end` gets each request that had a valid key."""
+        """`alive` returns whether the app's engine is alive. `on_end` gets each request that had a valid key.
+
+        `model` is the name of the model that answers requests that name none. If it is empty, keys for some models have
+        to name one.
+        """
         self.app = app
+        self._model = model
         self._keys = keys
         self._limits = limits
         self._alive = alive
@@ -69,7 +77,7 @@ class ApiMiddleware:
         except ClientDisconnected:
             pass
         finally:
-            if record.key and not record.is_forwarded:
+            if record.key and not record.is_recorded_elsewhere:
                 self._rate_limiter.add_tokens(record.key, record.prompt_tokens + record.completion_tokens)
                 self._on_end(record)
 
@@ -116,6 +124,7 @@ class ApiMiddleware:
         headers = dict(scope["headers"])
         try:
             key = record.key = self._authenticate(headers)
+            record.has_fallback = hmac.compare_digest(headers.get(FALLBACK_HEADER, b""), self._keys.token)
             self._count(key, 1, counted)  # an upload in progress counts too
         except ApiError as error:
             _, is_complete = await self._read_body(headers, receive, keep=False)
@@ -128,14 +137,19 @@ class ApiMiddleware:
         if scope["method"] != "POST":
             return body, scope
         inspected = inspect(body)
-        record.model = inspected.model or ""
-        if not self._keys.may_use(key, inspected.model):
-            name = f"key `{key}` may not use model `{record.model[:MAX_NAME_SHOWN]}`, or there is no such model"
-            message = name if record.model else f"key `{key}` may only use some models, so the body must name one"
-            raise ApiError(404, f"{message}; list them with GET /v1/models")
+        named, record.model = inspected.model, inspected.model or self._model
+        inspected = inspected._replace(model=record.model)
+        if not self._keys.may_use(key, record.model):
+            # a key that may not use the app's own model does not learn its name
+            model = f"model `{named[:MAX_NAME_SHOWN]}`, or there is no such model" if named else "the default model"
+            message = f"key `{key}` may not use {model}; list the models that it may use with GET /v1/models"
+            raise ApiError(404, message, code=MODEL_NOT_FOUND)
         self._check_sequences(inspected.sequences)
         self._count(key, inspected.sequences - 1, counted)
-        return inspected.raw, {**scope, "state": {**scope.get("state", {}), "body": inspected}}
+        return inspected.raw, {
+            **scope,
+            "state": {**scope.get("state", {}), "body": inspected, "token": self._keys.token},
+        }
 
     def _authenticate(self, headers: dict[bytes, bytes]) -> str:
         """Return the name of the request's key. Anthropic's clients send it as `x-api-key`."""

@@ -162,6 +162,7 @@ def llm_config(options: ServeOptions) -> LLMConfig:
         # requests that Serve's proxy holds while an app without replicas starts one; further requests get 503
         "max_queued_requests": options.max_ongoing_requests + options.max_queued_requests,
         "backpressure_config": BackpressureConfig(retry_after_s=ENGINE_RETRY_S),
+        "graceful_shutdown_timeout_s": options.limits.shutdown_s,  # Serve's 20 s would cut answers off
         "health_check_period_s": 1,  # Serve replaces a dead replica at the next check
         "max_surge_percent": options.max_surge_percent,
         "max_constructor_retry_count": 1,  # do not retry a model that cannot be loaded
@@ -231,15 +232,14 @@ class Server(EngineServer):
         self._tasks = [asyncio.create_task(task) for task in tasks]  # asyncio itself keeps only weak references
         queue = QueueMiddleware(MetricsMiddleware(app, self._reporter.record), self._limits, self._alive)
         known = KnownModels(queue, self._model_names, self._adapters.problems if self._adapters else {})
+        model = self._location.model  # vLLM's default, too
         if self._location.path != ROOT:
-            return ApiMiddleware(known, self._keys, self._limits, self._alive, self._record)
-        router = ModelRouter(known, self._location.model, self._location.address, lambda: self._reporter.routes)
-        return ChatPage(ApiMiddleware(router, self._keys, self._limits, self._alive, self._record))
+            return ApiMiddleware(known, self._keys, self._limits, self._alive, self._record, model=model)
+        router = ModelRouter(known, model, self._location.address, lambda: self._reporter.routes)
+        return ChatPage(ApiMiddleware(router, self._keys, self._limits, self._alive, self._record, model=model))
 
     def _record(self, record: RequestRecord) -> None:
         """Record a request that has ended."""
-        if record.sequences and not record.model:
-            record.model = self._location.model  # vLLM's default
         self._access_log.write(record)
         self._key_metrics.count(record)
 

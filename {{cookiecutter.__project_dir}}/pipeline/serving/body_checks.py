@@ -48,7 +48,7 @@ class Body(NamedTuple):
     raw: bytes
     """The body as received, without fields that only another vLLM server may send, and without some nulls."""
     model: str | None
-    """Name of the requested model, or None if the body has no valid name."""
+    """Name of the requested model. None if the body has no valid name; `ApiMiddleware` then inserts the app's own."""
     sequences: int
     """Sequences that the engine generates: prompts times answers per prompt."""
 

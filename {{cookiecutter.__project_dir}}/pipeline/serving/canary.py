@@ -180,9 +180,11 @@ class RoutingState:
 
     def _routes(self) -> Routes:
         added = {path: app for path, app in self._apps.items() if path not in (ROOT, CANARY)}
-        others = {model: path for path, app in added.items() for model in app.models}
-        canary = CANARY if CANARY in self._apps and self._percent else None
-        return Routes(others, canary, self._percent)
+        main, canary = (self._apps[path].models if path in self._apps else [] for path in (ROOT, CANARY))
+        # a run's adapter can have the name of the main model, which then answers
+        others = {model: path for path, app in added.items() for model in app.models if model not in main}
+        is_canary_of_main = bool(canary) and (not main or canary[0] == main[0])
+        return Routes(others, CANARY if is_canary_of_main and self._percent else None, self._percent)
 
 
 def actor() -> Any:

@@ -13,9 +13,15 @@ from starlette.types import Message, Send
 FORWARDED_HEADERS = (b"allow", b"retry-after")  # headers of an app's error that tell a client what to do
 CLIENT_CLOSED_REQUEST = 499  # nginx's status for a client that disconnects before the response
 ENGINE_RETRY_S = 5  # other replicas can answer at once; a new one takes longer, but clients back off exponentially
+UNAVAILABLE = frozenset({404, 502, 503})
+"""HAProxy, the app at the root path or the canary returns these statuses if the canary is gone or cannot answer. Then
+the main model answers."""
+FALLBACK_HEADER = b"x-fallback-token"
+"""Header of the requests that the app at the root path forwards to the canary. Its value is `ApiKeys.token`."""
 CLOSE = {"Connection": "close"}
 NEEDS_PARSER = "--tool-call-parser to be set"  # the end of vLLM's message for tools without a parser
 NO_PARSER = "the served model has no tool parser; send no tools, or set tool_parser in [serve] of settings.toml"
+MODEL_NOT_FOUND = "model_not_found"  # OpenAI's code for a model that a key may not use
 MESSAGES_ROUTE = "/v1/messages"
 ANTHROPIC_TYPES = {
     401: "authentication_error",

@@ -33,6 +33,8 @@ def environment(folder: str, fallback_port: int = 8500) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(MAX_REQUEST_TIMEOUT_S + 60),
         # seconds for which a stopping replica still accepts requests; HAProxy stops sending them after one second
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "3",
+        # a replica that fails its health checks may hang, so its successor does not wait for its answers
+        "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
         # the app never blocks, so it needs no separate thread, which would slow down every chunk of a stream
         "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
         "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "1000",  # Ray's 100 wakes each idle replica ten times a second

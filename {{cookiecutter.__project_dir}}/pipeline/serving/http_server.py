@@ -7,6 +7,7 @@ import ray
 from ray import serve
 
 from pipeline.ray_support.private import serve as private_serve
+from pipeline.serving import drain
 from pipeline.serving.options import ServeOptions
 from settings import UserError
 
@@ -52,6 +53,8 @@ def start(options: ServeOptions) -> None:
     logging.getLogger("ray.serve").setLevel(logging.WARNING)  # Serve's INFO lines repeat what the jobs print
     if current:  # Serve cannot change its address while it runs
         print(f"serve_llm: moving from {current[0]}:{current[1]} to {options.host}:{options.port}", flush=True)
+        for app in serve.status().applications:
+            drain.stop(app, app)
         serve.shutdown()
     serve.start(proxy_location="HeadOnly", http_options={"host": options.host, "port": options.port})
 

@@ -12,7 +12,7 @@ import logging
 import math
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from pipeline.ray_support import job_secrets
@@ -50,6 +50,8 @@ class ApiKeys:
         self._keys = _read()
         if not self._keys:
             raise ValueError("SERVE_API_KEY did not reach the replica: list it in [secrets] of settings.toml")
+        self.token = _token(self._keys)
+        """A secret that all replicas share and no client knows, because it depends on all keys."""
 
     def name_of(self, authorization: bytes) -> str | None:
         """Return the name of the key in an Authorization header, or None if the key is not valid.
@@ -66,8 +68,8 @@ class ApiKeys:
                 found = each
         return found.name if found and time.time() < found.expires else None
 
-    def may_use(self, name: str, model: str | None) -> bool:
-        """Return whether the key with this name may use a model. None stands for the main model."""
+    def may_use(self, name: str, model: str) -> bool:
+        """Return whether the key with this name may use a model."""
         key = self._keys.get(name)  # None if the key has been revoked a moment ago
         return key is not None and (key.models is None or model in key.models)
 
@@ -76,7 +78,8 @@ class ApiKeys:
         while True:
             await asyncio.sleep(REFRESH_S)
             try:
-                self._keys = await asyncio.to_thread(_read)
+                keys = await asyncio.to_thread(_read)
+                self._keys, self.token = keys, _token(keys)
             except Exception as error:  # an unreachable store or a malformed list must not stop the server
                 log.warning(f"could not reload the API keys ({error}); the last valid ones stay in use")
 
@@ -130,6 +133,11 @@ def _read() -> dict[str, ApiKey]:
             raise ValueError(f"entry {number} of SERVE_API_KEYS repeats a key: each name needs its own key")
         keys[key.name] = key
     return keys
+
+
+def _token(keys: Mapping[str, ApiKey]) -> bytes:
+    digests = sorted(key.digest for key in keys.values())
+    return hashlib.sha256(b"".join([b"fallback", *digests])).hexdigest().encode()
 
 
 def _digest(key: bytes) -> bytes:

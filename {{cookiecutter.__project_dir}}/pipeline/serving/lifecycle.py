@@ -13,8 +13,9 @@ from ray import serve
 from ray.serve.deployment import Application
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 
-from pipeline.serving import canary, http_server, parsers, placement
-from pipeline.serving.options import APP, ServeOptions
+from pipeline.ray_support.private import serve as private_serve
+from pipeline.serving import canary, drain, http_server, parsers, placement
+from pipeline.serving.options import APP, CANARY, DRAIN_S, ServeOptions, app_name
 from pipeline.serving.preflight import check_cpus
 from settings import UserError
 
@@ -36,6 +37,8 @@ class Deployment(NamedTuple):
     """Path of the application below `root`."""
     timeout_s: int
     """Seconds to wait for the application to become healthy."""
+    stops_first: bool = False
+    """Whether an update stops the old replicas before it starts new ones."""
 
     @property
     def url(self) -> str:
@@ -63,27 +66,37 @@ def deploy_model(options: ServeOptions) -> None:
     state = canary.actor()
     application = app.build(options, http_server.cluster_address(options), placement.find_zone(options))
     name, root, timeout_s = options.served_name, options.root, options.start_timeout_s
-    deploy(application, Deployment("serve_llm", options.app, name, root, options.path, timeout_s))
+    stops_first = options.max_surge_percent == 0
+    deploy(application, Deployment("serve_llm", options.app, name, root, options.path, timeout_s, stops_first))
     if options.canary_percent:
         ray.get(state.set_canary.remote(options.canary_percent, options.model_dump()))
 
 
 def resolve_name(options: ServeOptions) -> ServeOptions:
-    """Give a canary the main model's name, and check that an additional model has a different name.
+    """Give a canary the main model's name, and check that other models have different names.
 
     Raises:
-        UserError: no main model is served, or the additional model has the name of the main model.
+        UserError: no main model is served, another model has this name, or the main model would get another name
+            although it has a canary.
     """
-    if options.path == canary.ROOT:
-        return options
     apps = ray.get(canary.actor().apps.remote())
-    if canary.ROOT not in apps:
+    name = apps[canary.ROOT]["models"][0] if canary.ROOT in apps else None
+    if name is None and options.path != canary.ROOT:
         raise UserError("no main model is served yet. Serve one first: inv submit serve_llm")
-    name = apps[canary.ROOT]["models"][0]
     if options.canary_percent:
         return options.model_copy(update={"model_name": name})
-    if options.served_name == name:
-        raise UserError(f"a model named {name} is already served. Use another --model-name, or leave out --add.")
+    for path, app in apps.items():
+        if path not in (options.path, CANARY) and options.served_name == app["models"][0]:
+            remedy = "leave out --add" if options.add else f"first run: inv models -- --end {options.served_name}"
+            raise UserError(
+                f"a model named {options.served_name} is already served. Use another --model-name, or {remedy}."
+            )
+    of_canary = apps[CANARY]["models"][0] if CANARY in apps else name
+    if options.path == canary.ROOT and app_name(CANARY) in canary.running_apps() and options.served_name != of_canary:
+        raise UserError(
+            f"the canary of {of_canary} cannot answer requests for {options.served_name}. "
+            "First end it: inv models -- --promote, or inv models -- --roll-back"
+        )
     return options
 
 
@@ -96,12 +109,20 @@ def deploy(application: Application, deployment: Deployment) -> None:
     """
     logging.getLogger("ray.serve").setLevel(logging.WARNING)  # `_wait_until_healthy` prints the progress
     is_update = is_healthy(deployment.url)
+    drain_s = private_serve.shutdown_timeout_s(deployment.app)
+    if count := private_serve.ongoing_requests(deployment.app):
+        rest = ". Until then, new requests get 503" if deployment.stops_first else ""
+        print(
+            f"{deployment.job}: running answers ({count}) end before their replica does, within {drain_s:.0f} s{rest}",
+            flush=True,
+        )
     target = serve.RunTarget(application, name=deployment.app, route_prefix=deployment.path)
     serve.run_many([target], wait_for_applications_running=False)
-    _wait_until_healthy(deployment, is_update=is_update)
+    _wait_until_healthy(deployment._replace(timeout_s=deployment.timeout_s + round(drain_s)), is_update=is_update)
 
 
 def _wait_until_healthy(deployment: Deployment, *, is_update: bool) -> None:
+    """Wait until all replicas are new and healthy."""
     started = time.monotonic()
     printed, printed_at = "", 0.0
     while True:
@@ -151,13 +172,12 @@ def is_healthy(url: str) -> bool:
         return False
 
 
-def stop(app: str = APP) -> None:
-    """Stop an application. If Serve has no other application, stop Serve itself."""
-    if serve.status().applications.keys() - {app}:
-        serve.delete(app)
-        return
-    serve.shutdown()
-    ray.kill(canary.actor())
+def stop(app: str = APP, drain_s: float = DRAIN_S) -> None:
+    """Stop an application, as `drain.stop` does. If Serve has no other application, stop Serve itself."""
+    drain.stop(app, app, drain_s)
+    if not serve.status().applications:
+        serve.shutdown()
+        ray.kill(canary.actor())
 
 
 def wait_for_interrupt(app: str = APP) -> None:
@@ -168,4 +188,4 @@ def wait_for_interrupt(app: str = APP) -> None:
             time.sleep(3600)
     except KeyboardInterrupt:
         print("\nstopping", flush=True)
-        serve.delete(app)  # stops the engines cleanly; Serve and Ray end with this process
+        drain.stop(app, app)  # stops the engines cleanly; Serve and Ray end with this process

@@ -14,13 +14,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from pipeline.serving.accounting import RequestRecord, current
 from pipeline.serving.body_checks import Body
 from pipeline.serving.canary import Routes
-from pipeline.serving.errors import no_request
+from pipeline.serving.errors import FALLBACK_HEADER, UNAVAILABLE, no_request
 
 # Headers that belong to this connection, not to the request.
-NOT_FORWARDED = {b"host", b"content-length", b"connection", b"transfer-encoding"}
+NOT_FORWARDED = {b"host", b"content-length", b"connection", b"transfer-encoding", FALLBACK_HEADER}
 CONNECT_TIMEOUT_S = 10.0
-# HAProxy, or the app at the root path, returns these statuses for an app that is gone or cannot answer.
-UNAVAILABLE = frozenset({404, 502, 503})
 QUERY_CHARACTERS = "%&=+/?:@!$'()*,;~[]"
 WARNING_INTERVAL_S = 60.0
 
@@ -30,7 +28,7 @@ log = logging.getLogger("ray.serve")
 class ModelRouter:
     """ASGI middleware in front of the app at the root path. Forwards nothing while only one model is served.
 
-    Requires `ApiMiddleware` in front, which puts the body of a POST into `scope["state"]["body"]`.
+    Requires `ApiMiddleware` in front, which puts the body of a POST and a token into `scope["state"]`.
     """
 
     def __init__(self, app: ASGIApp, model: str, root: str, routes: Callable[[], Routes]) -> None:
@@ -56,7 +54,7 @@ class ModelRouter:
             return
         record = current.get() or RequestRecord("")
         record.is_forwarded = True  # the other app records it, even if the client disconnects now
-        if await self._forward(path, scope, body.raw, send, UNAVAILABLE if path == routes.canary else frozenset()):
+        if await self._forward(path, scope, body.raw, send, has_fallback=path == routes.canary):
             return
         record.is_forwarded = False
         if path == routes.canary:
@@ -79,12 +77,15 @@ class ModelRouter:
             self._warned_at = time.monotonic()
             log.warning(f"the canary at {path} does not respond; the main model answers the requests for {self._model}")
 
-    async def _forward(self, path: str, scope: Scope, body: bytes, send: Send, unavailable: frozenset[int]) -> bool:
+    async def _forward(self, path: str, scope: Scope, body: bytes, send: Send, *, has_fallback: bool) -> bool:
         """Forward the request and its response, and return True.
 
-        If the app does not respond, or its status is in `unavailable`, send no response and return False.
+        If the app does not respond, or with `has_fallback`, if its status is in UNAVAILABLE, send no response and
+        return False.
         """
         headers = [(name, value) for name, value in scope["headers"] if name not in NOT_FORWARDED]
+        if has_fallback:
+            headers.append((FALLBACK_HEADER, scope["state"]["token"]))
         query = quote(scope["query_string"], safe=QUERY_CHARACTERS)
         url = f"{path}{quote(scope['path'])}{'?' if query else ''}{query}"
         try:
@@ -93,7 +94,7 @@ class ModelRouter:
         except (httpx2.HTTPError, httpx2.InvalidURL):  # InvalidURL: the query is longer than 64 KiB
             return False
         async with contextlib.aclosing(response):
-            if response.status_code in unavailable:
+            if has_fallback and response.status_code in UNAVAILABLE:
                 return False
             kept = [(name.lower(), value) for name, value in response.headers.raw if name.lower() not in NOT_FORWARDED]
             await send({"type": "http.response.start", "status": response.status_code, "headers": kept})

@@ -22,6 +22,8 @@ RAG_APP, RAG_PATH = "rag", "/rag"
 """Name and path of the application of `serve_rag`."""
 FOLDERS = ("models", "runs")
 """Folders for models. On AWS they are in the bucket, so `models/NAME` is no hub id there either."""
+DRAIN_S = 20.0
+"""Seconds that running answers get by default before a model is stopped."""
 AUTO = "auto"
 """Choose a parser for the model's chat template."""
 
@@ -257,9 +259,19 @@ class ModelsOptions(settings.Section):
     """Stop the canary."""
     end: str = ""
     """Stop serving this additional model, or `rag`."""
+    end_all: bool = False
+    """Stop serving all models, and `rag`."""
+    drain: float | None = Field(default=None, ge=0)
+    """Seconds that running answers get before a model is stopped; then they are cut off. None: 20 seconds, and with
+    `promote`, as long as a request may take."""
 
     @model_validator(mode="after")
     def _one_change(self) -> "ModelsOptions":
-        if sum((self.canary_percent is not None, self.promote, self.roll_back, bool(self.end))) > 1:
-            raise ValueError("use only one of --canary-percent, --promote, --roll-back and --end")
+        if sum((self.canary_percent is not None, self.promote, self.roll_back, bool(self.end), self.end_all)) > 1:
+            raise ValueError("use only one of --canary-percent, --promote, --roll-back, --end and --end-all")
         return self
+
+    @property
+    def drain_s(self) -> float:
+        """Seconds that running answers get before a model is stopped."""
+        return DRAIN_S if self.drain is None else self.drain

@@ -9,6 +9,8 @@ from collections import Counter, defaultdict, deque
 from typing import NamedTuple
 
 WINDOW_S = 60.0
+SHUTDOWN_MARGIN_S = 15.0
+"""A stopping replica still gets requests for 3 s, and a request that times out is stopped within 10 s."""
 
 
 class RequestLimits(NamedTuple):
@@ -32,6 +34,11 @@ class RequestLimits(NamedTuple):
     """Maximum requests that wait for a slot."""
     tokens_per_minute: int = 0
     """Maximum tokens of prompts and answers per minute per key. 0: no maximum."""
+
+    @property
+    def shutdown_s(self) -> float:
+        """Seconds that a replica may take to stop during an update: its requests end first."""
+        return self.timeout_s + SHUTDOWN_MARGIN_S
 
 
 class RateLimiter:

@@ -1,14 +1,17 @@
 """Lists the served models, changes a canary's share, promotes or rolls back a canary, and stops other models."""
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import ray
 from ray import serve
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-from pipeline.serving import canary, lifecycle
+from pipeline.printable import printable
+from pipeline.serving import canary, drain, lifecycle
 from pipeline.serving.options import CANARY, RAG_APP, ROOT, ServeOptions, app_name
 from settings import UserError
 
@@ -22,22 +25,25 @@ def set_canary_percent(percent: float) -> None:
     print(f"the canary gets {percent:g} % of the requests", flush=True)
 
 
-def promote() -> None:
-    """Replace the main model with the canary."""
+def promote(drain_s: float | None) -> None:
+    """Replace the main model with the canary.
+
+    The canary's running answers get `drain_s` seconds. None: as long as a request may take.
+    """
     options = _canary_options()
     lifecycle.deploy_model(options.model_copy(update={"canary_percent": 0}))
-    _stop_canary()
+    _stop_canary(options.limits.shutdown_s if drain_s is None else drain_s)
     print(f"{options.model} is now the main model", flush=True)
 
 
-def roll_back() -> None:
-    """Stop the canary."""
+def roll_back(drain_s: float) -> None:
+    """Stop the canary. Its running answers get `drain_s` seconds."""
     _canary_options()
-    _stop_canary()
+    _stop_canary(drain_s)
 
 
-def end(name: str) -> None:
-    """Stop an additional model, or the application of `serve_rag`.
+def end(name: str, drain_s: float) -> None:
+    """Stop an additional model, or the application of `serve_rag`. Its running answers get `drain_s` seconds.
 
     Raises:
         UserError: there is no additional model or application of this name.
@@ -51,9 +57,17 @@ def end(name: str) -> None:
     if name not in app_names:
         found = ", ".join(app_names) or "none"
         raise UserError(f"no additional model is named {name} (found: {found}). List the models: inv models")
-    serve.delete(app_names[name])
+    drain.stop(app_names[name], name, drain_s)
     ray.get(state.apps.remote())  # makes the actor drop the app at once
     print(f"{name} is stopped", flush=True)
+
+
+def end_all(drain_s: float) -> None:
+    """Stop all applications at the same time. Their running answers get `drain_s` seconds."""
+    apps = list(serve.status().applications)
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(lambda app: drain.stop(app, app, drain_s), apps))
+    print(f"stopped: {', '.join(apps)}" if apps else "nothing is served", flush=True)
 
 
 def show() -> None:
@@ -64,7 +78,7 @@ def show() -> None:
         table.add_column(column, header_style="dim", justify="left" if column in ("model", "path") else "right")
     for path, app in sorted(apps.items()):
         latencies = (f"{app[name]:.0f}" if name in app else "" for name in LATENCIES)
-        names = ", ".join(app["models"])
+        names = escape(printable(", ".join(app["models"])))
         table.add_row(names, path, f"{app['percent']:g}", f"{app['requests']}", f"{app['errors']}", *latencies)
     Console(width=120).print(table if apps else "no model is served; serve one with: inv submit serve_llm")
 
@@ -76,9 +90,9 @@ def _canary_options() -> ServeOptions:
     return ServeOptions(**options)
 
 
-def _stop_canary() -> None:
+def _stop_canary(drain_s: float) -> None:
     """Stop the canary after the replicas have stopped forwarding requests to it, so that no request is lost."""
     ray.get(canary.actor().set_canary.remote(0, {}))
     time.sleep(2 * canary.REPORT_INTERVAL_S)
-    serve.delete(app_name(CANARY))
+    drain.stop(app_name(CANARY), "the canary", drain_s)
     print("the canary is stopped", flush=True)

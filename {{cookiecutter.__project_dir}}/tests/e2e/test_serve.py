@@ -72,7 +72,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="vLLM's CPU buil
 QUESTIONS = [fact.question for fact in demo_assets.questions(TAUGHT)]
 ANSWER_TOKENS = 16
 OTHER_KEY = "another-persons-key"
-MODELS_OF = {"key-for-another-model": "absent", "key-for-two-models": "tiny|absent"}
+MODELS_OF = {"key-for-another-model": "absent", "key-for-two-models": "tiny|rag"}
 """Keys that may use only these models. Each is also the name of the key."""
 REPLICA_PORTS = range(30_000, 31_000)  # Ray's own default
 Greedy = tuple[str, torch.Tensor]
@@ -279,7 +279,7 @@ def test_keys_do_not_share_the_prefix_cache(served: ServeOptions) -> None:
 
 def test_a_key_for_some_models_sees_and_uses_only_these(served: ServeOptions) -> None:
     limited, allowed = (openai.OpenAI(base_url=served.url, api_key=key, max_retries=0, timeout=60) for key in MODELS_OF)
-    assert ask(allowed, user("hi"), tokens=1)
+    assert ask(allowed, user("hi"), tokens=1) == ask(allowed, user("hi"), tokens=1, model="")
     assert [model.id for model in allowed.models.list()] == ["tiny"]
     assert list(limited.models.list()) == []
     for model in ("tiny", "unknown", ""):
@@ -636,6 +636,8 @@ def test_serve_rag_asks_the_model_with_the_sources(
         assert "".join(texts) == expected
         assert len(list(filter(None, texts))) > 1
     assert {"rag", "tiny"} <= {line["model"] for line in access_log("owner")}
+    restricted = rag.with_options(api_key="key-for-two-models")
+    assert restricted.chat.completions.create(model="", messages=user("What is known of poems?")).choices[0].message
     models.main(ModelsOptions(end="rag"))
 
 

@@ -58,10 +58,10 @@ def model() -> type:
             router = ModelRouter(app, self._model, self._address, lambda: reporter.routes)
 
             async def read(scope: Scope, receive: Receive, send: Send) -> None:
-                """Put the body into the scope, as `ApiMiddleware` does."""
+                """Put the body and a token into the scope, as `ApiMiddleware` does."""
                 if scope["type"] == "http" and scope["method"] == "POST":
                     message = await receive()
-                    scope = {**scope, "state": {"body": inspect(message["body"])}}
+                    scope = {**scope, "state": {"body": inspect(message["body"]), "token": b"token"}}
                 await router(scope, receive, send)
 
             return read
@@ -129,6 +129,10 @@ def additional(model: str) -> ServeOptions:
     return options.model_copy(update={"model_name": model, "add": True})
 
 
+def main(model: str) -> ServeOptions:
+    return additional(model).model_copy(update={"add": False})
+
+
 def test_apps_and_the_canarys_share_outlive_their_replicas_and_the_actor(address: str) -> None:
     ray.get(canary.actor().set_canary.remote(100, additional("own").model_dump()))
     wait_for(lambda: replicas() == 0)
@@ -138,16 +142,22 @@ def test_apps_and_the_canarys_share_outlive_their_replicas_and_the_actor(address
     with pytest.raises(settings.UserError, match="a model named own is already served"):
         lifecycle.resolve_name(additional("own"))
     assert lifecycle.resolve_name(additional("another")).served_name == "another"
+    with pytest.raises(settings.UserError, match=r"the canary of own cannot answer requests for new\. First end it"):
+        lifecycle.resolve_name(main("new"))
+    assert lifecycle.resolve_name(main("own")).served_name == "own"
     wait_for(lambda: ask(address, "own") == CANARY)  # a replica of the root app gets the routes when it starts
     assert ask(address, "sql") == "/models/sql"
 
 
 def test_a_stopped_app_disappears_at_once(address: str) -> None:
     wait_for(lambda: ask(address, "sql") == "/models/sql")
+    with pytest.raises(settings.UserError, match=r"a model named sql is already served.* inv models -- --end sql"):
+        lifecycle.resolve_name(main("sql").model_copy(update={"canary_percent": 0}))
     models.main(ModelsOptions(end="sql"))
     assert "/models/sql" not in ray.get(canary.actor().apps.remote())
     # this stub answers for any model; a real engine would reject the name
     wait_for(lambda: ask(address, "sql") in (ROOT, CANARY))
     models.main(ModelsOptions(roll_back=True))
     assert ray.get(canary.actor().apps.remote()).keys() == {ROOT}
+    assert lifecycle.resolve_name(main("new")).served_name == "new"
     wait_for(lambda: ask(address, "own") == ROOT)

@@ -97,7 +97,7 @@ def router_to(
     on_end: Callable[[RequestRecord], None] = accounting.ignore,
 ) -> ApiMiddleware:
     app = Starlette(routes=[Route("/v1/chat/completions", own, methods=["POST"])])
-    return ApiMiddleware(ModelRouter(app, "own", root, lambda: routes), ApiKeys(), limits, on_end=on_end)
+    return ApiMiddleware(ModelRouter(app, "own", root, lambda: routes), ApiKeys(), limits, on_end=on_end, model="own")
 
 
 async def post(app: Any, body: Any, path: str = "/v1/chat/completions", **options: Any) -> httpx2.Response:
@@ -137,15 +137,60 @@ def test_only_the_app_that_answers_records_a_request_and_describes_its_limits(
     ]
 
 
+class CanaryReplica:
+    """A real server with the canary's middleware, in front of an app that answers with `status`."""
+
+    def __init__(self) -> None:
+        self.status = 200
+        self.records: list[RequestRecord] = []
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.root = f"http://127.0.0.1:{free.getsockname()[1]}"
+        routes = [Route("/canary/v1/chat/completions", self._answer, methods=["POST"])]
+        app = ApiMiddleware(Starlette(routes=routes), ApiKeys(), LIMITS, on_end=self.records.append, model="own")
+        config = uvicorn.Config(app, port=int(self.root.rpartition(":")[2]), log_level="error")
+        self.server = uvicorn.Server(config)
+
+    async def _answer(self, request: Request) -> Response:
+        return JSONResponse({"from": "canary"}, self.status)
+
+
+@pytest.mark.parametrize("status", [200, 400, 404, 429, 500, 502, 503])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/no/such/route"])
+def test_a_request_is_recorded_once_by_the_app_that_answers(status: int, path: str) -> None:
+    replica, own_records = CanaryReplica(), []
+    replica.status = status
+    main = router_to(replica.root, Routes({}, CANARY, 100), on_end=own_records.append)
+    with in_background(replica.server):
+        answer = asyncio.run(post(main, {"model": "own"}, path))
+    by_canary = path == "/v1/chat/completions" and status not in (404, 502, 503)
+    assert [record.status for record in replica.records] == ([status] if by_canary else [])
+    assert [record.status for record in own_records] == ([] if by_canary else [answer.status_code])
+    assert answer.status_code == (status if by_canary else 200 if path == "/v1/chat/completions" else 404)
+
+
+@pytest.mark.parametrize("name", ["x-fallback-token", "X-Fallback-Token"])
+def test_a_client_cannot_hide_its_requests(name: str) -> None:
+    replica = CanaryReplica()
+    replica.status = 404
+    forged = ["", "1", ApiKeys().token.decode()[:-1], "\u00ff"]
+    with in_background(replica.server):
+        for value in forged:
+            headers = [(b"authorization", b"Bearer key"), (name.encode(), value.encode("latin-1"))]
+            answer = httpx2.post(f"{replica.root}/canary/v1/chat/completions", json={}, headers=headers)
+            assert answer.status_code == 404
+    assert [record.status for record in replica.records] == [404] * len(forged)
+
+
 @pytest.mark.parametrize("body", [{}, {"model": 3}, {"model": None}, {"model": "absent"}])
 def test_requests_for_other_names_are_not_forwarded(upstream: Upstream, body: Any) -> None:
     assert asyncio.run(post(router(upstream, TWO_NAMES), body)).json()["from"] == "own"
 
 
-def test_a_canary_gets_its_share(upstream: Upstream) -> None:
+@pytest.mark.parametrize("body", [{"model": "own"}, {}, {"model": ""}])
+def test_a_canary_gets_its_share(upstream: Upstream, body: Any) -> None:
     async def ask_many() -> int:
         app = router(upstream, Routes({}, CANARY, 25))
-        answers = [await post(app, {"model": "own"}) for _ in range(400)]
+        answers = [await post(app, body) for _ in range(400)]
         return sum(answer.json()["from"] == "canary" for answer in answers)
 
     assert 60 < asyncio.run(ask_many()) < 140  # 100 of 400 are expected; the standard deviation is 8.7
@@ -332,6 +377,22 @@ def test_replicas_get_the_current_routes() -> None:
     state.apps()
     assert state.report("/models/sql", ["sql"], []) == state.report(CANARY, ["own"], []) == NO_ROUTES
     assert state.canary() == {}
+
+
+def test_a_canary_under_another_name_than_the_main_model_gets_no_requests() -> None:
+    state = state_of({"llm", "llm-canary"})
+    state.report(ROOT, ["own"], [])
+    state.report(CANARY, ["own"], [])
+    state.set_canary(10, {"model": "new"})
+    assert state.report(ROOT, ["own", "adapter"], []).canary == CANARY
+    assert state.report(ROOT, ["replaced"], []).canary is None
+
+
+def test_the_main_model_keeps_the_requests_for_its_name() -> None:
+    """An additional model can have an adapter of the same name, from the run that made the main model."""
+    state = state_of({"llm", "llm-models-sql"})
+    state.report("/models/sql", ["sql", "own", "other"], [])
+    assert state.report(ROOT, ["own"], []).others == {"sql": "/models/sql", "other": "/models/sql"}
 
 
 def test_an_app_without_replicas_stays_until_serve_deletes_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -206,6 +206,7 @@ def test_serve() -> None:
 
     assert isinstance(client.ServeControllerClient.http_config, property)
     assert callable(client.ServeControllerClient.get_serve_details)
+    assert callable(replica.ReplicaActor.get_num_ongoing_requests)
     assert "self._direct_ingress_http_server" in inspect.getsource(replica)
     assert "self._replica_impl" in inspect.getsource(replica)
     assert isinstance(serve.global_worker.actors, dict)

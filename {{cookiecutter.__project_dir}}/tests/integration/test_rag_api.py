@@ -1,10 +1,10 @@
 """Test the HTTP API of `serve_rag` with an OpenAI client, a real generator and a fake model, without Ray."""
 
 import asyncio
+import hashlib
 import json
 import socket
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,11 +21,17 @@ from starlette.routing import Route
 from pipeline.rag.generator import PROMPT, Generator
 from pipeline.rag.index import ScoredChunk
 from pipeline.rag.ingress import MODEL, NO_ANSWER, Ingress
+from pipeline.serving import accounting
+from pipeline.serving.api_middleware import ApiMiddleware
+from pipeline.serving.keys import ApiKeys
 from pipeline.serving.rate_limits import RequestLimits
 
 SOURCES = [ScoredChunk("a.md", "Apples are red. Pears are green.", 0.9)]
 USAGE = {"prompt_tokens": 7, "completion_tokens": 2, "total_tokens": 9}
 QUOTE = "Apples are red. [1]"
+RESTRICTED = ("rag|main", "rag", "main")
+"""Keys that may use only these models."""
+LIMITS = RequestLimits(per_minute=1000, at_once=10, max_body=100_000, timeout_s=30)
 
 
 class FakeModel:
@@ -33,13 +39,18 @@ class FakeModel:
 
     def __init__(self) -> None:
         self.request: dict[str, Any] = {}
+        self.key = ""
+        """Name of the key of the last request."""
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
         app = Starlette(routes=[Route("/v1/chat/completions", self._answer, methods=["POST"])])
-        self.server = uvicorn.Server(uvicorn.Config(app, port=self.port, log_level="error"))
+        with_keys = ApiMiddleware(app, ApiKeys(), LIMITS, model="main")
+        self.server = uvicorn.Server(uvicorn.Config(with_keys, port=self.port, log_level="error"))
 
     async def _answer(self, request: Request) -> Response:
         self.request = await request.json()
+        record = accounting.current.get()
+        self.key = record.key if record else ""
         question = self.request["messages"][-1]["content"]
         if question.startswith("status "):
             error = {"message": "no more", "type": "server_error", "param": "stop", "code": "some_code"}
@@ -62,18 +73,22 @@ class FakeModel:
         yield "data: [DONE]\n\n"
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _with_keys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    file = tmp_path_factory.mktemp("secrets") / ".env"
+    others = [f"{key}:sha256={hashlib.sha256(key.encode()).hexdigest()}:models={key}" for key in RESTRICTED]
+    file.write_text(f"SERVE_API_KEY=key\nSERVE_API_KEYS={','.join(others)}\n")
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("SECRETS_FILE", str(file))
+        environment.delenv("SECRETS_PREFIX", raising=False)
+        yield
+
+
 @pytest.fixture(scope="module")
-def model() -> Iterator[FakeModel]:
+def model(_with_keys: None) -> Iterator[FakeModel]:
     server = FakeModel()
     with in_background(server.server):
         yield server
-
-
-@pytest.fixture(autouse=True)
-def _with_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / ".env").write_text("SERVE_API_KEY=key\n")
-    monkeypatch.setenv("SECRETS_FILE", str(tmp_path / ".env"))
-    monkeypatch.delenv("SECRETS_PREFIX", raising=False)
 
 
 class FakeStream:
@@ -112,20 +127,24 @@ def handles(generator: Generator, sources: list[ScoredChunk]) -> Any:
 class Client:
     """An OpenAI client for an app in this process."""
 
-    def __init__(self, address: str, *, kind: Any = "model", sources: list[ScoredChunk] = SOURCES) -> None:
+    def __init__(
+        self, address: str, *, kind: Any = "model", sources: list[ScoredChunk] = SOURCES, key: str = "key"
+    ) -> None:
         self._arguments = (kind, address, 10_000)
         self._sources = sources
+        self._key = key
 
     def run(self, call: Any) -> Any:
         """Return the result of `call` with a client."""
 
         async def called() -> Any:
             deployments = handles(Generator(*self._arguments), self._sources)
-            limits = RequestLimits(per_minute=1000, at_once=10, max_body=100_000, timeout_s=30)
-            app = await Ingress(deployments, limits, 5, 0).__serve_build_asgi_app__()
+            app = await Ingress(deployments, LIMITS, 5, 0).__serve_build_asgi_app__()
             transport = httpx2.ASGITransport(app)
             async with httpx2.AsyncClient(transport=transport) as http:
-                client = openai.AsyncOpenAI(base_url="http://rag/v1", api_key="key", max_retries=0, http_client=http)
+                client = openai.AsyncOpenAI(
+                    base_url="http://rag/v1", api_key=self._key, max_retries=0, http_client=http
+                )
                 return await call(client)
 
         return asyncio.run(called())
@@ -246,6 +265,30 @@ def test_errors_of_the_model_are_passed_to_the_client(client: Client, status: in
     assert (caught.value.status_code, caught.value.code, caught.value.param) == (status, "some_code", "stop")
     assert caught.value.response.headers["retry-after"] == "17"
     assert caught.value.response.json()["error"]["message"] == "no more"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", [MODEL, ""])
+def test_a_key_for_rag_and_the_main_model_gets_answers(model: FakeModel, name: str, stream: bool) -> None:
+    client = Client(f"http://127.0.0.1:{model.port}", key="rag|main")
+    answer = client.ask("What are apples?", model=name, stream=stream)
+    assert (answer[1].choices[0].delta.content if stream else answer.choices[0].message.content).startswith("one ")
+    assert model.key == "rag|main", "the limits of the client's own key must apply"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_key_that_lacks_one_of_both_models_learns_which(model: FakeModel, stream: bool) -> None:
+    for key, reason in {"rag": "the model that writes the answers; .* inv keys add", "main": "model `rag`"}.items():
+        with pytest.raises(openai.NotFoundError, match=f"may not use {reason}") as caught:
+            Client(f"http://127.0.0.1:{model.port}", key=key).ask(stream=stream)
+        assert caught.value.code == "model_not_found"
+
+
+@pytest.mark.parametrize("body", [{}, {"model": ""}, {"model": None}])
+def test_a_key_that_may_not_use_the_default_model_does_not_learn_its_name(model: FakeModel, body: Any) -> None:
+    url = f"http://127.0.0.1:{model.port}/v1/chat/completions"
+    answer = httpx2.post(url, json=body | {"messages": []}, headers={"Authorization": "Bearer rag"})
+    assert (answer.status_code, "main" in answer.text) == (404, False)
 
 
 def test_without_a_model_the_error_names_the_next_command() -> None:

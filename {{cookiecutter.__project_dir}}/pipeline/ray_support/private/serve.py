@@ -1,11 +1,20 @@
 """Ray Serve: its client for the controller, and a replica's HTTP server."""
 
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import ray
 from ray import serve
 from ray._private.worker import global_worker
 from ray.serve._private import logging_utils
+from ray.serve._private.common import ReplicaID
+from ray.serve._private.constants import SERVE_NAMESPACE
+
+COUNT_TIMEOUT_S = 5.0
+"""Seconds within which a replica must say how many requests it processes."""
 
 
 def client() -> Any:
@@ -15,6 +24,53 @@ def client() -> Any:
     `get_serve_details()` (Ray 2.60).
     """
     return serve.context._get_global_client(raise_if_no_controller_running=False)
+
+
+def shutdown_timeout_s(app: str) -> float:
+    """Return the seconds that the app's replicas may take to finish their requests when they stop, or 0.
+
+    Relies on `deployment_config` (`graceful_shutdown_timeout_s`) in the client's `get_serve_details()` (Ray 2.60).
+    """
+    running = client()
+    apps = running.get_serve_details()["applications"] if running else {}
+    deployments = apps[app]["deployments"].values() if app in apps else ()
+    return max((each["deployment_config"]["graceful_shutdown_timeout_s"] for each in deployments), default=0.0)
+
+
+def _replicas(app: str) -> Iterator[tuple[str, Any]]:
+    """Yield the deployment and the actor of each replica of an app, also while Serve deletes the app.
+
+    `get_serve_details()` does not show the replicas of an app that is being deleted. Relies on the names of Serve's
+    actors, on SERVE_NAMESPACE, and on `ReplicaID.from_full_id_str` (Ray 2.60).
+    """
+    for named in ray.util.list_named_actors(all_namespaces=True):
+        if named["namespace"] == SERVE_NAMESPACE and ReplicaID.is_full_id_str(named["name"]):
+            deployment = ReplicaID.from_full_id_str(named["name"]).deployment_id
+            if deployment.app_name == app:
+                with contextlib.suppress(ValueError):  # it has just ended
+                    yield deployment.name, ray.get_actor(named["name"], namespace=SERVE_NAMESPACE)
+
+
+def ongoing_requests(app: str) -> int:
+    """Return how many requests an app is processing. Replicas that do not respond count as idle.
+
+    A request can be in several deployments of the app, so the deployment with the most requests counts.
+
+    Relies on `get_num_ongoing_requests` of Serve's replica actor (Ray 2.60).
+    """
+    asked = {actor.get_num_ongoing_requests.remote(): name for name, actor in _replicas(app)}
+    answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=COUNT_TIMEOUT_S) if asked else ([], [])
+    counts = Counter[str]()
+    for reference in answered:
+        with contextlib.suppress(ray.exceptions.RayError):
+            counts[asked[reference]] += ray.get(reference)
+    return max(counts.values(), default=0)
+
+
+def kill_replicas(app: str) -> None:
+    """Kill the replicas of an app that Serve is deleting, as Serve does after `graceful_shutdown_timeout_s`."""
+    for _, actor in _replicas(app):
+        ray.kill(actor, no_restart=True)
 
 
 def forget_dead_client() -> None:
