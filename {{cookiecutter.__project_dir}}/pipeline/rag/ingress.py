@@ -20,6 +20,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from pipeline.rag.generator import AnswerEnd, Failure, until
 from pipeline.rag.index import ScoredChunk
+from pipeline.ray_support.private import http_1_0
 from pipeline.ray_support.private import serve as private_serve
 from pipeline.serving import accounting
 from pipeline.serving.access_log import AccessLog
@@ -127,6 +128,7 @@ class Ingress:
         self._keys = ApiKeys()
 
     async def __serve_build_asgi_app__(self) -> ChatPage:
+        http_1_0.support()
         app = FastAPI(title="Answers with sources")
         app.add_api_route(HEALTH_ROUTE, lambda: {"status": "ok"})
         app.add_api_route("/v1/models", self._models)

@@ -47,12 +47,13 @@ class ApiMiddleware:
             await send({"type": "websocket.close", "code": 1008})
             return
         path = scope["path"].removeprefix(scope.get("root_path", ""))
+        route = f"{scope['method']} {path}"
+        if scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET"}  # the server omits the response's body
         if path == HEALTH_ROUTE:
-            response = ResponseSender(send, self._alive, path)
-            method = "GET" if scope["method"] == "HEAD" else scope["method"]  # the server omits the response's body
-            await self.app({**scope, "method": method}, receive, response)
+            await self.app(scope, receive, ResponseSender(send, self._alive, path))
             return
-        record = RequestRecord(f"{scope['method']} {path}")
+        record = RequestRecord(route)
         current.set(record)
         send = self._recorded(send, record)
         response = ResponseSender(send, self._alive, path)
@@ -127,6 +128,7 @@ class ApiMiddleware:
             raise ApiError(413, message, headers={} if is_complete else CLOSE)
         if scope["method"] != "POST":
             return body, scope
+        _check_encoding(headers)
         inspected = inspect(body)
         record.model = inspected.model or ""
         if not self._keys.may_use(key, inspected.model):
@@ -182,3 +184,10 @@ class ApiMiddleware:
         if sequences > (limit := self._limits.max_sequences):
             message = f"prompts times n is {sequences:,}, more than {limit}; send fewer prompts, or lower n"
             raise ApiError(400, message, code="too_many_sequences")
+
+
+def _check_encoding(headers: dict[bytes, bytes]) -> None:
+    encoding = headers.get(b"content-encoding", b"").decode("latin-1").strip()[:MAX_NAME_SHOWN]
+    if encoding.lower() not in ("", "identity"):
+        message = f"the server does not read bodies with `Content-Encoding: {encoding}`; send the body uncompressed"
+        raise ApiError(415, message, code="unsupported_encoding")

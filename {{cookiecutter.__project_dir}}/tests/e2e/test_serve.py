@@ -501,6 +501,90 @@ def test_bad_requests_get_400(client: openai.OpenAI, request_body: dict, stream:
     assert error_of(caught.value)["message"]
 
 
+UNKNOWN_TOKEN = {"logit_bias": {"1000000": 1}}
+BAD_SCHEMA = {"type": "string", "pattern": "("}
+ENDLESS_SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"$ref": "#"}}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("chat/completions", {"messages": user("hi"), **UNKNOWN_TOKEN}),
+        ("chat/completions", {"messages": user("hi"), "response_format": ENDLESS_SCHEMA}),
+        ("completions", {"prompt": [1_000_000]}),
+        ("completions", {"prompt": "hi", "response_format": ENDLESS_SCHEMA}),
+        ("responses", {"input": "hi", **UNKNOWN_TOKEN}),
+        ("responses", {"input": "hi", "text": {"format": {"type": "json_schema", "name": "a", "schema": BAD_SCHEMA}}}),
+        (
+            "messages",
+            {
+                "messages": user("hi"),
+                "max_tokens": 4,
+                "output_config": {"format": {"type": "json_schema", "schema": BAD_SCHEMA}},
+            },
+        ),
+    ],
+    ids=str,
+)
+def test_a_request_that_the_engine_refuses_gets_the_same_error_with_and_without_stream(
+    served: ServeOptions, path: str, body: dict[str, Any]
+) -> None:
+    """The handlers of these requests return a stream before the engine has seen them."""
+    headers = {"Authorization": f"Bearer {os.environ['SERVE_API_KEY']}"}
+    answers = [
+        requests.post(
+            f"{served.url}/{path}", json={"model": "tiny", "stream": stream} | body, headers=headers, timeout=60
+        )
+        for stream in (False, True)
+    ]
+    assert answers[0].status_code >= 400
+    assert answers[1].status_code == answers[0].status_code
+    assert answers[1].json() == answers[0].json()
+
+
+def test_the_apis_have_the_habits_that_clients_expect(served: ServeOptions, client: openai.OpenAI) -> None:
+    """Clients of other servers send such requests, and read such answers."""
+    with client.responses.stream(model="tiny", input="hi", max_output_tokens=2) as events:
+        *_, last = events
+    assert (last.type, last.response.status) == ("response.incomplete", "incomplete")  # type: ignore[union-attr]
+    *_, last = client.responses.create(model="tiny", input=QUESTIONS[0], max_output_tokens=200, stream=True)
+    assert last.type == "response.completed"
+    secret = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "abc"}
+    items: Any = [*user("hi"), secret, *user("go on")]
+    fields: dict[str, Any] = {"model": "tiny", "max_output_tokens": 2, "tools": None}
+    assert client.responses.create(input=items, include=["reasoning.encrypted_content"], **fields).output_text
+    assert client.chat.completions.create(model="tiny", messages=user("hi"), max_tokens=2, tools=[]).choices
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model="tiny", messages=user("word " * 500))
+    assert error_of(caught.value)["code"] == "context_length_exceeded"
+    stream = client.chat.completions.with_raw_response.create(
+        model="tiny", messages=user("hi"), max_tokens=2, stream=True
+    )
+    assert (stream.headers["cache-control"], stream.headers["x-accel-buffering"]) == ("no-cache", "no")
+    headers = {"x-api-key": client.api_key}
+    assert requests.head(f"{served.url}/models", headers=headers, timeout=60).status_code == 200
+    message = {"model": "tiny", "messages": user(QUESTIONS[0]), "max_tokens": 32_000, "tools": [], "temperature": 0}
+    answer = requests.post(f"{served.url}/messages", json=message, headers=headers, timeout=60).json()
+    assert answer["content"][0]["text"] == ask(client, user(QUESTIONS[0]), tokens=200)
+    message["messages"] = user("word " * 500)
+    refused = requests.post(f"{served.url}/messages", json=message, headers=headers, timeout=60)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["message"].startswith("prompt is too long: ")
+
+
+def test_a_client_of_http_1_0_gets_a_stream_without_chunk_sizes(served: ServeOptions) -> None:
+    body = json.dumps({"model": "tiny", "messages": user("hi"), "max_tokens": 4, "stream": True}).encode()
+    lines = ["POST /v1/chat/completions HTTP/1.0", f"Authorization: Bearer {os.environ['SERVE_API_KEY']}"]
+    lines += ["Content-Type: application/json", f"Content-Length: {len(body)}", "", ""]
+    with socket.create_connection(("127.0.0.1", served.port), timeout=60) as connection:
+        connection.sendall("\r\n".join(lines).encode() + body)
+        answer = b"".join(iter(lambda: connection.recv(65536), b""))
+    head, _, text = answer.partition(b"\r\n\r\n")
+    assert b"chunked" not in head.lower()
+    assert text.endswith(b"data: [DONE]\n\n")
+    assert all(not line or line.startswith(b"data: ") for line in text.split(b"\n"))
+
+
 @pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "f"}}], ids=str)
 def test_tools_without_a_parser_get_400(client: openai.OpenAI, choice: Any) -> None:
     tools: list[Any] = [{"type": "function", "function": {"name": "f"}}]
