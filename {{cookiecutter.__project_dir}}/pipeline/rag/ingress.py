@@ -15,7 +15,6 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, BeforeValidator, Field, field_validator, model_validator
 from ray.serve.handle import DeploymentHandle
-from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from pipeline.rag.generator import AnswerEnd, Failure, until
@@ -38,7 +37,7 @@ NO_ANSWER = "I do not know: nothing in the documents answers that."
 class Message(BaseModel):
     """A message of a conversation."""
 
-    role: Literal["system", "user", "assistant"]
+    role: Literal["developer", "system", "user", "assistant"]
     content: str
 
     @field_validator("content", mode="before")
@@ -148,7 +147,7 @@ class Ingress:
 
     async def _model(self, model: str) -> dict[str, Any]:
         if model != MODEL:
-            raise HTTPException(404, f"model `{model}` does not exist: use `{MODEL}`")
+            raise ApiError(404, f"model `{model}` does not exist: use `{MODEL}`", param="model")
         return {"id": MODEL, "object": "model", "created": 0, "owned_by": "project"}
 
     async def _chat(self, body: ChatRequest, request: Request) -> Response:

@@ -109,11 +109,12 @@ class ApiMiddleware:
     ) -> tuple[bytes, Scope]:
         """Check a request's key, limits and body, and record its key and model. Return the body and the scope.
 
-        For a POST, the scope contains the inspected body.
+        The scope has the key in its only Authorization header. For a POST, it contains the inspected body.
 
         Raises:
             ApiError: the key or the body is not valid, or the request exceeds a limit.
         """
+        scope = _with_authorization(scope)
         headers = dict(scope["headers"])
         try:
             key = record.key = self._authenticate(headers)
@@ -140,8 +141,8 @@ class ApiMiddleware:
         return inspected.raw, {**scope, "state": {**scope.get("state", {}), "body": inspected}}
 
     def _authenticate(self, headers: dict[bytes, bytes]) -> str:
-        """Return the name of the request's key. Anthropic's clients send it as `x-api-key`."""
-        if name := self._keys.name_of(headers.get(b"authorization") or b"Bearer " + headers.get(b"x-api-key", b"")):
+        """Return the name of the request's key."""
+        if name := self._keys.name_of(headers[b"authorization"]):
             return name
         message = "a valid API key is required: send the header `Authorization: Bearer YOUR_KEY`"
         raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
@@ -184,6 +185,14 @@ class ApiMiddleware:
         if sequences > (limit := self._limits.max_sequences):
             message = f"prompts times n is {sequences:,}, more than {limit}; send fewer prompts, or lower n"
             raise ApiError(400, message, code="too_many_sequences")
+
+
+def _with_authorization(scope: Scope) -> Scope:
+    """Return the scope with one Authorization header. Anthropic's clients send the key as `x-api-key` instead."""
+    headers = dict(scope["headers"])
+    key = headers.get(b"authorization") or b"Bearer " + headers.get(b"x-api-key", b"")
+    others = [header for header in scope["headers"] if header[0] != b"authorization"]
+    return {**scope, "headers": [*others, (b"authorization", key)]}
 
 
 def _check_encoding(headers: dict[bytes, bytes]) -> None:

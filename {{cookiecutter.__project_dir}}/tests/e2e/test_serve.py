@@ -685,37 +685,132 @@ def test_generate_gives_the_same_answers_as_the_server(
         assert generated == dict(zip(questions, pool.map(lambda each: ask(client, user(each)), questions), strict=True))
 
 
-def test_serve_rag_asks_the_model_with_the_sources(
-    served: ServeOptions, client: openai.OpenAI, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The app's answers, complete and streamed, equal the model's own answers to the same prompt."""
-    monkeypatch.setenv("PROFILE", "local")
-    documents, index = tmp_path / "documents", str(tmp_path / "index")
+@pytest.fixture(scope="class")
+def rag_url(served: ServeOptions, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Serve answers from three documents. Return the base URL for clients."""
+    folder = tmp_path_factory.mktemp("rag")
+    documents, index = folder / "documents", str(folder / "index")
     documents.mkdir()
-    for topic in ("apples", "rivers", "poems"):
+    for topic in RAG_TOPICS:
         (documents / f"{topic}.md").write_text(f"All that is known of {topic} is {len(topic)}.")
-    demo_assets.write_embedder(tmp_path / "embedder")
-    made = {"input": str(documents), "index": index, "model": str(tmp_path / "embedder"), "questions": ""}
-    embed.main(settings.load(EmbedOptions, "embed").model_copy(update=made))
+    demo_assets.write_embedder(folder / "embedder")
+    made = {"input": str(documents), "index": index, "model": str(folder / "embedder"), "questions": ""}
     changes = {"index": index, "generator": "model", "sources": 1, "prompt_characters": 60}
-    url = deployment.deploy(settings.load(RagOptions, "rag").model_copy(update=changes))
-    rag = client.with_options(base_url=url)
-    for topic in ("apples", "rivers", "poems"):
-        question = user(f"What is known of {topic}?")
-        answer = rag.chat.completions.create(model="rag", messages=question, max_tokens=ANSWER_TOKENS, temperature=0)
-        [source] = (answer.model_extra or {})["sources"]
-        assert source["document"] == f"{topic}.md"
-        shown = generator.numbered([ScoredChunk(source["document"], source["text"], source["score"])])
-        expected = ask(client, [{"role": "system", "content": generator.PROMPT + shown}, *question])
-        assert answer.choices[0].message.content == expected != ""
-        stream = rag.chat.completions.create(
-            model="rag", messages=question, max_tokens=ANSWER_TOKENS, temperature=0, stream=True
-        )
-        texts = [chunk.choices[0].delta.content or "" for chunk in stream]
-        assert "".join(texts) == expected
-        assert len(list(filter(None, texts))) > 1
-    assert {"rag", "tiny"} <= {line["model"] for line in access_log("owner")}
+    with mock.patch.dict(os.environ, PROFILE="local"):
+        embed.main(settings.load(EmbedOptions, "embed").model_copy(update=made))
+        yield deployment.deploy(settings.load(RagOptions, "rag").model_copy(update=changes))
     models.main(ModelsOptions(end="rag"))
+
+
+RAG_TOPICS = ("apples", "rivers", "poems")
+OF_APPLES = "What is known of apples?"
+ANTHROPIC_KEY = {"Authorization": "", "x-api-key": "KEY"}
+ALIKE: dict[str, tuple[dict[str, Any], dict[str, str], int]] = {
+    "a question": ({}, {}, 200),
+    "x-api-key": ({}, ANTHROPIC_KEY, 200),
+    "a scheme in lower case": ({}, {"Authorization": "bearer KEY"}, 200),
+    "another key": ({}, {"Authorization": "Bearer wrong"}, 401),
+    "no key": ({}, {"Authorization": ""}, 401),
+    "another key as x-api-key": ({}, ANTHROPIC_KEY | {"x-api-key": "wrong"}, 401),
+    "a developer message": ({"messages": [{"role": "developer", "content": "Be short."}, *user(OF_APPLES)]}, {}, 200),
+    "a system message": ({"messages": [{"role": "system", "content": "Be short."}, *user(OF_APPLES)]}, {}, 200),
+    "parts": ({"messages": [{"role": "user", "content": [{"type": "text", "text": OF_APPLES}]}]}, {}, 200),
+    "no model": ({"model": ""}, {}, 200),
+    "another model": ({"model": "absent"}, {}, 404),
+    "empty tools": ({"tools": [], "tool_choice": "auto"}, {}, 200),
+    "nulls": ({"tools": None, "stop": None, "temperature": None, "n": None, "stream_options": None}, {}, 200),
+    "max_completion_tokens": ({"max_tokens": None, "max_completion_tokens": 2}, {}, 200),
+    "fields without effect": ({"user": "me", "metadata": {"a": "b"}, "store": False}, {}, 200),
+    "too many tokens": ({"max_tokens": 100_000}, {}, 400),
+    "a negative temperature": ({"temperature": -3}, {}, 400),
+    "n as text": ({"n": "x"}, {}, 400),
+    "no messages": ({"messages": []}, {}, 400),
+    "messages as text": ({"messages": "hi"}, {}, 400),
+    "half a character": ({"messages": user("\ud83d")}, {}, 400),
+    "gzip": ({}, {"Content-Encoding": "gzip"}, 415),
+}
+
+
+class TestRag:
+    """`serve_rag` with the served model."""
+
+    def test_it_asks_the_model_with_the_sources(
+        self, served: ServeOptions, client: openai.OpenAI, rag_url: str
+    ) -> None:
+        """The app's answers, complete and streamed, equal the model's own answers to the same prompt."""
+        rag = client.with_options(base_url=rag_url)
+        for topic in RAG_TOPICS:
+            question = user(f"What is known of {topic}?")
+            answer = rag.chat.completions.create(
+                model="rag", messages=question, max_tokens=ANSWER_TOKENS, temperature=0
+            )
+            [source] = (answer.model_extra or {})["sources"]
+            assert source["document"] == f"{topic}.md"
+            shown = generator.numbered([ScoredChunk(source["document"], source["text"], source["score"])])
+            expected = ask(client, [{"role": "system", "content": generator.PROMPT + shown}, *question])
+            assert answer.choices[0].message.content == expected != ""
+            stream = rag.chat.completions.create(
+                model="rag", messages=question, max_tokens=ANSWER_TOKENS, temperature=0, stream=True
+            )
+            texts = [chunk.choices[0].delta.content or "" for chunk in stream]
+            assert "".join(texts) == expected
+            assert len(list(filter(None, texts))) > 1
+        assert {"rag", "tiny"} <= {line["model"] for line in access_log("owner")}
+
+    @pytest.mark.parametrize("what", ALIKE)
+    def test_its_api_behaves_like_the_models(self, served: ServeOptions, rag_url: str, what: str) -> None:
+        """Whole and streamed, answers and errors have the same status, headers and format."""
+        changes, changed_headers, status = ALIKE[what]
+        key = os.environ["SERVE_API_KEY"]
+        headers = {"Authorization": f"Bearer {key}"}
+        headers |= {name: value.replace("KEY", key) for name, value in changed_headers.items()}
+        for stream in (False, True):
+            seen = []
+            for model, url in (("tiny", served.url), ("rag", rag_url)):
+                body = {"model": model, "messages": user(OF_APPLES), "max_tokens": 2, "stream": stream} | changes
+                answer = requests.post(f"{url}/chat/completions", json=body, headers=headers, timeout=60)
+                assert answer.status_code == status, answer.text
+                shown = [answer.headers.get(name) for name in ("content-type", "cache-control", "x-accel-buffering")]
+                seen.append((shown, "x-ratelimit-limit-requests" in answer.headers, self.format(answer)))
+            assert seen[0] == seen[1]
+
+    def test_its_other_routes_behave_like_the_models(self, served: ServeOptions, rag_url: str) -> None:
+        headers = {"x-api-key": os.environ["SERVE_API_KEY"]}
+        for method in ("get", "head", "post", "delete"):
+            for path in (
+                "/v1/models",
+                "/v1/models/MODEL",
+                "/v1/models/absent",
+                "/v1/chat/completions",
+                "/health",
+                "/absent",
+            ):
+                answers = [
+                    requests.request(method, f"{url.removesuffix('/v1')}{path}".replace("MODEL", model), headers=sent)
+                    for sent in ({}, headers)
+                    for model, url in (("tiny", served.url), ("rag", rag_url))
+                    if (method, path) != ("post", "/v1/chat/completions")
+                ]
+                for one, other in zip(answers[::2], answers[1::2], strict=True):
+                    assert one.status_code == other.status_code, (method, path)
+                    assert one.headers.get("allow") == other.headers.get("allow")
+                    if one.status_code >= 400:
+                        assert self.format(one) == self.format(other)
+
+    def format(self, answer: requests.Response) -> Any:
+        """Return the fields of an answer that clients read, and of an error its type and code."""
+        if not answer.content:
+            return None
+        if answer.status_code >= 400:
+            error = answer.json()["error"]
+            assert error["message"]
+            return set(error), error["type"], error["code"]
+        if "event-stream" not in answer.headers["content-type"]:
+            [choice] = answer.json()["choices"]
+            return choice["message"]["role"], choice["index"], choice["finish_reason"]
+        *events, end, _ = answer.text.split("\n\n")
+        chunks = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events]
+        return end, chunks[0]["delta"], chunks[-1]["finish_reason"]
 
 
 def test_vllms_load_generator_works(served: ServeOptions, tmp_path: Path) -> None:
