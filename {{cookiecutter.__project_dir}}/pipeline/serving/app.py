@@ -34,7 +34,7 @@ from pipeline.ray_support import compile_cache
 from pipeline.ray_support.private import engine_metrics, http_1_0
 from pipeline.ray_support.private import serve as private_serve
 from pipeline.ray_support.private.serve_llm import EngineServer, NodeCallback, with_request_router
-from pipeline.serving import api_handlers, engine_arguments, engine_hook, routing
+from pipeline.serving import api_handlers, engine_arguments, engine_hook, fair_scheduler, routing
 from pipeline.serving.access_log import AccessLog
 from pipeline.serving.accounting import RequestRecord, current
 from pipeline.serving.adapters import Adapters
@@ -169,7 +169,8 @@ def llm_config(options: ServeOptions) -> LLMConfig:
     return LLMConfig(
         model_loading_config={"model_id": options.served_name, "model_source": options.source},
         # a safeguard: QueueMiddleware admits half as many sequences, so no request should reach this limit
-        engine_kwargs=engine_args(options)
+        engine_kwargs={"scheduler_cls": fair_scheduler.PATH}
+        | engine_args(options)
         | {"max_num_queued_reqs": 2 * options.max_ongoing_requests}
         | api_args(options),
         deployment_config=deployment,

@@ -60,8 +60,8 @@ def inspect(raw: bytes) -> Body:
 
     Raises:
         InvalidBody: the body is not a JSON object, is nested too deeply, or contains a lone surrogate, a schema or
-            `bad_words` that are too large, too many repetitions, a reference to a stored conversation, a number
-            that is too large, or an `n` that is not an integer.
+            `bad_words` that are too large, too many repetitions, a reference to a stored conversation, beam
+            search, a number that is too large, or an `n` that is not an integer.
     """
     body = _parse(raw)
     if not isinstance(body, dict):
@@ -71,6 +71,7 @@ def inspect(raw: bytes) -> Body:
     _check_schemas(body)
     _check_bad_words(body.get("bad_words"))
     _check_stored(body)
+    _check_beam_search(body)
     _check_integers(body)
     removed = [name for name in NULLABLE if body.get(name, "") is None]
     removed += INTERNAL_FIELDS & body.keys()
@@ -290,6 +291,13 @@ def _check_stored(body: dict[str, Any]) -> None:
             raise InvalidBody(message, name, "not_supported")
 
 
+def _check_beam_search(body: dict[str, Any]) -> None:
+    """Reject beam search. vLLM sends the whole prompt to the engine again for each token and beam."""
+    if body.get("use_beam_search"):
+        message = "use_beam_search is not supported; leave it out, and use n for several answers"
+        raise InvalidBody(message, "use_beam_search", "not_supported")
+
+
 def _absent_tools(body: dict[str, Any]) -> list[str]:
     """Return the fields that say that there are no tools. Clients send them, but vLLM refuses them."""
     if body.get("tools") != []:
@@ -305,7 +313,7 @@ def _without_encrypted_reasoning(body: dict[str, Any]) -> dict[str, Any]:
     Clients that ask for `reasoning.encrypted_content` send it back, also from another server.
     """
     items = body.get("input")
-    if not any("encrypted_content" in item for _, item in _objects(items)):
+    if not isinstance(items, list) or not any("encrypted_content" in item for _, item in _objects(items)):
         return {}
     kept = []
     for item in items:

@@ -464,6 +464,36 @@ def test_a_key_at_its_limit_is_told_when_to_retry(served: ServeOptions) -> None:
     wait_for_engine(False, STOPS_WITHIN_S * slowdown())
 
 
+@pytest.mark.parametrize("answers", [1, 48], ids=["many requests", "one request"])
+def test_each_key_has_its_share_of_the_engine(served: ServeOptions, client: openai.OpenAI, answers: int) -> None:
+    """A key has three times as many sequences as the engine runs at once. Without a share, others wait for two thirds.
+
+    The key loses no token, although sequences are interrupted.
+    """
+    count = 3 * served.max_num_seqs
+    asked: dict[str, Any] = {"model": "tiny", "prompt": "hi", "max_tokens": 200, "extra_body": {"ignore_eos": True}}
+    asked["stream_options"] = {"include_usage": True}
+    other = openai.OpenAI(base_url=served.url, api_key=OTHER_KEY, max_retries=0, timeout=120)
+    ended: list[str] = []
+
+    def tokens() -> int:
+        """Return the number of generated tokens."""
+        for chunk in client.with_options(timeout=120).completions.create(n=answers, stream=True, **asked):
+            ended.extend(choice.finish_reason for choice in chunk.choices if choice.finish_reason)
+        assert chunk.usage
+        return chunk.usage.completion_tokens
+
+    with ThreadPoolExecutor(count) as background:
+        counting = [background.submit(tokens) for _ in range(count // answers)]
+        wait_for_engine(True, 60)
+        for _ in range(3):
+            assert ask(other, user("hi"), tokens=1)
+        ended_before = len(ended)
+        assert sum(one.result() for one in counting) == count * 200
+    assert ended_before < count - served.max_num_seqs
+    assert ended == ["length"] * count
+
+
 def test_a_connection_survives_a_request_that_is_too_large(served: ServeOptions) -> None:
     """The test repeats the requests, because whether HAProxy keeps the connection open can depend on timing."""
     small = {"model": "tiny", "messages": user("hi"), "max_tokens": 1}

@@ -693,6 +693,33 @@ def test_slots_are_granted_in_order_of_arrival() -> None:
     asyncio.run(check())
 
 
+def test_the_next_slots_go_to_the_key_with_the_fewest() -> None:
+    async def check() -> None:
+        slots, order = Slots(4, max_waiting=9), list[str]()
+
+        async def acquire(key: str, count: int = 1) -> None:
+            await slots.acquire(count, key)
+            order.append(key)
+
+        await slots.acquire(3, "alice")
+        await slots.acquire(1, "bob")
+        keys = ("alice", "alice", "bob", "carol", "bob")
+        tasks = [asyncio.create_task(acquire(key)) for key in keys]
+        await asyncio.sleep(0)
+        for key in ("alice", "alice", "bob", "carol", "bob"):
+            slots.release(1, key)
+            await asyncio.sleep(0)
+        await asyncio.wait(tasks)
+        assert order == ["carol", "bob", "alice", "bob", "alice"] or order[0] == "carol"
+        large, small = (asyncio.create_task(acquire(key, count)) for key, count in (("alice", 2), ("dave", 1)))
+        await asyncio.sleep(0)
+        slots.release(1, "alice")
+        await asyncio.wait({small})
+        assert not large.done()
+
+    asyncio.run(asyncio.wait_for(check(), 30))
+
+
 @pytest.mark.parametrize("release_first", [True, False])
 def test_no_slot_is_lost_when_a_waiting_request_is_cancelled(release_first: bool) -> None:
     """The cancellation and the release happen in the same iteration of the event loop."""

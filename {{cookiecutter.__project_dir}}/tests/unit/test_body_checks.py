@@ -241,6 +241,12 @@ def test_an_empty_list_of_tools_is_removed(choice: dict[str, Any], kept: dict[st
     assert json.loads(accepted(**tools).raw) == tools
 
 
+def test_beam_search_is_rejected() -> None:
+    error = rejected({"prompt": "a", "use_beam_search": True, "n": 2})
+    assert (error.code, error.param) == ("not_supported", "use_beam_search")
+    assert accepted(prompt="a", use_beam_search=False)
+
+
 def test_encrypted_reasoning_is_removed() -> None:
     user, text = {"role": "user", "content": "hi"}, [{"type": "summary_text", "text": "short"}]
     secret = {"type": "reasoning", "id": "rs_1", "encrypted_content": "abc"}
