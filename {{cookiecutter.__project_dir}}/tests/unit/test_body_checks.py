@@ -283,7 +283,7 @@ def test_numbers_that_are_too_large_for_the_engine_are_rejected(value: int) -> N
         ({"prompt": "a", "n": None}, 1),
         ({"prompt": ["a", "b"], "n": 4}, 8),
         ({"prompt": [1, 2, 3]}, 1),
-        ({"prompt": [[1, 2, 3], [4]], "n": 512, "use_beam_search": True}, 1024),
+        ({"prompt": [[1, 2, 3], [4]], "n": 512}, 1024),
         ({"prompt": [], "n": 0}, 1),
         ({"prompt": 3, "n": -1}, 1),
         ({"prompt": None, "prompt_embeds": ["a", "b", "c"]}, 3),
