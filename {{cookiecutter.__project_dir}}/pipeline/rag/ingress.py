@@ -15,11 +15,11 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, BeforeValidator, Field, field_validator, model_validator
 from ray.serve.handle import DeploymentHandle
-from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from pipeline.rag.generator import AnswerEnd, Failure, until
 from pipeline.rag.index import ScoredChunk
+from pipeline.ray_support.private import http_1_0
 from pipeline.ray_support.private import serve as private_serve
 from pipeline.serving import accounting
 from pipeline.serving.access_log import AccessLog
@@ -38,7 +38,7 @@ NO_ANSWER = "I do not know: nothing in the documents answers that."
 class Message(BaseModel):
     """A message of a conversation."""
 
-    role: Literal["system", "user", "assistant"]
+    role: Literal["developer", "system", "user", "assistant"]
     content: str
 
     @field_validator("content", mode="before")
@@ -128,6 +128,7 @@ class Ingress:
         self._keys = ApiKeys()
 
     async def __serve_build_asgi_app__(self) -> ChatPage:
+        http_1_0.support()
         app = FastAPI(title="Answers with sources")
         app.add_api_route(HEALTH_ROUTE, lambda: {"status": "ok"})
         app.add_api_route("/v1/models", self._models)
@@ -148,7 +149,7 @@ class Ingress:
 
     async def _model(self, model: str) -> dict[str, Any]:
         if model != MODEL:
-            raise HTTPException(404, f"model `{model[:MAX_NAME_SHOWN]}` does not exist: use `{MODEL}`")
+            raise ApiError(404, f"model `{model[:MAX_NAME_SHOWN]}` does not exist: use `{MODEL}`", param="model")
         return {"id": MODEL, "object": "model", "created": 0, "owned_by": "project"}
 
     async def _chat(self, body: ChatRequest, request: Request) -> Response:

@@ -30,6 +30,10 @@ class RequestRecord:
         """Seconds until the first part of the answer. None if nothing was sent."""
         self.sequences: list[Any] = []
         """vLLM's state of each sequence (`vllm.v1.engine.output_processor.RequestState`)."""
+        self.has_output = False
+        """Whether the engine has generated something."""
+        self.failure: Exception | None = None
+        """Why the engine, or the parsing of its output, failed."""
         self.is_forwarded = False
         """Whether another app answers the request, and records it."""
         self.has_fallback = False

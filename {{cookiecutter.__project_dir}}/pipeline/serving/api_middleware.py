@@ -55,12 +55,13 @@ class ApiMiddleware:
             await send({"type": "websocket.close", "code": 1008})
             return
         path = scope["path"].removeprefix(scope.get("root_path", ""))
+        route = f"{scope['method']} {path}"
+        if scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET"}  # the server omits the response's body
         if path == HEALTH_ROUTE:
-            response = ResponseSender(send, self._alive, path)
-            method = "GET" if scope["method"] == "HEAD" else scope["method"]  # the server omits the response's body
-            await self.app({**scope, "method": method}, receive, response)
+            await self.app(scope, receive, ResponseSender(send, self._alive, path))
             return
-        record = RequestRecord(f"{scope['method']} {path}")
+        record = RequestRecord(route)
         current.set(record)
         send = self._recorded(send, record)
         response = ResponseSender(send, self._alive, path)
@@ -116,11 +117,12 @@ class ApiMiddleware:
     ) -> tuple[bytes, Scope]:
         """Check a request's key, limits and body, and record its key and model. Return the body and the scope.
 
-        For a POST, the scope contains the inspected body.
+        The scope has the key in its only Authorization header. For a POST, it contains the inspected body.
 
         Raises:
             ApiError: the key or the body is not valid, or the request exceeds a limit.
         """
+        scope = _with_authorization(scope)
         headers = dict(scope["headers"])
         try:
             key = record.key = self._authenticate(headers)
@@ -136,6 +138,7 @@ class ApiMiddleware:
             raise ApiError(413, message, headers={} if is_complete else CLOSE)
         if scope["method"] != "POST":
             return body, scope
+        _check_encoding(headers)
         inspected = inspect(body)
         named, record.model = inspected.model, inspected.model or self._model
         inspected = inspected._replace(model=record.model)
@@ -152,8 +155,8 @@ class ApiMiddleware:
         }
 
     def _authenticate(self, headers: dict[bytes, bytes]) -> str:
-        """Return the name of the request's key. Anthropic's clients send it as `x-api-key`."""
-        if name := self._keys.name_of(headers.get(b"authorization") or b"Bearer " + headers.get(b"x-api-key", b"")):
+        """Return the name of the request's key."""
+        if name := self._keys.name_of(headers[b"authorization"]):
             return name
         message = "a valid API key is required: send the header `Authorization: Bearer YOUR_KEY`"
         raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
@@ -196,3 +199,18 @@ class ApiMiddleware:
         if sequences > (limit := self._limits.max_sequences):
             message = f"prompts times n is {sequences:,}, more than {limit}; send fewer prompts, or lower n"
             raise ApiError(400, message, code="too_many_sequences")
+
+
+def _with_authorization(scope: Scope) -> Scope:
+    """Return the scope with one Authorization header. Anthropic's clients send the key as `x-api-key` instead."""
+    headers = dict(scope["headers"])
+    key = headers.get(b"authorization") or b"Bearer " + headers.get(b"x-api-key", b"")
+    others = [header for header in scope["headers"] if header[0] != b"authorization"]
+    return {**scope, "headers": [*others, (b"authorization", key)]}
+
+
+def _check_encoding(headers: dict[bytes, bytes]) -> None:
+    encoding = headers.get(b"content-encoding", b"").decode("latin-1").strip()[:MAX_NAME_SHOWN]
+    if encoding.lower() not in ("", "identity"):
+        message = f"the server does not read bodies with `Content-Encoding: {encoding}`; send the body uncompressed"
+        raise ApiError(415, message, code="unsupported_encoding")

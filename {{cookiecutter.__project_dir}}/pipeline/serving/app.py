@@ -31,17 +31,17 @@ from vllm.v1.engine.exceptions import EngineGenerateError
 
 import settings
 from pipeline.ray_support import compile_cache
-from pipeline.ray_support.private import engine_metrics
+from pipeline.ray_support.private import engine_metrics, http_1_0
 from pipeline.ray_support.private import serve as private_serve
 from pipeline.ray_support.private.serve_llm import EngineServer, NodeCallback, with_request_router
-from pipeline.serving import engine_arguments, engine_hook, model_corrections, routing
+from pipeline.serving import api_handlers, engine_arguments, engine_hook, fair_scheduler, model_corrections, routing
 from pipeline.serving.access_log import AccessLog
 from pipeline.serving.accounting import RequestRecord, current
 from pipeline.serving.adapter_check import AdapterCheck
 from pipeline.serving.adapters import Adapters
 from pipeline.serving.api_middleware import HEALTH_ROUTE, ApiMiddleware
 from pipeline.serving.canary import ROOT, Reporter
-from pipeline.serving.errors import ENGINE_RETRY_S
+from pipeline.serving.errors import ENGINE_RETRY_S, engine_dead
 from pipeline.serving.key_metrics import KeyMetrics
 from pipeline.serving.keys import ApiKeys
 from pipeline.serving.known_models import KnownModels, unknown_model
@@ -181,7 +181,8 @@ def llm_config(options: ServeOptions) -> LLMConfig:
     return LLMConfig(
         model_loading_config={"model_id": options.served_name, "model_source": options.source},
         # a safeguard: QueueMiddleware admits half as many sequences, so no request should reach this limit
-        engine_kwargs=engine_args(options)
+        engine_kwargs={"scheduler_cls": fair_scheduler.PATH}
+        | engine_args(options)
         | {"max_num_queued_reqs": 2 * options.max_ongoing_requests}
         | api_args(options),
         deployment_config=deployment,
@@ -212,12 +213,14 @@ class Server(EngineServer):
 
     async def build_asgi_app(self, app: FastAPI) -> ASGIApp:
         """Return vLLM's app behind the middleware, and start the background tasks."""
+        http_1_0.support()
         restrict(app)
         app.add_api_route("/v1/models", self._list_models)
         app.add_api_route("/v1/models/{model:path}", self._retrieve_model)
         self._serving = app.state.openai_serving_models
         self._engine_client = app.state.engine_client
         engine_hook.install(self._engine_client, share_prefix_cache=self._share_prefix_cache)
+        api_handlers.install(app.state, lambda: None if self._alive() else engine_dead())
         self._access_log = AccessLog(private_serve.logs_folder())
         self._key_metrics = KeyMetrics()
         self._reporter = Reporter(self._location.path)
@@ -323,7 +326,7 @@ def restrict(app: FastAPI) -> None:
 
 async def _answer_parse_error(_: Request, error: Exception) -> JSONResponse:
     log.warning("vLLM could not read a request", exc_info=error)  # the traceback shows whether vLLM is at fault
-    message = f"the request could not be read ({type(error).__name__}: {error}); compare it with /docs"
+    message = "the request could not be read, because a field has another form; compare it with /docs"
     return JSONResponse({"error": message}, 400)
 
 

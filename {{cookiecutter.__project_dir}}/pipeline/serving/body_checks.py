@@ -24,7 +24,8 @@ MAX_TEXT = 16 * 1024
 MAX_COPIES = 2000
 HUGE = 10**9  # replaces all larger numbers, so that they can be multiplied and printed
 MAX_INTEGER = 2**63 - 1  # the engine's serializer fails at larger numbers, when a stream has already started
-NULLABLE = ("background", "service_tier", "truncation")  # null means the default to OpenAI, but is an error to vLLM
+# null means the default to OpenAI, but is an error to vLLM
+NULLABLE = ("background", "service_tier", "tool_choice", "tools", "truncation")
 INTERNAL_FIELDS = frozenset({"kv_transfer_params", "ec_transfer_params"})  # vLLM servers send these to each other
 # The quantifiers are possessive, because backtracking over 2,000 spaces after a brace would take hours.
 BOUNDS = re.compile(r"\{\s*+(\d*+)\s*+,?+\s*+(\d*+)\s*+\}")
@@ -46,7 +47,8 @@ class Body(NamedTuple):
     """A body that passed the inspection."""
 
     raw: bytes
-    """The body as received, without fields that only another vLLM server may send, and without some nulls."""
+    """The body as received, without fields that only another vLLM server may send, and without some that mean nothing:
+    nulls, `tools` without a tool, and encrypted reasoning."""
     model: str | None
     """Name of the requested model. None if the body has no valid name; `ApiMiddleware` then inserts the app's own."""
     sequences: int
@@ -58,8 +60,8 @@ def inspect(raw: bytes) -> Body:
 
     Raises:
         InvalidBody: the body is not a JSON object, is nested too deeply, or contains a lone surrogate, a schema or
-            `bad_words` that are too large, too many repetitions, a reference to a stored conversation, a number
-            that is too large, or an `n` that is not an integer.
+            `bad_words` that are too large, too many repetitions, a reference to a stored conversation, beam
+            search, a number that is too large, or an `n` that is not an integer.
     """
     body = _parse(raw)
     if not isinstance(body, dict):
@@ -69,11 +71,15 @@ def inspect(raw: bytes) -> Body:
     _check_schemas(body)
     _check_bad_words(body.get("bad_words"))
     _check_stored(body)
+    _check_beam_search(body)
     _check_integers(body)
     removed = [name for name in NULLABLE if body.get(name, "") is None]
     removed += INTERNAL_FIELDS & body.keys()
-    if removed:
-        raw = json.dumps({name: value for name, value in body.items() if name not in removed}).encode()
+    removed += _absent_tools(body)
+    changed = _without_encrypted_reasoning(body)
+    if removed or changed:
+        kept = {name: value for name, value in body.items() if name not in removed}
+        raw = json.dumps(kept | changed).encode()
     model = body.get("model")
     return Body(raw, model if isinstance(model, str) else None, _sequences(body))
 
@@ -283,6 +289,40 @@ def _check_stored(body: dict[str, Any]) -> None:
         if body.get(name) is not None:
             message = f"{name} is not supported, because the server stores no conversations; send all turns in input"
             raise InvalidBody(message, name, "not_supported")
+
+
+def _check_beam_search(body: dict[str, Any]) -> None:
+    """Reject beam search. vLLM sends the whole prompt to the engine again for each token and beam."""
+    if body.get("use_beam_search"):
+        message = "use_beam_search is not supported; leave it out, and use n for several answers"
+        raise InvalidBody(message, "use_beam_search", "not_supported")
+
+
+def _absent_tools(body: dict[str, Any]) -> list[str]:
+    """Return the fields that say that there are no tools. Clients send them, but vLLM refuses them."""
+    if body.get("tools") != []:
+        return []
+    choice = body.get("tool_choice")
+    kind = choice.get("type") if isinstance(choice, dict) else choice
+    return ["tools", "tool_choice"] if kind in (None, "auto", "none") else ["tools"]
+
+
+def _without_encrypted_reasoning(body: dict[str, Any]) -> dict[str, Any]:
+    """Return `input` without encrypted reasoning, which only its author can read, or nothing if it has none.
+
+    Clients that ask for `reasoning.encrypted_content` send it back, also from another server.
+    """
+    items = body.get("input")
+    if not isinstance(items, list) or not any("encrypted_content" in item for _, item in _objects(items)):
+        return {}
+    kept = []
+    for item in items:
+        if isinstance(item, dict) and item.get("type") == "reasoning":
+            item = {name: value for name, value in item.items() if name != "encrypted_content"}
+            if not (item.get("content") or item.get("summary")):
+                continue
+        kept.append(item)
+    return {"input": kept}
 
 
 def _check_integers(body: dict[str, Any]) -> None:

@@ -51,6 +51,7 @@ UNSAFE = {
     "worker_cls": "runs other code",
     "worker_extension_cls": "runs other code",
     "scheduler_cls": "runs other code",
+    "scheduling_policy": "lets API keys starve each other",
     "model_class_overrides": "runs other code",
     "logits_processors": "runs other code",
     "io_processor_plugin": "runs other code",

@@ -22,7 +22,14 @@ CLOSE = {"Connection": "close"}
 NEEDS_PARSER = "--tool-call-parser to be set"  # the end of vLLM's message for tools without a parser
 NO_PARSER = "the served model has no tool parser; send no tools, or set tool_parser in [serve] of settings.toml"
 MODEL_NOT_FOUND = "model_not_found"  # OpenAI's code for a model that a key may not use
+# parts of vLLM's messages for prompts and answers that are longer than the model allows
+TOO_LONG = ("maximum context length", "cannot be greater than max_model_len")
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"  # OpenAI's code, by which clients know that they must shorten
+PROMPT_TOO_LONG = "prompt is too long: "  # the same in Anthropic's API, which has no codes
+VLLMS_VALUE = " (parameter="  # vLLM ends messages with the field, which is `param`, and with Python's form of its value
 MESSAGES_ROUTE = "/v1/messages"
+# Proxies such as nginx would hold a stream back to send it in large pieces, or cache it.
+STREAM_HEADERS = {b"cache-control": b"no-cache", b"x-accel-buffering": b"no"}
 ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -64,7 +71,8 @@ class ApiError(Exception):
     def anthropic_body(self) -> dict[str, Any]:
         """The response's body in Anthropic's format."""
         kind = ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
-        return {"type": "error", "error": {"type": kind, "message": self.message}}
+        start = PROMPT_TOO_LONG if self.code == CONTEXT_LENGTH_EXCEEDED else ""
+        return {"type": "error", "error": {"type": kind, "message": f"{start}{self.message}"}}
 
 
 def engine_dead() -> ApiError:
@@ -120,13 +128,21 @@ class ResponseSender:
     async def _send_first(self, message: Message) -> None:
         self.started = True
         self._send = self._client
-        await self._client(message)
+        await self._client(_with_stream_headers(message))
 
     def _convert(self, start: Message) -> ApiError:
         if start["status"] >= 500 and not self._alive():
             return engine_dead()
         headers = {name.decode(): value.decode() for name, value in start["headers"] if name in FORWARDED_HEADERS}
-        return _parse_error(start["status"], self._error_body, headers)
+        return parse_error(start["status"], self._error_body, headers)
+
+
+def _with_stream_headers(message: Message) -> Message:
+    headers = dict(message.get("headers", ()))  # only a start has any
+    if not headers.get(b"content-type", b"").startswith(b"text/event-stream"):
+        return message
+    added = [header for header in STREAM_HEADERS.items() if header[0] not in headers]  # another app may have added them
+    return {**message, "headers": [*message["headers"], *added]}
 
 
 async def _discard(message: Message) -> None:
@@ -135,7 +151,7 @@ async def _discard(message: Message) -> None:
     # do not raise for a chunk, because cancellation stops the engine only when the stream reaches its next chunk
 
 
-def _parse_error(status: int, body: bytes, headers: Mapping[str, str]) -> ApiError:
+def parse_error(status: int, body: bytes, headers: Mapping[str, str]) -> ApiError:
     """Parse an error response of the engine, FastAPI or another app."""
     if status == 500:  # internals belong in the log only
         return ApiError(status, "the server failed to process this request; see its log", headers=headers)
@@ -148,8 +164,11 @@ def _parse_error(status: int, body: bytes, headers: Mapping[str, str]) -> ApiErr
     if isinstance(found, dict) and isinstance(found.get("message"), str):
         if found["message"].endswith(NEEDS_PARSER):
             return ApiError(status, NO_PARSER, param="tools", code="tools_not_supported", headers=headers)
-        code = found.get("code")  # vLLM repeats the status here, as a number
-        code = code if isinstance(code, str) else None
-        return ApiError(status, found["message"], param=found.get("param"), code=code, headers=headers)
+        message, code = found["message"].partition(VLLMS_VALUE)[0], found.get("code")
+        if any(part in message for part in TOO_LONG):
+            message = message.replace("=max_total_tokens=", "=")
+            return ApiError(status, message, code=CONTEXT_LENGTH_EXCEEDED, headers=headers)
+        code = code if isinstance(code, str) else None  # vLLM repeats the status here, as a number
+        return ApiError(status, message, param=found.get("param"), code=code, headers=headers)
     message = found if isinstance(found, str) and found else f"HTTP status {status}"
     return ApiError(status, message, headers=headers)

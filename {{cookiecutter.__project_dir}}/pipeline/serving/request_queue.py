@@ -1,11 +1,13 @@
 """A bounded queue in front of a replica's engine."""
 
 import asyncio
-from collections import deque
+from collections import Counter
 from collections.abc import Callable
+from typing import NamedTuple
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from pipeline.serving.accounting import current
 from pipeline.serving.errors import ApiError, always_alive, engine_dead
 from pipeline.serving.rate_limits import RequestLimits
 
@@ -18,50 +20,71 @@ class QueueFull(Exception):
     """The queue is full."""
 
 
+class _Waiting(NamedTuple):
+    """A request that waits for slots."""
+
+    key: str
+    count: int
+    granted: asyncio.Future[None]
+
+
 class Slots:
-    """Slots for the sequences that a replica processes at once. Further requests queue, first come, first served."""
+    """Slots for the sequences that a replica processes at once.
+
+    Further requests queue. The next slots go to the key that has the fewest, and among its requests to the first.
+    """
 
     def __init__(self, slots: int, max_waiting: int) -> None:
         self._free = slots
         self._max_waiting = max_waiting
-        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._waiting: list[_Waiting] = []
+        self._taken: Counter[str] = Counter()
+        """Slots of each key."""
 
-    async def acquire(self, count: int) -> None:
+    async def acquire(self, count: int, key: str = "") -> None:
         """Wait for `count` slots. `release` returns them.
 
         Raises:
             QueueFull: too many requests are waiting.
         """
         if not self._waiting and count <= self._free:
-            self._free -= count
+            self._take(count, key)
             return
         if len(self._waiting) >= self._max_waiting:
             raise QueueFull
-        granted = asyncio.get_running_loop().create_future()
-        self._waiting.append((count, granted))
+        waiting = _Waiting(key, count, asyncio.get_running_loop().create_future())
+        self._waiting.append(waiting)
+        self._grant()  # it may come before those that wait already
         try:
-            await granted
+            await waiting.granted
         except asyncio.CancelledError:
-            if not granted.cancelled():  # the slots were granted at the moment of the cancellation
-                self.release(count)
-            elif (count, granted) in self._waiting:
-                self._waiting.remove((count, granted))
-                self.release(0)  # the next request may need fewer slots
+            if not waiting.granted.cancelled():  # the slots were granted at the moment of the cancellation
+                self.release(count, key)
+            elif waiting in self._waiting:
+                self._waiting.remove(waiting)
+                self._grant()  # the next request may need fewer slots
             raise
 
-    def release(self, count: int) -> None:
+    def release(self, count: int, key: str = "") -> None:
         """Return slots, and grant them to waiting requests."""
         self._free += count
+        self._taken[key] -= count
+        self._grant()
+
+    def _grant(self) -> None:
+        # a cancelled request's task may not have run since
+        self._waiting = [waiting for waiting in self._waiting if not waiting.granted.done()]
         while self._waiting:
-            wanted, granted = self._waiting[0]
-            if granted.done():  # this request was cancelled, and its task has not run since
-                self._waiting.popleft()
-                continue
-            if wanted > self._free:
+            first = min(self._waiting, key=lambda waiting: self._taken[waiting.key])
+            if first.count > self._free:
                 return
-            self._waiting.popleft()
-            self._free -= wanted
-            granted.set_result(None)
+            self._waiting.remove(first)
+            self._take(first.count, first.key)
+            first.granted.set_result(None)
+
+    def _take(self, count: int, key: str) -> None:
+        self._free -= count
+        self._taken[key] += count
 
 
 class QueueMiddleware:
@@ -83,12 +106,14 @@ class QueueMiddleware:
             return
         if not self._alive():
             raise engine_dead()
+        record = current.get()
+        key = record.key if record else ""
         try:
-            await self._slots.acquire(body.sequences)
+            await self._slots.acquire(body.sequences, key)
         except QueueFull:
             message = "the server's queue is full; try again in a moment"
             raise ApiError(503, message, code="overloaded", headers={"Retry-After": str(QUEUE_RETRY_S)}) from None
         try:
             await self.app(scope, receive, send)
         finally:
-            self._slots.release(body.sequences)
+            self._slots.release(body.sequences, key)

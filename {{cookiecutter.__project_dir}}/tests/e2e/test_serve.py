@@ -416,8 +416,8 @@ def test_a_timeout_stops_the_engine(served: ServeOptions, kind: str) -> None:
         response = background.submit(requests.post, f"{served.url}/{path}", json=request, headers=headers, timeout=60)
         wait_for_engine(True, 60)
         if "streamed" in kind:
-            with pytest.raises(requests.exceptions.ChunkedEncodingError):
-                response.result()
+            with contextlib.suppress(requests.exceptions.ChunkedEncodingError):  # the stream has started
+                assert response.result().status_code == 504
         else:
             answer = response.result()
             assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
@@ -469,6 +469,36 @@ def test_a_key_at_its_limit_is_told_when_to_retry(served: ServeOptions) -> None:
     wait_for_engine(False, STOPS_WITHIN_S * slowdown())
 
 
+@pytest.mark.parametrize("answers", [1, 48], ids=["many requests", "one request"])
+def test_each_key_has_its_share_of_the_engine(served: ServeOptions, client: openai.OpenAI, answers: int) -> None:
+    """A key has three times as many sequences as the engine runs at once. Without a share, others wait for two thirds.
+
+    The key loses no token, although sequences are interrupted.
+    """
+    count = 3 * served.max_num_seqs
+    asked: dict[str, Any] = {"model": "tiny", "prompt": "hi", "max_tokens": 200, "extra_body": {"ignore_eos": True}}
+    asked["stream_options"] = {"include_usage": True}
+    other = openai.OpenAI(base_url=served.url, api_key=OTHER_KEY, max_retries=0, timeout=120)
+    ended: list[str] = []
+
+    def tokens() -> int:
+        """Return the number of generated tokens."""
+        for chunk in client.with_options(timeout=120).completions.create(n=answers, stream=True, **asked):
+            ended.extend(choice.finish_reason for choice in chunk.choices if choice.finish_reason)
+        assert chunk.usage
+        return chunk.usage.completion_tokens
+
+    with ThreadPoolExecutor(count) as background:
+        counting = [background.submit(tokens) for _ in range(count // answers)]
+        wait_for_engine(True, 60)
+        for _ in range(3):
+            assert ask(other, user("hi"), tokens=1)
+        ended_before = len(ended)
+        assert sum(one.result() for one in counting) == count * 200
+    assert ended_before < count - served.max_num_seqs
+    assert ended == ["length"] * count
+
+
 def test_a_connection_survives_a_request_that_is_too_large(served: ServeOptions) -> None:
     """The test repeats the requests, because whether HAProxy keeps the connection open can depend on timing."""
     small = {"model": "tiny", "messages": user("hi"), "max_tokens": 1}
@@ -504,6 +534,90 @@ def test_bad_requests_get_400(client: openai.OpenAI, request_body: dict, stream:
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(model="tiny", stream=stream, **request_body)
     assert error_of(caught.value)["message"]
+
+
+UNKNOWN_TOKEN = {"logit_bias": {"1000000": 1}}
+BAD_SCHEMA = {"type": "string", "pattern": "("}
+ENDLESS_SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"$ref": "#"}}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("chat/completions", {"messages": user("hi"), **UNKNOWN_TOKEN}),
+        ("chat/completions", {"messages": user("hi"), "response_format": ENDLESS_SCHEMA}),
+        ("completions", {"prompt": [1_000_000]}),
+        ("completions", {"prompt": "hi", "response_format": ENDLESS_SCHEMA}),
+        ("responses", {"input": "hi", **UNKNOWN_TOKEN}),
+        ("responses", {"input": "hi", "text": {"format": {"type": "json_schema", "name": "a", "schema": BAD_SCHEMA}}}),
+        (
+            "messages",
+            {
+                "messages": user("hi"),
+                "max_tokens": 4,
+                "output_config": {"format": {"type": "json_schema", "schema": BAD_SCHEMA}},
+            },
+        ),
+    ],
+    ids=str,
+)
+def test_a_request_that_the_engine_refuses_gets_the_same_error_with_and_without_stream(
+    served: ServeOptions, path: str, body: dict[str, Any]
+) -> None:
+    """The handlers of these requests return a stream before the engine has seen them."""
+    headers = {"Authorization": f"Bearer {os.environ['SERVE_API_KEY']}"}
+    answers = [
+        requests.post(
+            f"{served.url}/{path}", json={"model": "tiny", "stream": stream} | body, headers=headers, timeout=60
+        )
+        for stream in (False, True)
+    ]
+    assert answers[0].status_code >= 400
+    assert answers[1].status_code == answers[0].status_code
+    assert answers[1].json() == answers[0].json()
+
+
+def test_the_apis_have_the_habits_that_clients_expect(served: ServeOptions, client: openai.OpenAI) -> None:
+    """Clients of other servers send such requests, and read such answers."""
+    with client.responses.stream(model="tiny", input="hi", max_output_tokens=2) as events:
+        *_, last = events
+    assert (last.type, last.response.status) == ("response.incomplete", "incomplete")  # type: ignore[union-attr]
+    *_, last = client.responses.create(model="tiny", input=QUESTIONS[0], max_output_tokens=200, stream=True)
+    assert last.type == "response.completed"
+    secret = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "abc"}
+    items: Any = [*user("hi"), secret, *user("go on")]
+    fields: dict[str, Any] = {"model": "tiny", "max_output_tokens": 2, "tools": None}
+    assert client.responses.create(input=items, include=["reasoning.encrypted_content"], **fields).output_text
+    assert client.chat.completions.create(model="tiny", messages=user("hi"), max_tokens=2, tools=[]).choices
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model="tiny", messages=user("word " * 500))
+    assert error_of(caught.value)["code"] == "context_length_exceeded"
+    stream = client.chat.completions.with_raw_response.create(
+        model="tiny", messages=user("hi"), max_tokens=2, stream=True
+    )
+    assert (stream.headers["cache-control"], stream.headers["x-accel-buffering"]) == ("no-cache", "no")
+    headers = {"x-api-key": client.api_key}
+    assert requests.head(f"{served.url}/models", headers=headers, timeout=60).status_code == 200
+    message = {"model": "tiny", "messages": user(QUESTIONS[0]), "max_tokens": 32_000, "tools": [], "temperature": 0}
+    answer = requests.post(f"{served.url}/messages", json=message, headers=headers, timeout=60).json()
+    assert answer["content"][0]["text"] == ask(client, user(QUESTIONS[0]), tokens=200)
+    message["messages"] = user("word " * 500)
+    refused = requests.post(f"{served.url}/messages", json=message, headers=headers, timeout=60)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["message"].startswith("prompt is too long: ")
+
+
+def test_a_client_of_http_1_0_gets_a_stream_without_chunk_sizes(served: ServeOptions) -> None:
+    body = json.dumps({"model": "tiny", "messages": user("hi"), "max_tokens": 4, "stream": True}).encode()
+    lines = ["POST /v1/chat/completions HTTP/1.0", f"Authorization: Bearer {os.environ['SERVE_API_KEY']}"]
+    lines += ["Content-Type: application/json", f"Content-Length: {len(body)}", "", ""]
+    with socket.create_connection(("127.0.0.1", served.port), timeout=60) as connection:
+        connection.sendall("\r\n".join(lines).encode() + body)
+        answer = b"".join(iter(lambda: connection.recv(65536), b""))
+    head, _, text = answer.partition(b"\r\n\r\n")
+    assert b"chunked" not in head.lower()
+    assert text.endswith(b"data: [DONE]\n\n")
+    assert all(not line or line.startswith(b"data: ") for line in text.split(b"\n"))
 
 
 @pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "f"}}], ids=str)
@@ -606,39 +720,134 @@ def test_generate_gives_the_same_answers_as_the_server(
         assert generated == dict(zip(questions, pool.map(lambda each: ask(client, user(each)), questions), strict=True))
 
 
-def test_serve_rag_asks_the_model_with_the_sources(
-    served: ServeOptions, client: openai.OpenAI, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The app's answers, complete and streamed, equal the model's own answers to the same prompt."""
-    monkeypatch.setenv("PROFILE", "local")
-    documents, index = tmp_path / "documents", str(tmp_path / "index")
+@pytest.fixture(scope="class")
+def rag_url(served: ServeOptions, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Serve answers from three documents. Return the base URL for clients."""
+    folder = tmp_path_factory.mktemp("rag")
+    documents, index = folder / "documents", str(folder / "index")
     documents.mkdir()
-    for topic in ("apples", "rivers", "poems"):
+    for topic in RAG_TOPICS:
         (documents / f"{topic}.md").write_text(f"All that is known of {topic} is {len(topic)}.")
-    demo_assets.write_embedder(tmp_path / "embedder")
-    made = {"input": str(documents), "index": index, "model": str(tmp_path / "embedder"), "questions": ""}
-    embed.main(settings.load(EmbedOptions, "embed").model_copy(update=made))
+    demo_assets.write_embedder(folder / "embedder")
+    made = {"input": str(documents), "index": index, "model": str(folder / "embedder"), "questions": ""}
     changes = {"index": index, "generator": "model", "sources": 1, "prompt_characters": 60}
-    url = deployment.deploy(settings.load(RagOptions, "rag").model_copy(update=changes))
-    rag = client.with_options(base_url=url)
-    for topic in ("apples", "rivers", "poems"):
-        question = user(f"What is known of {topic}?")
-        answer = rag.chat.completions.create(model="rag", messages=question, max_tokens=ANSWER_TOKENS, temperature=0)
-        [source] = (answer.model_extra or {})["sources"]
-        assert source["document"] == f"{topic}.md"
-        shown = generator.numbered([ScoredChunk(source["document"], source["text"], source["score"])])
-        expected = ask(client, [{"role": "system", "content": generator.PROMPT + shown}, *question])
-        assert answer.choices[0].message.content == expected != ""
-        stream = rag.chat.completions.create(
-            model="rag", messages=question, max_tokens=ANSWER_TOKENS, temperature=0, stream=True
-        )
-        texts = [chunk.choices[0].delta.content or "" for chunk in stream]
-        assert "".join(texts) == expected
-        assert len(list(filter(None, texts))) > 1
-    assert {"rag", "tiny"} <= {line["model"] for line in access_log("owner")}
-    restricted = rag.with_options(api_key="key-for-two-models")
-    assert restricted.chat.completions.create(model="", messages=user("What is known of poems?")).choices[0].message
+    with mock.patch.dict(os.environ, PROFILE="local"):
+        embed.main(settings.load(EmbedOptions, "embed").model_copy(update=made))
+        yield deployment.deploy(settings.load(RagOptions, "rag").model_copy(update=changes))
     models.main(ModelsOptions(end="rag"))
+
+
+RAG_TOPICS = ("apples", "rivers", "poems")
+OF_APPLES = "What is known of apples?"
+ANTHROPIC_KEY = {"Authorization": "", "x-api-key": "KEY"}
+ALIKE: dict[str, tuple[dict[str, Any], dict[str, str], int]] = {
+    "a question": ({}, {}, 200),
+    "x-api-key": ({}, ANTHROPIC_KEY, 200),
+    "a scheme in lower case": ({}, {"Authorization": "bearer KEY"}, 200),
+    "another key": ({}, {"Authorization": "Bearer wrong"}, 401),
+    "no key": ({}, {"Authorization": ""}, 401),
+    "another key as x-api-key": ({}, ANTHROPIC_KEY | {"x-api-key": "wrong"}, 401),
+    "a developer message": ({"messages": [{"role": "developer", "content": "Be short."}, *user(OF_APPLES)]}, {}, 200),
+    "a system message": ({"messages": [{"role": "system", "content": "Be short."}, *user(OF_APPLES)]}, {}, 200),
+    "parts": ({"messages": [{"role": "user", "content": [{"type": "text", "text": OF_APPLES}]}]}, {}, 200),
+    "no model": ({"model": ""}, {}, 200),
+    "another model": ({"model": "absent"}, {}, 404),
+    "empty tools": ({"tools": [], "tool_choice": "auto"}, {}, 200),
+    "nulls": ({"tools": None, "stop": None, "temperature": None, "n": None, "stream_options": None}, {}, 200),
+    "max_completion_tokens": ({"max_tokens": None, "max_completion_tokens": 2}, {}, 200),
+    "fields without effect": ({"user": "me", "metadata": {"a": "b"}, "store": False}, {}, 200),
+    "too many tokens": ({"max_tokens": 100_000}, {}, 400),
+    "a negative temperature": ({"temperature": -3}, {}, 400),
+    "n as text": ({"n": "x"}, {}, 400),
+    "no messages": ({"messages": []}, {}, 400),
+    "messages as text": ({"messages": "hi"}, {}, 400),
+    "half a character": ({"messages": user("\ud83d")}, {}, 400),
+    "gzip": ({}, {"Content-Encoding": "gzip"}, 415),
+}
+
+
+class TestRag:
+    """`serve_rag` with the served model."""
+
+    def test_it_asks_the_model_with_the_sources(
+        self, served: ServeOptions, client: openai.OpenAI, rag_url: str
+    ) -> None:
+        """The app's answers, complete and streamed, equal the model's own answers to the same prompt."""
+        rag = client.with_options(base_url=rag_url)
+        for topic in RAG_TOPICS:
+            question = user(f"What is known of {topic}?")
+            answer = rag.chat.completions.create(
+                model="rag", messages=question, max_tokens=ANSWER_TOKENS, temperature=0
+            )
+            [source] = (answer.model_extra or {})["sources"]
+            assert source["document"] == f"{topic}.md"
+            shown = generator.numbered([ScoredChunk(source["document"], source["text"], source["score"])])
+            expected = ask(client, [{"role": "system", "content": generator.PROMPT + shown}, *question])
+            assert answer.choices[0].message.content == expected != ""
+            stream = rag.chat.completions.create(
+                model="rag", messages=question, max_tokens=ANSWER_TOKENS, temperature=0, stream=True
+            )
+            texts = [chunk.choices[0].delta.content or "" for chunk in stream]
+            assert "".join(texts) == expected
+            assert len(list(filter(None, texts))) > 1
+        assert {"rag", "tiny"} <= {line["model"] for line in access_log("owner")}
+        restricted = rag.with_options(api_key="key-for-two-models")
+        assert restricted.chat.completions.create(model="", messages=user(OF_APPLES)).choices[0].message
+
+    @pytest.mark.parametrize("what", ALIKE)
+    def test_its_api_behaves_like_the_models(self, served: ServeOptions, rag_url: str, what: str) -> None:
+        """Whole and streamed, answers and errors have the same status, headers and format."""
+        changes, changed_headers, status = ALIKE[what]
+        key = os.environ["SERVE_API_KEY"]
+        headers = {"Authorization": f"Bearer {key}"}
+        headers |= {name: value.replace("KEY", key) for name, value in changed_headers.items()}
+        for stream in (False, True):
+            seen = []
+            for model, url in (("tiny", served.url), ("rag", rag_url)):
+                body = {"model": model, "messages": user(OF_APPLES), "max_tokens": 2, "stream": stream} | changes
+                answer = requests.post(f"{url}/chat/completions", json=body, headers=headers, timeout=60)
+                assert answer.status_code == status, answer.text
+                shown = [answer.headers.get(name) for name in ("content-type", "cache-control", "x-accel-buffering")]
+                seen.append((shown, "x-ratelimit-limit-requests" in answer.headers, self.format(answer)))
+            assert seen[0] == seen[1]
+
+    def test_its_other_routes_behave_like_the_models(self, served: ServeOptions, rag_url: str) -> None:
+        headers = {"x-api-key": os.environ["SERVE_API_KEY"]}
+        for method in ("get", "head", "post", "delete"):
+            for path in (
+                "/v1/models",
+                "/v1/models/MODEL",
+                "/v1/models/absent",
+                "/v1/chat/completions",
+                "/health",
+                "/absent",
+            ):
+                answers = [
+                    requests.request(method, f"{url.removesuffix('/v1')}{path}".replace("MODEL", model), headers=sent)
+                    for sent in ({}, headers)
+                    for model, url in (("tiny", served.url), ("rag", rag_url))
+                    if (method, path) != ("post", "/v1/chat/completions")
+                ]
+                for one, other in zip(answers[::2], answers[1::2], strict=True):
+                    assert one.status_code == other.status_code, (method, path)
+                    assert one.headers.get("allow") == other.headers.get("allow")
+                    if one.status_code >= 400:
+                        assert self.format(one) == self.format(other)
+
+    def format(self, answer: requests.Response) -> Any:
+        """Return the fields of an answer that clients read, and of an error its type and code."""
+        if not answer.content:
+            return None
+        if answer.status_code >= 400:
+            error = answer.json()["error"]
+            assert error["message"]
+            return set(error), error["type"], error["code"]
+        if "event-stream" not in answer.headers["content-type"]:
+            [choice] = answer.json()["choices"]
+            return choice["message"]["role"], choice["index"], choice["finish_reason"]
+        *events, end, _ = answer.text.split("\n\n")
+        chunks = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events]
+        return end, chunks[0]["delta"], chunks[-1]["finish_reason"]
 
 
 def test_vllms_load_generator_works(served: ServeOptions, tmp_path: Path) -> None:

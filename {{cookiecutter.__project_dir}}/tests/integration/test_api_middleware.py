@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import gzip
 import json
 import logging
 import sys
@@ -693,6 +694,33 @@ def test_slots_are_granted_in_order_of_arrival() -> None:
     asyncio.run(check())
 
 
+def test_the_next_slots_go_to_the_key_with_the_fewest() -> None:
+    async def check() -> None:
+        slots, order = Slots(4, max_waiting=9), list[str]()
+
+        async def acquire(key: str, count: int = 1) -> None:
+            await slots.acquire(count, key)
+            order.append(key)
+
+        await slots.acquire(3, "alice")
+        await slots.acquire(1, "bob")
+        keys = ("alice", "alice", "bob", "carol", "bob")
+        tasks = [asyncio.create_task(acquire(key)) for key in keys]
+        await asyncio.sleep(0)
+        for key in ("alice", "alice", "bob", "carol", "bob"):
+            slots.release(1, key)
+            await asyncio.sleep(0)
+        await asyncio.wait(tasks)
+        assert order == ["carol", "alice", "bob", "bob", "alice"]
+        large, small = (asyncio.create_task(acquire(key, count)) for key, count in (("alice", 2), ("dave", 1)))
+        await asyncio.sleep(0)
+        slots.release(1, "alice")
+        await asyncio.wait({small})
+        assert not large.done()
+
+    asyncio.run(asyncio.wait_for(check(), 30))
+
+
 @pytest.mark.parametrize("release_first", [True, False])
 def test_no_slot_is_lost_when_a_waiting_request_is_cancelled(release_first: bool) -> None:
     """The cancellation and the release happen in the same iteration of the event loop."""
@@ -836,6 +864,68 @@ def test_an_error_in_openais_format_keeps_its_code(file: Path) -> None:
     assert (shaped["message"], shaped["param"], shaped["code"]) == ("shaped", "n", "too_many")
     # vLLM sets `code` to the HTTP status, which adds nothing
     assert error(client_of().get("/fail?status=422", headers=ALICE), 422)["code"] is None
+
+
+@pytest.mark.parametrize(
+    ("message", "start"),
+    [
+        (
+            "This model's maximum context length is 256 tokens. However, you requested 4. (parameter=a, value=[1])",
+            "This model's maximum context length is 256 tokens. However, you requested 4.",
+        ),
+        ("Input length (300) exceeds model's maximum context length (256).", "Input length (300)"),
+        (
+            "max_tokens=1000 cannot be greater than max_model_len=max_total_tokens=256. (parameter=a, value=1)",
+            "max_tokens=1000 cannot be greater than max_model_len=256.",
+        ),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+def test_a_request_that_is_too_long_has_the_code_that_clients_know(
+    file: Path, path: str, message: str, start: str
+) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        vllms = {"message": message, "type": "BadRequestError", "param": "input_tokens", "code": 400}
+        await JSONResponse({"error": vllms}, 400)(scope, receive, send)
+
+    answer = client_of(app).post(path, json={}, headers=ALICE)
+    if path == "/v1/messages":
+        assert answer.json()["error"]["message"].startswith(f"prompt is too long: {start}")
+    else:
+        assert error(answer, 400)["code"] == "context_length_exceeded"
+        assert error(answer, 400)["message"].startswith(start)
+    assert "value=" not in answer.text
+
+
+def test_streams_pass_through_proxies_at_once(file: Path) -> None:
+    app = FastAPI()
+
+    @app.get("/events")
+    async def events(cached: str = "") -> StreamingResponse:
+        headers = {"Cache-Control": cached} if cached else {}
+        return StreamingResponse(iter(["data: 1\n\n"]), media_type="text/event-stream", headers=headers)
+
+    stream = client_of(app).get("/events", headers=ALICE)
+    assert (stream.headers["cache-control"], stream.headers["x-accel-buffering"]) == ("no-cache", "no")
+    assert client_of(app).get("/events?cached=no-store", headers=ALICE).headers["cache-control"] == "no-store"
+    assert "cache-control" not in client_of().get("/wait?seconds=0", headers=ALICE).headers
+
+
+def test_every_route_for_get_answers_head(file: Path) -> None:
+    """OpenAI's clients do not need this, but tools that check whether a server is up do."""
+    for path, status in {"/wait?seconds=0": 200, "/health": 200, "/absent": 404, "/echo": 405}.items():
+        assert client_of().head(path, headers=ALICE).status_code == status
+    assert client_of().head("/wait?seconds=0").status_code == 401
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "GZIP", "br", "deflate, gzip", "x" * 5000])
+def test_a_compressed_body_is_refused_by_name(file: Path, encoding: str) -> None:
+    sent = {**ALICE, "Content-Encoding": encoding}
+    answer = client_of().post("/echo", content=gzip.compress(b"{}"), headers=sent)
+    assert error(answer, 415)["code"] == "unsupported_encoding"
+    assert f"`Content-Encoding: {encoding[:200]}`" in answer.json()["error"]["message"]
+    for plain in ("identity", "Identity", ""):
+        assert client_of().post("/echo", json={}, headers={**ALICE, "Content-Encoding": plain}).status_code == 200
 
 
 def test_a_message_with_a_lone_surrogate_can_be_sent(file: Path) -> None:

@@ -32,6 +32,7 @@ from starlette.routing import Route
 
 import settings
 from cluster.network import free_ports
+from pipeline.ray_support.private import http_1_0
 from pipeline.serving import haproxy
 from pipeline.serving.options import ServeOptions
 
@@ -321,6 +322,22 @@ def test_a_stream_arrives_in_chunks(proxy: Proxy, replica: Replica) -> None:
         assert next(chunks) == "first"
         replica.resume.set()
         assert "".join(chunks) == "last"
+
+
+def test_a_client_of_http_1_0_gets_a_stream_without_chunk_sizes(proxy: Proxy, replica: Replica) -> None:
+    """nginx asks with HTTP/1.0 by default. The answer ends with the connection, also if the client wants to keep it."""
+    http_1_0.support()
+    replica.resume.set()
+    for connection in (b"Connection: close", b"Connection: keep-alive", b"X-Mine: nothing"):
+        seconds, answer = proxy.send_raw(b"GET /app/stream HTTP/1.0", connection, b"", b"")
+        head, _, body = answer.partition(b"\r\n\r\n")
+        assert body == b"firstlast"
+        assert b"chunked" not in head.lower()
+        assert seconds < OPEN_S
+    plain = [b"GET /app/ HTTP/1.0", b"", b""]
+    assert b"content-length: " in proxy.send_raw(*plain)[1].lower()
+    with proxy.client.stream("GET", "/app/stream") as stream:
+        assert (stream.headers["transfer-encoding"], stream.read()) == ("chunked", b"firstlast")
 
 
 # ---------------------------------------------------------------- reloads

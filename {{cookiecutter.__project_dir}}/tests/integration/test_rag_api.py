@@ -41,6 +41,7 @@ class FakeModel:
         self.request: dict[str, Any] = {}
         self.key = ""
         """Name of the key of the last request."""
+        self.authorization = ""
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
         app = Starlette(routes=[Route("/v1/chat/completions", self._answer, methods=["POST"])])
@@ -51,6 +52,7 @@ class FakeModel:
         self.request = await request.json()
         record = accounting.current.get()
         self.key = record.key if record else ""
+        self.authorization = request.headers["authorization"]
         question = self.request["messages"][-1]["content"]
         if question.startswith("status "):
             error = {"message": "no more", "type": "server_error", "param": "stop", "code": "some_code"}
@@ -200,6 +202,24 @@ def test_answers_without_the_model_use_no_tokens_and_honour_stop(
     assert answer.usage.total_tokens == 0
     assert client.ask(stream=True, stream_options={"include_usage": True})[-1].usage.total_tokens == 0
     assert client.ask(stop=[text[5:8], "absent"]).choices[0].message.content == text[: text.index(text[5:8])]
+
+
+@pytest.mark.parametrize(
+    "headers", [{"x-api-key": "key"}, [("Authorization", "Bearer other"), ("Authorization", "Bearer key")]]
+)
+def test_the_model_gets_the_key_that_was_checked(client: Client, model: FakeModel, headers: Any) -> None:
+    async def call(connected: openai.AsyncOpenAI) -> httpx2.Response:
+        body = {"messages": [{"role": "user", "content": "What are apples?"}]}
+        return await connected._client.post("http://rag/v1/chat/completions", json=body, headers=headers)
+
+    assert client.run(call).status_code == 200
+    assert model.authorization == "Bearer key"
+
+
+def test_developer_messages_reach_the_model(client: Client, model: FakeModel) -> None:
+    messages = [{"role": "developer", "content": "Be short."}, {"role": "user", "content": "What are apples?"}]
+    client.ask(messages=messages)
+    assert model.request["messages"][1:] == messages
 
 
 def test_content_parts_are_joined(client: Client, model: FakeModel) -> None:

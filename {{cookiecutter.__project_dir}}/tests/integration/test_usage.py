@@ -87,17 +87,19 @@ def test_each_key_has_its_own_salt_unless_keys_share_the_prefix_cache(share: boo
     processor = SimpleNamespace(request_states={})
     processor.add_request = lambda request: processor.request_states.update({request.request_id: request})
     engine_hook.install(SimpleNamespace(output_processor=processor), share_prefix_cache=share)
-    salts = []
+    salts, priorities = [], []
     for number, (key, own) in enumerate(
         [("alice", None), ("bob", None), ("alice", None), ("alice", "x"), ("bob", "x")]
     ):
         asking = RequestRecord("POST /v1/completions")
         asking.key = key
         accounting.current.set(asking)
-        processor.add_request(request := SimpleNamespace(request_id=f"{number}", cache_salt=own))
+        processor.add_request(request := SimpleNamespace(request_id=f"{number}", cache_salt=own, priority=-9))
         assert asking.sequences == [request]
+        priorities.append(request.priority)
         salts.append(request.cache_salt)
     accounting.current.set(None)
+    assert priorities == [0, 1, 0, 0, 1]  # the numbers of the keys, for the scheduler; clients cannot set them
     if share:
         assert salts == [None, None, None, "x", "x"]
     else:

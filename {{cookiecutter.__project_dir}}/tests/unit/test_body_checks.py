@@ -224,6 +224,40 @@ def test_fields_for_other_vllm_servers_are_removed() -> None:
     assert json.loads(accepted(**body).raw) == {"model": "m", "prompt": "größer"}
 
 
+@pytest.mark.parametrize(
+    ("choice", "kept"),
+    [
+        ({}, {}),
+        ({"tool_choice": "auto"}, {}),
+        ({"tool_choice": "none"}, {}),
+        ({"tool_choice": {"type": "auto"}}, {}),
+        ({"tool_choice": "required"}, {"tool_choice": "required"}),  # vLLM refuses this
+        ({"tool_choice": {"type": "tool", "name": "f"}}, {"tool_choice": {"type": "tool", "name": "f"}}),
+    ],
+)
+def test_an_empty_list_of_tools_is_removed(choice: dict[str, Any], kept: dict[str, Any]) -> None:
+    assert json.loads(accepted(messages=[], tools=[], **choice).raw) == {"messages": [], **kept}
+    tools = {"tools": [{"type": "function"}], **choice}
+    assert json.loads(accepted(**tools).raw) == tools
+
+
+def test_beam_search_is_rejected() -> None:
+    error = rejected({"prompt": "a", "use_beam_search": True, "n": 2})
+    assert (error.code, error.param) == ("not_supported", "use_beam_search")
+    assert accepted(prompt="a", use_beam_search=False)
+
+
+def test_encrypted_reasoning_is_removed() -> None:
+    user, text = {"role": "user", "content": "hi"}, [{"type": "summary_text", "text": "short"}]
+    secret = {"type": "reasoning", "id": "rs_1", "encrypted_content": "abc"}
+    items = [user, secret | {"summary": []}, secret | {"summary": text}, {"type": "reasoning", "summary": []}, "odd"]
+    raw = accepted(input=items, include=["reasoning.encrypted_content"]).raw
+    expected = [user, {"type": "reasoning", "id": "rs_1", "summary": text}, "odd"]
+    assert json.loads(raw) == {"input": expected, "include": ["reasoning.encrypted_content"]}
+    for unchanged in ("encrypted_content", [items[3]], [{"encrypted": 1}]):
+        assert json.loads(accepted(input=unchanged).raw) == {"input": unchanged}
+
+
 def test_nulls_that_vllm_does_not_accept_are_removed() -> None:
     assert json.loads(accepted(input="hi", background=None, service_tier=None, user=None).raw) == {
         "input": "hi",
@@ -249,7 +283,7 @@ def test_numbers_that_are_too_large_for_the_engine_are_rejected(value: int) -> N
         ({"prompt": "a", "n": None}, 1),
         ({"prompt": ["a", "b"], "n": 4}, 8),
         ({"prompt": [1, 2, 3]}, 1),
-        ({"prompt": [[1, 2, 3], [4]], "n": 512, "use_beam_search": True}, 1024),
+        ({"prompt": [[1, 2, 3], [4]], "n": 512}, 1024),
         ({"prompt": [], "n": 0}, 1),
         ({"prompt": 3, "n": -1}, 1),
         ({"prompt": None, "prompt_embeds": ["a", "b", "c"]}, 3),
