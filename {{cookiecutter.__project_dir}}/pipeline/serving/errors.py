@@ -17,6 +17,7 @@ CLOSE = {"Connection": "close"}
 NEEDS_PARSER = "--tool-call-parser to be set"  # the end of vLLM's message for tools without a parser
 NO_PARSER = "the served model has no tool parser; send no tools, or set tool_parser in [serve] of settings.toml"
 MESSAGES_ROUTE = "/v1/messages"
+MAX_MESSAGE, MAX_PARAM = 2000, 500  # maximum bytes as JSON; both may quote the request, which is as large as a body
 ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -43,8 +44,8 @@ class ApiError(Exception):
         """`param` is the invalid field of the request."""
         super().__init__(message)
         self.status = status
-        self.message = message
-        self.param = param
+        self.message = shortened(message, MAX_MESSAGE)
+        self.param = param and shortened(param, MAX_PARAM)
         self.code = code or ("not_found" if status == 404 else None)
         self.headers = dict(headers or {})
 
@@ -59,6 +60,14 @@ class ApiError(Exception):
         """The response's body in Anthropic's format."""
         kind = ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
         return {"type": "error", "error": {"type": kind, "message": self.message}}
+
+
+def shortened(text: str, limit: int) -> str:
+    """Return the beginning of a text that takes at most `limit` bytes as JSON, with `…` if the text is longer."""
+    kept = text[:limit]
+    while len(json.dumps(kept)) > limit:
+        kept = kept[: len(kept) * 3 // 4]
+    return kept if kept == text else f"{kept}…"
 
 
 def engine_dead() -> ApiError:
