@@ -36,7 +36,7 @@ from pipeline.ray_support import compile_cache
 from pipeline.ray_support.private import engine_metrics
 from pipeline.ray_support.private import serve as private_serve
 from pipeline.ray_support.private.serve_llm import EngineServer, NodeCallback, with_request_router
-from pipeline.serving import engine_arguments, engine_hook, routing, validation
+from pipeline.serving import engine_arguments, engine_hook, prompt_length, routing, validation
 from pipeline.serving.access_log import AccessLog
 from pipeline.serving.accounting import RequestRecord, current
 from pipeline.serving.adapters import Adapters
@@ -288,6 +288,7 @@ class Server(EngineServer):
         """
         compile_cache.remove_truncated()
         engine_metrics.install()
+        prompt_length.install()
         os.environ |= NO_REDIRECTS
         try:
             await super().start_engine()

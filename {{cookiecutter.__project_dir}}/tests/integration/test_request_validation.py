@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,10 +20,13 @@ from vllm.entrypoints.openai.chat_completion.api_router import router as chat_ro
 from vllm.entrypoints.openai.completion.api_router import router as completion_router
 from vllm.entrypoints.openai.responses.api_router import router as responses_router
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
-from vllm.exceptions import VLLMNotFoundError
+from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
 from vllm.multimodal.media import MediaConnector
+from vllm.renderers.params import TokenizeParams
+from vllm.tokenizers import get_tokenizer
 
 from cluster.emulator.waiting import slowdown
+from pipeline.serving import prompt_length
 from pipeline.serving.api_middleware import ApiMiddleware
 from pipeline.serving.app import NO_MEDIA, NO_REDIRECTS, restrict
 from pipeline.serving.body_checks import MAX_ENTRIES, MAX_FIELDS
@@ -32,6 +36,7 @@ from pipeline.serving.rate_limits import RequestLimits
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = (
     f"/v1/{name}" for name in ("chat/completions", "completions", "responses", "messages")
 )
+SIDES: list[dict[str, Any]] = [{}, {"truncation_side": "left"}, {"truncation_side": "right"}]
 JSON = {"Content-Type": "application/json"}
 FOR_SURE_S = 1.0  # CPU seconds on an idle machine; each of these requests takes less than 0.2
 
@@ -138,6 +143,38 @@ def test_the_error_of_a_message_that_names_a_path_is_that_of_vllm(client: TestCl
     answer = client.post(CHAT, json=message(content="hi") | {"model": "m"})
     assert answer.status_code == 404
     assert answer.json()["error"]["message"] == "The model `m` does not exist."
+
+
+# ---------------------------------------------------------------- prompts
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(
+    "request_options",
+    [{}, *({"truncate_prompt_tokens": count} | more for count in (-1, 10) for more in SIDES)],
+    ids=str,
+)
+def test_characters_are_limited_before_tokenizing(
+    assets: Path, monkeypatch: pytest.MonkeyPatch, request_options: dict[str, Any], side: str
+) -> None:
+    monkeypatch.setattr(TokenizeParams, "_text_len_check", TokenizeParams._text_len_check)
+    prompt_length.install()
+    tokenizer: Any = get_tokenizer(assets / "model", truncation_side=side)
+    params = TokenizeParams(max_total_tokens=64, max_output_tokens=16, **request_options)
+    text = "".join(f"word {number} " for number in range(10_000))
+    try:
+        cut = params.apply_pre_tokenization(tokenizer, {"prompt": text})["prompt"]
+    except VLLMValidationError:
+        assert not request_options
+        return
+    assert len(cut) <= 48 * tokenizer.max_chars_per_token
+
+    def kept(text: str) -> list[int]:
+        return params.apply_post_tokenization(
+            tokenizer, {"prompt_token_ids": tokenizer.encode(text, **params.get_encode_kwargs())}
+        )["prompt_token_ids"]
+
+    assert kept(cut) == kept(text)
 
 
 # ---------------------------------------------------------------- media
