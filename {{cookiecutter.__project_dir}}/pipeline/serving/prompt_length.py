@@ -8,7 +8,7 @@ _check = TokenizeParams._text_len_check
 
 
 def install() -> None:
-    """Cut prompts before tokenizing if the request truncates them (`truncate_prompt_tokens`, `truncation` of Responses).
+    """Cut a prompt before tokenizing if its request truncates it (`truncate_prompt_tokens`, `truncation` of Responses).
 
     vLLM refuses a prompt with more characters than the model's tokens can have, but not if the request asks to truncate
     it on the tokenizer's own side. Other requests wait for the tokenizer: 15 s for a word of 3.9 MB.
