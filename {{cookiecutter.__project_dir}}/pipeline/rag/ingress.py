@@ -21,7 +21,7 @@ from pipeline.rag.generator import AnswerEnd, Failure, until
 from pipeline.rag.index import ScoredChunk
 from pipeline.ray_support.private import http_1_0
 from pipeline.ray_support.private import serve as private_serve
-from pipeline.serving import accounting
+from pipeline.serving import accounting, validation
 from pipeline.serving.access_log import AccessLog
 from pipeline.serving.api_middleware import HEALTH_ROUTE, ApiMiddleware
 from pipeline.serving.errors import ApiError
@@ -135,6 +135,7 @@ class Ingress:
         app.add_api_route("/v1/models/{model}", self._model)
         app.add_api_route("/v1/chat/completions", self._chat, methods=["POST"], response_model=None)
         app.add_exception_handler(RequestValidationError, _answer_validation_error)
+        validation.stop_at_first_errors(app)
         app.add_exception_handler(ApiError, _answer_api_error)
         self._task = asyncio.create_task(self._keys.refresh_forever())  # asyncio itself keeps only a weak reference
         log = AccessLog(private_serve.logs_folder())  # the log of the served model has the tokens
@@ -249,11 +250,7 @@ def _event(data: dict[str, Any]) -> str:
 
 async def _answer_validation_error(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    param = ".".join(map(str, first["loc"][1:])) or None
-    is_unknown = first["type"] == "extra_forbidden"
-    reason = "not supported; leave it out" if is_unknown else first["msg"].removeprefix("Value error, ")
-    return JSONResponse(ApiError(400, f"{param or 'the body'}: {reason}", param=param).body, 400)
+    return JSONResponse(validation.first_error(error).body, 400)
 
 
 async def _answer_api_error(_: Request, error: Exception) -> JSONResponse:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import ray
 from fastapi import FastAPI, HTTPException, Request
+from fastapi.exceptions import RequestValidationError
 from prometheus_fastapi_instrumentator.middleware import PrometheusInstrumentatorMiddleware
 from ray import serve
 from ray.serve.config import BackpressureConfig, RequestRouterConfig
@@ -26,6 +27,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp
 from vllm import envs, platforms
 from vllm.entrypoints.serve.engine.protocol import ModelCard, ModelList, ModelPermission
+from vllm.entrypoints.serve.exception_handling import error_response, utils
 from vllm.entrypoints.serve.exception_handling.handlers.vllm_error import vllm_error_handler
 from vllm.v1.engine.exceptions import EngineGenerateError
 
@@ -34,14 +36,23 @@ from pipeline.ray_support import compile_cache
 from pipeline.ray_support.private import engine_metrics, http_1_0
 from pipeline.ray_support.private import serve as private_serve
 from pipeline.ray_support.private.serve_llm import EngineServer, NodeCallback, with_request_router
-from pipeline.serving import api_handlers, engine_arguments, engine_hook, fair_scheduler, model_corrections, routing
+from pipeline.serving import (
+    api_handlers,
+    engine_arguments,
+    engine_hook,
+    fair_scheduler,
+    model_corrections,
+    prompt_length,
+    routing,
+    validation,
+)
 from pipeline.serving.access_log import AccessLog
 from pipeline.serving.accounting import RequestRecord, current
 from pipeline.serving.adapter_check import AdapterCheck
 from pipeline.serving.adapters import Adapters
 from pipeline.serving.api_middleware import HEALTH_ROUTE, ApiMiddleware
 from pipeline.serving.canary import ROOT, Reporter
-from pipeline.serving.errors import ENGINE_RETRY_S, engine_dead
+from pipeline.serving.errors import ENGINE_RETRY_S, engine_dead, shortened
 from pipeline.serving.key_metrics import KeyMetrics
 from pipeline.serving.keys import ApiKeys
 from pipeline.serving.known_models import KnownModels, unknown_model
@@ -70,8 +81,15 @@ CPU_LORA = "pipeline.ray_support.private.cpu_lora.SkipTokensWithoutAdapter"
 """Extension of vLLM's workers on CPUs. A name, because only vLLM's own processes import it."""
 DEPLOYMENT = "Server"  # the same for every model, so that a new model replaces the old one in place
 log = logging.getLogger("ray.serve")
+# a second barrier behind the checks of bodies: vLLM accepts no media, and fetches none
+NO_MEDIA = {
+    "limit_mm_per_prompt": {"image": 0, "video": 0, "audio": 0},
+    "allowed_media_domains": ["nothing.invalid"],
+}
+NO_REDIRECTS = {"VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0"}  # a redirect from an allowed domain leads to any address
 ENGINE_CHECK_S = 0.25
 DRAIN_TIMEOUT_S = 2  # time for sending error responses to the requests that a dead engine was processing
+MAX_SANITIZED = 1000  # maximum bytes of an error of vLLM; its search for paths takes 10 ms for these, 17 s for 16,000
 HUB_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 
 
@@ -116,6 +134,7 @@ def build(options: ServeOptions, address: str, zone: dict[str, str] | None = Non
 def engine_args(options: ServeOptions) -> dict[str, Any]:
     """Return vLLM's engine arguments."""
     return {
+        **NO_MEDIA,
         "dtype": options.dtype,
         "max_model_len": options.max_model_len,
         "max_num_seqs": options.max_num_seqs,
@@ -293,6 +312,8 @@ class Server(EngineServer):
         """
         compile_cache.remove_truncated()
         engine_metrics.install()
+        prompt_length.install()
+        os.environ |= NO_REDIRECTS
         try:
             await super().start_engine()
         except Exception as error:
@@ -315,13 +336,29 @@ async def _stop_listening(timeout_s: float) -> None:
 
 
 def restrict(app: FastAPI) -> None:
-    """Restrict vLLM's app to the API: remove its admin routes and CORS, and turn its parse errors into status 400."""
+    """Restrict vLLM's app to the API: remove its admin routes and CORS, and turn its parse errors into status 400.
+
+    Errors are short. If they quote a long text such as `/a/a/a`, vLLM's take hours to write, because it searches them
+    for paths with a pattern of cubic time.
+    """
     app.router.routes = [route for route in app.router.routes if getattr(route, "path", None) in ROUTES]
     app.user_middleware = [each for each in app.user_middleware if each.cls not in REMOVED_MIDDLEWARE]
     for kind in PARSE_ERRORS:
         app.add_exception_handler(kind, _answer_parse_error)
     app.exception_handler(EngineGenerateError)(_answer_engine_error)
+    app.add_exception_handler(RequestValidationError, _answer_validation_error)
+    validation.stop_at_first_errors(app)
+    error_response.sanitize_message = _sanitize_beginning
     app.middleware_stack = None  # rebuilt at the next request
+
+
+def _sanitize_beginning(message: str) -> str:
+    return utils.sanitize_message(shortened(message, MAX_SANITIZED))
+
+
+async def _answer_validation_error(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    return JSONResponse(validation.first_error(error).body, 400)
 
 
 async def _answer_parse_error(_: Request, error: Exception) -> JSONResponse:

@@ -1,4 +1,4 @@
-"""Inspects the nesting, text, schemas and number of prompts of a request's body before anything else parses it.
+"""Inspects the nesting, size, text, media, schemas and prompts of a request's body before anything else parses it.
 
 Each limit rejects requests that would kill an engine, or block all other requests for seconds.
 """
@@ -22,6 +22,28 @@ MAX_TEXT = 16 * 1024
 # Maximum copies to which a request's patterns expand: a{1,30} expands to 30. xgrammar parses a `pattern` of a schema in
 # quadratic time, once per prompt: 0.25 s for 2,000 copies, 85 s for 30,000.
 MAX_COPIES = 2000
+# Maximum entries of lists at the top of a body. vLLM compares each stop string with the answer at each token.
+MAX_ENTRIES = {
+    "messages": 4096,
+    "input": 4096,
+    "tools": 512,
+    "stop": 64,
+    "stop_sequences": 64,
+    "stop_token_ids": 1024,
+    "bad_words": 1024,
+}
+MAX_FIELDS = 1024  # maximum fields of the body, and of each object of the conversation and at the top of the body
+# Maximum lists and objects of a conversation. Other requests wait while pydantic validates them.
+MAX_PARTS = 32_768
+CONVERSATION_FIELDS = ("messages", "input", "system")
+# vLLM would fetch media from any address, decode images of any size, and take a `uuid` for the key of its cache, where
+# it finds the images of other clients. It also reads parts without a type.
+MEDIA_FIELDS = frozenset(
+    f"{kind}{suffix}" for kind in ("image", "video", "audio", "file") for suffix in ("", "_url", "_embeds", "_data")
+) | {"image_pil", "input_image", "input_audio", "input_file", "prompt_embeds", "source", "uuid"}
+MEDIA_TYPES = MEDIA_FIELDS | {"input_video", "document", "computer_screenshot", "image_generation_call"}
+MEDIA_OPTIONS = ("mm_processor_kwargs", "media_io_kwargs", "multi_modal_data", "multi_modal_uuids")
+DATA_FIELDS = frozenset({"arguments", "input", "function"})  # of a tool call; any JSON, which no API reads as parts
 HUGE = 10**9  # replaces all larger numbers, so that they can be multiplied and printed
 MAX_INTEGER = 2**63 - 1  # the engine's serializer fails at larger numbers, when a stream has already started
 # null means the default to OpenAI, but is an error to vLLM
@@ -59,13 +81,17 @@ def inspect(raw: bytes) -> Body:
     """Parse and check the body of a request.
 
     Raises:
-        InvalidBody: the body is not a JSON object, is nested too deeply, or contains a lone surrogate, a schema or
-            `bad_words` that are too large, too many repetitions, a reference to a stored conversation, beam
-            search, a number that is too large, or an `n` that is not an integer.
+        InvalidBody: the body is not a JSON object, is nested too deeply, or contains a lone surrogate, too many
+            messages, parts, tools or other entries, images or other media, a schema or `bad_words` that are too large,
+            too many repetitions, a reference to a stored conversation, beam search, a number that is too large, or an
+            `n` that is not an integer.
     """
     body = _parse(raw)
     if not isinstance(body, dict):
         raise InvalidBody(NOT_AN_OBJECT)
+    _check_entries(body)
+    _check_parts(body)
+    _check_media(body)
     for param, text in _arguments(body):
         _parse_inner(param, text)
     _check_schemas(body)
@@ -165,6 +191,67 @@ def _is_text(value: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def _check_entries(body: dict[str, Any]) -> None:
+    """Limit the number of fields, messages, tools, stop strings and similar entries."""
+    _check_count("the body", len(body), MAX_FIELDS, "fields", None)
+    for name, value in body.items():
+        if type(value) is dict and name not in SCHEMA_FIELDS:
+            _check_count(name, len(value), MAX_FIELDS, "fields", name)
+        elif type(value) is list and name in MAX_ENTRIES:
+            if name == "input" and value and type(value[0]) is int:
+                continue  # the token ids of a prompt for embeddings
+            _check_count(name, len(value), MAX_ENTRIES[name], "entries", name)
+
+
+def _check_parts(body: dict[str, Any]) -> None:
+    """Limit the number of lists and objects of a conversation, and the fields of each object."""
+    for name in CONVERSATION_FIELDS:
+        waiting, count = [body.get(name)], 0
+        while waiting:
+            part = waiting.pop()
+            if type(part) is dict:
+                _check_count(f"an object in {name}", len(part), MAX_FIELDS, "fields", name)
+                part = part.values()
+            elif type(part) is not list:
+                continue
+            inner = [each for each in part if type(each) in (dict, list)]
+            count += len(inner)
+            waiting += inner
+        _check_count(name, count, MAX_PARTS, "lists and objects", name)
+
+
+def _check_media(body: dict[str, Any]) -> None:
+    """Reject images, audio, video and files, wherever a conversation has them."""
+    for name in MEDIA_OPTIONS:
+        if body.get(name) is not None:
+            raise _media(name, name)
+    for name in CONVERSATION_FIELDS:
+        waiting = [body.get(name)]
+        while waiting:
+            part = waiting.pop()
+            if type(part) is dict:
+                kind = part.get("type")
+                if isinstance(kind, str) and kind in MEDIA_TYPES:
+                    raise _media(kind, name)
+                for field in MEDIA_FIELDS & part.keys():
+                    if part[field] is not None:
+                        raise _media(field, name)
+                waiting += [inner for field, inner in part.items() if field not in DATA_FIELDS]
+            elif type(part) is list:
+                waiting += [inner for inner in part if type(inner) in (dict, list)]
+
+
+def _media(kind: str, param: str) -> InvalidBody:
+    message = f"{kind} is not supported, because the server reads only text; send parts of type text"
+    return InvalidBody(message, param, "media_not_supported")
+
+
+def _check_count(place: str, count: int, limit: int, unit: str, param: str | None) -> None:
+    if count > limit:
+        message = f"{place[:MAX_PATH_SHOWN]} has {count:,} {unit}, more than {limit:,}; send fewer"
+        raise InvalidBody(message, param and param[:MAX_PATH_SHOWN], "too_many")
 
 
 def _arguments(body: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -30,6 +30,7 @@ VLLMS_VALUE = " (parameter="  # vLLM ends messages with the field, which is `par
 MESSAGES_ROUTE = "/v1/messages"
 # Proxies such as nginx would hold a stream back to send it in large pieces, or cache it.
 STREAM_HEADERS = {b"cache-control": b"no-cache", b"x-accel-buffering": b"no"}
+MAX_MESSAGE, MAX_PARAM = 2000, 500  # maximum bytes as JSON; both may quote the request, which is as large as a body
 ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -56,8 +57,8 @@ class ApiError(Exception):
         """`param` is the invalid field of the request."""
         super().__init__(message)
         self.status = status
-        self.message = message
-        self.param = param
+        self.message = shortened(message, MAX_MESSAGE)
+        self.param = param and shortened(param, MAX_PARAM)
         self.code = code or ("not_found" if status == 404 else None)
         self.headers = dict(headers or {})
 
@@ -73,6 +74,14 @@ class ApiError(Exception):
         kind = ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
         start = PROMPT_TOO_LONG if self.code == CONTEXT_LENGTH_EXCEEDED else ""
         return {"type": "error", "error": {"type": kind, "message": f"{start}{self.message}"}}
+
+
+def shortened(text: str, limit: int) -> str:
+    """Return the beginning of a text that takes at most `limit` bytes as JSON, with `…` if the text is longer."""
+    kept = text[:limit]
+    while len(json.dumps(kept)) > limit:
+        kept = kept[: len(kept) * 3 // 4]
+    return kept if kept == text else f"{kept}…"
 
 
 def engine_dead() -> ApiError:

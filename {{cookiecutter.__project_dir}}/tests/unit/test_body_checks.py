@@ -10,7 +10,18 @@ from typing import Any
 
 import pytest
 
-from pipeline.serving.body_checks import MAX_COPIES, MAX_DEPTH, MAX_SCHEMA, MAX_TEXT, Body, InvalidBody, inspect
+from pipeline.serving.body_checks import (
+    MAX_COPIES,
+    MAX_DEPTH,
+    MAX_ENTRIES,
+    MAX_FIELDS,
+    MAX_PARTS,
+    MAX_SCHEMA,
+    MAX_TEXT,
+    Body,
+    InvalidBody,
+    inspect,
+)
 
 
 def rejected(raw: bytes | dict[str, Any]) -> InvalidBody:
@@ -136,6 +147,113 @@ def test_a_body_that_is_not_a_json_object_is_rejected(raw: bytes) -> None:
     error = rejected(raw)
     assert (error.status, error.code) == (400, "invalid_json")
     assert error.message.startswith("the body must be a JSON object")
+
+
+# ---------------------------------------------------------------- entries
+
+
+@pytest.mark.parametrize("field", MAX_ENTRIES)
+def test_too_many_entries_are_rejected(field: str) -> None:
+    entry = {"role": "user", "content": "hi"} if field in ("messages", "input", "tools") else "x"
+    assert accepted(**{field: [entry] * MAX_ENTRIES[field]})
+    error = rejected({field: [entry] * (MAX_ENTRIES[field] + 1)})
+    assert (error.param, error.code) == (field, "too_many")
+    assert f"more than {MAX_ENTRIES[field]:,}" in error.message
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        dict.fromkeys(map(str, range(MAX_FIELDS + 1))),
+        {"logit_bias": dict.fromkeys(map(str, range(MAX_FIELDS + 1)), 1)},
+        {"messages": [{"role": "user", "content": [dict.fromkeys(map(str, range(MAX_FIELDS + 1)))]}]},
+        {"messages": [{"role": "user", "content": [{"type": "text"}] * MAX_PARTS}]},
+        {"messages": [{"role": "user", "content": [[]] * MAX_PARTS}]},
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {}}] * MAX_PARTS}]},
+        {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": [{}] * MAX_PARTS}]}]},
+        {"input": [1, *[{}] * MAX_PARTS, {}]},
+        {"input": {"a": [{}] * MAX_PARTS}},
+        {"system": [{"type": "text"}] * (MAX_PARTS + 1)},
+    ],
+)
+def test_too_many_fields_and_parts_are_rejected(body: dict[str, Any]) -> None:
+    error = rejected(body)
+    assert error.code == "too_many"
+    assert error.param == (None if len(body) > 1 else next(iter(body)))
+
+
+def test_long_prompts_and_conversations_pass() -> None:
+    assert accepted(input=[5] * 10**5, prompt=[[5] * 10**5])
+    assert accepted(input=["text"] * 64)
+    parts = [{"type": "text", "text": "hi"}] * 5
+    assert accepted(messages=[{"role": "user", "content": parts}] * 4096)
+
+
+# ---------------------------------------------------------------- media
+
+URL = "http://127.0.0.1/image.png"
+DATA = "data:image/png;base64,iVBORw0KGgo="
+MEDIA = {
+    "image_url": {"type": "image_url", "image_url": {"url": URL}},
+    "image_url as a data URI": {"type": "image_url", "image_url": {"url": DATA}},
+    "image_url as a string": {"type": "image_url", "image_url": URL},
+    "untyped image_url": {"image_url": URL},
+    "image_url in a text part": {"type": "text", "text": "hi", "image_url": URL},
+    "only a uuid": {"type": "image_url", "image_url": None, "uuid": "u1"},
+    "a text part with a uuid": {"type": "text", "text": "hi", "uuid": "u1", "image_url": None},
+    "image": {"type": "image", "image": URL},
+    "image_pil": {"image_pil": "x"},
+    "image_embeds": {"type": "image_embeds", "image_embeds": "eA=="},
+    "untyped image_embeds": {"image_embeds": {"a": "eA=="}},
+    "video_url": {"type": "video_url", "video_url": {"url": URL}},
+    "untyped video_url": {"video_url": URL},
+    "audio_url": {"type": "audio_url", "audio_url": {"url": URL}},
+    "input_audio": {"type": "input_audio", "input_audio": {"data": "eA==", "format": "wav"}},
+    "prompt_embeds": {"type": "prompt_embeds", "data": "eA=="},
+    "input_image": {"type": "input_image", "image_url": URL, "detail": "auto"},
+    "input_image of a stored file": {"type": "input_image", "file_id": "file-1"},
+    "input_file": {"type": "input_file", "file_url": URL},
+    "file": {"type": "file", "file": {"file_data": DATA}},
+    "Anthropic's image": {"type": "image", "source": {"type": "url", "url": URL}},
+    "Anthropic's image in base64": {"type": "image", "source": {"type": "base64", "data": "eA=="}},
+    "Anthropic's document": {"type": "document", "source": {"type": "text", "data": "hi"}},
+    "an untyped source": {"source": {"type": "url", "url": URL}},
+}
+PLACES: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "a user's message": lambda part: {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, part]}]},
+    "a system message": lambda part: {"messages": [{"role": "system", "content": [part]}, {"role": "user"}]},
+    "a tool's message": lambda part: {"messages": [{"role": "tool", "content": [part], "tool_call_id": "1"}]},
+    "content that is no list": lambda part: {"messages": [{"role": "user", "content": part}]},
+    "a message of a batch": lambda part: {"messages": [[{"role": "user", "content": [part]}]]},
+    "a tool result": lambda part: {
+        "messages": [{"role": "user", "content": [{"type": "tool_result", "content": [part], "tool_use_id": "1"}]}]
+    },
+    "Anthropic's system": lambda part: {"system": [part], "messages": [{"role": "user", "content": "hi"}]},
+    "an input item": lambda part: {"input": [{"role": "user", "content": [part]}]},
+    "the output of a call": lambda part: {"input": [{"type": "function_call_output", "output": [part]}]},
+    "input itself": lambda part: {"input": [part]},
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("kind", MEDIA)
+def test_media_are_rejected_everywhere(kind: str, place: str) -> None:
+    error = rejected(PLACES[place](MEDIA[kind]))
+    assert error.code == "media_not_supported"
+
+
+@pytest.mark.parametrize("name", ["mm_processor_kwargs", "media_io_kwargs", "multi_modal_data", "multi_modal_uuids"])
+def test_options_of_media_are_rejected(name: str) -> None:
+    assert rejected({"messages": [], name: {}}).param == name
+    assert accepted(messages=[], **{name: None})
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_text_and_the_data_of_tool_calls_may_name_media(place: str) -> None:
+    assert accepted(**PLACES[place]({"type": "text", "text": URL, "image_url": None, "audio": None}))
+    call = {"type": "tool_use", "id": "1", "name": "f", "input": {"image_url": URL, "source": {"type": "image"}}}
+    assert accepted(**PLACES[place](call))
+    assert accepted(tools=[{"type": "function", "function": {"name": "f", "parameters": {"source": {}}}}])
 
 
 # ---------------------------------------------------------------- schemas and internal fields

@@ -1,0 +1,219 @@
+"""Test that bad requests are refused fast, in few words, and that no medium is fetched. No engine runs."""
+
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx2
+import pytest
+from fastapi import FastAPI
+from starlette.testclient import TestClient
+from vllm.config.multimodal import MultiModalDummyOptionsBuiltins
+from vllm.entrypoints.anthropic.api_router import router as messages_router
+from vllm.entrypoints.openai.chat_completion.api_router import router as chat_router
+from vllm.entrypoints.openai.completion.api_router import router as completion_router
+from vllm.entrypoints.openai.responses.api_router import router as responses_router
+from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
+from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
+from vllm.multimodal.media import MediaConnector
+from vllm.renderers.params import TokenizeParams
+from vllm.tokenizers import get_tokenizer
+
+from cluster.emulator.waiting import slowdown
+from pipeline.serving import prompt_length
+from pipeline.serving.api_middleware import ApiMiddleware
+from pipeline.serving.app import NO_MEDIA, NO_REDIRECTS, restrict
+from pipeline.serving.body_checks import MAX_ENTRIES, MAX_FIELDS
+from pipeline.serving.keys import ApiKeys
+from pipeline.serving.rate_limits import RequestLimits
+
+CHAT, COMPLETIONS, RESPONSES, MESSAGES = (
+    f"/v1/{name}" for name in ("chat/completions", "completions", "responses", "messages")
+)
+SIDES: list[dict[str, Any]] = [{}, {"truncation_side": "left"}, {"truncation_side": "right"}]
+JSON = {"Content-Type": "application/json"}
+FOR_SURE_S = 1.0  # CPU seconds on an idle machine; each of these requests takes less than 0.2
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
+    """Return a client of vLLM's routes behind the middleware of a replica."""
+    secrets = tmp_path_factory.mktemp("secrets") / ".env"
+    secrets.write_text("SERVE_API_KEY=the-owner\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SECRETS_FILE", str(secrets))
+        patch.delenv("SECRETS_PREFIX", raising=False)
+        app = FastAPI()
+        for router in (chat_router, completion_router, responses_router, messages_router):
+            app.include_router(router)
+        app.state.args = SimpleNamespace(log_error_stack=False)
+        app.state.server_load_metrics = 0
+        app.state.openai_serving_chat = app.state.openai_serving_completion = Absent()
+        init_exception_handler(app)
+        restrict(app)
+        api = ApiMiddleware(app, ApiKeys(), RequestLimits(10_000, 10_000, 2**22, 600))
+        yield TestClient(api, raise_server_exceptions=False, headers={"Authorization": "Bearer the-owner"})
+
+
+class Absent:
+    """Answers as vLLM does if the model does not exist."""
+
+    async def create_chat_completion(self, request: Any, _: Any) -> None:
+        raise VLLMNotFoundError(f"The model `{request.model}` does not exist.")
+
+    create_completion = create_chat_completion
+
+
+def message(**fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", **fields}], "max_tokens": 1}
+
+
+def many(item: Any, name: str = "messages") -> list[Any]:
+    return [item] * MAX_ENTRIES[name]
+
+
+BAD: dict[str, tuple[str, Any]] = {
+    "messages that are numbers": (CHAT, {"messages": many(1)}),
+    "messages with bad content": (CHAT, {"messages": many({"role": "user", "content": 3})}),
+    "tools": (CHAT, message(content="hi") | {"tools": many({"type": "x"}, "tools")}),
+    "stop": (CHAT, message(content="hi") | {"stop": many(1, "stop")}),
+    "logit_bias": (CHAT, message(content="hi") | {"logit_bias": dict.fromkeys(map(str, range(MAX_FIELDS)), "x")}),
+    "token ids": (COMPLETIONS, {"prompt": [["x"] * 800_000]}),
+    "prompts": (COMPLETIONS, {"prompt": ["x", *[3] * 10**6]}),
+    "input items without a type": (RESPONSES, {"input": many({"type": "x"}, "input")}),
+    "input items with bad parts": (RESPONSES, {"input": [{"role": "user", "content": [{}] * 3}] * 4096}),
+    "one input item with many parts": (RESPONSES, {"input": [{"role": "user", "content": [{}] * 30_000}]}),
+    "an input item that is long": (RESPONSES, {"input": [{"role": "user" + "r" * 10**6, "content": "hi"}]}),
+    "tools of responses": (RESPONSES, {"input": "hi", "tools": many({"type": "x"}, "tools")}),
+    "include": (RESPONSES, {"input": "hi", "include": ["x"] * 10**5}),
+    "messages of Anthropic": (MESSAGES, {"messages": many({"role": "x", "content": 3}), "max_tokens": 1}),
+    "parts of Anthropic": (MESSAGES, message(content=[{"type": "x"}] * 30_000)),
+    "system of Anthropic": (MESSAGES, message(content="hi") | {"system": [{"type": "x"}] * 30_000}),
+    "a quoted value": (CHAT, message(content="hi") | {"temperature": "x" * 10**6}),
+    "a quoted value that is not ASCII": (CHAT, message(content="hi") | {"tool_choice": "\U0001f600" * 10**6}),
+    "a model that looks like a path": (CHAT, message(content="hi") | {"model": "/a" * 10**6}),
+    "a model with odd characters": (COMPLETIONS, {"prompt": "hi", "model": "\U0001f600" * 10**6}),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_bad_request_gets_a_short_answer_at_once(client: TestClient, kind: str) -> None:
+    path, body = BAD[kind]
+    raw = json.dumps(body, ensure_ascii=False).encode()
+    started = time.process_time()
+    answer = client.post(path, content=raw, headers=JSON)
+    assert time.process_time() - started < FOR_SURE_S * slowdown()
+    assert answer.status_code in (400, 404)
+    assert len(answer.content) < 4096
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        (CHAT, {"messages": [{"role": "user"}, {"role": "user", "content": 3}]}, "messages.1.content: Input should be"),
+        (CHAT, message(content="hi") | {"temperature": "warm"}, "temperature: Input should be a valid number"),
+        (CHAT, {"model": "m"}, "messages: Field required"),
+        (
+            RESPONSES,
+            {"input": [{"role": "user", "content": [{"type": "input_text"}]}]},
+            "input.0.content.0.text: Field",
+        ),
+        (COMPLETIONS, {"prompt": ["a", 3]}, "prompt.0: Input should be a valid integer"),
+        (CHAT, b"\xff", "the body must be a JSON object"),
+    ],
+)
+def test_one_error_is_reported_with_its_place_and_without_the_input(
+    client: TestClient, path: str, body: Any, message: str
+) -> None:
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    answer: httpx2.Response = client.post(path, content=raw, headers=JSON)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith(message)
+    assert "\n" not in answer.text
+    assert "'input'" not in answer.text
+
+
+def test_the_error_of_a_message_that_names_a_path_is_that_of_vllm(client: TestClient) -> None:
+    answer = client.post(CHAT, json=message(content="hi") | {"model": "m"})
+    assert answer.status_code == 404
+    assert answer.json()["error"]["message"] == "The model `m` does not exist."
+
+
+# ---------------------------------------------------------------- prompts
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(
+    "request_options",
+    [{}, *({"truncate_prompt_tokens": count} | more for count in (-1, 10) for more in SIDES)],
+    ids=str,
+)
+def test_characters_are_limited_before_tokenizing(
+    assets: Path, monkeypatch: pytest.MonkeyPatch, request_options: dict[str, Any], side: str
+) -> None:
+    monkeypatch.setattr(TokenizeParams, "_text_len_check", TokenizeParams._text_len_check)
+    prompt_length.install()
+    tokenizer: Any = get_tokenizer(assets / "model", truncation_side=side)
+    params = TokenizeParams(max_total_tokens=64, max_output_tokens=16, **request_options)
+    text = "".join(f"word {number} " for number in range(10_000))
+    try:
+        cut = params.apply_pre_tokenization(tokenizer, {"prompt": text})["prompt"]
+    except VLLMValidationError:
+        assert not request_options
+        return
+    assert len(cut) <= 48 * tokenizer.max_chars_per_token
+
+    def kept(text: str) -> list[int]:
+        return params.apply_post_tokenization(
+            tokenizer, {"prompt_token_ids": tokenizer.encode(text, **params.get_encode_kwargs())}
+        )["prompt_token_ids"]
+
+    assert kept(cut) == kept(text)
+
+
+# ---------------------------------------------------------------- media
+
+
+@pytest.fixture
+def listener() -> Iterator[tuple[str, list[str]]]:
+    """Yield the URL of a server that redirects each connection to itself, and the paths that were requested."""
+    requests: list[str] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+
+        def accept() -> None:
+            with contextlib.suppress(OSError):  # raised when the test has closed the server
+                while True:
+                    connection, _ = server.accept()
+                    with connection:
+                        requests.append(connection.recv(4096).decode().split()[1])
+                        connection.sendall(f"HTTP/1.1 302 Found\r\nLocation: {url}/again\r\n\r\n".encode())
+
+        threading.Thread(target=accept, daemon=True).start()
+        yield url, requests
+        server.shutdown(socket.SHUT_RDWR)
+
+
+def test_vllm_itself_fetches_no_media(listener: tuple[str, list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second barrier, behind the checks of bodies."""
+    url, requests = listener
+    allowed = NO_MEDIA["allowed_media_domains"]
+    for address in (url, url.replace("http", "HTTP"), url.replace("//", "//nothing.invalid@")):
+        with pytest.raises(ValueError, match="allowed domains"):
+            MediaConnector(allowed_media_domains=allowed).fetch_image(f"{address}/image.png")
+    assert not requests
+    for name, value in NO_REDIRECTS.items():
+        monkeypatch.setenv(name, value)
+    with contextlib.suppress(Exception):  # a redirect is an error of some kind
+        MediaConnector(allowed_media_domains=["127.0.0.1"]).fetch_image(f"{url}/image.png")
+    assert set(requests) == {"/image.png"}
+
+
+def test_vllm_has_limits_of_all_kinds_of_media() -> None:
+    assert NO_MEDIA["limit_mm_per_prompt"] == dict.fromkeys(MultiModalDummyOptionsBuiltins.__annotations__, 0)
