@@ -28,6 +28,9 @@ from settings import UserError
 LFS_POINTER = b"version https://git-lfs"
 PICKLED = "pytorch_model*.bin"
 ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+MAX_ADAPTER_WEIGHT = 100
+"""Largest element of an adapter. Trained ones are below 10. With 1e12, activations became NaN in fp32, and spoiled the
+engine's KV cache for other requests."""
 POOLER = "pooler."
 SAMPLES = 256
 """Number of places in each file that `fingerprint` reads."""
@@ -95,9 +98,12 @@ def problem_of_adapter(model: str, folder: Path, dtype: str = "float32") -> str:
         return f"it has no {ADAPTER_WEIGHTS[0]}"
     try:
         weights = load_peft_weights(str(folder), device="cpu")
-        converted = ((name, value.to(getattr(torch, dtype))) for name, value in weights.items())
-        if not_finite := next((name for name, value in converted if not _is_finite(value)), None):
-            return f"{not_finite} has elements that are not finite in {dtype}"
+        for name, value in weights.items():
+            converted = value.to(getattr(torch, dtype))
+            if not _is_finite(converted):
+                return f"{name} has elements that are not finite in {dtype}"
+            if (largest := converted.abs().max().item()) > MAX_ADAPTER_WEIGHT:
+                return f"{name} has an element of size {largest:.0e}, with which activations overflow"
         if not model:
             return ""
         config = AutoConfig.from_pretrained(model_cache.on_this_node(model, weights=False))
