@@ -285,7 +285,7 @@ def test_an_answer_runs_no_code_and_calls_no_server(page: Page, api: PretendApi,
 
 @pytest.mark.parametrize("unit", ["> ", "1. ", "_*a", "!", "_*a" * 800 + "\n\n"])
 def test_an_answer_does_not_stop_the_page(page: Page, api: PretendApi, unit: str) -> None:
-    """Without limits, the first two overflow the stack, and the others take up to a minute."""
+    """Without the page's limits, the third text stops it for a minute."""
     text = (unit * 60_000)[:60_000]
     api.chunks = [text]
     sign_in(page)
