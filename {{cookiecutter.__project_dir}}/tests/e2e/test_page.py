@@ -194,7 +194,7 @@ def test_markdown_in_an_answer_is_formatted(page: Page, api: PretendApi) -> None
     expect(answer.locator("strong")).to_have_text("list comprehension")
     expect(answer.locator("ol > li > ul > li")).to_have_text("nested")
     expect(answer.locator("td")).to_have_text(["loop", "12", "1", "a" * 40])
-    assert answer.locator("td").nth(1).evaluate("cell => getComputedStyle(cell).textAlign") == "right"
+    assert answer.locator("td").nth(1).evaluate("cell => getComputedStyle(cell).textAlign").endswith("right")
     link = answer.get_by_role("link", name="the docs")
     expect(link).to_have_attribute("href", "https://docs.python.org/3/")
     expect(link).to_have_attribute("title", "https://docs.python.org/3/")
@@ -270,7 +270,7 @@ OUTSIDE = (
 def test_an_answer_runs_no_code_and_calls_no_server(page: Page, api: PretendApi, part: str) -> None:
     """The sanitizer alone must suffice, too: no rule of the Markdown is needed for safety."""
     if part == "only sanitized":
-        page.evaluate("window.format = (text) => text.split('\\n\\n')")
+        page.evaluate("() => { window.format = (text) => text.split('\\n\\n'); }")
     api.chunks = ["\n\n".join(HOSTILE_MARKDOWN)]
     sign_in(page)
     ask_and_wait(page, "hello")
@@ -285,7 +285,7 @@ def test_an_answer_runs_no_code_and_calls_no_server(page: Page, api: PretendApi,
 
 @pytest.mark.parametrize("unit", ["> ", "1. ", "_*a", "!", "_*a" * 800 + "\n\n"])
 def test_an_answer_does_not_stop_the_page(page: Page, api: PretendApi, unit: str) -> None:
-    """Without limits, the first two overflow the stack, and the others take up to a minute."""
+    """Without the page's limits, the third text stops it for a minute."""
     text = (unit * 60_000)[:60_000]
     api.chunks = [text]
     sign_in(page)
@@ -299,7 +299,7 @@ def test_an_answer_does_not_stop_the_page(page: Page, api: PretendApi, unit: str
 
 
 def test_an_answer_that_marked_rejects_is_shown_as_text(page: Page, api: PretendApi) -> None:
-    page.evaluate("markdown.parser = () => { throw new Error('Infinite loop on byte: 60'); }")
+    page.evaluate("() => { markdown.parser = () => { throw new Error('Infinite loop on byte: 60'); }; }")
     api.chunks = ["<b>All</b>\n", "is **well**."]
     sign_in(page)
     ask_and_wait(page, "hello")
@@ -356,7 +356,7 @@ def test_the_stop_button_ends_the_answer_in_browser_and_server(page: Page, api: 
     ask(page, "And then?")
     expect(page.get_by_role("log")).to_contain_text("Enough.")
     kept = api.requests[-1]["messages"][1]
-    assert (kept["role"], kept["content"].strip()) == ("assistant", shown)
+    assert (kept["role"], kept["content"].strip()) == ("assistant", (shown or "").strip())
 
 
 def test_escape_stops_the_answer(page: Page, api: PretendApi) -> None:
