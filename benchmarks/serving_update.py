@@ -48,7 +48,7 @@ async def _update(options: ServeOptions, answers: dict[str, str]) -> tuple[Reque
         phases["undisturbed"] = log.now()
         await phase("an update", lambda: lifecycle.deploy_model(shorter))
         await phase("a canary", lambda: lifecycle.deploy_model(canary))
-        await phase("its promotion", lambda: served_models.promote())
+        await phase("its promotion", lambda: served_models.promote(drain_s=None))
         over.set()
         await staying
     return log, phases
