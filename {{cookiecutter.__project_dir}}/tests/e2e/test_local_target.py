@@ -229,7 +229,7 @@ def test_status_shows_nodes_jobs_and_problems(project: Project) -> None:
 
 def test_ctrl_c_without_a_terminal_leaves_the_job_running(project: Project) -> None:
     client = subprocess.Popen(
-        [*project.command, "submit", "probe", "--", "0", "120"],
+        [*project.command, "submit", "probe", "--", "0", "120", "results/probe"],
         cwd=project.folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     job_id = read_until(client, "worker")

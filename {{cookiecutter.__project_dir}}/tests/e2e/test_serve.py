@@ -161,7 +161,8 @@ def check_greedy(client: openai.OpenAI, model: str, question: str, expected: Gre
     answer = client.chat.completions.create(
         model=model, messages=user(question), max_tokens=len(best), temperature=0, logprobs=True
     ).choices[0]
-    assert answer.message.content == text
+    # if an answer ends within a character, vLLM leaves out the character's bytes
+    assert (answer.message.content or "").rstrip("\ufffd") == text.rstrip("\ufffd")
     assert answer.logprobs
     logprobs = [token.logprob for token in answer.logprobs.content or []]
     torch.testing.assert_close(torch.tensor(logprobs), best, rtol=0, atol=1e-4)
@@ -1586,8 +1587,9 @@ def test_names_of_unknown_models_take_no_memory(client: openai.OpenAI) -> None:
             assert len(str(caught.value)) < 1000
         return replica.memory_info().rss
 
-    before = ask_for_long_names(10)  # the allocator keeps what it needs for one request
-    assert ask_for_long_names(30) - before < 20 * 3_900_000 / 2
+    *_, before = map(ask_for_long_names, (10, 30, 50))  # the allocator keeps what it needs for a few requests
+    *_, after = map(ask_for_long_names, (70, 90))
+    assert after - before < 20 * 3_900_000
 
 
 def wait_for_models(client: openai.OpenAI, *names: str) -> None:

@@ -182,7 +182,6 @@ for _ in range(20):
     DEEP = {"type": "object", "properties": {"a": DEEP}}
 INVALID: dict[str, dict[str, Any]] = {
     "no list": {"tools": {}},
-    "no tools": {"tools": [], "tool_choice": "auto"},
     "null": {"tools": [None]},
     "text": {"tools": ["get_weather"]},
     "no function": {"tools": [{"type": "function"}]},

@@ -60,6 +60,8 @@ ATTRIBUTES = {
     "_load_pretrained_model": "transformers",
     "_attn_implementation": "transformers",
     "_weight_conversions": "transformers",
+    "_text_len_check": "vLLM",
+    "_type_adapter": "FastAPI",
     "_accelerator_setAllocatorSettings": "torch",
     "_config": "DeepSpeed",
     "_parameters": "moto",

@@ -248,7 +248,7 @@ def test_supported_fields_are_passed_to_the_model(client: Client, model: FakeMod
         ({"logit_bias": {"1": 2}}, "logit_bias"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"stop": 3}, "stop"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
         ({"messages": []}, "messages"),
         ({"extra_body": {"top_k": 3}}, "top_k"),
     ],
