@@ -46,6 +46,9 @@ SET_BY_RAY = {
     "data_parallel_start_rank",
 }
 
+NO_EFFECT = {"limit_mm_per_prompt", "allowed_media_domains"}
+"""Arguments about images and other media, which the server refuses."""
+
 UNSAFE = {
     "trust_remote_code": "runs code from the model's repository",
     "worker_cls": "runs other code",
@@ -88,6 +91,8 @@ def check(arguments: Mapping[str, Any], allow_unsafe: Collection[str]) -> None:
             raise ValueError(f"engine.{name} is set by {OWNED[name]} in [serve]; set that instead")
         if name in SET_BY_RAY:
             raise ValueError(f"engine.{name} is set by Ray; remove it")
+        if name in NO_EFFECT:
+            raise ValueError(f"engine.{name} has no effect, because the server reads only text; remove it")
         if name == "hf_token":
             raise ValueError("engine.hf_token would be stored in settings.toml; put HF_TOKEN into .env instead")
         if name not in known:

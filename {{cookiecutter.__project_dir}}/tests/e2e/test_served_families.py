@@ -8,6 +8,7 @@ import pytest
 import served
 import torch
 
+from pipeline.serving import app
 from pipeline.training import weight_files
 
 IDS = list(range(1, 31))
@@ -35,6 +36,6 @@ def test_the_server_computes_what_was_trained(family: str, tmp_path: Path) -> No
         ids = torch.tensor([IDS])
         expected = model(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
     model.save_pretrained(tmp_path / "model")
-    arguments = {"language_model_only": True} if family in architectures.COMPOSITES else {}
-    found = served.prompt_logprobs(tmp_path / "model", IDS, tmp_path, dtype="float32", **arguments)
+    media = app.NO_MEDIA if family in architectures.COMPOSITES else {}
+    found = served.prompt_logprobs(tmp_path / "model", IDS, tmp_path, dtype="float32", **media)
     torch.testing.assert_close(torch.tensor(found), expected, atol=1e-3, rtol=0)

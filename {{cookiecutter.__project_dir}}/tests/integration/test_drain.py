@@ -1,7 +1,10 @@
 """Test what becomes of running answers when an application is updated or stopped, with small apps on a real Serve."""
 
 import asyncio
+import os
+import signal
 import socket
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -203,21 +206,51 @@ def test_down_stops_what_is_served_first(monkeypatch: pytest.MonkeyPatch, jobs: 
     assert jobs == [["models", "--end-all", "--drain", "7"]]
 
 
+@pytest.mark.parametrize(
+    "error", [settings.UserError("the head is lost"), ConnectionError("refused"), KeyError("serve")]
+)
 def test_down_goes_on_without_a_cluster_that_answers(
-    monkeypatch: pytest.MonkeyPatch, jobs: list[list[str]], capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, jobs: list[list[str]], capsys: pytest.CaptureFixture[str], error: Exception
 ) -> None:
     def lost(*_: Any) -> Any:
-        raise settings.UserError("the head is lost")
+        raise error
 
     cluster_drain.before_down(SimpleNamespace(connect=lost), 20)  # type: ignore[arg-type]
-    assert (jobs, capsys.readouterr().out) == ([], "")
+    assert jobs == []
+    shown = capsys.readouterr().out
+    assert ("what is served is unknown" in shown) == (not isinstance(error, settings.UserError))
     monkeypatch.setattr(cluster_drain.submission, "follow", lost)
     cluster_drain.before_down(target(monkeypatch, "llm"), 20)
-    assert capsys.readouterr().out == "running answers are cut off: the head is lost\n"
+    assert capsys.readouterr().out == f"running answers are cut off: {error}\n"
+
+
+def test_down_does_not_wait_for_a_job_that_hangs(
+    monkeypatch: pytest.MonkeyPatch, jobs: list[list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The cluster costs money until it is ended."""
+    ended = threading.Event()
+    monkeypatch.setattr(cluster_drain, "START_AND_STOP_S", 0.5)
+    monkeypatch.setattr(cluster_drain.submission, "follow", lambda *_: ended.wait(START_S))
+    cluster_drain.before_down(target(monkeypatch, "llm"), 1)
+    assert jobs
+    assert not ended.is_set()
+    assert "have not stopped after 2 s, so they end with the cluster" in capsys.readouterr().out
+    ended.set()
 
 
 def test_ctrl_c_while_down_waits_keeps_the_cluster(monkeypatch: pytest.MonkeyPatch, jobs: list[list[str]]) -> None:
-    monkeypatch.setattr(cluster_drain.submission, "follow", lambda *_: cluster_drain.INTERRUPTED)
-    with pytest.raises(KeyboardInterrupt):
-        cluster_drain.before_down(target(monkeypatch, "llm"), 20)
+    ended = threading.Event()
+
+    def follow(*_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        ended.wait(START_S)
+
+    monkeypatch.setattr(cluster_drain.submission, "follow", follow)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            cluster_drain.before_down(target(monkeypatch, "llm"), 20)
+    finally:
+        signal.signal(signal.SIGINT, before)
+        ended.set()
     assert jobs

@@ -76,6 +76,13 @@ def test_the_users_overrides_stay() -> None:
     assert _scale(config) == pytest.approx(1.0)
 
 
+def test_ray_passes_the_corrections_to_vllm() -> None:
+    options = settings.load(ServeOptions, "serve", profile="local")
+    passed = app.llm_config(options).get_engine_config().get_initialization_kwargs()
+    assert _scale(passed["hf_overrides"](_config("Mistral3", attention_factor=1.0))) == pytest.approx(1.0)
+    assert passed["model_class_overrides"] == model_corrections.CLASSES
+
+
 @pytest.mark.parametrize(
     ("module", "error"),
     [

@@ -29,6 +29,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"max_model_len": 9}, "engine.max_model_len is set by max_model_len in [serve]; set that instead"),
     ({"kv_cache_memory_bytes": 9}, "engine.kv_cache_memory_bytes is set by kv_cache_gib in [serve]; set that instead"),
     ({"nnodes": 2}, "engine.nnodes is set by Ray; remove it"),
+    ({"limit_mm_per_prompt": {"image": 1}}, "engine.limit_mm_per_prompt has no effect, because the server reads only"),
     ({"hf_token": "x"}, "engine.hf_token would be stored in settings.toml; put HF_TOKEN into .env instead"),
     (
         {"trust_remote_code": True},
