@@ -4,6 +4,7 @@ An update is different. The old replicas then keep their answers for as long as 
 (`RequestLimits.shutdown_s`).
 """
 
+import logging
 import time
 
 from ray import serve
@@ -28,6 +29,7 @@ def stop(app: str, name: str, drain_s: float = DRAIN_S) -> None:
     Raises:
         UserError: Serve does not remove the application.
     """
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)  # Serve's INFO lines repeat what this prints
     started = printed = time.monotonic()
     if count := private_serve.ongoing_requests(app):
         print(f"{name}: {_answers(count)} running; what is left after {drain_s:g} s is cut off", flush=True)
