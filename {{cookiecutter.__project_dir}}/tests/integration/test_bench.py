@@ -36,7 +36,8 @@ def test_the_results_match_the_servers_delays(api: PretendApi, tmp_path: Path) -
     one, four = saved["levels"]
     whole_s = (PIECES - 1) * PAUSE_S
     for level in (one, four):
-        assert 1000 * PAUSE_S <= level["between_ms"][0] < 1500 * PAUSE_S
+        # a piece that arrives late makes the next gap shorter
+        assert 900 * PAUSE_S < level["between_ms"][0] < 1500 * PAUSE_S
         assert 0 < level["first_ms"][0] < 1000 * PAUSE_S
         assert level["first_ms"][0] <= level["first_ms"][1]
         assert level["errors"] == {}
