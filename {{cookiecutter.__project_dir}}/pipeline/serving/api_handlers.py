@@ -63,6 +63,8 @@ def _watched(generate: Callable[..., AsyncGenerator[Any]]) -> Callable[..., Asyn
             except Exception as error:
                 if record:
                     record.failure = error
+                if create_error_response(error).error.code == 500:  # the client is told to see the log
+                    log.exception("a request failed")
                 raise
 
     return watched

@@ -42,6 +42,7 @@ from pipeline.serving import (
     engine_arguments,
     engine_hook,
     fair_scheduler,
+    grammars,
     model_corrections,
     prompt_length,
     routing,
@@ -136,6 +137,7 @@ def engine_args(options: ServeOptions) -> dict[str, Any]:
     """Return vLLM's engine arguments."""
     return {
         **NO_MEDIA,
+        **grammars.ENGINE_ARGS,
         "dtype": options.dtype,
         "max_model_len": options.max_model_len,
         "max_num_seqs": options.max_num_seqs,
@@ -240,6 +242,9 @@ class Server(EngineServer):
         self._serving = app.state.openai_serving_models
         self._engine_client = app.state.engine_client
         engine_hook.install(self._engine_client, share_prefix_cache=self._share_prefix_cache)
+        checker = grammars.GrammarChecker(self._engine_client.vllm_config, self._engine_client.get_tokenizer())
+        await checker.start()
+        grammars.install(self._engine_client, checker)
         api_handlers.install(app.state, lambda: None if self._alive() else engine_dead())
         self._access_log = AccessLog(private_serve.logs_folder())
         self._key_metrics = KeyMetrics()

@@ -46,8 +46,13 @@ SET_BY_RAY = {
     "data_parallel_start_rank",
 }
 
-NO_EFFECT = {"limit_mm_per_prompt", "allowed_media_domains"}
-"""Arguments about images and other media, which the server refuses."""
+ONLY_TEXT = "the server reads only text"
+NO_EFFECT = {
+    "limit_mm_per_prompt": ONLY_TEXT,
+    "allowed_media_domains": ONLY_TEXT,
+    "structured_outputs_config": "the server compiles all schemas and grammars with llguidance",
+}
+"""Arguments that the server sets for all models, and why."""
 
 UNSAFE = {
     "trust_remote_code": "runs code from the model's repository",
@@ -92,7 +97,7 @@ def check(arguments: Mapping[str, Any], allow_unsafe: Collection[str]) -> None:
         if name in SET_BY_RAY:
             raise ValueError(f"engine.{name} is set by Ray; remove it")
         if name in NO_EFFECT:
-            raise ValueError(f"engine.{name} has no effect, because the server reads only text; remove it")
+            raise ValueError(f"engine.{name} has no effect, because {NO_EFFECT[name]}; remove it")
         if name == "hf_token":
             raise ValueError("engine.hf_token would be stored in settings.toml; put HF_TOKEN into .env instead")
         if name not in known:

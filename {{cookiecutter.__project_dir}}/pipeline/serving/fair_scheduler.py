@@ -5,13 +5,16 @@
 
 import time
 from collections import Counter
+from contextlib import nullcontext
 from itertools import chain
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
+
+from pipeline.serving import grammars
 
 SKIPPED = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 """States of sequences that a step had to skip, for example because too many adapters are in use."""
@@ -44,6 +47,12 @@ class FairScheduler(Scheduler):
         waits_for_memory = self.waiting and has_tokens and not self._is_full()
         self._refused = self.waiting.peek_request() if waits_for_memory else None
         return output
+
+    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
+        """Return the masks of the step's tokens."""
+        backend = self.structured_output_manager.backend
+        with backend.filling() if isinstance(backend, grammars.Grammars) else nullcontext():
+            return super().get_grammar_bitmask(scheduler_output)
 
     def _keys_compete(self) -> bool:
         if not (self.waiting or self.skipped_waiting):
@@ -95,8 +104,10 @@ class FairAsyncScheduler(FairScheduler, AsyncScheduler):
     """A FairScheduler that plans a step while the step before it runs."""
 
 
-def create(*, vllm_config: Any, **more: Any) -> Scheduler:
+def create(*, vllm_config: Any, structured_output_manager: Any, **more: Any) -> Scheduler:
     """Return the scheduler for a configuration. vLLM calls this in the engine's process."""
+    grammars.install_in_engine(vllm_config, structured_output_manager)
+    more["structured_output_manager"] = structured_output_manager
     is_async = vllm_config.scheduler_config.async_scheduling
     return (FairAsyncScheduler if is_async else FairScheduler)(vllm_config=vllm_config, **more)
 
