@@ -5,7 +5,6 @@
 
 import time
 from collections import Counter
-from contextlib import nullcontext
 from itertools import chain
 from typing import Any
 
@@ -15,6 +14,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
 from pipeline.serving import grammars
+from pipeline.serving.grammars import Grammars
 
 SKIPPED = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 """States of sequences that a step had to skip, for example because too many adapters are in use."""
@@ -26,7 +26,7 @@ class FairScheduler(Scheduler):
     If there is no room, the key with the most running sequences loses one, as long as it has two more than the key that
     waits. The lost sequence continues later. The prefix cache has most of what it has computed.
 
-    Relies on `schedule`, `running`, `waiting`, `skipped_waiting`, `_try_promote_blocked_waiting_request` and
+    Relies on `schedule`, `get_grammar_bitmask`, `requests`, `running`, `waiting`, `skipped_waiting`, `_try_promote_blocked_waiting_request` and
     `_preempt_request` of vllm.v1.core.sched.scheduler.Scheduler (vLLM 0.29).
     """
 
@@ -51,7 +51,9 @@ class FairScheduler(Scheduler):
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
         """Return the masks of the step's tokens."""
         backend = self.structured_output_manager.backend
-        with backend.filling() if isinstance(backend, grammars.Grammars) else nullcontext():
+        if not isinstance(backend, Grammars):
+            return super().get_grammar_bitmask(scheduler_output)
+        with backend.filling(self.requests[name] for name in scheduler_output.num_scheduled_tokens):
             return super().get_grammar_bitmask(scheduler_output)
 
     def _keys_compete(self) -> bool:

@@ -1,9 +1,10 @@
-"""Compiles grammars in child processes with limits on CPU time and memory.
+"""Compiles schemas, regular expressions and grammars in child processes with limits on CPU time and memory.
 
 llguidance limits the time of a step, but not that of compiling: a `multipleOf` of 15485863 takes minutes and gigabytes,
-and a thread cannot be stopped. So this program, which has only the vocabulary in memory, forks for each grammar.
+and a thread cannot be stopped. So this program, which has only the vocabulary in memory, forks for each request.
 
-It reads a line of JSON with a `Vocabulary`, then one `{"id", "grammar"}` per line, and writes `{"id", "error"}`.
+It reads a line of JSON with a `Vocabulary`, then one `{"id", "kind", "text"}` per line. It writes `{"id", "grammar"}`
+with llguidance's grammar, or `{"id", "error"}`.
 """
 
 import contextlib
@@ -14,11 +15,12 @@ import resource
 import selectors
 import signal
 import sys
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
-from llguidance import LLMatcher, LLTokenizer
-from llguidance._lib import LLParserLimits
-from llguidance._tokenizer import TokenizerWrapper
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
+
+from pipeline.serving import json_schemas, structural_tags
 
 CPU_TIME_S = 0.3  # legitimate schemas take 1 to 50 ms
 MEMORY = 2 * 2**30  # bytes of address space
@@ -38,6 +40,11 @@ class Vocabulary(NamedTuple):
     eos: list[int]
     """Numbers of the tokens that end an answer."""
 
+    @property
+    def special_names(self) -> dict[str, int]:
+        """The number of each special token."""
+        return {self.tokens[number].decode(errors="replace"): number for number in self.special}
+
     def encode(self) -> bytes:
         """Return a line of JSON."""
         return json.dumps(self._replace(tokens=[token.decode("latin-1") for token in self.tokens])).encode() + b"\n"
@@ -54,6 +61,33 @@ def limits(*, verbose_errors: bool) -> LLParserLimits:
     return LLParserLimits(step_max_items=STEP_ITEMS, verbose_errors=verbose_errors)
 
 
+def grammar_of(kind: str, text: str, special: Mapping[str, int]) -> str:
+    """Return llguidance's grammar for a structured output.
+
+    Args:
+        kind: the name of one of vLLM's StructuredOutputOptions.
+        text: what `get_structured_output_key` of vLLM returns for it.
+        special: number of each special token.
+
+    Raises:
+        ValueError: the schema, expression, grammar or tag is invalid.
+    """
+    match kind:
+        case "STRUCTURAL_TAG":
+            return structural_tags.to_grammar(text, special)
+        case "JSON":
+            return LLMatcher.grammar_from_json_schema(json_schemas.prepare(json.loads(text)))
+        case "JSON_OBJECT":
+            return LLMatcher.grammar_from_json_schema({"type": "object"} | json_schemas.OPTIONS)
+        case "REGEX":
+            return grammar_from("lark", f"start: {structural_tags.regex(text)}\n")
+        case "CHOICE":
+            return grammar_from("choice", text)
+        case "GRAMMAR":
+            return grammar_from("grammar", text)
+    raise ValueError(f"there is no kind {kind!r}")
+
+
 def compile_error(tokenizer: LLTokenizer, grammar: str) -> str | None:
     """Return why a grammar cannot be used, or None."""
     matcher = LLMatcher(tokenizer, grammar, limits=limits(verbose_errors=True), log_level=0)
@@ -65,6 +99,16 @@ def compile_error(tokenizer: LLTokenizer, grammar: str) -> str | None:
     if error.startswith("NoExtension"):
         return f"{INVALID}no text matches it"
     return TOO_COMPLEX if COMPLEX.search(error) else f"{INVALID}{error[:MAX_ERROR]}"
+
+
+def _compiled(tokenizer: LLTokenizer, special: Mapping[str, int], kind: str, text: str) -> dict[str, str]:
+    """Return the answer to a request."""
+    try:
+        grammar = grammar_of(kind, text, special)
+    except Exception as error:  # libraries raise many kinds for invalid grammars
+        return {"error": f"{INVALID}{str(error)[:MAX_ERROR]}"}
+    error = compile_error(tokenizer, grammar)
+    return {"error": error} if error else {"grammar": grammar}
 
 
 class _Tokenizer:
@@ -87,17 +131,42 @@ def tokenizer_of(vocabulary: Vocabulary) -> LLTokenizer:
     return tokenizer
 
 
-def _fork(tokenizer: LLTokenizer, grammar: str) -> int:
-    """Compile a grammar in a child process. Return a pipe with `+` and the error, or with nothing if it was killed."""
+class _Child:
+    """A process that answers one request."""
+
+    def __init__(self, number: int, pipe: int) -> None:
+        self.number = number
+        self.pipe = pipe
+        self._written = b""
+
+    def read(self) -> bool:
+        """Read from the pipe. Return whether the process has ended."""
+        received = os.read(self.pipe, 2**20)
+        self._written += received
+        return not received
+
+    def answer(self) -> str:
+        """Return the line with the answer. A process that a limit has ended wrote none."""
+        os.close(self.pipe)
+        os.wait()
+        found = json.loads(self._written) if self._written else {"error": TOO_COMPLEX}
+        return json.dumps({"id": self.number} | found)
+
+
+def _fork(tokenizer: LLTokenizer, special: Mapping[str, int], request: Any) -> _Child:
+    """Answer a request in a child process."""
     ours, theirs = os.pipe()
     if os.fork():
         os.close(theirs)
-        return ours
+        return _Child(request["id"], ours)
     try:
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         signal.setitimer(signal.ITIMER_PROF, CPU_TIME_S)  # SIGPROF ends the process
-        os.write(theirs, b"+" + (compile_error(tokenizer, grammar) or "").encode())
+        answer = json.dumps(_compiled(tokenizer, special, request["kind"], request["text"])).encode()
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        with open(theirs, "wb") as pipe:
+            pipe.write(answer)
     finally:
         os._exit(0)
 
@@ -106,39 +175,28 @@ def main() -> None:
     """Answer requests until standard input ends."""
     incoming = sys.stdin.fileno()
     tokenizer: LLTokenizer | None = None
-    numbers: dict[int, int] = {}  # the ids of the requests, by the pipes of their processes
+    special: dict[str, int] = {}
     unread = b""
     with selectors.DefaultSelector() as selector:
         selector.register(incoming, selectors.EVENT_READ)
         while True:
             for key, _ in selector.select():
-                if key.fd != incoming:
-                    selector.unregister(key.fd)
-                    _answer(numbers.pop(key.fd), _result(key.fd))
+                child: _Child | None = key.data
+                if child:
+                    if child.read():
+                        selector.unregister(child.pipe)
+                        print(child.answer(), flush=True)
                     continue
                 if not (received := os.read(incoming, 2**20)):
                     return
                 *lines, unread = (unread + received).split(b"\n")
                 for line in lines:
                     if tokenizer is None:
-                        tokenizer = tokenizer_of(Vocabulary.decode(line))
+                        vocabulary = Vocabulary.decode(line)
+                        tokenizer, special = tokenizer_of(vocabulary), vocabulary.special_names
                         continue
-                    request = json.loads(line)
-                    pipe = _fork(tokenizer, request["grammar"])
-                    numbers[pipe] = request["id"]
-                    selector.register(pipe, selectors.EVENT_READ)
-
-
-def _result(pipe: int) -> str | None:
-    """Return the error that a process wrote before it ended, or None."""
-    written = os.read(pipe, 4 * MAX_ERROR).decode(errors="replace")
-    os.close(pipe)
-    os.wait()
-    return (written[1:] or None) if written else TOO_COMPLEX
-
-
-def _answer(number: int, error: str | None) -> None:
-    print(json.dumps({"id": number, "error": error}), flush=True)
+                    child = _fork(tokenizer, special, json.loads(line))
+                    selector.register(child.pipe, selectors.EVENT_READ, child)
 
 
 if __name__ == "__main__":

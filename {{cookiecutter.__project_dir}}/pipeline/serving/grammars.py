@@ -14,68 +14,47 @@ import os
 import sys
 import time
 from collections import OrderedDict, defaultdict
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import Future
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from llguidance import LLMatcher, LLTokenizer
 from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.structured_output import backend_guidance
-from vllm.v1.structured_output.backend_guidance import (
-    GuidanceBackend,
-    GuidanceGrammar,
-    process_for_additional_properties,
-    serialize_guidance_grammar,
-)
+from vllm.v1.structured_output.backend_guidance import GuidanceBackend, GuidanceGrammar
 from vllm.v1.structured_output.backend_types import StructuredOutputOptions
 from vllm.v1.structured_output.request import get_structured_output_key
 
-from pipeline.serving import grammar_worker, structural_tags
+from pipeline.serving import grammar_worker
 from pipeline.serving.accounting import current
-from pipeline.serving.grammar_worker import INVALID, Vocabulary
+from pipeline.serving.grammar_worker import Vocabulary
 
-# Objects have no more properties than the schema names, as with xgrammar and OpenAI's strict schemas.
-ENGINE_ARGS = {"structured_outputs_config": {"backend": "guidance", "disable_additional_properties": True}}
-KEPT_RESULTS, KEPT_GRAMMARS = 1024, 32
+ENGINE_ARGS = {"structured_outputs_config": {"backend": "guidance"}}
+KEPT_RESULTS, KEPT_GRAMMARS = 256, 32
+MAX_LINE = 2**24  # bytes of the worker's answer
 TIMEOUT_S = 20  # for the worker's answer, on a machine without a free CPU
-# Seconds of masks that may be lost per second to grammars whose masks are slow. A usual mask takes 0.1 to 2 ms.
-SLOW_MASK_S, MASK_BUDGET_S, MASK_BUDGET_PER_S = 0.01, 0.5, 0.1
+SLOW_MASK_S = 0.01  # a usual mask takes 0.1 to 4 ms, for 131,072 tokens
+MASK_BUDGET_S, MASK_BUDGET_PER_S = 0.5, 0.1  # CPU time of a key's slow masks, and what it gets back per second
 STEP_TOO_COMPLEX = "the schema or grammar takes too long at this point of the answer; simplify its alternatives"
+T = TypeVar("T")
 log = logging.getLogger("ray.serve")
-
-
-def grammar_of(params: Any) -> str:
-    """Return llguidance's grammar for vLLM's parameters of a structured output without a structural tag.
-
-    Raises:
-        ValueError: the schema, expression or grammar is invalid.
-    """
-    kind, text = get_structured_output_key(params)
-    return _serialized(kind, text)
-
-
-def _serialized(kind: StructuredOutputOptions, text: str) -> str:
-    return serialize_guidance_grammar(kind, text, disable_additional_properties=True)
 
 
 class GrammarChecker:
     """Compiles each new grammar in a process of its own before the engine does."""
 
     def __init__(self, vllm_config: Any, tokenizer: Any) -> None:
-        self._results: OrderedDict[bytes, str | None] = OrderedDict()
+        found = _backend(vllm_config, tokenizer)
+        self._vocabulary = vocabulary_of(found.ll_tokenizer) if found else None
+        self._results: OrderedDict[bytes, _Result] = OrderedDict()
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # of the keys
-        self._waiting: dict[int, asyncio.Future[str | None]] = {}
+        self._waiting: dict[int, asyncio.Future[_Result]] = {}
         self._process: asyncio.subprocess.Process | None = None
         self._starting = asyncio.Lock()
         self._sent = 0
-        self._vocabulary: Vocabulary | None = None
-        self._special: dict[str, int] = {}  # numbers of the special tokens
-        if read := _backend(vllm_config, tokenizer):
-            self._vocabulary = vocabulary_of(read.ll_tokenizer)
-            tokens, special, _ = self._vocabulary
-            self._special = {tokens[number].decode(errors="replace"): number for number in special}
 
     async def start(self) -> None:
         """Start the process, so that the first grammar need not wait for it."""
@@ -83,47 +62,35 @@ class GrammarChecker:
             await self._started(self._vocabulary)
 
     async def check(self, params: Any) -> Any:
-        """Return the parameters for the engine.
+        """Return the parameters for the engine, which have a grammar of llguidance. Each key waits for its last check.
 
         Raises:
             VLLMValidationError: the schema, expression or grammar is invalid or too complex.
         """
-        try:
-            params, grammar = self._grammar(params)
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise _invalid(f"{INVALID}{error}") from None
-        if error := await self._error(grammar):
-            raise _invalid(error)
-        return params
-
-    def _grammar(self, params: Any) -> tuple[Any, str]:
-        if params.structural_tag is not None:
-            text = structural_tags.to_grammar(params.structural_tag, self._special, process_for_additional_properties)
-            params = dataclasses.replace(params, structural_tag=None, grammar=text)
-        return params, grammar_of(params)
-
-    async def _error(self, grammar: str) -> str | None:
-        """Return why a grammar cannot be used. Each key has at most one in the worker."""
         if self._vocabulary is None:
-            return "this model's tokenizer does not support schemas and grammars; leave them out"
-        digest = hashlib.sha256(grammar.encode(errors="surrogatepass")).digest()
+            raise _invalid("the model's tokenizer does not support schemas and grammars; leave them out")
+        kind, text = get_structured_output_key(params)
+        digest = hashlib.sha256(f"{kind.name} {text}".encode(errors="surrogatepass")).digest()
         record = current.get()
         async with self._locks[record.key if record else ""]:
             if digest not in self._results:
-                self._results[digest] = await self._ask(grammar, self._vocabulary)
+                self._results[digest] = await _to_its_end(self._ask(kind.name, text, self._vocabulary))
                 if len(self._results) > KEPT_RESULTS:
                     self._results.popitem(last=False)
             self._results.move_to_end(digest)
-            return self._results[digest]
+            grammar, error = self._results[digest]
+        if error:
+            raise _invalid(error)
+        return StructuredOutputsParams(grammar=grammar)
 
-    async def _ask(self, grammar: str, vocabulary: Vocabulary) -> str | None:
+    async def _ask(self, kind: str, text: str, vocabulary: Vocabulary) -> "_Result":
         process = await self._started(vocabulary)
         self._sent += 1
         number, answer = self._sent, asyncio.get_running_loop().create_future()
         self._waiting[number] = answer
         try:
             assert process.stdin
-            process.stdin.write(json.dumps({"id": number, "grammar": grammar}).encode() + b"\n")
+            process.stdin.write(json.dumps({"id": number, "kind": kind, "text": text}).encode() + b"\n")
             return await asyncio.wait_for(answer, TIMEOUT_S)
         finally:
             del self._waiting[number]
@@ -135,6 +102,7 @@ class GrammarChecker:
                     *(sys.executable, "-m", grammar_worker.__name__),
                     stdin=asyncio.subprocess.PIPE,
                     stdout=asyncio.subprocess.PIPE,
+                    limit=MAX_LINE,
                     env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
                 )
                 assert self._process.stdin
@@ -149,11 +117,21 @@ class GrammarChecker:
             answer = json.loads(line)
             waiting = self._waiting.get(answer["id"])
             if waiting and not waiting.done():
-                waiting.set_result(answer["error"])
+                waiting.set_result(_Result(answer.get("grammar"), answer.get("error")))
         await process.wait()
         for waiting in self._waiting.values():
             if not waiting.done():
                 waiting.set_exception(ConnectionError("the process that compiles grammars ended; try again"))
+
+
+async def _to_its_end(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Await a coroutine. If this is cancelled, wait for its end nevertheless, so that the key's lock stays locked."""
+    task = asyncio.create_task(coroutine)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait({task})
+        raise
 
 
 def _backend(vllm_config: Any, tokenizer: Any) -> GuidanceBackend | None:
@@ -168,6 +146,13 @@ def _backend(vllm_config: Any, tokenizer: Any) -> GuidanceBackend | None:
 def install_in_engine(vllm_config: Any, manager: Any) -> None:
     """Let vLLM's StructuredOutputManager compile all grammars with `Grammars`."""
     manager.backend = _backend(vllm_config, manager.tokenizer)
+
+
+class _Result(NamedTuple):
+    """The grammar for llguidance, or the reason why there is none."""
+
+    grammar: str | None
+    error: str | None
 
 
 def vocabulary_of(tokenizer: LLTokenizer) -> Vocabulary:
@@ -211,7 +196,7 @@ def _checked(generate: Callable[..., AsyncGenerator[Any]], checker: GrammarCheck
 
 
 class MaskBudget:
-    """Limits the time that slow masks take, during which all sequences wait."""
+    """Limits the time that slow masks of a key take, during which all sequences wait."""
 
     def __init__(self) -> None:
         self._spent = 0.0
@@ -219,12 +204,11 @@ class MaskBudget:
         self._lock = Lock()  # vLLM computes the masks of large batches in threads
 
     def spend(self, seconds: float) -> bool:
-        """Record the CPU time of a mask. Return whether its grammar may continue."""
-        if seconds < SLOW_MASK_S:
-            return True
+        """Record the CPU time of a mask. Return whether the key may have more."""
         with self._lock:
             now = time.monotonic()
-            self._spent = max(0.0, self._spent - (now - self._since) * MASK_BUDGET_PER_S) + seconds
+            slow = seconds if seconds >= SLOW_MASK_S else 0.0
+            self._spent = max(0.0, self._spent - (now - self._since) * MASK_BUDGET_PER_S) + slow
             self._since = now
             return self._spent <= MASK_BUDGET_S
 
@@ -234,27 +218,27 @@ class LimitedGrammar(GuidanceGrammar):
     """A sequence's grammar. The sequence ends with an error where the grammar cannot continue."""
 
     backend: "Grammars | None" = None
+    budget: MaskBudget = dataclasses.field(default_factory=MaskBudget)
     failed: bool = False
 
     def fill_bitmask(self, bitmask: torch.Tensor, idx: int) -> None:
-        """Write the mask of the next token, unless slow masks have used up their time."""
-        if self.failed:
+        """Write the mask of the next token, unless slow masks have used up the key's time."""
+        if self.failed or not self.budget.spend(0):
+            self.failed = True
             bitmask[idx].fill_(-1)  # any token, which `accept_tokens` then refuses
             return
         started = time.thread_time()
         super().fill_bitmask(bitmask, idx)
-        assert self.backend
-        in_budget = self.backend.budget.spend(time.thread_time() - started)
-        self.failed = not in_budget or self.ll_matcher.is_error()
+        self.budget.spend(time.thread_time() - started)
+        self.failed = self.ll_matcher.is_error()
 
     def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
         """Return whether the grammar allows the tokens.
 
         While vLLM fills masks for draft tokens, a refusal would end the engine. The next call then ends the sequence.
         """
-        assert self.backend
         if self.failed:
-            return self.backend.is_filling
+            return self.backend is not None and self.backend.is_filling
         return super().accept_tokens(request_id, tokens)
 
     def rollback(self, num_tokens: int) -> None:
@@ -271,8 +255,8 @@ class Grammars(GuidanceBackend):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.budget = MaskBudget()
         self.is_filling = False
+        self._budgets: defaultdict[int, MaskBudget] = defaultdict(MaskBudget)  # by the numbers of the keys
         self._lock = Lock()
         self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
 
@@ -280,7 +264,9 @@ class Grammars(GuidanceBackend):
         self, request_type: StructuredOutputOptions, grammar_spec: str, stop_token_ids: set[int] | None = None
     ) -> LimitedGrammar:
         """Return the grammar of a sequence. Threads of the engine call this, which `GrammarChecker` has checked."""
-        text = _serialized(request_type, grammar_spec)
+        if request_type != StructuredOutputOptions.GRAMMAR:
+            raise ValueError(f"the grammar was not checked, because it is of the kind {request_type.name}")
+        text = grammar_spec
         with self._lock:
             compiled, is_new = self._compiled.get(text), text not in self._compiled
             if compiled is None:
@@ -298,8 +284,12 @@ class Grammars(GuidanceBackend):
         return grammar
 
     @contextlib.contextmanager
-    def filling(self) -> Iterator[None]:
-        """Tell grammars that vLLM fills masks."""
+    def filling(self, requests: Iterable[Any]) -> Iterator[None]:
+        """Let vLLM fill the masks of its requests, whose `priority` is the number of the key."""
+        for request in requests:
+            output = request.structured_output_request
+            if output and isinstance(output.grammar, LimitedGrammar):
+                output.grammar.budget = self._budgets[request.priority]
         self.is_filling = True
         try:
             yield

@@ -8,10 +8,12 @@ Relies on the formats of xgrammar.structural_tag (xgrammar 0.2.8) that vLLM's pa
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from llguidance.gbnf_to_lark import any_to_lark
+
+from pipeline.serving import json_schemas
 
 START = "%llguidance {}\nstart: "
 ANY = "(?s:.*)"
@@ -38,20 +40,19 @@ XML_STYLES = {
 }
 
 
-def to_grammar(tag: str, special: Mapping[str, int], prepare: Callable[[Any], Any]) -> str:
+def to_grammar(tag: str, special: Mapping[str, int]) -> str:
     """Return the grammar of a structural tag.
 
     Args:
         tag: the tag as JSON, in today's form or with `structures`.
         special: number of each special token. Texts may contain such tokens only where the tag names them.
-        prepare: returns the JSON schema that replaces a schema.
 
     Raises:
         ValueError: the tag is invalid, or contains a format that cannot be translated. The message names it.
     """
     parsed = json.loads(tag)
     try:
-        return _Grammar(special, prepare).of(_today(parsed))
+        return _Grammar(special).of(_today(parsed))
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"the structural tag is invalid ({type(error).__name__}: {error})") from None
 
@@ -70,9 +71,8 @@ def _today(tag: Any) -> Any:
 class _Grammar:
     """Collects the rules of one grammar."""
 
-    def __init__(self, special: Mapping[str, int], prepare: Callable[[Any], Any]) -> None:
+    def __init__(self, special: Mapping[str, int]) -> None:
         self._special = special
-        self._prepare = prepare
         names = sorted(special, key=len, reverse=True)
         self._split = re.compile(f"({'|'.join(map(re.escape, names))})" if names else "(?!)()")
         self._rules: list[str] = []
@@ -90,7 +90,7 @@ class _Grammar:
         translate = {
             "const_string": lambda: self._text(tag["value"]),
             "json_schema": lambda: self._schema(tag),
-            "regex": lambda: _pattern(tag["pattern"]),
+            "regex": lambda: regex(tag["pattern"]),
             "grammar": lambda: self._other_grammar(tag["grammar"]),
             "any_text": lambda: self._free(tag.get("excludes", ())),
             "sequence": lambda: " ".join(map(self._format, tag["elements"])),
@@ -201,7 +201,7 @@ class _Grammar:
     def _schema(self, tag: Any) -> str:
         """Return the expression of a value that matches a JSON schema."""
         style, schema = tag.get("style", "json"), tag["json_schema"]
-        schema = self._prepare({} if schema is True else schema)
+        schema = json_schemas.prepare({} if schema is True else schema)
         if style == "json":
             return f"%json {json.dumps(schema)}"
         if style not in XML_STYLES:
@@ -227,11 +227,11 @@ class _Grammar:
         if choices is not None:
             texts = (choice if isinstance(choice, str) else json.dumps(choice) for choice in choices)
             value = _choice(map(self._spaced, texts))
-        elif _is_text(schema, root, 0):
+        elif _is_text(schema, root, set()):
             return f"{head} {self._string(schema, style.end)}"
         else:
             defined = {name: root[name] for name in ("$defs", "definitions") if name in root}
-            value = f"/{SPACE}+/? %json {json.dumps(schema | defined)}"
+            value = f"/{SPACE}+/? %json {json.dumps(schema | defined | json_schemas.OPTIONS)}"
         return f"{head} {value} {self._spaced(style.end)}"
 
     def _string(self, schema: Any, end: str) -> str:
@@ -240,7 +240,7 @@ class _Grammar:
             return self._until(end)
         pattern, least, most = (schema.get(name, "") for name in ("pattern", "minLength", "maxLength"))
         sized = f"/(?s:.{{{least or 0},{most}}})/"
-        matching = f" & {_pattern(_search(pattern))}" if pattern else ""
+        matching = f" & {regex(_search(pattern))}" if pattern else ""
         return f"{self._terminal(f'{self._free([end])} & {sized}{matching}')} {self._text(end)}"
 
 
@@ -258,7 +258,14 @@ def _choice(expressions: Iterable[str]) -> str:
     return f"({' | '.join(some)}){'?' if '' in known else ''}" if some else ""
 
 
-def _pattern(pattern: str) -> str:
+def regex(pattern: str) -> str:
+    """Return the terminal for a regular expression.
+
+    Raises:
+        ValueError: the expression ends with half an escape, which llguidance drops.
+    """
+    if (len(pattern) - len(pattern.rstrip("\\"))) % 2:
+        raise ValueError("the regular expression ends with a backslash that escapes nothing")
     return f"/{_escaped(pattern)}/"
 
 
@@ -274,15 +281,18 @@ def _search(pattern: str) -> str:
     return f"{begin}(?:{pattern.removeprefix('^').removesuffix('' if end else '$')}){end}"
 
 
-def _is_text(schema: Any, root: Any, depth: int) -> bool:
+def _is_text(schema: Any, root: Any, seen: set[str]) -> bool:
     """Return whether the value may be a string, which models then write without quotes."""
-    if not isinstance(schema, dict) or depth > 10:
+    if not isinstance(schema, dict):
         return True
     if reference := schema.get("$ref"):
-        return _is_text(_resolved(reference, root), root, depth + 1)
+        if reference in seen:
+            return False
+        seen.add(reference)
+        return _is_text(_resolved(reference, root), root, seen)
     for name in ("anyOf", "oneOf", "allOf"):
         if name in schema:
-            return any(_is_text(each, root, depth + 1) for each in schema[name])
+            return any([_is_text(each, root, seen) for each in schema[name]])
     kinds = schema.get("type", "string")
     return "string" in ([kinds] if isinstance(kinds, str) else kinds)
 

@@ -80,7 +80,7 @@ class LlguidanceMatcher:
 
     def __init__(self, tag: str) -> None:
         self._tokenizer = tokenizer_of(Vocabulary(VOCABULARY, [EOS, *SPECIAL.values()], [EOS]))
-        text = structural_tags.to_grammar(tag, SPECIAL, lambda schema: schema)
+        text = structural_tags.to_grammar(tag, SPECIAL)
         self._matcher = LLMatcher(self._tokenizer, text, limits=limits(verbose_errors=True), log_level=0)
         assert not self._matcher.is_error(), f"{self._matcher.get_error()}\n{text}"
 
