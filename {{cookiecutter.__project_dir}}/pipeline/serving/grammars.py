@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from llguidance import LLMatcher, LLTokenizer
+from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.structured_output import backend_guidance
@@ -180,7 +181,9 @@ def _accept(*_: Any, **__: Any) -> None:
     """Accept a grammar, which the checker has compiled."""
 
 
-def _checked(generate: Callable[..., AsyncGenerator[Any]], checker: GrammarChecker) -> Callable[..., AsyncGenerator[Any]]:
+def _checked(
+    generate: Callable[..., AsyncGenerator[Any]], checker: GrammarChecker
+) -> Callable[..., AsyncGenerator[Any]]:
     async def checked(prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> AsyncGenerator[Any]:
         params = getattr(sampling_params, "structured_outputs", None)
         has_grammar = params is not None and not params.all_constraints_none()
@@ -228,7 +231,9 @@ class LimitedGrammar(GuidanceGrammar):
             bitmask[idx].fill_(-1)  # any token, which `accept_tokens` then refuses
             return
         started = time.thread_time()
-        super().fill_bitmask(bitmask, idx)
+        # vLLM uses llguidance.torch, whose import takes seconds in the first step, because it prepares torch.compile
+        fill_next_token_bitmask(self.ll_matcher, bitmask.numpy(), idx)
+        self.check_error()
         self.budget.spend(time.thread_time() - started)
         self.failed = self.ll_matcher.is_error()
 
@@ -282,6 +287,10 @@ class Grammars(GuidanceBackend):
         grammar.check_error()
         grammar.failed = matcher.is_error()
         return grammar
+
+    def allocate_token_bitmask(self, max_num_seqs: int) -> torch.Tensor:
+        """Return masks that allow all tokens, as (sequences, words of 32 tokens)."""
+        return torch.from_numpy(allocate_token_bitmask(max_num_seqs, self.ll_tokenizer.vocab_size))
 
     @contextlib.contextmanager
     def filling(self, requests: Iterable[Any]) -> Iterator[None]:

@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import socket
+import statistics
 import subprocess
 import sys
 import threading
@@ -118,6 +119,11 @@ def served(ray_session: None, model_folder: Path) -> Iterator[ServeOptions]:
 @pytest.fixture(scope="module")
 def client(served: ServeOptions) -> openai.OpenAI:
     return openai.OpenAI(base_url=served.url, api_key=os.environ["SERVE_API_KEY"], max_retries=0, timeout=60)
+
+
+def in_format(schema: dict[str, Any]) -> Any:
+    """Return the `response_format` for a schema."""
+    return {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
 
 
 def ask(
@@ -539,7 +545,7 @@ def test_bad_requests_get_400(client: openai.OpenAI, request_body: dict, stream:
 
 UNKNOWN_TOKEN = {"logit_bias": {"1000000": 1}}
 BAD_SCHEMA = {"type": "string", "pattern": "("}
-ENDLESS_SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"$ref": "#"}}}
+ENDLESS_SCHEMA = in_format({"$ref": "#"})
 
 
 @pytest.mark.parametrize(
@@ -576,6 +582,62 @@ def test_a_request_that_the_engine_refuses_gets_the_same_error_with_and_without_
     assert answers[0].status_code >= 400
     assert answers[1].status_code == answers[0].status_code
     assert answers[1].json() == answers[0].json()
+
+
+SLOW_OUTPUTS: list[dict[str, Any]] = [
+    {"structured_outputs": {"regex": ".?" * 8000}},
+    {"structured_outputs": {"grammar": "start: A\nA: " + " & ".join(f"/(?s:.*)a.{{{n}}}(?s:.*)/" for n in range(99))}},
+    {"structured_outputs": {"grammar": 'start: "a"? x{1000,100000}\nx: "a"{1,1000} "b"{0,1000}\n'}},
+    {"response_format": in_format({"type": "string", "pattern": ".?" * 1000})},
+    {"response_format": in_format({"type": "number", "multipleOf": 15485863})},
+    {
+        "response_format": in_format(
+            {"type": "object", "patternProperties": {f"^{'a' * n}$": {} for n in range(1, 300)}}
+        )
+    },
+]
+"""Each of them took seconds to hours, in which no other schema was compiled, or the engine stood still."""
+
+
+def test_no_schema_makes_another_key_wait(served: ServeOptions, client: openai.OpenAI) -> None:
+    other = client.with_options(api_key=OTHER_KEY)
+
+    def ask_slowly(number: int) -> int:
+        body = {"model": "tiny", "messages": user("hi"), "max_tokens": 8, "n": 4, "seed": number}
+        body |= SLOW_OUTPUTS[number % len(SLOW_OUTPUTS)]
+        headers = {"Authorization": f"Bearer {client.api_key}"}
+        return requests.post(f"{served.url}/chat/completions", json=body, headers=headers, timeout=120).status_code
+
+    other.chat.completions.create(
+        model="tiny", messages=user("hi")
+    )  # the first one with a temperature compiles a kernel
+    waits: list[float] = []
+    with ThreadPoolExecutor(24) as pool:
+        slow = [pool.submit(ask_slowly, number) for number in range(24)]
+        while not all(one.done() for one in slow) or len(waits) < 5:
+            words = [f"{word} {len(waits)}" for word in ("north", "south")]  # a new schema each time
+            started = time.monotonic()
+            answer = other.chat.completions.create(
+                model="tiny", messages=user("hi"), response_format=in_format({"enum": words})
+            )
+            waits.append(time.monotonic() - started)
+            assert json.loads(answer.choices[0].message.content or "") in words
+    assert {one.result() for one in slow} <= {200, 400, 429}
+    assert statistics.median(waits) < 2
+    assert max(waits) < 10  # 0.3 s on a quiet machine
+
+
+def test_the_first_schema_does_not_decide_about_the_others(client: openai.OpenAI) -> None:
+    """vLLM's default validates with one library, and compiles with the one that the first request has chosen."""
+    refused = [{"regex": "\\"}, {"json": {"$ref": "#"}}, {"json": {"not": {}}}]
+    answered = [{"choice": ["a\r\nb"]}, {"regex": r"\p{L}"}, {"json": {"type": "string", "maxLength": 1}}]
+    for outputs in (refused[0], answered[0], answered[1], refused[1], answered[2], refused[2], *answered):
+        body: dict[str, Any] = {"extra_body": {"structured_outputs": outputs}, "max_tokens": 9}
+        if outputs in answered:
+            assert client.chat.completions.create(model="tiny", messages=user("hi"), **body).choices
+        else:
+            with pytest.raises(openai.BadRequestError, match="the schema or grammar of the answer cannot be used: "):
+                client.chat.completions.create(model="tiny", messages=user("hi"), **body)
 
 
 def test_the_apis_have_the_habits_that_clients_expect(served: ServeOptions, client: openai.OpenAI) -> None:

@@ -87,7 +87,9 @@ class LlguidanceMatcher:
     def accepts(self, text: str) -> bool:
         matcher = self._matcher.deep_copy()
         tokens = _tokens(text)
-        return matcher.validate_tokens(tokens) == len(tokens) and matcher.consume_tokens(tokens) and matcher.is_accepting()
+        return (
+            matcher.validate_tokens(tokens) == len(tokens) and matcher.consume_tokens(tokens) and matcher.is_accepting()
+        )
 
 
 def _tokens(text: str) -> list[int]:

@@ -37,7 +37,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         '["trust_remote_code"] in [serve]',
     ),
     ({"kv_transfer_config": {"kv_connector": "P2pNcclConnector"}}, "engine.kv_transfer_config opens ports"),
-    ({"structured_outputs_config": {"backend": "xgrammar"}}, "engine.structured_outputs_config has no effect, because the server compiles"),
+    (
+        {"structured_outputs_config": {"backend": "xgrammar"}},
+        "engine.structured_outputs_config has no effect, because the server compiles",
+    ),
     ({"speculative_config": {"trust_remote_code": True}}, "engine.trust_remote_code runs code"),
     ({"otlp_traces_endpoint": "http://host"}, "engine.otlp_traces_endpoint sends traces to another server"),
 ]

@@ -40,7 +40,13 @@ ACCEPTED: dict[str, tuple[Any, list[Any], list[Any]]] = {
         TypeAdapter(Event).json_schema(),
         [
             {"when": "2026-01-02T03:04:05Z", "price": "1.5", "pet": {"kind": "cat", "lives": 9}},
-            {"when": "2026-01-02T03:04:05Z", "price": 2, "site": None, "pet": {"kind": "dog", "name": "x"}, "counts": {"a": 1}},
+            {
+                "when": "2026-01-02T03:04:05Z",
+                "price": 2,
+                "site": None,
+                "pet": {"kind": "dog", "name": "x"},
+                "counts": {"a": 1},
+            },
         ],
         [{"when": "now"}, {"when": "2026-01-02T03:04:05Z", "price": 2, "pet": {"kind": "cat", "lives": "x"}}],
     ),
@@ -68,11 +74,18 @@ ACCEPTED: dict[str, tuple[Any, list[Any], list[Any]]] = {
     ),
     "a required property without a schema": ({"type": "object", "properties": {}, "required": ["a"]}, [{"a": 1}], [{}]),
     "properties called like keywords": (
-        {"type": "object", "properties": {"properties": {"type": "object", "properties": {"format": {"type": "integer"}}}}},
+        {
+            "type": "object",
+            "properties": {"properties": {"type": "object", "properties": {"format": {"type": "integer"}}}},
+        },
         [{"properties": {"format": 1}}],
         [{"properties": {"additionalProperties": 1}}, {"properties": {"format": "a"}}],
     ),
-    "a tuple": ({"type": "array", "prefixItems": [{"type": "integer"}, {"type": "string"}], "minItems": 2}, [[1, "a"]], [[1]]),
+    "a tuple": (
+        {"type": "array", "prefixItems": [{"type": "integer"}, {"type": "string"}], "minItems": 2},
+        [[1, "a"]],
+        [[1]],
+    ),
     "the client's options": (
         {"type": "object", "properties": {"a": {}}, "x-guidance": {"whitespace_pattern": "x*"}},
         [{}],
