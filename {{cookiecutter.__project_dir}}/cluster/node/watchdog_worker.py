@@ -57,7 +57,7 @@ def block_notice() -> str | None:
 
 
 def drain(head: str, notice: str, deadline_s: float) -> bool:
-    """Tell Ray to place no new work on this node, which ends in `deadline_s` seconds. Return whether Ray accepted it."""
+    """Tell Ray to place no new work on this node, which ends in `deadline_s` seconds. Return whether Ray does."""
     command = ["ray", "drain-node", "--address", f"{head}:{GCS_PORT}", "--node-id", own_node_id(head)]
     command += ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--deadline-remaining-seconds", str(int(deadline_s))]
     command += ["--reason-message", f"AWS takes this machine back at {notice}"]

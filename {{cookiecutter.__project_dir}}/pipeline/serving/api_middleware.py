@@ -156,6 +156,7 @@ class ApiMiddleware:
         if body is None:
             message = f"the request body is larger than {self._limits.max_body:,} bytes; send a smaller one"
             raise ApiError(413, message, headers={} if is_complete else CLOSE)
+        record.body_bytes = len(body)
         if scope["method"] != "POST":
             return body, scope
         _check_encoding(headers)

@@ -9,7 +9,6 @@ import asyncio
 import logging
 import os
 import re
-import time
 from pathlib import Path
 from typing import Any, NamedTuple
 

@@ -182,11 +182,12 @@ def give_notice(head: str, node: str, seconds: float) -> float:
     end = time.time() + seconds
     notice = datetime.datetime.fromtimestamp(end, datetime.UTC).isoformat()
     host, _, port = head.partition(":")
-    watchdog_worker.GCS_PORT = int(port)
-    watchdog_worker.answers = lambda head: False
-    watchdog_worker.own_node_id = lambda head: node
-    watchdog_worker.spot_notice = lambda: notice
-    watchdog_worker.notices.send = print
+    patch = pytest.MonkeyPatch()
+    patch.setattr(watchdog_worker, "GCS_PORT", port)
+    patch.setattr(watchdog_worker, "answers", lambda head: False)
+    patch.setattr(watchdog_worker, "own_node_id", lambda head: node)
+    patch.setattr(watchdog_worker, "spot_notice", lambda: notice)
+    patch.setattr(watchdog_worker.notices, "send", print)
     threading.Thread(target=watchdog_worker.watch, args=(host,), daemon=True).start()
     return end
 
