@@ -97,7 +97,7 @@ def test_a_word_for_a_number_is_refused_in_each_form(tasks: ModuleType) -> None:
                     assert "needs a whole number" in sentence(tasks, [name, *required(found), *form])
                     count += 1
                 for form in ([f"--{long}", "12"], [f"--{long}=12"], *([f"-{each}12"] for each in short)):
-                    assert parsed(tasks, [name, *required(found), *form])[one.name] == 12
+                    assert parsed(tasks, [name, *required(found), *form])[str(one.name)] == 12
     assert count > 20
 
 
