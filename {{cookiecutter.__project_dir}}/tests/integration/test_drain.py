@@ -177,6 +177,9 @@ def test_a_drain_is_20_seconds_unless_it_is_given() -> None:
     assert ModelsOptions(end="sql", drain=0).drain_s == 0
     with pytest.raises(ValueError, match="use only one of"):
         ModelsOptions(end="sql", end_all=True)
+    for change in ({}, {"canary_percent": 20.0}):
+        with pytest.raises(ValueError, match="--drain stops nothing by itself"):
+            ModelsOptions(drain=5, **change)
 
 
 # ---------------------------------------------------------------- inv down
