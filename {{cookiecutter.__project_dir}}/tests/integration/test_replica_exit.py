@@ -59,22 +59,32 @@ def draining(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
 
 def left(monkeypatch: pytest.MonkeyPatch, change: Callable[[], None]) -> tuple[int, list[ApiError]]:
     """Return how often a replica stopped listening, and with which errors it ended its requests, after a change."""
-    stopped, ended = list[float](), list[ApiError]()
+    stopped, ended, polls = list[float](), list[ApiError](), list[float]()
+    read = gcs.draining_nodes
+
+    def counted(address: str) -> dict[str, float]:
+        polls.append(time.monotonic())
+        return read(address)
 
     async def stop_listening() -> None:
         stopped.append(time.monotonic())
 
+    async def wait_for_polls(count: int) -> None:
+        while len(polls) < count and not ended:
+            await asyncio.sleep(0.01)
+
     async def run() -> None:
         leaving = asyncio.create_task(replica_exit.leave_in_time(ended.append))
-        await asyncio.sleep(0.2)
+        await wait_for_polls(5)
         assert not stopped
         assert not ended
         change()
-        await asyncio.sleep(0.5)
+        await wait_for_polls(len(polls) + 5)
         leaving.cancel()
 
+    monkeypatch.setattr(gcs, "draining_nodes", counted)
     monkeypatch.setattr(replica_exit, "stop_listening", stop_listening)
-    asyncio.run(run())
+    asyncio.run(asyncio.wait_for(run(), DEADLINE_S))
     return len(stopped), ended
 
 
