@@ -181,7 +181,7 @@ def test_a_drain_is_20_seconds_unless_it_is_given() -> None:
         ModelsOptions(end="sql", end_all=True)
     for change in ({}, {"canary_percent": 20.0}):
         with pytest.raises(ValueError, match="--drain stops nothing by itself"):
-            ModelsOptions(drain=5, **change)
+            ModelsOptions.model_validate({"drain": 5} | change)
 
 
 # ---------------------------------------------------------------- inv down
