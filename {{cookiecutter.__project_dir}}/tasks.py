@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from invoke import Context, Exit, task
+from invoke import Collection, Context, Exit, task
 from invoke.main import program
 
 from cluster import environment, network
@@ -493,4 +493,4 @@ def upgrade(context: Context) -> None:
     print(f"next: git diff HEAD   then: {cluster_upgrade.COMMIT}")
 
 
-command_line.normalize(program)
+command_line.normalize(program, Collection.from_module(sys.modules[__name__]))

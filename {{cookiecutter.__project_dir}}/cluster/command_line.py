@@ -2,65 +2,90 @@
 
 import shlex
 import sys
+from collections.abc import Iterator
 from itertools import pairwise
 
-from invoke import Exit, Program
+from invoke import Argument, Collection, Exit, Program
 
 from cluster import job_scripts
 
 JOB_ID_VERBS = ("logs", "stop")
 SUBMIT_OPTIONS = {"--job", "-j", "--target", "-t", "--verbose", "-v"}
-OPTIONS_WITH_VALUE = ("--target", "-t", "--job", "-j", "--name", "-n", "--days", "-d", "--models", "-m")
-NUMBERS = ("--days", "--instances", "--seconds", "--tokens")
+HELP = {"--help", "-h"}
 
 
-def normalize(program: Program) -> None:
+def normalize(program: Program, verbs: Collection) -> None:
     """Accept a job's id after `logs` and `stop`, and a name after an action of `keys`, without a flag.
 
-    Reject a missing job, job options before `--`, and a word where a verb expects a number.
+    Reject a missing job or option, job options before `--`, and a word where a verb expects a number.
 
     tasks.py calls this when it is imported: after invoke parses its own options, but before it parses the verb's.
     """
     words = program.core.unparsed if hasattr(program, "core") else []
-    _reject_words_for_numbers(words)
-    if words in (["submit", "--help"], ["submit", "-h"]):
-        words.insert(1, "JOB")  # otherwise invoke reads --help as the job's name
-    elif words[:1] == ["submit"] and not _positional(words):
-        raise Exit(f"error: submit needs a job. Run: inv submit {' | '.join(job_scripts.names())}", 1)
-    elif words[:1] == ["submit"]:
-        _reject_job_options(words)
-    elif words[:1] == ["drill"]:
+    if words[:1] == ["drill"]:
         raise Exit("error: the fault tests are in this project's template. In its folder, run: ./inv faults", 1)
-    elif words[:1] == ["keys"]:
-        positions = _positional(words)
-        if len(positions) > 1:
-            words.insert(positions[1], "--name")
-        if not positions and not {"--help", "-h"} & set(words):
-            words.insert(1, "list")
-    elif words and words[0] in JOB_ID_VERBS and (positions := _positional(words)):
+    verb = next((each for each in verbs.to_contexts() if words and words[0] in (each.name, *each.aliases)), None)
+    if verb is None:
+        return
+    arguments = list(verb.args.values())
+    flags = {f"{'-' * min(len(name), 2)}{name}": argument for argument in arguments for name in argument.names}
+    positions = _positional(words, flags)
+    required = [argument for argument in arguments if argument.default is None and argument.positional]
+    if (HELP - flags.keys()) & set(words):  # -h of `limits` is --hours
+        words[1:1] = [argument.names[0].upper() for argument in required[len(positions) :]]  # or it would be --help
+        return
+    if words[0] == "submit" and not positions:
+        raise Exit(f"error: submit needs a job. Run: inv submit {' | '.join(job_scripts.names())}", 1)
+    if words[0] == "submit":
+        _reject_job_options(words, positions)
+    elif words[0] == "keys" and len(positions) > 1:
+        words.insert(positions[1], "--name")
+    elif words[0] == "keys" and not positions:
+        words.insert(1, "list")
+    elif words[0] in JOB_ID_VERBS and positions:
         words.insert(positions[0], "--job")
+    given = list(_options(words, flags))
+    missing = [argument.names[0].upper() for argument in required[len(_positional(words, flags)) :]]
+    found = [argument for _, argument, _ in given]
+    missing += [
+        f"--{argument.names[0]}"
+        for argument in arguments
+        if argument.default is None and not argument.positional and argument not in found
+    ]
+    if missing:
+        raise Exit(f"error: {words[0]} needs {' and '.join(missing)}. Run: inv {words[0]} --help", 1)
+    for flag, argument, value in given:
+        if argument.takes_value and value is None:
+            raise Exit(f"error: {flag} needs a value. Run: inv {words[0]} --help", 1)
+        if argument.kind is int and value is not None and not value.isdecimal():
+            raise Exit(f"error: {flag} needs a whole number, not {value!r}. Run: inv {words[0]} --help", 1)
 
 
-def _positional(words: list[str]) -> list[int]:
+def _options(words: list[str], flags: dict[str, Argument]) -> Iterator[tuple[str, Argument, str | None]]:
+    """Yield each option of a verb: the flag, the argument, and the value. None: the value is missing.
+
+    invoke accepts `--days 5`, `--days=5`, `-d 5` and `-d5`.
+    """
+    for word, after in pairwise([*words, None]):
+        assert word is not None
+        flag, has_value, value = word.partition("=")
+        if not has_value and not word.startswith("--") and len(word) > 2:
+            flag, value = word[:2], word[2:]
+        if flag in flags:
+            yield flag, flags[flag], value or after
+
+
+def _positional(words: list[str], flags: dict[str, Argument]) -> list[int]:
     """Return the indices of the positional arguments after the verb."""
     return [
         index
         for index, (before, word) in enumerate(pairwise(words), 1)
-        if not word.startswith("-") and before not in OPTIONS_WITH_VALUE
+        if not word.startswith("-") and not (before in flags and flags[before].takes_value)
     ]
 
 
-def _reject_words_for_numbers(words: list[str]) -> None:
-    """Reject `inv bench --seconds abc`, for which invoke would print a traceback."""
-    for before, word in pairwise(words):
-        option, _, value = word.partition("=") if word.startswith(NUMBERS) and "=" in word else (before, "=", word)
-        if option in NUMBERS and not value.isdecimal():
-            raise Exit(f"error: {option} needs a whole number, not {value!r}. Run: inv {words[0]} --help", 1)
-
-
-def _reject_job_options(words: list[str]) -> None:
+def _reject_job_options(words: list[str], positions: list[int]) -> None:
     """Reject `inv submit finetune_ddp --steps 10`, and show the correct command."""
-    positions = _positional(words)
     options = [
         index for index, word in enumerate(words) if word.startswith("-") and word.split("=")[0] not in SUBMIT_OPTIONS
     ]

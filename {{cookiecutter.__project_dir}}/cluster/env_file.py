@@ -2,7 +2,7 @@
 
 import contextlib
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from dotenv import dotenv_values, set_key
 from filelock import FileLock, Timeout
@@ -29,9 +29,9 @@ class EnvFile:
             raise settings.UserError("there is no .env, which stores the keys. Run: inv up")
         return dotenv_values(file).get(OTHERS_SECRET) or ""
 
-    def write(self, value: str) -> None:
-        """Replace the value. Hold `locked` from before the value is read."""
-        set_key(settings.PROJECT / ".env", OTHERS_SECRET, value, follow_symlinks=True)
+    def update(self, change: Callable[[str], str]) -> None:
+        """Replace the value with what `change` returns for it. Hold `locked`."""
+        set_key(settings.PROJECT / ".env", OTHERS_SECRET, change(self.read()), follow_symlinks=True)
 
 
 @contextlib.contextmanager

@@ -42,13 +42,19 @@ def add(stores: Sequence[KeyStore], name: str, days: int, models: str) -> str:
         entry += f":expires={datetime.datetime.now(datetime.UTC).date() + datetime.timedelta(days=days)}"
     if models:
         entry += f":models={models.replace(',', '|')}"
-    with env_file.locked():
-        if name in (OWNER, *(_name(entry) for entry in _entries(stores[0]))):
+
+    def added(value: str) -> str:
+        if name in (OWNER, *map(_name, _entries(value))):
             raise settings.UserError(
                 f"there already is a key of {name}. Use another name, or first run: inv keys revoke {name}"
             )
-        for store in stores:
-            _write(store, [*_without(store, name), entry])
+        return _value([*_entries(value), entry])
+
+    first, *others = stores
+    with env_file.locked():
+        first.update(added)
+        for store in others:
+            store.update(lambda value: _value([*_without(value, name), entry]))
     return key
 
 
@@ -62,19 +68,25 @@ def revoke(stores: Sequence[KeyStore], name: str) -> None:
         raise settings.UserError(
             "the key of owner is SERVE_API_KEY. To replace it, change it in .env. Other keys: inv keys revoke NAME"
         )
-    with env_file.locked():
-        names = [_name(entry) for entry in _entries(stores[0])]
+
+    def removed(value: str) -> str:
+        names = [_name(entry) for entry in _entries(value)]
         if name not in names:
             found = ", ".join(names) or "none"
             raise settings.UserError(f"there is no key of {name!r} (found: {found}). Run: inv keys")
-        for store in stores:
-            _write(store, _without(store, name))
+        return _value(_without(value, name))
+
+    first, *others = stores
+    with env_file.locked():
+        first.update(removed)
+        for store in others:
+            store.update(lambda value: _value(_without(value, name)))
 
 
 def show(store: KeyStore, console: Console) -> None:
     """Print a table of the keys, without the owner's."""
     table = empty_table("API keys", "name", "valid until", "models", "stored as")
-    for key, entry in zip(_parse(store), _entries(store), strict=True):
+    for key, entry in zip(_parse(store), _entries(store.read()), strict=True):
         last_day = datetime.datetime.fromtimestamp(key.expires - 1, datetime.UTC) if key.expires < math.inf else None
         valid = f"{last_day:%Y-%m-%d}" if last_day else "revoked"
         if last_day and last_day < datetime.datetime.now(datetime.UTC):
@@ -91,17 +103,17 @@ def _parse(store: KeyStore) -> list[ApiKey]:
         raise settings.UserError(f"{error}. Correct it in {store.name}") from None
 
 
-def _entries(store: KeyStore) -> list[str]:
-    return [entry.strip() for entry in store.read().split(",") if entry.strip()]
+def _entries(value: str) -> list[str]:
+    return [entry.strip() for entry in value.split(",") if entry.strip()]
+
+
+def _value(entries: list[str]) -> str:
+    return ",".join(entries)
 
 
 def _name(entry: str) -> str:
     return entry.partition(":")[0].strip()
 
 
-def _without(store: KeyStore, name: str) -> list[str]:
-    return [entry for entry in _entries(store) if _name(entry) != name]
-
-
-def _write(store: KeyStore, entries: list[str]) -> None:
-    store.write(",".join(entries))
+def _without(value: str, name: str) -> list[str]:
+    return [entry for entry in _entries(value) if _name(entry) != name]

@@ -125,8 +125,11 @@ class KeyStore(Protocol):
     def read(self) -> str:
         """Return the value, or "" if it has none."""
 
-    def write(self, value: str) -> None:
-        """Replace the value."""
+    def update(self, change: Callable[[str], str]) -> None:
+        """Replace the value with what `change` returns for it. Nobody else's change is lost. Hold `env_file.locked`.
+
+        `change` may be called several times.
+        """
 
 
 class Target(Protocol):

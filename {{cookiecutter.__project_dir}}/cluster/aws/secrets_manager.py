@@ -1,7 +1,9 @@
 """The cluster's secrets in AWS Secrets Manager. `up` uploads them from .env, and `down` deletes them."""
 
+import random
 import secrets
 import time
+from collections.abc import Callable
 from typing import Any
 
 from dotenv import dotenv_values
@@ -13,6 +15,14 @@ from pipeline.serving.keys import OTHERS_SECRET, OWNER_SECRET
 
 NAME_TIMEOUT_S = 120
 RETRY_S = 3
+UPDATE_TIMEOUT_S = 60.0
+UPDATE_RETRY_S = 1.0
+CURRENT = "AWSCURRENT"
+"""Label of the version that the server reads."""
+PENDING = "PENDING"
+"""Label of the version that becomes the current one. A secret may have 20 labels, so all use the same."""
+NO_KEYS = ","
+"""The value without keys, because AWS stores no empty secret. The server reads it as an empty list."""
 
 
 def upload(file: ClusterFile) -> None:
@@ -56,18 +66,64 @@ class KeyList:
         Raises:
             settings.UserError: the cluster is not up.
         """
+        self._check_that_it_is_up()
+        if not _exists(self._client, self._identity):
+            return ""
+        return self._current()["SecretString"]
+
+    def _current(self) -> dict[str, str]:
+        return self._client.get_secret_value(SecretId=self._identity, VersionStage=CURRENT)
+
+    def _check_that_it_is_up(self) -> None:
         if not _exists(self._client, f"{self._file.slug}/{OWNER_SECRET}"):
             raise settings.UserError(
                 f"{TARGET} is not up, so it has no keys. Run: inv up --target {TARGET}, which stores those in .env"
             )
-        if not _exists(self._client, self._identity):
-            return ""
-        return self._client.get_secret_value(SecretId=self._identity)["SecretString"]
 
-    def write(self, value: str) -> None:
-        """Replace the value."""
-        value = value or ","  # AWS stores no empty secret; the server reads this as a list without keys
-        _store(self._client, self._file, OTHERS_SECRET, value, is_new=not _exists(self._client, self._identity))
+    def update(self, change: Callable[[str], str]) -> None:
+        """Replace the value with what `change` returns for it, unless somebody else has changed it in the meantime.
+
+        Then read it again. The new value becomes a version of the secret with the label PENDING. It gets AWSCURRENT
+        from the version that was read, which fails if that no longer has it:
+        https://docs.aws.amazon.com/secretsmanager/latest/apireference/API_UpdateSecretVersionStage.html
+
+        Raises:
+            settings.UserError: the cluster is not up, or others change the value for UPDATE_TIMEOUT_S.
+        """
+        started = time.monotonic()
+        while not self._try_to_update(change):
+            if time.monotonic() - started > UPDATE_TIMEOUT_S:
+                raise settings.UserError(
+                    f"AWS has refused to change the secret {self._identity} for {UPDATE_TIMEOUT_S:.0f} s, because "
+                    "others change it. Run the command again"
+                )
+            time.sleep(random.uniform(0, UPDATE_RETRY_S))
+
+    def _try_to_update(self, change: Callable[[str], str]) -> bool:
+        exceptions = self._client.exceptions
+        self._check_that_it_is_up()
+        if not _exists(self._client, self._identity):
+            value = change("") or NO_KEYS
+            try:
+                _create(self._client, self._identity, value, self._file.slug)
+            except exceptions.ResourceExistsException:
+                return False
+            return True
+        found = self._current()
+        value = change(found["SecretString"]) or NO_KEYS
+        if value == found["SecretString"]:
+            return True
+        new = self._client.put_secret_value(SecretId=self._identity, SecretString=value, VersionStages=[PENDING])
+        try:
+            self._client.update_secret_version_stage(
+                SecretId=self._identity,
+                VersionStage=CURRENT,
+                RemoveFromVersionId=found["VersionId"],
+                MoveToVersionId=new["VersionId"],
+            )
+        except (exceptions.InvalidParameterException, exceptions.ResourceNotFoundException):
+            return False
+        return True
 
 
 def names(file: ClusterFile) -> list[str]:

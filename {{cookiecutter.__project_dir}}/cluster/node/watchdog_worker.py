@@ -9,16 +9,31 @@ import time
 from cluster.node import metadata, notices
 from cluster.node.state import BLOCK_CLEANUP_S, BLOCK_END, BLOCK_NOTICE_S, GCS_PORT, INTERVAL_S, LEASE, answers
 
+STOP_SERVING_S = 30.0
+"""Seconds before AWS takes the machine back at which a replica that has no successor yet stops taking requests."""
+POSTPONED_S = 2 * 3600.0
+"""Seconds by which Ray is first told a later deadline. More than any replica may take to stop."""
+
 
 def watch(head: str) -> None:
-    """Renew the lease while the head answers, and drain this node before AWS takes it back. Never returns."""
-    drained = False
+    """Renew the lease while the head answers, and drain this node before AWS takes it back. Never returns.
+
+    Serve stops a replica as soon as the time to the node's deadline is less than the replica may take to stop, which
+    is more than a notice's two minutes. If it is the only replica, nobody would answer until another machine is up.
+    So Ray is first told a later deadline, and the real one STOP_SERVING_S before the end.
+    """
+    drained = is_final = False
     while True:
         if answers(head):
             LEASE.touch()
-        if not drained and (notice := spot_notice() or block_notice()):
-            drained = drain(head, notice)
-            if drained:
+        if not is_final and (notice := spot_notice() or block_notice()):
+            seconds = max(0.0, datetime.datetime.fromisoformat(notice).timestamp() - time.time())
+            if seconds <= STOP_SERVING_S:
+                newly_drained = is_final = drain(head, notice, seconds)
+            else:
+                newly_drained = not drained and drain(head, notice, seconds + POSTPONED_S)
+            if newly_drained and not drained:
+                drained = True
                 notices.send(f"AWS takes {socket.gethostname()} back at {notice}. Training saves a checkpoint first")
         time.sleep(INTERVAL_S)
 
@@ -41,11 +56,10 @@ def block_notice() -> str | None:
     return cleanup.isoformat() if seconds_left <= BLOCK_NOTICE_S else None
 
 
-def drain(head: str, notice: str) -> bool:
-    """Tell Ray to place no new work on this node. Return whether Ray accepted that."""
-    seconds = datetime.datetime.fromisoformat(notice).timestamp() - time.time()
+def drain(head: str, notice: str, deadline_s: float) -> bool:
+    """Tell Ray to place no new work on this node, which ends in `deadline_s` seconds. Return whether Ray does."""
     command = ["ray", "drain-node", "--address", f"{head}:{GCS_PORT}", "--node-id", own_node_id(head)]
-    command += ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--deadline-remaining-seconds", str(max(0, int(seconds)))]
+    command += ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--deadline-remaining-seconds", str(int(deadline_s))]
     command += ["--reason-message", f"AWS takes this machine back at {notice}"]
     return subprocess.run(command, check=False).returncode == 0
 

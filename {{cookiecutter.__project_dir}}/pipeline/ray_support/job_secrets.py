@@ -46,7 +46,8 @@ def _from_aws(prefix: str, names: Iterable[str]) -> dict[str, str]:
     values = {}
     for name in names:
         try:
-            values[name] = client.get_secret_value(SecretId=prefix + name)["SecretString"]
+            found = client.get_secret_value(SecretId=prefix + name, VersionStage="AWSCURRENT")
+            values[name] = found["SecretString"]
         except client.exceptions.ResourceNotFoundException:
             continue  # a name without a value, as in .env
     return values

@@ -25,6 +25,7 @@ class RequestRecord:
         """Name of the key. Empty while no valid key is known."""
         self.model = ""
         """Model that the body names, or the app's own if it names none. Empty if the body was not read."""
+        self.body_bytes = 0
         self.status = CLIENT_CLOSED_REQUEST
         self.first_s: float | None = None
         """Seconds until the first part of the answer. None if nothing was sent."""

@@ -46,6 +46,19 @@ class ApiMiddleware:
         self._alive = alive
         self._on_end = on_end
         self._rate_limiter = RateLimiter(limits.per_minute, limits.at_once, limits.tokens_per_minute)
+        self._deadlines: set[asyncio.Timeout] = set()
+        """Deadlines of the requests in progress."""
+        self._ended_by: ApiError | None = None
+
+    def end_requests(self, error: ApiError) -> None:
+        """End the requests in progress, and answer them and all later ones with this error.
+
+        Streams that have started are cut off, because a normal end would look like a complete answer.
+        """
+        self._ended_by = error
+        for deadline in self._deadlines:
+            if not deadline.expired():
+                deadline.reschedule(asyncio.get_running_loop().time())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -66,15 +79,22 @@ class ApiMiddleware:
         send = self._recorded(send, record)
         response = ResponseSender(send, self._alive, path)
         try:
-            async with asyncio.timeout(self._limits.timeout_s):
-                await self._handle(scope, receive, response, record)
+            async with asyncio.timeout(self._limits.timeout_s) as deadline:
+                if self._ended_by:
+                    raise self._ended_by
+                self._deadlines.add(deadline)
+                try:
+                    await self._handle(scope, receive, response, record)
+                finally:
+                    self._deadlines.discard(deadline)
         except ApiError as error:
             await response.send_error(error)
         except TimeoutError:
             if response.started:
                 raise  # cut the stream off, because a normal end would look like a complete answer
             message = f"the request did not finish within {self._limits.timeout_s:g} s; ask for fewer tokens"
-            await ResponseSender(send, path=path).send_error(ApiError(504, message, code="timeout"))
+            late = self._ended_by or ApiError(504, message, code="timeout")
+            await ResponseSender(send, path=path).send_error(late)
         except ClientDisconnected:
             pass
         finally:
@@ -136,6 +156,7 @@ class ApiMiddleware:
         if body is None:
             message = f"the request body is larger than {self._limits.max_body:,} bytes; send a smaller one"
             raise ApiError(413, message, headers={} if is_complete else CLOSE)
+        record.body_bytes = len(body)
         if scope["method"] != "POST":
             return body, scope
         _check_encoding(headers)

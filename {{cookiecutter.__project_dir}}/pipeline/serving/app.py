@@ -9,7 +9,6 @@ import asyncio
 import logging
 import os
 import re
-import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,6 +44,7 @@ from pipeline.serving import (
     grammars,
     model_corrections,
     prompt_length,
+    replica_exit,
     routing,
     validation,
 )
@@ -257,14 +257,15 @@ class Server(EngineServer):
         if self._adapters:
             await self._adapters.refresh(self._serving)  # before the first request, which may name one
             tasks.append(self._adapters.refresh_forever(self._serving))
-        self._tasks = [asyncio.create_task(task) for task in tasks]  # asyncio itself keeps only weak references
         queue = QueueMiddleware(MetricsMiddleware(app, self._reporter.record), self._limits, self._alive)
         known = KnownModels(queue, self._model_names, self._adapters.problems if self._adapters else {})
         model = self._location.model  # vLLM's default, too
-        if self._location.path != ROOT:
-            return ApiMiddleware(known, self._keys, self._limits, self._alive, self._record, model=model)
-        router = ModelRouter(known, model, self._location.address, lambda: self._reporter.routes)
-        return ChatPage(ApiMiddleware(router, self._keys, self._limits, self._alive, self._record, model=model))
+        is_root = self._location.path == ROOT
+        router = ModelRouter(known, model, self._location.address, lambda: self._reporter.routes) if is_root else known
+        api = ApiMiddleware(router, self._keys, self._limits, self._alive, self._record, model=model)
+        tasks.append(replica_exit.leave_in_time(api.end_requests))
+        self._tasks = [asyncio.create_task(task) for task in tasks]  # asyncio itself keeps only weak references
+        return ChatPage(api) if is_root else api
 
     def _record(self, record: RequestRecord) -> None:
         """Record a request that has ended."""
@@ -284,7 +285,7 @@ class Server(EngineServer):
         while self._alive():
             await asyncio.sleep(ENGINE_CHECK_S)
         log.error("the engine died, so this replica exits; Serve starts another")
-        await _stop_listening(DRAIN_TIMEOUT_S)
+        await replica_exit.stop_listening(DRAIN_TIMEOUT_S)
         os._exit(1)
 
     def _model_names(self) -> list[str]:
@@ -326,20 +327,6 @@ class Server(EngineServer):
         except Exception as error:
             raise RuntimeError(missing_gpu(self._llm_config) or _first_error_in_log() or str(error)) from error
         envs.enable_envs_cache()  # vLLM reads environment variables for each token; its engine caches them, too
-
-
-async def _stop_listening(timeout_s: float) -> None:
-    """Stop accepting connections, so that HAProxy uses other replicas. Wait up to `timeout_s` for open requests.
-
-    Serve's own shutdown also closes idle connections, on which HAProxy may be sending a request at that moment.
-    """
-    http_server = private_serve.own_http_server()
-    for server in http_server.servers:
-        server.close()
-    deadline = time.monotonic() + timeout_s
-    await asyncio.sleep(ENGINE_CHECK_S)
-    while http_server.server_state.tasks and time.monotonic() < deadline:
-        await asyncio.sleep(0.01)
 
 
 def restrict(app: FastAPI) -> None:

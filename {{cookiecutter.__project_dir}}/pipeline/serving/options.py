@@ -269,6 +269,8 @@ class ModelsOptions(settings.Section):
     def _one_change(self) -> "ModelsOptions":
         if sum((self.canary_percent is not None, self.promote, self.roll_back, bool(self.end), self.end_all)) > 1:
             raise ValueError("use only one of --canary-percent, --promote, --roll-back, --end and --end-all")
+        if self.drain is not None and not (self.promote or self.roll_back or self.end or self.end_all):
+            raise ValueError("--drain stops nothing by itself; use it with --promote, --roll-back, --end or --end-all")
         return self
 
     @property

@@ -22,7 +22,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.testclient import TestClient
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pipeline.serving import accounting
+from pipeline.serving import accounting, replica_exit
 from pipeline.serving import keys as keys_module
 from pipeline.serving.access_log import AccessLog
 from pipeline.serving.api_middleware import MAX_DISCARDED_BODIES, ApiMiddleware
@@ -515,6 +515,26 @@ def test_a_disconnect_or_timeout_stops_the_work_and_frees_the_slot(file: Path, p
         engine.free.set()
         await InFlight(app, path).task
         assert outcomes[1].status == 200
+
+    asyncio.run(asyncio.wait_for(check(), 30))
+
+
+@needs_vllm
+def test_requests_that_a_machine_cannot_answer_before_its_end_are_told_so(file: Path) -> None:
+    async def check() -> None:
+        engine = FakeEngine()
+        app = with_middleware(engine.app, RequestLimits(100, 100, BODY, 60, slots=2))
+        whole, stream = InFlight(app, "/complete"), InFlight(app, "/stream")
+        waiting = InFlight(app, "/complete")  # waits for a slot
+        await wait_until(lambda: engine.running == 2 and bool(stream.sent))
+        app.end_requests(replica_exit.machine_ends())
+        late = InFlight(app, "/complete")
+        for request in (whole, waiting, late):
+            status, headers, body = await request.answer()
+            assert (status, headers["retry-after"], body["error"]["code"]) == (503, "5", "machine_ends")
+        await asyncio.wait({stream.task})
+        assert isinstance(stream.task.exception(), TimeoutError)  # the stream is cut off
+        assert engine.running == 0
 
     asyncio.run(asyncio.wait_for(check(), 30))
 

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 import requests
 from ray import serve
 from starlette.applications import Starlette
@@ -122,6 +123,7 @@ def test_an_update_waits_for_answers_that_take_longer_than_serves_default(
         deployed(address, "updated", 2)
         assert [answer.result() for answer in answers] == ["." * 4 * (SERVES_DEFAULT_S + 8) + "end of 1"] * 2
         assert read(url, 0) == "end of 2"
+        assert private_serve.nodes_of_running_replicas("updated") == {ray.get_runtime_context().get_node_id()}
     assert "running answers (2) end before their replica does, within 105 s\n" in capsys.readouterr().out
     drain.stop("updated", "updated")
 
@@ -177,6 +179,9 @@ def test_a_drain_is_20_seconds_unless_it_is_given() -> None:
     assert ModelsOptions(end="sql", drain=0).drain_s == 0
     with pytest.raises(ValueError, match="use only one of"):
         ModelsOptions(end="sql", end_all=True)
+    for change in ({}, {"canary_percent": 20.0}):
+        with pytest.raises(ValueError, match="--drain stops nothing by itself"):
+            ModelsOptions.model_validate({"drain": 5} | change)
 
 
 # ---------------------------------------------------------------- inv down

@@ -139,6 +139,8 @@ def test_help_of_a_job_needs_no_cluster() -> None:
             "inv submit finetune_ddp -t aws -- --steps=4 --fresh",
         ),
         ("submit finetune_ddp --target azure", "unknown target 'azure'. Use: --target local | rehearsal | aws"),
+        ("publish NAME", "publish needs --to and --license. Run: inv publish --help"),
+        ("down --drain x", "--drain needs a whole number, not 'x'. Run: inv down --help"),
         ("bench --seconds abc", "--seconds needs a whole number, not 'abc'. Run: inv bench --help"),
         ("usage --days=1.5", "--days needs a whole number, not '1.5'. Run: inv usage --help"),
     ],

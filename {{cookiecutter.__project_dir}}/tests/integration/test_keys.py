@@ -1,11 +1,13 @@
 """Test `inv keys`: what it stores in .env and on AWS, and which keys a server then accepts."""
 
+import contextlib
 import datetime
 import hashlib
 import io
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -204,6 +206,80 @@ def test_on_aws_a_key_is_valid_at_once_and_for_the_next_cluster(secret: str, fil
     assert [row[0] for row in shown(EnvFile())[2:]] == ["bob"]
     with pytest.raises(settings.UserError, match=r"there is no key of 'bob' \(found: none\)"):
         keys.revoke(stores, "bob")
+
+
+@pytest.mark.parametrize("has_keys", [False, True])
+def test_two_machines_that_change_the_keys_at_the_same_time_keep_all(
+    secret: str, file: Path, monkeypatch: pytest.MonkeyPatch, has_keys: bool
+) -> None:
+    stores = [secrets_manager.KeyList(cluster_file.load()) for _ in range(2)]
+    if has_keys:
+        keys.add(stores[:1], "bob", 0, "")
+    monkeypatch.setattr(env_file, "locked", contextlib.nullcontext)  # a lock does not reach another machine
+    monkeypatch.setattr(secrets_manager, "UPDATE_RETRY_S", 0.1)
+    start = threading.Barrier(2)
+
+    def add_six(machine: int) -> dict[str, str]:
+        names = [f"user-{machine}-{number}" for number in range(6)]
+        start.wait()
+        return {name: keys.add([stores[machine]], name, 0, "") for name in names}
+
+    with ThreadPoolExecutor(2) as threads:
+        if has_keys:
+            keys.add(stores[:1], "old", 0, "")
+        first, second = threads.map(add_six, range(2))
+    added = first | second
+    assert len(added) == 12
+    assert {name: name_of(key) for name, key in added.items()} == {name: name for name in added}
+
+
+def test_a_key_that_is_revoked_on_another_machine_stays_revoked(
+    secret: str, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine reads the list, another one revokes a key and adds two, and then the first one writes."""
+    here, there = (secrets_manager.KeyList(cluster_file.load()) for _ in range(2))
+    monkeypatch.setattr(env_file, "locked", contextlib.nullcontext)
+    monkeypatch.setattr(secrets_manager, "UPDATE_RETRY_S", 0.01)
+    stolen = keys.add([here], "alice", 0, "")
+    others: list[str] = []
+    parse_entries = keys._entries
+
+    def meanwhile(value: str) -> list[str]:
+        if not others:
+            others.append("")
+            keys.revoke([there], "alice")
+            others[:] = [keys.add([there], name, 0, "") for name in ("carol", "dave")]
+        return parse_entries(value)
+
+    monkeypatch.setattr(keys, "_entries", meanwhile)
+    mine = keys.add([here], "erin", 0, "")
+    assert [name_of(key) for key in (stolen, *others, mine)] == [None, "carol", "dave", "erin"]
+
+
+def test_one_of_two_keys_of_the_same_name_is_refused(secret: str, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, there = (secrets_manager.KeyList(cluster_file.load()) for _ in range(2))
+    monkeypatch.setattr(env_file, "locked", contextlib.nullcontext)
+    monkeypatch.setattr(secrets_manager, "UPDATE_RETRY_S", 0.01)
+
+    def add_alice(store: KeyStore) -> str:
+        try:
+            return keys.add([store], "alice", 0, "")
+        except settings.UserError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(2) as threads:
+        results = list(threads.map(add_alice, (here, there)))
+    (key,) = (result for result in results if "there already is a key of alice" not in result)
+    assert name_of(key) == "alice"
+
+
+def test_a_list_that_others_keep_changing_is_given_up(secret: str, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = secrets_manager.KeyList(cluster_file.load())
+    keys.add([store], "alice", 0, "")
+    monkeypatch.setattr(secrets_manager, "UPDATE_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(store, "_try_to_update", lambda change: False)
+    with pytest.raises(settings.UserError, match=r"AWS has refused to change the secret .*SERVE_API_KEYS for 0 s"):
+        keys.add([store], "bob", 0, "")
 
 
 def test_an_old_env_brings_no_revoked_key_back_to_aws(

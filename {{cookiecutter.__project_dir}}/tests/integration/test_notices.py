@@ -120,7 +120,7 @@ def test_a_limit_is_told_before_the_head_ends(chat: list[Any], tmp_path: Path, m
 def test_the_loss_of_a_spot_machine_is_told(chat: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog_worker, "answers", lambda head: False)
     monkeypatch.setattr(watchdog_worker, "spot_notice", lambda: "2026-01-01T10:00:00Z")
-    monkeypatch.setattr(watchdog_worker, "drain", lambda head, notice: True)
+    monkeypatch.setattr(watchdog_worker, "drain", lambda head, notice, deadline_s: True)
 
     class Over(Exception):
         pass

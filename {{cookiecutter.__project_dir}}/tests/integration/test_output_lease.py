@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -440,14 +441,9 @@ def test_each_job_is_in_a_list() -> None:
     assert set(job_scripts.names()) == {*JOBS, *OTHERS}
 
 
-@pytest.mark.parametrize("name", JOBS)
-def test_a_job_holds_the_lease_before_it_writes(
-    name: str, assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(location: str, option: str) -> None:
-        raise UserError(f"another job is writing to {location}; pass another {option}")
-
-    monkeypatch.setattr(job_lease, "hold", refuse)
+@pytest.fixture
+def start(assets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+    """Return a function that starts a job. It writes to `tmp_path/output`, and expects that the lease is refused."""
     monkeypatch.setattr(cli, "connect", lambda **_: None)
     monkeypatch.setattr(ray_logging, "driver", lambda: None)
     monkeypatch.setattr(capacity, "nodes", lambda: [capacity.NodeGroup({"CPU": 64.0}, 1)])
@@ -455,19 +451,56 @@ def test_a_job_holds_the_lease_before_it_writes(
     packed.mkdir()
     packed_rows.write(packed, packed_rows.tokenize(assets, assets / "model", 128), assets / "model", 128, [8], 4)
     demo_assets.write_embedder(embedder)
-    given = {
-        "input": str(assets / "data"),
-        "data": str(packed),
-        "model": str(embedder if name == "embed" else assets / "model"),
-        "questions": "",
-        "name": "run",
-        "output": str(output),
-        "index": str(output),
-    }
-    kind, sections = JOBS[name]
-    options = settings.load(kind, *sections, profile="local")
-    options = options.model_copy(update={key: value for key, value in given.items() if key in kind.model_fields})
-    (folder, option) = (f"{output}/run", "--name") if "name" in kind.model_fields else (str(output), r"--\w+")
-    with pytest.raises(UserError, match=rf"is writing to {folder}; pass another {option}$"):
-        importlib.import_module(f"jobs.{name}").main(options)
-    assert not output.exists()
+
+    def start(name: str) -> str:
+        given = {
+            "input": str(assets / "data"),
+            "data": str(packed),
+            "model": str(embedder if name == "embed" else assets / "model"),
+            "questions": "",
+            "name": "run",
+            "output": str(output),
+            "index": str(output),
+        }
+        kind, sections = JOBS[name]
+        options = settings.load(kind, *sections, profile="local")
+        options = options.model_copy(update={key: value for key, value in given.items() if key in kind.model_fields})
+        with pytest.raises(UserError) as error:
+            importlib.import_module(f"jobs.{name}").main(options)
+        return str(error.value)
+
+    return start
+
+
+def folder_of(name: str, output: Path) -> str:
+    """Return the folder that a job leases."""
+    return f"{output}/run" if "name" in JOBS[name][0].model_fields else str(output)
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_a_job_holds_the_lease_before_it_writes(
+    name: str, start: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(location: str, option: str) -> None:
+        raise UserError(f"another job is writing to {location}; pass another {option}")
+
+    monkeypatch.setattr(job_lease, "hold", refuse)
+    folder = folder_of(name, tmp_path / "output")
+    option = "--name" if folder.endswith("/run") else r"--\w+"
+    assert re.fullmatch(rf"another job is writing to {folder}; pass another {option}", start(name))
+    assert not (tmp_path / "output").exists()
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_a_second_run_of_a_job_is_refused_while_the_first_one_writes(
+    name: str, ended: set[str], start: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C stops following a job, and the same command then starts a second one."""
+    output, second = tmp_path / "output", job(f"{name}-2")
+    monkeypatch.setattr(job_lease, "hold", lambda folder, option: output_lease.hold(folder, option, second, has_ended))
+    first = acquire(folder_of(name, output), job(f"{name}-1"))
+    before = sorted(files(str(output)))
+    assert f"{name}-1 is writing to {folder_of(name, output)}; stop it: inv stop {name}-1, or pass" in start(name)
+    assert sorted(files(str(output))) == before
+    first.confirm()
+    first.release()

@@ -10,6 +10,7 @@ import logging
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +24,7 @@ import torch
 from dependencies import FILES, imports
 
 import settings
-from cluster.node import watchdog_head
+from cluster.node import watchdog_head, watchdog_worker
 from pipeline.ray_support.private import (
     autoscaler,
     cluster_launcher,
@@ -40,6 +41,8 @@ from pipeline.ray_support.private import (
     train,
     tune,
 )
+from pipeline.serving import haproxy
+from pipeline.serving.rate_limits import RequestLimits
 
 PRIVATE = re.compile(
     r"ray\.(.*\.)?_\w|ray\.(core\.generated|experimental\.internal_kv|dashboard|autoscaler\.v2|train\.v2)\b"
@@ -61,6 +64,7 @@ ATTRIBUTES = {
     "_attn_implementation": "transformers",
     "_weight_conversions": "transformers",
     "_text_len_check": "vLLM",
+    "_tokenize_prompt": "vLLM",
     "_type_adapter": "FastAPI",
     "_accelerator_setAllocatorSettings": "torch",
     "_config": "DeepSpeed",
@@ -156,6 +160,7 @@ def test_gcs(gcs_address: str) -> None:
     assert gcs.submission_id(gcs_address, own) == ""  # tests/e2e/test_local_target.py submits jobs
     assert not gcs.job_has_ended(gcs_address, own)
     assert gcs.job_has_ended(gcs_address, "77000000")
+    assert gcs.draining_nodes(gcs_address) == {}  # test_replica_exit.py drains nodes
 
 
 def test_autoscaler(gcs_address: str) -> None:
@@ -214,6 +219,23 @@ def test_serve() -> None:
     assert isinstance(serve.global_worker.actors, dict)
     session = Path(ray.nodes()[0]["ObjectStoreSocketName"]).parents[1]
     assert serve.logs_folder().resolve() == (session / "logs" / "serve").resolve()
+
+
+@pytest.mark.parametrize(("seconds", "stops"), [(120.0, True), (120.0 + watchdog_worker.POSTPONED_S, False)])
+def test_serve_stops_a_replica_that_may_take_longer_to_stop_than_its_node_lasts(seconds: float, stops: bool) -> None:
+    """So the watchdog tells Ray a later end of the node at first."""
+    from ray.serve._private.deployment_state import DeploymentState
+
+    limits = RequestLimits(1, 1, 1, timeout_s=haproxy.MAX_REQUEST_TIMEOUT_S)
+    actor = SimpleNamespace(graceful_shutdown_timeout_s=limits.shutdown_s)
+    only: Any = SimpleNamespace(actor_node_id="node", _actor=actor)
+    state: Any = SimpleNamespace(
+        _group_effective_deadline=DeploymentState._group_effective_deadline,
+        _group_shutdown_timeout_ms=DeploymentState._group_shutdown_timeout_ms,
+    )
+    deadlines = {"node": 1000 * (time.time() + seconds)}
+    stopped, kept = DeploymentState._partition_groups_to_stop(state, [[only]], deadlines, 0)
+    assert (stopped, kept) == (([only], []) if stops else ([], [only]))
 
 
 def test_http_protocol() -> None:

@@ -1,5 +1,6 @@
 """Test that bad requests are refused fast, in few words, and that no medium is fetched. No engine runs."""
 
+import asyncio
 import contextlib
 import json
 import socket
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock, patch
 
 import httpx2
 import pytest
@@ -22,11 +24,13 @@ from vllm.entrypoints.openai.responses.api_router import router as responses_rou
 from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
 from vllm.multimodal.media import MediaConnector
+from vllm.renderers import base
+from vllm.renderers.hf import HfRenderer
 from vllm.renderers.params import TokenizeParams
 from vllm.tokenizers import get_tokenizer
 
 from cluster.emulator.waiting import slowdown
-from pipeline.serving import prompt_length
+from pipeline.serving import accounting, prompt_length
 from pipeline.serving.api_middleware import ApiMiddleware
 from pipeline.serving.app import NO_MEDIA, NO_REDIRECTS, restrict
 from pipeline.serving.body_checks import MAX_ENTRIES, MAX_FIELDS
@@ -148,6 +152,23 @@ def test_the_error_of_a_message_that_names_a_path_is_that_of_vllm(client: TestCl
 # ---------------------------------------------------------------- prompts
 
 
+def bound_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Install the limits until the end of a test."""
+    monkeypatch.setattr(TokenizeParams, "_text_len_check", TokenizeParams._text_len_check)
+    monkeypatch.setattr(base.BaseRenderer, "_tokenize_prompt", base.BaseRenderer._tokenize_prompt)
+    monkeypatch.setattr(base, "ThreadPoolExecutor", base.ThreadPoolExecutor)
+    prompt_length.install()
+
+
+def renderer_of(model: Path, side: str = "right") -> HfRenderer:
+    """Return vLLM's renderer for a tokenizer, without an engine."""
+    config = MagicMock()
+    config.model_config.renderer_num_workers = 1
+    config.model_config.enable_prompt_embeds = False
+    with patch.object(base.mm_registry, "supports_multimodal_inputs", lambda config: False):
+        return HfRenderer(config, get_tokenizer(model, truncation_side=side))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize(
     "request_options",
@@ -157,8 +178,7 @@ def test_the_error_of_a_message_that_names_a_path_is_that_of_vllm(client: TestCl
 def test_characters_are_limited_before_tokenizing(
     assets: Path, monkeypatch: pytest.MonkeyPatch, request_options: dict[str, Any], side: str
 ) -> None:
-    monkeypatch.setattr(TokenizeParams, "_text_len_check", TokenizeParams._text_len_check)
-    prompt_length.install()
+    bound_prompts(monkeypatch)
     tokenizer: Any = get_tokenizer(assets / "model", truncation_side=side)
     params = TokenizeParams(max_total_tokens=64, max_output_tokens=16, **request_options)
     text = "".join(f"word {number} " for number in range(10_000))
@@ -175,6 +195,72 @@ def test_characters_are_limited_before_tokenizing(
         )["prompt_token_ids"]
 
     assert kept(cut) == kept(text)
+
+
+def tokens_of(renderer: HfRenderer, text: str, limit: int, **options: Any) -> list[int]:
+    """Return the tokens of a prompt, as a request for a model that reads `limit` tokens gets them."""
+    params = TokenizeParams(max_total_tokens=limit, max_output_tokens=0, **options)
+    return renderer._tokenize_singleton_prompt({"prompt": text}, params)["prompt_token_ids"]
+
+
+TEXTS = {
+    "words": "".join(f"word {number} " for number in range(800)),
+    "one word": "abcdefghij" * 500,
+    "spaces": " " * 5000,
+    "emoji": "\N{GRINNING FACE}" * 700,
+    "special": "<|im_start|>user\nhi<|im_end|>\n" * 100,
+}
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_prompt_that_cannot_fit_is_tokenized_in_part_only(
+    assets: Path, monkeypatch: pytest.MonkeyPatch, side: str, text: str
+) -> None:
+    bound_prompts(monkeypatch)
+    monkeypatch.setattr(prompt_length, "PIECE", 200)
+    monkeypatch.setattr(prompt_length, "LIKELY_CHARACTERS", 0)
+    renderer = renderer_of(assets / "model", side)
+    monkeypatch.setattr(type(renderer.tokenizer), "max_chars_per_token", 10_000)  # as of other models: any text may fit
+    whole = renderer.get_tokenizer()(TEXTS[text])["input_ids"]
+    assert tokens_of(renderer, TEXTS[text], len(whole)) == whole  # a prompt that just fits is not cut
+    with pytest.raises(VLLMValidationError, match="maximum context length"):
+        tokens_of(renderer, TEXTS[text], len(whole) - 1)
+    read: list[int] = []
+    tokenize = prompt_length._tokenize
+    monkeypatch.setattr(
+        prompt_length, "_tokenize", lambda *args: [read.append(len(args[1]["prompt"])), tokenize(*args)][1]
+    )
+    with pytest.raises(VLLMValidationError, match="contains at least 21 input tokens"):
+        tokens_of(renderer, TEXTS[text], 20)
+    for options in SIDES:
+        kept = tokens_of(renderer, TEXTS[text], 20, truncate_prompt_tokens=15, **options)
+        assert kept == (whole[-15:] if options.get("truncation_side", side) == "left" else whole[:15])
+    assert max(read) < len(TEXTS[text]) / 2
+
+
+def test_a_long_prompt_delays_no_short_one(assets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bound_prompts(monkeypatch)
+    renderer = renderer_of(assets / "model")
+
+    async def tokenize(text: str) -> int:
+        record = accounting.RequestRecord("POST /v1/completions")
+        record.body_bytes = len(text)
+        accounting.current.set(record)
+        params = TokenizeParams(max_total_tokens=2**22, max_output_tokens=1)
+        return len((await renderer._tokenize_singleton_prompt_async({"prompt": text}, params))["prompt_token_ids"])
+
+    async def check() -> None:
+        long = [asyncio.create_task(tokenize("abcdefghij" * 390_000)) for _ in range(3)]
+        await asyncio.sleep(0.01)
+        long[1].cancel()  # the client disconnects while its prompt waits
+        long[0].cancel()  # and this one while the tokenizer works, which nothing can stop
+        assert await asyncio.create_task(tokenize("a short prompt")) < 10
+        assert not long[2].done()
+        assert await long[2] > 100_000
+
+    asyncio.run(asyncio.wait_for(check(), 120))
+    renderer.shutdown()
 
 
 # ---------------------------------------------------------------- media

@@ -13,6 +13,7 @@ import pytest
 from cluster.common import cluster_file
 from cluster.common.limits import LimitsSection
 from cluster.node import autoscaler_log, watchdog_head, watchdog_worker
+from pipeline.serving import haproxy, rate_limits
 
 NOW = datetime.datetime(2026, 1, 1, 10, 0, 10).timestamp()  # in this machine's time zone, as in Ray's logs
 
@@ -187,3 +188,47 @@ error: no space left on device
         "i-0a1: setup commands failed: compiling / error: no space left on device",
         "i-0b2: ray start commands failed: no output",
     ]
+
+
+class Over(Exception):
+    """Ends a watchdog that would run until the machine's end."""
+
+
+@pytest.mark.parametrize(
+    ("notice_s", "refused", "expected"),
+    [
+        (118.0, 0, [(0, "late"), (90, "real")]),
+        (118.0, 1, [(0, "late"), (5, "late"), (90, "real")]),  # the head did not answer at first
+        (20.0, 0, [(0, "real")]),
+        (598.0, 0, [(0, "late"), (570, "real")]),  # of a Capacity Block
+    ],
+)
+def test_ray_learns_the_real_end_of_a_machine_only_shortly_before(
+    notice_s: float, refused: int, expected: list[tuple[int, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise, Serve would stop the machine's replica at once, even if it is the only one."""
+    start, slept, told, sent = time.time(), [0.0], list[tuple[int, str]](), list[str]()
+    notice = datetime.datetime.fromtimestamp(start + notice_s, datetime.UTC).isoformat()
+
+    def sleep(seconds: float) -> None:
+        slept[0] += seconds
+        if slept[0] > notice_s:
+            raise Over
+
+    def drain(head: str, at: str, deadline_s: float) -> bool:
+        left = notice_s - slept[0]
+        is_late = deadline_s - haproxy.MAX_REQUEST_TIMEOUT_S - rate_limits.SHUTDOWN_MARGIN_S > left
+        assert is_late or abs(deadline_s - left) < 1
+        told.append((round(slept[0]), "late" if is_late else "real"))
+        return len(told) > refused
+
+    monkeypatch.setattr(watchdog_worker, "answers", lambda head: False)
+    monkeypatch.setattr(watchdog_worker, "spot_notice", lambda: notice)
+    monkeypatch.setattr(watchdog_worker, "drain", drain)
+    monkeypatch.setattr(watchdog_worker.notices, "send", sent.append)
+    monkeypatch.setattr(time, "time", lambda: start + slept[0])
+    monkeypatch.setattr(time, "sleep", sleep)
+    with pytest.raises(Over):
+        watchdog_worker.watch("10.0.0.1")
+    assert told == expected
+    assert len(sent) == 1

@@ -36,7 +36,7 @@ ACTIONS = {
     "arn:{partition}:s3:::{bucket}": "s3:ListBucket",
     "arn:{partition}:secretsmanager:{region}:{account}:secret:{slug}/*": "secretsmanager:CreateSecret "
     "secretsmanager:DescribeSecret secretsmanager:TagResource secretsmanager:GetSecretValue "
-    "secretsmanager:PutSecretValue "
+    "secretsmanager:PutSecretValue secretsmanager:UpdateSecretVersionStage "
     "secretsmanager:DeleteSecret",
     "arn:{partition}:lambda:{region}:{account}:function:{slug}-guard": "lambda:CreateFunction lambda:GetFunction "
     "lambda:UpdateFunctionCode lambda:UpdateFunctionConfiguration lambda:DeleteFunction lambda:TagResource",

@@ -1,4 +1,6 @@
-"""The cluster's control store (GCS): finds the id of a node, drains idle nodes, and knows which jobs have ended."""
+"""The cluster's control store (GCS): finds the id of a node, drains idle nodes, and knows which nodes end
+and which jobs have ended.
+"""
 
 from ray._raylet import GcsClient
 from ray.core.generated.autoscaler_pb2 import DrainNodeReason
@@ -24,6 +26,14 @@ def drain_idle(gcs_address: str, node_id: str, message: str) -> None:
     """
     reason = DrainNodeReason.DRAIN_NODE_REASON_IDLE_TERMINATION
     GcsClient(address=gcs_address).drain_node(node_id, reason, message, deadline_timestamp_ms=0)
+
+
+def draining_nodes(gcs_address: str) -> dict[str, float]:
+    """Return when the draining nodes end, in seconds since 1970, keyed by their ids. 0: the node has no deadline.
+
+    Relies on `ray._raylet.GcsClient.get_draining_nodes`, which returns a dict from ids to milliseconds (Ray 2.60).
+    """
+    return {node: end / 1000 for node, end in GcsClient(address=gcs_address).get_draining_nodes().items()}
 
 
 def submission_id(gcs_address: str, job_id: str) -> str:

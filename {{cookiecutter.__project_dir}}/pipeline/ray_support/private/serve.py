@@ -37,6 +37,16 @@ def shutdown_timeout_s(app: str) -> float:
     return max((each["deployment_config"]["graceful_shutdown_timeout_s"] for each in deployments), default=0.0)
 
 
+def nodes_of_running_replicas(app: str) -> set[str]:
+    """Return the ids of the nodes with running replicas of an app. A replica on a draining node may count as running.
+
+    Relies on `replicas` (`state`, `node_id`) of the deployments in the client's `get_serve_details()` (Ray 2.60).
+    """
+    deployments = client().get_serve_details()["applications"][app]["deployments"].values()
+    replicas = [replica for deployment in deployments for replica in deployment["replicas"]]
+    return {replica["node_id"] for replica in replicas if replica["state"] == "RUNNING"}
+
+
 def _replicas(app: str) -> Iterator[tuple[str, Any]]:
     """Yield the deployment and the actor of each replica of an app, also while Serve deletes the app.
 

@@ -1,0 +1,113 @@
+"""Test that every verb answers a wrong command line with one sentence, without a traceback."""
+
+import inspect
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from invoke import Argument, Collection, Context, Exit
+from invoke.parser import Parser
+
+import settings
+from cluster import command_line, environment, network
+
+
+@pytest.fixture(scope="module")
+def tasks() -> Iterator[ModuleType]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(environment, "enter", lambda: None)  # it would replace this process
+        patch.setattr(network, "keep_to_loopback", lambda: None)
+        patch.syspath_prepend(settings.PROJECT)
+        import tasks
+
+        yield tasks
+
+
+def parsed(tasks: ModuleType, words: list[str]) -> dict[str, Any]:
+    """Return the arguments with which invoke would call the verb."""
+    verbs = Collection.from_module(tasks)
+    program: Any = SimpleNamespace(core=SimpleNamespace(unparsed=words))
+    command_line.normalize(program, verbs)
+    (found,) = Parser(contexts=verbs.to_contexts()).parse_argv(words)
+    return {argument.name: argument.value for argument in found.args.values()}
+
+
+def sentence(tasks: ModuleType, words: list[str]) -> str:
+    """Return the error for a command line."""
+    with pytest.raises(Exit) as error:
+        parsed(tasks, words)
+    assert error.value.code == 1
+    text = str(error.value.message)
+    assert text.startswith("error: ")
+    assert "\n" not in text
+    return text
+
+
+def arguments(tasks: ModuleType) -> list[tuple[str, list[Argument]]]:
+    """Return the name and the arguments of each verb."""
+    return [(str(verb.name), list(verb.args.values())) for verb in Collection.from_module(tasks).to_contexts()]
+
+
+def required(found: list[Argument]) -> list[str]:
+    """Return the words that a verb needs."""
+    return [
+        word
+        for one in sorted(found, key=lambda each: not each.positional)
+        if one.default is None
+        for word in (["NAME"] if one.positional else [f"--{one.names[0]}", "VALUE"])
+    ]
+
+
+def test_a_verb_without_what_it_needs_says_so(tasks: ModuleType) -> None:
+    for name, found in arguments(tasks):
+        words = required(found)
+        given = parsed(tasks, [name, *words])
+        inspect.signature(Collection.from_module(tasks)[name].body).bind(Context(), **given)
+        assert None not in given.values()
+        if name == "keys":  # it has a default action
+            continue
+        for one in (each for each in found if each.default is None):
+            others = required([each for each in found if each is not one])
+            shown = "a job" if name == "submit" else one.names[0].upper() if one.positional else f"--{one.names[0]}"
+            text = sentence(tasks, [name, *others])
+            assert f"{name} needs {shown}" in text
+            assert f"Run: inv {name} " in text
+
+
+def test_an_option_without_a_value_says_so(tasks: ModuleType) -> None:
+    for name, found in arguments(tasks):
+        for one in found:
+            if one.takes_value and not one.positional:
+                for flag in one.names:
+                    option = f"{'-' * min(len(flag), 2)}{flag}"
+                    words = required([each for each in found if each is not one])
+                    assert f"{option} needs a value. Run: inv {name} --help" in sentence(tasks, [name, *words, option])
+
+
+def test_a_word_for_a_number_is_refused_in_each_form(tasks: ModuleType) -> None:
+    count = 0
+    for name, found in arguments(tasks):
+        for one in found:
+            if one.kind is int:
+                long, *short = one.names
+                forms = [[f"--{long}", "x"], [f"--{long}=x"], [f"--{long}=1.5"], [f"--{long}=-1"]]
+                forms += [form for each in short for form in ([f"-{each}", "x"], [f"-{each}=x"], [f"-{each}x"])]
+                for form in forms:
+                    assert "needs a whole number" in sentence(tasks, [name, *required(found), *form])
+                    count += 1
+                for form in ([f"--{long}", "12"], [f"--{long}=12"], *([f"-{each}12"] for each in short)):
+                    assert parsed(tasks, [name, *required(found), *form])[str(one.name)] == 12
+    assert count > 20
+
+
+def test_each_verb_has_a_help(tasks: ModuleType) -> None:
+    for name, found in arguments(tasks):
+        for option in ("--help", "-h"):
+            if option[1:] in [short for one in found for short in one.names]:
+                continue  # -h of `limits` is --hours
+            words = [name, option]
+            verbs = Collection.from_module(tasks)
+            program: Any = SimpleNamespace(core=SimpleNamespace(unparsed=words))
+            command_line.normalize(program, verbs)
+            assert words == [name, *(one.names[0].upper() for one in found if one.positional), option]
