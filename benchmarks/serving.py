@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import aiohttp
 import psutil
@@ -22,7 +22,7 @@ import settings
 from benchmarks import harness
 from benchmarks.report import Result, at_least, at_most
 from cluster.network import free_ports
-from pipeline.serving import app, lifecycle
+from pipeline.serving import app, grammars, lifecycle
 from pipeline.serving.options import ServeOptions
 
 LARGE, SMALL = "30M", "tiny"
@@ -38,6 +38,12 @@ CONCURRENT = (1, 8, 32)
 PAIRS, SECONDS, WARM_S = 25, 3.0, 0.25
 PAUSE_S = 1.25  # after its work, vLLM's CPU worker busy-waits for 1 s, on a core that the other server needs
 TOKENS = 32
+SCHEMA: dict[str, Any] = {
+    "type": "array",
+    "items": {"type": "integer"},
+    "minItems": 2 * TOKENS,
+}  # longer than the answers
+WITH_SCHEMA = (32, True, True)  # a cell
 THREADS = "1"  # one thread per engine leaves a core for everything else
 ENGINE_CORE, OTHER_CORE = 0, 1
 KEY = "the-benchmark's-own-key"
@@ -86,7 +92,8 @@ def measure(name: str = LARGE) -> Result:
             print(f"{name}: a model of {size / 1e6:.1f} million parameters", flush=True)
             with served(folder / name, max_num_seqs=32) as options, bare(options, folder / f"{name}.log") as side:
                 sides = {"ours": Side(options.root, KEY), "bare vLLM": side}
-                found = [_compare(name, sides, *cell) for cell in itertools.product(CONCURRENT, (False, True))]
+                cells = [*itertools.product(CONCURRENT, (False, True), (False,)), WITH_SCHEMA]
+                found = [_compare(name, sides, *cell) for cell in cells]
     return {"bars": list(_bars(found)), "rounds": [_as_row(cell) for cell in found], "cells": found}
 
 
@@ -105,10 +112,13 @@ def served(model: Path, **changes: object) -> Iterator[ServeOptions]:
 
 @contextlib.contextmanager
 def bare(options: ServeOptions, log: Path) -> Iterator[Side]:
-    """Serve the same model with `vllm serve`, with the same engine arguments. Its output goes to `log`."""
+    """Serve the same model with `vllm serve`. Its output goes to `log`.
+
+    The engine has the same arguments, but compiles schemas with vLLM's default library.
+    """
     (port,) = free_ports(1)
     engine = {name: value for name, value in app.engine_args(options).items() if value not in (None, False)}
-    words = [f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}") for name, value in engine.items()]
+    words = [_argument(name, value) for name, value in engine.items() if name not in grammars.ENGINE_ARGS]
     command = [Path(sys.executable).with_name("vllm"), "serve", options.source, f"--port={port}", "--host=127.0.0.1"]
     command += [f"--served-model-name={options.served_name}", "--disable-uvicorn-access-log", *words]
     with log.open("w") as output:
@@ -122,6 +132,11 @@ def bare(options: ServeOptions, log: Path) -> Iterator[Side]:
         process.wait(60)
 
 
+def _argument(name: str, value: object) -> str:
+    text = json.dumps(value) if isinstance(value, dict | list) else value
+    return f"--{name.replace('_', '-')}" + ("" if value is True else f"={text}")
+
+
 def _wait_until_healthy(side: Side, process: subprocess.Popen, log: Path) -> None:
     while True:
         with contextlib.suppress(requests.RequestException):
@@ -132,13 +147,13 @@ def _wait_until_healthy(side: Side, process: subprocess.Popen, log: Path) -> Non
         time.sleep(0.5)
 
 
-def _compare(model: str, sides: dict[str, Side], concurrent: int, stream: bool) -> dict:
+def _compare(model: str, sides: dict[str, Side], concurrent: int, stream: bool, schema: bool) -> dict:
     """Measure both servers in pairs of turns. Return the medians, and the ratios of our throughput to vLLM's."""
 
     def turn(name: str) -> LoadResult:
         time.sleep(PAUSE_S)
-        asyncio.run(send_load(sides[name], model, concurrent, stream, WARM_S))
-        return asyncio.run(send_load(sides[name], model, concurrent, stream, SECONDS))
+        asyncio.run(send_load(sides[name], model, concurrent, stream, WARM_S, schema=schema))
+        return asyncio.run(send_load(sides[name], model, concurrent, stream, SECONDS, schema=schema))
 
     for name in sides:
         turn(name)  # warm up: the first requests compile and allocate
@@ -146,7 +161,7 @@ def _compare(model: str, sides: dict[str, Side], concurrent: int, stream: bool) 
     for number in range(PAIRS):
         names = list(sides) if number % 2 == 0 else list(reversed(sides))
         pairs.append({name: turn(name) for name in names})
-    cell = {"model": model, "concurrent": concurrent, "stream": stream}
+    cell = {"model": model, "concurrent": concurrent, "stream": stream, "schema": schema}
     ratios = [pair["ours"].per_s / pair["bare vLLM"].per_s for pair in pairs]
     medians = {
         f"{name} {field}": statistics.median(getattr(pair[name], field) for pair in pairs)
@@ -166,8 +181,13 @@ def _bound(ratios: list[float]) -> float:
     return medians[250]
 
 
-async def send_load(side: Side, model: str, concurrent: int, stream: bool, seconds: float) -> LoadResult:
-    """Run `concurrent` clients. Each sends one request after another until `seconds` have passed."""
+async def send_load(
+    side: Side, model: str, concurrent: int, stream: bool, seconds: float, *, schema: bool = False
+) -> LoadResult:
+    """Run `concurrent` clients. Each sends one request after another until `seconds` have passed.
+
+    With `schema`, each client's answers follow a schema of its own.
+    """
     firsts: list[float] = []
     answered = 0
     headers = {"Authorization": f"Bearer {side.key}"}
@@ -187,6 +207,9 @@ async def send_load(side: Side, model: str, concurrent: int, stream: bool, secon
                     "ignore_eos": True,
                     "stream": stream,
                 }
+                if schema:
+                    own = SCHEMA | {"maxItems": SCHEMA["minItems"] + number}
+                    body["response_format"] = {"type": "json_schema", "json_schema": {"name": "own", "schema": own}}
                 async with session.post(f"{side.root}/v1/chat/completions", json=body) as response:
                     response.raise_for_status()
                     first = await (_read_stream(response) if stream else _read(response))
@@ -218,11 +241,12 @@ async def _read_stream(response: aiohttp.ClientResponse) -> float:
 def _bars(found: list[dict]) -> Iterator[dict]:
     for cell in found:
         where = f"{cell['model']}, {cell['concurrent']} at once, {'streamed' if cell['stream'] else 'whole'}"
+        where += ", with schemas" if cell["schema"] else ""
         yield at_least(WANTED[cell["model"]], f"{where}: median ratio of requests/s to bare vLLM", cell["ratio"])
         if cell["model"] != LARGE:
             continue
         yield at_least(WANTED_BOUND, f"{where}: lower bound of that median", cell["bound"])
-        if cell["stream"] and cell["concurrent"] in WANTED_FIRST_MS:
+        if cell["stream"] and cell["concurrent"] in WANTED_FIRST_MS and not cell["schema"]:
             most = WANTED_FIRST_MS[cell["concurrent"]]
             yield at_most(most, f"{where}: median delay of the first token in ms", cell["later_ms"])
 

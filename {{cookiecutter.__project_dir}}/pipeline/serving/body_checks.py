@@ -4,7 +4,6 @@ Each limit rejects requests that would kill an engine, or block all other reques
 """
 
 import json
-import re
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -14,14 +13,11 @@ from pipeline.serving.errors import ApiError
 
 # Maximum levels of lists and objects. At 300 levels, the engine's serializer overflows its stack and the engine dies.
 MAX_DEPTH = 64
-# Maximum characters of a schema. Other requests wait while xgrammar parses it: 15 ms for 85,000 characters.
+# Maximum characters of a schema, which every step of the request handles
 MAX_SCHEMA = 64 * 1024
 # Maximum characters of a regex, a grammar, a schema in a string, or all bad_words. Other requests wait while vLLM
 # tokenizes bad_words.
 MAX_TEXT = 16 * 1024
-# Maximum copies to which a request's patterns expand: a{1,30} expands to 30. xgrammar parses a `pattern` of a schema in
-# quadratic time, once per prompt: 0.25 s for 2,000 copies, 85 s for 30,000.
-MAX_COPIES = 2000
 # Maximum entries of lists at the top of a body. vLLM compares each stop string with the answer at each token.
 MAX_ENTRIES = {
     "messages": 4096,
@@ -49,9 +45,6 @@ MAX_INTEGER = 2**63 - 1  # the engine's serializer fails at larger numbers, when
 # null means the default to OpenAI, but is an error to vLLM
 NULLABLE = ("background", "service_tier", "tool_choice", "tools", "truncation")
 INTERNAL_FIELDS = frozenset({"kv_transfer_params", "ec_transfer_params"})  # vLLM servers send these to each other
-# The quantifiers are possessive, because backtracking over 2,000 spaces after a brace would take hours.
-BOUNDS = re.compile(r"\{\s*+(\d*+)\s*+,?+\s*+(\d*+)\s*+\}")
-TOKEN = re.compile(rf"\\.|\[(?:\\.|[^\]\\])*+\]?+|{BOUNDS.pattern}|.", re.DOTALL)  # a token of a regex
 SCHEMA_FIELDS = ("response_format", "tools", "text", "output_config")  # of the APIs of OpenAI and Anthropic
 STORED_FIELDS = ("previous_response_id", "conversation")  # refer to earlier turns, which the server does not store
 NOT_AN_OBJECT = "the body must be a JSON object"
@@ -83,8 +76,8 @@ def inspect(raw: bytes) -> Body:
     Raises:
         InvalidBody: the body is not a JSON object, is nested too deeply, or contains a lone surrogate, too many
             messages, parts, tools or other entries, images or other media, a schema or `bad_words` that are too large,
-            too many repetitions, a reference to a stored conversation, beam search, a number that is too large, or an
-            `n` that is not an integer.
+            a reference to a stored conversation, beam search, a number that is too large, or an `n` that is not an
+            integer.
     """
     body = _parse(raw)
     if not isinstance(body, dict):
@@ -282,17 +275,15 @@ def _parse_inner(param: str, text: str) -> Any:
 
 
 def _check_schemas(body: dict[str, Any]) -> None:
-    """Check each schema, grammar and regular expression that the answer must match."""
-    counts = [(_copies(param, schema), param) for param, schema in _schemas(body)]
-    copies, prompts = sum(count for count, _ in counts), _prompts(body)
-    if copies * prompts > MAX_COPIES:
-        each = "" if prompts == 1 else f" for each of {prompts:,} prompts"
-        raise InvalidBody(
-            f"repetitions such as a{{1,30}} expand to {copies:,} copies{each}, more than {MAX_COPIES:,}; "
-            "use * or + for long ones",
-            max(counts)[1],
-            "schema_too_large",
-        )
+    """Check the size of each schema, grammar and regular expression that the answer must match."""
+    for param, schema in _schemas(body):
+        is_text = isinstance(schema, str)
+        size = len(schema if is_text else json.dumps(schema, ensure_ascii=False))
+        if size > (limit := MAX_TEXT if is_text else MAX_SCHEMA):
+            message = f"{param} has {size:,} characters, more than {limit:,}; send a smaller schema"
+            raise InvalidBody(message, param, "schema_too_large")
+        if is_text:
+            _parse_inner(param, schema)
 
 
 def _schemas(body: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -304,63 +295,6 @@ def _schemas(body: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     for name in SCHEMA_FIELDS:
         if name in body:
             yield name, body[name]
-
-
-def _copies(param: str, schema: Any) -> int:
-    """Return the number of copies to which a schema's patterns, a grammar or a regular expression expand.
-
-    Raises:
-        InvalidBody: `schema` is too large.
-    """
-    is_text = isinstance(schema, str)
-    size = len(schema if is_text else json.dumps(schema, ensure_ascii=False))
-    if size > (limit := MAX_TEXT if is_text else MAX_SCHEMA):
-        message = f"{param} has {size:,} characters, more than {limit:,}; send a smaller schema"
-        raise InvalidBody(message, param, "schema_too_large")
-    parsed = _parse_inner(param, schema) if is_text else schema
-    if isinstance(parsed, dict | list):
-        return sum(map(_expanded, _patterns(parsed)))
-    return _expanded(schema) if is_text else 0
-
-
-def _patterns(schema: Any) -> Iterator[str]:
-    """Yield the regular expressions of a JSON schema."""
-    waiting = [schema]
-    while waiting:
-        for name, inner in _items(waiting.pop()):
-            if isinstance(inner, dict | list):
-                waiting.append(inner)
-                if name == "patternProperties" and isinstance(inner, dict):
-                    yield from inner
-            elif isinstance(inner, str) and name == "pattern":
-                yield inner
-
-
-def _expanded(pattern: str) -> int:
-    """Return the number of copies to which a regular expression or grammar expands. Nested repetitions multiply."""
-    sizes, last, plain = [0], 0, 0  # sizes of the open groups, of the last part, and of the pattern without copies
-    for token in TOKEN.finditer(pattern):
-        text = token[0]
-        if text == "(":
-            sizes.append(0)
-            continue
-        if text == ")":
-            last = sizes.pop() if len(sizes) > 1 else 0
-        elif token.lastindex:  # bounds such as {1,30}
-            copies = max(map(_number, token.groups()))
-            sizes[-1] = min(sizes[-1] + last * max(copies - 1, 0), HUGE)
-            last = min(last * max(copies, 1), HUGE)
-            continue
-        else:
-            last = 1
-            plain += 1
-        sizes[-1] = min(sizes[-1] + last, HUGE)
-    return min(sum(sizes) - plain, HUGE)
-
-
-def _number(digits: str | None) -> int:
-    """Return a bound of a repetition, at most HUGE, because int() rejects thousands of digits."""
-    return int(digits or 0) if len(digits or "") < 10 else HUGE
 
 
 def _check_bad_words(words: Any) -> None:

@@ -26,8 +26,8 @@ class FairScheduler(Scheduler):
     If there is no room, the key with the most running sequences loses one, as long as it has two more than the key that
     waits. The lost sequence continues later. The prefix cache has most of what it has computed.
 
-    Relies on `schedule`, `get_grammar_bitmask`, `requests`, `running`, `waiting`, `skipped_waiting`, `_try_promote_blocked_waiting_request` and
-    `_preempt_request` of vllm.v1.core.sched.scheduler.Scheduler (vLLM 0.29).
+    Relies on `schedule`, `get_grammar_bitmask`, `requests`, `running`, `waiting`, `skipped_waiting`,
+    `_try_promote_blocked_waiting_request` and `_preempt_request` of vllm.v1.core.sched.scheduler.Scheduler (vLLM 0.29).
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

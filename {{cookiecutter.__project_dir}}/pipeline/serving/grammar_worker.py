@@ -47,7 +47,7 @@ class Vocabulary(NamedTuple):
 
     def encode(self) -> bytes:
         """Return a line of JSON."""
-        return json.dumps(self._replace(tokens=[token.decode("latin-1") for token in self.tokens])).encode() + b"\n"
+        return json.dumps([[token.decode("latin-1") for token in self.tokens], *self[1:]]).encode() + b"\n"
 
     @classmethod
     def decode(cls, line: bytes) -> "Vocabulary":
@@ -156,17 +156,22 @@ class _Child:
 def _fork(tokenizer: LLTokenizer, special: Mapping[str, int], request: Any) -> _Child:
     """Answer a request in a child process."""
     ours, theirs = os.pipe()
-    if os.fork():
-        os.close(theirs)
-        return _Child(request["id"], ours)
+    if os.fork() == 0:
+        _write_answer(theirs, tokenizer, special, request)
+    os.close(theirs)
+    return _Child(request["id"], ours)
+
+
+def _write_answer(pipe: int, tokenizer: LLTokenizer, special: Mapping[str, int], request: Any) -> None:
+    """Compile, write the answer to the pipe, and end this process."""
     try:
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         signal.setitimer(signal.ITIMER_PROF, CPU_TIME_S)  # SIGPROF ends the process
         answer = json.dumps(_compiled(tokenizer, special, request["kind"], request["text"])).encode()
         signal.setitimer(signal.ITIMER_PROF, 0)
-        with open(theirs, "wb") as pipe:
-            pipe.write(answer)
+        with open(pipe, "wb") as file:
+            file.write(answer)
     finally:
         os._exit(0)
 

@@ -1,7 +1,7 @@
 """Schemas, regular expressions and grammars that answers must match, with limits on what they cost other requests.
 
-All of them are grammars of llguidance: its time per step has a limit, and the same request gets the same result whatever
-came before. With vLLM's default, the first request decides which library compiles all others.
+All of them become grammars of llguidance, whose time per step has a limit, so the same request always gets the same
+result. With vLLM's default, the first request decides which library compiles all others.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """Translates structural tags into Lark grammars for llguidance.
 
-vLLM writes the calls of strict or required tools as structural tags, which only xgrammar reads. xgrammar has no limit on
-the time of a step, so one schema could stop the engine.
+vLLM writes the calls of strict or required tools as structural tags, which only xgrammar reads. A step of xgrammar has
+no time limit, so one schema could stop the engine.
 
 Relies on the formats of xgrammar.structural_tag (xgrammar 0.2.8) that vLLM's parsers of tool calls use.
 """

@@ -89,6 +89,28 @@ def vary(value: Any, number: int) -> Any:
     return value + "\n" * number if isinstance(value, str) else value | {"title": str(number)}
 
 
+REPETITIONS: list[dict[str, Any]] = [
+    {"json": {"type": "string", "pattern": "^[a-z]{1,30000}$"}},
+    {"json": {"type": "array", "minItems": 100_000, "items": {"type": "array", "minItems": 10**9}}},
+    {"json": {"type": "string", "minLength": 10**9}},
+    {"regex": r"([a-z(]\(b{50}){50}"},
+    {"regex": "(((a{99}){99}){99}){99}" * 99},
+    {"regex": "a{%s}" % ("9" * 9000)},
+    {"grammar": "root ::= [a-z]{30000}"},
+    {"grammar": "start: x{100000}\nx: y{100000}\ny: z{100000}\nz: /a/\n"},
+    *({"regex": piece * 4000} for piece in ("{", " ", "9", "[", "(", "\\", "a{1}", "{ 1 ,", "){2}", "/")),
+    *({"grammar": piece * 4000} for piece in ("start: ", '"', "\\", "(", "/", "#", "%", "root ::= a\n", "|")),
+    *({"json": json.dumps(piece)} for piece in ({"allOf": [{}] * 9000}, {"anyOf": [{}] * 9000}, {"enum": [""] * 9000})),
+]
+
+
+@pytest.mark.parametrize("number", range(len(REPETITIONS)))
+def test_any_output_is_answered_soon(checker: GrammarChecker, number: int) -> None:
+    started = time.monotonic()
+    assert asyncio.run(verdict(checker, **REPETITIONS[number]))
+    assert time.monotonic() - started < 10  # at most 0.3 s of CPU time, and the start of the process
+
+
 def test_a_result_is_kept_and_does_not_depend_on_the_order(checker: GrammarChecker) -> None:
     outputs: list[dict[str, Any]] = [
         {"choice": ["a\r\nb"]},
