@@ -138,6 +138,7 @@ def test_a_result_is_kept_and_does_not_depend_on_the_order(checker: GrammarCheck
     assert refused == [1, 3, 8, 9]
     assert "'token' are not supported" in first[str(outputs[8])]
     assert "no text matches it" in first[str(outputs[3])]
+    assert "ends with a backslash" in first[str(outputs[1])]
 
 
 def test_a_client_that_disconnects_does_not_get_a_second_process(checker: GrammarChecker) -> None:
@@ -147,9 +148,9 @@ def test_a_client_that_disconnects_does_not_get_a_second_process(checker: Gramma
             task = asyncio.create_task(verdict(checker, regex=".?" * 8000 + "a" * number))
             await asyncio.sleep(0.001)
             task.cancel()
-        return len(checker._waiting)
+        return checker._sent
 
-    assert asyncio.run(disconnect()) == 1
+    assert asyncio.run(disconnect()) == 2
 
 
 def test_the_process_is_replaced(checker: GrammarChecker) -> None:
@@ -196,7 +197,9 @@ def test_a_key_with_many_slow_sequences_does_not_stop_the_engine(backend: Gramma
         started = time.process_time()
         with backend.filling(of_key(1, heavy)):
             for grammar in heavy:
+                before = time.process_time()
                 grammar.fill_bitmask(mask, 0)
+                assert time.process_time() - before < 0.5  # usually at most 0.13 s
         assert time.process_time() - started < 2  # the budget is 0.5 s for all of them, and the machine may be slow
         heavy = [grammar for grammar in heavy if grammar.accept_tokens("", [one_of(mask)])]
         with backend.filling(of_key(2, [usual])):
@@ -258,7 +261,8 @@ def test_a_grammar_is_compiled_once(backend: Grammars, monkeypatch: pytest.Monke
     mask = backend.allocate_token_bitmask(1)
     for grammar in found[1::2]:
         grammar.fill_bitmask(mask, 0)
-        assert grammar.accept_tokens("", [one_of(mask)])  # each sequence has a state of its own
+        assert len(allowed(mask)) == 2  # each sequence has a state of its own
+        assert grammar.accept_tokens("", [one_of(mask)])
     for number in range(grammars.KEPT_GRAMMARS + 5):
         compiled(backend, f"start: /[ab]{{{number}}}/\n")
     assert len(backend._compiled) == grammars.KEPT_GRAMMARS
