@@ -1,0 +1,346 @@
+"""Bounds the time for which vLLM parses an answer. Parsers run in the event loop, where all requests would wait.
+
+A client can make a model repeat a marker until a parser takes minutes. Each request may use `allowance` of CPU time,
+after which its answer is plain text. The mends of vLLM's shared parser make sure that ordinary answers stay far below.
+
+Relies on ParserManager.get_parser, on the methods of the classes that are patched here, and on the regex module, whose
+matches take a timeout: no other code can stop a match (vLLM 0.29).
+"""
+
+import ctypes
+import functools
+import itertools
+import logging
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import regex
+
+from pipeline.serving import deepseek_calls
+
+log = logging.getLogger("ray.serve")
+MAX_S = 0.5  # for the longest answers
+BASE_S, PER_CHARACTER_S = 0.1, 1e-5  # 10 times what ordinary answers take
+FREE_S = 0.05  # of each piece of a stream, because a stream is parsed again and again
+SLOW_S = 0.005  # a piece that takes longer is followed by a pause
+PAUSE, MAX_PAUSE_S = 9, 0.5  # a parser uses at most a tenth of the time, and a client sees progress
+CHECK_S = 0.05
+SLICE = 256  # characters. vLLM's lexer copies all that it has not read for each token that it finds
+PACKAGES = ("vllm.tool_parsers.", "vllm.parser.", "vllm.reasoning.")
+MATCHES = ("match", "fullmatch", "search", "finditer", "findall", "sub", "subn", "split")
+
+
+T = TypeVar("T")
+
+
+class TooSlow(BaseException):  # not an Exception, which parsers catch
+    """Parsing an answer takes too long."""
+
+
+class Budget:
+    """What the parsers of one request have used."""
+
+    def __init__(self, request: Any) -> None:
+        self.request = request  # keeps its id in use
+        self.characters = 0
+        self.seconds = 0.0
+
+    def left(self) -> float:
+        return min(MAX_S, BASE_S + PER_CHARACTER_S * self.characters) - self.seconds
+
+
+_budgets: weakref.WeakValueDictionary[int, Budget] = weakref.WeakValueDictionary()
+"""Budget by id of the request. A request with n = 48 has 48 parsers."""
+class Running(NamedTuple):
+    """A call that must end in time."""
+
+    thread: int
+    clock: int
+    """Clock of the thread's CPU time."""
+    deadline: float
+
+    def left(self) -> float:
+        return self.deadline - time.clock_gettime(self.clock)
+
+
+_running: Running | None = None
+_lock = threading.Lock()
+_raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
+
+
+def within(seconds: float, call: Callable[[], T]) -> T:
+    """Return what a function returns. The watchdog stops it after this CPU time.
+
+    Raises:
+        TooSlow: the time is over.
+    """
+    global _running
+    if _running is not None:  # a parser that calls itself
+        return call()
+    thread = threading.get_ident()
+    _running = Running(thread, time.pthread_getcpuclockid(thread), time.thread_time() + seconds)
+    try:
+        try:
+            return call()
+        except TimeoutError:
+            raise TooSlow from None
+        finally:
+            _stop(thread)
+    except TooSlow:
+        _stop(thread)  # which this error may have interrupted
+        raise
+
+
+def _stop(thread: int) -> None:
+    """End the time limit. After this, the watchdog raises nothing."""
+    global _running
+    with _lock:
+        if _running is None:
+            _raise_in(ctypes.c_ulong(thread), None)  # forget an error that the thread has not seen yet
+        _running = None
+
+
+def _watch() -> None:
+    global _running
+    while True:
+        time.sleep(CHECK_S)
+        with _lock:
+            if _running is not None and _running.left() < 0:
+                _raise_in(ctypes.c_ulong(_running.thread), ctypes.py_object(TooSlow))
+                _running = None  # raise it once
+
+
+class Pattern:
+    """A pattern of the regex module that does not match beyond the deadline."""
+
+    def __init__(self, pattern: Any) -> None:
+        self._pattern = pattern
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._pattern, name)
+        if name not in MATCHES:
+            return method
+        bounded = functools.partial(_match, method)
+        setattr(self, name, bounded)
+        return bounded
+
+
+def _match(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if (running := _running) is not None and "timeout" not in kwargs:
+        kwargs["timeout"] = max(0.001, running.left())
+    return method(*args, **kwargs)
+
+
+class Regex:
+    """The regex module with bounded matches."""
+
+    def __getattr__(self, name: str) -> Any:
+        return functools.partial(_match, getattr(regex, name)) if name in MATCHES else getattr(regex, name)
+
+    def compile(self, *args: Any, **kwargs: Any) -> Pattern:
+        return Pattern(regex.compile(*args, **kwargs))
+
+
+REGEX = Regex()
+
+
+def bound_patterns() -> None:
+    """Bound the matches of all modules of parsers that are imported."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith(PACKAGES):
+            _bound(module)
+            for each in list(vars(module).values()):
+                if isinstance(each, type) and each.__module__ == name:
+                    _bound(each)
+
+
+def _bound(namespace: Any) -> None:
+    for name, value in list(vars(namespace).items()):
+        if isinstance(value, regex.Pattern):
+            setattr(namespace, name, Pattern(value))
+        elif value is regex:
+            setattr(namespace, name, REGEX)
+
+
+class Bounded:
+    """Mixin for a vLLM Parser that gives an answer as plain text when its budget is used up."""
+
+    _names = ""
+    """Settings that select the parsers."""
+    _budget: Budget | None = None
+    _slow = False
+    _resume = 0.0
+    _reasoning_tokens = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._text, self._ids = "", []  # held until _resume
+        self._unsent = ""  # was parsed since the parser returned something
+        self._finished = True
+
+    def parse(self, model_output: str, request: Any, *args: Any, **kwargs: Any) -> Any:
+        """Parse an answer, or return all of it as content."""
+        budget = self._use(request, model_output)
+        started = time.thread_time()
+        try:
+            parse = functools.partial(super().parse, model_output, request, *args, **kwargs)  # type: ignore[misc]
+            return within(budget.left(), parse)
+        except TooSlow:
+            self._warn(len(model_output))
+            return None, model_output, None
+        finally:
+            budget.seconds += time.thread_time() - started
+
+    def parse_delta(
+        self, delta_text: str, delta_token_ids: list[int], request: Any, *args: Any, finished: bool, **kwargs: Any
+    ) -> Any:
+        """Parse a piece of a stream. After a slow one, hold pieces for a while. Over budget, return text as content."""
+        from vllm.entrypoints.generate.base.protocol import DeltaMessage
+
+        self._text, self._ids, self._finished = self._text + delta_text, [*self._ids, *delta_token_ids], finished
+        if not finished and time.monotonic() < self._resume:
+            return None
+        text, ids, self._text, self._ids = self._text, self._ids, "", []
+        if self._slow:
+            return DeltaMessage(content=text) if text else None
+        budget = self._use(request, text)
+        self._unsent += text
+        started = time.thread_time()
+        try:
+            parse = functools.partial(super().parse_delta, text, ids, request, *args, finished=finished, **kwargs)  # type: ignore[misc]
+            message = within(budget.left() + FREE_S, parse)
+        except TooSlow:
+            self._slow = True
+            self._warn(budget.characters)
+            return DeltaMessage(content=self._unsent)
+        finally:
+            took = time.thread_time() - started
+            budget.seconds += max(0.0, took - FREE_S)
+            if took > SLOW_S:
+                self._resume = time.monotonic() + min(PAUSE * took, MAX_PAUSE_S)
+        if message is not None:
+            self._unsent = ""
+        return message
+
+    def count_reasoning_tokens(self, token_ids: Any) -> int:
+        """Return the number of reasoning tokens. That of a stream is counted again when a piece of it is parsed."""
+        if self._finished or not self._text:
+            try:
+                count = functools.partial(super().count_reasoning_tokens, token_ids)  # type: ignore[misc]
+                self._reasoning_tokens = within(MAX_S, count)
+            except TooSlow:
+                self._warn(len(token_ids))
+        return self._reasoning_tokens
+
+    def is_reasoning_end(self, input_ids: list[int]) -> bool:
+        """Return whether the reasoning ends in these tokens: those of a prompt, or of an answer."""
+        try:
+            return within(MAX_S, functools.partial(super().is_reasoning_end, input_ids))  # type: ignore[misc]
+        except TooSlow:
+            self._warn(len(input_ids))
+            return False
+
+    def _use(self, request: Any, text: str) -> Budget:
+        if self._budget is None:
+            self._budget = _budgets.setdefault(id(request), Budget(request))
+        self._budget.characters += len(text)
+        return self._budget
+
+    def _warn(self, characters: int) -> None:
+        log.warning(
+            f"{self._names} took too long for {characters} characters of an answer, which is returned as plain text"
+        )
+
+
+def install() -> None:
+    """Bound all parsers that are made from now on in this process."""
+    from vllm.parser import ParserManager
+    from vllm.parser.engine.incremental_lexer import IncrementalLexer
+    from vllm.parser.engine.streaming_parser_engine import StreamingParserEngine
+    from vllm.parser.harmony import HarmonyParser
+
+    threading.Thread(target=_watch, daemon=True, name="parsing watchdog").start()
+    deepseek_calls.install()
+    IncrementalLexer.feed = _in_slices(IncrementalLexer.feed)
+    StreamingParserEngine.feed = _merging(StreamingParserEngine.feed)
+    HarmonyParser._poll_completed_message = _forgetting(HarmonyParser._poll_completed_message)
+    ParserManager.get_parser = _bounding(ParserManager.get_parser)
+
+
+def _bounding(get_parser: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(get_parser)
+    def get_bounded(tool_parser_name: str | None = None, reasoning_parser_name: str | None = None, **kwargs: Any) -> Any:
+        kind = get_parser(tool_parser_name, reasoning_parser_name, **kwargs)
+        if kind is None:
+            return None
+        bound_patterns()
+        names = " and ".join(
+            f'{what} = "{name}"'
+            for what, name in (("tool_parser", tool_parser_name), ("reasoning_parser", reasoning_parser_name))
+            if name
+        )
+        return type(kind.__name__, (Bounded, kind), {"_names": names})
+
+    return get_bounded
+
+
+def _in_slices(feed: Callable[..., Any]) -> Callable[..., Any]:
+    """Return vLLM's IncrementalLexer.feed in linear time."""
+
+    @functools.wraps(feed)
+    def feed_in_slices(self: Any, text: str, token_texts: tuple[str, ...] = (), token_count: int = 0) -> list[Any]:
+        if len(text) <= SLICE:
+            return feed(self, text, token_texts, token_count)
+        counts = self._char_token_counts(text, token_texts, token_count)
+        tokens = []
+        for start in range(0, len(text), SLICE):
+            self.buffer += text[start : start + SLICE]
+            self._token_counts += counts[start : start + SLICE]
+            tokens += self._drain()
+        return tokens
+
+    return feed_in_slices
+
+
+def _merging(feed: Callable[..., Any]) -> Callable[..., Any]:
+    """Return vLLM's StreamingParserEngine.feed with adjacent chunks as one: arguments are parsed again for each."""
+    from vllm.parser.engine.events import EventType, SemanticEvent
+
+    chunks = (EventType.ARG_VALUE_CHUNK, EventType.TEXT_CHUNK, EventType.REASONING_CHUNK)
+
+    @functools.wraps(feed)
+    def feed_and_merge(self: Any, delta_text: str, delta_token_ids: Any) -> list[Any]:
+        events = feed(self, delta_text, delta_token_ids)
+        if len(delta_text) <= SLICE:
+            return events
+        merged: list[Any] = []
+        for (kind, index), group in itertools.groupby(events, key=lambda event: (event.type, event.tool_index)):
+            if kind in chunks:
+                parts = list(group)
+                value, count = "".join(part.value for part in parts), sum(part.token_count for part in parts)
+                merged.append(SemanticEvent(kind, value, index, count))
+            else:
+                merged += group
+        return merged
+
+    return feed_and_merge
+
+
+def _forgetting(poll: Callable[..., Any]) -> Callable[..., Any]:
+    """Return HarmonyParser._poll_completed_message with a parser for each message: it reads all for each token."""
+    from openai_harmony import StreamableParser
+    from vllm.entrypoints.openai.parser.harmony_utils import get_encoding
+
+    @functools.wraps(poll)
+    def poll_and_forget(self: Any) -> Any:
+        message = poll(self)
+        if message is not None:
+            self._parser = StreamableParser(get_encoding(), role=None)  # which expects the start of a message
+            self._num_processed_messages = 0
+        return message
+
+    return poll_and_forget
