@@ -9,6 +9,7 @@ matches take a timeout: no other code can stop a match (vLLM 0.29).
 
 import ctypes
 import functools
+import gc
 import itertools
 import logging
 import sys
@@ -24,9 +25,9 @@ from pipeline.serving import deepseek_calls
 
 log = logging.getLogger("ray.serve")
 MAX_S = 0.5  # for the longest answers
-BASE_S, PER_CHARACTER_S = 0.1, 1e-5  # 10 times what ordinary answers take
+BASE_S, PER_CHARACTER_S = 0.2, 1e-5  # 10 times what ordinary answers take
 FREE_S = 0.05  # of each piece of a stream, because a stream is parsed again and again
-SLOW_S = 0.005  # a piece that takes longer is followed by a pause
+SLOW_S, SLOW_PIECES = 0.005, 3  # as many pieces in a row that take longer are followed by a pause
 PAUSE, MAX_PAUSE_S = 9, 0.5  # a parser uses at most a tenth of the time, and a client sees progress
 CHECK_S = 0.05
 SLICE = 256  # characters. vLLM's lexer copies all that it has not read for each token that it finds
@@ -55,6 +56,8 @@ class Budget:
 
 _budgets: weakref.WeakValueDictionary[int, Budget] = weakref.WeakValueDictionary()
 """Budget by id of the request. A request with n = 48 has 48 parsers."""
+
+
 class Running(NamedTuple):
     """A call that must end in time."""
 
@@ -82,36 +85,38 @@ def within(seconds: float, call: Callable[[], T]) -> T:
     if _running is not None:  # a parser that calls itself
         return call()
     thread = threading.get_ident()
+    collects = gc.isenabled()
+    gc.disable()  # the garbage of other requests would count, too
     _running = Running(thread, time.pthread_getcpuclockid(thread), time.thread_time() + seconds)
     try:
         try:
             return call()
-        except TimeoutError:
+        except TimeoutError:  # of an iterator over matches
             raise TooSlow from None
         finally:
             _stop(thread)
     except TooSlow:
         _stop(thread)  # which this error may have interrupted
         raise
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _stop(thread: int) -> None:
     """End the time limit. After this, the watchdog raises nothing."""
     global _running
     with _lock:
-        if _running is None:
-            _raise_in(ctypes.c_ulong(thread), None)  # forget an error that the thread has not seen yet
         _running = None
+        _raise_in(ctypes.c_ulong(thread), None)  # forget an error that the thread has not seen yet
 
 
 def _watch() -> None:
-    global _running
     while True:
         time.sleep(CHECK_S)
         with _lock:
-            if _running is not None and _running.left() < 0:
+            if _running is not None and _running.left() < 0:  # raise it until the call ends: a finalizer may catch it
                 _raise_in(ctypes.c_ulong(_running.thread), ctypes.py_object(TooSlow))
-                _running = None  # raise it once
 
 
 class Pattern:
@@ -129,10 +134,16 @@ class Pattern:
         return bounded
 
 
-def _match(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if (running := _running) is not None and "timeout" not in kwargs:
-        kwargs["timeout"] = max(0.001, running.left())
-    return method(*args, **kwargs)
+def _match(method: Callable[..., Any], *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
+    if _running is None:
+        return method(*args, timeout=timeout, **kwargs)
+    left = max(0.001, _running.left())
+    if timeout is not None and timeout < left:
+        return method(*args, timeout=timeout, **kwargs)
+    try:
+        return method(*args, timeout=left, **kwargs)
+    except TimeoutError:
+        raise TooSlow from None
 
 
 class Regex:
@@ -150,12 +161,16 @@ REGEX = Regex()
 
 def bound_patterns() -> None:
     """Bound the matches of all modules of parsers that are imported."""
-    for name, module in list(sys.modules.items()):
-        if name.startswith(PACKAGES):
-            _bound(module)
-            for each in list(vars(module).values()):
-                if isinstance(each, type) and each.__module__ == name:
-                    _bound(each)
+    for name, module in modules():
+        _bound(module)
+        for each in list(vars(module).values()):
+            if isinstance(each, type) and each.__module__ == name:
+                _bound(each)
+
+
+def modules() -> list[tuple[str, Any]]:
+    """Return the imported modules of vLLM's parsers with their names."""
+    return [(name, module) for name, module in sys.modules.items() if name.startswith(PACKAGES)]
 
 
 def _bound(namespace: Any) -> None:
@@ -173,6 +188,7 @@ class Bounded:
     """Settings that select the parsers."""
     _budget: Budget | None = None
     _slow = False
+    _slow_pieces = 0
     _resume = 0.0
     _reasoning_tokens = 0
 
@@ -187,6 +203,8 @@ class Bounded:
         budget = self._use(request, model_output)
         started = time.thread_time()
         try:
+            if budget.left() <= 0:
+                raise TooSlow
             parse = functools.partial(super().parse, model_output, request, *args, **kwargs)  # type: ignore[misc]
             return within(budget.left(), parse)
         except TooSlow:
@@ -220,7 +238,8 @@ class Bounded:
         finally:
             took = time.thread_time() - started
             budget.seconds += max(0.0, took - FREE_S)
-            if took > SLOW_S:
+            self._slow_pieces = self._slow_pieces + 1 if took > SLOW_S else 0
+            if self._slow_pieces >= SLOW_PIECES:  # not for a single one: some parsers lose text of longer pieces
                 self._resume = time.monotonic() + min(PAUSE * took, MAX_PAUSE_S)
         if message is not None:
             self._unsent = ""
@@ -273,7 +292,9 @@ def install() -> None:
 
 def _bounding(get_parser: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(get_parser)
-    def get_bounded(tool_parser_name: str | None = None, reasoning_parser_name: str | None = None, **kwargs: Any) -> Any:
+    def get_bounded(
+        tool_parser_name: str | None = None, reasoning_parser_name: str | None = None, **kwargs: Any
+    ) -> Any:
         kind = get_parser(tool_parser_name, reasoning_parser_name, **kwargs)
         if kind is None:
             return None
