@@ -208,7 +208,7 @@ class Bounded:
             parse = functools.partial(super().parse, model_output, request, *args, **kwargs)  # type: ignore[misc]
             return within(budget.left(), parse)
         except TooSlow:
-            self._warn(len(model_output))
+            self._warn(f"an answer of {len(model_output)} characters, which is returned as plain text")
             return None, model_output, None
         finally:
             budget.seconds += time.thread_time() - started
@@ -233,7 +233,7 @@ class Bounded:
             message = within(budget.left() + FREE_S, parse)
         except TooSlow:
             self._slow = True
-            self._warn(budget.characters)
+            self._warn(f"an answer of {budget.characters} characters, which goes on as plain text")
             return DeltaMessage(content=self._unsent)
         finally:
             took = time.thread_time() - started
@@ -252,7 +252,7 @@ class Bounded:
                 count = functools.partial(super().count_reasoning_tokens, token_ids)  # type: ignore[misc]
                 self._reasoning_tokens = within(MAX_S, count)
             except TooSlow:
-                self._warn(len(token_ids))
+                self._warn(f"the reasoning in {len(token_ids)} tokens, which is not counted")
         return self._reasoning_tokens
 
     def is_reasoning_end(self, input_ids: list[int]) -> bool:
@@ -260,7 +260,7 @@ class Bounded:
         try:
             return within(MAX_S, functools.partial(super().is_reasoning_end, input_ids))  # type: ignore[misc]
         except TooSlow:
-            self._warn(len(input_ids))
+            self._warn(f"the reasoning in {len(input_ids)} tokens, which counts as open")
             return False
 
     def _use(self, request: Any, text: str) -> Budget:
@@ -269,10 +269,8 @@ class Bounded:
         self._budget.characters += len(text)
         return self._budget
 
-    def _warn(self, characters: int) -> None:
-        log.warning(
-            f"{self._names} took too long for {characters} characters of an answer, which is returned as plain text"
-        )
+    def _warn(self, work: str) -> None:
+        log.warning(f"{self._names} took too long for {work}")
 
 
 def install() -> None:
@@ -281,11 +279,13 @@ def install() -> None:
     from vllm.parser.engine.incremental_lexer import IncrementalLexer
     from vllm.parser.engine.streaming_parser_engine import StreamingParserEngine
     from vllm.parser.harmony import HarmonyParser
+    from vllm.parser.qwen3 import Qwen3Parser
 
     threading.Thread(target=_watch, daemon=True, name="parsing watchdog").start()
     deepseek_calls.install()
     IncrementalLexer.feed = _in_slices(IncrementalLexer.feed)
     StreamingParserEngine.feed = _merging(StreamingParserEngine.feed)
+    Qwen3Parser.is_reasoning_end = _reading_once(Qwen3Parser.is_reasoning_end)
     HarmonyParser._poll_completed_message = _forgetting(HarmonyParser._poll_completed_message)
     ParserManager.get_parser = _bounding(ParserManager.get_parser)
 
@@ -349,6 +349,23 @@ def _merging(feed: Callable[..., Any]) -> Callable[..., Any]:
         return merged
 
     return feed_and_merge
+
+
+def _reading_once(is_reasoning_end: Callable[..., bool]) -> Callable[..., bool]:
+    """Return Qwen3Parser.is_reasoning_end in linear time: only a call after the last end of a call ends the reasoning.
+
+    It looks for an end after each call. Prompts are tokens, too.
+    """
+    from vllm.parser.engine.parser_engine import ParserEngine
+
+    @functools.wraps(is_reasoning_end)
+    def is_ended(self: Any, input_ids: list[int]) -> bool:
+        if self._tool_call_end_token_id not in input_ids:
+            return is_reasoning_end(self, input_ids)
+        after = input_ids[len(input_ids) - input_ids[::-1].index(self._tool_call_end_token_id) :]
+        return ParserEngine.is_reasoning_end(self, input_ids) or (bool(after) and is_reasoning_end(self, after))
+
+    return is_ended
 
 
 def _forgetting(poll: Callable[..., Any]) -> Callable[..., Any]:

@@ -19,6 +19,7 @@ from vllm.entrypoints.openai.parser import harmony_utils
 from vllm.parser import ParserManager, harmony
 from vllm.parser.engine.incremental_lexer import IncrementalLexer
 from vllm.parser.engine.streaming_parser_engine import StreamingParserEngine
+from vllm.parser.qwen3 import Qwen3Parser
 
 from cluster.emulator.waiting import slowdown
 from pipeline.serving import bounded_parsing, parsers, vllm_arguments
@@ -175,6 +176,7 @@ TOKENIZER = Tokenizer()
 PATCHED = (
     (IncrementalLexer, "feed"),
     (StreamingParserEngine, "feed"),
+    (Qwen3Parser, "is_reasoning_end"),
     (harmony.HarmonyParser, "_poll_completed_message"),
     (ParserManager, "get_parser"),
 )
@@ -311,6 +313,20 @@ def check(tool: str, reasoning: str, answer: str) -> None:
 def test_no_answer_takes_long(tool: str, reasoning: str) -> None:
     for answer in [*hostile(tool, 0, 3, 16_000), *([WORST[tool]] if tool in WORST else [])]:
         check(tool, reasoning, answer)
+
+
+@pytest.mark.parametrize(("reasoning", "tag"), [("qwen3", "tool_call"), ("seed_oss", "seed:tool_call")])
+def test_tokens_are_read_once(reasoning: str, tag: str) -> None:
+    """Those of a prompt, too."""
+    start, end, *others = (
+        TOKENIZER.number(each) for each in (f"<{tag}>", f"</{tag}>", "<|im_start|>", "a", "</think>")
+    )
+    of, theirs = parser("", reasoning), Qwen3Parser.is_reasoning_end.__wrapped__  # type: ignore[attr-defined]
+    assert measured(lambda: of.is_reasoning_end([start] * 30_000 + [end])) < limit_s() / 5
+    choose = random.Random(0)
+    for _ in range(1000):
+        tokens = choose.choices([start, end, *others], k=choose.randint(0, 6))
+        assert of.is_reasoning_end(tokens) == theirs(of.reasoning_parser._parser_engine, tokens), tokens
 
 
 @pytest.mark.nightly
