@@ -1,10 +1,10 @@
 """Bounds the time for which vLLM parses an answer. Parsers run in the event loop, where all requests would wait.
 
-A client can make a model repeat a marker until a parser takes minutes. Each request may use `allowance` of CPU time,
-after which its answer is plain text. The mends of vLLM's shared parser make sure that ordinary answers stay far below.
+A client can make a model repeat a marker until a parser takes minutes. Each request has a `Budget` of CPU time, after
+which its answer is plain text. Three slow parts of vLLM are replaced, so that ordinary answers stay far below it: the
+lexer of its shared parser, the reading of prompts for Qwen3, and the list of messages for Harmony.
 
-Relies on ParserManager.get_parser, on the methods of the classes that are patched here, and on the regex module, whose
-matches take a timeout: no other code can stop a match (vLLM 0.29).
+Relies on ParserManager.get_parser, and on the names in the methods that `install` replaces (vLLM 0.29).
 """
 
 import ctypes
@@ -17,7 +17,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import regex
 
@@ -33,8 +34,6 @@ CHECK_S = 0.05
 SLICE = 256  # characters. vLLM's lexer copies all that it has not read for each token that it finds
 PACKAGES = ("vllm.tool_parsers.", "vllm.parser.", "vllm.reasoning.")
 MATCHES = ("match", "fullmatch", "search", "finditer", "findall", "sub", "subn", "split")
-
-
 T = TypeVar("T")
 
 
@@ -58,13 +57,16 @@ _budgets: weakref.WeakValueDictionary[int, Budget] = weakref.WeakValueDictionary
 """Budget by id of the request. A request with n = 48 has 48 parsers."""
 
 
-class Running(NamedTuple):
+@dataclass
+class Running:
     """A call that must end in time."""
 
     thread: int
     clock: int
     """Clock of the thread's CPU time."""
     deadline: float
+    stopped: bool = False
+    """Whether the watchdog has raised an error in the thread."""
 
     def left(self) -> float:
         return self.deadline - time.clock_gettime(self.clock)
@@ -94,28 +96,30 @@ def within(seconds: float, call: Callable[[], T]) -> T:
         except TimeoutError:  # of an iterator over matches
             raise TooSlow from None
         finally:
-            _stop(thread)
+            _end()
     except TooSlow:
-        _stop(thread)  # which this error may have interrupted
+        _end()  # which this error may have interrupted
         raise
     finally:
         if collects:
             gc.enable()
 
 
-def _stop(thread: int) -> None:
+def _end() -> None:
     """End the time limit. After this, the watchdog raises nothing."""
     global _running
     with _lock:
+        if _running is not None and _running.stopped:
+            _raise_in(ctypes.c_ulong(_running.thread), None)  # forget an error that the thread has not seen yet
         _running = None
-        _raise_in(ctypes.c_ulong(thread), None)  # forget an error that the thread has not seen yet
 
 
 def _watch() -> None:
     while True:
         time.sleep(CHECK_S)
         with _lock:
-            if _running is not None and _running.left() < 0:  # raise it until the call ends: a finalizer may catch it
+            if _running is not None and _running.left() < 0:
+                _running.stopped = True  # raise it until the call ends: a finalizer may catch it
                 _raise_in(ctypes.c_ulong(_running.thread), ctypes.py_object(TooSlow))
 
 
@@ -135,6 +139,7 @@ class Pattern:
 
 
 def _match(method: Callable[..., Any], *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
+    args = tuple(arg._pattern if isinstance(arg, Pattern) else arg for arg in args)
     if _running is None:
         return method(*args, timeout=timeout, **kwargs)
     left = max(0.001, _running.left())
@@ -194,7 +199,8 @@ class Bounded:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._text, self._ids = "", []  # held until _resume
+        self._text = ""  # held until _resume
+        self._ids: list[int] = []
         self._unsent = ""  # was parsed since the parser returned something
         self._finished = True
 
@@ -219,10 +225,12 @@ class Bounded:
         """Parse a piece of a stream. After a slow one, hold pieces for a while. Over budget, return text as content."""
         from vllm.entrypoints.generate.base.protocol import DeltaMessage
 
-        self._text, self._ids, self._finished = self._text + delta_text, [*self._ids, *delta_token_ids], finished
+        self._finished = finished
+        text, ids = self._text + delta_text, self._ids + delta_token_ids
         if not finished and time.monotonic() < self._resume:
+            self._text, self._ids = text, ids
             return None
-        text, ids, self._text, self._ids = self._text, self._ids, "", []
+        self._text, self._ids = "", []
         if self._slow:
             return DeltaMessage(content=text) if text else None
         budget = self._use(request, text)

@@ -133,13 +133,9 @@ WORST = {
     "seed_oss": "<seed:tool_call><function=f>" + "<parameter=a><function=f>" * 640,
     "minimax_m2": '<minimax:tool_call><invoke name="f">' + '<parameter name="a"><invoke name="f">' * 430,
     "gemma4": "<|tool_call>call:f{" + "call:f{" * 2300,
-    "kimi_k2": '<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": 1'
-    + " }" * 8000,
-    "mistral": "[TOOL_CALLS]f[ARGS]" + ":{x[TOOL_CALLS]" * 1100,
-    "functiongemma": "<start_function_call>call:f{" + "a" * 16_000 + "}<end_function_call>",
-    "olmo3": "<function_calls>" + "f(a=" * 4000,
+    "olmo3": "b" * 16_000,
 }
-"""Answers for which vLLM alone takes seconds, found by `test_no_answer_takes_long`."""
+"""Answers for which vLLM alone takes 1 to 8 seconds. For DeepSeek's, see test_deepseek_calls.py."""
 
 
 class Tokenizer:
@@ -332,7 +328,7 @@ def test_tokens_are_read_once(reasoning: str, tag: str) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize(("tool", "reasoning"), names_of_the_table())
 def test_no_long_answer_takes_long(tool: str, reasoning: str) -> None:
-    for answer in hostile(tool, 1, 40, 120_000):
+    for answer in hostile(tool, 1, 10, 120_000):
         check(tool, reasoning, answer)
 
 
