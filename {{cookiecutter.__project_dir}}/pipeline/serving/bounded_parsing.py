@@ -126,11 +126,11 @@ def _watch() -> None:
 class Pattern:
     """A pattern of the regex module that does not match beyond the deadline."""
 
-    def __init__(self, pattern: Any) -> None:
-        self._pattern = pattern
+    def __init__(self, compiled: Any) -> None:
+        self.compiled = compiled
 
     def __getattr__(self, name: str) -> Any:
-        method = getattr(self._pattern, name)
+        method = getattr(self.compiled, name)
         if name not in MATCHES:
             return method
         bounded = functools.partial(_match, method)
@@ -139,7 +139,7 @@ class Pattern:
 
 
 def _match(method: Callable[..., Any], *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
-    args = tuple(arg._pattern if isinstance(arg, Pattern) else arg for arg in args)
+    args = tuple(arg.compiled if isinstance(arg, Pattern) else arg for arg in args)
     if _running is None:
         return method(*args, timeout=timeout, **kwargs)
     left = max(0.001, _running.left())

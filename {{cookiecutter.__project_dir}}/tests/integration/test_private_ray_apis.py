@@ -61,6 +61,7 @@ ATTRIBUTES = {
     "_attn_implementation": "transformers",
     "_weight_conversions": "transformers",
     "_text_len_check": "vLLM",
+    "_poll_completed_message": "vLLM",
     "_type_adapter": "FastAPI",
     "_accelerator_setAllocatorSettings": "torch",
     "_config": "DeepSpeed",
