@@ -25,8 +25,9 @@ import regex
 from pipeline.serving import deepseek_calls
 
 log = logging.getLogger("ray.serve")
-MAX_S = 0.5  # for the longest answers
-BASE_S, PER_CHARACTER_S = 0.2, 1e-5  # 10 times what ordinary answers take
+BASE_S, PER_CHARACTER_S, MAX_S = 0.2, 1e-5, 0.5  # 10 times what ordinary answers take
+LONG_PER_CHARACTER_S = 5e-6  # of answers with more than 100,000 characters, which take minutes to generate
+TOKEN_CHARACTERS = 4  # gpt-oss's parser reads tokens
 FREE_S = 0.05  # of each piece of a stream, because a stream is parsed again and again
 SLOW_S, SLOW_PIECES = 0.005, 3  # as many pieces in a row that take longer are followed by a pause
 PAUSE, MAX_PAUSE_S = 9, 0.5  # a parser uses at most a tenth of the time, and a client sees progress
@@ -50,7 +51,8 @@ class Budget:
         self.seconds = 0.0
 
     def left(self) -> float:
-        return min(MAX_S, BASE_S + PER_CHARACTER_S * self.characters) - self.seconds
+        usual = min(MAX_S, BASE_S + PER_CHARACTER_S * self.characters)
+        return max(usual, LONG_PER_CHARACTER_S * self.characters) - self.seconds
 
 
 _budgets: weakref.WeakValueDictionary[int, Budget] = weakref.WeakValueDictionary()
@@ -206,7 +208,8 @@ class Bounded:
 
     def parse(self, model_output: str, request: Any, *args: Any, **kwargs: Any) -> Any:
         """Parse an answer, or return all of it as content."""
-        budget = self._use(request, model_output)
+        tokens = kwargs.get("model_output_token_ids", ())
+        budget = self._use(request, max(len(model_output), TOKEN_CHARACTERS * len(tokens)))
         started = time.thread_time()
         try:
             if budget.left() <= 0:
@@ -233,7 +236,7 @@ class Bounded:
         self._text, self._ids = "", []
         if self._slow:
             return DeltaMessage(content=text) if text else None
-        budget = self._use(request, text)
+        budget = self._use(request, len(text))
         self._unsent += text
         started = time.thread_time()
         try:
@@ -271,10 +274,10 @@ class Bounded:
             self._warn(f"the reasoning in {len(input_ids)} tokens, which counts as open")
             return False
 
-    def _use(self, request: Any, text: str) -> Budget:
+    def _use(self, request: Any, characters: int) -> Budget:
         if self._budget is None:
             self._budget = _budgets.setdefault(id(request), Budget(request))
-        self._budget.characters += len(text)
+        self._budget.characters += characters
         return self._budget
 
     def _warn(self, work: str) -> None:

@@ -348,7 +348,7 @@ def test_tokens_are_read_once(reasoning: str, tag: str) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize(("tool", "reasoning"), [names for names in all_names() if not HARMONY & set(names)])
 def test_no_long_answer_takes_long(tool: str, reasoning: str) -> None:
-    for answer in hostile(tool, 1, 10, 120_000):
+    for answer in hostile(tool, 1, 10, 100_000):
         check(tool, reasoning, answer)
 
 
