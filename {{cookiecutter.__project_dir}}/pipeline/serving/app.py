@@ -37,7 +37,7 @@ from pipeline.ray_support.private import serve as private_serve
 from pipeline.ray_support.private.serve_llm import EngineServer, NodeCallback, with_request_router
 from pipeline.serving import (
     api_handlers,
-    deepseek_calls,
+    bounded_parsing,
     engine_arguments,
     engine_hook,
     fair_scheduler,
@@ -321,7 +321,7 @@ class Server(EngineServer):
         engine_metrics.install()
         prompt_length.install()
         os.environ |= NO_REDIRECTS
-        deepseek_calls.install()
+        bounded_parsing.install()
         try:
             await super().start_engine()
         except Exception as error:

@@ -13,7 +13,7 @@ from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
-from pipeline.serving import grammars
+from pipeline.serving import bounded_parsing, grammars
 from pipeline.serving.grammars import Grammars
 
 SKIPPED = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
@@ -109,6 +109,7 @@ class FairAsyncScheduler(FairScheduler, AsyncScheduler):
 def create(*, vllm_config: Any, structured_output_manager: Any, **more: Any) -> Scheduler:
     """Return the scheduler for a configuration. vLLM calls this in the engine's process."""
     grammars.install_in_engine(vllm_config, structured_output_manager)
+    bounded_parsing.read_prompts_once()
     more["structured_output_manager"] = structured_output_manager
     is_async = vllm_config.scheduler_config.async_scheduling
     return (FairAsyncScheduler if is_async else FairScheduler)(vllm_config=vllm_config, **more)

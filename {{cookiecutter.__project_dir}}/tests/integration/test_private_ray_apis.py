@@ -65,6 +65,7 @@ ATTRIBUTES = {
     "_weight_conversions": "transformers",
     "_text_len_check": "vLLM",
     "_tokenize_prompt": "vLLM",
+    "_poll_completed_message": "vLLM",
     "_type_adapter": "FastAPI",
     "_accelerator_setAllocatorSettings": "torch",
     "_config": "DeepSpeed",
