@@ -22,7 +22,7 @@ import settings
 from benchmarks import harness
 from benchmarks.report import Result, at_least, at_most
 from cluster.network import free_ports
-from pipeline.serving import app, grammars, lifecycle
+from pipeline.serving import app, grammars, lifecycle, model_corrections
 from pipeline.serving.options import ServeOptions
 
 LARGE, SMALL = "30M", "tiny"
@@ -114,11 +114,12 @@ def served(model: Path, **changes: object) -> Iterator[ServeOptions]:
 def bare(options: ServeOptions, log: Path) -> Iterator[Side]:
     """Serve the same model with `vllm serve`. Its output goes to `log`.
 
-    The engine has the same arguments, but compiles schemas with vLLM's default library.
+    The engine has the same arguments, but compiles schemas with vLLM's default library, and corrects no model.
     """
     (port,) = free_ports(1)
+    ours = grammars.ENGINE_ARGS | model_corrections.arguments(options.engine)
     engine = {name: value for name, value in app.engine_args(options).items() if value not in (None, False)}
-    words = [_argument(name, value) for name, value in engine.items() if name not in grammars.ENGINE_ARGS]
+    words = [_argument(name, value) for name, value in engine.items() if name not in ours]
     command = [Path(sys.executable).with_name("vllm"), "serve", options.source, f"--port={port}", "--host=127.0.0.1"]
     command += [f"--served-model-name={options.served_name}", "--disable-uvicorn-access-log", *words]
     with log.open("w") as output:

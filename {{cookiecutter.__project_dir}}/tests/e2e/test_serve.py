@@ -584,6 +584,7 @@ def test_a_request_that_the_engine_refuses_gets_the_same_error_with_and_without_
     assert answers[1].json() == answers[0].json()
 
 
+FLOODERS = 8
 SLOW_OUTPUTS: list[dict[str, Any]] = [
     {"structured_outputs": {"regex": ".?" * 8000}},
     {"structured_outputs": {"grammar": "start: A\nA: " + " & ".join(f"/(?s:.*)a.{{{n}}}(?s:.*)/" for n in range(99))}},
@@ -625,6 +626,38 @@ def test_no_schema_makes_another_key_wait(served: ServeOptions, client: openai.O
     assert {one.result() for one in slow} <= {200, 400, 429}
     assert statistics.median(waits) < 2
     assert max(waits) < 10  # 0.3 s on a quiet machine
+
+
+def test_a_flood_without_a_key_delays_no_client_with_one(served: ServeOptions, client: openai.OpenAI) -> None:
+    """5,000 requests without a key, from one address. The replica refuses them, so each costs it some time.
+
+    Half of the threads keep their connections, which HAProxy then refuses. The others wait for their answers.
+    """
+    address = ("127.0.0.1", served.port)
+    request = b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\n{}"
+
+    def flood(number: int) -> None:
+        with contextlib.ExitStack() as held:
+            for _ in range(5000 // FLOODERS):
+                with contextlib.suppress(OSError):  # HAProxy refuses connections beyond its limit
+                    connection = held.enter_context(socket.create_connection(address, 5))
+                    connection.sendall(request)
+                    if number % 2:
+                        connection.recv(4096)
+                        connection.close()
+
+    waits: list[float] = []
+    transport = httpx2.HTTPTransport(local_address="127.0.0.2")
+    headers = {"Authorization": f"Bearer {client.api_key}"}
+    with ThreadPoolExecutor(FLOODERS) as pool, httpx2.Client(transport=transport, timeout=60) as keyed:
+        flooding = [pool.submit(flood, number) for number in range(FLOODERS)]
+        while not all(one.done() for one in flooding) or len(waits) < 20:
+            for path in ("/v1/models", "/health"):
+                started = time.monotonic()
+                assert keyed.get(f"{served.root}{path}", headers=headers).is_success
+                waits.append(time.monotonic() - started)
+    assert statistics.median(waits) < 1
+    assert max(waits) < 5  # 0.3 s on a quiet machine
 
 
 def test_the_first_schema_does_not_decide_about_the_others(client: openai.OpenAI) -> None:
