@@ -200,7 +200,7 @@ async def send_load(
             for question in itertools.count():
                 if (sent := time.perf_counter()) - started >= seconds:
                     return
-                body = {
+                body: dict[str, Any] = {
                     "model": model,
                     "messages": [{"role": "user", "content": f"request {number}.{question} of many"}],
                     "max_tokens": TOKENS,
