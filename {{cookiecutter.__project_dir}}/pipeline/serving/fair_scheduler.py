@@ -51,9 +51,11 @@ class FairScheduler(Scheduler):
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
         """Return the masks of the step's tokens."""
         backend = self.structured_output_manager.backend
-        if not isinstance(backend, Grammars):
+        if not (isinstance(backend, Grammars) and scheduler_output.has_structured_output_requests):
             return super().get_grammar_bitmask(scheduler_output)
-        with backend.filling(self.requests[name] for name in scheduler_output.num_scheduled_tokens):
+        # a sequence may have ended since it was scheduled
+        requests = [self.requests[name] for name in scheduler_output.num_scheduled_tokens if name in self.requests]
+        with backend.filling(requests):
             return super().get_grammar_bitmask(scheduler_output)
 
     def _keys_compete(self) -> bool:

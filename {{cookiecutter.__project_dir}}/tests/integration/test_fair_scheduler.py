@@ -1,6 +1,7 @@
 """Test how the scheduler divides the engine among keys, without an engine. test_serve.py tests the effect."""
 
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ if sys.platform != "linux":
     pytest.skip("vLLM's CPU build exists for Linux only", allow_module_level=True)
 
 from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.core.sched.request_queue import FCFSRequestQueue
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
@@ -177,9 +178,12 @@ def test_a_key_does_not_keep_the_memory_to_itself(monkeypatch: pytest.MonkeyPatc
     assert (made.counts(), len(made.lost)) == ([2, 1, 0], 1)
 
 
-def test_vllms_own_scheduler_lets_another_key_in_at_the_next_step(assets: Path) -> None:
-    """The real scheduler, with a model that always says the same token. Nothing that it was given is lost."""
-    block, tokens = 32, 100
+TOKENS = 100
+
+
+def vllms_own(assets: Path) -> Scheduler:
+    """Return a real scheduler."""
+    block = 32
     config = VllmConfig(
         model_config=ModelConfig(model=str(assets / "model"), dtype="float32", max_model_len=256),
         scheduler_config=SchedulerConfig(
@@ -189,12 +193,40 @@ def test_vllms_own_scheduler_lets_another_key_in_at_the_next_step(assets: Path) 
     )
     config.cache_config.num_gpu_blocks = 1000
     kept = FullAttentionSpec(block_size=block, num_kv_heads=1, head_size=1, dtype=torch.float32)
-    made = fair_scheduler.create(
+    return fair_scheduler.create(
         vllm_config=config,
         kv_cache_config=KVCacheConfig(1000, [], [KVCacheGroupSpec(["layer"], kept)]),
         structured_output_manager=StructuredOutputManager(config),
         block_size=block,
     )
+
+
+def test_masks_belong_to_keys_and_to_sequences_that_have_not_ended(assets: Path) -> None:
+    made = vllms_own(assets)
+    requests: list[Request] = []
+    for key in (ALICE, BOB):
+        output = StructuredOutputsParams(grammar='start: "a" | "b"\n')
+        output._backend = "guidance"
+        sampling = SamplingParams(max_tokens=TOKENS, structured_outputs=output)
+        requests.append(Request(f"of {key}", [5] * 20, sampling, None, priority=key))
+        made.structured_output_manager.grammar_init(requests[-1])
+        made.add_request(requests[-1])
+    while len((plan := made.schedule()).num_scheduled_tokens) < len(requests):
+        time.sleep(0.01)  # until threads have compiled the grammars
+    masks = made.get_grammar_bitmask(plan)
+    assert masks
+    assert masks.structured_output_request_ids == ["of 0", "of 1"]
+    alices, bobs = (request.structured_output_request.grammar for request in requests)  # type: ignore[union-attr]
+    assert alices.budget is not bobs.budget  # type: ignore[union-attr]
+    made.finish_requests("of 0", RequestStatus.FINISHED_ABORTED)  # its client has disconnected
+    masks = made.get_grammar_bitmask(plan)
+    assert masks
+    assert masks.structured_output_request_ids == ["of 1"]
+
+
+def test_vllms_own_scheduler_lets_another_key_in_at_the_next_step(assets: Path) -> None:
+    """The real scheduler, with a model that always says the same token. Nothing that it was given is lost."""
+    made, tokens = vllms_own(assets), TOKENS
     generated: dict[str, int] = {}
 
     def add(name: str, key: int) -> None:
