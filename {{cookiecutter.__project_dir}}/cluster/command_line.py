@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator
 from itertools import pairwise
 
-from invoke import Argument, Collection, Exit, Program
+from invoke import Argument, Collection, Exit, ParserContext, Program
 
 from cluster import job_scripts
 
@@ -24,7 +24,7 @@ def normalize(program: Program, verbs: Collection) -> None:
     words = program.core.unparsed if hasattr(program, "core") else []
     if words[:1] == ["drill"]:
         raise Exit("error: the fault tests are in this project's template. In its folder, run: ./inv faults", 1)
-    verb = next((each for each in verbs.to_contexts() if words and words[0] in (each.name, *each.aliases)), None)
+    verb = next((each for each in _contexts(verbs) if words and words[0] in (each.name, *each.aliases)), None)
     if verb is None:
         return
     arguments = list(verb.args.values())
@@ -59,6 +59,15 @@ def normalize(program: Program, verbs: Collection) -> None:
             raise Exit(f"error: {flag} needs a value. Run: inv {words[0]} --help", 1)
         if argument.kind is int and value is not None and not value.isdecimal():
             raise Exit(f"error: {flag} needs a whole number, not {value!r}. Run: inv {words[0]} --help", 1)
+
+
+def _contexts(verbs: Collection) -> list[ParserContext]:
+    """Return the verbs with their arguments, and keep their help, which invoke removes from them."""
+    helps = [(verb, dict(verb.help)) for verb in verbs.tasks.values()]
+    contexts = verbs.to_contexts()
+    for verb, texts in helps:
+        verb.help = texts
+    return contexts
 
 
 def _options(words: list[str], flags: dict[str, Argument]) -> Iterator[tuple[str, Argument, str | None]]:

@@ -49,8 +49,10 @@ def draining(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """Return the draining nodes, which a test changes. This node is `own`, and `other` has a replica, too."""
     nodes: dict[str, float] = {}
     context = SimpleNamespace(gcs_address="x", get_node_id=lambda: "own")
-    monkeypatch.setattr(replica_exit.ray, "get_runtime_context", lambda: context)
-    monkeypatch.setattr(replica_exit.serve, "get_replica_context", lambda: SimpleNamespace(app_name="llm"))
+    # not in Ray's own modules, because Ray's logging also asks for the context
+    monkeypatch.setattr(replica_exit, "ray", SimpleNamespace(get_runtime_context=lambda: context))
+    replica = SimpleNamespace(app_name="llm")
+    monkeypatch.setattr(replica_exit, "serve", SimpleNamespace(get_replica_context=lambda: replica))
     monkeypatch.setattr(gcs, "draining_nodes", lambda address: dict(nodes))
     monkeypatch.setattr(private_serve, "nodes_of_running_replicas", lambda app: {"own", "other"})
     monkeypatch.setattr(replica_exit, "POLL_S", 0.01)
@@ -69,12 +71,15 @@ def left(monkeypatch: pytest.MonkeyPatch, change: Callable[[], None]) -> tuple[i
     async def stop_listening() -> None:
         stopped.append(time.monotonic())
 
-    async def wait_for_polls(count: int) -> None:
-        while len(polls) < count and not ended:
-            await asyncio.sleep(0.01)
-
     async def run() -> None:
         leaving = asyncio.create_task(replica_exit.leave_in_time(ended.append))
+
+        async def wait_for_polls(count: int) -> None:
+            while len(polls) < count and not ended:
+                if leaving.done():
+                    leaving.result()
+                await asyncio.sleep(0.01)
+
         await wait_for_polls(5)
         assert not stopped
         assert not ended

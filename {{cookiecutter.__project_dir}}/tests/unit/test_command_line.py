@@ -111,3 +111,12 @@ def test_each_verb_has_a_help(tasks: ModuleType) -> None:
             program: Any = SimpleNamespace(core=SimpleNamespace(unparsed=words))
             command_line.normalize(program, verbs)
             assert words == [name, *(one.names[0].upper() for one in found if one.positional), option]
+
+
+def test_the_help_still_describes_the_options(tasks: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """invoke removes the texts from a verb when it lists the arguments."""
+    program: Any = SimpleNamespace(core=SimpleNamespace(unparsed=["submit", "--help"]))
+    verbs = Collection.from_module(tasks)
+    monkeypatch.setattr(verbs["submit"], "help", {"job": "one of many"})
+    command_line.normalize(program, verbs)
+    assert verbs["submit"].help == {"job": "one of many"}
