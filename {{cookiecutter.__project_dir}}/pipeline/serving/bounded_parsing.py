@@ -217,7 +217,7 @@ class Bounded:
             parse = functools.partial(super().parse, model_output, request, *args, **kwargs)  # type: ignore[misc]
             return within(budget.left(), parse)
         except TooSlow:
-            self._warn(f"an answer of {len(model_output)} characters, which is returned as plain text")
+            self._warn(f"an answer of {len(model_output)} characters; it is returned as plain text")
             return None, model_output, None
         finally:
             budget.seconds += time.thread_time() - started
@@ -244,7 +244,7 @@ class Bounded:
             message = within(budget.left() + FREE_S, parse)
         except TooSlow:
             self._slow = True
-            self._warn(f"an answer of {budget.characters} characters, which goes on as plain text")
+            self._warn(f"an answer of {budget.characters} characters; the rest is sent as plain text")
             return DeltaMessage(content=self._unsent)
         finally:
             took = time.thread_time() - started

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import any_to_lark
 
 from pipeline.serving import json_schemas
@@ -19,6 +20,7 @@ START = "%llguidance {}\nstart: "
 ANY = "(?s:.*)"
 WORD = "/[a-zA-Z_][a-zA-Z0-9_]*/"
 SPACE = r"[ \n\r\t]"
+NOT_AT_THE_TOP = {"$ref", "anyOf", "oneOf", "allOf", "patternProperties", "minProperties", "maxProperties"}
 LARK_ESCAPES = {"\n": r"\n", "/": r"\/"}
 
 
@@ -210,12 +212,16 @@ class _Grammar:
 
     def _parameters(self, style: XmlStyle, schema: Any) -> str:
         """Return the expression of a call's parameters, in the schema's order."""
+        if error := LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(schema)):
+            raise ValueError(error)  # a keyword that the expressions below would ignore
         properties = schema.get("properties")
-        if unknown := {"$ref", "anyOf", "oneOf", "allOf", "patternProperties"} & schema.keys():
+        if unknown := NOT_AT_THE_TOP & schema.keys():
             raise ValueError(f"the parameters of a strict or required tool cannot have {min(unknown)} at the top")
         if properties is None:
             return f"({self._parameter(style, WORD, {}, {})})*"
         required = schema.get("required", ())
+        if missing := [name for name in required if name not in properties]:
+            raise ValueError(f"the required parameter {missing[0]!r} of a tool has no schema in properties")
         return " ".join(
             f"({self._parameter(style, self._text(name), value, schema)}){'' if name in required else '?'}"
             for name, value in properties.items()
@@ -235,7 +241,7 @@ class _Grammar:
         return f"{head} {value} {self._spaced(style.end)}"
 
     def _string(self, schema: Any, end: str) -> str:
-        """Return the expression of a string and the text that ends it. Its `format` is only a remark."""
+        """Return the expression of a string and the text that ends it. Its `format` is only an annotation."""
         if not {"pattern", "minLength", "maxLength"} & schema.keys():
             return self._until(end)
         pattern, least, most = (schema.get(name, "") for name in ("pattern", "minLength", "maxLength"))

@@ -161,3 +161,24 @@ def test_calls_of_tools_match_the_same_texts(model: str, choice: str) -> None:
     assert len(set(expected.values())) == 2
     different = {text: accepted for text, accepted in expected.items() if ours.accepts(text) != accepted}
     assert not different
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"properties": {"a": {"type": "string", "not": {"const": "x"}}}}, "not"),
+        ({"if": {"required": ["a"]}, "then": {"required": ["b"]}}, "if"),
+        ({"minProperties": 1}, "minProperties"),
+        ({"anyOf": [{"required": ["a"]}]}, "anyOf"),
+        ({"required": ["absent"]}, "'absent' of a tool has no schema"),
+        ({"properties": {"a": {"type": "array", "uniqueItems": True}}}, "uniqueItems"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("style", structural_tags.XML_STYLES)
+def test_no_keyword_of_a_parameter_is_ignored(style: str, change: dict[str, Any], words: str) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string"}}} | change
+    content = {"type": "json_schema", "json_schema": schema, "style": style}
+    tag = {"format": {"type": "tag", "begin": "<f>", "content": content, "end": "</f>"}}
+    with pytest.raises(ValueError, match=words):
+        structural_tags.to_grammar(json.dumps(tag), SPECIAL)
