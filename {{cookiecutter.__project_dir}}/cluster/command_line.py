@@ -44,12 +44,20 @@ def normalize(program: Program, verbs: Collection) -> None:
         words.insert(1, "list")
     elif words[0] in JOB_ID_VERBS and positions:
         words.insert(positions[0], "--job")
+    _check_options(words, flags, required)
+
+
+def _check_options(words: list[str], flags: dict[str, Argument], required: list[Argument]) -> None:
+    """Reject a missing argument or value, and a word where an option expects a number.
+
+    `required` are the positional arguments that the verb needs.
+    """
     given = list(_options(words, flags))
     missing = [argument.names[0].upper() for argument in required[len(_positional(words, flags)) :]]
     found = [argument for _, argument, _ in given]
     missing += [
         f"--{argument.names[0]}"
-        for argument in arguments
+        for argument in dict.fromkeys(flags.values())
         if argument.default is None and not argument.positional and argument not in found
     ]
     if missing:
