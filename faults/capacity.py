@@ -85,6 +85,22 @@ def all_spot_refuses(harness: Harness) -> str:
     return _summary(log)
 
 
+def cheapest_zone_lacks_the_heads_type(harness: Harness) -> str:
+    """The zone with the lowest spot price does not offer the head's type: only the gang starts there."""
+    cheapest = f"{harness.file.region}a"
+    run_verb("down")  # because a stack keeps its zones
+    control(faults={"not_offered": [{"type": harness.file.head.instance_type, "zone": cheapest}]})
+    run_verb("up", "--yes")
+    harness.connection = Aws().connect()
+    log = gather(harness)
+    head, *workers = instances.living(harness.file)
+    run_verb("down")
+    assert head.zone != cheapest, head
+    assert {machine.zone for machine in workers} == {cheapest}, workers
+    assert "refuses" not in log, log
+    return f"the head started in {head.zone}, and the gang in {cheapest}"
+
+
 def everything_at_once(harness: Harness) -> str:
     """AWS refuses launches, ends one early, and takes long to end machines: a job, `down` and the next `up` work.
 

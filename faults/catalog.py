@@ -60,6 +60,11 @@ FAULTS = [
         "the gang starts; down waits for slow machines, and the next up works at once",
         "capacity.everything_at_once",
     ),
+    Fault(
+        "the cheapest zone lacks the head's type",
+        "the head starts in another zone, and the gang in the cheapest",
+        "capacity.cheapest_zone_lacks_the_heads_type",
+    ),
     Fault("subnets of one's own", "the cluster works there, and the network stays as it was", "operators.own_subnets"),
     Fault("a permission is missing", "the verb names it", "operators.permission_missing"),
     Fault("a job with a secret", "the secret leaks nowhere", "operators.secret_stays_secret"),

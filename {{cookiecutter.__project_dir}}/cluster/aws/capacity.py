@@ -3,7 +3,8 @@
 from typing import Any
 
 import settings
-from cluster.aws import quotas, vpc
+from cluster.aws import quotas, vpc, zones
+from cluster.aws.zones import Offers
 from cluster.common import prices
 from cluster.common.cluster_file import ClusterFile, NodeType
 from instance_types import INSTANCE_TYPES
@@ -29,12 +30,13 @@ def _offers(file: ClusterFile, workers: list[NodeType]) -> list[dict[str, Any]]:
     shows that AWS has free capacity. Zones that do not offer the instance type, and markets with too small a quota, are
     left out, unless nothing else is left.
     """
-    zones = _zones(file, workers)
-    impossible = _impossible(file, workers, zones)
+    offered = zones.offered(file)
+    zone_of = _zones(file, workers, offered)
+    impossible = _impossible(file, workers, zone_of, offered)
     dollars = prices.spot_prices(file, {worker.instance_type for worker in workers})
 
     def order(worker: NodeType) -> tuple[float, float, str]:
-        price = dollars.get(worker.instance_type, {}).get(zones[worker.name], float("inf"))
+        price = dollars.get(worker.instance_type, {}).get(zone_of[worker.name], float("inf"))
         return -worker.priority, price, _zone(worker)
 
     possible = [worker for worker in workers if worker.name not in impossible] or workers
@@ -48,31 +50,25 @@ def _zone(worker: NodeType) -> str:
     return worker.zone or worker.serve_zone
 
 
-def _zones(file: ClusterFile, workers: list[NodeType]) -> dict[str, str]:
+def _zones(file: ClusterFile, workers: list[NodeType], offered: Offers) -> dict[str, str]:
     """Return the AWS zone of each node type, or "" for one whose zone has no number, which is that of a reservation.
 
     The launch templates in stack.yaml have the numbers of the network's zones.
     """
-    zones = vpc.find_network(file, settings.load(vpc.NetworkSection, "network", profile="cluster")).zones
-    return {worker.name: zones[int(_zone(worker)) - 1] if _zone(worker).isdigit() else "" for worker in workers}
+    section = settings.load(vpc.NetworkSection, "network", profile="cluster")
+    names = vpc.find_network(file, section, offered).zones
+    return {worker.name: names[int(_zone(worker)) - 1] if _zone(worker).isdigit() else "" for worker in workers}
 
 
-def _impossible(file: ClusterFile, workers: list[NodeType], zones: dict[str, str]) -> set[str]:
+def _impossible(file: ClusterFile, workers: list[NodeType], zone_of: dict[str, str], offered: Offers) -> set[str]:
     """Return the names of the node types that AWS will refuse: their zone or their quota does not allow them."""
-    types = sorted({worker.instance_type for worker in workers})
-    offered = {
-        (offer["InstanceType"], offer["Location"])
-        for offer in file.client("ec2").describe_instance_type_offerings(
-            LocationType="availability-zone", Filters=[{"Name": "instance-type", "Values": types}]
-        )["InstanceTypeOfferings"]
-    }
     known = {(worker.instance_type, worker.market) for worker in workers if worker.instance_type in INSTANCE_TYPES}
     without_quota = quotas.too_small(file, known)
     return {
         worker.name
         for worker in workers
         if (worker.instance_type, worker.market) in without_quota
-        or (zones[worker.name] and (worker.instance_type, zones[worker.name]) not in offered)
+        or (zone_of[worker.name] and zone_of[worker.name] not in offered[worker.instance_type])
     }
 
 

@@ -5,7 +5,7 @@ import os
 import requests
 
 import settings
-from cluster.aws import budget, guard, images, key_pair, launcher_file, load_balancer, reservation, stack, vpc
+from cluster.aws import budget, guard, images, key_pair, launcher_file, load_balancer, reservation, stack, vpc, zones
 from cluster.common import bucket, cluster_file, instances
 from cluster.common.cluster_file import TARGET, ClusterFile
 
@@ -14,14 +14,16 @@ def prepare(file: ClusterFile) -> None:
     """Create or update the stack and the key pair, if necessary, and write the file for Ray's launcher.
 
     Raises:
-        settings.UserError: there is no suitable network, bucket, image or private key, this machine's address is
+        settings.UserError: there is no suitable network, zone, bucket, image or private key, this machine's address is
             unknown, the region changed while a stack exists, or AWS could not create the stack.
     """
     _check_region(file)
     if problem := bucket.problem(file):
         raise settings.UserError(problem)
     section = settings.load(vpc.NetworkSection, "network", profile="cluster")
-    network, efa_cards = vpc.find_network(file, section), vpc.efa_cards(file, section)
+    offers = zones.offered(file)
+    network, efa_cards = vpc.find_network(file, section, offers), vpc.efa_cards(file, section)
+    vpc.refuse_first_zone(file, section, network, offers)
     callers = section.callers or (f"{_own_address()}/32",)
     parameters = {
         **network.stack_parameters,
@@ -41,8 +43,8 @@ def prepare(file: ClusterFile) -> None:
     result = stack.deploy(file, parameters, efa_cards, callers[1:])
     guard.prepare(file, running)
     bucket.add_lifecycle_rules(file)
-    zones = ", ".join(dict.fromkeys(network.zones))
-    print(f"stack {file.slug} {result} in {zones}; port 22 is open only to {', '.join(callers)}")
+    used = ", ".join(dict.fromkeys(network.zones))
+    print(f"stack {file.slug} {result} in {used}; port 22 is open only to {', '.join(callers)}")
     print(f"bucket: s3://{bucket.name(file)}")
     print(f"image: {with_images.head.node_config['ImageId']}")
     if section.costs:

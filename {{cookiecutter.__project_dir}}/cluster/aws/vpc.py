@@ -2,20 +2,19 @@
 
 import ipaddress
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Self
 
 from pydantic import model_validator
 
 import settings
-from cluster.aws import stack
-from cluster.common import prices
-from cluster.common.cluster_file import TARGET, ClusterFile
+from cluster.aws import stack, zones
+from cluster.aws.zones import ZONES, Offers
+from cluster.common.cluster_file import TARGET, ClusterFile, NodeType
 
 PUBLIC_KEY = re.compile(r"[a-z][\w.@-]+ [A-Za-z0-9+/=]{40,}( [^\n]*)?")
 """The line in a file such as ~/.ssh/id_ed25519.pub: type, key and an optional comment."""
-ZONES = 3
-"""Number of zones that the cluster uses. stack.yaml has a subnet and a launch template for each."""
 
 
 class NetworkSection(settings.Section):
@@ -94,6 +93,8 @@ class Network:
     """Id of the VPC of the user's subnets. If empty, the stack makes a VPC."""
     head_subnet: str = ""
     """The user's subnet for the head."""
+    head_zone: str = ""
+    """The zone of this subnet. If empty, the head is in the first zone."""
     subnets: tuple[str, ...] = ("", "", "")
     """The user's subnet in each zone. If empty, the stack makes subnets."""
 
@@ -107,41 +108,72 @@ class Network:
         }
 
 
-def find_network(file: ClusterFile, section: NetworkSection) -> Network:
-    """Return the network of the running stack, or choose one for a new stack.
+def find_network(file: ClusterFile, section: NetworkSection, offers: Offers | None = None) -> Network:
+    """Return the network of the running stack, or choose one for a new stack. `offers` is what `zones.offered` returns.
 
     Raises:
         settings.UserError: no zone or subnet is suitable.
     """
-    offered = offered_zones(file)
+    offers = offers or zones.offered(file)
     if section.subnets:
-        return _network_of_subnets(file, section, offered)
-    if not offered:
-        raise settings.UserError(
-            f"no zone of {file.region} offers {_gpu_type(file)}. Set another region or InstanceType in "
-            "cluster/cluster.yaml"
-        )
+        return _network_of_subnets(file, section, offers)
+    with_gpus = zones.of_gpus(file, offers)
     kept = _zones_of_stack(file)
-    if kept and not offered & set(kept):
+    if kept and not with_gpus & set(kept):
         raise settings.UserError(
-            f"no zone of the stack {file.slug} offers {_gpu_type(file)}. For a stack in {', '.join(sorted(offered))}, "
-            f"run: inv down --target {TARGET}   then: inv up --target {TARGET}"
+            f"no zone of the stack {file.slug} offers {zones.gpu_type(file)}. For a stack in "
+            f"{', '.join(sorted(with_gpus))}, run: inv down --target {TARGET}   then: inv up --target {TARGET}"
         )
-    return Network(kept or _three(_cheapest_first(file, offered)))
+    return Network(kept or _three(zones.choose(file, offers)))
 
 
-def _cheapest_first(file: ClusterFile, zones: set[str]) -> list[str]:
-    """Sort zones by the spot price of the GPU instances, because a low price shows that AWS has free capacity."""
-    dollars = prices.spot_prices(file, [_gpu_type(file)]).get(_gpu_type(file), {})
-    return sorted(zones, key=lambda zone: (dollars.get(zone, float("inf")), zone))
+def refuse_first_zone(file: ClusterFile, section: NetworkSection, network: Network, offers: Offers) -> None:
+    """Raise `settings.UserError` if the head or the CPU workers cannot start, because their zone lacks their type."""
+    for node_type, problem in unoffered(file, section, network, offers):
+        if not zones.has_own_zone(node_type):
+            raise settings.UserError(problem)
 
 
-def offered_zones(file: ClusterFile) -> set[str]:
-    """Return the names of the region's zones that offer the cluster's GPU instances."""
-    offers = file.client("ec2").describe_instance_type_offerings(
-        LocationType="availability-zone", Filters=[{"Name": "instance-type", "Values": [_gpu_type(file)]}]
-    )["InstanceTypeOfferings"]
-    return {offer["Location"] for offer in offers}
+def unoffered(
+    file: ClusterFile, section: NetworkSection, network: Network, offers: Offers
+) -> Iterator[tuple[NodeType, str]]:
+    """Yield what no zone offers in which the cluster would start it: a node type, and a sentence with the remedy.
+
+    An instance type with GPUs may be offered in only some of the cluster's zones.
+    """
+    starts: dict[str, tuple[NodeType, set[str]]] = {}
+    for one in (file.head, *file.workers):
+        if zone := _zone_of(file, network, one):
+            key = one.instance_type if zones.has_own_zone(one) else one.name
+            starts.setdefault(key, (one, set()))[1].add(zone)
+    for node_type, used in starts.values():
+        name, offering = node_type.instance_type, offers[node_type.instance_type]
+        if not used & offering:
+            which = f"{name} (head)" if node_type == file.head else name
+            where = (
+                f"only {', '.join(sorted(offering))} offer it" if offering else f"no zone of {file.region} offers it"
+            )
+            text = f"{which} would start in {', '.join(sorted(used))}, but {where}"
+            yield node_type, f"{text}. {_remedy(file, section, offering)}"
+
+
+def _zone_of(file: ClusterFile, network: Network, node_type: NodeType) -> str:
+    """Return the zone in which a node type starts, or "" for reserved instances, whose zone AWS has chosen."""
+    if node_type == file.head and network.head_zone:
+        return network.head_zone
+    if not zones.has_own_zone(node_type):
+        return network.zones[0]
+    number = node_type.zone or node_type.serve_zone
+    is_reserved = "CapacityReservationSpecification" in node_type.node_config
+    return network.zones[int(number) - 1] if number.isdigit() and not is_reserved else ""
+
+
+def _remedy(file: ClusterFile, section: NetworkSection, offering: set[str]) -> str:
+    if offering and section.subnets:
+        return "In [cluster.network] of settings.toml, name a subnet in such a zone"
+    if offering and _zones_of_stack(file):
+        return f"For a stack in other zones, run: inv down --target {TARGET}   then: inv up --target {TARGET}"
+    return "Set another type in cluster/cluster.yaml, or in [cluster.gpu] of settings.toml"
 
 
 def efa_cards(file: ClusterFile, section: NetworkSection) -> int:
@@ -156,10 +188,6 @@ def efa_cards(file: ClusterFile, section: NetworkSection) -> int:
     described = file.client("ec2").describe_instance_types(InstanceTypes=types)["InstanceTypes"]
     cards = min(one["NetworkInfo"].get("EfaInfo", {}).get("MaximumEfaInterfaces", 0) for one in described)
     return cards if section.private else min(cards, 1)
-
-
-def _gpu_type(file: ClusterFile) -> str:
-    return file.workers[-1].instance_type
 
 
 def default_route(file: ClusterFile, subnet: dict[str, Any]) -> str:
@@ -177,8 +205,12 @@ def default_route(file: ClusterFile, subnet: dict[str, Any]) -> str:
     return next((route[key] for route in internet for key in keys if route.get(key)), "")
 
 
-def _network_of_subnets(file: ClusterFile, section: NetworkSection, offered: set[str]) -> Network:
-    """Return the user's subnets in zones that offer the GPU instances, in the user's order."""
+def _network_of_subnets(file: ClusterFile, section: NetworkSection, offers: Offers) -> Network:
+    """Return the user's subnets in zones that offer the GPU instances, in the user's order.
+
+    The first one is for CPU workers and, without `head_subnet`, for the head, so it is the first whose zone offers
+    their types. If possible, this zone also offers the GPU instances.
+    """
     ids = section.subnets
     all_ids = sorted({*ids, section.head_subnet} - {""})
     described = file.client("ec2").describe_subnets(SubnetIds=all_ids)["Subnets"]
@@ -187,19 +219,25 @@ def _network_of_subnets(file: ClusterFile, section: NetworkSection, offered: set
             f"the subnets {', '.join(all_ids)} are in several VPCs. In [cluster.network] of settings.toml, name "
             "subnets of one VPC"
         )
-    zones = {subnet["SubnetId"]: subnet["AvailabilityZone"] for subnet in described}
-    usable = [subnet for subnet in ids if zones[subnet] in offered]
+    zone_of = {subnet["SubnetId"]: subnet["AvailabilityZone"] for subnet in described}
+    with_gpus = offers[zones.gpu_type(file)]
+    usable = [subnet for subnet in ids if zone_of[subnet] in with_gpus]
     if not usable:
         raise settings.UserError(
-            f"none of the subnets {', '.join(ids)} is in a zone that offers {_gpu_type(file)} "
-            f"({', '.join(sorted(offered)) or 'none in this region'}). Change subnets in [cluster.network] of "
+            f"none of the subnets {', '.join(ids)} is in a zone that offers {zones.gpu_type(file)} "
+            f"({', '.join(sorted(with_gpus)) or 'none in this region'}). Change subnets in [cluster.network] of "
             "settings.toml, or set subnets = [], so that the stack makes a VPC"
         )
+    possible = zones.for_first(file, offers, with_head=not section.head_subnet)
+    first = next((subnet for subnet in [*usable, *ids] if zone_of[subnet] in possible), usable[0])
+    used = _three([first, *(subnet for subnet in usable if subnet != first)])
+    head_subnet = section.head_subnet or first
     return Network(
-        zones=_three([zones[subnet] for subnet in usable]),
+        zones=[zone_of[subnet] for subnet in used],
         vpc=described[0]["VpcId"],
-        head_subnet=section.head_subnet or usable[0],
-        subnets=tuple(_three(usable)),
+        head_subnet=head_subnet,
+        head_zone=zone_of[head_subnet],
+        subnets=tuple(used),
     )
 
 

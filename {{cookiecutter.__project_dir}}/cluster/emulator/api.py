@@ -5,6 +5,7 @@ The wrapper adds what moto lacks:
 - RunInstances starts up to MaxCount instances, and all of them get the instance profile. moto starts MinCount
   instances, and only the first gets the profile.
 - Capacity can run out, and quotas can be too small.
+- A zone refuses instance types that it does not offer (see offerings.py).
 - Some effects of a call are visible only later (see consistency.py).
 - EC2 rejects calls at a higher rate than its limits (see throttling.py).
 - Instances can start in capacity reservations (see reservations.py).
@@ -32,6 +33,7 @@ from cluster.emulator import (
     iam,
     launch_rules,
     moto_instances,
+    offerings,
     permissions,
     reservations,
     schedules,
@@ -75,6 +77,8 @@ class InjectedFaults:
     launches; a missing key matches all. `available` is the number of instances that can still start (default 0)."""
     vcpus: dict[str, float] = field(default_factory=dict)
     """Quotas on the vCPUs of running instances, by the code of the quota."""
+    not_offered: list[dict[str, str]] = field(default_factory=list)
+    """Pairs of `type` and `zone` that EC2 no longer offers (see offerings.py)."""
 
     def allocate(self, launch: dict[str, str], count: int) -> int:
         """Return how many of `count` instances a launch gets. `launch` has the keys zone, market and type."""
@@ -142,6 +146,8 @@ class Api:
             return stale.decode()
         if call.service == "ec2" and (text := self.reservations.respond(call.action, call.region, call.parameters)):
             return text
+        if call.action == "DescribeInstanceTypeOfferings":
+            return offerings.describe(call.region, call.parameters, self.faults.not_offered)
         if call.action == "GetServiceQuota":
             return stubs.service_quota(call.parameters["QuotaCode"], self.faults.vcpus)
         return stubs.respond(call.service, call.action, call.region, call.parameters, principal)
@@ -163,6 +169,7 @@ class Api:
             "type": call.parameters.get("InstanceType", ""),
         }
         launch_rules.check(call.region, call.parameters)
+        offerings.check(call.region, launch["type"], launch["zone"], self.faults.not_offered)
         reservation = call.parameters.get(reservations.TARGET, "")
         if reservation or launch["market"] == "capacity-block":
             return self.reservations.admit(launch, reservation, call.parameters)

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from cluster.emulator import launch_failures
+from cluster.emulator import launch_failures, offerings
 from cluster.emulator.iam import Permission, Principal, is_allowed
 from instance_types import INSTANCE_TYPES
 
@@ -74,6 +74,7 @@ def _spot_price_history(request: dict[str, str], region: str) -> str:
         )
         for one in types
         for index, letter in enumerate("abcdef")
+        if f"{region}{letter}" in offerings.zones(region, one, ())
     ]
     return SPOT_PRICES.format(items="".join(items))
 

@@ -508,6 +508,29 @@ def test_an_instance_type_that_the_region_does_not_offer_is_an_error(cloud: Stub
     )
 
 
+def except_in(*pairs: tuple[str, str]) -> Callable[[dict[str, Any]], Answer]:
+    """Return a function that answers DescribeInstanceTypeOfferings: all types in all zones but these."""
+
+    def answer(asked: dict[str, Any]) -> Answer:
+        found = offers(asked["Filters"][0]["Values"])["InstanceTypeOfferings"]  # type: ignore[index,call-overload]
+        return {"InstanceTypeOfferings": [one for one in found if (one["InstanceType"], one["Location"]) not in pairs]}
+
+    return answer
+
+
+def test_the_head_may_need_another_zone_than_the_gpus(cloud: StubbedAws, file: ClusterFile) -> None:
+    for name in ("spot-1", "spot-2", "on-demand"):
+        file.content["available_node_types"][name]["labels"] = {"zone": "2" if name == "spot-2" else "1"}
+    cloud.answers["DescribeInstanceTypeOfferings"] = except_in(("m6i.2xlarge", ZONES[0]))
+    assert f"the stack makes a VPC with subnets in {ZONES[1]}, {ZONES[0]}" in texts(checks.check(file), "ok")
+    cloud.answers["DescribeInstanceTypeOfferings"] = except_in(("m6i.2xlarge", ZONES[0]), ("p4d.24xlarge", ZONES[1]))
+    text = only(file, "warning")
+    assert text.startswith("the head and CPU workers start in us-east-1b, which does not offer p4d.24xlarge. AWS ch")
+    cloud.answers["DescribeInstanceTypeOfferings"] = except_in(("m6i.2xlarge", ZONES[0]), ("m6i.8xlarge", ZONES[1]))
+    text = only(file, "error")
+    assert text.startswith("m6i.2xlarge (head) would start in us-east-1a, but only us-east-1b offer it. Set another")
+
+
 def test_a_type_that_keeps_the_others_from_efa_is_a_warning(
     cloud: StubbedAws, file: ClusterFile, tune: Callable[[str, str], None]
 ) -> None:

@@ -271,6 +271,90 @@ def test_two_regions_can_have_the_same_cluster(aws: Api) -> None:
     prepare.prepare(in_region("us-west-2"))
 
 
+# ---------------------------------------------------------------- zones
+
+
+@pytest.fixture
+def remove(aws: Api) -> Iterator[Callable[[str, str], None]]:
+    """Yield a function that lets zones, given by their letters, no longer offer an instance type."""
+    aws.faults.not_offered = []
+
+    def remove(instance_type: str, letters: str) -> None:
+        aws.faults.not_offered += [{"type": instance_type, "zone": f"{FILE.region}{letter}"} for letter in letters]
+
+    yield remove
+    aws.faults.not_offered = []
+
+
+def zones_of_launches(aws: Api) -> str:
+    """Start the head, a CPU worker and a GPU worker in each zone. Return the letters of their zones, "-" if refused."""
+    file = cluster_file.load(launcher_file.FILE)
+    launch_head(file)
+    types = ("cpu", "gpu-spot-1", "gpu-spot-2", "gpu-spot-3")
+    refused = ["Unsupported" in _launch_error(name) for name in types]
+    started = [one.zone[-1] for one in moto_instances.list_all()]
+    return started.pop(0) + "".join("-" if one else started.pop(0) for one in refused)
+
+
+@pytest.mark.parametrize(
+    ("head", "cpu", "expected"),
+    [
+        ("a", "b", "cccab"),  # spot prices rise from zone a to zone d
+        ("abcd", "", "ff-ab"),  # only zone f has the head's type, and no GPUs
+    ],
+)
+def test_the_head_starts_in_a_zone_that_offers_its_type(
+    aws: Api, remove: Callable[[str, str], None], head: str, cpu: str, expected: str
+) -> None:
+    remove(FILE.head.instance_type, head)
+    remove("m6i.8xlarge", cpu)
+    prepare.prepare(FILE)
+    assert zones_of_launches(aws) == expected
+
+
+def test_a_stack_is_not_made_where_the_head_cannot_start(aws: Api, remove: Callable[[str, str], None]) -> None:
+    prepare.prepare(FILE)
+    remove(FILE.head.instance_type, "a")  # as in a stack of an earlier version, or after a change of InstanceType
+    with pytest.raises(
+        settings.UserError, match=r"m6i.2xlarge \(head\) would start in us-east-1a, but only .* inv down"
+    ):
+        prepare.prepare(FILE)
+    prepare.delete(FILE)
+    prepare.prepare(FILE)
+    assert zones_of_launches(aws)[0] == "b"
+    teardown.end_instances(FILE)
+    prepare.delete(FILE)
+    remove(FILE.head.instance_type, "bcdef")
+    with pytest.raises(settings.UserError, match=r"would start in us-east-1a, but no zone of us-east-1 offers it"):
+        prepare.prepare(FILE)
+    assert stack.find(FILE) is None
+
+
+def test_the_stack_uses_no_local_zone(aws: Api) -> None:
+    """EC2 lists them with the others, and CloudFormation could not create the stack."""
+    rare = edited({"&gpu_instance_type p4d.24xlarge": "&gpu_instance_type p4de.24xlarge"})
+    prepare.prepare(rare)  # two zones offer this type
+    parameters = (stack.find(rare) or {})["Parameters"]
+    assert [one["ParameterValue"][-1] for one in parameters if one["ParameterKey"].startswith("Zone")] == list("bcb")
+
+
+def test_your_first_subnet_may_be_in_a_zone_without_the_heads_type(
+    aws: Api, remove: Callable[[str, str], None], assign: Callable[[str, str], None]
+) -> None:
+    subnets = {one["AvailabilityZone"][-1]: one["SubnetId"] for one in FILE.client("ec2").describe_subnets()["Subnets"]}
+    remove(FILE.head.instance_type, "a")
+    assign("cluster.network", f'subnets = ["{subnets["a"]}", "{subnets["c"]}"]')
+    prepare.prepare(FILE)
+    assert zones_of_launches(aws) == "cccac"
+    teardown.end_instances(FILE)
+    prepare.delete(FILE)
+    assign("cluster.network", f'head_subnet = "{subnets["a"]}"')
+    with pytest.raises(
+        settings.UserError, match=r"\(head\) would start in us-east-1a, .* name a subnet in such a zone"
+    ):
+        prepare.prepare(FILE)
+
+
 # ---------------------------------------------------------------- bucket
 
 
@@ -578,13 +662,13 @@ def test_a_reservation_in_a_fourth_zone_gets_a_subnet_and_a_label(
 ) -> None:
     assign("cluster.network", f"private = {private}")
     prepare.prepare(FILE)
-    block(aws, assign, -HOUR, 20 * HOUR, zone=f"{FILE.region}f")
+    block(aws, assign, -HOUR, 20 * HOUR, zone=f"{FILE.region}d")
     file = launcher_file.load()
     assert capacity.offers(file)[0]["labels"]["zone"] == "reserved"
     prepare.prepare(file)
     (machine,) = launch()
-    assert machine["Placement"]["AvailabilityZone"] == f"{FILE.region}f"
-    assert machine["PrivateIpAddress"].startswith("10.0.245.")
+    assert machine["Placement"]["AvailabilityZone"] == f"{FILE.region}d"
+    assert machine["PrivateIpAddress"].startswith("10.0.243.")
     (instance,) = moto_instances.list_all()
     assert moto_instances.internet_gateway(instance).startswith(gateway)
     (call,) = [one for one in aws.calls if one.action == "RunInstances"]

@@ -115,7 +115,7 @@ def aws(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     client = SimpleNamespace(describe_instance_type_offerings=offerings)
     network = vpc.Network(zones=ZONES)
     monkeypatch.setattr(ClusterFile, "client", lambda self, service: client)
-    monkeypatch.setattr(vpc, "find_network", lambda file, section: network)
+    monkeypatch.setattr(vpc, "find_network", lambda file, section, offers: network)
     monkeypatch.setattr(prices, "spot_prices", lambda file, names: answers.spot)
     monkeypatch.setattr(quotas, "granted", granted)
     return answers

@@ -6,7 +6,7 @@ from typing import Any
 from botocore.exceptions import ClientError
 
 import settings
-from cluster.aws import images, vpc
+from cluster.aws import images, vpc, zones
 from cluster.aws.doctor.account import Account, alternatives
 from cluster.common import bucket, gpu_types, prices
 from cluster.doctor import Finding, judge
@@ -48,17 +48,13 @@ def check_zones(account: Account) -> Iterator[Finding]:
     A GPU type that it does not offer is only a warning if another type can do the same work.
     """
     node_types = {one.instance_type: one for one in (account.head, *account.workers)}
-    types = sorted(node_types)
-    offers = account.client("ec2").describe_instance_type_offerings(
-        LocationType="availability-zone", Filters=[{"Name": "instance-type", "Values": types}]
-    )["InstanceTypeOfferings"]
-    offered = {offer["InstanceType"] for offer in offers}
-    for instance_type in types:
-        zones = sorted(offer["Location"] for offer in offers if offer["InstanceType"] == instance_type)
-        text = f"{instance_type} is offered in {', '.join(zones) or f'no zone of {account.region}'}"
+    offers = zones.offered(account)
+    offered = {name for name, found in offers.items() if found}
+    for instance_type, found in sorted(offers.items()):
+        text = f"{instance_type} is offered in {', '.join(sorted(found)) or f'no zone of {account.region}'}"
         others = {one.instance_type for one in alternatives(account, node_types[instance_type])} & offered
         yield judge(
-            bool(zones),
+            bool(found),
             text,
             "Set another InstanceType or region in cluster/cluster.yaml",
             "warning" if others else "error",
@@ -66,10 +62,18 @@ def check_zones(account: Account) -> Iterator[Finding]:
 
 
 def check_network(account: Account) -> Iterator[Finding]:
-    """Check that a zone offers the GPU instances, and that the user's subnets have free addresses and a route."""
+    """Check that the zones offer what starts there, and that the user's subnets have free addresses and a route."""
     section = settings.load(vpc.NetworkSection, "network", profile="cluster")
     yield from _check_efa(account, section)
-    network = vpc.find_network(account, section)
+    offers = zones.offered(account)
+    network = vpc.find_network(account, section, offers)
+    for node_type, problem in vpc.unoffered(account, section, network, offers):
+        if offers[node_type.instance_type]:  # otherwise, check_zones has said so
+            others = {one.instance_type for one in alternatives(account, node_type)} - {node_type.instance_type}
+            yield Finding("warning" if others else "error", problem)
+    if network.zones[0] not in offers[zones.gpu_type(account)]:
+        text = f"the head and CPU workers start in {network.zones[0]}, which does not offer {zones.gpu_type(account)}"
+        yield Finding("warning", f"{text}. AWS charges about 0.02 dollars per GB between zones")
     if not section.subnets:
         yield Finding("ok", f"the stack makes a VPC with subnets in {', '.join(dict.fromkeys(network.zones))}")
         return
