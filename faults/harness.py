@@ -161,11 +161,11 @@ def no_capacity(*launches: dict[str, Any]) -> Iterator[None]:
 @contextlib.contextmanager
 def no_quota(code: str) -> Iterator[None]:
     """Set a quota of the emulated account to 0 vCPUs."""
-    control(faults={"vcpus": {code: 0}})
+    control(faults={"quotas": {code: 0}})
     try:
         yield
     finally:
-        control(faults={"vcpus": {}})
+        control(faults={"quotas": {}})
 
 
 @contextlib.contextmanager

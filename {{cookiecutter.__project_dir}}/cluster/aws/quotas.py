@@ -1,4 +1,4 @@
-"""EC2's quotas: limits on the vCPUs of instances of the same kind that run at the same time."""
+"""AWS's quotas, mainly EC2's: limits on the vCPUs of instances of the same kind that run at the same time."""
 
 import re
 from typing import NamedTuple
@@ -25,7 +25,8 @@ class Granted(NamedTuple):
     """What AWS grants the account in this region."""
 
     name: str
-    vcpus: float
+    value: float
+    """vCPUs, unless the quota counts something else."""
 
 
 QUOTAS = (
@@ -44,9 +45,9 @@ def of(instance_type: str, market: str) -> Quota | None:
     return next((quota for quota in QUOTAS if quota.counts(instance_type, market)), None)
 
 
-def granted(file: ClusterFile, quota: Quota) -> Granted:
+def granted(file: ClusterFile, code: str, service: str = "ec2") -> Granted:
     """Ask AWS for a quota."""
-    answer = file.client("service-quotas").get_service_quota(ServiceCode="ec2", QuotaCode=quota.code)["Quota"]
+    answer = file.client("service-quotas").get_service_quota(ServiceCode=service, QuotaCode=code)["Quota"]
     return Granted(answer["QuotaName"], answer["Value"])
 
 
@@ -60,7 +61,7 @@ def too_small(file: ClusterFile, wanted: set[tuple[str, str]]) -> set[tuple[str,
         counted = {(name, market) for name, market in wanted if quota.counts(name, market)}
         if counted:
             try:
-                vcpus = granted(file, quota).vcpus
+                vcpus = granted(file, quota.code).value
             except (botocore.exceptions.ClientError, botocore.exceptions.BotoCoreError):
                 continue
             found |= {one for one in counted if INSTANCE_TYPES[one[0]].vcpus > vcpus}

@@ -75,8 +75,8 @@ class InjectedFaults:
     no_capacity: list[dict[str, Any]] = field(default_factory=list)
     """Which launches run out of capacity. An entry's keys `zone`, `market` ("spot" or "on-demand") and `type` select
     launches; a missing key matches all. `available` is the number of instances that can still start (default 0)."""
-    vcpus: dict[str, float] = field(default_factory=dict)
-    """Quotas on the vCPUs of running instances, by the code of the quota."""
+    quotas: dict[str, float | None] = field(default_factory=dict)
+    """Values of quotas by their codes. None: AWS has no such quota. Those on vCPUs are enforced."""
     not_offered: list[dict[str, str]] = field(default_factory=list)
     """Pairs of `type` and `zone` that EC2 no longer offers (see offerings.py)."""
 
@@ -149,7 +149,7 @@ class Api:
         if call.action == "DescribeInstanceTypeOfferings":
             return offerings.describe(call.region, call.parameters, self.faults.not_offered)
         if call.action == "GetServiceQuota":
-            return stubs.service_quota(call.parameters["QuotaCode"], self.faults.vcpus)
+            return stubs.service_quota(call.parameters["QuotaCode"], self.faults.quotas)
         return stubs.respond(call.service, call.action, call.region, call.parameters, principal)
 
     def as_json(self) -> list[dict[str, Any]]:
@@ -189,19 +189,19 @@ class Api:
         https://docs.aws.amazon.com/AWSEC2/latest/APIReference/errors-overview.html
         """
         quota = quotas.of(instance_type, market)
-        if quota is None or quota.code not in self.faults.vcpus:
+        vcpus = self.faults.quotas.get(quota.code) if quota else None
+        if quota is None or vcpus is None:
             return
         running = [one for one in moto_instances.list_all() if one.state in ("pending", "running")]
         types = [one.type for one in running if quota.counts(one.type, one.market)] + [instance_type] * count
-        if sum(INSTANCE_TYPES[name]["VCpuInfo"]["DefaultVCpus"] for name in types) <= self.faults.vcpus[quota.code]:
+        if sum(INSTANCE_TYPES[name]["VCpuInfo"]["DefaultVCpus"] for name in types) <= vcpus:
             return
         if market == "spot":
             raise iam.AwsError("MaxSpotInstanceCountExceeded", "Max spot instance count exceeded")
         raise iam.AwsError(
             "VcpuLimitExceeded",
-            "You have requested more vCPU capacity than your current vCPU limit of "
-            f"{self.faults.vcpus[quota.code]:g} allows for the instance bucket that the specified instance type "
-            "belongs to.",
+            f"You have requested more vCPU capacity than your current vCPU limit of {vcpus:g} allows for the instance "
+            "bucket that the specified instance type belongs to.",
         )
 
 

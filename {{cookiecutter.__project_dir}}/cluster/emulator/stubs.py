@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from cluster.emulator import launch_failures, offerings
-from cluster.emulator.iam import Permission, Principal, is_allowed
+from cluster.emulator.iam import AwsError, Permission, Principal, is_allowed
 from instance_types import INSTANCE_TYPES
 
 DOLLARS_AN_HOUR = {"m6i.2xlarge": 0.4, "m6i.8xlarge": 1.6, "p4d.24xlarge": 22.0, "p4de.24xlarge": 28.0} | {
@@ -21,8 +21,18 @@ SPOT_PRICE_RATIO = 0.5
 SPOT_PRICE_STEP = 0.08
 """How much the spot price rises from each zone to the next, as a share of the on-demand price."""
 
-VCPU_QUOTA = 1000.0
-"""vCPUs of each quota, unless a test sets another number."""
+QUOTA = 1000.0
+"""Value of each quota, unless a test sets another number."""
+NEW_ACCOUNT = {
+    **{"L-1216C47A": 5.0, "L-34B43A08": 5.0},  # vCPUs of standard instances: on demand, spot
+    **{"L-417A185B": 0.0, "L-7212CCBC": 0.0, "L-C4BD4855": 0.0, "L-DB2E81BA": 0.0, "L-3819A6DF": 0.0},  # of P and G
+    **{"L-F678F1CE": 5.0, "L-7A658B76": 50.0},  # VPCs, TiB of gp3 disks
+}
+"""Values of quotas in a new account.
+https://docs.aws.amazon.com/ec2/latest/instancetypes/ec2-instance-quotas.html
+https://docs.aws.amazon.com/vpc/latest/userguide/amazon-vpc-limits.html
+https://docs.aws.amazon.com/ebs/latest/userguide/ebs-resource-quotas.html
+"""
 
 SIMULATION = """<?xml version="1.0" encoding="UTF-8"?>
 <SimulatePrincipalPolicyResponse xmlns="https://iam.amazonaws.com/doc/2010-05-08/"><SimulatePrincipalPolicyResult>
@@ -83,10 +93,19 @@ def _default_disk_key(request: dict[str, str], region: str) -> str:
     return DISK_KEY.format(key=launch_failures.disk_key(region))
 
 
-def service_quota(code: str, vcpus: Mapping[str, float]) -> str:
-    """Return the response to GetServiceQuota. `vcpus` maps the codes of quotas to numbers that a test has set."""
-    quota = {"ServiceCode": "ec2", "QuotaCode": code, "QuotaName": "vCPUs of running machines"}
-    return json.dumps({"Quota": quota | {"Value": vcpus.get(code, VCPU_QUOTA), "Unit": "None", "Adjustable": True}})
+def service_quota(code: str, values: Mapping[str, float | None]) -> str:
+    """Return the response to GetServiceQuota.
+
+    `values` maps the codes of quotas to numbers that a test has set, or to None if AWS has no such quota.
+
+    Raises:
+        AwsError: there is no such quota.
+    """
+    value = values.get(code, QUOTA)
+    if value is None:
+        raise AwsError("NoSuchResource", "The request failed because the specified service quota does not exist.")
+    quota = {"ServiceCode": "ec2", "QuotaCode": code, "QuotaName": "Running machines", "Value": value}
+    return json.dumps({"Quota": quota | {"Unit": "None", "Adjustable": True}})
 
 
 def _simulate(request: dict[str, str], principal: Principal) -> str:

@@ -18,6 +18,7 @@ from botocore.stub import Stubber
 import settings
 from cluster.aws import quotas, stack
 from cluster.aws.doctor import checks, laptop, permissions
+from cluster.common import cluster_file
 from cluster.common.cluster_file import ClusterFile
 from cluster.doctor import Finding
 from instance_types import INSTANCE_TYPES
@@ -29,7 +30,7 @@ ZONES = ["us-east-1a", "us-east-1b"]
 READ_ONLY = {
     *("DescribeImages", "DescribeInstanceTypeOfferings", "DescribeInstanceTypes", "DescribeInstances"),
     *("DescribeRouteTables", "DescribeSecret", "DescribeSpotPriceHistory", "DescribeStacks", "DescribeSubnets"),
-    *("DescribeVpcs", "HeadBucket"),
+    *("DescribeVolumes", "DescribeVpcs", "HeadBucket"),
     *("GetCallerIdentity", "GetEbsDefaultKmsKeyId", "GetParameters", "GetProducts", "GetRole", "GetServiceQuota"),
     "SimulatePrincipalPolicy",
 }
@@ -93,6 +94,7 @@ class StubbedAws:
             "DescribeInstances": {"Reservations": []},
             "DescribeInstanceTypes": lambda asked: {"InstanceTypes": list(map(described, asked["InstanceTypes"]))},
             "DescribeInstanceTypeOfferings": lambda asked: offers(asked["Filters"][0]["Values"]),
+            "DescribeVolumes": {"Volumes": []},
             "DescribeVpcs": {"Vpcs": [{"VpcId": "vpc-1"}]},
             "DescribeStacks": ErrorAnswer("ValidationError", "Stack with id my-llm does not exist"),
             "DescribeRouteTables": routes(GatewayId="igw-1"),
@@ -229,7 +231,9 @@ def cloud(monkeypatch: pytest.MonkeyPatch) -> StubbedAws:
 @pytest.fixture
 def file() -> ClusterFile:
     def node_type(instance_type: str, most: int = 2, **more: Any) -> dict[str, Any]:
-        config = {"InstanceType": instance_type, "ImageId": f"resolve:ssm:{PARAMETER}", **more}
+        disk = {"DeviceName": "/dev/sda1", "Ebs": {"VolumeSize": 500, "VolumeType": "gp3"}}
+        config = {"InstanceType": instance_type, "ImageId": f"resolve:ssm:{PARAMETER}", "BlockDeviceMappings": [disk]}
+        config |= more
         return {"max_workers": most, "node_config": config}
 
     node_types = {
@@ -285,6 +289,7 @@ def test_a_sound_account_and_project_are_ok(cloud: StubbedAws, file: ClusterFile
     report = "\n".join(texts(findings, "ok"))
     for part in (
         f"signed in to AWS as {USER}",
+        "(L-7A658B76): 1.5 TiB needed, 1000 granted, 0.0 used by other disks",
         "(L-417A185B): 192 vCPUs needed, 1000 granted, 0 used by other instances",
         "(L-7212CCBC): 192 vCPUs needed",
         "(L-1216C47A): 72 vCPUs needed",
@@ -340,8 +345,32 @@ def test_a_denied_call_names_its_action(
 def test_another_error_is_a_warning_without_a_traceback(cloud: StubbedAws, file: ClusterFile) -> None:
     cloud.answers["GetServiceQuota"] = ErrorAnswer("TooManyRequestsException", "slow down")
     assert re.fullmatch(
-        r"quotas: not checked, because AWS says: .*slow down. Run again: inv doctor.*", only(file, "warning")
+        r"quotas L-417A185B, L-7212CCBC, L-1216C47A, L-7A658B76, L-F678F1CE: not checked, because AWS says: .*slow down"
+        r"\. Run again: inv doctor.*",
+        only(file, "warning"),
     )
+
+
+@pytest.mark.parametrize("code", ["L-417A185B", "L-1216C47A", "L-7A658B76", "L-F678F1CE"])
+def test_an_unknown_quota_does_not_hide_the_others(cloud: StubbedAws, file: ClusterFile, code: str) -> None:
+    unknown = ErrorAnswer("NoSuchResourceException", "no such quota")
+    cloud.answers["GetServiceQuota"] = lambda asked: unknown if asked["QuotaCode"] == code else quota("L-1", 0)
+    findings = checks.check(file)
+    assert f"quotas {code}: not checked, because AWS says: " in "".join(texts(findings, "warning"))
+    others = {"L-417A185B", "L-7212CCBC", "L-1216C47A", "L-7A658B76", "L-F678F1CE"} - {code}
+    too_small = "\n".join(text for text in texts(findings, "error") + texts(findings, "warning") if "increase" in text)
+    assert {one for one in others if f"--quota-code {one} " in too_small} == others
+
+
+def test_the_page_about_the_first_run_asks_for_enough_standard_instances(cloud: StubbedAws) -> None:
+    """The first quota that stops a new account is not one for GPUs."""
+    cloud.answers["GetServiceQuota"] = lambda asked: quota(asked["QuotaCode"], 0)
+    found = "".join(texts(checks.check(cluster_file.load()), "error"))
+    (needed,) = re.findall(r"\(L-1216C47A\): (\d+) vCPUs needed", found)
+    page = (settings.PROJECT / "docs" / "first-run.md").read_text(encoding="utf-8")
+    assert f"--quota-code L-1216C47A --desired-value {needed}\n" in page
+    assert f"the project needs {needed}" in page
+    assert f"for {needed} vCPUs of other instances" in (settings.PROJECT / "README.md").read_text(encoding="utf-8")
 
 
 def test_missing_permissions_are_named(cloud: StubbedAws, file: ClusterFile) -> None:
@@ -492,6 +521,32 @@ def test_the_clusters_own_instances_do_not_count_twice(cloud: StubbedAws, file: 
     cloud.answers["GetServiceQuota"] = lambda asked: quota(asked["QuotaCode"], 192)
     cloud.answers["DescribeInstances"] = instance(Tags=[{"Key": "ray-project", "Value": "my-llm"}])
     assert texts(checks.check(file), "warning") == []
+
+
+@pytest.mark.parametrize(
+    ("granted", "others", "own", "status"),
+    [
+        (2, 100, 0, "ok"),
+        (2, 700, 0, "warning"),  # room for the head and one worker
+        (2, 1100, 0, "error"),
+        (2, 0, 1500, "ok"),  # the cluster's own disks count only once
+        (1, 0, 0, "warning"),
+    ],
+)
+def test_all_disks_fit_into_the_quota(
+    cloud: StubbedAws, file: ClusterFile, granted: int, others: int, own: int, status: str
+) -> None:
+    tags = [{"Key": "ray-project", "Value": file.slug}]
+    volumes = [{"VolumeId": "vol-1", "Size": others}, {"VolumeId": "vol-2", "Size": own, "Tags": tags}]
+    cloud.answers["DescribeVolumes"] = {"Volumes": volumes}
+    sizes = {"L-7A658B76": granted}
+    cloud.answers["GetServiceQuota"] = lambda asked: quota(asked["QuotaCode"], sizes.get(asked["QuotaCode"], 1000))
+    (found,) = [one for one in checks.check(file) if "L-7A658B76" in one.text]
+    assert found.status == status
+    assert f"1.5 TiB needed, {granted} granted" in found.text
+    needed = -(-(1500 + others) // 1024)
+    request = f"--service-code ebs --quota-code L-7A658B76 --desired-value {needed} "
+    assert (request in found.text) == (status != "ok")
 
 
 def test_a_missing_spot_role_is_an_error(cloud: StubbedAws, file: ClusterFile) -> None:

@@ -37,6 +37,7 @@ from cluster.aws import (
     vpc,
 )
 from cluster.aws import target as aws_target
+from cluster.aws.doctor import quotas as doctor_quotas
 from cluster.aws.doctor import reserved
 from cluster.aws.doctor.account import Account
 from cluster.aws.target import Aws
@@ -416,20 +417,38 @@ def test_a_quota_is_enforced_in_its_market(aws: Api) -> None:
     prepare.prepare(launcher_file.load())
     spot = quotas.of(GPU_TYPE, "spot")
     assert spot
-    aws.faults.vcpus = {spot.code: INSTANCE_TYPES[GPU_TYPE].vcpus - 1.0}
+    aws.faults.quotas = {spot.code: INSTANCE_TYPES[GPU_TYPE].vcpus - 1.0}
     try:
         assert {offer["labels"]["market"] for offer in capacity.offers(FILE)} == {"on-demand"}
         assert "MaxSpotInstanceCountExceeded" in _launch_error("gpu-spot-1")
         assert _launch_error("gpu-on-demand-1") == ""
-        aws.faults.vcpus = {spot.code: float(INSTANCE_TYPES[GPU_TYPE].vcpus)}
+        aws.faults.quotas = {spot.code: float(INSTANCE_TYPES[GPU_TYPE].vcpus)}
         assert _launch_error("gpu-spot-1") == ""
         assert "MaxSpotInstanceCountExceeded" in _launch_error("gpu-spot-1")  # the first one still runs
         on_demand = quotas.of(GPU_TYPE, "on-demand")
         assert on_demand
-        aws.faults.vcpus = {on_demand.code: 0.0}
+        aws.faults.quotas = {on_demand.code: 0.0}
         assert "VcpuLimitExceeded" in _launch_error("gpu-on-demand-1")
     finally:
-        aws.faults.vcpus = {}
+        aws.faults.quotas = {}
+
+
+def test_the_doctor_names_each_quota_that_a_new_account_lacks(aws: Api) -> None:
+    aws.faults.quotas = {**stubs.NEW_ACCOUNT, "L-F678F1CE": None}
+    file = launcher_file.load()
+    clients = {name: FILE.client(name) for name in ("ec2", "service-quotas", "cloudformation")}
+    try:
+        found = list(doctor_quotas.check(Account(file.content, file.digest, "arn", clients)))
+    finally:
+        aws.faults.quotas = {}
+    errors = [one.text.partition(" needed")[0] for one in found if one.status == "error"]
+    needs = (("L-417A185B", 192), ("L-7212CCBC", 192), ("L-1216C47A", 72))  # on demand, spot, head and CPU workers
+    assert errors == [f"Running machines ({code}): {vcpus} vCPUs" for code, vcpus in needs]
+    (warning,) = [one.text for one in found if one.status == "warning"]
+    assert "quotas L-F678F1CE: not checked, because AWS says: " in warning
+    assert "NoSuchResourceException" in warning
+    (disks,) = [one.text for one in found if one.status == "ok"]
+    assert "(L-7A658B76): 1.5 TiB needed, 50 granted, 0.0 used by other disks" in disks
 
 
 def _launch_error(node_type: str) -> str:

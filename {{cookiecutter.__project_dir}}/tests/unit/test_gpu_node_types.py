@@ -107,8 +107,8 @@ def aws(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         ]
         return {"InstanceTypeOfferings": found}
 
-    def granted(file: ClusterFile, quota: quotas.Quota) -> quotas.Granted:
-        if isinstance(vcpus := answers.vcpus.get(quota.code, 1000), Exception):
+    def granted(file: ClusterFile, code: str) -> quotas.Granted:
+        if isinstance(vcpus := answers.vcpus.get(code, 1000), Exception):
             raise vcpus
         return quotas.Granted("name", vcpus)
 
