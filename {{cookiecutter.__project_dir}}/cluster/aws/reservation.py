@@ -14,8 +14,9 @@ import botocore.exceptions
 from pydantic import Field
 
 import settings
-from cluster.aws import stack
+from cluster.aws import aws_errors, stack
 from cluster.aws.vpc import NetworkSection
+from cluster.common import prices
 from cluster.common.cluster_file import TARGET, ClusterFile
 from cluster.console import Console
 from cluster.node.state import BLOCK_CLEANUP_S, BLOCK_NOTICE_S
@@ -91,6 +92,11 @@ class Reservation:
 def find(file: ClusterFile) -> Reservation | None:
     """Return the reservation, or None if the settings name none or AWS does not know it."""
     section = load_section()
+    described = _describe_named(file, section)
+    return _from_ec2(described, section.count) if described else None
+
+
+def _describe_named(file: ClusterFile, section: CapacitySection) -> dict[str, Any] | None:
     if not section.reservation:
         return None
     try:
@@ -99,7 +105,52 @@ def find(file: ClusterFile) -> Reservation | None:
         if error.response["Error"]["Code"].startswith("InvalidCapacityReservationId"):
             return None
         raise
-    return _from_ec2(answer["CapacityReservations"][0], section.count)
+    return answer["CapacityReservations"][0]
+
+
+def paid(file: ClusterFile) -> list[Reservation]:
+    """Return the reservations that cost money, with all their instances.
+
+    They are the one that the settings name, and those with the project's tag, such as a Capacity Block that
+    `inv capacity` bought before.
+    """
+    tagged = [{"Name": "tag:ray-project", "Values": [file.slug]}]
+    pages = file.client("ec2").get_paginator("describe_capacity_reservations").paginate(Filters=tagged)
+    described = [one for page in pages for one in page["CapacityReservations"]]
+    if named := _describe_named(file, load_section()):
+        described.append(named)
+    found = {one["CapacityReservationId"]: _from_ec2(one, 0) for one in described}
+    return [one for one in found.values() if one.state not in ENDED]
+
+
+def cost(file: ClusterFile, reserved: Reservation) -> str:
+    """Say what a reservation costs without instances, and how to end that.
+
+    https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/capacity-reservations-pricing-billing.html
+    """
+    if reserved.is_block:
+        return f"the {reserved.summary} is paid in advance. AWS refunds nothing, and inv up can use it until its end"
+    try:
+        each = prices.of_market(file, [reserved.instance_type]).on_demand[reserved.instance_type]
+        dollars = f"{reserved.count * each:.2f} dollars per hour"
+    except settings.UserError:
+        dollars = f"the on-demand price of {reserved.count} instances"
+    return (
+        f"the {reserved.summary} costs {dollars} until you cancel it, also while no instance runs and after inv down. "
+        "To cancel it, run: aws ec2 cancel-capacity-reservation "
+        f"--capacity-reservation-id {reserved.id} --region {file.region}"
+    )
+
+
+def show_costs(file: ClusterFile) -> None:
+    """Print what the project's reservations cost, which `inv down` does not end."""
+    try:
+        for one in paid(file):
+            print(cost(file, one))
+    except botocore.exceptions.ClientError as error:
+        if not aws_errors.missing_permission(error):
+            raise
+        print(f"whether a capacity reservation still costs money is not known: {aws_errors.explain(error)}")
 
 
 def require(file: ClusterFile) -> Reservation | None:

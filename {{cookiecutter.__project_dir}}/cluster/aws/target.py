@@ -78,6 +78,7 @@ class Aws:
         Console().print(prices.table(file, prices.ask(file)))
         if costs := settings.load(vpc.NetworkSection, "network", profile=self.profile).costs:
             print(costs)
+        reservation.show_costs(file)
         print(changes)
         consent.ask("continue?" if running else "start it?", yes, f"inv up --target {TARGET}")
         reservation.wait_for_start(file)
@@ -214,6 +215,7 @@ class Aws:
             )
             if bucket.exists(file):
                 print(f"the bucket with your work is kept: s3://{bucket.name(file)}")
+        reservation.show_costs(file)
         return left
 
 

@@ -170,7 +170,9 @@ class Reservations:
 
     def _selected(self, parameters: dict[str, str]) -> list[Reservation]:
         ids = [value for key, value in parameters.items() if re.fullmatch(r"CapacityReservationId\.\d+", key)]
-        return [self._find(one) for one in ids] or list(self._by_id.values())
+        found = [self._find(one) for one in ids] or list(self._by_id.values())
+        tag = parameters.get("Filter.1.Name", "").removeprefix("tag:")
+        return [one for one in found if not tag or one.tags.get(tag) == parameters["Filter.1.Value.1"]]
 
     def _purchase(self, parameters: dict[str, str]) -> Reservation:
         with self._lock:

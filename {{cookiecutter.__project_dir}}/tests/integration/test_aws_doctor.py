@@ -28,7 +28,8 @@ PARAMETER = "/aws/service/deeplearning/latest/ami-id"
 VCPUS = {"m6i.2xlarge": 8, "m6i.8xlarge": 32} | {name: one.vcpus for name, one in INSTANCE_TYPES.items()}
 ZONES = ["us-east-1a", "us-east-1b"]
 READ_ONLY = {
-    *("DescribeImages", "DescribeInstanceTypeOfferings", "DescribeInstanceTypes", "DescribeInstances"),
+    *("DescribeCapacityReservations", "DescribeImages", "DescribeInstanceTypeOfferings", "DescribeInstanceTypes"),
+    "DescribeInstances",
     *("DescribeRouteTables", "DescribeSecret", "DescribeSpotPriceHistory", "DescribeStacks", "DescribeSubnets"),
     *("DescribeVolumes", "DescribeVpcs", "HeadBucket"),
     *("GetCallerIdentity", "GetEbsDefaultKmsKeyId", "GetParameters", "GetProducts", "GetRole", "GetServiceQuota"),
@@ -68,7 +69,6 @@ OPTIONAL = (
     permissions.NAT_ACTIONS,
     permissions.HTTPS_ACTIONS,
     permissions.BUDGET_ACTIONS,
-    permissions.RESERVATION_ACTIONS,
 )
 ALL_ACTIONS = {*permissions.UP_AND_DOWN, *" ".join(text for one in OPTIONAL for text in one.values()).split()}
 
@@ -94,6 +94,7 @@ class StubbedAws:
             "DescribeInstances": {"Reservations": []},
             "DescribeInstanceTypes": lambda asked: {"InstanceTypes": list(map(described, asked["InstanceTypes"]))},
             "DescribeInstanceTypeOfferings": lambda asked: offers(asked["Filters"][0]["Values"]),
+            "DescribeCapacityReservations": {"CapacityReservations": []},
             "DescribeVolumes": {"Volumes": []},
             "DescribeVpcs": {"Vpcs": [{"VpcId": "vpc-1"}]},
             "DescribeStacks": ErrorAnswer("ValidationError", "Stack with id my-llm does not exist"),

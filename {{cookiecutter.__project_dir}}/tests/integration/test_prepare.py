@@ -675,6 +675,61 @@ def test_the_doctor_warns_if_max_workers_leaves_reserved_instances_unused(
     assert ("3 reserved instances idle. Raise max_workers") in findings()[1][1]
 
 
+def paid_reservation(aws: Api, name: str, **values: Any) -> None:
+    """Create an on-demand capacity reservation, or with `is_block` a Capacity Block, with the project's tag."""
+    fields: dict[str, Any] = {"zone": ZONE, "instance_type": GPU_TYPE, "count": 2, "is_block": False}
+    fields |= {"start_s": -HOUR, "end_s": None, "tags": {"ray-project": FILE.slug}}
+    aws.reservations.put(name, **fields | values)
+
+
+def test_a_reservation_that_goes_on_costing_is_named(
+    aws: Api, assign: Callable[[str, str], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After `down`, in `up` and by the doctor, whether or not the settings still name it."""
+    reservation.show_costs(FILE)
+    assert capsys.readouterr().out == ""
+    paid_reservation(aws, "cr-named", tags={})
+    paid_reservation(aws, "cr-before")
+    paid_reservation(aws, "cr-block", is_block=True, end_s=20 * HOUR, count=1)
+    paid_reservation(aws, "cr-expired", end_s=-60)
+    paid_reservation(aws, "cr-of-others", tags={"ray-project": "another"})
+    paid_reservation(aws, "cr-without-tag", tags={})
+    assign("cluster.capacity", 'reservation = "cr-named"')
+    assign("cluster.capacity", "count = 1")  # the cluster may use one of two
+    reservation.show_costs(FILE)
+    shown = {re.findall(r"cr-[\w-]+", line)[0]: line for line in lines(capsys)}
+    assert set(shown) == {"cr-named", "cr-before", "cr-block"}
+    for name in ("cr-named", "cr-before"):
+        assert (
+            f"2 × {GPU_TYPE} in {ZONE} costs 44.00 dollars per hour until you cancel it, also while no" in shown[name]
+        )
+        cancel = "aws ec2 cancel-capacity-reservation --capacity-reservation-id"
+        assert shown[name].endswith(f"To cancel it, run: {cancel} {name} --region {FILE.region}")
+    assert shown["cr-block"].endswith("is paid in advance. AWS refunds nothing, and inv up can use it until its end")
+    status = {
+        re.findall(r"cr-[\w-]+", text)[0]: status for status, text in findings() if "costs" in text or "paid" in text
+    }
+    assert status == {"cr-named": "ok", "cr-before": "warning", "cr-block": "warning"}
+    capsys.readouterr()
+    assert Aws().down() == []
+    assert [line for line in lines(capsys) if "cr-" in line] == list(shown.values())
+
+
+def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return capsys.readouterr().out.splitlines()
+
+
+def test_without_permission_the_cost_of_reservations_is_not_known(aws: Api, capsys: pytest.CaptureFixture[str]) -> None:
+    denied = (
+        '{"Version": "2012-10-17", "Statement": [{"Effect": "Deny", "Action": "ec2:*Reservations", "Resource": "*"}]}'
+    )
+    iam_backends[ACCOUNT]["aws"].put_user_policy("laptop", "no-reservations", denied)
+    reservation.show_costs(FILE)
+    assert re.search(
+        "costs money is not known: .* permission ec2:DescribeCapacityReservations", capsys.readouterr().out
+    )
+
+
 @pytest.mark.parametrize(("private", "gateway"), [("false", "igw-"), ("true", "nat-")])
 def test_a_reservation_in_a_fourth_zone_gets_a_subnet_and_a_label(
     aws: Api, assign: Callable[[str, str], None], private: str, gateway: str

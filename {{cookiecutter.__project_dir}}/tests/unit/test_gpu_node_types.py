@@ -15,7 +15,7 @@ from instance_types import INSTANCE_TYPES
 from pipeline.ray_support import gpu_section
 
 OWN = gpu_types.in_cluster_yaml(cluster_file.load())
-ZONES = ["us-east-1a", "us-east-1b", "us-east-1d"]
+ZONES = [f"{cluster_file.load().region}{letter}" for letter in "abd"]
 TYPES = ("p5.48xlarge", "g6e.48xlarge")
 
 Use = Callable[..., ClusterFile]

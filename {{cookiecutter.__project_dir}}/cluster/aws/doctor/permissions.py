@@ -6,7 +6,7 @@ from functools import partial
 from botocore.exceptions import ClientError
 
 import settings
-from cluster.aws import aws_errors, budget, reservation, vpc
+from cluster.aws import aws_errors, budget, vpc
 from cluster.aws.doctor.account import RETRY, Account, denied_action
 from cluster.common import bucket, instances
 from cluster.doctor import Finding, judge
@@ -27,8 +27,8 @@ ACTIONS = {
     "ec2:AuthorizeSecurityGroupIngress ec2:RevokeSecurityGroupIngress ec2:AuthorizeSecurityGroupEgress "
     "ec2:RevokeSecurityGroupEgress ec2:CreateLaunchTemplate ec2:CreateLaunchTemplateVersion ec2:DeleteLaunchTemplate "
     "ec2:CreatePlacementGroup ec2:DescribePlacementGroups ec2:DeletePlacementGroup ec2:DescribeNatGateways "
-    "ec2:DescribeAddresses ec2:DescribeRouteTables pricing:GetProducts ssm:GetParameters "
-    "secretsmanager:ListSecrets",
+    "ec2:DescribeAddresses ec2:DescribeRouteTables ec2:DescribeCapacityReservations pricing:GetProducts "
+    "ssm:GetParameters secretsmanager:ListSecrets",
     "arn:{partition}:ec2:{region}:{account}:instance/*": "ec2:RunInstances ec2:CreateTags ec2:TerminateInstances",
     "arn:{partition}:cloudformation:{region}:{account}:stack/{slug}/*": "cloudformation:CreateStack "
     "cloudformation:UpdateStack cloudformation:DeleteStack cloudformation:DescribeStacks "
@@ -76,8 +76,6 @@ HTTPS_ACTIONS = {
 }
 # Additional actions for the budget, if [cluster.budget] of settings.toml has one.
 BUDGET_ACTIONS = {"*": "budgets:ModifyBudget budgets:ViewBudget"}
-# Additional actions if [cluster.capacity] of settings.toml names a reservation.
-RESERVATION_ACTIONS = {"*": "ec2:DescribeCapacityReservations"}
 # Actions that only the doctor needs. If AWS denies one, the report of the failed check names it.
 DOCTOR_ACTIONS = [
     "iam:SimulatePrincipalPolicy",
@@ -85,7 +83,7 @@ DOCTOR_ACTIONS = [
     "ec2:DescribeImages",
     "ec2:GetEbsDefaultKmsKeyId",
 ]
-KNOWN_ACTIONS = [*UP_AND_DOWN, *RESERVATION_ACTIONS.values(), *DOCTOR_ACTIONS]
+KNOWN_ACTIONS = [*UP_AND_DOWN, *DOCTOR_ACTIONS]
 
 
 def check(account: Account) -> Iterator[Finding]:
@@ -129,7 +127,6 @@ def _needed_actions() -> list[tuple[str, str]]:
         *(NAT_ACTIONS.items() if makes_vpc and section.private else []),
         *(HTTPS_ACTIONS.items() if section.certificate else []),
         *(BUDGET_ACTIONS.items() if budget.stack_parameters() else []),
-        *(RESERVATION_ACTIONS.items() if reservation.load_section().reservation else []),
     ]
 
 

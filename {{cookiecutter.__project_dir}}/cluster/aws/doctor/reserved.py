@@ -1,4 +1,4 @@
-"""Check the capacity reservation that [cluster.capacity] names."""
+"""Check the capacity reservation that [cluster.capacity] names, and name others that cost money."""
 
 import datetime
 import math
@@ -16,9 +16,18 @@ from cluster.doctor import Finding, judge
 def check(account: Account) -> Iterator[Finding]:
     """Check that the reservation can be used, and that neither max_workers nor the limit in hours cuts it short.
 
+    Another reservation of the project costs money, and this cluster does not use it.
+
     Raises:
         settings.UserError: it does not exist, it has ended, or no subnet is in its zone.
     """
+    named = reservation.load_section().reservation
+    for one in reservation.paid(account):
+        if one.id != named:
+            text = "[cluster.capacity] of settings.toml does not name it, so the cluster does not use it"
+            yield Finding("warning", f"{reservation.cost(account, one)}. {text}")
+        elif not one.is_block:
+            yield Finding("ok", reservation.cost(account, one))
     reserved = reservation.require(account)
     if reserved is None:
         return
