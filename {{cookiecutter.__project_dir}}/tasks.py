@@ -16,6 +16,7 @@ from cluster import environment, network
 
 environment.enter()  # creates .venv on first use; after this line, all packages can be imported
 
+import sections
 import settings
 from cluster import command_line, job_scripts
 from cluster.console import Console
@@ -39,6 +40,8 @@ def verb(*positional: str, **texts: str) -> Callable[..., Any]:
         @functools.wraps(body)
         def checked(context: Context, *args: Any, **options: Any) -> None:
             try:
+                if body.__name__ != "doctor":  # which lists a wrong section with all other problems
+                    sections.check()
                 body(context, *args, **options)
             except settings.UserError as error:
                 raise Exit(printable(f"error: {error}"), error.exit_code) from None

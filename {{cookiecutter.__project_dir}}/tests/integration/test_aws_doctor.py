@@ -255,6 +255,7 @@ def tune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str]
     """Return a function that sets a key in a section of settings.toml. The tests change a copy of the file."""
     copy = Path(shutil.copy(settings.FILE, tmp_path))
     monkeypatch.setattr(settings.load, "__kwdefaults__", {"profile": None, "file": copy})
+    monkeypatch.setattr(settings, "FILE", copy)
 
     def assign(section: str, assignment: str) -> None:
         found = re.split(rf"(^\[{re.escape(section)}\].*\n)", copy.read_text(encoding="utf-8"), flags=re.MULTILINE)
@@ -492,6 +493,13 @@ def test_the_clusters_own_instances_do_not_count_twice(cloud: StubbedAws, file: 
     cloud.answers["GetServiceQuota"] = lambda asked: quota(asked["QuotaCode"], 192)
     cloud.answers["DescribeInstances"] = instance(Tags=[{"Key": "ray-project", "Value": "my-llm"}])
     assert texts(checks.check(file), "warning") == []
+
+
+def test_a_section_that_nothing_reads_is_an_error(
+    cloud: StubbedAws, file: ClusterFile, tune: Callable[[str, str], None]
+) -> None:
+    tune("cluster.netwrok", "private = true")
+    assert "there is no section [cluster.netwrok]. Did you mean [cluster.network]?" in only(file, "error")
 
 
 def test_a_missing_spot_role_is_an_error(cloud: StubbedAws, file: ClusterFile) -> None:

@@ -21,7 +21,7 @@ from pipeline.training.options import DDPOptions
 from pipeline.training.runtimes import torchrun
 
 PAGES = ["README.md", *(str(page.relative_to(settings.PROJECT)) for page in settings.PROJECT.glob("docs/*.md"))]
-SOURCES = ["settings.py", "cluster/**/*.py", "jobs/**/*.py", "pipeline/**/*.py"]
+SOURCES = ["settings.py", "sections.py", "cluster/**/*.py", "jobs/**/*.py", "pipeline/**/*.py"]
 FILLED = "\0"  # replaces a value in a message
 MIN_LETTERS = 20  # characters outside of values; with fewer, a pattern would match almost any quote
 PLACEHOLDERS = {"VERB", "JOB", "NAME", "MODEL"}  # the pages use these in place of real names

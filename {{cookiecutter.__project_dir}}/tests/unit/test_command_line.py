@@ -1,7 +1,6 @@
 """Test that every verb answers a wrong command line with one sentence, without a traceback."""
 
 import inspect
-from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -9,19 +8,7 @@ import pytest
 from invoke import Argument, Collection, Context, Exit
 from invoke.parser import Parser
 
-import settings
-from cluster import command_line, environment, network
-
-
-@pytest.fixture(scope="module")
-def tasks() -> Iterator[ModuleType]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(environment, "enter", lambda: None)  # it would replace this process
-        patch.setattr(network, "keep_to_loopback", lambda: None)
-        patch.syspath_prepend(settings.PROJECT)
-        import tasks
-
-        yield tasks
+from cluster import command_line
 
 
 def parsed(tasks: ModuleType, words: list[str]) -> dict[str, Any]:

@@ -37,6 +37,7 @@ REMOTE_CHECKS: dict[str, Callable[[Account], Iterator[Finding]]] = {
 LOCAL_CHECKS: dict[str, Callable[[ClusterFile], Iterator[Finding]]] = {
     "versions": laptop.check_versions,
     "programs": laptop.check_programs,
+    "settings": jobs.check_settings,
     "upload": jobs.check_upload,
     "paths": jobs.check_paths,
     "limits": jobs.check_limits,
