@@ -2,6 +2,7 @@
 
 import difflib
 import os
+import shlex
 import tomllib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -14,6 +15,8 @@ FILE = PROJECT / "settings.toml"
 PROFILES = ("local", "cluster")
 RENAMED = {"gang_patience_s": "zone_timeout_s", "beside": "add", "caller": "callers"}
 """Maps renamed keys and options to their new names, which error messages suggest."""
+TARGET = "INV_TARGET"
+"""Environment variable: the target of the verb or job that runs."""
 
 
 class UserError(Exception):
@@ -21,6 +24,17 @@ class UserError(Exception):
 
     exit_code = 1
     """Exit code of a verb that fails with this error."""
+
+
+def inv(words: str, *values: str) -> str:
+    """Return the command `inv WORDS VALUES` for a message, so that it can be run as printed.
+
+    It is for the target of the verb or job that runs. The values are quoted for a shell.
+    """
+    verb, _, rest = words.partition(" ")
+    target = os.environ.get(TARGET, "local")
+    parts = ("inv", verb, "" if target == "local" else f"--target {target}", rest, shlex.join(values))
+    return " ".join(part for part in parts if part)
 
 
 class Section(BaseModel):

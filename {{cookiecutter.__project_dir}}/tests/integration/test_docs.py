@@ -115,6 +115,11 @@ def _texts(node: ast.expr) -> list[str]:
             return ["".join(chosen) for chosen in product(*map(_texts, parts))]
         case ast.BinOp(left=left, op=ast.Add(), right=right):
             return [first + second for first, second in product(_texts(left), _texts(right))]
+        case ast.FormattedValue(
+            value=ast.Call(func=ast.Name("inv") | ast.Attribute(attr="inv"), args=[words, *values])
+        ):
+            verb, space, rest = _texts(words)[0].partition(" ")
+            return [f"inv {verb}{FILLED}{space}{rest}{f' {FILLED}' * len(values)}"]
         case ast.IfExp(body=one, orelse=other):
             return _texts(one) + _texts(other)
     return [FILLED]

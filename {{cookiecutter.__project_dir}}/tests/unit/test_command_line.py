@@ -6,18 +6,9 @@ from typing import Any
 
 import pytest
 from invoke import Argument, Collection, Context, Exit
-from invoke.parser import Parser
+from verbs import parsed
 
 from cluster import command_line
-
-
-def parsed(tasks: ModuleType, words: list[str]) -> dict[str, Any]:
-    """Return the arguments with which invoke would call the verb."""
-    verbs = Collection.from_module(tasks)
-    program: Any = SimpleNamespace(core=SimpleNamespace(unparsed=words))
-    command_line.normalize(program, verbs)
-    (found,) = Parser(contexts=verbs.to_contexts()).parse_argv(words)
-    return {argument.name: argument.value for argument in found.args.values()}
 
 
 def sentence(tasks: ModuleType, words: list[str]) -> str:

@@ -98,7 +98,7 @@ def test_a_closed_type_keeps_running_instances(market: watchdog_head.Markets) ->
 def test_three_failed_setups_close_a_type_for_good_with_one_message(market: watchdog_head.Markets) -> None:
     assert market.note_failed_setups(Counter(spot=2)) == []
     (message,) = market.note_failed_setups(Counter(spot=3))
-    assert "run `inv up` again" in message
+    assert "run again: inv up --target aws" in message
     assert market.note_failed_setups(Counter(spot=3)) == []
     market.note_refusals([refusal("spot", "10:00:00")], NOW)
     assert market.limits(Counter(), NOW + 1e9)["spot"] == 0
