@@ -6,12 +6,13 @@ import io
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -201,8 +202,17 @@ def run_verb(
     *words: str, exit_code: int | tuple[int, ...] = 0, folder: Path = settings.PROJECT, **variables: str
 ) -> str:
     """Run a verb as a user would, check its exit code, and return its output."""
+    return _run(_command(*words), exit_code, folder, variables)
+
+
+def run_printed(command: str) -> str:
+    """Run `inv COMMAND` exactly as a message prints it, check that it succeeds, and return its output."""
+    return _run([sys.executable, "-m", "invoke", *shlex.split(command)], 0, settings.PROJECT, {})
+
+
+def _run(command: list[str], exit_code: int | tuple[int, ...], folder: Path, variables: Mapping[str, str]) -> str:
     done = subprocess.run(
-        _command(*words),
+        command,
         cwd=folder,
         env=_environment() | {"COLUMNS": "2000"} | variables,  # wide, so that no message is wrapped
         stdin=subprocess.DEVNULL,
@@ -212,7 +222,7 @@ def run_verb(
         timeout=VERB_TIMEOUT_S * slowdown(),
     )
     expected = (exit_code,) if isinstance(exit_code, int) else exit_code
-    assert done.returncode in expected, f"inv {' '.join(words)} exited with {done.returncode}: {done.stdout[-1000:]}"
+    assert done.returncode in expected, f"{shlex.join(command)} exited with {done.returncode}: {done.stdout[-1000:]}"
     return done.stdout
 
 

@@ -18,7 +18,7 @@ from cluster.common.cluster_file import FILE
 from cluster.emulator.waiting import wait_for
 from faults import secret_search
 from faults.capacity import GATHER, gather
-from faults.harness import Harness, changed_cluster_file, interrupt_verb, replaced_file, run_verb
+from faults.harness import Harness, changed_cluster_file, interrupt_verb, replaced_file, run_printed, run_verb
 from faults.setup import ONE_CPU
 
 SLEEP = "import time; print('at work', flush=True); time.sleep(600)"
@@ -88,12 +88,12 @@ def _network(ec2: Any) -> dict[str, Any]:
 
 
 def interrupted_up(harness: Harness) -> str:
-    """Ctrl-C interrupts `up` at three points: afterwards, `down` leaves nothing behind."""
+    """Ctrl-C interrupts `up` at three points: afterwards, the command that it prints leaves nothing behind."""
     run_verb("down")
     points = ("at most", "step 1 of 7", "step 6 of 7")  # `up` shows the price, boots the head, and sets it up
     for point in points:
-        assert "interrupted" in interrupt_verb(point, "up", "--yes")
-        assert "is left" in run_verb("down")
+        (command,) = re.findall(r"interrupted\..*End it: inv (.*)", interrupt_verb(point, "up", "--yes"))
+        assert "is left" in run_printed(command), command
         assert not instances.living(harness.file)
     return f"at {', '.join(f'“{point}”' for point in points)}"
 

@@ -16,6 +16,7 @@ from cluster import environment, network
 
 environment.enter()  # creates .venv on first use; after this line, all packages can be imported
 
+import sections
 import settings
 from cluster import command_line, job_scripts
 from cluster.console import Console
@@ -39,13 +40,17 @@ def verb(*positional: str, **texts: str) -> Callable[..., Any]:
         @functools.wraps(body)
         def checked(context: Context, *args: Any, **options: Any) -> None:
             try:
+                os.environ[settings.TARGET] = options.get("target", "local")  # for commands in messages, also of jobs
+                if body.__name__ != "doctor":  # which lists a wrong section with all other problems
+                    sections.check()
                 body(context, *args, **options)
             except settings.UserError as error:
                 raise Exit(printable(f"error: {error}"), error.exit_code) from None
             except Exit:
                 raise
             except KeyboardInterrupt:
-                raise Exit("\ninterrupted. See what was started: inv status   End it: inv down", 130) from None
+                started, end = settings.inv("status"), settings.inv("down")
+                raise Exit(f"\ninterrupted. See what was started: {started}   End it: {end}", 130) from None
             except _aws_errors() as error:
                 from cluster.aws import aws_errors
 
@@ -175,8 +180,7 @@ def up(context: Context, target: str = "local", yes: bool = False, wait: bool = 
     from cluster import targets
 
     targets.get(target).up(yes, wait)
-    option = "" if target == "local" else f" --target {target}"
-    print(f"next: inv submit{option} preprocess   or: inv status{option}   or: inv down{option}")
+    print(f"next: {settings.inv('submit preprocess')}   or: {settings.inv('status')}   or: {settings.inv('down')}")
 
 
 @verb(
@@ -338,7 +342,9 @@ def keys(context: Context, action: str, name: str = "", days: int = 0, models: s
         cluster_keys.revoke(stores, name)
         print(f"the key of {name} is no longer valid within ten seconds")
     else:
-        raise settings.UserError(f"keys has no action {action!r}. Run: inv keys list, add NAME or revoke NAME")
+        raise settings.UserError(
+            f"keys has no action {action!r}. Run: {settings.inv('keys')} list, add NAME or revoke NAME"
+        )
 
 
 @verb(**JOB_ID, **VERBOSE, **TARGET)

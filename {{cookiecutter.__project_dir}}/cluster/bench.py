@@ -28,7 +28,7 @@ PROMPT_WORDS = 40
 PERCENTILES = (50, 95)
 RATE_LIMITED = (
     "the key's rate limit is exceeded. Raise it, then measure again: "
-    "inv submit serve_llm -- --key-requests-per-minute 100000"
+    f"{settings.inv('submit serve_llm -- --key-requests-per-minute 100000')}"
 )
 
 
@@ -103,7 +103,8 @@ async def _levels(url: str, key: str, model: str, load: Load, console: Console) 
             if not level.requests_per_s and not levels:
                 reason = next(iter(level.errors))
                 raise settings.UserError(
-                    f"{url} answered no request from {concurrent} concurrent clients ({reason}). Run: inv logs"
+                    f"{url} answered no request from {concurrent} concurrent clients ({reason}). "
+                    f"Run: {settings.inv('logs')}"
                 )
             levels.append(level)
             console.print(f"{concurrent} clients: {level.tokens_per_s:,.0f} tokens/s")

@@ -107,14 +107,14 @@ def readable_errors(url: str) -> Iterator[None]:
     try:
         yield
     except (openai.APIConnectionError, httpx2.TransportError):
-        raise settings.UserError(f"nothing answers at {url}. Run: inv submit serve_llm") from None
+        raise settings.UserError(f"nothing answers at {url}. Run: {settings.inv('submit serve_llm')}") from None
     except openai.AuthenticationError:
         raise settings.UserError(
             f"{url} rejects the SERVE_API_KEY. If you have just changed it in .env, try again in ten seconds. "
             "If your shell sets another value, run: unset SERVE_API_KEY"
         ) from None
     except (json.JSONDecodeError, AttributeError, LookupError):  # the OpenAI client does not validate responses
-        raise settings.UserError(f"{url} is not an OpenAI-compatible server. Run: inv status") from None
+        raise settings.UserError(f"{url} is not an OpenAI-compatible server. Run: {settings.inv('status')}") from None
     except openai.APIError as error:
         raise settings.UserError(f"{url} returned an error: {error.message}") from None
 

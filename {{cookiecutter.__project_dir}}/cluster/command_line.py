@@ -35,7 +35,9 @@ def normalize(program: Program, verbs: Collection) -> None:
         words[1:1] = [argument.names[0].upper() for argument in required[len(positions) :]]  # or it would be --help
         return
     if words[0] == "submit" and not positions:
-        raise Exit(f"error: submit needs a job. Run: inv submit {' | '.join(job_scripts.names())}", 1)
+        raise Exit(
+            f"error: submit needs a job. Run: {shlex.join(['inv', *words])} {' | '.join(job_scripts.names())}", 1
+        )
     if words[0] == "submit":
         _reject_job_options(words, positions)
     elif words[0] == "keys" and len(positions) > 1:

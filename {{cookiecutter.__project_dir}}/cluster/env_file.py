@@ -26,7 +26,7 @@ class EnvFile:
         """
         file = settings.PROJECT / ".env"
         if not file.is_file():
-            raise settings.UserError("there is no .env, which stores the keys. Run: inv up")
+            raise settings.UserError(f"there is no .env, which stores the keys. Run: {settings.inv('up')}")
         return dotenv_values(file).get(OTHERS_SECRET) or ""
 
     def update(self, change: Callable[[str], str]) -> None:

@@ -66,7 +66,9 @@ def fit(job: str, options: list[str], console: Console) -> None:
     if job not in job_scripts.fine_tuning():
         raise settings.UserError(f"fit cannot measure {job}. Run: inv fit {' | '.join(job_scripts.fine_tuning())}")
     if (sys.platform, platform.machine()) != ("linux", "x86_64"):
-        raise settings.UserError("fit needs Linux on x86-64, because it uses the packages of the nodes. Use: inv plan")
+        raise settings.UserError(
+            f"fit needs Linux on x86-64, because it uses the packages of the nodes. Use: {settings.inv('plan MODEL')}"
+        )
     gpu = Gpu(nodes_environment(), _instance())
     with console.status(f"{job} runs on a fake {gpu.instance.gpu}"):
         needed = gpu.run(job, options)

@@ -23,7 +23,7 @@ def fine_tuning() -> list[str]:
 def find(job: str) -> Path:
     """Return the path of a job's script. Raises `settings.UserError` if there is no such job."""
     if job not in names():
-        raise settings.UserError(f"there is no job {job!r}. Run: inv submit {' | '.join(names())}")
+        raise settings.UserError(f"there is no job {job!r}. Run: {settings.inv('submit')} {' | '.join(names())}")
     return settings.PROJECT / "jobs" / f"{job}.py"
 
 
@@ -39,7 +39,7 @@ def check(job: str, options: list[str], profile: str) -> bool:
     """
     if "cli.parse(" not in find(job).read_text(encoding="utf-8"):
         return True
-    checking = {"PROFILE": profile, "JOB_OPTIONS_CHECKED_FOR": f"inv submit {job} --"}
+    checking = {"PROFILE": profile, "JOB_OPTIONS_CHECKED_FOR": settings.inv(f"submit {job} --")}
     command = [sys.executable, "-m", f"jobs.{job}", *options]
     if code := subprocess.run(command, cwd=settings.PROJECT, env=os.environ | checking, check=False).returncode:
         raise Exit(code=code)

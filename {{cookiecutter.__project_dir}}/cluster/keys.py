@@ -35,7 +35,9 @@ def add(stores: Sequence[KeyStore], name: str, days: int, models: str) -> str:
     if days < 0:
         raise settings.UserError(f"--days is {days}. Use a positive number, such as --days 90")
     if not re.fullmatch(r"[^\s:|'\"#]*", models):
-        raise settings.UserError(f"--models is {models!r}. Use the names that inv models shows: --models NAME,NAME")
+        raise settings.UserError(
+            f"--models is {models!r}. Use the names that {settings.inv('models')} shows: --models NAME,NAME"
+        )
     key = secrets.token_urlsafe(32)
     entry = f"{name}:sha256={hashlib.sha256(key.encode()).hexdigest()}"
     if days:
@@ -46,7 +48,7 @@ def add(stores: Sequence[KeyStore], name: str, days: int, models: str) -> str:
     def added(value: str) -> str:
         if name in (OWNER, *map(_name, _entries(value))):
             raise settings.UserError(
-                f"there already is a key of {name}. Use another name, or first run: inv keys revoke {name}"
+                f"there already is a key of {name}. Use another name, or first run: {settings.inv('keys revoke', name)}"
             )
         return _value([*_entries(value), entry])
 
@@ -66,14 +68,15 @@ def revoke(stores: Sequence[KeyStore], name: str) -> None:
     """
     if name == OWNER:
         raise settings.UserError(
-            "the key of owner is SERVE_API_KEY. To replace it, change it in .env. Other keys: inv keys revoke NAME"
+            f"the key of owner is SERVE_API_KEY. To replace it, change it in .env. Other keys: "
+            f"{settings.inv('keys revoke NAME')}"
         )
 
     def removed(value: str) -> str:
         names = [_name(entry) for entry in _entries(value)]
         if name not in names:
             found = ", ".join(names) or "none"
-            raise settings.UserError(f"there is no key of {name!r} (found: {found}). Run: inv keys")
+            raise settings.UserError(f"there is no key of {name!r} (found: {found}). Run: {settings.inv('keys')}")
         return _value(_without(value, name))
 
     first, *others = stores
@@ -93,7 +96,9 @@ def show(store: KeyStore, console: Console) -> None:
             valid += ", expired"
         models = ", ".join(sorted(key.models)) if key.models else "all"
         table.add_row(cell(key.name), valid, cell(models), "digest" if ":sha256=" in entry else "clear text")
-    console.print(table if table.row_count else "only the owner has a key. To add one, run: inv keys add NAME")
+    console.print(
+        table if table.row_count else f"only the owner has a key. To add one, run: {settings.inv('keys add NAME')}"
+    )
 
 
 def _parse(store: KeyStore) -> list[ApiKey]:

@@ -30,7 +30,7 @@ CONCURRENT = 16
 RESULTS = settings.PROJECT / "results" / "lm-eval"
 REASONS = {
     "Status code: 429": "the key's rate limit is exceeded. Raise it, then try again: "
-    "inv submit serve_llm -- --key-requests-per-minute 1000000",
+    f"{settings.inv('submit serve_llm -- --key-requests-per-minute 1000000')}",
     "Loglikelihood is not supported for chat completions": "a task compares the probabilities of given answers, which "
     "the chat API does not return. Run it with: --completions",
 }

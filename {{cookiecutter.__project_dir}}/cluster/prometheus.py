@@ -64,7 +64,7 @@ def _wait(process: subprocess.Popen) -> None:
     try:
         if code := process.wait():
             raise settings.UserError(
-                f"Prometheus ended with exit code {code}; its messages are above. Run: inv metrics"
+                f"Prometheus ended with exit code {code}; its messages are above. Run: {settings.inv('metrics')}"
             )
     except KeyboardInterrupt:
         pass

@@ -40,7 +40,9 @@ def publish(name: str, repository: str, license_id: str, *, public: bool) -> str
         files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != CARD)
         is_adapter = (folder / "adapter_config.json").exists()
         if not is_adapter and not (folder / "config.json").exists():
-            raise settings.UserError(f"the run {name} has no exported model yet. Finish it: inv submit finetune_ddp")
+            raise settings.UserError(
+                f"the run {name} has no exported model yet. Finish it: {settings.inv('submit finetune_ddp')}"
+            )
         parts = () if is_adapter else other_parts(preflight.load_config(str(folder)))
         title = repository.partition("/")[2]
         card = model_card.card(run, title, license_id, is_adapter=is_adapter, other_parts=parts)

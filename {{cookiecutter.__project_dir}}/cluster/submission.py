@@ -66,6 +66,7 @@ def submit(connection: Connection, job: str, arguments: list[str]) -> str:
         "env_vars": connection.job_variables
         | connection.capacity_variables()
         | {
+            settings.TARGET: connection.target,
             "SECRET_NAMES": ",".join(secret_names),
             "PYTHONUNBUFFERED": "1",
             "RAY_LOGGER_LEVEL": "warning",  # the jobs print what matters
@@ -191,7 +192,9 @@ def _has_ended(client: JobClient, job_id: str) -> bool:
         if not details.driver_node_id or client.node_is_alive(details.driver_node_id):
             return False
         if time.monotonic() > deadline:
-            raise Unreachable(f"the node that ran {job_id} is gone. Run: inv down, then inv up")
+            raise Unreachable(
+                f"the node that ran {job_id} is gone. Run: {settings.inv('down')}, then {settings.inv('up')}"
+            )
         time.sleep(0.5)
 
 
@@ -202,7 +205,7 @@ def _cluster_lost(connection: Connection, job_id: str) -> str:
         again = f"inv logs{target} {job_id}; if that fails too: {again}"
     return (
         f"the cluster no longer answers, and {job_id} may be lost with it. Saved checkpoints and results remain, and a "
-        f"run resumes from its last checkpoint. Until inv down, the log is job-driver-{job_id}.log in "
+        f"run resumes from its last checkpoint. Until inv down{target}, the log is job-driver-{job_id}.log in "
         f"{connection.log_folder}. Run: {again}"
     )
 

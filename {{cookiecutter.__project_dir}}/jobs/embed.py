@@ -16,7 +16,7 @@ from pipeline.rag.chunking import Chunker
 from pipeline.rag.embedder import EmbeddingModelInfo
 from pipeline.rag.hit_rate import Question
 from pipeline.ray_support import capacity, job_lease, model_cache
-from settings import UserError
+from settings import UserError, inv
 
 
 def main(options: EmbedOptions) -> None:
@@ -45,7 +45,7 @@ def main(options: EmbedOptions) -> None:
         print(f"{writer.finish():,} chunks are in {location}", flush=True)
     if questions:
         hit_rate.print_hit_rate(questions, pool, location)
-    print("next: inv submit serve_rag", flush=True)
+    print(f"next: {inv('submit serve_rag')}", flush=True)
 
 
 def _check_cluster(options: EmbedOptions, model: str, location: str) -> None:

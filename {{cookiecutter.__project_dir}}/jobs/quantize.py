@@ -17,7 +17,7 @@ from pipeline.quantization import quantization
 from pipeline.ray_support import capacity, job_lease, model_cache
 from pipeline.training import preflight, weights_check
 from pipeline.training.dataset import PackedRows, read_manifest
-from settings import UserError
+from settings import UserError, inv
 
 
 def main(options: QuantizeOptions) -> None:
@@ -44,7 +44,7 @@ def main(options: QuantizeOptions) -> None:
     with job_lease.hold(options.output, "--output"):
         quantization.quantize(options, location, rows)
     print(f"wrote {options.output} after {time.monotonic() - started:.0f} s")
-    print(f"next: inv submit serve_llm -- --model {options.output}")
+    print(f"next: {inv('submit serve_llm -- --model', options.output)}")
 
 
 if __name__ == "__main__":

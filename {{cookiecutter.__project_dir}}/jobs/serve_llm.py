@@ -13,6 +13,7 @@ if __name__ == "__main__":
 import os
 
 from pipeline.serving import lifecycle, preflight
+from settings import inv
 
 
 def main(options: ServeOptions) -> None:
@@ -21,7 +22,7 @@ def main(options: ServeOptions) -> None:
     preflight.check_model(options)
     cli.connect(log_to_driver=False)  # vLLM prints pages of messages, which are also in Ray's log files
     lifecycle.deploy_model(options)
-    print(f"{options.served_name} is served at {options.url}\nnext: inv chat", flush=True)
+    print(f"{options.served_name} is served at {options.url}\nnext: {inv('chat')}", flush=True)
     if os.environ.get("RAY_ADDRESS", "local") == "local":
         lifecycle.wait_for_interrupt()
 

@@ -23,7 +23,7 @@ from filelock import FileLock
 from pydantic import BaseModel
 
 from pipeline import state_files
-from settings import UserError
+from settings import UserError, inv
 
 LEASE = ".lease"
 LOCK = ".lease.lock"  # locks the lease of a local folder while it is compared and changed
@@ -371,7 +371,7 @@ def _wait_until_free(store: Store, path: str, me: Holder, has_ended: HasEnded, o
         if found.holder and found.holder.cluster == me.cluster:
             if has_ended(found.holder):
                 break
-            stop = f"stop it: inv stop {found.holder.name}" if found.holder.is_submitted else "wait until it ends"
+            stop = f"stop it: {inv('stop', found.holder.name)}" if found.holder.is_submitted else "wait until it ends"
             raise UserError(f"{_name(found)} is writing to {where}; {stop}, or pass another {option}.")
         if found.version != first.version:
             raise UserError(

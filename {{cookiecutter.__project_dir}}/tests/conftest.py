@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from secrets import token_hex
+from types import ModuleType
 
 import boto3
 import pytest
@@ -21,6 +22,8 @@ from pipeline.serving import haproxy
 
 os.environ |= haproxy.environment("/")  # `import ray.serve` reads these variables; ray_session sets the real folder
 
+import settings
+from cluster import environment, network
 from cluster.network import free_ports
 from demo import assets as demo_assets
 
@@ -29,6 +32,18 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 TAUGHT = 5  # number of facts that the model in model_folder knows
+
+
+@pytest.fixture(scope="module")
+def tasks() -> Iterator[ModuleType]:
+    """Return tasks.py, imported without the effects that it has in a process of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(environment, "enter", lambda: None)  # it would replace this process
+        patch.setattr(network, "keep_to_loopback", lambda: None)
+        patch.syspath_prepend(settings.PROJECT)
+        import tasks
+
+        yield tasks
 
 
 @pytest.fixture(scope="session")

@@ -39,6 +39,8 @@ def missing_permission(error: ClientError) -> str:
 
 def _explain_answer(error: ClientError) -> str:
     answer = error.response["Error"]
+    if "MultiFactorAuthentication failed" in answer.get("Message", ""):
+        return "AWS rejects the MFA code. Each code works once, so wait for the next one, then run the command again"
     if permission := missing_permission(error):
         on = re.search(r"on resource: (\S+)", answer.get("Message", ""))
         where = f" on {on[1]}" if on and on[1] != "*" else ""

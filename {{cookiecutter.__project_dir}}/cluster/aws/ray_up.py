@@ -7,7 +7,9 @@ import time
 
 import settings
 from cluster.aws.launcher_file import FILE
+from cluster.common import aws_session, cluster_file
 from cluster.console import Console
+from pipeline.ray_support.private import cluster_launcher
 
 LOG = settings.PROJECT / ".cluster" / "up.log"
 STEP = re.compile(r"updater\.py.*\[(\d+)/(\d+)\]\s+(.*)")
@@ -18,7 +20,10 @@ def up() -> None:
     """Run `ray up .cluster/cluster.yaml`. Raises `settings.UserError` with its last line of output if it fails."""
     LOG.parent.mkdir(exist_ok=True)
     started = time.monotonic()
-    command = [sys.executable, "-m", "ray.scripts.scripts", "up", "--yes", "--no-config-cache", str(FILE)]
+    command = [sys.executable, "-m", __name__, "up", "--yes", "--no-config-cache", str(FILE)]
+    aws_session.credentials(
+        cluster_file.load().region
+    )  # if they expire soon, AWS asks for another code now, and not below the progress
     step = "asking AWS"
     with LOG.open("w") as log, Console().status(step) as spinner:
         # the file mounts are relative to the working directory
@@ -48,3 +53,8 @@ def _reason() -> str:
     noise = r"\d{4}-\d\d-\d\d |Shared connection|Warning: Permanently added"
     lines = [line.strip() for line in text.splitlines() if line.strip() and not re.match(noise, line)]
     return lines[-1][:300] if lines else "no output"
+
+
+if __name__ == "__main__":  # the process that `up` starts
+    aws_session.start(cluster_file.load().region)
+    cluster_launcher.main()

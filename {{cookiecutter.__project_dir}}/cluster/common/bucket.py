@@ -3,11 +3,11 @@
 import datetime
 import re
 
-import boto3
 import botocore.exceptions
 from pydantic import field_validator
 
 import settings
+from cluster.common import aws_session
 from cluster.common.cluster_file import ClusterFile
 
 NOTE = "cluster/ended.txt"
@@ -108,9 +108,7 @@ def access(file: ClusterFile) -> dict[str, str]:
 
     They include credentials, because boto3 finds these in more places than Arrow does.
     """
-    found = boto3.Session().get_credentials()
-    assert found  # the caller has already used credentials to look up the bucket
-    credentials = found.get_frozen_credentials()
+    credentials = aws_session.credentials(file.region)
     variables = {
         "AWS_DEFAULT_REGION": file.region,
         "AWS_ENDPOINT_URL_S3": file.client("s3").meta.endpoint_url,

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import boto3
 import yaml
 
 import settings
+from cluster.common import aws_session
 
 FILE = settings.PROJECT / "cluster" / "cluster.yaml"
 PINS = settings.PROJECT / "requirements" / "cluster.txt"
@@ -84,7 +84,7 @@ class ClusterFile:
 
     def client(self, service: Any) -> Any:  # Any, because boto3's types have an overload for each service's name
         """Return a boto3 client for the named service in this cluster's region."""
-        return boto3.client(service, region_name=self.region)
+        return aws_session.client(service, self.region)
 
     def _node_type(self, name: str) -> NodeType:
         body = self.content["available_node_types"][name]

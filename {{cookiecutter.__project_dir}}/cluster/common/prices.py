@@ -6,10 +6,10 @@ import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-import boto3
 from rich.table import Table
 
 import settings
+from cluster.common import aws_session
 from cluster.common.cluster_file import CAPACITY_BLOCK, ClusterFile, NodeType
 from cluster.common.instances import Instance
 from instance_types import INSTANCE_TYPES
@@ -153,7 +153,7 @@ def _on_demand(file: ClusterFile, instance_type: str) -> float:
         "capacitystatus": "Used",
         "marketoption": "OnDemand",  # and not "CapacityBlock", whose hours have another price
     }
-    answer = boto3.client("pricing", region_name=PRICING_REGION).get_products(
+    answer = aws_session.client("pricing", PRICING_REGION).get_products(
         ServiceCode="AmazonEC2",
         Filters=[{"Type": "TERM_MATCH", "Field": field, "Value": value} for field, value in wanted.items()],
     )

@@ -101,6 +101,7 @@ class Api:
         self.consistency = Consistency()
         self.reservations = Reservations()
         self.launch_failures = LaunchFailures()
+        self.used_codes: set[str] = set()
         self._lock = threading.Lock()
 
     def __call__(self, environ: dict[str, Any], start_response: StartResponse) -> Iterable[bytes]:
@@ -111,6 +112,8 @@ class Api:
             principal = iam.authenticate(environ, body)
             call = replace(call, caller=principal.arn, permissions=_permissions(call, environ, body))
             iam.authorize(principal, call.permissions)
+            if code := call.parameters.get("TokenCode"):
+                iam.use_code(code, self.used_codes)
             self.consistency.check(call.action, call.parameters)
             if call.service == "s3" and environ["REQUEST_METHOD"] in ("PUT", "DELETE"):
                 self.consistency.check_write(environ)

@@ -85,6 +85,17 @@ def authorize(principal: Principal, permissions: Iterable[Permission]) -> None:
             )
 
 
+def use_code(code: str, used: set[str]) -> None:
+    """Raise `AwsError` if a code for MFA was already used.
+
+    https://docs.aws.amazon.com/IAM/latest/UserGuide/id_credentials_mfa.html
+    """
+    if code in used:
+        message = "MultiFactorAuthentication failed with invalid MFA one time pass code."
+        raise AwsError("AccessDenied", message)
+    used.add(code)
+
+
 def is_allowed(statements: Iterable[dict[str, Any]], permission: Permission) -> bool:
     """Return whether a statement allows the permission and none denies it."""
     effects = {statement["Effect"] for statement in statements if _applies(statement, permission)}

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 import psutil
 
+import sections
 import settings
 from cluster.doctor import Finding, judge
-from cluster.submission import SecretsSection
 
 DEMO_MEMORY_GIB = 8
 FREE_DISK_GIB = 5
@@ -85,36 +85,19 @@ def _env_file() -> Iterator[Finding]:
 
 
 def _settings() -> Iterator[Finding]:
-    """Load the settings of all jobs in both profiles, into the types that the jobs use."""
-    from pipeline.data.options import PreprocessOptions
-    from pipeline.evaluation.options import EvaluateOptions
-    from pipeline.generation.options import GenerateOptions
-    from pipeline.rag.options import EmbedOptions, RagOptions
-    from pipeline.ray_support.gpu_section import GpuSection
+    """Load all sections in all their profiles, into the types that the jobs and verbs use."""
     from pipeline.serving.accelerator import check_accelerator
     from pipeline.serving.options import ServeOptions
-    from pipeline.training.options import ClassifierOptions, DDPOptions, DeepSpeedOptions, FSDPOptions
-    from pipeline.tuning.options import TuneOptions
 
-    sections: list[tuple[type[settings.Section], tuple[str, ...]]] = [
-        (PreprocessOptions, ("preprocess",)),
-        (DDPOptions, ("train",)),
-        (FSDPOptions, ("train", "fsdp")),
-        (DeepSpeedOptions, ("train", "deepspeed")),
-        (TuneOptions, ("train", "tune")),
-        (ClassifierOptions, ("train", "classifier")),
-        (EvaluateOptions, ("evaluate",)),
-        (ServeOptions, ("serve",)),
-        (EmbedOptions, ("embed",)),
-        (RagOptions, ("rag",)),
-        (GenerateOptions, ("generate",)),
-        (SecretsSection, ("secrets",)),
-        (GpuSection, ("gpu",)),
-    ]
+    try:
+        sections.check()
+    except settings.UserError as error:
+        yield Finding("error", str(error))
+        return
     for profile in settings.PROFILES:
         try:
-            for section_type, names in sections:
-                settings.load(section_type, *names, profile=profile)
+            for entry in (one for one in sections.SECTIONS if profile in one.profiles):
+                settings.load(entry.load_type(), *entry.names, profile=profile)
             check_accelerator(settings.load(ServeOptions, "serve", profile=profile).accelerator)
         except settings.UserError as error:
             yield Finding("error", f"in profile {profile}: {error}")

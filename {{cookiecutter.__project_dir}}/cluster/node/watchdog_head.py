@@ -67,7 +67,7 @@ class Markets:
                 self.closed_until[node_type] = float("inf")
                 messages.append(
                     f"the setup of {count} {node_type} instances failed, so no more are started until you correct "
-                    "setup_commands in cluster/cluster.yaml and run `inv up` again"
+                    f"setup_commands in cluster/cluster.yaml and run again: inv up --target {cluster_file.TARGET}"
                 )
         return messages
 
@@ -118,7 +118,9 @@ class Spending:
 def watch() -> None:
     """Watch over the cluster. Never returns."""
     file = cluster_file.load()
-    renew_lease_within(limits.load(), file)  # before asking AWS: if AWS does not answer, the lease must not expire
+    renew_lease_within(
+        current_limits()[0], file
+    )  # before asking AWS: if AWS does not answer, the lease must not expire
     watchdog = HeadWatchdog(file)
     while True:
         watchdog.check()
@@ -145,7 +147,9 @@ class HeadWatchdog:
 
     def check(self) -> None:
         """Check everything once, and save the state."""
-        current = limits.load()  # each time, because `inv limits` changes them
+        current, problem = current_limits()  # each time, because `inv limits` changes them
+        if problem and not any(problem in message for message in self._messages):
+            self._messages.append(f"{time.strftime('%H:%M:%S')} {problem}")
         renew_lease_within(current, self._file)
         living, now = instances.living(self._file), time.time()
         per_hour = self._spending.add(living, now - self._last)
@@ -197,6 +201,20 @@ def _failed_launches(file: ClusterFile) -> list[dict[str, str]]:
         for one in instances.failed_launches(file)
         if one.age_s > REQUEST_TIMEOUT_S
     ]
+
+
+def current_limits() -> tuple[LimitsSection, str]:
+    """Return the limits, and a sentence if settings.toml is invalid and the last limits therefore still apply.
+
+    This must not end the watchdog, because then the machine, and with it the cluster, would soon shut down.
+    """
+    try:
+        return limits.load(), ""
+    except settings.UserError as error:
+        state = read_json(STATE_FILE)
+        if not state:
+            raise
+        return LimitsSection(**state["limits"]), f"the last limits still apply, because {error}"
 
 
 def renew_lease_within(current: LimitsSection, file: ClusterFile) -> None:

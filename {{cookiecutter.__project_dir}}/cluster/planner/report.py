@@ -23,6 +23,7 @@ from cluster.planner.memory import (
     states,
 )
 from cluster.planner.shape import LORA_RANK
+from settings import inv
 
 
 def show(plan: ModelPlan, console: Console) -> None:
@@ -31,7 +32,7 @@ def show(plan: ModelPlan, console: Console) -> None:
     others = f" and {shape.untrained:,} that text does not reach" if shape.untrained else ""
     console.print(f"{shape.parameters:,} parameters{others}, {shape.layers} layers of {shape.hidden}\n")
     console.print(_training_table(plan))
-    hours_note = "Hours and dollars need packed data. Run: inv submit preprocess"
+    hours_note = f"Hours and dollars need packed data. Run: {inv('submit preprocess')}"
     if plan.tokens is not None:
         hours_note = (
             f"Hours are for one pass over the {plan.tokens:,} tokens of the packed data, on whole instances, with each "
@@ -118,7 +119,7 @@ def _training_advice(plan: ModelPlan) -> str:
     units = zip(_costs(plan, plan.recommended), ("hours", "dollars"), strict=True)
     costs = "".join(f", {cost:,.1f} {unit}" for cost, unit in units if cost is not None)
     keys = _keys(plan, "cluster.train", "cluster.deepspeed")
-    return f"inv submit {plan.job} and {keys}{costs}{_network_advice(plan.recommended, plan)}"
+    return f"{inv('submit', plan.job)} and {keys}{costs}{_network_advice(plan.recommended, plan)}"
 
 
 def _network_advice(training: Training, plan: ModelPlan) -> str:

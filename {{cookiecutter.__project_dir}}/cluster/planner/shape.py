@@ -78,7 +78,8 @@ def shape_of(config: PreTrainedConfig) -> Shape:
             model = composite.auto_class(config).from_config(config)
     except ValueError:
         raise settings.UserError(
-            f"{config.model_type} is not a causal language model in transformers. Choose another model: inv plan MODEL"
+            f"{config.model_type} is not a causal language model in transformers. Choose another model: "
+            f"{settings.inv('plan MODEL')}"
         ) from None
     text = text_config(config)
     layers = layer_configs(config)

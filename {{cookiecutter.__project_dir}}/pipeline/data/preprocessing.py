@@ -17,7 +17,7 @@ from pipeline.data.tokenization import DocumentTokenizer
 from pipeline.ray_support import ray_data
 from pipeline.ray_support.private.data import ShuffleDiskError
 from pipeline.ray_support.progress import Progress, time_left
-from settings import UserError
+from settings import UserError, inv
 
 
 def plan_shards(options: PreprocessOptions, sources: list[RowSource]) -> ShardPlan:
@@ -64,8 +64,8 @@ def explain(error: RayTaskError) -> Exception:
     if disk_is_full or isinstance(error.cause, ShuffleDiskError):
         return UserError(
             f"no space is left in {tempfile.gettempdir()} on a node: the shuffle stores the compressed text of the "
-            "input there; free some space, or use a larger disk: inv down, then RAY_TMPDIR=FOLDER inv up. With "
-            "python -m, set TMPDIR=FOLDER."
+            f"input there; free some space, or use a larger disk: {inv('down')}, then RAY_TMPDIR=FOLDER {inv('up')}. "
+            "With python -m, set TMPDIR=FOLDER."
         )
     return error
 

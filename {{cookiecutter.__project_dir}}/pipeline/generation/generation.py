@@ -21,7 +21,7 @@ from pipeline.printable import printable
 from pipeline.ray_support import model_cache, ray_data
 from pipeline.ray_support.progress import Progress, time_left
 from pipeline.serving.options import ServeOptions
-from settings import UserError
+from settings import UserError, inv
 
 
 def recipe(options: GenerateOptions, serving: ServeOptions) -> dict[str, Any]:
@@ -85,12 +85,12 @@ def explain(error: RayTaskError | ActorDiedError | ExecutionTimeoutError, model:
         minutes = DataContext.get_current().execution_no_progress_timeout_s / 60
         return UserError(
             f"no row was answered for {minutes:.0f} minutes: the cluster has no room for an engine, or an engine hangs."
-            " Finished answers are kept. Look at inv status, then run the same command again."
+            f" Finished answers are kept. Look at {inv('status')}, then run the same command again."
         )
     if isinstance(error, ActorDiedError):
         reason = str(error).strip().splitlines()[-1]
         return UserError(
-            f"an engine died ({reason}). To see why, serve the model: inv submit serve_llm -- --model {model}"
+            f"an engine died ({reason}). To see why, serve the model: {inv('submit serve_llm -- --model', model)}"
         )
     if isinstance(error.cause, UserError):
         return UserError(str(error.cause).splitlines()[0])  # Ray adds its own advice on the following lines

@@ -14,7 +14,7 @@ import ray
 from pipeline.quantization.options import QuantizeOptions
 from pipeline.ray_support import model_cache
 from pipeline.training import storage
-from settings import UserError
+from settings import UserError, inv
 
 LLMCOMPRESSOR = "llmcompressor==0.14.0.1"
 SCRIPT = Path(__file__).with_name("compress.py")
@@ -62,7 +62,9 @@ def _on_this_node(location: str, rows: np.ndarray, scheme: str, output: str) -> 
         if done.returncode:
             print(done.stderr, flush=True)
             reason = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "")
-            return f"llmcompressor could not quantize {location} ({reason.strip()}). Its output: inv logs --verbose"
+            return (
+                f"llmcompressor could not quantize {location} ({reason.strip()}). Its output: {inv('logs --verbose')}"
+            )
         replace(Path(scratch, "model"), output)
     return ""
 

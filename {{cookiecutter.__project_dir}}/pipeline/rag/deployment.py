@@ -11,7 +11,7 @@ from pipeline.rag.options import RagOptions
 from pipeline.ray_support import capacity, model_cache
 from pipeline.serving import canary, http_server, lifecycle
 from pipeline.serving.options import RAG_APP, RAG_PATH, ServeOptions
-from settings import UserError
+from settings import UserError, inv
 
 
 def check_index(options: RagOptions) -> None:
@@ -21,7 +21,10 @@ def check_index(options: RagOptions) -> None:
         return await (await index.Reader.open(settings.resolve(options.index))).has_full_text()
 
     if not asyncio.run(has_full_text()):
-        print(f"note: {options.index} can only be searched by meaning, not by words. Run: inv submit embed", flush=True)
+        print(
+            f"note: {options.index} can only be searched by meaning, not by words. Run: {inv('submit embed')}",
+            flush=True,
+        )
 
 
 def deploy(options: RagOptions) -> str:
@@ -55,7 +58,7 @@ def running_url() -> str:
     """
     address = http_server.current_address()
     if not address or RAG_APP not in serve.status().applications:
-        raise UserError("serve_rag is not running. Run: inv submit serve_rag")
+        raise UserError(f"serve_rag is not running. Run: {inv('submit serve_rag')}")
     server = settings.load(ServeOptions, "serve").model_copy(update=dict(zip(("host", "port"), address, strict=True)))
     return f"{http_server.cluster_address(server)}{RAG_PATH}/v1"
 
@@ -69,5 +72,7 @@ def _server(options: RagOptions) -> ServeOptions:
         http_server.check_address(server)
         http_server.start(server)
     if options.generator == "model" and canary.ROOT not in ray.get(canary.actor().apps.remote()):
-        raise UserError("no served model can write the answers. Run: inv submit serve_llm, or pass --generator quote")
+        raise UserError(
+            f"no served model can write the answers. Run: {inv('submit serve_llm')}, or pass --generator quote"
+        )
     return server

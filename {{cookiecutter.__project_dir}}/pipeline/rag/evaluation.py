@@ -17,7 +17,7 @@ from rich.table import Table
 from pipeline.rag import hit_rate
 from pipeline.rag.ingress import MODEL
 from pipeline.training import storage
-from settings import UserError
+from settings import UserError, inv
 
 MAX_RETRIES = 8  # the client waits longer before each retry, so key limits and busy replicas do not end the job
 CITATION = re.compile(r"\[(\d+(?:, ?\d+)*)\]")
@@ -71,7 +71,7 @@ async def ask_all(url: str, questions: list[Question], at_once: int) -> list[Ans
             return await asyncio.gather(*map(ask, questions))
         except openai.APIError as error:
             raise UserError(
-                f"serve_rag failed ({error.message}). To see whether it is healthy, run: inv status"
+                f"serve_rag failed ({error.message}). To see whether it is healthy, run: {inv('status')}"
             ) from None
 
 

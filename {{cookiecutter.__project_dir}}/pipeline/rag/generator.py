@@ -9,6 +9,7 @@ import openai
 from pipeline.rag import ranking
 from pipeline.rag.index import ScoredChunk
 from pipeline.serving.errors import MODEL_NOT_FOUND
+from settings import inv
 
 PROMPT = (
     "Answer only from the numbered sources below. After each statement, cite its source, as in [1]. "
@@ -95,11 +96,11 @@ def _failure(error: openai.APIError) -> Failure:
     if isinstance(error, openai.NotFoundError) and error.code == MODEL_NOT_FOUND:
         message = (
             "this key may not use the model that writes the answers; "
-            "the owner can add a key for both: inv keys add NAME --models rag,MODEL"
+            f"the owner can add a key for both: {inv('keys add NAME --models rag,MODEL')}"
         )
         return Failure(404, message, code=MODEL_NOT_FOUND)
     if isinstance(error, openai.APIConnectionError | openai.NotFoundError):
-        return Failure(503, f"cannot reach the model that writes the answers ({error}); run inv submit serve_llm")
+        return Failure(503, f"cannot reach the model that writes the answers ({error}); run {inv('submit serve_llm')}")
     if not isinstance(error, openai.APIStatusError):  # an error event in the stream
         return Failure(503, f"the model that writes the answers failed: {error.message}", code=error.code)
     body = error.body if isinstance(error.body, dict) else {}

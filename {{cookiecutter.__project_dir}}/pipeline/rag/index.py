@@ -15,7 +15,7 @@ import pyarrow as pa
 from lancedb.index import FTS, IvfFlat
 
 from pipeline.rag.documents import CHUNKS
-from settings import UserError
+from settings import UserError, inv
 
 warnings.filterwarnings("ignore", "lancedb fork support")  # Ray's forks call exec at once, which is safe
 
@@ -144,7 +144,7 @@ class Reader:
         options = _storage_options()
         database = await lancedb.connect_async(location, storage_options=options, read_consistency_interval=latest)
         if TABLE not in (await database.list_tables()).tables:
-            raise UserError(f"no index in {location}. Run: inv submit embed")
+            raise UserError(f"no index in {location}. Run: {inv('submit embed')}")
         table = await database.open_table(TABLE)
         return cls(table, _config(await table.schema()))
 

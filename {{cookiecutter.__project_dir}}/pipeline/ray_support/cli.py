@@ -19,6 +19,7 @@ import tyro
 from pydantic import ValidationError
 from tyro import _errors, constructors
 
+import sections as all_sections
 import settings
 from pipeline.printable import LogStream, printable
 from pipeline.ray_support import job_secrets
@@ -55,6 +56,7 @@ def parse(options_type: type[Options], *sections: str) -> Options:
     global _parsed
     printed = io.StringIO()
     try:
+        all_sections.check()
         # a private API of tyro, whose version is pinned
         with_our_errors = _errors.on_parse_error(functools.partial(_refuse, options_type))
         with with_our_errors, contextlib.redirect_stdout(printed):

@@ -11,7 +11,7 @@ from ray import serve
 
 from pipeline.ray_support.private import serve as private_serve
 from pipeline.serving.options import DRAIN_S
-from settings import UserError
+from settings import UserError, inv
 
 CLEAN_STOP_S = 30.0
 """Seconds that replicas without answers get to stop by themselves."""
@@ -50,7 +50,7 @@ def stop(app: str, name: str, drain_s: float = DRAIN_S) -> None:
     deadline = time.monotonic() + REMOVAL_S
     while app in serve.status().applications:
         if time.monotonic() > deadline:
-            raise UserError(f"Serve has not removed {name} after {REMOVAL_S:g} s. Run: inv status")
+            raise UserError(f"Serve has not removed {name} after {REMOVAL_S:g} s. Run: {inv('status')}")
         time.sleep(POLL_S)
 
 

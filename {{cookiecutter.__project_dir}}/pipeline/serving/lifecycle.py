@@ -17,7 +17,7 @@ from pipeline.ray_support.private import serve as private_serve
 from pipeline.serving import canary, drain, http_server, parsers, placement
 from pipeline.serving.options import APP, CANARY, DRAIN_S, ServeOptions, app_name
 from pipeline.serving.preflight import check_cpus
-from settings import UserError
+from settings import UserError, inv
 
 PROGRESS_INTERVAL_S = 15
 
@@ -82,12 +82,12 @@ def resolve_name(options: ServeOptions) -> ServeOptions:
     apps = ray.get(canary.actor().apps.remote())
     name = apps[canary.ROOT]["models"][0] if canary.ROOT in apps else None
     if name is None and options.path != canary.ROOT:
-        raise UserError("no main model is served yet. Serve one first: inv submit serve_llm")
+        raise UserError(f"no main model is served yet. Serve one first: {inv('submit serve_llm')}")
     if options.canary_percent:
         return options.model_copy(update={"model_name": name})
     for path, app in apps.items():
         if path not in (options.path, CANARY) and options.served_name == app["models"][0]:
-            remedy = "leave out --add" if options.add else f"first run: inv models -- --end {options.served_name}"
+            remedy = "leave out --add" if options.add else f"first run: {inv('models -- --end', options.served_name)}"
             raise UserError(
                 f"a model named {options.served_name} is already served. Use another --model-name, or {remedy}."
             )
@@ -95,7 +95,7 @@ def resolve_name(options: ServeOptions) -> ServeOptions:
     if options.path == canary.ROOT and app_name(CANARY) in canary.running_apps() and options.served_name != of_canary:
         raise UserError(
             f"the canary of {of_canary} cannot answer requests for {options.served_name}. "
-            "First end it: inv models -- --promote, or inv models -- --roll-back"
+            f"First end it: {inv('models -- --promote')}, or {inv('models -- --roll-back')}"
         )
     return options
 
@@ -137,7 +137,7 @@ def _wait_until_healthy(deployment: Deployment, *, is_update: bool) -> None:
             outcome = "The previous version keeps running" if is_update else "It was stopped"
             raise UserError(
                 f"{deployment.name} is not healthy after {waited:.0f} s: {failure_reason(status)}. "
-                f"{outcome}. Fix the cause, then run: inv submit {deployment.job}"
+                f"{outcome}. Fix the cause, then run: {inv('submit', deployment.job)}"
             )
         if (state := _replica_states(status)) != printed or waited > printed_at + PROGRESS_INTERVAL_S:
             print(f"{deployment.job}: {waited:3.0f} s of at most {deployment.timeout_s}: {state}", flush=True)
@@ -149,7 +149,7 @@ def failure_reason(app: ApplicationStatusOverview) -> str:
     """Return the message of the first unhealthy deployment or of its failed replica, without traceback and period."""
     messages = [deployment.message for deployment in app.deployments.values() if deployment.message.strip()]
     if not messages:
-        return app.message or "Serve gives no reason; read the logs with inv logs"
+        return app.message or f"Serve gives no reason; read the logs with {inv('logs')}"
     lines = messages[0].strip().splitlines()
     reason = lines[-1] if "Traceback" in messages[0] else " ".join(lines)
     return re.sub(r"^(\w+(Error|Exception): )+", "", reason).rstrip(".")

@@ -11,7 +11,7 @@ from pipeline.model_config import context_length, other_parts
 from pipeline.ray_support import hub_access, job_secrets
 from pipeline.serving.accelerator import check_accelerator
 from pipeline.serving.options import ServeOptions
-from settings import UserError
+from settings import UserError, inv
 
 STREAMER = ("runai_model_streamer", "runai_model_streamer_s3")
 """Modules that vLLM needs for `load_format = "runai_streamer"`."""
@@ -44,7 +44,7 @@ def check_model(options: ServeOptions) -> None:
     _check_loader(options.engine.get("load_format", ""))
     if "://" in options.source:
         return  # only a replica downloads the model
-    remedy = "Train one with inv submit finetune_ddp, or set model in [serve] of settings.toml."
+    remedy = f"Train one with {inv('submit finetune_ddp')}, or set model in [serve] of settings.toml."
     if not options.is_hub_id and not os.path.isfile(f"{options.source}/config.json"):
         raise UserError(f"no model in {options.source}. {remedy}")
     if options.is_hub_id:
@@ -75,7 +75,7 @@ def _check_loader(load_format: str) -> None:
     pins = f"requirements/{settings.active_profile()}"
     raise UserError(
         f"load_format = {load_format} needs the package runai-model-streamer, which is not installed. Add "
-        f"runai-model-streamer[s3] to {pins}.in, run the command at the top of {pins}.txt, and then: inv up"
+        f"runai-model-streamer[s3] to {pins}.in, run the command at the top of {pins}.txt, and then: {inv('up')}"
     )
 
 

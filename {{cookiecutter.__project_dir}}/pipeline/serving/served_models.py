@@ -13,7 +13,7 @@ from rich.table import Table
 from pipeline.printable import printable
 from pipeline.serving import canary, drain, lifecycle
 from pipeline.serving.options import CANARY, RAG_APP, ROOT, ServeOptions, app_name
-from settings import UserError
+from settings import UserError, inv
 
 LATENCIES = ("first_p50_ms", "first_p95_ms", "total_p50_ms", "total_p95_ms")
 
@@ -56,7 +56,7 @@ def end(name: str, drain_s: float) -> None:
         app_names[RAG_APP] = RAG_APP
     if name not in app_names:
         found = ", ".join(app_names) or "none"
-        raise UserError(f"no additional model is named {name} (found: {found}). List the models: inv models")
+        raise UserError(f"no additional model is named {name} (found: {found}). List the models: {inv('models')}")
     drain.stop(app_names[name], name, drain_s)
     ray.get(state.apps.remote())  # makes the actor drop the app at once
     print(f"{name} is stopped", flush=True)
@@ -80,13 +80,13 @@ def show() -> None:
         latencies = (f"{app[name]:.0f}" if name in app else "" for name in LATENCIES)
         names = escape(printable(", ".join(app["models"])))
         table.add_row(names, path, f"{app['percent']:g}", f"{app['requests']}", f"{app['errors']}", *latencies)
-    Console(width=120).print(table if apps else "no model is served; serve one with: inv submit serve_llm")
+    Console(width=120).print(table if apps else f"no model is served; serve one with: {inv('submit serve_llm')}")
 
 
 def _canary_options() -> ServeOptions:
     options = ray.get(canary.actor().canary.remote())
     if not options:
-        raise UserError("there is no canary. Start one: inv submit serve_llm -- --model MODEL --canary-percent 5")
+        raise UserError(f"there is no canary. Start one: {inv('submit serve_llm -- --model MODEL --canary-percent 5')}")
     return ServeOptions(**options)
 
 

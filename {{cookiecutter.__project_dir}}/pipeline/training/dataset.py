@@ -14,9 +14,9 @@ from pydantic import BaseModel
 from pipeline import state_files
 from pipeline.data.tokenization import NOT_TRAINED
 from pipeline.training import storage
-from settings import UserError
+from settings import UserError, inv
 
-AGAIN = "Run: inv submit preprocess -- --overwrite"
+AGAIN = f"Run: {inv('submit preprocess -- --overwrite')}"
 COLUMNS = ("input_ids", "labels", "position_ids")
 
 Arrays = dict[str, np.ndarray]
@@ -71,7 +71,7 @@ def read_manifest(folder: str) -> Manifest:
     """
     text = storage.read_text(f"{folder}/manifest.json")
     if text is None:
-        raise UserError(f"no packed data in {folder}. Run: inv submit preprocess")
+        raise UserError(f"no packed data in {folder}. Run: {inv('submit preprocess')}")
     return state_files.parse_or_refuse(text, Manifest, f"{folder}/manifest.json", AGAIN)
 
 
@@ -96,7 +96,7 @@ class PackedRows:
         self._read_group = lru_cache(maxsize=2)(self._read_group)  # two, because a batch may span two groups
         if len(self) != sum(shard.rows for shard in shards):
             raise UserError(
-                f"{folder}/{split} does not hold the rows that its manifest lists. Run: inv submit preprocess"
+                f"{folder}/{split} does not hold the rows that its manifest lists. Run: {inv('submit preprocess')}"
             )
 
     def __len__(self) -> int:

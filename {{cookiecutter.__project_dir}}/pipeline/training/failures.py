@@ -5,7 +5,7 @@ import traceback
 import torch
 
 from pipeline.training.options import TrainOptions
-from settings import UserError
+from settings import UserError, inv
 
 ERRORS_OF_CODE = (
     AssertionError,
@@ -31,7 +31,7 @@ def describe(error: Exception, options: TrainOptions) -> str:
     if isinstance(error, torch.OutOfMemoryError):
         return (
             "a GPU ran out of memory. Try a smaller --micro-batch-rows, --gradient-checkpointing, --lora-rank 16, or "
-            f"finetune_fsdp on more workers. To see what fits, run: inv plan {options.model}"
+            f"finetune_fsdp on more workers. To see what fits, run: {inv('plan', options.model)}"
         )
     sentence = (
         f"a worker failed with {reason(error)}. Its traceback is above. A retry would fail in the same way, so Ray "

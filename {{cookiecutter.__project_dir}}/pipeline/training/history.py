@@ -10,7 +10,7 @@ from typing import Any
 
 from pipeline import state_files
 from pipeline.training import storage
-from settings import UserError
+from settings import UserError, inv
 
 FILES = ("run.json", "events.jsonl", "metrics.jsonl")
 """Files that every run has. MetricLogger writes the last two."""
@@ -94,7 +94,7 @@ def read_all(output: str, names: Sequence[str]) -> list[History]:
     except OSError as error:
         raise UserError(f"cannot read the runs in {output} ({error}). Correct output in [train].") from None
     if not runs:
-        raise UserError(f"no runs with logged steps in {output}. Start one: inv submit finetune_ddp")
+        raise UserError(f"no runs with logged steps in {output}. Start one: {inv('submit finetune_ddp')}")
     return runs
 
 

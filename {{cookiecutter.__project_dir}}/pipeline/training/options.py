@@ -5,6 +5,7 @@ from typing import Literal, Self
 from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
 from pipeline.ray_support.workers import WorkerOptions
+from settings import inv
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"  # the name of a folder, not a path
 
@@ -98,7 +99,7 @@ class TrainOptions(WorkerOptions):
     @model_validator(mode="after")
     def _adapters_are_above_quantized_weights(self) -> Self:
         if self.quantize_base and (not self.lora_rank or self.strategy != "ddp"):
-            needed = "adapters and DDP: inv submit finetune_ddp -- --lora-rank 16 --quantize-base"
+            needed = f"adapters and DDP: {inv('submit finetune_ddp -- --lora-rank 16 --quantize-base')}"
             raise ValueError(f"quantize_base needs {needed}")
         return self
 

@@ -19,7 +19,7 @@ from pipeline.training import storage, weights_check
 from pipeline.training.dataset import Manifest, TokenizerRecord, read_manifest
 from pipeline.training.flops import carries_state
 from pipeline.training.options import TrainOptions
-from settings import UserError
+from settings import UserError, inv
 
 Options = TypeVar("Options", bound=TrainOptions)
 
@@ -89,7 +89,9 @@ def check_data(options: TrainOptions, manifest: Manifest) -> None:
     """Refuse packed data without training rows, or with a tokenizer other than the model's."""
     check_tokenizer(options.model, options.data, manifest.tokenizer)
     if not manifest.train.rows:
-        raise UserError(f"{options.data} has no training rows. Run preprocess on more input: inv submit preprocess")
+        raise UserError(
+            f"{options.data} has no training rows. Run preprocess on more input: {inv('submit preprocess')}"
+        )
 
 
 def check_tokenizer(model: str, data: str, made_with: TokenizerRecord) -> None:
@@ -107,8 +109,8 @@ def check_model(model: str, config: PreTrainedConfig, manifest: Manifest) -> Non
     if manifest.largest_id is None and manifest.tokenizer.vocabulary > size:
         raise UserError(
             f"the tokenizer of {model} has {manifest.tokenizer.vocabulary} tokens, but the model has embeddings for "
-            f"only {size}, and the packed data does not say which tokens occur. Make it again: inv submit preprocess "
-            "-- --overwrite"
+            f"only {size}, and the packed data does not say which tokens occur. Make it again: "
+            f"{inv('submit preprocess -- --overwrite')}"
         )
     if (manifest.largest_id or 0) >= size:
         raise UserError(

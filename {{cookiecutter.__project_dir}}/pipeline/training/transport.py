@@ -17,7 +17,7 @@ from pydantic import ConfigDict
 import settings
 from instance_types import INSTANCE_TYPES
 from pipeline.training.collectives import any_rank
-from settings import UserError
+from settings import UserError, inv
 
 EFA = "EFA"
 LOG_VARIABLES = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": f"{tempfile.gettempdir()}/nccl.%p.log"}
@@ -50,7 +50,7 @@ def require_efa(device: torch.device, world_size: int, local_world_size: int) ->
     if name in INSTANCE_TYPES and INSTANCE_TYPES[name].efa_cards and not may_use_tcp and find(log) != EFA:
         raise UserError(
             f"{name} has EFA, but NCCL would send gradients over {find(log)}, which is several times slower "
-            f"({_cause(log)}). Run: inv prepare --target aws, and start the job on new machines. To train over TCP, "
+            f"({_cause(log)}). Run: {inv('prepare')}, and start the job on new machines. To train over TCP, "
             "set efa = false in [cluster.network] of settings.toml"
         )
 

@@ -260,6 +260,7 @@ def tune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str]
     """Return a function that sets a key in a section of settings.toml. The tests change a copy of the file."""
     copy = Path(shutil.copy(settings.FILE, tmp_path))
     monkeypatch.setattr(settings.load, "__kwdefaults__", {"profile": None, "file": copy})
+    monkeypatch.setattr(settings, "FILE", copy)
 
     def assign(section: str, assignment: str) -> None:
         found = re.split(rf"(^\[{re.escape(section)}\].*\n)", copy.read_text(encoding="utf-8"), flags=re.MULTILINE)
@@ -548,6 +549,13 @@ def test_all_disks_fit_into_the_quota(
     needed = -(-(1500 + others) // 1024)
     request = f"--service-code ebs --quota-code L-7A658B76 --desired-value {needed} "
     assert (request in found.text) == (status != "ok")
+
+
+def test_a_section_that_nothing_reads_is_an_error(
+    cloud: StubbedAws, file: ClusterFile, tune: Callable[[str, str], None]
+) -> None:
+    tune("cluster.netwrok", "private = true")
+    assert "there is no section [cluster.netwrok]. Did you mean [cluster.network]?" in only(file, "error")
 
 
 def test_a_missing_spot_role_is_an_error(cloud: StubbedAws, file: ClusterFile) -> None:

@@ -21,7 +21,7 @@ from pipeline.training.options import DDPOptions
 from pipeline.training.runtimes import torchrun
 
 PAGES = ["README.md", *(str(page.relative_to(settings.PROJECT)) for page in settings.PROJECT.glob("docs/*.md"))]
-SOURCES = ["settings.py", "cluster/**/*.py", "jobs/**/*.py", "pipeline/**/*.py"]
+SOURCES = ["settings.py", "sections.py", "cluster/**/*.py", "jobs/**/*.py", "pipeline/**/*.py"]
 FILLED = "\0"  # replaces a value in a message
 MIN_LETTERS = 20  # characters outside of values; with fewer, a pattern would match almost any quote
 PLACEHOLDERS = {"VERB", "JOB", "NAME", "MODEL"}  # the pages use these in place of real names
@@ -115,6 +115,11 @@ def _texts(node: ast.expr) -> list[str]:
             return ["".join(chosen) for chosen in product(*map(_texts, parts))]
         case ast.BinOp(left=left, op=ast.Add(), right=right):
             return [first + second for first, second in product(_texts(left), _texts(right))]
+        case ast.FormattedValue(
+            value=ast.Call(func=ast.Name("inv") | ast.Attribute(attr="inv"), args=[words, *values])
+        ):
+            verb, space, rest = _texts(words)[0].partition(" ")
+            return [f"inv {verb}{FILLED}{space}{rest}{f' {FILLED}' * len(values)}"]
         case ast.IfExp(body=one, orelse=other):
             return _texts(one) + _texts(other)
     return [FILLED]

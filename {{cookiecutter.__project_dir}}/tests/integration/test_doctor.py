@@ -27,6 +27,13 @@ def test_a_broken_setting_is_named_by_line_and_key(tmp_path: Path, monkeypatch: 
     assert sentence.startswith(f"in profile local: settings.toml line {line}, key local.train.precision: ")
 
 
+def test_a_section_that_nothing_reads_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "settings.toml").write_text(settings.FILE.read_text().replace("[cluster.budget]", "[cluster.bugdet]"))
+    monkeypatch.setattr(settings, "FILE", tmp_path / "settings.toml")
+    (sentence,) = texts("error")
+    assert "there is no section [cluster.bugdet]. Did you mean [cluster.budget]?" in sentence
+
+
 def test_an_accelerator_that_ray_does_not_know_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = settings.FILE.read_text().replace('accelerator = "gpu"', 'accelerator = "A1000"')
     (tmp_path / "settings.toml").write_text(text)

@@ -60,6 +60,7 @@ ATTRIBUTES = {
     "_replace": "namedtuple",
     "_exit": "os",
     "_no_split_modules": "transformers",
+    "_prompter": "botocore",
     "_load_pretrained_model": "transformers",
     "_attn_implementation": "transformers",
     "_weight_conversions": "transformers",

@@ -1,36 +1,14 @@
 """Test that every verb answers a wrong command line with one sentence, without a traceback."""
 
 import inspect
-from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 from invoke import Argument, Collection, Context, Exit
-from invoke.parser import Parser
+from verbs import parsed
 
-import settings
-from cluster import command_line, environment, network
-
-
-@pytest.fixture(scope="module")
-def tasks() -> Iterator[ModuleType]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(environment, "enter", lambda: None)  # it would replace this process
-        patch.setattr(network, "keep_to_loopback", lambda: None)
-        patch.syspath_prepend(settings.PROJECT)
-        import tasks
-
-        yield tasks
-
-
-def parsed(tasks: ModuleType, words: list[str]) -> dict[str, Any]:
-    """Return the arguments with which invoke would call the verb."""
-    verbs = Collection.from_module(tasks)
-    program: Any = SimpleNamespace(core=SimpleNamespace(unparsed=words))
-    command_line.normalize(program, verbs)
-    (found,) = Parser(contexts=verbs.to_contexts()).parse_argv(words)
-    return {argument.name: argument.value for argument in found.args.values()}
+from cluster import command_line
 
 
 def sentence(tasks: ModuleType, words: list[str]) -> str:

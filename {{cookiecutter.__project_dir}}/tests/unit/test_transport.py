@@ -73,7 +73,8 @@ def check(world_size: int = 16, device: str = "cuda") -> None:
 
 
 @pytest.mark.usefixtures("machine")
-def test_tcp_between_machines_with_efa_is_refused() -> None:
+def test_tcp_between_machines_with_efa_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(settings.TARGET, "aws")
     with pytest.raises(settings.UserError) as refused:
         check()
     text = str(refused.value)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import settings
 from cluster.common import cluster_file
 from cluster.common.limits import LimitsSection
 from cluster.node import autoscaler_log, watchdog_head, watchdog_worker
@@ -97,7 +98,7 @@ def test_a_closed_type_keeps_running_instances(market: watchdog_head.Markets) ->
 def test_three_failed_setups_close_a_type_for_good_with_one_message(market: watchdog_head.Markets) -> None:
     assert market.note_failed_setups(Counter(spot=2)) == []
     (message,) = market.note_failed_setups(Counter(spot=3))
-    assert "run `inv up` again" in message
+    assert "run again: inv up --target aws" in message
     assert market.note_failed_setups(Counter(spot=3)) == []
     market.note_refusals([refusal("spot", "10:00:00")], NOW)
     assert market.limits(Counter(), NOW + 1e9)["spot"] == 0
@@ -119,6 +120,32 @@ def test_the_lease_is_renewed_until_the_hours_are_over(tmp_path: Path, monkeypat
     os.utime(watchdog_head.LAUNCHED, (time.time(), time.time() - 2.1 * 3600))
     watchdog_head.renew_lease_within(limits, file)
     assert ended == ["the limit of 2 hours in settings.toml is reached"]
+
+
+def test_an_invalid_settings_file_does_not_end_the_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lease is renewed under the last limits, and `inv status` shows why, once."""
+    for name in ("LEASE", "LAUNCHED", "STATE_FILE"):
+        monkeypatch.setattr(watchdog_head, name, tmp_path / name)
+    watchdog_head.LAUNCHED.touch()
+    monkeypatch.setattr(watchdog_head.instances, "living", lambda file: [])
+    monkeypatch.setattr(watchdog_head.HeadWatchdog, "_close_node_types", lambda *_: None)
+    monkeypatch.setattr(watchdog_head.Activity, "check", lambda *_: None)
+    monkeypatch.setattr(watchdog_head.Spending, "add", lambda *_: 0.0)
+    monkeypatch.setattr(settings.load, "__kwdefaults__", {"profile": None, "file": tmp_path / "settings.toml"})
+    (tmp_path / "settings.toml").write_text("[cluster.limits]\nhours = 2\ndollars = 10\n")
+    watchdog = watchdog_head.HeadWatchdog(cluster_file.load())
+    watchdog.check()
+    for text in ("[cluster.limits]\nhours = 2\ndolars = 10\n", "[cluster.limits\n"):
+        (tmp_path / "settings.toml").write_text(text)
+        watchdog_head.LEASE.unlink()
+        watchdog.check()
+        watchdog_head.HeadWatchdog(cluster_file.load()).check()  # also a new one
+        assert watchdog_head.LEASE.exists()
+    state = json.loads(watchdog_head.STATE_FILE.read_text())
+    assert state["limits"]["dollars"] == 10
+    first, second = (message.partition(" ")[2] for message in state["messages"])
+    assert first.startswith("the last limits still apply, because settings.toml line 3, key cluster.limits.dolars: no")
+    assert second.startswith("the last limits still apply, because settings.toml is not valid TOML")
 
 
 def test_limits_are_written_atomically_if_they_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

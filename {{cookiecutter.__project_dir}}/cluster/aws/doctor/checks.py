@@ -4,8 +4,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-import boto3
-import botocore.session
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError
 from botocore.exceptions import ConnectionError as NoConnectionError
@@ -14,6 +12,7 @@ import settings
 from cluster.aws import aws_errors
 from cluster.aws.doctor import jobs, laptop, permissions, quotas, region, reserved
 from cluster.aws.doctor.account import RETRY, Account, denied_action
+from cluster.common import aws_session
 from cluster.common.cluster_file import ClusterFile
 from cluster.doctor import Finding
 
@@ -37,6 +36,7 @@ REMOTE_CHECKS: dict[str, Callable[[Account], Iterator[Finding]]] = {
 LOCAL_CHECKS: dict[str, Callable[[ClusterFile], Iterator[Finding]]] = {
     "versions": laptop.check_versions,
     "programs": laptop.check_programs,
+    "settings": jobs.check_settings,
     "upload": jobs.check_upload,
     "paths": jobs.check_paths,
     "limits": jobs.check_limits,
@@ -49,7 +49,7 @@ def check(file: ClusterFile) -> list[Finding]:
     try:
         return _check(file)
     finally:
-        boto3.setup_default_session()  # restores the usual timeouts and retries for later calls
+        aws_session.start(file.region)  # restores the usual timeouts and retries for later calls
 
 
 def _check(file: ClusterFile) -> list[Finding]:
@@ -69,9 +69,7 @@ def _sign_in(file: ClusterFile) -> Account:
     """Return the account. Raises `settings.UserError` if there is no connection, or there are no valid credentials."""
     try:
         # short timeouts, so that the report comes quickly even if the network is down
-        session = botocore.session.get_session()
-        session.set_default_client_config(Config(connect_timeout=3, read_timeout=5, retries={"total_max_attempts": 2}))
-        boto3.setup_default_session(botocore_session=session)
+        aws_session.start(file.region, Config(connect_timeout=3, read_timeout=5, retries={"total_max_attempts": 2}))
         clients = {service: file.client(service) for service in SERVICES}
         arn = clients["sts"].get_caller_identity()["Arn"]
     except (NoConnectionError, HTTPClientError) as error:

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from dotenv import dotenv_values
-from pydantic import ConfigDict
 
+import sections
 import settings
 from cluster import submission
 from cluster.aws.capacity import possible_nodes
@@ -16,26 +16,11 @@ from cluster.aws.doctor.account import Account
 from cluster.common import limits
 from cluster.common.cluster_file import ClusterFile
 from cluster.doctor import Finding, judge
+from pipeline.data.options import PreprocessOptions
 from pipeline.ray_support import capacity, gpu_section
 from pipeline.serving.keys import OWNER_SECRET
+from pipeline.serving.options import ServeOptions
 from pipeline.training.options import DDPOptions
-
-
-class JobsSection(settings.Section):
-    """The settings in [preprocess] and [serve] that the doctor checks.
-
-    The option classes of these jobs are not used here, because importing them takes seconds.
-    """
-
-    model_config = ConfigDict(extra="ignore")
-    input: str
-    mix: tuple[str, ...] = ()
-    output: str
-    shared_paths: tuple[str, ...] = ()
-    min_replicas: int
-    max_replicas: int
-    tensor_parallel_size: int
-    pipeline_parallel_size: int
 
 
 def check_secrets(account: Account) -> Iterator[Finding]:
@@ -65,7 +50,7 @@ def check_gpus(account: Account) -> Iterator[Finding]:
         each = {"CPU": train.cpus_per_worker} | ({"GPU": 1} if train.use_gpu else {})
         capacity.refuse_too_many_workers(train.min_workers, each)
     yield Finding("ok", f"[train]: the cluster has room for num_workers = {train.min_workers}")
-    serve = settings.load(JobsSection, "preprocess", "serve", profile="cluster")
+    serve = settings.load(ServeOptions, "serve", profile="cluster")
     served_on = gpu_section.load().serve_instance_type
     suitable = [node for node in nodes if served_on in ("", node["instance_type"])]
     available = max((node["count"] * node["resources"].get("GPU", 0) for node in suitable), default=0)
@@ -80,6 +65,12 @@ def check_gpus(account: Account) -> Iterator[Finding]:
     )
 
 
+def check_settings(file: ClusterFile) -> Iterator[Finding]:
+    """Check that settings.toml has no misspelled section or key."""
+    sections.check()
+    yield Finding("ok", "settings.toml has no unknown sections or keys")
+
+
 def check_upload(file: ClusterFile) -> Iterator[Finding]:
     """Check that the project's folder is small enough to upload."""
     limit = settings.load(submission.UploadSection, "ray", profile="cluster").working_dir_mib
@@ -90,7 +81,7 @@ def check_upload(file: ClusterFile) -> Iterator[Finding]:
 def check_paths(file: ClusterFile) -> Iterator[Finding]:
     """Check that all nodes can read the paths in [train] and [preprocess]. Relative paths are in the bucket."""
     train = settings.load(DDPOptions, "train", profile="cluster")
-    rows = settings.load(JobsSection, "preprocess", "serve", profile="cluster")
+    rows = settings.load(PreprocessOptions, "preprocess", profile="cluster")
     with _cluster_nodes([{"resources": {}, "count": file.max_workers}]):
         paths = {"model": train.model, "data": train.data, "output": train.output}
         capacity.refuse_private_paths(paths, train.shared_paths, "train")

@@ -25,3 +25,10 @@ def validate(config: dict[str, Any]) -> None:
     Relies on `prepare_config` and `validate_config` of ray.autoscaler._private.util (Ray 2.60).
     """
     validate_config(prepare_config(config))
+
+
+def main() -> None:
+    """Run the command line of Ray in this process. Relies on `ray.scripts.scripts.main` (Ray 2.60)."""
+    from ray.scripts.scripts import main  # imports all of Ray's commands, which takes a second
+
+    main()

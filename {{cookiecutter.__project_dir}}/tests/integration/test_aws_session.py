@@ -1,0 +1,157 @@
+"""Test that a profile with MFA is asked for one code, however many verbs, sessions and processes use it."""
+
+import datetime
+import getpass
+import itertools
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import boto3
+import pytest
+from botocore.exceptions import ClientError
+from moto.iam.models import iam_backends
+from werkzeug.serving import WSGIRequestHandler, make_server
+
+import settings
+from cluster.aws import aws_errors
+from cluster.aws.doctor import checks
+from cluster.common import aws_session, bucket, cluster_file
+from cluster.emulator.api import Api
+from cluster.emulator.moto_instances import ACCOUNT
+
+FILE = cluster_file.load()
+ALLOW_ALL = '{"Version": "2012-10-17", "Statement": [{"Effect": "Allow", "Action": "*", "Resource": "*"}]}'
+CONFIG = f"""
+[profile with-mfa]
+role_arn = arn:aws:iam::{ACCOUNT}:role/admin
+source_profile = base
+mfa_serial = arn:aws:iam::{ACCOUNT}:mfa/phone
+[profile process]
+credential_process = {{process}}
+"""
+
+
+@pytest.fixture
+def aws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Api]:
+    """Yield an emulated AWS, and a home whose profile `with-mfa` assumes a role there."""
+    api = Api()
+    served = make_server("127.0.0.1", 0, api, threaded=True, request_handler=WSGIRequestHandler)
+    threading.Thread(target=served.serve_forever, daemon=True).start()
+    backend = iam_backends[ACCOUNT]["aws"]
+    backend.create_user("us-east-1", "laptop")
+    backend.put_user_policy("laptop", "all", ALLOW_ALL)
+    key = backend.create_access_key("laptop")
+    backend.create_role("admin", "{}", "/", None, "", [], "3600")
+    backend.put_role_policy("admin", "all", ALLOW_ALL)
+    folder = tmp_path / ".aws"
+    folder.mkdir()
+    process = {"Version": 1, "AccessKeyId": key.access_key_id, "SecretAccessKey": key.secret_access_key}
+    (tmp_path / "process.json").write_text(json.dumps(process))
+    (folder / "config").write_text(CONFIG.replace("{process}", f"cat {tmp_path}/process.json"))
+    (folder / "credentials").write_text(
+        f"[base]\naws_access_key_id = {key.access_key_id}\naws_secret_access_key = {key.secret_access_key}\n"
+    )
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("AWS_PROFILE", "with-mfa")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{served.server_port}")
+    monkeypatch.setattr(boto3, "DEFAULT_SESSION", None)
+    yield api
+    served.shutdown()
+    backend.reset()
+
+
+@pytest.fixture
+def questions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Answer each question with a new code, and list the questions."""
+    asked: list[str] = []
+    codes = (f"{number:06}" for number in itertools.count(1))
+    monkeypatch.setattr(getpass, "getpass", lambda question: (asked.append(question), next(codes))[1])
+    return asked
+
+
+def new_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(boto3, "DEFAULT_SESSION", None)
+
+
+def test_doctor_up_and_status_ask_for_one_code(
+    aws: Api, questions: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert checks._sign_in(FILE).arn.startswith(f"arn:aws:sts::{ACCOUNT}:assumed-role/admin/")  # inv doctor
+    aws_session.start(FILE.region)
+    FILE.client("ec2").describe_instances()
+    new_process(monkeypatch)  # inv up
+    assert bucket.access(FILE)["AWS_SESSION_TOKEN"]
+    FILE.client("ec2").describe_instances()
+    calls = len(aws.calls)
+    # like `ray up`, this asks EC2 for the head; there is no terminal for questions
+    ray_up = [sys.executable, "-m", "cluster.aws.ray_up", "get-head-ip", str(cluster_file.FILE)]
+    done = subprocess.run(ray_up, cwd=settings.PROJECT, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    assert "not found" in done.stdout + done.stderr
+    assert {call.caller.partition("/")[0] for call in aws.calls[calls:]} == {f"arn:aws:sts::{ACCOUNT}:assumed-role"}
+    new_process(monkeypatch)  # inv status
+    FILE.client("cloudformation").describe_stacks()
+    assert len(questions) == 1
+    assert "mfa/phone" in questions[0]
+    (cached,) = (tmp_path / ".aws/cli/cache").iterdir()
+    assert cached.stat().st_mode & 0o777 == 0o600
+
+
+def test_after_the_hour_it_asks_again(
+    aws: Api, questions: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    FILE.client("sts").get_caller_identity()
+    (cached,) = (tmp_path / ".aws/cli/cache").iterdir()
+    answer = json.loads(cached.read_text())
+    soon = datetime.datetime.now(datetime.UTC) + datetime.timedelta(minutes=14)
+    answer["Credentials"]["Expiration"] = soon.isoformat()
+    for text in (json.dumps(answer), "{damaged"):
+        cached.write_text(text)
+        new_process(monkeypatch)
+        FILE.client("sts").get_caller_identity()
+    assert len(questions) == 3
+
+
+def test_without_a_writable_home_it_asks_again(
+    aws: Api, questions: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / ".aws/cli").write_text("")  # no folder can be made here, even by root
+    for _ in range(2):
+        new_process(monkeypatch)
+        FILE.client("sts").get_caller_identity()
+    assert len(questions) == 2
+
+
+@pytest.mark.parametrize("profile", ["base", "process"])
+def test_other_profiles_are_not_cached(
+    aws: Api, questions: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, profile: str
+) -> None:
+    monkeypatch.setenv("AWS_PROFILE", profile)
+    assert FILE.client("sts").get_caller_identity()["Arn"].endswith("user/laptop")
+    assert not questions
+    assert not (tmp_path / ".aws/cli").exists()
+
+
+def test_a_used_code_and_a_missing_terminal_are_explained(aws: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    aws.used_codes.add("000001")
+    monkeypatch.setattr(getpass, "getpass", lambda question: "000001")
+    with pytest.raises(ClientError) as wrong:
+        FILE.client("sts").get_caller_identity()
+    assert aws_errors.explain(wrong.value).startswith("AWS rejects the MFA code. Each code works once")
+    code = "from cluster.common import cluster_file; cluster_file.load().client('sts').get_caller_identity()"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=settings.PROJECT,
+        env=os.environ,
+        start_new_session=True,  # without a terminal
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    assert "UserError: your AWS profile needs a code for MFA, but there is no terminal" in done.stderr

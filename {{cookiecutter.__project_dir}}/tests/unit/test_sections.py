@@ -1,0 +1,226 @@
+"""Test that a section or key of settings.toml that nothing reads is an error, with its line and the nearest name."""
+
+import ast
+import re
+import tomllib
+import types
+import typing
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from invoke import Collection, Context, Exit
+
+import sections
+import settings
+from cluster import job_scripts
+from pipeline.ray_support import cli
+from pipeline.serving.options import ModelsOptions
+from pipeline.training.options import DDPOptions
+
+CODE = [
+    settings.PROJECT / "tasks.py",
+    *(path for part in ("cluster", "jobs", "pipeline", "demo") for path in (settings.PROJECT / part).rglob("*.py")),
+]
+TEXT = settings.FILE.read_text()
+
+
+def error(folder: Path, text: str) -> str:
+    (folder / "settings.toml").write_text(text)
+    with pytest.raises(settings.UserError) as raised:
+        sections.check(folder / "settings.toml")
+    return str(raised.value)
+
+
+def test_this_project_has_only_known_sections() -> None:
+    sections.check()
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        # a misspelled section, however it is written
+        (
+            "[cluster.netwrok]\nprivate = true",
+            "line 1: there is no section [cluster.netwrok]. Did you mean [cluster.network]?",
+        ),
+        (
+            "[cluster.bugdet]\nemail = 'a'",
+            "line 1: there is no section [cluster.bugdet]. Did you mean [cluster.budget]?",
+        ),
+        ("[cluster.tran]\nseed = 1", "line 1: there is no section [cluster.tran]. Did you mean [cluster.train]?"),
+        ("[clutser.train]\nseed = 1", "line 1: there is no section [clutser.train]. Did you mean [cluster.train]?"),
+        ("[[clutser.train]]\nseed = 1", "line 1: there is no section [clutser.train]. Did you mean [cluster.train]?"),
+        ("[trian]\nseed = 1", "line 1: there is no section [trian]. Did you mean [train]?"),
+        ("[netwrok]\nprivate = true", "line 1: there is no section [netwrok]. Did you mean [cluster.network]?"),
+        (
+            "[cluster.Network]\nprivate = true",
+            "line 1: there is no section [cluster.Network]. Did you mean [cluster.network]?",
+        ),
+        ("\n[ cluster . 'netwrok' ]", "line 2: there is no section [cluster.netwrok]. Did you mean [cluster.network]?"),
+        (
+            '["cluster"."netw\\u0072ok"]',
+            "line 1: there is no section [cluster.netwrok]. Did you mean [cluster.network]?",
+        ),
+        (
+            "cluster.netwrok.private = true",
+            "line 1: there is no section [cluster.netwrok]. Did you mean [cluster.network]?",
+        ),
+        ("cluster = {netwrok = {}}", "line 1: there is no section [cluster.netwrok]. Did you mean [cluster.network]?"),
+        (
+            "[my_job]\nx = 1",
+            "line 1: there is no section [my_job]. Correct that line, or add a new section to SECTIONS",
+        ),
+        ("[xyz]", "line 1: there is no section [xyz]. Correct that line, or add"),
+        # a section in a place where nothing reads it
+        ("[local.network]\nprivate = true", "line 1: [local.network] is never read. Write [cluster.network]"),
+        ("[train.cluster]\nseed = 1", "line 1, key train.cluster: no such key. Did you mean [cluster.train]?"),
+        ("[[cluster.limits]]\nhours = 1", "line 1: [[cluster.limits]] is a list of tables. Write [cluster.limits]"),
+        # a key outside of all sections
+        ("private = true", "line 1: the key private is in no section. Move it to [cluster.network]"),
+        ("[cluster]\nprivate = true", "line 2: the key private is in no section. Move it to [cluster.network]"),
+        ("xyz = 1", "line 1: the key xyz is in no section. Move it below the header of one"),
+        ("cluster = 1", "line 1: the key cluster is in no section. Move it below the header of one"),
+        # a misspelled key, also of a nested table and after a value of several lines
+        (
+            "[evaluate]\nmodels = [\n'a',\n]\nbatch_row = 1",
+            "line 5, key evaluate.batch_row: no such key. Did you mean batch_rows?",
+        ),
+        ("[evaluate]\nmodles = [\n'a',\n]", "line 2, key evaluate.modles: no such key. Did you mean models?"),
+        (
+            "[cluster.network]\nPrivate = true",
+            "line 2, key cluster.network.Private: no such key. Did you mean private?",
+        ),
+        (
+            "[tune]\nlearning_rates = {hihg = 1}",
+            "line 2, key tune.learning_rates.hihg: no such key. Did you mean high?",
+        ),
+        (
+            "[rag.ranker]\nmin_replica = 1",
+            "line 2, key rag.ranker.min_replica: no such key. Did you mean min_replicas?",
+        ),
+        ("[train]\ngang_patience_s = 9", "line 2, key train.gang_patience_s: this key is now zone_timeout_s."),
+        # a key of another section
+        (
+            "[cluster.train]\nzero_stage = 2",
+            "line 2, key cluster.train.zero_stage: no such key, but [cluster.deepspeed] has one.",
+        ),
+        ("[train]\nhours = 2", "line 2, key train.hours: no such key, but [cluster.limits] has one."),
+        ("[cluster.ray]\nnum_cpus = 2", "line 2, key cluster.ray.num_cpus: no such key, but [local.ray] has one."),
+        # a table in place of a value
+        ("[cluster.network.private]", "line 1, key cluster.network.private: this needs a value, not a table."),
+        ("[train]\nseed = {a = 1}", "line 2, key train.seed: this needs a value, not a table."),
+    ],
+)
+def test_what_nothing_reads_is_an_error(tmp_path: Path, text: str, sentence: str) -> None:
+    assert error(tmp_path, text).startswith(f"settings.toml {sentence}")
+
+
+def test_a_section_given_twice_is_an_error(tmp_path: Path) -> None:
+    assert re.search(r"not valid TOML: .*train.* twice \(at line 3", error(tmp_path, "[train]\n\n[train]\n"))
+
+
+def test_a_table_for_any_argument_of_vllm_has_any_keys(tmp_path: Path) -> None:
+    (tmp_path / "settings.toml").write_text("[serve.engine]\nquantization = 'fp8'\n[network]\nprivate = true\n")
+    sections.check(tmp_path / "settings.toml")
+
+
+def test_every_misspelled_line_of_the_file_is_an_error() -> None:
+    lines = [line for line in TEXT.splitlines() if re.match(r"\[|\w+ = ", line)]
+    assert len(lines) > 200
+    for line in lines:
+        name = re.findall(r"\w+", line.partition("=")[0].partition("]")[0])[-1]
+        text = TEXT.replace(f"\n{line}\n", "\n" + line.replace(name, f"{name}_", 1) + "\n", 1)
+        (problem,) = sections.problems(tomllib.loads(text), ".".join)
+        assert problem.partition(":")[0].endswith(f"{name}_")
+        assert "Did you mean" in problem
+
+
+# ------------------------------------------------------------------------------------------ the registry
+
+
+@pytest.mark.parametrize("entry", sections.SECTIONS, ids=lambda entry: entry.type)
+def test_the_keys_are_the_fields_of_the_class(entry: sections.Entry) -> None:
+    assert sections.keys(entry.type) == fields(entry.load_type())
+
+
+def fields(section: type[settings.Section]) -> dict[str, Any]:
+    """Return the keys of a class as `sections.keys` does, but from the imported class."""
+    return {name: nested(field.annotation) for name, field in section.model_fields.items()}
+
+
+def nested(annotation: Any) -> dict[str, Any] | None:
+    if typing.get_origin(annotation) is dict:
+        return {}
+    if isinstance(annotation, types.UnionType):
+        return next((found for one in typing.get_args(annotation) if (found := nested(one)) is not None), None)
+    is_section = isinstance(annotation, type) and issubclass(annotation, settings.Section)
+    return fields(annotation) if is_section else None
+
+
+def calls() -> list[tuple[str, tuple[str, ...]]]:
+    """Return the class and the sections of each call that reads settings.toml."""
+    found = []
+    for file in CODE:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("settings.load", "cli.parse"):
+                first, *names = node.args
+                if all(isinstance(name, ast.Constant) for name in names):
+                    found.append(
+                        (ast.unparse(first).rpartition(".")[2], tuple(ast.literal_eval(name) for name in names))
+                    )
+    return found
+
+
+def test_every_section_that_the_code_reads_is_registered_and_the_other_way_round() -> None:
+    registered = {(entry.type.rpartition(".")[2], entry.names) for entry in sections.SECTIONS}
+    parts = {"OutputSection", "EfaSection", "ServeSection", "NetworkOptions"}  # read some keys of a registered section
+    read = {call for call in calls() if call[0] not in parts and call[1]}
+    assert read == registered
+    names = {entry.name for entry in sections.SECTIONS}
+    assert {name for part, found in calls() if part in parts for name in found} <= names
+
+
+def test_a_section_of_an_own_job_needs_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / "jobs" / "mine.py").write_text(
+        "import torch_of_mine\nfrom settings import Section\nclass Options(Section):\n    rows: int\n"
+    )
+    (tmp_path / "settings.py").write_text("class Section: ...\n")
+    monkeypatch.setattr(settings, "PROJECT", tmp_path)
+    text = "[mine]\nrow = 1\n"
+    assert "add a new section to SECTIONS in sections.py" in error(tmp_path, text)
+    monkeypatch.setattr(sections, "SECTIONS", (sections.Entry("jobs.mine.Options", ("mine",)),))
+    assert (
+        error(tmp_path, text) == "settings.toml line 2, key mine.row: no such key. Did you mean rows? Correct that line"
+    )
+    monkeypatch.setattr(sections, "SECTIONS", (sections.Entry("jobs.mine.Option", ("mine",)),))
+    assert error(tmp_path, text) == "sections.py names jobs.mine.Option, but there is no such class. Correct that line"
+
+
+# ------------------------------------------------------------------------------------------ where it is checked
+
+
+@pytest.fixture
+def misspelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "settings.toml").write_text(TEXT.replace("[cluster.network]", "[cluster.netwrok]"))
+    monkeypatch.setattr(settings, "FILE", tmp_path / "settings.toml")
+
+
+@pytest.mark.usefixtures("misspelled")
+def test_every_verb_refuses_a_misspelled_section(tasks: ModuleType) -> None:
+    for verb in Collection.from_module(tasks).tasks.values():
+        if verb.name != "doctor":  # which shows it among its findings: see test_doctor.py and test_aws_doctor.py
+            with pytest.raises(Exit, match=r"there is no section \[cluster\.netwrok\]"):
+                verb.body(Context())
+
+
+@pytest.mark.usefixtures("misspelled")
+def test_every_job_refuses_a_misspelled_section(monkeypatch: pytest.MonkeyPatch) -> None:
+    for job in job_scripts.names():
+        assert "\n    cli.parse(" in job_scripts.find(job).read_text(), job
+    monkeypatch.setattr("sys.argv", ["jobs/finetune_ddp.py"])
+    for parse in (lambda: cli.parse(DDPOptions, "train"), lambda: cli.parse(ModelsOptions)):
+        with pytest.raises(SystemExit, match=r"there is no section \[cluster\.netwrok\]"):
+            parse()
