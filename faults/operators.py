@@ -15,6 +15,8 @@ import settings
 from cluster.aws.target import Aws
 from cluster.common import cluster_file, instances
 from cluster.common.cluster_file import FILE
+from cluster.emulator import cloud
+from cluster.emulator.moto_instances import ACCOUNT, OTHER_ACCOUNT
 from cluster.emulator.waiting import wait_for
 from faults import secret_search
 from faults.capacity import GATHER, gather
@@ -107,6 +109,31 @@ def down_twice(harness: Harness) -> str:
             assert "is left" in output, output
     assert not instances.living(harness.file), "some machines still run"
     return re.findall(r"rehearsal is down:.*?is left", output)[0]
+
+
+def another_account_region_or_owner(harness: Harness) -> str:
+    """Verbs refuse to work on another cluster than the one of their checkout. `down` ends each cluster where it is."""
+    head, file = instances.head(harness.file), harness.file
+    assert head
+    other = {"AWS_PROFILE": "other"}
+    for words in (("down",), ("status", "--past"), ("keys", "list"), ("up", "--yes")):
+        output = run_verb(*words, exit_code=1, **other)
+        assert "but your AWS credentials are for account" in output, output
+    text = FILE.read_text(encoding="utf-8")
+    with replaced_file(FILE, text.replace(file.region, cloud.other_region(file.region))):
+        assert "but cluster/cluster.yaml has region" in run_verb("down", exit_code=1)
+    with _checkout(file.slug) as folder:
+        output = run_verb("down", exit_code=1, folder=folder, AWS_PROFILE="colleague")
+        assert "belongs to" in output, output
+        assert "there was nothing to end" in run_verb("down", folder=folder, **other)
+        assert "is up after" in run_verb("up", "--yes", folder=folder, **other)
+        assert head.id not in run_verb("status", folder=folder, **other)
+        assert f"is left in account {OTHER_ACCOUNT}, {file.region}" in run_verb("down", folder=folder, **other)
+    assert [one.id for one in instances.living(file) if one.node_type == file.head.name] == [head.id]
+    output = run_verb("down")
+    assert f"is left in account {ACCOUNT}, {file.region}" in output, output
+    assert not instances.living(file)
+    return re.findall(r"rehearsal is down:.*?is left in .*", output)[0]
 
 
 def two_clusters(harness: Harness) -> str:

@@ -21,6 +21,7 @@ from pipeline.serving import haproxy
 
 os.environ |= haproxy.environment("/")  # `import ray.serve` reads these variables; ray_session sets the real folder
 
+from cluster.aws import identity
 from cluster.network import free_ports
 from demo import assets as demo_assets
 
@@ -29,6 +30,12 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 TAUGHT = 5  # number of facts that the model in model_folder knows
+
+
+@pytest.fixture(autouse=True)
+def no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let tests work with any account, also if this project has a cluster."""
+    monkeypatch.setattr(identity, "RECORD", tmp_path / "identity.json")
 
 
 @pytest.fixture(scope="session")
