@@ -2,11 +2,13 @@
 
 from typing import Any
 
+import boto3
 import pytest
+from moto import mock_aws
 
-from cluster.emulator import iam, permissions, stubs
+from cluster.emulator import iam, moto_instances, permissions, stubs
 from cluster.emulator.consistency import Consistency
-from cluster.emulator.moto_instances import ACCOUNT, OTHER_ACCOUNT
+from cluster.emulator.moto_instances import ACCOUNT, IMAGE, OTHER_ACCOUNT
 from cluster.emulator.reservations import Reservations
 
 FIELDS: dict[str, Any] = {"zone": "us-east-1b", "instance_type": "p4d.24xlarge", "count": 2}
@@ -50,6 +52,22 @@ def test_lists_and_names_of_secrets_lag_only_where_they_are() -> None:
     seen.check("CreateSecret", {"Name": "mine/HF_TOKEN"}, f"{OTHER_ACCOUNT} us-east-1")
     with pytest.raises(iam.AwsError, match="already scheduled for deletion"):
         seen.check("CreateSecret", {"Name": "mine/HF_TOKEN"}, f"{ACCOUNT} us-east-1")
+
+
+def test_all_machines_of_a_launch_get_the_profile_in_the_callers_account(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "none")
+    monkeypatch.setenv("MOTO_ACCOUNT_ID", OTHER_ACCOUNT)
+    with mock_aws():
+        clients = boto3.client("iam"), boto3.client("ec2", region_name="us-west-2")
+        clients[0].create_role(RoleName="mine", AssumeRolePolicyDocument="{}")
+        clients[0].create_instance_profile(InstanceProfileName="mine")
+        clients[0].add_role_to_instance_profile(InstanceProfileName="mine", RoleName="mine")
+        clients[1].run_instances(ImageId=IMAGE, MinCount=2, MaxCount=2, IamInstanceProfile={"Name": "mine"})
+        started = moto_instances.complete(OTHER_ACCOUNT, "us-west-2", {"IamInstanceProfile.Name": "mine"})
+        found = {(one.account, one.region, one.role, one.id) for one in moto_instances.list_all()}
+    assert found == {(OTHER_ACCOUNT, "us-west-2", "mine", one) for one in started}
+    assert len(started) == 2
 
 
 def test_the_disk_key_is_that_of_the_callers_account() -> None:

@@ -71,7 +71,7 @@ def _check_names(file: ClusterFile) -> None:
     """Check that each node type has the cluster's name in its tags, by which verbs find machines, and in its role."""
     for node_type in (file.head, *file.workers):
         specifications = node_type.node_config.get("TagSpecifications", [])
-        tags = [tag["Value"] for one in specifications for tag in one["Tags"] if tag["Key"] == "ray-project"]
+        tags = [tag["Value"] for one in specifications for tag in one.get("Tags", []) if tag["Key"] == "ray-project"]
         if set(tags) != {file.slug}:
             found = f"the tag ray-project: {', '.join(dict.fromkeys(tags))}" if tags else "no tag ray-project"
             raise settings.UserError(

@@ -30,9 +30,12 @@ def _owner(described: dict[str, Any]) -> str:
 
 
 def is_mine(file: ClusterFile, owner: str) -> bool:
-    """Return whether the cluster belongs to the caller, or to the owner that this checkout has recorded."""
+    """Return whether the cluster belongs to the caller, or to the owner that this checkout has recorded.
+
+    That of an older version, which has no owner, belongs to each checkout that has a record.
+    """
     recorded = identity.read()
-    return owner == caller.ask(file).owner or (recorded is not None and owner == recorded.owner)
+    return owner == caller.ask(file).owner or (recorded is not None and owner in (recorded.owner, UNKNOWN))
 
 
 def agree(file: ClusterFile, agreed: str, question: str, command: str) -> None:

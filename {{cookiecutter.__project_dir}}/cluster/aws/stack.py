@@ -45,10 +45,10 @@ def deploy(file: ClusterFile, parameters: dict[str, str], efa_cards: int, more_c
         "Capabilities": ["CAPABILITY_NAMED_IAM"],
     }
     stack = find(file)
+    request["Tags"] = _tags(file, stack)
     if stack and stack["StackStatus"] in ("ROLLBACK_COMPLETE", "ROLLBACK_FAILED", "DELETE_FAILED"):
         delete(file)  # such a stack cannot be updated
         stack = None
-    request["Tags"] = _tags(file, stack)
     if stack is None:
         cloudformation.create_stack(**request, OnFailure="DELETE")
         _wait(file, "creating")
@@ -76,11 +76,15 @@ def check_name(file: ClusterFile) -> None:
 
 
 def _tags(file: ClusterFile, stack: dict[str, Any] | None) -> list[dict[str, str]]:
-    """Return the tags of the stack. An update keeps those that it has: its owner, and tags of an administrator."""
-    own = [{"Key": "ray-project", "Value": file.slug}]
-    kept = [tag for tag in (stack or {}).get("Tags", []) if tag["Key"] != "ray-project"]
-    has_owner = any(tag["Key"] == caller.OWNER_TAG for tag in kept)
-    return own + kept + ([] if has_owner else [caller.owner_tag(file)])
+    """Return the tags of the stack. An update keeps those that it has: its owner, and tags of an administrator.
+
+    AWS accepts no tags with its own prefix.
+    https://docs.aws.amazon.com/AWSCloudFormation/latest/APIReference/API_Tag.html
+    """
+    tags = {tag["Key"]: tag["Value"] for tag in (stack or {}).get("Tags", []) if not tag["Key"].startswith("aws:")}
+    mine = caller.owner_tag(file)
+    tags = {mine["Key"]: mine["Value"], **tags, "ray-project": file.slug}
+    return [{"Key": key, "Value": value} for key, value in tags.items()]
 
 
 def body(efa_cards: int, more_callers: Sequence[str] = (), *, makes_network: bool) -> str:

@@ -16,7 +16,7 @@ from moto.iam.models import iam_backends
 
 import settings
 from cluster import drain
-from cluster.aws import caller, identity, key_pair, launcher_file, prepare, secrets_manager, stack
+from cluster.aws import caller, identity, key_pair, launcher_file, ownership, prepare, secrets_manager, stack
 from cluster.aws.caller import OWNER_TAG, Caller
 from cluster.aws.doctor import owner as doctors_owner
 from cluster.aws.doctor.account import Account
@@ -25,6 +25,7 @@ from cluster.common import bucket, cluster_file, instances
 from cluster.common.cluster_file import ClusterFile
 from cluster.emulator import moto_instances
 from cluster.emulator.api import Api
+from cluster.emulator.consistency import Consistency
 from cluster.emulator.moto_instances import ACCOUNT, OTHER_ACCOUNT
 from cluster.target import WantedBlock
 
@@ -196,6 +197,17 @@ def test_a_bucket_of_another_account_does_not_admit_the_caller(aws: Api, sign_in
         boto3.client("s3", FILE.region).head_bucket(Bucket="of-the-first-account")
 
 
+def test_a_late_list_of_secrets_is_that_of_the_account(aws: Api, sign_in: Callable[[str, str], None]) -> None:
+    aws.consistency = Consistency(lambda: 0.0)
+    client = FILE.client("secretsmanager")
+    client.create_secret(Name=f"{FILE.slug}/LISTED", SecretString="1")
+    assert client.list_secrets()["SecretList"]
+    client.delete_secret(SecretId=f"{FILE.slug}/LISTED", ForceDeleteWithoutRecovery=True)
+    assert client.list_secrets()["SecretList"], "the list is late"
+    sign_in(OTHER_ACCOUNT, "laptop")
+    assert not FILE.client("secretsmanager").list_secrets()["SecretList"]
+
+
 def test_another_role_in_the_same_account_is_not_refused(aws: Api, sign_in: Callable[[str, str], None]) -> None:
     Aws().prepare()
     sign_in(ACCOUNT, "colleague")
@@ -347,13 +359,19 @@ def test_two_colleagues_with_the_same_name_do_not_end_each_others_cluster(
     assert len(asked) == 1
 
 
-def test_a_colleague_who_has_the_key_joins_once(aws: Api, sign_in: Callable[[str, str], None]) -> None:
+def test_a_colleague_who_has_the_key_joins_once(
+    aws: Api, monkeypatch: pytest.MonkeyPatch, sign_in: Callable[[str, str], None]
+) -> None:
     Aws().prepare()
     sign_in(ACCOUNT, "colleague")
     new_checkout()
     Aws().prepare(owner=LAPTOP)
     assert owner() == LAPTOP, "an update keeps the owner"
+    moto: Any = cloudformation_backends[ACCOUNT][FILE.region].get_stack(FILE.slug)
+    moto.status = "ROLLBACK_COMPLETE"
+    monkeypatch.setattr(prepare, "_make_bucket", lambda file: "no")  # the bucket is kept
     Aws().prepare()
+    assert owner() == LAPTOP, "a new stack in place of a failed one keeps the owner"
     assert Aws().down() == []
 
 
@@ -392,8 +410,9 @@ def test_the_stack_of_an_older_version_gets_an_owner(aws: Api, monkeypatch: pyte
     """And keeps the tags that an administrator has added."""
     Aws().prepare()
     moto: Any = cloudformation_backends[ACCOUNT][FILE.region].get_stack(FILE.slug)
-    moto.tags = {"ray-project": FILE.slug, "cost-center": "7"}
+    moto.tags = {"ray-project": FILE.slug, "cost-center": "7", "aws:of": "AWS, which accepts no such tag"}
     monkeypatch.setattr(prepare, "_own_address", lambda: "203.0.113.8")  # moto refuses an update of tags alone
+    assert ownership.is_mine(FILE, ownership.UNKNOWN)
     new_checkout()
     whose = f"the cluster {FILE.slug} in account {ACCOUNT}, {FILE.region} does not say whose it is"
     assert refusal("prepare").startswith(f"{whose}. To agree, run: inv prepare --target aws --owner unknown")
