@@ -84,6 +84,11 @@ FAULTS = [
     Fault("up interrupted three times", "down leaves nothing", "operators.interrupted_up"),
     Fault("plain ray up and ray down", "both work, and no machine is left", "operators.plain_ray"),
     Fault("down from another checkout, twice", "nothing is left", "operators.down_twice"),
+    Fault(
+        "another account, region or owner",
+        "down refuses and ends nothing; each account's own down leaves nothing",
+        "operators.another_account_region_or_owner",
+    ),
 ]
 
 

@@ -15,6 +15,8 @@ import settings
 from cluster.aws.target import Aws
 from cluster.common import cluster_file, instances
 from cluster.common.cluster_file import FILE
+from cluster.emulator import cloud
+from cluster.emulator.moto_instances import ACCOUNT, OTHER_ACCOUNT
 from cluster.emulator.waiting import wait_for
 from faults import secret_search
 from faults.capacity import GATHER, gather
@@ -93,7 +95,8 @@ def interrupted_up(harness: Harness) -> str:
     points = ("at most", "step 1 of 7", "step 6 of 7")  # `up` shows the price, boots the head, and sets it up
     for point in points:
         (command,) = re.findall(r"interrupted\..*End it: inv (.*)", interrupt_verb(point, "up", "--yes"))
-        assert "is left" in run_printed(command), command
+        expected = "there was nothing to end" if point == points[0] else "is left in account"
+        assert expected in run_printed(command), command
         assert not instances.living(harness.file)
     return f"at {', '.join(f'“{point}”' for point in points)}"
 
@@ -102,11 +105,36 @@ def down_twice(harness: Harness) -> str:
     """`down` runs twice from another checkout, without the private key: nothing is left."""
     harness.file.key_file.unlink()
     with _checkout(harness.file.slug) as folder:
-        for _ in range(2):
-            output = run_verb("down", folder=folder)
-            assert "is left" in output, output
+        output = run_verb("down", folder=folder)
+        assert "is left" in output, output
+        assert "there was nothing to end" in run_verb("down", folder=folder)
     assert not instances.living(harness.file), "some machines still run"
     return re.findall(r"rehearsal is down:.*?is left", output)[0]
+
+
+def another_account_region_or_owner(harness: Harness) -> str:
+    """Verbs refuse to work on another cluster than the one of their checkout. `down` ends each cluster where it is."""
+    head, file = instances.head(harness.file), harness.file
+    assert head
+    other = {"AWS_PROFILE": "other"}
+    for words in (("down",), ("status", "--past"), ("keys", "list"), ("up", "--yes")):
+        output = run_verb(*words, exit_code=1, **other)
+        assert "but your AWS credentials are for account" in output, output
+    text = FILE.read_text(encoding="utf-8")
+    with replaced_file(FILE, text.replace(file.region, cloud.other_region(file.region))):
+        assert "but cluster/cluster.yaml has region" in run_verb("down", exit_code=1)
+    with _checkout(file.slug) as folder:
+        output = run_verb("down", exit_code=1, folder=folder, AWS_PROFILE="colleague")
+        assert "belongs to" in output, output
+        assert "there was nothing to end" in run_verb("down", folder=folder, **other)
+        assert "is up after" in run_verb("up", "--yes", folder=folder, **other)
+        assert head.id not in run_verb("status", folder=folder, **other)
+        assert f"is left in account {OTHER_ACCOUNT}, {file.region}" in run_verb("down", folder=folder, **other)
+    assert [one.id for one in instances.living(file) if one.node_type == file.head.name] == [head.id]
+    output = run_verb("down")
+    assert f"is left in account {ACCOUNT}, {file.region}" in output, output
+    assert not instances.living(file)
+    return re.findall(r"rehearsal is down:.*?is left in .*", output)[0]
 
 
 def two_clusters(harness: Harness) -> str:

@@ -29,6 +29,7 @@ CONSOLE = Console()
 QUICK_TESTS = ("tests/unit", "tests/integration/test_smoke.py")
 REHEARSAL_TEST = "tests/e2e/test_rehearsal.py"
 TARGET = {"target": "where the cluster runs: local (this machine), rehearsal (AWS emulated on this machine) or aws"}
+OWNER = {"owner": "agree to use the cluster of this owner, as the verb names it; default: ask, unless it is yours"}
 VERBOSE = {"verbose": "also show Ray's messages"}
 JOB_ID = {"job": "id as in `inv status`; default: your latest job"}
 
@@ -128,12 +129,12 @@ def fit(context: Context, job: str) -> None:
         cluster_fit.fit(job, options, CONSOLE)
 
 
-@verb(**TARGET)
-def prepare(context: Context, target: str = "local") -> None:
+@verb(**OWNER, **TARGET)
+def prepare(context: Context, owner: str = "", target: str = "local") -> None:
     """Create the security group, roles and bucket that the cluster needs on AWS. `up` does this too."""
     from cluster import targets
 
-    targets.get(target).prepare()
+    targets.get(target).prepare(owner)
 
 
 @verb(
@@ -173,13 +174,14 @@ def capacity(
 @verb(
     yes="accept the price without a prompt",
     wait="wait until the reservation in [cluster.capacity] starts",
+    **OWNER,
     **TARGET,
 )
-def up(context: Context, target: str = "local", yes: bool = False, wait: bool = False) -> None:
+def up(context: Context, target: str = "local", yes: bool = False, wait: bool = False, owner: str = "") -> None:
     """Start the cluster. On AWS, also apply changed settings to a running cluster."""
     from cluster import targets
 
-    targets.get(target).up(yes, wait)
+    targets.get(target).up(yes, wait, owner)
     print(f"next: {settings.inv('submit preprocess')}   or: {settings.inv('status')}   or: {settings.inv('down')}")
 
 
@@ -457,17 +459,12 @@ def metrics(context: Context, target: str = "local") -> None:
     prometheus.run(targets.get(target).connect())
 
 
-@verb(drain="seconds that running answers of served models get; 0: end them at once", **TARGET)
-def down(context: Context, drain: int = 20, target: str = "local") -> None:
+@verb(drain="seconds that running answers of served models get; 0: end them at once", **OWNER, **TARGET)
+def down(context: Context, drain: int = 20, owner: str = "", target: str = "local") -> None:
     """Stop the cluster, and check that nothing is left behind. On AWS, the bucket is kept."""
     from cluster import targets
 
-    chosen = targets.get(target)
-    if drain:
-        from cluster import drain as cluster_drain
-
-        cluster_drain.before_down(chosen, drain)
-    if left := chosen.down():
+    if left := targets.get(target).down(owner, drain):
         raise Exit(f"error: left behind: {', '.join(left)}. Run again: inv down --target {target}", 1)
 
 

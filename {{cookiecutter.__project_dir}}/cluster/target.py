@@ -141,10 +141,13 @@ class Target(Protocol):
     def doctor(self) -> list[Finding]:
         """Check everything that can be checked before the cluster starts."""
 
-    def prepare(self) -> None:
-        """Create everything that the cluster needs, except its instances. Keep what exists."""
+    def prepare(self, owner: str = "") -> None:
+        """Create everything that the cluster needs, except its instances. Keep what exists.
 
-    def up(self, yes: bool, wait: bool = False) -> None:
+        Asks before using the cluster of another owner, unless `owner` names this owner. So do `up` and `down`.
+        """
+
+    def up(self, yes: bool, wait: bool = False, owner: str = "") -> None:
         """Start the cluster unless it is up. Return when jobs can be submitted.
 
         Asks before starting anything that costs money, unless `yes` is set. If instances are reserved for later, `wait`
@@ -208,5 +211,8 @@ class Target(Protocol):
     def key_stores(self) -> Sequence[KeyStore]:
         """Return where API keys are stored. The cluster's server reads the first one."""
 
-    def down(self) -> list[str]:
-        """Stop the cluster, and delete its resources but not your files. Return what could not be deleted."""
+    def down(self, owner: str = "", drain_s: int = 0) -> list[str]:
+        """Stop the cluster, and delete its resources but not your files. Return what could not be deleted.
+
+        Answers of served models that are running get `drain_s` to end.
+        """

@@ -24,6 +24,7 @@ os.environ |= haproxy.environment("/")  # `import ray.serve` reads these variabl
 
 import settings
 from cluster import environment, network
+from cluster.aws import identity
 from cluster.network import free_ports
 from demo import assets as demo_assets
 
@@ -44,6 +45,12 @@ def tasks() -> Iterator[ModuleType]:
         import tasks
 
         yield tasks
+
+
+@pytest.fixture(autouse=True)
+def no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let tests work with any account, also if this project has a cluster."""
+    monkeypatch.setattr(identity, "RECORD", tmp_path / "identity.json")
 
 
 @pytest.fixture(scope="session")

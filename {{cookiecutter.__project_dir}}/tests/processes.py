@@ -3,6 +3,7 @@
 import contextlib
 import os
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -13,6 +14,15 @@ import psutil
 import uvicorn
 
 T = TypeVar("T")
+WITHOUT_RECORD = (
+    "import pathlib; from cluster.aws import identity; identity.RECORD = pathlib.Path('/nonexistent'); "
+    "from invoke.main import program; program.run()"
+)
+
+
+def verb_command(*words: str) -> list[str]:
+    """Return the command of a verb that works with any account, also if this project has a cluster."""
+    return [sys.executable, "-c", WITHOUT_RECORD, *words]
 
 
 def read_all(processes: Iterable[psutil.Process], read: Callable[[psutil.Process], T]) -> list[T]:

@@ -1,4 +1,4 @@
-"""Ask before anything that costs money."""
+"""Ask before anything that costs money, or that may be somebody else's."""
 
 import sys
 
@@ -11,9 +11,17 @@ def ask(question: str, yes: bool, command: str) -> None:
     Raises:
         settings.UserError: the user does not agree, or cannot be asked.
     """
-    if yes:
-        return
+    if not yes:
+        require(question, f"this costs money and needs your consent. Run: {command} --yes")
+
+
+def require(question: str, without_terminal: str) -> None:
+    """Ask the question.
+
+    Raises:
+        settings.UserError: the user does not agree, or cannot be asked. Then the message is `without_terminal`.
+    """
     if not sys.stdin.isatty():
-        raise settings.UserError(f"this costs money and needs your consent. Run: {command} --yes")
+        raise settings.UserError(without_terminal)
     if input(f"{question} [y/N] ").strip().lower() not in ("y", "yes"):
         raise settings.UserError("you did not agree, so nothing was done")

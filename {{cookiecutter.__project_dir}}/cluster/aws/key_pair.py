@@ -4,37 +4,50 @@ import subprocess
 from pathlib import Path
 
 import settings
+from cluster.aws import caller, ownership
 from cluster.common.cluster_file import TARGET, ClusterFile
 
 
-def ensure(file: ClusterFile) -> None:
-    """Create the key pair unless it exists.
+def check(file: ClusterFile) -> bool:
+    """Return whether AWS has the key pair.
 
     Raises:
         settings.UserError: the private key on this machine is missing, unreadable, or not that of the key pair on AWS.
     """
-    ec2 = file.client("ec2")
-    on_aws = ec2.describe_key_pairs(Filters=[{"Name": "key-name", "Values": [file.slug]}], IncludePublicKey=True)[
-        "KeyPairs"
-    ]
+    named = [{"Name": "key-name", "Values": [file.slug]}]
+    on_aws = file.client("ec2").describe_key_pairs(Filters=named, IncludePublicKey=True)["KeyPairs"]
     if not on_aws:
-        if not file.key_file.exists():
-            _make_key(file.key_file)
-        ec2.import_key_pair(
-            KeyName=file.slug,
-            PublicKeyMaterial=_public_key(file.key_file).encode(),
-            TagSpecifications=[{"ResourceType": "key-pair", "Tags": [{"Key": "ray-project", "Value": file.slug}]}],
-        )
-    elif not file.key_file.exists():
-        raise settings.UserError(
-            f"the cluster's private key {file.key_file} is not on this machine. Copy it from the machine that "
-            f"ran `inv up`, or end the cluster: inv down --target {TARGET}"
-        )
-    elif (theirs := on_aws[0].get("PublicKey")) and theirs.split()[:2] != _public_key(file.key_file).split()[:2]:
-        raise settings.UserError(
-            f"{file.key_file} does not belong to the key pair {file.slug} on AWS. Replace it with the key from the "
-            f"machine that ran `inv up`, or end the cluster: inv down --target {TARGET}"
-        )
+        return False
+    if not file.key_file.exists():
+        problem = f"the cluster's private key {file.key_file} is not on this machine. Copy it"
+        raise settings.UserError(f"{problem} {_advise(file)}")
+    if (theirs := on_aws[0].get("PublicKey")) and theirs.split()[:2] != _public_key(file.key_file).split()[:2]:
+        problem = f"{file.key_file} does not belong to the key pair {file.slug} on AWS. Replace it with the key"
+        raise settings.UserError(f"{problem} {_advise(file)}")
+    return True
+
+
+def _advise(file: ClusterFile) -> str:
+    """Return where the key is, and what else to do. Only who owns the cluster is advised to end it."""
+    found = ownership.find(file) or ownership.UNKNOWN
+    if found == caller.ask(file).owner:
+        return f"from the machine that ran `inv up`, or end the cluster: inv down --target {TARGET}"
+    whose = ownership.describe(file, found)
+    return f"from its owner's machine ({whose}). For a cluster of your own, {ownership.OTHER_NAME}"
+
+
+def ensure(file: ClusterFile) -> None:
+    """Create the key pair unless it exists. Raises `settings.UserError` as `check` does."""
+    if check(file):
+        return
+    if not file.key_file.exists():
+        _make_key(file.key_file)
+    tags = [{"Key": "ray-project", "Value": file.slug}, caller.owner_tag(file)]
+    file.client("ec2").import_key_pair(
+        KeyName=file.slug,
+        PublicKeyMaterial=_public_key(file.key_file).encode(),
+        TagSpecifications=[{"ResourceType": "key-pair", "Tags": tags}],
+    )
 
 
 def _make_key(file: Path) -> None:

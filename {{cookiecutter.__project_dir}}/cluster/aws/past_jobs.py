@@ -18,7 +18,7 @@ MAX_JOBS = 20
 
 
 class PastJobs:
-    """Reads the jobs and their logs from the project's bucket, which need not exist."""
+    """Reads the jobs and their logs from the project's bucket."""
 
     def __init__(self, file: ClusterFile) -> None:
         self._saved = SavedLogs(file)

@@ -5,19 +5,31 @@ import os
 import requests
 
 import settings
-from cluster.aws import budget, guard, images, key_pair, launcher_file, load_balancer, reservation, stack, vpc, zones
-from cluster.common import bucket, cluster_file, instances
-from cluster.common.cluster_file import TARGET, ClusterFile
+from cluster.aws import (
+    budget,
+    guard,
+    images,
+    key_pair,
+    launcher_file,
+    load_balancer,
+    ownership,
+    reservation,
+    stack,
+    vpc,
+    zones,
+)
+from cluster.common import bucket, instances
+from cluster.common.cluster_file import ClusterFile
 
 
 def prepare(file: ClusterFile) -> None:
     """Create or update the stack and the key pair, if necessary, and write the file for Ray's launcher.
 
     Raises:
-        settings.UserError: there is no suitable network, zone, bucket, image or private key, this machine's address is
-            unknown, the region changed while a stack exists, or AWS could not create the stack.
+        settings.UserError: there is no suitable network, zone, bucket, image or private key, stack.yaml has another
+            name, this machine's address is unknown, or AWS could not create the stack.
     """
-    _check_region(file)
+    stack.check_name(file)
     if problem := bucket.problem(file):
         raise settings.UserError(problem)
     section = settings.load(vpc.NetworkSection, "network", profile="cluster")
@@ -38,6 +50,8 @@ def prepare(file: ClusterFile) -> None:
     }
     running = instances.head(file)
     with_images = images.keep(file, running)
+    key_pair.check(file)
+    ownership.record(file)  # only now, because everything before creates nothing
     launcher_file.write(with_images)
     key_pair.ensure(file)
     result = stack.deploy(file, parameters, efa_cards, callers[1:])
@@ -49,28 +63,6 @@ def prepare(file: ClusterFile) -> None:
     print(f"image: {with_images.head.node_config['ImageId']}")
     if section.costs:
         print(section.costs)
-
-
-def _check_region(file: ClusterFile) -> None:
-    """Check that the project's roles belong to its region, and that it has no stack in the region that it had before.
-
-    A stack in the earlier region, and instances there, would be out of sight of all verbs.
-    """
-    for node_type in (file.head, *file.workers):
-        expected = file.role("head" if node_type.name == file.head.name else "worker")
-        found = node_type.node_config.get("IamInstanceProfile", {}).get("Name", expected)
-        if found.startswith(f"{file.slug}-") and found != expected:
-            raise settings.UserError(
-                f"{node_type.name} has the role {found}, but in {file.region} its name is {expected}. Change "
-                "IamInstanceProfile in cluster/cluster.yaml"
-            )
-    if launcher_file.FILE.exists():
-        earlier = cluster_file.load(launcher_file.FILE)
-        if earlier.region != file.region and stack.find(earlier):
-            raise settings.UserError(
-                f"the stack {file.slug} still exists in {earlier.region}. Set region in cluster/cluster.yaml to "
-                f"{earlier.region}, run: inv down --target {TARGET}, and then change the region again"
-            )
 
 
 def delete(file: ClusterFile) -> None:

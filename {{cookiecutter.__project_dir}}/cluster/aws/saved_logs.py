@@ -16,19 +16,16 @@ REQUESTS = 16
 
 
 class SavedLogs:
-    """The logs in the project's bucket, which need not exist."""
+    """The logs in the project's bucket."""
 
     def __init__(self, file: ClusterFile) -> None:
+        """Raises `settings.UserError` if there is no bucket."""
+        bucket.require(file)
         self._client, self._bucket = file.client("s3"), bucket.name(file)
 
     def sessions(self) -> list[str]:
         """Return the prefix of each cluster's logs, the latest first. It contains the time of the cluster's start."""
-        try:
-            return sorted(self._below(bucket.LOGS), reverse=True)
-        except botocore.exceptions.ClientError as error:
-            if error.response["Error"]["Code"] == "NoSuchBucket":
-                return []
-            raise
+        return sorted(self._below(bucket.LOGS), reverse=True)
 
     def read(self, key: str) -> Copy | None:
         """Return the copy with this key, or None if there is no such copy."""

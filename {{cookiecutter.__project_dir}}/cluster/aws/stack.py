@@ -10,6 +10,7 @@ import botocore.exceptions
 import yaml
 
 import settings
+from cluster.aws import caller
 from cluster.common.cluster_file import TARGET, ClusterFile
 from cluster.console import Console
 
@@ -42,9 +43,9 @@ def deploy(file: ClusterFile, parameters: dict[str, str], efa_cards: int, more_c
         "TemplateBody": body(efa_cards, more_callers, makes_network=not parameters["Vpc"]),
         "Parameters": [{"ParameterKey": key, "ParameterValue": value} for key, value in parameters.items()],
         "Capabilities": ["CAPABILITY_NAMED_IAM"],
-        "Tags": [{"Key": "ray-project", "Value": file.slug}],
     }
     stack = find(file)
+    request["Tags"] = _tags(file, stack)
     if stack and stack["StackStatus"] in ("ROLLBACK_COMPLETE", "ROLLBACK_FAILED", "DELETE_FAILED"):
         delete(file)  # such a stack cannot be updated
         stack = None
@@ -60,6 +61,30 @@ def deploy(file: ClusterFile, parameters: dict[str, str], efa_cards: int, more_c
         raise
     _wait(file, "updating")
     return "updated"
+
+
+def check_name(file: ClusterFile) -> None:
+    """Raise `settings.UserError` if stack.yaml has another name in its tags, by which `down` finds what is left."""
+    resources = parse(TEMPLATE.read_text(encoding="utf-8"))["Resources"]
+    for name, resource in resources.items():
+        for tag in resource["Properties"].get("Tags", []):
+            if tag["Key"] == "ray-project" and tag["Value"] != file.slug:
+                raise settings.UserError(
+                    f"{name} in cluster/stack.yaml has the tag ray-project: {tag['Value']}, but cluster_name is "
+                    f"{file.slug} in cluster/cluster.yaml. Write the same name in all places of both files"
+                )
+
+
+def _tags(file: ClusterFile, stack: dict[str, Any] | None) -> list[dict[str, str]]:
+    """Return the tags of the stack. An update keeps those that it has: its owner, and tags of an administrator.
+
+    AWS accepts no tags with its own prefix.
+    https://docs.aws.amazon.com/AWSCloudFormation/latest/APIReference/API_Tag.html
+    """
+    tags = {tag["Key"]: tag["Value"] for tag in (stack or {}).get("Tags", []) if not tag["Key"].startswith("aws:")}
+    mine = caller.owner_tag(file)
+    tags = {mine["Key"]: mine["Value"], **tags, "ray-project": file.slug}
+    return [{"Key": key, "Value": value} for key, value in tags.items()]
 
 
 def body(efa_cards: int, more_callers: Sequence[str] = (), *, makes_network: bool) -> str:

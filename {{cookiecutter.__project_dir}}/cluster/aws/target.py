@@ -9,19 +9,22 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import requests
 
 import settings
-from cluster import doctor
+from cluster import doctor, drain
 from cluster.aws import (
     authorized_keys,
+    caller,
     capacity,
     capacity_blocks,
     cloud_status,
     consent,
     guard,
     head,
+    identity,
     images,
     launcher_file,
     limits,
     load_balancer,
+    ownership,
     prepare,
     ray_up,
     reservation,
@@ -33,7 +36,7 @@ from cluster.aws import (
 )
 from cluster.aws.past_jobs import PastJobs
 from cluster.aws.saved_logs import SavedLogs
-from cluster.common import bucket, cluster_file, instances, prices
+from cluster.common import bucket, instances, prices
 from cluster.common.cluster_file import CAPACITY_BLOCK, TARGET, ClusterFile
 from cluster.console import Console
 from cluster.doctor import Finding
@@ -41,6 +44,9 @@ from cluster.env_file import EnvFile
 from cluster.node.state import DASHBOARD_PORT
 from cluster.target import CloudStatus, Connection, KeyStore, PastJob, PastLog, WantedBlock
 from instance_types import INSTANCE_TYPES
+
+JOIN = "is it yours, too?"
+"""Question before a verb uses the cluster of another owner."""
 
 
 class Aws:
@@ -52,22 +58,25 @@ class Aws:
     def doctor(self) -> list[Finding]:
         from cluster.aws.doctor import checks  # takes seconds, because it imports the jobs' options
 
-        return checks.check(launcher_file.load())
+        return checks.check(launcher_file.load())  # which reports as a finding why identity.load refuses
 
-    def prepare(self) -> None:
-        file = launcher_file.load()
+    def prepare(self, owner: str = "") -> None:
+        file = self._file()
+        ownership.agree(file, owner, JOIN, f"inv prepare --target {TARGET}")
         prepare.prepare(file)
         if instances.head(file):
             self._admit_people(file)
 
-    def up(self, yes: bool, wait: bool = False) -> None:
-        file = launcher_file.load()
+    def up(self, yes: bool, wait: bool = False, owner: str = "") -> None:
+        file = self._file()
+        ownership.agree(file, owner, JOIN, f"inv up --target {TARGET}")
         running = instances.head(file)
         changes = _describe_changes(file, running)
         if running and not changes:
             limits.follow_settings(file, yes)
             secrets_manager.upload(file)
             self._admit_people(file)
+            ownership.record(file)
             print(f"{self.name} is already up and matches cluster.yaml: head {running.id}")
             load_balancer.register(file, running.id)
             return
@@ -97,21 +106,25 @@ class Aws:
         print(f"{self.name} is up after {took}: the head is running, and workers start when there is work")
         load_balancer.register(file, ssh.find_head(file).instance_id)
 
+    def _file(self) -> ClusterFile:
+        """Return the cluster file with the node types that the settings add. Refuses as identity.load does."""
+        return launcher_file.resolved(identity.load())
+
     def _admit_people(self, file: ClusterFile) -> None:
         section = settings.load(vpc.NetworkSection, "network", profile=self.profile)
         authorized_keys.install(ssh.find_head(file), section.ssh_keys)
 
     def show_capacity(self, wanted: WantedBlock) -> None:
-        capacity_blocks.show(cluster_file.load(), wanted, Console())
+        capacity_blocks.show(identity.load(), wanted, Console())
 
     def buy_capacity(self, offering: str, yes: bool) -> None:
-        capacity_blocks.buy(cluster_file.load(), offering, yes)
+        capacity_blocks.buy(identity.load(), offering, yes)
 
     def show_limits(self) -> None:
-        limits.show(launcher_file.load(), Console())
+        limits.show(self._file(), Console())
 
     def change_limits(self, given: Mapping[str, str], yes: bool) -> None:
-        limits.change(launcher_file.load(), given, yes)
+        limits.change(self._file(), given, yes)
 
     def bake(self) -> None:
         if self.shell("cd ~/project && python -m cluster.node.bake"):
@@ -121,7 +134,7 @@ class Aws:
             )
 
     def connect(self) -> Connection:
-        file = launcher_file.load()
+        file = self._file()
         serve_port = settings.load(load_balancer.ServeSection, "serve", profile=self.profile).port
         ssh_head = ssh.find_head(file)
         ports, token = ssh_head.tunnel(DASHBOARD_PORT, serve_port)
@@ -152,30 +165,27 @@ class Aws:
         )
 
     def storage_variables(self) -> dict[str, str]:
-        file = launcher_file.load()
-        if not bucket.exists(file):
-            raise settings.UserError(
-                f"{file.slug} has no bucket on AWS yet, so no job has saved any output. Run: inv up --target {TARGET}"
-            )
+        file = self._file()
+        bucket.require(file)
         return {"PROFILE": self.profile, "PROJECT_DIR": f"s3://{bucket.name(file)}", **bucket.access(file)}
 
     def shell(self, command: str) -> int:
-        ssh_head = ssh.find_head(launcher_file.load())
+        ssh_head = ssh.find_head(self._file())
         if command:
             return subprocess.call([*ssh_head.command("-T"), ssh.ENVIRONMENT + command])
         return subprocess.call([*ssh_head.command("-t"), "bash", "-l"])
 
     def configure_ssh(self) -> None:
-        file = launcher_file.load()
+        file = self._file()
         entry = ssh_config.write(ssh.find_head(file), file.slug)
         print(f"added the host {file.slug} to your ssh configuration, in {entry}; `inv down` removes it")
         print(f"next: ssh {file.slug}   or in VS Code: Remote-SSH: Connect to Host, {file.slug}")
 
     def notebook(self) -> str:
-        return ssh.find_head(launcher_file.load()).notebook()
+        return ssh.find_head(self._file()).notebook()
 
     def dollars_per_instance_hour(self, types: Collection[str] = ()) -> dict[str, float]:
-        file = launcher_file.load()
+        file = self._file()
         known, found = prices.ask(file), prices.lowest(file, types)
         for worker in file.workers:
             dollars = known.workers[worker.name]
@@ -184,39 +194,51 @@ class Aws:
         return found
 
     def cloud_status(self) -> CloudStatus:
-        file = launcher_file.load()
+        file = self._file()
         return cloud_status.cloud_status(file, head.read_status(ssh.find_head(file)))
 
     def past_jobs(self) -> list[PastJob]:
-        return PastJobs(cluster_file.load()).latest()
+        return PastJobs(identity.load()).latest()
 
     def past_log(self, job_id: str) -> PastLog | None:
-        return PastJobs(cluster_file.load()).log(job_id)
+        return PastJobs(identity.load()).log(job_id)
 
     def access_logs(self, since: datetime.datetime) -> Iterable[str]:
-        return SavedLogs(cluster_file.load()).access_logs(since)
+        return SavedLogs(identity.load()).access_logs(since)
 
     def key_stores(self) -> Sequence[KeyStore]:
-        on_aws = secrets_manager.KeyList(cluster_file.load())
+        on_aws = secrets_manager.KeyList(identity.load())
         return [on_aws, EnvFile()] if (settings.PROJECT / ".env").is_file() else [on_aws]  # up takes those in .env
 
-    def down(self) -> list[str]:
-        file = cluster_file.load()
+    def down(self, owner: str = "", drain_s: int = 0) -> list[str]:
+        file = identity.load()
+        ownership.agree(file, owner, "end it?", f"inv down --target {TARGET}")
+        if drain_s:
+            drain.before_down(self, drain_s)
+        existing = _leftovers(file)
         teardown.end_instances(file)
         teardown.delete_orphans(file)
         prepare.delete(file)
         secrets_manager.delete(file)
         ssh_config.remove(file.slug)
-        left = teardown.leftovers(file) + [f"secret {name}" for name in secrets_manager.names(file)]
+        left = _leftovers(file)
         if not left:
+            identity.forget()
             print(
                 f"{self.name} is down: no instance, volume, interface, VPC, security group, key, role, secret or "
-                f"stack of {file.slug} is left"
+                f"stack of {file.slug} is left in account {caller.ask(file).account}, {file.region}"
+                if existing
+                else ownership.describe_nothing(file)
             )
             if bucket.exists(file):
                 print(f"the bucket with your work is kept: s3://{bucket.name(file)}")
         reservation.show_costs(file)
         return left
+
+
+def _leftovers(file: ClusterFile) -> list[str]:
+    """Return descriptions of everything that the project has on AWS, except the bucket."""
+    return teardown.leftovers(file) + [f"secret {name}" for name in secrets_manager.names(file)]
 
 
 def _run_launcher(file: ClusterFile) -> None:

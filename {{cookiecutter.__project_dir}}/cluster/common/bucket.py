@@ -8,7 +8,7 @@ from pydantic import field_validator
 
 import settings
 from cluster.common import aws_session
-from cluster.common.cluster_file import ClusterFile
+from cluster.common.cluster_file import TARGET, ClusterFile
 
 NOTE = "cluster/ended.txt"
 """Key of the object that says why the cluster shut itself down."""
@@ -60,6 +60,15 @@ def exists(file: ClusterFile) -> bool:
             return False
         raise
     return True
+
+
+def require(file: ClusterFile) -> None:
+    """Raise `settings.UserError` if there is no bucket, because what is missing there would look like no work."""
+    if not exists(file):
+        raise settings.UserError(
+            f"there is no bucket s3://{name(file)}, so no job of {file.slug} has saved anything in {file.region} with "
+            f"these AWS credentials. Check the account and the region, or run: inv up --target {TARGET}"
+        )
 
 
 def problem(file: ClusterFile) -> str:

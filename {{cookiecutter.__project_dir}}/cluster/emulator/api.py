@@ -42,7 +42,6 @@ from cluster.emulator import (
 )
 from cluster.emulator.consistency import CONFLICT, Consistency
 from cluster.emulator.launch_failures import LaunchFailures
-from cluster.emulator.moto_instances import ACCOUNT
 from cluster.emulator.reservations import Reservations
 from cluster.emulator.throttling import Throttle
 
@@ -66,6 +65,15 @@ class Call:
     """The permissions that the call needs."""
     error_code: str = ""
     """AWS's error code, if the wrapper rejected the call."""
+
+    @property
+    def account(self) -> str:
+        return iam.account_of(self.caller)
+
+    @property
+    def place(self) -> str:
+        """The account and the region, which have separate resources."""
+        return f"{self.account} {self.region}"
 
 
 @dataclass
@@ -110,11 +118,14 @@ class Api:
         try:
             self.throttle.check(call.service, call.action)
             principal = iam.authenticate(environ, body)
-            call = replace(call, caller=principal.arn, permissions=_permissions(call, environ, body))
+            call = replace(call, caller=principal.arn)
+            call = replace(call, permissions=_permissions(call, environ, body))
             iam.authorize(principal, call.permissions)
             if code := call.parameters.get("TokenCode"):
                 iam.use_code(code, self.used_codes)
-            self.consistency.check(call.action, call.parameters)
+            self.consistency.check(call.action, call.parameters, call.place)
+            if call.service == "s3":
+                permissions.refuse_foreign_bucket(principal.account, environ["PATH_INFO"])
             if call.service == "s3" and environ["REQUEST_METHOD"] in ("PUT", "DELETE"):
                 self.consistency.check_write(environ)
             if call.service == "scheduler" and environ["REQUEST_METHOD"] in ("POST", "PUT"):
@@ -132,23 +143,25 @@ class Api:
             return _send("200 OK", text, start_response)
         answer = self.moto(environ | {"wsgi.input": io.BytesIO(body), "CONTENT_LENGTH": str(len(body))}, start_response)
         if call.action == "RunInstances":
-            started = moto_instances.complete(call.region, call.parameters)
+            started = moto_instances.complete(call.account, call.region, call.parameters)
             self.consistency.note_launch(started)
             self.launch_failures.note_launch(call.region, principal, started)
             self.reservations.note_launch(call.parameters.get(reservations.TARGET), started)
         if call.action == "UpdateStack":
-            stack_resources.create_missing(call.region, call.parameters["StackName"])
+            stack_resources.create_missing(call.account, call.region, call.parameters["StackName"])
         if call.action == "ListSecrets":
             answer = [b"".join(answer)]
-            self.consistency.keep_list(call.parameters, answer[0])
+            self.consistency.keep_list(call.parameters, answer[0], call.place)
         return answer
 
     def _respond(self, call: Call, principal: iam.Principal) -> str | None:
         """Return the response to a call that moto does not support, or a stale one, or None. Raises `iam.AwsError`."""
-        if (stale := self.consistency.stale_list(call.action, call.parameters)) is not None:
+        if (stale := self.consistency.stale_list(call.action, call.parameters, call.place)) is not None:
             return stale.decode()
-        if call.service == "ec2" and (text := self.reservations.respond(call.action, call.region, call.parameters)):
-            return text
+        if call.service == "ec2":
+            text = self.reservations.respond(call.action, call.region, call.parameters, call.account)
+            if text is not None:
+                return text
         if call.action == "DescribeInstanceTypeOfferings":
             return offerings.describe(call.region, call.parameters, self.faults.not_offered)
         if call.action == "GetServiceQuota":
@@ -167,16 +180,16 @@ class Api:
     def _allocate(self, call: Call) -> int:
         """Return how many instances a launch gets: between MinCount and MaxCount, as on EC2."""
         launch = {
-            "zone": _zone_of(call.parameters),
+            "zone": _zone_of(call.account, call.parameters),
             "market": call.parameters.get("InstanceMarketOptions.MarketType", "on-demand"),
             "type": call.parameters.get("InstanceType", ""),
         }
-        launch_rules.check(call.region, call.parameters)
+        launch_rules.check(call.region, call.parameters, call.account)
         offerings.check(call.region, launch["type"], launch["zone"], self.faults.not_offered)
         reservation = call.parameters.get(reservations.TARGET, "")
         if reservation or launch["market"] == "capacity-block":
-            return self.reservations.admit(launch, reservation, call.parameters)
-        self._check_quota(launch["type"], launch["market"], int(call.parameters["MinCount"]))
+            return self.reservations.admit(launch, reservation, call.parameters, call.account)
+        self._check_quota(call, launch["type"], launch["market"])
         allocated = self.faults.allocate(launch, int(call.parameters["MaxCount"]))
         if allocated < int(call.parameters["MinCount"]):
             raise iam.AwsError(
@@ -186,7 +199,7 @@ class Api:
             )
         return allocated
 
-    def _check_quota(self, instance_type: str, market: str, count: int) -> None:
+    def _check_quota(self, call: Call, instance_type: str, market: str) -> None:
         """Refuse a launch beyond a quota that a test has set, with the errors of EC2.
 
         https://docs.aws.amazon.com/AWSEC2/latest/APIReference/errors-overview.html
@@ -195,8 +208,9 @@ class Api:
         vcpus = self.faults.quotas.get(quota.code) if quota else None
         if quota is None or vcpus is None:
             return
-        running = [one for one in moto_instances.list_all() if one.state in ("pending", "running")]
-        types = [one.type for one in running if quota.counts(one.type, one.market)] + [instance_type] * count
+        own = [one for one in moto_instances.list_all() if (one.account, one.region) == (call.account, call.region)]
+        running = [one for one in own if one.state in ("pending", "running") and quota.counts(one.type, one.market)]
+        types = [one.type for one in running] + [instance_type] * int(call.parameters["MinCount"])
         if sum(INSTANCE_TYPES[name]["VCpuInfo"]["DefaultVCpus"] for name in types) <= vcpus:
             return
         if market == "spot":
@@ -208,10 +222,10 @@ class Api:
         )
 
 
-def _zone_of(parameters: dict[str, str]) -> str:
+def _zone_of(account: str, parameters: dict[str, str]) -> str:
     """Return the availability zone of the subnet in a RunInstances call, or "" if there is no such subnet."""
     subnet = parameters.get("SubnetId") or parameters.get("NetworkInterface.1.SubnetId")
-    for backend in ec2_backends[ACCOUNT].values():
+    for backend in ec2_backends[account].values():
         for zone, subnets in backend.subnets.items():
             if subnet in subnets:
                 return zone
@@ -258,7 +272,7 @@ def _permissions(call: Call, environ: dict[str, Any], body: bytes) -> list[iam.P
         "query": environ["QUERY_STRING"],
         "body": body,
     }
-    return permissions.required_by(call.service, call.action, call.region, call.parameters, http)
+    return permissions.required_by(call.service, call.action, call.region, call.parameters, http, call.account)
 
 
 def _send_error(service: str, error: iam.AwsError, start_response: StartResponse) -> list[bytes]:

@@ -25,13 +25,14 @@ from moto.iam.models import iam_backends
 from werkzeug.serving import WSGIRequestHandler, make_server
 
 import settings
+from cluster.aws import identity
 from cluster.emulator import host_image, moto_instances, slow_ends
 from cluster.emulator.addresses import CHECK_IP_PORT, CONTROL_PORT, ENDPOINT, GATEWAY
 from cluster.emulator.api import Api, InjectedFaults, StartResponse
 from cluster.emulator.host import Host
 from cluster.emulator.launch_failures import LaunchFailures
 from cluster.emulator.metadata import MetadataService
-from cluster.emulator.moto_instances import ACCOUNT, MotoInstance
+from cluster.emulator.moto_instances import ACCOUNT, OTHER_ACCOUNT, MotoInstance
 from cluster.emulator.reservations import Reservations
 from cluster.emulator.schedules import Schedules
 from instance_types import INSTANCE_TYPES
@@ -39,6 +40,8 @@ from instance_types import INSTANCE_TYPES
 SCRATCH = Path("/tmp")  # the cloud has a private tmpfs here
 HOME = SCRATCH / "home"
 READY = SCRATCH / "ready"
+USERS = {"default": (ACCOUNT, "laptop"), "colleague": (ACCOUNT, "colleague"), "other": (OTHER_ACCOUNT, "laptop")}
+"""Maps each profile in ~/.aws to an account and an administrator in it."""
 LAPTOP_IP = "203.0.113.7"  # the laptop's public address, from a range that is reserved for documentation (RFC 5737)
 
 
@@ -228,8 +231,7 @@ def run(region: str, pins: Path) -> None:
     host_image.build(layer, ENDPOINT)
     layers = host_image.lower_layers(layer, SCRATCH)
     _bind_mount(settings.PROJECT / "requirements" / "cluster.txt", pins)
-    _create_account(region)
-    _connect_default_vpc(region)
+    _create_accounts(region)
     _set_home()
     api, metadata, ends = Api(), MetadataService(), slow_ends.SlowEnds()
     slow_ends.install(ends)
@@ -269,25 +271,38 @@ def _create_network() -> None:
         subprocess.run(command.split(), check=True)
 
 
-def _create_account(region: str) -> None:
-    """Create an administrator with an AWS configuration, the role for spot instances, and the image's SSM parameter."""
-    iam = iam_backends[ACCOUNT]["aws"]
-    iam.create_user(region, "laptop")
-    iam.attach_user_policy("arn:aws:iam::aws:policy/AdministratorAccess", "laptop")
-    key = iam.create_access_key("laptop")
-    _create_spot_role(iam)
-    moto_instances.publish_image(region, moto_instances.IMAGE)
+def _create_accounts(region: str) -> None:
+    """Create the users of USERS and their profiles, and two regions with images, in which clusters can start."""
+    identity.record_of("rehearsal").unlink(missing_ok=True)  # that of an earlier cloud
+    config, credentials = [], []
+    for profile, (account, user) in USERS.items():
+        iam = iam_backends[account]["aws"]
+        iam.create_user(region, user)
+        iam.attach_user_policy("arn:aws:iam::aws:policy/AdministratorAccess", user)
+        key = iam.create_access_key(user)
+        section = profile if profile == "default" else f"profile {profile}"
+        config += [f"[{section}]", f"region = {region}", f"endpoint_url = {ENDPOINT}"]
+        credentials += [f"[{profile}]", f"aws_access_key_id = {key.access_key_id}"]
+        credentials += [f"aws_secret_access_key = {key.secret_access_key}"]
+    for account in (ACCOUNT, OTHER_ACCOUNT):
+        _create_spot_role(iam_backends[account]["aws"])
+        for one in (region, other_region(region)):
+            moto_instances.publish_image(one, moto_instances.IMAGE, account)
+            _connect_default_vpc(account, one)
     folder = HOME / ".aws"
     folder.mkdir(parents=True)
-    (folder / "config").write_text(f"[default]\nregion = {region}\nendpoint_url = {ENDPOINT}\n")
-    (folder / "credentials").write_text(
-        f"[default]\naws_access_key_id = {key.access_key_id}\naws_secret_access_key = {key.secret_access_key}\n"
-    )
+    (folder / "config").write_text("\n".join(config) + "\n")
+    (folder / "credentials").write_text("\n".join(credentials) + "\n")
 
 
-def _connect_default_vpc(region: str) -> None:
+def other_region(region: str) -> str:
+    """Return the second region in which clusters can start."""
+    return "us-west-2" if region != "us-west-2" else "us-east-1"
+
+
+def _connect_default_vpc(account: str, region: str) -> None:
     """Give the default VPC the internet gateway that it has on AWS."""
-    ec2 = ec2_backends[ACCOUNT][region]
+    ec2 = ec2_backends[account][region]
     (vpc,) = ec2.describe_vpcs(filters={"is-default": "true"})
     (table,) = ec2.describe_route_tables(filters={"vpc-id": vpc.id})
     gateway = ec2.create_internet_gateway()

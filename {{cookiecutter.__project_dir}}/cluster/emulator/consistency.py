@@ -36,9 +36,9 @@ class Consistency:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lists: dict[str, tuple[float, bytes]] = {}
-        """Maps the request of a ListSecrets call to the time of the answer and the answer."""
+        """Maps the account, region and request of a ListSecrets call to the time of the answer and the answer."""
         self._deleted: dict[str, float] = {}
-        """Maps the name of a deleted secret to the time of its deletion."""
+        """Maps the account, region and name of a deleted secret to the time of its deletion."""
         self._roles_made = -float("inf")
         """Time at which a stack and its roles were last made."""
         self._launched: dict[str, float] = {}
@@ -51,14 +51,18 @@ class Consistency:
         if is_conditional and next(self._conditional_writes) % 3 == 0:
             raise AwsError(CONFLICT, "A conflicting operation occurred during processing of the request.")
 
-    def check(self, action: str, parameters: Mapping[str, Any]) -> None:
-        """Raise `AwsError` if a call names something that does not exist yet, or that is not quite gone."""
+    def check(self, action: str, parameters: Mapping[str, Any], place: str = "") -> None:
+        """Raise `AwsError` if a call names something that does not exist yet, or that is not quite gone.
+
+        `place` is the account and the region of the call, as in the other methods.
+        """
         now = self._clock()
         for name, value in parameters.items():
             is_id = re.fullmatch(r"InstanceId\.\d+", name)
             if is_id and now - self._launched.get(value, -INSTANCE_LAG_S) < INSTANCE_LAG_S:
                 raise AwsError("InvalidInstanceID.NotFound", f"The instance ID '{value}' does not exist")
-        if action == "CreateSecret" and now - self._deleted.get(parameters["Name"], -NAME_LAG_S) < NAME_LAG_S:
+        deleted = self._deleted.get(f"{place} {parameters.get('Name')}", -NAME_LAG_S)
+        if action == "CreateSecret" and now - deleted < NAME_LAG_S:
             raise AwsError(
                 "InvalidRequest",
                 "You can't create this secret because a secret with this name is already scheduled for deletion.",
@@ -68,16 +72,16 @@ class Consistency:
         if re.match("(POST|PUT) /schedules/", action) and now - self._roles_made < ROLE_LAG_S:
             raise AwsError("Validation", UNKNOWN_ROLE)
         if action == "DeleteSecret":
-            self._deleted[parameters["SecretId"]] = now
+            self._deleted[f"{place} {parameters['SecretId']}"] = now
 
     def note_launch(self, instance_ids: Iterable[str]) -> None:
         self._launched |= dict.fromkeys(instance_ids, self._clock())
 
-    def stale_list(self, action: str, parameters: Mapping[str, Any]) -> bytes | None:
+    def stale_list(self, action: str, parameters: Mapping[str, Any], place: str = "") -> bytes | None:
         """Return the answer to an earlier call if this call gets the same one, or None."""
-        kept = self._lists.get(json.dumps(parameters)) if action == "ListSecrets" else None
+        kept = self._lists.get(f"{place} {json.dumps(parameters)}") if action == "ListSecrets" else None
         return kept[1] if kept and self._clock() - kept[0] < LIST_LAG_S else None
 
-    def keep_list(self, parameters: Mapping[str, Any], answer: bytes) -> None:
+    def keep_list(self, parameters: Mapping[str, Any], answer: bytes, place: str = "") -> None:
         """Keep the answer to a ListSecrets call for later calls."""
-        self._lists[json.dumps(parameters)] = self._clock(), answer
+        self._lists[f"{place} {json.dumps(parameters)}"] = self._clock(), answer

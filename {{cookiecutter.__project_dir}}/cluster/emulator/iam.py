@@ -16,8 +16,7 @@ from botocore.auth import S3SigV4Auth, SigV4Auth
 from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials
 from moto.iam.access_control import CreateAccessKeyFailure, create_access_key
-
-from cluster.emulator.moto_instances import ACCOUNT
+from moto.iam.models import get_account_id_from
 
 
 @dataclass(frozen=True)
@@ -40,6 +39,10 @@ class Principal:
     statements: list[dict[str, Any]]
     """Statements from all of the principal's identity policies."""
 
+    @property
+    def account(self) -> str:
+        return account_of(self.arn)
+
 
 class AwsError(Exception):
     """The error that AWS returns for a rejected call."""
@@ -50,7 +53,7 @@ class AwsError(Exception):
 
 
 def authenticate(environ: Mapping[str, Any], body: bytes) -> Principal:
-    """Check the request's signature and return the caller.
+    """Check the request's signature and return the caller, who belongs to the account that has the access key.
 
     Raises:
         AwsError: the request is not signed, the access key does not exist, or the signature is wrong.
@@ -62,7 +65,9 @@ def authenticate(environ: Mapping[str, Any], body: bytes) -> Principal:
     key_id, *scope = fields["Credential"].split("/")
     token = environ.get("HTTP_X_AMZ_SECURITY_TOKEN")
     try:
-        key = create_access_key(ACCOUNT, "aws", key_id, {"X-Amz-Security-Token": token} if token else {})
+        key = create_access_key(
+            get_account_id_from(key_id), "aws", key_id, {"X-Amz-Security-Token": token} if token else {}
+        )
     except CreateAccessKeyFailure:
         raise AwsError("InvalidClientTokenId", "The security token included in the request is invalid.") from None
     credentials = key.create_credentials()
@@ -72,6 +77,11 @@ def authenticate(environ: Mapping[str, Any], body: bytes) -> Principal:
             "The request signature we calculated does not match the signature you provided.",
         )
     return Principal(key.arn, [one for policy in key.collect_policies() for one in statements_of(policy)])
+
+
+def account_of(arn: str) -> str:
+    """Return the account in an ARN."""
+    return arn.split(":")[4]
 
 
 def authorize(principal: Principal, permissions: Iterable[Permission]) -> None:

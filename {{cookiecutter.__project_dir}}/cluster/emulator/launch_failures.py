@@ -31,7 +31,7 @@ class LaunchFailures:
 
     def note_launch(self, region: str, principal: iam.Principal, instances: Iterable[str]) -> None:
         """Note instances whose launcher may not use the customer's key for their disks."""
-        key = disk_key(region)
+        key = disk_key(region, principal.account)
         context = {"kms:ViaService": f"ec2.{region}.amazonaws.com"}
         needed = [iam.Permission(f"kms:{action}", key, context) for action in KEY_ACTIONS if key != MANAGED_KEY]
         if not all(iam.is_allowed(principal.statements, one) for one in needed):
@@ -48,9 +48,9 @@ class LaunchFailures:
         return True
 
 
-def disk_key(region: str) -> str:
+def disk_key(region: str, account: str = ACCOUNT) -> str:
     """Return the ARN of the customer's key that encrypts the account's disks, or MANAGED_KEY."""
-    key = ec2_backends[ACCOUNT][region].default_kms_key_id
-    kms = kms_backends[ACCOUNT][region]
+    key = ec2_backends[account][region].default_kms_key_id
+    kms = kms_backends[account][region]
     managed = kms.describe_key(MANAGED_KEY).arn if kms.alias_exists(MANAGED_KEY) else ""
     return MANAGED_KEY if key in ("", managed) else key

@@ -28,7 +28,7 @@ GP3_IOPS = 3000
 MAX_MIB_PER_IOPS = 0.25
 
 
-def check(region: str, parameters: Mapping[str, str]) -> None:
+def check(region: str, parameters: Mapping[str, str], account: str = ACCOUNT) -> None:
     """Raise `AwsError` if EC2 would refuse this launch, or if the emulated cloud does not model one of its parameters.
 
     https://docs.aws.amazon.com/AWSEC2/latest/APIReference/API_RunInstances.html
@@ -38,7 +38,7 @@ def check(region: str, parameters: Mapping[str, str]) -> None:
         text = f"the emulator does not model {unknown[0]} of RunInstances. Add it to cluster/emulator/launch_rules.py"
         raise AwsError("UnknownParameter", text)
     _check_disks(parameters)
-    backend = ec2_backends[ACCOUNT][region]
+    backend = ec2_backends[account][region]
     interfaces = network_interfaces(parameters)
     _check_interfaces(interfaces, backend.describe_instance_types([parameters["InstanceType"]])[0])
     groups = {group for interface in interfaces for key, group in interface.items() if key.startswith("SecurityGroup")}

@@ -14,7 +14,7 @@ from moto.core.utils import unix_time
 from moto.sts.models import sts_backends
 
 from cluster.emulator.api import StartResponse
-from cluster.emulator.moto_instances import ACCOUNT, MotoInstance, find_running
+from cluster.emulator.moto_instances import MotoInstance, find_running
 
 META_DATA = "/latest/meta-data/"
 CREDENTIALS = META_DATA + "iam/security-credentials/"
@@ -52,7 +52,7 @@ class MetadataService:
         role = instance.role
         if path == "/latest/dynamic/instance-identity/document":
             return json.dumps(
-                {"region": instance.region, "instanceId": instance.id, "accountId": ACCOUNT}
+                {"region": instance.region, "instanceId": instance.id, "accountId": instance.account}
                 | {"availabilityZone": instance.zone, "instanceType": instance.type}
             )
         if path.rstrip("/") == CREDENTIALS.rstrip("/"):
@@ -77,10 +77,10 @@ class MetadataService:
         """Return the credentials of the instance's STS session. Creates the session on first use."""
         with self._lock:
             if instance.id not in self._sessions:
-                assumed = sts_backends[ACCOUNT]["global"].assume_role(
+                assumed = sts_backends[instance.account]["global"].assume_role(
                     region_name=instance.region,
                     role_session_name=instance.id,
-                    role_arn=f"arn:aws:iam::{ACCOUNT}:role/{role}",
+                    role_arn=f"arn:aws:iam::{instance.account}:role/{role}",
                     policy="",
                     duration=SESSION_S,
                     external_id="",

@@ -9,6 +9,7 @@ from moto.ec2.models import ec2_backends
 from moto.ssm.models import Parameter, ssm_backends
 
 ACCOUNT = "123456789012"  # moto's default account
+OTHER_ACCOUNT = "210987654321"
 IMAGE = "ami-12c6146b"  # any of moto's images; hosts boot from host_image.py's image instead
 # the SSM parameter with the image's id; moto lacks this parameter
 IMAGE_PARAMETER = "/aws/service/deeplearning/ami/x86_64/base-oss-nvidia-driver-gpu-ubuntu-24.04/latest/ami-id"
@@ -27,6 +28,7 @@ class MotoInstance:
     state: str
     zone: str
     region: str
+    account: str
     private_ip: str
     public_ip: str
     role: str | None
@@ -37,8 +39,9 @@ class MotoInstance:
 
 
 def list_all() -> Iterator[MotoInstance]:
-    """Yield every instance in every region, including terminated instances."""
-    for region, backend in list(ec2_backends[ACCOUNT].items()):
+    """Yield every instance in every account and region, including terminated instances."""
+    backends = [(account, *one) for account, regions in list(ec2_backends.items()) for one in list(regions.items())]
+    for account, region, backend in backends:
         profiles = {
             association.instance.id: association.iam_instance_profile
             for association in list(backend.iam_instance_profile_associations.values())
@@ -55,6 +58,7 @@ def list_all() -> Iterator[MotoInstance]:
                     state=instance.state,
                     zone=instance.placement.zone or "",
                     region=region,
+                    account=account,
                     private_ip=instance.private_ip or "",
                     public_ip=instance.public_ip or "",
                     role=profile.roles[0].name if profile and profile.roles else None,
@@ -72,12 +76,12 @@ def find_running(address: str) -> MotoInstance | None:
     )
 
 
-def complete(region: str, launch: Mapping[str, str]) -> list[str]:
+def complete(account: str, region: str, launch: Mapping[str, str]) -> list[str]:
     """Give all instances of a launch what moto forgets: the instance profile, which only the first has, and the group.
 
     `launch` has the parameters of RunInstances. Returns the ids of the new instances.
     """
-    backend = ec2_backends[ACCOUNT][region]
+    backend = ec2_backends[account][region]
     with_profile = backend.iam_instance_profile_associations
     for reservation in list(backend.reservations.values()):
         for instance in reservation.instances:
@@ -96,7 +100,7 @@ def internet_gateway(instance: MotoInstance) -> str:
 
     An internet gateway carries only the traffic of instances with a public address.
     """
-    backend = ec2_backends[ACCOUNT][instance.region]
+    backend = ec2_backends[instance.account][instance.region]
     tables = backend.describe_route_tables(filters={"association.subnet-id": [instance.moto.subnet_id]})
     if not tables:
         vpc = backend.get_subnet(instance.moto.subnet_id).vpc_id
@@ -109,10 +113,10 @@ def internet_gateway(instance: MotoInstance) -> str:
     return ""
 
 
-def publish_image(region: str, image: str) -> None:
+def publish_image(region: str, image: str, account: str = ACCOUNT) -> None:
     """Make the image the latest one, to which cluster.yaml refers."""
     parameter = Parameter(
-        account_id=ACCOUNT,
+        account_id=account,
         name=IMAGE_PARAMETER,
         value=image,
         parameter_type="String",
@@ -124,5 +128,5 @@ def publish_image(region: str, image: str) -> None:
         data_type="aws:ec2:image",
     )
     # moto's public methods reject names that start with /aws, as AWS does
-    parameters: Any = ssm_backends[ACCOUNT][region]._parameters
+    parameters: Any = ssm_backends[account][region]._parameters
     parameters[IMAGE_PARAMETER].append(parameter)

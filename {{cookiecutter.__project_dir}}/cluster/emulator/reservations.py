@@ -16,7 +16,7 @@ from xml.sax.saxutils import escape
 
 from cluster.emulator import moto_instances, stubs
 from cluster.emulator.iam import AwsError
-from cluster.emulator.moto_instances import MotoInstance
+from cluster.emulator.moto_instances import ACCOUNT, MotoInstance
 
 CLEANUP = datetime.timedelta(minutes=30)
 """AWS terminates the instances of a Capacity Block from this time before its end."""
@@ -45,6 +45,7 @@ class Reservation:
     tags: dict[str, str] = field(default_factory=dict)
     instances: set[str] = field(default_factory=set)
     """Ids of all instances that were started in it."""
+    account: str = ACCOUNT
     launching: int = 0
     """Number of instances that moto is about to start."""
 
@@ -74,24 +75,24 @@ class Reservation:
 
 
 class Reservations:
-    """The account's reservations, and the offerings that it has seen."""
+    """The accounts' reservations, and the offerings that they have seen."""
 
     def __init__(self) -> None:
         self._by_id: dict[str, Reservation] = {}
         self._offerings: dict[str, Reservation] = {}
         self._lock = threading.Lock()
 
-    def respond(self, action: str, region: str, parameters: dict[str, str]) -> str | None:
+    def respond(self, action: str, region: str, parameters: dict[str, str], account: str = ACCOUNT) -> str | None:
         """Return the response body, or None if the call is not about reservations. Raises `AwsError`."""
         if action == "DescribeCapacityReservations":
-            found = "".join(f"<item>{_fields(one)}</item>" for one in self._selected(parameters))
+            found = "".join(f"<item>{_fields(one)}</item>" for one in self._selected(parameters, account, region))
             content = f"<capacityReservationSet>{found}</capacityReservationSet>"
         elif action == "DescribeCapacityBlockOfferings":
             offered = list(_offerings(region, parameters))
             self._offerings |= {offering.id: offering for offering in offered}
             content = f"<capacityBlockOfferingSet>{''.join(map(_offering_item, offered))}</capacityBlockOfferingSet>"
         elif action == "PurchaseCapacityBlock":
-            content = f"<capacityReservation>{_fields(self._purchase(parameters))}</capacityReservation>"
+            content = f"<capacityReservation>{_fields(self._purchase(parameters, account))}</capacityReservation>"
         else:
             return None
         return RESPONSE.format(action=action, content=content)
@@ -110,7 +111,9 @@ class Reservations:
         """Return the reservation in which an instance was started, or None."""
         return next((one for one in self._by_id.values() if instance_id in one.instances), None)
 
-    def admit(self, launch: dict[str, str], reservation_id: str, parameters: dict[str, str]) -> int:
+    def admit(
+        self, launch: dict[str, str], reservation_id: str, parameters: dict[str, str], account: str = ACCOUNT
+    ) -> int:
         """Return how many instances of a launch can start in a reservation. After the launch, call `note_launch`.
 
         Args:
@@ -121,7 +124,7 @@ class Reservations:
                 the reservation, and for a reservation that has ended.
         """
         with self._lock:
-            reservation = self._find(reservation_id)
+            reservation = self._find(reservation_id, account)
             if (launch["market"] == "capacity-block") != reservation.is_block:
                 raise AwsError("InvalidParameterCombination", "The market type does not match the reservation.")
             if reservation.state == "scheduled":
@@ -145,7 +148,7 @@ class Reservations:
         if reservation_id is None:
             return
         with self._lock:
-            reservation = self._find(reservation_id)
+            reservation = self._by_id[reservation_id]
             reservation.launching -= len(instance_ids)
             reservation.instances |= set(instance_ids)
         for instance in moto_instances.list_all():
@@ -161,20 +164,23 @@ class Reservations:
             return True
         return False
 
-    def _find(self, reservation_id: str) -> Reservation:
-        if reservation_id not in self._by_id:
+    def _find(self, reservation_id: str, account: str, region: str = "") -> Reservation:
+        found = self._by_id.get(reservation_id)
+        if found is None or found.account != account or not found.zone.startswith(region):
             raise AwsError(
                 "InvalidCapacityReservationId.NotFound", f"The capacity reservation ID {reservation_id} does not exist."
             )
-        return self._by_id[reservation_id]
+        return found
 
-    def _selected(self, parameters: dict[str, str]) -> list[Reservation]:
+    def _selected(self, parameters: dict[str, str], account: str, region: str) -> list[Reservation]:
         ids = [value for key, value in parameters.items() if re.fullmatch(r"CapacityReservationId\.\d+", key)]
-        found = [self._find(one) for one in ids] or list(self._by_id.values())
+        found = [self._find(one, account, region) for one in ids] or [
+            one for one in self._by_id.values() if one.account == account and one.zone.startswith(region)
+        ]
         tag = parameters.get("Filter.1.Name", "").removeprefix("tag:")
         return [one for one in found if not tag or one.tags.get(tag) == parameters["Filter.1.Value.1"]]
 
-    def _purchase(self, parameters: dict[str, str]) -> Reservation:
+    def _purchase(self, parameters: dict[str, str], account: str) -> Reservation:
         with self._lock:
             offering = self._offerings.pop(parameters["CapacityBlockOfferingId"], None)
             if offering is None:
@@ -184,7 +190,7 @@ class Reservations:
             numbers = [found[1] for key in parameters if (found := re.fullmatch(TAGS, key))]
             prefix = "TagSpecification.1.Tag"
             tags = {parameters[f"{prefix}.{n}.Key"]: parameters[f"{prefix}.{n}.Value"] for n in numbers}
-            bought = replace(offering, id=f"cr-{secrets.token_hex(9)[:17]}", tags=tags)
+            bought = replace(offering, id=f"cr-{secrets.token_hex(9)[:17]}", tags=tags, account=account)
             self._by_id[bought.id] = bought
             return bought
 

@@ -22,8 +22,7 @@ from moto.scheduler.models import scheduler_backends
 from moto.sts.models import sts_backends
 
 from cluster.emulator.consistency import UNKNOWN_ROLE
-from cluster.emulator.iam import AwsError, Permission, is_allowed, statements_of
-from cluster.emulator.moto_instances import ACCOUNT
+from cluster.emulator.iam import AwsError, Permission, account_of, is_allowed, statements_of
 
 START_LAG_S = 300
 """How far in the past a schedule may start."""
@@ -58,9 +57,9 @@ class Schedules:
         return called
 
     def _call(self, region: str, target: Mapping[str, Any]) -> str:
-        function = lambda_backends[ACCOUNT][region].get_function(target["Arn"])
+        function = lambda_backends[account_of(target["Arn"])][region].get_function(target["Arn"])
         _check_caller(target["RoleArn"], function.function_arn)
-        session = sts_backends[ACCOUNT]["global"].assume_role(
+        session = sts_backends[account_of(function.role)]["global"].assume_role(
             region_name=region,
             role_session_name=function.function_name,
             role_arn=_trusting(function.role, "lambda.amazonaws.com").arn,
@@ -93,7 +92,8 @@ def check(schedule: Mapping[str, Any]) -> None:
 
 
 def _schedules() -> Iterator[tuple[str, Any]]:
-    for region, backend in list(scheduler_backends[ACCOUNT].items()):
+    backends = [one for regions in list(scheduler_backends.values()) for one in list(regions.items())]
+    for region, backend in backends:
         groups: list[Any] = list(backend.schedule_groups.values())
         for group in groups:
             yield from ((region, schedule) for schedule in list(group.schedules.values()))
@@ -128,5 +128,5 @@ def _trusting(role_arn: str, service: str) -> Any:
 
 
 def _role(arn: str) -> Any:
-    roles = iam_backends[ACCOUNT]["aws"].roles.values()
+    roles = iam_backends[account_of(arn)]["aws"].roles.values()
     return next((role for role in roles if role.arn == arn), None)

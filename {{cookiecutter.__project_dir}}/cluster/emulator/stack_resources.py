@@ -20,7 +20,6 @@ from moto.ec2.models.subnets import Subnet as MotoSubnet
 from moto.s3.models import FakeBucket, s3_backends
 
 from cluster.emulator.iam import AwsError
-from cluster.emulator.moto_instances import ACCOUNT
 
 MODELED = {
     "AWS::EC2::VPC": "CidrBlock Tags",
@@ -76,13 +75,13 @@ def _unmodeled(name: str, what: str) -> AwsError:
     )
 
 
-def create_missing(region: str, name: str) -> None:
+def create_missing(account: str, region: str, name: str) -> None:
     """After an update, create the resources of a stack of which only now the condition holds.
 
     moto creates only those that refer to a changed parameter directly. It also never deletes a resource of which the
     condition does not hold any more.
     """
-    resources = cloudformation_backends[ACCOUNT][region].get_stack(name).resource_map
+    resources = cloudformation_backends[account][region].get_stack(name).resource_map
     for logical_id in resources.resources:
         _ = resources[logical_id]
 
@@ -381,12 +380,12 @@ class Budget(_Resource):
     @staticmethod
     def create(ec2: Any, properties: dict[str, Any], name: str) -> str:
         notifications = properties["NotificationsWithSubscribers"]
-        budgets_backends[ACCOUNT]["aws"].create_budget(ACCOUNT, properties["Budget"], notifications)
+        budgets_backends[ec2.account_id]["aws"].create_budget(ec2.account_id, properties["Budget"], notifications)
         return properties["Budget"]["BudgetName"]
 
     @staticmethod
     def end(ec2: Any, physical_id: str) -> None:
-        budgets_backends[ACCOUNT]["aws"].delete_budget(ACCOUNT, physical_id)
+        budgets_backends[ec2.account_id]["aws"].delete_budget(ec2.account_id, physical_id)
 
 
 class Bucket(CloudFormationModel):

@@ -53,6 +53,8 @@ def respond(service: str, action: str, region: str, parameters: dict[str, Any], 
     """Return the response body, or None if there is no stub for this call."""
     if (service, action) == ("iam", "SimulatePrincipalPolicy"):
         return _simulate(parameters, principal)
+    if (service, action) == ("ec2", "GetEbsDefaultKmsKeyId"):
+        return DISK_KEY.format(key=launch_failures.disk_key(region, principal.account))
     stub = STUBS.get((service, action))
     return stub(parameters, region) if stub else None
 
@@ -87,10 +89,6 @@ def _spot_price_history(request: dict[str, str], region: str) -> str:
         if f"{region}{letter}" in offerings.zones(region, one, ())
     ]
     return SPOT_PRICES.format(items="".join(items))
-
-
-def _default_disk_key(request: dict[str, str], region: str) -> str:
-    return DISK_KEY.format(key=launch_failures.disk_key(region))
 
 
 def service_quota(code: str, values: Mapping[str, float | None]) -> str:
@@ -128,5 +126,4 @@ def _simulate(request: dict[str, str], principal: Principal) -> str:
 STUBS: dict[tuple[str, str], Callable[[dict[str, Any], str], str]] = {
     ("pricing", "GetProducts"): _get_products,
     ("ec2", "DescribeSpotPriceHistory"): _spot_price_history,
-    ("ec2", "GetEbsDefaultKmsKeyId"): _default_disk_key,
 }

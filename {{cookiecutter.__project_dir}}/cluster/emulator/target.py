@@ -21,11 +21,11 @@ class Rehearsal:
         sandbox.start(cluster_file.load().region)
         _run_verb_inside()
 
-    def prepare(self) -> None:
+    def prepare(self, owner: str = "") -> None:
         sandbox.start(cluster_file.load().region)
         _run_verb_inside()
 
-    def up(self, yes: bool, wait: bool = False) -> None:
+    def up(self, yes: bool, wait: bool = False, owner: str = "") -> None:
         sandbox.start(cluster_file.load().region)
         _run_verb_inside()
 
@@ -79,7 +79,7 @@ class Rehearsal:
     def key_stores(self) -> Sequence[KeyStore]:
         _run_verb_inside()
 
-    def down(self) -> list[str]:
+    def down(self, owner: str = "", drain_s: int = 0) -> list[str]:
         if not sandbox.is_running():
             print("rehearsal is not up, so there is nothing to stop")
             return sandbox.stop()

@@ -31,10 +31,10 @@ class Local:
     def doctor(self) -> list[Finding]:
         return doctor.check()
 
-    def prepare(self) -> None:
+    def prepare(self, owner: str = "") -> None:
         print("local needs no preparation")
 
-    def up(self, yes: bool, wait: bool = False) -> None:
+    def up(self, yes: bool, wait: bool = False, owner: str = "") -> None:
         if head.is_up():
             print(f"local is already up: {state.read()['dashboard']}")
             return
@@ -121,10 +121,14 @@ class Local:
     def key_stores(self) -> Sequence[KeyStore]:
         return [EnvFile()]
 
-    def down(self) -> list[str]:
+    def down(self, owner: str = "", drain_s: int = 0) -> list[str]:
         if not state.STATE_FILE.is_file():
             print("the local cluster is not up, so there is nothing to stop")
             return []
+        if drain_s:
+            from cluster import drain  # imports Ray
+
+            drain.before_down(self, drain_s)
         left = _clear()
         if not left:
             print("local is down: its processes have ended, and its temp folder and token are deleted")

@@ -29,7 +29,7 @@ VCPUS = {"m6i.2xlarge": 8, "m6i.8xlarge": 32} | {name: one.vcpus for name, one i
 ZONES = ["us-east-1a", "us-east-1b"]
 READ_ONLY = {
     *("DescribeCapacityReservations", "DescribeImages", "DescribeInstanceTypeOfferings", "DescribeInstanceTypes"),
-    "DescribeInstances",
+    *("DescribeInstances", "DescribeKeyPairs"),
     *("DescribeRouteTables", "DescribeSecret", "DescribeSpotPriceHistory", "DescribeStacks", "DescribeSubnets"),
     *("DescribeVolumes", "DescribeVpcs", "HeadBucket"),
     *("GetCallerIdentity", "GetEbsDefaultKmsKeyId", "GetParameters", "GetProducts", "GetRole", "GetServiceQuota"),
@@ -92,6 +92,7 @@ class StubbedAws:
             "SimulatePrincipalPolicy": lambda asked: simulated(asked["ActionNames"]),
             "GetServiceQuota": lambda asked: quota(asked["QuotaCode"], 1000),
             "DescribeInstances": {"Reservations": []},
+            "DescribeKeyPairs": {"KeyPairs": []},
             "DescribeInstanceTypes": lambda asked: {"InstanceTypes": list(map(described, asked["InstanceTypes"]))},
             "DescribeInstanceTypeOfferings": lambda asked: offers(asked["Filters"][0]["Values"]),
             "DescribeCapacityReservations": {"CapacityReservations": []},
@@ -229,12 +230,16 @@ def cloud(monkeypatch: pytest.MonkeyPatch) -> StubbedAws:
     return cloud
 
 
+def node_config(instance_type: str) -> dict[str, Any]:
+    tags = {"ResourceType": "instance", "Tags": [{"Key": "ray-project", "Value": "my-llm"}]}
+    return {"InstanceType": instance_type, "ImageId": f"resolve:ssm:{PARAMETER}", "TagSpecifications": [tags]}
+
+
 @pytest.fixture
 def file() -> ClusterFile:
     def node_type(instance_type: str, most: int = 2, **more: Any) -> dict[str, Any]:
         disk = {"DeviceName": "/dev/sda1", "Ebs": {"VolumeSize": 500, "VolumeType": "gp3"}}
-        config = {"InstanceType": instance_type, "ImageId": f"resolve:ssm:{PARAMETER}", "BlockDeviceMappings": [disk]}
-        config |= more
+        config = node_config(instance_type) | {"BlockDeviceMappings": [disk]} | more
         return {"max_workers": most, "node_config": config}
 
     node_types = {
@@ -468,7 +473,7 @@ def test_a_quota_of_zero_in_every_market_is_an_error(cloud: StubbedAws, file: Cl
 def test_another_instance_type_may_replace_one_without_quota(cloud: StubbedAws, file: ClusterFile) -> None:
     file.content["available_node_types"]["other"] = {
         "max_workers": 2,
-        "node_config": {"InstanceType": "g6e.12xlarge", "ImageId": f"resolve:ssm:{PARAMETER}"},
+        "node_config": node_config("g6e.12xlarge"),
     }
     cloud.answers["GetServiceQuota"] = without("L-7212CCBC", "L-417A185B")
     findings = checks.check(file)
@@ -481,7 +486,7 @@ def test_another_instance_type_may_replace_one_without_quota(cloud: StubbedAws, 
 def test_a_quota_may_be_large_enough_for_only_some_types(cloud: StubbedAws, file: ClusterFile) -> None:
     file.content["available_node_types"]["other"] = {
         "max_workers": 2,
-        "node_config": {"InstanceType": "p5.48xlarge", "ImageId": f"resolve:ssm:{PARAMETER}"},
+        "node_config": node_config("p5.48xlarge"),
     }
     cloud.answers["GetServiceQuota"] = lambda asked: quota(
         asked["QuotaCode"], {"L-417A185B": 100, "L-7212CCBC": 0}.get(asked["QuotaCode"], 1000)
@@ -498,7 +503,7 @@ def test_a_quota_that_is_too_small_for_serving_is_an_error_although_training_can
         file.content["available_node_types"][name]["labels"] = {"zone": "1"}
     file.content["available_node_types"]["serve"] = {
         "max_workers": 2,
-        "node_config": {"InstanceType": "g6e.12xlarge", "ImageId": f"resolve:ssm:{PARAMETER}"},
+        "node_config": node_config("g6e.12xlarge"),
     }
     cloud.answers["GetServiceQuota"] = without("L-DB2E81BA")
     assert "(L-DB2E81BA): 96 vCPUs needed, 0 granted" in only(file, "error")

@@ -19,6 +19,7 @@ from typing import Any
 import boto3
 import botocore.exceptions
 import pytest
+from processes import verb_command
 from rich.console import Console
 
 import settings
@@ -222,7 +223,7 @@ def test_without_a_cluster_inv_shows_logs_and_jobs_of_the_bucket(node: Node) -> 
 
 
 def inv(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "invoke", *words, "--target", "aws"]
+    command = verb_command(*words, "--target", "aws")
     variables = os.environ | {"COLUMNS": "160"}
     return subprocess.run(command, cwd=settings.PROJECT, env=variables, capture_output=True, text=True)
 

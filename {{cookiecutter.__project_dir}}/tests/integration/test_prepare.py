@@ -4,22 +4,20 @@ import dataclasses
 import datetime
 import itertools
 import re
-import shutil
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import boto3
+import emulated_aws
 import pytest
 from botocore.exceptions import ClientError
-from moto.backends import get_backend
+from emulated_aws import FILE, NOW, WANTED, edited, in_region, launch_head
 from moto.iam.models import iam_backends
 from rich.console import Console
-from werkzeug.serving import WSGIRequestHandler, make_server
 
 import settings
 from cluster.aws import (
@@ -42,109 +40,25 @@ from cluster.aws.doctor import reserved
 from cluster.aws.doctor.account import Account
 from cluster.aws.target import Aws
 from cluster.common import bucket, cluster_file, instances, prices
-from cluster.common.cluster_file import ClusterFile
 from cluster.emulator import iam, moto_instances, stubs
 from cluster.emulator.api import Api
 from cluster.emulator.consistency import Consistency
 from cluster.emulator.moto_instances import ACCOUNT, IMAGE
-from cluster.emulator.reservations import Reservations
 from cluster.emulator.schedules import Schedules
-from cluster.emulator.throttling import Throttle
 from cluster.node import watchdog_head
 from cluster.node.watchdog_head import Spending
-from cluster.target import WantedBlock
 from instance_types import INSTANCE_TYPES
 from pipeline.ray_support.private import cluster_launcher
 
-DEFAULTS = {
-    r'region: ".*"': 'region: "us-east-1"',
-    r"max_workers: \d+": "max_workers: 2",
-    r"&gpu_instance_type \S+": "&gpu_instance_type p4d.24xlarge",
-    r'Name: "(.*)-[a-z]+-[a-z]+-\d-(head|worker)"': r'Name: "\1-us-east-1-\2"',
-}
-"""Lines of cluster.yaml for the template's default answers, whatever the answers of this project are."""
-FOLDER = tempfile.TemporaryDirectory()
-SOURCE = Path(FOLDER.name, "cluster.yaml")
-text = cluster_file.FILE.read_text(encoding="utf-8")
-for pattern, line in DEFAULTS.items():
-    text = re.sub(pattern, line, text)
-SOURCE.write_text(text, encoding="utf-8")
-FILE = cluster_file.load(SOURCE)
+server, aws, assign = emulated_aws.server, emulated_aws.aws, emulated_aws.assign
+
 GPU_TYPE = FILE.workers[-1].instance_type
 ZONE = f"{FILE.region}b"
 HOUR = 3600.0
-NOW = datetime.datetime.now(datetime.UTC)
-ALLOW_ALL = '{"Version": "2012-10-17", "Statement": [{"Effect": "Allow", "Action": "*", "Resource": "*"}]}'
 NEWER_IMAGE = "ami-1e749f67"  # another one of moto's images
 QUIET: dict[str, Any] = {"watchdog": {"runs": True}, "autoscaler": 1, "at": 0.0, "session": "session_1"}
 QUIET |= {name: [] for name in ("nodes", "pending", "demands", "refused", "failed_setups")}
 """The status of a head on which nothing happens."""
-WANTED = WantedBlock(instances=2, days=1, instance_type="", earliest="", latest="")
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[tuple[Api, str]]:
-    """Serve the emulated AWS on loopback."""
-    api = Api()
-    served = make_server("127.0.0.1", 0, api, threaded=True, request_handler=WSGIRequestHandler)
-    threading.Thread(target=served.serve_forever, daemon=True).start()
-    yield api, f"http://127.0.0.1:{served.server_port}"
-    served.shutdown()
-
-
-@pytest.fixture
-def aws(server: tuple[Api, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Api]:
-    """Yield an emulated AWS with an empty account, which boto3 uses."""
-    api, url = server
-    _empty_account()
-    api.calls.clear()
-    api.reservations, api.throttle = Reservations(), Throttle()
-    api.consistency = Consistency(itertools.count(step=1000.0).__next__)  # so that every effect is visible at once
-    moto_instances.publish_image(FILE.region, IMAGE)
-    users = iam_backends[ACCOUNT]["aws"]
-    users.create_user(FILE.region, "laptop")
-    users.put_user_policy("laptop", "all", ALLOW_ALL)
-    key = users.create_access_key("laptop")
-    for name, value in {
-        "AWS_ENDPOINT_URL": url,
-        "AWS_ACCESS_KEY_ID": key.access_key_id,
-        "AWS_SECRET_ACCESS_KEY": key.secret_access_key,
-        "HOME": str(tmp_path),  # for the private key
-    }.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.delenv("AWS_SESSION_TOKEN", raising=False)
-    monkeypatch.setattr(boto3, "DEFAULT_SESSION", None)
-    monkeypatch.setattr(launcher_file, "FILE", tmp_path / "cluster.yaml")
-    monkeypatch.setattr(capacity_blocks, "OFFERINGS", tmp_path / "offerings.json")
-    monkeypatch.setattr(prepare, "_own_address", lambda: "203.0.113.7")
-    yield api
-    _empty_account()
-
-
-def _empty_account() -> None:
-    """Empty these services. S3 keeps the bucket of other tests, which the `reset` of any service would delete."""
-    for service in ("ec2", "iam", "cloudformation", "lambda", "scheduler"):
-        for account in get_backend(service).values():
-            account.reset()
-
-
-@pytest.fixture(autouse=True)
-def assign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
-    """Let the test use a copy of settings.toml. Return a function that sets a key in a section of it."""
-    copy = Path(shutil.copy(settings.FILE, tmp_path))
-    monkeypatch.setattr(settings, "FILE", copy)
-    monkeypatch.setattr(cluster_file.load, "__defaults__", (SOURCE,))
-    monkeypatch.setattr(settings.load, "__kwdefaults__", {"profile": None, "file": copy})
-
-    def assign(section: str, assignment: str) -> None:
-        key = assignment.partition(" = ")[0]
-        text = copy.read_text(encoding="utf-8")
-        before, header, rest = text.partition(f"[{section}]")
-        changed, count = re.subn(rf"^{key} = .*", assignment, rest, count=1, flags=re.MULTILINE)
-        assert count == 1
-        copy.write_text(f"{before}{header}{changed}", encoding="utf-8")
-
-    return assign
 
 
 def block(aws: Api, assign: Callable[[str, str], None], start_s: float, end_s: float, **values: Any) -> None:
@@ -175,19 +89,6 @@ def refusal(**changes: Any) -> str:
 
 
 # ---------------------------------------------------------------- image and region
-
-
-def launch_head(file: ClusterFile) -> str:
-    """Launch the head as Ray's launcher does, and return its id."""
-    template = file.head.node_config["LaunchTemplate"]
-    versions = file.client("ec2").describe_launch_template_versions(
-        LaunchTemplateName=template["LaunchTemplateName"], Versions=[template["Version"]]
-    )["LaunchTemplateVersions"]
-    config = file.head.node_config | versions[0]["LaunchTemplateData"]
-    tags = [{"Key": "ray-project", "Value": file.slug}, {"Key": "ray-user-node-type", "Value": file.head.name}]
-    config["TagSpecifications"] = [{"ResourceType": "instance", "Tags": tags}]
-    (instance,) = file.client("ec2").run_instances(**config, MinCount=1, MaxCount=1)["Instances"]
-    return instance["InstanceId"]
 
 
 def admitted() -> set[str]:
@@ -230,46 +131,17 @@ def test_a_cluster_keeps_the_image_of_its_head(aws: Api) -> None:
     assert written_images() == {NEWER_IMAGE}
 
 
-def in_region(region: str, *, rename_roles: bool = True) -> ClusterFile:
-    """Return cluster.yaml as a user changes it for another region."""
-    roles = {f"-{FILE.region}-": f"-{region}-"} if rename_roles else {}
-    return edited({f'region: "{FILE.region}"': f'region: "{region}"'} | roles)
-
-
-def edited(changes: Mapping[str, str]) -> ClusterFile:
-    """Return cluster.yaml with these texts replaced."""
-    text = SOURCE.read_text(encoding="utf-8")
-    for old, new in changes.items():
-        assert old in text
-        text = text.replace(old, new)
-    changed = SOURCE.with_name("changed.yaml")
-    changed.write_text(text, encoding="utf-8")
-    return cluster_file.load(changed)
-
-
 def test_a_region_without_the_image_is_an_error(aws: Api) -> None:
     with pytest.raises(settings.UserError, match="AWS has no parameter /aws/service/"):
         prepare.prepare(in_region("eu-west-1"))
-
-
-def test_a_cluster_does_not_leave_its_region_with_a_stack_there(aws: Api) -> None:
-    moto_instances.publish_image("us-west-2", IMAGE)
-    prepare.prepare(FILE)
-    with pytest.raises(settings.UserError, match="still exists in us-east-1"):
-        prepare.prepare(in_region("us-west-2"))
-    prepare.delete(FILE)
-    with pytest.raises(settings.UserError, match="-us-east-1-head, but in us-west-2 its name is"):
-        prepare.prepare(in_region("us-west-2", rename_roles=False))
-    prepare.prepare(in_region("us-west-2"))
-    assert FILE.client("iam").get_role(RoleName=in_region("us-west-2").role("head"))
 
 
 def test_two_regions_can_have_the_same_cluster(aws: Api) -> None:
     """Two people of a team may use the project in two regions of one account."""
     moto_instances.publish_image("us-west-2", IMAGE)
     prepare.prepare(FILE)
-    launcher_file.FILE.unlink()
     prepare.prepare(in_region("us-west-2"))
+    assert FILE.client("iam").get_role(RoleName=in_region("us-west-2").role("head"))
 
 
 # ---------------------------------------------------------------- zones

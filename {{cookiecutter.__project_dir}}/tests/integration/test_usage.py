@@ -5,13 +5,13 @@ import io
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import boto3
 import pytest
+from processes import verb_command
 from rich.console import Console
 
 import settings
@@ -180,7 +180,7 @@ def test_on_aws_usage_outlives_the_nodes(session: Path) -> None:
     AccessLog(session).write(record())
     log_shipping.LogShipper("worker").ship()
     AccessLog(session).write(record("bob"))  # not copied yet
-    command = [sys.executable, "-m", "invoke", "usage", "--target", "aws"]
+    command = verb_command("usage", "--target", "aws")
     done = subprocess.run(
         command, cwd=settings.PROJECT, env=os.environ | {"COLUMNS": "160"}, capture_output=True, text=True, check=True
     )

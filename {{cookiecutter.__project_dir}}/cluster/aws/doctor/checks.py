@@ -9,8 +9,8 @@ from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError
 from botocore.exceptions import ConnectionError as NoConnectionError
 
 import settings
-from cluster.aws import aws_errors
-from cluster.aws.doctor import jobs, laptop, permissions, quotas, region, reserved
+from cluster.aws import aws_errors, identity
+from cluster.aws.doctor import jobs, laptop, owner, permissions, quotas, region, reserved
 from cluster.aws.doctor.account import RETRY, Account, denied_action
 from cluster.common import aws_session
 from cluster.common.cluster_file import ClusterFile
@@ -31,6 +31,7 @@ REMOTE_CHECKS: dict[str, Callable[[Account], Iterator[Finding]]] = {
     "disks": region.check_disk_key,
     "secrets": jobs.check_secrets,
     "prices": region.check_prices,
+    "owner": owner.check,
 }
 """Checks that ask AWS."""
 LOCAL_CHECKS: dict[str, Callable[[ClusterFile], Iterator[Finding]]] = {
@@ -66,12 +67,18 @@ def _check(file: ClusterFile) -> list[Finding]:
 
 
 def _sign_in(file: ClusterFile) -> Account:
-    """Return the account. Raises `settings.UserError` if there is no connection, or there are no valid credentials."""
+    """Return the account.
+
+    Raises:
+        settings.UserError: there is no connection, there are no valid credentials, or they are not for the cluster of
+            this checkout.
+    """
     try:
         # short timeouts, so that the report comes quickly even if the network is down
         aws_session.start(file.region, Config(connect_timeout=3, read_timeout=5, retries={"total_max_attempts": 2}))
         clients = {service: file.client(service) for service in SERVICES}
-        arn = clients["sts"].get_caller_identity()["Arn"]
+        account = Account(file.content, file.digest, clients["sts"].get_caller_identity()["Arn"], clients)
+        identity.check(account)
     except (NoConnectionError, HTTPClientError) as error:
         raise settings.UserError(
             f"no connection to AWS ({error}). Check the network, HTTPS_PROXY, and region in cluster/cluster.yaml"
@@ -81,7 +88,7 @@ def _sign_in(file: ClusterFile) -> Account:
             f"no valid AWS credentials ({error}). Run aws configure or aws sso login, or set AWS_ACCESS_KEY_ID and "
             "AWS_SECRET_ACCESS_KEY"
         ) from None
-    return Account(file.content, file.digest, arn, clients)
+    return account
 
 
 def _run_all(checks: dict[str, Callable[[F], Iterator[Finding]]], file: F) -> list[Finding]:

@@ -28,7 +28,7 @@ ACTIONS = {
     "ec2:RevokeSecurityGroupEgress ec2:CreateLaunchTemplate ec2:CreateLaunchTemplateVersion ec2:DeleteLaunchTemplate "
     "ec2:CreatePlacementGroup ec2:DescribePlacementGroups ec2:DeletePlacementGroup ec2:DescribeNatGateways "
     "ec2:DescribeAddresses ec2:DescribeRouteTables ec2:DescribeCapacityReservations pricing:GetProducts "
-    "ssm:GetParameters secretsmanager:ListSecrets",
+    "ssm:GetParameters secretsmanager:ListSecrets iam:ListRoles",
     "arn:{partition}:ec2:{region}:{account}:instance/*": "ec2:RunInstances ec2:CreateTags ec2:TerminateInstances",
     "arn:{partition}:cloudformation:{region}:{account}:stack/{slug}/*": "cloudformation:CreateStack "
     "cloudformation:UpdateStack cloudformation:DeleteStack cloudformation:DescribeStacks "
