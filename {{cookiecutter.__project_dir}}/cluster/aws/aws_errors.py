@@ -11,8 +11,26 @@ from botocore.exceptions import (
     ProfileNotFound,
 )
 
+from cluster.aws import rejected_credentials
+from cluster.common import cluster_file
+
 DENIED = ("AccessDenied", "AccessDeniedException", "UnauthorizedOperation", "AuthorizationError")
-INVALID_CREDENTIALS = ("ExpiredToken", "ExpiredTokenException", "RequestExpired", "InvalidClientTokenId", "AuthFailure")
+POLICY = re.compile(
+    r"(?:because no ([\w -]+) allows the [\w:*-]+ action|with an explicit deny in an? ([\w -]+))(?:: arn:[\w:/.*-]*\w)?"
+)
+"""The end of a message that says which policy denies the call.
+
+https://docs.aws.amazon.com/IAM/latest/UserGuide/troubleshoot_access-denied.html
+"""
+REMEDIES = {
+    "service control policy": "Only the administrators of your AWS organization can change this policy: ask them",
+    "resource control policy": "Only the administrators of your AWS organization can change this policy: ask them",
+    "permissions boundary": "No other policy helps: ask the administrator of your AWS account to extend this boundary",
+    "session policy": "This policy is part of your temporary credentials: use others, or ask whoever issues them",
+    "VPC endpoint policy": "Ask the administrator of this machine's network, or use another network",
+    "resource-based policy": "Ask the owner of the resource",
+}
+"""What to do, by the kind of policy that denies a call."""
 
 
 def explain(error: BotoCoreError | ClientError) -> str:
@@ -24,7 +42,7 @@ def explain(error: BotoCoreError | ClientError) -> str:
     if isinstance(error, ProfileNotFound):
         return f"{error}. Run: unset AWS_PROFILE   or: aws configure --profile NAME"
     if isinstance(error, EndpointConnectionError):
-        return f"no connection to AWS ({error}). Check the network, then try again"
+        return f"no connection to AWS ({error}). Check the network, and region in cluster/cluster.yaml"
     return f"the request to AWS failed: {error}"
 
 
@@ -37,14 +55,44 @@ def missing_permission(error: ClientError) -> str:
     return named[1] if named else error.operation_name
 
 
+def denial(error: ClientError) -> str:
+    """Return which policy denies the call and what to do, if AWS names a policy that the caller's own cannot override.
+
+    Otherwise, return "".
+    """
+    message = error.response["Error"].get("Message", "")
+    permission, found = missing_permission(error), POLICY.search(message)
+    if not permission or not found or found[1] == "identity-based policy":
+        return ""
+    kind = (found[1] or found[2]).removesuffix(" type")
+    remedy = REMEDIES.get(kind, "Ask the administrator of your AWS account to change this policy")
+    return (
+        f"a policy denies you the permission {permission}{_resource(message)} {found[0]}. {remedy}{_details(message)}"
+    )
+
+
 def _explain_answer(error: ClientError) -> str:
     answer = error.response["Error"]
-    if "MultiFactorAuthentication failed" in answer.get("Message", ""):
+    message = answer.get("Message", "")
+    if "MultiFactorAuthentication failed" in message:
         return "AWS rejects the MFA code. Each code works once, so wait for the next one, then run the command again"
+    if sentence := denial(error):
+        return sentence
     if permission := missing_permission(error):
-        on = re.search(r"on resource: (\S+)", answer.get("Message", ""))
-        where = f" on {on[1]}" if on and on[1] != "*" else ""
-        return f"you lack the permission {permission}{where}. Ask the administrator of your AWS account for it"
-    if answer["Code"] in INVALID_CREDENTIALS:
-        return f"AWS rejects your credentials ({answer['Code']}). Run: aws configure   or: aws sso login"
-    return f"AWS rejected {error.operation_name} ({answer['Code']}: {answer.get('Message', '')})"
+        lacking = f"you lack the permission {permission}{_resource(message)}"
+        return f"{lacking}. Ask the administrator of your AWS account for it{_details(message)}"
+    if rejected_credentials.is_cause(error):
+        return rejected_credentials.explain(error, cluster_file.load().region)
+    return f"AWS rejected {error.operation_name} ({answer['Code']}: {message})"
+
+
+def _resource(message: str) -> str:
+    on = re.search(r"on resource: (\S+)", message)
+    return f" on {on[1]}" if on and on[1] != "*" else ""
+
+
+def _details(message: str) -> str:
+    """Return how to decode what EC2 adds to some denials, or ""."""
+    encoded = re.search(r"Encoded authorization failure message: (\S+)", message)
+    command = "aws sts decode-authorization-message --encoded-message"
+    return f". For details, run: {command} {encoded[1]}" if encoded else ""

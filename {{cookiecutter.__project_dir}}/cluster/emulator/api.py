@@ -35,6 +35,7 @@ from cluster.emulator import (
     moto_instances,
     offerings,
     permissions,
+    rejected_requests,
     reservations,
     schedules,
     stack_resources,
@@ -87,6 +88,12 @@ class InjectedFaults:
     """Values of quotas by their codes. None: AWS has no such quota. Those on vCPUs are enforced."""
     not_offered: list[dict[str, str]] = field(default_factory=list)
     """Pairs of `type` and `zone` that EC2 no longer offers (see offerings.py)."""
+    disabled_regions: list[str] = field(default_factory=list)
+    """Regions that are not enabled in the account."""
+    clock_s: float = 0.0
+    """How far AWS's clock is ahead of this machine's."""
+    organization_denies: list[str] = field(default_factory=list)
+    """Patterns of actions that a service control policy denies."""
 
     def allocate(self, launch: dict[str, str], count: int) -> int:
         """Return how many of `count` instances a launch gets. `launch` has the keys zone, market and type."""
@@ -116,11 +123,13 @@ class Api:
         body = _read_body(environ)
         call = _parse(environ, body)
         try:
+            rejected_requests.check_clock(environ, call.service, self.faults.clock_s)
+            rejected_requests.check_region(call.service, call.region, self.faults.disabled_regions)
             self.throttle.check(call.service, call.action)
             principal = iam.authenticate(environ, body)
             call = replace(call, caller=principal.arn)
             call = replace(call, permissions=_permissions(call, environ, body))
-            iam.authorize(principal, call.permissions)
+            iam.authorize(principal, call.permissions, self.faults.organization_denies)
             if code := call.parameters.get("TokenCode"):
                 iam.use_code(code, self.used_codes)
             self.consistency.check(call.action, call.parameters, call.place)
@@ -284,7 +293,7 @@ def _send_error(service: str, error: iam.AwsError, start_response: StartResponse
     if service == "s3":
         xml = f"<Error><Code>{error.code}</Code><Message>{error.message}</Message></Error>"
         return _send("409 Conflict" if error.code == CONFLICT else "403 Forbidden", xml, start_response)
-    if service in ("iam", "sts", "cloudformation"):
+    if service in iam.QUERY_SERVICES:
         xml = f"<Error><Type>Sender</Type><Code>{error.code}</Code><Message>{error.message}</Message></Error>"
         return _send("403 Forbidden", f"<ErrorResponse>{xml}</ErrorResponse>", start_response)
     text = json.dumps({"__type": f"{error.code}Exception", "message": error.message})

@@ -1,7 +1,7 @@
 """Authentication by signature, and authorization by identity policies.
 
 moto ignores conditions. This module evaluates everything that the project's policies use. It does not model resource
-policies, permission boundaries, session policies or organizations.
+policies, permission boundaries or session policies, and of organizations only policies that deny actions.
 https://docs.aws.amazon.com/IAM/latest/UserGuide/reference_policies_evaluation-logic.html
 """
 
@@ -17,6 +17,9 @@ from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials
 from moto.iam.access_control import CreateAccessKeyFailure, create_access_key
 from moto.iam.models import get_account_id_from
+
+QUERY_SERVICES = ("iam", "sts", "cloudformation")
+"""Services that answer with XML, like EC2 and S3, but whose errors have a format of their own."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ def authenticate(environ: Mapping[str, Any], body: bytes) -> Principal:
             get_account_id_from(key_id), "aws", key_id, {"X-Amz-Security-Token": token} if token else {}
         )
     except CreateAccessKeyFailure:
-        raise AwsError("InvalidClientTokenId", "The security token included in the request is invalid.") from None
+        raise unknown_key(scope[2]) from None
     credentials = key.create_credentials()
     if not hmac.compare_digest(_signature(environ, body, fields, scope, credentials.secret_key), fields["Signature"]):
         raise AwsError(
@@ -84,9 +87,26 @@ def account_of(arn: str) -> str:
     return arn.split(":")[4]
 
 
-def authorize(principal: Principal, permissions: Iterable[Permission]) -> None:
-    """Raise `AwsError` for the first permission that the principal does not have."""
+def unknown_key(service: str) -> AwsError:
+    """Return the error of a service for an access key that it does not know."""
+    if service == "ec2":
+        return AwsError("AuthFailure", "AWS was not able to validate the provided access credentials")
+    if service == "s3":
+        return AwsError("InvalidAccessKeyId", "The AWS Access Key Id you provided does not exist in our records.")
+    code = "InvalidClientTokenId" if service in QUERY_SERVICES else "UnrecognizedClient"
+    return AwsError(code, "The security token included in the request is invalid.")
+
+
+def authorize(principal: Principal, permissions: Iterable[Permission], organization_denies: Iterable[str] = ()) -> None:
+    """Raise `AwsError` for the first permission that the principal does not have, or that its organization denies."""
     for permission in permissions:
+        if any(_matches(permission.action, pattern) for pattern in organization_denies):
+            raise AwsError(
+                "AccessDenied",
+                f"User: {principal.arn} is not authorized to perform: {permission.action} on resource: "
+                f"{permission.resource} with an explicit deny in a service control policy: "
+                f"arn:aws:organizations::{principal.account}:policy/o-emulated/service_control_policy/p-emulated",
+            )
         if not is_allowed(principal.statements, permission):
             raise AwsError(
                 "AccessDenied",

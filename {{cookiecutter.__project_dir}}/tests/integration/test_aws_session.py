@@ -8,8 +8,10 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import boto3
 import pytest
@@ -21,6 +23,7 @@ import settings
 from cluster.aws import aws_errors
 from cluster.aws.doctor import checks
 from cluster.common import aws_session, bucket, cluster_file
+from cluster.common.cluster_file import ClusterFile
 from cluster.emulator.api import Api
 from cluster.emulator.moto_instances import ACCOUNT
 
@@ -36,11 +39,25 @@ credential_process = {{process}}
 """
 
 
+CALLS: dict[str, Callable[[str], object]] = {
+    "sts": lambda region: aws_session.client("sts", region).get_caller_identity(),
+    "ec2": lambda region: aws_session.client("ec2", region).describe_instances(),
+    "s3": lambda region: aws_session.client("s3", region).list_buckets(),
+    "secretsmanager": lambda region: aws_session.client("secretsmanager", region).list_secrets(),
+}
+
+
 @pytest.fixture
 def aws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Api]:
     """Yield an emulated AWS, and a home whose profile `with-mfa` assumes a role there."""
     api = Api()
-    served = make_server("127.0.0.1", 0, api, threaded=True, request_handler=WSGIRequestHandler)
+
+    class Handler(WSGIRequestHandler):
+        def date_time_string(self, timestamp: float | None = None) -> str:
+            """Return the time of AWS's clock, for each answer."""
+            return super().date_time_string(time.time() + api.faults.clock_s)
+
+    served = make_server("127.0.0.1", 0, api, threaded=True, request_handler=Handler)
     threading.Thread(target=served.serve_forever, daemon=True).start()
     backend = iam_backends[ACCOUNT]["aws"]
     backend.create_user("us-east-1", "laptop")
@@ -136,6 +153,79 @@ def test_other_profiles_are_not_cached(
     assert FILE.client("sts").get_caller_identity()["Arn"].endswith("user/laptop")
     assert not questions
     assert not (tmp_path / ".aws/cli").exists()
+
+
+@pytest.mark.parametrize(
+    ("service", "aws_ahead_s", "words"),
+    [
+        ("sts", 3900, "65 minutes behind AWS's"),
+        ("ec2", 3900, "65 minutes behind AWS's"),
+        ("s3", -3900, "65 minutes ahead of AWS's"),
+        ("secretsmanager", -7600, "2 hours ahead of AWS's"),
+        ("sts", 9e6, "104 days behind AWS's"),
+    ],
+)
+def test_a_wrong_clock_is_not_blamed_on_credentials(
+    aws: Api, monkeypatch: pytest.MonkeyPatch, service: str, aws_ahead_s: float, words: str
+) -> None:
+    monkeypatch.setenv("AWS_PROFILE", "base")
+    aws.faults.clock_s = aws_ahead_s
+    sentence = aws_errors.explain(error_of(service))
+    assert sentence.startswith(f"this machine's clock is {words}, which rejects that. Run: sudo ")
+    (found,) = [one.text for one in checks.check(FILE) if "clock" in one.text]
+    assert f"this machine's clock is {words}" in found
+    aws.faults.clock_s = aws_ahead_s / abs(aws_ahead_s) * 200  # AWS tolerates this
+    assert FILE.client("sts").get_caller_identity()
+
+
+@pytest.mark.parametrize(
+    ("service", "profile"),
+    [("sts", "base"), ("ec2", "base"), ("s3", "base"), ("secretsmanager", "base"), ("ec2", "with-mfa")],
+)
+@pytest.mark.usefixtures("questions")
+def test_a_region_that_is_not_enabled_is_not_blamed_on_credentials(
+    aws: Api, monkeypatch: pytest.MonkeyPatch, service: str, profile: str
+) -> None:
+    monkeypatch.setenv("AWS_PROFILE", profile)
+    region = "me-south-1"
+    monkeypatch.setattr(cluster_file, "load", lambda: SimpleNamespace(region=region))
+    aws.faults.disabled_regions = [region]
+    with pytest.raises(ClientError) as error:
+        CALLS[service](region)
+    sentence = aws_errors.explain(error.value)
+    assert f"accepts your credentials in us-east-1, but not in {region}" in sentence
+    assert sentence.endswith(f"aws account enable-region --region-name {region}")
+    with pytest.raises(settings.UserError, match="accepts your credentials in us-east-1, but not in"):
+        checks._sign_in(ClusterFile(FILE.content | {"provider": {"region": region}}, ""))
+
+
+def test_wrong_credentials_are_still_blamed(aws: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIA0")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+    monkeypatch.delenv("AWS_PROFILE")
+    monkeypatch.setattr(cluster_file, "load", lambda: SimpleNamespace(region="me-south-1"))
+    for service in ("sts", "secretsmanager"):
+        assert "aws configure" in aws_errors.explain(error_of(service))
+
+
+def test_the_words_of_an_organization_are_kept(aws: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_PROFILE", "base")
+    aws.faults.organization_denies = ["ec2:Describe*"]
+    sentence = aws_errors.explain(error_of("ec2"))
+    assert sentence.startswith(
+        "a policy denies you the permission ec2:DescribeInstances with an explicit deny in a service control policy: arn:"
+    )
+    assert "Only the administrators of your AWS organization" in sentence
+    denied = [one.text for one in checks.check(FILE) if "service control policy" in one.text]
+    assert any(
+        text.startswith("zones: not checked. a policy denies you the permission ec2:Describe") for text in denied
+    )
+
+
+def error_of(service: str) -> ClientError:
+    with pytest.raises(ClientError) as error:
+        CALLS[service](FILE.region)
+    return error.value
 
 
 def test_a_used_code_and_a_missing_terminal_are_explained(aws: Api, monkeypatch: pytest.MonkeyPatch) -> None:

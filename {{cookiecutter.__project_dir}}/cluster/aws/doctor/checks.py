@@ -9,7 +9,7 @@ from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError
 from botocore.exceptions import ConnectionError as NoConnectionError
 
 import settings
-from cluster.aws import aws_errors, identity
+from cluster.aws import aws_errors, identity, rejected_credentials
 from cluster.aws.doctor import jobs, laptop, owner, permissions, quotas, region, reserved
 from cluster.aws.doctor.account import RETRY, Account, denied_action
 from cluster.common import aws_session
@@ -84,6 +84,8 @@ def _sign_in(file: ClusterFile) -> Account:
             f"no connection to AWS ({error}). Check the network, HTTPS_PROXY, and region in cluster/cluster.yaml"
         ) from None
     except (BotoCoreError, ClientError) as error:
+        if isinstance(error, ClientError) and rejected_credentials.is_cause(error):
+            raise settings.UserError(rejected_credentials.explain(error, file.region)) from None
         raise settings.UserError(
             f"no valid AWS credentials ({error}). Run aws configure or aws sso login, or set AWS_ACCESS_KEY_ID and "
             "AWS_SECRET_ACCESS_KEY"
@@ -102,7 +104,9 @@ def _run(subject: str, check: Callable[[F], Iterator[Finding]], file: F) -> Iter
     except settings.UserError as error:
         yield Finding("error", str(error))
     except ClientError as error:
-        if aws_errors.missing_permission(error):
+        if denial := aws_errors.denial(error):
+            yield Finding("error", f"{subject}: not checked. {denial}. {RETRY}")
+        elif aws_errors.missing_permission(error):
             action = denied_action(error, permissions.KNOWN_ACTIONS)
             yield Finding("error", f"{subject}: not checked. Ask for the permission {action}. {RETRY}")
         else:

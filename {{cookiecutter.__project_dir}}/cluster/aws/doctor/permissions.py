@@ -102,7 +102,7 @@ def check(account: Account) -> Iterator[Finding]:
         yield from tried
         rest = f"{_needed_count() - len(tried)} other actions of inv up and inv down are not checked"
         why = (
-            f"Ask for the permission {denied_action(error, KNOWN_ACTIONS)}"
+            aws_errors.denial(error) or f"Ask for the permission {denied_action(error, KNOWN_ACTIONS)}"
             if aws_errors.missing_permission(error)
             else f"IAM says: {error}"
         )
@@ -180,6 +180,7 @@ def _dry_runs(account: Account) -> Iterator[Finding]:
             if error.response["Error"]["Code"] == "DryRunOperation":  # "would have succeeded"
                 yield Finding("ok", f"you have the permission {action}")
             elif aws_errors.missing_permission(error):
-                yield Finding("error", f"you lack the permission {action}. Add it to the policy of {account.arn}")
+                lacking = f"you lack the permission {action}. Add it to the policy of {account.arn}"
+                yield Finding("error", aws_errors.denial(error) or lacking)
             else:
                 yield Finding("warning", f"the permission {action} is not checked, because AWS says: {error}. {RETRY}")
