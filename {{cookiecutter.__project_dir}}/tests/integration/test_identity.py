@@ -302,7 +302,9 @@ def test_stack_yaml_has_the_name_of_the_cluster(aws: Api, use: Callable[[Cluster
     assert not identity.RECORD.exists()
 
 
-def test_no_bucket_is_not_the_same_as_no_work(aws: Api, sign_in: Callable[[str, str], None]) -> None:
+def test_no_bucket_is_not_the_same_as_no_work(
+    aws: Api, assign: Callable[[str, str], None], sign_in: Callable[[str, str], None]
+) -> None:
     """Without a record, another account looks like a project that has never run."""
     sign_in(OTHER_ACCOUNT, "stranger")
     name = f"{FILE.slug}-{OTHER_ACCOUNT}-{FILE.region}"
@@ -310,7 +312,9 @@ def test_no_bucket_is_not_the_same_as_no_work(aws: Api, sign_in: Callable[[str, 
     if bucket.exists(FILE):  # from another test
         s3.delete()
     for verb in ("past_jobs", "past_log", "access_logs", "storage_variables"):
-        assert refusal(verb).startswith(f"there is no bucket s3://{name}, so no job of {FILE.slug} has saved anything")
+        assert refusal(verb).startswith(f"there is no bucket s3://{name} that admits your AWS credentials, so")
+    assign("cluster.storage", 'bucket = "of-the-first-account"')
+    assert refusal("past_jobs").startswith("there is no bucket s3://of-the-first-account that admits your")
 
 
 # ---------------------------------------------------------------- owner
