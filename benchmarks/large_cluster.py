@@ -28,7 +28,7 @@ from werkzeug.serving import WSGIRequestHandler, make_server
 from benchmarks import harness
 from benchmarks.report import Result, at_most
 from cluster import status
-from cluster.aws import cloud_status, launcher_file, prepare
+from cluster.aws import cloud_status, identity, launcher_file, prepare
 from cluster.common import cluster_file
 from cluster.common.cluster_file import ClusterFile
 from cluster.emulator import moto_instances
@@ -133,6 +133,7 @@ def _emulated_aws(folder: Path) -> Iterator[Api]:
     }
     boto3.DEFAULT_SESSION = None  # it has the credentials of the last account
     launcher_file.FILE = folder / "cluster.yaml"
+    identity.RECORD = folder / "identity.json"
     prepare._own_address = lambda: "203.0.113.7"
     try:
         yield api

@@ -63,11 +63,17 @@ def exists(file: ClusterFile) -> bool:
 
 
 def require(file: ClusterFile) -> None:
-    """Raise `settings.UserError` if there is no bucket, because what is missing there would look like no work."""
-    if not exists(file):
+    """Raise `settings.UserError` if there is no bucket, or a foreign one, because this would look like no work."""
+    try:
+        found = exists(file)
+    except botocore.exceptions.ClientError as error:
+        if error.response["Error"]["Code"] != "403":
+            raise
+        found = False
+    if not found:
         raise settings.UserError(
-            f"there is no bucket s3://{name(file)}, so no job of {file.slug} has saved anything in {file.region} with "
-            f"these AWS credentials. Check the account and the region, or run: inv up --target {TARGET}"
+            f"there is no bucket s3://{name(file)} that admits your AWS credentials, so {file.slug} has no saved work "
+            f"there. Check the account and the region, or run: inv up --target {TARGET}"
         )
 
 

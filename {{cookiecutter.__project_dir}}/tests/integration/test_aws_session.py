@@ -212,9 +212,8 @@ def test_the_words_of_an_organization_are_kept(aws: Api, monkeypatch: pytest.Mon
     monkeypatch.setenv("AWS_PROFILE", "base")
     aws.faults.organization_denies = ["ec2:Describe*"]
     sentence = aws_errors.explain(error_of("ec2"))
-    assert sentence.startswith(
-        "a policy denies you the permission ec2:DescribeInstances with an explicit deny in a service control policy: arn:"
-    )
+    denied = "a policy denies you the permission ec2:DescribeInstances"
+    assert sentence.startswith(f"{denied} with an explicit deny in a service control policy: arn:")
     assert "Only the administrators of your AWS organization" in sentence
     denied = [one.text for one in checks.check(FILE) if "service control policy" in one.text]
     assert any(
