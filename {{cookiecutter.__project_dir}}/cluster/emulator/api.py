@@ -75,6 +75,8 @@ class InjectedFaults:
     launches; a missing key matches all. `available` is the number of instances that can still start (default 0)."""
     vcpus: dict[str, float] = field(default_factory=dict)
     """Quotas on the vCPUs of running instances, by the code of the quota."""
+    prices: str = ""
+    """Code of the error with which AWS answers questions about prices, such as "ThrottlingException"."""
 
     def allocate(self, launch: dict[str, str], count: int) -> int:
         """Return how many of `count` instances a launch gets. `launch` has the keys zone, market and type."""
@@ -107,6 +109,8 @@ class Api:
             principal = iam.authenticate(environ, body)
             call = replace(call, caller=principal.arn, permissions=_permissions(call, environ, body))
             iam.authorize(principal, call.permissions)
+            if self.faults.prices and call.action in ("GetProducts", "DescribeSpotPriceHistory"):
+                raise iam.AwsError(self.faults.prices.removesuffix("Exception"), "Injected by a test")
             self.consistency.check(call.action, call.parameters)
             if call.service == "s3" and environ["REQUEST_METHOD"] in ("PUT", "DELETE"):
                 self.consistency.check_write(environ)
