@@ -3,7 +3,9 @@
 import dataclasses
 import datetime
 import json
+import time
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,8 @@ from botocore.exceptions import ClientError, ConnectTimeoutError
 import settings
 from cluster.common import cluster_file, prices
 from cluster.common.instances import Instance
-from cluster.node import spending
+from cluster.common.limits import LimitsSection
+from cluster.node import spending, state, watchdog_head
 from cluster.node.spending import Spending
 from instance_types import highest_price
 
@@ -191,3 +194,75 @@ def test_an_instance_counts_from_its_launch_and_never_backwards(
     costs = Spending(FILE, {})
     costs.add([machine(age_s=age_s)], seconds)
     assert costs.dollars == pytest.approx(55 * counted_s / HOUR, abs=0.01)
+
+
+@pytest.fixture
+def counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Return the seconds for which a watchdog counts costs. It runs in an empty folder, without AWS."""
+    seconds: list[float] = []
+    for name in ("LEASE", "LAUNCHED"):
+        monkeypatch.setattr(watchdog_head, name, tmp_path / name)
+    watchdog_head.LAUNCHED.touch()
+    monkeypatch.setattr(state, "STATE_FILE", tmp_path / "watchdog.json")
+    monkeypatch.setattr(state, "STATE_WITHOUT_DISK", tmp_path / "memory.json")
+    monkeypatch.setattr(watchdog_head.limits, "load", lambda: LimitsSection(hours=8760, dollars=500))
+    monkeypatch.setattr(watchdog_head.instances, "living", lambda file: [])
+    monkeypatch.setattr(watchdog_head.HeadWatchdog, "_close_node_types", lambda self, living, now: None)
+    monkeypatch.setattr(watchdog_head.Activity, "check", lambda self, now: None)
+    monkeypatch.setattr(watchdog_head.notices, "send", lambda text: None)
+    monkeypatch.setattr(Spending, "add", lambda self, running, gap: seconds.append(gap))
+    return seconds
+
+
+@pytest.mark.parametrize("jump_s", [86_400, -86_400])
+def test_a_jump_of_the_clock_costs_nothing(
+    counted: list[float], monkeypatch: pytest.MonkeyPatch, jump_s: float
+) -> None:
+    watchdog, now = watchdog_head.HeadWatchdog(FILE), time.time
+    watchdog.check()
+    monkeypatch.setattr(time, "time", lambda: now() + jump_s)
+    watchdog.check()
+    assert 0 <= counted[1] < 60
+
+
+@pytest.mark.parametrize(("saved_s_ago", "expected"), [(600, 600), (-600, 0)])
+def test_a_new_watchdog_counts_the_time_since_the_last_one(
+    counted: list[float], saved_s_ago: float, expected: float
+) -> None:
+    state.STATE_FILE.write_text(json.dumps({"at": time.time() - saved_s_ago}))
+    watchdog_head.HeadWatchdog(FILE).check()
+    assert counted[0] == pytest.approx(expected, abs=60)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", '{"dollars": 5}'])
+def test_after_a_damaged_state_the_instances_count_from_their_launch(counted: list[float], text: str) -> None:
+    state.STATE_FILE.write_text(text)
+    watchdog_head.HeadWatchdog(FILE).check()
+    assert counted[0] > 1e9
+
+
+def test_while_aws_does_not_list_the_instances_the_last_ones_cost(
+    market: Market, counted: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(Spending, "add", lambda self, running, gap: seen.append(running))
+    answers = iter([["an instance"]])
+
+    def living(file: object) -> Any:
+        for answer in answers:
+            return answer
+        raise THROTTLED
+
+    monkeypatch.setattr(watchdog_head.instances, "living", living)
+    watchdog = watchdog_head.HeadWatchdog(FILE)
+    watchdog.check()
+    watchdog.check()
+    assert seen == [["an instance"]] * 2
+
+
+def test_calls_of_the_watchdog_give_up_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that is not answered must delay the limits and the lease by less than a minute."""
+    monkeypatch.setattr(watchdog_head.boto3, "DEFAULT_SESSION", None)
+    watchdog_head._give_up_early()
+    config = FILE.client("ec2").meta.config
+    assert (config.connect_timeout + config.read_timeout) * config.retries["total_max_attempts"] < 60
