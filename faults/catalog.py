@@ -79,6 +79,12 @@ FAULTS = [
     Fault("head lost for good", "workers terminate themselves", "heads.head_lost"),
     Fault("time limit", "inv limits raises it; then the cluster terminates itself", "heads.time_limit"),
     Fault("spend limit", "the cluster terminates itself", "heads.spend_limit"),
+    Fault(
+        "prices unknown",
+        "the limit counts the highest prices and ends the cluster; status says so",
+        "heads.prices_unknown",
+    ),
+    Fault("full disk on the head", "status warns, and a limit still ends the cluster", "heads.full_disk"),
     Fault("nobody uses the cluster", "it warns, and then it terminates itself", "heads.nobody_uses_the_cluster"),
     Fault("no watchdog works", "the guard outside the cluster ends every machine", "heads.no_watchdog_works"),
     Fault("up interrupted three times", "down leaves nothing", "operators.interrupted_up"),

@@ -103,13 +103,46 @@ def spend_limit(harness: Harness) -> str:
     """The cluster reaches the spend limit in settings.toml: it terminates itself, including all workers."""
     _busy_workers(harness)
     limit = limits.load().dollars
-    spent = json.dumps({"at": time.time(), "dollars": limit - 0.0001, "messages": []})
-    restart = harness.file.content["head_start_ray_commands"][-1]
-    harness.head().run(f"kill $(cat ~/watchdog.pid); sleep 1; echo '{spent}' > ~/watchdog.json; {restart}")
+    _restart_watchdog(harness, limit - 0.0001)
     summary = _wait_until_terminated(harness)
     output = run_verb("status", exit_code=1)
     assert f"the limit of {limit:g} dollars" in output, output
     return f"{summary}, and status says why; its recorded costs were set to almost {limit:g} dollars"
+
+
+def prices_unknown(harness: Harness) -> str:
+    """AWS names no price: `inv status` says so, and the spend limit ends the cluster with a note that says so."""
+    harness.wait_until_no_workers()
+    control(faults={"prices": "AccessDenied"})
+    _restart_watchdog(harness, 0)
+    _busy_workers(harness)
+    output = run_verb("status")
+    assert "does not name the price of" in output, output
+    limit = limits.load().dollars
+    _restart_watchdog(harness, limit - 0.0001)
+    summary = _wait_until_terminated(harness)
+    output = run_verb("status", exit_code=1)
+    assert f"the limit of {limit:g} dollars" in output, output
+    assert "dollars are assumed, because AWS did not name the price" in output, output
+    return f"{summary}, and status says that the price was assumed"
+
+
+def full_disk(harness: Harness) -> str:
+    """The head's disk is full: `inv status` says so, and at a limit, the cluster terminates itself with a note."""
+    _busy_workers(harness)
+    head, limit = instances.head(harness.file), limits.load().hours
+    assert head
+    control(fill_disk=head.id)
+    time.sleep(6 * INTERVAL_S)  # a watchdog that cannot write would have ended
+    output = run_verb("status")
+    assert "GB free on the disk with" in output, output
+    assert "the watchdog is not running" not in output, output
+    harness.head().run(f"sudo touch --date='{limit:g} hours ago' {LAUNCHED}")
+    summary = _wait_until_terminated(harness)
+    output = run_verb("status", exit_code=1)
+    assert f"the limit of {limit:g} hours" in output, output
+    assert "GB free on the disk with" in output, output
+    return f"{summary}, and status says why; {limit:g} hours were skipped"
 
 
 def nobody_uses_the_cluster(harness: Harness) -> str:
@@ -138,6 +171,14 @@ def no_watchdog_works(harness: Harness) -> str:
     limit = limits.load().hours
     guard.move(harness.file, head.launched - datetime.timedelta(hours=limit + 1), limit)  # as if that were the launch
     return f"{_wait_until_terminated(harness)}, {len(workers)} of them workers; {limit:g} hours were skipped"
+
+
+def _restart_watchdog(harness: Harness, dollars: float) -> None:
+    """Restart the watchdog, as if the cluster had cost this much. It forgets the prices that it knows."""
+    spent = json.dumps({"at": time.time(), "dollars": dollars, "messages": []})
+    restart = harness.file.content["head_start_ray_commands"][-1]
+    start = f"{{ {restart} }} > /dev/null 2>&1"  # otherwise ssh would wait for the watchdog's end
+    harness.head().run(f"kill $(cat ~/watchdog.pid); sleep 1; echo '{spent}' > ~/watchdog.json; {start}")
 
 
 def _watchdog(harness: Harness) -> dict[str, Any]:

@@ -9,6 +9,8 @@ Sources:
 - bf16_flops: NVIDIA's data sheets. They state the peak with sparsity, except for A100; the dense peak is half of that.
 - mib: `nvidia-smi`. It shows slightly less than EC2 states for H100 and H200, and more for A10G, L4 and L40S.
 - quotas: docs.aws.amazon.com/ec2/latest/instancetypes/ec2-instance-quotas.html
+- highest prices: aws.amazon.com/ec2/pricing/on-demand. Each is 1.5 times the price per GPU of the most expensive size
+  in us-east-1, as it was before AWS lowered its prices in 2025, and rounded up, because other regions cost more.
 """
 
 import math
@@ -29,6 +31,8 @@ class Gpu:
     """Peak number of dense bf16 operations per second."""
     capability: int
     """Compute capability, times ten."""
+    highest_price: float
+    """Dollars per hour that no instance exceeds, divided by its GPUs. See `highest_price`."""
 
     @property
     def gib(self) -> float:
@@ -39,14 +43,14 @@ class Gpu:
         return f"{self.accelerator} ({self.gib:.0f} GB)"
 
 
-A10G = Gpu("NVIDIA A10G", "A10G", 23_028, 70e12, 86)
-L4 = Gpu("NVIDIA L4", "L4", 23_034, 121e12, 89)
-L40S = Gpu("NVIDIA L40S", "L40S", 46_068, 362e12, 89)
-A100_40 = Gpu("NVIDIA A100-SXM4-40GB", "A100", 40_960, 312e12, 80)
-A100_80 = Gpu("NVIDIA A100-SXM4-80GB", "A100", 81_920, 312e12, 80)
-H100 = Gpu("NVIDIA H100 80GB HBM3", "H100", 81_559, 989e12, 90)
-H200 = Gpu("NVIDIA H200", "H200", 143_771, 989e12, 90)
-B200 = Gpu("NVIDIA B200", "B200", 183_359, 2250e12, 100)
+A10G = Gpu("NVIDIA A10G", "A10G", 23_028, 70e12, 86, 7)
+L4 = Gpu("NVIDIA L4", "L4", 23_034, 121e12, 89, 6)
+L40S = Gpu("NVIDIA L40S", "L40S", 46_068, 362e12, 89, 12)
+A100_40 = Gpu("NVIDIA A100-SXM4-40GB", "A100", 40_960, 312e12, 80, 7)
+A100_80 = Gpu("NVIDIA A100-SXM4-80GB", "A100", 81_920, 312e12, 80, 8)
+H100 = Gpu("NVIDIA H100 80GB HBM3", "H100", 81_559, 989e12, 90, 19)
+H200 = Gpu("NVIDIA H200", "H200", 143_771, 989e12, 90, 16)
+B200 = Gpu("NVIDIA B200", "B200", 183_359, 2250e12, 100, 22)
 
 
 @dataclass(frozen=True)
@@ -196,3 +200,17 @@ INSTANCE_TYPES = {
 def gpu_of(name: str) -> Gpu | None:
     """Return the GPU for which the driver reports this name, or None if it is not in the table."""
     return next((one.gpu for one in INSTANCE_TYPES.values() if one.gpu.device == name), None)
+
+
+CPU_HIGHEST_PRICES = {"m6i.2xlarge": 1.0, "m6i.8xlarge": 3.0}
+"""The same as `Gpu.highest_price` for the types without GPUs in cluster.yaml, by instance."""
+
+
+def highest_price(name: str) -> float:
+    """Return the dollars per hour that count for an instance while AWS does not name its price.
+
+    Such a number must never be too low, because the limit in dollars depends on it. A type that is not in the tables
+    counts as much as the most expensive one.
+    """
+    prices = {one.name: one.gpus * one.gpu.highest_price for one in INSTANCE_TYPES.values()} | CPU_HIGHEST_PRICES
+    return prices.get(name, max(prices.values()))

@@ -24,12 +24,14 @@ NEW_S = 600
 def cloud_status(file: ClusterFile, head_status: dict[str, Any]) -> CloudStatus:
     """Combine the instances on EC2 with what head_status.py printed on the head."""
     living = instances.living(file)
-    known = prices.of_running(file, living)
+    known, _ = prices.of_running(file, living)
     hourly = {instance.id: known.of(instance) for instance in living}
     joined = [instance for instance in living if _has_joined(instance, head_status)]
     reports = node_reports.read(file, head_status["session"])
     spent = head_status["watchdog"].get("dollars", 0.0)
-    notes = [f"{sum(hourly.values()):.2f} dollars per hour now, {spent:.2f} spent so far, without disks and traffic"]
+    now = sum(price or 0 for price in hourly.values())
+    more = " and the instances whose price is unknown" if None in hourly.values() else ""
+    notes = [f"{now:.2f} dollars per hour now{more}, {spent:.2f} spent so far, without disks and traffic"]
     return CloudStatus(
         tables=[_table(living, hourly, head_status), _gpus(joined, reports, head_status["at"])],
         notes=notes
@@ -38,6 +40,7 @@ def cloud_status(file: ClusterFile, head_status: dict[str, Any]) -> CloudStatus:
         + _idle_gpus(joined, reports)
         + head_status["watchdog"].get("messages", []),
         problems=_problems(head_status)
+        + _full_disks(joined, reports, head_status, file)
         + _silent_nodes(joined, reports, head_status["at"], file)
         + [describe_failed_launch(one) for one in instances.failed_launches(file)],
     )
@@ -54,7 +57,7 @@ def describe_failed_launch(instance: Instance) -> str:
     return f"AWS ended {instance.id} ({instance.node_type}) during its launch: {instance.end_reason}. {advice}"
 
 
-def _table(living: list[Instance], hourly: dict[str, float], head_status: dict[str, Any]) -> Table:
+def _table(living: list[Instance], hourly: dict[str, float | None], head_status: dict[str, Any]) -> Table:
     table = status.empty_table("Instances", "id", "node type", "instance type", "zone", "age", "state", "$/hour")
     for instance in living:
         state = instance.state
@@ -64,9 +67,13 @@ def _table(living: list[Instance], hourly: dict[str, float], head_status: dict[s
         table.add_row(
             *(instance.id, instance.node_type, f"{instance.instance_type} {instance.market}", instance.zone),
             *(_duration(instance.age_s), state),
-            "prepaid" if instance.market == CAPACITY_BLOCK else f"{hourly[instance.id]:.2f}",
+            "prepaid" if instance.market == CAPACITY_BLOCK else _dollars(hourly[instance.id]),
         )
     return table
+
+
+def _dollars(price: float | None) -> str:
+    return "unknown" if price is None else f"{price:.2f}"
 
 
 def _has_joined(instance: Instance, head_status: dict[str, Any]) -> bool:
@@ -119,6 +126,15 @@ def _silent_nodes(joined: list[Instance], reports: dict[str, NodeReport], now: f
     return problems
 
 
+def _full_disks(
+    joined: list[Instance], reports: dict[str, NodeReport], head_status: dict[str, Any], file: ClusterFile
+) -> list[str]:
+    """Return a problem for each node with a disk that is nearly full. The head says it itself."""
+    workers = [one.id for one in joined if one.node_type != file.head.name]
+    found = [head_status.get("disk", "")] + [reports[one].disk for one in workers if one in reports]
+    return [problem for problem in found if problem]
+
+
 def _show_log(instance: Instance, file: ClusterFile) -> str:
     """Return the command that prints the log of log_shipping.py, for the head's shell."""
     command = f"tail {log_shipping.LOG_FILE.name}"
@@ -163,6 +179,8 @@ def _problems(head_status: dict[str, Any]) -> list[str]:
         consequence = "so the head shuts down when its lease expires"
         problems.append(f"the watchdog is not running on the head, {consequence}. {repair}")
     elif warning := head_status["watchdog"].get("idle_warning"):
+        problems.append(warning)
+    if warning := head_status["watchdog"].get("price_warning"):
         problems.append(warning)
     for refused in head_status["refused"]:
         problems.append(f"AWS refused {refused['type']} at {refused['at']} ({refused['code']}): {refused['message']}")

@@ -20,6 +20,7 @@ from cluster.aws.reservation import local
 from cluster.common import instances, limits, prices
 from cluster.common.cluster_file import TARGET, ClusterFile
 from cluster.common.limits import LimitsSection
+from cluster.console import cell
 
 COPY_ON_HEAD = "~/project/settings.toml"
 """The head's copy of settings.toml, as in `file_mounts` of cluster.yaml."""
@@ -36,6 +37,8 @@ class Usage:
     dollars_per_hour: float
     idle_hours: float
     """Time since somebody used the cluster."""
+    price_warning: str = ""
+    """What the watchdog says about prices that it does not know."""
 
     def most_dollars(self, wanted: LimitsSection, dollars_per_hour: float) -> float:
         """Return the most that the cluster can have cost when it reaches one of the wanted limits."""
@@ -60,6 +63,8 @@ def show(file: ClusterFile, console: Console) -> None:
         "idle hours", limit, f"{usage.idle_hours:.1f}", left, "until a job or a request comes" if idle else ""
     )
     console.print(table)
+    if usage.price_warning:
+        console.print(cell(usage.price_warning), highlight=False)
 
 
 def change(file: ClusterFile, given: Mapping[str, str], yes: bool) -> None:
@@ -118,7 +123,7 @@ def _read(running_head: ssh.SshHead) -> Usage:
     if not state["runs"] or "limits" not in state:  # without limits, it is older than this code
         raise settings.UserError(f"the watchdog is not running on the head. Run: inv up --target {TARGET}")
     used = {name: state[name] for name in ("hours", "dollars", "dollars_per_hour", "idle_hours")}
-    return Usage(limits=LimitsSection(**state["limits"]), **used)
+    return Usage(limits=LimitsSection(**state["limits"]), price_warning=state.get("price_warning", ""), **used)
 
 
 def _option(limit: str) -> str:

@@ -1,4 +1,4 @@
-"""What each node last reported to the bucket: how busy its GPUs are, and that its logs reach the bucket."""
+"""What each node last reported to the bucket: the use of its GPUs and disks, and that its logs reach the bucket."""
 
 import json
 from dataclasses import dataclass
@@ -18,6 +18,8 @@ class NodeReport:
     """When the node saved it, in seconds since 1970."""
     gpus: list[GpuUse]
     """The last sample of each GPU."""
+    disk: str
+    """A sentence if a disk of the node is nearly full, or else ""."""
 
 
 def read(file: ClusterFile, session: str) -> dict[str, NodeReport]:
@@ -25,5 +27,6 @@ def read(file: ClusterFile, session: str) -> dict[str, NodeReport]:
     copies = SavedLogs(file).of_all_nodes(f"{bucket.LOGS}{session}/", log_shipping.REPORT)
     reports = ((json.loads(copy.text), copy.saved.timestamp()) for copy in copies)
     return {
-        report["instance"]: NodeReport(saved, [GpuUse(**gpu) for gpu in report["gpus"]]) for report, saved in reports
+        report["instance"]: NodeReport(saved, [GpuUse(**gpu) for gpu in report["gpus"]], report.get("disk", ""))
+        for report, saved in reports
     }

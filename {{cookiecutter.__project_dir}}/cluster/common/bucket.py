@@ -7,7 +7,7 @@ import botocore.exceptions
 from pydantic import field_validator
 
 import settings
-from cluster.common import aws_session
+from cluster.common import aws_session, remaining_costs
 from cluster.common.cluster_file import TARGET, ClusterFile
 
 NOTE = "cluster/ended.txt"
@@ -135,8 +135,9 @@ def access(file: ClusterFile) -> dict[str, str]:
 
 
 def leave_note(file: ClusterFile, reason: str) -> None:
-    """Save why the cluster shut itself down, for `inv status`."""
-    words = f"it shut itself down at {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC: {reason}"
+    """Save why the cluster shut itself down, and what still costs money, for `inv status`."""
+    ended = f"it shut itself down at {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC: {reason}"
+    words = f"{ended}. {remaining_costs.describe()}"
     file.client("s3").put_object(Bucket=name(file), Key=NOTE, Body=words.encode())
 
 

@@ -6,13 +6,14 @@ import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from botocore.exceptions import BotoCoreError, ClientError
 from rich.table import Table
 
 import settings
 from cluster.common import aws_session
 from cluster.common.cluster_file import CAPACITY_BLOCK, ClusterFile, NodeType
 from cluster.common.instances import Instance
-from instance_types import INSTANCE_TYPES
+from instance_types import INSTANCE_TYPES, highest_price
 
 PRICING_REGION = "us-east-1"  # serves the prices of all regions
 LINUX = "Linux/UNIX"
@@ -35,25 +36,42 @@ class Prices:
 
 @dataclass(frozen=True)
 class MarketPrices:
-    """Current dollars per hour, without disks and traffic. A prepaid hour costs 0."""
+    """The dollars per hour that AWS has named, without disks and traffic. A prepaid hour costs 0."""
 
     on_demand: dict[str, float]
-    """By instance type."""
+    """By instance type. A type that AWS has not named is missing."""
     spot: dict[str, dict[str, float]]
-    """By instance type and zone."""
+    """By instance type and zone. A type is missing until AWS has answered. Its zone is missing if it has no spot price.
+    """
 
-    def of(self, instance: Instance) -> float:
-        """Return the price of an instance in its zone and market. 0 if its type is unknown.
+    def of(self, instance: Instance) -> float | None:
+        """Return the price of an instance in its zone and market, or None if it is unknown.
 
         An instance that shuts down costs nothing, and large ones take minutes.
         https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/ec2-instance-lifecycle.html
         """
-        if instance.market == CAPACITY_BLOCK or instance.state == "shutting-down":
+        if instance.state == "shutting-down":
             return 0.0
-        on_demand = self.on_demand.get(instance.instance_type, 0.0)
-        if instance.market == "spot":
-            return self.spot.get(instance.instance_type, {}).get(instance.zone, on_demand)
-        return on_demand
+        return self.of_offer(instance.instance_type, instance.market, instance.zone)
+
+    def of_offer(self, instance_type: str, market: str, zone: str) -> float | None:
+        """Return the price of an instance type in a market and zone, or None if it is unknown."""
+        if market == CAPACITY_BLOCK:
+            return 0.0
+        if market == "spot":
+            if instance_type not in self.spot:
+                return None
+            if zone in self.spot[instance_type]:
+                return self.spot[instance_type][zone]
+        return self.on_demand.get(instance_type)
+
+    def highest(self, instance_type: str) -> float:
+        """Return a price that the type does not exceed: the on-demand price, or if unknown, that of instance_types.py.
+
+        It is also the highest price of spot instances, unless a launch names another.
+        https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/how-spot-instances-work.html
+        """
+        return self.on_demand.get(instance_type, highest_price(instance_type))
 
     def lowest(self, node_type: NodeType) -> float:
         """Return the price of a node type in the cheapest zone."""
@@ -74,9 +92,34 @@ def ask(file: ClusterFile) -> Prices:
     return Prices(head=head, workers=workers, maximum=head + file.max_workers * max(workers.values(), default=0))
 
 
-def of_running(file: ClusterFile, running: Collection[Instance]) -> MarketPrices:
-    """Return the prices of running instances. Types that are only prepaid need no price, and AWS may have none."""
-    return of_market(file, {one.instance_type for one in running if one.market != CAPACITY_BLOCK})
+def of_running(file: ClusterFile, running: Collection[Instance]) -> tuple[MarketPrices, str]:
+    """Return the prices of running instances, without those that are unknown, and why they are, or "".
+
+    Types that are only prepaid need no price, and AWS may have none.
+    """
+    return find(file, {one.instance_type for one in running if one.market != CAPACITY_BLOCK})
+
+
+def find(file: ClusterFile, names: Collection[str]) -> tuple[MarketPrices, str]:
+    """Return the prices of instance types that AWS names, and why it does not name the others, or "".
+
+    If AWS does not answer, the other types are not asked for, because each call may take seconds.
+    """
+    known, reasons = MarketPrices({}, {}), list[str]()
+    try:
+        spot = spot_prices(file, names)
+        known.spot.update({name: spot.get(name, {}) for name in names})
+    except (BotoCoreError, ClientError) as error:
+        reasons.append(str(error))
+    for name in sorted(names):
+        try:
+            known.on_demand[name] = _on_demand(file, name)
+        except settings.UserError as error:
+            reasons.append(str(error))
+        except (BotoCoreError, ClientError) as error:
+            reasons.append(str(error))
+            break
+    return known, "; ".join(reasons)
 
 
 def of_market(file: ClusterFile, names: Collection[str]) -> MarketPrices:
@@ -153,11 +196,15 @@ def _on_demand(file: ClusterFile, instance_type: str) -> float:
         "capacitystatus": "Used",
         "marketoption": "OnDemand",  # and not "CapacityBlock", whose hours have another price
     }
-    answer = aws_session.client("pricing", PRICING_REGION).get_products(
-        ServiceCode="AmazonEC2",
-        Filters=[{"Type": "TERM_MATCH", "Field": field, "Value": value} for field, value in wanted.items()],
+    pages = (
+        aws_session.client("pricing", PRICING_REGION)
+        .get_paginator("get_products")
+        .paginate(
+            ServiceCode="AmazonEC2",
+            Filters=[{"Type": "TERM_MATCH", "Field": field, "Value": value} for field, value in wanted.items()],
+        )
     )
-    for product in map(json.loads, answer["PriceList"]):
+    for product in (json.loads(text) for page in pages for text in page["PriceList"]):
         for term in product["terms"]["OnDemand"].values():
             for dimension in term["priceDimensions"].values():
                 if (dollars := float(dimension["pricePerUnit"]["USD"])) > 0:

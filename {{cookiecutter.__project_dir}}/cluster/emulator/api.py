@@ -94,6 +94,8 @@ class InjectedFaults:
     """How far AWS's clock is ahead of this machine's."""
     organization_denies: list[str] = field(default_factory=list)
     """Patterns of actions that a service control policy denies."""
+    prices: str = ""
+    """Code of the error with which AWS answers questions about prices, such as "ThrottlingException"."""
 
     def allocate(self, launch: dict[str, str], count: int) -> int:
         """Return how many of `count` instances a launch gets. `launch` has the keys zone, market and type."""
@@ -130,6 +132,8 @@ class Api:
             call = replace(call, caller=principal.arn)
             call = replace(call, permissions=_permissions(call, environ, body))
             iam.authorize(principal, call.permissions, self.faults.organization_denies)
+            if self.faults.prices and call.action in ("GetProducts", "DescribeSpotPriceHistory"):
+                raise iam.AwsError(self.faults.prices.removesuffix("Exception"), "Injected by a test")
             if code := call.parameters.get("TokenCode"):
                 iam.use_code(code, self.used_codes)
             self.consistency.check(call.action, call.parameters, call.place)

@@ -168,14 +168,15 @@ class ControlApi:
         notice_s: float = 120,
         age_leases_s: float = 0,
         reboot: str = "",
+        fill_disk: str = "",
         reservation: dict[str, Any] | None = None,
         broken_machines: int = 0,
         without_volumes: int = 0,
         end_s: float | None = None,
     ) -> None:
-        """Set the faults, interrupt a spot instance after a notice, backdate all leases, reboot an instance, change a
-        reservation, let the next machines with GPUs lack one or fail during their launch, or set how long machines take
-        to end.
+        """Set the faults, interrupt a spot instance after a notice, backdate all leases, reboot an instance, fill an
+        instance's disk, change a reservation, let the next machines with GPUs lack one or fail during their launch, or
+        set how long machines take to end.
 
         `reservation` has the arguments of `Reservations.put`. Its hosts get the new end, as if time had passed.
         """
@@ -191,6 +192,8 @@ class ControlApi:
             host.age_lease(age_leases_s)
         if reboot:
             self.cloud.reboot(reboot)
+        if fill_disk:
+            self.cloud.hosts[fill_disk].fill_disk()
         self.cloud.broken_machines += broken_machines
         self.cloud.launch_failures.without_volumes += without_volumes
         if end_s is not None:

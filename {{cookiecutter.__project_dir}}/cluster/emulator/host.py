@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -14,6 +13,8 @@ from cluster.emulator.addresses import GATEWAY
 from cluster.node.state import BLOCK_END
 
 INIT = Path(__file__).with_name("host_init.sh")
+DISK_GB = 500
+"""As in cluster.yaml. The disk takes only as much memory as there is on it."""
 BOOT_TIMEOUT_S = 120  # booting usually takes a second, and failure is noticed immediately
 
 
@@ -22,7 +23,7 @@ class Host:
     """A host in its own namespaces. The namespaces end with the host's first process, which ends with the cloud."""
 
     folder: Path
-    """Holds everything that the host writes. It is on the cloud's private tmpfs."""
+    """The host's disk: a tmpfs of its own, which holds everything that the host writes."""
     instance_id: str
     private_ip: str
     public_ip: str
@@ -40,6 +41,7 @@ class Host:
     def boot(self) -> None:
         """Boot the host, and return when sshd answers. Raises RuntimeError with the end of the boot log on failure."""
         self.folder.mkdir(parents=True)
+        self._mount_disk("-o", f"size={DISK_GB}G", "tmpfs")
         name = f"ip-{self.private_ip.replace('.', '-')}"
         for file, text in {
             "layers": self.layers,
@@ -80,7 +82,17 @@ class Host:
     def stop(self) -> None:
         """Kill all of the host's processes at once, and delete its files."""
         self._kill()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        subprocess.run(["umount", "--lazy", self.folder], check=True)
+        self.folder.rmdir()
+
+    def fill_disk(self) -> None:
+        """Leave no space on the host's disk. This shrinks the disk, because a file of its size would take memory."""
+        disk = os.statvfs(self.folder)
+        used = (disk.f_blocks - disk.f_bfree) * disk.f_frsize
+        self._mount_disk("-o", f"remount,size={used}")
+
+    def _mount_disk(self, *arguments: str) -> None:
+        subprocess.run(["mount", "-t", "tmpfs", *arguments, self.folder], check=True)
 
     def _kill(self) -> None:
         if self.process:

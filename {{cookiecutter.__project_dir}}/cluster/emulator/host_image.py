@@ -1,8 +1,8 @@
 """The image that hosts boot from: this machine's root file system, with two small overlay layers on top.
 
-One layer adds the user `ubuntu`, sshd's configuration, stand-ins for programs such as `shutdown`, the address of AWS's
-endpoint, and settings that make uv install packages from this machine's cache, because hosts cannot reach the internet.
-The other layer makes that cache writable.
+One layer adds the user `ubuntu`, sshd's configuration, stand-ins for CUDA's driver and for programs such as `shutdown`,
+the address of AWS's endpoint, and settings that make uv install packages from this machine's cache, because hosts
+cannot reach the internet. The other layer makes that cache writable.
 """
 
 import os
@@ -13,6 +13,7 @@ from pathlib import Path
 from cluster import environment
 from cluster.common import cluster_file
 
+LIBCUDA = Path(__file__).with_name("libcuda.c")
 UBUNTU = 1500  # user and group id
 UV_SETTINGS = [
     *("UV_DEFAULT_INDEX", "UV_INDEX", "UV_INDEX_URL", "UV_EXTRA_INDEX_URL"),
@@ -60,6 +61,7 @@ def build(layer: Path, endpoint: str) -> None:
     _write(layer / "usr/local/bin/curl", CURL, 0o755)
     _write(layer / "usr/local/bin/nvidia-smi", NVIDIA_SMI, 0o755)
     _write(layer / "usr/local/sbin/shutdown", SHUTDOWN, 0o755)
+    _compile(LIBCUDA, layer / "usr/lib/libcuda.so.1")
     _write(layer / "opt/rehearsal/uv", Path(environment.find_uv()).read_bytes(), 0o755)
     # a script, not a link: an environment made with a link would search for Python's library next to the link
     name = f"python{sys.version_info.major}.{sys.version_info.minor}"
@@ -130,6 +132,11 @@ def _write(file: Path, content: str | bytes, mode: int = 0o644) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_bytes(content.encode() if isinstance(content, str) else content)
     file.chmod(mode)
+
+
+def _compile(source: Path, library: Path) -> None:
+    library.parent.mkdir(parents=True, exist_ok=True)
+    subprocess.run(["gcc", "-shared", "-fPIC", source, "-o", library], check=True)
 
 
 def _add_user(layer: Path) -> None:

@@ -13,7 +13,9 @@ mount -t overlay overlay -o "lowerdir=$(cat "$folder/layers"),upperdir=$folder/u
 mount -t proc proc "$root/proc"
 mount -t sysfs -o ro sysfs "$root/sys"
 mount -t tmpfs -o mode=755 tmpfs "$root/run"
-mount -t tmpfs -o mode=1777 tmpfs "$root/tmp"
+rm -rf "$folder/tmp" # /tmp is on the disk, and empty after a reboot
+mkdir -m 1777 "$folder/tmp"
+mount --bind "$folder/tmp" "$root/tmp"
 mount -t tmpfs -o mode=755 tmpfs "$root/dev"
 for device in null zero full random urandom tty; do
     touch "$root/dev/$device"
@@ -31,10 +33,7 @@ done < "$folder/shared"
 
 hostname "$(cat "$folder/hostname")"
 cp "$folder/gpus" "$root/etc/gpus"
-if [ -s "$folder/nvme" ]; then
-    mkdir -p "$root/opt/dlami/nvme"
-    mount -t tmpfs tmpfs "$root/opt/dlami/nvme"
-fi
+cp "$folder/nvme" "$root/etc/nvme"
 cp "$folder/hosts" "$root/etc/hosts"
 : > "$root/etc/resolv.conf"
 install -o 1500 -g 1500 -m 600 "$folder/authorized_keys" "$root/home/ubuntu/.ssh/authorized_keys"
@@ -58,6 +57,9 @@ rmdir /.old
 trap 'exit 0' USR1 # the image's `shutdown` sends this; every process of the host ends with PID 1
 trap : TERM INT HUP
 set -a; . /etc/rehearsal-environment; set +a
+if [ -s /etc/nvme ]; then # as on AWS, a service of the image mounts the NVMe disks while ssh works already
+    { sleep 6 && mkdir -p /opt/dlami/nvme && mount -t tmpfs tmpfs /opt/dlami/nvme; } &
+fi
 /usr/sbin/sshd -E /var/log/sshd.log
 if [ ! -e /var/lib/cloud ]; then # the first boot
     mkdir -p /var/lib/cloud/scripts/per-boot

@@ -60,6 +60,9 @@ def respond(service: str, action: str, region: str, parameters: dict[str, Any], 
 
 
 def _get_products(request: dict[str, Any], region: str) -> str:
+    """Return the products on the second page, because any page of AWS may be empty."""
+    if "NextToken" not in request:
+        return json.dumps({"FormatVersion": "aws_v1", "PriceList": [], "NextToken": "2"})
     filters = {entry["Field"]: entry["Value"] for entry in request["Filters"]}
     price = DOLLARS_AN_HOUR.get(filters["instanceType"])
     found = [price] if price else []
@@ -82,9 +85,10 @@ def _spot_price_history(request: dict[str, str], region: str) -> str:
         SPOT_PRICE.format(
             instance_type=one,
             zone=f"{region}{letter}",
-            dollars=DOLLARS_AN_HOUR.get(one, 1) * (SPOT_PRICE_RATIO + index * SPOT_PRICE_STEP),
+            dollars=DOLLARS_AN_HOUR[one] * (SPOT_PRICE_RATIO + index * SPOT_PRICE_STEP),
         )
         for one in types
+        if DOLLARS_AN_HOUR.get(one)
         for index, letter in enumerate("abcdef")
         if f"{region}{letter}" in offerings.zones(region, one, ())
     ]

@@ -5,8 +5,8 @@ its metrics, which each node serves inside the cluster anyway.
 """
 
 import json
+import logging
 import re
-import time
 import urllib.request
 from pathlib import Path
 
@@ -14,6 +14,7 @@ import psutil
 
 from cluster.node import ray_jobs
 
+log = logging.getLogger(__name__)
 INTERVAL_S = 60.0
 """Time between two checks."""
 TARGETS = Path("/tmp/ray/session_latest/prom_metrics_service_discovery.json")
@@ -39,8 +40,8 @@ class Activity:
         self._checked = now
         try:
             jobs, requests = ray_jobs.all_jobs(), count_requests()
-        except (OSError, ValueError) as error:
-            print(f"{time.strftime('%H:%M:%S')} jobs and requests are unknown, so the cluster counts as used: {error}")
+        except Exception as error:  # whatever Ray answers; the watchdog has more to do
+            log.warning("jobs and requests are unknown, so the cluster counts as used: %s", error)
             self.last = now
             return
         is_busy = any(job["status"] in UNFINISHED for job in jobs)

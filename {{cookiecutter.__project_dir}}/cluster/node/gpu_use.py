@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import logging
 import re
 import socket
 import subprocess
@@ -14,6 +15,7 @@ from typing import Any
 from cluster.common.cluster_file import TARGET
 from cluster.node import notices, state
 
+log = logging.getLogger(__name__)
 FILE = Path("~/gpu_use.csv").expanduser()
 LAST_FILE = Path("~/gpu_use.json").expanduser()
 """The last `GpuUse` of each GPU."""
@@ -52,8 +54,6 @@ def record() -> None:
     idle: dict[int, int] = {}
     while True:
         if lines := sample():
-            with FILE.open("a") as table:
-                table.write(("" if table.tell() else HEADER) + "".join(f"{line}\n" for line in lines))
             uses = list(read(lines))
             idle = {one.gpu: idle.get(one.gpu, 0) + 1 if one.busy_percent <= BUSY_PERCENT else 0 for one in uses}
             if min(idle.values()) == IDLE_SAMPLES:
@@ -61,10 +61,19 @@ def record() -> None:
                     f"for {IDLE_SAMPLES} minutes, no GPU of {socket.gethostname()} has been busy for more than "
                     f"{BUSY_PERCENT} % of the time. To see what runs: inv status --target {TARGET}"
                 )
-            partial = LAST_FILE.with_suffix(".partial")
-            partial.write_text(json.dumps([asdict(one) | {"idle_samples": idle[one.gpu]} for one in uses]))
-            partial.replace(LAST_FILE)  # so that log_shipping never reads half a file
+            try:
+                _save(lines, [asdict(one) | {"idle_samples": idle[one.gpu]} for one in uses])
+            except OSError as error:  # for example, because the disk is full
+                log.warning("the use of the GPUs was not saved: %s", error)
         time.sleep(INTERVAL_S)
+
+
+def _save(lines: list[str], uses: list[dict[str, Any]]) -> None:
+    with FILE.open("a") as table:
+        table.write(("" if table.tell() else HEADER) + "".join(f"{line}\n" for line in lines))
+    partial = LAST_FILE.with_suffix(".partial")
+    partial.write_text(json.dumps(uses))
+    partial.replace(LAST_FILE)  # so that log_shipping never reads half a file
 
 
 def last() -> list[dict[str, Any]]:

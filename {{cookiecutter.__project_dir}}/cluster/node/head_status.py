@@ -5,7 +5,7 @@ import subprocess
 import sys
 import time
 
-from cluster.node import autoscaler_log, state
+from cluster.node import autoscaler_log, disk_use, state
 from cluster.node.autoscaler_log import LOGS, tail
 from pipeline.ray_support.private.autoscaler import cluster_status
 
@@ -46,12 +46,13 @@ def head_status() -> dict:
         ],
         "failed_setups": autoscaler_log.failed_setups(tail(LOGS / "monitor.out"), tail(LOGS / "monitor.log")),
         "watchdog": _watchdog(),
+        "disk": disk_use.problem(),
     }
 
 
 def _watchdog() -> dict:
     """Return the watchdog's saved state. `runs` says whether the watchdog still runs, judged by the state's age."""
-    written = state.read_json(state.STATE_FILE) or {"at": 0}
+    written = state.read_watchdog() or {"at": 0}
     return written | {"runs": time.time() - written["at"] < state.SILENT_S}
 
 

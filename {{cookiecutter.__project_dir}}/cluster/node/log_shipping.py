@@ -7,6 +7,7 @@ limits, and so that it also copies the log of a watchdog that has died.
 import contextlib
 import functools
 import json
+import logging
 import os
 import socket
 import sys
@@ -17,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from cluster.common import bucket, cluster_file
-from cluster.node import gpu_use, metadata, notices, process, ray_jobs, state
+from cluster.node import disk_use, gpu_use, metadata, notices, process, ray_jobs, state
 
+log = logging.getLogger(__name__)
 INTERVAL_S = 10.0
 """Time between two copies. A copy lags behind the log by this time and the time of the upload."""
 MAX_BYTES = 8 * 2**20
@@ -49,18 +51,23 @@ class LogShipper:
         self._node = HEAD if role == HEAD else socket.gethostname()
         self._copied: dict[str, tuple[int, int]] = {}
         self._ended = notices.EndedJobs()
+        self._disk = ""
+        """The problem of the disk at the last copy."""
 
     def ship(self) -> None:
         """Copy each new or changed log, then this node's report and, on the head, the table of jobs.
 
         Raises an exception if AWS does.
         """
+        before, self._disk = self._disk, disk_use.problem()
+        if self._disk and not before:
+            notices.send(self._disk)
         session = SESSION.resolve(strict=True)
         folder = f"{bucket.LOGS}{session.name}/{self._node}/"
         for name, path in _logs(session / "logs"):
             with contextlib.suppress(FileNotFoundError):  # Ray has just rotated it
                 self._copy(path, folder + name)
-        report = {"instance": self._instance, "gpus": gpu_use.last()}
+        report = {"instance": self._instance, "gpus": gpu_use.last(), "disk": self._disk}
         self._put(folder + REPORT, json.dumps(report).encode())
         if self._node == HEAD:
             jobs = _jobs()
@@ -121,11 +128,12 @@ def ship_forever(role: str) -> None:
         try:
             shipper.ship()
         except Exception as error:  # for example, if S3 does not answer; the next copy has what this one lacks
-            print(f"{time.strftime('%H:%M:%S')} not all logs were copied to the bucket: {error}", flush=True)
+            log.warning("not all logs were copied to the bucket: %s", error)
         time.sleep(INTERVAL_S)
 
 
 if __name__ == "__main__":
+    process.write_log()
     process.take_over("log_shipping")
     threading.Thread(target=gpu_use.record, daemon=True).start()  # nvidia-smi hangs if a GPU is broken
     ship_forever(sys.argv[1])

@@ -4,6 +4,7 @@ Many other chats accept it too. https://docs.slack.dev/messaging/sending-message
 """
 
 import json
+import logging
 import time
 import urllib.request
 from collections.abc import Iterable, Mapping
@@ -12,6 +13,7 @@ from typing import Any
 from cluster.common import cluster_file
 from cluster.common.cluster_file import TARGET, ClusterFile
 
+log = logging.getLogger(__name__)
 SECRET = "NOTIFY_WEBHOOK"
 TIMEOUT_S = 10.0
 
@@ -26,7 +28,7 @@ def send(text: str) -> None:
             urllib.request.urlopen(request, timeout=TIMEOUT_S).close()
     except Exception as error:
         # without the error's message: it may contain the URL, and whoever knows the URL can write to the chat
-        print(f"{time.strftime('%H:%M:%S')} a notice was not sent ({type(error).__name__}): {text}", flush=True)
+        log.warning("a notice was not sent (%s): %s", type(error).__name__, text)
 
 
 def _webhook(file: ClusterFile) -> str | None:

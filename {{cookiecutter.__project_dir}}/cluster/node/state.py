@@ -21,7 +21,9 @@ BLOCK_NOTICE_S = 10 * 60
 RAY_CONFIG = Path("~/ray_bootstrap_config.yaml").expanduser()
 """The configuration that the autoscaler rereads in each iteration of its loop. Ray writes it as JSON."""
 STATE_FILE = Path("~/watchdog.json").expanduser()
-"""The state that the head's watchdog saves for `inv status`."""
+"""The state that the head's watchdog saves for `inv status`, and for its next start."""
+STATE_WITHOUT_DISK = LEASE.with_name(STATE_FILE.name)
+"""The same, in memory. The watchdog saves its state here while the disk is full."""
 LOG_FILE = Path("~/watchdog.log").expanduser()
 GCS_PORT = 6379
 DASHBOARD_PORT = 8265
@@ -35,6 +37,12 @@ def read_json(file: Path) -> Any:
     with contextlib.suppress(FileNotFoundError, ValueError):
         return json.loads(file.read_bytes())
     return None
+
+
+def read_watchdog() -> dict[str, Any]:
+    """Return the last state that the watchdog has saved, or {} if there is none or it is damaged."""
+    found = [one for one in map(read_json, (STATE_FILE, STATE_WITHOUT_DISK)) if isinstance(one, dict) and "at" in one]
+    return max(found, key=lambda one: one["at"], default={})
 
 
 def answers(head: str) -> bool:

@@ -9,10 +9,10 @@ renewal, and a shutdown terminates the instance. So an instance is also terminat
 gone.
 """
 
+import logging
 import os
 import sys
 import time
-import traceback
 
 from cluster.node import process
 from cluster.node.state import INTERVAL_S
@@ -31,10 +31,11 @@ def watch(role: str) -> None:
 
 
 if __name__ == "__main__":
+    process.write_log()
     process.take_over("watchdog")
     while True:
         try:
             watch(sys.argv[1])
         except Exception:  # for example, if AWS does not answer; without a watchdog, this machine would shut down
-            traceback.print_exc()
+            logging.exception("the watchdog starts again")
             time.sleep(INTERVAL_S)

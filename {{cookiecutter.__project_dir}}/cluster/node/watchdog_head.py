@@ -6,32 +6,39 @@ minutes: it lowers max_workers to the number of the type's running instances, an
 
 import datetime
 import json
+import logging
+import os
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import psutil
+from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
 import settings
-from cluster.common import bucket, cluster_file, instances, limits, prices
+from cluster.common import aws_session, bucket, cluster_file, instances, limits, remaining_costs
 from cluster.common.cluster_file import ClusterFile
 from cluster.common.instances import Instance
 from cluster.common.limits import LimitsSection
-from cluster.node import autoscaler_log, notices
+from cluster.node import autoscaler_log, disk_use, notices, state
 from cluster.node.activity import Activity
-from cluster.node.state import INTERVAL_S, LAUNCHED, LEASE, RAY_CONFIG, STATE_FILE, read_json
+from cluster.node.spending import Spending
+from cluster.node.state import INTERVAL_S, LAUNCHED, LEASE, RAY_CONFIG
 
-PRICES_S = 3600.0
-"""How often the prices are read again. Spot prices change slowly."""
+log = logging.getLogger(__name__)
 CLOSED_S = 300.0
 """How long a node type stays closed after AWS refuses it."""
 REQUEST_TIMEOUT_S = 120.0
 """How long the autoscaler waits for a launched instance to appear (see cluster.yaml). If its type were closed before,
 the autoscaler would fail in each of its loops, because it cannot withdraw such a request."""
 MAX_FAILED_SETUPS = 3
+UNPRICED_S = 300.0
+"""A price that is unknown for this long is worth a notice."""
 STARTED = time.time()
 """When this process started, which counts as use of the cluster, because `inv up` starts it."""
 THROTTLED = ("RequestLimitExceeded", "Throttling", "ThrottlingException", "TooManyRequestsException")
@@ -82,49 +89,22 @@ class Markets:
         }
 
 
-class Spending:
-    """What the instances have cost so far."""
-
-    def __init__(self, file: ClusterFile, dollars: float) -> None:
-        self.dollars = dollars
-        self._file = file
-        self._prices: prices.MarketPrices | None = None
-        self._types: set[str] = set()
-        """The instance types that ran when AWS was last asked for prices."""
-        self._asked = 0.0
-
-    def add(self, running: Collection[Instance], seconds: float) -> float:
-        """Add the cost of all running instances for `seconds`. Return what they cost per hour."""
-        current = self._current_prices(running)
-        hourly = sum(current.of(one) for one in running)
-        self.dollars += hourly * seconds / 3600
-        return hourly
-
-    def _current_prices(self, running: Collection[Instance]) -> prices.MarketPrices:
-        """Ask AWS every PRICES_S, and when another type runs. If that fails, the last prices apply."""
-        types = {one.instance_type for one in running}
-        if self._prices and types <= self._types and time.monotonic() - self._asked < PRICES_S:
-            return self._prices
-        self._asked, self._types = time.monotonic(), types
-        try:
-            self._prices = prices.of_running(self._file, running)
-        except (BotoCoreError, ClientError, settings.UserError) as error:
-            if not self._prices:
-                raise
-            print(f"{time.strftime('%H:%M:%S')} the prices are unknown, so the last ones apply: {error}", flush=True)
-        return self._prices
-
-
 def watch() -> None:
     """Watch over the cluster. Never returns."""
     file = cluster_file.load()
-    renew_lease_within(
-        current_limits()[0], file
-    )  # before asking AWS: if AWS does not answer, the lease must not expire
+    _give_up_early(file)
+    # before asking AWS: if AWS does not answer, the lease must not expire
+    renew_lease_within(current_limits()[0], file)
     watchdog = HeadWatchdog(file)
     while True:
         watchdog.check()
         time.sleep(INTERVAL_S)
+
+
+def _give_up_early(file: ClusterFile) -> None:
+    """Let no call to AWS delay the limits. By default, a call that is not answered takes five minutes."""
+    limited = Config(connect_timeout=5, read_timeout=10, retries={"mode": "standard", "total_max_attempts": 3})
+    aws_session.start(file.region, limited)
 
 
 class HeadWatchdog:
@@ -132,50 +112,82 @@ class HeadWatchdog:
 
     def __init__(self, file: ClusterFile) -> None:
         """Continue with the state that an earlier watchdog has saved."""
-        state = read_json(STATE_FILE) or {}
+        saved = state.read_watchdog()
         self._file = file
+        self._living: list[Instance] | None = None
         self._markets = Markets({worker.name: worker.max_workers for worker in file.workers})
-        self._spending = Spending(file, state.get("dollars", 0.0))
-        self._activity = Activity(max(STARTED, state.get("last_use", 0.0)), state.get("requests", 0.0))
-        self._messages = state.get("messages", [])
-        if not state and STATE_FILE.exists():
-            lost = f"{STATE_FILE} was damaged, so the limit in dollars counts only what is spent from now on"
+        self._spending = Spending(file, saved)
+        self._activity = Activity(max(STARTED, saved.get("last_use", 0.0)), saved.get("requests", 0.0))
+        self._messages = saved.get("messages", [])
+        if not saved and state.STATE_FILE.exists():
+            lost = f"{state.STATE_FILE} was damaged, so the limit in dollars counts only the instances that still run"
             self._messages.append(f"{time.strftime('%H:%M:%S')} {lost}")
             notices.send(lost)
-        self._last = state.get("at", time.time())
-        self._warned_after = state.get("warned_after", 0.0)
+        # the clock may jump while this process runs; without a saved state, each instance counts from its launch
+        self._counted = time.monotonic() - max(0.0, time.time() - saved.get("at", 0.0))
+        """When costs were last counted, by the monotonic clock."""
+        self._warned_after = saved.get("warned_after", 0.0)
+        self._unpriced_since: float | None = None
 
     def check(self) -> None:
-        """Check everything once, and save the state."""
+        """Check everything once, and save the state.
+
+        The limits come first, because everything else may fail, for example if the disk is full.
+        """
         current, problem = current_limits()  # each time, because `inv limits` changes them
         if problem and not any(problem in message for message in self._messages):
             self._messages.append(f"{time.strftime('%H:%M:%S')} {problem}")
         renew_lease_within(current, self._file)
-        living, now = instances.living(self._file), time.time()
-        per_hour = self._spending.add(living, now - self._last)
-        self._last = now
-        self._close_node_types(Counter(one.node_type for one in living if one.state != "shutting-down"), now)
+        living, now = self._running(), time.time()
+        started = time.monotonic()
+        per_hour = self._spending.add(living, started - self._counted)
+        self._counted = started
+        if self._spending.dollars >= current.dollars:
+            reached = f"the limit of {current.dollars:g} dollars in settings.toml is reached"
+            end_cluster(self._file, reached + self._spending.caveat)
         self._activity.check(now)
         idle = (now - self._activity.last) / 3600
+        if 0 < current.idle_hours <= idle:
+            reason = f"no job and no request for {current.idle_hours:g} hours, the limit idle_hours in settings.toml"
+            end_cluster(self._file, reason)
+        _try("node types were not closed", lambda: self._close_node_types(living, now))
         warning = current.idle_warning(idle)
         if warning and self._warned_after != self._activity.last:
             self._warned_after = self._activity.last
             notices.send(warning)
-        used = {"hours": hours_used(), "dollars": self._spending.dollars, "idle_hours": idle}
-        state = {
-            **{"at": now, "limits": current.model_dump(), **used, "dollars_per_hour": per_hour},
-            **{"last_use": self._activity.last, "requests": self._activity.requests},
-            **{"idle_warning": warning, "warned_after": self._warned_after, "messages": self._messages},
-        }
-        _replace(STATE_FILE, json.dumps(state))
-        if self._spending.dollars >= current.dollars:
-            end_cluster(self._file, f"the limit of {current.dollars:g} dollars in settings.toml is reached")
-        if 0 < current.idle_hours <= idle:
-            reason = f"no job and no request for {current.idle_hours:g} hours, the limit idle_hours in settings.toml"
-            end_cluster(self._file, reason)
+        self._tell_unknown_prices(now)
+        used = {"hours": hours_used(), "idle_hours": idle, "dollars_per_hour": per_hour, **self._spending.state()}
+        _save(
+            {
+                **{"at": now, "limits": current.model_dump(), **used, "price_warning": self._spending.warning},
+                **{"last_use": self._activity.last, "requests": self._activity.requests},
+                **{"idle_warning": warning, "warned_after": self._warned_after, "messages": self._messages},
+            }
+        )
 
-    def _close_node_types(self, running: Counter[str], now: float) -> None:
+    def _running(self) -> list[Instance]:
+        """Return the living instances. If AWS does not answer, return those of the last answer: they still cost."""
+        try:
+            self._living = instances.living(self._file)
+        except (BotoCoreError, ClientError) as error:
+            if self._living is None:
+                raise
+            log.warning("the instances are unknown, so the last ones count: %s", error)
+        return self._living
+
+    def _tell_unknown_prices(self, now: float) -> None:
+        """Send a notice if a price stays unknown, because the limit may then end the cluster too early."""
+        if not self._spending.warning:
+            self._unpriced_since = None
+        elif self._unpriced_since is None:
+            self._unpriced_since = now
+        elif now - self._unpriced_since >= UNPRICED_S:
+            self._unpriced_since = float("inf")  # only once
+            notices.send(self._spending.warning)
+
+    def _close_node_types(self, living: list[Instance], now: float) -> None:
         """Let the autoscaler request no node type that AWS refuses or whose setup fails."""
+        running = Counter(one.node_type for one in living if one.state != "shutting-down")
         news = self._markets.note_refusals([*autoscaler_log.recent_refusals(), *_failed_launches(self._file)], now)
         failed_setups = self._markets.note_failed_setups(autoscaler_log.failed_setups_by_type())
         for message in failed_setups:
@@ -211,10 +223,10 @@ def current_limits() -> tuple[LimitsSection, str]:
     try:
         return limits.load(), ""
     except settings.UserError as error:
-        state = read_json(STATE_FILE)
-        if not state:
+        saved = state.read_watchdog()
+        if not saved:
             raise
-        return LimitsSection(**state["limits"]), f"the last limits still apply, because {error}"
+        return LimitsSection(**saved["limits"]), f"the last limits still apply, because {error}"
 
 
 def renew_lease_within(current: LimitsSection, file: ClusterFile) -> None:
@@ -241,17 +253,55 @@ def write_limits(max_workers: dict[str, int]) -> None:
 
 
 def end_cluster(file: ClusterFile, reason: str) -> None:
-    """Terminate all workers, then this machine. A worker that survives shuts down when its lease expires."""
-    print(reason, flush=True)
-    write_limits({worker.name: 0 for worker in file.workers})  # otherwise the autoscaler would replace the workers
-    try:
-        if workers := [one.id for one in instances.living(file) if one.node_type != file.head.name]:
-            instances.terminate(file, workers)
-        bucket.leave_note(file, reason)
-        notices.send(f"the cluster shuts itself down: {reason}")
-    finally:
-        subprocess.run(["sudo", "shutdown", "-h", "now"], check=True)
+    """Terminate all workers, then this machine. A worker that survives shuts down when its lease expires.
+
+    Never returns, so that this machine's lease expires if it does not shut down. No step prevents the next ones.
+    """
+    log.warning("%s", reason)
+    if full := disk_use.nearly_full():
+        reason = f"{reason}; {full}"
+    _try("the autoscaler was not stopped", stop_autoscaler)
+    _try("the workers were not terminated", lambda: _terminate_workers(file))
+    _try("the note was not saved", lambda: bucket.leave_note(file, reason))
+    _try("no notice was sent", lambda: _send_end(reason))
+    while True:
+        subprocess.run(["sudo", "shutdown", "-h", "now"], check=False)
         time.sleep(60)  # the shutdown takes effect within this time
+
+
+def stop_autoscaler() -> None:
+    """Kill Ray's autoscaler, which would replace the workers. A full disk does not prevent this."""
+    options = [f"--autoscaling-config={path}" for path in (RAY_CONFIG, f"~/{RAY_CONFIG.name}")]  # as in cluster.yaml
+    for process in psutil.process_iter(["cmdline", "uids"]):
+        is_own = process.info["uids"] and process.info["uids"].real == os.getuid()
+        if is_own and set(options) & set(process.info["cmdline"] or []):
+            process.kill()
+
+
+def _send_end(reason: str) -> None:
+    notices.send(f"the cluster shuts itself down: {reason}. {remaining_costs.describe()}")
+
+
+def _terminate_workers(file: ClusterFile) -> None:
+    if workers := [one.id for one in instances.living(file) if one.node_type != file.head.name]:
+        instances.terminate(file, workers)
+
+
+def _try(failure: str, step: Callable[[], None]) -> None:
+    """Take a step. If it fails, log the failure."""
+    try:
+        step()
+    except Exception:
+        log.exception("%s", failure)
+
+
+def _save(current: dict[str, Any]) -> None:
+    """Save the state, on the disk or, if it is full, in memory."""
+    try:
+        _replace(state.STATE_FILE, json.dumps(current))
+    except OSError as error:
+        log.warning("the state is only kept in memory: %s", error)
+        _try("the state was not saved", lambda: _replace(state.STATE_WITHOUT_DISK, json.dumps(current)))
 
 
 def _replace(file: Path, text: str) -> None:

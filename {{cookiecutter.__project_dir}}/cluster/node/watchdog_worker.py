@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import logging
 import socket
 import subprocess
 import time
@@ -9,6 +10,7 @@ import time
 from cluster.node import metadata, notices
 from cluster.node.state import BLOCK_CLEANUP_S, BLOCK_END, BLOCK_NOTICE_S, GCS_PORT, INTERVAL_S, LEASE, answers
 
+log = logging.getLogger(__name__)
 STOP_SERVING_S = 30.0
 """Seconds before AWS takes the machine back at which a replica that has no successor yet stops taking requests."""
 POSTPONED_S = 2 * 3600.0
@@ -61,7 +63,9 @@ def drain(head: str, notice: str, deadline_s: float) -> bool:
     command = ["ray", "drain-node", "--address", f"{head}:{GCS_PORT}", "--node-id", own_node_id(head)]
     command += ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--deadline-remaining-seconds", str(int(deadline_s))]
     command += ["--reason-message", f"AWS takes this machine back at {notice}"]
-    return subprocess.run(command, check=False).returncode == 0
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    log.warning("ray drain-node: %s", done.stdout.strip())  # `ray` itself would fail to print it to a full disk
+    return done.returncode == 0
 
 
 def own_node_id(head: str) -> str:

@@ -1,14 +1,18 @@
 """Test the rules of the project's bucket."""
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import boto3
 import pytest
 
-from cluster.common import bucket, cluster_file
+import settings
+from cluster.aws import ssh
+from cluster.common import bucket, cluster_file, instances, remaining_costs
 from cluster.common.cluster_file import ClusterFile
 
 KILLED_UPLOAD = """
@@ -57,3 +61,46 @@ def test_the_users_rules_stay(file: ClusterFile) -> None:
     for _ in range(2):
         bucket.add_lifecycle_rules(file)
     assert [rule["ID"] for rule in rules(file)] == ["mine", "unfinished-uploads", "old-logs"]
+
+
+SECRETS = "the secrets (0.40 dollars each per month)"
+
+
+@pytest.mark.parametrize(
+    ("changes", "costs"),
+    [
+        ({}, SECRETS),
+        ({"private": "true"}, f"the NAT gateway (about 0.05 dollars per hour) and {SECRETS}"),
+        ({"private": "true", "subnets": '["subnet-1"]'}, SECRETS),  # the user's own gateway
+        (
+            {"private": "true", "certificate": '"arn:aws:acm:1"'},
+            "the load balancer (about 20 dollars per month), the NAT gateway (about 0.05 dollars per hour) and "
+            + SECRETS,
+        ),
+    ],
+)
+def test_what_still_costs_money_is_named(
+    changes: dict[str, str], costs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = settings.FILE.read_text(encoding="utf-8")
+    for key, value in changes.items():
+        text, count = re.subn(rf"^{key} = \S+", f"{key} = {value}", text, flags=re.MULTILINE)
+        assert count == 1
+    copy = tmp_path / "settings.toml"
+    copy.write_text(text, encoding="utf-8")
+    monkeypatch.setattr(settings.load, "__kwdefaults__", {"profile": None, "file": copy})
+    assert remaining_costs.describe().startswith(f"You still pay for {costs} until you run: inv down --target aws ")
+
+
+def test_without_a_cluster_the_note_says_why_and_what_still_costs_money(
+    file: ClusterFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(instances, "head", lambda file: None)
+    bucket.leave_note(file, "the limit of 5 dollars in settings.toml is reached")
+    with pytest.raises(
+        ssh.NotOnCluster, match=r"the limit of 5 dollars .* is reached\. You still pay for .*: inv down --"
+    ):
+        ssh.find_head(file)
+    bucket.forget_note(file)
+    with pytest.raises(ssh.NotOnCluster, match=r"runs in \S+\. Run: inv up --target aws"):
+        ssh.find_head(file)

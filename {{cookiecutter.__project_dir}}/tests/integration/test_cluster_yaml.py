@@ -234,6 +234,7 @@ def test_every_node_copies_its_logs_to_the_bucket() -> None:
     [
         ["-m", "pipeline.serving.haproxy"],
         ["-c", "from cluster.node import head_status, log_shipping, watchdog, watchdog_head, watchdog_worker"],
+        ["-S", "-c", "from cluster.node import nvme, unpack"],  # -S: they run before there are packages
     ],
 )
 def test_nodes_have_all_files_that_they_need(command: list[str], tmp_path: Path) -> None:
@@ -280,6 +281,13 @@ def test_only_the_head_may_start_instances() -> None:
         name: body["node_config"]["IamInstanceProfile"]["Name"] for name, body in load()["available_node_types"].items()
     }
     assert [name for name, profile in profiles.items() if profile.endswith("-head")] == [load()["head_node_type"]]
+
+
+def test_folders_on_the_fast_disk_are_made_after_its_mount() -> None:
+    """A mount would hide earlier folders, and their content would fill the root disk."""
+    first, *others = load()["setup_commands"]
+    assert "python3 -m cluster.node.nvme && sudo install --directory" in first
+    assert "install --directory" not in "".join(others)
 
 
 def test_caches_and_checkpoints_are_on_folders_of_the_fast_disk() -> None:

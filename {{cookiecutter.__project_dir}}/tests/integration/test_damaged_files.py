@@ -379,7 +379,6 @@ def test_a_full_disk_keeps_the_state_of_the_local_cluster(tmp_path: Path, monkey
 def test_a_node_starts_with_a_damaged_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str) -> None:
     """Otherwise the watchdog would not start, and its cluster would end with the lease."""
     watchdog, gpus, notices = tmp_path / "watchdog.json", tmp_path / "gpus.json", []
-    monkeypatch.setattr(watchdog_head, "STATE_FILE", watchdog)
     monkeypatch.setattr(head_status.state, "STATE_FILE", watchdog)
     monkeypatch.setattr(gpu_use, "LAST_FILE", gpus)
     monkeypatch.setattr(watchdog_head.notices, "send", notices.append)
@@ -388,7 +387,7 @@ def test_a_node_starts_with_a_damaged_state(tmp_path: Path, monkeypatch: pytest.
         _damage(file, damage)
     restarted = watchdog_head.HeadWatchdog(cluster_file.load())
     assert restarted._messages[0].endswith(notices[0])
-    assert "watchdog.json was damaged, so the limit in dollars counts only what is spent from now on" in notices[0]
+    assert "watchdog.json was damaged, so the limit in dollars counts only the instances that still run" in notices[0]
     assert not head_status._watchdog()["runs"]
     assert gpu_use.last() == []
 

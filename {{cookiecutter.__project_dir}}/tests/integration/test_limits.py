@@ -30,7 +30,7 @@ LIMITS = LimitsSection(hours=24, dollars=500, idle_hours=3)
 USED = aws_limits.Usage(limits=LIMITS, hours=5, dollars=40, dollars_per_hour=8, idle_hours=2)
 WATCHDOG = """
 from pathlib import Path
-from cluster.common import instances, prices
+from cluster.common import instances
 from cluster.node import autoscaler_log, watchdog_head
 home = Path.home()
 autoscaler_log.LOGS = home
@@ -38,7 +38,6 @@ watchdog_head.LEASE, watchdog_head.LAUNCHED, watchdog_head.INTERVAL_S = home / "
 watchdog_head.write_limits = lambda max_workers: None
 watchdog_head.end_cluster = lambda file, reason: (home / "ended").write_text(reason)
 instances.living = instances.failed_launches = lambda file: []
-prices.of_running = lambda file, running: prices.MarketPrices({}, {})
 watchdog_head.watch()
 """
 

@@ -257,7 +257,7 @@ def shown(node: Node, monkeypatch: pytest.MonkeyPatch) -> Callable[[float], str]
     living = [instance("i-head", file.head.name), instance("i-worker", "gpu-spot-1"), instance("i-new", "gpu-spot-1")]
     monkeypatch.setattr(instances, "living", lambda file: living)
     monkeypatch.setattr(instances, "failed_launches", lambda file: [])
-    monkeypatch.setattr(prices, "of_market", lambda file, names: prices.MarketPrices(dict.fromkeys(names, 10.0), {}))
+    monkeypatch.setattr(prices, "find", lambda file, names: (prices.MarketPrices(dict.fromkeys(names, 10.0), {}), ""))
 
     def show(seconds: float) -> str:
         head_status = {

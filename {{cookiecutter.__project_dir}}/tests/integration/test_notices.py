@@ -65,24 +65,24 @@ def test_a_notice_has_the_form_that_chats_accept(chat: list[tuple[str, str | Non
     assert chat == [("/T0/secret", "application/json", {"text": f"{FILE.slug}: all is well"})]
 
 
-def test_without_the_secret_nothing_is_sent(chat: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_the_secret_nothing_is_sent(chat: list[Any], caplog: pytest.LogCaptureFixture) -> None:
     forget()
     notices.send("all is well")
     assert chat == []
-    assert capsys.readouterr().out == ""
+    assert "a notice" not in caplog.text
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:{port}/secret", "{chat}/not-the-secret", "ftp:secret", "secret"])
 def test_a_notice_that_cannot_be_sent_is_logged_without_the_url(
-    chat: list[Any], url: str, capsys: pytest.CaptureFixture[str]
+    chat: list[Any], url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     stored = FILE.client("secretsmanager").get_secret_value(SecretId=f"{FILE.slug}/{notices.SECRET}")["SecretString"]
     store(url.format(port=free_ports(1)[0], chat=stored.rpartition("/T0")[0]))
     notices.send("all is well")
-    shown = capsys.readouterr().out
+    (shown,) = [record.getMessage() for record in caplog.records if record.name == notices.__name__]
     assert "a notice was not sent" in shown
-    assert shown.endswith(": all is well\n")
-    assert "secret" not in shown
+    assert shown.endswith(": all is well")
+    assert "secret" not in caplog.text
 
 
 def test_each_end_of_a_job_is_told_once() -> None:
@@ -103,32 +103,33 @@ def test_each_end_of_a_job_is_told_once() -> None:
     assert ended.news([before, failed, quick]) == []
 
 
-def test_a_limit_is_told_before_the_head_ends(chat: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "ray.json").write_text('{"available_node_types": {}}')
+def test_a_limit_is_told_before_the_head_ends(chat: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[list[str]] = []
-    monkeypatch.setattr(watchdog_head, "RAY_CONFIG", tmp_path / "ray.json")
-    monkeypatch.setattr(watchdog_head, "write_limits", lambda limits: None)
+    monkeypatch.setattr(watchdog_head, "stop_autoscaler", lambda: None)
     monkeypatch.setattr(instances, "living", lambda file: [])
     monkeypatch.setattr(bucket, "leave_note", lambda file, reason: None)
     monkeypatch.setattr(subprocess, "run", lambda command, check: ended.append([*texts(chat), *command]))
-    monkeypatch.setattr(time, "sleep", lambda seconds: None)
-    watchdog_head.end_cluster(FILE, "the limit of 2 hours is reached")
-    assert ended[0][0] == f"{FILE.slug}: the cluster shuts itself down: the limit of 2 hours is reached"
+    monkeypatch.setattr(time, "sleep", _over)
+    with pytest.raises(Over):
+        watchdog_head.end_cluster(FILE, "the limit of 2 hours is reached")
+    assert ended[0][0].startswith(f"{FILE.slug}: the cluster shuts itself down: the limit of 2 hours is reached. You")
+    assert "until you run: inv down --target aws" in ended[0][0]
     assert "shutdown" in ended[0]
+
+
+class Over(Exception):
+    """Ends a function that would never return."""
+
+
+def _over(seconds: float) -> None:
+    raise Over
 
 
 def test_the_loss_of_a_spot_machine_is_told(chat: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog_worker, "answers", lambda head: False)
     monkeypatch.setattr(watchdog_worker, "spot_notice", lambda: "2026-01-01T10:00:00Z")
     monkeypatch.setattr(watchdog_worker, "drain", lambda head, notice, deadline_s: True)
-
-    class Over(Exception):
-        pass
-
-    def sleep(seconds: float) -> None:
-        raise Over
-
-    monkeypatch.setattr(time, "sleep", sleep)
+    monkeypatch.setattr(time, "sleep", _over)
     with pytest.raises(Over):
         watchdog_worker.watch("10.0.0.1")
     (text,) = texts(chat)

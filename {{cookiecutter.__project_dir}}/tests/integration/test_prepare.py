@@ -27,6 +27,7 @@ from cluster.aws import (
     guard,
     images,
     launcher_file,
+    node_reports,
     prepare,
     quotas,
     reservation,
@@ -38,6 +39,7 @@ from cluster.aws import target as aws_target
 from cluster.aws.doctor import quotas as doctor_quotas
 from cluster.aws.doctor import reserved
 from cluster.aws.doctor.account import Account
+from cluster.aws.node_reports import NodeReport
 from cluster.aws.target import Aws
 from cluster.common import bucket, cluster_file, instances, prices
 from cluster.emulator import iam, moto_instances, stubs
@@ -45,9 +47,11 @@ from cluster.emulator.api import Api
 from cluster.emulator.consistency import Consistency
 from cluster.emulator.moto_instances import ACCOUNT, IMAGE
 from cluster.emulator.schedules import Schedules
+from cluster.node import spending as node_spending
+from cluster.node import state as node_state
 from cluster.node import watchdog_head
-from cluster.node.watchdog_head import Spending
-from instance_types import INSTANCE_TYPES
+from cluster.node.spending import Spending
+from instance_types import INSTANCE_TYPES, highest_price
 from pipeline.ray_support.private import cluster_launcher
 
 server, aws, assign = emulated_aws.server, emulated_aws.aws, emulated_aws.assign
@@ -55,6 +59,7 @@ server, aws, assign = emulated_aws.server, emulated_aws.aws, emulated_aws.assign
 GPU_TYPE = FILE.workers[-1].instance_type
 ZONE = f"{FILE.region}b"
 HOUR = 3600.0
+DAY = datetime.timedelta(days=1)
 NEWER_IMAGE = "ami-1e749f67"  # another one of moto's images
 QUIET: dict[str, Any] = {"watchdog": {"runs": True}, "autoscaler": 1, "at": 0.0, "session": "session_1"}
 QUIET |= {name: [] for name in ("nodes", "pending", "demands", "refused", "failed_setups")}
@@ -711,7 +716,7 @@ def test_status_says_when_the_block_ends_and_that_it_is_prepaid(aws: Api, assign
 def machine(market: str, zone: str, **changes: Any) -> instances.Instance:
     """Return a running instance, as EC2 describes it."""
     fields = {field.name: "" for field in dataclasses.fields(instances.Instance)}
-    own = {"instance_type": GPU_TYPE, "market": market, "zone": f"{FILE.region}{zone}"}
+    own = {"instance_type": GPU_TYPE, "market": market, "zone": f"{FILE.region}{zone}", "launched": NOW - DAY}
     return instances.Instance(**fields | own | changes)  # type: ignore[arg-type]
 
 
@@ -723,7 +728,7 @@ def test_an_instance_costs_the_price_of_its_own_zone_and_market(aws: Api, monkey
         machine("capacity-block", "c", instance_type="only.prepaid"),
     ]
     per_hour = 0.4 + 22 * (0.5 + 2 * 0.66) + 22  # the spot price rises from zone to zone
-    spending = Spending(FILE, dollars=5.0)
+    spending = Spending(FILE, {"dollars": 5.0})
     assert spending.add(running, 1800) == pytest.approx(per_hour)
     assert spending.dollars == pytest.approx(5.0 + per_hour / 2)
     shown = [dataclasses.replace(one, id=str(number), launched=NOW, tags={}) for number, one in enumerate(running)]
@@ -732,23 +737,55 @@ def test_an_instance_costs_the_price_of_its_own_zone_and_market(aws: Api, monkey
 
 
 def test_prices_are_read_again_every_hour(aws: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    running, spending, clock = [machine("spot", "a")], Spending(FILE, dollars=0.0), [100_000.0]
-    monkeypatch.setattr(watchdog_head, "time", SimpleNamespace(monotonic=lambda: clock[0], strftime=time.strftime))
+    running, spending, clock = [machine("spot", "a")], Spending(FILE, {}), [100_000.0]
+    monkeypatch.setattr(node_spending, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     assert spending.add(running, 5) == 11
     monkeypatch.setattr(stubs, "SPOT_PRICE_RATIO", 0.9)
     clock[0] += 3500
     assert spending.add(running, 5) == 11
     clock[0] += 200
     assert spending.add(running, 5) == pytest.approx(19.8)
-    monkeypatch.setitem(stubs.DOLLARS_AN_HOUR, GPU_TYPE, 0)  # AWS does not know the price any more
+    monkeypatch.setattr(aws.faults, "prices", "AccessDenied")  # for example, by an organization's policy
     clock[0] += 4000
     assert spending.add(running, 5) == pytest.approx(19.8)
-    assert spending.add([*running, machine("on-demand", "b", instance_type="p4de.24xlarge")], 5) > 19
+    running.append(machine("on-demand", "b", instance_type="p4de.24xlarge"))
+    assert spending.add(running, 5) == pytest.approx(19.8 + highest_price("p4de.24xlarge"))
+    monkeypatch.setattr(aws.faults, "prices", "")
+    assert spending.add(running, 5) == pytest.approx(19.8 + 28)
+
+
+def test_status_names_prices_that_aws_does_not_name(aws: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, `inv status` failed, and the limit counted 0 dollars."""
+    monkeypatch.setattr(aws.faults, "prices", "AccessDenied")
+    shown = [dataclasses.replace(machine("spot", "a"), id="i-1", tags={})]
+    monkeypatch.setattr(instances, "living", lambda file: shown)
+    spending = Spending(FILE, {})
+    spending.add(shown, HOUR)
+    watchdog = {"runs": True, "price_warning": spending.warning, **spending.state()}
+    status = cloud_status.cloud_status(FILE, QUIET | {"watchdog": watchdog})
+    highest = f"{highest_price(GPU_TYPE):.2f}"
+    assert status.notes[0].startswith("0.00 dollars per hour now and the instances whose price is unknown, ")
+    assert f"{highest} spent so far" in status.notes[0]
+    (problem,) = status.problems
+    assert f"does not name the price of {GPU_TYPE} (An error occurred (" in problem
+    assert f"counts {GPU_TYPE} at {highest} dollars per hour until it does" in problem
+
+
+def test_status_names_nodes_with_a_full_disk(aws: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = [
+        dataclasses.replace(machine("spot", "a"), id=name, private_address=name, tags={}) for name in ("i-1", "i-2")
+    ]
+    monkeypatch.setattr(instances, "living", lambda file: shown)
+    reports = {"i-1": NodeReport(0.0, [], "worker 1 has 1 GB free"), "i-2": NodeReport(0.0, [], "")}
+    monkeypatch.setattr(node_reports, "read", lambda file, session: reports)
+    nodes = [{"instance": name, "address": name} for name in reports]
+    head_status = QUIET | {"nodes": nodes, "disk": "the head has 2 GB free"}
+    assert cloud_status.cloud_status(FILE, head_status).problems == ["the head has 2 GB free", "worker 1 has 1 GB free"]
 
 
 def test_an_instance_of_another_type_than_in_cluster_yaml_is_counted(aws: Api) -> None:
     """For example one that started before a change of InstanceType."""
-    spending = Spending(FILE, dollars=0.0)
+    spending = Spending(FILE, {})
     spending.add([machine("on-demand", "a")], 0)
     assert spending.add([machine("on-demand", "a", instance_type="p4de.24xlarge")], 0) == 28
 
@@ -761,11 +798,11 @@ def test_an_instance_that_takes_long_to_end_costs_nothing_and_down_waits_for_it(
 ) -> None:
     prepare.prepare(FILE)
     head = launch_head(cluster_file.load(launcher_file.FILE))
-    assert Spending(FILE, dollars=0.0).add(instances.living(FILE), 0) > 0
+    assert Spending(FILE, {}).add(instances.living(FILE), 0) > 0
     (moto,) = [one.moto for one in moto_instances.list_all() if one.id == head]
     moto._state.name, moto._state.code = "shutting-down", 32
     (ending,) = instances.living(FILE)
-    assert Spending(FILE, dollars=0.0).add([ending], HOUR) == 0
+    assert Spending(FILE, {}).add([ending], HOUR) == 0
     with monkeypatch.context() as patch:
         patch.setattr(teardown, "TERMINATE_TIMEOUT_S", 1)
         with pytest.raises(settings.UserError, match=f"not terminated after .* s: {head}"):
@@ -779,8 +816,9 @@ def test_an_instance_that_ends_does_not_keep_a_closed_type_open(
     aws: Api, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise the autoscaler would replace it by one of the same type."""
-    for name in ("LEASE", "LAUNCHED", "STATE_FILE"):
+    for name in ("LEASE", "LAUNCHED"):
         monkeypatch.setattr(watchdog_head, name, tmp_path / name)
+    monkeypatch.setattr(node_state, "STATE_FILE", tmp_path / "watchdog.json")
     watchdog_head.LAUNCHED.touch()
     monkeypatch.setattr(watchdog_head.autoscaler_log, "LOGS", tmp_path)
     spot, written = "gpu-spot-1", []

@@ -124,8 +124,11 @@ def test_the_lease_is_renewed_until_the_hours_are_over(tmp_path: Path, monkeypat
 
 def test_an_invalid_settings_file_does_not_end_the_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The lease is renewed under the last limits, and `inv status` shows why, once."""
-    for name in ("LEASE", "LAUNCHED", "STATE_FILE"):
-        monkeypatch.setattr(watchdog_head, name, tmp_path / name)
+    for module, name in (
+        *((watchdog_head, name) for name in ("LEASE", "LAUNCHED")),
+        *((watchdog_head.state, name) for name in ("STATE_FILE", "STATE_WITHOUT_DISK")),
+    ):
+        monkeypatch.setattr(module, name, tmp_path / name)
     watchdog_head.LAUNCHED.touch()
     monkeypatch.setattr(watchdog_head.instances, "living", lambda file: [])
     monkeypatch.setattr(watchdog_head.HeadWatchdog, "_close_node_types", lambda *_: None)
@@ -141,7 +144,7 @@ def test_an_invalid_settings_file_does_not_end_the_cluster(tmp_path: Path, monke
         watchdog.check()
         watchdog_head.HeadWatchdog(cluster_file.load()).check()  # also a new one
         assert watchdog_head.LEASE.exists()
-    state = json.loads(watchdog_head.STATE_FILE.read_text())
+    state = watchdog_head.state.read_watchdog()
     assert state["limits"]["dollars"] == 10
     first, second = (message.partition(" ")[2] for message in state["messages"])
     assert first.startswith("the last limits still apply, because settings.toml line 3, key cluster.limits.dolars: no")

@@ -1,0 +1,34 @@
+"""What still costs money when a cluster has ended itself."""
+
+from pydantic import ConfigDict
+
+import settings
+from cluster.common.cluster_file import TARGET
+
+
+class _NetworkSection(settings.Section):
+    """The keys of [cluster.network] for which AWS charges by the hour."""
+
+    model_config = ConfigDict(extra="ignore")
+    private: bool = False
+    subnets: tuple[str, ...] = ()
+    certificate: str = ""
+
+
+def describe() -> str:
+    """Return two sentences that say what still costs money, and how to end that.
+
+    Prices: https://aws.amazon.com/elasticloadbalancing/pricing https://aws.amazon.com/vpc/pricing
+    https://aws.amazon.com/secrets-manager/pricing
+    """
+    network = settings.load(_NetworkSection, "network", profile="cluster")
+    costs = ["the secrets (0.40 dollars each per month)"]
+    if network.private and not network.subnets:
+        costs.insert(0, "the NAT gateway (about 0.05 dollars per hour)")
+    if network.certificate:
+        costs.insert(0, "the load balancer (about 20 dollars per month)")
+    listed = f"{', '.join(costs[:-1])} and {costs[-1]}" if costs[1:] else costs[0]
+    return (
+        f"You still pay for {listed} until you run: inv down --target {TARGET}   You pay for what is in the bucket "
+        "until you delete it"
+    )
