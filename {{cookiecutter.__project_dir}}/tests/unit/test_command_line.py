@@ -9,6 +9,7 @@ from invoke import Argument, Collection, Context, Exit
 from verbs import parsed
 
 from cluster import command_line
+from cluster.emulator import sandbox
 
 
 def sentence(tasks: ModuleType, words: list[str]) -> str:
@@ -98,3 +99,14 @@ def test_the_help_still_describes_the_options(tasks: ModuleType, monkeypatch: py
     monkeypatch.setattr(verbs["submit"], "help", {"job": "one of many"})
     command_line.normalize(program, verbs)
     assert verbs["submit"].help == {"job": "one of many"}
+
+
+def test_down_runs_once_inside_the_emulated_aws(tasks: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second `down` would find nothing to end, and say so."""
+    runs: list[Any] = []
+    monkeypatch.setattr(sandbox, "is_running", lambda: True)
+    monkeypatch.setattr(sandbox, "is_inside", lambda: False)
+    monkeypatch.setattr(sandbox, "run", lambda command: runs.append(command) or 0)
+    monkeypatch.setattr(sandbox, "stop", lambda: [])
+    tasks.down.body(Context(), target="rehearsal")
+    assert len(runs) == 1
