@@ -31,6 +31,7 @@ from cluster.aws import (
     teardown,
     vpc,
 )
+from cluster.aws.deletion import attempt
 from cluster.aws.past_jobs import PastJobs
 from cluster.aws.saved_logs import SavedLogs
 from cluster.common import bucket, cluster_file, instances, prices
@@ -57,8 +58,9 @@ class Aws:
     def prepare(self) -> None:
         file = launcher_file.load()
         prepare.prepare(file)
-        if instances.head(file):
+        if running := instances.head(file):
             self._admit_people(file)
+            load_balancer.register(file, running.id)  # the port or the certificate may have changed
 
     def up(self, yes: bool, wait: bool = False) -> None:
         file = launcher_file.load()
@@ -201,12 +203,11 @@ class Aws:
 
     def down(self) -> list[str]:
         file = cluster_file.load()
-        teardown.end_instances(file)
-        teardown.delete_orphans(file)
-        prepare.delete(file)
-        secrets_manager.delete(file)
+        if failures := attempt("instances", lambda: teardown.end_instances(file)):
+            return [*teardown.leftovers(file), *failures]  # the guard and its stack stay, because they end instances
+        failures = [*teardown.delete_orphans(file), *prepare.delete(file), *secrets_manager.delete(file)]
         ssh_config.remove(file.slug)
-        left = teardown.leftovers(file) + [f"secret {name}" for name in secrets_manager.names(file)]
+        left = [*(teardown.leftovers if failures else teardown.settled_leftovers)(file), *failures]
         if not left:
             print(
                 f"{self.name} is down: no instance, volume, interface, VPC, security group, key, role, secret or "
