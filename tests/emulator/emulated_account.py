@@ -12,6 +12,7 @@ from typing import Any
 import boto3
 import pytest
 from moto.backends import get_backend
+from moto.cloudformation.models import Stack, cloudformation_backends
 from moto.iam.models import iam_backends
 from werkzeug.serving import WSGIRequestHandler, make_server
 
@@ -38,6 +39,12 @@ class EmulatedAccount:
 
     def __init__(self, api: Api, file: ClusterFile, settings_file: Path) -> None:
         self.api, self.file, self._settings = api, file, settings_file
+
+    @property
+    def stack(self) -> Stack:
+        """The only stack, as moto has it."""
+        (found,) = cloudformation_backends[ACCOUNT][self.file.region].stacks.values()
+        return found
 
     def assign(self, section: str, *assignments: str) -> None:
         """Set keys in a section of settings.toml, as `key = value`."""

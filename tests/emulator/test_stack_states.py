@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from moto.cloudformation.models import Stack, cloudformation_backends
+from moto.cloudformation.models import cloudformation_backends
 
 import settings
 from cluster.aws import prepare, stack, teardown, vpc
@@ -27,12 +27,6 @@ def slow(account: EmulatedAccount) -> EmulatedAccount:
     """Return an account in which operations on stacks take half a second."""
     account.api.stacks.seconds = DURATION_S
     return account
-
-
-def made(account: EmulatedAccount) -> Stack:
-    """Return the stack as the emulator has it."""
-    (found,) = cloudformation_backends[ACCOUNT][account.file.region].stacks.values()
-    return found
 
 
 def deploy(account: EmulatedAccount, caller: str = "203.0.113.7/32", **changes: str) -> str:
@@ -61,7 +55,7 @@ def test_after_ctrl_c_during_the_creation_down_waits_and_leaves_nothing(
         patch.setattr(stack, "_follow", interrupt)
         with pytest.raises(KeyboardInterrupt):
             prepare.prepare(slow.file)
-    assert made(slow).status == "CREATE_IN_PROGRESS"
+    assert slow.stack.status == "CREATE_IN_PROGRESS"
     assert Aws().down() == []
     assert stack.find(slow.file) is None
 
@@ -95,9 +89,9 @@ def test_a_stack_in_a_final_state_is_updated_or_made_again(
 ) -> None:
     for status in states:
         deploy(account)
-        made(account).status = status
+        account.stack.status = status
         assert deploy(account, "198.51.100.9/32") == expected, status
-        made(account).status = status
+        account.stack.status = status
         stack.delete(account.file)
         assert stack.find(account.file) is None, status
 
@@ -111,7 +105,7 @@ def test_a_stack_in_a_final_state_is_updated_or_made_again(
 )
 def test_a_stack_that_needs_a_decision(account: EmulatedAccount, status: str, advice: str) -> None:
     deploy(account)
-    made(account).status = status
+    account.stack.status = status
     with pytest.raises(settings.UserError, match=advice):
         deploy(account)
 
@@ -126,16 +120,16 @@ def test_a_busy_stack_is_waited_for(account: EmulatedAccount) -> None:
     ):
         for verb, result in ((lambda: deploy(account), expected), (lambda: stack.delete(account.file), None)):
             deploy(account)
-            made(account).status = busy
-            threading.Timer(0.2, setattr, (made(account), "status", end)).start()
+            account.stack.status = busy
+            threading.Timer(0.2, setattr, (account.stack, "status", end)).start()
             assert verb() == result, busy
 
 
 def test_prepare_looks_at_a_stack_only_after_its_operation(account: EmulatedAccount) -> None:
     """Otherwise it would ask for a bucket that an earlier stack has left."""
     prepare.prepare(account.file)
-    made(account).status = "ROLLBACK_IN_PROGRESS"
-    threading.Timer(0.2, setattr, (made(account), "status", "ROLLBACK_COMPLETE")).start()
+    account.stack.status = "ROLLBACK_IN_PROGRESS"
+    threading.Timer(0.2, setattr, (account.stack, "status", "ROLLBACK_COMPLETE")).start()
     prepare.prepare(account.file)
     assert stack.parameters(account.file)["MakeBucket"] == "no"
 
@@ -143,14 +137,14 @@ def test_prepare_looks_at_a_stack_only_after_its_operation(account: EmulatedAcco
 def test_an_operation_without_end_is_said(account: EmulatedAccount, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stack, "STACK_TIMEOUT_S", 0.2)
     deploy(account)
-    made(account).status = "UPDATE_IN_PROGRESS"
+    account.stack.status = "UPDATE_IN_PROGRESS"
     with pytest.raises(settings.UserError, match=r"is still UPDATE_IN_PROGRESS after 0 s\. Run: inv prepare --target"):
         deploy(account)
 
 
 def test_a_rollback_that_stays_stuck_says_so(account: EmulatedAccount) -> None:
     deploy(account)
-    made(account).status = "UPDATE_ROLLBACK_FAILED"
+    account.stack.status = "UPDATE_ROLLBACK_FAILED"
     account.api.stacks.continues = False
     with pytest.raises(settings.UserError, match=r"continuing the rollback of the stack .* failed: .* Run: inv down"):
         deploy(account)

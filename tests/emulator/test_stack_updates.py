@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 import settings
-from cluster.aws import prepare, stack, teardown
+from cluster.aws import launcher_file, prepare, stack, teardown
+from cluster.aws.target import Aws
+from cluster.common import instances
 from cluster.emulator import registry, stack_resources, stack_updates
 from cluster.emulator.moto_instances import ACCOUNT
 from tests.emulator.emulated_account import EmulatedAccount
@@ -177,3 +179,45 @@ def test_the_users_subnets_can_change_only_inside_their_vpc(account: EmulatedAcc
     account.assign(NETWORK, f'subnets = ["{foreign}"]')
     with pytest.raises(settings.UserError, match=rf"is in a VPC of its own, and .* mean {other_vpc}"):
         prepare.prepare(account.file)
+
+
+def targets(account: EmulatedAccount) -> dict[str, list[int]]:
+    """Return to which ports of which instances each target group forwards requests."""
+    elb = account.file.client("elbv2")
+    groups = [one["TargetGroupArn"] for one in elb.describe_target_groups()["TargetGroups"]]
+    healths = {one: elb.describe_target_health(TargetGroupArn=one)["TargetHealthDescriptions"] for one in groups}
+    return {one: [health["Target"]["Port"] for health in found] for one, found in healths.items()}
+
+
+def test_after_another_port_the_load_balancer_still_reaches_the_head(
+    account: EmulatedAccount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The port replaces the target group, and nothing is registered in a new one."""
+    monkeypatch.setattr(Aws, "_admit_people", lambda self, file: None)
+    (certificate, _) = certificates(account)
+    account.assign(NETWORK, f'certificate = "{certificate}"', 'clients = "198.51.100.0/24"')
+    prepare.prepare(account.file)
+    account.launch(account.file.head.name)
+    for port in (8000, 8443):
+        account.assign("serve", f"port = {port}")
+        Aws().prepare()
+        assert list(targets(account).values()) == [[port]]
+
+
+def test_subnets_and_placement_groups_stay_while_workers_run_in_them(account: EmulatedAccount) -> None:
+    """AWS would update the stack, and keep them without an owner, so that `down` cannot delete the VPC."""
+    account.assign(NETWORK, "private = true")
+    account.assign(*reserve(account, "cr-1", "b"))
+    prepare.prepare(launcher_file.load())
+    for key, (section, assignment), node_type in (
+        ("efa", (NETWORK, "efa = false"), "gpu-spot-1"),
+        ("private", (NETWORK, "private = false"), "gpu-spot-1"),
+        ("reservation", reserve(account, "cr-2", "f"), "gpu-reserved"),
+    ):
+        worker = account.launch(node_type)
+        account.assign(section, assignment)
+        with pytest.raises(settings.UserError, match=rf"{key} in settings.toml cannot .* run \({worker}\)"):
+            prepare.prepare(launcher_file.load())
+        instances.terminate(account.file, [worker])
+        prepare.prepare(launcher_file.load())
+    assert Aws().down() == []

@@ -47,6 +47,8 @@ def required_by(
         return list(_schedule(region, http["method"], http["path"].rpartition("/")[2], http["body"]))
     if service == "secretsmanager" and action == "GetSecretValue":
         return [Permission("secretsmanager:GetSecretValue", _secret_arn(region, parameters["SecretId"]), {})]
+    if service == "secretsmanager" and action == "CreateSecret" and parameters.get("Tags"):
+        return [Permission(f"secretsmanager:{one}", "*", {}) for one in ("CreateSecret", "TagResource")]
     return [Permission(f"{service}:{action}", "*", {})]
 
 

@@ -16,7 +16,7 @@ from moto.core.common_models import CloudFormationModel
 from moto.ec2.exceptions import DependencyViolationError
 from moto.ec2.models import ec2_backends
 from moto.ec2.models.security_groups import SecurityGroup as MotoSecurityGroup
-from moto.elbv2.models import FakeLoadBalancer, elbv2_backends
+from moto.elbv2.models import FakeListener, FakeLoadBalancer, FakeTargetGroup, elbv2_backends
 from moto.iam.models import Role as MotoRole
 from moto.s3.models import FakeBucket, s3_backends
 
@@ -432,6 +432,47 @@ class LoadBalancer(CloudFormationModel):
     delete_from_cloudformation_json = FakeLoadBalancer.delete_from_cloudformation_json
 
 
+class Listener(CloudFormationModel):
+    """moto's listener, which moto deletes only with its load balancer."""
+
+    @staticmethod
+    def cloudformation_name_type() -> str:
+        return ""
+
+    @staticmethod
+    def cloudformation_type() -> str:
+        return "AWS::ElasticLoadBalancingV2::Listener"
+
+    @classmethod
+    def delete_from_cloudformation_json(  # type: ignore[override]
+        cls, resource_name: str, cloudformation_json: Any, account_id: str, region_name: str
+    ) -> None:
+        elbv2_backends[account_id][region_name].delete_listener(resource_name)
+
+    create_from_cloudformation_json = FakeListener.create_from_cloudformation_json
+    update_from_cloudformation_json = FakeListener.update_from_cloudformation_json
+
+
+class TargetGroup(CloudFormationModel):
+    """moto's target group, which moto never deletes."""
+
+    @staticmethod
+    def cloudformation_name_type() -> str:
+        return "Name"
+
+    @staticmethod
+    def cloudformation_type() -> str:
+        return "AWS::ElasticLoadBalancingV2::TargetGroup"
+
+    @classmethod
+    def delete_from_cloudformation_json(  # type: ignore[override]
+        cls, resource_name: str, cloudformation_json: Any, account_id: str, region_name: str
+    ) -> None:
+        elbv2_backends[account_id][region_name].delete_target_group(resource_name)
+
+    create_from_cloudformation_json = FakeTargetGroup.create_from_cloudformation_json
+
+
 class Role(CloudFormationModel):
     """moto's role, of which an update can change the permissions boundary."""
 
@@ -481,7 +522,7 @@ class Bucket(CloudFormationModel):
     delete_from_cloudformation_json = FakeBucket.delete_from_cloudformation_json
 
 
-CHANGED = (*_Resource.__subclasses__(), SecurityGroup, LoadBalancer, Role, Bucket)
+CHANGED = (*_Resource.__subclasses__(), SecurityGroup, LoadBalancer, Listener, TargetGroup, Role, Bucket)
 get_model_map().update({kind.cloudformation_type(): kind for kind in CHANGED})
 
 

@@ -24,7 +24,7 @@ from moto.cloudformation import parsing
 from moto.cloudformation.exceptions import ValidationError
 from moto.cloudformation.models import CloudFormationBackend, Event, Stack
 from moto.cloudformation.parsing import OutputMap, ResourceMap
-from moto.ec2.exceptions import DependencyViolationError
+from moto.core.exceptions import ServiceException
 from moto.iam.models import iam_backends
 
 from cluster.emulator import registry
@@ -63,11 +63,18 @@ class _Unmade:
 
 
 def create(resources: ResourceMap, template: dict[str, Any]) -> bool:
-    """Create the resources of a new stack."""
+    """Create the resources of a new stack. If one fails, delete the others and raise `ResourceFailed`."""
     for name in _in_order(template):
-        if _exists_in(resources, template["Resources"][name]):
-            properties = _properties(_with_unmade(resources, template), template["Resources"][name])
-            _require(name, template["Resources"][name]["Type"], "create", properties)
+        body = template["Resources"][name]
+        try:
+            if _exists_in(resources, body):
+                _require(name, body["Type"], "create", _properties(resources, body))
+                _ = resources[name]  # creates it
+        except (ResourceFailed, ServiceException) as error:
+            _clean_up(resources, [(template["Resources"][key], one) for key, one in reversed(_made(resources).items())])
+            raise (
+                error if isinstance(error, ResourceFailed) else ResourceFailed(name, "create", error.message)
+            ) from None
     return _moto_create(resources, template)
 
 
@@ -148,40 +155,45 @@ def _update_in_place(resources: ResourceMap, name: str, body: dict[str, Any]) ->
     resources._parsed_resources[name] = updated
 
 
-def _clean_up(resources: ResourceMap, old: list[tuple[dict[str, Any], Any]]) -> None:
-    """Delete old resources. What others still need stays in the account, and belongs to no stack any more.
-
-    https://docs.aws.amazon.com/AWSCloudFormation/latest/UserGuide/view-stack-events.html (UPDATE_COMPLETE_CLEANUP)
-    """
-    left = [(body, one) for body, one in old if body.get("DeletionPolicy") != "Retain"]
-    for _ in range(len(left)):  # because the order of the template is not that of dependencies
-        remaining = []
-        for body, one in left:
-            try:
-                resources._delete_resource(one, body)
-            except DependencyViolationError:
-                remaining.append((body, one))
-        if len(remaining) == len(left):
-            return
-        left = remaining
-
-
 def delete(resources: ResourceMap) -> None:
     """Delete the resources of a stack. Raises `ResourceFailed`."""
-    for name in _made(resources):
-        body = resources._resource_json_map[name]
+    made = {name: (resources._resource_json_map[name], one) for name, one in _made(resources).items()}
+    for name, (body, _) in made.items():
         if body.get("DeletionPolicy") != "Retain":
             _require(name, body["Type"], "delete", _properties(resources, body))
+    left = _clean_up(resources, list(reversed(made.values())))
+    for name, (_, one) in made.items():
+        if one not in left:
+            resources._parsed_resources.pop(name)
+    if left:
+        name = next(name for name, (_, one) in made.items() if one in left)
+        raise ResourceFailed(name, "delete", "the resource has a dependent object")
+
+
+def _clean_up(resources: ResourceMap, old: list[tuple[dict[str, Any], Any]]) -> list[Any]:
+    """Delete resources, each given with its part of the template. Return those that others still need.
+
+    After an update, these stay in the account, and belong to no stack any more.
+    https://docs.aws.amazon.com/AWSCloudFormation/latest/UserGuide/troubleshooting.html
+    """
+    left = [(body, one) for body, one in old if body.get("DeletionPolicy") != "Retain"]
+    while left:  # the order of the template is not that of dependencies
+        remaining = [(body, one) for body, one in left if not _try_to_delete(resources, body, one)]
+        if len(remaining) == len(left):
+            break
+        left = remaining
+    return [one for _, one in left]
+
+
+def _try_to_delete(resources: ResourceMap, body: dict[str, Any], one: Any) -> bool:
+    model = parsing.get_model_map()[body["Type"]]
+    if not hasattr(one, "delete") and hasattr(model.delete_from_cloudformation_json, "__isabstractmethod__"):
+        raise AwsError("ValidationError", f"the emulator cannot delete {body['Type']}")
     try:
-        _moto_delete(resources)
-    except DependencyViolationError as error:
-        raise ResourceFailed(_first_of(resources), "delete", f"{error.message}") from None
-
-
-def _first_of(resources: ResourceMap) -> str:
-    """Return the resource that others kept from being deleted: one in which instances run, if there is one."""
-    made = list(_made(resources))
-    return next((name for name in made if resources._resource_json_map[name]["Type"].endswith("Group")), made[0])
+        resources._delete_resource(one, body)
+    except ServiceException:
+        return False
+    return True
 
 
 # ---------------------------------------------------------------- templates
@@ -196,13 +208,6 @@ def _made(resources: ResourceMap) -> dict[str, Any]:
 def _exists_in(resources: ResourceMap, body: dict[str, Any] | None) -> bool:
     """Return whether a resource is in the template and its condition holds."""
     return body is not None and ("Condition" not in body or bool(resources.lazy_condition_map[body["Condition"]]))
-
-
-def _with_unmade(resources: ResourceMap, template: dict[str, Any]) -> ResourceMap:
-    """Return a copy in which nothing has been made."""
-    trial = copy.copy(resources)
-    trial._parsed_resources = resources._parsed_resources | {name: _Unmade(name) for name in template["Resources"]}
-    return trial
 
 
 def _properties(resources: ResourceMap, body: dict[str, Any]) -> dict[str, Any]:
@@ -366,7 +371,6 @@ def note_failure(stack: Stack, error: ResourceFailed) -> None:
 
 
 _moto_create: Callable[..., Any] = ResourceMap.create
-_moto_delete: Callable[..., Any] = ResourceMap.delete
 _moto_create_stack: Callable[..., Any] = CloudFormationBackend.create_stack
 _moto_update_stack: Callable[..., Any] = Stack.update
 _moto_parse_template: Callable[..., Any] = Stack.parse_template
